@@ -1,4 +1,4 @@
-"""Local ranks that share the copying: whoever is late, no slot is spoilt, and nobody waits for nothing."""
+"""Local ranks share the copying of snapshots, also if one of them is late or has another plan."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from elastic_resume.capture import schedule, snapshotter
 from elastic_resume.state import state_dict
 from elastic_resume.state.tensor_buffer import TensorBuffer
 snapshotter.MIN_BYTES_TO_SHARD = 0
-snapshotter.PEER_TIMEOUT_S = schedule.PEER_TIMEOUT_S = 60  # longer than a rank may stand still
+snapshotter.PEER_TIMEOUT_S = schedule.PEER_TIMEOUT_S = 60  # longer than any rank is delayed
 torch.manual_seed(1)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 run = er.resume(model=model, optimizer=optimizer, snapshot_every=1, save_every=2)
 snapshots = run._snapshot_scheduler.snapshotter
-ddp, first, told = run.ddp(model), run.rank == 0, {"problems": []}
+ddp, is_leader, results = run.ddp(model), run.rank == 0, {"problems": []}
 
 def step():
     ddp(torch.randn(4, 8)).pow(2).mean().backward()
     optimizer.step()
 
-def now():
+def digest_model():
     return state_dict.digest_leaves(state_dict.flatten({"model": model}).leaves)
 
-def held():
+def read_newest():
     newest = run._committer_connection.slot_client.find_newest()
     image = TensorBuffer(Layout.parse(newest.image, len(newest.image)), newest.image)
     leaves = [state_dict.Leaf(name, image.tensor(name), state_dict.OTHER) for name in image.layout.extents]
@@ -48,23 +48,23 @@ for _ in range(4):
     step()
     run.step()
     snapshots.wait_for_copy()
-    told["problems"].append(snapshots.problem)
+    results["problems"].append(snapshots.problem)
 """
-LAGGING = """
-if not first:
+LATE_LEADER = """
+if not is_leader:
     snapshotter.PEER_TIMEOUT_S = 0.5
 for number in range(1, 4):
     step()
-    if first and number == 3:
-        time.sleep(1)  # an evaluation, say
+    if is_leader and number == 3:
+        time.sleep(1)  # such as an evaluation
     run.step()
-if first:
-    told["finished"] = snapshots.wait_until_complete(20)
-    told["step"] = held()[0]
-told["problem"] = snapshots.problem
+if is_leader:
+    results["finished"] = snapshots.wait_until_complete(20)
+    results["step"] = read_newest()[0]
+results["problem"] = snapshots.problem
 run._context.run_on_all_ranks(lambda: None)
 """
-BEHIND = """
+LATE_RANK = """
 import pathlib
 snapshotter.PEER_TIMEOUT_S = 0.5
 go = pathlib.Path(sys.argv[0]).with_name("go")
@@ -74,52 +74,52 @@ def until_go(name, *_):
         time.sleep(0.01)
 
 step()
-if not first:
+if not is_leader:
     failpoints.hit = until_go
 run.step()
-step()  # of rank 1 waits at the fence
-if first:
-    told["taken"] = snapshots.start_snapshot(run._progress.finish_step(), leader_only=True)
+step()  # on rank 1 it waits at the copy barrier
+if is_leader:
+    results["taken"] = snapshots.start_snapshot(run._progress.finish_step(), leader_only=True)
     snapshots.wait_for_copy()
     go.touch()
-run._context.run_on_all_ranks(lambda: None)  # rank 1 has written what it had begun
-if first:
-    at, found = held()
-    told["whole"] = at == 1 or all(found[name] == one for name, one in now().items())
+run._context.run_on_all_ranks(lambda: None)  # rank 1 has finished its copy
+if is_leader:
+    at, found = read_newest()
+    results["whole"] = at == 1 or all(found[name] == one for name, one in digest_model().items())
 run._context.run_on_all_ranks(lambda: None)
 """
-FREEZING = """
-told["stale"] = []
+FROZEN_ON_LEADER = """
+results["stale"] = []
 for number in range(6):
-    if number in {2, 3} and first:  # the lead alone looks at a model that is frozen for an evaluation
+    if number in {2, 3} and is_leader:  # only the local leader takes a snapshot of a frozen model
         model[0].weight.requires_grad_(False)
         snapshots.start_snapshot(run.position, leader_only=True)
         snapshots.wait_for_copy()
         model[0].weight.requires_grad_(True)
     run._context.run_on_all_ranks(lambda: None)
     step()
-    want = now()
+    want = digest_model()
     run.step()
     snapshots.wait_for_copy()
     run._context.run_on_all_ranks(lambda: None)
-    if first:
+    if is_leader:
         whole = snapshots.wait_until_complete()
-        at, found = held()
-        told["problems"].append(whole)
+        at, found = read_newest()
+        results["problems"].append(whole)
         counts = whole and at == number + 1
-        told["stale"] += [name for name, one in want.items() if counts and found[name] != one]
+        results["stale"] += [name for name, one in want.items() if counts and found[name] != one]
     run._context.run_on_all_ranks(lambda: None)
 """
-TELL = """
-print(json.dumps(told))
+REPORT = """
+print(json.dumps(results))
 run._release()
 """
 
 
-def together(path: Path, body: str, **more: str) -> list[dict[str, Any]]:
-    """Run two ranks of one node; give what each told."""
+def run_two_ranks(path: Path, body: str, **more: str) -> list[dict[str, Any]]:
+    """Run two ranks of one node; return each rank's results."""
     script = path / "train.py"
-    script.write_text(TRAIN + body + TELL)
+    script.write_text(TRAIN + body + REPORT)
     env = [
         {
             "LOCAL_RANK": str(rank),
@@ -137,35 +137,35 @@ def together(path: Path, body: str, **more: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("memory", ["off", "75000"])
 def test_ranks_do_not_wait_for_snapshots_without_memory(memory: str, tmp_path: Path) -> None:
-    """The lead says that there are none, where there is no slot or only one, which is for the disk."""
-    _, other = together(tmp_path, PLAIN, ELASTIC_RESUME_SNAPSHOT_MEMORY=memory)
+    """The local leader announces that there is no snapshot: no slot, or one that only commits use."""
+    _, other = run_two_ranks(tmp_path, PLAIN, ELASTIC_RESUME_SNAPSHOT_MEMORY=memory)
     assert other["problems"] == [""] * 4
 
 
 @pytest.mark.slow
 def test_late_local_leader_gets_complete_snapshot(tmp_path: Path) -> None:
-    """The others wait in a thread, for as long as training does not wait for them."""
-    lead, _ = together(tmp_path, LAGGING)
-    assert (lead["finished"], lead["step"]) == (True, 3)
+    """The other rank waits in its copy thread while training continues."""
+    leader, _ = run_two_ranks(tmp_path, LATE_LEADER)
+    assert (leader["finished"], leader["step"]) == (True, 3)
 
 
 @pytest.mark.slow
 def test_ranks_wait_longer_for_late_local_leader_without_hooks(tmp_path: Path) -> None:
-    """Training waits for such a copy at once: its patience would be over before the lead's evaluation."""
-    lead, other = together(tmp_path, LAGGING.replace("    step()", "    ddp(torch.randn(4, 8))"))
-    assert (lead["finished"], lead["step"], other["problem"]) == (True, 3, "")
+    """The copy is synchronous then, and the local leader may still evaluate."""
+    leader, other = run_two_ranks(tmp_path, LATE_LEADER.replace("    step()", "    ddp(torch.randn(4, 8))"))
+    assert (leader["finished"], leader["step"], other["problem"]) == (True, 3, "")
 
 
 def test_ranks_with_different_plans_leave_no_tensor_out(tmp_path: Path) -> None:
-    """What the lead takes for frozen it copies itself, and the others' shares are others then."""
-    lead, _ = together(tmp_path, FREEZING)
-    assert lead["stale"] == []
-    assert lead["problems"][-1], "the lead copies all by itself in the end"
+    """The local leader sees a frozen parameter, so its shards differ from those of the other rank."""
+    leader, _ = run_two_ranks(tmp_path, FROZEN_ON_LEADER)
+    assert leader["stale"] == []
+    assert leader["problems"][-1], "in the end the local leader copies everything"
 
 
 @pytest.mark.slow
 def test_slot_that_late_rank_writes_is_not_reused(tmp_path: Path) -> None:
-    """The snapshot after it is given up rather than counted and then spoilt."""
-    lead, _ = together(tmp_path, BEHIND)
-    assert lead["whole"]
-    assert not lead["taken"]
+    """The next snapshot is skipped instead of being overwritten later."""
+    leader, _ = run_two_ranks(tmp_path, LATE_RANK)
+    assert leader["whole"]
+    assert not leader["taken"]

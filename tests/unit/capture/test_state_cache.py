@@ -1,4 +1,4 @@
-"""A look at the tracked objects gives what flattening them would, and notices what has changed."""
+"""StateTracker.read_state equals state_dict.flatten after any change of the tracked objects."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ pytestmark = pytest.mark.slow
 
 
 class Box:
-    """Anything with state_dict and load_state_dict."""
+    """An object with state_dict and load_state_dict."""
 
     def __init__(self, value: Any = None) -> None:
         self.value = value
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the value."""
+        """Return the value."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the value."""
+        """Load the value."""
         self.value = state["value"]
 
 
 class Parts(nn.Module):
-    """Linear, BatchNorm, an embedding, a buffer that is not kept, None where a bias could be."""
+    """Linear, BatchNorm, an embedding, a non-persistent buffer, and a missing bias."""
 
     scale: Tensor
     cache: Tensor
@@ -64,27 +64,27 @@ class Parts(nn.Module):
 
 
 class Counting(nn.Linear):
-    """Keeps a number beside its tensors."""
+    """A layer with extra state."""
 
     calls = 0
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Give it."""
+        """Return the count."""
         return {"calls": self.calls}
 
     def set_extra_state(self, state: Any) -> None:
-        """Take it."""
+        """Load the count."""
         self.calls = state["calls"]
 
 
 class Sums(torch.optim.Optimizer):
-    """Keeps Python numbers for each parameter."""
+    """An optimizer that keeps Python numbers for each parameter."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
-        """Count."""
+        """Count the step."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 own = self.state[parameter]
@@ -93,14 +93,14 @@ class Sums(torch.optim.Optimizer):
 
 
 class Assigning(torch.optim.Optimizer):
-    """Puts new tensors where the old ones were, as simple optimizers do."""
+    """An optimizer that replaces its state tensors and parameter data."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
-        """Average, and descend."""
+        """Take a step of momentum SGD."""
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is not None:
                 own = self.state[parameter]
@@ -109,17 +109,17 @@ class Assigning(torch.optim.Optimizer):
 
 
 def names(sight: StateView) -> list[str]:
-    """Names of the fixed tensors."""
+    """Return the names of the cached tensors."""
     return [leaf.name for leaf in sight.cached.leaves]
 
 
 def described(leaves: Any) -> dict[str, Any]:
-    """What must be equal of the tensors, by name."""
+    """Return kind, dtype and shape of the tensors by name."""
     return {leaf.name: (leaf.kind, leaf.tensor.dtype, tuple(leaf.tensor.shape)) for leaf in leaves}
 
 
 def check(tracker: StateTracker, tracked: dict[str, Any]) -> StateView:
-    """Look, and compare with what flattening says at the same moment, bit for bit."""
+    """Read the state and compare it with flatten, bit for bit."""
     sight, flat = tracker.read_state(), state_dict.flatten(tracked)
     merged = slots.merge_state(sight.cached.static_skeleton, sight.dynamic_skeleton)
     assert merged == flat.skeleton
@@ -135,7 +135,7 @@ def check(tracker: StateTracker, tracked: dict[str, Any]) -> StateView:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One step."""
+    """Take one training step."""
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -175,7 +175,7 @@ REPLACING = [OPTIMIZERS[name] for name in ("asgd", "assigning")]
 def test_read_state_equals_flatten_after_each_optimizer_step(
     make: Callable[[Any], torch.optim.Optimizer],
 ) -> None:
-    """Before the first step, when state appears, and afterwards; with what a run tracks besides."""
+    """Before the first step, when state appears, and afterwards."""
     torch.manual_seed(0)
     model = Parts()
     optimizer = make(model.parameters())
@@ -208,7 +208,7 @@ def test_read_state_equals_flatten_after_each_optimizer_step(
 
 
 def test_read_state_equals_flatten_with_many_named_groups() -> None:
-    """Groups keep their parameters' names, and their learning rates move one by one."""
+    """Groups keep their parameters' names, and learning rates change one by one."""
     model = Parts()
     groups = [{"params": [item], "lr": 0.1 / (i + 1)} for i, item in enumerate(model.named_parameters())]
     optimizer = torch.optim.Adam(groups)
@@ -307,7 +307,7 @@ CHANGES: dict[str, Callable[[Parts], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_changed_model_invalidates_cache(change: Callable[[Parts], Any]) -> None:
-    """The next look has a new fixed part, and is what flattening gives; so are those that follow."""
+    """Further reads keep the new cache."""
     model = Parts()
     tracked = {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
     tracker = StateTracker(tracked)
@@ -331,7 +331,7 @@ def test_changed_model_invalidates_cache(change: Callable[[Parts], Any]) -> None
     ],
 )
 def test_changed_values_keep_cache(change: Callable[[Parts], Any]) -> None:
-    """Values, and what is not part of the state, leave the fixed part as it is."""
+    """Changed values and non-persistent state keep the cached part."""
     model = Parts()
     tracked = {"model": model, "alias": Box(model.embed.weight)}
     tracker = StateTracker(tracked)
@@ -343,7 +343,7 @@ def test_changed_values_keep_cache(change: Callable[[Parts], Any]) -> None:
 
 
 def test_tied_memory_is_stored_once_until_address_or_stride_changes() -> None:
-    """Two parameters over the same memory are stored once until one gets its own, or another stride."""
+    """Two parameters over the same memory."""
     one, other = nn.Linear(3, 3), nn.Linear(3, 3)
     first, second = one.weight, other.weight
     model = nn.Sequential(one, other)
@@ -378,7 +378,7 @@ OPTIMIZER_CHANGES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 @pytest.mark.parametrize("change", OPTIMIZER_CHANGES.values(), ids=OPTIMIZER_CHANGES)
 def test_changed_optimizer_invalidates_cache(change: Callable[[torch.optim.Optimizer], Any]) -> None:
-    """And the order of parameters that is tracked beside it with it."""
+    """The tracked order of parameters is read again as well."""
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
     optimizer = torch.optim.Adam(model.parameters())
     train(model, optimizer)
@@ -393,7 +393,7 @@ def test_changed_optimizer_invalidates_cache(change: Callable[[torch.optim.Optim
 
 
 def test_buffer_assigned_at_each_step_is_read_each_time() -> None:
-    """The tensor that stands there now is held, whatever its shape and ties."""
+    """The current tensor is read, whatever its shape and ties."""
     model = Parts()
     tracked = {"model": model}
     tracker = StateTracker(tracked)
@@ -409,7 +409,7 @@ def test_buffer_assigned_at_each_step_is_read_each_time() -> None:
 
 
 def test_uncached_state_may_share_memory_with_cached_state() -> None:
-    """The first in the order gives the name, whichever of the two it is, from the moment when they share."""
+    """The first object in the order names the shared tensor, cached or not."""
     model = nn.Linear(3, 3)
     before, after = Box(), Box()
     tracked = {"before": before, "model": model, "after": after}
@@ -428,7 +428,7 @@ def test_uncached_state_may_share_memory_with_cached_state() -> None:
 
 
 def test_bucket_order_invalidates_cache_when_it_becomes_known() -> None:
-    """BucketOrder is not asked again until then."""
+    """The bucket order is not read again before."""
     model, order = nn.Linear(2, 2), BucketOrder()
     tracked = {"order": order, "model": model}
     tracker = StateTracker(tracked)
@@ -444,7 +444,7 @@ def test_bucket_order_invalidates_cache_when_it_becomes_known() -> None:
 
 
 def test_replaced_complex_tensors_are_read() -> None:
-    """They are stored as views of live memory while that stays, and conjugated or moved ones anew."""
+    """Complex tensors are stored as views; conjugated or moved ones are read again."""
     model = nn.Module()
     model.w = nn.Parameter(torch.randn(3, dtype=torch.complex64))
     alias = Box(model.w.data)
@@ -467,13 +467,13 @@ def test_replaced_complex_tensors_are_read() -> None:
 
 
 def waiting(tracked: dict[str, Any], tracker: StateTracker | None = None) -> set[str]:
-    """Names of the tensors that may be copied behind the fence."""
+    """Return the names of tensors that may be copied behind the copy barrier."""
     fixed = check(tracker or StateTracker(tracked), tracked).cached
     return {leaf.name for leaf, late in zip(fixed.leaves, fixed.may_overlap, strict=True) if late}
 
 
 def test_overlap_rule_allows_only_tensors_that_optimizers_change() -> None:
-    """Not buffers, frozen parameters, those of an untracked optimizer, nor what LBFGS steps."""
+    """Not buffers, frozen parameters, parameters of an untracked optimizer, or of LBFGS."""
     model = Parts()
     model.spare.requires_grad_(False)
     optimizer = torch.optim.Adam(model.parameters())
@@ -500,7 +500,7 @@ def test_overlap_rule_allows_only_tensors_that_optimizers_change() -> None:
 
 
 def test_parameter_frozen_once_never_overlaps_again() -> None:
-    """A GAN's networks are frozen in turn: the fixed part settles instead of changing at each step."""
+    """A GAN freezes its networks in turn; the cache must not change at each step."""
     model = Parts()
     tracked = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
     tracker = StateTracker(tracked)
@@ -528,7 +528,7 @@ def test_parameter_frozen_once_never_overlaps_again() -> None:
     ],
 )
 def test_read_state_raises_same_error_as_flatten(spoil: Callable[[dict[str, Any]], Any]) -> None:
-    """At the look after it has come, and at each one until it is gone."""
+    """At every read until the value is gone."""
     model = Parts()
     optimizer = torch.optim.Adam(model.parameters())
     train(model, optimizer)
@@ -566,7 +566,10 @@ CANNOT_FOLLOW = (RuntimeError, KeyError, StopIteration, AttributeError, TypeErro
 
 
 def takes(step: str, tracked: dict[str, Any], tracker: StateTracker) -> bool:
-    """Make a change; whether the state can still be said. Where it cannot, the tracker must not say one."""
+    """Make a change. Return whether the state can still be flattened.
+
+    If it cannot, the tracker must fail as well.
+    """
     with contextlib.suppress(*CANNOT_FOLLOW):
         STEPS[step](tracked)
     try:
@@ -582,7 +585,7 @@ def takes(step: str, tracked: dict[str, Any], tracker: StateTracker) -> bool:
 @given(st.lists(st.sampled_from(sorted(STEPS)), max_size=6), st.booleans())
 @example(["model: a hook", "model: a hook"], True)  # of which torch itself can say no state
 def test_read_state_equals_flatten_after_any_sequence_of_changes(steps: list[str], trained: bool) -> None:
-    """What a change makes impossible, another may."""
+    """One change may make another impossible."""
     torch.manual_seed(0)
     model = Parts()
     optimizer = torch.optim.Adam(model.parameters())

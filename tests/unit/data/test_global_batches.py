@@ -1,4 +1,4 @@
-"""The order of samples is one per epoch, whatever the world, the failures and the prefetching."""
+"""An epoch has one order of samples, for any world, failures and prefetching."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def placed(batches: GlobalBatches, rank: int, world: int, epoch: int = 0, step: 
 
 
 def read_by_world(batches: GlobalBatches, world: int, epoch: int, start: int, stop: int) -> list[int]:
-    """The samples that count at steps start to stop, over all ranks, in no particular order."""
+    """Return the samples that count at steps start to stop, over all ranks."""
     counted: list[int] = []
     for rank in range(world):
         shares = itertools.islice(placed(batches, rank, world, epoch, start), stop - start)
@@ -53,7 +53,7 @@ def test_shares_cover_batch_without_gap_or_overlap(samples: int, world: int) -> 
 
 @given(st.integers(0, 10**12), WORLDS)
 def test_first_ranks_get_the_extra_samples(samples: int, world: int) -> None:
-    """Shares differ by one sample at most, the greater ones first."""
+    """Shares differ by at most one sample."""
     sizes = [len(compute_share(samples, rank, world)) for rank in range(world)]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] - sizes[-1] <= 1
@@ -62,7 +62,7 @@ def test_first_ranks_get_the_extra_samples(samples: int, world: int) -> None:
 
 @given(st.integers(1, 60), st.integers(1, 20), WORLDS, st.booleans())
 def test_share_is_never_empty_and_within_batch(size: int, batch: int, world: int, shuffle: bool) -> None:
-    """Every rank has something to take part in the all-reduce with."""
+    """Every rank must take part in the all-reduce."""
     batches = GlobalBatches(size, batch, shuffle=shuffle)
     for step in range(len(batches)):
         whole = next(iter(placed(batches, 0, 1, 0, step)))
@@ -129,7 +129,7 @@ def test_order_differs_by_epoch_and_seed() -> None:
 
 
 def test_order_is_pinned() -> None:
-    """A torch release that shuffles otherwise must not go unnoticed: it would repeat and skip samples."""
+    """A torch release with another permutation would repeat and skip samples."""
     assert list(placed(GlobalBatches(10, 10, seed=3), 0, 1, epoch=2)) == [[4, 2, 8, 0, 3, 6, 1, 5, 7, 9]]
 
 
@@ -143,13 +143,13 @@ def test_order_without_shuffle_is_dataset_order() -> None:
 
 
 def test_iterating_twice_gives_same_batches() -> None:
-    """Reading consumes nothing."""
+    """Reading changes no position."""
     batches = placed(GlobalBatches(20, 6), 1, 2, epoch=4, step=1)
     assert list(batches) == list(batches)
 
 
 def test_concurrent_iterators_are_independent() -> None:
-    """Start, place and order are those of the moment iter() was called."""
+    """Start, rank and order are fixed when iter() is called."""
     batches = GlobalBatches(20, 6)
     expected_first = list(placed(batches, 0, 2))
     expected_second = list(placed(batches, 1, 3, epoch=1, step=2))
@@ -164,20 +164,20 @@ def test_concurrent_iterators_are_independent() -> None:
 
 
 def test_length_is_whole_epoch_after_seek() -> None:
-    """A progress bar counts to the end of the epoch, not of the rest."""
+    """A progress bar counts to the end of the epoch."""
     batches = placed(GlobalBatches(20, 6), 0, 1, epoch=0, step=3)
     assert len(batches) == 4
     assert len(list(batches)) == 1
 
 
 def test_iterator_at_end_of_epoch_is_empty() -> None:
-    """A job killed between two epochs resumes with an empty one."""
+    """A job killed between two epochs resumes at the end of the first."""
     assert list(placed(GlobalBatches(20, 6), 0, 1, epoch=0, step=4)) == []
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_prefetching_loader_yields_same_batches(workers: int) -> None:
-    """The loader runs ahead of training; the position does not move with it."""
+    """The loader reads ahead; the position does not move."""
     batches = placed(GlobalBatches(40, 6), 1, 2, epoch=1, step=2)
     options: dict[str, Any] = {"persistent_workers": True, "prefetch_factor": 3} if workers else {}
     loader = DataLoader(NumberDataset(40), batch_sampler=batches, num_workers=workers, **options)
@@ -192,7 +192,7 @@ def test_prefetching_loader_yields_same_batches(workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batch_request_callback_undoes_loader_draws(workers: int) -> None:
-    """Numbers drawn in a step are equal whether the step is the loader's first or a later one."""
+    """A step draws the same numbers whether it is the loader's first or a later one."""
     batches = GlobalBatches(40, 6)
     position = 0
 
@@ -215,7 +215,7 @@ def test_batch_request_callback_undoes_loader_draws(workers: int) -> None:
 
 @pytest.mark.parametrize("start", [5, 7])
 def test_batch_request_callback_is_called_for_every_batch_and_at_the_end(start: int) -> None:
-    """Nothing left of an epoch: still told, before what follows the epoch's last step."""
+    """Also when nothing is left of the epoch."""
     told: list[bool] = []
     batches = GlobalBatches(40, 6)
     batches.bind(0, 1, on_batch_request=told.append)
@@ -245,7 +245,7 @@ def test_weighted_mean_over_ranks_equals_mean_over_global_batch(
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
 def test_averaged_gradient_equals_gradient_of_one_process(world: int) -> None:
-    """As DDP does it: each rank's gradient of its weighted mean loss, averaged, in float64."""
+    """Each rank's gradient of its weighted mean loss, averaged in float64 as DDP does."""
     inputs = torch.randn(25, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     batches = GlobalBatches(25, 10)  # a partial last batch of 5, fewer than 7 ranks
 
@@ -264,7 +264,7 @@ def test_averaged_gradient_equals_gradient_of_one_process(world: int) -> None:
 
 
 def test_rank_without_share_reads_sample_with_zero_weight() -> None:
-    """Two samples, five ranks: three of them read what others count."""
+    """Two samples and five ranks: three ranks read a sample that another rank counts."""
     batches = GlobalBatches(2, 5, shuffle=False)
     read = [next(iter(placed(batches, rank, 5))) for rank in range(5)]
     weights = [placed(batches, rank, 5).loss_weight(0) for rank in range(5)]
@@ -273,7 +273,7 @@ def test_rank_without_share_reads_sample_with_zero_weight() -> None:
 
 
 def test_equal_shares_have_weight_one() -> None:
-    """Nothing is rounded where nothing need be."""
+    """Without rounding."""
     assert [placed(GlobalBatches(96, 48), rank, 3).loss_weight(1) for rank in range(3)] == [1.0] * 3
 
 
@@ -294,7 +294,7 @@ def test_state_is_plain_data_without_position() -> None:
 
 
 def test_load_refuses_other_order_and_lists_differences() -> None:
-    """The text holds each difference, no equality, and what to do."""
+    """The error lists each difference and the remedy."""
     saved = GlobalBatches(10, 4, seed=2).state_dict()
     batches = GlobalBatches(10, 5, seed=2, shuffle=False)
     with pytest.raises(MismatchError) as caught:
@@ -307,7 +307,7 @@ def test_load_refuses_other_order_and_lists_differences() -> None:
 
 
 def test_load_refuses_state_with_missing_or_extra_name() -> None:
-    """A later version that decides the order by more is not misread."""
+    """The state of a later version may have more names."""
     saved = GlobalBatches(10, 4).state_dict()
     with pytest.raises(MismatchError, match="world is 'unknown' here, 3 in the checkpoint"):
         GlobalBatches(10, 4).load_state_dict({**saved, "world": 3})
@@ -338,27 +338,27 @@ def test_load_refuses_state_with_missing_or_extra_name() -> None:
     ],
 )
 def test_wrong_argument_is_refused_by_name(arguments: dict[str, Any], text: str) -> None:
-    """The name, the bound and what was given."""
+    """The error has the name, the bound and the value."""
     with pytest.raises(ConfigError, match=text):
         GlobalBatches(**{"dataset_size": 10, "global_batch": 4, **arguments})
 
 
 def test_numpy_integers_are_accepted() -> None:
-    """len() of an array's shape is what people pass."""
+    """Scripts pass sizes of numpy arrays."""
     state = GlobalBatches(np.int64(10), np.int32(4)).state_dict()
     assert {type(state["dataset_size"]), type(state["global_batch"])} == {int}
 
 
 @pytest.mark.parametrize(("rank", "world"), [(2, 2), (-1, 2), (0, 0), (True, 2)])
 def test_bind_refuses_rank_outside_world(rank: int, world: int) -> None:
-    """Wrong here would be a share that nobody reads."""
+    """Its share would be read by nobody."""
     with pytest.raises(ConfigError, match=r"rank|world_size"):
         GlobalBatches(10, 4).bind(rank, world)
 
 
 @pytest.mark.parametrize(("epoch", "step"), [(0, 4), (0, -1), (-1, 0), (0, 1.0)])
 def test_seek_outside_epoch_is_refused_and_changes_nothing(epoch: int, step: int) -> None:
-    """The position before stays."""
+    """The previous position stays."""
     batches = placed(GlobalBatches(10, 4), 0, 1, epoch=1, step=2)
     before = list(batches)
     with pytest.raises(ConfigError, match=r"epoch|step_in_epoch"):
@@ -368,7 +368,7 @@ def test_seek_outside_epoch_is_refused_and_changes_nothing(epoch: int, step: int
 
 @pytest.mark.parametrize("step", [-1, 3])
 def test_share_of_step_outside_epoch_is_refused(step: int) -> None:
-    """Not even an empty one."""
+    """An empty share would be wrong too."""
     batches = GlobalBatches(10, 4)
     for ask in (batches.samples, batches.share, batches.loss_weight):
         with pytest.raises(ConfigError, match="step_in_epoch must be an integer from 0 to 2"):

@@ -1,4 +1,4 @@
-"""The same random numbers, whoever reads a sample, and wherever a run begins again."""
+"""Random numbers are the same after a resume and for any number of loader workers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Sample = tuple[int, Tensor]
 def batches_at(
     epoch: int = 0, step: int = 0, rank: int = 0, world: int = 1, seed: int = 3
 ) -> er.GlobalBatches:
-    """Batches that begin somewhere."""
+    """Return batches that start at a position."""
     batches = er.GlobalBatches(SAMPLES, 7, seed=seed)
     batches.bind(rank, world)
     batches.seek(epoch, step)
@@ -41,12 +41,12 @@ def batches_at(
 
 
 def read(loader: DataLoader[Sample]) -> list[list[Any]]:
-    """Index and digest of every sample that a loader gives."""
+    """Return index and digest of every sample of a loader."""
     return [sample for batch in loader for sample in augment.seen(batch)]
 
 
 def host_state() -> list[Any]:
-    """All that draws on the CPU."""
+    """Return the state of all CPU generators."""
     name, words, *rest = np.random.get_state()  # noqa: NPY002
     return [torch.get_rng_state().tolist(), random.getstate(), name, list(words), *rest]
 
@@ -56,7 +56,7 @@ def host_state() -> list[Any]:
 
 @pytest.mark.slow
 def test_killed_run_reads_same_tensors_as_undisturbed_run(tmp_path: Path) -> None:
-    """0, 2 and 4 workers, any rank and world, killed or not: a sample is one tensor in an epoch."""
+    """With 0, 2 and 4 workers on any rank: a sample is one tensor in an epoch."""
     script = Path(augment.__file__)
 
     def train(directory: str, size: int, *args: str) -> list[Any]:
@@ -107,7 +107,7 @@ def test_killed_run_reads_same_tensors_as_undisturbed_run(tmp_path: Path) -> Non
 
 
 def test_seeded_samples_are_same_in_every_world_and_after_resume() -> None:
-    """Read as one rank from the beginning, as three ranks, and from the middle."""
+    """One rank from the beginning, three ranks, and a start in mid-epoch."""
     dataset = er.seeded(Noisy())
     whole = read(DataLoader(dataset, batch_sampler=batches_at(2)))
     assert len({digest for _, digest in whole}) == SAMPLES
@@ -124,7 +124,7 @@ def test_seeded_samples_are_same_in_every_world_and_after_resume() -> None:
 
 
 def test_seeded_samples_are_same_with_elastic_sampler() -> None:
-    """Batches of other sizes, made by the loader, in workers: the samples are those of GlobalBatches."""
+    """Batches of other sizes, made by the loader: the samples equal those of GlobalBatches."""
     dataset = er.seeded(Noisy())
     expected = sorted(read(DataLoader(dataset, batch_sampler=batches_at(2, seed=8))))
     sampler = er.ElasticSampler(dataset, seed=8)
@@ -153,7 +153,7 @@ def test_seeded_samples_are_same_with_elastic_sampler() -> None:
 
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_read_same_samples_as_main_process(start: str) -> None:
-    """Persistent workers over two epochs, one of them begun in its middle."""
+    """Persistent workers over two epochs, one of them started in the middle."""
     batches = batches_at()
     options: dict[str, Any] = {
         "batch_sampler": batches,
@@ -168,7 +168,7 @@ def test_workers_read_same_samples_as_main_process(start: str) -> None:
 
 
 def test_reading_does_not_change_generators_of_main_process() -> None:
-    """Dropout draws the same whether workers read or the process itself; also after a dataset's error."""
+    """Also after an error of the dataset."""
     loader = DataLoader(er.seeded(Noisy()), batch_sampler=batches_at())
     reading = iter(loader)
     before = host_state()
@@ -186,7 +186,7 @@ def test_reading_does_not_change_generators_of_main_process() -> None:
 
 
 def test_initial_seed_differs_by_sample() -> None:
-    """What the docstring recommends: torch.initial_seed() in __getitem__."""
+    """The documentation recommends torch.initial_seed() in __getitem__."""
 
     class Own(Noisy):
         def __getitem__(self, index: int) -> Sample:
@@ -198,7 +198,7 @@ def test_initial_seed_differs_by_sample() -> None:
 
 
 def test_seeded_dataset_ignores_getitems_of_inner_dataset() -> None:
-    """A Subset reads whole batches; its samples still draw for themselves alone."""
+    """A Subset reads whole batches; its samples still draw one by one."""
     subset = er.seeded(Subset(Noisy(), range(10, 20)))
     one, other = (subset.__getitems__(SeededIndices(indices, 0, 0)) for indices in ([3, 7], [7]))
     assert torch.equal(one[1][1], other[0][1])
@@ -237,7 +237,7 @@ def test_iterable_dataset_is_refused() -> None:
 
 
 def test_step_seeds_all_cpu_generators() -> None:
-    """torch, numpy and random; other words give other numbers, and words are told apart by their place."""
+    """torch, numpy and random; other words, or words in another order, give other numbers."""
 
     def drawn(word: int) -> tuple[float, ...]:
         rng.seed_all_generators(word)
@@ -255,7 +255,7 @@ def test_step_seeds_all_cpu_generators() -> None:
 
 @pytest.mark.parametrize("step", [0, 1, 12345])
 def test_ranks_have_different_seeds_at_each_step(step: int) -> None:
-    """In the 32 bits that torch's CPU generator and numpy take: random ones would coincide 8 times."""
+    """In the low 32 bits, where independent seeds would collide 8 times."""
     first, second = (torch.Generator().manual_seed(word) for word in (5, 5 + (1 << 32)))
     assert torch.equal(torch.rand(4, generator=first), torch.rand(4, generator=second)), "32 bits it is"
     words = [rng.derive_seed(7, rank, step) for rank in range(1 << 18)]
@@ -267,7 +267,7 @@ def test_ranks_have_different_seeds_at_each_step(step: int) -> None:
 
 
 class Job:
-    """A script that draws in its dataset, in its steps, after some of them and between epochs."""
+    """A script that draws in its dataset, in its steps, after some steps and between epochs."""
 
     def __init__(self, directory: Path, workers: int) -> None:
         model = torch.nn.Linear(1, 1)
@@ -283,7 +283,7 @@ class Job:
         self.run = er.resume(model=model, data=self.batches, ckpt_dir=directory, **names)
 
     def train(self, stop: int | None = None) -> dict[int, Any]:
-        """Give what was drawn, by step; with ``stop`` all ends after a save behind that step."""
+        """Return the draws by step. With ``stop`` the job ends after a save of that step."""
         drawn: dict[int, Any] = {}
         run, step = self.run, self.run.position.step
         for _ in run.epochs(3):
@@ -312,7 +312,7 @@ class Job:
 def test_resumed_script_draws_same_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, stop: int
 ) -> None:
-    """In mid-epoch and between two: what an undisturbed run draws."""
+    """Interrupted within an epoch and between two epochs."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     whole = Job(tmp_path / "whole", workers)
     expected = whole.train()
@@ -344,7 +344,7 @@ def test_old_checkpoint_with_generator_states_loads_its_seed() -> None:
 def test_epoch_starts_with_same_numbers_without_tracked_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A script with a loader of its own: what an evaluation between two epochs drew does not matter."""
+    """A script with a loader of its own; draws of an evaluation between epochs do not matter."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
     def epochs(directory: str, stop: int) -> dict[int, list[float]]:

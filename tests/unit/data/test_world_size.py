@@ -1,4 +1,4 @@
-"""Another number of ranks in mid-epoch: every sample once, the exact mean gradient, nothing in silence."""
+"""A changed number of ranks reads every sample of the epoch once, with the exact mean gradient."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ KEEP_GLOBAL, KEEP_LOCAL = world_size.KEEP_GLOBAL, world_size.KEEP_LOCAL
 @pytest.mark.cluster
 @pytest.mark.slow
 def test_four_three_two_five_ranks_read_each_sample_of_epoch_once(tmp_path: Path) -> None:
-    """Successive starts on gloo. Each step's gradient is that of one process on the whole global batch.
+    """Successive starts on gloo; each step's gradient equals that of one process.
 
-    torch's elastic sampler repeats 243 of the 1000 samples and never shows 243 others.
+    torch's elastic sampler repeats 243 of the 1000 samples and skips 243 others.
     """
     starts: list[list[dict[str, Any]]] = []
     for world, steps in ((4, 9), (3, 8), (2, 8), (5, 0)):
@@ -80,10 +80,10 @@ def test_four_three_two_five_ranks_read_each_sample_of_epoch_once(tmp_path: Path
 
 
 class Epoch:
-    """An epoch under a sequence of worlds, as runs would see it; each world is a start of new processes."""
+    """An epoch under a sequence of worlds; each world is a start of new processes."""
 
     def __init__(self, make: Callable[[int], list[GlobalBatches]], policy: str | None = None) -> None:
-        """``make`` gives each rank's data for a world of that size."""
+        """``make`` returns each rank's data for a world of that size."""
         self.make, self.policy = make, policy
         self.state: dict[str, Any] | None = None
         self.position = Position(0, 0, 0, 0)
@@ -92,7 +92,7 @@ class Epoch:
         self.batches: list[GlobalBatches] = []
 
     def start(self, world: int) -> list[int | None]:
-        """As many ranks; gives the global batch before, as each of them has it."""
+        """Start a world; return the previous global batch of each rank."""
         self.batches = self.make(world)
         before = []
         for rank, batches in enumerate(self.batches):
@@ -106,7 +106,7 @@ class Epoch:
         return before
 
     def read(self, steps: int, losses: Any) -> None:
-        """Take so many steps; check that the mean of each is exact."""
+        """Read some steps, and check that the mean over each is exact."""
         first = self.position.step_in_epoch
         last = min(first + steps, self.batches[0].steps)
         reads = [list(batches) for batches in self.batches]
@@ -201,7 +201,7 @@ def test_elastic_sampler_reads_each_sample_once_in_equal_batch_counts(
 def test_elastic_sampler_without_resume_has_length_of_torchs(
     size: int, world: int, shuffle: bool, drop_last: bool
 ) -> None:
-    """As many samples for each rank, all of them shown; the order is our own."""
+    """All samples are read; the order is our own."""
     made: list[list[list[int]]] = []
     for kind in (ElasticSampler, DistributedSampler):
         kinds: Any = kind
@@ -220,7 +220,7 @@ def test_elastic_sampler_without_resume_has_length_of_torchs(
 
 
 def test_set_epoch_shuffles_and_keeps_position() -> None:
-    """A script calls it in a resumed epoch too, and may count epochs from anywhere."""
+    """A script calls set_epoch in a resumed epoch too, and may count epochs from any number."""
     sampler = ElasticSampler(NumberDataset(20))
     batches = sampler.attach(4, drop_last=False)
     batches.bind(0, 1)
@@ -237,7 +237,7 @@ def test_set_epoch_shuffles_and_keeps_position() -> None:
 
 
 def test_sampler_with_divided_batch_size_keeps_global_batch() -> None:
-    """batch_size=24 // world_size: nothing changes for the optimizer, so nothing is refused."""
+    """batch_size=24 // world_size changes nothing for the optimizer, so nothing is refused."""
 
     def make(world: int) -> list[GlobalBatches]:
         return [ElasticSampler(NumberDataset(100)).attach(24 // world, drop_last=False) for _ in range(world)]
@@ -253,7 +253,7 @@ def test_sampler_with_divided_batch_size_keeps_global_batch() -> None:
 @pytest.mark.parametrize("policy", [None, KEEP_GLOBAL, KEEP_LOCAL])
 @pytest.mark.parametrize("local", [False, True])
 def test_own_state_loads_without_change(policy: str | None, local: bool) -> None:
-    """Its order of samples is that of the objects as they are bound: nothing changes when it is taken."""
+    """Loading the state of equal batches keeps the global batch."""
 
     def made() -> GlobalBatches:
         sampler = ElasticSampler(NumberDataset(100))
@@ -286,7 +286,7 @@ def test_script_may_compute_global_batch_from_world_size() -> None:
 
 
 def test_policy_may_change_between_generations() -> None:
-    """A state as older versions wrote it, then kept locally, then globally again: the argument counts."""
+    """An old state without a policy, then keep_local_batch, then keep_global_batch."""
     epoch = Epoch(lambda world: [GlobalBatches(60, 12) for _ in range(world)])
     epoch.start(4)
     epoch.read(1, np.ones(60))
@@ -309,13 +309,13 @@ def test_policy_may_change_between_generations() -> None:
 
 
 def test_scaled_global_batch_does_not_drift() -> None:
-    """Whatever came between, the same number of ranks has the same global batch."""
+    """The same number of ranks always has the same global batch."""
     assert [world_size.scale_global_batch(30, 4, world) for world in (4, 3, 2, 5, 1)] == [30, 23, 15, 38, 8]
     assert world_size.scale_global_batch(1, 9, 1) == 1
 
 
 def test_finished_epoch_stays_finished_after_world_change() -> None:
-    """Also what drop_last left out is not read by a world with smaller batches."""
+    """Samples left out by drop_last are not read by a world with smaller batches."""
     epoch = Epoch(lambda world: [GlobalBatches(50, 24, drop_last=True) for _ in range(world)], KEEP_LOCAL)
     epoch.start(4)
     epoch.read(2, np.ones(50))
@@ -329,7 +329,7 @@ def test_finished_epoch_stays_finished_after_world_change() -> None:
 
 
 def test_share_is_split_evenly_and_equally_often_on_all_ranks() -> None:
-    """11 samples, 2 ranks: 6 and 5; at most 4 at once makes two passes of each."""
+    """11 samples on 2 ranks, at most 4 in a pass: two passes on each rank."""
     for rank, sizes in ((0, [3, 3]), (1, [3, 2])):
         batches = GlobalBatches(11, 11, shuffle=False, micro_batch=4)
         batches.bind(rank, 2)
@@ -339,7 +339,7 @@ def test_share_is_split_evenly_and_equally_often_on_all_ranks() -> None:
 
 
 def test_rank_with_fewer_samples_than_parts_reads_sample_with_zero_weight() -> None:
-    """3 samples, 2 ranks, one at once: the second rank has nothing for the second pass."""
+    """3 samples on 2 ranks, one in a pass: the second rank lacks one for the second pass."""
     batches = GlobalBatches(3, 3, shuffle=False, micro_batch=1)
     batches.bind(1, 2)
     assert list(batches) == [[2], [2]]
@@ -347,7 +347,7 @@ def test_rank_with_fewer_samples_than_parts_reads_sample_with_zero_weight() -> N
 
 
 def test_micro_batches_are_read_through_the_run() -> None:
-    """Each has a weight of its own; who does not say which one it has would train on wrong sums."""
+    """Each micro-batch has its own weight; a loop that ignores the run would use wrong weights."""
     data = GlobalBatches(8, 4, micro_batch=2)
     data.bind(0, 1)
     counting = TrainingProgress(None, data, RunOptions(None, rng="derived"), Collectives(0, 1, None))
@@ -374,7 +374,7 @@ Begin = Callable[..., er.Run]
 
 @pytest.fixture
 def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
-    """Start a run with this data; the one before has let go of the directory."""
+    """Start a run with some data, after closing the previous run."""
     monkeypatch.setattr("sys.excepthook", lambda *_: None)
     runs: list[er.Run] = []
 
@@ -391,14 +391,14 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
 
 
 def written_by(tmp_path: Path, world_size: int) -> None:
-    """Make the newest checkpoint one of another world."""
+    """Rewrite the newest checkpoint as one of another world size."""
     path = max(tmp_path.glob("job/*/g*/manifest.json"))
     manifest = Manifest.parse(path.read_bytes())
     path.write_bytes(replace(manifest, world_size=world_size).to_bytes())
 
 
 def test_run_refuses_two_orders_of_samples(begin: Begin) -> None:
-    """Of a second one every rank would read all, from the beginning."""
+    """Every rank would read all of the second one from its beginning."""
     with pytest.raises(ConfigError, match=r"other: a run keeps its place in one order of samples"):
         begin(GlobalBatches(8, 4), other=GlobalBatches(8, 4))
     with pytest.raises(ConfigError, match=r"data.a: a run keeps its place"):
@@ -406,7 +406,7 @@ def test_run_refuses_two_orders_of_samples(begin: Begin) -> None:
 
 
 def test_jobs_with_other_seeds_draw_other_numbers(tmp_path: Path) -> None:
-    """Also of neighbouring ones, and of one that has no sign."""
+    """Also neighbouring seeds, and one above 2**63."""
     drawn = []
     for seed in (42, 43, 2**63 + 5):
         torch.manual_seed(seed)
@@ -416,7 +416,7 @@ def test_jobs_with_other_seeds_draw_other_numbers(tmp_path: Path) -> None:
 
 
 def test_epoch_of_one_step_gives_no_warning(begin: Begin, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the dataset is smaller than the batch."""
+    """The dataset is smaller than the batch."""
     batches = GlobalBatches(5, 8)
     run = begin(batches)
     for _ in run.epochs(2):
@@ -427,7 +427,7 @@ def test_epoch_of_one_step_gives_no_warning(begin: Begin, capsys: pytest.Capture
 
 
 def test_loader_left_in_mid_epoch_continues_at_training_position(begin: Begin) -> None:
-    """Who reads it once more behind the epoch's last step, for BatchNorm's statistics, reads all of it."""
+    """After the last step of an epoch, a loader reads the whole epoch again."""
     batches = GlobalBatches(12, 2, shuffle=False)
     run = begin(batches)
     read: list[list[int]] = []
@@ -443,7 +443,7 @@ def test_loader_left_in_mid_epoch_continues_at_training_position(begin: Begin) -
 
 
 def test_world_change_hook_runs_once_for_each_change(begin: Begin, tmp_path: Path) -> None:
-    """What counts is who wrote the copy, not the last start: that may have saved nothing."""
+    """The writer of the checkpoint counts, not the last start, which may have saved nothing."""
     data = DataLoader(NumberDataset(24), batch_sampler=GlobalBatches(24, 6))
     begin(data).step()
     begin(data).close()
@@ -462,7 +462,7 @@ def test_world_change_hook_runs_once_for_each_change(begin: Begin, tmp_path: Pat
 
 
 def test_policy_error_refuses_change_and_keeps_checkpoint(begin: Begin, tmp_path: Path) -> None:
-    """Both sizes, and what to do."""
+    """The error has both sizes and the remedy."""
     data = GlobalBatches(24, 6)
     begin(data).step()
     begin(data).close()
@@ -475,7 +475,7 @@ def test_policy_error_refuses_change_and_keeps_checkpoint(begin: Begin, tmp_path
 
 
 def test_world_change_without_data_has_no_factor() -> None:
-    """Nothing is known to scale by."""
+    """The global batch is unknown."""
     with pytest.raises(UsageError, match="as data= to resume"):
         _ = er.WorldChange(4, 3, None, None).factor
 
@@ -484,16 +484,16 @@ def test_world_change_without_data_has_no_factor() -> None:
 
 
 class StatefulLoader(DataLoader[int]):
-    """By its looks torchdata's."""
+    """A loader like torchdata's."""
 
     loaded: dict[str, int]
 
     def state_dict(self) -> dict[str, int]:
-        """Of one rank."""
+        """Return one rank's state."""
         return {"read": 2}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Of one rank."""
+        """Load one rank's state."""
         self.loaded = state
 
 
@@ -536,7 +536,7 @@ def test_data_without_restorable_position_is_refused_with_advice(
 def test_stateful_loader_is_accepted_for_one_rank_only(
     begin: Begin, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One rank's state is the job's then; a world that grew is told what to use instead."""
+    """A larger world gets advice on what to use instead."""
     loader = StatefulLoader(NumberDataset(4))
     begin(loader).step()
     begin(loader)
@@ -550,7 +550,7 @@ def test_stateful_loader_is_accepted_for_one_rank_only(
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulLoader])
 def test_any_loader_with_our_samplers_is_accepted(kind: Any) -> None:
-    """Its own state is left alone."""
+    """The loader's own state is ignored."""
     batches = GlobalBatches(4, 2)
     assert find_batches(kind(NumberDataset(4), batch_sampler=batches)) is batches
     found = find_batches(
@@ -575,7 +575,7 @@ def test_any_loader_with_our_samplers_is_accepted(kind: Any) -> None:
     ],
 )
 def test_load_refuses_impossible_sizing(cut: Any) -> None:
-    """And changes nothing."""
+    """The batches stay unchanged."""
     batches = GlobalBatches(10, 4)
     with pytest.raises(MismatchError, match="data/cut"):
         batches.load_state_dict({**batches.state_dict(), "cut": cut})

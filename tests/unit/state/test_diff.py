@@ -1,4 +1,4 @@
-"""Two checkpoints side by side, as `elastic-resume diff` tells them."""
+"""`elastic-resume diff` compares two checkpoints."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tests.support.state_image import save_checkpoint, train_small_model
 
 
 class Kept:
-    """An object that is tracked for a state of any kind."""
+    """A tracked object with any state."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
 
     def state_dict(self) -> Any:
-        """Give it."""
+        """Return the state."""
         return self.state
 
     def load_state_dict(self, state: Any) -> None:
-        """Take it."""
+        """Load the state."""
         self.state = state
 
 
@@ -38,12 +38,12 @@ def saved(node_dir: Path, **states: Any) -> Path:
 
 
 def by_name(found: Comparison) -> dict[str, Difference]:
-    """The differences by their names."""
+    """Return the differences by name."""
     return {one.name: one for one in found.differences}
 
 
 def test_compare_equal_states_finds_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also under another node's name; and of a run its newest checkpoint is compared."""
+    """Also under another node's name, and for the directory of a run."""
     net, optimizer = train_small_model()
     ours = save_checkpoint(tmp_path / "job" / "n0", 7, model=net, optimizer=optimizer)
     other = save_checkpoint(tmp_path / "other" / "n1", 7, model=net, optimizer=optimizer)
@@ -53,7 +53,7 @@ def test_compare_equal_states_finds_no_difference(tmp_path: Path, capsys: pytest
 
 
 def test_compare_reports_every_kind_of_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By name, with its size where there is one."""
+    """By name, with its size if it has one."""
     a = {
         "w": torch.tensor([1.0, 2.0, 4.0]),
         "half": torch.tensor([1.0, 2.0]),
@@ -125,7 +125,7 @@ def test_compare_reports_every_kind_of_difference(tmp_path: Path, capsys: pytest
 
 
 def test_diff_of_two_steps_of_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The position is told too; a few differences are shown, or all."""
+    """The position is reported too; the command shows a few differences, or all."""
     net, optimizer = train_small_model()
     one = save_checkpoint(tmp_path / "job" / "n0", 7, model=net, optimizer=optimizer)
     net.get_parameter("0.bias").data += 1
@@ -149,7 +149,7 @@ def test_diff_of_two_steps_of_one_run(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_diff_of_unreadable_checkpoint_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2, as that of ``diff``, for a wrong flag too."""
+    """Exit code 2, as for ``diff`` itself and for a wrong flag."""
     net, optimizer = train_small_model()
     good = save_checkpoint(tmp_path / "job" / "n0", 7, model=net, optimizer=optimizer)
     bad = save_checkpoint(tmp_path / "job" / "n0", 8, model=net, optimizer=optimizer)

@@ -1,4 +1,4 @@
-"""Plain files of tensors, opened by those who know nothing of this package."""
+"""Exported files are readable without this package."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.state_image import are_equal, save_checkpoint
 
 
 class Net(nn.Module):
-    """Tied weights, a buffer, half precision and an empty parameter."""
+    """A model with tied weights, a buffer, half precision and an empty parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 @pytest.fixture
 def net() -> Net:
-    """A model with weights of its own."""
+    """A model with random weights."""
     torch.manual_seed(3)
     return Net()
 
@@ -61,19 +61,19 @@ def saved(tmp_path: Path, net: Net) -> Path:
 
 
 def out(saved: Path, target: Path, **how: Any) -> None:
-    """Export with the manifest that lies beside the image."""
+    """Export with the checkpoint's own manifest."""
     export(saved, reader.quick_check(saved, None), target, **how)
 
 
 def test_safetensors_package_opens_export(saved: Path, net: Net, tmp_path: Path) -> None:
-    """Names are those of state_dict; tied weights stand under both of theirs."""
+    """Names are those of state_dict; tied weights are stored under both names."""
     out(saved, tmp_path / "m.safetensors")
     loaded = safetensors.torch.load_file(tmp_path / "m.safetensors")
     assert are_equal(loaded, net.state_dict())
 
 
 def test_plain_model_loads_export(saved: Path, net: Net, tmp_path: Path) -> None:
-    """torch.load in its safe mode; what was tied shares its memory in the file too."""
+    """torch.load in its safe mode; tied weights share memory in the file too."""
     out(saved, tmp_path / "m.pt", file_format="torch")
     loaded = torch.load(tmp_path / "m.pt", weights_only=True)
     assert loaded["embed.weight"].data_ptr() == loaded["head.weight"].data_ptr()
@@ -99,7 +99,7 @@ def test_export_of_optimizer_tensors(saved: Path, tmp_path: Path) -> None:
 
 
 def test_export_of_complex_tensors(tmp_path: Path) -> None:
-    """They come back complex in a torch file; safetensors has the smaller kind only."""
+    """A torch file keeps them complex; safetensors has complex64 only."""
     module = nn.Module()
     module.register_buffer("small", torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64))
     saved = save_checkpoint(tmp_path / "n0", 1, model=module)
@@ -115,14 +115,14 @@ def test_export_of_complex_tensors(tmp_path: Path) -> None:
     ("name", "why"), [("ema", "is not in this checkpoint"), ("scheduler", "holds no tensor")]
 )
 def test_export_refuses_unknown_object(saved: Path, tmp_path: Path, name: str, why: str) -> None:
-    """The error lists those that can."""
+    """The error lists the objects that can be exported."""
     with pytest.raises(UsageError, match=f"{why}; objects with tensors: model, optimizer"):
         out(saved, tmp_path / "m.pt", name=name)
     assert not (tmp_path / "m.pt").exists()
 
 
 def test_export_replaces_file_only_with_force(saved: Path, tmp_path: Path) -> None:
-    """Unless that is asked for."""
+    """Without force the file stays."""
     target = tmp_path / "m.pt"
     target.write_text("mine")
     with pytest.raises(UsageError, match="--force"):
@@ -145,7 +145,7 @@ def test_export_refuses_corrupt_checkpoint(saved: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("file_format", ["safetensors", "torch"])
 @pytest.mark.parametrize("operation", ["write", "sync_file", "rename"])
 def test_failed_export_leaves_no_file(saved: Path, tmp_path: Path, operation: str, file_format: str) -> None:
-    """The old file stays, and no temporary one."""
+    """The old file stays, and no temporary file."""
 
     def refuse(*_: object) -> None:
         raise MachineError("no space left")
@@ -164,7 +164,7 @@ def test_failed_export_leaves_no_file(saved: Path, tmp_path: Path, operation: st
 def test_export_uses_newest_valid_checkpoint_of_run(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Which one it was is said, and which ones were not fit."""
+    """The command reports its choice and the invalid checkpoints."""
     newer = save_checkpoint(saved.parent.parent / "n1", 9, model=Net())
     checkpoint_samples.flip_bits(newer / constants.STATE_FILE, -5)
     torn = save_checkpoint(saved.parent, 8, model=Net())
@@ -184,7 +184,7 @@ def test_export_without_checkpoint_fails(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_dcp_loads_export(saved: Path, net: Net, tmp_path: Path) -> None:
-    """DCP itself reads it, into a bare model and a wrapped one; a directory of DCP's may be replaced."""
+    """DCP loads it into a bare and a wrapped model; a directory of DCP's may be replaced."""
     for wrapped, fresh in (("plain", Net()), ("ddp", nn.DataParallel(Net()))):
         out(saved, tmp_path / "dcp", file_format="dcp", wrapped=wrapped, force=True)
         state = {"model": fresh.state_dict()}
@@ -203,7 +203,7 @@ def test_dcp_loads_export(saved: Path, net: Net, tmp_path: Path) -> None:
 def test_export_replaces_dcp_directory_atomically_or_refuses(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a file system cannot exchange two names; the old directory stays as it was."""
+    """A file system that cannot exchange two names keeps the old directory."""
     target = tmp_path / "out" / "dcp"
     target.parent.mkdir()
     out(saved, target, file_format="dcp")
@@ -266,7 +266,7 @@ for left in range(1, 1000):
 
 @pytest.mark.slow
 def test_crash_during_dcp_export_leaves_old_or_new_directory(saved: Path, tmp_path: Path) -> None:
-    """After each operation of the disk; never nothing."""
+    """A crash after each operation of the disk."""
     target = tmp_path / "out" / "dcp"
     target.parent.mkdir()
     out(saved, target, file_format="dcp")
@@ -282,27 +282,27 @@ def test_crash_during_dcp_export_leaves_old_or_new_directory(saved: Path, tmp_pa
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """A model's own names."""
+    """Return a model's state_dict."""
     return (model.module if isinstance(model, nn.DataParallel) else model).state_dict()
 
 
 class Recent:
-    """Holds its newest tensors in a deque, and which they are in a Counter."""
+    """An object with tensors in a deque and a Counter."""
 
     def __init__(self) -> None:
         self.kept: Any = {"recent": deque([torch.ones(2)], 3), "counts": Counter({"a": 2})}
 
     def state_dict(self) -> Any:
-        """Give it."""
+        """Return the state."""
         return self.kept
 
     def load_state_dict(self, state: Any) -> None:
-        """Take it."""
+        """Load the state."""
         self.kept = state
 
 
 def test_export_of_all_container_types(tmp_path: Path) -> None:
-    """er.load gives a deque and a Counter back as such; a torch file gets what its safe reader takes."""
+    """er.load returns a deque and a Counter; a torch file gets types that its safe reader takes."""
     saved = save_checkpoint(tmp_path / "n0", 1, own=Recent())
     loaded = er.load(saved, "own")
     assert (type(loaded["recent"]), loaded["recent"].maxlen, type(loaded["counts"])) == (deque, 3, Counter)
@@ -317,7 +317,7 @@ def test_export_of_all_container_types(tmp_path: Path) -> None:
 def test_export_of_all_objects(
     saved: Path, net: Net, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All objects and the position, as a script of its own would have saved them."""
+    """All objects and the position, as a training script would have saved them."""
     assert main(["export", "--all", "--for", "ddp", str(saved), str(tmp_path / "all.pt")]) == 0
     assert f"all of {saved}" in capsys.readouterr().out
     loaded = torch.load(tmp_path / "all.pt", weights_only=True)

@@ -1,4 +1,4 @@
-"""What ``er.load`` gives of a checkpoint, and of the directories in which checkpoints lie."""
+"""``er.load`` reads checkpoints and directories of checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.state_image import are_equal, make_small_model, save_checkpoi
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two nested states are alike, bit for bit."""
+    """Return whether two nested states are equal, bit for bit."""
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
@@ -31,7 +31,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def test_load_returns_state_of_each_object(tmp_path: Path) -> None:
-    """Names, types, bits and ties; it stays when the file goes, and an optimizer takes what comes out."""
+    """Names, dtypes, bits and ties; it survives the file, and an optimizer loads it."""
     net, optimizer = train_small_model()
     path = save_checkpoint(tmp_path / "ckpt" / "job" / "n0", 7, model=net, optimizer=optimizer)
     loaded, steps, everything = er.load(path), er.load(path, "optimizer"), er.load(path, None)
@@ -47,7 +47,7 @@ def test_load_returns_state_of_each_object(tmp_path: Path) -> None:
 
 
 def test_load_of_directory_returns_newest_valid_checkpoint(tmp_path: Path) -> None:
-    """Of a node or of a whole run; what is damaged is passed over, and an error where nothing else is."""
+    """Of a node or a run; damaged checkpoints are skipped, and an error if there is no other."""
     old = save_checkpoint(tmp_path / "job" / "n0", 3, model=make_small_model())
     newer = make_small_model()
     nn.init.zeros_(newer.get_parameter("0.weight"))
@@ -67,7 +67,7 @@ def test_load_of_directory_returns_newest_valid_checkpoint(tmp_path: Path) -> No
 
 
 def test_load_refuses_foreign_path(tmp_path: Path) -> None:
-    """A file of another format says what reads it."""
+    """The error for a file of torch.save names its reader."""
     torch.save({}, tmp_path / "m.pt")
     (tmp_path / "empty").mkdir()
     for name, why in (
@@ -80,7 +80,7 @@ def test_load_refuses_foreign_path(tmp_path: Path) -> None:
 
 
 def test_load_refuses_manifest_with_missing_tensor(tmp_path: Path) -> None:
-    """Though all digests are right."""
+    """Although all digests are correct."""
     path = save_checkpoint(tmp_path / "n0", 3, model=make_small_model())
     manifest = quick_check(path, None)
     state = {"model": {"w": {"$": "tensor", "name": "model/w", "kind": "tensor"}}}

@@ -1,4 +1,4 @@
-"""From live objects to named tensors and back."""
+"""Live objects are flattened to named tensors and loaded again."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from tests.support.state_image import copy_to_image
 
 
 class Box:
-    """Anything with state_dict and load_state_dict."""
+    """An object with state_dict and load_state_dict."""
 
     def __init__(self, value: Any = None) -> None:
         self.value = value
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the value."""
+        """Return the value."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the value."""
+        """Load the value."""
         self.value = state["value"]
 
 
@@ -46,7 +46,7 @@ def carry(source: dict[str, Any], target: dict[str, Any]) -> TensorBuffer:
 
 
 def trained(seed: int = 0) -> dict[str, Any]:
-    """A small model whose optimizer and scheduler have moved."""
+    """Return a small model, optimizer and scheduler after some steps."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -75,7 +75,7 @@ def test_model_optimizer_and_scheduler_are_restored_bit_for_bit() -> None:
 
 
 def test_loaded_tensors_do_not_share_image_memory() -> None:
-    """An optimizer that kept views would change with the next save's image, and keep it from being freed."""
+    """Shared memory would change with the next image, and could not be freed."""
     first, second = trained(0), trained(1)
     image = carry(first, second)
     before = copy.deepcopy(second["optimizer"].state_dict()["state"][0]["exp_avg"])
@@ -106,14 +106,14 @@ def test_names_contain_no_inner_compile_wrapper() -> None:
 
 
 def test_module_named_module_keeps_its_name() -> None:
-    """AveragedModel holds its copy under module.; only DDP's and DataParallel's prefix is taken off."""
+    """AveragedModel holds its model under module.; only the prefix of DDP and DataParallel is removed."""
     average = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
     names = {leaf.name for leaf in state_dict.flatten({"ema": average}).leaves}
     assert names == {"ema/module.weight", "ema/module.bias", "ema/n_averaged"}
 
 
 def test_tied_weights_are_stored_once() -> None:
-    """Two names, one tensor, and both come back."""
+    """Both names are restored."""
     model, other = (
         nn.Sequential(OrderedDict[str, nn.Module](a=nn.Linear(3, 3), b=nn.Linear(3, 3))) for _ in range(2)
     )
@@ -212,7 +212,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8
 
 @st.composite
 def tensors(draw: st.DrawFn) -> Tensor:
-    """A tensor of any dtype and shape, whole or a strided part of another."""
+    """Draw a tensor of any dtype and shape, whole or a strided part of another."""
     shape = draw(st.lists(st.integers(0, 3), max_size=3))
     made = torch.arange(4 ** len(shape)).reshape([4] * len(shape)).to(draw(st.sampled_from(DTYPES)))
     made = made[tuple(slice(0, size) for size in shape)]
@@ -220,7 +220,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
 
 
 def nested(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """``leaf`` in any nest of what typed JSON knows."""
+    """Draw containers of any nesting around ``leaf``."""
     return st.recursive(
         leaf,
         lambda inner: (
@@ -235,7 +235,7 @@ def nested(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether two nests are of the same types and values, tensors bit for bit."""
+    """Return whether two nested states have the same types and values, tensors bit for bit."""
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
@@ -260,7 +260,7 @@ def test_tensors_in_any_container_are_restored(value: Any) -> None:
 
 
 class Odd:
-    """What nobody can store."""
+    """A value that cannot be stored."""
 
 
 UNFIT = {
@@ -278,7 +278,7 @@ UNFIT = {
     st.sampled_from(list(UNFIT)),
 )
 def test_unsupported_value_is_refused_with_path_and_type(around: list[Any], told: str) -> None:
-    """The last place of the path is where it is."""
+    """The error ends with the exact place."""
     value: Any = UNFIT[told]
     for kind in around:
         value = kind({"inner": value}) if kind in {dict, OrderedDict} else kind([0, value])
@@ -312,14 +312,14 @@ def test_numpy_arrays_and_scalars_keep_their_type() -> None:
     ids=["object", "function", "sparse", "meta", "lazy", "quantised"],
 )
 def test_unstorable_tensor_is_refused_with_path_and_reason(value: Any, told: str) -> None:
-    """Refused, with the place where it was found."""
+    """In any object."""
     with pytest.raises(UntrackableError, match=told) as caught:
         state_dict.flatten({"box": Box(value)})
     assert "box" in str(caught.value)
 
 
 def test_optimizer_or_scheduler_of_other_type_is_refused() -> None:
-    """Torch itself takes their state, and fails at the first step or goes on otherwise."""
+    """Torch would load the state, and fail at the first step or train differently."""
     model = nn.Linear(2, 2)
     adam, sgd = torch.optim.Adam(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
     step = torch.optim.lr_scheduler.StepLR(adam, 3)
@@ -332,7 +332,7 @@ def test_optimizer_or_scheduler_of_other_type_is_refused() -> None:
 
 
 def test_expanded_buffer_is_refused() -> None:
-    """Not at the first resume, when it would be too late."""
+    """At the first save, not at the first resume."""
     model = nn.Linear(2, 2)
     model.register_buffer("grid", torch.zeros(1, 4).expand(3, 4))
     with pytest.raises(UntrackableError, match=r"model/grid: .*clone\(\)"):
@@ -340,7 +340,7 @@ def test_expanded_buffer_is_refused() -> None:
 
 
 def test_recursive_state_is_refused() -> None:
-    """A cycle ends in an error, not in a crash."""
+    """A cycle is an error, not a crash."""
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(UntrackableError, match="box"):
@@ -348,7 +348,7 @@ def test_recursive_state_is_refused() -> None:
 
 
 def test_load_lists_every_mismatch_and_changes_nothing() -> None:
-    """A model of other shapes than the checkpoint's."""
+    """The model has other shapes than the checkpoint."""
     big, small = (
         nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)),
         nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)),
@@ -368,7 +368,7 @@ def test_load_lists_every_mismatch_and_changes_nothing() -> None:
 
 
 def test_load_lists_missing_and_extra_objects() -> None:
-    """One tracked then and not now, and the other way round."""
+    """Both directions."""
     flat = state_dict.flatten(state_dict.collect_objects({"model": nn.Linear(1, 1), "ema": Box(1)}))
     with pytest.raises(MismatchError, match=r"teacher: tracked now[\s\S]*ema: in the checkpoint"):
         load_state.load_into(
@@ -379,7 +379,7 @@ def test_load_lists_missing_and_extra_objects() -> None:
 
 
 def test_nested_dicts_name_their_objects() -> None:
-    """A GAN's two models; clashes and objects without state are refused."""
+    """A GAN's two models; duplicate names and objects without state are refused."""
     tracked = state_dict.collect_objects(
         {"model": {"g": nn.Linear(1, 1), "d": nn.Linear(1, 1)}, "scaler": None}
     )
@@ -391,7 +391,7 @@ def test_nested_dicts_name_their_objects() -> None:
 
 
 def test_digests_differ_for_values_shapes_and_dtypes() -> None:
-    """Equal bytes under another shape are another state."""
+    """Equal bytes with another shape have another digest."""
 
     def prints(tensor: Tensor) -> str:
         return state_dict.combine_digests(
