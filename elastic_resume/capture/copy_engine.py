@@ -112,7 +112,7 @@ class CopyThread:
         self._thread.join()
 
     def _run(self) -> None:
-        # A stack dump is of the main thread.
+        # The main thread must receive the signal that requests a stack dump.
         signal.pthread_sigmask(signal.SIG_BLOCK, {STACKS_SIGNAL})
         while (job := self._job_queue.get()) is not None:
             run_job(job)

@@ -34,6 +34,10 @@ from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import REPLICATED, FlatState
 from elastic_resume.state.tensor_buffer import make_spec, view_bytes
 
+NEVER = 1 << 62  # a step
+METADATA_HEADROOM_BYTES = 1 << 18  # reserved for metadata while its size is unknown
+WARM_UP_SNAPSHOTS = 3  # the first snapshot in each slot is slower than all later ones
+SMOOTHING_WEIGHT = 0.3  # of the newest measurement
 BUFFER_BYTES = 16 << 20
 _CHUNK_ELEMENTS = 1 << 20  # of one tensor that are copied to the host, or made contiguous, at a time
 
@@ -97,12 +101,6 @@ def _iter_tensor_bytes(flat_state: FlatState, layout: Layout) -> Iterator[memory
             for piece in (row.reshape(-1) if row.dim() else row.reshape(1)).split(_CHUNK_ELEMENTS):
                 on_host = piece.cpu().contiguous()  # the view does not keep it alive
                 yield view_bytes(on_host)
-
-
-NEVER = 1 << 62
-METADATA_HEADROOM_BYTES = 1 << 18  # reserved for metadata while its size is unknown
-WARM_UP_SNAPSHOTS = 3  # the first snapshot in each slot is slower than all later ones
-SMOOTHING_WEIGHT = 0.3  # of the newest measurement
 
 
 class SnapshotScheduler:

@@ -8,7 +8,7 @@ At a step boundary::
     sets the slot's target and decided_id ──> starts copying its shard in a thread
                                               forward, backward
                                               optimizer.step() waits at the copy barrier for its shard
-                                              sets its word in the slot when the shard is copied
+                                              marks its shard in the slot as copied
 
 The slot is valid when all shards are in place; if a rank dies during its copy the slot never becomes valid.
 
@@ -62,6 +62,12 @@ from elastic_resume.state.tensor_buffer import make_spec
 # The local leader copies smaller states alone: another rank's thread would cost more than it saves.
 MIN_BYTES_TO_SHARD = 32 << 20
 MAX_VERSIONS_CHECKED = 64  # of one group; reading a version takes 60 ns
+# The other local ranks finish the same step at about the same time, or have died.
+PEER_TIMEOUT_S = 2.0
+# For synchronous copies: the local leader may still evaluate before it ends the same step.
+LONG_PEER_TIMEOUT_S = 60.0
+POLL_S = 0.0002
+SLOW_POLL_S = 0.005  # after PEER_TIMEOUT_S
 
 
 class TensorGroup:
@@ -201,14 +207,6 @@ def _split_leaves(leaves: Sequence[Leaf], shard_count: int) -> list[list[Leaf]]:
         shards[smallest].append(leaf)
         sizes[smallest] += leaf.tensor.nbytes
     return shards
-
-
-# The other local ranks finish the same step at about the same time, or have died.
-PEER_TIMEOUT_S = 2.0
-# For synchronous copies: the local leader may still evaluate before it ends the same step.
-LONG_PEER_TIMEOUT_S = 60.0
-POLL_S = 0.0002
-SLOW_POLL_S = 0.005  # after PEER_TIMEOUT_S
 
 
 class Snapshotter:

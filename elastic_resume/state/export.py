@@ -27,9 +27,8 @@ from elastic_resume.checkpoint.atomic_io import DISK, Disk, temporary_name, tran
 from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.checkpoint.manifest import Manifest
-from elastic_resume.checkpoint.reader import translate_read_errors
 from elastic_resume.errors import MachineError, UsageError
-from elastic_resume.state.load import INTERNAL_PREFIX, OpenCheckpoint, decode_state, iter_leaves
+from elastic_resume.state.load import INTERNAL_PREFIX, OpenCheckpoint, iter_leaves, open_image
 from elastic_resume.state.tensor_buffer import TensorBuffer
 
 NAME_PREFIXES = {"plain": "", "dp": "module.", "ddp": "module."}
@@ -91,12 +90,7 @@ def export(
         raise UsageError(
             "safetensors holds tensors only. Use --format torch or dcp, or choose one object with --object."
         )
-    memory = reader.read_image(source, manifest)
-    with translate_read_errors(source):
-        layout = Layout.parse(memory, manifest.file_bytes)
-        checkpoint = OpenCheckpoint(
-            source, manifest, TensorBuffer(layout, memory), decode_state(manifest, layout)
-        )
+    checkpoint = open_image(source, manifest, reader.read_image(source, manifest))
     if name is None:
         return _export_all(checkpoint, target, file_format, wrapped, disk)
     references, skipped = _find_references(checkpoint.state, name, NAME_PREFIXES[wrapped])

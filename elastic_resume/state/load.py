@@ -119,7 +119,7 @@ def iter_leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from iter_leaves(part, f"{path}/{key}" if path else str(key))
 
 
-def decode_state(manifest: Manifest, layout: Layout) -> dict[str, Any]:
+def _decode_state(manifest: Manifest, layout: Layout) -> dict[str, Any]:
     """Decode a manifest's state. Raise CorruptError if it refers to a tensor that ``layout`` lacks."""
     state = json_codec.decode(manifest.state)
     if not isinstance(state, dict):
@@ -132,10 +132,14 @@ def decode_state(manifest: Manifest, layout: Layout) -> dict[str, Any]:
 
 def _open_directory(path: Path) -> OpenCheckpoint:
     manifest = reader.quick_check(path, None)
-    memory = reader.map_image(path, manifest)
+    return open_image(path, manifest, reader.map_image(path, manifest))
+
+
+def open_image(path: Path, manifest: Manifest, memory: memoryview) -> OpenCheckpoint:
+    """Open the checkpoint at ``path`` whose verified data file is in ``memory``."""
     with translate_read_errors(path):
         buffer = TensorBuffer(Layout.parse(memory, manifest.file_bytes), memory)
-        return OpenCheckpoint(path, manifest, buffer, decode_state(manifest, buffer.layout))
+        return OpenCheckpoint(path, manifest, buffer, _decode_state(manifest, buffer.layout))
 
 
 def _list_checkpoints(path: Path) -> list[CatalogEntry]:
