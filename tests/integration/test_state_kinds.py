@@ -158,9 +158,9 @@ def test_optimizer_and_scheduler_are_restored(optimizer: str, scheduler: str) ->
     tracker = StateTracker(first.tracked)
     for step in range(3):
         first.train(step)
-        sight, flat = tracker.read_state(), state_dict.flatten(first.tracked)
-        assert slots.merge_state(sight.cached.static_skeleton, sight.dynamic_skeleton) == flat.skeleton
-        assert {leaf.name for leaf in sight.leaves} == {leaf.name for leaf in flat.leaves}
+        view, flat = tracker.read_state(), state_dict.flatten(first.tracked)
+        assert slots.merge_state(view.cached.static_skeleton, view.dynamic_skeleton) == flat.skeleton
+        assert {leaf.name for leaf in view.leaves} == {leaf.name for leaf in flat.leaves}
     load_state.load_into(second.tracked, flat.skeleton, copy_to_image(flat).tensor)
     assert second.all() == first.all()
     for step in range(3, 7):

@@ -108,9 +108,9 @@ class Assigning(torch.optim.Optimizer):
                 parameter.data = parameter.data - 0.1 * own["mean"]
 
 
-def names(sight: StateView) -> list[str]:
+def names(view: StateView) -> list[str]:
     """Return the names of the cached tensors."""
-    return [leaf.name for leaf in sight.cached.leaves]
+    return [leaf.name for leaf in view.cached.leaves]
 
 
 def described(leaves: Any) -> dict[str, Any]:
@@ -120,18 +120,18 @@ def described(leaves: Any) -> dict[str, Any]:
 
 def check(tracker: StateTracker, tracked: dict[str, Any]) -> StateView:
     """Read the state and compare it with flatten, bit for bit."""
-    sight, flat = tracker.read_state(), state_dict.flatten(tracked)
-    merged = slots.merge_state(sight.cached.static_skeleton, sight.dynamic_skeleton)
+    view, flat = tracker.read_state(), state_dict.flatten(tracked)
+    merged = slots.merge_state(view.cached.static_skeleton, view.dynamic_skeleton)
     assert merged == flat.skeleton
     assert repr(merged) == repr(flat.skeleton)  # the order of names as well
-    assert described(sight.leaves) == described(flat.leaves)
-    assert len(sight.leaves) == len(flat.leaves)
-    fixed, order = set(names(sight)), [leaf.name for leaf in flat.leaves]
-    assert names(sight) == [name for name in order if name in fixed]
-    assert [leaf.name for leaf in sight.uncached_leaves] == [name for name in order if name not in fixed]
-    assert state_dict.digest_leaves(sight.leaves) == state_dict.digest_leaves(flat.leaves)
-    assert len(sight.cached.may_overlap) == len(sight.cached.leaves)
-    return sight
+    assert described(view.leaves) == described(flat.leaves)
+    assert len(view.leaves) == len(flat.leaves)
+    fixed, order = set(names(view)), [leaf.name for leaf in flat.leaves]
+    assert names(view) == [name for name in order if name in fixed]
+    assert [leaf.name for leaf in view.uncached_leaves] == [name for name in order if name not in fixed]
+    assert state_dict.digest_leaves(view.leaves) == state_dict.digest_leaves(flat.leaves)
+    assert len(view.cached.may_overlap) == len(view.cached.leaves)
+    return view
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
