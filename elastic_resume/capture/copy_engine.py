@@ -1,11 +1,11 @@
-"""Copies tensors into a slot: in a thread behind the training thread's back, on CUDA in a stream of its own.
+"""Copies tensors into a slot in a background thread; on CUDA in a stream of its own.
 
-One call of ``torch._foreach_copy_`` copies thousands of tensors without the GIL; a Python loop would take it
-for each, and wait up to 5 ms for it each time. Measured, 80,000 tensors of 64 floats: 53 ms in one call, of
-which 10 ms hold the GIL; so a call gets `BATCH` of them. 150 tensors of 4 MB: 38 ms, 16 GB/s, and no GIL.
+One call of ``torch._foreach_copy_`` copies thousands of tensors and holds the GIL only briefly. A Python loop
+would take the GIL for each tensor and wait up to 5 ms each time.
 
-On CUDA nothing waits for the device but the thread: its stream waits for the training stream's event, copies
-into pinned memory, and records an event for which the training stream waits before it changes parameters.
+On CUDA only the thread waits for the device. The copy stream waits for the training stream's event, copies
+into pinned memory and records an event. The training stream waits for that event before it changes
+parameters.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from elastic_resume.snapshot.slots import Slot
 from elastic_resume.state.tensor_buffer import DTYPE_BY_NAME
 
 _get_dtype = attrgetter("dtype")
-TENSORS_PER_CALL = 4096  # tensors of one call; it holds the GIL for half a millisecond
+TENSORS_PER_CALL = 4096  # such a call holds the GIL for half a millisecond
 
 
 def make_tensor_views(memory: memoryview, layout: Layout) -> dict[str, Tensor]:
-    """Give every tensor of an image in ``memory`` that has elements, by name.
+    """Return each non-empty tensor of an image in ``memory``, by name.
 
-    One buffer for each dtype, split in C: made one by one, 80,000 tensors take three times as long.
+    There is one buffer for each dtype, split in C: views made one by one take three times as long.
     """
-    found: dict[str, Tensor] = {}
+    views: dict[str, Tensor] = {}
     filled = ((name, extent) for name, extent in layout.extents.items() if extent.stop > extent.start)
     for dtype_name, run in groupby(filled, key=lambda item: item[1].dtype):
         entries = list(run)
@@ -49,45 +49,42 @@ def make_tensor_views(memory: memoryview, layout: Layout) -> dict[str, Tensor]:
         counts = [(extent.stop - extent.start) // dtype.itemsize for _, extent in entries]
         flat = torch.frombuffer(memory, dtype=dtype, count=sum(counts), offset=entries[0][1].start)
         for (name, extent), piece in zip(entries, flat.split(counts), strict=True):
-            found[name] = piece.view(extent.shape)
-    return found
+            views[name] = piece.view(extent.shape)
+    return views
 
 
 def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor], *, non_blocking: bool = False) -> None:
     """Copy each source into its target.
 
     Raises:
-        ValueError: a source has another dtype or size than its target; those before it were copied.
+        ValueError: a source has another dtype or size than its target. Earlier batches were copied.
 
     """
     with torch.no_grad():
         for at in range(0, len(targets), TENSORS_PER_CALL):
             into, batch = list(targets[at : at + TENSORS_PER_CALL]), list(sources[at : at + TENSORS_PER_CALL])
-            # The copy itself would convert the one and stretch the other.
-            for kind in (Tensor.numel, _get_dtype):
-                if list(map(kind, batch)) != list(map(kind, into)):
-                    raise ValueError("a tensor has become one of another dtype or size")
+            # torch would convert another dtype and broadcast another size without an error.
+            for get_property in (Tensor.numel, _get_dtype):
+                if list(map(get_property, batch)) != list(map(get_property, into)):
+                    raise ValueError("a tensor changed its dtype or size")
             torch._foreach_copy_(into, batch, non_blocking=non_blocking)
 
 
 @dataclass
 class CopyJob:
-    """One share of one snapshot. ``work`` runs in the thread; ``done`` is set when it is over.
-
-    ``read`` is set when the host's tensors have been read and all that a device has to copy is in its
-    stream: ``events`` are then complete. ``patience_s``: how long training waits for other ranks' part of it.
-    """
+    """One rank's share of one snapshot, which runs in the copy thread."""
 
     work: Callable[[CopyJob], None]
-    peer_timeout_s: float = 0.0
+    peer_timeout_s: float = 0.0  # for other ranks' part of the snapshot, while training waits
     error: BaseException | None = None
-    copy_events: list[Any] = field(default_factory=list)
+    copy_events: list[Any] = field(default_factory=list)  # of CUDA; complete once sources_read is set
+    # Host tensors were read, and all device copies are in their streams.
     sources_read: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
-    wait_started_at: float = math.inf  # since when training waits for it
+    wait_started_at: float = math.inf  # time.monotonic(); infinite until training waits
 
     def wait_until_read(self) -> None:
-        """Wait for `read`."""
+        """Wait for `sources_read`."""
         self.wait_started_at = min(self.wait_started_at, time.monotonic())
         self.sources_read.wait()
 
@@ -98,7 +95,7 @@ class CopyJob:
 
 
 class CopyThread:
-    """The thread that copies, one job after the other."""
+    """A thread that runs copy jobs one after the other."""
 
     def __init__(self) -> None:
         self._job_queue: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
@@ -106,26 +103,26 @@ class CopyThread:
         self._thread.start()
 
     def submit(self, job: CopyJob) -> None:
-        """Have it done."""
+        """Queue ``job``."""
         self._job_queue.put(job)
 
     def close(self) -> None:
-        """End the thread when it has done what was submitted."""
+        """End the thread after the jobs that were submitted."""
         self._job_queue.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        # Who asks where this process stands means its main thread; a stopped one goes on when it is asked.
+        # The main thread must receive the signal that requests a stack dump.
         signal.pthread_sigmask(signal.SIG_BLOCK, {STACKS_SIGNAL})
         while (job := self._job_queue.get()) is not None:
             run_job(job)
 
 
 def run_job(job: CopyJob) -> None:
-    """Do a job here."""
+    """Run ``job`` in the calling thread, and store its error."""
     try:
         job.work(job)
-    except BaseException as error:  # noqa: BLE001  told by whoever waits; a thread has nobody to raise to
+    except BaseException as error:  # noqa: BLE001  raised or logged by the thread that waits
         job.error = error
     finally:
         job.sources_read.set()
@@ -136,14 +133,14 @@ def run_job(job: CopyJob) -> None:
 
 
 class CudaCopyStreams:
-    """Copies from devices; does nothing, and costs nothing, where all tensors are on the CPU."""
+    """Copies from CUDA devices. It does nothing while all tensors are on the CPU."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
-        self._pinned_slots: dict[tuple[int, int], Slot | None] = {}  # held: CUDA's memory must stay mapped
+        self._pinned_slots: dict[tuple[int, int], Slot | None] = {}  # keeps the registered memory mapped
 
     def record_start_events(self, devices: Iterable[torch.device]) -> dict[torch.device, Any]:
-        """Note, for each device, what its training stream has been given until now."""
+        """Record an event in the training stream of each device."""
         return {device: torch.cuda.current_stream(device).record_event() for device in devices}
 
     def enqueue_copies(
@@ -153,7 +150,7 @@ class CudaCopyStreams:
         start_events: dict[torch.device, Any],
         job: CopyJob,
     ) -> None:
-        """Enqueue the copies of device tensors behind ``after``; their events go to ``job``."""
+        """Enqueue the copies of device tensors behind ``start_events``, and add their events to ``job``."""
         for device, event in start_events.items():
             stream = self._streams.get(device)
             if stream is None:
@@ -163,13 +160,13 @@ class CudaCopyStreams:
                 stream.wait_event(event)
                 copy_tensors([t for t, _ in pairs], [s for _, s in pairs], non_blocking=True)
                 for _, source in pairs:
-                    source.record_stream(stream)  # the allocator keeps it until it has been read
-                copied = torch.cuda.Event(blocking=True)  # who waits for it sleeps, and does not spin
+                    source.record_stream(stream)  # the allocator must not reuse it before it was read
+                copied = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of spinning
                 stream.record_event(copied)
                 job.copy_events.append((device, copied))
 
     def pin_slot(self, slot: Slot) -> None:
-        """Register a slot's memory with CUDA, once: copies to other memory are staged, and so wait."""
+        """Register a slot's memory with CUDA, once. Copies to other memory are staged, and block."""
         key = (slot.index, slot.serial)
         if key in self._pinned_slots or not torch.cuda.is_initialized():
             return
@@ -177,10 +174,13 @@ class CudaCopyStreams:
             code = torch.cuda.cudart().cudaHostRegister(_slot_address(slot), slot.capacity, 0)
             self._pinned_slots[key] = slot if int(code) == 0 else None
             if int(code) != 0:
-                warnings.warn(f"a slot cannot be pinned (CUDA error {int(code)})", stacklevel=2)
+                warnings.warn(
+                    f"snapshot slot {slot.index} cannot be pinned: CUDA error {int(code)}; copies are slow",
+                    stacklevel=2,
+                )
 
     def unpin_stale_slots(self, live_slots: Collection[tuple[int, int]] = ()) -> None:
-        """Let CUDA forget slots that are not among those (index, serial): else their memory stays.
+        """Unregister all slots but ``live_slots``, given as (index, serial), so that their memory is freed.
 
         Call it while nothing is being copied.
         """
@@ -196,7 +196,7 @@ def _slot_address(slot: Slot) -> int:
 
 
 def wait_until_mutable(job: CopyJob) -> None:
-    """Return when what the job copies may be changed: by the host, and by what it enqueues from now on.
+    """Wait until the sources of ``job`` may be changed by the host and by work it enqueues from now on.
 
     The training stream of each device waits for the copies; the host does not wait for the device.
     """

@@ -1,14 +1,11 @@
-"""When this node's state is copied to memory, and which of those copies go to disk.
+"""Decides at each step boundary whether to take a snapshot, and whether to commit it to disk.
 
-The lead decides for its node, from what copies have cost so far, and says in the control block with which
-step the next one comes: so the other ranks know it before they finish that step. Where there is no memory for
-copies the lead writes the live state to disk itself, and training waits.
+The local leader decides for its node, from the measured cost of earlier copies. It stores the step of the
+next snapshot in the control block, so the other local ranks know it before they finish that step. On a
+node without memory for snapshots the local leader writes the live state to disk itself, and training
+waits.
 
-A disk that fails costs checkpoints, never training; the keeper says so.
-
-Writes the live state straight to disk, for nodes that have no memory for a copy of it.
-
-Training waits meanwhile. Needs one buffer, whatever the size of the state.
+A failing disk costs checkpoints but never stops training; the committer logs the failure.
 """
 
 from __future__ import annotations
@@ -37,19 +34,23 @@ from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import REPLICATED, FlatState
 from elastic_resume.state.tensor_buffer import make_spec, view_bytes
 
+NEVER = 1 << 62  # a step
+METADATA_HEADROOM_BYTES = 1 << 18  # reserved for metadata while its size is unknown
+WARM_UP_SNAPSHOTS = 3  # the first snapshot in each slot is slower than all later ones
+SMOOTHING_WEIGHT = 0.3  # of the newest measurement
 BUFFER_BYTES = 16 << 20
-_CHUNK_ELEMENTS = 1 << 20  # elements of a tensor that are brought to the host, or made contiguous, at a time
+_CHUNK_ELEMENTS = 1 << 20  # of one tensor that are copied to the host, or made contiguous, at a time
 
 
 def build_layout(flat_state: FlatState) -> Layout:
-    """Lay the state out as a checkpoint's image."""
+    """Lay out the state as the image of a checkpoint."""
     return Layout.build([make_spec(leaf.name, leaf.tensor) for leaf in flat_state.leaves])
 
 
 def build_manifest(
     context: RankContext, flat_state: FlatState, layout: Layout, generation: int, position: Position
 ) -> Manifest:
-    """Describe the image of ``flat`` as it is now."""
+    """Describe the image of ``flat_state`` as it is now."""
     return Manifest(
         run_id=context.settings.run_id,
         node=context.node,
@@ -66,7 +67,10 @@ def build_manifest(
 
 
 def iter_state_chunks(flat_state: FlatState, layout: Layout) -> Iterator[memoryview]:
-    """Yield the image of ``flat`` in pieces, in one buffer: each is valid until the next is asked for."""
+    """Yield the image of ``flat_state`` in pieces of one buffer.
+
+    Each piece is valid until the next one is requested.
+    """
     buffer = allocate_memory(BUFFER_BYTES)
     used = 0
     for source in _iter_tensor_bytes(flat_state, layout):
@@ -95,18 +99,12 @@ def _iter_tensor_bytes(flat_state: FlatState, layout: Layout) -> Iterator[memory
         rows = tensor.reshape(1, -1) if tensor.is_contiguous() or tensor.dim() == 0 else tensor
         for row in rows:
             for piece in (row.reshape(-1) if row.dim() else row.reshape(1)).split(_CHUNK_ELEMENTS):
-                here = piece.cpu().contiguous()
-                yield view_bytes(here)
-
-
-NEVER = 1 << 62
-METADATA_HEADROOM_BYTES = 1 << 18  # beside a state whose notes are not known yet
-WARM_UP_SNAPSHOTS = 3  # snapshots that are dearer than all later ones: each slot's first
-SMOOTHING_WEIGHT = 0.3  # weight of the newest measurement
+                on_host = piece.cpu().contiguous()  # the view does not keep it alive
+                yield view_bytes(on_host)
 
 
 class SnapshotScheduler:
-    """Takes this rank's part in its node's copies, in one generation."""
+    """Schedules this rank's snapshots and commits in one generation."""
 
     def __init__(
         self,
@@ -118,15 +116,15 @@ class SnapshotScheduler:
         *,
         waiting_for_disk: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
-        """``saved_step`` is the step that this node already holds a checkpoint of (0 when none).
+        """Start the generation on this node, which already holds a checkpoint of ``saved_step`` (0: none).
 
-        ``busy`` tells those who look for hangs that training waits for the disk.
+        ``waiting_for_disk`` tells the hang detector that training waits for the disk.
         """
         settings = context.settings
-        self.saved_step = saved_step  # of the newest copy that is on disk, or on its way
-        self.committed_path: Path | None = None  # of the last commit that this process has waited for
+        self.saved_step = saved_step  # of the newest commit, requested or done
+        self.committed_path: Path | None = None  # of the last commit that this process waited for
         self.snapshotter = Snapshotter(tracked, slot_client, context, plan.generation)
-        self.total_stall_s = 0.0  # that training has waited for copies, in this generation
+        self.total_stall_s = 0.0  # time that training waited for copies in this generation
         self._counted_stall_s = 0.0
         self._loaded_step = saved_step
         self._waiting_for_disk = waiting_for_disk
@@ -143,21 +141,24 @@ class SnapshotScheduler:
         self._save_stall_s: float | None = None
         self._snapshot_count = 0
         self._last_direct_write: CommitResult | None = None
-        # Nodes compare through their agents, and one node has nobody to compare with.
+        # Nodes compare replicas through their agents.
         self._compares_replicas = (
             constants.ENV_AGENT_PID in os.environ and len(context.local_leader_by_node) > 1
         )
         if not context.is_local_leader:
             return
-        # A process of its own keeps the shelf too; of ours only what is streamed goes there.
+        # For _write_directly. All other commits are made by the committer.
         self._checkpoint_writer = CheckpointWriter(context.node_dir, settings.run_id, context.events.emit)
-        order = (plan.source_generation, plan.step)
-        # What came from memory or from a peer says nothing of a copy that this node's disk may hold.
-        trusted = order if plan.kind == "checkpoint" and saved_step >= 0 else None
-        terms = RetentionPolicy(plan.min_generation, trusted, settings.keep)
-        self._checkpoint_writer.start_generation(terms)
+        version = (plan.source_generation, plan.step)
+        # State loaded from memory or a peer does not verify a checkpoint on this disk.
+        trusted_version = version if plan.kind == "checkpoint" and saved_step >= 0 else None
+        retention = RetentionPolicy(plan.min_generation, trusted_version, settings.keep)
+        self._checkpoint_writer.start_generation(retention)
         slot_client.send(
-            "start_generation", floor=terms.min_generation, trusted=terms.trusted_version, keep=terms.keep
+            "start_generation",
+            floor=retention.min_generation,
+            trusted=retention.trusted_version,
+            keep=retention.keep,
         )
         slot_client.control_block.set("decided_id", 0)
         slot_client.control_block.set(
@@ -165,23 +166,24 @@ class SnapshotScheduler:
         )
 
     def reserve_memory(self, state_bytes: int) -> None:
-        """Have memory taken for a state of that size before the first snapshot needs it. For the lead."""
+        """Prepare slots for ``state_bytes`` before the first snapshot needs them. Local leader only."""
         if self._slot_client.is_local_leader:
-            # Slots that a resume has filled, or an earlier generation, are not made anew for a guess.
-            there = [
+            # The size is an estimate: slots filled by a restore or an earlier generation are kept.
+            capacities = [
                 slot.capacity
                 for slot in self._slot_client.control_block.read_slots()
                 if slot.capacity > state_bytes
             ]
             self._slot_client.prepare_slots(
-                min(there, default=state_bytes + state_bytes // 64 + METADATA_HEADROOM_BYTES),
+                min(capacities, default=state_bytes + state_bytes // 64 + METADATA_HEADROOM_BYTES),
                 is_estimate=True,
             )
 
     def after_step(self, position: Position, *, may_save: bool = True, epoch_over: bool = False) -> None:
-        """Take what is due at this step boundary.
+        """Take the snapshot and the commit that are due at this step boundary.
 
-        ``may_save``: whether it may go to disk. ``epoch_over``: all else that the epoch does is done too.
+        ``may_save`` allows a commit. ``epoch_over`` says that everything else that the epoch does is done
+        too.
 
         Raises:
             UntrackableError: an object has come to hold state that cannot be stored.
@@ -195,7 +197,7 @@ class SnapshotScheduler:
         control, step = self._slot_client.control_block, position.step
         self._update_costs()
         if not self._slot_client.is_local_leader:
-            # The lead may have been here already, and have announced the one after.
+            # The local leader may have passed this step already and announced the next snapshot.
             if not epoch_over and (
                 step >= control.get("next_snapshot_step") or self.snapshotter.is_decided(position)
             ):
@@ -214,10 +216,10 @@ class SnapshotScheduler:
         else:
             compare = self._is_comparison_due(step) and not epoch_over
             if step >= announced or announced == NEVER or save or compare or epoch_over:
-                # The others know of no other steps than those that were announced.
-                alone = epoch_over or step < announced
+                # The other local ranks know announced steps only.
+                leader_only = epoch_over or step < announced
                 self._start_snapshot(
-                    position, epoch_over=epoch_over, commit_requested=save, leader_only=alone
+                    position, epoch_over=epoch_over, commit_requested=save, leader_only=leader_only
                 )
                 control.set("next_snapshot_step", step + 1 if epoch_over else self._next_snapshot_step(step))
                 if compare and self.snapshotter.has_snapshot(position):
@@ -226,46 +228,39 @@ class SnapshotScheduler:
         self._step_started_at = time.perf_counter()
 
     def save(self, position: Position, *, epoch_over: bool = False) -> Path | None:
-        """Commit the state now and wait for the disk. For the lead.
+        """Commit the state now and wait for the disk. Local leader only.
 
-        None where the disk refuses, which is told, and where this generation has begun with that step.
+        Return None if the disk refuses, which is logged, or if this generation began with that step.
         """
         with self._count_stall():
-            return self._save_and_wait(position, epoch_over=epoch_over)
-
-    def _save_and_wait(self, position: Position, *, epoch_over: bool) -> Path | None:
-        if position.step == self._loaded_step and not epoch_over:
-            return None
-        if self._slot_client.slot_count == 0 or not self._ensure_snapshot(position, epoch_over=epoch_over):
-            self._write_directly(position)
+            if position.step == self._loaded_step and not epoch_over:
+                return None
+            if not self._ensure_snapshot(position, epoch_over=epoch_over):
+                self._write_directly(position)
+                return self.committed_path
+            answer = self._slot_client.commit(self.snapshotter.snapshot_id)
+            self.committed_path = Path(answer["path"]) if answer.get("path") else None
+            if self.committed_path is not None:
+                self.saved_step, self._last_save_at = position.step, time.monotonic()
             return self.committed_path
-        answer = self._slot_client.commit(self.snapshotter.snapshot_id)
-        self.committed_path = Path(answer["path"]) if answer.get("path") else None
-        if self.committed_path is not None:
-            self.saved_step, self._last_save_at = position.step, time.monotonic()
-        return self.committed_path
 
     def has_saved(self, position: Position) -> bool:
-        """Whether the newest `save` has brought that step to disk, or it was there when all began."""
+        """Return whether the newest `save` committed that step, or this generation began with it."""
         return position.step == self._loaded_step or self.committed_path is not None
 
     def preserve(self, position: Position, *, epoch_over: bool = False) -> None:
-        """Hold the state of this step somewhere that outlives this process. For the lead."""
+        """Keep the state of this step after this process ends. Local leader only."""
         with self._count_stall():
-            if self._slot_client.slot_count == 0 or not self._ensure_snapshot(
-                position, epoch_over=epoch_over
-            ):
+            if not self._ensure_snapshot(position, epoch_over=epoch_over):
                 self._write_directly(position)
 
     def close(self) -> None:
-        """Finish what is being copied."""
+        """Finish the running copy."""
         self.snapshotter.close()
-
-    # ---- inside ----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _count_stall(self) -> Iterator[None]:
-        """Count what training waits here, and what it has waited before its optimizer since the last time."""
+        """Count the time spent here, and the waits at the copy barrier since the last call."""
         began = time.perf_counter()
         self.total_stall_s += max(0.0, self.snapshotter.stall_s - self._counted_stall_s)
         try:
@@ -275,9 +270,9 @@ class SnapshotScheduler:
             self.total_stall_s += time.perf_counter() - began
 
     def _ensure_snapshot(self, position: Position, *, epoch_over: bool) -> bool:
-        """Have a whole snapshot of this very step, taking one where there is none; whether there is."""
+        """Return whether a complete snapshot of this step exists, after taking one if necessary."""
         limit = time.monotonic() + PEER_TIMEOUT_S
-        while time.monotonic() < limit:
+        while self._slot_client.slot_count and time.monotonic() < limit:
             if (
                 self.snapshotter.has_snapshot(position, epoch_over=epoch_over)
                 and self.snapshotter.wait_until_complete()
@@ -285,7 +280,7 @@ class SnapshotScheduler:
                 return True
             if self.snapshotter.start_snapshot(position, epoch_over=epoch_over, leader_only=True):
                 return self.snapshotter.wait_until_complete()
-            time.sleep(0.005)  # all slots are being read, or are being made
+            time.sleep(0.005)  # every slot is being read or created
         return False
 
     def _start_snapshot(
@@ -318,19 +313,20 @@ class SnapshotScheduler:
         ) and not any(slot.needs_commit for slot in control.read_slots())
 
     def _is_comparison_due(self, step: int) -> bool:
-        """Whether the other nodes tell of this step too; see `policy.divergence`."""
+        """Return whether all nodes compare their replicas at this step; see `policy.divergence`."""
         if not self._compares_replicas:
             return False
         digest_s = self._slot_client.control_block.get("digest_cpu_us") / 1e6 or None
         if digest_s is not None and self._snapshot_cost_s is not None:
-            digest_s += self._snapshot_cost_s * self._cpu_count  # of the snapshot, which may be made for it
+            digest_s += (
+                self._snapshot_cost_s * self._cpu_count
+            )  # the snapshot may be taken only for the comparison
         gap = divergence.digest_interval_steps(
             self._context.settings.check_replicas, cost_s=digest_s, step_s=self._step_s, cores=self._cpu_count
         )
         return divergence.is_digest_due(step, gap)
 
     def _next_snapshot_step(self, step: int) -> int:
-        """The step of the next snapshot."""
         every = self._context.settings.snapshot_every
         if self.snapshotter.problem:
             return step + 1
@@ -340,36 +336,32 @@ class SnapshotScheduler:
         return checkpoint_interval.next_snapshot_step(step, gap)
 
     def _update_costs(self) -> None:
-        """Take the time of the step that has just ended, and of what the last snapshot has cost."""
+        """Measure the step that has just ended and the cost of the last snapshot."""
         if self._step_started_at is not None:
-            took = time.perf_counter() - self._step_started_at
-            self._step_s = _smooth(self._step_s, took)
+            self._step_s = _smooth(self._step_s, time.perf_counter() - self._step_started_at)
         if self._snapshot_count > WARM_UP_SNAPSHOTS:
             cost = self.snapshotter.stall_s + self.snapshotter.cpu_s / self._cpu_count
             self._snapshot_cost_s = _smooth(self._snapshot_cost_s, cost)
 
     def _write_directly(self, position: Position) -> None:
-        """Write the live state to disk, and wait for it."""
+        """Write the live state to disk while training waits."""
         with self._waiting_for_disk():
-            self._write_checkpoint(position)
-
-    def _write_checkpoint(self, position: Position) -> None:
-        flat = state_dict.flatten(self._tracked)
-        layout = build_layout(flat)
-        manifest = build_manifest(self._context, flat, layout, self._generation, position)
-        try:
-            put = self._checkpoint_writer.commit(manifest, iter_state_chunks(flat, layout))
-        except MachineError as error:
-            console.say(
-                f"node {self._context.node}: step {position.step} was not saved: {error} "
-                "Training goes on; older checkpoints are untouched."
-            )
-            self.committed_path = None
-        else:
-            self._checkpoint_writer.prune()
-            self._last_direct_write = put
-            self.committed_path, self.saved_step = (put.path if put else None), position.step
-        self._last_save_at = time.monotonic()
+            flat_state = state_dict.flatten(self._tracked)
+            layout = build_layout(flat_state)
+            manifest = build_manifest(self._context, flat_state, layout, self._generation, position)
+            try:
+                result = self._checkpoint_writer.commit(manifest, iter_state_chunks(flat_state, layout))
+            except MachineError as error:
+                console.say(
+                    f"node {self._context.node}: step {position.step} was not saved: {error} "
+                    "Training goes on; older checkpoints are untouched."
+                )
+                self.committed_path = None
+            else:
+                self._checkpoint_writer.prune()
+                self._last_direct_write = result
+                self.committed_path, self.saved_step = (result.path if result else None), position.step
+            self._last_save_at = time.monotonic()
 
 
 def _smooth(mean: float | None, newest: float) -> float:
@@ -377,7 +369,7 @@ def _smooth(mean: float | None, newest: float) -> float:
 
 
 def _read_mtbf_s() -> float:
-    """Seconds between failures, as the agent has seen them."""
+    """Return the mean time between failures that the agent measured, in seconds."""
     try:
         return float(os.environ[constants.ENV_MTBF_S])
     except (KeyError, ValueError):

@@ -1,20 +1,26 @@
-"""Snapshots: the state copied into memory that outlives this process, while training goes on.
+"""Copies the state of one node into a slot while training continues.
 
-At a step boundary the lead of the node takes a slot, writes what the next forward pass may change (buffers,
-scalars, the position) at once, and says in the control block where the snapshot goes. All local ranks
-then copy their shares of parameters and optimizer state in a thread, while forward and backward run. A hook
-before ``optimizer.step()`` waits until this rank's share is copied: the fence. A slot counts when every
-share is in place; one that somebody died over never does.
+At a step boundary::
 
-Without a tracked optimizer, or after a step in which one ran no hook (`barrier`), the copy is synchronous.
-What changes parameters otherwise, between ``run.step()`` and ``optimizer.step()``, would be copied half:
-`verify` finds that.
+    local leader                              each local rank
+    takes a free slot
+    writes buffers, scalars, position
+    sets the slot's target and decided_id ──> starts copying its shard in a thread
+                                              forward, backward
+                                              optimizer.step() waits at the copy barrier for its shard
+                                              marks its shard in the slot as copied
 
-Does not know when (`saver`) nor what becomes of a snapshot (the keeper).
+The slot is valid when all shards are in place; if a rank dies during its copy the slot never becomes valid.
 
-What a snapshot of a given structure looks like: its layout, its notes, and who copies what.
+Parameters and optimizer state are copied in the background, because only an optimizer step changes them.
+All other tensors are copied at once, because the next forward pass may change them. The whole copy is
+synchronous without a tracked optimizer, or after a step in which an optimizer ran no hook
+(`copy_barrier`). A parameter that changes elsewhere between ``run.step()`` and ``optimizer.step()`` would
+be copied half-changed; `verify_copies` finds that.
 
-Made anew only when a tensor comes, goes or is replaced. Every local rank makes the same one for itself.
+A `SnapshotPlan` holds what follows from the structure of the state: the layout, the static metadata and the
+shards. Every local rank computes the same plan, and makes a new one only when a tensor is added, removed or
+replaced.
 """
 
 from __future__ import annotations
@@ -53,17 +59,19 @@ from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import REPLICATED, Leaf, digest_leaves
 from elastic_resume.state.tensor_buffer import make_spec
 
-# Below this the lead copies all: another rank's thread would cost more than its share takes.
+# The local leader copies smaller states alone: another rank's thread would cost more than it saves.
 MIN_BYTES_TO_SHARD = 32 << 20
-MAX_VERSIONS_CHECKED = 64  # of so many tensors the version is looked at, for it takes 60 ns each
+MAX_VERSIONS_CHECKED = 64  # of one group; reading a version takes 60 ns
+# The other local ranks finish the same step at about the same time, or have died.
+PEER_TIMEOUT_S = 2.0
+# For synchronous copies: the local leader may still evaluate before it ends the same step.
+LONG_PEER_TIMEOUT_S = 60.0
+POLL_S = 0.0002
+SLOW_POLL_S = 0.005  # after PEER_TIMEOUT_S
 
 
 class TensorGroup:
-    """Tensors that are copied together. What can be known of them ahead of a copy is worked out once.
-
-    At 80,000 tensors that is 40 ms of each step: lists of names and tensors, where each tensor is, and
-    where in a slot it goes.
-    """
+    """Tensors that are copied together, with lists that would take 40 ms of each step for 80,000 tensors."""
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self.leaves = tuple(leaves)
@@ -73,7 +81,7 @@ class TensorGroup:
         self._targets_by_slot: dict[tuple[int, int], list[Tensor]] = {}
 
     def get_targets(self, slot: Slot, get_views: Callable[[], Mapping[str, Tensor]]) -> list[Tensor]:
-        """Where the tensors go in ``slot``; ``views`` gives its tensors by name, and is asked once."""
+        """Return the tensors' targets in ``slot``; ``get_views`` returns its tensors by name."""
         key = (slot.index, slot.serial)
         if key not in self._targets_by_slot:
             by_name = get_views()
@@ -81,119 +89,108 @@ class TensorGroup:
         return self._targets_by_slot[key]
 
     def read_versions(self) -> list[int]:
-        """How often some of the tensors, all over the share, have been changed in place."""
+        """Return the in-place version of a sample of the tensors."""
         return [0 if leaf.tensor.is_inference() else leaf.tensor._version for leaf in self._version_checked]  # noqa: SLF001
 
     def find_rewritten(self, versions: list[int], addresses: Collection[int] | None) -> list[str]:
-        """Name those whose version is not among the ``versions`` any more: for certain changed.
+        """Return names of tensors that were certainly changed: their version is not in ``versions`` any more.
 
-        ``among``: addresses of those to look at; None: all.
+        Only tensors at ``addresses`` are checked; None checks all.
         """
-        both = zip(self._version_checked, versions, self.read_versions(), strict=True)
-        return [leaf.name for leaf, was, now in both if was != now and _has_address(leaf, addresses)]
+        rows = zip(self._version_checked, versions, self.read_versions(), strict=True)
+        return [leaf.name for leaf, was, now in rows if was != now and _has_address(leaf, addresses)]
 
     def find_differing(
         self, copied_tensors: Mapping[str, Tensor], addresses: Collection[int] | None
     ) -> list[str]:
-        """Name those that are not as they are in ``views``, all bytes of which are read; see `rewritten`."""
+        """Return names of tensors whose bytes differ from ``copied_tensors``.
+
+        Only tensors at ``addresses`` are checked; None checks all.
+        """
         leaves = [leaf for leaf in self.leaves if _has_address(leaf, addresses)]
         copied = digest_leaves(replace(leaf, tensor=copied_tensors[leaf.name]) for leaf in leaves)
         return [name for name, now in digest_leaves(leaves).items() if now != copied[name]]
 
     def drop_stale_slots(self, live_slots: Collection[tuple[int, int]]) -> None:
-        """Let go of slots that are not among those (index, serial): else their memory stays."""
+        """Drop the targets in all slots but ``live_slots``, so that their memory is freed."""
         self._targets_by_slot = {
-            key: found for key, found in self._targets_by_slot.items() if key in live_slots
+            key: targets for key, targets in self._targets_by_slot.items() if key in live_slots
         }
 
 
 @dataclass(frozen=True)
 class SnapshotPlan:
-    """The plan of a snapshot.
-
-    ``number`` stands for layout, static notes and who copies what. ``at_once`` is copied in ``run.step()`` by
-    the lead; ``shares`` by local rank, behind the fence.
-    """
+    """Layout and division of a snapshot."""
 
     layout: Layout
-    static_metadata: bytes
-    plan_id: int
-    immediate: TensorGroup
-    shards: tuple[TensorGroup, ...]
-    overlapped: TensorGroup
+    static_metadata: bytes  # encoded; does not change from step to step
+    plan_id: int  # digest of layout, static metadata and division
+    immediate: TensorGroup  # copied in run.step() by the local leader
+    shards: tuple[TensorGroup, ...]  # by local rank, copied behind the copy barrier
+    overlapped: TensorGroup  # all shards together
 
     def preferred_slot_bytes(self, dynamic_metadata: bytes) -> int:
-        """Bytes that a slot should have."""
+        """Return the size that a new slot should have."""
         return slots.required_slot_bytes(
             self.layout.total_bytes, len(self.static_metadata), len(dynamic_metadata)
         )
 
     def min_slot_bytes(self, dynamic_metadata: bytes) -> int:
-        """Bytes that a slot must have at least."""
+        """Return the size that a slot must have at least."""
         return slots.round_up_to_page(
             slots.round_up_to_page(self.layout.total_bytes) + len(self.static_metadata)
         ) + len(dynamic_metadata)
 
     def as_single_shard(self) -> SnapshotPlan:
-        """Give the same, with all of it the lead's."""
+        """Return the same plan with everything in the local leader's shard."""
         return self if len(self.shards) == 1 else replace(self, shards=(self.overlapped,))
 
     def drop_stale_slots(self, live_slots: Collection[tuple[int, int]]) -> None:
-        """See `Share.forget`."""
-        for share in (self.immediate, self.overlapped, *self.shards):
-            share.drop_stale_slots(live_slots)
+        """See `TensorGroup.drop_stale_slots`."""
+        for group in (self.immediate, self.overlapped, *self.shards):
+            group.drop_stale_slots(live_slots)
 
 
 @dataclass(frozen=True)
 class CopyTask:
-    """What a rank copies of one snapshot. ``slot`` None: the lead has still to say which."""
+    """One rank's share of one snapshot. ``slot`` is None until the local leader has announced it."""
 
     plan: SnapshotPlan
     slot: Slot | None
     snapshot_id: int
     shard: TensorGroup
-    device_clones: list[tuple[str, Tensor]]  # on devices, of what is copied at once
+    device_clones: list[tuple[str, Tensor]]  # of immediate tensors on devices
     start_events: dict[torch.device, Any]
 
 
 @without_garbage_collection
 def make_plan(state_view: StateView, base_metadata: Mapping[str, Any], shard_count: int) -> SnapshotPlan:
-    """Plan a snapshot of what is seen.
+    """Plan a snapshot of ``state_view``, copied by ``shard_count`` local ranks.
 
-    Args:
-        sight: of the tracker.
-        about: the static notes without state (see `note`).
-        parts: how many local ranks share the copying.
-
+    ``base_metadata`` is the static metadata without the state.
     """
-    fixed = state_view.cached
-    leaves = (*fixed.leaves, *state_view.uncached_leaves)
+    cached, leaves = state_view.cached, state_view.leaves
     layout = Layout.build([make_spec(leaf.name, leaf.tensor) for leaf in leaves])
     follows = [leaf.name for leaf in leaves if leaf.kind != REPLICATED]
-    static = slots.encode_metadata(
-        {**base_metadata, "follows_rank0": follows, "state": fixed.static_skeleton}
+    static_metadata = slots.encode_metadata(
+        {**base_metadata, "follows_rank0": follows, "state": cached.static_skeleton}
     )
-    filled = [pair for pair in zip(fixed.leaves, fixed.may_overlap, strict=True) if pair[0].tensor.numel()]
-    later = [leaf for leaf, overlapped in filled if overlapped]
-    if sum(tensor_nbytes(leaf.tensor) for leaf in later) < MIN_BYTES_TO_SHARD:
+    filled = [pair for pair in zip(cached.leaves, cached.may_overlap, strict=True) if pair[0].tensor.numel()]
+    overlapped = [leaf for leaf, may_overlap in filled if may_overlap]
+    if sum(leaf.tensor.nbytes for leaf in overlapped) < MIN_BYTES_TO_SHARD:
         shard_count = 1
-    at_once = TensorGroup([leaf for leaf, overlapped in filled if not overlapped])
-    whole = TensorGroup(later)
-    shares = (whole,) if shard_count == 1 else tuple(map(TensorGroup, _split_leaves(later, shard_count)))
-    # Local ranks find for themselves what has to be copied at once, by what they have seen of it: only if all
-    # have found the same is everything copied by somebody.
-    split = "\n\n".join("\n".join(leaf.name for leaf in share.leaves) for share in (at_once, *shares))
-    number = xxhash.xxh3_64_intdigest(layout.header + static + split.encode()) | 1
-    return SnapshotPlan(layout, static, number, at_once, shares, whole)
-
-
-def tensor_nbytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements."""
-    return tensor.numel() * tensor.element_size()
+    immediate = TensorGroup([leaf for leaf, may_overlap in filled if not may_overlap])
+    whole = TensorGroup(overlapped)
+    shards = (whole,) if shard_count == 1 else tuple(map(TensorGroup, _split_leaves(overlapped, shard_count)))
+    # Each local rank divides the leaves itself. Every leaf is copied only if all ranks divide them alike, so
+    # the division is part of the digest.
+    division = "\n\n".join("\n".join(leaf.name for leaf in group.leaves) for group in (immediate, *shards))
+    plan_id = xxhash.xxh3_64_intdigest(layout.header + static_metadata + division.encode()) | 1
+    return SnapshotPlan(layout, static_metadata, plan_id, immediate, shards, whole)
 
 
 def summarize_names(names: Sequence[str]) -> str:
-    """Name the first, and say how many more there are."""
+    """Return the first name and the number of the others."""
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
@@ -202,31 +199,23 @@ def _has_address(leaf: Leaf, addresses: Collection[int] | None) -> bool:
 
 
 def _split_leaves(leaves: Sequence[Leaf], shard_count: int) -> list[list[Leaf]]:
-    """Deal leaves out so that shares are about equal in bytes: the largest first, to whoever has least."""
-    shares: list[list[Leaf]] = [[] for _ in range(shard_count)]
+    """Divide leaves into shards of about equal bytes: largest first, each to the smallest shard."""
+    shards: list[list[Leaf]] = [[] for _ in range(shard_count)]
     sizes = [0] * shard_count
-    for leaf in sorted(leaves, key=lambda leaf: -tensor_nbytes(leaf.tensor)):
-        part = sizes.index(min(sizes))
-        shares[part].append(leaf)
-        sizes[part] += tensor_nbytes(leaf.tensor)
-    return shares
-
-
-# The other local ranks finish the same step at about the same time, or are gone.
-PEER_TIMEOUT_S = 2.0
-# Where training waits for the copy at once, the lead may still evaluate before it ends the same step.
-LONG_PEER_TIMEOUT_S = 60.0
-POLL_S = 0.0002
-SLOW_POLL_S = 0.005  # when it takes longer
+    for leaf in sorted(leaves, key=lambda leaf: -leaf.tensor.nbytes):
+        smallest = sizes.index(min(sizes))
+        shards[smallest].append(leaf)
+        sizes[smallest] += leaf.tensor.nbytes
+    return shards
 
 
 class Snapshotter:
-    """This rank's part in its node's snapshots, in one generation."""
+    """Takes this rank's part in its node's snapshots, in one generation."""
 
     def __init__(
         self, tracked: Mapping[str, Any], slot_client: SlotClient, context: RankContext, generation: int
     ) -> None:
-        """Put the fence before every tracked optimizer's step."""
+        """Put the copy barrier before the steps of all tracked optimizers."""
         self._tracked = tracked
         self._tracker = StateTracker(tracked)
         self._slot_client = slot_client
@@ -239,11 +228,11 @@ class Snapshotter:
         self._copy_thread = CopyThread()
         self._job: CopyJob | None = None
         self._digests: dict[str, str] = {}
-        self._digested_leaves: tuple[state_dict.Leaf, ...] = ()  # whose prints those are
-        self._failed_plan_id = 0  # number of the sheet whose shares did not come together
-        self._is_sharded = False  # whether others have a share in the newest snapshot
+        self._digested_leaves: tuple[state_dict.Leaf, ...] = ()  # the leaves of _digests
+        self._failed_plan_id = 0  # of the plan whose shards did not all arrive
+        self._is_sharded = False  # whether other ranks copy a shard of the newest snapshot
         self._device_clones: list[tuple[str, torch.Tensor]] = []
-        self._torn_names: list[str] = []  # what has changed while it was copied
+        self._torn_names: list[str] = []  # tensors that changed while they were copied
         self._failure_logged = False
         self._pid = os.getpid()
         optimizers = [item for item in tracked.values() if isinstance(item, Optimizer)]
@@ -252,26 +241,26 @@ class Snapshotter:
         )
         slot_client.control_block.set_copying(context.local_rank, 0)
         self.verify_copies = False
-        self.stall_s = 0.0  # that the newest snapshot has cost the training thread so far
-        self.cpu_s = 0.0  # of processors, for this rank's share of it
-        self.problem = ""  # why the newest one did not come about
-        self.snapshot_id = 0  # the newest mark that this rank has taken part in
+        self.stall_s = 0.0  # time that the newest snapshot has taken from the training thread
+        self.cpu_s = 0.0  # CPU time of this rank's shard
+        self.problem = ""  # why the newest snapshot failed; "" if it did not
+        self.snapshot_id = 0  # of the newest snapshot that this rank took part in
 
     def end_step(self, step: int) -> None:
-        """End a step. What was copied during it, and has changed without the barrier, counts no more."""
-        if (behind := self._barrier.end_step(step)) is None:
+        """End a step. Check the copy that ran during it if a hook did not run, and discard a torn one."""
+        if (background_copy := self._barrier.end_step(step)) is None:
             return
         self.wait_for_copy()
         began = time.perf_counter()
-        (mark, sheet, versions), among = behind, self._barrier.unprotected_addresses
-        share = self._get_shard(sheet)
-        rewritten = share.find_rewritten(versions, among)
-        self._slot_client.control_block.set_copying(
-            self._context.local_rank, mark
-        )  # so nobody takes the slot
-        job = self._job = CopyJob(lambda _: self._check_unchanged(mark, sheet, rewritten, among))
-        # A device is read in the training stream's turn; what lies on the host while training goes on.
-        run_job(job) if rewritten or share.devices else self._copy_thread.submit(job)
+        snapshot_id, plan, versions = background_copy
+        addresses = self._barrier.unprotected_addresses
+        shard = self._get_shard(plan)
+        rewritten = shard.find_rewritten(versions, addresses)
+        # Keeps the local leader from overwriting the slot.
+        self._slot_client.control_block.set_copying(self._context.local_rank, snapshot_id)
+        job = self._job = CopyJob(lambda _: self._check_unchanged(snapshot_id, plan, rewritten, addresses))
+        # Device tensors must be read in the order of the training stream.
+        run_job(job) if rewritten or shard.devices else self._copy_thread.submit(job)
         self.stall_s += time.perf_counter() - began
         if job.done.is_set():
             self.wait_for_copy()
@@ -284,10 +273,10 @@ class Snapshotter:
         commit_requested: bool = False,
         leader_only: bool = False,
     ) -> bool:
-        """Begin a snapshot at a step boundary; whether one was begun, which the lead decides.
+        """Start a snapshot at a step boundary. Return whether one was started; the local leader decides.
 
-        ``want``: the keeper is to commit it. ``epoch_over``: see `slots.mark_of`. ``alone``: the lead does
-        not count on the other local ranks, which need not be at the same step.
+        ``epoch_over``: see `slots.encode_snapshot_id`. ``commit_requested`` asks the committer to commit it.
+        ``leader_only`` leaves out the other local ranks, which may be at another step.
 
         Raises:
             UntrackableError: an object has come to hold state that cannot be stored.
@@ -296,45 +285,46 @@ class Snapshotter:
         self.wait_for_copy()
         began = time.perf_counter()
         self._wait_for_previous()
-        mark = encode_snapshot_id(self._generation, position.step, epoch_ended=epoch_over)
-        sight = self._tracker.read_state()
-        sheet = self._get_plan(sight)
-        sheet = sheet.as_single_shard() if leader_only or self._failed_plan_id == sheet.plan_id else sheet
+        snapshot_id = encode_snapshot_id(self._generation, position.step, epoch_ended=epoch_over)
+        state_view = self._tracker.read_state()
+        plan = self._get_plan(state_view)
+        plan = plan.as_single_shard() if leader_only or self._failed_plan_id == plan.plan_id else plan
+        slot = None
         if self._slot_client.is_local_leader:
-            slot = self._fill_leader_part(sight, sheet, position, mark, commit_requested=commit_requested)
+            slot = self._fill_leader_part(
+                state_view, plan, position, snapshot_id, commit_requested=commit_requested
+            )
             if slot is None:
                 return False
-        elif len(sheet.shards) <= self._context.local_rank:
+        elif len(plan.shards) <= self._context.local_rank:
             return False
-        else:
-            slot = None
-        self._start_copy(sheet, slot, mark)
+        self._start_copy(plan, slot, snapshot_id)
         if self.verify_copies:
-            self._digested_leaves = self._get_shard(sheet).leaves
+            self._digested_leaves = self._get_shard(plan).leaves
             self._digests = state_dict.digest_leaves(self._digested_leaves)
-        self.snapshot_id, self._is_sharded = mark, len(sheet.shards) > 1
+        self.snapshot_id, self._is_sharded = snapshot_id, len(plan.shards) > 1
         self.stall_s = time.perf_counter() - began
         return True
 
     def has_snapshot(self, position: Position, *, epoch_over: bool = False) -> bool:
-        """Whether the newest snapshot that was begun is of that step."""
+        """Return whether the newest snapshot that was started is of that step."""
         return self.snapshot_id == encode_snapshot_id(self._generation, position.step, epoch_ended=epoch_over)
 
     def is_decided(self, position: Position) -> bool:
-        """Whether the lead has decided about a snapshot of that step."""
+        """Return whether the local leader has decided about a snapshot of that step."""
         return self._slot_client.control_block.get("decided_id") == encode_snapshot_id(
             self._generation, position.step
         )
 
     def announce_skip(self, position: Position) -> None:
-        """Tell the other local ranks that there is none of that step: they may be waiting. For the lead."""
+        """Tell the other local ranks that there is no snapshot of that step. Local leader only."""
         self._slot_client.control_block.set("decided_id", encode_snapshot_id(self._generation, position.step))
 
     def wait_for_copy(self) -> None:
-        """Wait until this rank's share is in place; nothing to do where none is being copied.
+        """Wait until this rank's shard is copied. Return at once if no copy is running.
 
         Raises:
-            UsageError: `verify` is on, and state was changed since the step boundary.
+            UsageError: `verify_copies` is on, and state changed since the step boundary.
 
         """
         job = self._job
@@ -347,7 +337,7 @@ class Snapshotter:
         self._check_result(job)
 
     def wait_until_complete(self, timeout_s: float = PEER_TIMEOUT_S) -> bool:
-        """Wait until the newest snapshot counts, all shares of it; whether it does."""
+        """Wait for all shards of the newest snapshot. Return whether the snapshot is valid."""
         self.wait_for_copy()
         limit = time.monotonic() + timeout_s
         while time.monotonic() < limit:
@@ -362,7 +352,7 @@ class Snapshotter:
         return False
 
     def close(self) -> None:
-        """Finish what is being copied; take the fence away."""
+        """Finish the running copy and remove the copy barrier."""
         if os.getpid() != self._pid:
             return
         self.wait_for_copy()
@@ -383,10 +373,12 @@ class Snapshotter:
             self.wait_for_copy()
 
     def _get_plan(self, state_view: StateView) -> SnapshotPlan:
-        live = tuple((leaf.name, leaf.tensor.dtype, leaf.tensor.shape) for leaf in state_view.uncached_leaves)
-        key = (state_view.cached.version, live)
+        uncached_specs = tuple(
+            (leaf.name, leaf.tensor.dtype, leaf.tensor.shape) for leaf in state_view.uncached_leaves
+        )
+        key = (state_view.cached.version, uncached_specs)
         if self._cached_plan is None or self._cached_plan[0] != key:
-            about = {
+            base_metadata = {
                 "run_id": self._context.settings.run_id,
                 "node": self._context.node,
                 "rank": self._context.local_leader_by_node[self._context.node],
@@ -395,7 +387,9 @@ class Snapshotter:
             }
             self._cached_plan = (
                 key,
-                make_plan(state_view, about, self._local_world_size if self._barrier.has_hooks else 1),
+                make_plan(
+                    state_view, base_metadata, self._local_world_size if self._barrier.has_hooks else 1
+                ),
             )
             self._tensor_views = {}
         return self._cached_plan[1]
@@ -409,14 +403,15 @@ class Snapshotter:
         *,
         commit_requested: bool,
     ) -> Slot | None:
-        """Take a slot and write the lead's part of it; None where no slot is free."""
+        """Take a slot and write the local leader's part. Return None if no slot is free."""
         control = self._slot_client.control_block
-        moving = slots.dynamic_metadata(self._generation, position, time.time(), state_view.dynamic_skeleton)
-        dynamic = slots.encode_metadata(moving)
-        slot = self._choose_slot(plan, dynamic, snapshot_id)
+        dynamic_metadata = slots.encode_metadata(
+            slots.dynamic_metadata(self._generation, position, time.time(), state_view.dynamic_skeleton)
+        )
+        slot = self._choose_slot(plan, dynamic_metadata, snapshot_id)
         if slot is not None:
             slot.record.set("target", 0)
-            # One that had found its slot before that word was taken away may be writing into this very one.
+            # A peer that read the target before it was cleared may be writing into this slot.
             slot = None if self._is_peer_behind(snapshot_id) else slot
         if slot is None:
             control.set("decided_id", snapshot_id)
@@ -424,7 +419,7 @@ class Snapshotter:
         record = slot.record
         failpoints.hit("snapshot.started")
         slot.write_metadata(
-            plan.layout.header, plan.layout.total_bytes, plan.static_metadata, dynamic, plan.plan_id
+            plan.layout.header, plan.layout.total_bytes, plan.static_metadata, dynamic_metadata, plan.plan_id
         )
         self._copy_immediate(
             slot, plan, TensorGroup([leaf for leaf in state_view.uncached_leaves if leaf.tensor.numel()])
@@ -441,32 +436,32 @@ class Snapshotter:
     def _choose_slot(self, plan: SnapshotPlan, dynamic_metadata: bytes, snapshot_id: int) -> Slot | None:
         if not self._wait_for_peers(snapshot_id):
             return None
-        least = plan.min_slot_bytes(dynamic_metadata)
-        states = self._slot_client.list_writable(least)
-        if (
-            not states or self._slot_client.reserved_bytes < least
-        ):  # of what was guessed at first nobody may know
+        min_bytes = plan.min_slot_bytes(dynamic_metadata)
+        states = self._slot_client.list_writable(min_bytes)
+        if not states or self._slot_client.reserved_bytes < min_bytes:  # the first reservation was a guess
             needed = plan.preferred_slot_bytes(dynamic_metadata)
             if needed > slots.SMALL_SLOT_BYTES:
                 self._slot_client.prepare_slots(needed)
             elif self._slot_client.reserve(needed):
-                states = self._slot_client.list_writable(least)
+                states = self._slot_client.list_writable(min_bytes)
         chosen = slots.choose_overwritable(states, is_only_slot=self._slot_client.slot_count == 1)
         if chosen is None:
-            self.problem = "all slots are being saved" if states else "memory is still being taken for it"
+            self.problem = (
+                "all slots are being committed" if states else "its memory is still being allocated"
+            )
             return None
         self.problem = ""
         return self._slot_client.map_slot(chosen.index, chosen.serial)
 
     def _wait_for_previous(self) -> None:
-        """No rank starts on the next slot before the last one is complete, or a share of it has failed."""
+        """Wait until the previous snapshot is complete, or one of its shards has failed."""
         if self._is_sharded and not self.wait_until_complete() and self._cached_plan is not None:
-            # A local rank shares the copying otherwise, or is late: the lead copies all from now on.
+            # A local rank has another plan, or is late: the local leader copies everything from now on.
             self._failed_plan_id = self._cached_plan[1].plan_id
         self._is_sharded = False
 
     def _wait_for_peers(self, snapshot_id: int) -> bool:
-        """Whether nobody writes into an older slot any more: it might be the next to be taken."""
+        """Return whether no peer writes into an older slot any more. That slot might be taken next."""
         limit = time.monotonic() + PEER_TIMEOUT_S
         while self._is_peer_behind(snapshot_id):
             if time.monotonic() > limit:
@@ -478,67 +473,66 @@ class Snapshotter:
         others = (rank for rank in range(self._local_world_size) if rank != self._context.local_rank)
         if not self._slot_client.control_block.is_copying_older(others, snapshot_id):
             return False
-        self.problem = "a local rank still copies its share of the one before"
+        self.problem = "a local rank is still copying its shard of the previous snapshot"
         return True
 
     def _copy_immediate(self, slot: Slot, plan: SnapshotPlan, uncached: TensorGroup) -> None:
-        """Copy what the next forward pass may change; on a device into a copy there, which is quick."""
-        for share in (plan.immediate, uncached):
-            targets = share.get_targets(slot, lambda: self._get_views(slot, plan)) if share.tensors else []
-            if not share.devices:
-                copy_tensors(targets, share.tensors)
-                continue
-            near = [(t, s) for t, s in zip(targets, share.tensors, strict=True) if not s.is_cuda]
-            copy_tensors([t for t, _ in near], [s for _, s in near])
-            far = [leaf for leaf in share.leaves if leaf.tensor.is_cuda]
-            self._device_clones += [(leaf.name, leaf.tensor.detach().clone()) for leaf in far]
+        """Copy the tensors that the next forward pass may change; clone those on devices."""
+        for group in (plan.immediate, uncached):
+            targets = group.get_targets(slot, lambda: self._get_views(slot, plan)) if group.tensors else []
+            copy_tensors(*_select_host_pairs(targets, group.tensors, group.devices))
+            on_device = [leaf for leaf in group.leaves if leaf.tensor.is_cuda] if group.devices else []
+            self._device_clones += [(leaf.name, leaf.tensor.detach().clone()) for leaf in on_device]
 
     def _start_copy(self, plan: SnapshotPlan, slot: Slot | None, snapshot_id: int) -> None:
-        """Copy this rank's share: behind the fence where there is one, else now."""
-        share = self._get_shard(plan)
+        """Copy this rank's shard: in the background if the copy barrier protects it, else now."""
+        shard = self._get_shard(plan)
         clones, self._device_clones = self._device_clones, []
-        devices = share.devices.union(tensor.device for _, tensor in clones)
+        devices = shard.devices.union(tensor.device for _, tensor in clones)
         task = CopyTask(
-            plan, slot, snapshot_id, share, clones, self._cuda_streams.record_start_events(devices)
+            plan, slot, snapshot_id, shard, clones, self._cuda_streams.record_start_events(devices)
         )
         self._slot_client.control_block.set_copying(
             self._context.local_rank, snapshot_id, awaiting_slot=slot is None
         )
-        patience_s = PEER_TIMEOUT_S if self._barrier.all_hooks_ran else LONG_PEER_TIMEOUT_S
-        job = self._job = CopyJob(lambda job: self._run_task(job, task), patience_s)
+        peer_timeout_s = PEER_TIMEOUT_S if self._barrier.all_hooks_ran else LONG_PEER_TIMEOUT_S
+        job = self._job = CopyJob(lambda job: self._run_task(job, task), peer_timeout_s)
         self._copy_thread.submit(job) if self._barrier.has_hooks else run_job(job)
         if self._barrier.all_hooks_ran:
-            self._barrier.set_background_copy((snapshot_id, plan, share.read_versions()))
+            self._barrier.set_background_copy((snapshot_id, plan, shard.read_versions()))
         else:
             job.wait_until_done()
 
     def _check_result(self, job: CopyJob) -> None:
-        """See how a copy ended. One that failed costs a snapshot and not the training."""
+        """Report how a copy ended. A failed copy costs a snapshot and never stops training."""
         if job.error is not None:
             self._report_failure(f"{type(job.error).__name__}: {job.error}"[:500])
-            self._tracker = StateTracker(self._tracked)  # it may have overlooked something
+            self._tracker = StateTracker(self._tracked)  # its cache may be stale
         torn, self._torn_names = self._torn_names, []
         if torn:
             self._is_sharded = False
             self._report_failure(UNHOOKED_CHANGE_MESSAGE.format(summarize_names(torn)))
-        prints, self._digests = self._digests, {}
-        now = state_dict.digest_leaves(self._digested_leaves) if prints else {}
-        changed = [name for name, was in prints.items() if now.get(name) != was]
+        before, self._digests = self._digests, {}
+        now = state_dict.digest_leaves(self._digested_leaves) if before else {}
+        changed = [name for name, digest in before.items() if now.get(name) != digest]
         if changed:
             raise UsageError(
-                f"{summarize_names(changed)} changed between run.step() and the next optimizer.step(), while it was "
-                "being copied: a snapshot would hold half of the change. Make all changes of a step before "
-                "run.step(), or track what changes elsewhere under a name of its own, not as optimizer state."
+                f"{summarize_names(changed)} changed between run.step() and the next optimizer.step(), while "
+                "a snapshot was copied: the snapshot would hold half of the change. Make all changes of a "
+                "step before run.step(), or pass tensors that change elsewhere to er.resume() under a name "
+                "of their own, not as optimizer state."
             )
 
     def _report_failure(self, problem: str) -> None:
-        """Write an event for a snapshot that failed; tell people of the first."""
+        """Emit an event for a failed snapshot. Log the first one."""
         self.problem = problem
         self._context.events.emit("snapshot-failed", generation=self._generation, reason=problem)
         if not self._failure_logged:
             self._failure_logged = True
-            text = f"a snapshot failed ({problem}). Training goes on; older copies are untouched."
-            console.say(f"rank {self._context.collectives.rank}: {text}")
+            console.say(
+                f"rank {self._context.collectives.rank}: a snapshot failed ({problem}). Training goes on; "
+                "older snapshots are untouched."
+            )
 
     def _get_shard(self, plan: SnapshotPlan) -> TensorGroup:
         rank = self._context.local_rank
@@ -553,7 +547,9 @@ class Snapshotter:
             if slot is None:
                 slot = self._wait_for_slot(task.snapshot_id, job)
                 self._slot_client.control_block.set_copying(rank, task.snapshot_id)
-            if slot is not None and rank < slot.record.get("parts"):  # else the lead has decided otherwise
+            if slot is not None and rank < slot.record.get(
+                "parts"
+            ):  # else the local leader copies everything
                 self._copy_into_slot(slot, task, job)
                 slot.record.set_copied(rank, task.snapshot_id)
                 failpoints.hit("snapshot.confirmed")
@@ -579,8 +575,7 @@ class Snapshotter:
             targets = targets + [by_name[name] for name, _ in task.device_clones]
             self._cuda_streams.pin_slot(slot)
             self._cuda_streams.enqueue_copies(targets, sources, task.start_events, job)
-            near = [(t, s) for t, s in zip(targets, sources, strict=True) if not s.is_cuda]
-            targets, sources = [t for t, _ in near], [s for _, s in near]
+            targets, sources = _select_host_pairs(targets, sources, task.start_events)
         failpoints.hit("snapshot.copying")
         copy_tensors(targets, sources)
         job.sources_read.set()
@@ -591,25 +586,26 @@ class Snapshotter:
     def _check_unchanged(
         self, snapshot_id: int, plan: SnapshotPlan, rewritten: list[str], addresses: Collection[int] | None
     ) -> None:
-        """Let the snapshot fail if something is ``rewritten``, or differs from what was copied."""
-        began, holds = time.thread_time(), False
+        """Fail the snapshot if ``rewritten`` is not empty, or a tensor differs from its copy."""
+        began, is_intact = time.thread_time(), False
         slot = self._slot_client.find_slot(snapshot_id)
         try:
             if slot is not None:
                 self._torn_names = rewritten or self._get_shard(plan).find_differing(
                     self._get_views(slot, plan), addresses
                 )
-            holds = not self._torn_names
+            is_intact = not self._torn_names
         finally:
-            if slot is not None and not holds:
+            if slot is not None and not is_intact:
                 slot.record.set_copied(self._context.local_rank, slots.COPY_FAILED)
             self._slot_client.control_block.set_copying(self._context.local_rank, 0)
             self.cpu_s += time.thread_time() - began
 
     def _wait_for_slot(self, snapshot_id: int, job: CopyJob) -> Slot | None:
-        """Wait for the lead's word about ``mark``: a slot, or that there is none.
+        """Wait until the local leader announces the slot of ``snapshot_id``. Return None if it took none.
 
-        Patience ends only when training waits for it: the lead may evaluate before it ends its step.
+        The timeout begins only when training waits for the copy: the local leader may evaluate before its
+        step ends.
         """
         control = self._slot_client.control_block
         began = time.monotonic()
@@ -617,19 +613,31 @@ class Snapshotter:
             now = time.monotonic()
             if now > job.wait_started_at + job.peer_timeout_s:
                 raise RuntimeError(
-                    f"local rank 0 has not come to the same step within {job.peer_timeout_s:g} s"
+                    f"local rank 0 did not reach the same step within {job.peer_timeout_s:g} s"
                 )
             time.sleep(POLL_S if now < began + PEER_TIMEOUT_S else SLOW_POLL_S)
         return self._slot_client.find_slot(snapshot_id)
 
     def _get_views(self, slot: Slot, plan: SnapshotPlan) -> dict[str, torch.Tensor]:
         key = (slot.index, slot.serial, plan.plan_id)
-        found = self._tensor_views.get(key)
-        if found is None:
-            # Views of slots that are no more would keep their memory, all of it.
-            alive = {(state.index, state.serial) for state in self._slot_client.control_block.read_slots()}
-            self._tensor_views = {at: kept for at, kept in self._tensor_views.items() if at[:2] in alive}
-            plan.drop_stale_slots(alive)
-            self._cuda_streams.unpin_stale_slots(alive)
-            found = self._tensor_views[key] = make_tensor_views(slot.memory, plan.layout)
-        return found
+        views = self._tensor_views.get(key)
+        if views is None:
+            # A view of a replaced slot would keep all of its memory.
+            live_slots = {
+                (state.index, state.serial) for state in self._slot_client.control_block.read_slots()
+            }
+            self._tensor_views = {k: kept for k, kept in self._tensor_views.items() if k[:2] in live_slots}
+            plan.drop_stale_slots(live_slots)
+            self._cuda_streams.unpin_stale_slots(live_slots)
+            views = self._tensor_views[key] = make_tensor_views(slot.memory, plan.layout)
+        return views
+
+
+def _select_host_pairs(
+    targets: list[Tensor], sources: list[Tensor], devices: Collection[torch.device]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the pairs whose source is in host memory. Without ``devices`` that is all of them."""
+    if not devices:
+        return targets, sources
+    pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if not s.is_cuda]
+    return [target for target, _ in pairs], [source for _, source in pairs]

@@ -1,10 +1,8 @@
-"""What may be passed as ``data=``, and a sampler for scripts that keep ``batch_size=``.
+"""Provides `ElasticSampler`, and recognises what a script passes as ``data=``.
 
-`ElasticSampler` takes DistributedSampler's place. What it gives a rank is that rank's shares of global
-batches of ``batch_size`` times the number of ranks, one after the other (`batches`); so the loader's batches
-are those shares, and a position in mid-epoch means the same in a world of any size.
-
-Does not know how positions are saved. Nothing here imports torchdata: its loader is known by its looks.
+`ElasticSampler` replaces DistributedSampler in scripts that keep ``batch_size=``. It gives each rank its
+shares of global batches of ``batch_size`` times the number of ranks, one after the other. So the loader's
+batches are those shares, and a position within an epoch has the same meaning in a world of any size.
 """
 
 from __future__ import annotations
@@ -24,23 +22,22 @@ from elastic_resume.units import format_count
 
 
 class ElasticSampler(Sampler[int]):
-    """Drop-in for ``torch.utils.data.DistributedSampler`` that goes on in mid-epoch, in a world of any size.
+    """Drop-in for ``torch.utils.data.DistributedSampler`` that resumes within an epoch.
 
         sampler = er.ElasticSampler(dataset, shuffle=True)
         loader = DataLoader(dataset, batch_size=32, sampler=sampler)
         run = er.resume(..., data=loader)
 
-    Every rank has as many batches. Each sample is in one of them, once an epoch: nothing is padded. What is
-    left for the last batches is shared out, so those differ by a sample: multiply the loss by
-    ``run.loss_weight``, or leave up to a sample per rank out with ``drop_last=True``, then all weights are
-    1.0. Only where fewer samples are left than there are ranks some ranks read one that another has too,
-    with a weight of 0.0.
+    It resumes in a world of any size. Every rank has the same number of batches, and each sample is read
+    once in an epoch; nothing is padded. The last samples of an epoch are divided among the ranks, so the
+    last batches differ by a sample: multiply the loss by ``run.loss_weight``. With ``drop_last=True`` up
+    to a sample per rank is left out instead, and all weights are 1.0. If fewer samples are left than there
+    are ranks, some ranks read a sample that another rank reads too, with a weight of 0.0.
 
-    ``batch_size`` is a rank's, so the global batch follows the number of ranks, unless the script sees to it
-    (``batch_size=256 // world_size``): ``run.on_world_change`` tells.
+    ``batch_size`` is for one rank, so the global batch grows with the number of ranks, unless the script
+    divides it (``batch_size=256 // world_size``). ``run.on_world_change`` reports each change.
 
-    Without ``resume`` it gives each rank as many samples as torch's does, padded in the same way: there is
-    nobody then who knows the batches.
+    Without ``er.resume`` it pads as torch's sampler does and gives each rank as many samples.
     """
 
     def __init__(  # noqa: PLR0917  DistributedSampler's
@@ -54,13 +51,13 @@ class ElasticSampler(Sampler[int]):
         *,
         batch_size: int | None = None,
     ) -> None:
-        """See DistributedSampler. ``batch_size``: the loader's, if `resume` is given the sampler alone.
+        """See DistributedSampler.
 
-        ``num_replicas`` and ``rank`` may be left out before there is a process group; the world's are taken
-        when an epoch begins.
+        ``batch_size`` is needed only if `resume` gets the sampler without a loader. ``num_replicas`` and
+        ``rank`` may be omitted before there is a process group; they are read when an epoch begins.
 
         Raises:
-            ConfigError: an argument is not of its kind, or out of range.
+            ConfigError: an argument has the wrong type, or is out of range.
 
         """
         self.dataset_size = check_integer("len(dataset)", len(dataset), least=1)
@@ -73,17 +70,17 @@ class ElasticSampler(Sampler[int]):
         self.seed = check_integer("seed", seed, least=-(2**63))
         self.batch_size = None if batch_size is None else check_integer("batch_size", batch_size, least=1)
         self.epoch = 0
-        self._carries_epoch = isinstance(dataset, SeededDataset)  # which asks each index of which epoch it is
+        self._carries_epoch = isinstance(dataset, SeededDataset)  # needs the epoch on each index
         self._batches: LocalBatches | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle as of this epoch. Where in it the next iterator begins is `resume`'s business."""
+        """Shuffle for this epoch. `resume` decides where in the epoch the next iterator begins."""
         self.epoch = check_integer("epoch", epoch, least=0)
         if self._batches is not None:
             self._batches.shuffle_epoch = self.epoch
 
     def attach(self, batch_size: int, drop_last: bool) -> GlobalBatches:
-        """Take the loader's batches from now on; give what a Run binds and seeks.
+        """Use the loader's batches from now on. Return the batches that a Run binds and seeks.
 
         Raises:
             ConfigError: the sampler was made for batches of another size.
@@ -91,14 +88,14 @@ class ElasticSampler(Sampler[int]):
         """
         if self.batch_size not in {None, batch_size}:
             raise ConfigError(
-                f"the ElasticSampler was made with batch_size={self.batch_size}, and its loader has "
-                f"batch_size={batch_size}: leave it out of the sampler, and pass the loader as data=."
+                f"the ElasticSampler was made with batch_size={self.batch_size}, but its loader has "
+                f"batch_size={batch_size}. Leave it out of the sampler, and pass the loader as data=."
             )
         self._batches = LocalBatches(self, batch_size, drop_last)
         return self._batches
 
     def __iter__(self) -> Iterator[int]:
-        """Yield this rank's samples, from where `resume` stands in the epoch to its end."""
+        """Yield this rank's samples from the position of `resume` to the end of the epoch."""
         if self._batches is not None:
             return (index for share in self._batches for index in self._attach_epoch(share, share.epoch))
         order = (
@@ -115,7 +112,7 @@ class ElasticSampler(Sampler[int]):
         return attach_epoch(indices, self.seed, epoch) if self._carries_epoch else indices
 
     def __len__(self) -> int:
-        """Count this rank's samples of a whole epoch, also in mid-epoch."""
+        """Return the number of this rank's samples in a whole epoch, also within an epoch."""
         batches = self._batches
         if batches is None:
             size = self._rank_and_world_size()[1]
@@ -140,39 +137,39 @@ class LocalBatches(GlobalBatches):
     _class_name = "ElasticSampler"
 
     def __init__(self, sampler: ElasticSampler, batch_size: int, drop_last: bool) -> None:
-        """``drop_last`` is the loader's, which drops batches; the sampler's drops samples."""
+        """``drop_last`` is the loader's, which drops batches; the sampler's own drops samples."""
         self.batch_size = check_integer("batch_size", batch_size, least=1)
         self.shuffle_epoch: int | None = None
         self._sampler = sampler
         super().__init__(sampler.dataset_size, batch_size, sampler.seed, sampler.shuffle, drop_last)
 
     def bind(self, rank: int, world_size: int, *args: Any, **more: Any) -> None:
-        """See GlobalBatches. Raises ConfigError where the sampler was told of another place."""
-        for name, told, real in (
+        """See GlobalBatches. Raise ConfigError if the sampler was made for another rank or world size."""
+        for name, given, actual in (
             ("num_replicas", self._sampler.num_replicas, world_size),
             ("rank", self._sampler.rank, rank),
         ):
-            if told not in {None, real}:
+            if given not in {None, actual}:
                 raise ConfigError(
-                    f"the ElasticSampler was made with {name}={told}, and here it is {real}: leave "
-                    "num_replicas and rank out, then the world's are taken."
+                    f"the ElasticSampler was made with {name}={given}, but here it is {actual}. Leave "
+                    "num_replicas and rank out, so that those of the process group are used."
                 )
         super().bind(rank, world_size, *args, **more)
 
     def seek(self, epoch: int, step_in_epoch: int) -> None:
-        """See GlobalBatches; the order is that of the epoch, until the script sets another."""
+        """See GlobalBatches. The order is that of ``epoch`` until the script sets another one."""
         super().seek(epoch, step_in_epoch)
         self.shuffle_epoch = None
 
     def state_dict(self) -> dict[str, Any]:
-        """See GlobalBatches; how epochs are cut is always said, since no argument says it."""
+        """See GlobalBatches. The sizing is always stored, since no argument implies it."""
         return {**self._order_arguments(0), "cut": self._sizing.to_state()}
 
     def includes_step(self, step: int) -> bool:
-        """Whether this world takes the step, and not one before it did."""
+        """Return whether this world takes the step, and no earlier world took it."""
         return step >= self._epoch_plan().first_step
 
-    def _order_arguments(self, global_batch: int) -> dict[str, Any]:  # noqa: ARG002  it follows the world
+    def _order_arguments(self, global_batch: int) -> dict[str, Any]:  # noqa: ARG002  it follows the world size
         return {
             **{name: getattr(self, name) for name in ("dataset_size", "seed", "shuffle", "drop_last")},
             "equal_shares": self._sampler.drop_last,
@@ -185,8 +182,8 @@ class LocalBatches(GlobalBatches):
                 f"the global batch would be {size} (batch_size={self.batch_size} on "
                 f"{format_count(self._world_size, 'rank')}) and was {before.global_batch} with "
                 f"{format_count(old_world_size, 'rank')}, which "
-                f'on_world_change="{KEEP_GLOBAL}" refuses. Make batch_size of {before.global_batch} and the '
-                "number of ranks where that divides it, or use GlobalBatches, which takes any."
+                f'on_world_change="{KEEP_GLOBAL}" refuses. Set batch_size to {before.global_batch} divided '
+                "by the number of ranks, or use GlobalBatches, which takes any number of ranks."
             )
         return self._make_sizing(size)
 
@@ -197,7 +194,7 @@ class LocalBatches(GlobalBatches):
         if self.dataset_size < self._world_size:
             raise ConfigError(
                 f"drop_last=True leaves an epoch without a step: the dataset has "
-                f"{format_count(self.dataset_size, 'sample')}, and the world {self._world_size} ranks."
+                f"{format_count(self.dataset_size, 'sample')} for {self._world_size} ranks."
             )
         return BatchSizing(global_batch, self._world_size, reference_world_size)
 
@@ -206,10 +203,10 @@ class LocalBatches(GlobalBatches):
 
 
 def find_batches(data: Any) -> GlobalBatches | None:
-    """Find what cuts the epochs of what a script passed as ``data=``; None where that keeps its own place.
+    """Return the batches behind the ``data=`` of a script, or None if it keeps its own position.
 
     Raises:
-        ConfigError: it is a loader whose place in an epoch cannot be found again.
+        ConfigError: it is a loader whose position in an epoch cannot be restored.
 
     """
     batches = getattr(data, "batch_sampler", data)
@@ -218,32 +215,32 @@ def find_batches(data: Any) -> GlobalBatches | None:
     sampler = getattr(data if batches is None else batches, "sampler", None)
     if isinstance(sampler, ElasticSampler) and isinstance(batches, BatchSampler):
         return sampler.attach(batches.batch_size, batches.drop_last)
-    if isinstance(sampler, ElasticSampler) and batches is None:  # the dataset's items are batches already
+    if isinstance(sampler, ElasticSampler) and batches is None:  # the dataset's items are whole batches
         return sampler.attach(1, drop_last=False)
     if isinstance(data, ElasticSampler):
         if data.batch_size is None:
             raise ConfigError(
-                "data= is an ElasticSampler, which does not know how many samples a batch has: pass its "
-                "DataLoader, or make it with batch_size=."
+                "data= is an ElasticSampler without a batch size. Pass its DataLoader, or make the sampler "
+                "with batch_size=."
             )
         return data.attach(data.batch_size, drop_last=False)
     if isinstance(data, DataLoader) and not _has_own_state(data):
-        raise ConfigError(f"data= is a DataLoader whose place in an epoch cannot be found again. {_ADVICE}")
+        raise ConfigError(f"data= is a DataLoader whose position in an epoch cannot be restored. {_ADVICE}")
     return None
 
 
 def check_no_per_rank_state(data: Any, world_size: int) -> None:
-    """Refuse a loader (torchdata's) that keeps its place itself, one for each rank, where there are several.
+    """Refuse a loader with a state of its own (torchdata's) if there are several ranks.
 
     Raises:
-        ConfigError: a copy would hold one rank's, and all would go on from that.
+        ConfigError: a checkpoint would hold one rank's state, and all ranks would continue from it.
 
     """
     if world_size > 1 and _has_own_state(data):
         raise ConfigError(
             f"data= is a {type(data).__name__} with a state of its own for each of {world_size} ranks. A "
-            "node keeps one state for all ranks, so that any node's copy is enough when others are lost; and "
-            f"no other number of ranks could go on from it. {_ADVICE}"
+            "checkpoint holds one state for all ranks, so that any node's copy is enough if others are lost. "
+            f"Another number of ranks could not continue from it either. {_ADVICE}"
         )
 
 

@@ -1,18 +1,18 @@
-"""Which samples each rank reads at each step, whatever the world size.
+"""Decides which samples each rank reads at each step, for any world size.
 
-Step k of an epoch is one slice of one permutation of the dataset. The permutation comes from (seed, epoch)
-alone; the slice is cut into one share per rank. So a position is (epoch, step) and nothing else: no counter
-runs ahead with prefetching, and a world of another size goes on with the very next sample. torch's own
-ElasticDistributedSampler keeps a number of samples per rank instead; when 4 ranks became 3 it repeated 243
-of 1000 samples and never showed 243 others.
+Step k of an epoch is one slice of one permutation of the dataset. The permutation depends on (seed, epoch)
+only. The slice is divided into one share per rank. A position is therefore (epoch, step) and nothing else:
+prefetching moves no counter, and a world of another size continues with the next sample. torch's
+ElasticDistributedSampler stores a number of samples per rank instead; when 4 ranks became 3 it repeated
+243 of 1000 samples and skipped 243 others.
 
-Where the global batch itself changes with the world (``keep_local_batch``) the epoch that is under way is cut
-anew from the sample that comes next; from where, is stored with the order (`worldsize.Cut`).
+If the global batch itself changes with the world (``keep_local_batch``), the rest of the current epoch is
+divided anew, from the next sample on. `BatchSizing` records where, and is stored with the order.
 
-After a crash: whoever seeks the same (epoch, step) reads the same samples, each one once per epoch.
+Invariant: seeking the same (epoch, step) reads the same samples, each once per epoch, before and after a
+crash.
 
-Not known here: how a position is saved, and which steps were finished. The `Run` binds and seeks. The order
-is that of `torch.randperm`, which torch does not promise to keep between releases; a test pins it.
+The order is that of `torch.randperm`. torch does not promise to keep it between releases; a test pins it.
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ from elastic_resume.data.world_size import (
 )
 from elastic_resume.errors import ConfigError, MismatchError
 
-# What decides the order, in the names of the checkpoint and of the arguments.
+# Arguments that decide the order; the checkpoint uses the same names.
 ORDER_ARGUMENTS = ("dataset_size", "global_batch", "seed", "shuffle", "drop_last")
-SIZING_KEY = "cut"  # the checkpoint's name for what a change of the world has made of the global batch
+SIZING_KEY = "cut"  # in the checkpoint: the sizing after a change of the world
 
 
 class GlobalBatches(Sampler[list[int]]):
     """A batch sampler: ``DataLoader(dataset, batch_sampler=GlobalBatches(len(dataset), 256))``.
 
-    ``global_batch`` counts the samples of one optimizer step over all ranks. It stays what it is when the
-    world changes, and only the shares do; or, with ``on_world_change="keep_local_batch"`` in `resume`, it
-    follows the number of ranks, and is that of the ranks with which the job began. Shares of one batch differ
-    by one sample at most, so multiply the loss by ``run.loss_weight``: DDP's mean over the ranks is then the
+    ``global_batch`` is the number of samples of one optimizer step over all ranks. It stays the same when
+    the world changes; only the shares change. With ``on_world_change="keep_local_batch"`` in `resume` it
+    is the batch of the job's first world, and grows with the number of ranks. Shares of one batch differ
+    by at most one sample. Multiply the loss by ``run.loss_weight``: DDP's mean over the ranks is then the
     exact mean over the batch.
 
-    ``micro_batch`` is the largest number of samples that a rank shall have in one forward pass. Each share
-    is split evenly into as many parts as the largest share of the step needs, so all ranks do the same number
-    of passes. Read them through ``run.micro_batches(loader)``.
+    ``micro_batch`` is the largest number of samples in one forward pass of a rank. Each share is split
+    evenly into as many parts as the step's largest share needs, so all ranks do the same number of passes.
+    Read them through ``run.micro_batches(loader)``.
 
-    A batch with fewer samples than there are ranks leaves some without a share, and a share may have fewer
-    samples than the step has parts. Such a rank reads a sample that counts elsewhere, because it must take
-    part in the all-reduce, and its loss weight is 0.0, so nothing is counted twice. ``drop_last=True`` leaves
-    a partial last batch out.
+    A batch with fewer samples than ranks leaves some ranks without a share, and a share may have fewer
+    samples than the step has parts. Such a rank must still take part in the all-reduce. It reads a sample
+    that another rank counts, with a loss weight of 0.0. ``drop_last=True`` leaves out a partial last
+    batch.
 
-    An unbound object is rank 0 of a world of 1. The permutation (8 bytes per sample) is kept for the current
-    epoch only; ``shuffle=False`` keeps none.
+    An unbound object is rank 0 of a world of 1. It keeps the permutation of the current epoch (8 bytes per
+    sample); ``shuffle=False`` keeps none.
     """
 
     def __init__(
@@ -76,18 +76,17 @@ class GlobalBatches(Sampler[list[int]]):
         *,
         micro_batch: int | None = None,
     ) -> None:
-        """Sizes in samples.
+        """Sizes are in samples.
 
         Raises:
-            ConfigError: a size is not a positive integer, a flag is not a bool, or an epoch would have no
-                step because ``drop_last`` drops the only batch.
+            ConfigError: a size is not a positive integer, a flag is not a bool, or ``drop_last`` drops the
+                only batch
+                of an epoch.
 
         """
         self.dataset_size = check_integer("dataset_size", dataset_size, least=1)
-        self._initial_global_batch = check_integer(
-            "global_batch", global_batch, least=1
-        )  # in the job's first world
-        self._requested_global_batch = self._initial_global_batch
+        self._requested_global_batch = check_integer("global_batch", global_batch, least=1)
+        self._initial_global_batch = self._requested_global_batch  # in the job's first world
         self.seed = check_integer("seed", seed, least=-(2**63))
         self.shuffle = check_bool("shuffle", shuffle)
         self.drop_last = check_bool("drop_last", drop_last)
@@ -97,7 +96,7 @@ class GlobalBatches(Sampler[list[int]]):
         self._sizing = self._make_sizing(self._requested_global_batch)
         self._epoch, self._step = 0, 0
         self._on_batch_request: Callable[[bool], None] | None = None
-        self.exhausted = False  # whether the newest iterator was asked for more than the epoch has
+        self.exhausted = False  # whether the newest iterator has passed the end of the epoch
         self._cached_permutation: tuple[int, Tensor] | None = None  # (epoch, its permutation)
 
     # ---- what the Run calls ------------------------------------------------------------------------
@@ -110,14 +109,14 @@ class GlobalBatches(Sampler[list[int]]):
         *,
         policy: str | None = None,
     ) -> None:
-        """Give the place in the world to iterators made from now on, and what a change of the world means.
+        """Set the rank, the world size and the policy for a changed world, for iterators made from now on.
 
-        All is as at a job's beginning then, until `load_state_dict` and `enter`.
+        This starts a new job, until `load_state_dict` and `begin_generation` are called.
 
-        ``on_ask(first)`` is called when such an iterator is asked for a batch, before it gives one or has
-        none left. A DataLoader draws a seed for its workers from torch's global generator after it has made
-        the iterator and before the first batch; a resumed run draws it in the middle of an epoch, the
-        uninterrupted run does not. Seeding the step's generators in ``on_ask`` takes that difference back.
+        ``on_batch_request(first)`` is called whenever such an iterator is asked for a batch, also after
+        the last one. A DataLoader draws a seed for its workers from torch's global generator between
+        making the iterator and the first batch. A resumed run draws it in mid-epoch, the uninterrupted run
+        does not. The callback seeds the step's generators again, which removes that difference.
         """
         size = check_integer("world_size", world_size, least=1)
         self._rank = check_integer("rank", rank, least=0, most=size - 1)
@@ -128,16 +127,16 @@ class GlobalBatches(Sampler[list[int]]):
         self._sizing = self._sizing_for_world(None, size)
 
     def begin_generation(self, position: Position | None, old_world_size: int | None) -> int | None:
-        """Begin a generation, after `load_state_dict`: have the global batch that this world is to have.
+        """Begin a generation after `load_state_dict`: set the global batch of this world.
 
-        Where that is another one than the checkpoint's, the epoch is cut anew from ``position`` on.
+        If it differs from the checkpoint's, the rest of the epoch after ``position`` is divided anew.
 
         Returns:
-            The global batch before, None after a cold start.
+            The previous global batch; None after a cold start.
 
         Raises:
             ConfigError: with this world's global batch ``drop_last`` leaves an epoch without a step.
-            MismatchError: the batch is not to change, and does.
+            MismatchError: the batch changes although the policy forbids it.
 
         """
         if position is None:
@@ -149,142 +148,152 @@ class GlobalBatches(Sampler[list[int]]):
         return before.global_batch
 
     def seek(self, epoch: int, step_in_epoch: int) -> None:
-        """Make the next ``iter()`` start at this step; at ``steps`` nothing is left of the epoch.
+        """Make the next ``iter()`` start at this step. At ``steps`` nothing is left of the epoch.
 
         Raises:
             ConfigError: there is no such step.
 
         """
         epoch = check_integer("epoch", epoch, least=0)
-        cut = self._sizing.plan_epoch(self.dataset_size, epoch)
-        step = check_integer("step_in_epoch", step_in_epoch, least=cut.first_step, most=cut.steps)
+        plan = self._sizing.plan_epoch(self.dataset_size, epoch)
+        step = check_integer("step_in_epoch", step_in_epoch, least=plan.first_step, most=plan.steps)
         self._epoch, self._step = epoch, step
 
     def advance(self, step_in_epoch: int) -> None:
-        """Make the next ``iter()`` of the sought epoch start here, or at its beginning when nothing is left.
+        """Make the next ``iter()`` start at this step of the current epoch.
 
-        So a loader that is left in mid-epoch goes on where training stands; and who reads it once more behind
-        the epoch's last step, for BatchNorm's statistics, say, reads all of it.
+        A loader that is left in mid-epoch thus continues where training is. If nothing is left of the
+        epoch, start at its beginning: a script may read it again, for BatchNorm's statistics for example.
         """
-        cut = self._epoch_plan()
-        self._step = step_in_epoch if step_in_epoch < cut.steps else cut.first_step
+        plan = self._epoch_plan()
+        self._step = step_in_epoch if step_in_epoch < plan.steps else plan.first_step
 
     def state_dict(self) -> dict[str, Any]:
-        """Say what decides the order of samples. The position is not part of it: the Run keeps that."""
+        """Return what decides the order of samples. The Run stores the position."""
         state = self._order_arguments(self._initial_global_batch)
         if self._sizing != self._make_sizing(self._initial_global_batch):
             state[SIZING_KEY] = self._sizing.to_state()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that the checkpoint's order is this one, and take how it was cut; `enter` says what follows.
+        """Check that the checkpoint has the same order of samples, and load its sizing.
 
         Raises:
-            MismatchError: it is another order, in which going on would repeat some samples and skip others.
+            MismatchError: the order differs; continuing would repeat some samples and skip others.
 
         """
         sizing = BatchSizing.parse(state[SIZING_KEY], self.dataset_size) if SIZING_KEY in state else None
-        mine = self._order_arguments(self._resolve_initial_batch(state, sizing))
-        known = [*mine, *sorted(set(state) - {*mine, SIZING_KEY})]
+        here = self._order_arguments(self._resolve_initial_batch(state, sizing))
+        names = [*here, *sorted(set(state) - {*here, SIZING_KEY})]
         differing = [
-            f"{name} is {mine.get(name, 'unknown')!r} here, {state.get(name, 'missing')!r} in the checkpoint"
-            for name in known
-            if name not in state or name not in mine or mine[name] != state[name]
+            f"{name} is {here.get(name, 'unknown')!r} here, {state.get(name, 'missing')!r} in the checkpoint"
+            for name in names
+            if name not in state or name not in here or here[name] != state[name]
         ]
         if differing:
             raise MismatchError(
-                f"The order of samples differs: {'; '.join(differing)}. Going on would repeat some samples "
-                f"and skip others: give {self._class_name} the checkpoint's values, or start afresh (--resume "
-                "never, or another --rdzv-id)."
+                f"The order of samples differs: {'; '.join(differing)}. Continuing would repeat some samples "
+                f"and skip others. Give {self._class_name} the checkpoint's values, or start from scratch "
+                "(--resume never, or another --rdzv-id)."
             )
-        self._initial_global_batch = mine.get("global_batch", self._requested_global_batch)
+        self._initial_global_batch = here.get("global_batch", self._requested_global_batch)
         self._sizing = sizing or self._make_sizing(self._initial_global_batch)
 
     # ---- what a DataLoader calls -------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[SeededIndices]:
-        """Yield this rank's indices for each step from the sought one to the epoch's end, part by part.
+        """Yield this rank's indices for each step from the sought one to the end of the epoch, part by part.
 
-        Start, place and order are taken now, so iterators that live at once do not disturb each other.
+        Start, rank and order are read now, so several iterators do not disturb each other.
         """
-        place = self._rank, self._world_size
-        walk = self._iterate(self._step, self._epoch_plan(), self._permutation(), place, self._order_epoch())
-        return walk if self._on_batch_request is None else _NotifyingIterator(walk, self._on_batch_request)
+        indices = self._iterate(
+            self._step,
+            self._epoch_plan(),
+            self._permutation(),
+            (self._rank, self._world_size),
+            self._order_epoch(),
+        )
+        if self._on_batch_request is None:
+            return indices
+        return _NotifyingIterator(indices, self._on_batch_request)
 
     def __len__(self) -> int:
-        """Count what a loader yields in a whole epoch, also after `seek`: what a progress bar needs.
+        """Return the number of batches that a loader yields in a whole epoch, also after `seek`.
 
-        That is `steps`, or with ``micro_batch`` their parts (those of steps that another world took, as if
-        this one had taken them).
+        With ``micro_batch`` that is the number of parts. Steps that another world took count as if this
+        one had.
         """
-        cut = self._epoch_plan()
+        plan = self._epoch_plan()
         if self.micro_batch is None:
-            return cut.steps
-        whole = world_size.count_micro_batches(cut.global_batch, self._world_size, self.micro_batch)
-        return (cut.steps - 1) * whole + (self.parts(cut.steps - 1) if cut.steps > cut.first_step else whole)
+            return plan.steps
+        full_parts = world_size.count_micro_batches(plan.global_batch, self._world_size, self.micro_batch)
+        last_parts = self.parts(plan.steps - 1) if plan.steps > plan.first_step else full_parts
+        return (plan.steps - 1) * full_parts + last_parts
 
     # ---- arithmetic of one step --------------------------------------------------------------------
 
     @property
     def global_batch(self) -> int:
-        """The samples of one optimizer step over all ranks, in this world."""
+        """The number of samples of one optimizer step over all ranks of this world."""
         return self._sizing.global_batch
 
     @property
     def steps(self) -> int:
-        """The optimizer steps of the whole epoch that was sought: what OneCycleLR needs."""
+        """The number of optimizer steps of the current epoch, as OneCycleLR needs it."""
         return self._epoch_plan().steps
 
     @property
     def samples_per_epoch(self) -> int:
-        """The samples that one epoch shows: all, or with ``drop_last`` those of whole batches."""
+        """The number of samples in one epoch; with ``drop_last`` those of whole batches."""
         return self._epoch_plan().end_sample
 
     def samples(self, step_in_epoch: int) -> int:
-        """Count the samples of this global batch; the last one of an epoch may be partial.
+        """Return the number of samples of a step. The last step of an epoch may be smaller.
 
         Raises:
-            ConfigError: there is no such step, or it was taken before the epoch was cut anew.
+            ConfigError: there is no such step, or another world took it.
 
         """
-        cut = self._epoch_plan()
-        step = check_integer("step_in_epoch", step_in_epoch, least=cut.first_step, most=cut.steps - 1)
-        return cut.sample_count(step)
+        plan = self._epoch_plan()
+        step = check_integer("step_in_epoch", step_in_epoch, least=plan.first_step, most=plan.steps - 1)
+        return plan.sample_count(step)
 
     def share(self, step_in_epoch: int) -> range:
-        """Give the part of this global batch that this rank reads, as positions in the batch; never empty."""
+        """Return this rank's part of the step's global batch, as positions in the batch; never empty."""
         return _nonempty_share(self.samples(step_in_epoch), self._rank, self._world_size)
 
     def parts(self, step_in_epoch: int) -> int:
-        """Count the micro-batches of a step, the same on all ranks; 1 without ``micro_batch``."""
+        """Return the number of micro-batches of a step, the same on all ranks; 1 without ``micro_batch``."""
         return world_size.count_micro_batches(self.samples(step_in_epoch), self._world_size, self.micro_batch)
 
     def loss_weight(self, step_in_epoch: int, part: int | None = None) -> float:
-        """Factor for the mean loss over this rank's share, or over one part of it.
+        """Return the factor for the mean loss over this rank's share, or over one part of it.
 
-        The mean over the ranks of ``loss_weight * mean(share)`` is the mean over the global batch:
-        share size times world size over batch size. It is 0.0 where what is read counts elsewhere. The
-        weights of a share's parts add up to that of the share.
+        It is (share size) * (world size) / (batch size). The mean over ranks of ``loss_weight *
+        mean(share)`` is then the mean over the global batch. It is 0.0 for a sample that another rank
+        counts. The weights of a share's parts add up to the weight of the share.
         """
         samples = self.samples(step_in_epoch)
-        mine = len(compute_share(samples, self._rank, self._world_size))
+        share_size = len(compute_share(samples, self._rank, self._world_size))
         if part is not None:
-            mine = len(compute_share(mine, part, self.parts(step_in_epoch)))
-        return mine * self._world_size / samples
+            share_size = len(compute_share(share_size, part, self.parts(step_in_epoch)))
+        return share_size * self._world_size / samples
 
-    # ---- what an ElasticSampler does otherwise -----------------------------------------------------
+    # ---- overridden by the batches of an ElasticSampler ----------------------------------------------
 
     _class_name = "GlobalBatches"
 
     def _order_arguments(self, global_batch: int) -> dict[str, Any]:
-        """Give what decides the order of samples in the job's first world, by name."""
+        """Return what decides the order of samples in the job's first world, by name."""
         return {**{name: getattr(self, name) for name in ORDER_ARGUMENTS}, "global_batch": global_batch}
 
     def _sizing_for_world(self, before: BatchSizing | None, old_world_size: int) -> BatchSizing:
-        """Say how this world cuts epochs, which another one has cut as ``before``; None at the beginning."""
+        """Return how this world divides epochs. ``before`` is the previous sizing, None in a new job."""
         if self._policy != KEEP_LOCAL:
             return self._make_sizing(self._initial_global_batch)
-        first_world = (before and before.of_world) or old_world_size  # none: it was the same in any world
+        first_world = (
+            before and before.of_world
+        ) or old_world_size  # of_world is 0 if the batch was the same in any world
         size = world_size.scale_global_batch(self._initial_global_batch, first_world, self._world_size)
         return self._make_sizing(size, reference_world_size=first_world)
 
@@ -297,21 +306,19 @@ class GlobalBatches(Sampler[list[int]]):
         return BatchSizing(global_batch, global_batch if self.drop_last else 1, reference_world_size)
 
     def _order_epoch(self) -> int:
-        """Say which epoch's order the next iterator reads in."""
+        """Return the epoch whose order the next iterator uses."""
         return self._epoch
 
-    # ---- inside ------------------------------------------------------------------------------------
-
     def _resolve_initial_batch(self, state: Mapping[str, Any], sizing: BatchSizing | None) -> int:
-        """Give what the argument is in the job's first world.
+        """Return the global batch that the argument means in the job's first world.
 
-        A script may say the same number in every world, or make it from the number of ranks itself.
+        A script may pass the same number in every world, or compute it from the number of ranks.
         """
-        first = state.get("global_batch")
-        if self._policy != KEEP_LOCAL or sizing is None or not sizing.of_world or type(first) is not int:
+        initial = state.get("global_batch")
+        if self._policy != KEEP_LOCAL or sizing is None or not sizing.of_world or type(initial) is not int:
             return self._requested_global_batch
-        here = world_size.scale_global_batch(first, sizing.of_world, self._world_size)
-        return first if self._requested_global_batch == here else self._requested_global_batch
+        scaled = world_size.scale_global_batch(initial, sizing.of_world, self._world_size)
+        return initial if self._requested_global_batch == scaled else self._requested_global_batch
 
     def _epoch_plan(self) -> EpochPlan:
         return self._sizing.plan_epoch(self.dataset_size, self._epoch)
@@ -321,33 +328,33 @@ class GlobalBatches(Sampler[list[int]]):
             return None
         epoch = self._order_epoch()
         if self._cached_permutation is None or self._cached_permutation[0] != epoch:
-            self._cached_permutation = None  # before the next one is made: two would be twice the memory
+            self._cached_permutation = None  # free its memory before the next one is made
             self._cached_permutation = epoch, make_permutation(self.dataset_size, self.seed, epoch)
         return self._cached_permutation[1]
 
     def _iterate(
         self,
-        start: int,
+        first_step: int,
         plan: EpochPlan,
         order: Tensor | None,
         rank_and_world_size: tuple[int, int],
         epoch: int,
     ) -> Iterator[SeededIndices]:
         self.exhausted = False
-        for step in range(start, plan.steps):
+        for step in range(first_step, plan.steps):
             samples, first = plan.sample_count(step), plan.sample_offset(step)
             share = _nonempty_share(samples, *rank_and_world_size)
             parts = world_size.count_micro_batches(samples, rank_and_world_size[1], self.micro_batch)
             for part in range(parts):
-                read = _nonempty_share(len(share), part, parts)
-                here = range(first + share[read.start], first + share[read.stop - 1] + 1)
-                indices = here if order is None else order[here.start : here.stop].tolist()
+                in_share = _nonempty_share(len(share), part, parts)
+                start, stop = first + share[in_share.start], first + share[in_share.stop - 1] + 1
+                indices = range(start, stop) if order is None else order[start:stop].tolist()
                 yield SeededIndices(indices, self.seed, epoch)
         self.exhausted = True
 
 
 class _NotifyingIterator(Iterator[SeededIndices]):
-    """An iterator that tells when it is asked, when nothing is left too."""
+    """Calls back before each batch is requested, also when nothing is left."""
 
     def __init__(self, inner: Iterator[SeededIndices], on_batch_request: Callable[[bool], None]) -> None:
         self._indices, self._on_batch_request, self._is_first = inner, on_batch_request, True
@@ -359,10 +366,10 @@ class _NotifyingIterator(Iterator[SeededIndices]):
 
 
 def make_permutation(dataset_size: int, seed: int, epoch: int) -> Tensor:
-    """Give an epoch's permutation of the dataset."""
-    word = xxhash.xxh3_64_intdigest(struct.pack("<qq", seed, epoch))
-    # torch's CPU generator is seeded by the low 32 bits alone: (seed, epoch) must be mixed into them.
-    generator = torch.Generator().manual_seed(word >> 1)
+    """Return the permutation of the dataset in an epoch."""
+    mixed = xxhash.xxh3_64_intdigest(struct.pack("<qq", seed, epoch))
+    # torch's CPU generator uses the low 32 bits only, so (seed, epoch) must be mixed into them.
+    generator = torch.Generator().manual_seed(mixed >> 1)
     return torch.randperm(dataset_size, generator=generator)
 
 

@@ -1,14 +1,13 @@
-"""Keeps DDP's gradient buckets the same in a resumed run, so that its sums are.
+"""Records the order of DDP's gradient buckets, and replays it in a resumed run.
 
-DDP lays its buckets out anew after the first backward pass of a process, in the order in which gradients
-became ready. Where a gradient lies in a bucket decides in which order the ranks' values are added up, so
-with three ranks or more a resumed run would round its first step otherwise than the uninterrupted run did
-(seen with gloo: weights differ in the last bits from the first resumed step on). So the order of
-readiness is recorded once, kept in the checkpoint, and played to DDP before the first resumed step: one
-backward pass of zeros through the bare parameters in that order. DDP does the rest itself.
+After the first backward pass of a process, DDP assigns gradients to buckets in the order in which they became
+ready. A gradient's place in its bucket decides the order in which the ranks' values are added. With three or
+more ranks a resumed run would therefore round its first steps differently from the uninterrupted run.
 
-The model has no part in that pass: something else stands in its place inside of DDP, so what is compiled,
-wrapped or hooked in it is not touched.
+The order is recorded once and kept in the checkpoint. Before the first resumed step, one backward pass of
+zeros makes the gradients ready in that order, and DDP rebuilds its buckets as it always does. The pass
+goes through the bare parameters: a stand-in replaces the model inside DDP, so compiled code and hooks do
+not run.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-# With static_graph DDP looks at one backward pass, notes the order in a second, and has its buckets then.
+# With static_graph DDP analyses one backward pass, records the order in a second, then builds its buckets.
 _STEPS_UNTIL_FINAL = 2
 
 
@@ -30,37 +29,34 @@ class BucketOrder:
     """The order in which each tracked model's gradients became ready, by parameter name."""
 
     def __init__(self) -> None:
-        """Know no order yet."""
-        self.revision = 0  # grows when state_dict() comes to give something else
+        self.revision = 0  # grows when the result of state_dict() changes
         self._orders: dict[str, list[str]] = {}
-        self._single_pass_models: set[str] = (
-            set()
-        )  # names of models of whose gradients each became ready once
-        self._step_count = 0  # that the job has taken: those that count, at most _SETTLED
+        self._single_pass_models: set[str] = set()  # models whose gradients each became ready once
+        self._step_count = 0  # steps of the job, at most _STEPS_UNTIL_FINAL
         self._recorded_names: dict[str, list[str]] = {}
         self._hooks: list[RemovableHandle] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the known orders: tracked name -> parameter names; and which are of one backward pass."""
+        """Return the known orders by tracked name, the models with a single pass, and the step count."""
         orders = {name: list(order) for name, order in self._orders.items()}
         return {"orders": orders, "single": sorted(self._single_pass_models), "steps": self._step_count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict` gave."""
+        """Load the result of `state_dict`."""
         self._orders = {name: list(order) for name, order in state["orders"].items()}
         self._single_pass_models = set(state.get("single", ()))
         self._step_count = state.get("steps", _STEPS_UNTIL_FINAL)
         self.revision += 1
 
     def prepare(self, name: str, model: nn.Module, ddp: DistributedDataParallel) -> None:
-        """Play the known order of ``name`` to ``ddp``, or record it in the backward pass to come.
+        """Replay the known order of the model ``name`` in ``ddp``, or record it in the next backward pass.
 
-        ``model`` is the tracked one, bare.
+        ``model`` is the tracked model without wrappers.
         """
         parameters = {key: p for key, p in model.named_parameters() if p.requires_grad}
         order = self._orders.get(name)
         if ddp.find_unused_parameters and not ddp.static_graph:
-            return  # its buckets are never rebuilt
+            return  # DDP never rebuilds its buckets then
         if order is None:
             self._record(name, parameters)
         elif self._can_replay(name, parameters, ddp):
@@ -68,7 +64,7 @@ class BucketOrder:
             _replay_order([parameters[key] for key in order], _find_sparse_ids(model), ddp, passes)
 
     def end_step(self) -> None:
-        """After the first optimizer step the order is known."""
+        """Count an optimizer step. After the first one the recorded order is complete."""
         if self._step_count < _STEPS_UNTIL_FINAL:
             self._step_count += 1
             self.revision += 1
@@ -93,10 +89,11 @@ class BucketOrder:
     def _can_replay(
         self, name: str, parameters: Mapping[str, nn.Parameter], ddp: DistributedDataParallel
     ) -> bool:
-        """Whether a pass of zeros goes unnoticed, and tells DDP what a real one would.
+        """Return whether a pass of zeros has no side effects and gives DDP the same order as a real one.
 
-        With ``static_graph`` the first pass also teaches DDP which gradients never come and how often the
-        others do (checkpointed blocks run more than once), so there each must have come once.
+        With ``static_graph`` the first pass also tells DDP which gradients never come and how often the
+        others come (checkpointed blocks run more than once). So every gradient must have come exactly
+        once.
         """
         order = self._orders[name]
         if ddp.static_graph:
@@ -104,25 +101,25 @@ class BucketOrder:
         else:
             fits = parameters.keys() == set(order)
         in_backward = any(hasattr(p, "_in_backward_optimizers") for p in parameters.values())
-        alone = ddp.mixed_precision is None and not ddp._comm_hooks and not ddp._use_python_reducer  # noqa: SLF001
-        return fits and alone and not in_backward
+        is_plain = ddp.mixed_precision is None and not ddp._comm_hooks and not ddp._use_python_reducer  # noqa: SLF001
+        return fits and is_plain and not in_backward
 
 
 class _ZeroGradientModel(nn.Module):
-    """Stands for the model: a zero to which each parameter adds a zero gradient, the first one first."""
+    """Stands in for the model: a zero that gives each parameter a zero gradient, in order."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], sparse_ids: set[int]) -> None:
         super().__init__()
-        self._ordered_parameters = tuple(parameters)  # in a tuple they are not this module's
+        self._ordered_parameters = tuple(parameters)  # a tuple does not register them
         self._sparse_ids = sparse_ids
 
     def forward(self, _unused: None) -> Tensor:
-        """Autograd runs what was recorded last first: built from the last parameter to the first."""
+        """Add up zeros from the last parameter to the first: autograd runs the last operation first."""
         total = torch.zeros((), device=self._ordered_parameters[0].device)
         for parameter in reversed(self._ordered_parameters):
             if id(parameter) in self._sparse_ids:
-                first = torch.zeros(1, dtype=torch.int64, device=parameter.device)
-                part = nn.functional.embedding(first, parameter, sparse=True)
+                index = torch.zeros(1, dtype=torch.int64, device=parameter.device)
+                part = nn.functional.embedding(index, parameter, sparse=True)
             else:
                 part = torch.view_as_real(parameter) if parameter.is_complex() else parameter
             total = total + (part.sum() * 0).to(total)
@@ -130,7 +127,7 @@ class _ZeroGradientModel(nn.Module):
 
 
 def _find_sparse_ids(model: nn.Module) -> set[int]:
-    """Find the parameters whose gradients are sparse, by DDP's own rule."""
+    """Return the ids of parameters whose gradients are sparse, by DDP's own rule."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return {id(part.weight) for part in model.modules() if isinstance(part, kinds) and part.sparse}
 
@@ -138,14 +135,14 @@ def _find_sparse_ids(model: nn.Module) -> set[int]:
 def _replay_order(
     parameters: Sequence[nn.Parameter], sparse_ids: set[int], ddp: DistributedDataParallel, passes: int
 ) -> None:
-    """Let the gradients of ``parameters`` become ready in this order, all of them zero."""
+    """Make the gradients of ``parameters`` ready in this order, all of them zero."""
     gradients = [parameter.grad for parameter in parameters]
     model, broadcast = ddp.module, ddp.broadcast_buffers
     ddp.module, ddp.broadcast_buffers = _ZeroGradientModel(parameters, sparse_ids), False
     try:
         with _suspend_hooks(parameters), torch.enable_grad():
             for _ in range(passes):
-                ddp.forward(None).backward()  # on a GPU it wants something that it can move there
+                ddp.forward(None).backward()  # on a GPU, DDP fails without any input
     finally:
         ddp.module, ddp.broadcast_buffers = model, broadcast
     for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -154,16 +151,16 @@ def _replay_order(
 
 @contextlib.contextmanager
 def _suspend_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Keep the script's hooks on parameters from running: one may step the optimizer in it.
+    """Disable the script's hooks on parameters: one of them may step an optimizer.
 
-    torch runs what is in these dicts at that moment.
+    torch runs the hooks that are in these dicts at that moment.
     """
-    found = [(p._backward_hooks, p._post_accumulate_grad_hooks) for p in parameters]  # noqa: SLF001
-    kept = [(hooks, dict(hooks)) for pair in found for hooks in pair if hooks]
-    for hooks, _ in kept:
+    hook_dicts = [(p._backward_hooks, p._post_accumulate_grad_hooks) for p in parameters]  # noqa: SLF001
+    suspended = [(hooks, dict(hooks)) for pair in hook_dicts for hooks in pair if hooks]
+    for hooks, _ in suspended:
         hooks.clear()
     try:
         yield
     finally:
-        for hooks, entries in kept:
+        for hooks, entries in suspended:
             hooks.update(entries)

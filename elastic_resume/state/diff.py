@@ -1,7 +1,8 @@
-"""Where two checkpoints differ: tensors by name, and every other value by its path.
+"""Compares two checkpoints: tensors by name, and every other value by its path.
 
 Promise: tensors are read one pair at a time and compared in pieces, so memory does not grow with the
-checkpoints. Equal means the same dtype, shape and bits: -0.0 is not 0.0, and a NaN equals only its like.
+checkpoints. Tensors are equal if dtype, shape and bits are: -0.0 differs from 0.0, and a NaN equals only a
+NaN with the same bits.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from torch import Tensor
 from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.state import load
 from elastic_resume.state.load import OpenCheckpoint, iter_leaves
+from elastic_resume.state.load_state import describe_tensor
 
-_CHUNK_ELEMENTS = 1 << 20  # elements that are compared at a time
+_CHUNK_ELEMENTS = 1 << 20  # compared at a time
 _INTEGER_DTYPE_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class ComparedCheckpoint:
-    """One of the two: where it lies, and of which generation and step it is."""
+    """One of the two checkpoints."""
 
     path: str
     generation: int
@@ -34,10 +36,10 @@ class ComparedCheckpoint:
 
 @dataclass(frozen=True)
 class Difference:
-    """One name at which they differ; ``kind`` is values, dtype, shape, value, "only in A" or "only in B".
+    """One name at which the checkpoints differ.
 
-    ``a`` and ``b`` say what stands there. Of values: how many ``elements`` differ of ``of``, and by how much
-    at most, absolutely and relative to the greater of the two; infinite where NaN or infinity meets a number.
+    ``kind`` is "values", "dtype", "shape", "value", "only in A" or "only in B". A relative difference is
+    relative to the greater value; differences are infinite if NaN or infinity meets a number.
     """
 
     name: str
@@ -52,7 +54,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both sides, all differences in the order of A's names, and how much was compared."""
+    """Both checkpoints, all differences in the order of A's names, and how much was compared."""
 
     checkpoint_a: ComparedCheckpoint
     checkpoint_b: ComparedCheckpoint
@@ -62,35 +64,38 @@ class Comparison:
 
 
 def compare(path_a: Path, path_b: Path) -> Comparison:
-    """Compare two checkpoints; of a directory of a run or a node, its newest valid one.
+    """Compare two checkpoints. For the directory of a run or a node, use its newest valid checkpoint.
 
     Raises:
         CheckpointError, NoValidCheckpointError: one of them cannot be read.
 
     """
-    sides = (load.open_checkpoint(path_a), load.open_checkpoint(path_b))
-    here, there = (dict(_iter_state(side)) for side in sides)
-    names = list(dict.fromkeys([*here, *there]))
-    found = [
+    checkpoints = (load.open_checkpoint(path_a), load.open_checkpoint(path_b))
+    state_a, state_b = (dict(_iter_state(checkpoint)) for checkpoint in checkpoints)
+    names = list(dict.fromkeys([*state_a, *state_b]))
+    differences = [
         difference
         for name in names
-        for difference in _find_differences(name, here.get(name, _ABSENT), there.get(name, _ABSENT))
+        for difference in _find_differences(name, state_a.get(name, _ABSENT), state_b.get(name, _ABSENT))
     ]
-    tensors = sum(isinstance(here.get(name), Tensor) or isinstance(there.get(name), Tensor) for name in names)
-    one, other = (
-        ComparedCheckpoint(str(side.path), side.manifest.generation, side.manifest.step) for side in sides
+    tensor_count = sum(
+        isinstance(state_a.get(name), Tensor) or isinstance(state_b.get(name), Tensor) for name in names
     )
-    return Comparison(one, other, tuple(found), tensors, len(names) - tensors)
+    compared_a, compared_b = (
+        ComparedCheckpoint(str(checkpoint.path), checkpoint.manifest.generation, checkpoint.manifest.step)
+        for checkpoint in checkpoints
+    )
+    return Comparison(compared_a, compared_b, tuple(differences), tensor_count, len(names) - tensor_count)
 
 
 def _iter_state(checkpoint: OpenCheckpoint) -> Iterator[tuple[str, Any]]:
-    """Yield position and state by path, tensors as views of the checkpoint."""
+    """Yield every value with its path; tensors are views of the checkpoint."""
     for name, leaf in iter_leaves({"position": asdict(checkpoint.manifest.position), **checkpoint.state}):
         yield name, checkpoint.tensor(leaf) if isinstance(leaf, TensorRef) else leaf
 
 
 class _Absent:
-    """Stands where one side has nothing, which is not None."""
+    """Marks a name that one checkpoint lacks; None is a value."""
 
 
 _ABSENT = _Absent()
@@ -101,9 +106,8 @@ _ABSENT = _Absent()
 
 def _find_differences(name: str, a: Any, b: Any) -> Iterator[Difference]:
     if isinstance(a, _Absent) or isinstance(b, _Absent):
-        yield Difference(
-            name, "only in B" if isinstance(a, _Absent) else "only in A", describe_value(a), describe_value(b)
-        )
+        kind = "only in B" if isinstance(a, _Absent) else "only in A"
+        yield Difference(name, kind, describe_value(a), describe_value(b))
     elif not isinstance(a, Tensor) or not isinstance(b, Tensor):
         if type(a) is not type(b) or not _are_equal(a, b):
             yield Difference(name, "value", describe_value(a), describe_value(b))
@@ -120,19 +124,17 @@ def _are_equal(a: Any, b: Any) -> bool:
 
 
 def describe_value(value: Any) -> str:
-    """Say in a few characters what stands at a name."""
+    """Describe a value in at most 60 characters."""
     if isinstance(value, _Absent):
         return "absent"
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        return describe_tensor(value)
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _have_same_bits(a: Tensor, b: Tensor) -> bool:
-    return all(
-        torch.equal(_view_as_integers(one), _view_as_integers(other)) for one, other in _iter_chunks(a, b)
-    )
+    return all(torch.equal(_view_as_integers(x), _view_as_integers(y)) for x, y in _iter_chunks(a, b))
 
 
 def _iter_chunks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -146,28 +148,28 @@ def _view_as_integers(chunk: Tensor) -> Tensor:
 
 
 def _measure_difference(name: str, kind: str, a: Tensor, b: Tensor) -> Difference:
-    """Count what differs, and measure by how much."""
+    """Count the elements that differ, and measure by how much."""
     count = total = 0
-    most = relative = 0.0
-    for one, other in _iter_chunks(_widen_float8(a), _widen_float8(b)):
-        total += one.numel()
-        alike = one.dtype == other.dtype
-        apart = (
-            _view_as_integers(one) != _view_as_integers(other) if alike else one.double() != other.double()
-        )
-        x, y = one[apart].double(), other[apart].double()
+    max_abs = max_rel = 0.0
+    for chunk_a, chunk_b in _iter_chunks(_widen_float8(a), _widen_float8(b)):
+        total += chunk_a.numel()
+        if chunk_a.dtype == chunk_b.dtype:
+            differs = _view_as_integers(chunk_a) != _view_as_integers(chunk_b)
+        else:
+            differs = chunk_a.double() != chunk_b.double()
+        x, y = chunk_a[differs].double(), chunk_b[differs].double()
         count += x.numel()
         if not x.numel():
             continue
         distance = (x - y).abs()
-        distance[x.isnan() & y.isnan()] = 0.0  # two NaNs of other bits
+        distance[x.isnan() & y.isnan()] = 0.0  # NaNs with different bits
         distance = distance.nan_to_num(nan=math.inf, posinf=math.inf)
         scale = torch.maximum(x.abs(), y.abs())
-        share = torch.where(distance == 0, 0.0, distance / scale).nan_to_num(nan=math.inf, posinf=math.inf)
-        most, relative = max(most, float(distance.max())), max(relative, float(share.max()))
-    return Difference(name, kind, describe_value(a), describe_value(b), count, total, most, relative)
+        relative = torch.where(distance == 0, 0.0, distance / scale).nan_to_num(nan=math.inf, posinf=math.inf)
+        max_abs, max_rel = max(max_abs, float(distance.max())), max(max_rel, float(relative.max()))
+    return Difference(name, kind, describe_value(a), describe_value(b), count, total, max_abs, max_rel)
 
 
 def _widen_float8(tensor: Tensor) -> Tensor:
-    """Give eight-bit floats as wider ones: torch computes with those."""
+    """Convert eight-bit floats to float32: torch cannot compute with them."""
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor

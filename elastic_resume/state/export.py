@@ -1,9 +1,10 @@
-"""From a checkpoint to what others read: a safetensors file, torch.save's, or a directory of DCP's.
+"""Exports a checkpoint as a safetensors file, a torch.save file or a directory of torch's DCP.
 
-Promise: every byte that is written was verified when it was read; the target appears whole or not at all,
-and replaces nothing unless told to. Tied tensors stand under each of their names, as `state_dict` has them:
-shared in a torch file, copied in the others, which have no sharing. Nothing that is written needs more than
-``torch.load(weights_only=True)`` to be read.
+Promise: every written byte was verified when it was read. The target appears whole or not at all, and
+replaces an existing one only with ``force``. ``torch.load(weights_only=True)`` reads the torch file.
+
+Tied tensors are stored under each of their names, as in a ``state_dict()``. A torch file shares them; the
+other formats cannot share and hold copies.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,23 +27,14 @@ from elastic_resume.checkpoint.atomic_io import DISK, Disk, temporary_name, tran
 from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.checkpoint.manifest import Manifest
-from elastic_resume.checkpoint.reader import translate_read_errors
 from elastic_resume.errors import MachineError, UsageError
-from elastic_resume.state.load import INTERNAL_PREFIX, OpenCheckpoint, decode_state, iter_leaves
+from elastic_resume.state.load import INTERNAL_PREFIX, OpenCheckpoint, iter_leaves, open_image
 from elastic_resume.state.tensor_buffer import TensorBuffer
 
 NAME_PREFIXES = {"plain": "", "dp": "module.", "ddp": "module."}
 _DCP_METADATA = ".metadata"
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt"}
-_SAFE_TYPES = {
-    bool,
-    int,
-    float,
-    str,
-    bytes,
-    complex,
-    set,
-}  # what torch's safe reader takes, beside containers
+_SAFE_TYPES = {bool, int, float, str, bytes, complex, set}  # torch.load(weights_only=True), beside containers
 _COMPLEX_DTYPES = {"complex64": "C64", "complex128": "C128"}  # stored as pairs of reals
 
 WriteBytes = Callable[[bytes | memoryview], None]
@@ -50,7 +42,7 @@ WriteBytes = Callable[[bytes | memoryview], None]
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What was written: how many tensors, bytes of the file, and what could not come along."""
+    """Number of tensors, bytes written, and the names of values that the format cannot hold."""
 
     tensor_count: int
     byte_count: int
@@ -58,7 +50,7 @@ class ExportResult:
 
 
 def guess_format(target: Path) -> str:
-    """The format that a file's name asks for."""
+    """Return the format for the suffix of ``target``."""
     return "torch" if target.suffix in _TORCH_SUFFIXES else "safetensors"
 
 
@@ -76,15 +68,16 @@ def export(
     """Write the tensors of the tracked object ``name`` to ``target``.
 
     Args:
-        source: a checkpoint's directory.
-        manifest: its manifest, from `checkpoint.quick_check`.
-        target: the file to make.
-        name: which tracked object; ``model`` for ``er.resume(model=…)``. None: all, each under its name as
-            its state_dict() has it, with ``epoch`` and ``step``; not as safetensors, which has tensors only.
+        source: the directory of a checkpoint.
+        manifest: its manifest, from `reader.quick_check`.
+        target: the file to write.
+        name: the tracked object: ``model`` for ``er.resume(model=…)``. None exports all of them, each as in
+            its
+            state_dict(), with ``epoch`` and ``step``. Safetensors holds tensors only and refuses None.
         file_format: safetensors, torch or dcp.
-        wrapped: plain, dp or ddp: for what kind of model the names are.
-        force: replace a file that is there.
-        disk: where to write.
+        wrapped: plain, dp or ddp: the kind of model that will load the names.
+        force: replace an existing target.
+        disk: the disk to write to.
 
     Raises:
         UsageError: the target exists, there is no such object, or the format cannot hold it.
@@ -95,82 +88,81 @@ def export(
     _check_target(target, file_format, force=force)
     if name is None and file_format == "safetensors":
         raise UsageError(
-            "safetensors holds tensors and nothing else: use --format torch or dcp, or give one --object."
+            "safetensors holds tensors only. Use --format torch or dcp, or choose one object with --object."
         )
-    memory = reader.read_image(source, manifest)
-    with translate_read_errors(source):
-        layout = Layout.parse(memory, manifest.file_bytes)
-        opened = OpenCheckpoint(
-            source, manifest, TensorBuffer(layout, memory), decode_state(manifest, layout)
-        )
+    checkpoint = open_image(source, manifest, reader.read_image(source, manifest))
     if name is None:
-        return _export_all(opened, target, file_format, wrapped, disk)
-    references, left_out = _find_references(opened.state, name, NAME_PREFIXES[wrapped])
+        return _export_all(checkpoint, target, file_format, wrapped, disk)
+    references, skipped = _find_references(checkpoint.state, name, NAME_PREFIXES[wrapped])
     if file_format == "safetensors":
-        return ExportResult(
-            len(references), _write_safetensors(target, opened, references, disk), tuple(left_out)
-        )
-    one_each = {ref: opened.tensor(ref) for ref in references.values()}  # torch.save sees what is tied
-    tensors = {key: one_each[ref] for key, ref in references.items()}
-    state = tensors if file_format == "torch" else {name: tensors}
-    return ExportResult(len(references), _write_state(target, state, file_format, disk), tuple(left_out))
+        byte_count = _write_safetensors(target, checkpoint, references, disk)
+    else:
+        # One tensor object for each reference: torch.save then stores tied tensors once.
+        tensor_by_ref = {ref: checkpoint.tensor(ref) for ref in references.values()}
+        tensors = {key: tensor_by_ref[ref] for key, ref in references.items()}
+        state = tensors if file_format == "torch" else {name: tensors}
+        byte_count = _write_state(target, state, file_format, disk)
+    return ExportResult(len(references), byte_count, tuple(skipped))
 
 
 def _check_target(target: Path, file_format: str, *, force: bool) -> None:
-    """Refuse a name that is taken; a directory always, unless it is DCP's and another is to replace it."""
+    """Refuse an existing target without ``force``, and any directory that DCP did not write."""
     if target.is_dir() and not (file_format == "dcp" and (target / _DCP_METADATA).is_file()):
-        raise UsageError(f"{target}: is a directory; give the name of a file.")
+        raise UsageError(f"{target}: is a directory. Give the name of a file.")
     if os.path.lexists(target) and not force:
-        raise UsageError(f"{target}: exists; give another name, or --force to replace it.")
+        raise UsageError(f"{target}: exists. Give another name, or replace it with --force.")
 
 
 def _export_all(
     checkpoint: OpenCheckpoint, target: Path, file_format: str, wrapped: str, disk: Disk
 ) -> ExportResult:
-    """Write all objects and the position, as a script of its own would save them."""
-    one_each: dict[TensorRef, Tensor] = {}
-    left_out: list[str] = []
+    """Export all objects and the position, as a training script would save them."""
+    tensor_by_ref: dict[TensorRef, Tensor] = {}
+    skipped: list[str] = []
 
-    def plain(item: Any, path: str) -> Any:
-        """Rebuild ``item`` of what torch's safe reader takes: it refuses a deque, for one."""
+    def make_safe(item: Any, path: str) -> Any:
+        """Rebuild ``item`` from the types that torch.load(weights_only=True) accepts; a deque is not one."""
         if isinstance(item, TensorRef):
-            return one_each.setdefault(item, checkpoint.tensor(item))
+            return tensor_by_ref.setdefault(item, checkpoint.tensor(item))
         if isinstance(item, dict):
-            return {key: plain(part, f"{path}/{key}") for key, part in item.items()}
+            return {key: make_safe(part, f"{path}/{key}") for key, part in item.items()}
         if type(item) in {list, tuple, deque}:
-            parts = [plain(part, f"{path}/{at}") for at, part in enumerate(item)]
+            parts = [make_safe(part, f"{path}/{i}") for i, part in enumerate(item)]
             return tuple(parts) if type(item) is tuple else parts
         if item is not None and type(item) not in _SAFE_TYPES:
-            left_out.append(path)
+            skipped.append(path)
             return None
         return item
 
-    state = {n: plain(part, n) for n, part in checkpoint.state.items() if not n.startswith(INTERNAL_PREFIX)}
+    tracked = {name: part for name, part in checkpoint.state.items() if not name.startswith(INTERNAL_PREFIX)}
+    state = {name: make_safe(part, name) for name, part in tracked.items()}
     if NAME_PREFIXES[wrapped] and isinstance(state.get("model"), dict):
         state["model"] = {NAME_PREFIXES[wrapped] + key: value for key, value in state["model"].items()}
-    tensors = sum(isinstance(value, Tensor) for _, value in iter_leaves(state))
+    tensor_count = sum(isinstance(value, Tensor) for _, value in iter_leaves(state))
     position = checkpoint.manifest.position
-    whole = {**state, "epoch": position.epoch, "step": position.step}
-    return ExportResult(tensors, _write_state(target, whole, file_format, disk), tuple(left_out))
+    content = {**state, "epoch": position.epoch, "step": position.step}
+    return ExportResult(tensor_count, _write_state(target, content, file_format, disk), tuple(skipped))
 
 
 def _find_references(
     state: Mapping[str, Any], name: str, prefix: str
 ) -> tuple[dict[str, TensorRef], list[str]]:
-    """Tensors of one object by the name they get, and the names of what is not a tensor."""
+    """Return one object's tensors by their exported name, and the names of its other values."""
     with_tensors = [
         n for n, part in state.items() if any(_is_tensor_ref(leaf) for _, leaf in iter_leaves(part))
     ]
     if name not in with_tensors:
-        what = "holds no tensor" if name in state else "is not in this checkpoint"
+        problem = "holds no tensor" if name in state else "is not in this checkpoint"
         known = ", ".join(with_tensors) or "none"
-        raise UsageError(f"object {name!r} {what}; objects with tensors: {known}. Choose one with --object.")
-    found = [(prefix + key, leaf) for key, leaf in iter_leaves(state[name]) if _is_tensor_ref(leaf)]
-    names = [key for key, _ in found]
-    doubled = sorted({key for key in names if names.count(key) > 1}) if len(set(names)) < len(names) else []
-    if doubled:
-        raise UsageError(f"object {name!r} has two tensors under one name: {', '.join(doubled[:4])}.")
-    return dict(found), [key for key, leaf in iter_leaves(state[name]) if not _is_tensor_ref(leaf)]
+        raise UsageError(
+            f"object {name!r} {problem}; objects with tensors: {known}. Choose one with --object."
+        )
+    references = [(prefix + key, leaf) for key, leaf in iter_leaves(state[name]) if _is_tensor_ref(leaf)]
+    counts = Counter(key for key, _ in references)
+    duplicates = sorted(key for key, count in counts.items() if count > 1)
+    if duplicates:
+        raise UsageError(f"object {name!r} has two tensors under one name: {', '.join(duplicates[:4])}.")
+    return dict(references), [key for key, leaf in iter_leaves(state[name]) if not _is_tensor_ref(leaf)]
 
 
 def _is_tensor_ref(leaf: Any) -> bool:
@@ -208,19 +200,19 @@ def _write_state(target: Path, state: Any, file_format: str, disk: Disk) -> int:
 
 
 def _write_dcp(target: Path, state: Any, disk: Disk) -> int:
-    """Have DCP write under a temporary name, rename that; return the size of all files."""
+    """Let DCP write to a temporary name, then rename it. Return the size of all files."""
     if os.path.lexists(target):
         disk.require_exchange(target)
     temporary = target.with_name(temporary_name(target.name))
     try:
         with warnings.catch_warnings(), translate_os_errors("write", temporary):
-            warnings.simplefilter("ignore")  # that there is no process group is meant
-            save(state, checkpoint_id=temporary, no_dist=True)  # which syncs its files
+            warnings.simplefilter("ignore")  # DCP warns that there is no process group
+            save(state, checkpoint_id=temporary, no_dist=True)  # syncs its files
             size = sum(path.stat().st_size for path in temporary.iterdir())
         disk.sync_dir(temporary)
         if os.path.lexists(target):
-            disk.exchange(temporary, target)  # now the temporary name is the old one's
-            disk.sync_dir(target.parent)  # or a power cut gives it back its name, and not all of its files
+            disk.exchange(temporary, target)  # the old directory has the temporary name now
+            disk.sync_dir(target.parent)  # or a power loss could restore a partly removed directory
             disk.remove_tree(temporary)
         else:
             disk.rename(temporary, target)
@@ -234,7 +226,7 @@ def _write_dcp(target: Path, state: Any, disk: Disk) -> int:
 
 
 class _WriteOnlyFile:
-    """What torch.save wants of a file."""
+    """The part of a file that torch.save uses."""
 
     def __init__(self, write: WriteBytes) -> None:
         self._write = write
@@ -244,11 +236,11 @@ class _WriteOnlyFile:
         return len(data)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: no data is buffered."""
 
 
 def _write_atomically(target: Path, write_content: Callable[[WriteBytes], None], disk: Disk) -> int:
-    """Write what ``produce`` gives under a temporary name, sync it, rename it; return its size."""
+    """Write the content to a temporary name, sync and rename it. Return its size."""
     temporary = target.with_name(temporary_name(target.name))
     descriptor = disk.create(temporary)
     try:

@@ -1,6 +1,6 @@
-"""Reading a checkpoint outside of a run: ``er.load``, and the checkpoint that ``diff`` and ``export`` read.
+"""Reads checkpoints outside of a run: ``er.load``, and the readers that ``diff`` and ``export`` share.
 
-Promise: every byte was verified before any of it is handed out.
+Promise: every byte is verified before any of it is returned.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from elastic_resume.state import load_state
 from elastic_resume.state.state_dict import COMPLEX_KINDS
 from elastic_resume.state.tensor_buffer import TensorBuffer
 
-INTERNAL_PREFIX = "elastic_resume."  # what the names of objects begin with that a run tracks for itself
+INTERNAL_PREFIX = "elastic_resume."  # of the names of objects that a run tracks for itself
 _MAX_RUNS = 1000
 
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """A checkpoint: its manifest, its tensors, and each tracked object's state, which refers to them."""
+    """A checkpoint: its manifest, its tensors, and each tracked object's state with references to them."""
 
     path: Path
     manifest: Manifest
@@ -47,47 +47,47 @@ class OpenCheckpoint:
     state: Mapping[str, Any]
 
     def tensor(self, ref: TensorRef) -> Tensor:
-        """Return the tensor that ``ref`` names. It shares the image's memory: copy what is kept."""
+        """Return the tensor of ``ref``. It shares the image's memory: copy it to keep it."""
         tensor = self.buffer.tensor(ref.name)
         return torch.view_as_complex(tensor) if ref.kind in COMPLEX_KINDS.values() else tensor
 
 
 def load(path: str | os.PathLike[str], name: str | None = "model") -> Any:
-    """Read a checkpoint into tensors on the CPU: ``model.load_state_dict(er.load("checkpoints/train"))``.
+    """Read a checkpoint into CPU tensors: ``model.load_state_dict(er.load("checkpoints/train"))``.
 
     Needs no process group, no agent and no GPU, and changes nothing.
 
     Args:
-        path: a checkpoint; or the directory of a node or a run, of which the newest valid one is taken.
-        name: which object: "model" gives its state_dict, name -> tensor, without ``module.`` and
-            ``_orig_mod.``; "optimizer", "scheduler" … what they take in ``load_state_dict``. None: all of
-            them, by name.
+        path: a checkpoint, or the directory of a node or a run, which means its newest valid checkpoint.
+        name: the object to read. "model" returns its state_dict, without ``module.`` and ``_orig_mod.``;
+            "optimizer", "scheduler" … return the argument of their ``load_state_dict``. None returns all, by
+                name.
 
     Raises:
-        UsageError: there is no such object; the text lists those that there are.
-        CheckpointError: nothing readable is there, or its bytes are not what they must be.
-        NoValidCheckpointError: a directory of checkpoints, and none of them is valid.
+        UsageError: there is no such object; the text lists the existing ones.
+        CheckpointError: there is nothing readable, or its bytes are damaged.
+        NoValidCheckpointError: no checkpoint of the directory is valid.
 
     """
-    found = open_checkpoint(Path(path))
-    if name is not None and name not in found.state:
-        known = ", ".join(map(repr, list(found.state)[:20]))
+    checkpoint = open_checkpoint(Path(path))
+    if name is not None and name not in checkpoint.state:
+        known = ", ".join(map(repr, list(checkpoint.state)[:20]))
         raise UsageError(
-            f"{found.path}: holds no {name!r}; there is: {known}. Choose one with name=…, or None."
+            f"{checkpoint.path}: holds no object {name!r}. It holds {known}; choose one with name=…, or None."
         )
-    part = found.state if name is None else found.state[name]
+    state = checkpoint.state if name is None else checkpoint.state[name]
     return load_state.replace_references(
-        part, load_state.cache_by_name(lambda key: found.buffer.tensor(key).clone())
+        state, load_state.cache_by_name(lambda key: checkpoint.buffer.tensor(key).clone())
     )
 
 
 def open_checkpoint(path: Path) -> OpenCheckpoint:
-    """Open the checkpoint at ``path``, or the newest valid one of a node or a run; every byte is verified.
+    """Open the checkpoint at ``path``, or the newest valid one of a node or a run. Verify every byte.
 
     Raises:
-        CheckpointError: nothing readable is there, or its bytes are not what they must be.
-        NoValidCheckpointError: a directory of checkpoints, and none of them is valid.
-        UsageError: a directory of several runs.
+        CheckpointError: there is nothing readable, or its bytes are damaged.
+        NoValidCheckpointError: no checkpoint of the directory is valid.
+        UsageError: the directory holds several runs.
 
     """
     if path.name in {constants.MANIFEST_FILE, constants.STATE_FILE}:
@@ -109,7 +109,7 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
 
 
 def iter_leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every leaf of nested containers with its path, as in ``state/0/exp_avg``."""
+    """Yield every leaf of nested containers with its path, such as ``state/0/exp_avg``."""
     if type(tree) in {list, tuple, deque}:
         tree = dict(enumerate(tree))
     if not isinstance(tree, dict):
@@ -119,45 +119,51 @@ def iter_leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from iter_leaves(part, f"{path}/{key}" if path else str(key))
 
 
-def decode_state(manifest: Manifest, layout: Layout) -> dict[str, Any]:
-    """Decode a manifest's state. Raises CorruptError where it refers to a tensor that ``layout`` lacks."""
+def _decode_state(manifest: Manifest, layout: Layout) -> dict[str, Any]:
+    """Decode a manifest's state. Raise CorruptError if it refers to a tensor that ``layout`` lacks."""
     state = json_codec.decode(manifest.state)
     if not isinstance(state, dict):
         raise CorruptError("the manifest's state is not an object.")
     for _, leaf in iter_leaves(state):
         if isinstance(leaf, TensorRef) and leaf.name not in layout.extents:
-            raise CorruptError(f"the manifest names the tensor {leaf.name!r}, which is not there.")
+            raise CorruptError(f"the manifest refers to the tensor {leaf.name!r}, which the data file lacks.")
     return state
 
 
 def _open_directory(path: Path) -> OpenCheckpoint:
     manifest = reader.quick_check(path, None)
-    memory = reader.map_image(path, manifest)
+    return open_image(path, manifest, reader.map_image(path, manifest))
+
+
+def open_image(path: Path, manifest: Manifest, memory: memoryview) -> OpenCheckpoint:
+    """Open the checkpoint at ``path`` whose verified data file is in ``memory``."""
     with translate_read_errors(path):
-        image = TensorBuffer(Layout.parse(memory, manifest.file_bytes), memory)
-        return OpenCheckpoint(path, manifest, image, decode_state(manifest, image.layout))
+        buffer = TensorBuffer(Layout.parse(memory, manifest.file_bytes), memory)
+        return OpenCheckpoint(path, manifest, buffer, _decode_state(manifest, buffer.layout))
 
 
 def _list_checkpoints(path: Path) -> list[CatalogEntry]:
-    """List the checkpoints of a node, a run, or the only run in ``path``; none of a checkpoint itself."""
+    """List the checkpoints of a node, of a run, or of the only run in ``path``; [] for a checkpoint."""
     if not os.path.lexists(path):
-        raise ForeignError("there is nothing here.")
+        raise ForeignError("there is no such file or directory.")
     if not path.is_dir():
-        raise ForeignError("is no checkpoint of elastic_resume. torch.load reads a file of torch.save.")
+        raise ForeignError(
+            "is not a checkpoint of elastic_resume. Read a file of torch.save with torch.load."
+        )
     if (path / constants.MANIFEST_FILE).is_file() or reader.parse_checkpoint_name(path.name) is not None:
         return []
-    found = Catalog(path, None).list_entries() or _list_run_checkpoints(path)
-    if found:
-        return found
+    entries = Catalog(path, None).list_entries() or _list_run_checkpoints(path)
+    if entries:
+        return entries
     runs = {
         child: _list_run_checkpoints(child) for child in sorted(path.iterdir())[:_MAX_RUNS] if child.is_dir()
     }
-    names = [child.name for child, entries in runs.items() if entries]
+    names = [child.name for child, checkpoints in runs.items() if checkpoints]
     if len(names) > 1:
         raise UsageError(f"{path}: holds {len(names)} runs; give one of them: {', '.join(names[:20])}.")
     if not names:
         raise ForeignError("holds no checkpoint of elastic_resume.")
-    return [entry for entries in runs.values() for entry in entries]
+    return [entry for checkpoints in runs.values() for entry in checkpoints]
 
 
 def _list_run_checkpoints(path: Path) -> list[CatalogEntry]:

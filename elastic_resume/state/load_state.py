@@ -1,7 +1,6 @@
-"""Puts a stored state into live objects, after checking that all of it fits.
+"""Loads a stored state into live objects, after checking that all of it fits.
 
 Promise: names, shapes and dtypes are compared before anything is changed, and every difference is listed.
-Does not know where the tensors come from.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.errors import MismatchError
 from elastic_resume.state.state_dict import COMPLEX_KINDS, TrackedTensors, make_name_canonicalizer, type_name
 
-# What a scheduler writes into an optimizer's groups.
+# Keys that schedulers write into the groups of an optimizer.
 SCHEDULER_GROUP_KEYS = frozenset(
     {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "param_names"}
 )
@@ -36,18 +35,19 @@ def load_into(
     peek_tensor: Callable[[str], Tensor] | None = None,
     make_tensor: Callable[[str], Tensor] | None = None,
 ) -> None:
-    """Put a stored state into the live objects, after checking that all of it fits.
+    """Load a stored state into the live objects, after checking that all of it fits.
 
     Args:
-        tracked: name -> object, as `collect` gave it.
+        tracked: name -> object, from `collect_objects`.
         skeleton: the stored counterpart of `FlatState.skeleton`.
-        tensor: gives the stored tensor of a name, on the CPU; its memory is not kept. May wait for it.
-        look: gives it for its shape and dtype alone, without waiting; default ``tensor``.
-        own: gives it for an object to keep; default is a copy of what ``tensor`` gives.
+        get_tensor: returns a stored tensor by name, on the CPU. It may block; its memory is not kept.
+        peek_tensor: returns a tensor for its shape and dtype only, without blocking; default ``get_tensor``.
+        make_tensor: returns a tensor for an object to keep; default is a copy from ``get_tensor``.
 
     Raises:
-        MismatchError: objects, names, shapes or dtypes differ. Every difference is listed, and nothing
-            was changed.
+        MismatchError: objects, names, shapes or dtypes differ. The text lists every difference, and nothing
+            was
+            changed.
 
     """
     stored = {name: json_codec.decode(part) for name, part in skeleton.items()}
@@ -60,7 +60,7 @@ def load_into(
             f"definition, or start over on purpose with --resume never.\n  {shown}{more}"
         )
     for name, item in tracked.items():
-        # Outside of the try: what `tensor` raises is no refusal.
+        # Outside of the try: an error of get_tensor is not a mismatch.
         if isinstance(item, nn.Module):
             restored = _build_module_state(item, stored[name], get_tensor)
         elif isinstance(item, TrackedTensors):
@@ -99,22 +99,20 @@ def _find_mismatches(
         kept = stored[name] if isinstance(stored[name], dict) else {}
         for key in sorted(live.keys() | kept.keys()):
             if key.rpartition(".")[2] == _EXTRA_STATE_KEY and key in live and key in kept:
-                continue  # the module's own business: it may have grown
-            here, there = (
-                _describe_value(live.get(key), get_tensor),
-                _describe_value(kept.get(key), get_tensor),
-            )
+                continue  # the module checks it itself
+            here = _describe_value(live.get(key), get_tensor)
+            there = _describe_value(kept.get(key), get_tensor)
             if here != there:
-                what = "the model" if isinstance(item, nn.Module) else "what is tracked"
-                problems.append(f"{name}/{key}: {here} in {what}, {there} in the checkpoint")
+                place = "the model" if isinstance(item, nn.Module) else "the tracked tensors"
+                problems.append(f"{name}/{key}: {here} in {place}, {there} in the checkpoint")
     return problems
 
 
 def _find_setting_mismatches(name: str, item: Optimizer | LRScheduler, stored: Any) -> list[str]:
-    """Say where an optimizer or a scheduler has settings that the stored one lacks, and lacks some of its.
+    """Find optimizers and schedulers with settings that the stored state lacks, while it has others.
 
-    One of the two alone is another release of torch. torch takes either: the optimizer fails at its first
-    step, and the scheduler goes on with what it was built with.
+    Missing settings alone, or extra ones alone, are another release of torch. torch would load a state
+    with other settings: an optimizer fails at its first step, a scheduler keeps its own settings.
     """
     stored = stored if isinstance(stored, dict) else {}
     pairs = [(name, item.state_dict(), stored)]
@@ -124,12 +122,12 @@ def _find_setting_mismatches(name: str, item: Optimizer | LRScheduler, stored: A
         kept = groups if isinstance(groups, list) else []
         pairs = [(f"{name}/param_groups/{i}", *pair) for i, pair in enumerate(zip(live, kept, strict=False))]
     problems = []
-    for path, mine, theirs in pairs:
-        lacking = sorted(key for key in mine if key not in theirs and key not in SCHEDULER_GROUP_KEYS)
-        strange = sorted(str(key) for key in theirs if key not in mine and key not in SCHEDULER_GROUP_KEYS)
-        if lacking and strange:
+    for path, here, there in pairs:
+        only_here = sorted(key for key in here if key not in there and key not in SCHEDULER_GROUP_KEYS)
+        only_there = sorted(str(key) for key in there if key not in here and key not in SCHEDULER_GROUP_KEYS)
+        if only_here and only_there:
             problems.append(
-                f"{path}: has {', '.join(lacking[:6])} now, {', '.join(strange[:6])} in the checkpoint: "
+                f"{path}: has {', '.join(only_here[:6])} now, {', '.join(only_there[:6])} in the checkpoint: "
                 f"is {type_name(item)} of the same kind?"
             )
     return problems
@@ -139,11 +137,13 @@ def _describe_value(value: Any, get_tensor: Callable[[str], Tensor]) -> str:
     if value is None:
         return "absent"
     if isinstance(value, TensorRef):
-        stored = replace_references(value, get_tensor)
-        return _describe_value(stored, get_tensor)
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return "not a tensor"
+        value = replace_references(value, get_tensor)
+    return describe_tensor(value) if isinstance(value, Tensor) else "not a tensor"
+
+
+def describe_tensor(tensor: Tensor) -> str:
+    """Return dtype and shape, such as ``float32[2, 3]``."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def _build_module_state(
@@ -151,51 +151,51 @@ def _build_module_state(
 ) -> dict[str, Any]:
     canonical = make_name_canonicalizer(module)
     live = module.state_dict()
-    # The fresh state_dict carries the version numbers that modules look at when they load.
+    # A live state_dict carries the version numbers that modules read when they load.
     for key in live:
         live[key] = replace_references(stored[canonical(key)], get_tensor)
     return live
 
 
 def cache_by_name(make_tensor: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
-    """Give one tensor for one name, however often it is asked for: what was one tensor comes back as one."""
-    made: dict[str, Tensor] = {}
+    """Return a function that makes one tensor for each name, so that tied tensors stay tied."""
+    tensors: dict[str, Tensor] = {}
 
-    def give(name: str) -> Tensor:
-        if name not in made:
-            made[name] = make_tensor(name)
-        return made[name]
+    def get_tensor(name: str) -> Tensor:
+        if name not in tensors:
+            tensors[name] = make_tensor(name)
+        return tensors[name]
 
-    return give
+    return get_tensor
 
 
 def _restore_dtypes(optimizer: Optimizer, restored: Mapping[str, Any]) -> None:
-    """Put state back in its own dtype: torch turns it into its parameter's.
+    """Restore the dtypes of optimizer state: torch's load_state_dict() casts them to the parameter's.
 
-    An optimizer that keeps float32 moments or weights for bfloat16 parameters would go on with rounded ones.
+    An optimizer with float32 moments for bfloat16 parameters would continue with rounded ones.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, stored in restored.get("state", {}).items():
-        if type(number) is not int or not 0 <= number < len(parameters) or not isinstance(stored, dict):
+    for index, stored in restored.get("state", {}).items():
+        if type(index) is not int or not 0 <= index < len(parameters) or not isinstance(stored, dict):
             continue
-        live: Any = optimizer.state.get(parameters[number])
+        live: Any = optimizer.state.get(parameters[index])
         if not isinstance(live, dict):
             continue
-        for key, was in stored.items():
-            now = live.get(key)
-            if isinstance(was, Tensor) and isinstance(now, Tensor) and now.dtype != was.dtype:
-                live[key] = was.to(now.device)
+        for key, value in stored.items():
+            cast = live.get(key)
+            if isinstance(value, Tensor) and isinstance(cast, Tensor) and cast.dtype != value.dtype:
+                live[key] = value.to(cast.device)
 
 
 def replace_references(value: Any, get_tensor: Callable[[str], Tensor]) -> Any:
     """Replace the references in a decoded state by tensors and arrays."""
     if isinstance(value, TensorRef):
-        found = get_tensor(value.name)
+        tensor = get_tensor(value.name)
         if value.kind in COMPLEX_KINDS.values():
-            found = torch.view_as_complex(found)
+            return torch.view_as_complex(tensor)
         if value.kind == "numpy":
-            return found.numpy()
-        return found.numpy()[()] if value.kind == "numpy-scalar" else found
+            return tensor.numpy()
+        return tensor.numpy()[()] if value.kind == "numpy-scalar" else tensor
     if isinstance(value, dict):
         items = {k: replace_references(v, get_tensor) for k, v in value.items()}
         return items if type(value) is dict else type(value)(items)

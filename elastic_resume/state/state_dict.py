@@ -1,34 +1,24 @@
-"""What is tracked: from live objects to named tensors and plain data, and back.
+"""Flattens the tracked objects to named tensors and plain data.
 
-Flattening walks each object's ``state_dict()``. Tensors get a name (``model/conv1.weight``,
-``optimizer/state/0/exp_avg``) and leave a reference in what remains, which must be plain data. Names never
-carry ``module.`` or ``_orig_mod.``: they are those of the model as its author wrote it, so a checkpoint
-taken from a wrapped model loads into a bare one and the other way round. Tensors that share storage exactly
-(tied weights) are stored once.
+Flattening reads each object's ``state_dict()``. Each tensor gets a name (``model/conv1.weight``,
+``optimizer/state/0/exp_avg``) and is replaced by a reference; the rest must be plain data. Names never
+contain ``module.`` or ``_orig_mod.``, so a checkpoint of a wrapped model loads into a bare one and the
+other way round. Tied tensors, which share their memory exactly, are stored once.
 
-Three kinds of tensor: what data-parallel training keeps equal on every rank (parameters, optimizer state),
-a module's buffers, and everything else. Only the first kind must agree between ranks; of the others the
-job's value is that of one rank (see `policy/source.py`).
-
-Tensors that a script keeps by itself: one, or a list, tuple or dict of them, tracked as they are.
-
-A hand-made average of the weights, say: ``ema=shadow``, or ``ema={"shadow": shadow, "updates": count}``
-where each is a tensor or holds tensors. What is tracked is the list or dict that was given: a tensor in it
-may be changed in place, or replaced by one like it. Another list that takes its place is not seen.
-
-Promise: a state is loaded into the very tensors that stand there, after their names, shapes and dtypes were
-compared (`restoring.load`).
-
-The order of parameters in optimizers, compared before anything is loaded.
+A tensor has one of three kinds: data that data-parallel training keeps equal on every rank (parameters,
+optimizer state), buffers of modules, and everything else. Only the first kind must agree between ranks;
+for the others the job uses the values of one rank.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -36,7 +26,9 @@ import xxhash
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from elastic_resume import console
 from elastic_resume.checkpoint import json_codec
 from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.errors import ConfigError, UntrackableError
@@ -44,41 +36,46 @@ from elastic_resume.state.tensor_buffer import NAME_BY_DTYPE, view_bytes
 
 
 class TrackedTensors:
-    """What was given, as an object with ``state_dict`` and ``load_state_dict``."""
+    """Tensors that a script keeps itself, with ``state_dict`` and ``load_state_dict``.
+
+    An average of the weights, say: ``ema=shadow`` or ``ema={"shadow": shadow, "updates": count}``. The
+    given tensor, list, tuple or dict is tracked. Tensors in it may be changed in place or replaced;
+    another list that replaces it is not noticed. Loading copies into the existing tensors.
+    """
 
     def __init__(self, name: str, container: Any) -> None:
-        """``given`` is what `are_tensors` says yes to; ``name`` is what it is tracked as."""
+        """Track ``container``, for which `is_tensor_container` is true, as ``name``."""
         self._name, self._container = name, container
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Give the tensors that stand there now, by key or number.
+        """Return the current tensors by key or index.
 
         Raises:
-            UntrackableError: something else has come to stand among them.
+            UntrackableError: the container has come to hold something that is no tensor.
 
         """
-        given = self._container
-        if isinstance(given, Tensor):
-            return {"value": given}
-        items = given.items() if isinstance(given, dict) else enumerate(given)
-        found = {str(key): value for key, value in items}
-        for key, value in found.items():
+        container = self._container
+        if isinstance(container, Tensor):
+            return {"value": container}
+        items = container.items() if isinstance(container, dict) else enumerate(container)
+        tensors = {str(key): value for key, value in items}
+        for key, value in tensors.items():
             if not isinstance(value, Tensor):
                 raise UntrackableError(
-                    f"{self._name}/{key}: {type(value).__name__} stands among tracked tensors and cannot be "
-                    "put back in place; keep it as a 0-d tensor, or track an object with state_dict()."
+                    f"{self._name}/{key}: a {type(value).__name__} among tracked tensors cannot be loaded in "
+                    "place. Keep it as a 0-d tensor, or track an object with state_dict()."
                 )
-        return found
+        return tensors
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copy into the tensors that stand there."""
+        """Copy ``state`` into the existing tensors."""
         with torch.no_grad():
             for key, tensor in self.state_dict().items():
                 tensor.copy_(state[key])
 
 
 def is_tensor_container(item: Any) -> bool:
-    """Whether ``item`` is a tensor or a list, tuple or dict that begins with one."""
+    """Return whether ``item`` is a tensor, a dict of tensors, or a list or tuple that begins with one."""
     if isinstance(item, dict):
         return bool(item) and all(isinstance(value, Tensor) for value in item.values())
     if isinstance(item, (list, tuple)):
@@ -87,33 +84,33 @@ def is_tensor_container(item: Any) -> bool:
 
 
 REPLICATED = "replicated"  # equal on every rank after every step
-BUFFER = "buffer"  # a module's buffer: DDP takes rank 0's
-SCRIPT_OWNED = "own"  # tensors of the script's own, and its averages: begin as rank 0's, as the weights do
+BUFFER = "buffer"  # of a module; DDP uses rank 0's
+SCRIPT_OWNED = "own"  # the script's own tensors and averages; start with rank 0's values, as the weights do
 OTHER = "other"
-# An object of this name follows from the model. But it need not be equal: averages of BatchNorm's buffers,
-# which many keep beside those of the weights, are each rank's own.
+# An object of this name is an average of the model. It may differ between ranks, since it often includes
+# BatchNorm's buffers.
 EMA_NAME = "ema"
 
 COMPLEX_KINDS = {torch.complex64: "complex64", torch.complex128: "complex128"}
 _MAX_DEPTH = 200
 
-# By name: to import them takes as long as all of this package.
+# Known by name: importing them takes as long as importing all of this package.
 _PER_RANK_OPTIMIZERS = {
-    "ZeroRedundancyOptimizer": "holds another part of the state on each rank, and a node's copy would not be "
-    "whole. Use the optimizer inside of it (optimizer_class=) directly: under DDP every rank then holds all "
-    "of its state, which has to fit.",
-    "PostLocalSGDOptimizer": "lets the ranks' weights differ between two averagings, so that no rank's copy "
-    "is the job's. Use the optimizer inside of it, with DDP's own all-reduce at each step.",
+    "ZeroRedundancyOptimizer": "holds another part of the state on each rank, so a node's snapshot would not "
+    "be whole. Use the optimizer inside of it (optimizer_class=) directly: under DDP every rank then holds "
+    "all of its state, which has to fit into its memory.",
+    "PostLocalSGDOptimizer": "lets the ranks' weights differ between two averagings, so no rank holds the "
+    "state of the job. Use the optimizer inside of it, with DDP's own all-reduce at each step.",
 }
 
-TensorKey = tuple[Any, ...]  # see `key_of`
+TensorKey = tuple[Any, ...]  # see make_key
 
 
 @dataclass(frozen=True)
 class Leaf:
     """One named tensor of the live state; ``tensor`` shares the object's storage.
 
-    It is detached, or the object's own (see `tracking.Fixed`): copy it without grad.
+    It is detached, or the object's own (`state_cache.CachedState`): copy it without grad.
     """
 
     name: str
@@ -134,9 +131,9 @@ class FlatState:
 
 
 def collect_objects(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Give every tracked object one name: ``model={"g": G, "d": D}`` becomes ``model.g`` and ``model.d``.
+    """Return every tracked object by name: ``model={"g": G, "d": D}`` becomes ``model.g`` and ``model.d``.
 
-    None stands for "not used". DDP, DataParallel and torch.compile wrappers are taken off.
+    None is left out. DDP, DataParallel and torch.compile wrappers are removed.
 
     Raises:
         ConfigError: two objects under one name, an unusable name, or an object without state_dict.
@@ -155,7 +152,7 @@ def collect_objects(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _iter_named_objects(objects: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Give what dictionaries hold, dictionaries in them too, each under its full name."""
+    """Yield the values of nested dicts with their full names."""
     for key, value in objects.items():
         name = f"{prefix}{key}"
         if type(value) is dict and not is_tensor_container(value):
@@ -165,14 +162,14 @@ def _iter_named_objects(objects: Mapping[str, Any], prefix: str) -> Iterator[tup
 
 
 def _make_trackable(name: str, item: Any) -> Any:
-    """Give what is tracked for ``item``. Raises UntrackableError."""
+    """Return the object to track for ``item``. Raise UntrackableError if there is none."""
     if is_tensor_container(item):
         return TrackedTensors(name, item)
     if not (callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))):
         raise UntrackableError(
             f"{name}: {type_name(item)} has no state_dict() and load_state_dict(); "
-            "give it both, or do not pass it to resume(). Tensors may be passed as they are, in a list or "
-            "dict too; a number is best kept as a 0-d tensor."
+            "give it both, or do not pass it to resume(). Tensors may be passed as they are, also in a list "
+            "or dict; keep a number as a 0-d tensor."
         )
     names = {kind.__name__ for kind in type(item).__mro__}
     for kind, advice in _PER_RANK_OPTIMIZERS.items():
@@ -182,67 +179,62 @@ def _make_trackable(name: str, item: Any) -> Any:
 
 
 def unwrap(item: Any) -> Any:
-    """Take DDP, DataParallel and torch.compile wrappers off a module."""
+    """Remove DDP, DataParallel and torch.compile wrappers from a module."""
     return _list_wrappers(item)[-1]
 
 
 def find_parallel_wrapper(model: nn.Module) -> nn.Module | None:
-    """Find the DDP or DataParallel among a model's wrappers: torch.compile may be around it."""
-    wrappers = _list_wrappers(model)
-    return next((one for one in wrappers if isinstance(one, (DistributedDataParallel, DataParallel))), None)
+    """Return the DDP or DataParallel wrapper of a model. torch.compile may be around it."""
+    wrappers = (w for w in _list_wrappers(model) if isinstance(w, (DistributedDataParallel, DataParallel)))
+    return next(wrappers, None)
 
 
 def _list_wrappers(item: Any) -> list[Any]:
-    """Give ``item`` and what it wraps, to the innermost."""
-    found = [item]
-    while isinstance(found[-1], nn.Module):
-        outer = found[-1]
+    """List ``item`` and what it wraps, innermost last."""
+    layers = [item]
+    while isinstance(layers[-1], nn.Module):
+        outer = layers[-1]
         if isinstance(outer, (DistributedDataParallel, DataParallel)):
-            found.append(outer.module)
+            layers.append(outer.module)
         elif isinstance(getattr(outer, "_orig_mod", None), nn.Module):
-            found.append(outer._orig_mod)  # noqa: SLF001  the name torch.compile's state_dict shows to everybody
+            layers.append(outer._orig_mod)  # noqa: SLF001  torch.compile's state_dict() shows this name
         else:
             break
-    return found
+    return layers
 
 
 def flatten(tracked: Mapping[str, Any]) -> FlatState:
-    """Name every tensor of the tracked objects; check that all the rest is plain data.
+    """Name every tensor of the tracked objects, and check that the rest is plain data.
 
     Raises:
-        UntrackableError: something is neither; the text gives its path and type.
+        UntrackableError: a value is neither; the text gives its path and type.
 
     """
-    walk = TensorCollector()
-    skeleton = {}
-    for name, item in tracked.items():
-        skeleton[name] = flatten_object(walk, name, item)
-    return FlatState(tuple(walk.leaves), skeleton)
+    collector = TensorCollector()
+    skeleton = {name: flatten_object(collector, name, item) for name, item in tracked.items()}
+    return FlatState(tuple(collector.leaves), skeleton)
 
 
 def flatten_object(collector: TensorCollector, name: str, item: Any) -> Any:
-    """Ask one tracked object for its state: tensors go into ``walk``, the rest comes back as typed JSON."""
+    """Add one object's tensors to ``collector``, and return the rest of its state as typed JSON."""
     if isinstance(item, nn.Module):
-        plain = _flatten_module(collector, name, item)
+        return json_codec.encode(_flatten_module(collector, name, item), name)
+    if isinstance(item, Optimizer):
+        kind = REPLICATED
+    elif isinstance(item, TrackedTensors) or name.split(".", maxsplit=1)[0] == EMA_NAME:
+        kind = SCRIPT_OWNED
     else:
-        followed = (
-            SCRIPT_OWNED
-            if isinstance(item, TrackedTensors) or name.split(".", maxsplit=1)[0] == EMA_NAME
-            else OTHER
-        )
-        plain = collector.replace_tensors(
-            item.state_dict(), name, REPLICATED if isinstance(item, Optimizer) else followed
-        )
-    return json_codec.encode(plain, name)
+        kind = OTHER
+    return json_codec.encode(collector.replace_tensors(item.state_dict(), name, kind), name)
 
 
 def digest_leaves(leaves: Iterable[Leaf]) -> dict[str, str]:
-    """Digest (xxh3-128) of each leaf's dtype, shape and bytes."""
+    """Return an xxh3-128 digest of each leaf's dtype, shape and bytes."""
     return {leaf.name: _digest_tensor(leaf.tensor) for leaf in leaves}
 
 
 def combine_digests(digests: Mapping[str, Any]) -> str:
-    """One digest of many values that JSON can say."""
+    """Return one digest of many JSON values."""
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
@@ -258,14 +250,14 @@ class TensorCollector:
     """Replaces tensors by references while it collects them."""
 
     def __init__(self, find_known_name: Callable[[TensorKey], str | None] | None = None) -> None:
-        """``known`` gives the name of a tensor that another walk has collected, by its `key_of`."""
+        """``find_known_name`` returns the name of a tensor that another collector has, by its `make_key`."""
         self.leaves: list[Leaf] = []
         self._used_names: set[str] = set()
         self.name_by_key: dict[TensorKey, str] = {}
         self._find_known_name = find_known_name
 
     def replace_tensors(self, value: Any, path: str, kind: str, depth: int = 0) -> Any:
-        """Give ``value`` with references in the place of tensors."""
+        """Return ``value`` with references instead of tensors."""
         if depth > _MAX_DEPTH:
             raise UntrackableError(f"{path}: nested deeper than {_MAX_DEPTH} levels, or contains itself.")
         if isinstance(value, Tensor):
@@ -284,7 +276,7 @@ class TensorCollector:
         return value
 
     def add_tensor(self, tensor: Tensor, path: str, kind: str) -> TensorRef:
-        """Collect ``tensor`` under a name made from ``path``; tied ones share the first one's."""
+        """Collect ``tensor`` under a name made from ``path``. Tied tensors share the first one's name."""
         _check_storable(tensor, path)
         stored_as, tensor = to_stored_form(tensor)
         key = make_key(tensor, stored_as)
@@ -295,7 +287,7 @@ class TensorCollector:
             if name is not None:
                 return TensorRef(name, stored_as)
         name = path
-        while name in self._used_names:  # keys 1 and "1" of one dict print alike
+        while name in self._used_names:  # keys 1 and "1" of one dict give the same path
             name += "~"
         self._used_names.add(name)
         self.name_by_key[key] = name
@@ -304,15 +296,15 @@ class TensorCollector:
 
     def _add_numpy(self, value: Any, path: str, kind: str) -> Any:
         if not hasattr(value, "dtype") or not hasattr(value, "shape") or value.dtype.kind not in "biuf":
-            return value  # refused by typed.encode, with its path and type
-        scalar = type(value).__name__ != "ndarray"
-        tensor = torch.tensor(value) if scalar else torch.from_numpy(value.copy())
+            return value  # json_codec refuses it with its path and type
+        is_scalar = type(value).__name__ != "ndarray"
+        tensor = torch.tensor(value) if is_scalar else torch.from_numpy(value.copy())
         reference = self.add_tensor(tensor, path, kind)
-        return TensorRef(reference.name, "numpy-scalar" if scalar else "numpy")
+        return TensorRef(reference.name, "numpy-scalar" if is_scalar else "numpy")
 
 
 def to_stored_form(tensor: Tensor) -> tuple[str, Tensor]:
-    """Say how a tensor is stored, and give it so: detached, complex numbers as pairs, no lazy conj or neg."""
+    """Return how a tensor is stored, and that form: detached, complex numbers as pairs, resolved."""
     stored_as, tensor = "tensor", tensor.detach()
     if tensor.dtype in COMPLEX_KINDS:
         stored_as, tensor = COMPLEX_KINDS[tensor.dtype], torch.view_as_real(tensor.resolve_conj())
@@ -320,7 +312,7 @@ def to_stored_form(tensor: Tensor) -> tuple[str, Tensor]:
 
 
 def make_key(tensor: Tensor, stored_as: str) -> TensorKey:
-    """Give what tied tensors share: the same memory, seen in the same way."""
+    """Return a key that tied tensors share: the same memory, viewed in the same way."""
     return (
         tensor.device,
         tensor.data_ptr(),
@@ -332,7 +324,7 @@ def make_key(tensor: Tensor, stored_as: str) -> TensorKey:
 
 
 def _rebuild_dict(original: dict[Any, Any], items: dict[Any, Any]) -> Any:
-    """An OrderedDict or Counter stays one; what typed JSON does not know is refused there, by its type."""
+    """Return ``items`` as an OrderedDict or Counter. json_codec refuses other types of dict by name."""
     kind = type(original)
     if kind.__module__ == "collections" and kind.__name__ in {"OrderedDict", "Counter"}:
         return kind(items)
@@ -340,26 +332,28 @@ def _rebuild_dict(original: dict[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def _check_storable(tensor: Tensor, path: str) -> None:
-    why = ""
+    problem = ""
     if nn.parameter.is_lazy(tensor):
-        why = "is lazy and has no shape yet: run one forward pass before resume()"
+        problem = "is lazy and has no shape yet: run one forward pass before resume()"
     elif tensor.is_meta:
-        why = "is on the meta device and holds no data: materialise it before resume()"
+        problem = "is on the meta device and holds no data: materialise it before resume()"
     elif tensor.layout is not torch.strided:
-        why = f"has layout {tensor.layout}; store it dense, or leave it out of state_dict()"
+        problem = f"has layout {tensor.layout}; store it dense, or leave it out of state_dict()"
     elif tensor.is_quantized or (tensor.dtype not in NAME_BY_DTYPE and tensor.dtype not in COMPLEX_KINDS):
-        why = f"has dtype {tensor.dtype}, which cannot be stored; dequantise or convert it in state_dict()"
+        problem = (
+            f"has dtype {tensor.dtype}, which cannot be stored; dequantise or convert it in state_dict()"
+        )
     elif type(tensor) not in {Tensor, nn.Parameter, nn.Buffer}:
-        why = (
+        problem = (
             f"is a {type_name(tensor)}: only plain tensors that every rank holds whole are tracked "
             "(DDP, not FSDP or tensor parallelism)"
         )
-    if why:
-        raise UntrackableError(f"{path}: this tensor {why}.")
+    if problem:
+        raise UntrackableError(f"{path}: this tensor {problem}.")
 
 
 def _flatten_module(collector: TensorCollector, name: str, module: nn.Module) -> dict[str, Any]:
-    """Give a module's state_dict with references in the place of tensors."""
+    """Return a module's state_dict with references instead of tensors."""
     parameters = {key for key, _ in module.named_parameters(remove_duplicate=False)}
     plain = {}
     canonical = make_name_canonicalizer(module)
@@ -369,8 +363,8 @@ def _flatten_module(collector: TensorCollector, name: str, module: nn.Module) ->
         plain[canonical(key)] = collector.replace_tensors(value, path, kind)
         if isinstance(value, Tensor) and _is_expanded(value):
             raise UntrackableError(
-                f"{path}: several elements of this tensor are one in memory (expand()), so that nothing can "
-                "be loaded into it: make it contiguous, tensor.expand(...).clone()."
+                f"{path}: several elements of this tensor share one memory location (expand()), so nothing "
+                "can be loaded into it. Make it contiguous: tensor.expand(...).clone()."
             )
     return plain
 
@@ -382,7 +376,7 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 
 def make_name_canonicalizer(module: nn.Module) -> Callable[[str], str]:
-    """Give a function from a key of ``module.state_dict()`` to its name without wrappers inside the model."""
+    """Return a function that removes the names of inner wrappers from a key of ``module.state_dict()``."""
     drop = set()
     for path, part in module.named_modules():
         prefix = f"{path}." if path else ""
@@ -392,7 +386,7 @@ def make_name_canonicalizer(module: nn.Module) -> Callable[[str], str]:
             drop.add(f"{prefix}_orig_mod.")
 
     def canonical(key: str) -> str:
-        for prefix in sorted(drop, key=len, reverse=True):  # inner ones first: outer prefixes stay valid
+        for prefix in sorted(drop, key=len, reverse=True):  # inner prefixes first: the outer ones stay valid
             if key.startswith(prefix):
                 wrapper = prefix.rsplit(".", 2)[0] + "." if prefix.count(".") > 1 else ""
                 key = wrapper + key[len(prefix) :]
@@ -402,34 +396,34 @@ def make_name_canonicalizer(module: nn.Module) -> Callable[[str], str]:
 
 
 def type_name(item: Any) -> str:
-    """Name the type of an object for people."""
+    """Return the readable name of an object's type."""
     return f"{type(item).__module__}.{type(item).__qualname__}".removeprefix("builtins.")
 
 
 class ParameterOrder:
-    """Which parameter each optimizer means by which number.
+    """The order of parameters in each optimizer, compared before anything is loaded.
 
-    An optimizer's own state knows numbers only: built over the same parameters in another order it would take
-    the momentum of one for another's, in silence where their shapes agree.
+    An optimizer's state refers to parameters by index. If the order changed, it would silently use one
+    parameter's momentum for another of the same shape.
     """
 
     def __init__(self, tracked: Mapping[str, Any]) -> None:
-        """Note the order in each optimizer of ``tracked``, by the names that the tracked models give."""
+        """Record the order in each optimizer, using the names of the tracked models."""
         names: dict[int, str] = {}
         for name, item in tracked.items():
             if isinstance(item, nn.Module):
-                canonical = make_name_canonicalizer(item)  # walks the model: once, not for each parameter
+                canonical = make_name_canonicalizer(item)  # walks the whole model
                 names |= {id(p): f"{name}/{canonical(key)}" for key, p in item.named_parameters()}
         self._optimizers = {name: item for name, item in tracked.items() if isinstance(item, Optimizer)}
         self._name_by_parameter_id = names
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers whose order this is: while theirs stays the same, so does `state_dict`."""
+        """The optimizers: `state_dict` stays the same while their groups do."""
         return list(self._optimizers.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """Give, for each optimizer and group, the names of its parameters; "" for one that is not tracked."""
+        """Return the parameter names of each optimizer and group; "" for a parameter that is not tracked."""
         return {
             name: [
                 [self._name_by_parameter_id.get(id(p), "") for p in group["params"]]
@@ -439,20 +433,69 @@ class ParameterOrder:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to take: `differences` has compared."""
+        """Do nothing: `differences` compares instead."""
 
     def differences(self, stored: Mapping[str, Any]) -> list[str]:
-        """List the optimizers whose groups or parameters are not those of the checkpoint."""
+        """Describe each optimizer whose groups or parameters differ from the checkpoint's."""
         problems = []
         for name, groups in self.state_dict().items():
-            kept = stored.get(name, groups)
-            sizes, were = [len(group) for group in groups], [len(group) for group in kept]
-            if sizes != were:
-                problems.append(f"{name}: groups of {sizes} parameters now, of {were} in the checkpoint")
+            stored_groups = stored.get(name, groups)
+            sizes, stored_sizes = list(map(len, groups)), list(map(len, stored_groups))
+            if sizes != stored_sizes:
+                problems.append(
+                    f"{name}: groups of {sizes} parameters now, of {stored_sizes} in the checkpoint"
+                )
                 continue
-            pairs = [(a, b) for g, k in zip(groups, kept, strict=True) for a, b in zip(g, k, strict=True)]
-            moved = [(a, b) for a, b in pairs if a != b]
-            if moved:
-                here, there = moved[0]
+            pairs = zip(chain.from_iterable(groups), chain.from_iterable(stored_groups), strict=True)
+            here, there = next(((a, b) for a, b in pairs if a != b), ("", ""))
+            if here != there:
                 problems.append(f"{name}: {here or 'a parameter'} stands where the checkpoint has {there!r}")
         return problems
+
+
+class UntrackedOptimizerCheck:
+    """Warns once about each optimizer that steps tracked parameters while its own state is not tracked.
+
+    Such an optimizer was built after `er.resume`, or is hidden in one whose state_dict() lacks its state.
+    A resume would lose that state. The check runs after the optimizer's first step that leaves tensors in
+    its state.
+    """
+
+    def __init__(self, tracked: Mapping[str, Any]) -> None:
+        """Check every optimizer of this process after its steps, until `close`."""
+        self._tracked = dict(tracked)
+        optimizers = [item for item in tracked.values() if isinstance(item, Optimizer)]
+        self._checked_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet(optimizers)
+        self._hook = register_optimizer_step_post_hook(self._check_optimizer)
+
+    def close(self) -> None:
+        """Stop checking."""
+        self._hook.remove()
+
+    def _check_optimizer(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if optimizer in self._checked_optimizers or not optimizer.state:
+            return
+        self._checked_optimizers.add(optimizer)
+        addresses = {
+            value.data_ptr()
+            for entries in optimizer.state.values()
+            for value in (entries.values() if isinstance(entries, dict) else ())
+            if isinstance(value, Tensor) and value.numel()
+        }
+        name = self._find_stepped_model(optimizer)
+        if not addresses or name is None:
+            return
+        # A tracked optimizer that wraps this one may include its state.
+        tracked_addresses = {leaf.tensor.data_ptr() for leaf in flatten(self._tracked).leaves}
+        if not addresses <= tracked_addresses:
+            console.say(
+                f"WARNING: {type_name(optimizer)} steps parameters of {name!r}, but its state is untracked. "
+                "A resume would start without it. Build it before er.resume() and pass it as optimizer=."
+            )
+
+    def _find_stepped_model(self, optimizer: Optimizer) -> str | None:
+        stepped_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        modules = ((name, item) for name, item in self._tracked.items() if isinstance(item, nn.Module))
+        return next(
+            (name for name, item in modules if any(id(p) in stepped_ids for p in item.parameters())), None
+        )

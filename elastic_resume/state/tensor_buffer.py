@@ -1,7 +1,7 @@
-"""A state as one block of host memory: byte for byte the safetensors file that a checkpoint holds.
+"""Views a block of host memory as named tensors, without copying.
 
-The same block is what a save fills and hands to the disk, what a resume reads and verifies, and what one
-rank sends to those who lack it. Views of its tensors are made without copying.
+The block is byte for byte the safetensors file of a checkpoint. The same block is filled by a save,
+written to disk, read and verified by a restore, and sent to ranks that lack it.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class TensorBuffer:
     """A layout and the memory that it describes."""
 
     def __init__(self, layout: Layout, memory: memoryview) -> None:
-        """``memory`` holds ``layout.total_bytes`` bytes, header included, and stays alive with the image."""
+        """Take ``memory`` of ``layout.total_bytes`` bytes, header included."""
         self.layout = layout
         self.memory = memory
 
     def tensor(self, name: str) -> Tensor:
-        """Return the tensor ``name`` as a view of this image.
+        """Return the tensor ``name`` as a view of the memory.
 
         Raises:
             KeyError: no such tensor.

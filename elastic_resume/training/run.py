@@ -32,8 +32,7 @@ from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.restore.rank_context import CommitterConnection, RankContext, open_node_dir
 from elastic_resume.snapshot.progress_page import ProgressPage
 from elastic_resume.state.bucket_order import BucketOrder
-from elastic_resume.state.state_dict import ParameterOrder
-from elastic_resume.state.untracked import UntrackedOptimizerCheck
+from elastic_resume.state.state_dict import ParameterOrder, UntrackedOptimizerCheck
 from elastic_resume.training import announce, crash_reporting, ddp
 from elastic_resume.training.graceful_shutdown import DrainRequest
 from elastic_resume.training.heartbeat import Heartbeat

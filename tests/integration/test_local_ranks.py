@@ -1,4 +1,4 @@
-"""Local ranks that share the copying: whoever is late, no slot is spoilt, and nobody waits for nothing."""
+"""Local ranks share the copying of snapshots, also if one of them is late or has another plan."""
 
 from __future__ import annotations
 
@@ -17,54 +17,56 @@ import json, sys, time, torch
 import elastic_resume as er
 from elastic_resume import failpoints
 from elastic_resume.checkpoint.layout import Layout
-from elastic_resume.worker import saver, sheet, snapshot, state
-from elastic_resume.state.tensor_buffer import Image
-sheet.SPLIT_BYTES = 0
-snapshot.PATIENCE_S = saver.PATIENCE_S = 60  # longer than a rank may stand still
+from elastic_resume.capture import schedule, snapshotter
+from elastic_resume.state import state_dict
+from elastic_resume.state.tensor_buffer import TensorBuffer
+snapshotter.MIN_BYTES_TO_SHARD = 0
+snapshotter.PEER_TIMEOUT_S = schedule.PEER_TIMEOUT_S = 60  # longer than any rank is delayed
 torch.manual_seed(1)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 run = er.resume(model=model, optimizer=optimizer, snapshot_every=1, save_every=2)
-ddp, first, told = run.ddp(model), run.rank == 0, {"problems": []}
+snapshots = run._snapshot_scheduler.snapshotter
+ddp, is_leader, results = run.ddp(model), run.rank == 0, {"problems": []}
 
 def step():
     ddp(torch.randn(4, 8)).pow(2).mean().backward()
     optimizer.step()
 
-def now():
-    return state.fingerprints(state.flatten({"model": model}).leaves)
+def digest_model():
+    return state_dict.digest_leaves(state_dict.flatten({"model": model}).leaves)
 
-def held():
-    newest = run._keeping.memory.newest()
-    image = Image(Layout.parse(newest.image, len(newest.image)), newest.image)
-    leaves = [state.Leaf(name, image.tensor(name), state.OTHER) for name in image.layout.extents]
-    return newest.manifest.step, state.fingerprints(leaves)
+def read_newest():
+    newest = run._committer_connection.slot_client.find_newest()
+    image = TensorBuffer(Layout.parse(newest.image, len(newest.image)), newest.image)
+    leaves = [state_dict.Leaf(name, image.tensor(name), state_dict.OTHER) for name in image.layout.extents]
+    return newest.manifest.step, state_dict.digest_leaves(leaves)
 
 """
 PLAIN = """
 for _ in range(4):
     step()
     run.step()
-    run._saver.snapshots.wait()
-    told["problems"].append(run._saver.snapshots.problem)
+    snapshots.wait_for_copy()
+    results["problems"].append(snapshots.problem)
 """
-LAGGING = """
-if not first:
-    snapshot.PATIENCE_S = 0.5
+LATE_LEADER = """
+if not is_leader:
+    snapshotter.PEER_TIMEOUT_S = 0.5
 for number in range(1, 4):
     step()
-    if first and number == 3:
-        time.sleep(1)  # an evaluation, say
+    if is_leader and number == 3:
+        time.sleep(1)  # such as an evaluation
     run.step()
-if first:
-    told["finished"] = run._saver.snapshots.finished(20)
-    told["step"] = held()[0]
-told["problem"] = run._saver.snapshots.problem
-run._place.together(lambda: None)
+if is_leader:
+    results["finished"] = snapshots.wait_until_complete(20)
+    results["step"] = read_newest()[0]
+results["problem"] = snapshots.problem
+run._context.run_on_all_ranks(lambda: None)
 """
-BEHIND = """
+LATE_RANK = """
 import pathlib
-snapshot.PATIENCE_S = 0.5
+snapshotter.PEER_TIMEOUT_S = 0.5
 go = pathlib.Path(sys.argv[0]).with_name("go")
 
 def until_go(name, *_):
@@ -72,52 +74,52 @@ def until_go(name, *_):
         time.sleep(0.01)
 
 step()
-if not first:
+if not is_leader:
     failpoints.hit = until_go
 run.step()
-step()  # of rank 1 waits at the fence
-if first:
-    told["taken"] = run._saver.snapshots.take(run._progress.step(), alone=True)
-    run._saver.snapshots.wait()
+step()  # on rank 1 it waits at the copy barrier
+if is_leader:
+    results["taken"] = snapshots.start_snapshot(run._progress.finish_step(), leader_only=True)
+    snapshots.wait_for_copy()
     go.touch()
-run._place.together(lambda: None)  # rank 1 has written what it had begun
-if first:
-    at, found = held()
-    told["whole"] = at == 1 or all(found[name] == one for name, one in now().items())
-run._place.together(lambda: None)
+run._context.run_on_all_ranks(lambda: None)  # rank 1 has finished its copy
+if is_leader:
+    at, found = read_newest()
+    results["whole"] = at == 1 or all(found[name] == one for name, one in digest_model().items())
+run._context.run_on_all_ranks(lambda: None)
 """
-FREEZING = """
-told["stale"] = []
+FROZEN_ON_LEADER = """
+results["stale"] = []
 for number in range(6):
-    if number in {2, 3} and first:  # the lead alone looks at a model that is frozen for an evaluation
+    if number in {2, 3} and is_leader:  # only the local leader takes a snapshot of a frozen model
         model[0].weight.requires_grad_(False)
-        run._saver.snapshots.take(run.position, alone=True)
-        run._saver.snapshots.wait()
+        snapshots.start_snapshot(run.position, leader_only=True)
+        snapshots.wait_for_copy()
         model[0].weight.requires_grad_(True)
-    run._place.together(lambda: None)
+    run._context.run_on_all_ranks(lambda: None)
     step()
-    want = now()
+    want = digest_model()
     run.step()
-    run._saver.snapshots.wait()
-    run._place.together(lambda: None)
-    if first:
-        whole = run._saver.snapshots.finished()
-        at, found = held()
-        told["problems"].append(whole)
+    snapshots.wait_for_copy()
+    run._context.run_on_all_ranks(lambda: None)
+    if is_leader:
+        whole = snapshots.wait_until_complete()
+        at, found = read_newest()
+        results["problems"].append(whole)
         counts = whole and at == number + 1
-        told["stale"] += [name for name, one in want.items() if counts and found[name] != one]
-    run._place.together(lambda: None)
+        results["stale"] += [name for name, one in want.items() if counts and found[name] != one]
+    run._context.run_on_all_ranks(lambda: None)
 """
-TELL = """
-print(json.dumps(told))
+REPORT = """
+print(json.dumps(results))
 run._release()
 """
 
 
-def together(path: Path, body: str, **more: str) -> list[dict[str, Any]]:
-    """Run two ranks of one node; give what each told."""
+def run_two_ranks(path: Path, body: str, **more: str) -> list[dict[str, Any]]:
+    """Run two ranks of one node; return each rank's results."""
     script = path / "train.py"
-    script.write_text(TRAIN + body + TELL)
+    script.write_text(TRAIN + body + REPORT)
     env = [
         {
             "LOCAL_RANK": str(rank),
@@ -134,36 +136,36 @@ def together(path: Path, body: str, **more: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("memory", ["off", "75000"])
-def test_without_memory_no_rank_waits_for_snapshots_that_do_not_come(memory: str, tmp_path: Path) -> None:
-    """The lead says that there are none, where there is no slot or only one, which is for the disk."""
-    _, other = together(tmp_path, PLAIN, ELASTIC_RESUME_SNAPSHOT_MEMORY=memory)
+def test_ranks_do_not_wait_for_snapshots_without_memory(memory: str, tmp_path: Path) -> None:
+    """The local leader announces that there is no snapshot: no slot, or one that only commits use."""
+    _, other = run_two_ranks(tmp_path, PLAIN, ELASTIC_RESUME_SNAPSHOT_MEMORY=memory)
     assert other["problems"] == [""] * 4
 
 
 @pytest.mark.slow
-def test_a_lead_that_is_late_at_a_step_boundary_still_gets_its_snapshot(tmp_path: Path) -> None:
-    """The others wait in a thread, for as long as training does not wait for them."""
-    lead, _ = together(tmp_path, LAGGING)
-    assert (lead["finished"], lead["step"]) == (True, 3)
+def test_late_local_leader_gets_complete_snapshot(tmp_path: Path) -> None:
+    """The other rank waits in its copy thread while training continues."""
+    leader, _ = run_two_ranks(tmp_path, LATE_LEADER)
+    assert (leader["finished"], leader["step"]) == (True, 3)
 
 
 @pytest.mark.slow
-def test_a_lead_that_is_late_is_waited_for_longer_where_no_hook_ran(tmp_path: Path) -> None:
-    """Training waits for such a copy at once: its patience would be over before the lead's evaluation."""
-    lead, other = together(tmp_path, LAGGING.replace("    step()", "    ddp(torch.randn(4, 8))"))
-    assert (lead["finished"], lead["step"], other["problem"]) == (True, 3, "")
+def test_ranks_wait_longer_for_late_local_leader_without_hooks(tmp_path: Path) -> None:
+    """The copy is synchronous then, and the local leader may still evaluate."""
+    leader, other = run_two_ranks(tmp_path, LATE_LEADER.replace("    step()", "    ddp(torch.randn(4, 8))"))
+    assert (leader["finished"], leader["step"], other["problem"]) == (True, 3, "")
 
 
-def test_ranks_that_share_the_copying_otherwise_leave_nothing_out(tmp_path: Path) -> None:
-    """What the lead takes for frozen it copies itself, and the others' shares are others then."""
-    lead, _ = together(tmp_path, FREEZING)
-    assert lead["stale"] == []
-    assert lead["problems"][-1], "the lead copies all by itself in the end"
+def test_ranks_with_different_plans_leave_no_tensor_out(tmp_path: Path) -> None:
+    """The local leader sees a frozen parameter, so its shards differ from those of the other rank."""
+    leader, _ = run_two_ranks(tmp_path, FROZEN_ON_LEADER)
+    assert leader["stale"] == []
+    assert leader["problems"][-1], "in the end the local leader copies everything"
 
 
 @pytest.mark.slow
-def test_a_slot_into_which_a_late_rank_still_writes_is_not_taken(tmp_path: Path) -> None:
-    """The snapshot after it is given up rather than counted and then spoilt."""
-    lead, _ = together(tmp_path, BEHIND)
-    assert lead["whole"]
-    assert not lead["taken"]
+def test_slot_that_late_rank_writes_is_not_reused(tmp_path: Path) -> None:
+    """The next snapshot is skipped instead of being overwritten later."""
+    leader, _ = run_two_ranks(tmp_path, LATE_RANK)
+    assert leader["whole"]
+    assert not leader["taken"]

@@ -1,9 +1,9 @@
-"""Every optimizer with every way to train, killed in its middle: the run that comes of it is the same run.
+"""Every optimizer with every way to train, killed in mid-run: the resumed run equals the undisturbed run.
 
-What is compared bit for bit, for each cell (see tests/support/scripts/matrix.py): weights and buffers, optimizer,
-scheduler, scaler, average, the samples that each rank reads in each step, and every loss.
+For each cell (tests/support/scripts/matrix.py) these are compared bit for bit: weights and buffers,
+optimizer, scheduler, scaler, average, the samples that each rank reads in each step, and every loss.
 
-Exceptions, both torch's own: LBFGS with a GradScaler (no closure is taken), SyncBatchNorm on a CPU
+Two exceptions are torch's own: LBFGS with a GradScaler (no closure), and SyncBatchNorm on a CPU
 (tests/integration/test_state_kinds.py).
 """
 
@@ -37,7 +37,7 @@ Diary = dict[tuple[int, int], list[dict[str, Any]]]  # (step, rank) -> what was 
 
 
 def diary_of(kept: Path) -> Diary:
-    """Read what the ranks wrote."""
+    """Read the records of all ranks."""
     found: Diary = defaultdict(list)
     for path in sorted(kept.glob("g*-r*.jsonl")):
         rank = int(path.stem.rpartition("-r")[2])
@@ -48,13 +48,13 @@ def diary_of(kept: Path) -> Diary:
 
 
 def ends_of(kept: Path) -> list[dict[str, Any]]:
-    """What each rank ended with."""
+    """Return the final state of each rank."""
     return [json.loads((kept / f"end-{rank}.json").read_text()) for rank in range(3)]
 
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The diary of a run that nothing befell."""
+    """The records of an undisturbed run."""
     kept = tmp_path_factory.mktemp("calm")
     env = {"ELASTIC_RESUME_CKPT_DIR": str(kept / "ckpt"), "ELASTIC_RESUME_SAVE_EVERY": "1000"}
     each = [{**env, "ELASTIC_RESUME_NODE_NAME": f"n{rank}"} for rank in range(3)]
@@ -64,8 +64,8 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kill", KILLS)
-def test_a_run_that_was_killed_is_the_run_that_was_not(calm: Path, tmp_path: Path, kill: str) -> None:
-    """Somebody dies between two cells' optimizer steps; a node comes back with nothing."""
+def test_killed_run_equals_undisturbed_run(calm: Path, tmp_path: Path, kill: str) -> None:
+    """A kill between the optimizer steps of two cells; a node restarts with an empty directory."""
     kept = tmp_path / "diary"
     kept.mkdir()
     step, victim = map(int, kill.split(":")[:2])
@@ -94,7 +94,7 @@ def test_a_run_that_was_killed_is_the_run_that_was_not(calm: Path, tmp_path: Pat
 
 
 def compare_diaries(killed: Diary, whole: Diary) -> None:
-    """Each step reads the same samples and gives the same losses, those that were run twice too."""
+    """Check that each step reads the same samples and gives the same losses, also repeated steps."""
     assert killed.keys() == whole.keys() == {(s, r) for s in range(1, STEPS + 1) for r in range(3)}
     for (step, rank), entries in killed.items():
         (told,) = whole[step, rank]
@@ -104,8 +104,8 @@ def compare_diaries(killed: Diary, whole: Diary) -> None:
             assert not other, f"other losses in step {step} on rank {rank}: {other}"
 
 
-def test_the_calm_run_is_one_that_learns_and_reads_everything(calm: Path) -> None:
-    """Or nothing would be shown by its being the same."""
+def test_undisturbed_run_learns_and_reads_every_sample(calm: Path) -> None:
+    """Otherwise equality would prove nothing."""
     diary, ends = diary_of(calm), ends_of(calm)
     per_epoch = STEPS // 2
     for epoch in range(2):
@@ -120,7 +120,7 @@ def test_the_calm_run_is_one_that_learns_and_reads_everything(calm: Path) -> Non
         assert first != last
 
 
-def test_what_is_left_out_is_what_torch_refuses() -> None:
+def test_left_out_cells_are_refused_by_torch() -> None:
     """A cell that torch comes to allow belongs into the matrix."""
     assert len(CELLS) + len(REFUSED) == len(OPTIMIZERS) * len(WAYS)
     parameter = torch.nn.Parameter(torch.ones(1))

@@ -1,4 +1,4 @@
-"""Every kind of state that scripts have: what comes back bit for bit, and what is refused with advice."""
+"""State of every kind that scripts use is restored bit for bit, or refused with advice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from elastic_resume.errors import MismatchError, UntrackableError
 from elastic_resume.snapshot import slots
 from elastic_resume.state import load_state, state_dict
 from elastic_resume.state.bucket_order import BucketOrder
-from elastic_resume.state.untracked import UntrackedOptimizerCheck
+from elastic_resume.state.state_dict import UntrackedOptimizerCheck
 from tests.support import launch_ranks
 from tests.support.paths import SCRIPTS
 from tests.support.state_image import copy_to_image
@@ -35,10 +35,10 @@ Build = Callable[[Any], Any]
 
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_every_kind_of_model_and_wrapper_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
-    """Three ranks, some thirty kinds: weights, optimizer, average and losses, bit for bit, on every rank.
+def test_every_kind_of_model_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """Three ranks, some thirty kinds: weights, optimizer, average and losses on every rank.
 
-    Ranks are seeded differently, and so are the two halves: what is equal was made equal, or loaded.
+    Ranks and both halves of the run have different seeds, so equal values were synchronised or loaded.
     """
     told = []
     for done in launch_ranks.run_ranks(3, JOB, str(tmp_path)):
@@ -58,7 +58,7 @@ def test_every_kind_of_model_and_wrapper_goes_on_as_if_it_had_not_been_interrupt
 
 
 def decay(epoch: float) -> float:
-    """Less each time."""
+    """Return a decaying factor."""
     return float(0.9**epoch)
 
 
@@ -69,7 +69,7 @@ class Remembering:
         self.calls = 0
 
     def __call__(self, epoch: float) -> float:
-        """Less each time, and by how often it was asked."""
+        """Return a factor that depends on the number of calls."""
         self.calls += 1
         return decay(epoch) * (1 + 0.01 * self.calls)
 
@@ -96,7 +96,7 @@ SCHEDULERS: dict[str, Build] = {
 
 
 def plain(kind: Any) -> Build:
-    """Build an optimizer of that kind as it comes."""
+    """Return a function that builds an optimizer with default settings."""
     return lambda parameters: kind(parameters, lr=0.05)
 
 
@@ -130,7 +130,7 @@ class Script:
         )
 
     def train(self, step: int) -> None:
-        """One step, whose inputs follow from its number."""
+        """Take one step; its inputs depend on ``step`` only."""
         torch.manual_seed(100 + step)
         inputs = torch.randn(5, 4)
 
@@ -145,22 +145,22 @@ class Script:
         self.scheduler.step(*([1.0] if on_plateau else []))
 
     def all(self) -> tuple[dict[str, str], Any]:
-        """Digests of all tensors, and the rest."""
+        """Return digests of all tensors, and the rest."""
         flat = state_dict.flatten(self.tracked)
         return state_dict.digest_leaves(flat.leaves), flat.skeleton
 
 
 @pytest.mark.parametrize(("optimizer", "scheduler"), PAIRS, ids=[" with ".join(pair) for pair in PAIRS])
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_an_optimizer_and_a_scheduler_come_back_whole(optimizer: str, scheduler: str) -> None:
-    """Loaded into others, they hold the same and do the same; a look at them tells what flattening does."""
+def test_optimizer_and_scheduler_are_restored(optimizer: str, scheduler: str) -> None:
+    """The restored ones take the same further steps, and StateTracker agrees with flatten."""
     first, second = (Script(OPTIMIZERS[optimizer], SCHEDULERS[scheduler], seed) for seed in (0, 1))
     tracker = StateTracker(first.tracked)
     for step in range(3):
         first.train(step)
-        sight, flat = tracker.read_state(), state_dict.flatten(first.tracked)
-        assert slots.merge_state(sight.cached.static_skeleton, sight.dynamic_skeleton) == flat.skeleton
-        assert {leaf.name for leaf in sight.leaves} == {leaf.name for leaf in flat.leaves}
+        view, flat = tracker.read_state(), state_dict.flatten(first.tracked)
+        assert slots.merge_state(view.cached.static_skeleton, view.dynamic_skeleton) == flat.skeleton
+        assert {leaf.name for leaf in view.leaves} == {leaf.name for leaf in flat.leaves}
     load_state.load_into(second.tracked, flat.skeleton, copy_to_image(flat).tensor)
     assert second.all() == first.all()
     for step in range(3, 7):
@@ -170,13 +170,13 @@ def test_an_optimizer_and_a_scheduler_come_back_whole(optimizer: str, scheduler:
 
 
 class Rounded(torch.optim.Optimizer):
-    """Keeps float32 weights for bfloat16 parameters, in its state."""
+    """An optimizer that keeps float32 weights for bfloat16 parameters."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 1e-3})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Move the exact weights, and round them."""
+        """Change the float32 weights, and round them."""
         del closure
         for parameter in self.param_groups[0]["params"]:
             exact = self.state[parameter].setdefault("exact", parameter.detach().float())
@@ -184,8 +184,8 @@ class Rounded(torch.optim.Optimizer):
             parameter.data.copy_(exact)
 
 
-def test_state_of_another_dtype_than_its_parameter_is_not_rounded() -> None:
-    """Torch's load_state_dict() turns it into the parameter's."""
+def test_optimizer_state_of_other_dtype_is_not_rounded() -> None:
+    """Torch's load_state_dict() casts it to the parameter's dtype."""
     optimizers = [Rounded([nn.Parameter(torch.ones(3, dtype=torch.bfloat16))]) for _ in range(2)]
     optimizers[0].step()
     flat = state_dict.flatten({"optimizer": optimizers[0]})
@@ -197,7 +197,7 @@ def test_state_of_another_dtype_than_its_parameter_is_not_rounded() -> None:
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A process group of this process alone."""
+    """A process group of this process only."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -205,8 +205,8 @@ def alone() -> Iterator[None]:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.filterwarnings("ignore")
-def test_optimizers_whose_state_is_no_ranks_whole_are_refused_with_advice() -> None:
-    """Shards on each rank, and weights that differ between two averagings."""
+def test_optimizers_with_sharded_or_local_state_are_refused() -> None:
+    """ZeroRedundancyOptimizer and PostLocalSGDOptimizer."""
     optim = importlib.import_module("torch.distributed.optim")  # which warns
     parameters = list(nn.Linear(2, 2).parameters())
     sharded = optim.ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.Adam, lr=0.1)
@@ -217,16 +217,16 @@ def test_optimizers_whose_state_is_no_ranks_whole_are_refused_with_advice() -> N
 
 
 @pytest.mark.usefixtures("alone")
-def test_torch_itself_refuses_synchronised_batchnorm_on_a_cpu() -> None:
-    """So what is promised of it can be shown on GPUs only; should torch come to allow it, show it here."""
+def test_torch_refuses_sync_batchnorm_on_cpu() -> None:
+    """It can be tested on GPUs only. If torch comes to allow it on CPUs, test it here."""
     model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     with pytest.raises(ValueError, match="only work with GPU modules"):
         nn.parallel.DistributedDataParallel(model)
 
 
 @pytest.mark.usefixtures("alone")
-def test_an_order_is_played_to_a_ddp_that_moves_its_inputs_to_a_device() -> None:
-    """With device_ids, as run.ddp() builds it on GPUs, DDP fails when it is called without any input."""
+def test_bucket_order_is_replayed_to_ddp_with_device_ids() -> None:
+    """With device_ids, as on GPUs, DDP fails if it is called without any input."""
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     wrapped = nn.parallel.DistributedDataParallel(model)
     wrapped.device_ids, wrapped.device_type = [0], "cpu"
@@ -246,15 +246,15 @@ def test_an_order_is_played_to_a_ddp_that_moves_its_inputs_to_a_device() -> None
 
 
 def carry(source: Any, target: Any) -> None:
-    """Load what is tracked of one into the other."""
+    """Save ``source`` and load it into ``target``."""
     flat = state_dict.flatten(state_dict.collect_objects({"ema": source}))
     load_state.load_into(
         state_dict.collect_objects({"ema": target}), flat.skeleton, copy_to_image(flat).tensor
     )
 
 
-def test_tensors_are_loaded_into_those_that_stand_there() -> None:
-    """One, a list, a dict by name, or several of these; the script's own references stay good."""
+def test_tracked_tensors_are_loaded_in_place() -> None:
+    """A tensor, a list, a dict or several of these; the script's references stay valid."""
     for make in (
         lambda fill: torch.full((2,), fill),
         lambda fill: [torch.full((2,), fill), torch.full((), fill)],
@@ -271,16 +271,16 @@ def test_tensors_are_loaded_into_those_that_stand_there() -> None:
             assert leaf.kind == state_dict.SCRIPT_OWNED
 
 
-def test_a_tensor_that_is_replaced_in_its_list_is_the_one_that_is_stored() -> None:
-    """A shadow is often a new tensor after each step."""
+def test_tensor_replaced_in_tracked_list_is_stored() -> None:
+    """Averages are often new tensors after each step."""
     shadow = [torch.zeros(2)]
     tracked = state_dict.collect_objects({"ema": shadow})
     shadow[0] = torch.ones(2)
     assert [leaf.tensor.tolist() for leaf in state_dict.flatten(tracked).leaves] == [[1.0, 1.0]]
 
 
-def test_a_number_among_tensors_is_refused_with_its_place() -> None:
-    """Nothing can be put back into a float: a decay that is stored and not restored would be a lie."""
+def test_number_among_tracked_tensors_is_refused() -> None:
+    """A float cannot be loaded in place."""
     for given, place in (
         ({"shadow": [torch.zeros(1)], "decay": 0.9}, "ema.decay"),
         ([torch.zeros(1), 3], "ema/1"),
@@ -289,15 +289,15 @@ def test_a_number_among_tensors_is_refused_with_its_place() -> None:
             state_dict.flatten(state_dict.collect_objects({"ema": given}))
 
 
-def test_tensors_of_other_shapes_or_names_are_listed_and_nothing_is_changed() -> None:
-    """As of a model."""
+def test_tracked_tensors_that_do_not_fit_are_listed_and_unchanged() -> None:
+    """As for a model."""
     target = {"a": torch.zeros(2), "b": torch.zeros(1)}
     with pytest.raises(MismatchError) as caught:
         carry({"a": torch.ones(3), "c": torch.ones(1)}, target)
     for line in (
-        "ema/a: float32[2] in what is tracked, float32[3] in the checkpoint",
-        "ema/b: float32[1] in what is tracked, absent in the checkpoint",
-        "ema/c: absent in what is tracked, float32[1] in the checkpoint",
+        "ema/a: float32[2] in the tracked tensors, float32[3] in the checkpoint",
+        "ema/b: float32[1] in the tracked tensors, absent in the checkpoint",
+        "ema/c: absent in the tracked tensors, float32[1] in the checkpoint",
     ):
         assert line in str(caught.value)
     assert not target["a"].any()
@@ -325,10 +325,8 @@ def quantised() -> Tensor:
     ids=["sparse", "csr", "quantised", "meta", "expanded"],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_buffer_that_cannot_be_stored_is_refused_by_its_path(
-    buffer: Callable[[], Tensor], told: str
-) -> None:
-    """Before the first step, with what to do."""
+def test_unstorable_buffer_is_refused_with_path(buffer: Callable[[], Tensor], told: str) -> None:
+    """Before the first step, with advice."""
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].register_buffer("extra", buffer())
     with pytest.raises(UntrackableError, match=rf"model/0\.extra: .*{told}"):
@@ -337,8 +335,8 @@ def test_a_buffer_that_cannot_be_stored_is_refused_by_its_path(
     assert len(state_dict.flatten({"model": model}).leaves) == 2, "what is not persistent is the script's own"
 
 
-def test_a_lazy_module_is_refused_until_it_has_its_shapes() -> None:
-    """Its path, and what to do; then it is a module like others."""
+def test_lazy_module_is_refused_until_it_has_shapes() -> None:
+    """The error has its path and the remedy."""
     model = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
     with pytest.raises(UntrackableError, match=r"model/0\.weight: .*lazy.*one forward pass before resume"):
         state_dict.flatten({"model": model})
@@ -346,8 +344,8 @@ def test_a_lazy_module_is_refused_until_it_has_its_shapes() -> None:
     assert len(state_dict.flatten({"model": model}).leaves) == 7
 
 
-def test_tied_tensors_of_an_object_come_back_tied() -> None:
-    """Two references to one tensor are one tensor again, or what changes it in place changes half."""
+def test_tied_tensors_of_object_are_restored_tied() -> None:
+    """Otherwise a change in place would reach only one of two references."""
 
     class Both:
         def __init__(self) -> None:
@@ -369,23 +367,23 @@ def test_tied_tensors_of_an_object_come_back_tied() -> None:
 
 
 class Wrapping(torch.optim.Optimizer):
-    """Steps another optimizer, and tells of its state or not."""
+    """An optimizer that steps an inner one, and includes its state or not."""
 
     def __init__(self, inner: torch.optim.Optimizer, *, tells: bool) -> None:
         super().__init__(inner.param_groups[0]["params"], {})
         self.inner, self.tells = inner, tells
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Let the other one step."""
+        """Step the inner optimizer."""
         self.inner.step(closure)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the other one's, or one's own, which is empty."""
+        """Return the inner optimizer's state, or an empty one."""
         return self.inner.state_dict() if self.tells else super().state_dict()
 
 
-def test_an_optimizer_that_is_not_tracked_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """Built after resume(), or wrapped by one that says nothing of it; not when it has nothing to lose."""
+def test_untracked_optimizer_is_warned_about_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Built after resume(), or hidden in one without its state; no warning without state."""
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizers = {
         "silent": Wrapping(torch.optim.Adam(model.parameters()), tells=False),

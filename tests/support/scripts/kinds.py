@@ -1,7 +1,8 @@
-"""Every kind of model, wrapper and state under DDP: whole, and again from its middle, in the same processes.
+"""Trains every kind of model, wrapper and state under DDP: uninterrupted, and resumed from the middle.
 
-Each rank trains each kind six steps, saves at the third, builds all anew from other seeds, resumes, and
-trains the other three. Prints, for each kind, what differs in the end: for tests/integration/test_state_kinds.py.
+Each rank trains each kind for six steps and saves at the third. It then builds everything again from other
+seeds, resumes, and trains the other three. It prints what differs at the end, for
+tests/integration/test_state_kinds.py.
 """
 
 from __future__ import annotations

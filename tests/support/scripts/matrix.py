@@ -1,9 +1,9 @@
-"""Every optimizer with every way to train, all in one job: for tests/integration/test_optimizer_matrix.py.
+"""Trains every optimizer in every way within one job, for tests/integration/test_optimizer_matrix.py.
 
-A cell is an optimizer and a way to train. All cells take one step in each step of the job, each with its own
-model, DDP, scheduler, average and scaler. Each rank keeps a diary of what it reads and of every cell's loss,
-and tells in the end what every cell holds. ``--kill STEP:RANK:MOMENT:WHO``: there that rank kills its worker
-(itself), or its node.
+A cell is an optimizer and a way to train, with its own model, DDP, scheduler, average and scaler. Each
+step of the job takes one step of every cell. Each rank records the samples it reads and every cell's loss,
+and the final state of every cell. ``--kill STEP:RANK:MOMENT:WHO`` kills that rank's worker or node at that
+moment.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ WIDTH = 40
 
 
 class Factored(torch.optim.Optimizer):
-    """Adafactor's way: second moments by row and column, new tensors at each step."""
+    """An optimizer like Adafactor: second moments by row and column, new tensors at each step."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.01})
 
     def step(self, closure: Any = None) -> Any:
-        """Divide each gradient by the root of what its row and column have been."""
+        """Divide each gradient by the root of its row's and column's moments."""
         loss = None if closure is None else closure()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -57,7 +57,7 @@ class Factored(torch.optim.Optimizer):
 
 
 def halved(step: int) -> float:
-    """A rate that falls."""
+    """Return a decaying factor."""
     return float(0.95**step)
 
 
@@ -200,7 +200,7 @@ class Cell:
 
 
 class Kill:
-    """Who dies when; once."""
+    """Kills a worker or a node once, at a given moment of a given step."""
 
     def __init__(self, told: str, directory: Path, rank: int) -> None:
         step, victim, self._moment, self._who = (told or "0:0:-:-").split(":")
@@ -208,7 +208,7 @@ class Kill:
         self._done = directory / "killed"
 
     def comes(self, moment: str, step: int) -> None:
-        """Die, if that is the moment of that step."""
+        """Kill if ``moment`` of ``step`` is the given one."""
         if (step, moment) != (self._step, self._moment) or self._done.exists():
             return
         self._done.touch()
@@ -218,7 +218,7 @@ class Kill:
 
 
 def tracked(cells: list[Cell]) -> dict[str, Any]:
-    """What resume() is given."""
+    """Return the arguments of resume()."""
     return {
         "model": {cell.name: cell.model for cell in cells},
         "optimizer": {cell.name: cell.optimizer for cell in cells},
@@ -229,7 +229,7 @@ def tracked(cells: list[Cell]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Train all cells; write down what was read, every loss, and what came of it."""
+    """Train all cells, and record samples, losses and final states."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--diary", type=Path, required=True)
     parser.add_argument("--kill", default="")

@@ -1,7 +1,7 @@
-"""Trains parts of one epoch in each of several ways, and writes what was read, counted and made of it.
+"""Trains parts of one epoch in several ways, and prints which samples were read and counted.
 
-For tests/unit/data/test_world_size.py, which starts it again and again with another number of ranks. Each rank compares
-the gradient that DDP gives it with that of one process on the whole global batch.
+tests/unit/data/test_world_size.py starts it several times with other numbers of ranks. Each rank compares
+DDP's gradient with that of one process on the whole global batch.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ WAYS = ("global", "local", "sampler")
 
 
 def samples() -> TensorDataset:
-    """Made-up ones that know their number."""
+    """Make random samples that contain their index."""
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn(SAMPLES, 6, generator=generator)
     return TensorDataset(inputs, torch.randn(SAMPLES, 1, generator=generator), torch.arange(SAMPLES))
 
 
 def data_of(way: str, dataset: TensorDataset) -> tuple[DataLoader[tuple[Tensor, ...]], dict[str, Any]]:
-    """The loader, and what else resume() is told."""
+    """Return the loader, and further arguments of resume()."""
     if way == "sampler":
         loader = DataLoader(dataset, batch_size=9, sampler=er.ElasticSampler(dataset, seed=SEED))
         return loader, {}
@@ -43,7 +43,7 @@ def data_of(way: str, dataset: TensorDataset) -> tuple[DataLoader[tuple[Tensor, 
 
 
 def gradient(model: nn.Module) -> Tensor:
-    """All of it, in one row."""
+    """Return all gradients in one row."""
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 

@@ -1,4 +1,4 @@
-"""Snapshots: what lies in memory is the state at its step boundary, whatever training does meanwhile."""
+"""A snapshot equals the state at its step boundary, whatever training changes while it is copied."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ FP8 = torch.float8_e4m3fn
 
 
 class Replacing(torch.optim.Optimizer):
-    """An optimizer that puts new tensors in the place of its old ones."""
+    """An optimizer that replaces its state tensors instead of changing them in place."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Descend; the state is never changed in place."""
+        """Take a step of momentum SGD."""
         del closure
         for group in self.param_groups:
             for p in group["params"]:
@@ -51,7 +51,7 @@ class Replacing(torch.optim.Optimizer):
 
 
 class Odd(nn.Module):
-    """Parameters and buffers of all kinds, some tied, one frozen."""
+    """A model with parameters and buffers of all dtypes, some tied, one frozen."""
 
     count: Tensor
     ints: Tensor
@@ -76,7 +76,7 @@ class Odd(nn.Module):
         self.norm = nn.BatchNorm1d(4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Change every buffer, and the frozen parameter, as MoCo's second encoder is changed."""
+        """Change every buffer and the frozen parameter, as MoCo changes its second encoder."""
         self.count += 1
         self.ints += 1
         self.mask.logical_not_()
@@ -87,7 +87,7 @@ class Odd(nn.Module):
 
 
 def odd(make: Callable[[list[Tensor]], Any]) -> Build:
-    """The odd model, with the optimizer that ``make`` gives."""
+    """Return a function that builds the odd model with the optimizer of ``make``."""
 
     def build() -> dict[str, Any]:
         model = Odd()
@@ -97,7 +97,7 @@ def odd(make: Callable[[list[Tensor]], Any]) -> Build:
 
 
 def two() -> dict[str, Any]:
-    """A model of two parts with an optimizer each, a scheduler, and an average of the weights."""
+    """Build two models with an optimizer each, a scheduler and an average of the weights."""
     g, d = nn.Linear(4, 4), nn.Linear(4, 4)
     opt_g, opt_d = torch.optim.Adam(g.parameters()), torch.optim.SGD(d.parameters(), lr=0.1, momentum=0.9)
     return {
@@ -123,7 +123,7 @@ KINDS: dict[str, Build] = {
 
 @pytest.fixture
 def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
-    """Resume in this process; nothing goes to disk but the first step."""
+    """Resume in this process; only the first step is committed."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     runs: list[Run] = []
 
@@ -145,13 +145,13 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 
 def expected(run: Run) -> tuple[dict[str, Tensor], Any]:
-    """The state now: copies of its tensors, and all the rest."""
+    """Return copies of all tensors of the state now, and the rest."""
     flat = state_dict.flatten(run._tracked)
     return {leaf.name: leaf.tensor.clone() for leaf in flat.leaves}, flat.skeleton
 
 
 def held(run: Run) -> tuple[dict[str, Tensor], Any, int]:
-    """What memory holds: tensors, the rest, and the step."""
+    """Return the tensors, the rest and the step of the newest snapshot."""
     memory = run._committer_connection.slot_client
     newest = memory.find_newest()
     assert newest is not None
@@ -161,7 +161,7 @@ def held(run: Run) -> tuple[dict[str, Tensor], Any, int]:
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
-    """Names of tensors that are not the same, bit for bit."""
+    """Return the names of tensors that are not bit-identical."""
     prints = [
         state_dict.digest_leaves(
             [state_dict.Leaf(name, tensor, state_dict.OTHER) for name, tensor in side.items()]
@@ -174,7 +174,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
 
 
 def step(objects: dict[str, Any]) -> None:
-    """Forward, backward, and a step of all optimizers."""
+    """Run forward, backward and a step of all optimizers."""
     models, optimizers = objects["model"], objects.get("optimizer", [])
     parts = list(models.values()) if isinstance(models, dict) else [models]
     every = list(optimizers.values()) if isinstance(optimizers, dict) else [optimizers] if optimizers else []
@@ -195,8 +195,8 @@ def step(objects: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_memory_holds_the_state_at_the_step_boundary(kind: str, begin: Callable[..., Run]) -> None:
-    """Bit for bit, though the next forward pass runs, and changes buffers, before the copy is complete."""
+def test_snapshot_equals_state_at_step_boundary(kind: str, begin: Callable[..., Run]) -> None:
+    """The next forward pass changes buffers before the copy is complete."""
     objects = KINDS[kind]()
     run = begin(**objects)
     for number in range(1, 7):
@@ -213,10 +213,10 @@ def test_memory_holds_the_state_at_the_step_boundary(kind: str, begin: Callable[
         assert kept == rest
 
 
-def test_the_fence_holds_up_the_optimizer_until_the_copy_is_complete(
+def test_copy_barrier_blocks_optimizer_step_until_copy_is_complete(
     begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However slow it is."""
+    """The copy is delayed by a failpoint."""
     objects = KINDS["adamw"]()
     run = begin(**objects)
     step(objects)
@@ -231,8 +231,8 @@ def test_the_fence_holds_up_the_optimizer_until_the_copy_is_complete(
     assert same(tensors, found) == []
 
 
-def test_state_that_changes_behind_the_fence_is_found_and_named(begin: Callable[..., Run]) -> None:
-    """With verify_copies on; by its tensor."""
+def test_verify_copies_names_tensor_changed_during_copy(begin: Callable[..., Run]) -> None:
+    """A script changes a parameter between run.step() and optimizer.step()."""
     objects = KINDS["adamw"]()
     run = begin(**objects)
     run.verify_copies = True
@@ -247,14 +247,14 @@ def test_state_that_changes_behind_the_fence_is_found_and_named(begin: Callable[
 
 
 def replay(objects: dict[str, Any]) -> None:
-    """Change parameters and optimizer state as a replayed CUDA graph of the step does: without any hook."""
+    """Change parameters and optimizer state without running a hook, as a replayed CUDA graph does."""
     with torch.no_grad():
         for leaf in state_dict.flatten(objects).select_kinds(state_dict.REPLICATED):
             leaf.tensor.add_(1)
 
 
 def failures(run: Run) -> list[str]:
-    """What the event log says of snapshots that failed."""
+    """Return the reasons of failed snapshots from the event log."""
     path = run._context.node_dir / "events.jsonl"
     return [str(event["reason"]) for event in events.read(path) if event["event"] == "snapshot-failed"]
 
@@ -262,10 +262,10 @@ def failures(run: Run) -> list[str]:
 SLOWLY = "snapshot.copying=delay:0.2"  # so that what training does meanwhile would be in the copy
 
 
-def test_a_step_without_hooks_is_never_copied_half(
+def test_step_without_hooks_is_copied_synchronously(
     begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A replayed CUDA graph runs none: training waits for the copy."""
+    """A replayed CUDA graph runs no hook, so training waits for the copy."""
     objects = KINDS["adamw"]()
     run = begin(**objects)
     replay(objects)
@@ -282,10 +282,10 @@ def test_a_step_without_hooks_is_never_copied_half(
 
 
 @pytest.mark.parametrize("when", ["before it is copied", "when it has been copied"])
-def test_what_was_copied_while_a_graph_was_replayed_counts_no_more(
+def test_copy_during_graph_replay_is_discarded(
     when: str, begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Behind steps that had hooks nobody can know that the next one has none: it is seen at its end."""
+    """The steps before had hooks, so only the end of the replayed step shows that its hook is missing."""
     objects = KINDS["adamw"]()
     run = begin(**objects)
     step(objects)
@@ -297,7 +297,7 @@ def test_what_was_copied_while_a_graph_was_replayed_counts_no_more(
         assert run._snapshot_scheduler.snapshotter.wait_until_complete(20)
         objects["model"].a.weight.data.add_(1)  # which counts no version
     monkeypatch.setattr(
-        run._snapshot_scheduler.snapshotter, "take", lambda *_, **__: False
+        run._snapshot_scheduler.snapshotter, "start_snapshot", lambda *_, **__: False
     )  # else the next one counts
     run.step()
     run._snapshot_scheduler.snapshotter.wait_for_copy()
@@ -308,10 +308,10 @@ def test_what_was_copied_while_a_graph_was_replayed_counts_no_more(
     assert reason in capsys.readouterr().err
 
 
-def test_steps_that_leave_the_optimizer_out_keep_their_copies(
+def test_snapshot_stays_valid_if_optimizer_step_is_skipped(
     begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a GradScaler does after an overflow, or a script that adds gradients up by itself."""
+    """A GradScaler after an overflow, or gradient accumulation by the script."""
     objects = KINDS["two"]()
     run = begin(**objects)
     monkeypatch.setattr(failpoints, "_failpoints_by_name", failpoints._parse("snapshot.copying=delay:0.02"))
@@ -325,10 +325,10 @@ def test_steps_that_leave_the_optimizer_out_keep_their_copies(
 
 
 @pytest.mark.parametrize("when", ["before it is copied", "when it has been copied", "never"])
-def test_two_optimizers_of_which_one_is_replayed_have_no_torn_copy(
+def test_copy_is_discarded_if_one_of_two_optimizers_is_replayed(
     when: str, begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other's hook says nothing of it, nor does what the other changes."""
+    """The hook of the other optimizer does not protect these tensors."""
     objects = KINDS["two"]()
     run = begin(**objects)
     step(objects)
@@ -344,7 +344,7 @@ def test_two_optimizers_of_which_one_is_replayed_have_no_torn_copy(
     objects["model"]["d"](torch.ones(1, 4)).sum().backward()
     objects["optimizer"]["d"].step()
     monkeypatch.setattr(
-        run._snapshot_scheduler.snapshotter, "take", lambda *_, **__: False
+        run._snapshot_scheduler.snapshotter, "start_snapshot", lambda *_, **__: False
     )  # else the next one counts
     run.step()
     run._snapshot_scheduler.snapshotter.wait_for_copy()
@@ -355,10 +355,10 @@ def test_two_optimizers_of_which_one_is_replayed_have_no_torn_copy(
     )  # so training waits for the next copy
 
 
-def test_what_looking_for_changes_takes_is_counted_as_a_stall(
+def test_time_to_find_changes_counts_as_stall(
     begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else snapshots would come more often than they may cost."""
+    """Otherwise snapshots would be taken more often than their budget allows."""
     objects = KINDS["adamw"]()
     run = begin(**objects)
     step(objects)
@@ -373,7 +373,7 @@ def test_what_looking_for_changes_takes_is_counted_as_a_stall(
         time.sleep(0.2)
         return looked(*given)
 
-    monkeypatch.setattr(snapshotter.TensorGroup, "differing", slowly)
+    monkeypatch.setattr(snapshotter.TensorGroup, "find_differing", slowly)
     snapshots.end_step(2)
     snapshots.wait_for_copy()
     assert len(threads) == 1
@@ -382,10 +382,10 @@ def test_what_looking_for_changes_takes_is_counted_as_a_stall(
     assert snapshots.wait_until_complete(20)
 
 
-def test_an_optimizers_step_that_is_captured_is_refused(
+def test_optimizer_step_in_graph_capture_is_refused(
     begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a CUDA graph; before any replay."""
+    """The error comes before any replay."""
     objects = KINDS["adamw"]()
     begin(**objects)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -397,14 +397,14 @@ def test_an_optimizers_step_that_is_captured_is_refused(
 
 
 class Cudart:
-    """Stands for CUDA's runtime: knows which memory is registered, and refuses what it would."""
+    """A stand-in for CUDA's runtime that records registered memory."""
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
         self.most = 0
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
-        """Register, once."""
+        """Register memory once."""
         assert flags == 0
         assert address not in self.registered
         self.registered[address] = size
@@ -412,21 +412,21 @@ class Cudart:
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
-        """Forget what is registered, and still mapped."""
+        """Unregister memory that is registered and still mapped."""
         del self.registered[address]
         assert f"{address:x}-" in Path("/proc/self/maps").read_text()
         return 0
 
 
-def test_slots_that_are_replaced_are_not_left_pinned(
-    begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a process that uses CUDA; a closed run leaves none."""
+def test_replaced_slots_are_unpinned(begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A closed run leaves no slot pinned."""
     cuda = Cudart()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
-    monkeypatch.setattr(copy_engine.CudaCopyStreams, "begin", lambda *_: {torch.device("cpu"): None})
-    monkeypatch.setattr(copy_engine.CudaCopyStreams, "copy", lambda *_: None)
+    monkeypatch.setattr(
+        copy_engine.CudaCopyStreams, "record_start_events", lambda *_: {torch.device("cpu"): None}
+    )
+    monkeypatch.setattr(copy_engine.CudaCopyStreams, "enqueue_copies", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     model, diary = nn.Linear(4, 4), Diary()
     objects = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
@@ -443,8 +443,8 @@ def test_slots_that_are_replaced_are_not_left_pinned(
     assert not cuda.registered
 
 
-def test_new_tensors_make_a_new_layout_and_the_newest_snapshot_stays(begin: Callable[..., Run]) -> None:
-    """A parameter that comes later, many times the size of all before."""
+def test_new_tensors_make_new_layout_and_keep_newest_snapshot(begin: Callable[..., Run]) -> None:
+    """A parameter is added that is many times larger than all others."""
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     objects = {"model": model, "optimizer": optimizer}
@@ -471,14 +471,14 @@ def test_new_tensors_make_a_new_layout_and_the_newest_snapshot_stays(begin: Call
 @pytest.mark.parametrize(
     ("slots_that_fit", "words"), [(3, "3 slots"), (2, "2 slots"), (1, "1 slot"), (0, "none")]
 )
-def test_less_memory_means_fewer_snapshots_and_the_same_checkpoints(
+def test_less_memory_gives_fewer_snapshots_and_same_checkpoints(
     slots_that_fit: int,
     words: str,
     begin: Callable[..., Run],
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each budget works, says which it is, and a save is a whole copy of its step."""
+    """Each budget is logged, and a checkpoint holds its whole step."""
     model = nn.Linear(1000, 300)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     objects = {"model": model, "optimizer": optimizer}
@@ -499,18 +499,18 @@ def test_less_memory_means_fewer_snapshots_and_the_same_checkpoints(
 
 
 @pytest.mark.parametrize("source", [torch.ones(3).half(), torch.ones(1), torch.ones(2)])
-def test_what_has_become_another_kind_of_tensor_is_not_copied(source: Tensor) -> None:
-    """The copy itself would convert a dtype in silence, and stretch one element to all."""
+def test_copy_refuses_tensor_with_changed_dtype_or_size(source: Tensor) -> None:
+    """Torch would convert the dtype, or broadcast one element, without an error."""
     target = torch.zeros(3)
-    with pytest.raises(ValueError, match="another dtype or size"):
+    with pytest.raises(ValueError, match="changed its dtype or size"):
         copy_tensors([target], [source])
     assert not target.any()
 
 
-def test_the_only_slot_goes_to_disk_when_a_save_is_due(
+def test_single_slot_is_committed_when_save_is_due(
     begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What lies there, and nobody wants on disk, does not stand in the way."""
+    """An uncommitted snapshot in the slot may be overwritten."""
     model = nn.Linear(1000, 300)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monkeypatch.setenv("ELASTIC_RESUME_SNAPSHOT_MEMORY", "1800000")
@@ -527,22 +527,22 @@ def test_the_only_slot_goes_to_disk_when_a_save_is_due(
 
 
 class Diary:
-    """State that grows, and is no tensor."""
+    """Tracked state that grows and is no tensor."""
 
     def __init__(self) -> None:
         self.text = ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Give all that was written."""
+        """Return the text."""
         return {"text": self.text}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it back."""
+        """Load the text."""
         self.text = state["text"]
 
 
-def test_slots_that_are_replaced_by_larger_ones_give_their_memory_back(begin: Callable[..., Run]) -> None:
-    """Nobody keeps them mapped."""
+def test_slots_replaced_by_larger_ones_free_their_memory(begin: Callable[..., Run]) -> None:
+    """No process keeps the old slots mapped."""
 
     def mapped() -> int:
         gc.collect()
@@ -563,10 +563,8 @@ def test_slots_that_are_replaced_by_larger_ones_give_their_memory_back(begin: Ca
     assert mapped() - before <= 2 * len(states) + 2
 
 
-def test_a_run_that_is_closed_and_forgotten_leaves_no_descriptor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a notebook, say; with the slots their memory would stay."""
+def test_closed_run_leaves_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leaked descriptor would keep the slots' memory, for example in a notebook."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     objects, found = KINDS["adamw"](), []
     for _ in range(3):
@@ -583,10 +581,10 @@ def test_a_run_that_is_closed_and_forgotten_leaves_no_descriptor(
     )
 
 
-def test_a_copy_that_fails_costs_a_snapshot_and_not_the_training(
+def test_failed_copy_costs_snapshot_but_not_training(
     begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The slot does not count, the one before does, and the next one is taken."""
+    """The slot is invalid, the previous snapshot stays valid, and the next one is taken."""
     objects = KINDS["adamw"]()
     run = begin(**objects)
     step(objects)
@@ -604,8 +602,8 @@ def test_a_copy_that_fails_costs_a_snapshot_and_not_the_training(
     assert held(run)[2] == 3
 
 
-def test_an_epochs_last_step_is_held_before_what_follows_it_and_after(begin: Callable[..., Run]) -> None:
-    """Killed in between, the job runs what follows again; killed afterwards, it does not."""
+def test_last_step_of_epoch_is_snapshotted_before_and_after_epoch_end(begin: Callable[..., Run]) -> None:
+    """A job killed in between repeats what follows the step; a job killed afterwards does not."""
     model = nn.Linear(4, 4)
     objects = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
     batches = er.GlobalBatches(6, 3, seed=1)
@@ -647,7 +645,7 @@ REPLACED: dict[str, Callable[[Odd, Any], None]] = {
 
 
 def replacing_at(at: int, change: Callable[[Odd, Any], None], begin: Callable[..., Run]) -> list[int]:
-    """Train nine steps; give those whose snapshots do not count. What counts is compared."""
+    """Train nine steps, compare each valid snapshot, and return the steps without one."""
     objects = KINDS["adamw"]()
     run = begin(**objects)
     missing: list[int] = []
@@ -671,8 +669,8 @@ def replacing_at(at: int, change: Callable[[Odd, Any], None], begin: Callable[..
 
 @pytest.mark.parametrize("at", [2, 8])
 @pytest.mark.parametrize("change", REPLACED.values(), ids=REPLACED)
-def test_what_is_replaced_is_never_held_under_another_value(
+def test_replaced_tensor_is_never_stored_with_old_value(
     at: int, change: Callable[[Odd, Any], None], begin: Callable[..., Run]
 ) -> None:
-    """The snapshot of that very step has the tensor that stands there now."""
+    """The snapshot of the step of the replacement has the new tensor."""
     assert replacing_at(at, change, begin) == []

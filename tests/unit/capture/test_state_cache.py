@@ -1,4 +1,4 @@
-"""A look at the tracked objects gives what flattening them would, and notices what has changed."""
+"""StateTracker.read_state equals state_dict.flatten after any change of the tracked objects."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ pytestmark = pytest.mark.slow
 
 
 class Box:
-    """Anything with state_dict and load_state_dict."""
+    """An object with state_dict and load_state_dict."""
 
     def __init__(self, value: Any = None) -> None:
         self.value = value
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the value."""
+        """Return the value."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the value."""
+        """Load the value."""
         self.value = state["value"]
 
 
 class Parts(nn.Module):
-    """Linear, BatchNorm, an embedding, a buffer that is not kept, None where a bias could be."""
+    """Linear, BatchNorm, an embedding, a non-persistent buffer, and a missing bias."""
 
     scale: Tensor
     cache: Tensor
@@ -64,27 +64,27 @@ class Parts(nn.Module):
 
 
 class Counting(nn.Linear):
-    """Keeps a number beside its tensors."""
+    """A layer with extra state."""
 
     calls = 0
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Give it."""
+        """Return the count."""
         return {"calls": self.calls}
 
     def set_extra_state(self, state: Any) -> None:
-        """Take it."""
+        """Load the count."""
         self.calls = state["calls"]
 
 
 class Sums(torch.optim.Optimizer):
-    """Keeps Python numbers for each parameter."""
+    """An optimizer that keeps Python numbers for each parameter."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
-        """Count."""
+        """Count the step."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 own = self.state[parameter]
@@ -93,14 +93,14 @@ class Sums(torch.optim.Optimizer):
 
 
 class Assigning(torch.optim.Optimizer):
-    """Puts new tensors where the old ones were, as simple optimizers do."""
+    """An optimizer that replaces its state tensors and parameter data."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
-        """Average, and descend."""
+        """Take a step of momentum SGD."""
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is not None:
                 own = self.state[parameter]
@@ -108,34 +108,34 @@ class Assigning(torch.optim.Optimizer):
                 parameter.data = parameter.data - 0.1 * own["mean"]
 
 
-def names(sight: StateView) -> list[str]:
-    """Names of the fixed tensors."""
-    return [leaf.name for leaf in sight.cached.leaves]
+def names(view: StateView) -> list[str]:
+    """Return the names of the cached tensors."""
+    return [leaf.name for leaf in view.cached.leaves]
 
 
 def described(leaves: Any) -> dict[str, Any]:
-    """What must be equal of the tensors, by name."""
+    """Return kind, dtype and shape of the tensors by name."""
     return {leaf.name: (leaf.kind, leaf.tensor.dtype, tuple(leaf.tensor.shape)) for leaf in leaves}
 
 
 def check(tracker: StateTracker, tracked: dict[str, Any]) -> StateView:
-    """Look, and compare with what flattening says at the same moment, bit for bit."""
-    sight, flat = tracker.read_state(), state_dict.flatten(tracked)
-    merged = slots.merge_state(sight.cached.static_skeleton, sight.dynamic_skeleton)
+    """Read the state and compare it with flatten, bit for bit."""
+    view, flat = tracker.read_state(), state_dict.flatten(tracked)
+    merged = slots.merge_state(view.cached.static_skeleton, view.dynamic_skeleton)
     assert merged == flat.skeleton
     assert repr(merged) == repr(flat.skeleton)  # the order of names as well
-    assert described(sight.leaves) == described(flat.leaves)
-    assert len(sight.leaves) == len(flat.leaves)
-    fixed, order = set(names(sight)), [leaf.name for leaf in flat.leaves]
-    assert names(sight) == [name for name in order if name in fixed]
-    assert [leaf.name for leaf in sight.uncached_leaves] == [name for name in order if name not in fixed]
-    assert state_dict.digest_leaves(sight.leaves) == state_dict.digest_leaves(flat.leaves)
-    assert len(sight.cached.may_overlap) == len(sight.cached.leaves)
-    return sight
+    assert described(view.leaves) == described(flat.leaves)
+    assert len(view.leaves) == len(flat.leaves)
+    fixed, order = set(names(view)), [leaf.name for leaf in flat.leaves]
+    assert names(view) == [name for name in order if name in fixed]
+    assert [leaf.name for leaf in view.uncached_leaves] == [name for name in order if name not in fixed]
+    assert state_dict.digest_leaves(view.leaves) == state_dict.digest_leaves(flat.leaves)
+    assert len(view.cached.may_overlap) == len(view.cached.leaves)
+    return view
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One step."""
+    """Take one training step."""
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -172,8 +172,10 @@ REPLACING = [OPTIMIZERS[name] for name in ("asgd", "assigning")]
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_each_step_of_each_optimizer_is_seen_as_it_is(make: Callable[[Any], torch.optim.Optimizer]) -> None:
-    """Before the first step, when state appears, and afterwards; with what a run tracks besides."""
+def test_read_state_equals_flatten_after_each_optimizer_step(
+    make: Callable[[Any], torch.optim.Optimizer],
+) -> None:
+    """Before the first step, when state appears, and afterwards."""
     torch.manual_seed(0)
     model = Parts()
     optimizer = make(model.parameters())
@@ -205,8 +207,8 @@ def test_each_step_of_each_optimizer_is_seen_as_it_is(make: Callable[[Any], torc
         assert seen[0].cached.version <= seen[-1].cached.version <= 4
 
 
-def test_with_names_and_many_groups_too() -> None:
-    """Groups keep their parameters' names, and their learning rates move one by one."""
+def test_read_state_equals_flatten_with_many_named_groups() -> None:
+    """Groups keep their parameters' names, and learning rates change one by one."""
     model = Parts()
     groups = [{"params": [item], "lr": 0.1 / (i + 1)} for i, item in enumerate(model.named_parameters())]
     optimizer = torch.optim.Adam(groups)
@@ -304,8 +306,8 @@ CHANGES: dict[str, Callable[[Parts], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_changed_model_is_seen_at_once(change: Callable[[Parts], Any]) -> None:
-    """The next look has a new fixed part, and is what flattening gives; so are those that follow."""
+def test_changed_model_invalidates_cache(change: Callable[[Parts], Any]) -> None:
+    """Further reads keep the new cache."""
     model = Parts()
     tracked = {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
     tracker = StateTracker(tracked)
@@ -328,8 +330,8 @@ def test_a_changed_model_is_seen_at_once(change: Callable[[Parts], Any]) -> None
         nn.Module.zero_grad,
     ],
 )
-def test_other_values_are_no_change(change: Callable[[Parts], Any]) -> None:
-    """Values, and what is not part of the state, leave the fixed part as it is."""
+def test_changed_values_keep_cache(change: Callable[[Parts], Any]) -> None:
+    """Changed values and non-persistent state keep the cached part."""
     model = Parts()
     tracked = {"model": model, "alias": Box(model.embed.weight)}
     tracker = StateTracker(tracked)
@@ -340,8 +342,8 @@ def test_other_values_are_no_change(change: Callable[[Parts], Any]) -> None:
     assert check(tracker, tracked).cached is before.cached
 
 
-def test_addresses_of_tied_memory_are_compared_even_when_nothing_else_is() -> None:
-    """Two parameters over the same memory are stored once until one gets its own, or another stride."""
+def test_tied_memory_is_stored_once_until_address_or_stride_changes() -> None:
+    """Two parameters over the same memory."""
     one, other = nn.Linear(3, 3), nn.Linear(3, 3)
     first, second = one.weight, other.weight
     model = nn.Sequential(one, other)
@@ -375,8 +377,8 @@ OPTIMIZER_CHANGES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 
 @pytest.mark.parametrize("change", OPTIMIZER_CHANGES.values(), ids=OPTIMIZER_CHANGES)
-def test_a_changed_optimizer_is_seen_at_once(change: Callable[[torch.optim.Optimizer], Any]) -> None:
-    """And the order of parameters that is tracked beside it with it."""
+def test_changed_optimizer_invalidates_cache(change: Callable[[torch.optim.Optimizer], Any]) -> None:
+    """The tracked order of parameters is read again as well."""
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
     optimizer = torch.optim.Adam(model.parameters())
     train(model, optimizer)
@@ -390,8 +392,8 @@ def test_a_changed_optimizer_is_seen_at_once(change: Callable[[torch.optim.Optim
     assert check(tracker, tracked).cached is after.cached
 
 
-def test_a_buffer_that_is_assigned_at_each_step_is_seen_each_time() -> None:
-    """The tensor that stands there now is held, whatever its shape and ties."""
+def test_buffer_assigned_at_each_step_is_read_each_time() -> None:
+    """The current tensor is read, whatever its shape and ties."""
     model = Parts()
     tracked = {"model": model}
     tracker = StateTracker(tracked)
@@ -406,8 +408,8 @@ def test_a_buffer_that_is_assigned_at_each_step_is_seen_each_time() -> None:
     check(tracker, tracked)
 
 
-def test_what_is_asked_may_share_memory_with_what_is_fixed() -> None:
-    """The first in the order gives the name, whichever of the two it is, from the moment when they share."""
+def test_uncached_state_may_share_memory_with_cached_state() -> None:
+    """The first object in the order names the shared tensor, cached or not."""
     model = nn.Linear(3, 3)
     before, after = Box(), Box()
     tracked = {"before": before, "model": model, "after": after}
@@ -425,8 +427,8 @@ def test_what_is_asked_may_share_memory_with_what_is_fixed() -> None:
     check(tracker, tracked)
 
 
-def test_the_order_of_gradients_is_seen_when_it_becomes_known() -> None:
-    """BucketOrder is not asked again until then."""
+def test_bucket_order_invalidates_cache_when_it_becomes_known() -> None:
+    """The bucket order is not read again before."""
     model, order = nn.Linear(2, 2), BucketOrder()
     tracked = {"order": order, "model": model}
     tracker = StateTracker(tracked)
@@ -441,8 +443,8 @@ def test_the_order_of_gradients_is_seen_when_it_becomes_known() -> None:
     check(tracker, tracked)
 
 
-def test_complex_tensors_are_followed() -> None:
-    """They are stored as views of live memory while that stays, and conjugated or moved ones anew."""
+def test_replaced_complex_tensors_are_read() -> None:
+    """Complex tensors are stored as views; conjugated or moved ones are read again."""
     model = nn.Module()
     model.w = nn.Parameter(torch.randn(3, dtype=torch.complex64))
     alias = Box(model.w.data)
@@ -465,13 +467,13 @@ def test_complex_tensors_are_followed() -> None:
 
 
 def waiting(tracked: dict[str, Any], tracker: StateTracker | None = None) -> set[str]:
-    """Names of the tensors that may be copied behind the fence."""
+    """Return the names of tensors that may be copied behind the copy barrier."""
     fixed = check(tracker or StateTracker(tracked), tracked).cached
     return {leaf.name for leaf, late in zip(fixed.leaves, fixed.may_overlap, strict=True) if late}
 
 
-def test_only_what_optimizers_alone_change_is_overlapped() -> None:
-    """Not buffers, frozen parameters, those of an untracked optimizer, nor what LBFGS steps."""
+def test_overlap_rule_allows_only_tensors_that_optimizers_change() -> None:
+    """Not buffers, frozen parameters, parameters of an untracked optimizer, or of LBFGS."""
     model = Parts()
     model.spare.requires_grad_(False)
     optimizer = torch.optim.Adam(model.parameters())
@@ -497,8 +499,8 @@ def test_only_what_optimizers_alone_change_is_overlapped() -> None:
     assert "model/embed.weight" not in waiting(tracked)
 
 
-def test_a_parameter_that_was_frozen_once_never_waits_again() -> None:
-    """A GAN's networks are frozen in turn: the fixed part settles instead of changing at each step."""
+def test_parameter_frozen_once_never_overlaps_again() -> None:
+    """A GAN freezes its networks in turn; the cache must not change at each step."""
     model = Parts()
     tracked = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
     tracker = StateTracker(tracked)
@@ -525,8 +527,8 @@ def test_a_parameter_that_was_frozen_once_never_waits_again() -> None:
         lambda t: next(iter(t["optimizer"].state.values())).update(exp_avg=torch.eye(2).to_sparse()),
     ],
 )
-def test_what_cannot_be_stored_is_refused_in_the_same_words(spoil: Callable[[dict[str, Any]], Any]) -> None:
-    """At the look after it has come, and at each one until it is gone."""
+def test_read_state_raises_same_error_as_flatten(spoil: Callable[[dict[str, Any]], Any]) -> None:
+    """At every read until the value is gone."""
     model = Parts()
     optimizer = torch.optim.Adam(model.parameters())
     train(model, optimizer)
@@ -564,7 +566,10 @@ CANNOT_FOLLOW = (RuntimeError, KeyError, StopIteration, AttributeError, TypeErro
 
 
 def takes(step: str, tracked: dict[str, Any], tracker: StateTracker) -> bool:
-    """Make a change; whether the state can still be said. Where it cannot, the tracker must not say one."""
+    """Make a change. Return whether the state can still be flattened.
+
+    If it cannot, the tracker must fail as well.
+    """
     with contextlib.suppress(*CANNOT_FOLLOW):
         STEPS[step](tracked)
     try:
@@ -579,8 +584,8 @@ def takes(step: str, tracked: dict[str, Any], tracker: StateTracker) -> bool:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(sorted(STEPS)), max_size=6), st.booleans())
 @example(["model: a hook", "model: a hook"], True)  # of which torch itself can say no state
-def test_any_sequence_of_changes_is_seen_as_it_is(steps: list[str], trained: bool) -> None:
-    """What a change makes impossible, another may."""
+def test_read_state_equals_flatten_after_any_sequence_of_changes(steps: list[str], trained: bool) -> None:
+    """One change may make another impossible."""
     torch.manual_seed(0)
     model = Parts()
     optimizer = torch.optim.Adam(model.parameters())

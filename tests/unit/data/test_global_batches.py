@@ -1,4 +1,4 @@
-"""The order of samples is one per epoch, whatever the world, the failures and the prefetching."""
+"""An epoch has one order of samples, for any world, failures and prefetching."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def placed(batches: GlobalBatches, rank: int, world: int, epoch: int = 0, step: 
 
 
 def read_by_world(batches: GlobalBatches, world: int, epoch: int, start: int, stop: int) -> list[int]:
-    """The samples that count at steps start to stop, over all ranks, in no particular order."""
+    """Return the samples that count at steps start to stop, over all ranks."""
     counted: list[int] = []
     for rank in range(world):
         shares = itertools.islice(placed(batches, rank, world, epoch, start), stop - start)
@@ -43,7 +43,7 @@ def read_by_world(batches: GlobalBatches, world: int, epoch: int, start: int, st
 
 
 @given(st.integers(0, 10**12), WORLDS)
-def test_shares_cut_a_batch_without_gap_or_overlap(samples: int, world: int) -> None:
+def test_shares_cover_batch_without_gap_or_overlap(samples: int, world: int) -> None:
     """Every sample of a batch is in one share and in one only."""
     shares = [compute_share(samples, rank, world) for rank in range(world)]
     assert shares[0].start == 0
@@ -52,8 +52,8 @@ def test_shares_cut_a_batch_without_gap_or_overlap(samples: int, world: int) -> 
 
 
 @given(st.integers(0, 10**12), WORLDS)
-def test_the_first_ranks_get_the_one_sample_more(samples: int, world: int) -> None:
-    """Shares differ by one sample at most, the greater ones first."""
+def test_first_ranks_get_the_extra_samples(samples: int, world: int) -> None:
+    """Shares differ by at most one sample."""
     sizes = [len(compute_share(samples, rank, world)) for rank in range(world)]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] - sizes[-1] <= 1
@@ -61,10 +61,8 @@ def test_the_first_ranks_get_the_one_sample_more(samples: int, world: int) -> No
 
 
 @given(st.integers(1, 60), st.integers(1, 20), WORLDS, st.booleans())
-def test_a_share_is_never_empty_and_lies_in_its_batch(
-    size: int, batch: int, world: int, shuffle: bool
-) -> None:
-    """Every rank has something to take part in the all-reduce with."""
+def test_share_is_never_empty_and_within_batch(size: int, batch: int, world: int, shuffle: bool) -> None:
+    """Every rank must take part in the all-reduce."""
     batches = GlobalBatches(size, batch, shuffle=shuffle)
     for step in range(len(batches)):
         whole = next(iter(placed(batches, 0, 1, 0, step)))
@@ -87,7 +85,7 @@ def test_a_share_is_never_empty_and_lies_in_its_batch(
     drop_last=st.booleans(),
     data=st.data(),
 )
-def test_each_sample_once_per_epoch_across_any_sequence_of_worlds(
+def test_each_sample_is_read_once_across_any_sequence_of_worlds(
     *, size: int, batch: int, seed: int, epoch: int, drop_last: bool, data: st.DataObject
 ) -> None:
     """The world may change at any step, any number of times, to any size."""
@@ -103,7 +101,7 @@ def test_each_sample_once_per_epoch_across_any_sequence_of_worlds(
     assert drop_last or sorted(counted) == list(range(size))
 
 
-def test_the_case_that_torchs_elastic_sampler_gets_wrong() -> None:
+def test_four_to_three_ranks_repeats_no_sample_unlike_torch() -> None:
     """1000 samples, 4 → 3 → 2 → 5 ranks within one epoch: nothing repeated, nothing skipped."""
     batches = GlobalBatches(1000, 30)
     counted: list[int] = []
@@ -113,14 +111,14 @@ def test_the_case_that_torchs_elastic_sampler_gets_wrong() -> None:
 
 
 @given(WORLDS, WORLDS, st.integers(0, 11))
-def test_a_global_batch_holds_the_same_samples_in_every_world(left: int, right: int, step: int) -> None:
+def test_global_batch_has_same_samples_in_every_world(left: int, right: int, step: int) -> None:
     """Even their order is the same, rank after rank."""
     batches = GlobalBatches(70, 6, seed=5)
     there = read_by_world(batches, left, 2, step, step + 1)
     assert there == read_by_world(batches, right, 2, step, step + 1)
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+def test_order_differs_by_epoch_and_seed() -> None:
     """(seed, epoch) is mixed, not added: (0, 1) and (1, 0) differ."""
     orders = {
         tuple(itertools.chain(*placed(GlobalBatches(50, 7, seed=seed), 0, 1, epoch)))
@@ -130,12 +128,12 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     assert len(orders) == 16
 
 
-def test_the_order_is_pinned() -> None:
-    """A torch release that shuffles otherwise must not go unnoticed: it would repeat and skip samples."""
+def test_order_is_pinned() -> None:
+    """A torch release with another permutation would repeat and skip samples."""
     assert list(placed(GlobalBatches(10, 10, seed=3), 0, 1, epoch=2)) == [[4, 2, 8, 0, 3, 6, 1, 5, 7, 9]]
 
 
-def test_without_shuffle_the_order_is_the_datasets() -> None:
+def test_order_without_shuffle_is_dataset_order() -> None:
     """The last batch is partial, or dropped."""
     assert list(GlobalBatches(7, 3, shuffle=False)) == [[0, 1, 2], [3, 4, 5], [6]]
     assert list(GlobalBatches(7, 3, shuffle=False, drop_last=True)) == [[0, 1, 2], [3, 4, 5]]
@@ -144,14 +142,14 @@ def test_without_shuffle_the_order_is_the_datasets() -> None:
 # ---- iterators ---------------------------------------------------------------------------------------
 
 
-def test_iterating_twice_gives_the_same() -> None:
-    """Reading consumes nothing."""
+def test_iterating_twice_gives_same_batches() -> None:
+    """Reading changes no position."""
     batches = placed(GlobalBatches(20, 6), 1, 2, epoch=4, step=1)
     assert list(batches) == list(batches)
 
 
-def test_iterators_alive_at_once_do_not_disturb_each_other() -> None:
-    """Start, place and order are those of the moment iter() was called."""
+def test_concurrent_iterators_are_independent() -> None:
+    """Start, rank and order are fixed when iter() is called."""
     batches = GlobalBatches(20, 6)
     expected_first = list(placed(batches, 0, 2))
     expected_second = list(placed(batches, 1, 3, epoch=1, step=2))
@@ -165,21 +163,21 @@ def test_iterators_alive_at_once_do_not_disturb_each_other() -> None:
     assert rest == expected_second
 
 
-def test_the_length_is_the_whole_epochs_also_after_a_seek() -> None:
-    """A progress bar counts to the end of the epoch, not of the rest."""
+def test_length_is_whole_epoch_after_seek() -> None:
+    """A progress bar counts to the end of the epoch."""
     batches = placed(GlobalBatches(20, 6), 0, 1, epoch=0, step=3)
     assert len(batches) == 4
     assert len(list(batches)) == 1
 
 
-def test_at_the_end_of_an_epoch_nothing_is_left() -> None:
-    """A job killed between two epochs resumes with an empty one."""
+def test_iterator_at_end_of_epoch_is_empty() -> None:
+    """A job killed between two epochs resumes at the end of the first."""
     assert list(placed(GlobalBatches(20, 6), 0, 1, epoch=0, step=4)) == []
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_prefetching_loader_yields_the_same(workers: int) -> None:
-    """The loader runs ahead of training; the position does not move with it."""
+def test_prefetching_loader_yields_same_batches(workers: int) -> None:
+    """The loader reads ahead; the position does not move."""
     batches = placed(GlobalBatches(40, 6), 1, 2, epoch=1, step=2)
     options: dict[str, Any] = {"persistent_workers": True, "prefetch_factor": 3} if workers else {}
     loader = DataLoader(NumberDataset(40), batch_sampler=batches, num_workers=workers, **options)
@@ -193,8 +191,8 @@ def test_a_prefetching_loader_yields_the_same(workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_on_ask_takes_back_what_a_loader_draws_from_the_global_generator(workers: int) -> None:
-    """Numbers drawn in a step are equal whether the step is the loader's first or a later one."""
+def test_batch_request_callback_undoes_loader_draws(workers: int) -> None:
+    """A step draws the same numbers whether it is the loader's first or a later one."""
     batches = GlobalBatches(40, 6)
     position = 0
 
@@ -216,8 +214,8 @@ def test_on_ask_takes_back_what_a_loader_draws_from_the_global_generator(workers
 
 
 @pytest.mark.parametrize("start", [5, 7])
-def test_on_ask_is_told_of_every_batch_and_of_the_end(start: int) -> None:
-    """Nothing left of an epoch: still told, before what follows the epoch's last step."""
+def test_batch_request_callback_is_called_for_every_batch_and_at_the_end(start: int) -> None:
+    """Also when nothing is left of the epoch."""
     told: list[bool] = []
     batches = GlobalBatches(40, 6)
     batches.bind(0, 1, on_batch_request=told.append)
@@ -230,7 +228,7 @@ def test_on_ask_is_told_of_every_batch_and_of_the_end(start: int) -> None:
 
 
 @given(st.integers(1, 60), st.integers(1, 25), WORLDS, st.integers(0, 2**32 - 1))
-def test_the_weighted_mean_over_ranks_is_the_mean_over_the_global_batch(
+def test_weighted_mean_over_ranks_equals_mean_over_global_batch(
     size: int, batch: int, world: int, seed: int
 ) -> None:
     """For any sizes: uneven shares, partial batches, more ranks than samples."""
@@ -246,8 +244,8 @@ def test_the_weighted_mean_over_ranks_is_the_mean_over_the_global_batch(
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
-def test_the_averaged_gradient_is_that_of_one_process(world: int) -> None:
-    """As DDP does it: each rank's gradient of its weighted mean loss, averaged, in float64."""
+def test_averaged_gradient_equals_gradient_of_one_process(world: int) -> None:
+    """Each rank's gradient of its weighted mean loss, averaged in float64 as DDP does."""
     inputs = torch.randn(25, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     batches = GlobalBatches(25, 10)  # a partial last batch of 5, fewer than 7 ranks
 
@@ -265,8 +263,8 @@ def test_the_averaged_gradient_is_that_of_one_process(world: int) -> None:
         torch.testing.assert_close(torch.stack(shares).mean(0), whole, rtol=1e-12, atol=1e-14)
 
 
-def test_a_rank_without_a_share_repeats_a_sample_that_does_not_count() -> None:
-    """Two samples, five ranks: three of them read what others count."""
+def test_rank_without_share_reads_sample_with_zero_weight() -> None:
+    """Two samples and five ranks: three ranks read a sample that another rank counts."""
     batches = GlobalBatches(2, 5, shuffle=False)
     read = [next(iter(placed(batches, rank, 5))) for rank in range(5)]
     weights = [placed(batches, rank, 5).loss_weight(0) for rank in range(5)]
@@ -274,20 +272,20 @@ def test_a_rank_without_a_share_repeats_a_sample_that_does_not_count() -> None:
     assert weights == [2.5, 2.5, 0.0, 0.0, 0.0]
 
 
-def test_equal_shares_weigh_exactly_one() -> None:
-    """Nothing is rounded where nothing need be."""
+def test_equal_shares_have_weight_one() -> None:
+    """Without rounding."""
     assert [placed(GlobalBatches(96, 48), rank, 3).loss_weight(1) for rank in range(3)] == [1.0] * 3
 
 
 # ---- identity ----------------------------------------------------------------------------------------
 
 
-def test_the_same_order_is_accepted() -> None:
+def test_load_accepts_same_order() -> None:
     """A resume with unchanged arguments goes through."""
     GlobalBatches(10, 4, seed=2).load_state_dict(GlobalBatches(10, 4, seed=2).state_dict())
 
 
-def test_the_state_is_plain_and_holds_no_position() -> None:
+def test_state_is_plain_data_without_position() -> None:
     """Two nodes at the same step store the same bytes."""
     batches = GlobalBatches(10, 4, seed=2)
     before = batches.state_dict()
@@ -295,8 +293,8 @@ def test_the_state_is_plain_and_holds_no_position() -> None:
     assert all(type(value) in (int, bool) for value in before.values())
 
 
-def test_another_order_is_refused_by_every_name_that_differs() -> None:
-    """The text holds each difference, no equality, and what to do."""
+def test_load_refuses_other_order_and_lists_differences() -> None:
+    """The error lists each difference and the remedy."""
     saved = GlobalBatches(10, 4, seed=2).state_dict()
     batches = GlobalBatches(10, 5, seed=2, shuffle=False)
     with pytest.raises(MismatchError) as caught:
@@ -308,8 +306,8 @@ def test_another_order_is_refused_by_every_name_that_differs() -> None:
     assert "--resume never" in text
 
 
-def test_a_state_with_a_name_more_or_less_is_refused() -> None:
-    """A later version that decides the order by more is not misread."""
+def test_load_refuses_state_with_missing_or_extra_name() -> None:
+    """The state of a later version may have more names."""
     saved = GlobalBatches(10, 4).state_dict()
     with pytest.raises(MismatchError, match="world is 'unknown' here, 3 in the checkpoint"):
         GlobalBatches(10, 4).load_state_dict({**saved, "world": 3})
@@ -329,7 +327,7 @@ def test_a_state_with_a_name_more_or_less_is_refused() -> None:
         ({"dataset_size": True}, "dataset_size .* got True"),
         ({"dataset_size": 10.0}, "dataset_size .* got 10.0"),
         ({"dataset_size": None}, "dataset_size .* got None"),
-        ({"dataset_size": NumberDataset(3)}, r"dataset_size .* got a Numbers; pass len\(dataset\)"),
+        ({"dataset_size": NumberDataset(3)}, r"dataset_size .* got a NumberDataset; pass len\(dataset\)"),
         ({"global_batch": 0}, "global_batch must be an integer of at least 1, got 0"),
         ({"global_batch": "8"}, "global_batch .* got '8'"),
         ({"seed": 1.5}, "seed .* got 1.5"),
@@ -339,28 +337,28 @@ def test_a_state_with_a_name_more_or_less_is_refused() -> None:
         ({"dataset_size": 3, "drop_last": True}, "an epoch without a step: dataset_size 3"),
     ],
 )
-def test_a_wrong_argument_is_named(arguments: dict[str, Any], text: str) -> None:
-    """The name, the bound and what was given."""
+def test_wrong_argument_is_refused_by_name(arguments: dict[str, Any], text: str) -> None:
+    """The error has the name, the bound and the value."""
     with pytest.raises(ConfigError, match=text):
         GlobalBatches(**{"dataset_size": 10, "global_batch": 4, **arguments})
 
 
-def test_numpys_integers_are_integers() -> None:
-    """len() of an array's shape is what people pass."""
+def test_numpy_integers_are_accepted() -> None:
+    """Scripts pass sizes of numpy arrays."""
     state = GlobalBatches(np.int64(10), np.int32(4)).state_dict()
     assert {type(state["dataset_size"]), type(state["global_batch"])} == {int}
 
 
 @pytest.mark.parametrize(("rank", "world"), [(2, 2), (-1, 2), (0, 0), (True, 2)])
-def test_a_place_outside_the_world_is_refused(rank: int, world: int) -> None:
-    """Wrong here would be a share that nobody reads."""
+def test_bind_refuses_rank_outside_world(rank: int, world: int) -> None:
+    """Its share would be read by nobody."""
     with pytest.raises(ConfigError, match=r"rank|world_size"):
         GlobalBatches(10, 4).bind(rank, world)
 
 
 @pytest.mark.parametrize(("epoch", "step"), [(0, 4), (0, -1), (-1, 0), (0, 1.0)])
-def test_a_position_outside_the_epoch_is_refused_and_changes_nothing(epoch: int, step: int) -> None:
-    """The position before stays."""
+def test_seek_outside_epoch_is_refused_and_changes_nothing(epoch: int, step: int) -> None:
+    """The previous position stays."""
     batches = placed(GlobalBatches(10, 4), 0, 1, epoch=1, step=2)
     before = list(batches)
     with pytest.raises(ConfigError, match=r"epoch|step_in_epoch"):
@@ -369,8 +367,8 @@ def test_a_position_outside_the_epoch_is_refused_and_changes_nothing(epoch: int,
 
 
 @pytest.mark.parametrize("step", [-1, 3])
-def test_a_step_outside_the_epoch_has_no_share(step: int) -> None:
-    """Not even an empty one."""
+def test_share_of_step_outside_epoch_is_refused(step: int) -> None:
+    """An empty share would be wrong too."""
     batches = GlobalBatches(10, 4)
     for ask in (batches.samples, batches.share, batches.loss_weight):
         with pytest.raises(ConfigError, match="step_in_epoch must be an integer from 0 to 2"):

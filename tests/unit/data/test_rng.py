@@ -1,4 +1,4 @@
-"""The same random numbers, whoever reads a sample, and wherever a run begins again."""
+"""Random numbers are the same after a resume and for any number of loader workers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Sample = tuple[int, Tensor]
 def batches_at(
     epoch: int = 0, step: int = 0, rank: int = 0, world: int = 1, seed: int = 3
 ) -> er.GlobalBatches:
-    """Batches that begin somewhere."""
+    """Return batches that start at a position."""
     batches = er.GlobalBatches(SAMPLES, 7, seed=seed)
     batches.bind(rank, world)
     batches.seek(epoch, step)
@@ -41,12 +41,12 @@ def batches_at(
 
 
 def read(loader: DataLoader[Sample]) -> list[list[Any]]:
-    """Index and digest of every sample that a loader gives."""
+    """Return index and digest of every sample of a loader."""
     return [sample for batch in loader for sample in augment.seen(batch)]
 
 
 def host_state() -> list[Any]:
-    """All that draws on the CPU."""
+    """Return the state of all CPU generators."""
     name, words, *rest = np.random.get_state()  # noqa: NPY002
     return [torch.get_rng_state().tolist(), random.getstate(), name, list(words), *rest]
 
@@ -55,8 +55,8 @@ def host_state() -> list[Any]:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_in_mid_epoch_shows_the_model_the_same_tensors(tmp_path: Path) -> None:
-    """0, 2 and 4 workers, any rank and world, killed or not: a sample is one tensor in an epoch."""
+def test_killed_run_reads_same_tensors_as_undisturbed_run(tmp_path: Path) -> None:
+    """With 0, 2 and 4 workers on any rank: a sample is one tensor in an epoch."""
     script = Path(augment.__file__)
 
     def train(directory: str, size: int, *args: str) -> list[Any]:
@@ -106,8 +106,8 @@ def test_a_run_that_is_killed_in_mid_epoch_shows_the_model_the_same_tensors(tmp_
 # ---- samples -----------------------------------------------------------------------------------------
 
 
-def test_every_world_and_start_reads_the_same_samples() -> None:
-    """Read as one rank from the beginning, as three ranks, and from the middle."""
+def test_seeded_samples_are_same_in_every_world_and_after_resume() -> None:
+    """One rank from the beginning, three ranks, and a start in mid-epoch."""
     dataset = er.seeded(Noisy())
     whole = read(DataLoader(dataset, batch_sampler=batches_at(2)))
     assert len({digest for _, digest in whole}) == SAMPLES
@@ -123,8 +123,8 @@ def test_every_world_and_start_reads_the_same_samples() -> None:
         assert not {digest for _, digest in again} & {digest for _, digest in whole}
 
 
-def test_an_elastic_sampler_reads_the_same_samples() -> None:
-    """Batches of other sizes, made by the loader, in workers: the samples are those of GlobalBatches."""
+def test_seeded_samples_are_same_with_elastic_sampler() -> None:
+    """Batches of other sizes, made by the loader: the samples equal those of GlobalBatches."""
     dataset = er.seeded(Noisy())
     expected = sorted(read(DataLoader(dataset, batch_sampler=batches_at(2, seed=8))))
     sampler = er.ElasticSampler(dataset, seed=8)
@@ -147,13 +147,13 @@ def test_an_elastic_sampler_reads_the_same_samples() -> None:
     ]
     assert sorted(sample for batch in singles for sample in augment.seen(batch)) == expected
     unmarked = DataLoader(dataset, batch_size=11, sampler=er.ElasticSampler(Noisy(), seed=8))
-    with pytest.raises(UsageError, match="ElasticSampler that was made from the seeded dataset"):
+    with pytest.raises(UsageError, match="ElasticSampler made from the seeded dataset"):
         read(unmarked)
 
 
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_workers_read_what_the_main_process_reads(start: str) -> None:
-    """Persistent workers over two epochs, one of them begun in its middle."""
+def test_workers_read_same_samples_as_main_process(start: str) -> None:
+    """Persistent workers over two epochs, one of them started in the middle."""
     batches = batches_at()
     options: dict[str, Any] = {
         "batch_sampler": batches,
@@ -167,8 +167,8 @@ def test_workers_read_what_the_main_process_reads(start: str) -> None:
         assert read(wrapped) == read(here)
 
 
-def test_reading_leaves_no_trace_in_the_main_process() -> None:
-    """Dropout draws the same whether workers read or the process itself; also after a dataset's error."""
+def test_reading_does_not_change_generators_of_main_process() -> None:
+    """Also after an error of the dataset."""
     loader = DataLoader(er.seeded(Noisy()), batch_sampler=batches_at())
     reading = iter(loader)
     before = host_state()
@@ -185,8 +185,8 @@ def test_reading_leaves_no_trace_in_the_main_process() -> None:
     assert host_state() == before
 
 
-def test_a_sample_has_a_seed_of_its_own_for_generators_of_its_own() -> None:
-    """What the docstring recommends: torch.initial_seed() in __getitem__."""
+def test_initial_seed_differs_by_sample() -> None:
+    """The documentation recommends torch.initial_seed() in __getitem__."""
 
     class Own(Noisy):
         def __getitem__(self, index: int) -> Sample:
@@ -197,8 +197,8 @@ def test_a_sample_has_a_seed_of_its_own_for_generators_of_its_own() -> None:
     assert len({digest for _, digest in first}) == SAMPLES
 
 
-def test_a_datasets_own_way_to_read_batches_is_left_aside() -> None:
-    """A Subset reads whole batches; its samples still draw for themselves alone."""
+def test_seeded_dataset_ignores_getitems_of_inner_dataset() -> None:
+    """A Subset reads whole batches; its samples still draw one by one."""
     subset = er.seeded(Subset(Noisy(), range(10, 20)))
     one, other = (subset.__getitems__(SeededIndices(indices, 0, 0)) for indices in ([3, 7], [7]))
     assert torch.equal(one[1][1], other[0][1])
@@ -207,7 +207,7 @@ def test_a_datasets_own_way_to_read_batches_is_left_aside() -> None:
 @pytest.mark.parametrize(
     ("ask", "text"),
     [
-        (lambda: er.seeded(Noisy())[3], "the index 3, which does not say of which epoch"),
+        (lambda: er.seeded(Noisy())[3], "the index 3 without an epoch"),
         (lambda: next(iter(DataLoader(er.seeded(Noisy()), batch_size=4))), "a plain list of indices"),
         (
             lambda: next(iter(DataLoader(Subset(er.seeded(Noisy()), range(60)), batch_sampler=batches_at()))),
@@ -215,13 +215,13 @@ def test_a_datasets_own_way_to_read_batches_is_left_aside() -> None:
         ),
     ],
 )
-def test_what_cannot_be_seeded_is_refused(ask: Callable[[], object], text: str) -> None:
+def test_plain_index_is_refused(ask: Callable[[], object], text: str) -> None:
     """Unseeded samples would go unnoticed."""
     with pytest.raises(UsageError, match=text):
         ask()
 
 
-def test_a_stream_is_refused() -> None:
+def test_iterable_dataset_is_refused() -> None:
     """Its samples have no index."""
 
     class Stream(IterableDataset[int]):
@@ -236,8 +236,8 @@ def test_a_stream_is_refused() -> None:
 # ---- steps -------------------------------------------------------------------------------------------
 
 
-def test_a_step_seeds_all_that_draws_on_the_cpu() -> None:
-    """torch, numpy and random; other words give other numbers, and words are told apart by their place."""
+def test_step_seeds_all_cpu_generators() -> None:
+    """torch, numpy and random; other words, or words in another order, give other numbers."""
 
     def drawn(word: int) -> tuple[float, ...]:
         rng.seed_all_generators(word)
@@ -254,8 +254,8 @@ def test_a_step_seeds_all_that_draws_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("step", [0, 1, 12345])
-def test_no_two_ranks_have_the_same_seed_at_a_step(step: int) -> None:
-    """In the 32 bits that torch's CPU generator and numpy take: random ones would coincide 8 times."""
+def test_ranks_have_different_seeds_at_each_step(step: int) -> None:
+    """In the low 32 bits, where independent seeds would collide 8 times."""
     first, second = (torch.Generator().manual_seed(word) for word in (5, 5 + (1 << 32)))
     assert torch.equal(torch.rand(4, generator=first), torch.rand(4, generator=second)), "32 bits it is"
     words = [rng.derive_seed(7, rank, step) for rank in range(1 << 18)]
@@ -267,7 +267,7 @@ def test_no_two_ranks_have_the_same_seed_at_a_step(step: int) -> None:
 
 
 class Job:
-    """A script that draws in its dataset, in its steps, after some of them and between epochs."""
+    """A script that draws in its dataset, in its steps, after some steps and between epochs."""
 
     def __init__(self, directory: Path, workers: int) -> None:
         model = torch.nn.Linear(1, 1)
@@ -283,7 +283,7 @@ class Job:
         self.run = er.resume(model=model, data=self.batches, ckpt_dir=directory, **names)
 
     def train(self, stop: int | None = None) -> dict[int, Any]:
-        """Give what was drawn, by step; with ``stop`` all ends after a save behind that step."""
+        """Return the draws by step. With ``stop`` the job ends after a save of that step."""
         drawn: dict[int, Any] = {}
         run, step = self.run, self.run.position.step
         for _ in run.epochs(3):
@@ -309,10 +309,10 @@ class Job:
 
 @pytest.mark.parametrize("stop", [4, 6])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_resumed_script_draws_what_it_had_drawn(
+def test_resumed_script_draws_same_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, stop: int
 ) -> None:
-    """In mid-epoch and between two: what an undisturbed run draws."""
+    """Interrupted within an epoch and between two epochs."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     whole = Job(tmp_path / "whole", workers)
     expected = whole.train()
@@ -329,7 +329,7 @@ def test_a_resumed_script_draws_what_it_had_drawn(
         job.run.close()
 
 
-def test_a_checkpoint_that_holds_states_of_generators_gives_its_seed() -> None:
+def test_old_checkpoint_with_generator_states_loads_its_seed() -> None:
     """Earlier versions could store them."""
     numbers = rng.RandomNumbers("off", 4)
     numbers.load_state_dict({"seed": 3, "generators": {}})
@@ -341,10 +341,10 @@ def test_a_checkpoint_that_holds_states_of_generators_gives_its_seed() -> None:
     assert numbers.state_dict() == {"seed": 3}
 
 
-def test_an_epoch_begins_with_the_same_numbers_where_no_batches_are_tracked(
+def test_epoch_starts_with_same_numbers_without_tracked_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A script with a loader of its own: what an evaluation between two epochs drew does not matter."""
+    """A script with a loader of its own; draws of an evaluation between epochs do not matter."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
     def epochs(directory: str, stop: int) -> dict[int, list[float]]:

@@ -1,4 +1,4 @@
-"""Another number of ranks in mid-epoch: every sample once, the exact mean gradient, nothing in silence."""
+"""A changed number of ranks reads every sample of the epoch once, with the exact mean gradient."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ KEEP_GLOBAL, KEEP_LOCAL = world_size.KEEP_GLOBAL, world_size.KEEP_LOCAL
 
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_four_three_two_five_ranks_within_an_epoch_read_each_sample_once(tmp_path: Path) -> None:
-    """Successive starts on gloo. Each step's gradient is that of one process on the whole global batch.
+def test_four_three_two_five_ranks_read_each_sample_of_epoch_once(tmp_path: Path) -> None:
+    """Successive starts on gloo; each step's gradient equals that of one process.
 
-    torch's elastic sampler repeats 243 of the 1000 samples and never shows 243 others.
+    torch's elastic sampler repeats 243 of the 1000 samples and skips 243 others.
     """
     starts: list[list[dict[str, Any]]] = []
     for world, steps in ((4, 9), (3, 8), (2, 8), (5, 0)):
@@ -51,7 +51,7 @@ def test_four_three_two_five_ranks_within_an_epoch_read_each_sample_once(tmp_pat
         done = launch_ranks.run_ranks(world, JOB, str(tmp_path), str(steps), *more)
         assert [one.returncode for one in done] == [0] * world, done[0].stderr
         starts.append([json.loads(one.stdout.splitlines()[-1]) for one in done])
-    assert all("made by 4 ranks, and this world has 3" in one["refused"] for one in starts[1])
+    assert all("from 4 ranks, and this world has 3" in one["refused"] for one in starts[1])
     for way in ("global", "local", "sampler"):
         steps_of = [[one[way]["steps"] for one in start] for start in starts]
         counted = [i for start in steps_of for rank in start for step in rank for i in step["counted"]]
@@ -80,10 +80,10 @@ def test_four_three_two_five_ranks_within_an_epoch_read_each_sample_once(tmp_pat
 
 
 class Epoch:
-    """An epoch under a sequence of worlds, as runs would see it; each world is a start of new processes."""
+    """An epoch under a sequence of worlds; each world is a start of new processes."""
 
     def __init__(self, make: Callable[[int], list[GlobalBatches]], policy: str | None = None) -> None:
-        """``make`` gives each rank's data for a world of that size."""
+        """``make`` returns each rank's data for a world of that size."""
         self.make, self.policy = make, policy
         self.state: dict[str, Any] | None = None
         self.position = Position(0, 0, 0, 0)
@@ -92,7 +92,7 @@ class Epoch:
         self.batches: list[GlobalBatches] = []
 
     def start(self, world: int) -> list[int | None]:
-        """As many ranks; gives the global batch before, as each of them has it."""
+        """Start a world; return the previous global batch of each rank."""
         self.batches = self.make(world)
         before = []
         for rank, batches in enumerate(self.batches):
@@ -106,7 +106,7 @@ class Epoch:
         return before
 
     def read(self, steps: int, losses: Any) -> None:
-        """Take so many steps; check that the mean of each is exact."""
+        """Read some steps, and check that the mean over each is exact."""
         first = self.position.step_in_epoch
         last = min(first + steps, self.batches[0].steps)
         reads = [list(batches) for batches in self.batches]
@@ -136,7 +136,7 @@ CUTS = st.tuples(
 
 @settings(max_examples=150)
 @given(CUTS, STAGES, st.sampled_from([None, KEEP_GLOBAL, KEEP_LOCAL]))
-def test_whatever_worlds_follow_each_other_each_sample_counts_once(
+def test_any_sequence_of_worlds_counts_each_sample_once(
     cut: tuple[int, int, bool, int | None], stages: list[tuple[int, int]], policy: str | None
 ) -> None:
     """Uneven shares, micro-batches, ranks without a share, partial batches; the mean over all is exact."""
@@ -164,7 +164,7 @@ def test_whatever_worlds_follow_each_other_each_sample_counts_once(
 
 @settings(max_examples=150)
 @given(st.integers(1, 60), st.integers(1, 6), STAGES, st.booleans(), st.booleans())
-def test_an_elastic_sampler_shows_each_sample_once_in_as_many_batches_on_every_rank(
+def test_elastic_sampler_reads_each_sample_once_in_equal_batch_counts(
     size: int, batch: int, stages: list[tuple[int, int]], whole_batches: bool, equal_shares: bool
 ) -> None:
     """Through torch's own BatchSampler, with its drop_last and the sampler's."""
@@ -198,10 +198,10 @@ def test_an_elastic_sampler_shows_each_sample_once_in_as_many_batches_on_every_r
 
 
 @given(st.integers(1, 40), WORLDS, st.booleans(), st.booleans())
-def test_an_elastic_sampler_without_resume_counts_as_torchs(
+def test_elastic_sampler_without_resume_has_length_of_torchs(
     size: int, world: int, shuffle: bool, drop_last: bool
 ) -> None:
-    """As many samples for each rank, all of them shown; the order is our own."""
+    """All samples are read; the order is our own."""
     made: list[list[list[int]]] = []
     for kind in (ElasticSampler, DistributedSampler):
         kinds: Any = kind
@@ -219,8 +219,8 @@ def test_an_elastic_sampler_without_resume_counts_as_torchs(
         assert ours == theirs
 
 
-def test_set_epoch_shuffles_and_does_not_lose_the_place() -> None:
-    """A script calls it in a resumed epoch too, and may count epochs from anywhere."""
+def test_set_epoch_shuffles_and_keeps_position() -> None:
+    """A script calls set_epoch in a resumed epoch too, and may count epochs from any number."""
     sampler = ElasticSampler(NumberDataset(20))
     batches = sampler.attach(4, drop_last=False)
     batches.bind(0, 1)
@@ -236,8 +236,8 @@ def test_set_epoch_shuffles_and_does_not_lose_the_place() -> None:
     assert sorted(sampler) == list(range(20))
 
 
-def test_a_world_with_the_batches_of_another_keeps_the_global_batch() -> None:
-    """batch_size=24 // world_size: nothing changes for the optimizer, so nothing is refused."""
+def test_sampler_with_divided_batch_size_keeps_global_batch() -> None:
+    """batch_size=24 // world_size changes nothing for the optimizer, so nothing is refused."""
 
     def make(world: int) -> list[GlobalBatches]:
         return [ElasticSampler(NumberDataset(100)).attach(24 // world, drop_last=False) for _ in range(world)]
@@ -252,10 +252,8 @@ def test_a_world_with_the_batches_of_another_keeps_the_global_batch() -> None:
 
 @pytest.mark.parametrize("policy", [None, KEEP_GLOBAL, KEEP_LOCAL])
 @pytest.mark.parametrize("local", [False, True])
-def test_what_was_made_of_another_programs_file_has_this_worlds_batch(
-    policy: str | None, local: bool
-) -> None:
-    """Its order of samples is that of the objects as they are bound: nothing changes when it is taken."""
+def test_own_state_loads_without_change(policy: str | None, local: bool) -> None:
+    """Loading the state of equal batches keeps the global batch."""
 
     def made() -> GlobalBatches:
         sampler = ElasticSampler(NumberDataset(100))
@@ -270,7 +268,7 @@ def test_what_was_made_of_another_programs_file_has_this_worlds_batch(
     assert data.state_dict() == state
 
 
-def test_a_script_may_work_out_the_global_batch_itself() -> None:
+def test_script_may_compute_global_batch_from_world_size() -> None:
     """GlobalBatches(n, 8 * world_size) and GlobalBatches(n, 32) mean the same under keep_local_batch."""
     first = GlobalBatches(200, 32)
     first.bind(0, 4, policy=KEEP_LOCAL)
@@ -287,8 +285,8 @@ def test_a_script_may_work_out_the_global_batch_itself() -> None:
         other.load_state_dict(first.state_dict())
 
 
-def test_a_policy_may_change_and_old_checkpoints_have_none() -> None:
-    """A state as older versions wrote it, then kept locally, then globally again: the argument counts."""
+def test_policy_may_change_between_generations() -> None:
+    """An old state without a policy, then keep_local_batch, then keep_global_batch."""
     epoch = Epoch(lambda world: [GlobalBatches(60, 12) for _ in range(world)])
     epoch.start(4)
     epoch.read(1, np.ones(60))
@@ -310,14 +308,14 @@ def test_a_policy_may_change_and_old_checkpoints_have_none() -> None:
     assert sorted(epoch.counted) == list(range(60))
 
 
-def test_scaling_does_not_drift() -> None:
-    """Whatever came between, the same number of ranks has the same global batch."""
+def test_scaled_global_batch_does_not_drift() -> None:
+    """The same number of ranks always has the same global batch."""
     assert [world_size.scale_global_batch(30, 4, world) for world in (4, 3, 2, 5, 1)] == [30, 23, 15, 38, 8]
     assert world_size.scale_global_batch(1, 9, 1) == 1
 
 
-def test_an_epoch_that_was_over_stays_over() -> None:
-    """Also what drop_last left out is not read by a world with smaller batches."""
+def test_finished_epoch_stays_finished_after_world_change() -> None:
+    """Samples left out by drop_last are not read by a world with smaller batches."""
     epoch = Epoch(lambda world: [GlobalBatches(50, 24, drop_last=True) for _ in range(world)], KEEP_LOCAL)
     epoch.start(4)
     epoch.read(2, np.ones(50))
@@ -330,8 +328,8 @@ def test_an_epoch_that_was_over_stays_over() -> None:
 # ---- micro-batches -----------------------------------------------------------------------------------
 
 
-def test_a_share_is_split_evenly_and_as_often_on_all_ranks() -> None:
-    """11 samples, 2 ranks: 6 and 5; at most 4 at once makes two passes of each."""
+def test_share_is_split_evenly_and_equally_often_on_all_ranks() -> None:
+    """11 samples on 2 ranks, at most 4 in a pass: two passes on each rank."""
     for rank, sizes in ((0, [3, 3]), (1, [3, 2])):
         batches = GlobalBatches(11, 11, shuffle=False, micro_batch=4)
         batches.bind(rank, 2)
@@ -340,8 +338,8 @@ def test_a_share_is_split_evenly_and_as_often_on_all_ranks() -> None:
         assert batches.steps == 1
 
 
-def test_a_rank_whose_share_has_fewer_samples_than_parts_repeats_one_that_does_not_count() -> None:
-    """3 samples, 2 ranks, one at once: the second rank has nothing for the second pass."""
+def test_rank_with_fewer_samples_than_parts_reads_sample_with_zero_weight() -> None:
+    """3 samples on 2 ranks, one in a pass: the second rank lacks one for the second pass."""
     batches = GlobalBatches(3, 3, shuffle=False, micro_batch=1)
     batches.bind(1, 2)
     assert list(batches) == [[2], [2]]
@@ -349,7 +347,7 @@ def test_a_rank_whose_share_has_fewer_samples_than_parts_repeats_one_that_does_n
 
 
 def test_micro_batches_are_read_through_the_run() -> None:
-    """Each has a weight of its own; who does not say which one it has would train on wrong sums."""
+    """Each micro-batch has its own weight; a loop that ignores the run would use wrong weights."""
     data = GlobalBatches(8, 4, micro_batch=2)
     data.bind(0, 1)
     counting = TrainingProgress(None, data, RunOptions(None, rng="derived"), Collectives(0, 1, None))
@@ -376,7 +374,7 @@ Begin = Callable[..., er.Run]
 
 @pytest.fixture
 def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
-    """Start a run with this data; the one before has let go of the directory."""
+    """Start a run with some data, after closing the previous run."""
     monkeypatch.setattr("sys.excepthook", lambda *_: None)
     runs: list[er.Run] = []
 
@@ -393,22 +391,22 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
 
 
 def written_by(tmp_path: Path, world_size: int) -> None:
-    """Make the newest checkpoint one of another world."""
+    """Rewrite the newest checkpoint as one of another world size."""
     path = max(tmp_path.glob("job/*/g*/manifest.json"))
     manifest = Manifest.parse(path.read_bytes())
     path.write_bytes(replace(manifest, world_size=world_size).to_bytes())
 
 
-def test_a_run_keeps_its_place_in_one_order_of_samples(begin: Begin) -> None:
-    """Of a second one every rank would read all, from the beginning."""
+def test_run_refuses_two_orders_of_samples(begin: Begin) -> None:
+    """Every rank would read all of the second one from its beginning."""
     with pytest.raises(ConfigError, match=r"other: a run keeps its place in one order of samples"):
         begin(GlobalBatches(8, 4), other=GlobalBatches(8, 4))
     with pytest.raises(ConfigError, match=r"data.a: a run keeps its place"):
         begin({"a": GlobalBatches(8, 4), "b": GlobalBatches(8, 4)})
 
 
-def test_jobs_of_other_seeds_draw_other_numbers(tmp_path: Path) -> None:
-    """Also of neighbouring ones, and of one that has no sign."""
+def test_jobs_with_other_seeds_draw_other_numbers(tmp_path: Path) -> None:
+    """Also neighbouring seeds, and one above 2**63."""
     drawn = []
     for seed in (42, 43, 2**63 + 5):
         torch.manual_seed(seed)
@@ -417,10 +415,8 @@ def test_jobs_of_other_seeds_draw_other_numbers(tmp_path: Path) -> None:
     assert len({str(one) for one in drawn}) == 3
 
 
-def test_an_epoch_of_one_step_is_no_epoch_that_was_miscounted(
-    begin: Begin, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Where the dataset is smaller than the batch."""
+def test_epoch_of_one_step_gives_no_warning(begin: Begin, capsys: pytest.CaptureFixture[str]) -> None:
+    """The dataset is smaller than the batch."""
     batches = GlobalBatches(5, 8)
     run = begin(batches)
     for _ in run.epochs(2):
@@ -430,8 +426,8 @@ def test_an_epoch_of_one_step_is_no_epoch_that_was_miscounted(
     assert "WARNING" not in capsys.readouterr().err
 
 
-def test_a_loader_that_is_left_in_mid_epoch_goes_on_where_training_stands(begin: Begin) -> None:
-    """Who reads it once more behind the epoch's last step, for BatchNorm's statistics, reads all of it."""
+def test_loader_left_in_mid_epoch_continues_at_training_position(begin: Begin) -> None:
+    """After the last step of an epoch, a loader reads the whole epoch again."""
     batches = GlobalBatches(12, 2, shuffle=False)
     run = begin(batches)
     read: list[list[int]] = []
@@ -446,8 +442,8 @@ def test_a_loader_that_is_left_in_mid_epoch_goes_on_where_training_stands(begin:
         assert [*chain(*batches)] == [*range(12)]
 
 
-def test_a_hook_hears_of_a_change_once_and_of_no_other_restart(begin: Begin, tmp_path: Path) -> None:
-    """What counts is who wrote the copy, not the last start: that may have saved nothing."""
+def test_world_change_hook_runs_once_for_each_change(begin: Begin, tmp_path: Path) -> None:
+    """The writer of the checkpoint counts, not the last start, which may have saved nothing."""
     data = DataLoader(NumberDataset(24), batch_sampler=GlobalBatches(24, 6))
     begin(data).step()
     begin(data).close()
@@ -465,24 +461,22 @@ def test_a_hook_hears_of_a_change_once_and_of_no_other_restart(begin: Begin, tmp
     assert run.world_change is None
 
 
-def test_error_refuses_before_a_step_and_leaves_the_checkpoint_as_it_was(
-    begin: Begin, tmp_path: Path
-) -> None:
-    """Both sizes, and what to do."""
+def test_policy_error_refuses_change_and_keeps_checkpoint(begin: Begin, tmp_path: Path) -> None:
+    """The error has both sizes and the remedy."""
     data = GlobalBatches(24, 6)
     begin(data).step()
     begin(data).close()
     written_by(tmp_path, 4)
     with pytest.raises(
-        WorldChangedError, match=r"made by 4 ranks, and this world has 1.*--nnodes N.*keep_global"
+        WorldChangedError, match=r"from 4 ranks, and this world has 1.*--nnodes N.*keep_global"
     ):
         begin(data, on_world_change="error")
     assert begin(data).world_change == er.WorldChange(4, 1, 6, 6)
 
 
-def test_without_data_a_change_has_no_factor() -> None:
-    """Nothing is known to scale by."""
-    with pytest.raises(UsageError, match="pass data= to resume"):
+def test_world_change_without_data_has_no_factor() -> None:
+    """The global batch is unknown."""
+    with pytest.raises(UsageError, match="as data= to resume"):
         _ = er.WorldChange(4, 3, None, None).factor
 
 
@@ -490,31 +484,31 @@ def test_without_data_a_change_has_no_factor() -> None:
 
 
 class StatefulLoader(DataLoader[int]):
-    """By its looks torchdata's."""
+    """A loader like torchdata's."""
 
     loaded: dict[str, int]
 
     def state_dict(self) -> dict[str, int]:
-        """Of one rank."""
+        """Return one rank's state."""
         return {"read": 2}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Of one rank."""
+        """Load one rank's state."""
         self.loaded = state
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"data": DataLoader(NumberDataset(4), shuffle=True)}, "cannot be found again.*GlobalBatches"),
-        ({"data": ElasticSampler(NumberDataset(4))}, "pass its DataLoader"),
+        ({"data": DataLoader(NumberDataset(4), shuffle=True)}, "cannot be restored.*GlobalBatches"),
+        ({"data": ElasticSampler(NumberDataset(4))}, "Pass its DataLoader"),
         (
             {
                 "data": DataLoader(
                     NumberDataset(4), batch_size=2, sampler=ElasticSampler(NumberDataset(4), batch_size=3)
                 )
             },
-            "batch_size=3, and its loader has batch_size=2",
+            "batch_size=3, but its loader has batch_size=2",
         ),
         (
             {
@@ -522,7 +516,7 @@ class StatefulLoader(DataLoader[int]):
                     NumberDataset(4), batch_size=2, sampler=ElasticSampler(NumberDataset(4), 4, 0)
                 )
             },
-            "made with num_replicas=4, and here it is 1",
+            "made with num_replicas=4, but here it is 1",
         ),
         (
             {"data": GlobalBatches(4, 2), "on_world_change": "keep"},
@@ -531,7 +525,7 @@ class StatefulLoader(DataLoader[int]):
         ({"data": None, "on_world_change": KEEP_LOCAL}, "no data= says how batches are cut"),
     ],
 )
-def test_what_cannot_go_on_in_mid_epoch_is_refused_with_advice(
+def test_data_without_restorable_position_is_refused_with_advice(
     begin: Begin, arguments: dict[str, Any], text: str
 ) -> None:
     """At the start, not at the first resume."""
@@ -539,24 +533,24 @@ def test_what_cannot_go_on_in_mid_epoch_is_refused_with_advice(
         begin(**arguments)
 
 
-def test_a_loader_that_keeps_its_own_place_will_do_for_one_rank_only(
+def test_stateful_loader_is_accepted_for_one_rank_only(
     begin: Begin, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One rank's state is the job's then; a world that grew is told what to use instead."""
+    """A larger world gets advice on what to use instead."""
     loader = StatefulLoader(NumberDataset(4))
     begin(loader).step()
     begin(loader)
     assert loader.loaded == {"read": 2}
     assert "starts over" not in capsys.readouterr().err
     with pytest.raises(
-        ConfigError, match=r"StatefulLoader with a state of its own for each of 2 launch_ranks.*Elastic"
+        ConfigError, match=r"StatefulLoader with a state of its own for each of 2 ranks.*Elastic"
     ):
         check_no_per_rank_state(loader, 2)
 
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulLoader])
-def test_any_loader_around_our_samplers_will_do(kind: Any) -> None:
-    """Its own state is left alone."""
+def test_any_loader_with_our_samplers_is_accepted(kind: Any) -> None:
+    """The loader's own state is ignored."""
     batches = GlobalBatches(4, 2)
     assert find_batches(kind(NumberDataset(4), batch_sampler=batches)) is batches
     found = find_batches(
@@ -580,8 +574,8 @@ def test_any_loader_around_our_samplers_will_do(kind: Any) -> None:
         {"global_batch": 5, "multiple": 1, "of_world": 0, "epoch": 0, "first_step": -1, "first_sample": 0},
     ],
 )
-def test_an_impossible_cut_in_a_checkpoint_is_refused(cut: Any) -> None:
-    """And changes nothing."""
+def test_load_refuses_impossible_sizing(cut: Any) -> None:
+    """The batches stay unchanged."""
     batches = GlobalBatches(10, 4)
     with pytest.raises(MismatchError, match="data/cut"):
         batches.load_state_dict({**batches.state_dict(), "cut": cut})

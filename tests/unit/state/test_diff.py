@@ -1,4 +1,4 @@
-"""Two checkpoints side by side, as `elastic-resume diff` tells them."""
+"""`elastic-resume diff` compares two checkpoints."""
 
 from __future__ import annotations
 
@@ -14,47 +14,46 @@ from elastic_resume import constants
 from elastic_resume.cli import main
 from elastic_resume.state.diff import Comparison, Difference, compare
 from tests.support import checkpoint_samples
-from tests.unit.state.test_export import save
-from tests.unit.state.test_load import trained
+from tests.support.state_image import save_checkpoint, train_small_model
 
 
 class Kept:
-    """An object that is tracked for a state of any kind."""
+    """A tracked object with any state."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
 
     def state_dict(self) -> Any:
-        """Give it."""
+        """Return the state."""
         return self.state
 
     def load_state_dict(self, state: Any) -> None:
-        """Take it."""
+        """Load the state."""
         self.state = state
 
 
 def saved(node_dir: Path, **states: Any) -> Path:
     """Commit a checkpoint of objects with these states."""
-    return save(node_dir, 7, **{name: Kept(state) for name, state in states.items()})
+    return save_checkpoint(node_dir, 7, **{name: Kept(state) for name, state in states.items()})
 
 
 def by_name(found: Comparison) -> dict[str, Difference]:
-    """The differences by their names."""
+    """Return the differences by name."""
     return {one.name: one for one in found.differences}
 
 
-def test_the_same_state_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also under another node's name; and of a run its newest checkpoint is compared."""
-    net, optimizer = trained()
-    ours = save(tmp_path / "job" / "n0", 7, model=net, optimizer=optimizer)
-    other = save(tmp_path / "other" / "n1", 7, model=net, optimizer=optimizer)
+def test_compare_equal_states_finds_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also under another node's name, and for the directory of a run."""
+    net, optimizer = train_small_model()
+    ours = save_checkpoint(tmp_path / "job" / "n0", 7, model=net, optimizer=optimizer)
+    other = save_checkpoint(tmp_path / "other" / "n1", 7, model=net, optimizer=optimizer)
     assert not compare(ours, other).differences
     assert main(["diff", str(tmp_path / "job"), str(other)]) == 0
     assert "the same: 25 tensors and " in capsys.readouterr().out
 
 
-def test_every_kind_of_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By name, with its size where there is one."""
+def test_compare_reports_every_kind_of_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By name, with its size if it has one."""
     a = {
         "w": torch.tensor([1.0, 2.0, 4.0]),
         "half": torch.tensor([1.0, 2.0]),
@@ -125,13 +124,13 @@ def test_every_kind_of_difference(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert {d["name"]: d["max_abs_difference"] for d in told["differences"]}["model/number"] == "inf"
 
 
-def test_two_steps_of_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The position is told too; a few differences are shown, or all."""
-    net, optimizer = trained()
-    one = save(tmp_path / "job" / "n0", 7, model=net, optimizer=optimizer)
+def test_diff_of_two_steps_of_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The position is reported too; the command shows a few differences, or all."""
+    net, optimizer = train_small_model()
+    one = save_checkpoint(tmp_path / "job" / "n0", 7, model=net, optimizer=optimizer)
     net.get_parameter("0.bias").data += 1
     optimizer.param_groups[0]["lr"] = 0.5
-    two = save(tmp_path / "job" / "n0", 8, model=net, optimizer=optimizer)
+    two = save_checkpoint(tmp_path / "job" / "n0", 8, model=net, optimizer=optimizer)
     assert set(by_name(compare(one, two))) == {
         "position/step_in_epoch",
         "position/step",
@@ -149,15 +148,15 @@ def test_two_steps_of_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "more" not in capsys.readouterr().out
 
 
-def test_what_cannot_be_read_is_trouble(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2, as that of ``diff``, for a wrong flag too."""
-    net, optimizer = trained()
-    good = save(tmp_path / "job" / "n0", 7, model=net, optimizer=optimizer)
-    bad = save(tmp_path / "job" / "n0", 8, model=net, optimizer=optimizer)
+def test_diff_of_unreadable_checkpoint_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, as for ``diff`` itself and for a wrong flag."""
+    net, optimizer = train_small_model()
+    good = save_checkpoint(tmp_path / "job" / "n0", 7, model=net, optimizer=optimizer)
+    bad = save_checkpoint(tmp_path / "job" / "n0", 8, model=net, optimizer=optimizer)
     checkpoint_samples.flip_bits(bad / constants.STATE_FILE, -5)
     for words, why in (
         ([str(good), str(bad)], "do not match their digest"),
-        ([str(good), str(tmp_path / "none")], "there is nothing here"),
+        ([str(good), str(tmp_path / "none")], "there is no such file or directory"),
         ([str(good), "--what"], "unknown flag --what|required"),
     ):
         assert main(["diff", *words]) == 2

@@ -1,4 +1,4 @@
-"""Plain files of tensors, opened by those who know nothing of this package."""
+"""Exported files are readable without this package."""
 
 from __future__ import annotations
 
@@ -21,17 +21,15 @@ import elastic_resume as er
 from elastic_resume import constants
 from elastic_resume.checkpoint import atomic_io, reader
 from elastic_resume.checkpoint.atomic_io import Disk
-from elastic_resume.checkpoint.manifest import Manifest, Position
 from elastic_resume.cli import main
 from elastic_resume.errors import CorruptError, MachineError, UsageError
-from elastic_resume.state import state_dict
 from elastic_resume.state.export import export
 from tests.support import checkpoint_samples
-from tests.support.state_image import copy_to_image
+from tests.support.state_image import are_equal, save_checkpoint
 
 
 class Net(nn.Module):
-    """Tied weights, a buffer, half precision and an empty parameter."""
+    """A model with tied weights, a buffer, half precision and an empty parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,19 +41,9 @@ class Net(nn.Module):
         self.none = nn.Parameter(torch.zeros(0, 3))
 
 
-def save(node_dir: Path, step: int, **tracked: Any) -> Path:
-    """Commit a checkpoint of real objects."""
-    flat = state_dict.flatten(tracked)
-    image = copy_to_image(flat)
-    position = Position(epoch=0, step_in_epoch=step, step=step, samples=step)
-    manifest = Manifest("job", "n0", 0, 1, 1, position, 1.0, "test", flat.skeleton)
-    node_dir.mkdir(parents=True, exist_ok=True)
-    return checkpoint_samples.save_image(node_dir, manifest, image.memory)
-
-
 @pytest.fixture
 def net() -> Net:
-    """A model with weights of its own."""
+    """A model with random weights."""
     torch.manual_seed(3)
     return Net()
 
@@ -67,79 +55,74 @@ def saved(tmp_path: Path, net: Net) -> Path:
     net.embed.weight.grad = torch.ones_like(net.embed.weight)
     optimizer.step()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    return save(tmp_path / "ckpt" / "job" / "n0", 7, model=net, optimizer=optimizer, scheduler=scheduler)
-
-
-def out(saved: Path, target: Path, **how: Any) -> None:
-    """Export with the manifest that lies beside the image."""
-    export(saved, reader.quick_check(saved, None), target, **how)
-
-
-def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Whether names, types and bits agree."""
-    return one.keys() == other.keys() and all(
-        one[key].dtype == other[key].dtype and torch.equal(one[key], other[key]) for key in one
+    return save_checkpoint(
+        tmp_path / "ckpt" / "job" / "n0", 7, model=net, optimizer=optimizer, scheduler=scheduler
     )
 
 
-def test_the_safetensors_package_opens_it(saved: Path, net: Net, tmp_path: Path) -> None:
-    """Names are those of state_dict; tied weights stand under both of theirs."""
+def out(saved: Path, target: Path, **how: Any) -> None:
+    """Export with the checkpoint's own manifest."""
+    export(saved, reader.quick_check(saved, None), target, **how)
+
+
+def test_safetensors_package_opens_export(saved: Path, net: Net, tmp_path: Path) -> None:
+    """Names are those of state_dict; tied weights are stored under both names."""
     out(saved, tmp_path / "m.safetensors")
     loaded = safetensors.torch.load_file(tmp_path / "m.safetensors")
-    assert equal(loaded, net.state_dict())
+    assert are_equal(loaded, net.state_dict())
 
 
-def test_a_plain_model_loads_it(saved: Path, net: Net, tmp_path: Path) -> None:
-    """torch.load in its safe mode; what was tied shares its memory in the file too."""
+def test_plain_model_loads_export(saved: Path, net: Net, tmp_path: Path) -> None:
+    """torch.load in its safe mode; tied weights share memory in the file too."""
     out(saved, tmp_path / "m.pt", file_format="torch")
     loaded = torch.load(tmp_path / "m.pt", weights_only=True)
     assert loaded["embed.weight"].data_ptr() == loaded["head.weight"].data_ptr()
     fresh = Net()
     fresh.load_state_dict(loaded)
-    assert equal(fresh.state_dict(), net.state_dict())
+    assert are_equal(fresh.state_dict(), net.state_dict())
 
 
 @pytest.mark.parametrize("wrapped", ["dp", "ddp"])
-def test_a_wrapped_model_loads_it(saved: Path, net: Net, tmp_path: Path, wrapped: str) -> None:
+def test_wrapped_model_loads_export(saved: Path, net: Net, tmp_path: Path, wrapped: str) -> None:
     """DataParallel and DDP both put ``module.`` before every name."""
     out(saved, tmp_path / "m.pt", file_format="torch", wrapped=wrapped)
     fresh = nn.DataParallel(Net())
     fresh.load_state_dict(torch.load(tmp_path / "m.pt", weights_only=True))
-    assert equal(fresh.module.state_dict(), net.state_dict())
+    assert are_equal(fresh.module.state_dict(), net.state_dict())
 
 
-def test_an_optimizers_tensors(saved: Path, tmp_path: Path) -> None:
+def test_export_of_optimizer_tensors(saved: Path, tmp_path: Path) -> None:
     """Nested state is named by its path."""
     out(saved, tmp_path / "o.safetensors", name="optimizer")
     loaded = safetensors.torch.load_file(tmp_path / "o.safetensors")
     assert set(loaded) == {"state/1/step", "state/1/exp_avg", "state/1/exp_avg_sq"}
 
 
-def test_complex_tensors(tmp_path: Path) -> None:
-    """They come back complex in a torch file; safetensors has the smaller kind only."""
+def test_export_of_complex_tensors(tmp_path: Path) -> None:
+    """A torch file keeps them complex; safetensors has complex64 only."""
     module = nn.Module()
     module.register_buffer("small", torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64))
-    saved = save(tmp_path / "n0", 1, model=module)
+    saved = save_checkpoint(tmp_path / "n0", 1, model=module)
     out(saved, tmp_path / "m.pt", file_format="torch")
-    assert equal(torch.load(tmp_path / "m.pt", weights_only=True), module.state_dict())
+    assert are_equal(torch.load(tmp_path / "m.pt", weights_only=True), module.state_dict())
     out(saved, tmp_path / "m.safetensors")
     module.register_buffer("large", torch.tensor([1j], dtype=torch.complex128))
     with pytest.raises(UsageError, match="large: safetensors has no complex128; use --format torch"):
-        out(save(tmp_path / "n0", 2, model=module), tmp_path / "n.safetensors")
+        out(save_checkpoint(tmp_path / "n0", 2, model=module), tmp_path / "n.safetensors")
 
 
 @pytest.mark.parametrize(
     ("name", "why"), [("ema", "is not in this checkpoint"), ("scheduler", "holds no tensor")]
 )
-def test_an_object_that_cannot_be_exported(saved: Path, tmp_path: Path, name: str, why: str) -> None:
-    """The error lists those that can."""
+def test_export_refuses_unknown_object(saved: Path, tmp_path: Path, name: str, why: str) -> None:
+    """The error lists the objects that can be exported."""
     with pytest.raises(UsageError, match=f"{why}; objects with tensors: model, optimizer"):
         out(saved, tmp_path / "m.pt", name=name)
     assert not (tmp_path / "m.pt").exists()
 
 
-def test_a_file_that_exists_is_not_replaced(saved: Path, tmp_path: Path) -> None:
-    """Unless that is asked for."""
+def test_export_replaces_file_only_with_force(saved: Path, tmp_path: Path) -> None:
+    """Without force the file stays."""
     target = tmp_path / "m.pt"
     target.write_text("mine")
     with pytest.raises(UsageError, match="--force"):
@@ -151,7 +134,7 @@ def test_a_file_that_exists_is_not_replaced(saved: Path, tmp_path: Path) -> None
         out(saved, tmp_path, force=True)
 
 
-def test_corrupt_bytes_are_never_exported(saved: Path, tmp_path: Path) -> None:
+def test_export_refuses_corrupt_checkpoint(saved: Path, tmp_path: Path) -> None:
     """The digest is checked before a byte is written."""
     checkpoint_samples.flip_bits(saved / constants.STATE_FILE, -5)
     with pytest.raises(CorruptError, match="digest"):
@@ -161,10 +144,8 @@ def test_corrupt_bytes_are_never_exported(saved: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file_format", ["safetensors", "torch"])
 @pytest.mark.parametrize("operation", ["write", "sync_file", "rename"])
-def test_a_disk_that_fails_leaves_nothing(
-    saved: Path, tmp_path: Path, operation: str, file_format: str
-) -> None:
-    """The old file stays, and no temporary one."""
+def test_failed_export_leaves_no_file(saved: Path, tmp_path: Path, operation: str, file_format: str) -> None:
+    """The old file stays, and no temporary file."""
 
     def refuse(*_: object) -> None:
         raise MachineError("no space left")
@@ -180,13 +161,13 @@ def test_a_disk_that_fails_leaves_nothing(
     assert target.read_text() == "old"
 
 
-def test_the_newest_valid_copy_of_a_run_is_taken(
+def test_export_uses_newest_valid_checkpoint_of_run(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Which one it was is said, and which ones were not fit."""
-    newer = save(saved.parent.parent / "n1", 9, model=Net())
+    """The command reports its choice and the invalid checkpoints."""
+    newer = save_checkpoint(saved.parent.parent / "n1", 9, model=Net())
     checkpoint_samples.flip_bits(newer / constants.STATE_FILE, -5)
-    torn = save(saved.parent, 8, model=Net())
+    torn = save_checkpoint(saved.parent, 8, model=Net())
     (torn / constants.STATE_FILE).write_bytes(b"")
     assert main(["export", str(saved.parent.parent), str(tmp_path / "m.pth")]) == 0
     told = capsys.readouterr()
@@ -196,21 +177,21 @@ def test_the_newest_valid_copy_of_a_run_is_taken(
     assert torch.load(tmp_path / "m.pth", weights_only=True)
 
 
-def test_nothing_to_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_without_checkpoint_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One line, exit code 1."""
     assert main(["export", str(tmp_path), str(tmp_path / "m.pt")]) == 1
     assert "holds no valid checkpoint" in capsys.readouterr().err
 
 
-def test_dcp_loads_it(saved: Path, net: Net, tmp_path: Path) -> None:
-    """DCP itself reads it, into a bare model and a wrapped one; a directory of DCP's may be replaced."""
+def test_dcp_loads_export(saved: Path, net: Net, tmp_path: Path) -> None:
+    """DCP loads it into a bare and a wrapped model; a directory of DCP's may be replaced."""
     for wrapped, fresh in (("plain", Net()), ("ddp", nn.DataParallel(Net()))):
         out(saved, tmp_path / "dcp", file_format="dcp", wrapped=wrapped, force=True)
         state = {"model": fresh.state_dict()}
         with pytest.warns(UserWarning, match="single process"):
             dcp_load(state, checkpoint_id=tmp_path / "dcp")
         fresh.load_state_dict(state["model"])
-        assert equal(state_of(fresh), net.state_dict())
+        assert are_equal(state_of(fresh), net.state_dict())
     with pytest.raises(UsageError, match="exists"):
         out(saved, tmp_path / "dcp", file_format="dcp")
     (tmp_path / "mine").mkdir()
@@ -219,10 +200,10 @@ def test_dcp_loads_it(saved: Path, net: Net, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "dcp", "mine"]
 
 
-def test_a_directory_is_replaced_in_one_step_or_refused(
+def test_export_replaces_dcp_directory_atomically_or_refuses(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a file system cannot exchange two names; the old directory stays as it was."""
+    """A file system that cannot exchange two names keeps the old directory."""
     target = tmp_path / "out" / "dcp"
     target.parent.mkdir()
     out(saved, target, file_format="dcp")
@@ -284,8 +265,8 @@ for left in range(1, 1000):
 
 
 @pytest.mark.slow
-def test_a_crash_leaves_the_old_directory_or_the_new_one(saved: Path, tmp_path: Path) -> None:
-    """After each operation of the disk; never nothing."""
+def test_crash_during_dcp_export_leaves_old_or_new_directory(saved: Path, tmp_path: Path) -> None:
+    """A crash after each operation of the disk."""
     target = tmp_path / "out" / "dcp"
     target.parent.mkdir()
     out(saved, target, file_format="dcp")
@@ -301,28 +282,28 @@ def test_a_crash_leaves_the_old_directory_or_the_new_one(saved: Path, tmp_path: 
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """A model's own names."""
+    """Return a model's state_dict."""
     return (model.module if isinstance(model, nn.DataParallel) else model).state_dict()
 
 
 class Recent:
-    """Holds its newest tensors in a deque, and which they are in a Counter."""
+    """An object with tensors in a deque and a Counter."""
 
     def __init__(self) -> None:
         self.kept: Any = {"recent": deque([torch.ones(2)], 3), "counts": Counter({"a": 2})}
 
     def state_dict(self) -> Any:
-        """Give it."""
+        """Return the state."""
         return self.kept
 
     def load_state_dict(self, state: Any) -> None:
-        """Take it."""
+        """Load the state."""
         self.kept = state
 
 
-def test_containers_of_every_kind(tmp_path: Path) -> None:
-    """er.load gives a deque and a Counter back as such; a torch file gets what its safe reader takes."""
-    saved = save(tmp_path / "n0", 1, own=Recent())
+def test_export_of_all_container_types(tmp_path: Path) -> None:
+    """er.load returns a deque and a Counter; a torch file gets types that its safe reader takes."""
+    saved = save_checkpoint(tmp_path / "n0", 1, own=Recent())
     loaded = er.load(saved, "own")
     assert (type(loaded["recent"]), loaded["recent"].maxlen, type(loaded["counts"])) == (deque, 3, Counter)
     assert loaded["recent"][0].tolist() == [1, 1]
@@ -333,17 +314,17 @@ def test_containers_of_every_kind(tmp_path: Path) -> None:
     assert list(safetensors.torch.load_file(tmp_path / "own.safetensors")) == ["recent/0"]
 
 
-def test_everything_at_once(
+def test_export_of_all_objects(
     saved: Path, net: Net, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All objects and the position, as a script of its own would have saved them."""
+    """All objects and the position, as a training script would have saved them."""
     assert main(["export", "--all", "--for", "ddp", str(saved), str(tmp_path / "all.pt")]) == 0
     assert f"all of {saved}" in capsys.readouterr().out
     loaded = torch.load(tmp_path / "all.pt", weights_only=True)
     assert (loaded["epoch"], loaded["step"]) == (0, 7)
     wrapped = nn.DataParallel(Net())
     wrapped.load_state_dict(loaded["model"])
-    assert equal(wrapped.module.state_dict(), net.state_dict())
+    assert are_equal(wrapped.module.state_dict(), net.state_dict())
     optimizer = torch.optim.Adam(wrapped.parameters())
     optimizer.load_state_dict(loaded["optimizer"])
     torch.optim.lr_scheduler.StepLR(optimizer, 1).load_state_dict(loaded["scheduler"])
@@ -351,4 +332,4 @@ def test_everything_at_once(
     held = FileSystemReader(tmp_path / "all").read_metadata().state_dict_metadata
     assert {name.split(".")[0] for name in held} == {"model", "optimizer", "scheduler", "epoch", "step"}
     assert main(["export", "--all", str(saved), str(tmp_path / "all.safetensors")]) == 1
-    assert "safetensors holds tensors and nothing else" in capsys.readouterr().err
+    assert "safetensors holds tensors only" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""From live objects to named tensors and back."""
+"""Live objects are flattened to named tensors and loaded again."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from tests.support.state_image import copy_to_image
 
 
 class Box:
-    """Anything with state_dict and load_state_dict."""
+    """An object with state_dict and load_state_dict."""
 
     def __init__(self, value: Any = None) -> None:
         self.value = value
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the value."""
+        """Return the value."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the value."""
+        """Load the value."""
         self.value = state["value"]
 
 
@@ -46,7 +46,7 @@ def carry(source: dict[str, Any], target: dict[str, Any]) -> TensorBuffer:
 
 
 def trained(seed: int = 0) -> dict[str, Any]:
-    """A small model whose optimizer and scheduler have moved."""
+    """Return a small model, optimizer and scheduler after some steps."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -59,7 +59,7 @@ def trained(seed: int = 0) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
 
-def test_model_optimizer_and_scheduler_come_back_bit_for_bit() -> None:
+def test_model_optimizer_and_scheduler_are_restored_bit_for_bit() -> None:
     """After loading, one more step gives the same weights."""
     first, second = trained(0), trained(1)
     carry(first, second)
@@ -74,8 +74,8 @@ def test_model_optimizer_and_scheduler_come_back_bit_for_bit() -> None:
     assert first["scheduler"].state_dict() == second["scheduler"].state_dict()
 
 
-def test_loaded_tensors_do_not_live_in_the_image() -> None:
-    """An optimizer that kept views would change with the next save's image, and keep it from being freed."""
+def test_loaded_tensors_do_not_share_image_memory() -> None:
+    """Shared memory would change with the next image, and could not be freed."""
     first, second = trained(0), trained(1)
     image = carry(first, second)
     before = copy.deepcopy(second["optimizer"].state_dict()["state"][0]["exp_avg"])
@@ -84,7 +84,7 @@ def test_loaded_tensors_do_not_live_in_the_image() -> None:
     assert first["model"][0].weight.abs().sum() == second["model"][0].weight.abs().sum() != 0
 
 
-def test_names_carry_no_wrapper_and_either_form_loads_the_other() -> None:
+def test_names_contain_no_wrapper_and_load_both_ways() -> None:
     """torchtitan#961: checkpoints full of module. and _orig_mod."""
     bare = nn.Sequential(nn.Linear(3, 3))
     wrapped = nn.DataParallel(compiled(nn.Sequential(nn.Linear(3, 3))))
@@ -95,7 +95,7 @@ def test_names_carry_no_wrapper_and_either_form_loads_the_other() -> None:
     assert torch.equal(linear(inner, "0").weight, linear(bare, "0").weight)
 
 
-def test_a_compiled_block_inside_a_model_leaves_no_trace_in_names() -> None:
+def test_names_contain_no_inner_compile_wrapper() -> None:
     """torch.compile on a part puts _orig_mod in the middle of a name."""
     model = nn.Sequential(nn.Linear(2, 2), compiled(nn.Linear(2, 2)))
     names = {leaf.name for leaf in state_dict.flatten({"model": model}).leaves}
@@ -105,15 +105,15 @@ def test_a_compiled_block_inside_a_model_leaves_no_trace_in_names() -> None:
     assert torch.equal(linear(plain, "1").weight, model.state_dict()["1._orig_mod.weight"])
 
 
-def test_a_module_that_is_called_module_keeps_its_name() -> None:
-    """AveragedModel holds its copy under module.; only DDP's and DataParallel's prefix is taken off."""
+def test_module_named_module_keeps_its_name() -> None:
+    """AveragedModel holds its model under module.; only the prefix of DDP and DataParallel is removed."""
     average = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
     names = {leaf.name for leaf in state_dict.flatten({"ema": average}).leaves}
     assert names == {"ema/module.weight", "ema/module.bias", "ema/n_averaged"}
 
 
 def test_tied_weights_are_stored_once() -> None:
-    """Two names, one tensor, and both come back."""
+    """Both names are restored."""
     model, other = (
         nn.Sequential(OrderedDict[str, nn.Module](a=nn.Linear(3, 3), b=nn.Linear(3, 3))) for _ in range(2)
     )
@@ -125,7 +125,7 @@ def test_tied_weights_are_stored_once() -> None:
     assert torch.equal(linear(other, "b").weight, linear(model, "a").weight)
 
 
-def test_parameters_and_optimizer_are_replicated_and_buffers_are_not() -> None:
+def test_parameters_and_optimizer_state_are_replicated_but_not_buffers() -> None:
     """Only what data-parallel training keeps equal must be equal."""
     kinds = {
         leaf.name: leaf.kind for leaf in state_dict.flatten(state_dict.collect_objects(trained())).leaves
@@ -150,7 +150,7 @@ def test_parameters_and_optimizer_are_replicated_and_buffers_are_not() -> None:
     ],
     ids=lambda t: f"{t.dtype}{list(t.shape)}",
 )
-def test_tensors_of_every_kind_come_back(tensor: Tensor) -> None:
+def test_tensors_of_every_dtype_and_layout_are_restored(tensor: Tensor) -> None:
     """Strided, 0-d, empty, half, bool, complex, expanded."""
     target = Box()
     carry({"box": Box({"t": tensor})}, {"box": target})
@@ -196,7 +196,7 @@ PLAIN = st.recursive(
 
 @settings(max_examples=60)
 @given(PLAIN, st.integers(0, 3))
-def test_arbitrary_nested_state_comes_back(value: Any, tensors: int) -> None:
+def test_arbitrary_nested_state_is_restored(value: Any, tensors: int) -> None:
     """Plain data and tensors nested in any way; keys 1 and "1" stay apart."""
     target = Box()
     held = [torch.full((2,), float(i)) for i in range(tensors)]
@@ -212,7 +212,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8
 
 @st.composite
 def tensors(draw: st.DrawFn) -> Tensor:
-    """A tensor of any dtype and shape, whole or a strided part of another."""
+    """Draw a tensor of any dtype and shape, whole or a strided part of another."""
     shape = draw(st.lists(st.integers(0, 3), max_size=3))
     made = torch.arange(4 ** len(shape)).reshape([4] * len(shape)).to(draw(st.sampled_from(DTYPES)))
     made = made[tuple(slice(0, size) for size in shape)]
@@ -220,7 +220,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
 
 
 def nested(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """``leaf`` in any nest of what typed JSON knows."""
+    """Draw containers of any nesting around ``leaf``."""
     return st.recursive(
         leaf,
         lambda inner: (
@@ -235,7 +235,7 @@ def nested(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether two nests are of the same types and values, tensors bit for bit."""
+    """Return whether two nested states have the same types and values, tensors bit for bit."""
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
@@ -252,7 +252,7 @@ def alike(one: Any, other: Any) -> bool:
 
 @settings(max_examples=100, deadline=None)
 @given(nested(tensors() | st.none() | st.floats(allow_nan=False) | st.binary(max_size=3)))
-def test_tensors_come_back_from_any_nest(value: Any) -> None:
+def test_tensors_in_any_container_are_restored(value: Any) -> None:
     """Types, order, dtypes, shapes and bits."""
     target = Box()
     carry({"box": Box(value)}, {"box": target})
@@ -260,7 +260,7 @@ def test_tensors_come_back_from_any_nest(value: Any) -> None:
 
 
 class Odd:
-    """What nobody can store."""
+    """A value that cannot be stored."""
 
 
 UNFIT = {
@@ -277,8 +277,8 @@ UNFIT = {
     st.lists(st.sampled_from([list, tuple, dict, OrderedDict, deque]), max_size=5),
     st.sampled_from(list(UNFIT)),
 )
-def test_what_does_not_fit_is_refused_wherever_it_lies_by_path_and_type(around: list[Any], told: str) -> None:
-    """The last place of the path is where it is."""
+def test_unsupported_value_is_refused_with_path_and_type(around: list[Any], told: str) -> None:
+    """The error ends with the exact place."""
     value: Any = UNFIT[told]
     for kind in around:
         value = kind({"inner": value}) if kind in {dict, OrderedDict} else kind([0, value])
@@ -290,7 +290,7 @@ def test_what_does_not_fit_is_refused_wherever_it_lies_by_path_and_type(around: 
     assert told in reason
 
 
-def test_numpy_arrays_and_scalars_come_back_as_such() -> None:
+def test_numpy_arrays_and_scalars_keep_their_type() -> None:
     """RNG states of numpy hold them."""
     target = Box()
     carry({"box": Box({"a": np.arange(4, dtype=np.uint32), "s": np.float64(2.5)})}, {"box": target})
@@ -311,15 +311,15 @@ def test_numpy_arrays_and_scalars_come_back_as_such() -> None:
     ],
     ids=["object", "function", "sparse", "meta", "lazy", "quantised"],
 )
-def test_what_cannot_be_stored_is_named_by_path_and_reason(value: Any, told: str) -> None:
-    """Refused, with the place where it was found."""
+def test_unstorable_tensor_is_refused_with_path_and_reason(value: Any, told: str) -> None:
+    """In any object."""
     with pytest.raises(UntrackableError, match=told) as caught:
         state_dict.flatten({"box": Box(value)})
     assert "box" in str(caught.value)
 
 
-def test_an_optimizer_or_a_scheduler_of_another_kind_is_refused() -> None:
-    """Torch itself takes their state, and fails at the first step or goes on otherwise."""
+def test_optimizer_or_scheduler_of_other_type_is_refused() -> None:
+    """Torch would load the state, and fail at the first step or train differently."""
     model = nn.Linear(2, 2)
     adam, sgd = torch.optim.Adam(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
     step = torch.optim.lr_scheduler.StepLR(adam, 3)
@@ -331,24 +331,24 @@ def test_an_optimizer_or_a_scheduler_of_another_kind_is_refused() -> None:
     carry({"optimizer": adam, "scheduler": step}, {"optimizer": adam, "scheduler": step})
 
 
-def test_a_buffer_into_which_nothing_can_be_loaded_is_refused_at_once() -> None:
-    """Not at the first resume, when it would be too late."""
+def test_expanded_buffer_is_refused() -> None:
+    """At the first save, not at the first resume."""
     model = nn.Linear(2, 2)
     model.register_buffer("grid", torch.zeros(1, 4).expand(3, 4))
     with pytest.raises(UntrackableError, match=r"model/grid: .*clone\(\)"):
         state_dict.flatten({"model": model})
 
 
-def test_state_that_contains_itself_is_refused() -> None:
-    """A cycle ends in an error, not in a crash."""
+def test_recursive_state_is_refused() -> None:
+    """A cycle is an error, not a crash."""
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(UntrackableError, match="box"):
         state_dict.flatten({"box": Box(loop)})
 
 
-def test_every_differing_name_is_listed_with_both_shapes_and_nothing_is_changed() -> None:
-    """A model of other shapes than the checkpoint's."""
+def test_load_lists_every_mismatch_and_changes_nothing() -> None:
+    """The model has other shapes than the checkpoint."""
     big, small = (
         nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)),
         nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)),
@@ -367,8 +367,8 @@ def test_every_differing_name_is_listed_with_both_shapes_and_nothing_is_changed(
     assert all(torch.equal(before[key], value) for key, value in small.state_dict().items())
 
 
-def test_objects_missing_on_either_side_are_told() -> None:
-    """One tracked then and not now, and the other way round."""
+def test_load_lists_missing_and_extra_objects() -> None:
+    """Both directions."""
     flat = state_dict.flatten(state_dict.collect_objects({"model": nn.Linear(1, 1), "ema": Box(1)}))
     with pytest.raises(MismatchError, match=r"teacher: tracked now[\s\S]*ema: in the checkpoint"):
         load_state.load_into(
@@ -378,8 +378,8 @@ def test_objects_missing_on_either_side_are_told() -> None:
         )
 
 
-def test_dictionaries_give_several_objects_their_names() -> None:
-    """A GAN's two models; clashes and objects without state are refused."""
+def test_nested_dicts_name_their_objects() -> None:
+    """A GAN's two models; duplicate names and objects without state are refused."""
     tracked = state_dict.collect_objects(
         {"model": {"g": nn.Linear(1, 1), "d": nn.Linear(1, 1)}, "scaler": None}
     )
@@ -390,8 +390,8 @@ def test_dictionaries_give_several_objects_their_names() -> None:
         state_dict.collect_objects({"rate": 0.5})
 
 
-def test_fingerprints_tell_values_shapes_and_dtypes_apart() -> None:
-    """Equal bytes under another shape are another state."""
+def test_digests_differ_for_values_shapes_and_dtypes() -> None:
+    """Equal bytes with another shape have another digest."""
 
     def prints(tensor: Tensor) -> str:
         return state_dict.combine_digests(
