@@ -399,7 +399,7 @@ def _parse_object(line: bytes, keys: set[str]) -> dict[str, Any]:
 
 def _parse_header(value: Any) -> Header:
     if not isinstance(value, list) or len(value) != 4:
-        raise ProtocolError("its stamp is not four numbers")
+        raise ProtocolError("its header is not four numbers")
     counts = [decode_int(one, "header") for one in value[:3]]
     return Header(counts[0], counts[1], counts[2], decode_float(value[3], "header"))
 

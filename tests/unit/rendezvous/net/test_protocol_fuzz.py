@@ -241,7 +241,7 @@ def shaken(
     with pytest.raises(StopIteration) as accepted:
         acceptor.send(line[:-1])
     with pytest.raises(StopIteration) as called:
-        dialler.send(accepted.value.value.last[:-1])
+        dialler.send(accepted.value.value.final_line[:-1])
     return called.value.value, accepted.value.value
 
 

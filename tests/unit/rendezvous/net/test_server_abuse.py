@@ -126,7 +126,7 @@ STRANGERS = {
     "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\n", "not JSON"),
     "another job": (protocol.encode_greeting("another", NONCE), "belongs to job 'another'"),
     "another version": (b'{"elastic_resume":99,"run":"job","nonce":"00"}\n', "speaks version '99'"),
-    "a bad nonce": (b'{"elastic_resume":3,"run":"job","nonce":"00","status_only":false}\n', "nonce"),
+    "a bad nonce": (b'{"elastic_resume":4,"run":"job","nonce":"00","status_only":false}\n', "nonce"),
     "deep JSON": (b"[" * 4000 + b"\n", "not JSON"),
     "a large number": (b'{"elastic_resume":' + b"9" * 4000 + b"}\n", "a line"),
     "no proof": (protocol.encode_greeting(RUN, NONCE) + b"{}\n", "fields proof"),
@@ -558,7 +558,7 @@ class Caller:
     """A connection at the door."""
 
     def __init__(self, *, greeted: bool) -> None:
-        self.greeted = greeted
+        self.has_greeted = greeted
         self.why = ""
 
     def drop(self, why: str) -> None:

@@ -187,7 +187,7 @@ def test_an_answer_that_somebody_wrote_into_the_connection_is_refused() -> None:
                 while True:
                     conn.sendall(side.send(read_line(conn)))
             except StopIteration as stop:
-                conn.sendall(stop.value.last + b'{"leads":true}\n')
+                conn.sendall(stop.value.final_line + b'{"leads":true}\n')
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=answer, args=[listener])
