@@ -49,7 +49,7 @@ from elastic_resume.rendezvous.core.events import (
 from elastic_resume.rendezvous.core.messages import Message
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.quorum import Incarnation
-from elastic_resume.rendezvous.endpoint import ResolveFunction, resolve_name
+from elastic_resume.rendezvous.endpoint import LISTEN_BACKLOG, ResolveFunction, resolve_name
 from elastic_resume.rendezvous.net import protocol
 from elastic_resume.rendezvous.net.connection import Connection, cancel_lookups, connect
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
@@ -57,8 +57,6 @@ from elastic_resume.rendezvous.net.handshake_limiter import ConnectionLimits, Ha
 from elastic_resume.rendezvous.net.status import StatusServer
 from elastic_resume.rendezvous.status_view import RendezvousStatus, build_status
 
-LISTEN_BACKLOG = 1024
-"""Members of a large job that call at once wait in the kernel, not in a time-out."""
 DISK_RETRY_S = 1.0
 """Between two attempts to write to a disk that refuses."""
 DISK_LOG_INTERVAL_S = 60.0
