@@ -226,10 +226,11 @@ class _Hosts:
         return [index for index, matches in enumerate(is_own) if matches]
 
     def bind_addresses(self, host: str, *, exact: bool) -> tuple[Address, ...]:
-        """Return what to bind so that others reach this machine as ``host``, best first; () if it is elsewhere.
+        """Return the addresses to bind for ``host``, best first; () if it is another machine.
 
         A numeric address is bound exactly, since simulated nodes share a machine. So is ``--local-addr``
-        (``exact``). Another name may lead to other addresses elsewhere, so all are bound; localhost stays inside.
+        (``exact``). Another name may resolve to another address elsewhere, so all addresses are bound.
+        localhost binds loopback alone.
         """
         literal = parse_address(host)
         answers = self.answers.get(host, ()) if literal is None else (literal,)
@@ -358,7 +359,8 @@ def open_listen_endpoint(
     hosts = _resolve_hosts(endpoints, local_host, resolve_timeout_s, resolve, log)
     if local_host is not None and not hosts.bind_addresses(local_host, exact=True):
         raise ConfigError(
-            f"--local-addr {local_host} is not an address of this machine: give one of its own, or leave it out."
+            f"--local-addr {local_host} is not an address of this machine: give one of its own, or leave it "
+            "out."
         )
     matches = hosts.match(endpoints, local_host)
     if matches:
@@ -438,8 +440,8 @@ def listen(addresses: Iterable[Address], port: int) -> socket.socket:
     """Listen at the first of the addresses that this machine has; port 0 lets the kernel choose.
 
     Raises:
-        PortUnavailableError: the port is in use, or the machine has none of the addresses yet. After a port in
-            use no later address is tried: two agents would both take themselves for the candidate.
+        PortUnavailableError: the port is in use, or the machine has none of the addresses yet. After a port
+            in use no later address is tried: two agents would both become the candidate.
         ConfigError: only root may bind the port.
         MachineError: the system refuses to listen.
 

@@ -22,8 +22,8 @@ from elastic_resume.rendezvous.core.events import Effect, StartWorkers
 from elastic_resume.rendezvous.core.follower import Follower
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.net import connection, protocol, server
+from elastic_resume.rendezvous.net.connection import ConnectionLimits
 from elastic_resume.rendezvous.net.durable_state import RENDEZVOUS_STATE_FILE, DurableStateFile
-from elastic_resume.rendezvous.net.handshake_limiter import ConnectionLimits
 from tests.support.rendezvous_nodes import (
     RUN,
     TOKEN,

@@ -42,7 +42,7 @@ from elastic_resume.rendezvous.core.messages import (
 )
 from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState, View
 from elastic_resume.rendezvous.net import protocol
-from elastic_resume.rendezvous.net.handshake_limiter import ConnectionLimits, HandshakeLimiter, LogThrottle
+from elastic_resume.rendezvous.net.connection import ConnectionLimits, HandshakeLimiter, LogThrottle
 from tests.support.rendezvous_nodes import (
     NODE_TIMEOUT_S,
     RUN,
@@ -125,11 +125,11 @@ STRANGERS = {
     "a browser": (b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", "not JSON"),
     "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\n", "not JSON"),
     "another job": (protocol.encode_greeting("another", NONCE), "belongs to job 'another'"),
-    "another version": (b'{"elastic_resume":99,"run":"job","nonce":"00"}\n', "speaks version '99'"),
+    "another version": (b'{"elastic_resume":99,"run":"job","nonce":"00"}\n', "protocol version '99'"),
     "a bad nonce": (b'{"elastic_resume":4,"run":"job","nonce":"00","status_only":false}\n', "nonce"),
     "deep JSON": (b"[" * 4000 + b"\n", "not JSON"),
     "a large number": (b'{"elastic_resume":' + b"9" * 4000 + b"}\n", "a line"),
-    "no proof": (protocol.encode_greeting(RUN, NONCE) + b"{}\n", "fields proof"),
+    "no proof": (protocol.encode_greeting(RUN, NONCE) + b"{}\n", "the fields proof"),
     "a wrong proof": (protocol.encode_greeting(RUN, NONCE) + b'{"proof":"' + b"0" * 64 + b'"}\n', "token"),
     "a replayed handshake": (recorded(), "token"),
     "escape codes in a name": (protocol.encode_greeting("\x1b[2J\n" * 100, NONCE), r"'\x1b[2J\n"),
@@ -208,7 +208,7 @@ def test_a_peer_that_changes_its_mind_is_no_stranger(node: SocketNode) -> None:
         stranger.sendall(protocol.encode_greeting(RUN, NONCE) + protocol.encode_abort(b"another", RUN, NONCE))
         assert is_disconnected(stranger)
     wait_until(
-        lambda: "fields proof" in "".join(node.log_lines("unauthenticated")[before:]),
+        lambda: "the fields proof" in "".join(node.log_lines("unauthenticated")[before:]),
         "a line says so of the other",
     )
     assert its not in "".join(node.log_lines("unauthenticated"))
@@ -483,7 +483,7 @@ def test_a_proven_peer_that_never_says_anything_is_dropped(tmp_path: Path) -> No
         with connect(made[0].address) as peer:
             authenticate(peer)
             assert is_disconnected(peer)
-        wait_until(lambda: bool(made[0].log_lines("unauthenticated", "has said nothing")), "a line says so")
+        wait_until(lambda: bool(made[0].log_lines("unauthenticated", "has sent nothing")), "a line says so")
     finally:
         stations.stop()
 

@@ -24,8 +24,8 @@ from elastic_resume.rendezvous.core.status import (
     StatusUpdate,
 )
 from elastic_resume.rendezvous.net import protocol, status
+from elastic_resume.rendezvous.net.connection import ConnectionLimits
 from elastic_resume.rendezvous.net.protocol import ProtocolError
-from elastic_resume.rendezvous.net.server import ConnectionLimits
 from tests.support.rendezvous_nodes import (
     RUN,
     TIMEOUT_S,
