@@ -1,8 +1,8 @@
 """The rendezvous as the agent uses it: blocking calls to join a view, finish, fail or leave the job.
 
 Three threads take part. The torchelastic thread calls the methods and may block. The rendezvous thread runs
-the state machine and moves the workers' lease. A callback thread writes the log and handles diverged replicas,
-since both may wait for a slow disk; `join` returns no view before that is done.
+the state machine and moves the workers' lease. A callback thread writes the log and handles diverged
+replicas, since both may wait for a slow disk; `join` returns no view before that is done.
 
 Every blocking call ends: with the view, with the end of the job, or when this node cannot take part any more.
 """
