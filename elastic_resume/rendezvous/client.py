@@ -9,6 +9,7 @@ Every blocking call ends: with the view, with the end of the job, or when this n
 
 from __future__ import annotations
 
+import functools
 import math
 import queue
 import secrets
@@ -45,7 +46,7 @@ from elastic_resume.rendezvous.core.quorum import Incarnation
 from elastic_resume.rendezvous.core.status import NodeStatus
 from elastic_resume.rendezvous.endpoint import ListenEndpoint
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
-from elastic_resume.rendezvous.net.server import RendezvousThread
+from elastic_resume.rendezvous.net.server import RendezvousServer, RendezvousThread
 from elastic_resume.rendezvous.net.status import RendezvousStatus
 
 SHUTDOWN_TIMEOUT_S = 2.0
@@ -122,7 +123,8 @@ class RendezvousClient:
         settings = config.settings(listen_endpoint.address)
         self.address = listen_endpoint.address
         self.candidates = settings.candidates
-        self._server = RendezvousThread(
+        make_server = functools.partial(
+            RendezvousServer,
             settings,
             incarnation,
             listener=listen_endpoint.listener,
@@ -134,6 +136,7 @@ class RendezvousClient:
             max_generation=max_generation,
             render_status=render_status,
         )
+        self._server = RendezvousThread(make_server)
 
     def start(self) -> None:
         """Start to listen and to look for the other nodes."""

@@ -107,8 +107,8 @@ class DurableStateFile:
         if self._node and state.incarnation.node != self._node:
             raise NodeFileError(
                 f"{self._path} belongs to node {state.incarnation.node!r}, but this is node "
-                f"{self._node!r}: a directory was copied or renamed. Give this node a --node-name and --ckpt-dir of its own, or "
-                "remove the file."
+                f"{self._node!r}: a directory was copied or renamed. Give this node a --node-name and "
+                "--ckpt-dir of its own, or remove the file."
             )
         if launch_id and self._launch_id and launch_id != self._launch_id:
             return replace(state, quorum_state=QuorumState(state.quorum_state.candidate_count))

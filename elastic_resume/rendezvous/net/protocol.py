@@ -151,7 +151,7 @@ class HandshakeResult(NamedTuple):
 Handshake = Generator[bytes, bytes, HandshakeResult]
 """One side of a handshake: it yields lines to send, receives the peer's lines, and returns a result.
 
-It raises `ProtocolError` if the peer does not belong to this job, `HandshakeAbortedError` if the peer gave up.
+It raises `ProtocolError` if the peer does not belong to this job, `HandshakeAbortedError` if it gave up.
 """
 
 

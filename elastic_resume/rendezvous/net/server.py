@@ -66,6 +66,8 @@ FORCE_POLL_S = 0.5
 """Between two reads of the request of ``elastic-resume force-quorum``, while no workers run."""
 MAX_IDLE_SWEEPS = 2
 """Sweeps without data before a peer is dropped. Counting sweeps ignores pauses of this process itself."""
+LINGER_S = 1.0
+"""How long a server that ends may send what is queued."""
 RESERVED_DESCRIPTORS = 512
 """File descriptors for everything that is not a connection."""
 
@@ -97,7 +99,23 @@ class RendezvousServer:
         resolve: ResolveFunction = resolve_name,
         render_status: Callable[[RendezvousStatus], bytes] | None = None,
     ) -> None:
-        """Take the arguments of `RendezvousThread`."""
+        """Set up the server; `open` starts it.
+
+        Args:
+            settings: of the state machine.
+            incarnation: of this agent.
+            listener: bound and listening.
+            run_id: the job's name.
+            token: what peers must hold.
+            state_file: the durable state of this node.
+            on_effect: called with effects for the agent; must not block.
+            limits: on what peers can make this process spend.
+            on_core_change: called after every event, before its effects are carried out.
+            max_generation: the greatest generation that this node knows from elsewhere.
+            resolve: returns the addresses of a name; called in threads.
+            render_status: returns the line of JSON for status clients; called in a thread of its own.
+
+        """
         self._resolve = resolve
         self._settings = settings
         self._listener = listener
@@ -137,6 +155,9 @@ class RendezvousServer:
 
     async def open(self) -> None:
         """Start to listen and to look for the other nodes."""
+        raise_descriptor_limit(
+            self._limits.max_connections + self._limits.max_unauthenticated + RESERVED_DESCRIPTORS
+        )
         self._server = await self._loop.create_server(
             self._make_acceptor, sock=self._listener, backlog=LISTEN_BACKLOG
         )
@@ -396,68 +417,17 @@ class RendezvousServer:
 class RendezvousThread:
     """Runs a `RendezvousServer` in a thread; events go in by `submit`, effects come out by ``on_effect``."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        incarnation: Incarnation,
-        *,
-        listener: socket.socket,
-        run_id: str,
-        token: bytes,
-        state_file: DurableStateFile,
-        on_effect: Callable[[Effect], None],
-        limits: ConnectionLimits | None = None,
-        on_core_change: Callable[[RendezvousNode], None] | None = None,
-        max_generation: int = 0,
-        resolve: ResolveFunction = resolve_name,
-        render_status: Callable[[RendezvousStatus], bytes] | None = None,
-    ) -> None:
-        """Start nothing before `start`.
-
-        Args:
-            settings: of the state machine.
-            incarnation: of this agent.
-            listener: bound and listening.
-            run_id: the job's name.
-            token: what peers must hold.
-            state_file: the durable state of this node.
-            on_effect: called in the thread with effects for the agent; must not block.
-            limits: on what peers can make this process spend.
-            on_core_change: called in the thread after every event, before its effects are carried out.
-            max_generation: the greatest generation that this node knows from elsewhere.
-            resolve: returns the addresses of a name; called in threads.
-            render_status: returns the line of JSON for status clients; called in a thread of its own.
-
-        """
-        self._limits = limits or ConnectionLimits()
-        self._make_server = functools.partial(
-            RendezvousServer,
-            settings,
-            incarnation,
-            listener=listener,
-            run_id=run_id,
-            token=token,
-            state_file=state_file,
-            on_effect=on_effect,
-            limits=self._limits,
-            on_core_change=on_core_change,
-            max_generation=max_generation,
-            resolve=resolve,
-            render_status=render_status,
-        )
-        self._listener = listener
+    def __init__(self, make_server: Callable[[], RendezvousServer]) -> None:
+        """Prepare the thread; ``make_server`` is called in it, on its event loop."""
+        self._make_server = make_server
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()
-        self._linger_s = 1.0
         self._server: RendezvousServer | None = None
         self._early_events: list[Event] = []
         self._thread = threading.Thread(target=self._run, name="elastic-resume-rendezvous", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
-        raise_descriptor_limit(
-            self._limits.max_connections + self._limits.max_unauthenticated + RESERVED_DESCRIPTORS
-        )
         self._thread.start()
 
     @property
@@ -470,12 +440,11 @@ class RendezvousThread:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._handle_event, event)
 
-    def stop(self, linger_s: float = 1.0) -> None:
-        """Send what is queued for at most ``linger_s`` and end the thread."""
-        self._linger_s = linger_s
+    def stop(self) -> None:
+        """Send what is queued, for at most `LINGER_S`, and end the thread."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._stopped.set)
-        self._thread.join(linger_s + 1.0)
+        self._thread.join(LINGER_S + 1.0)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -495,7 +464,7 @@ class RendezvousThread:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()
         finally:
-            await server.close(self._linger_s)
+            await server.close(LINGER_S)
             await cancel_lookups()
         if server.failure.done():
             raise server.failure.result()

@@ -18,7 +18,7 @@ SECRET = "9f2c-very-secret"  # noqa: S105
 
 
 def token_file(folder: Path, text: bytes = SECRET.encode(), mode: int = 0o600) -> Path:
-    """A file with a token."""
+    """Write a file with a token."""
     path = folder / "token"
     path.write_bytes(text)
     path.chmod(mode)
@@ -26,13 +26,13 @@ def token_file(folder: Path, text: bytes = SECRET.encode(), mode: int = 0o600) -
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o400, 0o700])
-def test_a_token_comes_from_a_file_of_ones_own(tmp_path: Path, mode: int) -> None:
-    """White space around it is not part of it."""
+def test_token_file_of_the_user_is_read(tmp_path: Path, mode: int) -> None:
+    """White space around the token is dropped."""
     path = token_file(tmp_path, b" \n" + SECRET.encode() + b"\r\n", mode)
     assert load_token(path, {}, RUN) == (SECRET.encode(), True)
 
 
-def test_a_token_may_be_linked_to(tmp_path: Path) -> None:
+def test_token_file_may_be_a_link(tmp_path: Path) -> None:
     """Kubernetes mounts secrets as links."""
     link = tmp_path / "link"
     link.symlink_to(token_file(tmp_path))
@@ -40,15 +40,15 @@ def test_a_token_may_be_linked_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o620, 0o602, 0o610, 0o601, 0o666])
-def test_a_token_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
-    """It is no secret any more."""
+def test_token_file_open_to_others_is_refused(tmp_path: Path, mode: int) -> None:
+    """Others may know the token."""
     with pytest.raises(ConfigError, match=rf"open to other users \(mode {mode:04o}\): chmod 600") as caught:
         load_token(token_file(tmp_path, mode=mode), {}, RUN)
     assert SECRET not in str(caught.value)
 
 
-def test_a_token_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That user knows it, and can change it."""
+def test_token_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That user knows the token and can change it."""
     path = token_file(tmp_path)
     if os.geteuid() == 0:
         os.chown(path, 12345, 12345)
@@ -59,14 +59,14 @@ def test_a_token_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("text", [b"", b" \n\t"])
-def test_a_file_without_a_token_is_refused(tmp_path: Path, text: bytes) -> None:
-    """Never on without one, silently."""
+def test_empty_token_file_is_refused(tmp_path: Path, text: bytes) -> None:
+    """The job does not start without a token."""
     with pytest.raises(ConfigError, match="holds no token"):
         load_token(token_file(tmp_path, text), {}, RUN)
 
 
-def test_a_token_is_not_longer_than_a_page(tmp_path: Path) -> None:
-    """Somebody named the wrong file."""
+def test_token_longer_than_a_page_is_refused(tmp_path: Path) -> None:
+    """The flag names a wrong file."""
     most = SECRET.encode().ljust(MAX_TOKEN_BYTES, b"x")
     assert load_token(token_file(tmp_path, most), {}, RUN) == (most, True)
     with pytest.raises(ConfigError, match="longer than 4096 bytes") as caught:
@@ -74,8 +74,8 @@ def test_a_token_is_not_longer_than_a_page(tmp_path: Path) -> None:
     assert SECRET not in str(caught.value)
 
 
-def test_what_is_not_a_file_is_refused(tmp_path: Path) -> None:
-    """A folder, a pipe (which must not make us wait), nothing."""
+def test_token_path_that_is_not_a_file_is_refused(tmp_path: Path) -> None:
+    """A directory, a missing file or a pipe, which must not block."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe, 0o600)
     with pytest.raises(ConfigError, match="not a regular file"):
@@ -85,20 +85,20 @@ def test_what_is_not_a_file_is_refused(tmp_path: Path) -> None:
             load_token(path, {}, RUN)
 
 
-def test_the_file_goes_before_the_variable(tmp_path: Path) -> None:
-    """Who writes a flag means it; a variable may be left from before."""
+def test_token_file_precedes_the_variable(tmp_path: Path) -> None:
+    """A variable may be left over from another job."""
     assert load_token(token_file(tmp_path), {ENV_TOKEN: "another"}, RUN) == (SECRET.encode(), True)
 
 
-def test_a_token_comes_from_the_environment() -> None:
-    """As the same bytes that a file would hold."""
+def test_token_of_the_environment_is_read() -> None:
+    """The bytes are those that a file would hold."""
     assert load_token(None, {ENV_TOKEN: f" {SECRET}\n"}, RUN) == (SECRET.encode(), True)
     assert load_token(None, {ENV_TOKEN: "\udcff" * 16}, RUN) == (b"\xff" * 16, True)
 
 
 @pytest.mark.parametrize("token", [b"x", SECRET.encode()[:-1], SECRET.encode()[:-1] + b" \n"])
-def test_a_token_that_can_be_guessed_is_refused(tmp_path: Path, token: bytes) -> None:
-    """From a file and from the environment, and what to do is said; the token itself is not."""
+def test_short_token_is_refused(tmp_path: Path, token: bytes) -> None:
+    """The error says what to do, and does not show the token."""
     path = token_file(tmp_path, token)
     for file, environ, where in (
         (path, {}, f"--rdzv-token-file {path}"),
@@ -111,15 +111,15 @@ def test_a_token_that_can_be_guessed_is_refused(tmp_path: Path, token: bytes) ->
 
 
 @pytest.mark.parametrize("text", ["", " ", SECRET * 1000])
-def test_a_variable_that_holds_no_token_is_refused(text: str) -> None:
-    """A secret that somebody failed to fill in."""
+def test_malformed_token_variable_is_refused(text: str) -> None:
+    """It is empty or too long."""
     with pytest.raises(ConfigError, match=ENV_TOKEN) as caught:
         load_token(None, {ENV_TOKEN: text}, RUN)
     assert SECRET not in str(caught.value)
 
 
-def test_without_a_token_the_jobs_name_keeps_strays_out() -> None:
-    """One for each job, and no secret."""
+def test_default_token_differs_between_jobs() -> None:
+    """It is not the user's secret."""
     (one, secret), (other, _) = load_token(None, {}, "a"), load_token(None, {}, "b")
     assert not secret
     assert one != other

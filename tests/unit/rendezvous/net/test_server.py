@@ -17,7 +17,6 @@ from typing import cast
 import pytest
 
 from elastic_resume.checkpoint.atomic_io import Disk, translate_os_errors
-from elastic_resume.errors import NodeFileError
 from elastic_resume.rendezvous.core.events import Effect, StartWorkers
 from elastic_resume.rendezvous.core.follower import Follower
 from elastic_resume.rendezvous.core.node import RendezvousNode
@@ -74,10 +73,10 @@ def test_view_forms_again_after_the_loss_of_its_leader_and_of_a_member(
     first = [one.worlds.get(timeout=30) for one in built]
     assert {tuple(member_names(world)) for world in first} == {("n0", "n1", "n2", "n3")}
     assert [world.rank for world in first] == [0, 1, 2, 3]
-    built[0].shell.stop()
+    built[0].thread.stop()
     second = [one.worlds.get(timeout=30) for one in built[1:]]
     assert {tuple(member_names(world)) for world in second} == {("n1", "n2", "n3")}
-    built[2].shell.stop()
+    built[2].thread.stop()
     third = [built[index].worlds.get(timeout=30) for index in (1, 3)]
     assert {tuple(member_names(world)) for world in third} == {("n1", "n3")}
     generations = [worlds[0].generation for worlds in (first, second, third)]
@@ -126,8 +125,8 @@ def test_reconnect_does_not_need_the_name_server(nodes: RendezvousNodes) -> None
     before = follower.conn
     silent.set()
     try:
-        for one in list(follower.shell._server._connections.values()):  # type: ignore[union-attr]
-            follower.shell._loop.call_soon_threadsafe(one._transport.abort)
+        for one in list(follower.thread._server._connections.values()):  # type: ignore[union-attr]
+            follower.thread._loop.call_soon_threadsafe(one._transport.abort)
         wait_until(lambda: follower.conn not in (0, before), "the follower reconnects")
         assert not [end for one in built for end in one.stop_effects], "no view ended"
     finally:
@@ -203,7 +202,7 @@ def test_acceptor_that_closes_before_its_proof_is_not_reported_as_unauthenticate
 def test_failed_write_is_retried_and_logged_once(
     nodes: RendezvousNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No world begins before every member has it on disk; the log member_names file and reason; then it goes on."""
+    """No view is installed before each member has it on disk; the log has file and reason."""
     monkeypatch.setattr(server, "DISK_RETRY_S", 0.01)
     disk = FailingDisk()
     built = nodes.build(
@@ -226,8 +225,8 @@ def test_stop_does_not_wait_for_a_failing_disk(nodes: RendezvousNodes) -> None:
     disk = FailingDisk()
     (alone,) = nodes.build(1, record=lambda place: DurableStateFile(place, disk))
     wait_until(lambda: disk.failures > 0, "a write failed")
-    alone.shell.stop()
-    wait_until(lambda: not alone.shell.is_alive, "the thread has ended")
+    alone.thread.stop()
+    wait_until(lambda: not alone.thread.is_alive, "the thread has ended")
 
 
 def test_stop_closes_all_sockets(nodes: RendezvousNodes) -> None:
@@ -272,7 +271,7 @@ def test_internal_error_ends_the_thread_and_is_reported(
             raise KeyError(str(agent))
 
     (alone,) = nodes.build(1, node_class=Broken)
-    wait_until(lambda: not alone.shell.is_alive, "the thread ended")
+    wait_until(lambda: not alone.thread.is_alive, "the thread ended")
     assert [args.exc_type for args in errors] == [KeyError]
 
 

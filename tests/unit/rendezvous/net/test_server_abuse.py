@@ -1,6 +1,6 @@
-"""Strangers, and peers that misbehave, over real sockets: the running world of three goes on check_undisturbed.
+"""Unauthenticated and misbehaving peers over real sockets must not disturb a running view of three nodes.
 
-One world lives through all tests that are given a ``node`` of it; each of them ends with a look at it.
+One view lives through all tests with the fixture ``node``, which checks the view after each test.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def check_undisturbed(running: list[SocketNode]) -> None:
         "leases are renewed",
     )
     assert not [end for one in running for end in one.stop_effects], "the view was disturbed"
-    assert all(one.worlds.empty() and one.shell.is_alive for one in running)
+    assert all(one.worlds.empty() and one.thread.is_alive for one in running)
 
 
 def record_handshake() -> bytes:
