@@ -200,14 +200,18 @@ class Connection(asyncio.BufferedProtocol):
             return
         try:
             for line in self._line_reader.feed(self._buffer[:nbytes]):
-                if self._verifier is not None:
-                    self._handler.on_line(self, self._verifier.verify(line))
-                else:
-                    self._advance_handshake(line)
-                if self.is_ended:
+                if not self._process_line(line):
                     return
         except protocol.ProtocolError as error:
             self.drop(str(error))
+
+    def _process_line(self, line: bytes) -> bool:
+        """Handle a line; return whether the connection is still open."""
+        if self._verifier is not None:
+            self._handler.on_line(self, self._verifier.verify(line))
+        else:
+            self._advance_handshake(line)
+        return not self.is_ended
 
     def _advance_handshake(self, line: bytes) -> None:
         try:

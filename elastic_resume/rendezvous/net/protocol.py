@@ -48,12 +48,12 @@ from elastic_resume.rendezvous.core.messages import Header, Message
 from elastic_resume.rendezvous.net.codec import (
     Decode,
     Encode,
-    ProtocolError,
     decode_float,
     decode_int,
     dump_json,
     get_codec,
 )
+from elastic_resume.rendezvous.net.codec import ProtocolError as ProtocolError  # noqa: PLC0414 - re-exported
 
 VERSION = 4
 DIGEST_HEX_CHARS = 32
