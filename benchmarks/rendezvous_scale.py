@@ -1,19 +1,20 @@
-"""How fast many members form a world, notice a loss and form the next one, over real TCP on this machine.
+"""Time for many members to form a view, to notice a loss and to form the next view, over local TCP.
 
-All members of a measurement live in one process, on one event loop, so one core does the work of all: what a
-leader does for a thousand members, and what a thousand members do each on a machine of their own. Times are
-an upper bound for a real job, in which only the leader's part grows with the number of members.
+All members of a measurement live in one process, on one event loop. So one core does the work of a leader
+with a thousand members and that of the members too. Times are an upper bound for a real job, in which only
+the leader's part grows with the number of members.
 
-"begin" is from the first member's start until the last one is told its world. A loss is a member, or the
-leader, whose sockets close at once (as a killed process's do), or one that stays connected and says nothing
-more. "told" is from then until the last survivor hears that the world is over, "begun" until the last is
-told the next one; every survivor asks to join the moment it hears. Detection is part of both: a closed
-connection is called again and the call must be refused, and silence must last for the node timeout.
+"begin" is from the start of the first member until the last one has a view. A loss is a member, or the
+leader, whose sockets close at once (as when its process is killed), or one that stays connected and sends
+nothing more. "told" is from then until the last survivor knows that the view has ended, "begun" until the
+last has the next view; survivors join at once. Detection is part of both: a closed connection is tried again
+and must be refused, and an unreachable member must be so for the node timeout.
 
-Each member makes the world durable before it begins. "disk": it writes a file and syncs it, all of them to
-one disk, where real nodes have one each. "memory": it does not. Stock is torchelastic's c10d rendezvous with
-every member a process. All ask at once: twice with as many members as it may have, so that it waits for no
-last call, and once without one that was killed. Stock tells nobody of a loss; here they know it at once.
+Each member makes the view durable before it starts. "disk": it writes a file and syncs it, all members to one
+disk, where real nodes have one each. "memory": it does not. Stock is torchelastic's c10d rendezvous with a
+process for each member. All join at once: twice with as many members as permitted, so that there is no
+last-call timeout, and once without one that was killed. Stock does not notify members of a loss; here they
+know it at once.
 """
 
 from __future__ import annotations
@@ -59,14 +60,14 @@ from elastic_resume.rendezvous.net.durable_state import DurableStateFile
 from elastic_resume.rendezvous.net.server import RendezvousServer, raise_descriptor_limit
 
 LIMIT_S = 60.0
-CALM_S = 3.0
+STEADY_S = 3.0
 PAUSE_S = 1.0
 STOCK_LIMIT_S = 300.0
 WORKERS = 8
 WRITERS = 6
 TOKEN = b"benchmark"
 LOSSES = [("member closed", 0.5, False), ("leader closed", 0.0, False), ("member silent", 0.4, True)]
-"""What is lost, by its place among the ranks."""
+"""The name of a loss, its relative rank, and whether the member stays connected."""
 ROWS = [
     ("start to begin", ("begin", "begun_s"), "s"),
     ("  of that, one core's time", ("begin", "cpu_s"), "s"),
@@ -85,31 +86,31 @@ ROWS = [
     ("  bytes", ("begin", "kilobytes"), "kB"),
     ("messages per member, next", ("member closed", "messages"), ""),
     ("  bytes", ("member closed", "kilobytes"), "kB"),
-    ("heartbeats per member and second", ("calm", "beats_per_s"), ""),
-    ("cores busy with heartbeats", ("calm", "cores"), ""),
+    ("heartbeats per member and second", ("steady", "beats_per_s"), ""),
+    ("cores busy with heartbeats", ("steady", "cores"), ""),
 ]
 
 
-class Unwritten(DurableStateFile):
-    """A record that forgets: what a member costs without its disk."""
+class MemoryStateFile(DurableStateFile):
+    """A state file in memory: the cost of a member without its disk."""
 
     def write(self, state: PersistentState) -> None:
         """Keep it in memory."""
-        self.memory = state
+        self.state = state
 
 
-class Shared(ThreadPoolExecutor):
-    """The threads that write: each node's process has one, which a thousand nodes in one process cannot."""
+class SharedThreads(ThreadPoolExecutor):
+    """Writer threads for all members: a thousand threads in one process would distort the times."""
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Stay: others write yet."""
+        """Ignore it: other members still write."""
 
 
-class AtOnce(Shared):
-    """Does on the spot what it is given: where nothing is written, there is nothing to wait for."""
+class ImmediateExecutor(SharedThreads):
+    """Runs a call at once: without a disk there is nothing to wait for."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Do it."""
+        """Run the call."""
         done: Future[Any] = Future()
         done.set_result(fn(*args, **kwargs))
         return done
@@ -117,13 +118,13 @@ class AtOnce(Shared):
 
 @dataclass
 class Traffic:
-    """Lines sent, by type of message, by all members."""
+    """Lines sent by all members, by type of message."""
 
     lines: collections.Counter[str] = field(default_factory=collections.Counter)
     bytes: collections.Counter[str] = field(default_factory=collections.Counter)
 
     def count(self) -> None:
-        """Count from now on, in this process."""
+        """Count all lines of this process from now on."""
         line_of = protocol.encode_line
 
         def counted(header: Any, body: bytes) -> bytes:
@@ -136,7 +137,7 @@ class Traffic:
         protocol.encode_line = counted
 
     def take(self, members: int) -> dict[str, float]:
-        """Say what was sent per member since the last time, heartbeats apart, and begin again."""
+        """Return what was sent per member since the last call, heartbeats apart."""
         beats, beat_bytes = self.lines.pop("Heartbeat", 0), self.bytes.pop("Heartbeat", 0)
         said = {
             "messages": sum(self.lines.values()) / members,
@@ -150,49 +151,49 @@ class Traffic:
 
 
 class Member:
-    """One node of the job; its workers stop at once."""
+    """One node of the job, whose workers stop at once."""
 
-    def __init__(self, crowd: Crowd, index: int) -> None:
-        self.crowd = crowd
+    def __init__(self, job: Job, index: int) -> None:
+        self.job = job
         self.index = index
         self.generation = 0
         self.rank = -1
-        address = crowd.addresses[index]
+        address = job.addresses[index]
         self.join = JoinRequested(JoinSpec(address, WORKERS, index))
         self.node = RendezvousServer(
-            crowd.settings,
+            job.settings,
             Incarnation(f"node{index:05}", secrets.token_hex(8), address, index if index < 3 else None),
-            listener=crowd.listeners[index],
+            listener=job.listeners[index],
             run_id="benchmark",
             token=TOKEN,
-            state_file=crowd.record(index),
+            state_file=job.record(index),
             on_effect=self.carry_out,
         )
-        self.node._disk_thread = crowd.writers  # noqa: SLF001  not a thing to choose in a job
+        self.node._disk_thread = job.writers  # noqa: SLF001  jobs cannot choose it
 
     async def start(self) -> None:
-        """Start, and ask for a world."""
+        """Start, and ask for a view."""
         await self.node.open()
         self.node.handle_event(self.join)
 
     def carry_out(self, effect: Effect) -> None:
-        """Note worlds; ask for the next as soon as one is over."""
+        """Record views; join again as soon as one ends."""
         if isinstance(effect, StartWorkers):
             self.generation, self.rank = effect.generation, effect.rank
-            self.crowd.begun[effect.generation].add(self.index)
-            self.crowd.changed.set()
+            self.job.begun[effect.generation].add(self.index)
+            self.job.changed.set()
         elif isinstance(effect, (RestartWorkers, KillWorkers)):
-            self.crowd.told[effect.generation].add(self.index)
-            self.crowd.changed.set()
+            self.job.told[effect.generation].add(self.index)
+            self.job.changed.set()
             asyncio.get_running_loop().call_soon(self.node.handle_event, self.join)
 
     def fall_silent(self) -> None:
-        """Keep every connection open and say nothing more."""
-        self.node._closing = True  # noqa: SLF001  no node can be asked to hang
+        """Keep every connection open and send nothing more."""
+        self.node._closing = True  # noqa: SLF001  no public way to hang a node
 
 
-class Crowd:
-    """All members, on one loop."""
+class Job:
+    """All members, on one event loop."""
 
     def __init__(self, members: int, directory: Path | None) -> None:
         self.listeners = [socket.create_server(("127.0.0.1", 0), backlog=1024) for _ in range(members)]
@@ -202,20 +203,20 @@ class Crowd:
         self.begun: dict[int, set[int]] = collections.defaultdict(set)
         self.told: dict[int, set[int]] = collections.defaultdict(set)
         self.changed = asyncio.Event()
-        self.writers = AtOnce(1) if directory is None else Shared(WRITERS)
+        self.writers = ImmediateExecutor(1) if directory is None else SharedThreads(WRITERS)
         self.traffic = Traffic()
         self.members: dict[int, Member] = {}
 
     def record(self, index: int) -> DurableStateFile:
-        """Give a member its record."""
+        """Return the state file of a member."""
         if self.directory is None:
-            return Unwritten(Path(tempfile.gettempdir()) / "no-such-directory")
+            return MemoryStateFile(Path(tempfile.gettempdir()) / "no-such-directory")
         place = self.directory / str(index)
         place.mkdir()
         return DurableStateFile(place)
 
-    async def until(self, what: Callable[[], bool]) -> float:
-        """Wait for it; give the time at which it was seen."""
+    async def wait_until(self, what: Callable[[], bool]) -> float:
+        """Wait for a condition; return the time at which it was true."""
         limit = time.monotonic() + LIMIT_S
         while not what():
             self.changed.clear()
@@ -225,28 +226,28 @@ class Crowd:
         return time.monotonic()
 
     def state(self) -> str:
-        """Say how far it got."""
+        """Return how many members started each generation."""
         return ", ".join(f"generation {one}: {len(who)}" for one, who in self.begun.items())
 
-    def together(self, newer_than: int) -> bool:
-        """Whether all who are left are in one world."""
+    def all_in_one_view(self, newer_than: int) -> bool:
+        """Return whether all remaining members are in one view."""
         newest = max(self.begun, default=0)
         return newest > newer_than and self.begun[newest] >= self.members.keys()
 
     @property
     def generation(self) -> int:
-        """The newest begun."""
+        """Return the newest generation."""
         return max(self.begun, default=0)
 
     async def begin(self) -> dict[str, float]:
-        """Start everybody."""
+        """Start all members."""
         size = psutil.Process().memory_info().rss
         self.traffic.count()
         start, cpu = time.monotonic(), time.process_time()
         for index in range(len(self.listeners)):
             self.members[index] = Member(self, index)
             await self.members[index].start()
-        end = await self.until(lambda: self.together(0))
+        end = await self.wait_until(lambda: self.all_in_one_view(0))
         used = time.process_time() - cpu
         grown = psutil.Process().memory_info().rss - size
         count = len(self.members)
@@ -257,19 +258,19 @@ class Crowd:
             **self.traffic.take(count),
         }
 
-    async def calm(self) -> dict[str, float]:
-        """Let the world run, and see what heartbeats cost."""
+    async def steady(self) -> dict[str, float]:
+        """Let the view run, and measure the cost of heartbeats."""
         generation, cpu, start = self.generation, time.process_time(), time.monotonic()
         self.traffic.take(1)
-        await asyncio.sleep(CALM_S)
+        await asyncio.sleep(STEADY_S)
         elapsed = time.monotonic() - start
-        if self.generation != generation or not self.together(generation - 1):
-            raise SystemExit(f"the world did not hold: {self.state()}")
+        if self.generation != generation or not self.all_in_one_view(generation - 1):
+            raise SystemExit(f"the view ended: {self.state()}")
         said = self.traffic.take(len(self.members))
         return {"cores": (time.process_time() - cpu) / elapsed, "beats_per_s": said["beats"] / elapsed}
 
     async def lose(self, index: int, *, silently: bool = False) -> dict[str, float]:
-        """Lose a member; all others go on."""
+        """Lose a member; all others continue."""
         generation = self.generation
         lost = self.members.pop(index)
         self.traffic.take(1)
@@ -278,8 +279,8 @@ class Crowd:
             lost.fall_silent()
         else:
             await lost.node.close(0.0)
-        told = await self.until(lambda: self.told[generation] >= self.members.keys())
-        end = await self.until(lambda: self.together(generation))
+        told = await self.wait_until(lambda: self.told[generation] >= self.members.keys())
+        end = await self.wait_until(lambda: self.all_in_one_view(generation))
         said = {
             "told_s": told - start,
             "begun_s": end - start,
@@ -291,22 +292,22 @@ class Crowd:
             await lost.node.close(0.0)
         return said
 
-    def ranked(self, rank: int) -> int:
-        """Whose rank that is."""
+    def index_of_rank(self, rank: int) -> int:
+        """Return the index of the member with a rank."""
         return next(one.index for one in self.members.values() if one.rank == rank)
 
 
 async def measure(members: int, directory: Path | None) -> dict[str, Any]:
-    """One crowd's life."""
-    gc.disable()  # it would walk the objects of a thousand agents, which a real agent has one of
-    crowd = Crowd(members, directory)
-    said: dict[str, Any] = {"begin": await crowd.begin(), "calm": await crowd.calm()}
+    """Measure one job."""
+    gc.disable()  # it would walk the objects of a thousand agents; a real process has one
+    job = Job(members, directory)
+    said: dict[str, Any] = {"begin": await job.begin(), "steady": await job.steady()}
     for loss, rank, silently in LOSSES:
-        said[loss] = await crowd.lose(crowd.ranked(int(rank * (members - 1))), silently=silently)
-        await asyncio.sleep(PAUSE_S)  # those who came late to the last world, if any, are taken in
-    for one in crowd.members.values():
-        one.fall_silent()  # or the last ones would lead the shrinking rest, again and again
-    for one in crowd.members.values():
+        said[loss] = await job.lose(job.index_of_rank(int(rank * (members - 1))), silently=silently)
+        await asyncio.sleep(PAUSE_S)  # members that missed the last view join
+    for one in job.members.values():
+        one.fall_silent()  # otherwise the rest would form view after view
+    for one in job.members.values():
         await one.node.close(0.0)
     return said
 
@@ -315,7 +316,7 @@ async def measure(members: int, directory: Path | None) -> dict[str, Any]:
 
 
 def stock_member(index: int, members: int, port: int, ready: Any, told: Any) -> None:
-    """Join three rounds as torchelastic's agent does; the last member is not there for the third."""
+    """Join three rounds as torchelastic's agent does; the last member is killed before the third."""
     from torch.distributed.elastic.rendezvous.api import RendezvousParameters  # noqa: PLC0415
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler  # noqa: PLC0415
 
@@ -330,12 +331,12 @@ def stock_member(index: int, members: int, port: int, ready: Any, told: Any) -> 
         start = time.monotonic()
         rendezvous.next_rendezvous()
         told.put((turn, start, time.monotonic()))
-    time.sleep(STOCK_LIMIT_S)  # the host serves the others
+    time.sleep(STOCK_LIMIT_S)  # the host serves the store
 
 
 def stock(members: int) -> dict[str, float]:
-    """Give the seconds of torchelastic's rounds; those not done by the limit are left out."""
-    # Once, before the fork; our own measurements do without it.
+    """Return the seconds of torchelastic's rounds; rounds beyond the limit are left out."""
+    # Imported once, before the fork.
     import torch.distributed.elastic.rendezvous.registry  # noqa: F401, PLC0415
 
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -367,8 +368,8 @@ def stock(members: int) -> dict[str, float]:
 # ---- the table ---------------------------------------------------------------------------------------
 
 
-def in_a_process(what: str, members: int, directory: str) -> dict[str, Any]:
-    """Measure in a process of its own, so that one's memory is not the other's."""
+def run_in_subprocess(what: str, members: int, directory: str) -> dict[str, Any]:
+    """Measure in a process of its own, so that memory is measured separately."""
     command = [sys.executable, __file__, "--only", what, "--members", str(members), "--dir", directory]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
@@ -377,8 +378,8 @@ def in_a_process(what: str, members: int, directory: str) -> dict[str, Any]:
     return said
 
 
-def only(what: str, members: int, directory: str) -> dict[str, Any]:
-    """Measure one thing in this process."""
+def run_one(what: str, members: int, directory: str) -> dict[str, Any]:
+    """Run one measurement in this process."""
     raise_descriptor_limit(6 * members + 512)
     if what == "stock":
         return stock(members)
@@ -389,7 +390,7 @@ def only(what: str, members: int, directory: str) -> dict[str, Any]:
 
 
 def median(runs: list[dict[str, Any]], *path: str) -> float | None:
-    """The middle of what the runs say there; None where one of them came to no end."""
+    """Return the median of a value of the runs; None if a run did not finish."""
     found = []
     for run in runs:
         value: Any = run
@@ -402,7 +403,7 @@ def median(runs: list[dict[str, Any]], *path: str) -> float | None:
 
 
 def show(results: dict[str, list[dict[str, Any]]], stock_members: int) -> None:
-    """Print the table: one column for each measurement."""
+    """Print a table with a column for each measurement."""
     names = list(results)
     print(
         f"{'median of ' + str(len(results[names[0]])) + ' runs':34}" + "".join(f"{one:>17}" for one in names)
@@ -430,7 +431,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["memory", "disk", "stock"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.only:
-        print(json.dumps(only(args.only, args.members, args.dir)))
+        print(json.dumps(run_one(args.only, args.members, args.dir)))
         return
     plan = {f"{args.members} {kind}": (kind, args.members) for kind in ("memory", "disk")}
     if args.stock:
@@ -439,7 +440,7 @@ def main() -> None:
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in plan}
     for _ in range(args.repeat):
         for name, (kind, members) in plan.items():
-            results[name].append(in_a_process(kind, members, args.dir))
+            results[name].append(run_in_subprocess(kind, members, args.dir))
             print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     show(results, args.stock)

@@ -321,8 +321,7 @@ def open_rendezvous(
     seat = open_listen_endpoint(
         rendezvous_config.endpoints,
         rendezvous_config.local_addr,
-        run_id=rendezvous_config.run_id,
-        token=rendezvous_config.token,
+        single_node=rendezvous_config.max_nodes == 1,
         log=log,
     )
     if seat.warning:

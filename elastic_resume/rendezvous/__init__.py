@@ -1,1 +1,1 @@
-"""Who is in the world: a pure state machine, the network around it, and the client that the agent holds."""
+"""Membership of the job: a pure state machine, the network around it, and the client that the agent uses."""

@@ -1,4 +1,4 @@
-"""`elastic-resume force-quorum`: what it prints and writes, and how an agent takes it in."""
+"""`elastic-resume force-quorum`: its output, its request file, and how an agent reads it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from elastic_resume.rendezvous.net.durable_state import FORCE_QUORUM_FILE, Durab
 A, B, C = (Incarnation(name, "1", f"{name}:1", candidate_index=place) for place, name in enumerate("abc"))
 
 
-def node_dir(run_dir: Path, me: Incarnation = A, generation: int = 7) -> Path:
-    """Make the directory of a node that was in a world of three, or in none."""
-    path = run_dir / me.node
+def node_dir(run_dir: Path, incarnation: Incarnation = A, generation: int = 7) -> Path:
+    """Make the directory of a node that was in a view of three, or in none."""
+    path = run_dir / incarnation.node
     path.mkdir(parents=True)
-    begun = View(generation, (A, B, C), A) if generation else None
-    DurableStateFile(path).write(PersistentState(me, QuorumState(3, begun), generation))
+    view = View(generation, (A, B, C), A) if generation else None
+    DurableStateFile(path).write(PersistentState(incarnation, QuorumState(3, view), generation))
     return path
 
 
@@ -29,9 +29,9 @@ def test_force_quorum_with_yes_leaves_the_generation_for_the_agent(
     """The file names the newest generation; it is read back, and removed once."""
     path = node_dir(tmp_path)
     assert cli.main(["force-quorum", str(tmp_path), "--yes"]) == 0
-    said = capsys.readouterr().out
-    assert "Generation 7, of which a knows: a, b, c." in said
-    assert "two worlds train at the same time" in said
+    output = capsys.readouterr().out
+    assert "Generation 7, of which a knows: a, b, c." in output
+    assert "two worlds train at the same time" in output
     record = DurableStateFile(path)
     assert record.read_force_request() == 7
     record.remove_force_request()
@@ -40,7 +40,7 @@ def test_force_quorum_with_yes_leaves_the_generation_for_the_agent(
 
 
 def test_force_quorum_without_yes_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It says what would be done, and how to do it."""
+    """It prints what it would do."""
     path = node_dir(tmp_path)
     assert cli.main(["force-quorum", str(path)]) == 1
     assert "again with --yes" in capsys.readouterr().out
@@ -58,9 +58,9 @@ def test_force_quorum_without_yes_changes_nothing(tmp_path: Path, capsys: pytest
 def test_force_quorum_refuses_what_it_cannot_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], nodes: list[tuple[Incarnation, int]], problem: str
 ) -> None:
-    """One line of error, and no file."""
-    for who, generation in nodes:
-        node_dir(tmp_path, who, generation)
+    """It prints one line and writes no file."""
+    for incarnation, generation in nodes:
+        node_dir(tmp_path, incarnation, generation)
     assert cli.main(["force-quorum", str(tmp_path), "--yes"]) == 1
     assert problem in capsys.readouterr().err
     assert not list(tmp_path.rglob(FORCE_QUORUM_FILE))
@@ -68,7 +68,7 @@ def test_force_quorum_refuses_what_it_cannot_do(
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"generation": "7"}', b"\xff"])
 def test_read_force_of_a_damaged_file_is_none(tmp_path: Path, data: bytes) -> None:
-    """A file that nobody wrote this way declares nobody dead."""
+    """A damaged request declares no node dead."""
     path = node_dir(tmp_path)
     (path / FORCE_QUORUM_FILE).write_bytes(data)
     assert DurableStateFile(path).read_force_request() is None

@@ -1,8 +1,9 @@
-"""Nodes of one job on this machine, each a shell whose workers stop at once; and strangers who call them."""
+"""Nodes of one job on this machine, whose workers stop at once, and other peers that connect to them."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import queue
 import secrets
@@ -27,15 +28,16 @@ from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.quorum import Incarnation
 from elastic_resume.rendezvous.endpoint import ResolveFunction, resolve_name
 from elastic_resume.rendezvous.net import protocol
+from elastic_resume.rendezvous.net.connection import ConnectionLimits
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
-from elastic_resume.rendezvous.net.server import ConnectionLimits, RendezvousThread
-from elastic_resume.rendezvous.status_view import RendezvousStatus
+from elastic_resume.rendezvous.net.server import RendezvousServer, RendezvousThread
+from elastic_resume.rendezvous.net.status import RendezvousStatus
 
 TOKEN = b"a token that nobody may read in a log"
 RUN = "job"
 TIMEOUT_S = 30.0
 NODE_TIMEOUT_S = 12.0
-"""All nodes are threads of a process that may wait for a processor: seconds of silence are no death."""
+"""All nodes are threads of one process, which may wait seconds for a processor."""
 HEARTBEAT_S = 0.3
 
 
@@ -48,12 +50,12 @@ def wait_until(condition: Callable[[], bool], description: str, *, timeout_s: fl
 
 
 def listener_address(listener: socket.socket, host: str = "127.0.0.1") -> str:
-    """Where it listens."""
+    """Return the address of a listener."""
     return f"{host}:{listener.getsockname()[1]}"
 
 
 class SocketNode:
-    """One node's shell."""
+    """The rendezvous thread of one node."""
 
     def __init__(
         self,
@@ -77,7 +79,8 @@ class SocketNode:
         self.lease_expires_at = 0.0
         self.link_count = 0
         self.is_leader = False
-        self.shell = RendezvousThread(
+        make_server = functools.partial(
+            RendezvousServer,
             settings,
             self.incarnation,
             listener=listeners[index],
@@ -90,18 +93,19 @@ class SocketNode:
             resolve=resolve,
             render_status=self.render_status,
         )
+        self.thread = RendezvousThread(make_server)
 
     def start(self) -> None:
-        """Start, and ask for a world."""
-        self.shell.start()
+        """Start, and ask for a view."""
+        self.thread.start()
         self.join()
 
     def join(self) -> None:
-        """Ask for a world."""
-        self.shell.submit(JoinRequested(JoinSpec(f"{self.address}/store", 1, self.index)))
+        """Ask for a view."""
+        self.thread.submit(JoinRequested(JoinSpec(f"{self.address}/store", 1, self.index)))
 
     def carry_out(self, effect: Effect) -> None:
-        """Keep worlds and logs; stop and join again when told to."""
+        """Keep views and log entries; join again when the view ends."""
         if isinstance(effect, StartWorkers):
             self.worlds.put(effect)
         elif isinstance(effect, (RestartWorkers, KillWorkers)):
@@ -111,7 +115,7 @@ class SocketNode:
             self.logs.append(effect)
 
     def watch(self, agent: RendezvousNode) -> None:
-        """Keep what the agent's owner reads."""
+        """Keep what an agent reads of the state machine."""
         self.lease_expires_at, self.is_leader, self.link_count = (
             agent.lease_until,
             agent.is_leader,
@@ -119,12 +123,12 @@ class SocketNode:
         )
 
     def render_status(self, view: RendezvousStatus) -> bytes:
-        """Answer those who look."""
+        """Render the status for status clients."""
         nodes = [one.node for one in view.view.members] if view.view else []
         return json.dumps({"node": view.incarnation.node, "leads": view.is_leader, "nodes": nodes}).encode()
 
     def log_lines(self, kind: str, text: str = "") -> list[str]:
-        """The log lines of a kind with these words."""
+        """Return the log lines of a kind that contain a text."""
         return [one.text for one in list(self.logs) if one.kind == kind and text in one.text]
 
 
@@ -147,25 +151,25 @@ class RendezvousNodes:
         host: str = "127.0.0.1",
         resolve: ResolveFunction = resolve_name,
     ) -> list[SocketNode]:
-        """Make and start that many nodes; ``first`` are candidates before them, where nobody lives.
+        """Build and start nodes; nothing listens at ``first_candidates``, which precede them.
 
-        Others know them by the name ``host``, which ``resolve`` gives the addresses of.
+        The nodes know each other by the name ``host``, which ``resolve`` resolves.
         """
         listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
         for one in listeners:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the kernel queues little for us
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the kernel queues little
         candidates = (*first_candidates, *(listener_address(one, host) for one in listeners[:3]))
         settings = Settings(
             candidates,
             max_nodes=count,
-            last_call_s=TIMEOUT_S,  # which a world of all does not wait
+            last_call_s=TIMEOUT_S,  # a view of all nodes does not wait for it
             node_timeout_s=node_timeout_s,
             heartbeats_per_timeout=max(4, round(node_timeout_s / HEARTBEAT_S)),
         )
         for index in range(count):
             place = self.directory / f"n{index}"
             place.mkdir(exist_ok=True)
-            made = node_class(
+            node = node_class(
                 index,
                 listeners,
                 record(place),
@@ -174,35 +178,35 @@ class RendezvousNodes:
                 host=host,
                 resolve=resolve,
             )
-            self.nodes.append(made)
-        for made in self.nodes:
-            made.start()
+            self.nodes.append(node)
+        for node in self.nodes:
+            node.start()
         return self.nodes
 
     def stop(self) -> None:
-        """End all."""
+        """Stop all nodes."""
         for one in self.nodes:
-            one.shell.stop()
+            one.thread.stop()
 
 
 def count_open_descriptors() -> int:
-    """How many files and sockets this process has open."""
+    """Return how many files and sockets this process has open."""
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-# ---- strangers ---------------------------------------------------------------------------------------
+# ---- other peers -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def connect(address: str) -> Iterator[socket.socket]:
     """Connect to a node."""
     host, _, port = address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as stranger:
-        yield stranger
+    with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
+        yield connection
 
 
 def read_line(connection: socket.socket) -> bytes:
-    """Read one line; empty when the other side is gone."""
+    """Read one line; empty when the peer has closed."""
     line = bytearray()
     with contextlib.suppress(ConnectionError):
         while not line.endswith(b"\n"):
@@ -214,9 +218,9 @@ def read_line(connection: socket.socket) -> bytes:
 
 
 def is_disconnected(connection: socket.socket, *, timeout_s: float = TIMEOUT_S / 3) -> bool:
-    """Whether the other side hangs up, whatever it says before.
+    """Return whether the peer closes the connection, whatever it sends before.
 
-    The time is shorter than a handshake may take here, or its end would count as a refusal.
+    The time is shorter than the handshake's timeout in these tests, which would also close it.
     """
     until_s = time.monotonic() + timeout_s
     while (left_s := until_s - time.monotonic()) > 0:
@@ -231,37 +235,37 @@ def is_disconnected(connection: socket.socket, *, timeout_s: float = TIMEOUT_S /
     return False
 
 
-_proofs: weakref.WeakKeyDictionary[socket.socket, protocol.HandshakeResult] = weakref.WeakKeyDictionary()
+_results: weakref.WeakKeyDictionary[socket.socket, protocol.HandshakeResult] = weakref.WeakKeyDictionary()
 
 
 def authenticate(
-    connection: socket.socket, token: bytes = TOKEN, *, looks: bool = False
+    connection: socket.socket, token: bytes = TOKEN, *, status_only: bool = False
 ) -> protocol.HandshakeResult:
-    """Go through the handshake; what is said and heard from then on is signed."""
-    side = protocol.dial(token, RUN, secrets.token_hex(32), status_only=looks)
-    connection.sendall(next(side))
+    """Run the dialler's handshake; later lines are signed."""
+    handshake = protocol.dial(token, RUN, secrets.token_hex(32), status_only=status_only)
+    connection.sendall(next(handshake))
     try:
         while True:
-            connection.sendall(side.send(read_line(connection)))
+            connection.sendall(handshake.send(read_line(connection)))
     except StopIteration as stop:
-        proof: protocol.HandshakeResult = stop.value
-        _proofs[connection] = proof
-        return proof
+        result: protocol.HandshakeResult = stop.value
+        _results[connection] = result
+        return result
 
 
 def send_messages(connection: socket.socket, *messages: Message) -> None:
     """Send messages."""
     for seq, message in enumerate(messages, 1):
-        connection.sendall(_proofs[connection].signer.sign(protocol.encode(Header(seq, 0), message)))
+        connection.sendall(_results[connection].signer.sign(protocol.encode(Header(seq, 0), message)))
 
 
 def receive_message(connection: socket.socket) -> Message:
     """Read the next message that is not a heartbeat."""
-    return protocol.decode(_proofs[connection].verifier.verify(read_line(connection)))[1]
+    return protocol.decode(_results[connection].verifier.verify(read_line(connection)))[1]
 
 
 class EndlessSender(threading.Thread):
-    """Sends on and on, in a thread, until the other side has had enough."""
+    """Sends without end in a thread, until the peer closes the connection."""
 
     def __init__(
         self, connection: socket.socket, data: bytes | Callable[[], bytes], pause_s: float = 0.0

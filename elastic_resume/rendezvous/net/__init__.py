@@ -1,1 +1,1 @@
-"""The rendezvous over TCP: sockets, clock and disk around the pure core."""
+"""The rendezvous over TCP: wire protocol, connections, event loop and disk around the state machine."""

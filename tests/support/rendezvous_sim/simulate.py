@@ -24,7 +24,7 @@ from elastic_resume.rendezvous.core.quorum import (
     View,
     has_quorum,
 )
-from elastic_resume.rendezvous.status_view import build_status
+from elastic_resume.rendezvous.net.status import build_status
 from tests.support.rendezvous_sim.checkers import (
     EVENTUAL_VIEW,
     JOB_ENDS_EVERYWHERE,

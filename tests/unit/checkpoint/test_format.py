@@ -108,7 +108,6 @@ def test_node_directory_of_old_version_is_claimed_with_its_identity(node: Path) 
         assert node_dir.read_script_arguments(node) == ("", [])
 
 
-@pytest.mark.xfail(reason="PersistentState has a field more: rendezvous/net/durable_state.py must supply it")
 def test_rendezvous_state_of_old_version_is_read(node: Path) -> None:
     """An agent starts in the old directory and continues its count of generations."""
     state = DurableStateFile(node).state

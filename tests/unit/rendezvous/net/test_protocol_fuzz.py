@@ -1,4 +1,4 @@
-"""Whatever arrives on the wire, only WireError escapes, and every message survives the way there."""
+"""Random and damaged input raises only ProtocolError, and every message round-trips."""
 
 from __future__ import annotations
 
@@ -41,32 +41,32 @@ from elastic_resume.rendezvous.net import codec, protocol
 from elastic_resume.rendezvous.net.protocol import LineReader, ProtocolError
 
 CASES = int(os.environ.get("ELASTIC_RESUME_FUZZ_CASES", "600"))
-"""How many cases each slow test tries; `make nightly` has them try more."""
+"""Cases of each slow test; `make nightly` runs more."""
 
 texts = st.text(max_size=8)
 numbers = st.integers(0, 1 << 50)
 incarnations = st.builds(Incarnation, texts, texts, texts, st.none() | st.integers(0, 9))
-worlds = st.builds(View, numbers, st.lists(incarnations, max_size=3).map(tuple), incarnations)
-knowledges = st.builds(
+views = st.builds(View, numbers, st.lists(incarnations, max_size=3).map(tuple), incarnations)
+quorum_states = st.builds(
     QuorumState,
     numbers,
-    st.none() | worlds,
-    st.lists(worlds, max_size=2).map(tuple),
+    st.none() | views,
+    st.lists(views, max_size=2).map(tuple),
     st.frozensets(incarnations, max_size=3),
     st.frozensets(st.tuples(numbers, incarnations), max_size=2),
 )
 st.register_type_strategy(Incarnation, incarnations)
-st.register_type_strategy(View, worlds)
-st.register_type_strategy(QuorumState, knowledges)
+st.register_type_strategy(View, views)
+st.register_type_strategy(QuorumState, quorum_states)
 st.register_type_strategy(int, numbers)
 st.register_type_strategy(float, st.floats(0, 1e9))
 st.register_type_strategy(Digest, st.sampled_from([Digest("ab" * 16), Digest("01" * 16)]))
-news = st.lists(
+event_lines = st.lists(
     st.text(st.characters(exclude_characters="\n", exclude_categories=["Cs"]), max_size=9), max_size=3
 )
-st.register_type_strategy(EventLines, news.map(lambda lines: EventLines(tuple(lines))))
+st.register_type_strategy(EventLines, event_lines.map(lambda lines: EventLines(tuple(lines))))
 any_message = st.one_of([st.from_type(kind) for kind in get_args(Message)])
-stamps = st.builds(Header, numbers, numbers, numbers, st.floats(0, 100))
+headers = st.builds(Header, numbers, numbers, numbers, st.floats(0, 100))
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(), inner, max_size=4),
@@ -74,17 +74,17 @@ json_values = st.recursive(
 )
 
 
-@given(stamps, any_message)
-def test_a_message_is_read_as_it_was_written(stamp: Header, message: Message) -> None:
-    """Every type, every field."""
-    assert protocol.decode(protocol.encode(stamp, message)[:-1]) == (stamp, message)
+@given(headers, any_message)
+def test_messages_round_trip(header: Header, message: Message) -> None:
+    """Every type and field is kept."""
+    assert protocol.decode(protocol.encode(header, message)[:-1]) == (header, message)
 
 
 @pytest.mark.slow
 @settings(max_examples=CASES)
 @given(st.binary(max_size=200))
-def test_random_bytes_raise_nothing_but_wire_errors(data: bytes) -> None:
-    """Bytes of a stranger, at every place where bytes are read."""
+def test_random_bytes_raise_only_protocol_errors(data: bytes) -> None:
+    """Every function that parses bytes is tried."""
     token, run, nonce = b"t", "r", "0" * 64
     for read in (
         lambda: protocol.decode(data),
@@ -99,24 +99,24 @@ def test_random_bytes_raise_nothing_but_wire_errors(data: bytes) -> None:
 @pytest.mark.slow
 @settings(max_examples=CASES)
 @given(st.sampled_from([kind.__name__ for kind in get_args(Message)]), st.lists(json_values, max_size=7))
-def test_json_of_wrong_shape_raises_nothing_but_wire_errors(kind: str, body: list[object]) -> None:
-    """A known type with fields of any kind."""
+def test_json_of_wrong_shape_raises_only_protocol_errors(kind: str, body: list[object]) -> None:
+    """The type is known, the fields are random."""
     line = json.dumps({"header": [1, 2, 3, 0.5], "type": kind, "body": body}).encode()
     try:
-        stamp, message = protocol.decode(line)
+        header, message = protocol.decode(line)
     except ProtocolError:
         return
-    assert protocol.decode(protocol.encode(stamp, message)[:-1]) == (stamp, message)
+    assert protocol.decode(protocol.encode(header, message)[:-1]) == (header, message)
 
 
 @pytest.mark.slow
 @settings(max_examples=CASES)
-@given(stamps, any_message, st.lists(st.tuples(st.integers(0, 400), st.binary(max_size=3)), max_size=4))
-def test_a_damaged_line_raises_nothing_but_wire_errors(
-    stamp: Header, message: Message, damages: list[tuple[int, bytes]]
+@given(headers, any_message, st.lists(st.tuples(st.integers(0, 400), st.binary(max_size=3)), max_size=4))
+def test_damaged_lines_raise_only_protocol_errors(
+    header: Header, message: Message, damages: list[tuple[int, bytes]]
 ) -> None:
-    """A good line in which some bytes are others; what is taken all the same can be said again."""
-    line = protocol.encode(stamp, message)[:-1]
+    """Some bytes of a valid line are replaced; an accepted line round-trips."""
+    line = protocol.encode(header, message)[:-1]
     for place, data in damages:
         line = line[:place] + data + line[place + len(data) + place % 2 :]
     try:
@@ -128,8 +128,8 @@ def test_a_damaged_line_raises_nothing_but_wire_errors(
 
 @settings(max_examples=1000)
 @given(st.text(";,%z+/=0123456789abcdef", max_size=60))
-def test_any_text_for_a_world_raises_nothing_but_wire_errors(text: str) -> None:
-    """Quoted, compressed, cut off, or none of it."""
+def test_random_text_as_a_view_raises_only_protocol_errors(text: str) -> None:
+    """The text may be quoted, compressed or cut off."""
     line = json.dumps(
         {"header": [1, 0, 0, 0.0], "type": "ProposeView", "body": [text, [1, None, [], [], []]]}
     )
@@ -137,16 +137,16 @@ def test_any_text_for_a_world_raises_nothing_but_wire_errors(text: str) -> None:
         protocol.decode(line.encode())
     except ProtocolError:
         return
-    assert codec.pack_view(codec.unpack_view(text)) == text, "it was spelled as a world is"
+    assert codec.pack_view(codec.unpack_view(text)) == text, "an accepted text is canonical"
 
 
 @pytest.mark.slow
 @settings(max_examples=1000)
 @given(json_values, json_values, json_values)
-def test_a_handshake_of_any_json_raises_nothing_but_wire_errors(
+def test_handshake_of_random_json_raises_only_protocol_errors(
     version: object, nonce: object, proof: object
 ) -> None:
-    """Before anything is proved."""
+    """All of it is parsed before authentication."""
     token, run, ours = b"t", "r", "0" * 64
     lines = [
         {"elastic_resume": version, "run": run, "nonce": nonce, "status_only": False},
@@ -166,21 +166,21 @@ def test_a_handshake_of_any_json_raises_nothing_but_wire_errors(
         assert version == protocol.VERSION
 
 
-def test_a_proof_that_is_no_text_in_utf8_is_refused() -> None:
-    """JSON can spell half of a surrogate pair; no encoding holds it."""
+def test_proof_with_a_lone_surrogate_is_refused() -> None:
+    """It is valid JSON and has no encoding."""
     with pytest.raises(ProtocolError):
         protocol.verify_proof(b'{"proof": "\\ud800"}', b"t", "dialler", "r", ("0" * 64, "0" * 64))
 
 
 @given(st.lists(st.binary(max_size=40), max_size=12), st.integers(1, 60))
-def test_lines_do_not_depend_on_how_the_stream_was_cut(pieces: list[bytes], limit: int) -> None:
-    """The same lines, or the same refusal, and never more held than the limit and one piece."""
-    whole = cut(LineReader(limit), [b"".join(pieces)])
-    assert cut(LineReader(limit), pieces) == whole
+def test_line_reader_does_not_depend_on_the_chunks(pieces: list[bytes], limit: int) -> None:
+    """The lines or the error are the same as for one chunk."""
+    whole = split_lines(LineReader(limit), [b"".join(pieces)])
+    assert split_lines(LineReader(limit), pieces) == whole
 
 
-def cut(lines: LineReader, pieces: list[bytes]) -> tuple[list[bytes], bool]:
-    """The lines read, and whether one was too long."""
+def split_lines(lines: LineReader, pieces: list[bytes]) -> tuple[list[bytes], bool]:
+    """Return the lines, and whether one was too long."""
     read: list[bytes] = []
     try:
         for piece in pieces:
@@ -190,8 +190,8 @@ def cut(lines: LineReader, pieces: list[bytes]) -> tuple[list[bytes], bool]:
     return read, False
 
 
-def test_a_handshake_proves_both_sides_to_each_other_and_no_other() -> None:
-    """Right token, wrong token, another run, a replay and a reflection."""
+def test_proof_is_valid_for_its_token_role_run_and_nonces_only() -> None:
+    """Another token, another run, a replay and a reflection are refused."""
     ours, theirs = "a" * 64, "b" * 64
     assert protocol.parse_greeting(protocol.encode_greeting("run", ours)[:-1], "run") == (ours, False)
     assert protocol.parse_challenge(protocol.encode_challenge(theirs)[:-1]) == theirs
@@ -212,9 +212,9 @@ def test_a_handshake_proves_both_sides_to_each_other_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("status_only", [False, True])
-def test_a_dialler_that_proves_nothing_hears_nothing_made_of_the_token(status_only: bool) -> None:
-    """Whatever the token is, a stranger who knows the run's name is told the same: nothing to crack."""
-    heard = []
+def test_unauthenticated_dialler_receives_nothing_derived_from_the_token(status_only: bool) -> None:
+    """The acceptor's lines are the same for every token."""
+    received = []
     for token in (b"one token", b"another token"):
         side = protocol.accept(token, "run", "b" * 64)
         said = [
@@ -223,17 +223,17 @@ def test_a_dialler_that_proves_nothing_hears_nothing_made_of_the_token(status_on
         ]
         with pytest.raises(protocol.AuthenticationError, match="token") as caught:
             side.send(b'{"proof":"' + b"0" * 64 + b'"}')
-        heard.append([*said, caught.value.rejection_line])
-    assert heard[0] == heard[1]
+        received.append([*said, caught.value.rejection_line])
+    assert received[0] == received[1]
 
 
-def shaken(
-    token: bytes, nonces: tuple[str, str], *, looks: bool = False
+def run_handshake(
+    token: bytes, nonces: tuple[str, str], *, status_only: bool = False
 ) -> tuple[protocol.HandshakeResult, protocol.HandshakeResult]:
-    """Both ends of a handshake, dialler and acceptor."""
-    key = protocol.derive_status_key(token) if looks else token
+    """Return the results of dialler and acceptor."""
+    key = protocol.derive_status_key(token) if status_only else token
     dialler, acceptor = (
-        protocol.dial(key, "run", nonces[0], status_only=looks),
+        protocol.dial(key, "run", nonces[0], status_only=status_only),
         protocol.accept(token, "run", nonces[1]),
     )
     next(acceptor)
@@ -241,30 +241,30 @@ def shaken(
     with pytest.raises(StopIteration) as accepted:
         acceptor.send(line[:-1])
     with pytest.raises(StopIteration) as called:
-        dialler.send(accepted.value.value.last[:-1])
+        dialler.send(accepted.value.value.final_line[:-1])
     return called.value.value, accepted.value.value
 
 
 @pytest.mark.parametrize("status_only", [False, True])
-def test_each_line_is_read_once_in_its_order_by_the_one_it_was_signed_for(status_only: bool) -> None:
-    """Changed, repeated, left out, turned round, sent back or of another connection: the digest is wrong."""
+def test_signed_line_is_accepted_once_in_order_by_its_receiver_only(status_only: bool) -> None:
+    """A changed, repeated, omitted, reordered, reflected or foreign line has a wrong digest."""
     nonces = ("a" * 64, "b" * 64)
     lines = [b"one\n", b"two\n", b"\n"]
     for _ in range(2):
-        here, there = shaken(b"token", nonces, looks=status_only)
+        here, there = run_handshake(b"token", nonces, status_only=status_only)
         for sends, hears in ((here.signer, there.verifier), (there.signer, here.verifier)):
             assert [hears.verify(sends.sign(line)[:-1]) for line in lines] == [b"one", b"two", b""]
-    one, two = (shaken(b"token", nonces)[0].signer.sign(lines[0])[:-1] for _ in range(2))
-    assert one == two, "a digest is of key, count and line"
+    one, two = (run_handshake(b"token", nonces)[0].signer.sign(lines[0])[:-1] for _ in range(2))
+    assert one == two, "a digest depends on key, count and line alone"
 
     def refused(*said: bytes, good: int = 0) -> None:
-        hears = shaken(b"token", nonces)[1].verifier
+        hears = run_handshake(b"token", nonces)[1].verifier
         for line in said[:good]:
             hears.verify(line)
         with pytest.raises(ProtocolError, match="wrong digest"):
             hears.verify(said[good])
 
-    first, second, third = map(shaken(b"token", nonces)[0].signer.sign, lines)
+    first, second, third = map(run_handshake(b"token", nonces)[0].signer.sign, lines)
     first, second, third = first[:-1], second[:-1], third[:-1]
     refused(first, first, good=1)
     refused(first, third, good=1)
@@ -272,66 +272,66 @@ def test_each_line_is_read_once_in_its_order_by_the_one_it_was_signed_for(status
     refused(b"ome" + first[3:])
     refused(first[3:])
     refused(b"")
-    refused(shaken(b"token", nonces)[1].signer.sign(lines[0])[:-1])
-    refused(shaken(b"token", ("a" * 64, "c" * 64))[0].signer.sign(lines[0])[:-1])
-    refused(shaken(b"token", ("c" * 64, "b" * 64))[0].signer.sign(lines[0])[:-1])
-    refused(shaken(b"another", nonces)[0].signer.sign(lines[0])[:-1])
-    refused(shaken(b"token", nonces, looks=True)[0].signer.sign(lines[0])[:-1])
+    refused(run_handshake(b"token", nonces)[1].signer.sign(lines[0])[:-1])
+    refused(run_handshake(b"token", ("a" * 64, "c" * 64))[0].signer.sign(lines[0])[:-1])
+    refused(run_handshake(b"token", ("c" * 64, "b" * 64))[0].signer.sign(lines[0])[:-1])
+    refused(run_handshake(b"another", nonces)[0].signer.sign(lines[0])[:-1])
+    refused(run_handshake(b"token", nonces, status_only=True)[0].signer.sign(lines[0])[:-1])
 
 
-def test_what_a_hello_and_a_proposal_of_a_large_world_weigh() -> None:
-    """A thousand members fit the limit many times over."""
+def test_messages_with_a_large_view_fit_the_limit() -> None:
+    """A view of a thousand members takes an eighth of it at most."""
     members = tuple(Incarnation(f"node{n:04}", "1" * 16, f"node{n:04}:29400") for n in range(1000))
-    world = View(7, members, members[0])
-    known = QuorumState(3, world, (world,), frozenset(members[:500]))
-    for message in (Hello(members[0], known, 7), ProposeView(world, known)):
+    view = View(7, members, members[0])
+    known = QuorumState(3, view, (view,), frozenset(members[:500]))
+    for message in (Hello(members[0], known, 7), ProposeView(view, known)):
         assert len(protocol.encode(Header(1, 1), message)) * 8 < protocol.MAX_LINE_BYTES
 
 
-def test_a_large_world_is_compressed_and_comes_back_as_one_object() -> None:
-    """What is sent to a thousand is read once; a small one stays readable."""
+def test_large_view_is_compressed_and_cached() -> None:
+    """A small view stays readable; parsing the same text returns the same object."""
     members = tuple(
         Incarnation(f"node,{n};%\u00e9", f"life{n}", f"[::1]:{n}", n or None) for n in range(1000)
     )
-    world = View(7, members, members[3])
-    text = codec.pack_view(world)
+    view = View(7, members, members[3])
+    text = codec.pack_view(view)
     assert text.startswith("z")
     codec._view_cache.clear()
     read = codec.unpack_view(text)
     assert [(one, one.address, one.candidate_index) for one in read.members] == [
         (one, one.address, one.candidate_index) for one in members
     ]
-    assert (read, read.leader) == (world, members[3])
+    assert (read, read.leader) == (view, members[3])
     assert codec.unpack_view(text + "") is read
     assert codec.pack_view(View(1, members[1:2], members[1])) == "1;" + ";".join(
         ["node%2C1%3B%25%C3%A9,life1,[::1]:1,1"] * 2
     )
 
 
-def test_a_world_that_expands_without_end_is_refused() -> None:
-    """A thousand bytes that say a million members."""
+def test_compression_bomb_is_refused() -> None:
+    """A short text would expand to ten million members."""
     bomb = zlib.compress(b"1;" + b"a,b,c,;" * 10_000_000)
     for data in (bomb, bomb[:-20], zlib.compress(b"1;a,b,c,") + b"more", b"no zlib"):
-        with pytest.raises(ValueError):  # noqa: PT011  unpack promises no more
+        with pytest.raises(ValueError):  # noqa: PT011  the message is zlib's
             codec.unpack_view("z" + base64.b64encode(data).decode())
 
 
-def test_what_is_kept_of_worlds_is_bounded() -> None:
-    """Whoever sends one world after the other finds the memory as small as before."""
+def test_view_caches_are_bounded() -> None:
+    """Many different views do not fill the memory."""
     for generation in range(100):
         codec.unpack_view(f"{generation};a,b,c,")
     assert len(codec._view_cache) <= codec.MAX_CACHED_VIEWS
     assert len(codec._text_cache) <= codec.MAX_CACHED_VIEWS
 
 
-def test_a_name_that_no_encoding_holds_is_refused() -> None:
-    """JSON can spell half of a surrogate pair; a log or a lookup of such a name would fail later."""
-    with pytest.raises(ProtocolError, match="no encoding"):
+def test_text_with_a_lone_surrogate_is_refused() -> None:
+    """It is valid JSON; a log line or a lookup would fail later."""
+    with pytest.raises(ProtocolError, match="cannot be encoded"):
         protocol.decode(b'{"header":[1,0,0,0.0],"type":"WaitReason","body":["\\ud800"]}')
 
 
-def test_a_reason_that_is_too_long_is_cut_not_refused() -> None:
-    """A sentence that names a thousand nodes must not make all who hear it hang up."""
+def test_reason_that_is_too_long_is_cut() -> None:
+    """A reason with a thousand names must not make all receivers disconnect."""
     line = protocol.encode(Header(1, 0), WaitReason("node " * 1000))
     message = protocol.decode(line[:-1])[1]
     assert isinstance(message, WaitReason)
@@ -339,8 +339,8 @@ def test_a_reason_that_is_too_long_is_cut_not_refused() -> None:
     assert message.reason.endswith("…")
 
 
-def test_a_heartbeat_is_read_as_strictly_as_any_line() -> None:
-    """It has a way of its own through the reader, since nearly every line is one."""
+def test_heartbeat_fast_path_is_as_strict_as_the_parser() -> None:
+    """Nearly every line is a heartbeat."""
     good = protocol.encode(Header(1, 2, 3, 0.5), Heartbeat())[:-1]
     assert protocol.decode(good) == (Header(1, 2, 3, 0.5), Heartbeat())
     tail = b',"type":"Heartbeat","body":[null,null]}'
@@ -360,8 +360,8 @@ def test_a_heartbeat_is_read_as_strictly_as_any_line() -> None:
 @pytest.mark.parametrize(
     "digest", ["", "ab" * 15, "ab" * 16 + "\n", "AB" * 16, "ag" * 16, "\u0661" * 32, 7, None, ["ab" * 16]]
 )
-def test_a_heartbeat_carries_a_digest_of_32_digits_or_none(digest: object) -> None:
-    """Anything else ends the connection, as all that is not part of the protocol does."""
+def test_heartbeat_with_a_malformed_digest_is_refused(digest: object) -> None:
+    """A digest is 32 lower-case hexadecimal digits, or None."""
     line = protocol.encode(Header(1, 2), Heartbeat(StateDigest(3, 4, Digest("ab" * 16))))[:-1]
     assert protocol.decode(line)[1] == Heartbeat(StateDigest(3, 4, Digest("ab" * 16)))
     said = json.loads(line)
@@ -370,11 +370,11 @@ def test_a_heartbeat_carries_a_digest_of_32_digits_or_none(digest: object) -> No
         protocol.decode(json.dumps(said).encode())
 
 
-# ---- what a proven peer may send, to the core --------------------------------------------------------
+# ---- messages of an authenticated peer ---------------------------------------------------------------
 
 
 steps = st.lists(
-    st.tuples(st.sampled_from([-1, -2, 1, 2]), stamps, any_message, st.floats(0, 2), st.integers(0, 9)),
+    st.tuples(st.sampled_from([-1, -2, 1, 2]), headers, any_message, st.floats(0, 2), st.integers(0, 9)),
     max_size=12,
 )
 
@@ -382,18 +382,18 @@ steps = st.lists(
 @pytest.mark.slow
 @settings(max_examples=1000)
 @given(st.integers(0, 1), steps)
-def test_no_message_of_a_proven_peer_makes_the_core_fail(
+def test_no_message_of_an_authenticated_peer_makes_the_state_machine_fail(
     place: int, said: list[tuple[int, Header, Message, float, int]]
 ) -> None:
-    """Whatever it says, in whatever role, in any order: nonsense is ignored or believed, and time goes on."""
+    """Messages of any type arrive in any role and order."""
     addresses = ("a:1", "b:1")
     me = Incarnation("me", "life", addresses[place], place)
     agent = RendezvousNode(Settings(addresses, max_nodes=3), me, None, 0.0)
     now = 0.0
     feed(agent, now, Tick(), JoinRequested(JoinSpec("a:2", 1)), PeerConnected(-1), PeerConnected(-2))
-    for conn, stamp, message, pause_s, chance in said:
+    for conn, header, message, pause_s, chance in said:
         now += pause_s
-        happens: Event = MessageReceived(conn, stamp, message)
+        happens: Event = MessageReceived(conn, header, message)
         if chance == 0:
             happens = PeerDisconnected(conn)
         elif chance == 1:
@@ -402,7 +402,7 @@ def test_no_message_of_a_proven_peer_makes_the_core_fail(
 
 
 def feed(agent: RendezvousNode, now: float, *events: Event) -> None:
-    """Hand over events; what is to be durable is so at once."""
+    """Pass events to the state machine; writes are durable at once."""
     for event in events:
         for effect in agent.handle(event, now):
             if isinstance(effect, Persist):
