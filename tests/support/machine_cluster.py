@@ -247,7 +247,8 @@ class MachineCluster(Cluster):
         told = self._events_before_fault.pop(index, b"").splitlines(keepends=True)
         lost = [line for line in told if line not in there and line.endswith(b"\n")]
         if lost:
-            self._save_peer_events(lost)
+            with open(self.run_dir / constants.PEER_EVENTS_FILE, "ab") as log:
+                log.writelines(lost)
         found = map(events.parse_line, lost)
         self._lost_events.setdefault(index, []).extend(event for event in found if event is not None)
 
