@@ -17,7 +17,7 @@ from pathlib import PurePath
 from elastic_resume.report.event_log import EventTimeline, ParsedEvent
 from elastic_resume.report.formatting import format_count, format_seconds, strip_path
 
-BAD, NOTE, INFO = "bad", "note", "news"
+BAD, NOTE, INFO = "bad", "note", "info"
 _SLOW_FACTOR = 5  # times as long as such a commit mostly takes
 _MIN_SLOW_S = 1.0
 _MIN_COMMITS = 4  # fewer tell nothing of what is usual

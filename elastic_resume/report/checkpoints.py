@@ -281,7 +281,11 @@ def build_saved_state_records(
         else:
             _record_removal(copies, one)
     _record_loads(copies, timeline, report)
-    _apply_disk_entries(copies, entries)
+    offset = timeline.generation_offset
+    _apply_disk_entries(
+        copies,
+        [one if one.generation is None else replace(one, generation=one.generation + offset) for one in entries],
+    )
     return tuple(sorted(copies.values(), key=lambda copy: (copy.generation, copy.step, copy.node, copy.tier)))
 
 

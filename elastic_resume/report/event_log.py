@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import Any
 
+from elastic_resume.checkpoint.reader import checkpoint_name, parse_checkpoint_name
 from elastic_resume.events import Event, get_count, get_seconds
 
 # What tells that a generation was there. A number in any other kind of event proves nothing.
@@ -67,6 +69,7 @@ class EventTimeline:
     by_generation: Mapping[int, tuple[ParsedEvent, ...]]
     by_node: Mapping[str, tuple[ParsedEvent, ...]]
     by_kind: Mapping[str, tuple[ParsedEvent, ...]]
+    generation_offset: int = 0
 
     def select(self, *names: str) -> list[ParsedEvent]:
         """All events of these kinds, by time."""
@@ -76,6 +79,7 @@ class EventTimeline:
 
 def build_timeline(events: Iterable[Event]) -> EventTimeline:
     """Sort ``events`` by time, type their fields and find the generation of each worker's exit."""
+    events, offset = number_restarts(events)
     seen = [one for one in map(_parse_event, events) if one is not None]
     seen.sort(key=lambda one: one.t)  # stable: lines of one file stay in order
     seen = _assign_generations(seen)
@@ -92,7 +96,67 @@ def build_timeline(events: Iterable[Event]) -> EventTimeline:
         by_generation={number: tuple(by_generation[number]) for number in sorted(by_generation)},
         by_node={name: tuple(found) for name, found in by_node.items()},
         by_kind={name: tuple(found) for name, found in by_kind.items()},
+        generation_offset=offset,
     )
+
+
+def number_restarts(events: Iterable[Event]) -> tuple[list[Event], int]:
+    """Continue the generation numbers of a job that started again at 1, and return the last start's offset.
+
+    That happens if all nodes lost their disks; only logs that were kept elsewhere show it.
+    """
+    listed = list(events)
+    restarts = _find_restarts(listed)
+    if not restarts:
+        return listed, 0
+    count = max(map(len, restarts.values()))
+    # A node without an own restart was new in one, or never came back: it follows the others' times.
+    earliest = [min(times[i] for times in restarts.values() if len(times) > i) for i in range(count)]
+
+    def count_restarts(event: Event) -> int:
+        own = restarts.get(str(event.get("node")), [])
+        t = get_seconds(event)
+        return 0 if t is None else sum(t >= start for start in [*own, *earliest[len(own) :]])
+
+    newest = [0] * (count + 1)
+    numbers = [count_restarts(event) for event in listed]
+    for event, number in zip(listed, numbers, strict=True):
+        newest[number] = max(newest[number], get_count(event, "generation") or 0)
+    offsets = [sum(newest[:number]) for number in range(count + 1)]
+    numbered = [_shift_generation(event, offsets[n]) for event, n in zip(listed, numbers, strict=True)]
+    return numbered, offsets[-1]
+
+
+def _find_restarts(events: Iterable[Event]) -> dict[str, list[float]]:
+    """Find, for each node, the agent starts after which it entered a generation that it had known before."""
+    restarts: dict[str, list[float]] = defaultdict(list)
+    known: dict[str, dict[int, float]] = defaultdict(dict)  # the agent's start, by generation
+    agent_starts: dict[str, float] = {}
+    for event in sorted(events, key=lambda event: get_seconds(event) or 0.0):
+        node, t, generation = event.get("node"), get_seconds(event), get_count(event, "generation")
+        if t is None or not isinstance(node, str):
+            continue
+        if event.get("event") == "agent-start":
+            agent_starts[node] = t
+        if event.get("event") != "round" or generation is None or node not in agent_starts:
+            continue
+        start_t = agent_starts[node]
+        if known[node].setdefault(generation, start_t) != start_t:
+            restarts[node].append(start_t)
+            known[node] = {generation: start_t}
+    return restarts
+
+
+def _shift_generation(event: Event, offset: int) -> Event:
+    shifted = dict(event)
+    for name in ("generation", "source_generation") if offset else ():
+        number = get_count(event, name)
+        if number is not None:
+            shifted[name] = number + offset
+    path = event.get("path")
+    if offset and isinstance(path, str) and (version := parse_checkpoint_name(PurePath(path).name)):
+        shifted["path"] = checkpoint_name(version[0] + offset, version[1])
+    return shifted
 
 
 def _assign_generations(seen: list[ParsedEvent]) -> list[ParsedEvent]:

@@ -56,7 +56,7 @@ AXIS_HEIGHT, WORLD_HEIGHT, ROOMY_LANE_HEIGHT, TIGHT_LANE_HEIGHT = (
     34,
 )  # heights of the timeline's rows in pixels
 
-INCIDENT, FAULT, ALERT, CHECKPOINT = "incident", "fault", "trouble", "checkpoint"
+INCIDENT, FAULT, ALERT, CHECKPOINT = "incident", "fault", "alert", "checkpoint"
 MARK_Y = {CHECKPOINT: 4, ALERT: 3, FAULT: 11, INCIDENT: 7}  # in a swatch; a later one covers an earlier one
 LEGEND = {
     "productive": GOODPUT_LABELS["productive"],
@@ -64,10 +64,10 @@ LEGEND = {
     "starting": "starting",
     "restoring": "restoring",
     "waiting": "waiting",
-    "gone": "gone",
+    "offline": "offline",
     INCIDENT: "failure",
     FAULT: "injected fault",
-    ALERT: "trouble",
+    ALERT: "alert",
     CHECKPOINT: "checkpoint",
 }
 PHASE_LABELS = {
@@ -113,7 +113,7 @@ def render_page(report: RunReport, title: str = "") -> str:
         generations=_generation_rows(report),
         failed_starts=_split_table(report.history.failed_starts, later),
         faults=_split_table(_fault_rows(report), lambda rows: later([rows[0]["fault"]])),
-        troubles=_split_table(report.alerts, later),
+        alerts=_split_table(report.alerts, later),
         checkpoints=_checkpoint_rows(report),
     )
 
@@ -239,7 +239,7 @@ def _generation_rows(told: RunReport) -> list[dict[str, Any]]:
         rows.append(
             {
                 "one": one,
-                "began": moment.rendezvous_done_t or moment.restored_t,
+                "start_t": moment.rendezvous_done_t or moment.restored_t,
                 "kind": kind,
                 "details": [*injected.get(one.number, []), *_generation_details(one)],
                 "phases": _format_phases(phases) if phases else "",
@@ -249,8 +249,8 @@ def _generation_rows(told: RunReport) -> list[dict[str, Any]]:
     def name(part: Sequence[Mapping[str, Any]]) -> str:
         here = [row["one"] for row in part]
         failed = format_count(sum(one.end.is_failure for one in here), "failure")
-        lost = format_count(sum(one.lost_steps or 0 for one in here), "step")
-        when = f"{terminal.format_since_start(told, here[0].began)} to {terminal.format_since_start(told, here[-1].began)}"
+        lost = format_count(sum(one.recomputed_steps or 0 for one in here), "step")
+        when = f"{terminal.format_since_start(told, here[0].start_t)} to {terminal.format_since_start(told, here[-1].start_t)}"
         numbers = f"generations {here[0].number} to {here[-1].number}"
         return f"{numbers}: {failed}, {lost} run again; {when} after the start"
 
@@ -402,8 +402,8 @@ def _absence_spans(
 
 
 def _absence_span(is_there: bool, began: float, until: float) -> Span:
-    word = "waits" if is_there else "is gone"
-    return Span("idle" if is_there else "gone", began, until, f"{word} for {format_seconds(until - began)}")
+    word = "waits" if is_there else "is offline"
+    return Span("idle" if is_there else "offline", began, until, f"{word} for {format_seconds(until - began)}")
 
 
 def _marks_by_node(told: RunReport) -> Mapping[str, list[TimelineMark]]:

@@ -111,7 +111,7 @@ def collect_metrics(status: Mapping[str, Any]) -> Iterator[Metric]:
     from prometheus_client.core import GaugeMetricFamily  # noqa: PLC0415
 
     leads = GaugeMetricFamily(
-        f"{PREFIX}leads", "Whether this agent leads the job: it alone tells of all of it."
+        f"{PREFIX}is_leader", "Whether this agent leads the job: it alone tells of all of it."
     )
     leads.add_metric([], float(status["leads"]))
     yield leads
@@ -133,10 +133,10 @@ def _collect_node_metrics(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Metric
                 gauge.add_metric([one["node"]], one[key])
         yield gauge
     trouble = GaugeMetricFamily(
-        f"{PREFIX}node_trouble", "1 while something is wrong with the node's disk or memory.", labels=["node"]
+        f"{PREFIX}node_problem", "1 while something is wrong with the node's disk or memory.", labels=["node"]
     )
     for one in nodes:
-        trouble.add_metric([one["node"]], float(bool(one["trouble"])))
+        trouble.add_metric([one["node"]], float(bool(one["problem"])))
     yield trouble
     for name, (text, key) in NODE_COUNTERS.items():
         counter = CounterMetricFamily(PREFIX + name, text, labels=["node"])
@@ -172,7 +172,7 @@ def _collect_incident_metrics(totals: Mapping[str, Any]) -> Iterator[Metric]:
         incidents.add_metric([kind], totals["incidents"].get(kind, 0))
     yield incidents
     yield CounterMetricFamily(
-        f"{PREFIX}lost_steps", "Steps that were run again.", value=totals["recomputed_steps"]
+        f"{PREFIX}recomputed_steps", "Steps that were run again.", value=totals["recomputed_steps"]
     )
     total, buckets = 0, []
     for bound, count in zip(

@@ -105,7 +105,7 @@ def _format_nodes(status: Mapping[str, Any], max_nodes: int) -> list[str]:
     # Those in trouble, or not heard of, are what somebody looks for among thousands.
     shown = nodes
     if len(nodes) > max_nodes:
-        shown = sorted(nodes, key=lambda one: (not one["trouble"], -(one["status_age_s"] or 1e9)))[:max_nodes]
+        shown = sorted(nodes, key=lambda one: (not one["problem"], -(one["status_age_s"] or 1e9)))[:max_nodes]
     rows = [
         (
             "-" if one["node_rank"] is None else str(one["node_rank"]),
@@ -114,8 +114,8 @@ def _format_nodes(status: Mapping[str, Any], max_nodes: int) -> list[str]:
             f"{one['steps_per_s']:.3g}",
             _format_saved_state(one["snapshot_step"], one["snapshot_age_s"]),
             _format_saved_state(one["checkpoint_step"], one["checkpoint_age_s"]),
-            "never" if one["status_age_s"] is None else f"{format_seconds(one['heard_s'])} ago",
-            one["trouble"],
+            "never" if one["status_age_s"] is None else f"{format_seconds(one['status_age_s'])} ago",
+            one["problem"],
         )
         for one in shown
     ]
@@ -136,7 +136,7 @@ def _format_incidents(status: Mapping[str, Any]) -> list[str]:
     if not count:
         return ["no incident so far"]
     head = (
-        f"{format_count(count, 'incident')} ({kinds}), {format_count(sums['lost_steps'], 'step')} run again"
+        f"{format_count(count, 'incident')} ({kinds}), {format_count(sums['recomputed_steps'], 'step')} run again"
     )
     rows = [
         (

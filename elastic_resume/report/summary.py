@@ -351,13 +351,13 @@ def format_json(run_report: RunReport) -> str:
     for row in report["generations"]:
         phases = run_report.recoveries.get(row["number"])
         row["recovery"] = asdict(phases) if phases is not None else None
-        row["cost_s"] = run_report.downtimes.get(row["number"])
+        row["downtime_s"] = run_report.downtimes.get(row["number"])
     members: dict[str, Any] = {
         "schema": REPORT_SCHEMA,
         "run_id": run_report.run_id,
         "command": run_report.command,
-        "began": run_report.start_t,
-        "until": run_report.end_t,
+        "start_t": run_report.start_t,
+        "end_t": run_report.end_t,
         "verdict": asdict(run_report.verdict),
         "outcome": report.pop("outcome"),
         "message": report.pop("message"),

@@ -60,7 +60,7 @@ def test_everything_is_there(chromium: Browser, written: Path, told: RunReport) 
     assert len(rows) == len(told.history.generations) == 6
     for one, row in zip(told.history.generations, rows, strict=True):
         assert " ".join(replace_unprintable(one.end.text).split()) in row
-    said = " ".join(texts(chromium, ".troubles tbody tr"))
+    said = " ".join(texts(chromium, ".alerts tbody tr"))
     assert len(told.alerts) > 10
     for trouble in told.alerts:
         assert trouble.text in said
@@ -71,7 +71,7 @@ def test_everything_is_there(chromium: Browser, written: Path, told: RunReport) 
     assert "The clock of n1 was up to 7.5 s ahead" in texts(chromium, "main")[0]
     assert "SUSPECT rank 1" in texts(chromium, "pre")[0]
     headings = texts(chromium, "h2")
-    for heading in ("Timeline", "Generations", "Troubles", "Injected faults", "Checkpoints"):
+    for heading in ("Timeline", "Generations", "Alerts", "Injected faults", "Checkpoints"):
         assert heading in headings
     assert chromium.problems == []
 

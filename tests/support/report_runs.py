@@ -21,7 +21,7 @@ class EventfulRun(Job):
         self.now, self.step = t, 0
         self.agents(t, *nodes)
         for index, node in enumerate(nodes):
-            self.add(t + 4 + index / 10, "fork-server-ready", node, seconds=4.0, left_out={})
+            self.add(t + 4 + index / 10, "fork-server-ready", node, seconds=4.0, skipped_modules={})
         self.now += 6
 
     def agents(self, t: float, *nodes: str) -> None:
@@ -29,16 +29,16 @@ class EventfulRun(Job):
         for node in nodes:
             self.add(t, "agent-start", node, run_id="resnet-50", command="train.py --epochs 90")
 
-    def start_generation(self, *nodes: str, lost_steps: int = 0, **resume: Any) -> None:
+    def start_generation(self, *nodes: str, recomputed_steps: int = 0, **resume: Any) -> None:
         """A generation begins; ``lost`` steps are run again."""
         self.generation += 1
         self.nodes = nodes
-        self.step -= lost_steps
+        self.step -= recomputed_steps
         about = {"generation": self.generation, "step": self.step, "world_size": len(nodes)}
         told = {
             "kind": "checkpoint",
             "nodes": list(nodes),
-            "recomputed_steps": lost_steps,
+            "recomputed_steps": recomputed_steps,
             "lacking": [],
             "rejected": [],
         }
@@ -129,7 +129,7 @@ def _add_worker_and_disk_faults(job: EventfulRun) -> None:
     job.fail(job.now + 0.1, 2, "ValueError", f"loss is nan {HOSTILE_TEXT}")
     job.exit(job.now + 0.15, 2, code=1)
     job.kill_worker(0, signal="", code=1)
-    job.start_generation(*ALL_NODES, lost_steps=3)
+    job.start_generation(*ALL_NODES, recomputed_steps=3)
     job.train(30, 0.4)
 
 
@@ -159,7 +159,7 @@ def _add_hang(job: EventfulRun) -> None:
     job.kill_worker(1)
     job.agents(job.now - 9, "n1", "n3")
     for node in ("n1", "n3"):
-        job.add(job.now - 5, "fork-server-ready", node, seconds=4.0, left_out={})
+        job.add(job.now - 5, "fork-server-ready", node, seconds=4.0, skipped_modules={})
     early = {"rank": 0, "worker_pid": 4242, "exit_code": 1, "signal": None, "stopped": False}
     job.add(job.now + 0.1, "worker-exit", "n0", **early)
     job.now += 2
@@ -219,7 +219,7 @@ def make_long_run(generations: int, nodes: int = 3, seed: int = 0) -> EventfulRu
         if index % 5 == 2:
             job.inject_fault(index, "kill-worker", "n1", 1)
         job.kill_worker(random.randrange(nodes))
-        job.start_generation(*every, lost_steps=int(index % 9 == 0))
+        job.start_generation(*every, recomputed_steps=int(index % 9 == 0))
     job.train(5)
     job.finish(job.now, job.step)
     return job

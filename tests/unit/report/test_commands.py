@@ -29,7 +29,7 @@ def root(tmp_path: Path) -> Path:
         about = {"generation": 1, "world_size": 2}
         log.emit("worker-start", step=0, **about)
         if rank == 0:
-            log.emit("resume", step=0, kind="cold", nodes=["node-a", "node-b"], lost_steps=0, **about)
+            log.emit("resume", step=0, kind="cold", nodes=["node-a", "node-b"], recomputed_steps=0, **about)
         log.emit("step", step=1, **about)
         log.emit("run-end", step=10, **about)
         log.close()

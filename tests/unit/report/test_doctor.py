@@ -51,7 +51,7 @@ def test_each_line_says_where_it_comes_from(
 @pytest.mark.usefixtures("_bare")
 def test_names_that_hang_hang_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are looked up side by side, and left behind together."""
-    monkeypatch.setattr(doctor, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(doctor, "LOOKUP_TIMEOUT_S", 60.0)
     silent = threading.Barrier(3, timeout=30)
     monkeypatch.setattr(doctor, "resolve_name", lambda _: [str(silent.wait())])
     found = doctor.check_candidates(environment.read_context(POD))

@@ -54,7 +54,7 @@ def killed() -> Job:
     job.exit(110.5, 1, signal="SIGKILL")
     job.add(110.6, "rendezvous", "n0", what="restart", message="")
     job.stop(110.8, 0, 2)
-    begin(job, 111, 114, 8, seconds=1.0, lost_steps=2)
+    begin(job, 111, 114, 8, seconds=1.0, recomputed_steps=2)
     march(job, 115, *range(9, 21))
     job.finish(127, 20)
     return job
@@ -161,7 +161,7 @@ def test_a_lineage_that_was_left_counts_for_nothing() -> None:
     begin(job, 111, 112, 10, seconds=0.5)
     march(job, 113, 11, 12)
     job.exit(114, 1, signal="SIGKILL")
-    begin(job, 115, 116, 4, seconds=0.5, lost_steps=8)
+    begin(job, 115, 116, 4, seconds=0.5, recomputed_steps=8)
     march(job, 117, *range(5, 16))
     job.finish(127, 15)
     told = summary.build_run_report(job.events)

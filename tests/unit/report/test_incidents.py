@@ -106,7 +106,7 @@ def worker_killed() -> Job:
     job.fail(110.3, 0, "RuntimeError", GLOO)
     job.exit(111, 0, code=1)
     job.stop(111.2, 2)
-    job.begin(115, 10, "n0", "n1", "n2", lost_steps=1)
+    job.begin(115, 10, "n0", "n1", "n2", recomputed_steps=1)
     return job
 
 
@@ -116,7 +116,7 @@ def node_killed() -> Job:
     job.fail(110.3, 0, "RuntimeError", GLOO)
     job.exit(111, 0, code=1)
     job.stop(111.2, 1)
-    job.begin(115, 10, "n0", "n1", lost_steps=2)
+    job.begin(115, 10, "n0", "n1", recomputed_steps=2)
     return job
 
 
@@ -135,7 +135,7 @@ def node_killed_and_wiped() -> Job:
     job.events = [one for one in job.events if one["node"] != "n2" and one.get("generation") != 2]
     job.generation = 1
     job.agents(113, "n2")
-    job.begin(115, 10, "n0", "n1", "n2", lost_steps=2, lacking=["n2"], source_node="n0")
+    job.begin(115, 10, "n0", "n1", "n2", recomputed_steps=2, lacking=["n2"], source_node="n0")
     return job
 
 
@@ -147,7 +147,7 @@ def exception() -> Job:
     job.exit(110.9, 2, code=1)
     job.exit(110.9, 0, code=1)
     job.stop(111, 1)
-    job.begin(115, 10, "n0", "n1", "n2", lost_steps=1)
+    job.begin(115, 10, "n0", "n1", "n2", recomputed_steps=1)
     return job
 
 
@@ -169,7 +169,7 @@ def job_killed() -> Job:
     """Everything dies at once, and is started again an hour later."""
     job = Job().begun()
     job.agents(3700, "n0", "n1", "n2")
-    job.begin(3710, 8, "n0", "n1", "n2", lost_steps=3)
+    job.begin(3710, 8, "n0", "n1", "n2", recomputed_steps=3)
     return job
 
 
@@ -186,7 +186,7 @@ def job_lost_its_power() -> Job:
     """What ranks noted of their steps was not on the disks yet; others had been told of them."""
     job = Job().begun()
     job.agents(3700, "n0", "n1", "n2")
-    job.begin(3710, 6, "n0", "n1", "n2", lost_steps=0)
+    job.begin(3710, 6, "n0", "n1", "n2", recomputed_steps=0)
     return job
 
 
@@ -221,7 +221,7 @@ def rank0_node_wiped() -> Job:
 def without_agents() -> Job:
     """Under plain torchrun nobody writes how a worker ended."""
     job = Job().begun()
-    job.begin(130, 5, "n0", "n1", "n2", lost_steps=5)
+    job.begin(130, 5, "n0", "n1", "n2", recomputed_steps=5)
     job.events = [one for one in job.events if one["event"] not in {"agent-start", "round", "worker-exit"}]
     return job
 
@@ -381,7 +381,7 @@ def test_a_node_that_left_of_itself_is_not_lost() -> None:
     job.stop(110.5, 0, 2)
     told = "node n1 leaves the job: the last 3 failures were of node n1 alone."
     job.add(111, "agent-end", "n1", outcome="left", exit_code=75, message=told)
-    job.begin(115, 10, "n0", "n2", lost_steps=0)
+    job.begin(115, 10, "n0", "n2", recomputed_steps=0)
     end = incidents.build_history_from_events(job.events).generations[0].end
     assert end.text == "rank 1 on node n1 was killed by SIGSEGV"
     assert end.other_failures == ("node n1 left: the last 3 failures were of node n1 alone.",)
@@ -421,7 +421,7 @@ def test_the_whole_run() -> None:
     job = worker_killed()
     job.steps(120, 30)
     job.exit(121, 2, code=3)
-    job.begin(125, 25, "n0", "n1", "n2", lost_steps=7)
+    job.begin(125, 25, "n0", "n1", "n2", recomputed_steps=7)
     job.finish(130, 40)
     report = incidents.build_history_from_events(job.events)
     assert [one.end.kind for one in report.generations] == ["signal", "exit", "finished"]

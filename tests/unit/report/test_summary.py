@@ -203,16 +203,16 @@ def test_a_dead_node_is_gone_until_its_agent_is_back() -> None:
     job.begin(142, 20, "n0", "n1", "n2", lacking=["n2"])
     lane = {one.node: one for one in html.build_lanes(summary.build_run_report(job.events))}["n2"]
     spans = [(span.activity, span.start_t, span.end_t) for span in lane.spans]
-    assert spans[-4:-1] == [("gone", 110, 130), ("idle", 130, 140), ("preparing", 140, 142)]
+    assert spans[-4:-1] == [("offline", 110, 130), ("idle", 130, 140), ("preparing", 140, 142)]
     assert [mark.text for mark in lane.marks] == ["generation 1: node n2 was lost"]
 
 
 def test_a_lane_never_has_more_than_can_be_seen() -> None:
     """Spans become columns that are split by what fills them; no mark is lost, they are counted."""
-    spans = [html.Span("training" if i % 3 else "gone", i, i + 1, "") for i in range(9000)]
+    spans = [html.Span("training" if i % 3 else "offline", i, i + 1, "") for i in range(9000)]
     (column,) = html.merge_into_columns(spans, 0, 9000, 100)
     assert (column.start_t, column.end_t) == (0, 9000)
-    assert column.shares == (("training", 0.667), ("gone", 0.333))
+    assert column.shares == (("training", 0.667), ("offline", 0.333))
     first, second = html.merge_into_columns(
         spans[:5250], 0, 9000, 6
     )  # of the last that is not empty, half is
