@@ -2,13 +2,278 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from elastic_resume.events import Event
 from elastic_resume.report.checkpoints import CheckpointEntry
-from tests.unit.report.test_incidents import GLOO, Job
+
+KILLED = "rank 1 on node n1 was killed by SIGKILL"
+NAN_2 = "rank 2 on node n2 ended with exit code 1"
+GLOO = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2481."
+
+
+@dataclass
+class Job:
+    """Writes the events of a made-up job. Rank r lives on node nr; process numbers are made of both."""
+
+    events: list[Event] = field(default_factory=list)
+    generation: int = 0
+    nodes: tuple[str, ...] = ()
+
+    def add(self, t: float, event: str, node: str, **fields: Any) -> None:
+        """One event."""
+        self.events.append({"t": t, "event": event, "node": node, "pid": 1, **fields})
+
+    def agents(self, t: float, *nodes: str) -> None:
+        """Agents start."""
+        for node in nodes:
+            self.add(t, "agent-start", node, run_id="job")
+
+    def begin(self, t: float, step: int, *nodes: str, **resume: Any) -> None:
+        """A new generation on ``nodes``, that has its first step 0.5 s later."""
+        self.generation += 1
+        self.nodes = nodes
+        about = {"generation": self.generation, "step": step, "world_size": len(nodes)}
+        told = {
+            "kind": "checkpoint",
+            "nodes": list(nodes),
+            "recomputed_steps": 0,
+            "lacking": [],
+            "rejected": [],
+        }
+        for rank, node in enumerate(nodes):
+            self.add(t - 2, "round", node, round=self.generation)
+            self.add(t, "worker-start", node, **about, rank=rank, **self.pid(rank))
+        self.add(t, "resume", nodes[0], **{**told, **about, "rank": 0, **resume})
+        self.steps(t + 0.5, step + 1)
+
+    def pid(self, rank: int) -> dict[str, int]:
+        """A rank's process number in this generation."""
+        return {"pid": 100 * self.generation + rank}
+
+    def steps(self, t: float, step: int) -> None:
+        """Every rank marks a step."""
+        for rank, node in enumerate(self.nodes):
+            self.add(t, "step", node, generation=self.generation, rank=rank, step=step, **self.pid(rank))
+
+    def exit(
+        self, t: float, rank: int, *, signal: str | None = None, code: int | None = None, **more: Any
+    ) -> None:
+        """A worker ends."""
+        worker = self.pid(rank)["pid"]
+        how = {"signal": signal, "exit_code": code, "stopped": False, **more}
+        self.add(t, "worker-exit", self.nodes[rank], rank=rank, worker_pid=worker, **how)
+
+    def stop(self, t: float, *ranks: int) -> None:
+        """Workers end because they were told to."""
+        for rank in ranks:
+            self.exit(t, rank, signal="SIGTERM", stopped=True)
+
+    def fail(self, t: float, rank: int, kind: str, message: str) -> None:
+        """An exception ends a worker."""
+        about = {"generation": self.generation, "step": 11, "rank": rank, "type": kind, "message": message}
+        self.add(t, "failure", self.nodes[rank], **about, **self.pid(rank))
+
+    def finish(self, t: float, step: int) -> None:
+        """The job is done, everywhere."""
+        for rank, node in enumerate(self.nodes):
+            self.add(t, "run-end", node, generation=self.generation, rank=rank, step=step, **self.pid(rank))
+            self.exit(t + 1, rank, code=0)
+            self.add(t + 2, "agent-end", node, outcome="done", exit_code=0, message="")
+
+    def begun(self) -> Job:
+        """Three nodes at step 10 of their first generation, at second 110."""
+        self.agents(90, "n0", "n1", "n2")
+        self.begin(100, 0, "n0", "n1", "n2", kind="cold")
+        self.steps(110, 10)
+        return self
+
+
+def worker_killed() -> Job:
+    """The peers' connections break; their processes take long to end, and n2 is stopped."""
+    job = Job().begun()
+    job.exit(110.2, 1, signal="SIGKILL")
+    job.fail(110.3, 0, "RuntimeError", GLOO)
+    job.exit(111, 0, code=1)
+    job.stop(111.2, 2)
+    job.begin(115, 10, "n0", "n1", "n2", recomputed_steps=1)
+    return job
+
+
+def node_killed() -> Job:
+    """Agent, stub and worker of n2 die at once: its log just ends."""
+    job = Job().begun()
+    job.fail(110.3, 0, "RuntimeError", GLOO)
+    job.exit(111, 0, code=1)
+    job.stop(111.2, 1)
+    job.begin(115, 10, "n0", "n1", recomputed_steps=2)
+    return job
+
+
+def agent_killed() -> Job:
+    """The agent alone dies: its stub lives to see that, and ends the worker."""
+    job = Job().begun()
+    job.exit(110.1, 2, signal="SIGKILL", stopped=True)
+    job.fail(110.3, 0, "RuntimeError", GLOO)
+    job.begin(115, 10, "n0", "n1")
+    return job
+
+
+def node_killed_and_wiped() -> Job:
+    """n2 returns with an empty directory before the others have formed a world."""
+    job = node_killed()
+    job.events = [one for one in job.events if one["node"] != "n2" and one.get("generation") != 2]
+    job.generation = 1
+    job.agents(113, "n2")
+    job.begin(115, 10, "n0", "n1", "n2", recomputed_steps=2, lacking=["n2"], source_node="n0")
+    return job
+
+
+def exception() -> Job:
+    """Rank 2 raises; by the clocks, which differ, a peer's connection broke before that."""
+    job = Job().begun()
+    job.fail(109.9, 0, "DistBackendError", "NCCL error: remote process exited")
+    job.fail(110.1, 2, "ValueError", "loss is nan")
+    job.exit(110.9, 2, code=1)
+    job.exit(110.9, 0, code=1)
+    job.stop(111, 1)
+    job.begin(115, 10, "n0", "n1", "n2", recomputed_steps=1)
+    return job
+
+
+def node_returns() -> Job:
+    """n2 joins two nodes; as they are stopped one by one, one sees the other go."""
+    job = Job()
+    job.agents(90, "n0", "n1")
+    job.begin(100, 0, "n0", "n1", kind="cold")
+    job.steps(110, 10)
+    job.agents(109, "n2")
+    job.stop(110.1, 0)
+    job.fail(110.15, 1, "RuntimeError", GLOO)
+    job.stop(110.2, 1)
+    job.begin(112, 10, "n0", "n1", "n2", lacking=["n2"], source_node="n0")
+    return job
+
+
+def job_killed() -> Job:
+    """Everything dies at once, and is started again an hour later."""
+    job = Job().begun()
+    job.agents(3700, "n0", "n1", "n2")
+    job.begin(3710, 8, "n0", "n1", "n2", recomputed_steps=3)
+    return job
+
+
+def newcomers_left_again() -> Job:
+    """The leader ends a world for nodes that are gone before the next one."""
+    job = Job().begun()
+    job.stop(110.2, 0, 1, 2)
+    job.add(110.1, "rendezvous", "n0", what="restart", message="generation 1 is over: newcomers are here")
+    job.begin(112, 10, "n0", "n1", "n2")
+    return job
+
+
+def job_lost_its_power() -> Job:
+    """What ranks noted of their steps was not on the disks yet; others had been told of them."""
+    job = Job().begun()
+    job.agents(3700, "n0", "n1", "n2")
+    job.begin(3710, 6, "n0", "n1", "n2", recomputed_steps=0)
+    return job
+
+
+def job_stopped() -> Job:
+    """Every agent gets SIGTERM, and the job is started again."""
+    job = Job().begun()
+    job.stop(110.2, 0, 1, 2)
+    for node in job.nodes:
+        job.add(111, "agent-end", node, outcome="signalled", exit_code=143, message="stopped by SIGTERM.")
+    job.agents(3700, "n0", "n1", "n2")
+    job.begin(3710, 10, "n0", "n1", "n2")
+    return job
+
+
+def node_told_to_leave() -> Job:
+    """A preemption of one node."""
+    job = Job().begun()
+    job.stop(110.2, 1)
+    job.add(110.4, "agent-end", "n1", outcome="signalled", exit_code=143, message="stopped by SIGTERM.")
+    job.fail(110.5, 0, "RuntimeError", GLOO)
+    job.begin(115, 10, "n0", "n2")
+    return job
+
+
+def rank0_node_wiped() -> Job:
+    """The node that wrote the resume event of the second generation is gone for ever, with its log."""
+    job = worker_killed()
+    job.events = [one for one in job.events if one["node"] != "n0"]
+    return job
+
+
+def without_agents() -> Job:
+    """Under plain torchrun nobody writes how a worker ended."""
+    job = Job().begun()
+    job.begin(130, 5, "n0", "n1", "n2", recomputed_steps=5)
+    job.events = [one for one in job.events if one["event"] not in {"agent-start", "round", "worker-exit"}]
+    return job
+
+
+def finished_and_run_again() -> Job:
+    """A job that was done is started once more."""
+    job = Job().begun()
+    job.finish(120, 12)
+    job.agents(200, "n0", "n1", "n2")
+    job.begin(210, 12, "n0", "n1", "n2")
+    return job
+
+
+def run_steps(*steps: Any) -> Job:
+    """Three nodes that were ready after 8 s; world at 98, state at 100, a step each second from 101 on."""
+    job = Job()
+    job.agents(90, "n0", "n1", "n2")
+    for node in ("n0", "n1", "n2"):
+        job.add(95, "fork-server-ready", node, seconds=5.0)
+    begin_at(job, 98, 100, 0, kind="cold", seconds=0.5)
+    march(job, 101, *steps)
+    return job
+
+
+def begin_at(job: Job, formed: float, restored: float, step: int, **resume: Any) -> None:
+    """A generation whose workers know of it at ``formed`` and have their state at ``restored``."""
+    job.generation += 1
+    job.nodes = ("n0", "n1", "n2")
+    about = {"generation": job.generation, "step": step, "world_size": 3}
+    told = {
+        "kind": "checkpoint",
+        "nodes": list(job.nodes),
+        "recomputed_steps": 0,
+        "lacking": [],
+        "rejected": [],
+    }
+    for rank, node in enumerate(job.nodes):
+        job.add(formed, "round", node, round=1, generation=job.generation)
+        job.add(restored, "worker-start", node, **about, rank=rank, **job.pid(rank))
+    job.add(restored, "resume", "n0", **{**told, **about, "rank": 0, **resume})
+
+
+def march(job: Job, t: float, *steps: int) -> None:
+    """One step after the other, a second each, marked by all ranks."""
+    for index, step in enumerate(steps):
+        job.steps(t + index, step)
+
+
+def killed() -> Job:
+    """Rank 1 is killed half a second after step 10; step 9 and 10 are run again from 115 on."""
+    job = run_steps(*range(1, 11))
+    job.exit(110.5, 1, signal="SIGKILL")
+    job.add(110.6, "rendezvous", "n0", what="restart", message="")
+    job.stop(110.8, 0, 2)
+    begin_at(job, 111, 114, 8, seconds=1.0, recomputed_steps=2)
+    march(job, 115, *range(9, 21))
+    job.finish(127, 20)
+    return job
+
 
 HOSTILE_TEXT = "</td></script><script>document.title='taken'</script>\x00\"'<img src=x onerror=alert(2)>"
 

@@ -94,7 +94,7 @@ def test_quarantined_copies_are_listed_with_their_reason(root: Path) -> None:
     assert (item.state, item.step, item.reason) == ("quarantined", 15, "state.safetensors is torn")
     assert listed(node)[-2][-1] == "quarantined: state.safetensors is torn"
     said = checkpoints.format_checkpoints(paths.find_node_dirs(root), NOW).splitlines()[-1]
-    assert re.fullmatch(r"1 quarantined copy, \S+ k?B: kept for you to look at, and never removed .*", said)
+    assert re.fullmatch(r"1 quarantined copy, \S+ k?B: kept for inspection; runs never remove them", said)
 
 
 def test_an_unfinished_write_is_mentioned(root: Path) -> None:

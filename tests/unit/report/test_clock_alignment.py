@@ -6,8 +6,7 @@ import pytest
 
 from elastic_resume.events import Event
 from elastic_resume.report import summary
-from tests.unit.report.test_goodput import killed
-from tests.unit.report.test_incidents import Job
+from tests.support.report_runs import Job, killed
 
 NODES = ("n0", "n1", "n2")
 

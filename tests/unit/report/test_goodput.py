@@ -10,54 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_resume.report import goodput, summary
-from tests.unit.report.test_incidents import Job, job_killed, node_returns, worker_killed
-
-
-def run(*steps: Any) -> Job:
-    """Three nodes that were ready after 8 s; world at 98, state at 100, a step each second from 101 on."""
-    job = Job()
-    job.agents(90, "n0", "n1", "n2")
-    for node in ("n0", "n1", "n2"):
-        job.add(95, "fork-server-ready", node, seconds=5.0)
-    begin(job, 98, 100, 0, kind="cold", seconds=0.5)
-    march(job, 101, *steps)
-    return job
-
-
-def begin(job: Job, formed: float, restored: float, step: int, **resume: Any) -> None:
-    """A generation whose workers know of it at ``formed`` and have their state at ``restored``."""
-    job.generation += 1
-    job.nodes = ("n0", "n1", "n2")
-    about = {"generation": job.generation, "step": step, "world_size": 3}
-    told = {
-        "kind": "checkpoint",
-        "nodes": list(job.nodes),
-        "recomputed_steps": 0,
-        "lacking": [],
-        "rejected": [],
-    }
-    for rank, node in enumerate(job.nodes):
-        job.add(formed, "round", node, round=1, generation=job.generation)
-        job.add(restored, "worker-start", node, **about, rank=rank, **job.pid(rank))
-    job.add(restored, "resume", "n0", **{**told, **about, "rank": 0, **resume})
-
-
-def march(job: Job, t: float, *steps: int) -> None:
-    """One step after the other, a second each, marked by all ranks."""
-    for index, step in enumerate(steps):
-        job.steps(t + index, step)
-
-
-def killed() -> Job:
-    """Rank 1 is killed half a second after step 10; step 9 and 10 are run again from 115 on."""
-    job = run(*range(1, 11))
-    job.exit(110.5, 1, signal="SIGKILL")
-    job.add(110.6, "rendezvous", "n0", what="restart", message="")
-    job.stop(110.8, 0, 2)
-    begin(job, 111, 114, 8, seconds=1.0, recomputed_steps=2)
-    march(job, 115, *range(9, 21))
-    job.finish(127, 20)
-    return job
+from tests.support.report_runs import (
+    Job,
+    begin_at,
+    job_killed,
+    killed,
+    march,
+    node_returns,
+    run_steps,
+    worker_killed,
+)
 
 
 def test_the_parts_of_a_run() -> None:
@@ -93,28 +55,28 @@ def test_the_phases_of_a_recovery() -> None:
 
 def test_failures_without_a_step_between_them_cost_until_the_next_step() -> None:
     """The first of them is charged with it all."""
-    job = run(*range(1, 11))
+    job = run_steps(*range(1, 11))
     job.exit(110, 1, signal="SIGKILL")
     job.stop(110.2, 0, 2)
-    begin(job, 111, 114, 10, seconds=1.0)
+    begin_at(job, 111, 114, 10, seconds=1.0)
     job.exit(115, 1, signal="SIGKILL")
     job.stop(115.2, 0, 2)
-    begin(job, 116, 119, 10, seconds=1.0)
+    begin_at(job, 116, 119, 10, seconds=1.0)
     march(job, 120, *range(11, 21))
     job.finish(130, 20)
     told = summary.build_run_report(job.events)
     assert told.downtimes == {1: pytest.approx(119.0 - 110.0)}
-    assert "2 failures cost 9.0 s" in told.verdict.text
+    assert "2 failures, 9.0 s downtime" in told.verdict.text
 
 
 def test_generations_that_end_before_a_second_mark_have_trained() -> None:
     """Ranks mark the first step and then one in five seconds; each next generation tells the last step."""
-    job = run(1)
+    job = run_steps(1)
     for began in (104, 112, 120):
         job.exit(began, 1, signal="SIGKILL")
         job.stop(began + 0.2, 0, 2)
         step = (began - 104) // 8 * 3 + 3
-        begin(job, began + 1, began + 4, step, seconds=1.0)
+        begin_at(job, began + 1, began + 4, step, seconds=1.0)
         job.steps(began + 5, step + 1)
     job.exit(127, 1, signal="SIGKILL")
     job.stop(127.2, 0, 2)
@@ -124,7 +86,7 @@ def test_generations_that_end_before_a_second_mark_have_trained() -> None:
 
 def test_a_failure_after_which_nobody_trained_costs_until_the_end() -> None:
     """A job that gives up, or is drained while it is down."""
-    job = run(*range(1, 11))
+    job = run_steps(*range(1, 11))
     job.exit(110, 1, signal="SIGKILL")
     job.stop(130.0, 0, 2)
     assert summary.build_run_report(job.events).downtimes == {1: pytest.approx(130.0 - 110.0)}
@@ -142,10 +104,10 @@ def test_waiting_for_copies_is_no_training() -> None:
 
 def test_a_step_that_hangs_is_not_training() -> None:
     """Nothing was done from the last step until the watch killed."""
-    job = run(*range(1, 11))
+    job = run_steps(*range(1, 11))
     job.exit(150, 1, signal="SIGKILL")
     job.stop(150.2, 0, 2)
-    begin(job, 151, 152, 10, seconds=0.5)
+    begin_at(job, 151, 152, 10, seconds=0.5)
     march(job, 153, 11, 12, 13)
     job.finish(155, 13)
     spent = summary.build_run_report(job.events).goodput
@@ -156,12 +118,12 @@ def test_a_step_that_hangs_is_not_training() -> None:
 
 def test_a_lineage_that_was_left_counts_for_nothing() -> None:
     """The third generation begins before the second one's first step: all that one did is repeated."""
-    job = run(*range(1, 11))
+    job = run_steps(*range(1, 11))
     job.exit(110, 1, signal="SIGKILL")
-    begin(job, 111, 112, 10, seconds=0.5)
+    begin_at(job, 111, 112, 10, seconds=0.5)
     march(job, 113, 11, 12)
     job.exit(114, 1, signal="SIGKILL")
-    begin(job, 115, 116, 4, seconds=0.5, recomputed_steps=8)
+    begin_at(job, 115, 116, 4, seconds=0.5, recomputed_steps=8)
     march(job, 117, *range(5, 16))
     job.finish(127, 15)
     told = summary.build_run_report(job.events)

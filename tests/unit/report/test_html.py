@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from elastic_resume.report import html, summary, text_report
-from tests.unit.report.test_incidents import Job
+from tests.support.report_runs import Job
 
 HOSTILE = "</script><script>alert(1)</script>\x00\"'<!-- <img src=x onerror=alert(2)>"
 
@@ -70,9 +70,9 @@ def test_a_fault_after_which_nothing_ended_harmed_nobody() -> None:
     told = html.render_page(summary.build_run_report(job.events))
     rows = told[told.index("Injected faults") :].split("<tr>")[2:5]
     followed = [
-        "training went on",
+        "training continued",
         "generation 1 ended: rank 1 on node n1 was killed by SIGKILL",
-        "no step came after it",
+        "no step followed",
     ]
     assert [words in row for words, row in zip(followed, rows, strict=True)] == [True] * 3
     assert "slow-link n2: slow-link" not in told

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -16,223 +15,26 @@ from elastic_resume.policy.incidents import IncidentTracker
 from elastic_resume.report import html, incidents, summary, text_report
 from elastic_resume.report.formatting import WIDTH
 from elastic_resume.report.incidents import RunHistory
-
-KILLED = "rank 1 on node n1 was killed by SIGKILL"
-NAN_2 = "rank 2 on node n2 ended with exit code 1"
-GLOO = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2481."
-
-
-@dataclass
-class Job:
-    """Writes the events of a made-up job. Rank r lives on node nr; process numbers are made of both."""
-
-    events: list[Event] = field(default_factory=list)
-    generation: int = 0
-    nodes: tuple[str, ...] = ()
-
-    def add(self, t: float, event: str, node: str, **fields: Any) -> None:
-        """One event."""
-        self.events.append({"t": t, "event": event, "node": node, "pid": 1, **fields})
-
-    def agents(self, t: float, *nodes: str) -> None:
-        """Agents start."""
-        for node in nodes:
-            self.add(t, "agent-start", node, run_id="job")
-
-    def begin(self, t: float, step: int, *nodes: str, **resume: Any) -> None:
-        """A new generation on ``nodes``, that has its first step 0.5 s later."""
-        self.generation += 1
-        self.nodes = nodes
-        about = {"generation": self.generation, "step": step, "world_size": len(nodes)}
-        told = {
-            "kind": "checkpoint",
-            "nodes": list(nodes),
-            "recomputed_steps": 0,
-            "lacking": [],
-            "rejected": [],
-        }
-        for rank, node in enumerate(nodes):
-            self.add(t - 2, "round", node, round=self.generation)
-            self.add(t, "worker-start", node, **about, rank=rank, **self.pid(rank))
-        self.add(t, "resume", nodes[0], **{**told, **about, "rank": 0, **resume})
-        self.steps(t + 0.5, step + 1)
-
-    def pid(self, rank: int) -> dict[str, int]:
-        """A rank's process number in this generation."""
-        return {"pid": 100 * self.generation + rank}
-
-    def steps(self, t: float, step: int) -> None:
-        """Every rank marks a step."""
-        for rank, node in enumerate(self.nodes):
-            self.add(t, "step", node, generation=self.generation, rank=rank, step=step, **self.pid(rank))
-
-    def exit(
-        self, t: float, rank: int, *, signal: str | None = None, code: int | None = None, **more: Any
-    ) -> None:
-        """A worker ends."""
-        worker = self.pid(rank)["pid"]
-        how = {"signal": signal, "exit_code": code, "stopped": False, **more}
-        self.add(t, "worker-exit", self.nodes[rank], rank=rank, worker_pid=worker, **how)
-
-    def stop(self, t: float, *ranks: int) -> None:
-        """Workers end because they were told to."""
-        for rank in ranks:
-            self.exit(t, rank, signal="SIGTERM", stopped=True)
-
-    def fail(self, t: float, rank: int, kind: str, message: str) -> None:
-        """An exception ends a worker."""
-        about = {"generation": self.generation, "step": 11, "rank": rank, "type": kind, "message": message}
-        self.add(t, "failure", self.nodes[rank], **about, **self.pid(rank))
-
-    def finish(self, t: float, step: int) -> None:
-        """The job is done, everywhere."""
-        for rank, node in enumerate(self.nodes):
-            self.add(t, "run-end", node, generation=self.generation, rank=rank, step=step, **self.pid(rank))
-            self.exit(t + 1, rank, code=0)
-            self.add(t + 2, "agent-end", node, outcome="done", exit_code=0, message="")
-
-    def begun(self) -> Job:
-        """Three nodes at step 10 of their first generation, at second 110."""
-        self.agents(90, "n0", "n1", "n2")
-        self.begin(100, 0, "n0", "n1", "n2", kind="cold")
-        self.steps(110, 10)
-        return self
-
-
-def worker_killed() -> Job:
-    """The peers' connections break; their processes take long to end, and n2 is stopped."""
-    job = Job().begun()
-    job.exit(110.2, 1, signal="SIGKILL")
-    job.fail(110.3, 0, "RuntimeError", GLOO)
-    job.exit(111, 0, code=1)
-    job.stop(111.2, 2)
-    job.begin(115, 10, "n0", "n1", "n2", recomputed_steps=1)
-    return job
-
-
-def node_killed() -> Job:
-    """Agent, stub and worker of n2 die at once: its log just ends."""
-    job = Job().begun()
-    job.fail(110.3, 0, "RuntimeError", GLOO)
-    job.exit(111, 0, code=1)
-    job.stop(111.2, 1)
-    job.begin(115, 10, "n0", "n1", recomputed_steps=2)
-    return job
-
-
-def agent_killed() -> Job:
-    """The agent alone dies: its stub lives to see that, and ends the worker."""
-    job = Job().begun()
-    job.exit(110.1, 2, signal="SIGKILL", stopped=True)
-    job.fail(110.3, 0, "RuntimeError", GLOO)
-    job.begin(115, 10, "n0", "n1")
-    return job
-
-
-def node_killed_and_wiped() -> Job:
-    """n2 returns with an empty directory before the others have formed a world."""
-    job = node_killed()
-    job.events = [one for one in job.events if one["node"] != "n2" and one.get("generation") != 2]
-    job.generation = 1
-    job.agents(113, "n2")
-    job.begin(115, 10, "n0", "n1", "n2", recomputed_steps=2, lacking=["n2"], source_node="n0")
-    return job
-
-
-def exception() -> Job:
-    """Rank 2 raises; by the clocks, which differ, a peer's connection broke before that."""
-    job = Job().begun()
-    job.fail(109.9, 0, "DistBackendError", "NCCL error: remote process exited")
-    job.fail(110.1, 2, "ValueError", "loss is nan")
-    job.exit(110.9, 2, code=1)
-    job.exit(110.9, 0, code=1)
-    job.stop(111, 1)
-    job.begin(115, 10, "n0", "n1", "n2", recomputed_steps=1)
-    return job
-
-
-def node_returns() -> Job:
-    """n2 joins two nodes; as they are stopped one by one, one sees the other go."""
-    job = Job()
-    job.agents(90, "n0", "n1")
-    job.begin(100, 0, "n0", "n1", kind="cold")
-    job.steps(110, 10)
-    job.agents(109, "n2")
-    job.stop(110.1, 0)
-    job.fail(110.15, 1, "RuntimeError", GLOO)
-    job.stop(110.2, 1)
-    job.begin(112, 10, "n0", "n1", "n2", lacking=["n2"], source_node="n0")
-    return job
-
-
-def job_killed() -> Job:
-    """Everything dies at once, and is started again an hour later."""
-    job = Job().begun()
-    job.agents(3700, "n0", "n1", "n2")
-    job.begin(3710, 8, "n0", "n1", "n2", recomputed_steps=3)
-    return job
-
-
-def newcomers_left_again() -> Job:
-    """The leader ends a world for nodes that are gone before the next one."""
-    job = Job().begun()
-    job.stop(110.2, 0, 1, 2)
-    job.add(110.1, "rendezvous", "n0", what="restart", message="generation 1 is over: newcomers are here")
-    job.begin(112, 10, "n0", "n1", "n2")
-    return job
-
-
-def job_lost_its_power() -> Job:
-    """What ranks noted of their steps was not on the disks yet; others had been told of them."""
-    job = Job().begun()
-    job.agents(3700, "n0", "n1", "n2")
-    job.begin(3710, 6, "n0", "n1", "n2", recomputed_steps=0)
-    return job
-
-
-def job_stopped() -> Job:
-    """Every agent gets SIGTERM, and the job is started again."""
-    job = Job().begun()
-    job.stop(110.2, 0, 1, 2)
-    for node in job.nodes:
-        job.add(111, "agent-end", node, outcome="signalled", exit_code=143, message="stopped by SIGTERM.")
-    job.agents(3700, "n0", "n1", "n2")
-    job.begin(3710, 10, "n0", "n1", "n2")
-    return job
-
-
-def node_told_to_leave() -> Job:
-    """A preemption of one node."""
-    job = Job().begun()
-    job.stop(110.2, 1)
-    job.add(110.4, "agent-end", "n1", outcome="signalled", exit_code=143, message="stopped by SIGTERM.")
-    job.fail(110.5, 0, "RuntimeError", GLOO)
-    job.begin(115, 10, "n0", "n2")
-    return job
-
-
-def rank0_node_wiped() -> Job:
-    """The node that wrote the resume event of the second generation is gone for ever, with its log."""
-    job = worker_killed()
-    job.events = [one for one in job.events if one["node"] != "n0"]
-    return job
-
-
-def without_agents() -> Job:
-    """Under plain torchrun nobody writes how a worker ended."""
-    job = Job().begun()
-    job.begin(130, 5, "n0", "n1", "n2", recomputed_steps=5)
-    job.events = [one for one in job.events if one["event"] not in {"agent-start", "round", "worker-exit"}]
-    return job
-
-
-def finished_and_run_again() -> Job:
-    """A job that was done is started once more."""
-    job = Job().begun()
-    job.finish(120, 12)
-    job.agents(200, "n0", "n1", "n2")
-    job.begin(210, 12, "n0", "n1", "n2")
-    return job
+from tests.support.report_runs import (
+    GLOO,
+    KILLED,
+    NAN_2,
+    Job,
+    agent_killed,
+    exception,
+    finished_and_run_again,
+    job_killed,
+    job_lost_its_power,
+    job_stopped,
+    newcomers_left_again,
+    node_killed,
+    node_killed_and_wiped,
+    node_returns,
+    node_told_to_leave,
+    rank0_node_wiped,
+    without_agents,
+    worker_killed,
+)
 
 
 @pytest.mark.parametrize(
@@ -245,12 +47,12 @@ def finished_and_run_again() -> Job:
         (exception, ("exception", f"{NAN_2}: ValueError: loss is nan"), ("n2", 2), (1, 5.6)),
         (node_returns, ("joined", "node n2 joined"), ("", None), (0, 2.35)),
         (job_killed, ("job", "whole job killed"), ("", None), (3, 3600.5)),
-        (newcomers_left_again, ("joined", "nodes came that left again"), ("", None), (0, 2.4)),
+        (newcomers_left_again, ("joined", "nodes joined and left again"), ("", None), (0, 2.4)),
         (job_lost_its_power, ("job", "whole job killed"), ("", None), (4, 3600.5)),
         (job_stopped, ("stopped", "stopped by SIGTERM"), ("", None), (0, 3599.5)),
         (node_told_to_leave, ("preempted", "node n1 left: stopped by SIGTERM."), ("n1", None), (0, 5.1)),
         (rank0_node_wiped, ("signal", KILLED), ("n1", 1), (0, 5.3)),
-        (without_agents, ("unknown", "ended without a record of why"), ("", None), (5, 20.5)),
+        (without_agents, ("unknown", "ended for an unknown reason"), ("", None), (5, 20.5)),
         (finished_and_run_again, ("finished", "finished"), ("", None), (0, None)),
     ],
 )
@@ -446,8 +248,8 @@ def test_a_cold_start_and_a_rejected_copy() -> None:
     )
     assert (second.source_node, second.source_generation, second.receiving_nodes) == ("n0", 1, ("n1",))
     text = text_report.format_text(summary.build_run_report(job.events))
-    assert "generation 2 rejected n1's copy of generation 1, step 10: manifest: its digest" in text
-    assert "generation 2: n0 sent its copy to n1" in text
+    assert "generation 2 rejected n1's state of generation 1, step 10: manifest: its digest" in text
+    assert "generation 2: n0 sent its state to n1" in text
 
 
 def test_workers_that_never_came_to_train() -> None:
@@ -577,13 +379,12 @@ def test_the_table() -> None:
     """One row for each generation, aligned, and one line on the whole."""
     job = worker_killed()
     job.finish(130, 40)
-    assert text_report.format_text(summary.build_run_report(job.events)).splitlines()[:6] == [
-        "Finished at step 40 after 40 s. 1 failure cost 5.0 s, 1 step run again; 62 % of the time was",
-        "  training that counts.",
+    assert text_report.format_text(summary.build_run_report(job.events)).splitlines()[:5] == [
+        "Finished at step 40 after 40 s. 1 failure, 5.0 s downtime, 1 step recomputed; goodput 62 %.",
         "",
-        "gen  nodes     world  steps  ended because                            lost  recovered in",
-        "  1  n0 n1 n2      3   1-11  rank 1 on node n1 was killed by SIGKILL     1         5.3 s",
-        "  2  n0 n1 n2      3  11-40  finished                                    -             -",
+        "gen  nodes     world  steps  ended because                            recomputed  recovery",
+        "  1  n0 n1 n2      3   1-11  rank 1 on node n1 was killed by SIGKILL           1     5.3 s",
+        "  2  n0 n1 n2      3  11-40  finished                                          -         -",
     ]
 
 

@@ -163,4 +163,4 @@ def test_scrape_over_http_is_read_only_and_empty_without_status() -> None:
         urllib.request.urlopen(address, data=b"x", timeout=20)  # noqa: S310
     metrics.serve_metrics(("127.0.0.1", int(address.split(":")[2].split("/")[0])), status, said_lines.append)
     assert said_lines[1].startswith("no metrics at 127.0.0.1 port ")
-    assert said_lines[1].endswith("Address already in use. Training goes on.")
+    assert said_lines[1].endswith("Address already in use. Training continues.")

@@ -19,12 +19,12 @@ from elastic_resume.report.loader import load_run
 from elastic_resume.report.summary import RunReport
 from tests.support import report_runs
 from tests.support.paths import ROOT
-from tests.unit.report.test_goodput import killed
-from tests.unit.report.test_incidents import (
+from tests.support.report_runs import (
     Job,
     exception,
     job_killed,
     job_stopped,
+    killed,
     node_killed,
     worker_killed,
 )
@@ -59,15 +59,19 @@ def nothing() -> Job:
         (
             killed,
             "Finished at step 20 after 37 s.",
-            "1 failure cost 6.0 s, 2 steps run again; 57 % of the time",
+            "1 failure, 6.0 s downtime, 2 steps recomputed; goodput 57 %.",
         ),
-        (failed, "FAILED at step 11 after 27 s: node n2 gave up: the same exception", "2 failures cost"),
+        (failed, "FAILED at step 11 after 27 s: node n2 gave up: the same exception", "2 failures, "),
         (job_stopped, "Running, or killed as a whole, at step 11 after", "No failure; "),
-        (job_killed, "Running, or killed as a whole, at step 9 after", "1 failure cost 60 min 02 s, 3 steps"),
+        (
+            job_killed,
+            "Running, or killed as a whole, at step 9 after",
+            "1 failure, 60 min 02 s downtime, 3 steps recomputed",
+        ),
         (
             unfinished,
-            "Down at step 10 after 20 s, and not back yet: rank 1 on node n1 was killed by SIGKILL.",
-            "1 failure cost",
+            "Down at step 10 after 20 s, not recovered: rank 1 on node n1 was killed by SIGKILL.",
+            "1 failure, ",
         ),
         (nothing, "No training yet.", ""),
     ],
@@ -83,9 +87,9 @@ def test_what_to_look_at() -> None:
     """The worst first; a silent run is asked about where the present is known."""
     look = summary.build_run_report(failed().events).verdict.hints
     cause = "rank 2 on node n2 ended with exit code 1: ValueError: loss is nan"
-    assert look[0] == f"what ended generation 2: {cause}"
+    assert look[0] == f"generation 2 ended: {cause}"
     told = summary.build_run_report(worker_killed().events, now=1115.5)
-    assert told.verdict.hints == ("no node has written anything for 16 min 40 s: does the job still run?",)
+    assert told.verdict.hints == ("no event for 16 min 40 s: check whether the job still runs",)
     assert summary.build_run_report(killed().events).verdict.hints == ()
 
 
@@ -95,7 +99,9 @@ def test_a_node_that_fails_often_is_named() -> None:
     for t in (110, 120, 130):
         job.exit(t + 0.5, 2, signal="SIGBUS")
         job.begin(t + 5, 10, "n0", "n1", "n2")
-    assert "node n2 was first in 3 of 3 failures" in summary.build_run_report(job.events).verdict.hints
+    assert (
+        "node n2 is the root cause of 3 of 3 failures" in summary.build_run_report(job.events).verdict.hints
+    )
 
 
 # ---- troubles and faults -------------------------------------------------------------------------------
@@ -126,7 +132,7 @@ def test_a_slow_disk_is_told_by_its_own_usual_speed() -> None:
     for index, seconds in enumerate((0.3, 0.3, 0.4, 0.3, 9.0, 0.3, 1.2)):
         job.add(111 + 10 * index, "commit", "n0", generation=1, step=index, bytes=7, seconds=seconds)
     assert texts(summary.build_run_report(job.events), "slow-disk") == [
-        "a checkpoint took 9.0 s to write, most take 0.30 s"
+        "a commit took 9.0 s, typically 0.30 s"
     ]
 
 
@@ -286,7 +292,7 @@ def test_what_only_looks_like_a_hang_is_not_read(apart: tuple[Path, Path, list[E
     (here / "n1" / "hangs").symlink_to(hangs)
     found = load_run([here])
     assert found.stacks == {"n0/d.txt": "SUSPECT rank 2"}
-    assert sum("left out: not a plain file" in problem for problem in found.problems) == 7
+    assert sum("left out: not a regular file" in problem for problem in found.problems) == 7
 
 
 def test_faults_are_events_of_a_run(apart: tuple[Path, Path, list[Event]]) -> None:
