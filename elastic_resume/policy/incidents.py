@@ -24,15 +24,23 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from elastic_resume.events import MAX_COUNT_VALUE, Event, get_boot_time, get_count, get_seconds
-from elastic_resume.policy import failure_classification
-from elastic_resume.policy.failure_classification import Failure, describe_failure
+from elastic_resume.policy.failure_classification import (
+    FAILURE_KINDS,
+    MAX_TEXT_CHARS,
+    NODE_FAILURE_KINDS,
+    PREEMPTED,
+    Failure,
+    classify_with_times,
+    describe_failure,
+    make_node_failure,
+)
 
 MAX_GENERATIONS = 64
 MAX_FAILURE_EVENTS = 256
 """Events of failed workers kept for each generation while a job runs; its verdict names all of them."""
 UNKNOWN, WHOLE_JOB = "unknown", "job"
 STOPPED, JOINED, FINISHED, OPEN = "stopped", "joined", "finished", "open"
-INCIDENT_KINDS = (*failure_classification.FAILURE_KINDS, WHOLE_JOB, UNKNOWN)
+INCIDENT_KINDS = (*FAILURE_KINDS, WHOLE_JOB, UNKNOWN)
 """Kinds of ends that are failures."""
 RECOVERY_BUCKETS_S = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Upper bounds of the histogram of recoveries; a last bucket without a bound follows."""
@@ -510,31 +518,22 @@ def _collect_signs(state: GenerationState, statuses: Mapping[str, _AgentStatus])
         was_lost = node in statuses and statuses[node].kind == _LOST
         kills = [one for one in events if one["event"] == "worker-exit" and one.get("signal") == "SIGKILL"]
         kept = [one for one in events if not (was_lost and one in kills)]
-        for t, failure in failure_classification.classify_with_times(kept, node):
+        for t, failure in classify_with_times(kept, node):
             found.append((_SECONDARY if failure.is_secondary else _DEFINITE, t, t, failure))
         if was_lost and kills:  # the launcher shim saw its agent die
             killed_t = kills[0]["t"]
-            found.append(
-                (_DEFINITE, killed_t, killed_t, failure_classification.make_node_failure(node, "was lost"))
-            )
+            found.append((_DEFINITE, killed_t, killed_t, make_node_failure(node, "was lost")))
             dated.add(node)
     for node, status in statuses.items():
         if status.kind == _LOST and node not in dated:
             # No rank can finish a step without it, so it was alive at the others' last step.
             alive = max((t for t in (state.last_step_t, status.t) if t is not None), default=None)
             order = float("inf") if alive is None else alive
-            found.append(
-                (_UNREACHABLE, order, alive, failure_classification.make_node_failure(node, "was lost"))
-            )
+            found.append((_UNREACHABLE, order, alive, make_node_failure(node, "was lost")))
         elif status.kind == _SIGNALLED:
             text = f"left: {status.text or 'stopped by a signal.'}"
             found.append(
-                (
-                    _DEFINITE,
-                    status.t or 0.0,
-                    status.t,
-                    failure_classification.make_node_failure(node, text, announced=True),
-                )
+                (_DEFINITE, status.t or 0.0, status.t, make_node_failure(node, text, announced=True))
             )
     found.sort(key=lambda one: (not one[3].is_deterministic, *one[:2]))
     return [(t, failure) for _, _, t, failure in found]
@@ -554,7 +553,7 @@ def _split_root_causes(state: GenerationState, signs: _FailureSigns) -> tuple[_F
         sign = next((sign for sign in unmatched if _is_same_failure(sign[1], cause)), None)
         if sign:
             unmatched.remove(sign)
-        is_announced = sign is not None and sign[1].kind == failure_classification.PREEMPTED
+        is_announced = sign is not None and sign[1].kind == PREEMPTED
         causes.append(sign if sign and is_announced else (sign[0] if sign else None, cause))
     secondary: _FailureSigns = [(None, sign) for sign in state.secondary_failures]
     for sign in unmatched:
@@ -564,12 +563,8 @@ def _split_root_causes(state: GenerationState, signs: _FailureSigns) -> tuple[_F
 
 
 def _is_same_failure(failure: Failure, other: Failure) -> bool:
-    is_node_failure = other.kind in failure_classification.NODE_FAILURE_KINDS
-    same = (
-        (failure.kind in failure_classification.NODE_FAILURE_KINDS)
-        if is_node_failure
-        else failure.rank == other.rank
-    )
+    is_node_failure = other.kind in NODE_FAILURE_KINDS
+    same = (failure.kind in NODE_FAILURE_KINDS) if is_node_failure else failure.rank == other.rank
     return failure.node == other.node and same
 
 
@@ -578,7 +573,7 @@ def _is_finished(state: GenerationState, statuses: Mapping[str, _AgentStatus], c
     if not state.finished_ranks and not any(status.kind == _DONE for status in statuses.values()):
         return False
     for _, failure in causes:
-        if failure.kind not in failure_classification.NODE_FAILURE_KINDS:
+        if failure.kind not in NODE_FAILURE_KINDS:
             if failure.rank not in state.finished_ranks:
                 return False
         elif failure.node not in state.finished_nodes and (
@@ -600,7 +595,7 @@ def _whole_job_end(
     if (
         not kinds
         or kinds - {_LOST, _SIGNALLED}
-        or any(failure.kind not in failure_classification.NODE_FAILURE_KINDS for _, failure in causes)
+        or any(failure.kind not in NODE_FAILURE_KINDS for _, failure in causes)
     ):
         return None
     is_known = state.knows_all_members and state.members <= statuses.keys()
@@ -645,16 +640,13 @@ def _parse_failures(listed: Any) -> tuple[Failure, ...]:
     """Parse the failures in the list of a verdict event."""
     return tuple(
         Failure(
-            **{
-                name: str(entry.get(name) or "")[: failure_classification.MAX_TEXT_CHARS]
-                for name in _TEXT_FIELDS
-            },  # type: ignore[arg-type]
+            **{name: str(entry.get(name) or "")[:MAX_TEXT_CHARS] for name in _TEXT_FIELDS},  # type: ignore[arg-type]
             rank=get_count(entry, "rank"),
             step=get_count(entry, "step"),
             nodes=get_count(entry, "nodes") or 1,
         )
         for entry in (listed if isinstance(listed, list) else [])
-        if isinstance(entry, Mapping) and entry.get("kind") in failure_classification.FAILURE_KINDS
+        if isinstance(entry, Mapping) and entry.get("kind") in FAILURE_KINDS
     )
 
 

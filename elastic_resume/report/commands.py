@@ -43,11 +43,7 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Add the parsers of report, ls, verify and export; each sets ``function``."""
     parser = subparsers.add_parser("report", help="explain a run: root causes, downtime, goodput")
     parser.add_argument(
-        "paths",
-        type=Path,
-        nargs="+",
-        metavar="RUN_DIR",
-        help="CKPT_DIR/RUN_ID, or directories of its nodes",
+        "paths", type=Path, nargs="+", metavar="RUN_DIR", help="CKPT_DIR/RUN_ID, or directories of its nodes"
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")

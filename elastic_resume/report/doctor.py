@@ -56,11 +56,7 @@ def doctor(args: argparse.Namespace) -> int:
     """Print the findings; exit code 1 if a start without flags would fail."""
     context = _add_deadline(environment.read_context(os.environ))
     directory = args.ckpt_dir or Path(os.environ.get(constants.ENV_CKPT_DIR) or DEFAULT_CKPT_DIR)
-    findings = [
-        *check_scheduler(context),
-        *check_candidates(context),
-        *check_machine(directory, os.environ),
-    ]
+    findings = [*check_scheduler(context), *check_candidates(context), *check_machine(directory, os.environ)]
     problems = [*context.problems, *(finding.problem for finding in findings if finding.problem)]
     if args.json:
         items = [
@@ -124,11 +120,7 @@ def check_scheduler(context: SchedulerContext) -> list[Finding]:
         "nodes": "default",
         "scheduler": "environment",
     }
-    sources = {
-        **defaults,
-        "candidates": context.sources.get("peers", ""),
-        "restarts": "not set: first start",
-    }
+    sources = {**defaults, "candidates": context.sources.get("peers", ""), "restarts": "not set: first start"}
     if context.scheduler == "host":
         sources["scheduler"] = "no variable of Slurm, Kubernetes or a trainer is set"
     sources |= context.sources

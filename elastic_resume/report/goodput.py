@@ -19,7 +19,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 
 from elastic_resume.report.event_log import EventTimeline, ParsedEvent
 from elastic_resume.report.incidents import Generation, GenerationFacts, RunHistory, collect_facts
@@ -118,21 +118,13 @@ PHASE_NAMES = ("detected", "stopped", "rendezvous", "started", "restored", "step
 def measure_generations(timeline: EventTimeline, report: RunHistory) -> tuple[GenerationTimes, ...]:
     """Measure the moments of each generation of the history, in its order."""
     rounds = _rounds_by_generation(timeline)
-    all_facts = collect_facts(timeline)
-    starts = [
-        min([facts_of_generation.start_t, *(timing.t for timing in rounds[facts_of_generation.number])])
-        for facts_of_generation in all_facts
+    every = collect_facts(timeline)
+    starts = [min([facts.start_t, *(event.t for event in rounds[facts.number])]) for facts in every]
+    ends = [*starts[1:], timeline.events[-1].t] if every else []
+    times = [
+        _measure_generation(facts, row, rounds, next_start_t)
+        for facts, row, next_start_t in zip(every, report.generations, ends, strict=True)
     ]
-    times = []
-    for facts_of_generation, row, next_start_t in zip_longest(all_facts, report.generations, starts[1:]):
-        times.append(
-            _measure_generation(
-                facts_of_generation,
-                row,
-                rounds,
-                timeline.events[-1].t if next_start_t is None else next_start_t,
-            )
-        )
     typical_step_s = _typical_step_s(times, report.generations)
     return tuple(
         timing

@@ -74,7 +74,7 @@ OUTCOME_LABELS = {
     "stopped": ("other", "stopped"),
 }
 STATE_LABELS = {
-    checkpoints.VALID: ("good", "on disk, verified"),
+    checkpoints.VALID: ("good", "on disk, checked"),
     checkpoints.COMMITTED: ("good", "on disk"),
     checkpoints.BAD: ("bad", "BAD"),
     checkpoints.QUARANTINED: ("bad", "quarantined"),
@@ -121,6 +121,7 @@ def _template() -> jinja2.Template:
     )
     environment.globals["marks"] = MARK_Y
     environment.filters |= {
+        "count": format_count,
         "cut": truncate,
         "folded": format_node_names,
         "lines": _preformatted_lines,
@@ -174,10 +175,7 @@ def _summary_tiles(report: RunReport) -> list[tuple[str, str]]:
         if record.tier == checkpoints.DISK and record.state in {checkpoints.VALID, checkpoints.COMMITTED}
     ]
     return [
-        (
-            "-" if report.goodput.share is None else format_percent(report.goodput.share),
-            "goodput",
-        ),
+        ("-" if report.goodput.share is None else format_percent(report.goodput.share), "goodput"),
         ("-" if history.last_step is None else f"{history.last_step:,}", "step"),
         (f"{history.num_incidents:,}", "failure" if history.num_incidents == 1 else "failures"),
         (
@@ -307,11 +305,7 @@ def _checkpoint_rows(report: RunReport) -> dict[str, Any] | None:
     if len(newest) < len(steps):
         note += f" The newest {MAX_CHECKPOINT_STEPS} of {len(steps)} steps are shown."
     rows = [
-        {
-            "step": step,
-            "generation": generation,
-            "copies": [(*key, nodes) for key, nodes in groups.items()],
-        }
+        {"step": step, "generation": generation, "copies": [(*key, nodes) for key, nodes in groups.items()]}
         for (generation, step), groups in newest
     ]
     return {"note": note, "chunks": [{"rows": rows}]}

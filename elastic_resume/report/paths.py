@@ -110,17 +110,8 @@ def _is_node_dir(path: Path, names: list[str]) -> bool:
         inside = _list_names(path / constants.QUARANTINE_DIR)
         if not isinstance(inside, OSError) and any(name.endswith(".reason.json") for name in inside):
             return True
-    return any(
-        name in names and not (path / name).is_dir() for name in _NODE_DIR_FILES if _can_stat(path / name)
-    )
-
-
-def _can_stat(path: Path) -> bool:
-    try:
-        path.lstat()
-    except OSError:
-        return False
-    return True
+    # os.path.isfile is False for a file that may not be looked at; Path.is_file would raise
+    return any(name in names and os.path.isfile(path / name) for name in _NODE_DIR_FILES)  # noqa: PTH113
 
 
 def _list_children(path: Path, names: list[str]) -> list[Path]:

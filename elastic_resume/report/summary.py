@@ -275,12 +275,7 @@ def build_run_report(
         end_t=max(event_times, default=None),
         silent_s=silent_s,
         verdict=summarize_run(
-            history,
-            total,
-            sum(downtimes.values()),
-            alert_list,
-            offsets,
-            silent_s=silent_s,
+            history, total, sum(downtimes.values()), alert_list, offsets, silent_s=silent_s
         ),
         history=history,
         recoveries={number: item for number, item in recoveries if item is not None},

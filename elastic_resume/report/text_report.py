@@ -106,7 +106,7 @@ def _generation_notes(generation: Generation, shown: str) -> list[str]:
     """Return what does not fit in a generation's row."""
     notes = []
     if generation.end.text not in shown:
-        notes.append(f"generation {generation.number} ended because of {generation.end.text}")
+        notes.append(f"generation {generation.number} ended: {generation.end.text}")
     others = generation.end.other_failures
     if others:
         more = f"; and {len(others) - 2} more" if len(others) > 2 else ""
@@ -119,7 +119,7 @@ def _generation_notes(generation: Generation, shown: str) -> list[str]:
     for record in generation.rejected:
         version = f"generation {record.generation}, step {record.step}"
         notes.append(
-            f"generation {generation.number} rejected {record.node}'s copy of {version}: {record.reason}"
+            f"generation {generation.number} rejected {record.node}'s state of {version}: {record.reason}"
         )
     return notes
 
