@@ -206,9 +206,7 @@ class IncidentTracker:
         """Record an event that happened at ``t``, a time comparable with the other events' times."""
         kind, node = event.get("event"), str(event.get("node", ""))
         generation = get_count(event, "generation") or None
-        if kind == "round":
-            self._record_round(event, node, generation, t)
-        elif kind == "agent-start":
+        if kind == "agent-start":
             self._record_agent_start(event, node, t)
         elif kind == "agent-end":
             self._record_agent_end(event, node, t)
@@ -218,6 +216,8 @@ class IncidentTracker:
             self._record_worker_event(event, node, generation, t)
         elif generation is None:
             return
+        elif kind == "round":
+            self._record_round(event, node, generation, t)
         elif kind == "resume":
             _record_resume(self._get_or_create_state(generation), event, t)
         elif kind == "worker-start":
@@ -276,7 +276,7 @@ class IncidentTracker:
 
     # ---- events of agents ----------------------------------------------------------------------------
 
-    def _record_round(self, event: Event, node: str, generation: int | None, t: float) -> None:
+    def _record_round(self, event: Event, node: str, generation: int, t: float) -> None:
         position, pid = self._node_positions.get(node), get_count(event, "pid") or None
         old_pid = position.pid if position else None
         self._agent_pids[node] = pid
@@ -284,13 +284,12 @@ class IncidentTracker:
             state = self._get_or_create_state(position.generation)
             if pid != old_pid:
                 state.agent_statuses.setdefault(node, _AgentStatus(_LOST, position.last_event_t))
-            elif generation is None or generation > position.generation:
+            elif generation > position.generation:
                 state.agent_statuses.setdefault(node, _AgentStatus(_STILL_RUNNING, t))
-                state.has_surviving_agent |= generation is not None
-        if generation:
-            self._record_membership(node, generation, t)
-            state = self._get_or_create_state(generation)
-            state.num_nodes = max(state.num_nodes, get_count(event, "num_nodes") or 0)
+                state.has_surviving_agent = True
+        self._record_membership(node, generation, t)
+        state = self._get_or_create_state(generation)
+        state.num_nodes = max(state.num_nodes, get_count(event, "num_nodes") or 0)
 
     def _record_membership(self, node: str, generation: int, t: float) -> None:
         """Record that a node takes part in a generation."""
@@ -310,24 +309,16 @@ class IncidentTracker:
             self._get_or_create_state(position.generation).agent_statuses.setdefault(
                 node, _AgentStatus(_LOST, position.last_event_t)
             )
-        begun = (
-            n for n, state in self._generations.items() if state.start_t is not None and state.start_t < t
-        )
-        newest = max(begun, default=0)
-        if (
-            newest
-            and node in self._generations[newest].listed_nodes
-            and (not position or position.generation < newest)
-        ):
-            self._get_or_create_state(newest).agent_statuses.setdefault(
-                node, _AgentStatus(_LOST, None)
-            )  # its log was lost with its disk
+        started = (n for n, one in self._generations.items() if one.start_t is not None and one.start_t < t)
+        newest = max(started, default=0)
+        if position and position.generation >= newest:
+            return
+        if newest and node in self._generations[newest].listed_nodes:  # its log was lost with its disk
+            self._get_or_create_state(newest).agent_statuses.setdefault(node, _AgentStatus(_LOST, None))
 
     def _record_agent_end(self, event: Event, node: str, t: float) -> None:
-        position, status_kind = (
-            self._node_positions.get(node),
-            _STATUS_BY_OUTCOME.get(str(event.get("outcome"))),
-        )
+        position = self._node_positions.get(node)
+        status_kind = _STATUS_BY_OUTCOME.get(str(event.get("outcome")))
         if position and status_kind and t >= position.since_t:
             text = event.get("message")
             reason = text.removeprefix(f"node {node} leaves the job: ") if isinstance(text, str) else ""

@@ -17,7 +17,7 @@ import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 
@@ -117,12 +117,14 @@ PHASE_NAMES = ("detected", "stopped", "rendezvous", "started", "restored", "step
 
 def measure_generations(timeline: EventTimeline, report: RunHistory) -> tuple[GenerationTimes, ...]:
     """Measure the moments of each generation of the history, in its order."""
-    rounds = _rounds_by_generation(timeline)
+    rounds: dict[int | None, list[ParsedEvent]] = defaultdict(list)
+    for event in timeline.select("round"):
+        rounds[event.generation].append(event)
     every = collect_facts(timeline)
     starts = [min([facts.start_t, *(event.t for event in rounds[facts.number])]) for facts in every]
     ends = [*starts[1:], timeline.events[-1].t] if every else []
     times = [
-        _measure_generation(facts, row, rounds, next_start_t)
+        _measure_generation(facts, row, rounds[facts.number], next_start_t)
         for facts, row, next_start_t in zip(every, report.generations, ends, strict=True)
     ]
     typical_step_s = _typical_step_s(times, report.generations)
@@ -167,27 +169,8 @@ def _estimate_last_step(times: GenerationTimes, row: Generation, typical_step_s:
     )
 
 
-def _rounds_by_generation(timeline: EventTimeline) -> dict[int, list[ParsedEvent]]:
-    """Return the events with which nodes entered each generation.
-
-    A round without a generation belongs to the next generation that starts.
-    """
-    starts = sorted(
-        (min(event.t for event in events), number) for number, events in timeline.by_generation.items()
-    )
-    rounds: dict[int, list[ParsedEvent]] = defaultdict(list)
-    for event in timeline.select("round"):
-        index = bisect.bisect_left(starts, (event.t, -1))
-        number = (
-            event.generation if event.generation is not None else next((n for _, n in starts[index:]), None)
-        )
-        if number is not None:
-            rounds[number].append(event)
-    return rounds
-
-
 def _measure_generation(
-    facts: GenerationFacts, row: Generation, rounds: Mapping[int, list[ParsedEvent]], next_start_t: float
+    facts: GenerationFacts, row: Generation, rounds: Sequence[ParsedEvent], next_start_t: float
 ) -> GenerationTimes:
     starts = [event.t for event in facts.events if event.kind == "worker-start"]
     resume = facts.resume
@@ -197,7 +180,7 @@ def _measure_generation(
     step_timing = _step_timing(facts, row, restored_t)
     exits = [event.t for event in facts.events if event.kind == "worker-exit"]
     ends = [event.t for event in facts.events if event.kind == "run-end"]
-    rendezvous_done_t = max((event.t for event in rounds.get(facts.number, ())), default=None)
+    rendezvous_done_t = max((event.t for event in rounds), default=None)
     last_step_t = (
         step_timing.time_of_step(row.last_step)
         if row.last_step is not None and row.first_step is not None

@@ -202,7 +202,7 @@ def _bar_parts(parts: Iterable[tuple[str, str, float]]) -> list[dict[str, Any]]:
 
 def _recovery_bar(report: RunReport) -> dict[str, Any] | None:
     """Return the median phases of a recovery; the first step is a note, not a part."""
-    medians = dict(terminal.median_phases(report.recoveries.values()))
+    medians = dict(terminal.median_phases(list(report.recoveries.values())))
     parts = _bar_parts((f"p-{name}", word, medians.get(name, 0.0)) for name, word in PHASE_LABELS.items())
     note = "From the last step before the failure until the state is restored."
     note += f" The first step takes {format_seconds(medians['step'])}." if "step" in medians else ""

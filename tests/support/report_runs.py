@@ -45,7 +45,7 @@ class Job:
             "rejected": [],
         }
         for rank, node in enumerate(nodes):
-            self.add(t - 2, "round", node, round=self.generation)
+            self.add(t - 2, "round", node, round=self.generation, generation=self.generation)
             self.add(t, "worker-start", node, **about, rank=rank, **self.pid(rank))
         self.add(t, "resume", nodes[0], **{**told, **about, "rank": 0, **resume})
         self.steps(t + 0.5, step + 1)

@@ -158,7 +158,7 @@ def test_what_a_silent_nodes_worker_said_last_is_not_why_it_was_silent() -> None
         111, "verdict", "n1", generation=1, causes=[cause("node-lost", "n0", None, "is silent")], cascade=[]
     )
     job.begin(113, 11, "n1", "n2")
-    job.add(115, "round", "n0", round=9)
+    job.add(115, "round", "n0", round=9, generation=3)
     end = incidents.build_history_from_events(job.events).generations[0].end
     assert (end.kind, end.node, end.text) == ("node-lost", "n0", "node n0 is silent")
     assert "RuntimeError" in end.secondary_failures[0]
@@ -194,6 +194,8 @@ def test_an_echo_alone_is_all_that_is_known() -> None:
     job = Job().begun()
     job.fail(110.3, 1, "RuntimeError", GLOO)
     job.fail(110.4, 0, "RuntimeError", GLOO)
+    message = "generation 1 is over: node n1 failed"
+    job.add(110.5, "rendezvous", "n0", what="restart", message=message)
     job.begin(115, 10, "n0", "n1", "n2")
     end = incidents.build_history_from_events(job.events).generations[0].end
     assert (end.kind, end.node, end.rank) == ("exception", "n1", 1)
