@@ -40,6 +40,15 @@ from elastic_resume.schedulers import environment
 from elastic_resume.schedulers.environment import SchedulerContext
 from elastic_resume.units import parse_duration
 
+QUERY_TIMEOUT_S = 3.0
+MAX_HOPS = 3
+MAX_ADDRESSES = 64
+"""Addresses that are kept, in case the given ones die."""
+_MAX_FILE_BYTES = 64 * 1024
+_MAX_NAMED = 5
+MAX_SILENCE_S = 60.0
+"""Without an answer for this long, the command takes the job as ended."""
+_CLEAR = "\x1b[H\x1b[J"
 MAX_NODES = 24
 MAX_INCIDENTS = 5
 MAX_SPARES = 24
@@ -102,9 +111,8 @@ def _format_nodes(status: Mapping[str, Any], max_nodes: int) -> list[str]:
     # Of thousands of nodes, show those with a problem or without a recent update.
     shown = nodes
     if len(nodes) > max_nodes:
-        shown = sorted(nodes, key=lambda node: (not node["problem"], -(node["status_age_s"] or 1e9)))[
-            :max_nodes
-        ]
+        by_concern = sorted(nodes, key=lambda node: (not node["problem"], -(node["status_age_s"] or 1e9)))
+        shown = by_concern[:max_nodes]
     rows = [
         (
             "-" if node["node_rank"] is None else str(node["node_rank"]),
@@ -152,14 +160,6 @@ def _format_incidents(status: Mapping[str, Any]) -> list[str]:
             ("UTC", "generation", "cause", "recomputed", "recovery"), rows, right_aligned=(1, 3), shrinkable=2
         ),
     ]
-
-
-QUERY_TIMEOUT_S = 3.0
-MAX_HOPS = 3
-MAX_ADDRESSES = 64
-"""Addresses that are kept, in case the given ones die."""
-_MAX_FILE_BYTES = 64 * 1024
-_MAX_NAMED = 5
 
 
 @dataclass
@@ -252,7 +252,9 @@ def find_job(
     if not wanted:
         raise UsageError("--rdzv-endpoint needs the name of the job: add --rdzv-id.")
     token, _ = load_token(token_file, os.environ, wanted)
-    addresses = [str(job) for job in parse_endpoints(endpoint)] if endpoint else list(context.candidates)
+    addresses = (
+        [str(address) for address in parse_endpoints(endpoint)] if endpoint else list(context.candidates)
+    )
     return JobEndpoint(wanted, derive_status_key(token), addresses)
 
 
@@ -320,11 +322,6 @@ def _parse_document(line: bytes) -> dict[str, Any]:
     if not all(isinstance(agent, str) for agent in addresses) or not isinstance(document.get("leads"), bool):
         raise ProtocolError("its answer is not a status document")
     return document
-
-
-MAX_SILENCE_S = 60.0
-"""Without an answer for this long, the command takes the job as ended."""
-_CLEAR = "\x1b[H\x1b[J"
 
 
 def register(subparsers: argparse._SubParsersAction[Any]) -> None:

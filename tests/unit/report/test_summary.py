@@ -36,8 +36,8 @@ def failed() -> Job:
     job.fail(116, 2, "ValueError", "loss is nan")
     job.exit(116.1, 2, code=1)
     for node in job.nodes:
-        report = "node n2 gave up: the same exception at the same step three times."
-        job.add(117, "agent-end", node, outcome="failed", exit_code=1, message=report)
+        message = "node n2 gave up: the same exception at the same step three times."
+        job.add(117, "agent-end", node, outcome="failed", exit_code=1, message=message)
     return job
 
 
@@ -314,9 +314,9 @@ def test_page_is_written_to_a_file(
     target = tmp_path / "report.html"
     assert main(["report", str(here), str(there), "--html", str(target)]) == 0
     assert capsys.readouterr().out.startswith("Running, or killed as a whole, at step 11")
-    report = target.read_text()
-    assert report.startswith("<!doctype html>")
-    assert "SUSPECT rank 2" in report
+    page = target.read_text()
+    assert page.startswith("<!doctype html>")
+    assert "SUSPECT rank 2" in page
     assert main(["report", str(here), "--html", str(tmp_path)]) == 1
     assert "the page cannot be written: Is a directory" in capsys.readouterr().err
 
@@ -327,14 +327,14 @@ def test_json_has_the_documented_members(
     """docs/report.md lists exactly these."""
     here, there, _ = apart
     assert main(["report", str(here), str(there), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["schema"] == 1
+    members = json.loads(capsys.readouterr().out)
+    assert members["schema"] == 1
     documented = ROOT / "docs" / "report.md"
     listed = [line.split("`")[1] for line in documented.read_text().splitlines() if line.startswith("| `")]
-    assert set(report) == {name for name in listed if "." not in name}
+    assert set(members) == {name for name in listed if "." not in name}
     nested = {name for name in listed if "." in name}
-    assert {f"generations.{name}" for name in report["generations"][0]} <= nested
-    assert report["generations"][0]["end"]["text"] == "node n2 was lost"
+    assert {f"generations.{name}" for name in members["generations"][0]} <= nested
+    assert members["generations"][0]["end"]["text"] == "node n2 was lost"
 
 
 def test_template_and_style_sheet_are_in_the_package() -> None:
