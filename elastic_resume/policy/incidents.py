@@ -56,8 +56,8 @@ _STATUS_BY_OUTCOME = {"signalled": _SIGNALLED, "left": _SIGNALLED, "failed": _FA
 class GenerationEnd:
     """Why a generation ended.
 
-    ``kind`` is one of `INCIDENT_KINDS` for a failure. Else it is stopped (the whole job was told to
-    stop), joined (nodes joined), finished, or open (it runs, or was killed as a whole). ``node`` and
+    ``kind`` is one of `INCIDENT_KINDS` for a failure. Else it is stopped (the whole job was stopped on
+    request), joined (nodes joined), finished, or open (it runs, or was killed as a whole). ``node`` and
     ``rank`` name the root cause. ``t`` is None if the root cause left no time.
     """
 

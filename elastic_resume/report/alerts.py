@@ -45,20 +45,23 @@ class Alert:
 def find_alerts(timeline: EventTimeline) -> tuple[Alert, ...]:
     """Find all alerts of a run, by the time of their first event."""
     found: list[Alert] = []
-    for kind, (severity_of_kind, sentence) in _DESCRIPTIONS.items():
+    for kind, (severity, describe) in _DESCRIPTIONS.items():
         for event in timeline.select(kind):
-            text = sentence(event)
+            text = describe(event)
             if text:
-                weight = (
-                    NOTE if event.raw.get("elsewhere") is True else severity_of_kind
-                )  # the hang's cause is on another node
-                alert = Alert(
-                    kind, weight, event.node, event.t, event.t, 1, text, event.generation, event.step
-                )
-                found.append(alert)
-    found += [one for one in map(_rendezvous_alert, timeline.select("rendezvous")) if one is not None]
+                is_elsewhere = event.raw.get("elsewhere") is True  # a hang that another node caused
+                found.append(_make_alert(kind, NOTE if is_elsewhere else severity, event, text))
+    for event in timeline.select("rendezvous"):
+        kind = event.get_text("what")
+        if kind in _RENDEZVOUS_SEVERITIES:
+            text = event.get_text("message") or kind
+            found.append(_make_alert(kind, _RENDEZVOUS_SEVERITIES[kind], event, text))
     found += _find_slow_commits(timeline.select("commit"))
     return tuple(sorted(_merge_repeated(found, timeline), key=lambda alert: (alert.t, alert.node)))
+
+
+def _make_alert(kind: str, severity: str, event: ParsedEvent, text: str) -> Alert:
+    return Alert(kind, severity, event.node, event.t, event.t, 1, text, event.generation, event.step)
 
 
 def _merge_repeated(alerts: Iterable[Alert], timeline: EventTimeline) -> list[Alert]:
@@ -230,14 +233,6 @@ _RENDEZVOUS_SEVERITIES = {
     "leader-lost": INFO,
     "new-incarnation": INFO,
 }
-
-
-def _rendezvous_alert(event: ParsedEvent) -> Alert | None:
-    what = event.get_text("what")
-    severity = _RENDEZVOUS_SEVERITIES.get(what)
-    if severity is None:
-        return None
-    return Alert(what, severity, event.node, event.t, event.t, 1, event.get_text("message") or what)
 
 
 def describe_recurrence(alert: Alert) -> str:

@@ -92,7 +92,7 @@ def _summarize_quarantined(entries: Sequence[CheckpointEntry]) -> str:
     if not quarantined:
         return ""
     size = format_bytes(sum(entry.bytes or 0 for entry in quarantined))
-    count = format_count(len(quarantined), "quarantined copy", "quarantined copies")
+    count = format_count(len(quarantined), "quarantined checkpoint")
     return f"{count}, {size}: kept for inspection; runs never remove them\n"
 
 

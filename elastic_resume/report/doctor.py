@@ -89,7 +89,7 @@ def format_findings(findings: list[Finding], problems: list[str]) -> str:
     return "\n".join(lines)
 
 
-# ---- checks -----------------------------------------------------------------------------------
+# ---- checks --------------------------------------------------------------------------------------------
 
 
 def check_scheduler(context: SchedulerContext) -> list[Finding]:
@@ -180,7 +180,7 @@ def _check_shared_memory() -> Finding:
     try:
         total = format_bytes(psutil.disk_usage(path).total)
     except OSError:
-        total = "not there"
+        total = "missing"
     return Finding(path, total, resources.check_shared_memory())
 
 
@@ -196,28 +196,25 @@ def _check_grace(environ: Mapping[str, str]) -> list[Finding]:
 
 
 def _check_disk(directory: Path, environ: Mapping[str, str]) -> Finding:
-    existing = directory
+    shown, existing = str(directory)[:200], directory
     try:
         existing = directory.absolute()
         while not existing.exists() and existing != existing.parent:
             existing = existing.parent
         if not existing.is_dir():
-            return Finding("checkpoints", str(directory), problem=f"{existing} is no directory: --ckpt-dir")
+            return Finding("checkpoints", shown, problem=f"{existing} is no directory: --ckpt-dir")
         free, limit = resources.free_disk_bytes(existing, environ), resources.read_checkpoint_limit(environ)
     except ConfigError as error:
-        return Finding("checkpoints", str(directory), constants.ENV_CKPT_LIMIT, problem=str(error))
+        return Finding("checkpoints", shown, constants.ENV_CKPT_LIMIT, problem=str(error))
     except OSError as error:
-        return Finding(
-            "checkpoints", str(directory)[:200], problem=f"{str(existing)[:200]}: {error.strerror}"
-        )
+        return Finding("checkpoints", shown, problem=f"{str(existing)[:200]}: {error.strerror}")
     if free == 0:
-        return Finding("checkpoints", str(directory), problem=f"{existing} has no space left: --ckpt-dir")
+        return Finding("checkpoints", shown, problem=f"{existing} has no space left: --ckpt-dir")
     if not os.access(existing, os.W_OK):
-        return Finding("checkpoints", str(directory), problem=f"{existing} cannot be written to: --ckpt-dir")
-    where = f"{_file_system_type(existing)}, --ckpt-dir" + (
-        f", volume of {format_bytes(limit)}" if limit is not None else ""
-    )
-    return Finding("checkpoints", f"{directory.absolute()}: {format_bytes(free)} free", where)
+        return Finding("checkpoints", shown, problem=f"{existing} cannot be written to: --ckpt-dir")
+    volume = f", volume of {format_bytes(limit)}" if limit is not None else ""
+    source = f"{_file_system_type(existing)}, --ckpt-dir{volume}"
+    return Finding("checkpoints", f"{directory.absolute()}: {format_bytes(free)} free", source)
 
 
 def _file_system_type(path: Path) -> str:

@@ -91,7 +91,7 @@ def render_page(report: RunReport, title: str = "") -> str:
         return f"{terminal.format_since_start(report, part[0].t)} after the start and later"
 
     return _template().render(
-        told=report,
+        report=report,
         title=title or report.run_id or "a run",
         version=__version__,
         since=functools.partial(terminal.format_since_start, report),

@@ -93,34 +93,26 @@ def format_step_range(generation: Generation) -> str:
     """Format the steps that a generation ran."""
     if generation.first_step is not None and generation.last_step is not None:
         return f"{generation.first_step}-{generation.last_step}"
-    return (
-        "none"
-        if generation.start_step is not None
-        else "?"
-        if generation.last_step is None
-        else f"?-{generation.last_step}"
-    )
+    if generation.start_step is not None:
+        return "none"
+    return "?" if generation.last_step is None else f"?-{generation.last_step}"
 
 
 def _generation_notes(generation: Generation, shown: str) -> list[str]:
     """Return what does not fit in a generation's row."""
-    notes = []
+    name, notes = f"generation {generation.number}", []
     if generation.end.text not in shown:
-        notes.append(f"generation {generation.number} ended: {generation.end.text}")
+        notes.append(f"{name} ended: {generation.end.text}")
     others = generation.end.other_failures
     if others:
         more = f"; and {len(others) - 2} more" if len(others) > 2 else ""
-        notes.append(f"generation {generation.number} also: {'; '.join(others[:2])}{more}")
+        notes.append(f"{name} also: {'; '.join(others[:2])}{more}")
     if generation.receiving_nodes:
         receivers = ", ".join(generation.receiving_nodes)
-        notes.append(
-            f"generation {generation.number}: {generation.source_node} sent its state to {receivers}"
-        )
+        notes.append(f"{name}: {generation.source_node} sent its state to {receivers}")
     for record in generation.rejected:
         version = f"generation {record.generation}, step {record.step}"
-        notes.append(
-            f"generation {generation.number} rejected {record.node}'s state of {version}: {record.reason}"
-        )
+        notes.append(f"{name} rejected {record.node}'s state of {version}: {record.reason}")
     return notes
 
 

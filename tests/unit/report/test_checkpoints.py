@@ -94,7 +94,9 @@ def test_quarantined_checkpoints_are_listed_with_reason(root: Path) -> None:
     assert (item.state, item.step, item.reason) == ("quarantined", 15, "state.safetensors is torn")
     assert listed(node)[-2][-1] == "quarantined: state.safetensors is torn"
     said = checkpoints.format_checkpoints(paths.find_node_dirs(root), NOW).splitlines()[-1]
-    assert re.fullmatch(r"1 quarantined copy, \S+ k?B: kept for inspection; runs never remove them", said)
+    assert re.fullmatch(
+        r"1 quarantined checkpoint, \S+ k?B: kept for inspection; runs never remove them", said
+    )
 
 
 def test_unfinished_write_is_mentioned(root: Path) -> None:
