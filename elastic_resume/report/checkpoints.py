@@ -112,25 +112,15 @@ def _list_node(node_dir: NodeDir, deep: bool) -> Iterator[CheckpointEntry]:
         yield CheckpointEntry(node_dir.path, run_id, node_dir.node, "bad", node_dir.problem)
         return
     catalog = Catalog(node_dir.path, node_dir.run_id)
+    reading = node_dir.path
     try:
-        entries = catalog.list_entries()
-    except (ElasticResumeError, OSError) as error:
-        yield CheckpointEntry(
-            node_dir.path, run_id, node_dir.node, "bad", _describe_problem(error, node_dir.path)
-        )
-        return
-    for entry in entries:
-        yield _make_entry(_check_deeply(entry, node_dir.run_id) if deep else entry, run_id, node_dir.node)
-    try:
+        for entry in catalog.list_entries():
+            yield _make_entry(_check_deeply(entry, node_dir.run_id) if deep else entry, run_id, node_dir.node)
+        reading = node_dir.path / constants.QUARANTINE_DIR
         quarantined = catalog.list_quarantined()
     except (ElasticResumeError, OSError) as error:
-        yield CheckpointEntry(
-            node_dir.path / constants.QUARANTINE_DIR,
-            run_id,
-            node_dir.node,
-            "bad",
-            _describe_problem(error, node_dir.path),
-        )
+        reason = _describe_problem(error, node_dir.path)
+        yield CheckpointEntry(reading, run_id, node_dir.node, "bad", reason)
         return
     for path in quarantined:
         name = path.name.partition(".")[0]  # a second one is NAME.1
@@ -159,28 +149,17 @@ def _check_deeply(entry: CatalogEntry, run_id: str | None) -> CatalogEntry:
 
 def _make_entry(entry: CatalogEntry, run_id: str, node: str) -> CheckpointEntry:
     manifest = entry.manifest
-    if manifest is None:
-        return CheckpointEntry(
-            path=entry.path,
-            run_id=run_id,
-            node=node,
-            state="bad",
-            reason=_describe_problem(entry.error, entry.path),
-            generation=entry.generation,
-            step=entry.step,
-            bytes=_directory_bytes(entry.path),
-            written_at=_modified_at(entry.path),
-        )
     return CheckpointEntry(
         path=entry.path,
         run_id=run_id,
         node=node,
-        state="valid",
+        state="bad" if manifest is None else "valid",
+        reason=_describe_problem(entry.error, entry.path) if manifest is None else "",
         generation=entry.generation,
         step=entry.step,
-        world_size=manifest.world_size,
-        bytes=manifest.file_bytes,
-        written_at=manifest.written_at,
+        world_size=manifest.world_size if manifest else None,
+        bytes=manifest.file_bytes if manifest else _directory_bytes(entry.path),
+        written_at=manifest.written_at if manifest else _modified_at(entry.path),
     )
 
 

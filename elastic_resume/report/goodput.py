@@ -115,7 +115,7 @@ class RecoveryPhases:
 PHASE_NAMES = ("detected", "stopped", "rendezvous", "started", "restored", "step")
 
 
-def measure_generations(timeline: EventTimeline, report: RunHistory) -> tuple[GenerationTimes, ...]:
+def measure_generations(timeline: EventTimeline, history: RunHistory) -> tuple[GenerationTimes, ...]:
     """Measure the moments of each generation of the history, in its order."""
     rounds: dict[int | None, list[ParsedEvent]] = defaultdict(list)
     for event in timeline.select("round"):
@@ -125,14 +125,14 @@ def measure_generations(timeline: EventTimeline, report: RunHistory) -> tuple[Ge
     ends = [*starts[1:], timeline.events[-1].t] if every else []
     times = [
         _measure_generation(facts, row, rounds[facts.number], next_start_t)
-        for facts, row, next_start_t in zip(every, report.generations, ends, strict=True)
+        for facts, row, next_start_t in zip(every, history.generations, ends, strict=True)
     ]
-    typical_step_s = _typical_step_s(times, report.generations)
+    typical_step_s = _typical_step_s(times, history.generations)
     return tuple(
         timing
         if timing.step_timing.step_s is not None or typical_step_s is None
         else _estimate_last_step(timing, row, typical_step_s)
-        for timing, row in zip(times, report.generations, strict=True)
+        for timing, row in zip(times, history.generations, strict=True)
     )
 
 
@@ -316,15 +316,15 @@ def sum_goodput(slices: Sequence[TimeSlice], generation_times: Sequence[Generati
 
 
 def slice_time(
-    timeline: EventTimeline, report: RunHistory, generation_times: Sequence[GenerationTimes]
+    timeline: EventTimeline, history: RunHistory, generation_times: Sequence[GenerationTimes]
 ) -> tuple[TimeSlice, ...]:
     """Cut the run into slices by what its job did."""
     event_times = [event.t for event in timeline.events if event.kind != "fault"]
     if not event_times:
         return ()
     writer = _SliceWriter(min(event_times))
-    last_kept_steps = _last_kept_steps(report)
-    for times, row, last_kept in zip(generation_times, report.generations, last_kept_steps, strict=True):
+    last_kept_steps = _last_kept_steps(history)
+    for times, row, last_kept in zip(generation_times, history.generations, last_kept_steps, strict=True):
         writer.add_waiting(
             timeline,
             next(
@@ -366,7 +366,7 @@ def slice_time(
 
 
 def measure_downtimes(
-    slices: Sequence[TimeSlice], report: RunHistory, generation_times: Sequence[GenerationTimes]
+    slices: Sequence[TimeSlice], history: RunHistory, generation_times: Sequence[GenerationTimes]
 ) -> dict[int, float]:
     """Return the seconds that each failure cost, by the generation that it ended.
 
@@ -383,7 +383,7 @@ def measure_downtimes(
     first_steps.append((len(generation_times), max((item.end_t for item in slices), default=0.0)))
     oldest = 0
     for (first, start_t), (following, end_t) in pairwise(first_steps):
-        failed = [row for row in report.generations[first:following] if row.end.is_failure]
+        failed = [row for row in history.generations[first:following] if row.end.is_failure]
         while oldest < len(slices) and slices[oldest].end_t <= start_t:
             oldest += 1
         if not failed:
@@ -398,11 +398,11 @@ def measure_downtimes(
     return downtimes
 
 
-def _last_kept_steps(report: RunHistory) -> list[int]:
+def _last_kept_steps(history: RunHistory) -> list[int]:
     """Return, for each generation, the last of its steps that no later generation ran again."""
     limit = 1 << 62
     kept = []
-    for row in reversed(report.generations):
+    for row in reversed(history.generations):
         kept.append(min(limit, row.last_step if row.last_step is not None else 0))
         if row.start_step is not None:
             limit = min(limit, row.start_step)
