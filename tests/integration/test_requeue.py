@@ -115,7 +115,7 @@ def those_that_do_not_tell(cluster: Cluster) -> list[psutil.Process] | None:
     found = []
     for process in processes(cluster):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if process.pid not in agents and "stub.py" not in " ".join(process.cmdline()):
+            if process.pid not in agents and "launcher_shim.py" not in " ".join(process.cmdline()):
                 found.append(process)
     return found if len(found) >= 4 * NODES else None  # zygote, guard, worker, its loader
 

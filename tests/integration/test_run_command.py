@@ -205,8 +205,8 @@ import os, sys
 from pathlib import Path
 from elastic_resume.events import EventLog
 path, memory = Path(os.environ["ELASTIC_RESUME_EVENTS_PATH"]), os.environ["ELASTIC_RESUME_ROUND_EVENTS"]
-log = EventLog(path, memory=memory, node=os.environ["ELASTIC_RESUME_NODE_NAME"], rank=int(os.environ["RANK"]))
-log.write("failure", generation=int(os.environ["ELASTIC_RESUME_GENERATION"]), step=0, type="MismatchError",
+log = EventLog(path, memory_path=memory, node=os.environ["ELASTIC_RESUME_NODE_NAME"], rank=int(os.environ["RANK"]))
+log.emit("failure", generation=int(os.environ["ELASTIC_RESUME_GENERATION"]), step=0, type="MismatchError",
           message="fc.weight is (3,) and was (4,)", frame="train.py:9", deterministic=True)
 sys.exit(1)
 """
@@ -226,7 +226,7 @@ import os, sys
 from pathlib import Path
 from elastic_resume.events import EventLog
 path, memory = Path(os.environ["ELASTIC_RESUME_EVENTS_PATH"]), os.environ["ELASTIC_RESUME_ROUND_EVENTS"]
-event = EventLog(path, memory=memory, node="a").write(
+event = EventLog(path, memory_path=memory, node="a").emit(
     "failure", generation=None, rank=None, step=None, type="ConfigError",
     message="keep is 1, which is too few. Write 2 or more.", frame="", deterministic=True)
 print("elastic_resume: error: " + event["message"], file=sys.stderr)

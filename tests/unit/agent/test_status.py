@@ -395,10 +395,10 @@ class Silent(StatusSampler):
     def __init__(self) -> None:
         """Of no node."""
 
-    def note(self, event: Event) -> None:
+    def record_event(self, event: Event) -> None:
         """Take it in."""
 
-    def take(self, incidents: int) -> NodeStatus:
+    def sample(self, incidents: int) -> NodeStatus:
         """Give one that says how many incidents there were."""
         return NodeStatus(incidents=incidents)
 
@@ -585,8 +585,8 @@ def test_a_document_of_another_form_is_no_answer(
     monkeypatch: pytest.MonkeyPatch, odd: dict[str, Any]
 ) -> None:
     """Whoever gives it holds the key, and is asked no further."""
-    monkeypatch.setattr(asking, "ask", lambda *_, **__: json.dumps({**said(), **odd}).encode())
+    monkeypatch.setattr(asking, "query_agent", lambda *_, **__: json.dumps({**said(), **odd}).encode())
     with pytest.raises(RendezvousLostError, match=r"not one of ours|in version"):
         asking.JobEndpoint("job", b"", ["a:1"]).query_leader()
-    monkeypatch.setattr(asking, "ask", lambda *_, **__: json.dumps(said()).encode())
+    monkeypatch.setattr(asking, "query_agent", lambda *_, **__: json.dumps(said()).encode())
     assert asking.JobEndpoint("job", b"", ["a:1"]).query_leader()["leads"]
