@@ -88,12 +88,14 @@ def from_json(encoded: Mapping[str, Any]) -> Inventory:
 
     """
     try:
-        rejected = tuple(
-            RejectedState(**{**one, "order": tuple(one["order"])}) for one in encoded["rejected"]
-        )
-        copies = tuple(SavedState(**one) for one in encoded["copies"])
-        words = tuple(encoded["words"])
-        return Inventory(**{**encoded, "rejected": rejected, "copies": copies, "words": words})
+        members = {
+            "saved_states": tuple(SavedState(**state) for state in encoded["saved_states"]),
+            "rejected": tuple(
+                RejectedState(**{**state, "version": tuple(state["version"])}) for state in encoded["rejected"]
+            ),
+            "command": tuple(encoded["command"]),
+        }
+        return Inventory(**{**encoded, **members})
     except (KeyError, TypeError) as error:
         raise ElasticResumeError(
             f"a node's inventory cannot be read ({error}): do all nodes run the same elastic_resume?"

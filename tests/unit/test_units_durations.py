@@ -122,10 +122,10 @@ def test_error_names_the_setting_the_value_and_the_forms(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "limits", "said"),
     [
-        ("0", {"least_s": 1, "most_s": 60}, "from 1s to 60s"),
-        ("2m", {"least_s": 1, "most_s": 60}, "from 1s to 60s"),
-        ("500ms", {"least_s": 1}, "of 1s or more"),
-        ("2m", {"most_s": 60}, "of 60s or less"),
+        ("0", {"min_s": 1, "max_s": 60}, "from 1s to 60s"),
+        ("2m", {"min_s": 1, "max_s": 60}, "from 1s to 60s"),
+        ("500ms", {"min_s": 1}, "of 1s or more"),
+        ("2m", {"max_s": 60}, "of 60s or less"),
         ("99999d", {}, "of 1000000000s or less"),
     ],
 )

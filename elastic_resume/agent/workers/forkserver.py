@@ -336,7 +336,7 @@ def become_worker(request: WorkerRequest) -> list[str]:
         torch.default_generator.seed()
     failure = sys.modules.get("elastic_resume.training.crash_reporting")
     if failure is not None:
-        failure.from_start()  # a script whose imports fail never comes to er.resume, which does it else
+        failure.install_startup_hook()  # a script whose imports fail never comes to er.resume, which does it else
     return command
 
 

@@ -160,7 +160,7 @@ def test_a_damaged_note_of_the_start_stops_only_those_who_need_it(node: Path) ->
     (node / JOB_START_FILE).write_text("")
     for mode in ("auto", "must"):
         assert resume_plan.choose_resume_plan([stock_of(node, mode)], mode).step == 2
-    with pytest.raises(NodeFileError, match=r"life\.json"):
+    with pytest.raises(NodeFileError, match=r"job-start\.json"):
         stock_of(node, "never")
 
 
