@@ -98,7 +98,7 @@ def test_a_script_that_cannot_be_imported_fails_at_once_and_its_traceback_stands
             assert "first: rank " in output[index]
             assert "more: events in " in output[index]
         printed = [text.count("Traceback (most recent call last)") for text in output]
-        pointed = ["its traceback is in the output" in text for text in output]
+        pointed = ["the traceback is in the output" in text for text in output]
         assert [*map(sum, zip(printed, pointed, strict=True))] == [1, 1]
         assert sum(printed) == 1 if alone else sum(printed) >= 1
 
@@ -161,9 +161,9 @@ def test_a_node_that_fails_alone_leaves_and_the_others_go_on(make: Make) -> None
     cluster = make("segfault")
     assert cluster.wait_exit(90, only=[1]) == [75]
     assert "node n1 leaves the job: the last 3 failures were of node n1 alone." in last_line(cluster, 1)
-    assert "starting again in 1 s, since nothing has advanced" in cluster.output(1)
+    assert "restarting in 1 s, because training made no progress" in cluster.output(1)
     cluster.wait(lambda: rounds(cluster, 0)[-1:] == rounds(cluster, 2)[-1:] == [2], "a world of two")
-    assert "node n1 is to leave" in cluster.output(0)
+    assert "node n1 is excluded" in cluster.output(0)
     finish(cluster)
     assert cluster.wait_exit(60) == [0, 0]
     (end,) = cluster.node_events(1, "agent-end")
@@ -212,7 +212,7 @@ def test_what_followed_from_a_death_is_told_from_its_cause(make: Make) -> None:
     followed = [one for verdict in verdicts(cluster, 0) for one in verdict["cascade"]]
     assert followed, "a connection was lost before the agent was told of the death"
     assert "rank 1 on node n1 was killed by SIGKILL." in cluster.output(0)
-    assert "What failed here followed from that." in cluster.output(0) + cluster.output(2)
+    assert "The failure on this node was secondary." in cluster.output(0) + cluster.output(2)
 
 
 def test_what_followed_from_the_loss_of_a_node_costs_nothing(make: Make) -> None:

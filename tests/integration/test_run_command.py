@@ -342,8 +342,8 @@ def test_two_nodes_go_on_after_a_worker_is_killed(agents: Agents) -> None:
     assert (killed["worker_pid"], killed["signal"], killed["stopped"]) == (first[0], "SIGKILL", False)
     (stopped,) = [e for e in agents.events("worker-exit", "a") if e["round"] == 1]
     assert stopped["stopped"] is True
-    assert "was killed by SIGKILL; starting again" in agents.log("b")
-    assert "the workers of b stopped: forming a new world" in agents.log("a")
+    assert "was killed by SIGKILL; restarting" in agents.log("b")
+    assert "the workers of b stopped: restarting." in agents.log("a")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from elastic_resume.agent.shutdown import ShutdownController
 from elastic_resume.agent.workers import supervisor
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.errors import JobFailedError
-from elastic_resume.events import EventLog
+from elastic_resume.events import Event, EventLog
 from elastic_resume.policy.requeue import RequeueAction
 from elastic_resume.policy.restart import RestartLimits
 from elastic_resume.rendezvous.core.events import EmitEvent
@@ -42,13 +42,25 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     supervisor._early_signals.clear()
 
 
+class RecordingLog(EventLog):
+    """An event log that keeps events in a list, without a file."""
+
+    def __init__(self, emitted: list[dict[str, Any]]) -> None:
+        super().__init__(Path("/dev/null"))
+        self._emitted = emitted
+
+    def emit(self, event: str, /, **fields: Any) -> Event:
+        """Keep the event's kind and fields."""
+        self._emitted.append({event: fields})
+        return {}
+
+
 def ending(told: list[dict[str, Any]], here: SchedulerContext | None = None) -> ShutdownController:
     """One of an agent, on a plain host if nothing else is said."""
     return ShutdownController(
         here or SchedulerContext("host", "a"),
+        RecordingLog(told),
         requeue_mode="auto",
-        log=print,
-        emit=lambda event, **fields: told.append({event: fields}),
     )
 
 

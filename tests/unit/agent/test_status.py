@@ -405,7 +405,7 @@ class Silent(StatusSampler):
 
 def test_a_new_leader_misses_only_what_it_was_not_told(tmp_path: Path) -> None:
     """What a node told the one before it, and keeps no more, is not missing; a gap after that is."""
-    teller = StatusReporter(tmp_path, "job", Silent(), EventTail(tmp_path / "none"), log=print)
+    teller = StatusReporter(tmp_path, "job", Silent(), EventTail(tmp_path / "none"))
     for first, lines in ((5000, 3), (5001, 3), (5010, 1)):
         teller.on_peer_status(DeliverPeerStatus(B, StatusUpdate(None, first, EventLines(("x",) * lines)), 1))
     assert json.loads(teller.render_status(RendezvousStatus(A, True, A)))["lost_event_lines"] == 6
