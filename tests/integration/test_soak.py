@@ -96,7 +96,7 @@ def kind_of(process: psutil.Process) -> str:
         name, words = process.name(), process.cmdline()
     except psutil.NoSuchProcess:
         return ""
-    if any(word.endswith("launcher_shim.py") for word in words):
+    if any(word.endswith("stub.py") for word in words):
         return "stub"
     return name.removeprefix("er-") if name in {"er-zygote", "er-guard", "er-worker"} else ""
 
