@@ -1,13 +1,17 @@
-"""Whether to go on after a round ended: the history of one node in, a decision out. Pure.
+"""Decide whether a job restarts after a generation ended, gives up, or excludes a node.
 
-A restart costs nothing while training advances, and a change of membership costs nothing ever. What ends a
-job is a failure that a restart would meet again: one that the worker itself calls its own fault, a script
-that cannot be imported, the same exception on every node before anybody took a step, the same exception at
-the same step three times, or a standstill `Limits.max_no_progress` times in a row. Progress is a step that
-no earlier round reached. A node that causes the trouble alone is left out, where the others are enough.
+The job restarts as long as it makes progress: a step that no earlier generation reached. A change of
+membership never counts against it. The job gives up on a failure that a restart would meet again:
 
-Every node decides for itself, from what the coordinator told all of them: so those that were there come
-to the same. One that came later knows less and goes on; it hears of the end from the others.
+- an error that the script itself calls deterministic, or an import or syntax error;
+- the same exception on every node before the first step;
+- the same exception at the same step `RestartLimits.max_same_failures` times in a row;
+- `RestartLimits.max_no_progress` failed generations in a row without progress.
+
+If one node alone caused these failures and the others are enough, that node is excluded instead.
+
+Every node decides for itself. The leader has given all of them the same failures, so they agree. A node that
+joined later knows less and continues; the others tell it about the end of the job.
 """
 
 from __future__ import annotations
@@ -26,13 +30,11 @@ from elastic_resume.policy.failure_classification import (
     separate_root_causes,
 )
 
-MAX_NO_PROGRESS = 3  # NVRx gives up after as many cycles without growth
-MAX_SAME_FAILURES = (
-    3  # times the same exception at the same step: chance is ruled out, and more would only cost
-)
+MAX_NO_PROGRESS = 3  # as NVRx
+MAX_SAME_FAILURES = 3  # chance is ruled out by then
 UNLIMITED = 1 << 30
 MAX_RESTART_DELAY_S = 60.0
-# What a script meets whose environment or text is wrong. Nothing that passes by itself raises them.
+# A wrong environment or script raises these; no transient fault does.
 _UNSTARTABLE_ERRORS = frozenset(
     {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"}
 )
@@ -40,10 +42,10 @@ _UNSTARTABLE_ERRORS = frozenset(
 
 @dataclass(frozen=True)
 class RestartLimits:
-    """What the user may set.
+    """The limits that a user can set.
 
-    ``exclude_after``: a node that caused so many failures in a row, alone, leaves, though steps advance. 0:
-    only where the job would have to be given up for it.
+    ``exclude_after``: exclude a node that alone caused so many failures in a row, even if steps advance. 0:
+    exclude it only where the job would otherwise give up.
     """
 
     max_no_progress: int = MAX_NO_PROGRESS
@@ -54,10 +56,9 @@ class RestartLimits:
 
 @dataclass(frozen=True)
 class WorldSummary:
-    """What this node knows of the world that has just formed.
+    """The members of the new generation, and the newest step that any of them has finished.
 
-    ``nodes`` are its members; none where a stock rendezvous does not tell them. ``step`` is the newest that
-    any of them has finished since its agent started: 0 for a job in which nothing has worked yet.
+    ``newest_step`` counts since the agents started; 0 means that nothing has worked yet.
     """
 
     nodes: tuple[str, ...] = ()
@@ -66,36 +67,33 @@ class WorldSummary:
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What one round came to.
+    """The outcome of one generation (a round of torchelastic).
 
-    ``failed`` means that a worker ended it; a round that ended because nodes came or went, or that workers
-    finished, did not fail. ``failures`` are those of all nodes where that is known, in order of arrival;
-    of this node until then. ``nodes`` is how many nodes the round had.
+    ``failed`` is true if a worker ended it, and false if membership changed or the workers finished.
+    ``failures`` are those of all nodes in order of arrival; before the leader has sent them, those of this
+    node.
     """
 
     failed: bool
-    start_step: int | None = None  # the step it started from
+    start_step: int | None = None  # the step that it resumed from
     newest_step: int | None = None
     failures: tuple[Failure, ...] = ()
     num_nodes: int = 1
 
     @property
     def verdict(self) -> FailureVerdict:
-        """Causes and what followed from them."""
+        """Separate root causes from secondary failures."""
         return separate_root_causes(self.failures)
 
     @property
     def finished_a_step(self) -> bool:
-        """Whether a step was finished in it on this node."""
+        """Whether this node finished a step in it."""
         return self.newest_step is not None and self.newest_step > (self.start_step or 0)
 
 
 @dataclass(frozen=True)
 class RoundSummary:
-    """What a node tells of a round that has ended: how a worker of its own failed, and how far it has come.
-
-    ``pause_s`` is how long it waits before it starts again.
-    """
+    """A node's report of a generation that has ended: its failure, its newest step, its restart delay."""
 
     failure: Failure | None = None
     newest_step: int = 0
@@ -103,7 +101,7 @@ class RoundSummary:
 
 
 class RestartAction(Enum):
-    """What to do."""
+    """The three possible decisions."""
 
     CONTINUE = "go on"
     GIVE_UP = "give up"
@@ -112,7 +110,7 @@ class RestartAction(Enum):
 
 @dataclass(frozen=True)
 class RestartDecision:
-    """Go on, give the job up, or leave out ``node``, for ``reason``: a whole sentence for people."""
+    """A decision. ``reason`` is a sentence for the log; ``node`` is the node to exclude."""
 
     action: RestartAction
     reason: str = ""
@@ -120,7 +118,7 @@ class RestartDecision:
 
     @property
     def ends_job(self) -> bool:
-        """Whether the job ends."""
+        """Whether the job gives up."""
         return self.action is RestartAction.GIVE_UP
 
 
@@ -135,7 +133,7 @@ def summarize_round(
     num_nodes: int = 1,
     memory_pressure: MemoryPressure | None = None,
 ) -> RoundResult:
-    """Fold the events of one node since its round began."""
+    """Summarize the events of one node since the generation began."""
     events = list(events)
     starts = [_step_or_none(event) for event in events if event["event"] == "worker-start"]
     reached = [
@@ -153,10 +151,10 @@ def summarize_round(
 def merge_reported_failures(
     result: RoundResult, reported: Sequence[Failure], *, membership_changed: bool
 ) -> RoundResult:
-    """Give the round with what the coordinator told of it.
+    """Return the result with the failures of all nodes, as the leader has sent them.
 
-    ``changed``: the next world has other members. What came or went took workers along: their failure says
-    nothing about the job, unless they say so themselves.
+    If membership changed, workers failed because nodes came or went. That does not count against the job,
+    unless an error is deterministic.
     """
     result = replace(result, failures=tuple(reported) or result.failures)
     root = result.verdict.root_cause
@@ -172,7 +170,7 @@ def merge_reported_failures(
 def decide_restart(
     history: Sequence[RoundResult], limits: RestartLimits, world: WorldSummary | None = None
 ) -> RestartDecision:
-    """Decide after the last round of ``history`` (oldest first) has ended."""
+    """Decide after the last generation of ``history`` (oldest first) has ended."""
     world = world or WorldSummary()
     last, root = history[-1], history[-1].verdict.root_cause
     if not last.failed:
@@ -205,16 +203,16 @@ def decide_restart(
 
 
 def restart_delay_s(history: Sequence[RoundResult]) -> float:
-    """Seconds to wait before the next start: none after a first failure, then 1, 2, 4 and so on."""
+    """Return the seconds to wait before the next start: 0 after a first failure, then 1, 2, 4 and so on."""
     repeats = count_rounds_without_progress(history) - 1
     return min(MAX_RESTART_DELAY_S, 2.0 ** min(repeats - 1, 16)) if repeats > 0 else 0.0
 
 
 def count_rounds_without_progress(history: Sequence[RoundResult]) -> int:
-    """Count the failed rounds since a step was reached that no earlier round had reached.
+    """Count the failed generations since the last progress.
 
-    When a round starts below where the one before it started, copies were lost and training climbs
-    again over steps it has seen: what it reached before no longer counts.
+    A generation that starts at an earlier step than its predecessor has lost saved states. Training then
+    recomputes steps, and the steps reached before no longer count.
     """
     best: int | None = None
     started: int | None = None
@@ -235,31 +233,31 @@ def count_rounds_without_progress(history: Sequence[RoundResult]) -> int:
 
 
 def find_newest_step(history: Sequence[RoundResult]) -> int:
-    """The newest step finished in these rounds; 0 where none was."""
+    """Return the newest step finished in these generations, or 0."""
     return max((this.newest_step or 0 for this in history if this.finished_a_step), default=0)
 
 
 def _decide_unstartable(
     history: Sequence[RoundResult], limits: RestartLimits, world: WorldSummary
 ) -> RestartDecision | None:
-    """Whether the script cannot run as it is."""
+    """Give up, or exclude a node, if the script cannot start."""
     last, root = history[-1], history[-1].verdict.root_cause
     if root is None or last.finished_a_step or root.kind != failure_classification.EXCEPTION:
         return None
     if root.type in _UNSTARTABLE_ERRORS:
         if world.newest_step and _has_enough_without(root.node, limits, world):
             reason = (
-                f"{describe_failure(root)}. The others have trained: this node's environment is not theirs."
+                f"{describe_failure(root)}. The other nodes have trained: this node's environment is wrong."
             )
             return RestartDecision(RestartAction.EXCLUDE, reason, root.node)
         return RestartDecision(
             RestartAction.GIVE_UP, f"{describe_failure(root)}. Starting again would meet the same error."
         )
-    # With one node nobody else tells whether it is the script or the machine.
+    # On a single node it is unknown whether the script or the machine is at fault.
     if not world.newest_step and 1 < last.num_nodes <= root.nodes:
         return RestartDecision(
             RestartAction.GIVE_UP,
-            f"the same error on all {last.num_nodes} nodes before anybody took a step: {describe_failure(root)}.",
+            f"the same error on all {last.num_nodes} nodes before the first step: {describe_failure(root)}.",
         )
     return None
 
@@ -267,7 +265,7 @@ def _decide_unstartable(
 def _decide_deterministic_failure(
     history: Sequence[RoundResult], limits: RestartLimits
 ) -> RestartDecision | None:
-    """Whether one step ends in the same exception whoever runs it."""
+    """Give up if one step has failed with the same exception again and again."""
     roots = [this.verdict.root_cause for this in history if this.failed][-limits.max_same_failures :]
     first = roots[0]
     if len(roots) < limits.max_same_failures or first is None or first.step is None:
@@ -282,13 +280,14 @@ def _decide_deterministic_failure(
         return None
     return RestartDecision(
         RestartAction.GIVE_UP,
-        f"step {first.step + 1} is poisoned: {limits.max_same_failures} times in a row it ended in the same "
-        f"exception. Last: {describe_failure(roots[-1])}. Look at what is special about this step: its samples, say.",
+        f"step {first.step + 1} fails deterministically: {limits.max_same_failures} times in a row with the same "
+        f"exception. Last: {describe_failure(roots[-1])}. Check what is special about this step, such as its "
+        "samples.",
     )
 
 
 def _single_node_failures(history: Sequence[RoundResult]) -> list[Failure]:
-    """The causes of the newest failures in a row that one and the same node had alone, the newest first."""
+    """Return the newest consecutive failures that one node alone caused, newest first."""
     found: list[Failure] = []
     for this in reversed(history):
         if not this.failed:
@@ -303,7 +302,7 @@ def _single_node_failures(history: Sequence[RoundResult]) -> list[Failure]:
 
 
 def _has_cause_in_world(result: RoundResult, world: WorldSummary) -> bool:
-    """Whether a failed round has a cause on a node that is still there."""
+    """Whether a failed generation has a root cause on a node that is still a member."""
     causes = result.verdict.root_causes
     return not world.nodes or not causes or any(one.nodes > 1 or one.node in world.nodes for one in causes)
 
@@ -314,7 +313,7 @@ def _has_enough_without(node: str, limits: RestartLimits, world: WorldSummary) -
 
 def _describe_exclusion(failures: Sequence[Failure], node: str) -> str:
     times = f"the last {len(failures)} failures were" if len(failures) > 1 else "the failure was"
-    return f"{times} of node {node} alone. Last: {describe_failure(failures[0])}."
+    return f"{times} caused by node {node} alone. Last: {describe_failure(failures[0])}."
 
 
 def _step_or_none(event: Event) -> int | None:

@@ -1,14 +1,15 @@
-"""Which copy a generation resumes from, and who sends it to whom. Pure.
+"""Choose the saved state that a generation resumes from, and plan which rank sends it to which nodes.
 
-Every rank calls `choose` with the same gathered inventories and gets the same plan: nothing needs to be
-agreed on afterwards. Copies are ordered by (generation, step), greatest first; never by time or path, and
-never by step alone, or a stale higher step of an abandoned lineage would win.
+Every rank calls `choose_resume_plan` with the same inventories of all nodes and gets the same plan, so the
+ranks need no further agreement. Saved states are ordered by (generation, step), greatest first. Time and path
+do not count. The step alone does not count either, because an abandoned history may have reached a higher
+step.
 
-A copy that cannot be loaded is passed over, aloud, for an older one. Not so the copy of a newer format: it is
-valid, and going back behind it would throw steps away that an upgrade brings back.
+A saved state that cannot be loaded is skipped with a message, and an older one is used. One of a newer format
+is never skipped: it is valid, and an upgrade can still load it.
 
-A copy lies in one of two tiers, a node's memory or a disk. The order of copies does not ask which; only a
-node that has the same copy in both takes the one in memory.
+A saved state is a snapshot in memory or a checkpoint on disk. The order ignores the tier. A node that has
+the same state in both reads the snapshot.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ MEMORY, DISK = "memory", "disk"
 class SavedState:
     """A checkpoint that a node can read, or a snapshot in its memory.
 
-    ``home`` is the node in whose directory or memory it lies, ``nbytes`` the size of its image. ``epoch``
-    tells two copies of one step apart: made with an epoch's last step, and when all else of it was done.
+    ``owner_node`` is the node whose directory or memory holds it. ``nbytes`` is its size in bytes. ``epoch``
+    distinguishes two states of an epoch's last step: one before and one after the end-of-epoch code ran.
     """
 
     owner_node: str
@@ -40,39 +41,38 @@ class SavedState:
 
     @property
     def version(self) -> tuple[int, int]:
-        """What "newest" means."""
+        """Return the key that orders saved states: (generation, step)."""
         return (self.generation, self.step)
 
 
 @dataclass(frozen=True)
 class RejectedState:
-    """A copy that exists and may not be loaded, with the reason for people.
+    """A saved state that exists and must not be loaded, with the reason.
 
-    ``kind`` is that of the CheckpointError, or "aside" for what lies in quarantine.
+    ``kind`` is the kind of the CheckpointError, or "aside" if the checkpoint is in quarantine.
     """
 
     node: str
     name: str
     reason: str
-    version: tuple[int, int] = (0, 0)  # as far as its name tells
+    version: tuple[int, int] = (0, 0)  # from its directory name; (0, 0) if the name is unreadable
     kind: str = "corrupt"
 
     @property
     def blocks_older(self) -> bool:
-        """Whether to go on from anything older would lose steps that are there."""
+        """Whether resuming from an older state would lose valid steps."""
         return self.kind == "newer"
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """What one node could resume from.
+    """The saved states of one node, and what it knows of earlier generations.
 
-    ``floor`` is the greatest generation the node knew when its supervisor started, and ``began`` tells
-    whether that supervisor has been in a world since: both serve ``--resume never``, which sets aside what
-    is older than this start of the job, and only that. ``committed`` is the newest generation of which the
-    node knows that it had a checkpoint, whether that is still there or not.
-    ``restarted`` tells whether this start of the job has been in a world on this node, and ``words`` are the
-    script and the arguments of the last start here: people are told of them, nothing is decided by them.
+    ``min_generation`` is the greatest generation that the node knew when this start of the job began.
+    ``has_joined_world`` is true if this start has been in a generation since. Both serve ``--resume never``,
+    which ignores only states from before this start. ``committed_generation`` is the newest generation that
+    had a checkpoint on this node, even if it has been deleted. ``has_restarted`` and ``command`` (script and
+    arguments of the last start) are for messages only.
     """
 
     node: str
@@ -92,11 +92,11 @@ class Inventory:
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """What this generation starts from.
+    """The state that a generation starts from.
 
-    ``kind`` is "checkpoint" or "cold". Of a cold start the source is rank 0 and its live state.
-    ``holders`` and ``lacking`` are node names; ``home`` tells in whose directory each holder reads. What is
-    of generation ``floor`` or older has been set aside by ``--resume never`` (-1: nothing was).
+    ``kind`` is "checkpoint" or "cold". The source of a cold start is rank 0 with its live state. ``holders``
+    maps node names to the state that each node reads; ``lacking`` names the nodes that receive it. ``--resume
+    never`` ignored generations up to ``min_generation`` (-1: none).
     """
 
     kind: str
@@ -114,43 +114,42 @@ class ResumePlan:
 
     @property
     def version(self) -> tuple[int, int]:
-        """What it starts from: (generation, step) of the copy, (0, 0) of a cold start."""
+        """Return (generation, step) of the chosen state; (0, 0) for a cold start."""
         return (self.source_generation, self.step)
 
     def saved_state_for(self, node: str) -> SavedState | None:
-        """The copy that ``node`` reads, or None when it lacks one."""
+        """Return the state that ``node`` reads, or None if it receives the state."""
         return dict(self.holders).get(node)
 
     @property
     def source_tier(self) -> str:
-        """Whether the source holds the copy in "memory" or on "disk"; "" of a cold start."""
+        """Return "memory" or "disk", the tier of the source; "" for a cold start."""
         copy = self.saved_state_for(self.source_node)
         return copy.tier if copy else ""
 
     @property
     def nbytes(self) -> int:
-        """The size of the image that everybody loads."""
+        """Return the size in bytes of the state that every rank loads."""
         copy = self.saved_state_for(self.source_node)
         return copy.nbytes if copy else 0
 
 
 @dataclass(frozen=True)
 class Broadcast:
-    """One broadcast of the image: from a node that holds it to nodes that do not."""
+    """One broadcast of the state, from a node that holds it to nodes that lack it."""
 
     source: str
     receivers: tuple[str, ...]
 
 
 def plan_broadcasts(plan: ResumePlan) -> tuple[Broadcast, ...]:
-    """Who sends the image to whom; streams share no node, and all run at the same time.
+    """Plan the broadcasts of the state. They share no node and run at the same time.
 
-    A broadcast to m receivers goes along a binomial tree (gloo's, as MPI's): the source's link carries the
-    image once for every child that it has, as many as m has binary digits: 1 for one receiver, 2 for two or
-    three, 3 for four to seven. So long does a transfer take, in units of the image over one link. Spread over
-    s sources it is the digits of m/s: two holders serve two lacking nodes in half the time that one takes.
-    Of numbers of streams that are equally fast the smallest is taken, since sending costs the source's node
-    some time too. Memory sends before a disk does, which is slower than most links.
+    A broadcast to m receivers follows a binomial tree, in gloo as in MPI. The source's link carries the state
+    once per child, and the source has as many children as m has binary digits. So a transfer takes
+    ``bit_length(m)`` transmissions over one link, and with s sources ``bit_length(ceil(m / s))``. Among
+    equally fast numbers of sources the smallest is chosen, because sending costs the source time too. Memory
+    sends before a disk, which is slower than most links.
     """
     if not plan.lacking or plan.kind == "cold":
         return ()
@@ -162,19 +161,19 @@ def plan_broadcasts(plan: ResumePlan) -> tuple[Broadcast, ...]:
 
 
 def find_minority_holders(plan: ResumePlan, digests_by_node: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """Give the holders whose copy is unlike that of a strict majority; none where there is no such majority.
+    """Return the holders whose state differs from a strict majority; empty if there is no majority.
 
     Args:
-        plan: that was carried out.
-        told: for each node the digests of what its ranks have loaded. What was sent is no vote,
-            and a copy that two nodes have read is one.
+        plan: the plan that the ranks have executed.
+        digests_by_node: digests of what the ranks of each node have loaded. Each holder has one vote. Nodes
+            that received the state have none, and two nodes that read one copy have one together.
 
     """
     votes: dict[str, set[str]] = {}
     for node, copy in plan.holders:
         votes.setdefault(copy.owner_node, set()).update(digests_by_node[node])
     if any(len(digests) != 1 for digests in votes.values()):
-        return ()  # ranks that loaded the same bytes differ: that is no copy's fault
+        return ()  # ranks that loaded the same bytes differ: no saved state is to blame
     voted = [next(iter(digests)) for digests in votes.values()]
     right = max(voted, key=voted.count, default="")
     if 2 * voted.count(right) <= len(voted):
@@ -183,15 +182,15 @@ def find_minority_holders(plan: ResumePlan, digests_by_node: Mapping[str, Sequen
 
 
 def choose_resume_plan(inventories: Sequence[Inventory], mode: str) -> ResumePlan:
-    """Pick the newest copy that some node holds.
+    """Choose the newest saved state of all nodes.
 
     Args:
-        inventories: one for each node, in any order.
-        mode: auto, must or never.
+        inventories: one per node, in any order.
+        mode: "auto", "must" or "never", as ``--resume``.
 
     Raises:
-        NoValidCheckpointError: copies exist and none may be loaded; or the newest is of a newer format; or
-            none exists and mode is ``must``, or a node is known to have had one.
+        NoValidCheckpointError: saved states exist and none may be loaded; the newest has a newer format; none
+            exists and mode is "must"; or none exists now and a node is known to have had one.
 
     """
     nodes = sorted(inventories, key=lambda inventory: inventory.local_leader_rank)
@@ -207,7 +206,7 @@ def choose_resume_plan(inventories: Sequence[Inventory], mode: str) -> ResumePla
     return replace(
         plan,
         generation=1 + max(_newest_known_generation(nodes), floor),
-        # What is older than the chosen copy would not have been taken anyway.
+        # Rejected states that are older than the chosen one would not have been used anyway.
         rejected=tuple(dict.fromkeys(r for i in nodes for r in i.rejected if r.version >= plan.version)),
         recomputed_steps=max(0, lived.last_step - plan.step) if lived.last_generation > floor else 0,
         previous_world_size=lived.last_world_size,
@@ -222,8 +221,8 @@ def _plan_from_newest(nodes: Sequence[Inventory], readable: Mapping[str, Sequenc
         same = [copy for copy in readable.get(node.node, ()) if (copy.version, copy.epoch) == newest]
         if same:
             held[node.node] = min(same, key=lambda c: _preference_key(c, node.node))
-    # Where replicas may differ (BatchNorm's buffers) rank 0's are the job's, as in DDP itself. Two copies of
-    # one writer are the same bytes: then the faster tier's.
+    # BatchNorm's buffers may differ between replicas; rank 0's count, as in DDP. Two states of one writer
+    # have the same bytes: the faster tier is used.
     source = min(
         (n for n in nodes if n.node in held),
         key=lambda n: (held[n.node].writer_rank, held[n.node].tier != MEMORY, n.local_leader_rank),
@@ -240,7 +239,7 @@ def _plan_from_newest(nodes: Sequence[Inventory], readable: Mapping[str, Sequenc
 
 
 def _preference_key(saved_state: SavedState, node: str) -> tuple[bool, bool, int, str]:
-    """Which of several equal copies ``node`` reads: its own before another's, memory before disk."""
+    """Return the key by which ``node`` chooses among equal states: its own first, then memory."""
     return (
         saved_state.owner_node != node,
         saved_state.tier != MEMORY,
@@ -259,17 +258,17 @@ def _plan_cold_start(nodes: Sequence[Inventory], mode: str) -> ResumePlan:
 
 
 def _min_generation(nodes: Sequence[Inventory]) -> int:
-    """The generation that was newest when this start of the job began.
+    """Return the newest generation from before this start of the job.
 
-    A node whose supervisor has been in a world of this start knows it. When none has, this is the start,
-    and every generation known to anybody is older than it.
+    A node that has been in a generation of this start knows it. If no node has, this is the first generation
+    of the start, and every known generation is older.
     """
     began = [inventory.min_generation for inventory in nodes if inventory.has_joined_world]
     return min(began) if began else _newest_known_generation(nodes)
 
 
 def _newest_known_generation(nodes: Sequence[Inventory]) -> int:
-    """Give the greatest generation that anybody knows of, also from copies that are gone or unreadable."""
+    """Return the greatest generation that any node knows, also of deleted and unreadable states."""
     copies = [copy.generation for node in nodes for copy in node.saved_states]
     rejected = [r.version[0] for node in nodes for r in node.rejected if r.kind != "foreign"]
     return max([*(max(node.generation, node.committed_generation) for node in nodes), *copies, *rejected])
@@ -278,29 +277,29 @@ def _newest_known_generation(nodes: Sequence[Inventory]) -> int:
 def _refuse_to_go_back(
     nodes: Sequence[Inventory], min_generation: int, readable: Sequence[tuple[int, int]]
 ) -> None:
-    """Raise when a copy that is not older than the newest of ``readable`` may not be passed over."""
+    """Raise if a state of a newer format is at least as new as the newest readable one."""
     newest = max(readable, default=(-1, -1))
     found = [r for node in nodes for r in node.rejected if r.blocks_older]
     found = [r for r in found if r.version[0] > min_generation and r.version >= newest]
     if found:
         raise NoValidCheckpointError(
-            f"the newest checkpoint is of a newer elastic_resume ({_list_rejected(found)}). Nothing was changed. "
-            "Upgrade elastic_resume on every node. To go back on purpose move it elsewhere, or use "
+            f"a newer elastic_resume wrote the newest checkpoint ({_list_rejected(found)}). Nothing was changed. "
+            "Upgrade elastic_resume on every node. To go back on purpose, move that checkpoint elsewhere or use "
             "--resume never."
         )
 
 
 def _refuse_to_start_over(nodes: Sequence[Inventory], min_generation: int) -> None:
-    """Raise when copies newer than ``floor`` exist or have existed: a fresh start would forget them."""
+    """Raise if states newer than ``min_generation`` exist or existed: a fresh start would lose them."""
     found = [rejected for node in nodes for rejected in node.rejected if rejected.version[0] > min_generation]
-    if min_generation >= 0:  # an earlier lineage was set aside on purpose, and what is another job's with it
+    if min_generation >= 0:  # `--resume never` ignores an earlier history, and states of other jobs with it
         found = [rejected for rejected in found if rejected.kind != "foreign"]
     if found:
         error = NoValidCheckpointError(
             f"checkpoints exist and none can be loaded ({_list_rejected(found)}). Nothing was deleted. "
             "Repair one, or start over on purpose with --resume never."
         )
-        # What could not be read just now may be read by the next attempt.
+        # A read that failed now may succeed at the next attempt.
         error.is_deterministic = not any(rejected.kind == "unreadable" for rejected in found)
         raise error
     had = [node.node for node in nodes if node.committed_generation > max(min_generation, 0)]
@@ -319,7 +318,7 @@ def _list_rejected(rejected: Sequence[RejectedState]) -> str:
 def reject_saved_state(
     inventory: Inventory, saved_state: SavedState, name: str, reason: str, kind: str = "corrupt"
 ) -> Inventory:
-    """The inventory of a node that has just failed to read ``copy``."""
+    """Return the inventory of a node that has just failed to read ``saved_state``."""
     return replace(
         inventory,
         saved_states=tuple(kept for kept in inventory.saved_states if kept != saved_state),

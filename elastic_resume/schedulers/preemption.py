@@ -212,8 +212,8 @@ def _parse_source(word: str) -> NoticeSource:
     rest = rest.strip()
     if kind in METADATA_URLS and bool(colon) == bool(rest):
         base = _parse_base_url(word, rest) if rest else METADATA_URLS[kind]
-        look = {"aws": Ec2Metadata, "gcp": ComputeEngineMetadata, "azure": AzureMetadata}[kind](base).look
-        return NoticeSource(word, look)
+        poll = {"aws": Ec2Metadata, "gcp": ComputeEngineMetadata, "azure": AzureMetadata}[kind](base).poll
+        return NoticeSource(word, poll)
     if kind == "file" and rest:
         path = Path(rest).expanduser().absolute()
         return NoticeSource(word, lambda: poll_file(path), FILE_POLL_S)

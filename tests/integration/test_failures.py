@@ -140,15 +140,15 @@ def test_the_same_error_on_every_node_before_the_first_step_fails_at_once(make: 
     cluster.stop()
     cluster.start(script, str(cluster.directory / "job"))
     assert cluster.wait_exit(60) == [1, 1]
-    assert "the same error on all 2 nodes before anybody took a step" in last_line(cluster, 0)
+    assert "the same error on all 2 nodes before the first step" in last_line(cluster, 0)
 
 
-def test_a_poisoned_step_is_named(make: Make) -> None:
+def test_deterministic_failure_of_one_step_is_named(make: Make) -> None:
     """The same exception at the same step three times ends the job, whatever the budget."""
     cluster = make("poison", nodes=2, flags=("--max-no-progress", "9"))
     assert cluster.wait_exit(90) == [1, 1]
     for index in range(2):
-        assert "step 6 is poisoned: 3 times in a row it ended in the same exception." in last_line(
+        assert "step 6 fails deterministically: 3 times in a row with the same exception." in last_line(
             cluster, index
         )
         assert rounds(cluster, index) == [2, 2, 2]
@@ -160,7 +160,9 @@ def test_a_node_that_fails_alone_leaves_and_the_others_go_on(make: Make) -> None
     """Three times without progress would end the job; two nodes are enough, so the third leaves with 75."""
     cluster = make("segfault")
     assert cluster.wait_exit(90, only=[1]) == [75]
-    assert "node n1 leaves the job: the last 3 failures were of node n1 alone." in last_line(cluster, 1)
+    assert "node n1 leaves the job: the last 3 failures were caused by node n1 alone." in last_line(
+        cluster, 1
+    )
     assert "restarting in 1 s, because training made no progress" in cluster.output(1)
     cluster.wait(lambda: rounds(cluster, 0)[-1:] == rounds(cluster, 2)[-1:] == [2], "a world of two")
     assert "node n1 is excluded" in cluster.output(0)
@@ -174,7 +176,7 @@ def test_exclude_after_counts_though_steps_advance(make: Make) -> None:
     """Twice was what the user allowed."""
     cluster = make("late-segfault", flags=("--exclude-after", "2"))
     assert cluster.wait_exit(90, only=[1]) == [75]
-    assert "the last 2 failures were of node n1 alone" in last_line(cluster, 1)
+    assert "the last 2 failures were caused by node n1 alone" in last_line(cluster, 1)
     cluster.wait(lambda: rounds(cluster, 0)[-1:] == rounds(cluster, 2)[-1:] == [2], "a world of two")
     finish(cluster)
     assert cluster.wait_exit(60) == [0, 0]

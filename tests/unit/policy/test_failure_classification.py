@@ -216,7 +216,7 @@ def test_a_lost_connection_follows_from_any_other_failure(message: str) -> None:
 def test_several_causes_stand_in_the_order_they_were_heard_of() -> None:
     """But for what the job itself is at fault for, which goes first."""
     first, second = failure("a"), failure("b", message="boom")
-    fault = failure("c", message="fc.weight", deterministic=True)
+    fault = failure("c", message="fc.weight", is_deterministic=True)
     assert separate_root_causes([first, second]).root_causes == (first, second)
     assert separate_root_causes([first, second, fault]).root_causes == (fault, first, second)
 

@@ -37,8 +37,14 @@ AUTO, TWO = HangThreshold(), HangThreshold(2.0)
 
 def look(step: int, **more: object) -> ProgressSample:
     """One look at a rank whose beat tells its step; steps are counted from 10 on."""
-    fields = {"life": (1,), "first_step": 10, "step": step, "beat": step if step > 10 else 0, **more}
-    return ProgressSample(**{"busy": False, "between_epochs": False, **fields})  # type: ignore[arg-type]
+    fields = {
+        "incarnation": (1,),
+        "first_step": 10,
+        "step": step,
+        "progress_counter": step if step > 10 else 0,
+        **more,
+    }
+    return ProgressSample(**{"is_busy": False, "is_between_epochs": False, **fields})  # type: ignore[arg-type]
 
 
 def pulse_of(looks: Iterable[ProgressSample], since_s: float = 0.25) -> RankProgress:
@@ -76,13 +82,13 @@ def hung(patience: HangThreshold, *pulses: RankProgress) -> tuple[int, ...]:
         (AUTO, [still(600, step=12)], ()),  # two steps say little
         (TWO, [still(3, step=11)], (0,)),  # outright: from the second step on
         (TWO, [still(60), still(60, step=10)], ()),  # it waits for one in its first step
-        (TWO, [still(60, busy=True)], ()),
-        (TWO, [still(60), still(60, busy=True)], ()),  # it waits for one that is busy
-        (TWO, [still(60, beat=0)], ()),  # it has done its last step
-        (TWO, [still(60, beat=0), still(3)], (1,)),
-        (AUTO, [still(60, between_epochs=True)], ()),  # an evaluation, most likely
-        (AUTO, [still(301, between_epochs=True)], (0,)),
-        (TWO, [still(3, between_epochs=True)], (0,)),  # outright is outright
+        (TWO, [still(60, is_busy=True)], ()),
+        (TWO, [still(60), still(60, is_busy=True)], ()),  # it waits for one that is busy
+        (TWO, [still(60, progress_counter=0)], ()),  # it has done its last step
+        (TWO, [still(60, progress_counter=0), still(3)], (1,)),
+        (AUTO, [still(60, is_between_epochs=True)], ()),  # an evaluation, most likely
+        (AUTO, [still(301, is_between_epochs=True)], (0,)),
+        (TWO, [still(3, is_between_epochs=True)], (0,)),  # outright is outright
     ],
 )
 def test_a_rank_is_hung_after_its_limit_and_not_where_it_may_take_its_time(
@@ -105,9 +111,9 @@ def test_the_limit_is_ten_times_the_longest_step_of_any_rank_here() -> None:
 def test_the_first_step_and_busy_times_do_not_make_the_limit_longer() -> None:
     """Compilation for ten minutes says nothing of the steps that follow."""
     first = pulse_of([look(10)] * 2400 + [look(11), look(12), look(13), look(14)])
-    busy = hangs.update_progress(still(0), look(14, busy=True), 0.25)
+    busy = hangs.update_progress(still(0), look(14, is_busy=True), 0.25)
     for _ in range(2400):
-        busy = hangs.update_progress(busy, look(14, busy=True), 0.25)
+        busy = hangs.update_progress(busy, look(14, is_busy=True), 0.25)
     busy = hangs.update_progress(busy, look(15), 0.25)
     assert first.longest_step_s <= 0.25
     assert busy.longest_step_s <= 0.25
@@ -126,8 +132,8 @@ def test_what_the_machine_did_is_no_hang() -> None:
 
 def test_another_process_or_generation_begins_anew() -> None:
     """What an earlier one did says nothing."""
-    pulse = hangs.update_progress(still(100), look(14, life=(2,)), 0.25)
-    assert pulse == RankProgress(look(14, life=(2,)))
+    pulse = hangs.update_progress(still(100), look(14, incarnation=(2,)), 0.25)
+    assert pulse == RankProgress(look(14, incarnation=(2,)))
 
 
 def test_who_waited_for_a_busy_rank_is_not_hung_when_that_goes_on() -> None:
@@ -135,7 +141,7 @@ def test_who_waited_for_a_busy_rank_is_not_hung_when_that_goes_on() -> None:
     pulses = {0: still(0), 1: still(0)}
     for busy, seconds in ((True, 60), (False, 1.75)):
         for _ in range(round(seconds * 4)):
-            looks = {0: look(14), 1: look(14, busy=busy)}
+            looks = {0: look(14), 1: look(14, is_busy=busy)}
             pulses = hangs.pause_while_peer_busy(
                 {rank: hangs.update_progress(pulses[rank], looks[rank], 0.25) for rank in pulses}
             )
@@ -154,14 +160,14 @@ def test_the_end_of_what_kept_a_rank_busy_begins_its_time_anew() -> None:
     """The beat moves with it, and the step does not."""
     pulse = still(1)
     for _ in range(40):
-        pulse = hangs.update_progress(pulse, look(14, busy=True), 0.25)
-    pulse = hangs.update_progress(pulse, look(14, beat=99), 0.25)
+        pulse = hangs.update_progress(pulse, look(14, is_busy=True), 0.25)
+    pulse = hangs.update_progress(pulse, look(14, progress_counter=99), 0.25)
     assert (pulse.no_progress_s, hung(TWO, pulse)) == (0.0, ())
 
 
 def test_those_that_stand_with_the_hung_are_involved_and_those_that_go_on_are_not() -> None:
     """All stop within a step of the first."""
-    pulses = {0: still(2), 1: still(1.75), 2: still(0.25), 3: still(60, beat=0)}
+    pulses = {0: still(2), 1: still(1.75), 2: still(0.25), 3: still(60, progress_counter=0)}
     judgement = hangs.find_hung_ranks(pulses, TWO)
     assert judgement.hung_ranks == (0,)
     assert hangs.find_stalled_ranks(pulses, judgement) == (0, 1, 3)
@@ -185,7 +191,7 @@ def test_nobody_is_hung_that_was_not_seen_to_stand_still_for_the_limit(
         if move == "step":
             now = replace(now, step=now.step + 1, progress_counter=now.progress_counter + 100, is_busy=False)
         elif move == "restart":
-            now = look(10, life=(*now.incarnation, 1))
+            now = look(10, incarnation=(*now.incarnation, 1))
         elif move == "rest":
             now = replace(now, progress_counter=0)
         elif move == "busy":
@@ -237,7 +243,13 @@ BARRIER = (PendingCollective(13, "barrier", "0 default_pg", "[[1]]"),)
 
 def rank(number: int, **more: object) -> RankEvidence:
     """A rank that waits in an all_reduce, unless more is said."""
-    fields = {"state": "S", "step": 5, "collectives": 13, "answered": True, "pending": ALL_REDUCE}
+    fields = {
+        "process_state": "S",
+        "step": 5,
+        "num_collectives": 13,
+        "python_responded": True,
+        "pending_collectives": ALL_REDUCE,
+    }
     fields |= {"frames": IN_ALL_REDUCE, **more}
     return RankEvidence(rank=number, local_rank=number, **fields)  # type: ignore[arg-type]
 
@@ -245,30 +257,49 @@ def rank(number: int, **more: object) -> RankEvidence:
 def alone(number: int = 1, **more: object) -> list[RankEvidence]:
     """Three ranks, of which one is as said and the others wait."""
     return [
-        rank(one, **({"pending": (), "frames": (MAIN,), **more} if one == number else {})) for one in range(3)
+        rank(one, **({"pending_collectives": (), "frames": (MAIN,), **more} if one == number else {}))
+        for one in range(3)
     ]
 
 
 @pytest.mark.parametrize(
     ("evidence", "reason"),
     [
-        (alone(state="T"), r"is stopped by a signal \(SIGSTOP\) at train.py:38 in main"),
-        (alone(state="t"), "is stopped by a debugger"),
-        (alone(state="T", frames=IN_ALL_REDUCE, pending=ALL_REDUCE), "is stopped by a signal"),
-        (alone(state="D", sleeps_in="nfs_wait"), r"sleeps in the kernel \(nfs_wait\) and cannot be woken"),
-        (alone(state="Z"), "has ended"),
-        (alone(state=""), "has ended"),
-        (alone(answered=False, pending=None), r"holds the GIL \(its main thread is at train.py:38 in main\)"),
+        (alone(process_state="T"), r"is stopped by a signal \(SIGSTOP\) at train.py:38 in main"),
+        (alone(process_state="t"), "is stopped by a debugger"),
+        (
+            alone(process_state="T", frames=IN_ALL_REDUCE, pending_collectives=ALL_REDUCE),
+            "is stopped by a signal",
+        ),
+        (
+            alone(process_state="D", kernel_function="nfs_wait"),
+            r"sleeps in the kernel \(nfs_wait\) and cannot be woken",
+        ),
+        (alone(process_state="Z"), "has ended"),
+        (alone(process_state=""), "has ended"),
+        (
+            alone(python_responded=False, pending_collectives=None),
+            r"holds the GIL \(its main thread is at train.py:38 in main\)",
+        ),
         (alone(frames=IN_DATA), "waits for data at train.py:38 in main"),
         (alone(frames=IN_OPTIMIZER), "is in the optimizer's step at train.py:38"),
         (alone(frames=IN_BACKWARD), "is in backward"),  # torch knows of no collective that it waits in
-        (alone(frames=IN_BACKWARD, pending=None, cpu_share=0.9), "is in backward.* using 90% of a core"),
-        (alone(state="R", cpu_share=1.0), "stands still at train.py:38 in main, using 100% of a core"),
-        (alone(rests=True), "has done its last step, and is at train.py:38 in main"),
-        (alone(frames=()), "stands still"),
-        (alone(pending=BARRIER, frames=IN_ALL_REDUCE), r"waits in barrier \(number 13\).*left out a coll"),
         (
-            alone(pending=(PendingCollective(12, "all_reduce"),), frames=IN_ALL_REDUCE),
+            alone(frames=IN_BACKWARD, pending_collectives=None, cpu_share=0.9),
+            "is in backward.* using 90% of a core",
+        ),
+        (
+            alone(process_state="R", cpu_share=1.0),
+            "stands still at train.py:38 in main, using 100% of a core",
+        ),
+        (alone(is_finished=True), "has done its last step, and is at train.py:38 in main"),
+        (alone(frames=()), "stands still"),
+        (
+            alone(pending_collectives=BARRIER, frames=IN_ALL_REDUCE),
+            r"waits in barrier \(number 13\).*left out a coll",
+        ),
+        (
+            alone(pending_collectives=(PendingCollective(12, "all_reduce"),), frames=IN_ALL_REDUCE),
             r"waits in all_reduce \(number 12\)",
         ),
     ],
@@ -288,17 +319,21 @@ def test_the_rank_that_keeps_the_others_waiting_is_the_suspect(
 def test_a_skipped_collective_is_found_without_the_flight_recorder_too() -> None:
     """By the place in the user's code, the steps and the counts."""
     elsewhere = (*IN_ALL_REDUCE[:2], replace(MAIN, line=40))
-    evidence = [rank(0, pending=None), rank(1, pending=None, frames=elsewhere), rank(2, pending=None)]
+    evidence = [
+        rank(0, pending_collectives=None),
+        rank(1, pending_collectives=None, frames=elsewhere),
+        rank(2, pending_collectives=None),
+    ]
     assert [one.rank for one in diagnose_hang(evidence, 3).suspects] == [1]
-    evidence[1] = rank(1, pending=None, step=6)
+    evidence[1] = rank(1, pending_collectives=None, step=6)
     assert [one.rank for one in diagnose_hang(evidence, 3).suspects] == [1]
 
 
 def test_of_two_that_wait_in_different_collectives_the_one_behind_is_the_suspect() -> None:
     """With the same count nobody can tell, and both are."""
-    behind = rank(1, pending=(PendingCollective(12, "all_reduce"),))
+    behind = rank(1, pending_collectives=(PendingCollective(12, "all_reduce"),))
     assert [one.rank for one in diagnose_hang([rank(0), behind], 2).suspects] == [1]
-    both = diagnose_hang([rank(0), rank(1, pending=BARRIER)], 2)
+    both = diagnose_hang([rank(0), rank(1, pending_collectives=BARRIER)], 2)
     assert ([one.rank for one in both.suspects], both.victims) == ([0, 1], ())
 
 
@@ -321,9 +356,9 @@ def test_where_all_of_a_node_wait_the_culprit_is_on_another() -> None:
 def test_ddp_waits_under_backward_where_nothing_more_is_known() -> None:
     """An older torch, without a flight recorder: an idle backward() is taken for a wait."""
     evidence = [
-        rank(0, frames=IN_BACKWARD, pending=None),
-        rank(1, state="T"),
-        rank(2, frames=IN_BACKWARD, pending=None),
+        rank(0, frames=IN_BACKWARD, pending_collectives=None),
+        rank(1, process_state="T"),
+        rank(2, frames=IN_BACKWARD, pending_collectives=None),
     ]
     found = diagnose_hang(evidence, 3)
     assert ([one.rank for one in found.suspects], [one.rank for one in found.victims]) == ([1], [0, 2])
@@ -331,19 +366,19 @@ def test_ddp_waits_under_backward_where_nothing_more_is_known() -> None:
 
 def test_a_rank_that_is_alone_waits_for_nobody() -> None:
     """Whatever its stack looks like."""
-    found = diagnose_hang([rank(0, frames=IN_BACKWARD, pending=None)], 1)
+    found = diagnose_hang([rank(0, frames=IN_BACKWARD, pending_collectives=None)], 1)
     assert [one.reason for one in found.suspects] == ["is in backward() at train.py:38 in main"]
 
 
 def test_a_rank_that_goes_on_is_neither_suspect_nor_victim() -> None:
     """A job whose ranks do not wait for each other."""
-    found = diagnose_hang([rank(0, pending=(), frames=(MAIN,)), rank(1, stands=False)], 2)
+    found = diagnose_hang([rank(0, pending_collectives=(), frames=(MAIN,)), rank(1, is_stalled=False)], 2)
     assert ([one.rank for one in found.suspects], found.victims) == ([0], ())
 
 
 def test_it_is_said_in_one_sentence() -> None:
     """Suspects with reasons, then who waits."""
-    found = diagnose_hang(alone(state="T"), 3)
+    found = diagnose_hang(alone(process_state="T"), 3)
     assert describe_diagnosis(found) == (
         "rank 1 is stopped by a signal (SIGSTOP) at train.py:38 in main. ranks 0, 2 wait for it"
     )
@@ -374,15 +409,15 @@ def test_the_innermost_frames_tell_what_a_rank_does(frames: tuple[StackFrame, ..
             RankEvidence,
             rank=st.integers(0, 7),
             local_rank=st.integers(0, 7),
-            state=st.sampled_from(["", "S", "R", "D", "T", "t", "Z", "X", "I"]),
+            process_state=st.sampled_from(["", "S", "R", "D", "T", "t", "Z", "X", "I"]),
             step=st.integers(0, 3),
-            collectives=st.integers(0, 3),
-            answered=st.sampled_from([None, True, False]),
-            pending=st.sampled_from([None, (), ALL_REDUCE, BARRIER]),
+            num_collectives=st.integers(0, 3),
+            python_responded=st.sampled_from([None, True, False]),
+            pending_collectives=st.sampled_from([None, (), ALL_REDUCE, BARRIER]),
             frames=st.sampled_from([(), (MAIN,), IN_ALL_REDUCE, IN_BACKWARD, IN_DATA]),
             cpu_share=st.floats(0, 1),
-            stands=st.booleans(),
-            rests=st.booleans(),
+            is_stalled=st.booleans(),
+            is_finished=st.booleans(),
         ),
         max_size=8,
         unique_by=lambda one: one.rank,

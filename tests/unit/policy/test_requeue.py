@@ -123,15 +123,15 @@ def test_submitit_is_not_raced_by_a_preempted_job() -> None:
 all_facts = st.builds(
     RequeueFacts,
     end=st.sampled_from(AgentEnd),
-    word=st.sampled_from(TerminationReason),
+    termination_reason=st.sampled_from(TerminationReason),
     scheduler=st.sampled_from(["slurm", "kubernetes", "pet", "host"]),
-    idle=st.integers(0, 10),
-    only_here=st.booleans(),
-    mine=st.booleans(),
-    alone=st.booleans(),
-    other=st.sampled_from(["", "submitit"]),
-    scontrol=st.booleans(),
-    off=st.booleans(),
+    starts_without_progress=st.integers(0, 10),
+    is_single_node=st.booleans(),
+    is_requester=st.booleans(),
+    only_this_node_ends=st.booleans(),
+    other_requeuer=st.sampled_from(["", "submitit"]),
+    has_scontrol=st.booleans(),
+    is_disabled=st.booleans(),
 )
 
 

@@ -261,13 +261,13 @@ POISON: list[tuple[str, list[RoundResult], bool]] = [
 
 
 @pytest.mark.parametrize(("history", "poisoned"), [row[1:] for row in POISON], ids=[row[0] for row in POISON])
-def test_a_poisoned_step_is_named(history: list[RoundResult], poisoned: bool) -> None:
+def test_deterministic_failure_of_one_step_is_named(history: list[RoundResult], poisoned: bool) -> None:
     """The job fails before its budget is spent, and the reason names step, exception and place."""
     decision = decide_restart(history, LAX, world())
     assert decision.ends_job is poisoned
     if poisoned:
         assert decision.reason.startswith(
-            "step 20 is poisoned: 3 times in a row it ended in the same exception."
+            "step 20 fails deterministically: 3 times in a row with the same exception."
         )
         assert "ValueError: bad sample" in decision.reason
 
@@ -352,7 +352,7 @@ def test_a_node_that_fails_alone_is_left_out(
     assert decision.action is action
     if action is RestartAction.EXCLUDE:
         assert decision.node == "b"
-        assert "of node b alone. Last: rank 1 was killed by SIGSEGV." in decision.reason
+        assert "caused by node b alone. Last: rank 1 was killed by SIGSEGV." in decision.reason
 
 
 # ---- what the coordinator told, and how long to wait ---------------------------------------------------

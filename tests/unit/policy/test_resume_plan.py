@@ -87,14 +87,14 @@ def test_must_without_any_copy_is_an_error() -> None:
 
 def test_never_sets_aside_what_is_older_than_this_start() -> None:
     """At the start of the job nobody has been in a world: every known generation is older."""
-    plan = choose_resume_plan([node("a", 0, (3, 50), floor=3), node("b", 1)], "never")
+    plan = choose_resume_plan([node("a", 0, (3, 50), min_generation=3), node("b", 1)], "never")
     assert (plan.kind, plan.generation) == ("cold", 4)
 
 
 def test_never_keeps_what_this_start_has_saved() -> None:
     """After a failure in generation 4 of a job started with never, its own checkpoint counts."""
-    survivor = node("a", 0, (3, 50), (4, 10), floor=3, began=True)
-    returned = node("b", 1, (3, 50), generation=4, floor=4)
+    survivor = node("a", 0, (3, 50), (4, 10), min_generation=3, has_joined_world=True)
+    returned = node("b", 1, (3, 50), generation=4, min_generation=4)
     plan = choose_resume_plan([survivor, returned], "never")
     assert (plan.kind, plan.source_generation, plan.step) == ("checkpoint", 4, 10)
 
@@ -103,7 +103,9 @@ def test_never_does_not_forget_an_unreadable_copy_of_this_start() -> None:
     """The only copy of this start turns out corrupt: an error, as under auto."""
     bad = RejectedState("a", "g000004-s0000000010", "digest", (4, 10))
     with pytest.raises(NoValidCheckpointError, match="none can be loaded"):
-        choose_resume_plan([node("a", 0, (3, 50), floor=3, began=True, rejected=(bad,))], "never")
+        choose_resume_plan(
+            [node("a", 0, (3, 50), min_generation=3, has_joined_world=True, rejected=(bad,))], "never"
+        )
 
 
 def test_lost_steps_are_those_finished_after_the_chosen_copy() -> None:
@@ -208,8 +210,8 @@ def test_the_lineage_that_was_set_aside_is_known_to_later_nodes_too() -> None:
     start = choose_resume_plan([node("a", 0, (3, 50)), node("b", 1)], "never")
     assert start.min_generation == 3
     again = [
-        node("a", 0, (3, 50), generation=4, floor=start.min_generation, began=True),
-        node("b", 1, generation=4, floor=start.min_generation, began=True),
+        node("a", 0, (3, 50), generation=4, min_generation=start.min_generation, has_joined_world=True),
+        node("b", 1, generation=4, min_generation=start.min_generation, has_joined_world=True),
     ]
     assert choose_resume_plan(again, "never").kind == "cold"
     assert choose_resume_plan([node("a", 0, (3, 50))], "auto").min_generation == -1
@@ -217,7 +219,14 @@ def test_the_lineage_that_was_set_aside_is_known_to_later_nodes_too() -> None:
 
 def test_another_jobs_directory_does_not_keep_never_from_starting_again() -> None:
     """It has nothing to do with this lineage; under auto it is an error to find nothing else."""
-    stray = node("a", 0, generation=4, floor=3, began=True, rejected=(refused("a", (9, 9), "foreign"),))
+    stray = node(
+        "a",
+        0,
+        generation=4,
+        min_generation=3,
+        has_joined_world=True,
+        rejected=(refused("a", (9, 9), "foreign"),),
+    )
     plan = choose_resume_plan([stray], "never")
     assert (plan.kind, plan.generation) == ("cold", 5)
     with pytest.raises(NoValidCheckpointError, match="none can be loaded"):
@@ -226,7 +235,7 @@ def test_another_jobs_directory_does_not_keep_never_from_starting_again() -> Non
 
 def test_a_node_that_had_checkpoints_does_not_begin_anew_in_silence() -> None:
     """They were removed, or something is not mounted. A wiped disk has forgotten this too."""
-    had = node("a", 0, generation=4, committed=3)
+    had = node("a", 0, generation=4, committed_generation=3)
     with pytest.raises(NoValidCheckpointError, match=r"a: had checkpoints of this job.*--resume never"):
         choose_resume_plan([node("b", 1), had], "auto")
     assert choose_resume_plan([had, node("b", 1, (3, 7))], "auto").version == (3, 7)
@@ -270,8 +279,8 @@ def test_a_valid_copy_of_a_newer_format_never_leads_to_less(
             *copies,
             generation=known,
             rejected=tuple(refused(f"n{i}", order, kind) for order, kind in bad),
-            floor=max(noted, 0),
-            began=noted >= 0 and i == 0,
+            min_generation=max(noted, 0),
+            has_joined_world=noted >= 0 and i == 0,
         )
         for i, (copies, bad, known) in enumerate(world)
     ]

@@ -258,7 +258,7 @@ def test_all_who_make_the_token_at_once_get_the_same_and_nobody_else_reads_it(tm
     """Eight processes; none sees a part of it."""
     code = (
         "import sys; from pathlib import Path; from elastic_resume.schedulers.shared_dir import SharedDir\n"
-        "print(SharedDir(Path(sys.argv[1]), 'slurm-1').token(make=True).read_text())"
+        "print(SharedDir(Path(sys.argv[1]), 'slurm-1').wait_for_token(create=True).read_text())"
     )
     started = [
         subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)

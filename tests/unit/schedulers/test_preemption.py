@@ -289,7 +289,7 @@ def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[Metadata]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    monkeypatch.setattr(notices, "ask", partial(request_metadata, timeout_s=TIMEOUT_S))
+    monkeypatch.setattr(notices, "request_metadata", partial(request_metadata, timeout_s=TIMEOUT_S))
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
@@ -470,7 +470,7 @@ def program(tmp_path: Path) -> Path:
 
 def test_a_command_is_a_notice_when_it_ends_well(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first line is the reason; no shell reads it."""
-    monkeypatch.setattr(notices, "run_command", partial(notices.poll_command, timeout_s=TIMEOUT_S))
+    monkeypatch.setattr(notices, "poll_command", partial(notices.poll_command, timeout_s=TIMEOUT_S))
     own = f"command:{sys.executable} -I -S {shlex.quote(str(program))} "
     looked = {word: parse_sources(own + f"'{word}'")[0].poll() for word in ("no", "flood", "$HOME", "quiet")}
     assert looked["no"] is None

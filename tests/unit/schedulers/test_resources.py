@@ -44,5 +44,5 @@ def test_too_little_shared_memory_is_told_with_what_to_do(
     """A container's default has 64 MB."""
     assert resources.check_shared_memory(tmp_path) == ""
     assert "medium: Memory" in resources.check_shared_memory(tmp_path / "none")
-    monkeypatch.setattr(resources, "LITTLE_SHARED_MEMORY", 1 << 62)
+    monkeypatch.setattr(resources, "MIN_SHARED_MEMORY_BYTES", 1 << 62)
     assert "--shm-size" in resources.check_shared_memory(tmp_path)
