@@ -1,15 +1,17 @@
-"""What ended each generation of a job, and what that cost: the one derivation of incidents. Pure.
+"""Derive why each generation of a job ended, and what its end cost. Pure.
 
-A `Tally` folds events into what is known of each generation (`Turn`). `end_of` then names the cause:
+`IncidentTracker` folds events into one `GenerationState` for each generation. `analyze_end` compares it
+with the next generation's state and names the root cause:
 
-1. The agents' verdict, which rests on the order in which their leader heard of failures and not on clocks.
-2. Without one, the same judgement of the same failures (`failures.dated`): a death or exception that nothing
-   else explains comes before a node that fell silent, and both before the echo of a peer's death.
-3. Else the reason that the leader gave.
+1. The agents' verdict, if there is one. It rests on the order in which the leader received failures, not on
+   clocks.
+2. Otherwise the failures in the events. A death or an exception without another explanation comes before a
+   node that became silent, and both come before secondary failures.
+3. Otherwise the reason that the leader gave for the restart.
 
-Exits of workers that were told to stop are no failures. A live status and its metrics feed the tally one
-event at a time, in any order, and it remembers the newest `KEPT` generations; its sums forget nothing. A
-report feeds it all events at once (`fold`).
+Exits of workers that their agent stopped are no failures. A live status records one event at a time, in
+any order, and keeps the newest `MAX_GENERATIONS` generations; its totals include those that it dropped. A
+report records all events at once, in order (`track_incidents`).
 """
 
 from __future__ import annotations
@@ -22,20 +24,28 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from elastic_resume.events import MAX_COUNT_VALUE, Event, get_boot_time, get_count, get_seconds
-from elastic_resume.policy import failure_classification
-from elastic_resume.policy.failure_classification import Failure, describe_failure
+from elastic_resume.policy.failure_classification import (
+    FAILURE_KINDS,
+    MAX_TEXT_CHARS,
+    NODE_FAILURE_KINDS,
+    PREEMPTED,
+    Failure,
+    classify_with_times,
+    describe_failure,
+    make_node_failure,
+)
 
 MAX_GENERATIONS = 64
 MAX_FAILURE_EVENTS = 256
-"""Events of failed workers that are kept of a generation while a job runs: its verdict tells of all."""
+"""Events of failed workers kept for each generation while a job runs; its verdict names all of them."""
 UNKNOWN, WHOLE_JOB = "unknown", "job"
 STOPPED, JOINED, FINISHED, OPEN = "stopped", "joined", "finished", "open"
-INCIDENT_KINDS = (*failure_classification.FAILURE_KINDS, WHOLE_JOB, UNKNOWN)
-"""Ends that are failures."""
+INCIDENT_KINDS = (*FAILURE_KINDS, WHOLE_JOB, UNKNOWN)
+"""Kinds of ends that are failures."""
 RECOVERY_BUCKETS_S = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
-"""Of the histogram of recoveries, the last one open: from a warm restart to a large state sent anew."""
+"""Upper bounds of the histogram of recoveries; a last bucket without a bound follows."""
 NODES_JOINED_REASON = "newcomers are here"
-"""Why a leader ends a world that nothing befell (`rendezvous.leading`)."""
+"""The reason in a leader's restart message if no failure ended the generation."""
 _RESTART_PATTERN = re.compile(r"generation (\d{1,16}) is over: (.*)", re.DOTALL)
 _WORKER_EVENT_KINDS = frozenset({"failure", "worker-exit", "hang", "hang-ended"})
 _LOST, _STILL_RUNNING, _SIGNALLED, _FAILED, _DONE = "lost", "stays", "signalled", "failed", "done"
@@ -46,9 +56,9 @@ _STATUS_BY_OUTCOME = {"signalled": _SIGNALLED, "left": _SIGNALLED, "failed": _FA
 class GenerationEnd:
     """Why a generation ended.
 
-    ``kind``: of `KINDS` if that was a failure; else stopped (all of the job was told to), joined, finished,
-    or open (it runs, or was killed as a whole). ``node`` and ``rank`` failed first. ``also``: other failures
-    of their own; ``cascade``: what followed. ``t`` None: the cause left no time behind.
+    ``kind`` is one of `INCIDENT_KINDS` for a failure. Else it is stopped (the whole job was stopped on
+    request), joined (nodes joined), finished, or open (it runs, or was killed as a whole). ``node`` and
+    ``rank`` name the root cause. ``t`` is None if the root cause left no time.
     """
 
     kind: str
@@ -67,7 +77,7 @@ class GenerationEnd:
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """A failure that ended a generation, and its cost. Times are Unix seconds, spans are seconds."""
+    """A failure that ended a generation, and its cost. Times are Unix seconds."""
 
     generation: int
     kind: str
@@ -75,14 +85,18 @@ class Incident:
     t: float | None
     recomputed_steps: int | None = None
     recovery_s: float | None = None
-    """From the first sign to the first step of the next generation; None while that is to come."""
+    """From the first sign to the first step of the next generation; None before that step."""
     node: str = ""
     rank: int | None = None
 
 
 @dataclass(slots=True)
 class IncidentTotals:
-    """Over all incidents. ``recoveries``: a count for each of `BOUNDS_S`, and one for what took longer."""
+    """Sums over all incidents.
+
+    ``recovery_buckets`` counts recoveries for each bound of `RECOVERY_BUCKETS_S`, then those that took
+    longer.
+    """
 
     incidents: Counter[str] = field(default_factory=Counter)
     recomputed_steps: int = 0
@@ -90,17 +104,17 @@ class IncidentTotals:
     recovery_s: float = 0.0
 
     def add(self, incident: Incident) -> None:
-        """Count one more."""
+        """Add one incident."""
         self.incidents[incident.kind] += 1
         self.recomputed_steps += incident.recomputed_steps or 0
         if incident.recovery_s is not None:
-            place = sum(incident.recovery_s > bound for bound in RECOVERY_BUCKETS_S)
-            self.recovery_buckets[place] += 1
+            bucket = sum(incident.recovery_s > bound for bound in RECOVERY_BUCKETS_S)
+            self.recovery_buckets[bucket] += 1
             self.recovery_s += incident.recovery_s
 
 
 class _AgentStatus(NamedTuple):
-    """What became of a node's agent at the end of a generation: lost, stays, signalled, failed or done."""
+    """How a node's agent left a generation: lost, stays, signalled, failed or done."""
 
     kind: str
     t: float | None
@@ -109,22 +123,21 @@ class _AgentStatus(NamedTuple):
 
 @dataclass(slots=True)
 class _NodePosition:
-    """The generation of a node: when it heard of that, when its workers last wrote, its agent's process."""
+    """The generation that a node is in."""
 
     generation: int
     since_t: float
     last_event_t: float
-    pid: int | None  # None: not told
+    pid: int | None  # of its agent; None: unknown
 
 
 @dataclass(slots=True)
 class GenerationState:
-    """What is known of one generation.
+    """What the events say of one generation.
 
-    ``named`` are its nodes as its resume lists them, ``nodes`` those that were heard of, ``size`` how many
-    there are. ``lost_steps`` are of the generation before, as its ranks noted their steps: a power cut may
-    have taken some notes. ``outlived``: an agent of it was in the next one, to which it would have told a
-    failure. ``changes`` counts what was taken in.
+    ``listed_nodes`` are the nodes in its resume event, ``observed_nodes`` those that wrote events of it.
+    ``recomputed_steps`` are steps of the *previous* generation. ``has_surviving_agent``: an agent of it
+    reached the next generation, so it would have reported a failure. ``revision`` counts changes.
     """
 
     start_t: float | None = None
@@ -157,31 +170,31 @@ class GenerationState:
 
     @property
     def knows_all_members(self) -> bool:
-        """Whether `members` are all."""
+        """Whether `members` is complete."""
         return bool(self.listed_nodes) or len(self.observed_nodes) >= self.num_nodes
 
 
 class IncidentTracker:
-    """The incidents of one job, as far as one node hears of them."""
+    """Tracks the incidents of one job from events, with bounded memory."""
 
     def __init__(
         self, max_generations: int = MAX_GENERATIONS, max_failure_events: int = MAX_FAILURE_EVENTS
     ) -> None:
-        """``kept``: how many generations are remembered; ``most_failures``: events of each one's failures."""
+        """Keep ``max_generations`` generations, and ``max_failure_events`` events of failures for each."""
         self._max_generations = max_generations
         self._max_failure_events = max_failure_events
         self._generations: dict[int, GenerationState] = {}
-        self._node_positions: dict[str, _NodePosition] = {}  # by node
-        self._agent_pids: dict[str, int | None] = {}  # process of each node's agent
+        self._node_positions: dict[str, _NodePosition] = {}
+        self._agent_pids: dict[str, int | None] = {}
         self._evicted_totals = IncidentTotals()
-        self._boot_times: dict[str, float] = {}  # when each boot was, by the first that was heard of it
+        self._boot_times: dict[str, float] = {}  # Unix time of each boot, by its first event
         self._cached_incidents: dict[int, tuple[tuple[int, ...], Incident | None]] = {}
 
     def record(self, event: Event, max_generation: int = MAX_COUNT_VALUE) -> None:
-        """Take in one event; one of a kind or form that says nothing here changes nothing.
+        """Record one event; ignore an event whose kind or form is unknown.
 
-        ``newest``: no generation beyond it can have begun. One that a broken node made up would have those
-        forgotten that have.
+        No generation beyond ``max_generation`` can have begun. A made-up number would push out the real
+        ones.
         """
         t, since = get_seconds(event), get_boot_time(event)
         if t is not None and since is not None:  # a wall clock may jump
@@ -190,12 +203,10 @@ class IncidentTracker:
             self.record_at(event, t, max_generation)
 
     def record_at(self, event: Event, t: float, max_generation: int = MAX_COUNT_VALUE) -> None:
-        """Take in an event that happened at ``t``, a time that is comparable with the others'."""
+        """Record an event that happened at ``t``, a time comparable with the other events' times."""
         kind, node = event.get("event"), str(event.get("node", ""))
         generation = get_count(event, "generation") or None
-        if kind == "round":
-            self._record_round(event, node, generation, t)
-        elif kind == "agent-start":
+        if kind == "agent-start":
             self._record_agent_start(event, node, t)
         elif kind == "agent-end":
             self._record_agent_end(event, node, t)
@@ -205,185 +216,183 @@ class IncidentTracker:
             self._record_worker_event(event, node, generation, t)
         elif generation is None:
             return
+        elif kind == "round":
+            self._record_round(event, node, generation, t)
         elif kind == "resume":
             _record_resume(self._get_or_create_state(generation), event, t)
         elif kind == "worker-start":
             self._record_membership(node, generation, t)
-            turn = self._get_or_create_state(generation)
-            if turn.start_step is None:
-                turn.start_step = get_count(event, "step")
+            state = self._get_or_create_state(generation)
+            if state.start_step is None:
+                state.start_step = get_count(event, "step")
         elif kind == "verdict":
-            turn = self._get_or_create_state(generation)
-            turn.root_causes = turn.root_causes or _parse_failures(event.get("causes"))
-            turn.secondary_failures = turn.secondary_failures or _parse_failures(event.get("cascade"))
+            state = self._get_or_create_state(generation)
+            state.root_causes = state.root_causes or _parse_failures(event.get("causes"))
+            state.secondary_failures = state.secondary_failures or _parse_failures(event.get("cascade"))
         elif kind in {"step", "commit", "run-end"}:
             self._record_step(event, node, generation, t)
 
     # ---- events of workers ---------------------------------------------------------------------------
 
     def _record_step(self, event: Event, node: str, generation: int, t: float) -> None:
-        turn, step = self._get_or_create_state(generation), get_count(event, "step")
+        state, step = self._get_or_create_state(generation), get_count(event, "step")
         if step is not None:
-            turn.last_step = max(step, turn.last_step or 0)
-        if event["event"] == "commit":  # whose process may outlive the generation
+            state.last_step = max(step, state.last_step or 0)
+        if event["event"] == "commit":  # the committer may outlive the generation
             return
-        turn.last_event_t = max(t, turn.last_event_t or t)
+        state.last_event_t = max(t, state.last_event_t or t)
         if event["event"] == "step":
-            turn.first_step_t = min(t, turn.first_step_t or t)
-            turn.last_step_t = max(t, turn.last_step_t or t)
+            state.first_step_t = min(t, state.first_step_t or t)
+            state.last_step_t = max(t, state.last_step_t or t)
         else:
-            turn.finished_ranks.add(get_count(event, "rank"))
-            turn.finished_nodes.add(node)
-        place = self._node_positions.get(node)
-        if place and place.generation == generation:
-            place.last_event_t = max(place.last_event_t, t)
+            state.finished_ranks.add(get_count(event, "rank"))
+            state.finished_nodes.add(node)
+        position = self._node_positions.get(node)
+        if position and position.generation == generation:
+            position.last_event_t = max(position.last_event_t, t)
 
     def _record_worker_event(self, event: Event, node: str, generation: int | None, t: float) -> None:
-        place = self._node_positions.get(node)
+        position = self._node_positions.get(node)
         if generation is None:
-            if place is None or t < place.since_t:  # one of an earlier generation may be told again
+            if position is None or t < position.since_t:  # an old event may arrive again
                 return
-            generation = place.generation
-        turn = self._get_or_create_state(generation)
-        turn.last_event_t = max(t, turn.last_event_t or t)
-        if place and place.generation == generation and event["event"] != "worker-exit":
-            place.last_event_t = max(place.last_event_t, t)
+            generation = position.generation
+        state = self._get_or_create_state(generation)
+        state.last_event_t = max(t, state.last_event_t or t)
+        if position and position.generation == generation and event["event"] != "worker-exit":
+            position.last_event_t = max(position.last_event_t, t)
         if event["event"] == "worker-exit":
             if event.get("stopped"):
-                turn.workers_stopped_t = min(t, turn.workers_stopped_t or t)
+                state.workers_stopped_t = min(t, state.workers_stopped_t or t)
             failed = (event.get("exit_code") or event.get("signal")) and not event.get("stopped")
-            # A stub whose agent died has stopped its worker by SIGKILL, which tells when that was.
+            # A launcher shim whose agent died kills its worker with SIGKILL; that dates the agent's death.
             if not (failed or event.get("stuck") or event.get("signal") == "SIGKILL"):
                 return
         elif event["event"] == "hang":
-            turn.detected_t = min(t, turn.detected_t or t)
-        if turn.num_failure_events < self._max_failure_events:
-            turn.num_failure_events += 1
-            turn.events.setdefault(node, []).append({**event, "t": t, "traceback": None})
+            state.detected_t = min(t, state.detected_t or t)
+        if state.num_failure_events < self._max_failure_events:
+            state.num_failure_events += 1
+            state.events.setdefault(node, []).append({**event, "t": t, "traceback": None})
 
     # ---- events of agents ----------------------------------------------------------------------------
 
-    def _record_round(self, event: Event, node: str, generation: int | None, t: float) -> None:
-        place, pid = self._node_positions.get(node), get_count(event, "pid") or None
-        before = place.pid if place else None
+    def _record_round(self, event: Event, node: str, generation: int, t: float) -> None:
+        position, pid = self._node_positions.get(node), get_count(event, "pid") or None
+        old_pid = position.pid if position else None
         self._agent_pids[node] = pid
-        if place and pid and before and t >= place.since_t and generation != place.generation:
-            turn = self._get_or_create_state(place.generation)
-            if pid != before:
-                turn.agent_statuses.setdefault(node, _AgentStatus(_LOST, place.last_event_t))
-            elif generation is None or generation > place.generation:
-                turn.agent_statuses.setdefault(node, _AgentStatus(_STILL_RUNNING, t))
-                turn.has_surviving_agent |= generation is not None
-        if generation:
-            self._record_membership(node, generation, t)
-            turn = self._get_or_create_state(generation)
-            turn.num_nodes = max(turn.num_nodes, get_count(event, "num_nodes") or 0)
+        if position and pid and old_pid and t >= position.since_t and generation != position.generation:
+            state = self._get_or_create_state(position.generation)
+            if pid != old_pid:
+                state.agent_statuses.setdefault(node, _AgentStatus(_LOST, position.last_event_t))
+            elif generation > position.generation:
+                state.agent_statuses.setdefault(node, _AgentStatus(_STILL_RUNNING, t))
+                state.has_surviving_agent = True
+        self._record_membership(node, generation, t)
+        state = self._get_or_create_state(generation)
+        state.num_nodes = max(state.num_nodes, get_count(event, "num_nodes") or 0)
 
     def _record_membership(self, node: str, generation: int, t: float) -> None:
-        """A node takes part in a generation."""
-        turn, place = self._get_or_create_state(generation), self._node_positions.get(node)
-        turn.start_t = min(t, turn.start_t or t)
-        turn.observed_nodes.add(node)
-        if place is None or place.generation != generation:
-            if place is None or t >= place.since_t:
+        """Record that a node takes part in a generation."""
+        state, position = self._get_or_create_state(generation), self._node_positions.get(node)
+        state.start_t = min(t, state.start_t or t)
+        state.observed_nodes.add(node)
+        if position is None or position.generation != generation:
+            if position is None or t >= position.since_t:
                 self._node_positions[node] = _NodePosition(generation, t, t, self._agent_pids.get(node))
         else:
-            place.last_event_t = max(place.last_event_t, t)
+            position.last_event_t = max(position.last_event_t, t)
 
     def _record_agent_start(self, event: Event, node: str, t: float) -> None:
-        place = self._node_positions.get(node)
+        position = self._node_positions.get(node)
         self._agent_pids[node] = get_count(event, "pid") or None
-        if place and t >= place.since_t:
-            self._get_or_create_state(place.generation).agent_statuses.setdefault(
-                node, _AgentStatus(_LOST, place.last_event_t)
+        if position and t >= position.since_t:
+            self._get_or_create_state(position.generation).agent_statuses.setdefault(
+                node, _AgentStatus(_LOST, position.last_event_t)
             )
-        begun = (n for n, turn in self._generations.items() if turn.start_t is not None and turn.start_t < t)
-        newest = max(begun, default=0)
-        if (
-            newest
-            and node in self._generations[newest].listed_nodes
-            and (not place or place.generation < newest)
-        ):
-            self._get_or_create_state(newest).agent_statuses.setdefault(
-                node, _AgentStatus(_LOST, None)
-            )  # its log was lost with its disk
+        started = (n for n, one in self._generations.items() if one.start_t is not None and one.start_t < t)
+        newest = max(started, default=0)
+        if position and position.generation >= newest:
+            return
+        if newest and node in self._generations[newest].listed_nodes:  # its log was lost with its disk
+            self._get_or_create_state(newest).agent_statuses.setdefault(node, _AgentStatus(_LOST, None))
 
     def _record_agent_end(self, event: Event, node: str, t: float) -> None:
-        place, how = self._node_positions.get(node), _STATUS_BY_OUTCOME.get(str(event.get("outcome")))
-        if place and how and t >= place.since_t:
+        position = self._node_positions.get(node)
+        status_kind = _STATUS_BY_OUTCOME.get(str(event.get("outcome")))
+        if position and status_kind and t >= position.since_t:
             text = event.get("message")
-            said = text.removeprefix(f"node {node} leaves the job: ") if isinstance(text, str) else ""
-            self._get_or_create_state(place.generation).agent_statuses.setdefault(
-                node, _AgentStatus(how, t, said)
+            reason = text.removeprefix(f"node {node} leaves the job: ") if isinstance(text, str) else ""
+            self._get_or_create_state(position.generation).agent_statuses.setdefault(
+                node, _AgentStatus(status_kind, t, reason)
             )
 
-    def _record_rendezvous(self, event: Event, node: str, t: float, newest: int) -> None:
-        place, what = self._node_positions.get(node), event.get("what")
-        told = _RESTART_PATTERN.fullmatch(str(event.get("message", ""))) if what == "restart" else None
-        if told and 0 < int(told[1]) <= newest:
-            turn = self._get_or_create_state(int(told[1]))
-            turn.restart_reason = told[2]
-            turn.detected_t = min(t, turn.detected_t or t)
-        elif what == "leader-lost" and place and t >= place.since_t:
-            turn = self._get_or_create_state(place.generation)
-            turn.detected_t = min(t, turn.detected_t or t)
+    def _record_rendezvous(self, event: Event, node: str, t: float, max_generation: int) -> None:
+        position, what = self._node_positions.get(node), event.get("what")
+        restart = _RESTART_PATTERN.fullmatch(str(event.get("message", ""))) if what == "restart" else None
+        if restart and 0 < int(restart[1]) <= max_generation:
+            state = self._get_or_create_state(int(restart[1]))
+            state.restart_reason = restart[2]
+            state.detected_t = min(t, state.detected_t or t)
+        elif what == "leader-lost" and position and t >= position.since_t:
+            state = self._get_or_create_state(position.generation)
+            state.detected_t = min(t, state.detected_t or t)
 
-    # ---- what is told --------------------------------------------------------------------------------
+    # ---- results -------------------------------------------------------------------------------------
 
     def generation_state(self, number: int) -> GenerationState:
-        """Give what is known of a generation."""
+        """Return what is known of a generation."""
         return self._generations.get(number, GenerationState())
 
     def incidents(self) -> list[Incident]:
-        """Give those that are remembered, in order."""
-        known = sorted(number for number, turn in self._generations.items() if turn.start_t is not None)
-        found = [self._judge_incident(number, following) for number, following in pairwise(known)]
-        return [one for one in found if one is not None]
+        """Return the remembered incidents, in order."""
+        known = sorted(number for number, state in self._generations.items() if state.start_t is not None)
+        found = [self._judge_incident(number, next_number) for number, next_number in pairwise(known)]
+        return [incident for incident in found if incident is not None]
 
-    def _judge_incident(self, number: int, following: int) -> Incident | None:
-        """The failure that ended a generation; made anew when more is known."""
-        turn, later = self._generations[number], self._generations[following]
-        known = (turn.revision, following, later.revision)
-        if number not in self._cached_incidents or self._cached_incidents[number][0] != known:
-            end, t, lost, recovered = analyze_end(turn, later)
-            one = Incident(number, end.kind, end.text, t, lost, recovered, end.node, end.rank)
-            self._cached_incidents[number] = (known, one if end.is_failure else None)
+    def _judge_incident(self, number: int, next_number: int) -> Incident | None:
+        """Return the failure that ended a generation, or None; cached until either state changes."""
+        state, next_state = self._generations[number], self._generations[next_number]
+        revisions = (state.revision, next_number, next_state.revision)
+        if number not in self._cached_incidents or self._cached_incidents[number][0] != revisions:
+            end, t, recomputed, recovery_s = analyze_end(state, next_state)
+            incident = Incident(number, end.kind, end.text, t, recomputed, recovery_s, end.node, end.rank)
+            self._cached_incidents[number] = (revisions, incident if end.is_failure else None)
         return self._cached_incidents[number][1]
 
     def totals(self) -> IncidentTotals:
-        """Sum up all incidents, those that are forgotten too."""
-        before = self._evicted_totals
-        sums = IncidentTotals(
-            Counter(before.incidents),
-            before.recomputed_steps,
-            list(before.recovery_buckets),
-            before.recovery_s,
+        """Return the sums over all incidents, including those of dropped generations."""
+        evicted = self._evicted_totals
+        totals = IncidentTotals(
+            Counter(evicted.incidents),
+            evicted.recomputed_steps,
+            list(evicted.recovery_buckets),
+            evicted.recovery_s,
         )
         for incident in self.incidents():
-            sums.add(incident)
-        return sums
+            totals.add(incident)
+        return totals
 
     def _get_or_create_state(self, number: int) -> GenerationState:
-        """The turn of that number; of one that is older than all that are remembered none that counts."""
+        """Return a generation's state; a detached one for a generation older than all that are kept."""
         if number not in self._generations:
             if len(self._generations) >= self._max_generations:
                 if number < min(self._generations):
                     return GenerationState()
                 self._evict_oldest()
             self._generations[number] = GenerationState()
-        turn = self._generations[number]
-        turn.revision += 1
-        return turn
+        state = self._generations[number]
+        state.revision += 1
+        return state
 
     def _evict_oldest(self) -> None:
-        """Sum the oldest up. Whatever is still told of it is too late."""
+        """Add the oldest generation to the totals and drop it. Later events of it are ignored."""
         oldest = min(self._generations)
-        following = min(
-            (n for n, turn in self._generations.items() if turn.start_t is not None and n > oldest),
+        next_number = min(
+            (n for n, state in self._generations.items() if state.start_t is not None and n > oldest),
             default=None,
         )
-        if following is not None and self._generations[oldest].start_t is not None:
-            incident = self._judge_incident(oldest, following)
+        if next_number is not None and self._generations[oldest].start_t is not None:
+            incident = self._judge_incident(oldest, next_number)
             if incident is not None:
                 self._evicted_totals.add(incident)
         del self._generations[oldest]
@@ -391,33 +400,33 @@ class IncidentTracker:
 
 
 def track_incidents(events: Iterable[tuple[float, Event]]) -> IncidentTracker:
-    """Make a tally of all events of a run, each with its time, in order; it forgets none."""
-    tally = IncidentTracker(MAX_COUNT_VALUE, MAX_COUNT_VALUE)
+    """Record all events of a run, each with its time, in order. Nothing is dropped."""
+    tracker = IncidentTracker(MAX_COUNT_VALUE, MAX_COUNT_VALUE)
     for t, event in events:
-        tally.record_at(event, t)
-    return tally
+        tracker.record_at(event, t)
+    return tracker
 
 
 def _record_resume(state: GenerationState, event: Event, t: float) -> None:
-    named, lost = event.get("nodes"), get_count(event, "recomputed_steps")
+    nodes, recomputed = event.get("nodes"), get_count(event, "recomputed_steps")
     state.start_t = min(t, state.start_t or t)
-    if isinstance(named, list):
-        state.listed_nodes = tuple(name for name in named if isinstance(name, str)) or state.listed_nodes
+    if isinstance(nodes, list):
+        state.listed_nodes = tuple(name for name in nodes if isinstance(name, str)) or state.listed_nodes
     state.recomputed_steps = (
-        lost if state.recomputed_steps is None else max(lost or 0, state.recomputed_steps)
+        recomputed if state.recomputed_steps is None else max(recomputed or 0, state.recomputed_steps)
     )
     step = get_count(event, "step")
     state.start_step = state.start_step if step is None else step
 
 
-# ---- the cause -----------------------------------------------------------------------------------------
+# ---- the root cause ------------------------------------------------------------------------------------
 
 _DEFINITE, _UNREACHABLE, _SECONDARY = 0, 1, 2
 _FailureSigns = list[tuple[float | None, Failure]]
 
 
 class EndAnalysis(NamedTuple):
-    """Why a generation ended, when that was first seen, and what it cost; see `Incident`."""
+    """Why a generation ended, when the first sign of that was seen, and what it cost."""
 
     end: GenerationEnd
     t: float | None
@@ -426,149 +435,140 @@ class EndAnalysis(NamedTuple):
 
 
 def analyze_end(state: GenerationState, next_state: GenerationState | None) -> EndAnalysis:
-    """Judge the end of a generation; ``following`` is the next one, None while there is none."""
-    fates = _complete_statuses(state, next_state)
-    signs = _collect_signs(state, fates)
-    end = _determine_end(state, next_state, fates, signs)
+    """Analyze the end of a generation; ``next_state`` is None if there is no next one."""
+    statuses = _complete_statuses(state, next_state)
+    signs = _collect_signs(state, statuses)
+    end = _determine_end(state, next_state, statuses, signs)
     seen = [t for t in (*(t for t, _ in signs), state.detected_t) if t is not None]
-    noticed = min(seen, default=state.workers_stopped_t)
+    detected_t = min(seen, default=state.workers_stopped_t)
     if next_state is None:
-        return EndAnalysis(end, noticed, None, None)
-    told = [] if next_state.recomputed_steps is None else [next_state.recomputed_steps]
+        return EndAnalysis(end, detected_t, None, None)
+    estimates = [] if next_state.recomputed_steps is None else [next_state.recomputed_steps]
     if next_state.start_step is not None and state.last_step is not None:
-        told.append(max(0, state.last_step - next_state.start_step))
-    recovered_s = None
-    first = noticed if noticed is not None else state.last_event_t
-    if end.kind != FINISHED and first is not None and next_state.first_step_t is not None:
-        recovered_s = round(max(0.0, next_state.first_step_t - first), 3)
-    return EndAnalysis(end, noticed, max(told, default=None), recovered_s)
+        estimates.append(max(0, state.last_step - next_state.start_step))
+    recovery_s = None
+    first_sign_t = detected_t if detected_t is not None else state.last_event_t
+    if end.kind != FINISHED and first_sign_t is not None and next_state.first_step_t is not None:
+        recovery_s = round(max(0.0, next_state.first_step_t - first_sign_t), 3)
+    return EndAnalysis(end, detected_t, max(estimates, default=None), recovery_s)
 
 
 def _determine_end(
     state: GenerationState,
     next_state: GenerationState | None,
-    fates: Mapping[str, _AgentStatus],
+    statuses: Mapping[str, _AgentStatus],
     signs: _FailureSigns,
 ) -> GenerationEnd:
-    causes, cascade = _split_root_causes(state, signs)
-    own = [one for one in causes if state.root_causes or not one[1].is_secondary]
-    if _is_finished(state, fates, own):
+    causes, secondary = _split_root_causes(state, signs)
+    own = [sign for sign in causes if state.root_causes or not sign[1].is_secondary]
+    if _is_finished(state, statuses, own):
         return GenerationEnd(FINISHED, "finished")
-    gone = _whole_job_end(state, next_state, fates, own, signs)
-    if gone is not None:
-        return gone
+    whole_job = _whole_job_end(state, next_state, statuses, own, signs)
+    if whole_job is not None:
+        return whole_job
     if own:
-        return _failure_end(causes, cascade)
+        return _failure_end(causes, secondary)
     joined = sorted(next_state.members - state.members) if next_state and state.knows_all_members else []
-    told = tuple(_describe(one) for _, one in signs)
+    descriptions = tuple(_describe(sign) for _, sign in signs)
     if joined and next_state and next_state.listed_nodes:
-        # Agents stop their workers one after the other: an echo is all that a join leaves.
-        return GenerationEnd(JOINED, f"{_format_nodes(joined)} joined", secondary_failures=told)
+        # Agents stop their workers one after another, so a join leaves secondary failures only.
+        return GenerationEnd(JOINED, f"{_format_nodes(joined)} joined", secondary_failures=descriptions)
     if state.restart_reason == NODES_JOINED_REASON or (
         state.has_surviving_agent and not state.restart_reason
     ):
-        return GenerationEnd(JOINED, "nodes came that left again", secondary_failures=told)
+        return GenerationEnd(JOINED, "nodes joined and left again", secondary_failures=descriptions)
     if causes:
-        return _failure_end(causes, cascade)
+        return _failure_end(causes, secondary)
     if next_state is not None:
-        return GenerationEnd(UNKNOWN, state.restart_reason or "ended without a record of why")
-    failed = [fate for fate in fates.values() if fate.kind == _FAILED]
+        return GenerationEnd(UNKNOWN, state.restart_reason or "ended for an unknown reason")
+    failed = [status for status in statuses.values() if status.kind == _FAILED]
     if failed:
-        return GenerationEnd(UNKNOWN, failed[0].text or "the agents gave up", t=failed[0].t)
+        return GenerationEnd(UNKNOWN, failed[0].text or "the agents gave up without a reason", t=failed[0].t)
     return GenerationEnd(OPEN, "still running, or killed as a whole")
 
 
 def _complete_statuses(state: GenerationState, next_state: GenerationState | None) -> dict[str, _AgentStatus]:
-    """What became of each node. A silent one is lost if the others went on, or gave up, without it."""
-    fates = dict(state.agent_statuses)
-    gave_up = next_state is None and any(fate.kind == _FAILED for fate in fates.values())
+    """Add nodes without a status: a node is lost if the others continued, or gave up, without it."""
+    statuses = dict(state.agent_statuses)
+    gave_up = next_state is None and any(status.kind == _FAILED for status in statuses.values())
     missing = (
         state.members - next_state.members
         if next_state is not None and next_state.knows_all_members
         else set()
     )
     for node in sorted(state.members if gave_up else missing):
-        fates.setdefault(node, _AgentStatus(_LOST, None))
-    return fates
+        statuses.setdefault(node, _AgentStatus(_LOST, None))
+    return statuses
 
 
-def _collect_signs(state: GenerationState, fates: Mapping[str, _AgentStatus]) -> _FailureSigns:
-    """Every failure that the events show, the likeliest cause first."""
+def _collect_signs(state: GenerationState, statuses: Mapping[str, _AgentStatus]) -> _FailureSigns:
+    """Collect every failure that the events show, the likeliest root cause first."""
     dated: set[str] = set()
     found: list[tuple[int, float, float | None, Failure]] = []
     for node, events in state.events.items():
-        is_lost = node in fates and fates[node].kind == _LOST
+        was_lost = node in statuses and statuses[node].kind == _LOST
         kills = [one for one in events if one["event"] == "worker-exit" and one.get("signal") == "SIGKILL"]
-        told = [one for one in events if not (is_lost and one in kills)]
-        for t, failure in failure_classification.classify_with_times(told, node):
+        kept = [one for one in events if not (was_lost and one in kills)]
+        for t, failure in classify_with_times(kept, node):
             found.append((_SECONDARY if failure.is_secondary else _DEFINITE, t, t, failure))
-        if is_lost and kills:  # a worker's stub sees its agent die: it alone can tell the moment
+        if was_lost and kills:  # the launcher shim saw its agent die
             killed_t = kills[0]["t"]
-            found.append(
-                (_DEFINITE, killed_t, killed_t, failure_classification.make_node_failure(node, "was lost"))
-            )
+            found.append((_DEFINITE, killed_t, killed_t, make_node_failure(node, "was lost")))
             dated.add(node)
-    for node, fate in fates.items():
-        if fate.kind == _LOST and node not in dated:
-            # Nobody steps without it, so it lived when the others did that last.
-            alive = max((t for t in (state.last_step_t, fate.t) if t is not None), default=None)
+    for node, status in statuses.items():
+        if status.kind == _LOST and node not in dated:
+            # No rank can finish a step without it, so it was alive at the others' last step.
+            alive = max((t for t in (state.last_step_t, status.t) if t is not None), default=None)
             order = float("inf") if alive is None else alive
+            found.append((_UNREACHABLE, order, alive, make_node_failure(node, "was lost")))
+        elif status.kind == _SIGNALLED:
+            text = f"left: {status.text or 'stopped by a signal.'}"
             found.append(
-                (_UNREACHABLE, order, alive, failure_classification.make_node_failure(node, "was lost"))
-            )
-        elif fate.kind == _SIGNALLED:
-            text = f"left: {fate.text or 'stopped by a signal.'}"
-            found.append(
-                (
-                    _DEFINITE,
-                    fate.t or 0.0,
-                    fate.t,
-                    failure_classification.make_node_failure(node, text, announced=True),
-                )
+                (_DEFINITE, status.t or 0.0, status.t, make_node_failure(node, text, announced=True))
             )
     found.sort(key=lambda one: (not one[3].is_deterministic, *one[:2]))
     return [(t, failure) for _, _, t, failure in found]
 
 
 def _split_root_causes(state: GenerationState, signs: _FailureSigns) -> tuple[_FailureSigns, _FailureSigns]:
-    """Causes and what followed from them; the agents' verdict goes before what events show.
+    """Split failures into root causes and secondary failures.
 
-    A cause whose own log is lost has left no sign but the verdict.
+    The agents' verdict goes before the events. It may name a root cause whose own log is lost.
     """
     if not state.root_causes:
-        own = [one for one in signs if not one[1].is_secondary] or signs[:1]
-        return own, [one for one in signs if one not in own]
-    left = list(signs)
+        primary = [sign for sign in signs if not sign[1].is_secondary] or signs[:1]
+        return primary, [sign for sign in signs if sign not in primary]
+    unmatched = list(signs)
     causes: _FailureSigns = []
     for cause in state.root_causes:
-        sign = next((one for one in left if _is_same_failure(one[1], cause)), None)
+        sign = next((sign for sign in unmatched if _is_same_failure(sign[1], cause)), None)
         if sign:
-            left.remove(sign)
-        says_why = sign is not None and sign[1].kind == failure_classification.PREEMPTED  # the node itself
-        causes.append(sign if sign and says_why else (sign[0] if sign else None, cause))
-    cascade: _FailureSigns = [(None, one) for one in state.secondary_failures]
-    for one in left:
-        if not any(_is_same_failure(one[1], other) for other in state.secondary_failures):
-            (cascade if one[1].is_secondary else causes).append(one)
-    return causes, cascade
+            unmatched.remove(sign)
+        is_announced = sign is not None and sign[1].kind == PREEMPTED
+        causes.append(sign if sign and is_announced else (sign[0] if sign else None, cause))
+    secondary: _FailureSigns = [(None, sign) for sign in state.secondary_failures]
+    for sign in unmatched:
+        if not any(_is_same_failure(sign[1], other) for other in state.secondary_failures):
+            (secondary if sign[1].is_secondary else causes).append(sign)
+    return causes, secondary
 
 
-def _is_same_failure(one: Failure, other: Failure) -> bool:
-    of_node = other.kind in failure_classification.NODE_FAILURE_KINDS
-    same = (one.kind in failure_classification.NODE_FAILURE_KINDS) if of_node else one.rank == other.rank
-    return one.node == other.node and same
+def _is_same_failure(failure: Failure, other: Failure) -> bool:
+    is_node_failure = other.kind in NODE_FAILURE_KINDS
+    same = (failure.kind in NODE_FAILURE_KINDS) if is_node_failure else failure.rank == other.rank
+    return failure.node == other.node and same
 
 
-def _is_finished(state: GenerationState, fates: Mapping[str, _AgentStatus], own: _FailureSigns) -> bool:
-    """Whether its work was done. What failed after that ended nothing."""
-    if not state.finished_ranks and not any(fate.kind == _DONE for fate in fates.values()):
+def _is_finished(state: GenerationState, statuses: Mapping[str, _AgentStatus], causes: _FailureSigns) -> bool:
+    """Whether the work was done. A failure after that ended nothing."""
+    if not state.finished_ranks and not any(status.kind == _DONE for status in statuses.values()):
         return False
-    for _, one in own:
-        if one.kind not in failure_classification.NODE_FAILURE_KINDS:
-            if one.rank not in state.finished_ranks:
+    for _, failure in causes:
+        if failure.kind not in NODE_FAILURE_KINDS:
+            if failure.rank not in state.finished_ranks:
                 return False
-        elif one.node not in state.finished_nodes and (
-            one.node in state.observed_nodes or not state.finished_ranks
+        elif failure.node not in state.finished_nodes and (
+            failure.node in state.observed_nodes or not state.finished_ranks
         ):
             return False
     return True
@@ -577,36 +577,44 @@ def _is_finished(state: GenerationState, fates: Mapping[str, _AgentStatus], own:
 def _whole_job_end(
     state: GenerationState,
     next_state: GenerationState | None,
-    fates: Mapping[str, _AgentStatus],
-    own: _FailureSigns,
+    statuses: Mapping[str, _AgentStatus],
+    causes: _FailureSigns,
     signs: _FailureSigns,
 ) -> GenerationEnd | None:
-    """Every node was told to stop, or died without a word: nobody was left to go on."""
-    hows = {fate.kind for fate in fates.values()}
+    """Return the end of a generation whose nodes all stopped or died, so that none could continue."""
+    kinds = {status.kind for status in statuses.values()}
     if (
-        not hows
-        or hows - {_LOST, _SIGNALLED}
-        or any(one.kind not in failure_classification.NODE_FAILURE_KINDS for _, one in own)
+        not kinds
+        or kinds - {_LOST, _SIGNALLED}
+        or any(failure.kind not in NODE_FAILURE_KINDS for _, failure in causes)
     ):
         return None
-    is_known = state.knows_all_members and state.members <= fates.keys()
-    if not is_known and (_SIGNALLED not in hows or next_state is None or state.root_causes):
+    is_known = state.knows_all_members and state.members <= statuses.keys()
+    if not is_known and (_SIGNALLED not in kinds or next_state is None or state.root_causes):
         return None
     first = min((t for t, _ in signs if t is not None), default=None)
-    cascade = tuple(_describe(one) for _, one in signs if one.is_secondary)
-    if _SIGNALLED in hows:
-        words = sorted({fate.text for fate in fates.values() if fate.kind == _SIGNALLED and fate.text})
-        return GenerationEnd(
-            STOPPED, words[0].rstrip(".") if words else "stopped", t=first, secondary_failures=cascade
+    secondary = tuple(_describe(failure) for _, failure in signs if failure.is_secondary)
+    if _SIGNALLED in kinds:
+        reasons = sorted(
+            {status.text for status in statuses.values() if status.kind == _SIGNALLED and status.text}
         )
-    return GenerationEnd(WHOLE_JOB, "whole job killed", t=first, secondary_failures=cascade)
+        return GenerationEnd(
+            STOPPED, reasons[0].rstrip(".") if reasons else "stopped", t=first, secondary_failures=secondary
+        )
+    return GenerationEnd(WHOLE_JOB, "whole job killed", t=first, secondary_failures=secondary)
 
 
-def _failure_end(causes: _FailureSigns, cascade: _FailureSigns) -> GenerationEnd:
+def _failure_end(causes: _FailureSigns, secondary: _FailureSigns) -> GenerationEnd:
     (t, root), *others = causes
-    also = tuple(_describe(one) for _, one in others)
+    others_text = tuple(_describe(failure) for _, failure in others)
     return GenerationEnd(
-        root.kind, _describe(root), t, root.node, root.rank, also, tuple(_describe(one) for _, one in cascade)
+        root.kind,
+        _describe(root),
+        t,
+        root.node,
+        root.rank,
+        others_text,
+        tuple(_describe(failure) for _, failure in secondary),
     )
 
 
@@ -615,24 +623,21 @@ def _describe(failure: Failure) -> str:
 
 
 def _format_nodes(names: Sequence[str]) -> str:
-    listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    return ("nodes " if len(names) > 1 else "node ") + listed
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return ("nodes " if len(names) > 1 else "node ") + shown
 
 
 def _parse_failures(listed: Any) -> tuple[Failure, ...]:
-    """The failures in a list of a verdict, as `agent.witness` wrote it."""
+    """Parse the failures in the list of a verdict event."""
     return tuple(
         Failure(
-            **{
-                name: str(one.get(name) or "")[: failure_classification.MAX_TEXT_CHARS]
-                for name in _TEXT_FIELDS
-            },  # type: ignore[arg-type]
-            rank=get_count(one, "rank"),
-            step=get_count(one, "step"),
-            nodes=get_count(one, "nodes") or 1,
+            **{name: str(entry.get(name) or "")[:MAX_TEXT_CHARS] for name in _TEXT_FIELDS},  # type: ignore[arg-type]
+            rank=get_count(entry, "rank"),
+            step=get_count(entry, "step"),
+            nodes=get_count(entry, "nodes") or 1,
         )
-        for one in (listed if isinstance(listed, list) else [])
-        if isinstance(one, Mapping) and one.get("kind") in failure_classification.FAILURE_KINDS
+        for entry in (listed if isinstance(listed, list) else [])
+        if isinstance(entry, Mapping) and entry.get("kind") in FAILURE_KINDS
     )
 
 

@@ -1,1 +1,1 @@
-"""From events to text, page, metrics and status."""
+"""Turn a job's events into a text report, an HTML page, metrics and a status screen."""

@@ -1,9 +1,8 @@
-"""What went wrong and killed nobody: disks that refuse, copies set aside, notices, words of schedulers.
+"""Find problems that ended no generation, such as disk errors, hangs and preemption notices.
 
-Each kind of event has one sentence. The same trouble of the same node, again and again, is one with a count,
-from the first time to the last; one that ends (a disk that takes checkpoints again) says when. Pure.
-
-Failures that ended a generation are not among these (`incidents`).
+Each kind of event has one sentence. The same problem of the same node becomes one alert with a count,
+from the first time to the last. An alert for failing commits is resolved by the node's next checkpoint.
+Pure.
 """
 
 from __future__ import annotations
@@ -17,17 +16,18 @@ from pathlib import PurePath
 from elastic_resume.report.event_log import EventTimeline, ParsedEvent
 from elastic_resume.report.formatting import format_count, format_seconds, strip_path
 
-BAD, NOTE, INFO = "bad", "note", "news"
-_SLOW_FACTOR = 5  # times as long as such a commit mostly takes
+BAD, NOTE, INFO = "bad", "note", "info"
+_SLOW_FACTOR = 5  # times the median commit of the node
 _MIN_SLOW_S = 1.0
-_MIN_COMMITS = 4  # fewer tell nothing of what is usual
+_MIN_COMMITS = 4  # fewer give no typical duration
 
 
 @dataclass(frozen=True)
 class Alert:
-    """``weight``: bad (somebody should look), note, or news (of how worlds formed).
+    """A problem of one node, with how often and how long it occurred.
 
-    ``until``: when it was over, or last seen.
+    ``severity`` is bad (a person should look), note, or info (how worlds formed). ``last_t`` is when it
+    was resolved, or else seen last.
     """
 
     kind: str
@@ -43,151 +43,177 @@ class Alert:
 
 
 def find_alerts(timeline: EventTimeline) -> tuple[Alert, ...]:
-    """All troubles of a run, by the time at which they began."""
+    """Find all alerts of a run, by the time of their first event."""
     found: list[Alert] = []
-    for kind, (usual, sentence) in _DESCRIPTIONS.items():
-        for seen in timeline.select(kind):
-            said = sentence(seen)
-            if said:
-                weight = NOTE if seen.raw.get("elsewhere") is True else usual  # a hang that another node made
-                made = Alert(kind, weight, seen.node, seen.t, seen.t, 1, said, seen.generation, seen.step)
-                found.append(made)
-    found += [one for one in map(_rendezvous_alert, timeline.select("rendezvous")) if one is not None]
+    for kind, (severity, describe) in _DESCRIPTIONS.items():
+        for event in timeline.select(kind):
+            text = describe(event)
+            if text:
+                is_elsewhere = event.raw.get("elsewhere") is True  # a hang that another node caused
+                found.append(_make_alert(kind, NOTE if is_elsewhere else severity, event, text))
+    for event in timeline.select("rendezvous"):
+        kind = event.get_text("what")
+        if kind in _RENDEZVOUS_SEVERITIES:
+            text = event.get_text("message") or kind
+            found.append(_make_alert(kind, _RENDEZVOUS_SEVERITIES[kind], event, text))
     found += _find_slow_commits(timeline.select("commit"))
-    return tuple(sorted(_merge_repeated(found, timeline), key=lambda trouble: (trouble.t, trouble.node)))
+    return tuple(sorted(_merge_repeated(found, timeline), key=lambda alert: (alert.t, alert.node)))
 
 
-def _merge_repeated(found: Iterable[Alert], timeline: EventTimeline) -> list[Alert]:
-    """The same again becomes one; a checkpoint that is written ends the trouble with writing them."""
+def _make_alert(kind: str, severity: str, event: ParsedEvent, text: str) -> Alert:
+    return Alert(kind, severity, event.node, event.t, event.t, 1, text, event.generation, event.step)
+
+
+def _merge_repeated(alerts: Iterable[Alert], timeline: EventTimeline) -> list[Alert]:
+    """Merge repeated alerts of a node; a commit between two failed commits separates them."""
     commits: dict[str, list[float]] = {}
-    for one in timeline.select("commit"):
-        commits.setdefault(one.node, []).append(one.t)
-    open_ones: dict[tuple[str, str, str], Alert] = {}
-    told = []
-    for trouble in sorted(found, key=lambda trouble: trouble.t):
-        said = trouble.text if trouble.kind != "commit-failed" else ""
-        key = (trouble.kind, trouble.node, said)
-        last = open_ones.get(key)
-        if last is not None and not _has_time_between(commits.get(trouble.node, []), last.last_t, trouble.t):
-            open_ones[key] = replace(last, last_t=trouble.t, count=last.count + 1)
+    for event in timeline.select("commit"):
+        commits.setdefault(event.node, []).append(event.t)
+    open_alerts: dict[tuple[str, str, str], Alert] = {}
+    merged = []
+    for alert in sorted(alerts, key=lambda alert: alert.t):
+        text = alert.text if alert.kind != "commit-failed" else ""
+        key = (alert.kind, alert.node, text)
+        last = open_alerts.get(key)
+        if last is not None and not _has_time_between(commits.get(alert.node, []), last.last_t, alert.t):
+            open_alerts[key] = replace(last, last_t=alert.t, count=last.count + 1)
             continue
         if last is not None:
-            told.append(last)
-        open_ones[key] = trouble
-    told += open_ones.values()
-    return [_resolve_alert(one, commits.get(one.node, [])) for one in told]
+            merged.append(last)
+        open_alerts[key] = alert
+    merged += open_alerts.values()
+    return [_resolve_alert(event, commits.get(event.node, [])) for event in merged]
 
 
-def _resolve_alert(one: Alert, commits: list[float]) -> Alert:
-    if one.kind != "commit-failed":
-        return one
-    again = next((t for t in commits if t > one.last_t), None)
-    return replace(one, is_resolved=again is not None, last_t=one.last_t if again is None else again)
+def _resolve_alert(alert: Alert, commits: list[float]) -> Alert:
+    if alert.kind != "commit-failed":
+        return alert
+    next_commit_t = next((t for t in commits if t > alert.last_t), None)
+    return replace(
+        alert,
+        is_resolved=next_commit_t is not None,
+        last_t=alert.last_t if next_commit_t is None else next_commit_t,
+    )
 
 
 def _has_time_between(times: list[float], since: float, until: float) -> bool:
-    place = bisect.bisect_right(times, since)
-    return place < len(times) and times[place] < until
+    index = bisect.bisect_right(times, since)
+    return index < len(times) and times[index] < until
 
 
 def _find_slow_commits(commits: list[ParsedEvent]) -> list[Alert]:
-    """Commits that took much longer than this node's mostly take."""
+    """Find commits that took much longer than is typical for their node."""
     by_node: dict[str, list[tuple[ParsedEvent, float]]] = {}
-    for one in commits:
-        spent = one.get_seconds("seconds")
-        if spent is not None:
-            by_node.setdefault(one.node, []).append((one, spent))
-    found = []
-    for node, here in by_node.items():
-        usual = statistics.median(spent for _, spent in here)
-        for one, spent in here:
-            if len(here) >= _MIN_COMMITS and spent > max(_MIN_SLOW_S, _SLOW_FACTOR * usual):
-                text = (
-                    f"a checkpoint took {format_seconds(spent)} to write, most take {format_seconds(usual)}"
+    for event in commits:
+        seconds = event.get_seconds("seconds")
+        if seconds is not None:
+            by_node.setdefault(event.node, []).append((event, seconds))
+    alerts = []
+    for node, node_commits in by_node.items():
+        typical_s = statistics.median(seconds for _, seconds in node_commits)
+        for event, seconds in node_commits:
+            if len(node_commits) >= _MIN_COMMITS and seconds > max(_MIN_SLOW_S, _SLOW_FACTOR * typical_s):
+                text = f"a commit took {format_seconds(seconds)}, typically {format_seconds(typical_s)}"
+                alert = Alert(
+                    "slow-disk", BAD, node, event.t - seconds, event.t, 1, text, event.generation, event.step
                 )
-                slow = Alert("slow-disk", BAD, node, one.t - spent, one.t, 1, text, one.generation, one.step)
-                found.append(slow)
-    return found
+                alerts.append(alert)
+    return alerts
 
 
 # ---- one sentence for each kind ------------------------------------------------------------------------
 
 
-def _first_text(one: ParsedEvent, *names: str) -> str:
-    return next((strip_path(text) for name in names if (text := one.get_text(name))), "no reason is told")
+def _first_text(event: ParsedEvent, *names: str) -> str:
+    return next((strip_path(text) for name in names if (text := event.get_text(name))), "no reason recorded")
 
 
-def _describe_quarantine(one: ParsedEvent) -> str:
-    return f"a copy was set aside ({PurePath(one.get_text('path')).name}): {_first_text(one, 'reason')}"
+def _describe_quarantine(event: ParsedEvent) -> str:
+    name = PurePath(event.get_text("path")).name
+    return f"a checkpoint was quarantined ({name}): {_first_text(event, 'reason')}"
 
 
-def _describe_divergence(one: ParsedEvent) -> str:
-    wrong = one.get_texts("wrong")
-    who = f"of {', '.join(wrong)} differ from the others'" if wrong else "differ, and no majority says whose"
-    then = "the majority's state is taken" if one.raw.get("goes_on") is True else "the job ends"
-    return f"replicas {who}; {then}"
+def _describe_divergence(event: ParsedEvent) -> str:
+    nodes = event.get_texts("wrong")
+    which = f"of {', '.join(nodes)} differ from the majority" if nodes else "differ, and there is no majority"
+    consequence = (
+        "training continues from the majority's state" if event.raw.get("goes_on") is True else "the job ends"
+    )
+    return f"replicas {which}; {consequence}"
 
 
-def _describe_drain(one: ParsedEvent) -> str:
-    others = ", the others go on" if one.raw.get("alone") is True else ""
-    return f"{_first_text(one, 'cause')}: this node saves and leaves{others}"
+def _describe_drain(event: ParsedEvent) -> str:
+    others = "; the others continue" if event.raw.get("alone") is True else ""
+    return f"{_first_text(event, 'cause')}: this node saves a checkpoint and leaves{others}"
 
 
-def _describe_notice(one: ParsedEvent) -> str:
-    reason = one.get_text("reason")
-    return f"the node is to be taken away, says {_first_text(one, 'source')}" + (
+def _describe_notice(event: ParsedEvent) -> str:
+    reason = event.get_text("reason")
+    return f"{_first_text(event, 'source')} announced the preemption of this node" + (
         f": {reason}" if reason else ""
     )
 
 
-def _describe_requeue(one: ParsedEvent) -> str:
-    done = ", done" if one.raw.get("done") is True else ", refused" if "done" in one.raw else ""
-    told = ": ".join(filter(None, [one.get_text("why"), one.get_text("message")]))
-    return f"{_first_text(one, 'action')}{done}" + (f" ({told})" if told else "")
+def _describe_requeue(event: ParsedEvent) -> str:
+    result = ", done" if event.raw.get("done") is True else ", refused" if "done" in event.raw else ""
+    detail = ": ".join(filter(None, [event.get_text("why"), event.get_text("message")]))
+    return f"{_first_text(event, 'action')}{result}" + (f" ({detail})" if detail else "")
 
 
-def _describe_hang(one: ParsedEvent) -> str:
-    suspects = one.raw.get("suspects")
-    named = [s for s in suspects if isinstance(s, dict)] if isinstance(suspects, list) else []
-    blamed = "; ".join(f"rank {s.get('rank')} {s.get('reason')}" for s in named[:3])
-    quiet = format_seconds(one.get_seconds("seconds"))
-    who = blamed or "all ranks of this node wait for another node's"
-    return f"no step for {quiet} after step {one.step}: {who}"
+def _describe_hang(event: ParsedEvent) -> str:
+    suspects = event.raw.get("suspects")
+    suspect_list = [s for s in suspects if isinstance(s, dict)] if isinstance(suspects, list) else []
+    suspects_text = "; ".join(f"rank {s.get('rank')} {s.get('reason')}" for s in suspect_list[:3])
+    duration = format_seconds(event.get_seconds("seconds"))
+    explanation = suspects_text or "all ranks of this node wait for a rank of another node"
+    return f"no step for {duration} after step {event.step}: {explanation}"
 
 
-def _describe_preload(one: ParsedEvent) -> str:
-    left = one.raw.get("skipped_modules")
-    names = ", ".join(map(str, left)) if isinstance(left, dict) else ""
-    return f"not preloaded, since it spoils a fork: {names}" if names else ""
+def _describe_preload(event: ParsedEvent) -> str:
+    skipped = event.raw.get("skipped_modules")
+    names = ", ".join(map(str, skipped)) if isinstance(skipped, dict) else ""
+    return f"not preloaded because it is not safe to fork: {names}" if names else ""
 
 
-def _describe_fork_server_exit(one: ParsedEvent) -> str:
-    return "" if one.get_count("exit_code") == 0 else "the process that forks workers died, and was replaced"
+def _describe_fork_server_exit(event: ParsedEvent) -> str:
+    return "" if event.get_count("exit_code") == 0 else "the fork server died and was replaced"
 
 
-def _describe_stuck_worker(one: ParsedEvent) -> str:
-    return f"rank {one.rank}'s process cannot be killed" if one.raw.get("stuck") is True else ""
+def _describe_stuck_worker(event: ParsedEvent) -> str:
+    return f"rank {event.rank}'s process cannot be killed" if event.raw.get("stuck") is True else ""
 
 
 _DESCRIPTIONS: dict[str, tuple[str, Callable[[ParsedEvent], str]]] = {
-    "commit-failed": (BAD, lambda one: f"no checkpoint could be written: {_first_text(one, 'error')}"),
-    "snapshot-failed": (BAD, lambda one: f"no copy in memory: {_first_text(one, 'reason')}"),
-    "snapshot-ignored": (BAD, lambda one: f"a copy in memory cannot be true: {_first_text(one, 'reason')}"),
-    "committer-failed": (BAD, lambda one: f"a fault of elastic_resume's keeper: {_first_text(one, 'error')}"),
+    "commit-failed": (
+        BAD,
+        lambda event: f"the checkpoint could not be written: {_first_text(event, 'error')}",
+    ),
+    "snapshot-failed": (BAD, lambda event: f"no snapshot was taken: {_first_text(event, 'reason')}"),
+    "snapshot-ignored": (
+        BAD,
+        lambda event: f"an invalid snapshot was ignored: {_first_text(event, 'reason')}",
+    ),
+    "committer-failed": (
+        BAD,
+        lambda event: f"internal error in the committer: {_first_text(event, 'error')}",
+    ),
     "hang-detector-failed": (
         BAD,
-        lambda one: f"a fault of elastic_resume's watch: {_first_text(one, 'error')}",
+        lambda event: f"internal error in the hang detector: {_first_text(event, 'error')}",
     ),
-    "prune-failed": (BAD, lambda one: f"old checkpoints could not be removed: {_first_text(one, 'error')}"),
+    "prune-failed": (
+        BAD,
+        lambda event: f"old checkpoints could not be pruned: {_first_text(event, 'error')}",
+    ),
     "progress-page-ignored": (
         BAD,
-        lambda one: f"the page of last steps was damaged: {_first_text(one, 'reason')}",
+        lambda event: f"the progress page was damaged: {_first_text(event, 'reason')}",
     ),
     "quarantine": (BAD, _describe_quarantine),
     "replicas-differ": (BAD, _describe_divergence),
     "hang": (BAD, _describe_hang),
     "worker-exit": (BAD, _describe_stuck_worker),
-    "hang-ended": (NOTE, lambda one: f"the hang after step {one.step} ended by itself"),
+    "hang-ended": (NOTE, lambda event: f"the hang after step {event.step} ended without a restart"),
     "drain": (NOTE, _describe_drain),
     "preemption-notice": (NOTE, _describe_notice),
     "requeue": (NOTE, _describe_requeue),
@@ -209,18 +235,10 @@ _RENDEZVOUS_SEVERITIES = {
 }
 
 
-def _rendezvous_alert(one: ParsedEvent) -> Alert | None:
-    what = one.get_text("what")
-    weight = _RENDEZVOUS_SEVERITIES.get(what)
-    if weight is None:
-        return None
-    return Alert(what, weight, one.node, one.t, one.t, 1, one.get_text("message") or what)
-
-
 def describe_recurrence(alert: Alert) -> str:
-    """How often and for how long, where it was more than once."""
-    lasting = alert.last_t - alert.t
-    again = format_count(alert.count, "time") if alert.count > 1 else ""
-    while_ = f"for {format_seconds(lasting)}" if lasting >= 1 and alert.kind != "slow-disk" else ""
-    still = "" if alert.is_resolved else "and not over"
-    return ", ".join(filter(None, [again, while_, still]))
+    """Describe how often and how long an alert occurred; empty if once."""
+    duration_s = alert.last_t - alert.t
+    repeats = format_count(alert.count, "time") if alert.count > 1 else ""
+    lasting = f"for {format_seconds(duration_s)}" if duration_s >= 1 and alert.kind != "slow-disk" else ""
+    unresolved = "" if alert.is_resolved else "not resolved"
+    return ", ".join(filter(None, [repeats, lasting, unresolved]))

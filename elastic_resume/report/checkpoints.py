@@ -1,14 +1,11 @@
-"""What lies on disk: `ls` and `verify`.
+"""List, check and trace checkpoints: ``ls`` and ``verify``, and the table of checkpoints in a report.
 
-Promise: only reads. Whatever a directory holds, each checkpoint in it gets a line, and what cannot be read
-is told with its reason. Does not know which copy a job would resume from: that takes all nodes
-(`policy/source.py`).
+`list_checkpoints` only reads. Each checkpoint gets an entry, and one that cannot be read has its reason.
+It does not say which one a job would resume from: that takes all nodes (`policy.resume_plan`).
 
-The ledger of checkpoints: every copy that the run's events tell of, by node, step and tier.
-
-A copy in memory is known only where a generation began with it; one on disk from its commit to the moment
-when it was pruned, set aside, or lost with its node's disk. What lies on disk now, where somebody has looked
-(`checkpoints.Item`), wins over what events say. Pure.
+`build_saved_state_records` follows every snapshot and checkpoint through a run's events, by node, step
+and tier. A snapshot is known only if a generation started from it. A checkpoint is known from its commit
+until it was pruned, quarantined or lost with its disk. Entries found on disk override the events.
 """
 
 from __future__ import annotations
@@ -34,14 +31,17 @@ from elastic_resume.report.formatting import (
 from elastic_resume.report.incidents import RunHistory
 from elastic_resume.report.paths import FoundPath, NodeDir
 
+MEMORY, DISK = "memory", "disk"
+COMMITTED, PRUNED, QUARANTINED, LOST = "committed", "pruned", "quarantined", "lost"
+VALID, BAD, USED = "valid", "bad", "used"
 _COLUMNS = ("node", "gen", "step", "world", "size", "age", "valid")
 
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """One checkpoint, or one thing that keeps from seeing it. ``state``: valid, bad or quarantined.
+    """One checkpoint, or a directory that could not be read. ``state``: valid, bad or quarantined.
 
-    ``run`` and ``node`` are directories' names, ``written_at`` is in Unix seconds. None: not known.
+    ``run_id`` and ``node`` are directory names; ``written_at`` is in Unix seconds. None: unknown.
     """
 
     path: Path
@@ -57,89 +57,90 @@ class CheckpointEntry:
 
 
 def list_checkpoints(found: FoundPath, *, deep: bool = False) -> Iterator[CheckpointEntry]:
-    """Every checkpoint at the place that was found, node by node, newest first, then what is quarantined."""
+    """Yield every checkpoint, node by node, newest first, then the quarantined ones."""
     if found.level == "checkpoint":
         yield _inspect_checkpoint(found.path, deep)
-    # Only a root or a run's own directory says of which run its checkpoints must be: a job that resumes
-    # there refuses others. What was copied elsewhere may be of any run.
-    for place in found.node_dirs:
-        yield from _list_node(place, deep)
+    # Below CKPT_DIR, checkpoints of another run are bad, since a job that resumes there refuses them.
+    # A directory that was copied elsewhere may be of any run.
+    for node_dir in found.node_dirs:
+        yield from _list_node(node_dir, deep)
 
 
 def format_checkpoints(found: FoundPath, now: float) -> str:
-    """The table of `items`, with ``now`` in Unix seconds."""
-    listed = list(list_checkpoints(found))
-    if not listed:
+    """Format the table of `list_checkpoints`, with ``now`` in Unix seconds."""
+    entries = list(list_checkpoints(found))
+    if not entries:
         return f"{found.path}: no checkpoints here\n" + _summarize_unfinished(found)
-    runs = sorted({item.run_id for item in listed})
+    runs = sorted({entry.run_id for entry in entries})
     lines = []
     for run in runs:
-        rows = [_table_row(item, now) for item in listed if item.run_id == run]
+        rows = [_table_row(entry, now) for entry in entries if entry.run_id == run]
         lines += ["", f"run {run}"] if len(runs) > 1 or found.level == "root" else []
         lines += format_table(_COLUMNS, rows, right_aligned=(1, 2, 3, 4, 5), shrinkable=6)
         shown = "\n".join(lines)
-        for item in listed:
-            if item.run_id == run and item.state == "bad" and item.reason not in shown:
-                lines += wrap_text(f"{item.node}/{item.path.name}: {item.reason}")
+        for entry in entries:
+            if entry.run_id == run and entry.state == "bad" and entry.reason not in shown:
+                lines += wrap_text(f"{entry.node}/{entry.path.name}: {entry.reason}")
     return (
-        "\n".join(lines).lstrip("\n") + "\n" + _summarize_quarantined(listed) + _summarize_unfinished(found)
+        "\n".join(lines).lstrip("\n") + "\n" + _summarize_quarantined(entries) + _summarize_unfinished(found)
     )
 
 
-def _summarize_quarantined(listed: Sequence[CheckpointEntry]) -> str:
-    """One line on what only a person may remove."""
-    aside = [item for item in listed if item.state == "quarantined"]
-    if not aside:
+def _summarize_quarantined(entries: Sequence[CheckpointEntry]) -> str:
+    """Describe the quarantined checkpoints, which only a person removes, in one line."""
+    quarantined = [entry for entry in entries if entry.state == "quarantined"]
+    if not quarantined:
         return ""
-    room = format_bytes(sum(item.bytes or 0 for item in aside))
-    which = format_count(len(aside), "quarantined copy", "quarantined copies")
-    return f"{which}, {room}: kept for you to look at, and never removed by a run\n"
+    size = format_bytes(sum(entry.bytes or 0 for entry in quarantined))
+    count = format_count(len(quarantined), "quarantined checkpoint")
+    return f"{count}, {size}: kept for inspection; runs never remove them\n"
 
 
 def _inspect_checkpoint(path: Path, deep: bool) -> CheckpointEntry:
-    name = parse_checkpoint_name(path.name)
+    version = parse_checkpoint_name(path.name)
     try:
         manifest = (deep_check if deep else quick_check)(path, None)
         entry = CatalogEntry(path, *manifest.version, manifest, None)
     except CheckpointError as error:
-        entry = CatalogEntry(path, *(name or (0, 0)), None, error)
+        entry = CatalogEntry(path, *(version or (0, 0)), None, error)
     return _make_entry(entry, path.parent.parent.name, path.parent.name)
 
 
-def _list_node(place: NodeDir, deep: bool) -> Iterator[CheckpointEntry]:
-    run = place.run_id if place.run_id is not None else place.path.parent.name
-    if place.problem:
-        yield CheckpointEntry(place.path, run, place.node, "bad", place.problem)
+def _list_node(node_dir: NodeDir, deep: bool) -> Iterator[CheckpointEntry]:
+    run_id = node_dir.run_id if node_dir.run_id is not None else node_dir.path.parent.name
+    if node_dir.problem:
+        yield CheckpointEntry(node_dir.path, run_id, node_dir.node, "bad", node_dir.problem)
         return
-    catalog = Catalog(place.path, place.run_id)
+    catalog = Catalog(node_dir.path, node_dir.run_id)
     try:
-        # One at a time, so that a deep check shows each result when it is there.
         entries = catalog.list_entries()
     except (ElasticResumeError, OSError) as error:
-        yield CheckpointEntry(place.path, run, place.node, "bad", _describe_problem(error, place.path))
-        return
-    for entry in entries:
-        yield _make_entry(_check_deeply(entry, place.run_id) if deep else entry, run, place.node)
-    try:
-        aside = catalog.list_quarantined()
-    except (ElasticResumeError, OSError) as error:
         yield CheckpointEntry(
-            place.path / constants.QUARANTINE_DIR,
-            run,
-            place.node,
-            "bad",
-            _describe_problem(error, place.path),
+            node_dir.path, run_id, node_dir.node, "bad", _describe_problem(error, node_dir.path)
         )
         return
-    for path in aside:
-        name = path.name.partition(".")[0]  # a second one of the same name is NAME.1
+    for entry in entries:
+        yield _make_entry(_check_deeply(entry, node_dir.run_id) if deep else entry, run_id, node_dir.node)
+    try:
+        quarantined = catalog.list_quarantined()
+    except (ElasticResumeError, OSError) as error:
+        yield CheckpointEntry(
+            node_dir.path / constants.QUARANTINE_DIR,
+            run_id,
+            node_dir.node,
+            "bad",
+            _describe_problem(error, node_dir.path),
+        )
+        return
+    for path in quarantined:
+        name = path.name.partition(".")[0]  # a second one is NAME.1
         generation, step = parse_checkpoint_name(name) or (None, None)
         yield CheckpointEntry(
             path=path,
-            run_id=run,
-            node=place.node,
+            run_id=run_id,
+            node=node_dir.node,
             state="quarantined",
-            reason=_describe_problem(read_quarantine_reason(path), place.path / name),
+            reason=_describe_problem(read_quarantine_reason(path), node_dir.path / name),
             generation=generation,
             step=step,
             bytes=_directory_bytes(path),
@@ -147,21 +148,21 @@ def _list_node(place: NodeDir, deep: bool) -> Iterator[CheckpointEntry]:
         )
 
 
-def _check_deeply(entry: CatalogEntry, run: str | None) -> CatalogEntry:
+def _check_deeply(entry: CatalogEntry, run_id: str | None) -> CatalogEntry:
     if entry.error is not None:
         return entry
     try:
-        return CatalogEntry(entry.path, *entry.version, deep_check(entry.path, run), None)
+        return CatalogEntry(entry.path, *entry.version, deep_check(entry.path, run_id), None)
     except CheckpointError as error:
         return CatalogEntry(entry.path, *entry.version, None, error)
 
 
-def _make_entry(entry: CatalogEntry, run: str, node: str) -> CheckpointEntry:
+def _make_entry(entry: CatalogEntry, run_id: str, node: str) -> CheckpointEntry:
     manifest = entry.manifest
     if manifest is None:
         return CheckpointEntry(
             path=entry.path,
-            run_id=run,
+            run_id=run_id,
             node=node,
             state="bad",
             reason=_describe_problem(entry.error, entry.path),
@@ -172,7 +173,7 @@ def _make_entry(entry: CatalogEntry, run: str, node: str) -> CheckpointEntry:
         )
     return CheckpointEntry(
         path=entry.path,
-        run_id=run,
+        run_id=run_id,
         node=node,
         state="valid",
         generation=entry.generation,
@@ -184,33 +185,33 @@ def _make_entry(entry: CatalogEntry, run: str, node: str) -> CheckpointEntry:
 
 
 def _describe_problem(error: object, path: Path) -> str:
-    """An error's text without the path that stands beside it anyway."""
+    """Return an error's text without the path, which stands beside it."""
     if isinstance(error, OSError):
         return f"cannot be read: {error.strerror or error}"
     return str(error).removeprefix(f"{path}: ").rstrip(".")
 
 
-def _table_row(item: CheckpointEntry, now: float) -> tuple[str, ...]:
-    age = None if item.written_at is None else max(0.0, now - item.written_at)
-    state = {"valid": "yes", "bad": f"NO: {item.reason}", "quarantined": f"quarantined: {item.reason}"}
-    figures = (item.generation, item.step, item.world_size)
+def _table_row(entry: CheckpointEntry, now: float) -> tuple[str, ...]:
+    age_s = None if entry.written_at is None else max(0.0, now - entry.written_at)
+    state = {"valid": "yes", "bad": f"NO: {entry.reason}", "quarantined": f"quarantined: {entry.reason}"}
+    figures = (entry.generation, entry.step, entry.world_size)
     return (
-        item.node,
+        entry.node,
         *("-" if figure is None else str(figure) for figure in figures),
-        format_bytes(item.bytes),
-        format_seconds(age),
-        state[item.state],
+        format_bytes(entry.bytes),
+        format_seconds(age_s),
+        state[entry.state],
     )
 
 
 def _directory_bytes(path: Path) -> int | None:
-    """Bytes of the regular files right inside ``path``."""
+    """Return the bytes of the regular files directly inside ``path``."""
     try:
         with os.scandir(path) as entries:
             stats = [entry.stat(follow_symlinks=False) for entry in entries]
     except OSError:
         return None
-    return sum(one.st_size for one in stats if stat.S_ISREG(one.st_mode))
+    return sum(status.st_size for status in stats if stat.S_ISREG(status.st_mode))
 
 
 def _modified_at(path: Path) -> float | None:
@@ -221,39 +222,28 @@ def _modified_at(path: Path) -> float | None:
 
 
 def _summarize_unfinished(found: FoundPath) -> str:
-    """One line on what is being written, or was left by a crash."""
+    """Describe temporary directories in one line: commits in progress, or left by a crash."""
     count = 0
-    for place in found.node_dirs:
+    for node_dir in found.node_dirs:
         try:
-            names = os.listdir(place.path)  # noqa: PTH208  names only
+            names = os.listdir(node_dir.path)  # noqa: PTH208  names only
         except OSError:
             continue
         count += sum(name.startswith(constants.TEMPORARY_PREFIX) for name in names)
     if not count:
         return ""
-    return f"{format_count(count, 'unfinished write')}: in progress, or left by a crash and swept at the next start\n"
-
-
-MEMORY, DISK = "memory", "disk"
-COMMITTED, PRUNED, QUARANTINED, LOST, VALID, BAD, USED = (
-    "committed",
-    "pruned",
-    "quarantined",
-    "lost",
-    "valid",
-    "bad",
-    "used",
-)
+    writes = format_count(count, "unfinished write")
+    return f"{writes}: in progress, or left by a crash and removed at the next start\n"
 
 
 @dataclass(frozen=True)
 class SavedStateRecord:
-    """One copy of the state.
+    """One snapshot or checkpoint of one node.
 
-    ``state``: committed (as events tell; nobody has looked), valid or bad (somebody has), pruned,
-    quarantined, lost (with its node's disk), or used (a snapshot in memory that a generation began with).
-    ``verified``: a generation read its every byte, or has made it from verified ones. ``loaded_by`` are the
-    generations that began with it. ``t``: when it was there; ``gone``: when not any more.
+    ``state``: committed (by the events), valid or bad (inspected on disk), pruned, quarantined, lost
+    (with its disk), or used (a snapshot that a generation started from). ``verified``: a generation read
+    its every byte. ``loaded_by`` are the generations that started from it. It existed from ``t`` to
+    ``removed_t``.
     """
 
     node: str
@@ -271,82 +261,94 @@ class SavedStateRecord:
 
 
 def build_saved_state_records(
-    timeline: EventTimeline, report: RunHistory, entries: Sequence[CheckpointEntry] = ()
+    timeline: EventTimeline, history: RunHistory, entries: Sequence[CheckpointEntry] = ()
 ) -> tuple[SavedStateRecord, ...]:
-    """All copies, by generation, step, node and tier. ``items``: what lies on disk now."""
-    copies: dict[tuple[str, int, int, str], SavedStateRecord] = {}
-    for one in timeline.select("commit", "prune", "quarantine"):
-        if one.kind == "commit":
-            _record_commit(copies, one)
+    """Return all records by generation, step, node and tier; ``entries`` lie on disk now."""
+    records: _Records = {}
+    for item in timeline.select("commit", "prune", "quarantine"):
+        if item.kind == "commit":
+            _record_commit(records, item)
         else:
-            _record_removal(copies, one)
-    _record_loads(copies, timeline, report)
-    _apply_disk_entries(copies, entries)
-    return tuple(sorted(copies.values(), key=lambda copy: (copy.generation, copy.step, copy.node, copy.tier)))
-
-
-def _record_commit(copies: dict[tuple[str, int, int, str], SavedStateRecord], one: ParsedEvent) -> None:
-    if one.generation is None or one.step is None:
-        return
-    copies[one.node, one.generation, one.step, DISK] = SavedStateRecord(
-        one.node,
-        one.generation,
-        one.step,
-        DISK,
-        COMMITTED,
-        verified=False,
-        t=one.t,
-        bytes=one.get_count("bytes"),
-        commit_s=one.get_seconds("seconds"),
+            _record_removal(records, item)
+    _record_loads(records, timeline, history)
+    _apply_disk_entries(records, entries, timeline.generation_offset)
+    return tuple(
+        sorted(
+            records.values(), key=lambda record: (record.generation, record.step, record.node, record.tier)
+        )
     )
 
 
-def _record_removal(copies: dict[tuple[str, int, int, str], SavedStateRecord], one: ParsedEvent) -> None:
-    """Pruned, or set aside; a second one of the same name in quarantine is NAME.1."""
-    order = parse_checkpoint_name(PurePath(one.get_text("path")).name.partition(".")[0])
-    if order is None:
+_Records = dict[tuple[str, int, int, str], SavedStateRecord]
+
+
+def _record_commit(records: _Records, event: ParsedEvent) -> None:
+    if event.generation is None or event.step is None:
         return
-    key = (one.node, *order, DISK)
-    known = copies.get(key, SavedStateRecord(one.node, *order, DISK, COMMITTED, verified=False))
-    state = PRUNED if one.kind == "prune" else QUARANTINED
-    copies[key] = replace(known, state=state, removed_t=one.t, reason=one.get_text("reason"))
+    records[event.node, event.generation, event.step, DISK] = SavedStateRecord(
+        event.node,
+        event.generation,
+        event.step,
+        DISK,
+        COMMITTED,
+        verified=False,
+        t=event.t,
+        bytes=event.get_count("bytes"),
+        commit_s=event.get_seconds("seconds"),
+    )
 
 
-def _record_loads(
-    copies: dict[tuple[str, int, int, str], SavedStateRecord], timeline: EventTimeline, report: RunHistory
-) -> None:
-    resumes = {one.generation: one for one in timeline.select("resume")}
-    for row in report.generations:
-        one = resumes.get(row.number)
-        if one is None or not row.source_node or row.source_generation is None or row.start_step is None:
+def _record_removal(records: _Records, event: ParsedEvent) -> None:
+    """Record a prune or a quarantine event."""
+    version = parse_checkpoint_name(PurePath(event.get_text("path")).name.partition(".")[0])
+    if version is None:
+        return
+    key = (event.node, *version, DISK)
+    known = records.get(key, SavedStateRecord(event.node, *version, DISK, COMMITTED, verified=False))
+    state = PRUNED if event.kind == "prune" else QUARANTINED
+    records[key] = replace(known, state=state, removed_t=event.t, reason=event.get_text("reason"))
+
+
+def _record_loads(records: _Records, timeline: EventTimeline, history: RunHistory) -> None:
+    resumes = {event.generation: event for event in timeline.select("resume")}
+    for row in history.generations:
+        event = resumes.get(row.number)
+        if event is None or not row.source_node or row.source_generation is None or row.start_step is None:
             continue
-        tier = one.get_text("source_tier")
+        tier = event.get_text("source_tier")
         if row.resume_kind != "checkpoint" or tier not in {MEMORY, DISK}:
             continue
         key = (row.source_node, row.source_generation, row.start_step, tier)
-        made = SavedStateRecord(*key, USED if tier == MEMORY else COMMITTED, verified=True, t=one.t)
-        known = copies.get(key, made)
-        copies[key] = replace(known, verified=True, loaded_by=(*known.loaded_by, row.number))
+        record = SavedStateRecord(*key, USED if tier == MEMORY else COMMITTED, verified=True, t=event.t)
+        known = records.get(key, record)
+        records[key] = replace(known, verified=True, loaded_by=(*known.loaded_by, row.number))
 
 
 def _apply_disk_entries(
-    copies: dict[tuple[str, int, int, str], SavedStateRecord], entries: Iterable[CheckpointEntry]
+    records: _Records, entries: Iterable[CheckpointEntry], generation_offset: int
 ) -> None:
     seen = set()
-    looked = set()
-    for item in entries:
-        looked.add(item.node)
-        if item.generation is None or item.step is None:
+    inspected_nodes = set()
+    for entry in entries:
+        inspected_nodes.add(entry.node)
+        if entry.generation is None or entry.step is None:
             continue
-        key = (item.node, item.generation, item.step, DISK)
-        if key in seen and item.state == QUARANTINED:  # what has taken its place is there
-            key = (*key[:3], f"{DISK}, {item.path.name} set aside")
-        made = SavedStateRecord(
-            *key[:3], DISK, COMMITTED, verified=False, t=item.written_at, bytes=item.bytes
+        key = (entry.node, entry.generation + generation_offset, entry.step, DISK)
+        if key in seen and entry.state == QUARANTINED:  # a newer one has its name
+            key = (*key[:3], f"{DISK}, {entry.path.name} quarantined")
+        record = SavedStateRecord(
+            *key[:3], DISK, COMMITTED, verified=False, t=entry.written_at, bytes=entry.bytes
         )
-        known = copies.get(key, made)
-        copies[key] = replace(known, state=item.state, reason=item.reason, bytes=known.bytes or item.bytes)
+        known = records.get(key, record)
+        records[key] = replace(
+            known, state=entry.state, reason=entry.reason, bytes=known.bytes or entry.bytes
+        )
         seen.add(key)
-    for key, copy in copies.items():
-        if copy.node in looked and copy.tier == DISK and copy.state == COMMITTED and key not in seen:
-            copies[key] = replace(copy, state=LOST, reason="it is not on the disk any more")
+    for key, record in records.items():
+        if (
+            record.node in inspected_nodes
+            and record.tier == DISK
+            and record.state == COMMITTED
+            and key not in seen
+        ):
+            records[key] = replace(record, state=LOST, reason="no longer on disk")

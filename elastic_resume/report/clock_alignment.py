@@ -1,8 +1,8 @@
-"""One time axis for the events of several machines whose wall clocks jump or differ.
+"""Put the events of several machines on one time axis, although wall clocks jump or differ.
 
-Each event has CLOCK_BOOTTIME (`b`) and the boot it counts from beside the wall clock (`t`). Within a boot `b`
-gives every duration. Boots of different machines are laid side by side by the generations they share: all
-nodes of a world see its start within milliseconds. A boot that shares none keeps its wall clock.
+Each event has CLOCK_BOOTTIME (``b``) and its boot beside the wall clock (``t``). Within a boot, ``b``
+gives every duration. Boots of different machines are aligned by the generations they share: all nodes see
+the start of a generation within milliseconds. A boot that shares none keeps its wall clock.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ MIN_REPORTED_OFFSET_S = 1.0
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """A node's wall clock that was off by more than `VISIBLE_S`, from ``t`` on; ``ahead_s`` is the most."""
+    """A node's wall clock that was off by more than `MIN_REPORTED_OFFSET_S`, since ``t``.
+
+    ``ahead_s`` is the greatest offset.
+    """
 
     node: str
     ahead_s: float
@@ -38,68 +41,73 @@ def align_events(
 ) -> tuple[list[Event], tuple[ClockOffset, ...]]:
     """Return the events with times from CLOCK_BOOTTIME, and the wall clocks that were off.
 
-    ``zeros``: the time at which each boot began, see `boot_times`. Events without a boot keep their times.
+    ``boot_times`` is the time of each boot, see `estimate_boot_times`. Events without a boot keep their
+    times.
     """
     aligned: list[Event] = []
-    off: dict[str, ClockOffset] = {}
+    offsets: dict[str, ClockOffset] = {}
     for event in events:
-        t, since, node = get_seconds(event), get_boot_time(event), event.get("node")
-        if t is None or since is None or since[0] not in boot_times:
+        t, boot_time, node = get_seconds(event), get_boot_time(event), event.get("node")
+        if t is None or boot_time is None or boot_time[0] not in boot_times:
             aligned.append(event)
             continue
-        true = round(boot_times[since[0]] + since[1], 3)
-        aligned.append({**event, "t": true})
-        ahead = round(t - true, 3)
-        if isinstance(node, str) and event.get("event") != "fault" and abs(ahead) > MIN_REPORTED_OFFSET_S:
-            known = off.setdefault(node, ClockOffset(node, ahead, true))
-            if abs(ahead) > abs(known.ahead_s):
-                off[node] = ClockOffset(node, ahead, known.t)
-    return aligned, tuple(sorted(off.values(), key=lambda clock: clock.t))
+        aligned_t = round(boot_times[boot_time[0]] + boot_time[1], 3)
+        aligned.append({**event, "t": aligned_t})
+        ahead_s = round(t - aligned_t, 3)
+        if isinstance(node, str) and event.get("event") != "fault" and abs(ahead_s) > MIN_REPORTED_OFFSET_S:
+            known = offsets.setdefault(node, ClockOffset(node, ahead_s, aligned_t))
+            if abs(ahead_s) > abs(known.ahead_s):
+                offsets[node] = ClockOffset(node, ahead_s, known.t)
+    return aligned, tuple(sorted(offsets.values(), key=lambda clock: clock.t))
 
 
 def estimate_boot_times(events: Iterable[Event]) -> dict[str, float]:
-    """Return when each boot began, in Unix seconds on an axis common to all of them.
+    """Return the time of each boot in Unix seconds, on one common axis.
 
-    Boots that share a generation, directly or through others, keep their distances; the median of their wall
-    clocks places them.
+    Boots that share a generation, directly or through others, are placed relative to one another. The
+    median of their wall clocks then places the group.
     """
-    walls: dict[str, list[float]] = defaultdict(list)
-    starts: dict[str, dict[int, float]] = defaultdict(dict)  # seconds since each boot, by generation
+    wall_estimates: dict[str, list[float]] = defaultdict(list)
+    starts: dict[str, dict[int, float]] = defaultdict(dict)  # seconds boot_time each boot, by generation
     for event in events:
-        t, since = get_seconds(event), get_boot_time(event)
-        if t is None or since is None:
+        t, boot_time = get_seconds(event), get_boot_time(event)
+        if t is None or boot_time is None:
             continue
-        boot, b = since
-        walls[boot].append(t - b)
+        boot, b = boot_time
+        wall_estimates[boot].append(t - b)
         generation = get_count(event, "generation")
         if event.get("event") == "round" and generation is not None:
             starts[boot].setdefault(generation, b)
-    wall = {boot: statistics.median_low(values) for boot, values in walls.items()}
-    zeros: dict[str, float] = {}
-    for seed in sorted(wall, key=lambda boot: (-len(starts[boot]), boot)):
-        if seed in zeros:
+    median_walls = {boot: statistics.median_low(values) for boot, values in wall_estimates.items()}
+    boot_times: dict[str, float] = {}
+    for seed in sorted(median_walls, key=lambda boot: (-len(starts[boot]), boot)):
+        if seed in boot_times:
             continue
-        joined = _place_boots(
-            seed, wall[seed], {boot: own for boot, own in starts.items() if boot not in zeros}
+        placed = _place_boots(
+            seed,
+            median_walls[seed],
+            {boot: generation_starts for boot, generation_starts in starts.items() if boot not in boot_times},
         )
-        shift = statistics.median_low(wall[boot] - zero for boot, zero in joined.items())
-        zeros |= {boot: zero + shift for boot, zero in joined.items()}
-    return zeros
+        shift = statistics.median_low(median_walls[boot] - zero for boot, zero in placed.items())
+        boot_times |= {boot: zero + shift for boot, zero in placed.items()}
+    return boot_times
 
 
 def _place_boots(seed: str, zero: float, starts: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
-    """Place the boots that share generations with ``seed``, those that share with these, and so on."""
-    placed, new = {seed: zero}, [seed]
+    """Place the boots that share generations with ``seed``, then those that share with these, and so on."""
+    placed, newly_placed = {seed: zero}, [seed]
     times: dict[int, float] = {}  # when each generation began
-    while new:
-        for boot in new:
+    while newly_placed:
+        for boot in newly_placed:
             for generation, b in starts.get(boot, {}).items():
                 times.setdefault(generation, placed[boot] + b)
-        shared = {
-            boot: [times[generation] - b for generation, b in own.items() if generation in times]
-            for boot, own in starts.items()
+        estimates = {
+            boot: [
+                times[generation] - b for generation, b in generation_starts.items() if generation in times
+            ]
+            for boot, generation_starts in starts.items()
             if boot not in placed
         }
-        new = [boot for boot, found in shared.items() if found]
-        placed |= {boot: statistics.median_low(shared[boot]) for boot in new}
+        newly_placed = [boot for boot, times_of_boot in estimates.items() if times_of_boot]
+        placed |= {boot: statistics.median_low(estimates[boot]) for boot in newly_placed}
     return placed

@@ -1,10 +1,7 @@
-"""The subcommands that look at a run: report, ls, verify, export.
+"""The subcommands that inspect a run: report, ls, verify, export and diff.
 
-Each is a function from parsed arguments to an exit code. Only ``export`` imports torch.
-
-``elastic-resume diff A B``: what `worker.difference` has found, for people and for programs.
-
-Exit codes are those of ``diff``: 0 they are the same, 1 they differ, 2 one of them could not be read.
+Each is a function from parsed arguments to an exit code. Only ``export`` and ``diff`` import torch. The
+exit codes of ``diff`` are those of diff(1): 0 the same, 1 different, 2 a checkpoint could not be read.
 """
 
 from __future__ import annotations
@@ -43,82 +40,84 @@ EXIT_BAD = constants.EXIT_JOB_ERROR
 
 
 def register(subparsers: argparse._SubParsersAction[Any]) -> None:
-    """Add the parsers of the four commands; each sets ``function``."""
-    one = subparsers.add_parser("report", help="what befell a run: generations, causes, lost steps")
-    one.add_argument(
-        "paths",
-        type=Path,
-        nargs="+",
-        metavar="RUN_DIR",
-        help="CKPT_DIR/RUN_ID; or its parts",
+    """Add the parsers of report, ls, verify and export; each sets ``function``."""
+    parser = subparsers.add_parser("report", help="explain a run: root causes, downtime, goodput")
+    parser.add_argument(
+        "paths", type=Path, nargs="+", metavar="RUN_DIR", help="CKPT_DIR/RUN_ID, or directories of its nodes"
     )
-    how = one.add_mutually_exclusive_group()
-    how.add_argument("--html", type=Path, metavar="FILE", help="write one page that needs nothing else")
-    how.add_argument("--json", action="store_true", help="everything that is known, as one JSON object")
-    one.set_defaults(function=report)
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
+    output.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    parser.set_defaults(function=report)
 
-    one = subparsers.add_parser("ls", help="checkpoints: node, step, size, age, valid or why not")
-    one.add_argument("path", type=Path, metavar="CKPT_DIR", help="or the directory of a run or of a node")
-    one.set_defaults(function=ls)
+    parser = subparsers.add_parser("ls", help="list checkpoints: node, step, size, age, validity")
+    parser.add_argument(
+        "path", type=Path, metavar="CKPT_DIR", help="CKPT_DIR, or a run's or node's directory"
+    )
+    parser.set_defaults(function=ls)
 
-    one = subparsers.add_parser("verify", help="check checkpoints; exit 1 when one is bad")
-    one.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, or a node's, a run's, all runs'")
-    one.add_argument("--deep", action="store_true", help="read all data and check every digest")
-    one.set_defaults(function=verify)
+    parser = subparsers.add_parser("verify", help="check checkpoints; exit 1 if one is bad")
+    parser.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, or a directory for `ls`")
+    parser.add_argument("--deep", action="store_true", help="read all data and check every digest")
+    parser.set_defaults(function=verify)
 
-    one = subparsers.add_parser("export", help="write one object's tensors to a plain file")
-    one.add_argument("path", type=Path, metavar="SOURCE", help="a checkpoint; or the newest of a node or run")
-    one.add_argument("target", type=Path, metavar="TARGET", help="the file to write, or DCP's directory")
-    what = one.add_mutually_exclusive_group()
-    what.add_argument(
+    parser = subparsers.add_parser("export", help="write one object's tensors to a plain file")
+    parser.add_argument(
+        "path", type=Path, metavar="SOURCE", help="a checkpoint, or a directory for its newest"
+    )
+    parser.add_argument("target", type=Path, metavar="TARGET", help="the file to write; a directory for dcp")
+    selection = parser.add_mutually_exclusive_group()
+    selection.add_argument(
         "--object", "--only", default="model", metavar="NAME", help="which tracked object (default model)"
     )
-    what.add_argument("--all", action="store_true", help="all objects, epoch and step (torch and dcp only)")
-    one.add_argument(
+    selection.add_argument(
+        "--all", action="store_true", help="all objects, epoch and step (torch and dcp only)"
+    )
+    parser.add_argument(
         "--format",
         choices=("safetensors", "torch", "dcp"),
         help="default: torch for .pt .pth .bin .ckpt, else safetensors; dcp makes a directory",
     )
-    one.add_argument(
+    parser.add_argument(
         "--for",
         dest="wrapped",
         choices=("plain", "dp", "ddp"),
         default="plain",
         help="names as a bare model has them (default), or with 'module.' for DataParallel or DDP",
     )
-    one.add_argument("--force", action="store_true", help="replace TARGET if it exists")
-    one.set_defaults(function=export)
+    parser.add_argument("--force", action="store_true", help="replace TARGET if it exists")
+    parser.set_defaults(function=export)
 
 
 # ---- report --------------------------------------------------------------------------------------------
 
 
 def report(args: argparse.Namespace) -> int:
-    """Print what befell a run, or write the page of it; exit code 0 whatever that was."""
-    found = load_run(args.paths)
-    told = summary.build_run_report(
-        found.events,
-        checkpoint_entries=found.checkpoints,
-        stacks=found.stacks,
-        problems=found.problems,
+    """Print the report of a run, or write its page; the exit code is always 0."""
+    loaded = load_run(args.paths)
+    run_report = summary.build_run_report(
+        loaded.events,
+        checkpoint_entries=loaded.checkpoints,
+        stacks=loaded.stacks,
+        problems=loaded.problems,
         now=time.time(),
         boot_stamp=events.boot_fields(),
     )
-    for problem in found.problems:
+    for problem in loaded.problems:
         print(problem, file=sys.stderr)
     if args.html is not None:
         from elastic_resume.report import html  # noqa: PLC0415 - imports jinja2, which no other command needs
 
-        _write_page(args.html, html.render_page(told))
-        write_stdout("\n".join(wrap_text(told.verdict.text)) + f"\nwritten to {args.html}\n")
+        _write_page(args.html, html.render_page(run_report))
+        write_stdout("\n".join(wrap_text(run_report.verdict.text)) + f"\nwritten to {args.html}\n")
     else:
-        write_stdout(summary.format_json(told) if args.json else text_report.format_text(told))
+        write_stdout(summary.format_json(run_report) if args.json else text_report.format_text(run_report))
     return EXIT_OK
 
 
 def _write_page(path: Path, text: str) -> None:
     if str(path) == "-":
-        raise UsageError("--html -: give the name of a file to write the page to.")
+        raise UsageError("--html -: the page cannot go to stdout; give a file name.")
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -129,49 +128,49 @@ def _write_page(path: Path, text: str) -> None:
 
 
 def ls(args: argparse.Namespace) -> int:
-    """Print the table of checkpoints; exit code 0 whatever they are worth."""
+    """Print the table of checkpoints; the exit code is always 0."""
     write_stdout(checkpoints.format_checkpoints(paths.find_node_dirs(args.path), time.time()))
     return EXIT_OK
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Print one line for each checkpoint; exit code 1 when one is bad, or there is none.
+    """Print one line for each checkpoint; exit code 1 if one is bad or there is none.
 
-    What lies in quarantine is named, and is no failure: it has been dealt with.
+    Quarantined checkpoints are listed, but are no failure.
     """
     found = paths.find_node_dirs(args.path)
     counts = {"valid": 0, "bad": 0, "quarantined": 0}
-    for item in checkpoints.list_checkpoints(found, deep=args.deep):
-        counts[item.state] += 1
-        write_stdout("\n".join(wrap_text(_verify_line(item, found.path))) + "\n")
+    for entry in checkpoints.list_checkpoints(found, deep=args.deep):
+        counts[entry.state] += 1
+        write_stdout("\n".join(wrap_text(_verify_line(entry, found.path))) + "\n")
     if not counts["valid"] and not counts["bad"]:
         write_stdout(f"{args.path}: no checkpoints here\n")
         return EXIT_BAD
-    how = "every digest checked" if args.deep else "quick check; --deep reads all data"
-    aside = f", {counts['quarantined']} quarantined" if counts["quarantined"] else ""
-    write_stdout(f"{counts['valid']} valid, {counts['bad']} bad{aside} ({how})\n")
+    method = "every digest checked" if args.deep else "quick check; --deep reads all data"
+    quarantined = f", {counts['quarantined']} quarantined" if counts["quarantined"] else ""
+    write_stdout(f"{counts['valid']} valid, {counts['bad']} bad{quarantined} ({method})\n")
     return EXIT_BAD if counts["bad"] else EXIT_OK
 
 
-def _verify_line(item: CheckpointEntry, base: Path) -> str:
-    name = str(item.path.relative_to(base)) if item.path != base else item.path.name
-    if item.state == "valid":
-        return f"ok   {name}  {format_bytes(item.bytes)}"
-    return f"{'BAD ' if item.state == 'bad' else 'aside'} {name}: {item.reason}"
+def _verify_line(entry: CheckpointEntry, base: Path) -> str:
+    name = str(entry.path.relative_to(base)) if entry.path != base else entry.path.name
+    if entry.state == "valid":
+        return f"ok   {name}  {format_bytes(entry.bytes)}"
+    return f"{'BAD ' if entry.state == 'bad' else 'aside'} {name}: {entry.reason}"
 
 
 # ---- export --------------------------------------------------------------------------------------------
 
 
 def export(args: argparse.Namespace) -> int:
-    """Write the tensors of one object to a plain file."""
+    """Write the tensors of one object, or everything, to a plain file."""
     found = paths.find_node_dirs(args.path)
     from elastic_resume.state import export as exporting  # noqa: PLC0415  imports torch, seconds
 
     file_format = args.format or exporting.guess_format(args.target)
     for path, manifest in _export_sources(found):
         try:
-            done = exporting.export(
+            exported = exporting.export(
                 path,
                 manifest,
                 args.target,
@@ -185,25 +184,24 @@ def export(args: argparse.Namespace) -> int:
                 raise
             print(f"not used: {error}", file=sys.stderr)
             continue
-        age = format_seconds(max(0.0, time.time() - manifest.written_at))
-        what = "all" if args.all else args.object
+        age_text = format_seconds(max(0.0, time.time() - manifest.written_at))
+        selected = "all" if args.all else args.object
         write_stdout(
-            f"{what} of {path} (generation {manifest.generation}, step {manifest.step}, {age} old)\n"
+            f"{selected} of {path} (generation {manifest.generation}, step {manifest.step}, {age_text} old)\n"
         )
-        write_stdout(
-            f"-> {args.target}: {format_count(done.tensor_count, 'tensor')}, {format_bytes(done.byte_count)}, {file_format}\n"
-        )
-        if done.skipped:
-            more = f" and {len(done.skipped) - 5} more" if len(done.skipped) > 5 else ""
+        size = f"{format_count(exported.tensor_count, 'tensor')}, {format_bytes(exported.byte_count)}"
+        write_stdout(f"-> {args.target}: {size}, {file_format}\n")
+        if exported.skipped:
+            more = f" and {len(exported.skipped) - 5} more" if len(exported.skipped) > 5 else ""
             write_stdout(
-                "\n".join(wrap_text(f"left out, not tensors: {', '.join(done.skipped[:5])}{more}")) + "\n"
+                "\n".join(wrap_text(f"left out, not tensors: {', '.join(exported.skipped[:5])}{more}")) + "\n"
             )
         return EXIT_OK
-    raise UsageError(f"{args.path}: holds no valid checkpoint; `elastic-resume ls` says why.")
+    raise UsageError(f"{args.path}: holds no valid checkpoint; `elastic-resume ls` shows why.")
 
 
 def _export_sources(found: paths.FoundPath) -> Iterator[tuple[Path, Manifest]]:
-    """The checkpoint that was named, or those of the nodes, newest first."""
+    """Yield the named checkpoint, or those of the nodes, newest first."""
     from elastic_resume.checkpoint.reader import quick_check  # noqa: PLC0415
 
     if found.level == "checkpoint":
@@ -213,11 +211,11 @@ def _export_sources(found: paths.FoundPath) -> Iterator[tuple[Path, Manifest]]:
         raise UsageError(
             f"{found.path}: holds {len(found.run_ids)} runs; give one: {', '.join(found.run_ids[:20])}."
         )
-    valid = [item for item in checkpoints.list_checkpoints(found) if item.state == "valid"]
-    for item in sorted(valid, key=lambda item: (item.generation or 0, item.step or 0), reverse=True):
+    valid = [entry for entry in checkpoints.list_checkpoints(found) if entry.state == "valid"]
+    for entry in sorted(valid, key=lambda entry: (entry.generation or 0, entry.step or 0), reverse=True):
         try:
-            yield item.path, quick_check(item.path, None)
-        except CheckpointError as error:  # pruned meanwhile by a run that goes on
+            yield entry.path, quick_check(entry.path, None)
+        except CheckpointError as error:  # a running job pruned it
             print(f"not used: {error}", file=sys.stderr)
 
 
@@ -226,72 +224,78 @@ MAX_SHOWN = 20
 
 
 def register_diff(subparsers: argparse._SubParsersAction[Any]) -> None:
-    """Add the parser; it sets ``function``."""
-    one = subparsers.add_parser(
-        "diff", help="where two checkpoints differ; exit 0 same, 1 different, 2 trouble"
+    """Add the parser of diff; it sets ``function``."""
+    parser = subparsers.add_parser(
+        "diff", help="compare two checkpoints; exit 0 same, 1 different, 2 unreadable"
     )
-    one.add_argument("a", type=Path, metavar="A", help="a checkpoint; or a node or a run, for its newest")
-    one.add_argument("b", type=Path, metavar="B", help="another one")
-    one.add_argument("--all", action="store_true", help=f"list every difference, not the first {MAX_SHOWN}")
-    one.add_argument("--json", action="store_true", help="all differences, as one JSON object")
-    one.set_defaults(function=diff)
+    parser.add_argument("a", type=Path, metavar="A", help="a checkpoint, or a directory for its newest")
+    parser.add_argument("b", type=Path, metavar="B", help="the other checkpoint")
+    parser.add_argument("--all", action="store_true", help=f"list all differences, not only {MAX_SHOWN}")
+    parser.add_argument("--json", action="store_true", help="all differences, as one JSON object")
+    parser.set_defaults(function=diff)
 
 
 def diff(args: argparse.Namespace) -> int:
-    """Print the differences."""
+    """Print where two checkpoints differ."""
     from elastic_resume.state.diff import compare  # noqa: PLC0415  imports torch, seconds
 
     try:
-        found = compare(args.a, args.b)
+        comparison = compare(args.a, args.b)
     except ElasticResumeError as error:
         print(f"elastic-resume diff: {error}", file=sys.stderr)
         return READ_FAILED
     except Exception as error:  # noqa: BLE001  whatever it is: Python's own exit code would say "different"
-        print(f"elastic-resume diff: a fault of elastic_resume itself: {error!r}", file=sys.stderr)
+        print(f"elastic-resume diff: internal error: {error!r}", file=sys.stderr)
         return READ_FAILED
     lines = (
-        [format_diff_json(found)]
+        [format_diff_json(comparison)]
         if args.json
-        else format_diff_text(found, len(found.differences) if args.all else MAX_SHOWN)
+        else format_diff_text(comparison, len(comparison.differences) if args.all else MAX_SHOWN)
     )
     write_stdout("\n".join(lines) + "\n")
-    return DIFFERENT if found.differences else SAME
+    return DIFFERENT if comparison.differences else SAME
 
 
-def format_diff_json(found: Comparison) -> str:
-    """Give all there is; an infinite distance is the string "inf", since JSON has no such number."""
-    told = {"same": not found.differences, **asdict(found)}
-    for one in told["differences"]:
+def format_diff_json(comparison: Comparison) -> str:
+    """Return the comparison as JSON; an infinite difference is the string "inf"."""
+    members = {"same": not comparison.differences, **asdict(comparison)}
+    for difference in members["differences"]:
         for key in ("max_abs_difference", "max_rel_difference"):
-            one[key] = one[key] if math.isfinite(one[key]) else "inf"
-    return json.dumps(told)
+            difference[key] = difference[key] if math.isfinite(difference[key]) else "inf"
+    return json.dumps(members)
 
 
-def format_diff_text(found: Comparison, max_shown: int) -> list[str]:
-    """Lines for a terminal: both sides, the differences, and how many there are."""
-    lines = [f"A: {_format_side(found.checkpoint_a)}", f"B: {_format_side(found.checkpoint_b)}"]
-    lines += [replace_unprintable(_format_difference(one)) for one in found.differences[:max_shown]]
-    hidden = len(found.differences) - max_shown
+def format_diff_text(comparison: Comparison, max_shown: int) -> list[str]:
+    """Return lines for a terminal: both checkpoints, the differences, and a count."""
+    lines = [f"A: {_format_side(comparison.checkpoint_a)}", f"B: {_format_side(comparison.checkpoint_b)}"]
+    lines += [
+        replace_unprintable(_format_difference(difference))
+        for difference in comparison.differences[:max_shown]
+    ]
+    hidden = len(comparison.differences) - max_shown
     if hidden > 0:
         lines.append(f"and {format_count(hidden, 'more difference')}; --all lists them")
-    compared = f"{format_count(found.tensor_count, 'tensor')} and {format_count(found.other_count, 'other value')} compared"
-    if not found.differences:
+    tensors = format_count(comparison.tensor_count, "tensor")
+    compared = f"{tensors} and {format_count(comparison.other_count, 'other value')} compared"
+    if not comparison.differences:
         return [*lines, f"the same: {compared}"]
-    return [*lines, f"{format_count(len(found.differences), 'difference')}: {compared}"]
+    return [*lines, f"{format_count(len(comparison.differences), 'difference')}: {compared}"]
 
 
 def _format_side(side: ComparedCheckpoint) -> str:
     return replace_unprintable(f"{side.path} (generation {side.generation}, step {side.step})")
 
 
-def _format_difference(one: Difference) -> str:
-    if one.kind.startswith("only"):
-        return f"  {one.name}: {one.kind} ({one.value_b if one.kind == 'only in B' else one.value_a})"
-    if one.kind == "value":
-        return f"  {one.name}: {one.value_a} -> {one.value_b}"
-    by = f"{one.differing_elements} of {one.total_elements} differ, by {one.max_abs_difference:.3g} at most, relative {one.max_rel_difference:.3g}"
-    if one.kind == "values":
-        return f"  {one.name} {one.value_a}: {by}"
-    return (
-        f"  {one.name}: {one.kind} {one.value_a} -> {one.value_b}{f'; {by}' if one.kind == 'dtype' else ''}"
+def _format_difference(difference: Difference) -> str:
+    name, kind, values = difference.name, difference.kind, f"{difference.value_a} -> {difference.value_b}"
+    if kind.startswith("only"):
+        return f"  {name}: {kind} ({difference.value_b if kind == 'only in B' else difference.value_a})"
+    if kind == "value":
+        return f"  {name}: {values}"
+    extent = (
+        f"{difference.differing_elements} of {difference.total_elements} differ, "
+        f"by {difference.max_abs_difference:.3g} at most, relative {difference.max_rel_difference:.3g}"
     )
+    if kind == "values":
+        return f"  {name} {difference.value_a}: {extent}"
+    return f"  {name}: {kind} {values}{f'; {extent}' if kind == 'dtype' else ''}"

@@ -1,7 +1,8 @@
-"""``elastic-resume doctor``: what a start without flags would take from its surroundings, and from where.
+"""``elastic-resume doctor``: show what a start without flags would take from its environment.
 
-Promise: changes nothing, waits for nobody longer than `PATIENCE_S`, and shows no secret. The exit code is 1
-when such a start would fail. Run it as the job would be run: ``srun elastic-resume doctor``.
+Each value has its source. The command changes nothing, waits at most `LOOKUP_TIMEOUT_S` for name lookups,
+and shows no secret. The exit code is 1 if such a start would fail. Run it like the job itself: ``srun
+elastic-resume doctor``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ LOOKUP_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what, its value, and where that comes from. ``problem``: why a start would fail of it."""
+    """One line: a name, its value, and its source. ``problem`` says why a start would fail."""
 
     name: str
     value: str
@@ -43,65 +44,68 @@ class Finding:
 
 def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Add the parser of the command."""
-    one = subparsers.add_parser("doctor", help="what a start here would take from scheduler and machine")
-    one.add_argument("--ckpt-dir", type=Path, metavar="DIR", help="as for run")
-    one.add_argument("--json", action="store_true", help="one JSON object")
-    one.set_defaults(function=doctor)
+    parser = subparsers.add_parser(
+        "doctor", help="show what a start here would take from scheduler and machine"
+    )
+    parser.add_argument("--ckpt-dir", type=Path, metavar="DIR", help="as for run")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.set_defaults(function=doctor)
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Print what is found; 1 where a start without flags would fail."""
-    here = _add_deadline(environment.read_context(os.environ))
+    """Print the findings; exit code 1 if a start without flags would fail."""
+    context = _add_deadline(environment.read_context(os.environ))
     directory = args.ckpt_dir or Path(os.environ.get(constants.ENV_CKPT_DIR) or DEFAULT_CKPT_DIR)
-    findings = [
-        *check_scheduler(here),
-        *check_candidates(here),
-        *check_machine(directory, os.environ),
-    ]
-    problems = [*here.problems, *(one.problem for one in findings if one.problem)]
+    findings = [*check_scheduler(context), *check_candidates(context), *check_machine(directory, os.environ)]
+    problems = [*context.problems, *(finding.problem for finding in findings if finding.problem)]
     if args.json:
-        told = [{"what": one.name, "value": one.value, "source": one.source} for one in findings]
-        write_stdout(json.dumps({"findings": told, "problems": problems}, indent=2) + "\n")
+        items = [
+            {"what": finding.name, "value": finding.value, "source": finding.source} for finding in findings
+        ]
+        write_stdout(json.dumps({"findings": items, "problems": problems}, indent=2) + "\n")
     else:
         write_stdout(format_findings(findings, problems) + "\n")
     return constants.EXIT_JOB_ERROR if problems else constants.EXIT_SUCCESS
 
 
 def _add_deadline(context: SchedulerContext) -> SchedulerContext:
-    """Ask for the time limit, as an agent does: no variable told it before Slurm 23.02."""
-    asked = slurm.find_deadline(context.requeue_id, environ={}) if context.scheduler == "slurm" else None
-    if asked is None:
+    """Add the job's time limit from squeue; before Slurm 23.02 no variable has it."""
+    deadline = slurm.find_deadline(context.requeue_id, environ={}) if context.scheduler == "slurm" else None
+    if deadline is None:
         return context
-    return replace(context, deadline=asked, sources={**context.sources, "deadline": "squeue"})
+    return replace(context, deadline=deadline, sources={**context.sources, "deadline": "squeue"})
 
 
 def format_findings(findings: list[Finding], problems: list[str]) -> str:
-    """Lay the findings out as a table, what is wrong below it."""
-    wide = max(len(one.name) for one in findings)
-    most = min(52, max(len(one.value) for one in findings))
-    lines = [f"{one.name:<{wide}}  {one.value:<{most}}  {one.source}".rstrip() for one in findings]
+    """Format the findings as a table, with the problems below it."""
+    name_width = max(len(finding.name) for finding in findings)
+    value_width = min(52, max(len(finding.value) for finding in findings))
+    lines = [
+        f"{finding.name:<{name_width}}  {finding.value:<{value_width}}  {finding.source}".rstrip()
+        for finding in findings
+    ]
     if problems:
         lines += ["", "A start without flags would fail here:", *(f"  - {problem}" for problem in problems)]
     return "\n".join(lines)
 
 
-# ---- what is looked at ---------------------------------------------------------------------------------
+# ---- checks --------------------------------------------------------------------------------------------
 
 
 def check_scheduler(context: SchedulerContext) -> list[Finding]:
-    """What the scheduler tells."""
+    """Return what the scheduler's variables say."""
     peers = ", ".join(context.peers[:4]) + (f", … {context.peers[-1]}" if len(context.peers) > 4 else "")
-    span = (
+    node_range = (
         str(context.max_nodes)
         if context.max_nodes == context.min_nodes
         else f"{context.min_nodes} to {context.max_nodes}"
     )
-    told = {
+    values = {
         "scheduler": context.scheduler,
         "job": context.job or "named after the script",
         "name": context.name,
         "order": str(context.node_index) if context.max_nodes > 1 else "",
-        "nodes": span,
+        "nodes": node_range,
         "peers": peers,
         "candidates": ", ".join(context.candidates) if context.max_nodes > 1 else "",
         "address": context.address,
@@ -111,52 +115,48 @@ def check_scheduler(context: SchedulerContext) -> list[Finding]:
         "deadline": _format_time(context.deadline),
     }
     defaults = {
-        "job": "no scheduler tells",
+        "job": "not set by a scheduler",
         "workers": "default",
         "nodes": "default",
         "scheduler": "environment",
     }
-    sources = {
-        **defaults,
-        "candidates": context.sources.get("peers", ""),
-        "restarts": "not set: the first life",
-    }
+    sources = {**defaults, "candidates": context.sources.get("peers", ""), "restarts": "not set: first start"}
     if context.scheduler == "host":
         sources["scheduler"] = "no variable of Slurm, Kubernetes or a trainer is set"
     sources |= context.sources
-    return [Finding(what, value, sources.get(what, "")) for what, value in told.items() if value]
+    return [Finding(name, value, sources.get(name, "")) for name, value in values.items() if value]
 
 
 def check_candidates(context: SchedulerContext) -> list[Finding]:
-    """Where the names lead at which nodes meet."""
+    """Return the addresses of the rendezvous candidates."""
     if context.max_nodes == 1:
         return []
-    own = local_addresses()
+    own_addresses = local_addresses()
     found = []
-    known = _resolve_hosts([candidate.rpartition(":")[0] for candidate in context.candidates])
-    for host, addresses in known.items():
-        mine = any(parse_address(one) in own for one in addresses)
-        told = ", ".join(addresses) or "no address yet"
-        loopback = [one for one in addresses if (read := parse_address(one)) and read.is_loopback]
-        hint = "leads to the loopback here: others may still reach it" if loopback else ""
-        found.append(Finding(host, told + (" (this node)" if mine else ""), hint or "looked up now"))
+    resolved = _resolve_hosts([candidate.rpartition(":")[0] for candidate in context.candidates])
+    for host, addresses in resolved.items():
+        is_own = any(parse_address(address) in own_addresses for address in addresses)
+        text = ", ".join(addresses) or "no address yet"
+        loopback = [address for address in addresses if (read := parse_address(address)) and read.is_loopback]
+        hint = "a loopback address here; other nodes may resolve it differently" if loopback else ""
+        found.append(Finding(host, text + (" (this node)" if is_own else ""), hint or "resolved now"))
     return found
 
 
 def check_machine(directory: Path, environ: Mapping[str, str]) -> list[Finding]:
-    """What this machine has for the job."""
+    """Return what this machine offers the job."""
     group = resources.MemoryCgroup.find_own()
-    used = group.read_usage() if group is not None else None
-    limit = f"control group's limit {format_bytes(used[1])}" if used else "no limit of a control group"
+    usage = group.read_usage() if group is not None else None
+    limit = f"control group's limit {format_bytes(usage[1])}" if usage else "no limit of a control group"
     found = [
-        Finding("memory", f"{format_bytes(resources.available_memory_bytes())} can be taken", limit),
+        Finding("memory", f"{format_bytes(resources.available_memory_bytes())} available", limit),
         _check_shared_memory(),
         _check_disk(directory, environ),
         Finding("processors", str(len(os.sched_getaffinity(0))), f"of {psutil.cpu_count()}"),
     ]
     token = "set" if environ.get(constants.ENV_TOKEN) else "not set"
     if "SLURM_JOB_ID" in environ and token == "not set":  # noqa: S105
-        token = "made in the shared directory, where there are several nodes"  # noqa: S105
+        token = "created in the shared directory if there are several nodes"  # noqa: S105
     problem = ""
     try:
         load_token(None, environ, "")
@@ -167,12 +167,12 @@ def check_machine(directory: Path, environ: Mapping[str, str]) -> list[Finding]:
 
 
 def _check_notices(environ: Mapping[str, str]) -> list[Finding]:
-    told = environ.get(constants.ENV_PREEMPTION_NOTICE)
+    setting = environ.get(constants.ENV_PREEMPTION_NOTICE)
     try:
-        asked = [one.name for one in preemption.parse_sources(told)]
+        sources = [source.name for source in preemption.parse_sources(setting)]
     except ConfigError as error:
-        return [Finding("notices", str(told), constants.ENV_PREEMPTION_NOTICE, str(error))]
-    return [Finding("notices", ", ".join(asked), constants.ENV_PREEMPTION_NOTICE)] if asked else []
+        return [Finding("notices", str(setting), constants.ENV_PREEMPTION_NOTICE, str(error))]
+    return [Finding("notices", ", ".join(sources), constants.ENV_PREEMPTION_NOTICE)] if sources else []
 
 
 def _check_shared_memory() -> Finding:
@@ -180,66 +180,65 @@ def _check_shared_memory() -> Finding:
     try:
         total = format_bytes(psutil.disk_usage(path).total)
     except OSError:
-        total = "not there"
+        total = "missing"
     return Finding(path, total, resources.check_shared_memory())
 
 
 def _check_grace(environ: Mapping[str, str]) -> list[Finding]:
     try:
-        told = kubernetes.read_termination_grace_s(environ)
+        grace_s = kubernetes.read_termination_grace_s(environ)
     except ConfigError as error:
         return [Finding("grace", "unknown", constants.ENV_TERMINATION_GRACE_S, problem=str(error))]
-    if told is None:
+    if grace_s is None:
         return []
-    value = f"{told:g} s from SIGTERM to SIGKILL, of which workers get {told / 2:g}"
+    value = f"{grace_s:g} s from SIGTERM to SIGKILL, of which workers get {grace_s / 2:g}"
     return [Finding("grace", value, constants.ENV_TERMINATION_GRACE_S)]
 
 
 def _check_disk(directory: Path, environ: Mapping[str, str]) -> Finding:
-    there = directory
+    shown, existing = str(directory)[:200], directory
     try:
-        there = directory.absolute()
-        while not there.exists() and there != there.parent:
-            there = there.parent
-        if not there.is_dir():
-            return Finding("checkpoints", str(directory), problem=f"{there} is no directory: --ckpt-dir")
-        free, limited = resources.free_disk_bytes(there, environ), resources.read_checkpoint_limit(environ)
+        existing = directory.absolute()
+        while not existing.exists() and existing != existing.parent:
+            existing = existing.parent
+        if not existing.is_dir():
+            return Finding("checkpoints", shown, problem=f"{existing} is no directory: --ckpt-dir")
+        free, limit = resources.free_disk_bytes(existing, environ), resources.read_checkpoint_limit(environ)
     except ConfigError as error:
-        return Finding("checkpoints", str(directory), constants.ENV_CKPT_LIMIT, problem=str(error))
+        return Finding("checkpoints", shown, constants.ENV_CKPT_LIMIT, problem=str(error))
     except OSError as error:
-        return Finding("checkpoints", str(directory)[:200], problem=f"{str(there)[:200]}: {error.strerror}")
+        return Finding("checkpoints", shown, problem=f"{str(existing)[:200]}: {error.strerror}")
     if free == 0:
-        return Finding("checkpoints", str(directory), problem=f"{there} has no space left: --ckpt-dir")
-    if not os.access(there, os.W_OK):
-        return Finding("checkpoints", str(directory), problem=f"{there} cannot be written to: --ckpt-dir")
-    where = f"{_file_system_type(there)}, --ckpt-dir" + (
-        f", volume of {format_bytes(limited)}" if limited is not None else ""
-    )
-    return Finding("checkpoints", f"{directory.absolute()}: {format_bytes(free)} free", where)
+        return Finding("checkpoints", shown, problem=f"{existing} has no space left: --ckpt-dir")
+    if not os.access(existing, os.W_OK):
+        return Finding("checkpoints", shown, problem=f"{existing} cannot be written to: --ckpt-dir")
+    volume = f", volume of {format_bytes(limit)}" if limit is not None else ""
+    source = f"{_file_system_type(existing)}, --ckpt-dir{volume}"
+    return Finding("checkpoints", f"{directory.absolute()}: {format_bytes(free)} free", source)
 
 
 def _file_system_type(path: Path) -> str:
-    """The file system under a path."""
+    """Return the type of the file system that holds ``path``."""
     mounts = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
     return max(mounts, key=lambda part: len(part.mountpoint)).fstype if mounts else "unknown file system"
 
 
 def _resolve_hosts(hosts: list[str]) -> dict[str, list[str]]:
-    """Look names up, each in a thread that is left behind when the answer takes too long."""
+    """Look names up in parallel; a lookup that takes too long is abandoned."""
     found: dict[str, list[str]] = {host: [] for host in hosts}
 
-    def ask(host: str) -> None:
+    def look_up(host: str) -> None:
         try:
             found[host] = resolve_name(host)
         except (OSError, UnicodeError):
             return
 
-    threads = [threading.Thread(target=ask, args=[host], daemon=True) for host in hosts]
-    until = time.monotonic() + LOOKUP_TIMEOUT_S
+    threads = [threading.Thread(target=look_up, args=[host], daemon=True) for host in hosts]
+    deadline = time.monotonic() + LOOKUP_TIMEOUT_S
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(max(0.0, until - time.monotonic()))
+        thread.join(max(0.0, deadline - time.monotonic()))
     return dict(found)
 
 

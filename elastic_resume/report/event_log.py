@@ -1,10 +1,10 @@
-"""Events of a run, made safe to reason about: typed, in order of time, each with its generation.
+"""Type and index the events of a run: by time, by generation, by node and by kind.
 
-Promise: nothing in a log makes this raise. A field of a wrong type counts as absent, an event without a
-usable time is left out, and kinds that this version does not know are kept but give no generation.
+No event makes this module raise. A field of a wrong type counts as absent. An event without a usable time
+is left out. Unknown kinds are kept, but prove no generation.
 
-Does not know what ended a generation (`incidents`), nor where events come from: they are arguments.
-Times are of many nodes' clocks; the order of events of different nodes is only as good as those.
+A job whose nodes all lost their disks starts again at generation 1. `number_restarts` continues the
+numbers, so that no two generations share one.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import Any
 
+from elastic_resume.checkpoint.reader import checkpoint_name, parse_checkpoint_name
 from elastic_resume.events import Event, get_count, get_seconds
 
-# What tells that a generation was there. A number in any other kind of event proves nothing.
+# Kinds of events that prove that their generation ran.
 GENERATION_EVENT_KINDS = frozenset(
     {"resume", "worker-start", "step", "commit", "commit-failed", "busy", "failure", "run-end", "worker-exit"}
 )
@@ -24,7 +26,7 @@ GENERATION_EVENT_KINDS = frozenset(
 
 @dataclass(frozen=True)
 class ParsedEvent:
-    """One event whose common fields are of the right type or None; ``raw`` holds the rest."""
+    """One event whose common fields have the right type or are None; ``raw`` holds all fields."""
 
     t: float
     kind: str
@@ -45,7 +47,7 @@ class ParsedEvent:
         return value if value is not None and value >= 0 else None
 
     def get_text(self, name: str) -> str:
-        """Return the field ``name`` if it is text, else nothing."""
+        """Return the field ``name`` if it is text, else an empty string."""
         return _text_or_empty(self.raw, name)
 
     def get_texts(self, name: str) -> tuple[str, ...]:
@@ -55,63 +57,133 @@ class ParsedEvent:
 
     @property
     def exited_with_failure(self) -> bool:
-        """Of a worker's exit: whether it ended otherwise than well."""
+        """Whether this worker exit was a failure."""
         return bool(self.get_text("signal") or self.get_count("exit_code"))
 
 
 @dataclass(frozen=True)
 class EventTimeline:
-    """Everything seen, by time; and the same by generation, by node and by kind."""
+    """All events by time, and the same events by generation, by node and by kind.
+
+    ``generation_offset`` was added to generations of the job's last start; it is 0 unless the job started
+    anew.
+    """
 
     events: tuple[ParsedEvent, ...]
     by_generation: Mapping[int, tuple[ParsedEvent, ...]]
     by_node: Mapping[str, tuple[ParsedEvent, ...]]
     by_kind: Mapping[str, tuple[ParsedEvent, ...]]
+    generation_offset: int = 0
 
     def select(self, *names: str) -> list[ParsedEvent]:
-        """All events of these kinds, by time."""
-        found = [one for name in names for one in self.by_kind.get(name, ())]
-        return sorted(found, key=lambda one: one.t) if len(names) > 1 else found
+        """Return all events of these kinds, by time."""
+        found = [event for name in names for event in self.by_kind.get(name, ())]
+        return sorted(found, key=lambda event: event.t) if len(names) > 1 else found
 
 
 def build_timeline(events: Iterable[Event]) -> EventTimeline:
     """Sort ``events`` by time, type their fields and find the generation of each worker's exit."""
-    seen = [one for one in map(_parse_event, events) if one is not None]
-    seen.sort(key=lambda one: one.t)  # stable: lines of one file stay in order
-    seen = _assign_generations(seen)
+    events, offset = number_restarts(events)
+    parsed = [event for event in map(_parse_event, events) if event is not None]
+    parsed.sort(key=lambda event: event.t)  # stable: lines of one file stay in order
+    parsed = _assign_generations(parsed)
     by_generation: dict[int, list[ParsedEvent]] = defaultdict(list)
     by_node: dict[str, list[ParsedEvent]] = defaultdict(list)
     by_kind: dict[str, list[ParsedEvent]] = defaultdict(list)
-    for one in seen:
-        by_node[one.node].append(one)
-        by_kind[one.kind].append(one)
-        if one.generation is not None and one.kind in GENERATION_EVENT_KINDS:
-            by_generation[one.generation].append(one)
+    for event in parsed:
+        by_node[event.node].append(event)
+        by_kind[event.kind].append(event)
+        if event.generation is not None and event.kind in GENERATION_EVENT_KINDS:
+            by_generation[event.generation].append(event)
     return EventTimeline(
-        events=tuple(seen),
+        events=tuple(parsed),
         by_generation={number: tuple(by_generation[number]) for number in sorted(by_generation)},
-        by_node={name: tuple(found) for name, found in by_node.items()},
-        by_kind={name: tuple(found) for name, found in by_kind.items()},
+        by_node={name: tuple(node_events) for name, node_events in by_node.items()},
+        by_kind={name: tuple(node_events) for name, node_events in by_kind.items()},
+        generation_offset=offset,
     )
 
 
-def _assign_generations(seen: list[ParsedEvent]) -> list[ParsedEvent]:
-    """A stub does not know its worker's generation, but the process number it saw end."""
+def number_restarts(events: Iterable[Event]) -> tuple[list[Event], int]:
+    """Continue the generation numbers of a job that started again at 1; return the events and an offset.
+
+    A job starts again at 1 if all nodes lost their disks; only logs that were kept elsewhere show it. The
+    offset was added to the generations of the last start.
+    """
+    listed = list(events)
+    restarts = _find_restarts(listed)
+    if not restarts:
+        return listed, 0
+    count = max(map(len, restarts.values()))
+    # A node that took part in one start only is assigned by the times of the others.
+    earliest = [min(times[i] for times in restarts.values() if len(times) > i) for i in range(count)]
+
+    def count_restarts(event: Event) -> int:
+        own = restarts.get(str(event.get("node")), [])
+        t = get_seconds(event)
+        return 0 if t is None else sum(t >= start for start in [*own, *earliest[len(own) :]])
+
+    newest = [0] * (count + 1)
+    numbers = [count_restarts(event) for event in listed]
+    for event, number in zip(listed, numbers, strict=True):
+        newest[number] = max(newest[number], get_count(event, "generation") or 0)
+    offsets = [sum(newest[:number]) for number in range(count + 1)]
+    numbered = [_shift_generation(event, offsets[n]) for event, n in zip(listed, numbers, strict=True)]
+    return numbered, offsets[-1]
+
+
+def _find_restarts(events: Iterable[Event]) -> dict[str, list[float]]:
+    """Find, for each node, the agent starts after which it entered a generation that it had known before."""
+    restarts: dict[str, list[float]] = defaultdict(list)
+    known: dict[str, dict[int, float]] = defaultdict(dict)  # the agent's start, by generation
+    agent_starts: dict[str, float] = {}
+    for event in sorted(events, key=lambda event: get_seconds(event) or 0.0):
+        node, t, generation = event.get("node"), get_seconds(event), get_count(event, "generation")
+        if t is None or not isinstance(node, str):
+            continue
+        if event.get("event") == "agent-start":
+            agent_starts[node] = t
+        if event.get("event") != "round" or generation is None or node not in agent_starts:
+            continue
+        start_t = agent_starts[node]
+        if known[node].setdefault(generation, start_t) != start_t:
+            restarts[node].append(start_t)
+            known[node] = {generation: start_t}
+    return restarts
+
+
+def _shift_generation(event: Event, offset: int) -> Event:
+    shifted = dict(event)
+    for name in ("generation", "source_generation") if offset else ():
+        number = get_count(event, name)
+        if number is not None:
+            shifted[name] = number + offset
+    path = event.get("path")
+    if offset and isinstance(path, str) and (version := parse_checkpoint_name(PurePath(path).name)):
+        shifted["path"] = checkpoint_name(version[0] + offset, version[1])
+    return shifted
+
+
+def _assign_generations(events: list[ParsedEvent]) -> list[ParsedEvent]:
+    """Find the generation of each worker exit.
+
+    A worker supervisor does not know its worker's generation, but its process id.
+    """
     first: dict[tuple[str, int], int] = {}
-    for one in seen:
-        if one.pid is not None and one.generation is not None:
-            first.setdefault((one.node, one.pid), one.generation)
-    newest: dict[tuple[str, int], int] = {}  # the kernel uses process numbers again
+    for event in events:
+        if event.pid is not None and event.generation is not None:
+            first.setdefault((event.node, event.pid), event.generation)
+    newest: dict[tuple[str, int], int] = {}  # the kernel reuses process ids
     complete = []
-    for one in seen:
-        if one.pid is not None and one.generation is not None:
-            newest[one.node, one.pid] = one.generation
-        worker = one.get_count("worker_pid") if one.kind == "worker-exit" else None
+    for event in events:
+        if event.pid is not None and event.generation is not None:
+            newest[event.node, event.pid] = event.generation
+        worker = event.get_count("worker_pid") if event.kind == "worker-exit" else None
         if worker is not None:
-            life = (one.node, worker)
-            complete.append(replace(one, generation=newest.get(life, first.get(life)), pid=worker))
+            process = (event.node, worker)
+            complete.append(replace(event, generation=newest.get(process, first.get(process)), pid=worker))
         else:
-            complete.append(one)
+            complete.append(event)
     return complete
 
 

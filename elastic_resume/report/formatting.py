@@ -1,11 +1,7 @@
-"""Tables and figures for terminals: aligned plain text, at most 100 columns.
+"""Format tables and figures for a terminal: aligned plain text, at most `WIDTH` columns.
 
-Promise: what comes out is printable, one line for one row, whatever a log or a directory's name held.
-Knows no events, generations or checkpoints.
-
-What a command answers, on stdout.
-
-Promise: all of it is written, or an error tells why not; what the terminal's encoding lacks is escaped.
+Output is printable, and a table has one line for each row, whatever a log or a directory's name held.
+`write_stdout` writes a command's answer completely or raises.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ from itertools import groupby
 from elastic_resume.errors import MachineError
 from elastic_resume.units import format_count as format_count  # noqa: PLC0414 - reports take it from here
 
-WIDTH = 100  # what half of a screen shows
+WIDTH = 100  # columns; half of a screen
 _COLUMN_GAP = "  "
 _NUMBERED_NAME_PATTERN = re.compile(r"(.*?)(\d{1,15})")
 
@@ -32,9 +28,10 @@ def format_table(
     right_aligned: Sequence[int] = (),
     shrinkable: int = -1,
 ) -> list[str]:
-    """Lines of a table under its heads. Columns in ``right`` are aligned right.
+    """Return the lines of a table under its column names.
 
-    The column ``elastic`` gives way, by cutting its cells, when the table would be wider than `WIDTH`.
+    The columns ``right_aligned`` are aligned right. The cells of the column ``shrinkable`` are cut if the
+    table would be wider than `WIDTH`.
     """
     cells = [list(columns), *([replace_unprintable(cell) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(columns))]
@@ -54,17 +51,17 @@ def format_table(
 
 
 def truncate(text: str, width: int) -> str:
-    """``text``, or its beginning and dots."""
+    """Return ``text``, cut to ``width`` characters with dots at the end."""
     return text if len(text) <= width else text[: max(0, width - 3)] + "..."[:width]
 
 
 def replace_unprintable(text: str) -> str:
-    """Replace what a terminal would take as a command, and line ends."""
+    """Replace terminal control characters and line ends with spaces."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 
 def wrap_text(text: str, indent: str = "  ") -> list[str]:
-    """Break ``text`` into lines of at most `WIDTH`, the later ones indented. A long word is cut in two."""
+    """Break ``text`` into lines of at most `WIDTH`, later ones indented. Long words are cut."""
     lines, line = [], ""
     for word in replace_unprintable(text).split(" "):
         rest = word
@@ -79,7 +76,7 @@ def wrap_text(text: str, indent: str = "  ") -> list[str]:
 
 
 def format_seconds(value: float | None) -> str:
-    """A duration as people say it: ``0.31 s``, ``48 s``, ``2 h 05 min``."""
+    """Format a duration: ``0.31 s``, ``48 s``, ``2 h 05 min``."""
     if value is None or not math.isfinite(value):
         return "-"
     if value < 9.95:
@@ -95,7 +92,7 @@ def format_seconds(value: float | None) -> str:
 
 
 def format_bytes(count: int | None) -> str:
-    """Bytes as people say them, in powers of ten: ``604 MB``."""
+    """Format a byte count in powers of ten: ``604 MB``."""
     if count is None:
         return "-"
     value = float(count)
@@ -107,12 +104,12 @@ def format_bytes(count: int | None) -> str:
 
 
 def strip_path(reason: str) -> str:
-    """An error's text without the path before it, which stands beside it anyway."""
+    """Return an error's text without the path at its start; it is shown beside the text."""
     return re.sub(r"^/\S+: ", "", reason)
 
 
 def format_node_names(names: Sequence[str], width: int = 24) -> str:
-    """Names of nodes in little room: ``n0 n1 n2``, or as Slurm writes many, ``n[0-63]``."""
+    """Format node names in little space: ``n0 n1 n2``, or as Slurm writes many, ``n[0-63]``."""
     plain = " ".join(names)
     if len(plain) <= width:
         return plain
@@ -132,7 +129,7 @@ def format_node_names(names: Sequence[str], width: int = 24) -> str:
 
 
 def _format_number_ranges(numbers: Sequence[str]) -> list[str]:
-    """``7-9`` for 7, 8, 9. Numbers of different length (``09`` and ``9``) are different names."""
+    """Format 7, 8, 9 as ``7-9``. Numbers of different length (``09`` and ``9``) are different names."""
     ordered = sorted(set(numbers), key=lambda text: (len(text), int(text)))
     runs = []
     for _, group in groupby(enumerate(ordered), lambda pair: (len(pair[1]), int(pair[1]) - pair[0])):
@@ -142,7 +139,7 @@ def _format_number_ranges(numbers: Sequence[str]) -> list[str]:
 
 
 def format_percent(share: float) -> str:
-    """A share of 0 to 1 as ``96.4 %``; never 100 % for what is less, nor 0 % for what is more."""
+    """Format a share of 0 to 1: ``96.4 %``. Only exactly 1 becomes 100 %, only exactly 0 becomes 0 %."""
     value = 100 * share
     if 0 < value < 0.1:
         return "<0.1 %"
@@ -152,16 +149,16 @@ def format_percent(share: float) -> str:
 
 
 def write_stdout(text: str) -> bool:
-    """Write to stdout at once, in its own encoding; whether anybody reads it.
+    """Write to stdout and flush; return whether a reader is there.
 
-    A reader that has gone away (``| head``) is no error.
+    Characters that stdout's encoding lacks are escaped. A reader that closed the pipe (``| head``) is no
+    error.
 
     Raises:
-        MachineError: stdout is closed or takes no more, as a full disk.
-
+        MachineError: stdout is closed or cannot be written, for instance to a full disk.
     """
     if sys.stdout is None:
-        raise MachineError("stdout is closed: there is nowhere to write the answer.")
+        raise MachineError("stdout is closed, so the answer cannot be written.")
     encoding = sys.stdout.encoding or "utf-8"
     try:
         sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
@@ -176,5 +173,5 @@ def write_stdout(text: str) -> bool:
 
 
 def _discard_stdout() -> None:
-    """Python would complain once more when it closes stdout at exit."""
+    """Redirect stdout to /dev/null, or Python would report the error again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,28 +1,25 @@
-"""Where a run's time went: the share that was training and still counts, and what took the rest.
+"""Measure where a run's time went: its goodput, and what took the rest.
 
-Promise: `slices` cover the run from its first event to its last without a gap or an overlap, so the parts of
-`Goodput` add up to the whole. The job's time is meant, not that of its nodes: one that is away while the
-others train costs nothing here.
+`measure_generations` finds up to nine moments of each generation; a moment that left no event is None.
+`recovery_phases` gives the seconds between the moments of two generations. `slice_time` cuts the run into
+slices without a gap or an overlap, so the parts of `Goodput` add up to the whole. It measures the time of
+the job, not of its nodes: a node that is absent while the others train costs nothing here. Pure.
 
-Of a generation's training time, *repeated* is what went into steps that a later generation ran again, and
-into the step that its end cut off; *stalled* is what training waited for copies, by its workers' own account.
-Pure.
-
-When what happened on the way from one generation's last step to the next one's first.
-
-Each generation leaves up to nine moments, on one time axis (`clocks`); what left no event is None. `phases`
-makes the seconds of a recovery of two generations' moments. Pure.
+Within a generation's training, *recomputed* time went into steps that a later generation ran again, and
+into the step that its end interrupted. *Stalled* time is what training waited for snapshots, as the
+workers measured it.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 
 from elastic_resume.report.event_log import EventTimeline, ParsedEvent
 from elastic_resume.report.incidents import Generation, GenerationFacts, RunHistory, collect_facts
@@ -30,9 +27,9 @@ from elastic_resume.report.incidents import Generation, GenerationFacts, RunHist
 
 @dataclass(frozen=True)
 class StepTiming:
-    """When steps of one generation were finished: ``marks`` by step, and between them in a straight line.
+    """When the steps of one generation were finished, interpolated between recorded steps.
 
-    ``usual_s``: a step's length in this run, for a generation that was over before it left enough marks.
+    ``typical_step_s`` is a step's length in this run, for a generation with too few recorded steps.
     """
 
     step_times: tuple[tuple[int, float], ...]
@@ -43,32 +40,32 @@ class StepTiming:
         """Mean seconds of a step, without the first one, which is longer."""
         if len(self.step_times) < 3:
             return self.typical_step_s
-        (first, since), (last, until) = self.step_times[1], self.step_times[-1]
-        return max(0.0, until - since) / (last - first)
+        (first, first_t), (last, last_t) = self.step_times[1], self.step_times[-1]
+        return max(0.0, last_t - first_t) / (last - first)
 
     def time_of_step(self, step: int) -> float | None:
-        """When ``step`` was finished."""
+        """Return when ``step`` was finished; None if nothing is known."""
         if not self.step_times:
             return None
-        place = bisect.bisect_left(self.step_times, (step, float("-inf")))
-        if place == len(self.step_times):
-            last, t = self.step_times[-1]
-            return t + (step - last) * (self.step_s or 0.0)
-        after, until = self.step_times[place]
-        if place == 0 or after == step:
-            return until
-        before, since = self.step_times[place - 1]
-        return since + (until - since) * (step - before) / (after - before)
+        index = bisect.bisect_left(self.step_times, (step, float("-inf")))
+        if index == len(self.step_times):
+            last_step, t = self.step_times[-1]
+            return t + (step - last_step) * (self.step_s or 0.0)
+        next_step, next_t = self.step_times[index]
+        if index == 0 or next_step == step:
+            return next_t
+        previous_step, previous_t = self.step_times[index - 1]
+        return previous_t + (next_t - previous_t) * (step - previous_step) / (next_step - previous_step)
 
 
 @dataclass(frozen=True)
 class GenerationTimes:
-    """Of one generation, as seconds since the epoch.
+    """The moments of one generation, in Unix seconds.
 
-    ``formed``: all its nodes know of the world. ``launched``: its workers run and begin to load the state.
-    ``restored``: they have it. ``stepped``: the first step. ``last``: the last one, known to within a step.
-    ``noticed``: somebody saw that it is over. ``stopped``: its workers are gone. ``until``: the last trace.
-    ``stalled_s``: how long its training waited for copies, in all.
+    ``rendezvous_done_t``: all its nodes know the world. ``workers_started_t``: its workers begin to load
+    the state. ``restored_t``: they have it. ``last_step_t`` is exact to within a step. ``detected_t``:
+    the first sign of its end. ``workers_stopped_t``: its workers have ended. ``end_t``: its last event.
+    ``stalled_s``: how long its training waited for snapshots, in all.
     """
 
     number: int
@@ -83,14 +80,17 @@ class GenerationTimes:
     stalled_s: float
     step_timing: StepTiming = field(repr=False)
 
+    @property
+    def start_t(self) -> float:
+        """The end of its rendezvous; if unknown, when its workers had their state."""
+        return self.restored_t if self.rendezvous_done_t is None else self.rendezvous_done_t
+
 
 @dataclass(frozen=True)
 class RecoveryPhases:
-    """Seconds of one recovery, from the last step before to the first one after.
+    """Seconds of one recovery, from the last step before it to the first step after it.
 
-    What is not known is None, and its time is in the phase that follows. Until the failure was *noticed*,
-    workers were *stopped*, the next world *formed*, its workers *started*, had *restored* the state, and had
-    made the first *step*.
+    A phase that is unknown is None, and its time is part of the next one.
     """
 
     detected_s: float | None
@@ -102,12 +102,12 @@ class RecoveryPhases:
 
     @property
     def total_s(self) -> float:
-        """All that is known."""
+        """The sum of all known phases."""
         return sum(value for _, value in self.known)
 
     @property
     def known(self) -> list[tuple[str, float]]:
-        """The phases that are known, in order, by name."""
+        """The known phases by name, in order."""
         named = zip(PHASE_NAMES, (getattr(self, f"{name}_s") for name in PHASE_NAMES), strict=True)
         return [(name, value) for name, value in named if value is not None]
 
@@ -116,139 +116,130 @@ PHASE_NAMES = ("detected", "stopped", "rendezvous", "started", "restored", "step
 
 
 def measure_generations(timeline: EventTimeline, report: RunHistory) -> tuple[GenerationTimes, ...]:
-    """Find the moments of each generation of the report, in its order."""
-    rounds = _rounds_by_generation(timeline)
-    facts = collect_facts(timeline)
-    starts = [min([fact.start_t, *(one.t for one in rounds[fact.number])]) for fact in facts]
-    found = []
-    for fact, row, following in zip_longest(facts, report.generations, starts[1:]):
-        found.append(
-            _measure_generation(fact, row, rounds, timeline.events[-1].t if following is None else following)
-        )
-    usual_s = _typical_step_s(found, report.generations)
+    """Measure the moments of each generation of the history, in its order."""
+    rounds: dict[int | None, list[ParsedEvent]] = defaultdict(list)
+    for event in timeline.select("round"):
+        rounds[event.generation].append(event)
+    every = collect_facts(timeline)
+    starts = [min([facts.start_t, *(event.t for event in rounds[facts.number])]) for facts in every]
+    ends = [*starts[1:], timeline.events[-1].t] if every else []
+    times = [
+        _measure_generation(facts, row, rounds[facts.number], next_start_t)
+        for facts, row, next_start_t in zip(every, report.generations, ends, strict=True)
+    ]
+    typical_step_s = _typical_step_s(times, report.generations)
     return tuple(
-        one
-        if one.step_timing.step_s is not None or usual_s is None
-        else _estimate_last_step(one, row, usual_s)
-        for one, row in zip(found, report.generations, strict=True)
+        timing
+        if timing.step_timing.step_s is not None or typical_step_s is None
+        else _estimate_last_step(timing, row, typical_step_s)
+        for timing, row in zip(times, report.generations, strict=True)
     )
 
 
-def _typical_step_s(found: Sequence[GenerationTimes], rows: Sequence[Generation]) -> float | None:
-    """Seconds of a step in this run; where no generation has marks enough, the most that it can have been."""
-    known = [one.step_timing.step_s for one in found if one.step_timing.step_s is not None]
-    if known:
-        return statistics.median(known)
-    most = [
-        (one.detected_t - one.first_step_t) / (row.last_step - row.first_step)
-        for one, row in zip(found, rows, strict=True)
-        if one.detected_t is not None and one.first_step_t is not None and one.detected_t > one.first_step_t
+def _typical_step_s(generation_times: Sequence[GenerationTimes], rows: Sequence[Generation]) -> float | None:
+    """Return the median seconds of a step in this run; without any measure, an upper bound."""
+    measured = [
+        times.step_timing.step_s for times in generation_times if times.step_timing.step_s is not None
+    ]
+    if measured:
+        return statistics.median(measured)
+    upper_bounds = [
+        (times.detected_t - times.first_step_t) / (row.last_step - row.first_step)
+        for times, row in zip(generation_times, rows, strict=True)
+        if times.detected_t is not None
+        and times.first_step_t is not None
+        and times.detected_t > times.first_step_t
         if row.last_step is not None and row.first_step is not None and row.last_step > row.first_step
     ]
-    return min(most, default=None)
+    return min(upper_bounds, default=None)
 
 
-def _estimate_last_step(one: GenerationTimes, row: Generation, typical_step_s: float) -> GenerationTimes:
-    """The same, with a last step at the pace that is usual in this run."""
-    pace = replace(one.step_timing, typical_step_s=typical_step_s)
-    if one.last_step_t is None or row.last_step is None:
-        return replace(one, step_timing=pace)
-    over = one.end_t if row.end.kind == "finished" or one.detected_t is None else one.detected_t
+def _estimate_last_step(times: GenerationTimes, row: Generation, typical_step_s: float) -> GenerationTimes:
+    """Return ``times`` with a last step at the run's typical pace."""
+    step_timing = replace(times.step_timing, typical_step_s=typical_step_s)
+    if times.last_step_t is None or row.last_step is None:
+        return replace(times, step_timing=step_timing)
+    end_t = times.end_t if row.end.kind == "finished" or times.detected_t is None else times.detected_t
     return replace(
-        one,
-        step_timing=pace,
-        last_step_t=min(pace.time_of_step(row.last_step) or one.last_step_t, max(over, one.last_step_t)),
+        times,
+        step_timing=step_timing,
+        last_step_t=min(
+            step_timing.time_of_step(row.last_step) or times.last_step_t, max(end_t, times.last_step_t)
+        ),
     )
-
-
-def _rounds_by_generation(timeline: EventTimeline) -> dict[int, list[ParsedEvent]]:
-    """When nodes heard of each generation. A stock rendezvous has rounds only: the next generation's."""
-    began = sorted((min(one.t for one in found), number) for number, found in timeline.by_generation.items())
-    rounds: dict[int, list[ParsedEvent]] = defaultdict(list)
-    for one in timeline.select("round"):
-        place = bisect.bisect_left(began, (one.t, -1))
-        number = one.generation if one.generation is not None else next((n for _, n in began[place:]), None)
-        if number is not None:
-            rounds[number].append(one)
-    return rounds
 
 
 def _measure_generation(
-    facts: GenerationFacts, row: Generation, rounds: Mapping[int, list[ParsedEvent]], next_start_t: float
+    facts: GenerationFacts, row: Generation, rounds: Sequence[ParsedEvent], next_start_t: float
 ) -> GenerationTimes:
-    starts = [one.t for one in facts.events if one.kind == "worker-start"]
+    starts = [event.t for event in facts.events if event.kind == "worker-start"]
     resume = facts.resume
-    restored = max(starts, default=resume.t if resume else facts.start_t)
-    spent = resume.get_seconds("seconds") if resume is not None else None
-    launched = resume.t - spent if resume is not None and spent is not None else None
-    pace = _step_timing(facts, row, restored)
-    exits = [one.t for one in facts.events if one.kind == "worker-exit"]
-    ends = [one.t for one in facts.events if one.kind == "run-end"]
-    formed = max((one.t for one in rounds.get(facts.number, ())), default=None)
-    last = (
-        pace.time_of_step(row.last_step) if row.last_step is not None and row.first_step is not None else None
+    restored_t = max(starts, default=resume.t if resume else facts.start_t)
+    resume_s = resume.get_seconds("seconds") if resume is not None else None
+    workers_started_t = resume.t - resume_s if resume is not None and resume_s is not None else None
+    step_timing = _step_timing(facts, row, restored_t)
+    exits = [event.t for event in facts.events if event.kind == "worker-exit"]
+    ends = [event.t for event in facts.events if event.kind == "run-end"]
+    rendezvous_done_t = max((event.t for event in rounds), default=None)
+    last_step_t = (
+        step_timing.time_of_step(row.last_step)
+        if row.last_step is not None and row.first_step is not None
+        else None
     )
-    noticed = min(exits, default=None) if row.detected_t is None else max(row.detected_t, restored)
-    if last is not None and noticed is not None and not ends:
-        last = min(last, max(noticed, pace.step_times[-1][1]))  # reckoned, where no mark was left of it
+    detected_t = min(exits, default=None) if row.detected_t is None else max(row.detected_t, restored_t)
+    if last_step_t is not None and detected_t is not None and not ends:
+        last_step_t = min(last_step_t, max(detected_t, step_timing.step_times[-1][1]))  # an estimate
     return GenerationTimes(
         number=facts.number,
-        rendezvous_done_t=formed if formed is None or formed <= restored else None,
-        workers_started_t=launched,
-        restored_t=restored,
-        first_step_t=pace.step_times[1][1] if len(pace.step_times) > 1 else None,
-        last_step_t=last,
-        detected_t=noticed,
+        rendezvous_done_t=rendezvous_done_t
+        if rendezvous_done_t is None or rendezvous_done_t <= restored_t
+        else None,
+        workers_started_t=workers_started_t,
+        restored_t=restored_t,
+        first_step_t=step_timing.step_times[1][1] if len(step_timing.step_times) > 1 else None,
+        last_step_t=last_step_t,
+        detected_t=detected_t,
         workers_stopped_t=max((t for t in exits if t <= next_start_t), default=None),
-        end_t=max(ends, default=max([restored, *(one.t for one in facts.events if one.t <= next_start_t)])),
+        end_t=max(
+            ends, default=max([restored_t, *(event.t for event in facts.events if event.t <= next_start_t)])
+        ),
         stalled_s=_stalled_s(facts),
-        step_timing=pace,
+        step_timing=step_timing,
     )
 
 
-def _step_timing(facts: GenerationFacts, row: Generation, restored: float) -> StepTiming:
-    first: dict[int, float] = {}
-    for one in facts.events:
-        if one.kind == "step" and one.step is not None:
-            first[one.step] = min(one.t, first.get(one.step, one.t))
+def _step_timing(facts: GenerationFacts, row: Generation, restored_t: float) -> StepTiming:
+    first_times: dict[int, float] = {}
+    for event in facts.events:
+        if event.kind == "step" and event.step is not None:
+            first_times[event.step] = min(event.t, first_times.get(event.step, event.t))
     if row.start_step is not None:
-        first.setdefault(row.start_step, restored)
-    marks: list[tuple[int, float]] = []
-    for step in sorted(first):  # a clock that is a little behind must not make time run backwards
-        marks.append((step, max(first[step], marks[-1][1] if marks else first[step])))
-    return StepTiming(tuple(marks))
+        first_times.setdefault(row.start_step, restored_t)
+    step_times: list[tuple[int, float]] = []
+    for step in sorted(first_times):  # clocks of nodes differ a little; time must not run backwards
+        step_times.append(
+            (step, max(first_times[step], step_times[-1][1] if step_times else first_times[step]))
+        )
+    return StepTiming(tuple(step_times))
 
 
 def _stalled_s(facts: GenerationFacts) -> float:
-    """Of the rank that waited longest: nobody steps without it. Before that was told: what workers wrote."""
-    waited: dict[int | None, float] = {}
-    for one in facts.events:
-        told = one.get_seconds("stalled_s")
-        if one.kind in {"step", "run-end"} and told is not None:
-            waited[one.rank] = told
-    if waited:
-        return max(waited.values())
-    workers = {one.pid for one in facts.events if one.kind == "worker-start"}
-    written: dict[str, float] = defaultdict(float)
-    for one in facts.events:
-        spent = one.raw.get("seconds")
-        if (
-            one.kind == "commit"
-            and one.pid in workers
-            and isinstance(spent, (int, float))
-            and 0 <= spent < 1e9
-        ):
-            written[one.node] += spent
-    return max(written.values(), default=0.0)
+    """Return the stall of the rank that waited longest: no rank can step without it."""
+    by_rank: dict[int | None, float] = {}
+    for event in facts.events:
+        stalled_s = event.get_seconds("stalled_s")
+        if event.kind in {"step", "run-end"} and stalled_s is not None:
+            by_rank[event.rank] = stalled_s
+    return max(by_rank.values(), default=0.0)
 
 
 def recovery_phases(previous: GenerationTimes, following: GenerationTimes) -> RecoveryPhases | None:
-    """Seconds of the recovery between two generations; None where the later one never came to a step."""
+    """Return the phases between two generations; None if the later one reached no step."""
     cursor = previous.last_step_t if previous.last_step_t is not None else previous.detected_t
     if cursor is None or following.first_step_t is None:
         return None
-    spent: list[float | None] = []
-    reached = (
+    phases: list[float | None] = []
+    moments = (
         previous.detected_t,
         previous.workers_stopped_t,
         following.rendezvous_done_t,
@@ -256,14 +247,14 @@ def recovery_phases(previous: GenerationTimes, following: GenerationTimes) -> Re
         following.restored_t,
         following.first_step_t,
     )
-    for moment in reached:
+    for moment in moments:
         if moment is None:
-            spent.append(None)
+            phases.append(None)
             continue
-        until = min(max(cursor, moment), following.first_step_t)
-        spent.append(round(max(0.0, until - cursor), 3))
-        cursor = max(cursor, until)
-    return RecoveryPhases(*spent)
+        end_t = min(max(cursor, moment), following.first_step_t)
+        phases.append(round(max(0.0, end_t - cursor), 3))
+        cursor = max(cursor, end_t)
+    return RecoveryPhases(*phases)
 
 
 PRODUCTIVE, RECOMPUTED, STARTING, RESTORING, WAITING = (
@@ -277,7 +268,7 @@ PRODUCTIVE, RECOMPUTED, STARTING, RESTORING, WAITING = (
 
 @dataclass(frozen=True)
 class TimeSlice:
-    """A stretch of the run in which its job did one thing."""
+    """A stretch of the run in which the job did one thing."""
 
     activity: str
     start_t: float
@@ -287,7 +278,7 @@ class TimeSlice:
 
 @dataclass(frozen=True)
 class Goodput:
-    """Seconds of the job's time, all told and by what they went into."""
+    """Seconds of the job's time: the total and its parts."""
 
     total_s: float
     productive_s: float
@@ -299,24 +290,24 @@ class Goodput:
 
     @property
     def share(self) -> float | None:
-        """The productive part of the whole, from 0 to 1; None where no time has passed."""
+        """The productive part of the total, from 0 to 1; None if no time has passed."""
         return self.productive_s / self.total_s if self.total_s > 0 else None
 
     @property
     def parts(self) -> list[tuple[str, float]]:
-        """What the whole is made of, by name."""
+        """The parts of the total by name."""
         return [(one.name[:-2], getattr(self, one.name)) for one in fields(self) if one.name != "total_s"]
 
 
 def sum_goodput(slices: Sequence[TimeSlice], generation_times: Sequence[GenerationTimes]) -> Goodput:
-    """Add up the slices of a run; stalls are within the productive ones."""
+    """Sum the slices of a run; stalls are within the productive ones."""
     spent = dict.fromkeys((PRODUCTIVE, RECOMPUTED, STARTING, RESTORING, WAITING), 0.0)
-    trained: dict[int | None, float] = {}
-    for one in slices:
-        spent[one.activity] += one.end_t - one.start_t
-        if one.activity == PRODUCTIVE:
-            trained[one.generation] = trained.get(one.generation, 0.0) + one.end_t - one.start_t
-    stalled = sum(min(one.stalled_s, trained.get(one.number, 0.0)) for one in generation_times)
+    productive_s: dict[int | None, float] = {}
+    for item in slices:
+        spent[item.activity] += item.end_t - item.start_t
+        if item.activity == PRODUCTIVE:
+            productive_s[item.generation] = productive_s.get(item.generation, 0.0) + item.end_t - item.start_t
+    stalled = sum(min(item.stalled_s, productive_s.get(item.number, 0.0)) for item in generation_times)
     spent[PRODUCTIVE] -= stalled
     seconds = {
         f"{name}_s": round(max(0.0, value), 3) for name, value in {**spent, "stalled": stalled}.items()
@@ -327,122 +318,140 @@ def sum_goodput(slices: Sequence[TimeSlice], generation_times: Sequence[Generati
 def slice_time(
     timeline: EventTimeline, report: RunHistory, generation_times: Sequence[GenerationTimes]
 ) -> tuple[TimeSlice, ...]:
-    """Cut the run into what its job did, one thing after the other."""
-    own = [one.t for one in timeline.events if one.kind != "fault"]
-    if not own:
+    """Cut the run into slices by what its job did."""
+    event_times = [event.t for event in timeline.events if event.kind != "fault"]
+    if not event_times:
         return ()
-    writer = _SliceWriter(min(own))
-    kept = _last_kept_steps(report)
-    for one, row, floor in zip(generation_times, report.generations, kept, strict=True):
+    writer = _SliceWriter(min(event_times))
+    last_kept_steps = _last_kept_steps(report)
+    for times, row, last_kept in zip(generation_times, report.generations, last_kept_steps, strict=True):
         writer.add_waiting(
             timeline,
-            next(t for t in (one.rendezvous_done_t, one.workers_started_t, one.restored_t) if t is not None),
+            next(
+                t
+                for t in (times.rendezvous_done_t, times.workers_started_t, times.restored_t)
+                if t is not None
+            ),
         )
         writer.add_until(
-            STARTING, one.workers_started_t if one.workers_started_t is not None else one.restored_t
+            STARTING, times.workers_started_t if times.workers_started_t is not None else times.restored_t
         )
-        writer.add_until(RESTORING, one.restored_t)
-        if one.first_step_t is not None and one.last_step_t is not None:
-            # The first step waits for all that happens once: its own length is all that counts of it.
-            writer.add_until(STARTING, one.first_step_t - (one.step_timing.step_s or 0.0), row.number)
-            start = row.start_step if row.start_step is not None else -1
-            if floor > start:
+        writer.add_until(RESTORING, times.restored_t)
+        if times.first_step_t is not None and times.last_step_t is not None:
+            # The first step includes one-time work; only a normal step's length counts as training.
+            writer.add_until(STARTING, times.first_step_t - (times.step_timing.step_s or 0.0), row.number)
+            start_step = row.start_step if row.start_step is not None else -1
+            if last_kept > start_step:
                 writer.add_until(
                     PRODUCTIVE,
-                    one.step_timing.time_of_step(floor) if floor < (row.last_step or 0) else one.last_step_t,
+                    times.step_timing.time_of_step(last_kept)
+                    if last_kept < (row.last_step or 0)
+                    else times.last_step_t,
                     row.number,
                 )
-            writer.add_until(RECOMPUTED, one.last_step_t, row.number)
+            writer.add_until(RECOMPUTED, times.last_step_t, row.number)
         if row.end.kind == "finished":
-            writer.add_until(PRODUCTIVE, one.end_t, row.number)
-            return writer.cut_at(one.end_t)
+            writer.add_until(PRODUCTIVE, times.end_t, row.number)
+            return writer.cut_at(times.end_t)
         if row.end.kind == "open":
-            writer.add_until(PRODUCTIVE, max(own), row.number)
-        elif one.detected_t is not None and one.last_step_t is not None:  # the step that was cut off
+            writer.add_until(PRODUCTIVE, max(event_times), row.number)
+        elif times.detected_t is not None and times.last_step_t is not None:  # the interrupted step
             writer.add_until(
-                RECOMPUTED, min(one.detected_t, one.last_step_t + (one.step_timing.step_s or 0.0)), row.number
+                RECOMPUTED,
+                min(times.detected_t, times.last_step_t + (times.step_timing.step_s or 0.0)),
+                row.number,
             )
-    writer.add_waiting(timeline, max(own))
-    return writer.cut_at(max(own))
+    writer.add_waiting(timeline, max(event_times))
+    return writer.cut_at(max(event_times))
 
 
 def measure_downtimes(
     slices: Sequence[TimeSlice], report: RunHistory, generation_times: Sequence[GenerationTimes]
 ) -> dict[int, float]:
-    """Seconds that each failure cost, by the generation that it ended.
+    """Return the seconds that each failure cost, by the generation that it ended.
 
-    All that was not training that counts, from that generation's first step to that of the next one which
-    came to a step (those between them failed as well, at its cost), or to the end; without the length of a
-    step, which `incidents.Generation.recovered_s` includes.
+    This is all time that was not productive, from that generation's first step to the first step of the
+    next generation that reached one, or to the end. The first failure carries the cost of those that
+    follow before that step. Unlike `Generation.recovery_s` it does not contain the length of a step.
     """
-    spent: dict[int, float] = {}
-    trained = [
-        (at, one.first_step_t) for at, one in enumerate(generation_times) if one.first_step_t is not None
+    downtimes: dict[int, float] = {}
+    first_steps = [
+        (index, times.first_step_t)
+        for index, times in enumerate(generation_times)
+        if times.first_step_t is not None
     ]
-    trained.append((len(generation_times), max((one.end_t for one in slices), default=0.0)))
-    place = 0
-    for (first, since), (following, until) in pairwise(trained):
+    first_steps.append((len(generation_times), max((item.end_t for item in slices), default=0.0)))
+    oldest = 0
+    for (first, start_t), (following, end_t) in pairwise(first_steps):
         failed = [row for row in report.generations[first:following] if row.end.is_failure]
-        while place < len(slices) and slices[place].end_t <= since:
-            place += 1
+        while oldest < len(slices) and slices[oldest].end_t <= start_t:
+            oldest += 1
         if not failed:
             continue
-        total_s, one = 0.0, place
-        while one < len(slices) and slices[one].start_t < until:
-            if slices[one].activity != PRODUCTIVE:
-                total_s += slices[one].end_t - max(slices[one].start_t, since)
-            one += 1
-        spent[failed[0].number] = round(total_s, 3)
-    return spent
+        total_s = 0.0
+        for item in itertools.islice(slices, oldest, None):
+            if item.start_t >= end_t:
+                break
+            if item.activity != PRODUCTIVE:
+                total_s += item.end_t - max(item.start_t, start_t)
+        downtimes[failed[0].number] = round(total_s, 3)
+    return downtimes
 
 
 def _last_kept_steps(report: RunHistory) -> list[int]:
-    """For each generation the last of its steps that no later one ran again."""
-    floor = 1 << 62
+    """Return, for each generation, the last of its steps that no later generation ran again."""
+    limit = 1 << 62
     kept = []
     for row in reversed(report.generations):
-        kept.append(min(floor, row.last_step if row.last_step is not None else 0))
+        kept.append(min(limit, row.last_step if row.last_step is not None else 0))
         if row.start_step is not None:
-            floor = min(floor, row.start_step)
+            limit = min(limit, row.start_step)
     return kept[::-1]
 
 
 class _SliceWriter:
-    """Puts slices one after the other; what lies before the end of the last one is not told twice."""
+    """Appends slices one after another; time before the end of the last slice is not counted again."""
 
-    def __init__(self, began: float) -> None:
-        self._cursor = began
+    def __init__(self, start_t: float) -> None:
+        self._cursor = start_t
         self._slices: list[TimeSlice] = []
 
-    def add_until(self, what: str, until: float | None, generation: int | None = None) -> None:
-        """The job did ``what`` until then."""
-        if until is None or until <= self._cursor:
+    def add_until(self, activity: str, end_t: float | None, generation: int | None = None) -> None:
+        """Append ``activity`` until ``end_t``."""
+        if end_t is None or end_t <= self._cursor:
             return
-        self._slices.append(TimeSlice(what, self._cursor, until, generation))
-        self._cursor = until
+        self._slices.append(TimeSlice(activity, self._cursor, end_t, generation))
+        self._cursor = end_t
 
-    def add_waiting(self, line: EventTimeline, until: float | None) -> None:
-        """No world trains until then. Agents that import torch make it a start, else the job waits."""
-        if until is None or until <= self._cursor:
+    def add_waiting(self, timeline: EventTimeline, end_t: float | None) -> None:
+        """Append waiting until ``end_t``; agents that import torch meanwhile make it a start."""
+        if end_t is None or end_t <= self._cursor:
             return
-        for began, ready in _preload_times(line, self._cursor, until):
-            self.add_until(WAITING, min(began, until))
-            self.add_until(STARTING, min(ready, until))
-        self.add_until(WAITING, until)
+        for start_t, ready_t in _preload_times(timeline, self._cursor, end_t):
+            self.add_until(WAITING, min(start_t, end_t))
+            self.add_until(STARTING, min(ready_t, end_t))
+        self.add_until(WAITING, end_t)
 
-    def cut_at(self, until: float) -> tuple[TimeSlice, ...]:
-        """All of them, until then."""
-        cut = [one for one in self._slices if one.start_t < until]
-        return tuple(replace(one, end_t=min(one.end_t, until)) for one in cut)
+    def cut_at(self, end_t: float) -> tuple[TimeSlice, ...]:
+        """Return all slices, cut at ``end_t``."""
+        kept = [item for item in self._slices if item.start_t < end_t]
+        return tuple(replace(item, end_t=min(item.end_t, end_t)) for item in kept)
 
 
-def _preload_times(timeline: EventTimeline, since: float, until: float) -> list[tuple[float, float]]:
-    """When agents that had just started were getting ready, by the beginning."""
-    ready = timeline.select("fork-server-ready")
-    found = []
-    for start in timeline.select("agent-start"):
-        if since <= start.t < until:
-            done = min((one.t for one in ready if one.node == start.node and one.t >= start.t), default=None)
-            if done is not None:
-                found.append((start.t, done))
-    return found
+def _preload_times(timeline: EventTimeline, start_t: float, end_t: float) -> list[tuple[float, float]]:
+    """Return when agents that started in this time imported torch, as start and end."""
+    ready_events = timeline.select("fork-server-ready")
+    preloads = []
+    for event in timeline.select("agent-start"):
+        if start_t <= event.t < end_t:
+            ready_t = min(
+                (
+                    ready_event.t
+                    for ready_event in ready_events
+                    if ready_event.node == event.node and ready_event.t >= event.t
+                ),
+                default=None,
+            )
+            if ready_t is not None:
+                preloads.append((event.t, ready_t))
+    return preloads

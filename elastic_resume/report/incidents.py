@@ -1,10 +1,8 @@
-"""What befell a run: one row for each generation, from the events that its nodes left behind.
+"""Build the history of a run from events: one `Generation` for each lifetime of its workers.
 
-Pure: a list of events in, frozen records out. Promise: any list of events gives a report. Logs may be torn,
-of many clocks, of unknown kinds, or gone with their node; what cannot be known is None, never a guess
-presented as a fact.
-
-Does not know how a report looks (`render`), nor what a node's disk holds now (`checkpoints`).
+Any list of events gives a history. Logs may be torn, from many clocks, of unknown kinds, or lost with
+their node. A value that cannot be known is None, never a guess. `policy.incidents` decides why a
+generation ended. Pure.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from elastic_resume.report.formatting import strip_path
 
 @dataclass(frozen=True)
 class RejectedStateRecord:
-    """A copy that existed and was not loaded."""
+    """A snapshot or checkpoint that existed and was not loaded."""
 
     node: str
     generation: int | None
@@ -34,19 +32,18 @@ class RejectedStateRecord:
 
 @dataclass(frozen=True)
 class Generation:
-    """One lifetime of the worker group. Steps are counted over the whole job, times are Unix seconds.
+    """One lifetime of the worker group. Steps count over the whole job; times are Unix seconds.
 
-    ``start_step`` had been finished before it, ``first_step`` to ``last_step`` are what it ran (None: not
-    one, or not known). ``noticed`` is the first sign of its end. ``lost_steps`` and ``recovered_s`` are the
-    price of its end, known once the next one runs: steps run again, and seconds from the first sign to the
-    next generation's first step.
+    ``start_step`` was finished before it. It ran ``first_step`` to ``last_step``; both are None if it ran
+    no step or that is unknown. ``detected_t`` is the first sign of its end. ``recomputed_steps`` and
+    ``recovery_s`` are the cost of its end, known once the next generation runs.
     """
 
     number: int
     nodes: tuple[str, ...]
     world_size: int | None
     start_t: float
-    resume_kind: str  # cold, checkpoint, or nothing when that is not known
+    resume_kind: str  # cold, checkpoint, or empty if unknown
     start_step: int | None
     first_step: int | None
     last_step: int | None
@@ -61,7 +58,7 @@ class Generation:
 
     @property
     def num_steps_run(self) -> int:
-        """How many steps it ran, as far as is known."""
+        """The number of steps that it ran, as far as known."""
         if self.start_step is None or self.last_step is None:
             return 0
         return max(0, self.last_step - self.start_step)
@@ -69,7 +66,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class FailedStart:
-    """A worker that ended before its training began, on the way to generation ``before`` (None: the next)."""
+    """A worker that ended before its training began; ``next_generation`` is None after the last one."""
 
     next_generation: int | None
     t: float
@@ -81,7 +78,10 @@ class FailedStart:
 
 @dataclass(frozen=True)
 class RunHistory:
-    """The whole run. ``wasted_steps``: executed, less those that the run stands at now."""
+    """All generations of a run, and sums over them.
+
+    ``discarded_steps`` are the steps run, less those between the run's first and its last step.
+    """
 
     generations: tuple[Generation, ...]
     failed_starts: tuple[FailedStart, ...]
@@ -107,15 +107,15 @@ class GenerationFacts:
 
     @property
     def previous_last_step(self) -> int | None:
-        """The last step of the generation before, as this one's resume found it."""
+        """The last step of the previous generation, as the resume event gives it."""
         if self.resume is None or self.start_step is None:
             return None
-        lost = self.resume.get_count("recomputed_steps")
-        return None if lost is None else self.start_step + lost
+        recomputed = self.resume.get_count("recomputed_steps")
+        return None if recomputed is None else self.start_step + recomputed
 
 
 def build_history_from_events(events: Iterable[Event]) -> RunHistory:
-    """Make a report of the events of one run, in any order."""
+    """Build the history of one run from its events, in any order."""
     events = list(events)
     return build_history(
         event_log.build_timeline(
@@ -125,24 +125,26 @@ def build_history_from_events(events: Iterable[Event]) -> RunHistory:
 
 
 def build_history(timeline: EventTimeline) -> RunHistory:
-    """Make a report of what was seen."""
-    facts = collect_facts(timeline)
-    told = incidents.track_incidents(
-        (one.t, _with_generation(one)) for one in timeline.events if _belongs_to_generation(one)
+    """Build the history of one run from its timeline."""
+    all_facts = collect_facts(timeline)
+    tracker = incidents.track_incidents(
+        (facts_of_generation.t, _with_generation(facts_of_generation))
+        for facts_of_generation in timeline.events
+        if _belongs_to_generation(facts_of_generation)
     )
     rows = tuple(
         _build_generation(
-            one,
-            following,
-            told.generation_state(one.number),
-            told.generation_state(following.number) if following else None,
+            facts_of_generation,
+            next_facts,
+            tracker.generation_state(facts_of_generation.number),
+            tracker.generation_state(next_facts.number) if next_facts else None,
         )
-        for one, following in zip_longest(facts, facts[1:])
+        for facts_of_generation, next_facts in zip_longest(all_facts, all_facts[1:])
     )
     outcome, message = _determine_outcome(timeline, rows)
     return RunHistory(
         generations=rows,
-        failed_starts=_find_failed_starts(timeline, facts),
+        failed_starts=_find_failed_starts(timeline, all_facts),
         num_incidents=sum(row.end.is_failure for row in rows),
         recomputed_steps=sum(row.recomputed_steps or 0 for row in rows),
         discarded_steps=max(0, sum(row.num_steps_run for row in rows) - _net_steps(rows)),
@@ -153,138 +155,147 @@ def build_history(timeline: EventTimeline) -> RunHistory:
 
 
 def collect_facts(timeline: EventTimeline) -> list[GenerationFacts]:
-    """Give the generations in order."""
+    """Return the facts of each generation, in order."""
     return [_collect_generation_facts(number, found) for number, found in timeline.by_generation.items()]
 
 
 def _collect_generation_facts(number: int, events: tuple[ParsedEvent, ...]) -> GenerationFacts:
-    starts = [one for one in events if one.kind == "worker-start"]
-    resume = next((one for one in reversed(events) if one.kind == "resume"), None)
-    told = [resume, *starts] if resume else starts
-    named = resume.get_texts("nodes") if resume else ()
+    starts = [event for event in events if event.kind == "worker-start"]
+    resume = next((event for event in reversed(events) if event.kind == "resume"), None)
+    starts_and_resume = [resume, *starts] if resume else starts
+    nodes = resume.get_texts("nodes") if resume else ()
     return GenerationFacts(
         number=number,
         events=events,
         resume=resume,
-        nodes=named or tuple(sorted({one.node for one in events})),
-        world_size=next((size for one in told if (size := one.get_count("world_size")) is not None), None),
-        start_t=min(one.t for one in told or events),
-        start_step=next((one.step for one in told if one.step is not None), None),
+        nodes=nodes or tuple(sorted({event.node for event in events})),
+        world_size=next(
+            (size for event in starts_and_resume if (size := event.get_count("world_size")) is not None), None
+        ),
+        start_t=min(event.t for event in starts_and_resume or events),
+        start_step=next((event.step for event in starts_and_resume if event.step is not None), None),
     )
 
 
-def _with_generation(one: ParsedEvent) -> Event:
-    """The event, with the generation that was found for a worker's exit."""
-    return {**one.raw, "generation": one.generation}
+def _with_generation(event: ParsedEvent) -> Event:
+    """Return the raw event with the generation that was found for it."""
+    return {**event.raw, "generation": event.generation}
 
 
-def _belongs_to_generation(one: ParsedEvent) -> bool:
-    """Whether it may tell of a generation's end: a worker that never trained was in none."""
-    return one.generation is not None or one.kind not in {"worker-exit", "failure"}
+def _belongs_to_generation(event: ParsedEvent) -> bool:
+    """Whether the event may explain a generation's end; a worker that never trained was in none."""
+    return event.generation is not None or event.kind not in {"worker-exit", "failure"}
 
 
 def _build_generation(
-    one: GenerationFacts,
-    following: GenerationFacts | None,
-    turn: GenerationState,
-    later: GenerationState | None,
+    facts: GenerationFacts,
+    next_facts: GenerationFacts | None,
+    state: GenerationState,
+    next_state: GenerationState | None,
 ) -> Generation:
-    steps = [seen.step for seen in one.events if seen.step is not None]
-    if following is not None and following.previous_last_step is not None:
-        # A resume that takes another lineage up says nothing about this one.
-        steps.append(following.previous_last_step)
+    steps = [event.step for event in facts.events if event.step is not None]
+    if next_facts is not None and next_facts.previous_last_step is not None:
+        # None if the resume took the state of an older generation.
+        steps.append(next_facts.previous_last_step)
     last = max(steps, default=None)
-    start = one.start_step if one.start_step is not None else _infer_start_step(one)
-    ran = start is not None and last is not None and last > start
-    judged = incidents.analyze_end(turn, later)
-    resume = one.resume
+    start = facts.start_step if facts.start_step is not None else _infer_start_step(facts)
+    has_run = start is not None and last is not None and last > start
+    analysis = incidents.analyze_end(state, next_state)
+    resume = facts.resume
     return Generation(
-        number=one.number,
-        nodes=one.nodes,
-        world_size=one.world_size,
-        start_t=one.start_t,
+        number=facts.number,
+        nodes=facts.nodes,
+        world_size=facts.world_size,
+        start_t=facts.start_t,
         resume_kind=resume.get_text("kind") if resume else "",
         start_step=start,
-        first_step=start + 1 if ran and start is not None else None,
+        first_step=start + 1 if has_run and start is not None else None,
         last_step=last,
         source_node=resume.get_text("source_node") if resume else "",
         source_generation=resume.get_count("source_generation") if resume else None,
         receiving_nodes=resume.get_texts("lacking") if resume else (),
         rejected=_parse_rejected(resume),
-        end=judged.end,
-        detected_t=judged.t,
-        recomputed_steps=judged.recomputed_steps,
-        recovery_s=judged.recovery_s,
+        end=analysis.end,
+        detected_t=analysis.t,
+        recomputed_steps=analysis.recomputed_steps,
+        recovery_s=analysis.recovery_s,
     )
 
 
-def _infer_start_step(one: GenerationFacts) -> int | None:
-    """The step before the first one marked: every worker marks the first step that it finishes."""
-    marks = [seen.step for seen in one.events if seen.kind == "step" and seen.step]
+def _infer_start_step(facts: GenerationFacts) -> int | None:
+    """Return the step before the first recorded one; each worker records its first step."""
+    marks = [event.step for event in facts.events if event.kind == "step" and event.step]
     return min(marks) - 1 if marks else None
 
 
 def _parse_rejected(resume: ParsedEvent | None) -> tuple[RejectedStateRecord, ...]:
     listed = resume.raw.get("rejected") if resume else None
-    found = []
+    records = []
     for item in listed if isinstance(listed, list) else []:
         if isinstance(item, dict):
-            one = ParsedEvent(0.0, "", "", None, None, None, None, item)
-            copy = RejectedStateRecord(
-                one.get_text("node"),
-                one.get_count("generation"),
-                one.get_count("step"),
-                strip_path(one.get_text("reason")),
+            fields = ParsedEvent(0.0, "", "", None, None, None, None, item)
+            record = RejectedStateRecord(
+                fields.get_text("node"),
+                fields.get_count("generation"),
+                fields.get_count("step"),
+                strip_path(fields.get_text("reason")),
             )
-            found.append(copy)
-    return tuple(found)
+            records.append(record)
+    return tuple(records)
 
 
 # ---- the run as a whole --------------------------------------------------------------------------------
 
 
 def _net_steps(rows: Sequence[Generation]) -> int:
-    """Steps between where the run began and where it stands."""
+    """Return the steps between the run's first and last step."""
     starts = [row.start_step for row in rows if row.start_step is not None]
     lasts = [row.last_step for row in rows if row.last_step is not None]
     return max(0, lasts[-1] - starts[0]) if starts and lasts else 0
 
 
-def _determine_outcome(line: EventTimeline, rows: Sequence[Generation]) -> tuple[str, str]:
-    """How the run stands, and what its agents said about it."""
+def _determine_outcome(timeline: EventTimeline, rows: Sequence[Generation]) -> tuple[str, str]:
+    """Return the outcome of the run and its agents' message."""
     if rows and rows[-1].end.kind == FINISHED:
         return "finished", ""
-    words = line.select("agent-start", "round", "agent-end")
-    if not words:
+    agent_events = timeline.select("agent-start", "round", "agent-end")
+    if not agent_events:
         last = rows[-1].end if rows else None
         if last is None:
-            return "", "no generation has begun"
+            return "", "no generation has started"
         return ("failed", last.text) if last.kind == failure_classification.EXCEPTION else ("open", "")
-    if words[-1].kind != "agent-end":
+    if agent_events[-1].kind != "agent-end":
         return "open", ""
-    latest = max((one.t for one in words if one.kind != "agent-end"), default=words[0].t)
-    ends = [one for one in words if one.kind == "agent-end" and one.t >= latest]
-    for outcome, told in (
+    latest = max((event.t for event in agent_events if event.kind != "agent-end"), default=agent_events[0].t)
+    ends = [event for event in agent_events if event.kind == "agent-end" and event.t >= latest]
+    for outcome, outcome_name in (
         ("failed", "failed"),
         ("signalled", "stopped"),
         ("left", "stopped"),
         ("done", "finished"),
     ):
-        for one in ends:
-            if one.get_text("outcome") == outcome:
-                return told, one.get_text("message")
+        for event in ends:
+            if event.get_text("outcome") == outcome:
+                return outcome_name, event.get_text("message")
     return "open", ""
 
 
-def _find_failed_starts(line: EventTimeline, facts: Sequence[GenerationFacts]) -> tuple[FailedStart, ...]:
+def _find_failed_starts(timeline: EventTimeline, facts: Sequence[GenerationFacts]) -> tuple[FailedStart, ...]:
     by_node: dict[str, list[Event]] = defaultdict(list)
-    for one in line.select("failure", "worker-exit"):
-        if one.generation is None and (one.kind == "failure" or one.exited_with_failure):
-            by_node[one.node].append({**one.raw, "t": one.t})
-    found = []
+    for event in timeline.select("failure", "worker-exit"):
+        if event.generation is None and (event.kind == "failure" or event.exited_with_failure):
+            by_node[event.node].append({**event.raw, "t": event.t})
+    starts = []
     for node, events in by_node.items():
         for t, failure in failure_classification.classify_with_times(events, node):
-            before = next((fact.number for fact in facts if fact.start_t >= t), None)
+            next_generation = next(
+                (
+                    facts_of_generation.number
+                    for facts_of_generation in facts
+                    if facts_of_generation.start_t >= t
+                ),
+                None,
+            )
             text = failure_classification.describe_failure(failure, with_node=True)
-            found.append(FailedStart(before, t, node, failure.rank, text, failure.is_secondary))
-    return tuple(sorted(found, key=lambda one: one.t))
+            starts.append(FailedStart(next_generation, t, node, failure.rank, text, failure.is_secondary))
+    return tuple(sorted(starts, key=lambda event: event.t))

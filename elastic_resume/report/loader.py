@@ -1,11 +1,10 @@
-"""From the paths that a person typed to the events that lie there: every log, each event once.
+"""Load the events, checkpoints and hang reports of one run from the paths that a person typed.
 
-A run's nodes may have left their logs in several places: directories of a shared disk, copies of disks of
-their own, lines that other nodes kept of them (`contract.PEERS_FILE`). Identical lines are one event. Copies
-may lie under any name: what a run and its nodes are called is told by their logs.
-
-Promise: only reads, of hangs nothing that is a link or waits; what cannot be read is a problem with its
-reason, and the rest is told all the same.
+The logs of a run's nodes may lie in several places: a shared disk, copies of the nodes' own disks, and
+lines that a leader kept of other nodes (`constants.PEER_EVENTS_FILE`). Identical lines are one event.
+Directories may have any name, since the logs hold the names of the run and its nodes. This module only
+reads, and follows no link to a hang report. A file that cannot be read becomes a problem with its reason;
+the rest is loaded.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from elastic_resume.report import checkpoints
 from elastic_resume.report.checkpoints import CheckpointEntry
 from elastic_resume.report.paths import FoundPath, find_node_dirs
 
-MAX_STACK_FILES = 50  # files of hangs that are read, the newest
+MAX_STACK_FILES = 50  # the newest hang reports are read
 MAX_STACKS_BYTES = 256 * 1024
 _LOG_FILES = (constants.EVENTS_FILE, constants.PEER_EVENTS_FILE)
 
 
 @dataclass
 class _LogNames:
-    """What logs call the runs they are of, and the nodes, by the directories of their logs."""
+    """The names of runs and nodes as the logs give them."""
 
-    runs: dict[str, Path] = field(default_factory=dict)  # each with a log of it
+    runs: dict[str, Path] = field(default_factory=dict)  # each with one of its logs
     nodes: dict[Path, str] = field(default_factory=dict)
 
     def learn(self, event: Event, log: Path) -> None:
-        """Take the names from one event."""
+        """Take the names from one event of a log."""
         run = event.get("run_id")
         if event["event"] == "agent-start" and isinstance(run, str):
             self.runs.setdefault(run, log)
@@ -45,29 +44,33 @@ class _LogNames:
             self.nodes.setdefault(log.parent.resolve(), node)
 
     def run_id(self) -> str | None:
-        """The run's name; None where no log tells it. Raises UsageError where they are of several."""
+        """Return the run's name; None if no log gives it.
+
+        Raises:
+            UsageError: the logs are of several runs.
+        """
         if len(self.runs) > 1:
-            which = "; ".join(f"{run!r} ({log})" for run, log in list(self.runs.items())[:20])
-            raise UsageError(f"events of {len(self.runs)} runs: {which}. Give those of one run.")
+            named_runs = "; ".join(f"{run!r} ({log})" for run, log in list(self.runs.items())[:20])
+            raise UsageError(f"events of {len(self.runs)} runs: {named_runs}. Give those of one run.")
         return next(iter(self.runs), None)
 
     def rename_found(self, found: FoundPath) -> FoundPath:
-        """The same places under their own names."""
-        run = self.run_id()
-        named = [
+        """Return the same node directories with the names in their logs."""
+        run_id = self.run_id()
+        node_dirs = [
             replace(
-                place,
-                run_id=place.run_id if run is None else run,
-                node=self.nodes.get(place.path.resolve(), place.node),
+                node_dir,
+                run_id=node_dir.run_id if run_id is None else run_id,
+                node=self.nodes.get(node_dir.path.resolve(), node_dir.node),
             )
-            for place in found.node_dirs
+            for node_dir in found.node_dirs
         ]
-        return replace(found, node_dirs=tuple(named))
+        return replace(found, node_dirs=tuple(node_dirs))
 
 
 @dataclass
 class LoadedRun:
-    """What was found. ``stacks``: what nodes wrote of hangs, by NODE/FILE."""
+    """What was loaded. ``stacks`` are hang reports by NODE/FILE."""
 
     events: list[Event] = field(default_factory=list)
     checkpoints: list[CheckpointEntry] = field(default_factory=list)
@@ -76,33 +79,32 @@ class LoadedRun:
 
 
 def load_run(paths: Sequence[Path]) -> LoadedRun:
-    """Read what lies at ``paths``: directories of a run, of its nodes, or roots with one run in them.
+    """Load the run at ``paths``: directories of a run or of its nodes, or a CKPT_DIR with one run.
 
     Raises:
         UsageError: there are no events, or they are of several runs.
-
     """
-    found = LoadedRun()
+    loaded = LoadedRun()
     directories = [directory for path in paths for directory in _run_directories(path)]
     logs = list(dict.fromkeys(log for directory in directories for log in _find_logs(directory)))
     names = _LogNames()
-    found.events = _merge_events(logs, found.problems, names)
+    loaded.events = _merge_events(logs, loaded.problems, names)
     names.run_id()
     for directory in dict.fromkeys(directories):
-        _load_stacks(directory, found, names)
+        _load_stacks(directory, loaded, names)
         try:
-            items = list(checkpoints.list_checkpoints(names.rename_found(find_node_dirs(directory))))
+            entries = list(checkpoints.list_checkpoints(names.rename_found(find_node_dirs(directory))))
         except (ElasticResumeError, OSError) as error:
-            found.problems.append(str(error))
+            loaded.problems.append(str(error))
             continue
-        found.checkpoints += items
-        unread = [item for item in items if item.generation is None and item.state == "bad"]
-        found.problems += [f"{item.path}: left out: {item.reason}" for item in unread]
-    return found
+        loaded.checkpoints += entries
+        unread = [entry for entry in entries if entry.generation is None and entry.state == "bad"]
+        loaded.problems += [f"{entry.path}: left out: {entry.reason}" for entry in unread]
+    return loaded
 
 
 def _run_directories(path: Path) -> list[Path]:
-    """The directories of a run, given one, a node's, or a root with one run in it."""
+    """Return the directories of the one run at ``path``."""
     try:
         if any((path / name).is_file() for name in _LOG_FILES):
             return [path]
@@ -122,11 +124,17 @@ def _run_directories(path: Path) -> list[Path]:
 
 
 def _find_logs(directory: Path) -> list[Path]:
-    """The event files of a run or of a node, own logs first."""
-    here = [directory / name for name in (*_LOG_FILES, constants.FAULTS_FILE) if (directory / name).is_file()]
-    beside = directory.parent / constants.FAULTS_FILE
+    """Return the event files of a run or of a node, a node's own log first."""
+    own_logs = [
+        directory / name for name in (*_LOG_FILES, constants.FAULTS_FILE) if (directory / name).is_file()
+    ]
+    shared_faults = directory.parent / constants.FAULTS_FILE
     of_node = any((directory / name).is_file() for name in _LOG_FILES)
-    return [*here, *_node_logs(directory), *([beside] if of_node and beside.is_file() else [])]
+    return [
+        *own_logs,
+        *_node_logs(directory),
+        *([shared_faults] if of_node and shared_faults.is_file() else []),
+    ]
 
 
 def _node_logs(directory: Path) -> Iterator[Path]:
@@ -135,46 +143,46 @@ def _node_logs(directory: Path) -> Iterator[Path]:
 
 
 def _merge_events(logs: Iterable[Path], problems: list[str], names: _LogNames) -> list[Event]:
-    """Each event once: first those of nodes' own logs, then those that only other nodes have."""
+    """Read each event once: first from nodes' own logs, then from other nodes' copies of them."""
     own: list[Event] = []
     others: list[Event] = []
     seen: set[str] = set()
     for log in sorted(logs, key=lambda path: path.name == constants.PEER_EVENTS_FILE):
-        second_hand = log.name == constants.PEER_EVENTS_FILE
+        is_forwarded = log.name == constants.PEER_EVENTS_FILE
         try:
             for event in events.read(log):
-                line = repr(event)  # of the same line, the same
+                line = repr(event)
                 if line not in seen:
                     seen.add(line)
                     names.learn(event, log)
-                    (others if second_hand else own).append(event)
+                    (others if is_forwarded else own).append(event)
         except (OSError, RecursionError) as error:
             problems.append(f"{log}: left out: {error}")
     return own + others
 
 
-def _load_stacks(directory: Path, found: LoadedRun, names: _LogNames) -> None:
-    here = (directory / constants.HANGS_DIR).is_dir()
-    pattern = f"{constants.HANGS_DIR}/*.txt" if here else f"*/{constants.HANGS_DIR}/*.txt"
+def _load_stacks(directory: Path, loaded: LoadedRun, names: _LogNames) -> None:
+    is_node_dir = (directory / constants.HANGS_DIR).is_dir()
+    pattern = f"{constants.HANGS_DIR}/*.txt" if is_node_dir else f"*/{constants.HANGS_DIR}/*.txt"
     try:
         files = sorted(directory.glob(pattern), key=lambda path: path.lstat().st_mtime)[-MAX_STACK_FILES:]
     except OSError as error:
-        found.problems.append(f"{directory}: {error}")
+        loaded.problems.append(f"{directory}: {error}")
         return
     for path in files:
         try:
-            told = _read_stack_file(path)
+            text = _read_stack_file(path)
         except OSError as error:
-            found.problems.append(f"{path}: left out: {error.strerror or error}")
+            loaded.problems.append(f"{path}: left out: {error.strerror or error}")
             continue
-        home = path.parent.parent
-        node = names.nodes.get(home.resolve(), home.name)
-        found.stacks[f"{node}/{path.name}"] = told.decode(errors="replace")
+        node_dir = path.parent.parent
+        node = names.nodes.get(node_dir.resolve(), node_dir.name)
+        loaded.stacks[f"{node}/{path.name}"] = text.decode(errors="replace")
 
 
 def _read_stack_file(path: Path) -> bytes:
-    """What a file of a hang holds. A link may point at any file of the reader's, and pages are shared."""
+    """Read a hang report, unless it is a link: pages are shared, and a link may point at any file."""
     if path.parent.is_symlink() or not stat.S_ISREG(path.lstat().st_mode):
-        raise OSError("not a plain file")
+        raise OSError("not a regular file")
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         return file.read(MAX_STACKS_BYTES)

@@ -1,11 +1,11 @@
-"""Serve an agent's status (`agent.document`) as metrics for Prometheus, with prometheus_client's own server.
+"""Export an agent's status document as metrics for Prometheus, with prometheus_client's server.
 
-Names follow https://prometheus.io/docs/practices/naming: base units, ``_total`` for counters. Labels are a
-node's name and a kind of incident, so there are as many series as nodes and kinds. A follower exports its own
-node only, the leader the whole job, so sums over agents are right. The server is read-only, and no metric
-holds a secret of the job.
+`agent.status` builds the document. Names follow https://prometheus.io/docs/practices/naming: base units,
+``_total`` for counters. Labels are node names and kinds of incidents, so the number of series is bounded.
+A follower exports its own node only and the leader the whole job, so sums over agents are right. The
+server is read-only, and no metric holds a secret of the job.
 
-prometheus_client is an optional dependency: it is imported only if metrics are asked for.
+prometheus_client is an optional dependency: it is imported only if metrics are requested.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
 
 PREFIX = "elastic_resume_"
-# name -> what it is, and where a node's part of the document has it.
+# name -> description, and member of a node in the document
 NODE_GAUGES = {
     "node_step": ("The newest step that the node's workers have finished.", "step"),
-    "node_steps_per_second": ("Steps a second, over the last ten seconds.", "steps_per_s"),
-    "node_status_age_seconds": ("Seconds since the node told of itself.", "status_age_s"),
+    "node_steps_per_second": ("Steps per second, over the last ten seconds.", "steps_per_s"),
+    "node_status_age_seconds": ("Seconds since the node's last status update.", "status_age_s"),
     "snapshot_step": ("Step of the newest snapshot in the node's memory.", "snapshot_step"),
     "snapshot_age_seconds": ("Age of the newest snapshot in the node's memory.", "snapshot_age_s"),
     "checkpoint_step": ("Step of the newest checkpoint on the node's disk.", "checkpoint_step"),
@@ -35,18 +35,18 @@ NODE_GAUGES = {
 }
 NODE_COUNTERS = {
     "commits": ("Checkpoints that the node has written.", "commits"),
-    "commit_seconds": ("Seconds that the node's checkpoints took to be written.", "commit_s"),
+    "commit_seconds": ("Seconds that the node's commits took.", "commit_s"),
     "commit_bytes": ("Bytes of checkpoints that the node has written.", "commit_bytes"),
-    "commit_failures": ("Checkpoints that the node's disk refused.", "commit_failures"),
+    "commit_failures": ("Commits that failed on the node.", "commit_failures"),
 }
 JOB_GAUGES = {
     "generation": "Generation of the newest world.",
     "step": "The newest step that any node has finished.",
-    "steps_per_second": "Steps a second, over the last ten seconds.",
-    "world_nodes": "Nodes in the world that runs; 0 while none does.",
-    "world_ranks": "Ranks in the world that runs.",
-    "spares": "Nodes that stand by.",
-    "missing_nodes": "Members of the last world that are not here, while no world runs.",
+    "steps_per_second": "Steps per second, over the last ten seconds.",
+    "world_nodes": "Nodes of the running world; 0 without one.",
+    "world_ranks": "Ranks of the running world.",
+    "spares": "Spare nodes.",
+    "missing_nodes": "Absent members of the last world, while no world runs.",
 }
 
 
@@ -55,18 +55,17 @@ def parse_listen_address(value: str | None, environ: Mapping[str, str]) -> tuple
 
     Raises:
         ConfigError: the value is wrong, or prometheus_client is not installed.
-
     """
     text = value if value is not None else environ.get(constants.ENV_METRICS)
     if not text:
         return None
-    where = config.parse_listen_address("metrics", text)
+    address = config.parse_listen_address("metrics", text)
     if importlib.util.find_spec("prometheus_client") is None:
         raise ConfigError(
             "--metrics needs prometheus-client, which is not installed: "
             "pip install 'elastic-resume[metrics]'."
         )
-    return where
+    return address
 
 
 def serve_metrics(
@@ -74,7 +73,8 @@ def serve_metrics(
 ) -> None:
     """Serve metrics from daemon threads until this process ends.
 
-    ``status`` gives the agent's document for each scrape. A port that is taken costs a line, not the job.
+    ``get_status`` returns the agent's document for each scrape. If the port is taken, training continues
+    without.
     """
     from prometheus_client import start_http_server  # noqa: PLC0415 - an extra
 
@@ -82,39 +82,39 @@ def serve_metrics(
     try:
         server, _ = start_http_server(port, address, make_registry(get_status))
     except OSError as error:
-        say(f"no metrics at {address} port {port}: {error.strerror or error}. Training goes on.")
+        say(f"no metrics at {address} port {port}: {error.strerror or error}. Training continues.")
         return
     shown = f"[{address}]" if ":" in address else address
     say(f"metrics at http://{shown}:{server.server_port}/metrics")
 
 
 def make_registry(get_status: Callable[[], Mapping[str, Any]]) -> CollectorRegistry:
-    """Return a registry that collects the metrics of ``status`` anew for each scrape."""
+    """Return a registry that collects the metrics of ``get_status()`` for each scrape."""
     from prometheus_client import CollectorRegistry  # noqa: PLC0415 - an extra
     from prometheus_client.registry import Collector  # noqa: PLC0415
 
     class Status(Collector):
         def collect(self) -> Iterator[Metric]:
             try:
-                said = get_status()
+                status = get_status()
             except (OSError, ValueError, ProtocolError):
-                return  # the agent starts or ends: there is nothing to tell
-            yield from collect_metrics(said)
+                return  # the agent is starting or ending
+            yield from collect_metrics(status)
 
-    made = CollectorRegistry(auto_describe=False)
-    made.register(Status())
-    return made
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Status())
+    return registry
 
 
 def collect_metrics(status: Mapping[str, Any]) -> Iterator[Metric]:
-    """Yield each family of samples of a document."""
+    """Yield each metric family of a status document."""
     from prometheus_client.core import GaugeMetricFamily  # noqa: PLC0415
 
-    leads = GaugeMetricFamily(
-        f"{PREFIX}leads", "Whether this agent leads the job: it alone tells of all of it."
+    is_leader = GaugeMetricFamily(
+        f"{PREFIX}is_leader", "1 if this agent is the leader, which exports the metrics of the job."
     )
-    leads.add_metric([], float(status["leads"]))
-    yield leads
+    is_leader.add_metric([], float(status["leads"]))
+    yield is_leader
     yield from _collect_node_metrics(status["nodes"])
     if status["leads"]:
         yield from _collect_job_metrics(status)
@@ -124,24 +124,24 @@ def collect_metrics(status: Mapping[str, Any]) -> Iterator[Metric]:
 def _collect_node_metrics(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily  # noqa: PLC0415
 
-    # Of the others a new leader does not know yet: a counter that falls to 0 would count all of it anew.
-    nodes = [one for one in nodes if one["status_age_s"] is not None]
+    # A new leader has no status of some nodes yet: a counter that falls to 0 would count everything again.
+    nodes = [node for node in nodes if node["status_age_s"] is not None]
     for name, (text, key) in NODE_GAUGES.items():
         gauge = GaugeMetricFamily(PREFIX + name, text, labels=["node"])
-        for one in nodes:
-            if one[key] is not None:
-                gauge.add_metric([one["node"]], one[key])
+        for node in nodes:
+            if node[key] is not None:
+                gauge.add_metric([node["node"]], node[key])
         yield gauge
-    trouble = GaugeMetricFamily(
-        f"{PREFIX}node_trouble", "1 while something is wrong with the node's disk or memory.", labels=["node"]
+    problem = GaugeMetricFamily(
+        f"{PREFIX}node_problem", "1 while the node's disk or memory has a problem.", labels=["node"]
     )
-    for one in nodes:
-        trouble.add_metric([one["node"]], float(bool(one["trouble"])))
-    yield trouble
+    for node in nodes:
+        problem.add_metric([node["node"]], float(bool(node["problem"])))
+    yield problem
     for name, (text, key) in NODE_COUNTERS.items():
         counter = CounterMetricFamily(PREFIX + name, text, labels=["node"])
-        for one in nodes:
-            counter.add_metric([one["node"]], one[key])
+        for node in nodes:
+            counter.add_metric([node["node"]], node[key])
         yield counter
 
 
@@ -149,7 +149,7 @@ def _collect_job_metrics(status: Mapping[str, Any]) -> Iterator[Metric]:
     from prometheus_client.core import GaugeMetricFamily  # noqa: PLC0415
 
     world = status["world"]
-    told = {
+    values = {
         "generation": status["generation"],
         "step": status["step"],
         "steps_per_second": status["steps_per_s"],
@@ -159,20 +159,22 @@ def _collect_job_metrics(status: Mapping[str, Any]) -> Iterator[Metric]:
         "missing_nodes": len(status["missing"]),
     }
     for name, text in JOB_GAUGES.items():
-        yield GaugeMetricFamily(PREFIX + name, text, value=told[name])
+        yield GaugeMetricFamily(PREFIX + name, text, value=values[name])
 
 
 def _collect_incident_metrics(totals: Mapping[str, Any]) -> Iterator[Metric]:
     from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily  # noqa: PLC0415
 
     incidents = CounterMetricFamily(
-        f"{PREFIX}incidents", "Worlds that a failure ended, by the kind of the first.", labels=["kind"]
+        f"{PREFIX}incidents",
+        "Generations that ended by a failure, by kind of the root cause.",
+        labels=["kind"],
     )
-    for kind in INCIDENT_KINDS:  # each from the beginning: a rate needs a 0 to rise from
+    for kind in INCIDENT_KINDS:  # all from the start: a rate needs a 0 to rise from
         incidents.add_metric([kind], totals["incidents"].get(kind, 0))
     yield incidents
     yield CounterMetricFamily(
-        f"{PREFIX}lost_steps", "Steps that were run again.", value=totals["recomputed_steps"]
+        f"{PREFIX}recomputed_steps", "Steps that were run again.", value=totals["recomputed_steps"]
     )
     total, buckets = 0, []
     for bound, count in zip(

@@ -1,9 +1,8 @@
-"""From a path that a person typed to the nodes whose directories lie there.
+"""Find the node directories below a path that a person typed.
 
-A path may be a checkpoint, a node's directory, a run's (nodes in it) or the root of all checkpoints (runs in
-it); which one is told by what is inside, so copies that were moved elsewhere are found too.
-
-Promise: only looks; an entry that cannot be read is a `Place` with a problem, never an exception.
+The path may be a checkpoint, a node's directory, a run's directory (it holds nodes) or CKPT_DIR (it holds
+runs). The contents decide which, so directories that were moved elsewhere are found too. This module only
+reads. A directory that cannot be read becomes a `NodeDir` with a problem, not an exception.
 """
 
 from __future__ import annotations
@@ -28,7 +27,10 @@ _MAX_CHILDREN = 10_000
 
 @dataclass(frozen=True)
 class NodeDir:
-    """One node's directory. ``run`` is None where no directory above it was asked for by its run's name."""
+    """One node's directory.
+
+    ``run_id`` is the name of the run's directory above it; None if the node's own directory was given.
+    """
 
     path: Path
     run_id: str | None
@@ -46,16 +48,15 @@ class FoundPath:
 
     @property
     def run_ids(self) -> tuple[str, ...]:
-        """Names of the runs seen, sorted."""
-        return tuple(sorted({place.run_id for place in self.node_dirs if place.run_id is not None}))
+        """The names of the runs, sorted."""
+        return tuple(sorted({node_dir.run_id for node_dir in self.node_dirs if node_dir.run_id is not None}))
 
 
 def find_node_dirs(path_argument: Path) -> FoundPath:
-    """Look what ``typed`` is.
+    """Find the node directories at or below a path.
 
     Raises:
         UsageError: there is no such directory, or it cannot be read.
-
     """
     path = _resolve(path_argument)
     names = _list_names(path)
@@ -69,18 +70,22 @@ def find_node_dirs(path_argument: Path) -> FoundPath:
     if _is_node_dir(path, names):
         return FoundPath(path, "node", (NodeDir(path, None, path.name),))
     children = _list_children(path, names)
-    nodes = tuple(place for child in children if (place := _as_node_dir(child, path.name)) is not None)
+    nodes = tuple(node_dir for child in children if (node_dir := _as_node_dir(child, path.name)) is not None)
     if any(not node.problem for node in nodes):
         return FoundPath(path, "run", nodes)
-    deeper: list[NodeDir] = []
+    node_dirs: list[NodeDir] = []
     for child in children:
-        inside = _list_names(child)
-        if isinstance(inside, OSError):
-            deeper.append(NodeDir(child, None, child.name, _describe_error(inside)))
+        names_inside = _list_names(child)
+        if isinstance(names_inside, OSError):
+            node_dirs.append(NodeDir(child, None, child.name, _describe_error(names_inside)))
             continue
-        candidates = _list_children(child, inside)
-        deeper += [place for one in candidates if (place := _as_node_dir(one, child.name)) is not None]
-    return FoundPath(path, "root", tuple(deeper))
+        candidates = _list_children(child, names_inside)
+        node_dirs += [
+            node_dir
+            for grandchild in candidates
+            if (node_dir := _as_node_dir(grandchild, child.name)) is not None
+        ]
+    return FoundPath(path, "root", tuple(node_dirs))
 
 
 def _resolve(typed: Path) -> Path:
@@ -91,7 +96,7 @@ def _resolve(typed: Path) -> Path:
 
 
 def _as_node_dir(path: Path, run: str) -> NodeDir | None:
-    """``path`` as a node of ``run``; None when it is a directory of something else."""
+    """Return ``path`` as a node directory of ``run``; None if it is none."""
     names = _list_names(path)
     if isinstance(names, OSError):
         return NodeDir(path, run, path.name, _describe_error(names))
@@ -105,21 +110,12 @@ def _is_node_dir(path: Path, names: list[str]) -> bool:
         inside = _list_names(path / constants.QUARANTINE_DIR)
         if not isinstance(inside, OSError) and any(name.endswith(".reason.json") for name in inside):
             return True
-    return any(
-        name in names and not (path / name).is_dir() for name in _NODE_DIR_FILES if _can_stat(path / name)
-    )
-
-
-def _can_stat(path: Path) -> bool:
-    try:
-        path.lstat()
-    except OSError:
-        return False
-    return True
+    # os.path.isfile is False for a file that may not be looked at; Path.is_file would raise
+    return any(name in names and os.path.isfile(path / name) for name in _NODE_DIR_FILES)  # noqa: PTH113
 
 
 def _list_children(path: Path, names: list[str]) -> list[Path]:
-    """The directories in ``path`` whose names could be a run's or a node's."""
+    """Return the directories in ``path`` whose names could be a run's or a node's."""
     found = []
     for name in names[:_MAX_CHILDREN]:
         child = path / name

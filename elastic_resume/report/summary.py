@@ -1,15 +1,13 @@
-"""All that a report tells, put together once for the terminal, the page and programs. Pure.
+"""Build the report of one run from its events: history, goodput, alerts, checkpoints, and a verdict.
 
-Promise: any list of events gives a story. Times lie on one axis (`clocks`); what lies on
-disk, the texts of hangs and what could not be read are arguments, since events alone do not tell of them.
+`build_run_report` computes everything once; the terminal (`text_report`), the page (`html`) and programs
+(`format_json`) show it. Any list of events gives a report. Checkpoints on disk, hang reports and read
+errors are arguments, because events do not contain them.
 
-The run in a sentence or two, and what a person should look at first. Pure.
-
-What followed each fault: the incidents after it, before the next one that hit the same node. Pure.
-
-Each incident follows from one fault at most; many faults have none. A fault that came when the failure had
-been noticed did not cause it; what befell a node that no fault had hit is nobody's. Of several in one moment
-the one that hit the very rank which ended is to blame, then one that can end something by itself.
+`attribute_ends` says which failures followed from which injected fault. Each failure follows from one
+fault at most. A fault that came after the failure was detected did not cause it, nor did a fault of
+another node. Of several faults at once, the one that hit the failed rank comes first, then one that can
+end a generation alone. Pure.
 """
 
 from __future__ import annotations
@@ -44,18 +42,15 @@ from elastic_resume.report.goodput import (
 from elastic_resume.report.incidents import Generation, RunHistory
 
 MAX_HINTS = 6
-MAX_MESSAGE_CHARS = 500  # characters of what an exception said, in a sentence
-_MIN_REPEATED_FAILURES = 3  # failures of one node, from which on it is worth a look
-_LOW_GOODPUT, _LONG_RUN_S = (
-    0.9,
-    600.0,
-)  # of the time in training: what is below asks why, where a run is that long
-MAX_SILENCE_S = 60.0  # a run that still goes on has marked a step since
+MAX_MESSAGE_CHARS = 500  # of an exception, in a sentence
+_MIN_REPEATED_FAILURES = 3  # of one node
+_LOW_GOODPUT, _LONG_RUN_S = 0.9, 600.0  # a run this long with less goodput gets a hint
+MAX_SILENCE_S = 60.0  # a running job records a step more often
 
 
 @dataclass(frozen=True)
 class RunVerdict:
-    """``text``: how the run ended or stands, at which step, and what it cost. ``look``: at what, in order."""
+    """How the run ended or stands, at which step, at what cost; and what to look at, in order."""
 
     text: str
     hints: tuple[str, ...]
@@ -70,132 +65,115 @@ def summarize_run(
     *,
     silent_s: float | None = None,
 ) -> RunVerdict:
-    """Judge a run.
+    """Summarize a run in a sentence or two, with hints for a person.
 
-    ``cost_s`` is what its failures cost. ``silent_s``: since when no event has come, where that is known.
+    ``downtime_s`` is the cost of all failures; ``silent_s`` the time since the last event, if known.
     """
-    return RunVerdict(
-        " ".join(
-            filter(
-                None, [_describe_state(history, goodput), _describe_downtime(history, goodput, downtime_s)]
-            )
-        ),
-        tuple(
-            [
-                *_hints_from_end(history, silent_s),
-                *_hints_from_alerts(alerts),
-                *_hints_from_totals(history, goodput, clocks),
-            ][:MAX_HINTS]
-        ),
-    )
+    hints = [
+        *_hints_from_end(history, silent_s),
+        *_hints_from_alerts(alerts),
+        *_hints_from_totals(history, goodput, clocks),
+    ]
+    text = _describe_state(history, goodput)
+    if history.generations:
+        text += " " + _describe_downtime(history, goodput, downtime_s)
+    return RunVerdict(text, tuple(hints[:MAX_HINTS]))
 
 
 def _describe_state(history: RunHistory, goodput: Goodput) -> str:
-    at = f" at step {history.last_step}" if history.last_step is not None else " before its first step"
-    after = f" after {format_seconds(goodput.total_s)}" if goodput.total_s else ""
+    when = f" at step {history.last_step}" if history.last_step is not None else " before its first step"
+    when += f" after {format_seconds(goodput.total_s)}" if goodput.total_s else ""
+    message = truncate(history.message.rstrip("."), MAX_MESSAGE_CHARS)
     if history.outcome == "finished":
-        return f"Finished{at}{after}."
+        return f"Finished{when}."
     if history.outcome == "failed":
-        return f"FAILED{at}{after}: {truncate(history.message.rstrip('.'), MAX_MESSAGE_CHARS) or 'no reason was left'}."
+        return f"FAILED{when}: {message or 'no reason recorded'}."
     if history.outcome == "stopped":
-        return f"Stopped{at}{after}: {truncate(history.message.rstrip('.'), MAX_MESSAGE_CHARS) or 'it was told to'}."
+        return f"Stopped{when}: {message or 'no reason recorded'}."
     if not history.generations:
-        return f"No training yet{after}."
-    if history.generations[-1].end.is_failure:
-        why = history.generations[-1].end.text.rstrip(".")
-        return f"Down{at}{after}, and not back yet: {truncate(why, MAX_MESSAGE_CHARS)}."
-    return f"Running, or killed as a whole,{at}{after}."
+        return "No training yet."
+    end = history.generations[-1].end
+    if end.is_failure:
+        return f"Down{when}, not recovered: {truncate(end.text.rstrip('.'), MAX_MESSAGE_CHARS)}."
+    return f"Running, or killed as a whole,{when}."
 
 
 def _describe_downtime(history: RunHistory, goodput: Goodput, downtime_s: float) -> str:
-    if not history.generations:
-        return ""
-    share = (
-        ""
-        if goodput.share is None
-        else f"{format_percent(goodput.share)} of the time was training that counts"
-    )
+    share = "" if goodput.share is None else f"; goodput {format_percent(goodput.share)}"
     if not history.num_incidents:
-        return f"No failure{f'; {share}' if share else ''}."
-    again = (
-        f"{format_count(history.recomputed_steps, 'step')} run again"
-        if history.recomputed_steps
-        else "no step run again"
-    )
-    price = f"{format_count(history.num_incidents, 'failure')} cost {format_seconds(downtime_s)}, {again}"
-    return f"{price}; {share}." if share else f"{price}."
+        return f"No failure{share}."
+    steps = format_count(history.recomputed_steps, "step") if history.recomputed_steps else "no step"
+    failures = format_count(history.num_incidents, "failure")
+    return f"{failures}, {format_seconds(downtime_s)} downtime, {steps} recomputed{share}."
 
 
 def _hints_from_end(history: RunHistory, silent_s: float | None) -> list[str]:
-    look = []
+    hints = []
     last = history.generations[-1] if history.generations else None
     if history.outcome == "failed" and last is not None and last.end.is_failure:
-        look.append(f"what ended generation {last.number}: {last.end.text}")
+        hints.append(f"generation {last.number} ended: {last.end.text}")
     if history.outcome == "open" and silent_s is not None and silent_s > MAX_SILENCE_S:
-        look.append(f"no node has written anything for {format_seconds(silent_s)}: does the job still run?")
-    starts = [one for one in history.failed_starts if not one.is_secondary]
-    if starts:
-        before = f", {starts[0].text} first" if starts[0].text else ""
-        look.append(f"{format_count(len(starts), 'worker')} ended before training{before}")
-    return look
+        hints.append(f"no event for {format_seconds(silent_s)}: check whether the job still runs")
+    failures = [start for start in history.failed_starts if not start.is_secondary]
+    if failures:
+        first_failure = f"; first: {failures[0].text}" if failures[0].text else ""
+        hints.append(f"{format_count(len(failures), 'worker')} ended before training{first_failure}")
+    return hints
 
 
-def _hints_from_alerts(troubles: Sequence[Alert]) -> list[str]:
-    look = []
+def _hints_from_alerts(alerts: Sequence[Alert]) -> list[str]:
+    hints = []
     counts: Counter[tuple[str, str]] = Counter()
-    first: dict[tuple[str, str], Alert] = {}
-    for one in troubles:
-        if one.severity == BAD:
-            counts[one.kind, one.node] += one.count
-            first.setdefault((one.kind, one.node), one)
-    rank = ["replicas-differ", "hang", "commit-failed", "quarantine"]
+    examples: dict[tuple[str, str], Alert] = {}
+    for alert in alerts:
+        if alert.severity == BAD:
+            counts[alert.kind, alert.node] += alert.count
+            examples.setdefault((alert.kind, alert.node), alert)
+    order = ["replicas-differ", "hang", "commit-failed", "quarantine"]
     ordered = sorted(
-        counts, key=lambda key: (rank.index(key[0]) if key[0] in rank else len(rank), -counts[key])
+        counts, key=lambda key: (order.index(key[0]) if key[0] in order else len(order), -counts[key])
     )
     for key in ordered:
-        one = first[key]
+        alert = examples[key]
         times = f" ({format_count(counts[key], 'time')})" if counts[key] > 1 else ""
-        still = "" if one.is_resolved else "; that was not over"
-        look.append(f"{one.node or 'a node'}: {one.text}{times}{still}")
-    return look
+        unresolved = "" if alert.is_resolved else "; not resolved"
+        hints.append(f"{alert.node or 'a node'}: {alert.text}{times}{unresolved}")
+    return hints
 
 
 def _hints_from_totals(history: RunHistory, goodput: Goodput, clocks: Sequence[ClockOffset]) -> list[str]:
-    look = []
-    failures = [one.end for one in history.generations if one.end.is_failure]
+    hints = []
+    failures = [generation.end for generation in history.generations if generation.end.is_failure]
     for node, count in Counter(end.node for end in failures if end.node).most_common(1):
         if count >= _MIN_REPEATED_FAILURES and count * 2 >= len(failures):
-            look.append(f"node {node} was first in {count} of {len(failures)} failures")
+            hints.append(f"node {node} is the root cause of {count} of {len(failures)} failures")
     for clock in clocks[:1]:
-        more = f" (and {len(clocks) - 1} more)" if len(clocks) > 1 else ""
-        look.append(f"{clock.text}{more}")
+        others = f" (and {len(clocks) - 1} more)" if len(clocks) > 1 else ""
+        hints.append(f"{clock.text}{others}")
     if goodput.total_s >= _LONG_RUN_S and goodput.productive_s < _LOW_GOODPUT * goodput.total_s:
-        rest = [part for part in goodput.parts if part[0] != "productive"]
-        name, spent = max(rest, key=lambda part: part[1])
-        look.append(
-            f"{format_percent(spent / goodput.total_s)} of the time went into {GOODPUT_LABELS[name]} ({format_seconds(spent)})"
-        )
-    return look
+        losses = [part for part in goodput.parts if part[0] != "productive"]
+        name, seconds = max(losses, key=lambda part: part[1])
+        share = format_percent(seconds / goodput.total_s)
+        hints.append(f"{share} of the time was {GOODPUT_LABELS[name]} ({format_seconds(seconds)})")
+    return hints
 
 
 GOODPUT_LABELS = {
-    "productive": "training that counts",
-    "starting": "starting workers",
-    "restoring": "restoring the state",
-    "stalled": "waiting for copies",
-    "recomputed": "steps run again, or cut off",
-    "waiting": "waiting for a world",
+    "productive": "goodput",
+    "starting": "startup",
+    "restoring": "restore",
+    "stalled": "snapshot stalls",
+    "recomputed": "recomputed or interrupted steps",
+    "waiting": "rendezvous",
 }
-
-
 REPORT_SCHEMA = 1
 
 
 @dataclass(frozen=True)
 class InjectedFault:
-    """An injected cause, as its maker tells it. ``generation``: the one that ran then.
+    """An injected fault, as the fault injector recorded it, and the generation that ran then.
 
-    It explains nothing by itself: why a generation ended is what its nodes saw.
+    It decides no root cause: only the nodes' own events do.
     """
 
     number: int | None
@@ -210,10 +188,10 @@ class InjectedFault:
 
     @property
     def text(self) -> str:
-        """What was broken, in words."""
-        where = self.node or self.target
+        """What the injector did, in words."""
+        place = self.node or self.target
         rank = f" rank {self.rank}" if self.rank is not None else ""
-        name = f"{self.kind}{f' {where}' if where else ''}{rank}"
+        name = f"{self.kind}{f' {place}' if place else ''}{rank}"
         if self.message.startswith(self.kind):
             return self.message
         return f"{name}: {self.message}" if self.message else name
@@ -221,13 +199,10 @@ class InjectedFault:
 
 @dataclass(frozen=True)
 class RunReport:
-    """One run.
+    """Everything that a report shows of one run.
 
-    ``silent_s``: for how long nothing has been written, where the present is known.
-    ``recoveries``: the phases of the recovery after a generation, by its number. ``costs``: the seconds of
-    training that its end took, if that was a failure.
-
-    ``stacks``: what a node wrote of a hang, by node and file name. ``problems``: what could not be read.
+    ``recoveries`` and ``downtimes`` are by the number of the generation that ended. ``silent_s`` is the
+    time since the last event, if the present is known. ``stacks`` are hang reports by NODE/FILE.
     """
 
     run_id: str
@@ -251,9 +226,11 @@ class RunReport:
     generation_times: tuple[GenerationTimes, ...] = field(repr=False)
 
     def describe_after_fault(self, t: float) -> str:
-        """What is said of a fault at ``t`` from which no incident followed."""
-        went_on = any(one.last_step_t is not None and one.last_step_t > t for one in self.generation_times)
-        return "training went on" if went_on else "no step came after it"
+        """Describe what followed a fault at ``t`` after which no generation ended."""
+        has_continued = any(
+            times.last_step_t is not None and times.last_step_t > t for times in self.generation_times
+        )
+        return "training continued" if has_continued else "no step followed"
 
 
 def build_run_report(
@@ -265,127 +242,127 @@ def build_run_report(
     now: float | None = None,
     boot_stamp: Event | None = None,
 ) -> RunReport:
-    """Put together what ``events`` tell, and what else is known.
+    """Build the report of one run.
 
-    ``items``: what lies on disk. ``now``: the present, in Unix seconds, where the run may still be going on;
-    ``stamp``: the same as `events.stamp` gives it, which counts where the run is on this machine.
+    ``checkpoint_entries`` are the checkpoints on disk. ``now`` is the present in Unix seconds, if the run
+    may still be running; ``boot_stamp`` is the present as `events.boot_fields` gives it, used if the run
+    is on this machine.
     """
     events = list(events)
-    zeros = clock_alignment.estimate_boot_times(events)
-    here = get_boot_time(boot_stamp or {})
-    if now is not None and here is not None and here[0] in zeros:
-        now = zeros[here[0]] + here[1]
-    aligned, off = clock_alignment.align_events(events, zeros)
-    line = event_log.build_timeline(aligned)
-    report = incidents.build_history(line)
-    found = measure_generations(line, report)
-    parts = goodput.slice_time(line, report, found)
-    spent = goodput.sum_goodput(parts, found)
-    price = goodput.measure_downtimes(parts, report, found)
-    odd = alerts.find_alerts(line)
-    starts = line.select("agent-start")
-    own = [one.t for one in line.events if one.kind != "fault"]
-    silent_s = now - max(own) if now is not None and own else None
-    recovered = (
-        (before.number, recovery_phases(before, after)) for before, after in itertools.pairwise(found)
+    boot_times = clock_alignment.estimate_boot_times(events)
+    boot_time = get_boot_time(boot_stamp or {})
+    if now is not None and boot_time is not None and boot_time[0] in boot_times:
+        now = boot_times[boot_time[0]] + boot_time[1]
+    aligned_events, offsets = clock_alignment.align_events(events, boot_times)
+    timeline = event_log.build_timeline(aligned_events)
+    history = incidents.build_history(timeline)
+    generation_times = measure_generations(timeline, history)
+    slices = goodput.slice_time(timeline, history, generation_times)
+    total = goodput.sum_goodput(slices, generation_times)
+    downtimes = goodput.measure_downtimes(slices, history, generation_times)
+    alert_list = alerts.find_alerts(timeline)
+    starts = timeline.select("agent-start")
+    event_times = [item.t for item in timeline.events if item.kind != "fault"]
+    silent_s = now - max(event_times) if now is not None and event_times else None
+    recoveries = (
+        (previous.number, recovery_phases(previous, following))
+        for previous, following in itertools.pairwise(generation_times)
     )
     return RunReport(
-        run_id=next((one.get_text("run_id") for one in starts if one.get_text("run_id")), ""),
-        command=next((one.get_text("command") for one in reversed(starts) if one.get_text("command")), ""),
-        start_t=min(own, default=None),
-        end_t=max(own, default=None),
+        run_id=next((item.get_text("run_id") for item in starts if item.get_text("run_id")), ""),
+        command=next((item.get_text("command") for item in reversed(starts) if item.get_text("command")), ""),
+        start_t=min(event_times, default=None),
+        end_t=max(event_times, default=None),
         silent_s=silent_s,
         verdict=summarize_run(
-            report,
-            spent,
-            sum(price.values()),
-            odd,
-            off,
-            silent_s=silent_s,
+            history, total, sum(downtimes.values()), alert_list, offsets, silent_s=silent_s
         ),
-        history=report,
-        recoveries={number: one for number, one in recovered if one is not None},
-        downtimes=price,
-        goodput=spent,
-        alerts=odd,
-        faults=_collect_faults(line, found),
-        saved_states=checkpoints.build_saved_state_records(line, report, checkpoint_entries),
-        clocks=off,
+        history=history,
+        recoveries={number: item for number, item in recoveries if item is not None},
+        downtimes=downtimes,
+        goodput=total,
+        alerts=alert_list,
+        faults=_collect_faults(timeline, generation_times),
+        saved_states=checkpoints.build_saved_state_records(timeline, history, checkpoint_entries),
+        clocks=offsets,
         stacks=dict(stacks or {}),
         problems=tuple(problems),
-        timeline=line,
-        slices=parts,
-        generation_times=found,
+        timeline=timeline,
+        slices=slices,
+        generation_times=generation_times,
     )
 
 
 def _collect_faults(
     timeline: EventTimeline, generation_times: Sequence[GenerationTimes]
 ) -> tuple[InjectedFault, ...]:
-    made = []
-    for one in timeline.select("fault"):
-        running = [each.number for each in generation_times if each.restored_t <= one.t]
-        number = one.raw.get("number")
-        made.append(
+    faults = []
+    for event in timeline.select("fault"):
+        running = [times.number for times in generation_times if times.restored_t <= event.t]
+        number = event.raw.get("number")
+        faults.append(
             InjectedFault(
                 number=number if type(number) is int else None,
-                kind=one.get_text("what") or "fault",
-                target=str(one.raw.get("where") or ""),
-                trigger=str(one.raw.get("when") or ""),
-                node=one.node,
-                rank=one.rank,
-                t=one.t,
-                message=one.get_text("message"),
+                kind=event.get_text("what") or "fault",
+                target=str(event.raw.get("where") or ""),
+                trigger=str(event.raw.get("when") or ""),
+                node=event.node,
+                rank=event.rank,
+                t=event.t,
+                message=event.get_text("message"),
                 generation=running[-1] if running else None,
             )
         )
-    return tuple(made)
+    return tuple(faults)
 
 
 def format_json(run_report: RunReport) -> str:
-    """Return the report as JSON, whose members docs/report.md describes.
+    """Return the report as JSON; docs/report.md describes its members.
 
-    Within one `SCHEMA` members are only added. Times are Unix seconds, durations seconds, null is unknown.
+    Within one `REPORT_SCHEMA` members are only added. Times are Unix seconds, durations seconds, null is
+    unknown.
     """
-    report = asdict(run_report.history)
-    for row in report["generations"]:
+    history = asdict(run_report.history)
+    for row in history["generations"]:
         phases = run_report.recoveries.get(row["number"])
         row["recovery"] = asdict(phases) if phases is not None else None
-        row["cost_s"] = run_report.downtimes.get(row["number"])
+        row["downtime_s"] = run_report.downtimes.get(row["number"])
     members: dict[str, Any] = {
         "schema": REPORT_SCHEMA,
         "run_id": run_report.run_id,
         "command": run_report.command,
-        "began": run_report.start_t,
-        "until": run_report.end_t,
+        "start_t": run_report.start_t,
+        "end_t": run_report.end_t,
         "verdict": asdict(run_report.verdict),
-        "outcome": report.pop("outcome"),
-        "message": report.pop("message"),
+        "outcome": history.pop("outcome"),
+        "message": history.pop("message"),
         "goodput": {**asdict(run_report.goodput), "share": run_report.goodput.share},
-        **report,
-        "alerts": [asdict(one) for one in run_report.alerts],
-        "faults": [asdict(one) for one in run_report.faults],
-        "checkpoints": [asdict(one) for one in run_report.saved_states],
-        "clocks": [asdict(one) for one in run_report.clocks],
+        **history,
+        "alerts": [asdict(item) for item in run_report.alerts],
+        "faults": [asdict(item) for item in run_report.faults],
+        "checkpoints": [asdict(item) for item in run_report.saved_states],
+        "clocks": [asdict(item) for item in run_report.clocks],
         "hangs": [{"file": name, "text": text} for name, text in run_report.stacks.items()],
         "problems": list(run_report.problems),
     }
     return json.dumps(members, indent=1, allow_nan=False) + "\n"
 
 
-CLOCK_SLACK_S = 0.1  # by which a node may tell of what befell it before its maker has done it
+# ---- which failures followed from an injected fault ----------------------------------------------------
+
+CLOCK_SLACK_S = 0.1  # a node may record a fault's effect this long before the injector records the fault
 FAULT_WINDOW_S = 1.0
 CORRUPTING_FAULTS = frozenset({"torn-write", "bit-flip"})
-"""Kinds of faults (`faults.kinds`) that hit a copy, which a later start sets aside: nothing ends of that."""
+"""Kinds of faults that damage a checkpoint; a later start quarantines it."""
 NON_FATAL_FAULTS = CORRUPTING_FAULTS | {
     *("slow-rank", "slow-link", "slow-disk", "packet-loss"),
     *("disk-full", "disk-error", "corrupt-message"),
 }
-"""Kinds that cost time at the most, as long as all is well: any other explains an end better."""
+"""Kinds that alone end no generation: any other fault explains an end better."""
 
 
 class FaultHit(NamedTuple):
-    """When a fault came, and whom it hit; no node: all of them. ``what``: its kind."""
+    """When a fault came, its kind, and the nodes it hit; no node means all."""
 
     t: float
     nodes: Sequence[str]
@@ -394,45 +371,47 @@ class FaultHit(NamedTuple):
 
 
 def attribute_ends(faults: Sequence[FaultHit], rows: Sequence[Generation]) -> list[list[Generation]]:
-    """For each fault the generations that ended of it."""
-    order = sorted(range(len(faults)), key=lambda place: faults[place].t)
-    ordered = [faults[place] for place in order]
+    """Return, for each fault, the generations that ended because of it."""
+    order = sorted(range(len(faults)), key=lambda index: faults[index].t)
+    ordered = [faults[index] for index in order]
     nodes = {row.end.node for row in rows}
-    by_node: dict[str, list[int]] = defaultdict(list)  # places in that order
-    for place, fault in enumerate(ordered):
+    by_node: dict[str, list[int]] = defaultdict(list)  # indices into `ordered`
+    for index, fault in enumerate(ordered):
         for node in set(fault.nodes) or nodes:
-            by_node[node].append(place)
-    found: list[list[Generation]] = [[] for _ in faults]
-    for row, following in zip_longest(rows, rows[1:]):
+            by_node[node].append(index)
+    ends: list[list[Generation]] = [[] for _ in faults]
+    for row, next_row in zip_longest(rows, rows[1:]):
         if not row.end.is_failure:
             continue
-        same = by_node.get(row.end.node, []) if row.end.node else range(len(order))
-        cause = _find_cause(row, same, ordered, following.start_t if following else math.inf)
+        candidates = by_node.get(row.end.node, []) if row.end.node else range(len(order))
+        cause = _find_cause(row, candidates, ordered, next_row.start_t if next_row else math.inf)
         if cause is not None:
-            found[order[cause]].append(row)
-    return found
+            ends[order[cause]].append(row)
+    return ends
 
 
 def _find_cause(
     generation: Generation, candidates: Sequence[int], faults: Sequence[FaultHit], until: float
 ) -> int | None:
-    """Which of the faults at the places ``same`` ended it; None: none of them."""
+    """Return the index of the fault that ended the generation; None if none did."""
     t = until if generation.end.t is None else generation.end.t
 
     def first_from(moment: float) -> int:
-        return bisect.bisect_left(candidates, moment, key=lambda place: faults[place].t)
+        return bisect.bisect_left(candidates, moment, key=lambda index: faults[index].t)
 
-    def grave(places: Sequence[int]) -> Sequence[int]:
-        there = set(generation.nodes or ())
-        apart = [place for place in places if there and there.isdisjoint(faults[place].nodes or there)]
-        hit = [place for place in places if place not in apart] or places
-        return [place for place in hit if faults[place].kind not in NON_FATAL_FAULTS] or hit
+    def likeliest(indices: Sequence[int]) -> Sequence[int]:
+        members = set(generation.nodes or ())
+        elsewhere = [
+            index for index in indices if members and members.isdisjoint(faults[index].nodes or members)
+        ]
+        plausible = [index for index in indices if index not in elsewhere] or indices
+        return [index for index in plausible if faults[index].kind not in NON_FATAL_FAULTS] or plausible
 
     before = first_from(t + CLOCK_SLACK_S)
-    since = candidates[first_from(t - CLOCK_SLACK_S) : first_from(math.nextafter(until, math.inf))]
-    if generation.end.kind in {NODE_LOST, WHOLE_JOB} and since:
-        return grave(since)[0]  # it fell silent, and t is what it told last
-    just = candidates[first_from(t - FAULT_WINDOW_S) : before] or candidates[max(0, before - 1) : before]
+    later = candidates[first_from(t - CLOCK_SLACK_S) : first_from(math.nextafter(until, math.inf))]
+    if generation.end.kind in {NODE_LOST, WHOLE_JOB} and later:
+        return likeliest(later)[0]  # t is its last event, before it became silent
+    recent = candidates[first_from(t - FAULT_WINDOW_S) : before] or candidates[max(0, before - 1) : before]
     rank = generation.end.rank
-    its_own = [place for place in just if rank is not None and faults[place].rank == rank]
-    return grave(its_own or just)[-1] if just else None
+    same_rank = [index for index in recent if rank is not None and faults[index].rank == rank]
+    return likeliest(same_rank or recent)[-1] if recent else None

@@ -1,15 +1,14 @@
-"""A report as a person reads it in a terminal.
+"""Format a run's report for a terminal.
 
-First the verdict and what to look at; then a row for each generation and what has no room there: what was cut
-off, copies that were rejected, workers that never came to training; then what went wrong besides, where the
-time went, and what there is of checkpoints.
+The verdict and what to look at come first, then a row for each generation and notes that do not fit in
+it. Alerts, injected faults, goodput and checkpoints follow.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 
 from elastic_resume.report import checkpoints
@@ -28,195 +27,186 @@ from elastic_resume.report.goodput import PHASE_NAMES, RecoveryPhases
 from elastic_resume.report.incidents import FailedStart, Generation
 from elastic_resume.report.summary import GOODPUT_LABELS, RunReport
 
-_COLUMNS = ("gen", "nodes", "world", "steps", "ended because", "lost", "recovered in")
+_COLUMNS = ("gen", "nodes", "world", "steps", "ended because", "recomputed", "recovery")
 MAX_ROWS = 40
 MAX_NOTES = 40
 MAX_ALERTS = 20
-MAX_NOTE_CHARS = 600  # of one note: an exception may have said anything; --json has all of it
+MAX_NOTE_CHARS = 600  # of one note; --json has all of it
 PHASE_LABELS = {
-    "detected": "to notice it",
-    "stopped": "to stop workers",
-    "rendezvous": "to form a world",
-    "started": "to start workers",
-    "restored": "to restore the state",
-    "step": "for a step",
+    "detected": "detection",
+    "stopped": "stopping workers",
+    "rendezvous": "rendezvous",
+    "started": "starting workers",
+    "restored": "restore",
+    "step": "first step",
 }
 
 
 def format_text(report: RunReport) -> str:
-    """Lines for a terminal, at most 100 columns wide."""
+    """Format a report for a terminal, at most `WIDTH` columns wide."""
     lines = wrap_text(report.verdict.text)
-    for look in report.verdict.hints:
-        lines += wrap_text(truncate(f"look at: {look}", MAX_NOTE_CHARS))
+    for hint in report.verdict.hints:
+        lines += wrap_text(truncate(f"look at: {hint}", MAX_NOTE_CHARS))
     rows = report.history.generations
+    num_hidden = max(0, len(rows) - MAX_ROWS)
     if rows:
-        left_out = max(0, len(rows) - MAX_ROWS)
-        lines += [
-            "",
-            *(
-                [f"{format_count(left_out, 'generation')} before these: see --html or --json"]
-                if left_out
-                else []
-            ),
-        ]
-        lines += format_table(
-            _COLUMNS,
-            [_generation_row(one) for one in rows[left_out:]],
-            right_aligned=(0, 2, 3, 5, 6),
-            shrinkable=4,
-        )
+        lines.append("")
+    if num_hidden:
+        lines.append(f"{format_count(num_hidden, 'earlier generation')}: see --html or --json")
+    if rows:
+        table = [_generation_row(generation) for generation in rows[num_hidden:]]
+        lines += format_table(_COLUMNS, table, right_aligned=(0, 2, 3, 5, 6), shrinkable=4)
     shown = "\n".join(lines)
-    notes = [note for one in rows for note in _generation_notes(one, shown)]
+    notes = [note for generation in rows for note in _generation_notes(generation, shown)]
     notes += _describe_failed_starts(report.history.failed_starts)
     lines += _limit_notes(notes, MAX_NOTES)
-    dated = [*_format_alerts(report), *_format_faults(report)]
-    dated = [*sorted(dated[:MAX_ALERTS], key=itemgetter(0)), *dated[MAX_ALERTS:]]
-    odd = [*(text for _, text in dated), *map(describe_clock_offset, report.clocks)]
-    lines += ["", *_limit_notes(odd, MAX_ALERTS)] if odd else []
-    figures = [
-        line
-        for line in (
-            _describe_goodput(report),
-            _describe_recoveries(report.recoveries.values()),
-            _describe_checkpoints(report),
-        )
-        if line
-    ]
-    lines += ["", *(part for line in figures for part in wrap_text(line))] if figures else []
+    dated_notes = [*_format_alerts(report), *_format_faults(report)]
+    dated_notes = [*sorted(dated_notes[:MAX_ALERTS], key=itemgetter(0)), *dated_notes[MAX_ALERTS:]]
+    side_notes = [*(text for _, text in dated_notes), *map(describe_clock_offset, report.clocks)]
+    lines += ["", *_limit_notes(side_notes, MAX_ALERTS)] if side_notes else []
+    recoveries = list(report.recoveries.values())
+    totals = (_describe_goodput(report), _describe_recoveries(recoveries), _describe_checkpoints(report))
+    wrapped = [line for text in totals if text for line in wrap_text(text)]
+    lines += ["", *wrapped] if wrapped else []
     return "\n".join(lines) + "\n"
 
 
 def _limit_notes(notes: Sequence[str], limit: int) -> list[str]:
     lines = [line for note in notes[:limit] for line in wrap_text(truncate(note, MAX_NOTE_CHARS))]
-    left_out = len(notes) - limit
-    return [*lines, *([f"and {left_out} more: see --html or --json"] if left_out > 0 else [])]
+    num_hidden = len(notes) - limit
+    return [*lines, *([f"and {num_hidden} more: see --html or --json"] if num_hidden > 0 else [])]
 
 
-def _generation_row(one: Generation) -> tuple[str, ...]:
+def _generation_row(generation: Generation) -> tuple[str, ...]:
     return (
-        str(one.number),
-        format_node_names(one.nodes),
-        "-" if one.world_size is None else str(one.world_size),
-        format_step_range(one),
-        one.end.text,
-        "-" if one.recomputed_steps is None else str(one.recomputed_steps),
-        format_seconds(one.recovery_s),
+        str(generation.number),
+        format_node_names(generation.nodes),
+        "-" if generation.world_size is None else str(generation.world_size),
+        format_step_range(generation),
+        generation.end.text,
+        "-" if generation.recomputed_steps is None else str(generation.recomputed_steps),
+        format_seconds(generation.recovery_s),
     )
 
 
-def format_step_range(one: Generation) -> str:
-    """The steps that a generation ran."""
-    if one.first_step is not None and one.last_step is not None:
-        return f"{one.first_step}-{one.last_step}"
-    return "none" if one.start_step is not None else "?" if one.last_step is None else f"?-{one.last_step}"
+def format_step_range(generation: Generation) -> str:
+    """Format the steps that a generation ran."""
+    if generation.first_step is not None and generation.last_step is not None:
+        return f"{generation.first_step}-{generation.last_step}"
+    if generation.start_step is not None:
+        return "none"
+    return "?" if generation.last_step is None else f"?-{generation.last_step}"
 
 
-def _generation_notes(one: Generation, shown: str) -> list[str]:
-    """What the row of a generation has no room for."""
-    notes = []
-    if one.end.text not in shown:
-        notes.append(f"generation {one.number} ended because of {one.end.text}")
-    also = one.end.other_failures
-    if also:
-        more = f"; and {len(also) - 2} more" if len(also) > 2 else ""
-        notes.append(f"generation {one.number} also: {'; '.join(also[:2])}{more}")
-    if one.receiving_nodes:
-        notes.append(
-            f"generation {one.number}: {one.source_node} sent its copy to {', '.join(one.receiving_nodes)}"
-        )
-    for copy in one.rejected:
-        which = f"generation {copy.generation}, step {copy.step}"
-        notes.append(f"generation {one.number} rejected {copy.node}'s copy of {which}: {copy.reason}")
+def _generation_notes(generation: Generation, shown: str) -> list[str]:
+    """Return what does not fit in a generation's row."""
+    name, notes = f"generation {generation.number}", []
+    if generation.end.text not in shown:
+        notes.append(f"{name} ended: {generation.end.text}")
+    others = generation.end.other_failures
+    if others:
+        more = f"; and {len(others) - 2} more" if len(others) > 2 else ""
+        notes.append(f"{name} also: {'; '.join(others[:2])}{more}")
+    if generation.receiving_nodes:
+        receivers = ", ".join(generation.receiving_nodes)
+        notes.append(f"{name}: {generation.source_node} sent its state to {receivers}")
+    for record in generation.rejected:
+        version = f"generation {record.generation}, step {record.step}"
+        notes.append(f"{name} rejected {record.node}'s state of {version}: {record.reason}")
     return notes
 
 
 def _describe_failed_starts(starts: tuple[FailedStart, ...]) -> list[str]:
-    """One line for each gap between generations in which workers ended before they trained."""
+    """Describe the workers that ended before they trained, one line for each gap between generations."""
     notes = []
-    for before in dict.fromkeys(one.next_generation for one in starts):
-        here = [one for one in starts if one.next_generation == before]
-        first = min(here, key=lambda one: (one.is_secondary, one.t))
-        where = "after the last generation" if before is None else f"before generation {before}"
+    for next_generation in dict.fromkeys(start.next_generation for start in starts):
+        failed = [start for start in starts if start.next_generation == next_generation]
+        first = min(failed, key=lambda start: (start.is_secondary, start.t))
+        where = (
+            "after the last generation" if next_generation is None else f"before generation {next_generation}"
+        )
         notes.append(
-            f"{where} {format_count(len(here), 'worker')} ended before training; first: {first.text}"
+            f"{where}, {format_count(len(failed), 'worker')} ended before training; first: {first.text}"
         )
     return notes
 
 
 def format_since_start(report: RunReport, t: float) -> str:
-    """A time, counted from the run's first event."""
+    """Format a time, counted from the run's first event."""
     return format_seconds(max(0.0, t - report.start_t)) if report.start_t is not None else "-"
 
 
 def _format_alerts(report: RunReport) -> list[tuple[float, str]]:
     return [
         (
-            one.t,
-            f"at {format_since_start(report, one.t)}  {one.node or '-'}: {one.text}"
-            + (f" ({often})" if (often := describe_recurrence(one)) else ""),
+            alert.t,
+            f"at {format_since_start(report, alert.t)}  {alert.node or '-'}: {alert.text}"
+            + (f" ({recurrence})" if (recurrence := describe_recurrence(alert)) else ""),
         )
-        for one in report.alerts
-        if one.severity != INFO
+        for alert in report.alerts
+        if alert.severity != INFO
     ]
 
 
 def _format_faults(report: RunReport) -> list[tuple[float, str]]:
     return [
         (
-            one.t,
-            f"at {format_since_start(report, one.t)}  injected: {one.text}"
-            + (f", in generation {one.generation}" if one.generation is not None else ""),
+            fault.t,
+            f"at {format_since_start(report, fault.t)}  injected: {fault.text}"
+            + (f", in generation {fault.generation}" if fault.generation is not None else ""),
         )
-        for one in report.faults
+        for fault in report.faults
     ]
 
 
 def describe_clock_offset(offset: ClockOffset) -> str:
-    """Whose clock was off, as a sentence."""
+    """Describe a wall clock that was off, in one sentence."""
     return f"{offset.text}; durations here do not depend on it"
 
 
 def _describe_goodput(report: RunReport) -> str:
-    whole = report.goodput.total_s
-    if whole <= 0:
+    total_s = report.goodput.total_s
+    if total_s <= 0:
         return ""
-    told_of = [(name, value) for name, value in report.goodput.parts if value >= whole / 1e4]
-    spent = [f"{format_percent(value / whole)} {GOODPUT_LABELS[name]}" for name, value in told_of]
-    return f"of {format_seconds(whole)}: {', '.join(spent)}"
+    shown = [
+        f"{format_percent(value / total_s)} {GOODPUT_LABELS[name]}"
+        for name, value in report.goodput.parts
+        if name != "productive" and value >= total_s / 1e4
+    ]
+    share = format_percent(report.goodput.productive_s / total_s)
+    return "; ".join(filter(None, [f"goodput {share} of {format_seconds(total_s)}", ", ".join(shown)]))
 
 
-def median_phases(recoveries: Iterable[RecoveryPhases]) -> list[tuple[str, float]]:
-    """The median of each phase of the recoveries, by name, where it is known."""
-    listed = list(recoveries)
-    found = []
+def median_phases(recoveries: Sequence[RecoveryPhases]) -> list[tuple[str, float]]:
+    """Return the median of each known phase of the recoveries, by name."""
+    medians = []
     for name in PHASE_NAMES:
-        values = [value for one in listed if (value := getattr(one, f"{name}_s")) is not None]
+        values = [value for phases in recoveries if (value := getattr(phases, f"{name}_s")) is not None]
         if values:
-            found.append((name, statistics.median(values)))
-    return found
+            medians.append((name, statistics.median(values)))
+    return medians
 
 
-def _describe_recoveries(recoveries: Iterable[RecoveryPhases]) -> str:
-    listed = list(recoveries)
-    spent = ", ".join(
-        f"{format_seconds(value)} {PHASE_LABELS[name]}" for name, value in median_phases(listed)
+def _describe_recoveries(recoveries: Sequence[RecoveryPhases]) -> str:
+    parts = ", ".join(
+        f"{PHASE_LABELS[name]} {format_seconds(value)}" for name, value in median_phases(recoveries)
     )
-    which = "the recovery took" if len(listed) == 1 else f"{len(listed)} recoveries took (medians)"
-    return f"{which}: {spent}" if spent else ""
+    which = "recovery" if len(recoveries) == 1 else f"{len(recoveries)} recoveries (medians)"
+    return f"{which}: {parts}" if parts else ""
 
 
 def _describe_checkpoints(report: RunReport) -> str:
-    on_disk = [one for one in report.saved_states if one.tier == checkpoints.DISK]
-    there = [one for one in on_disk if one.state in {checkpoints.COMMITTED, checkpoints.VALID}]
+    on_disk = [record for record in report.saved_states if record.tier == checkpoints.DISK]
+    present = [record for record in on_disk if record.state in {checkpoints.COMMITTED, checkpoints.VALID}]
     if not on_disk:
         return ""
-    nodes = Counter(one.node for one in there)
-    newest = max(((one.generation, one.step) for one in there), default=None)
-    held = format_node_names(sorted(nodes), 40) or "no node"
-    parts = [f"{format_count(len(on_disk), 'checkpoint')} written, {len(there)} there now on {held}"]
+    nodes = Counter(record.node for record in present)
+    newest = max(((record.generation, record.step) for record in present), default=None)
+    holders = format_node_names(sorted(nodes), 40) or "no node"
+    parts = [f"{format_count(len(on_disk), 'checkpoint')} written, {len(present)} present on {holders}"]
     if newest is not None:
-        parts.append(f"the newest of step {newest[1]}")
+        parts.append(f"newest: step {newest[1]}")
     for state, word in ((checkpoints.BAD, "bad"), (checkpoints.QUARANTINED, "in quarantine")):
-        count = sum(one.state == state for one in on_disk)
+        count = sum(record.state == state for record in on_disk)
         parts += [f"{count} {word}"] if count else []
     return ", ".join(parts)

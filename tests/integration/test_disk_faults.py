@@ -76,5 +76,5 @@ def test_no_disk_that_goes_wrong_costs_a_step(tmp_path: Path) -> None:
             said = cluster.output(index)
             assert len(re.findall(rf"was not saved: .*{reason}.*Training goes on", said)) == 1, said
             assert len(re.findall("checkpoints are saved again", said)) == 1, said
-            assert re.search(rf"n{index}: no checkpoint could be written: [^;]*{reason}", told), told
+            assert re.search(rf"n{index}: the checkpoint could not be written: [^;]*{reason}", told), told
     assert open_files() <= held

@@ -1,4 +1,4 @@
-"""The page of a report, as a browser shows it."""
+"""Test the page of a report in a browser."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ MAX_ELEMENTS = 120_000
 
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """One browser for all of these tests."""
+    """Start one browser for all of these tests."""
     with browser.start_browser(tmp_path_factory.mktemp("chromium")) as one:
         yield one
 
 
 @pytest.fixture(scope="module")
-def told() -> RunReport:
-    """A run in which everything happens, on nodes whose clocks differ."""
+def report() -> RunReport:
+    """Build the report of a run with every kind of event, on nodes whose clocks differ."""
     job = report_runs.make_eventful_run()
     events = report_runs.shift_clock(job.events, "n1", 7.5)
     return summary.build_run_report(
@@ -40,45 +40,45 @@ def told() -> RunReport:
 
 
 @pytest.fixture(scope="module")
-def written(told: RunReport, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its page."""
+def page(report: RunReport, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write its page."""
     path = tmp_path_factory.mktemp("page") / "report.html"
-    path.write_text(html.render_page(told), encoding="utf-8")
+    path.write_text(html.render_page(report), encoding="utf-8")
     return path
 
 
 def texts(chromium: Browser, selector: str) -> list[str]:
-    """What the elements say, folded ones too."""
+    """Return the text of the elements, also of folded ones."""
     found = chromium.evaluate(f"[...document.querySelectorAll({selector!r})].map(one => one.textContent)")
     return [" ".join(text.split()) for text in found]
 
 
-def test_everything_is_there(chromium: Browser, written: Path, told: RunReport) -> None:
-    """Each generation with its end, each trouble, fault, copy and mark; and nobody has complained."""
-    chromium.open(written)
+def test_page_shows_every_part_of_the_report(chromium: Browser, page: Path, report: RunReport) -> None:
+    """Each generation, alert, fault and mark is there, and the browser logs no problem."""
+    chromium.open(page)
     rows = texts(chromium, ".generations tbody tr")
-    assert len(rows) == len(told.history.generations) == 6
-    for one, row in zip(told.history.generations, rows, strict=True):
+    assert len(rows) == len(report.history.generations) == 6
+    for one, row in zip(report.history.generations, rows, strict=True):
         assert " ".join(replace_unprintable(one.end.text).split()) in row
-    said = " ".join(texts(chromium, ".troubles tbody tr"))
-    assert len(told.alerts) > 10
-    for trouble in told.alerts:
-        assert trouble.text in said
+    said = " ".join(texts(chromium, ".alerts tbody tr"))
+    assert len(report.alerts) > 10
+    for alert in report.alerts:
+        assert alert.text in said
     sizes = "[...document.querySelectorAll('tbody td')].map(one => getComputedStyle(one).fontSize)"
     assert len(set(chromium.evaluate(sizes))) == 1
     assert len(texts(chromium, ".faults tbody tr")) == 3
-    assert len(texts(chromium, "use[href='#incident'] title")) == told.history.num_incidents
+    assert len(texts(chromium, "use[href='#incident'] title")) == report.history.num_incidents
     assert "The clock of n1 was up to 7.5 s ahead" in texts(chromium, "main")[0]
     assert "SUSPECT rank 1" in texts(chromium, "pre")[0]
     headings = texts(chromium, "h2")
-    for heading in ("Timeline", "Generations", "Troubles", "Injected faults", "Checkpoints"):
+    for heading in ("Timeline", "Generations", "Alerts", "Injected faults", "Checkpoints"):
         assert heading in headings
     assert chromium.problems == []
 
 
-def test_no_script_of_a_message_runs(chromium: Browser, written: Path) -> None:
-    """An exception's text is shown as it was."""
-    chromium.open(written)
+def test_script_in_a_message_does_not_run(chromium: Browser, page: Path) -> None:
+    """The text of an exception is shown as it is."""
+    chromium.open(page)
     assert chromium.evaluate("document.title") == "resnet-50 - elastic_resume"
     assert chromium.evaluate("document.querySelectorAll('script, main img').length") == 0
     assert "<script>document.title='taken'</script>" in texts(chromium, ".generations")[0]
@@ -86,11 +86,11 @@ def test_no_script_of_a_message_runs(chromium: Browser, written: Path) -> None:
 
 
 @pytest.mark.parametrize(("width", "scheme"), SCREENS)
-def test_the_page_fits_every_screen(
-    chromium: Browser, written: Path, tmp_path: Path, width: int, scheme: str
+def test_page_fits_every_screen(
+    chromium: Browser, page: Path, tmp_path: Path, width: int, scheme: str
 ) -> None:
-    """Nothing sticks out sideways, no text is of its ground's colour, each drawing has its size."""
-    chromium.open(written, width=width, scheme=scheme)
+    """Nothing overflows sideways, text has enough contrast, and drawings have their size."""
+    chromium.open(page, width=width, scheme=scheme)
     chromium.screenshot(tmp_path / f"{width}-{scheme}.png")
     assert chromium.evaluate("document.documentElement.scrollWidth") == width
     assert chromium.evaluate("innerWidth") == width
@@ -129,8 +129,8 @@ _FAINT = """(() => {
 })()"""
 
 
-def test_five_thousand_generations(chromium: Browser, tmp_path: Path) -> None:
-    """The page stays small, draws few elements, and lays out only what is looked at; all of it is there."""
+def test_page_of_five_thousand_generations_stays_small(chromium: Browser, tmp_path: Path) -> None:
+    """Folded rows are not laid out."""
     job = report_runs.make_long_run(5000)
     path = tmp_path / "long.html"
     path.write_text(html.render_page(summary.build_run_report(job.events)), encoding="utf-8")

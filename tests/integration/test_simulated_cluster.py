@@ -90,7 +90,7 @@ def test_what_a_wiped_node_has_told_is_not_forgotten(tmp_path: Path) -> None:
                 log.emit("round", round=1, **about)
                 log.emit("worker-start", step=0, **about)
                 if index == 0:
-                    log.emit("resume", step=0, kind="cold", nodes=["n0", "n1"], lost_steps=0, **about)
+                    log.emit("resume", step=0, kind="cold", nodes=["n0", "n1"], recomputed_steps=0, **about)
                 log.emit("step", step=last, **about)
                 log.close()
                 time.sleep(0.002)  # times are of a thousandth of a second

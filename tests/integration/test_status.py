@@ -127,7 +127,7 @@ def test_metrics_of_leader_cover_the_job_and_of_follower_its_node(cluster: Clust
         return found if told else None
 
     leads, follows = cluster.wait(heard, "each node to have told how far it is")
-    assert (leads["elastic_resume_leads"], follows["elastic_resume_leads"]) == (1, 0)
+    assert (leads["elastic_resume_is_leader"], follows["elastic_resume_is_leader"]) == (1, 0)
     assert leads["elastic_resume_world_ranks"] == 3
     assert "elastic_resume_world_ranks" not in follows
     port = int(re.findall(r"metrics at http://127.0.0.1:(\d+)/", cluster.output(0))[0])
@@ -137,7 +137,7 @@ def test_metrics_of_leader_cover_the_job_and_of_follower_its_node(cluster: Clust
             stranger.sendall(data)
             stranger.shutdown(socket.SHUT_WR)
             assert is_disconnected(stranger)
-    assert scrape(cluster, 0)["elastic_resume_leads"] == 1
+    assert scrape(cluster, 0)["elastic_resume_is_leader"] == 1
     assert cluster.events("round")[-1]["generation"] == generation
     step = max(event["step"] for event in cluster.events("step"))
     cluster.wait(step=step + 20)
@@ -185,7 +185,7 @@ def test_the_leader_dies_while_status_looks_on(cluster: Cluster) -> None:
     assert {"n0", "n1", "n2"} <= {event["node"] for event in found.events}
     assert "node n0" in build_history_from_events(found.events).generations[0].end.text
     after = scrape(cluster, 1)
-    assert after["elastic_resume_leads"] == 1
+    assert after["elastic_resume_is_leader"] == 1
     assert after["elastic_resume_incidents_totalnode-lost"] == 1
 
 

@@ -1,7 +1,7 @@
-"""A headless Chromium, spoken to through a pipe: no driver, no port, no other package.
+"""Control a headless Chromium through a pipe, without a driver, a port or another package.
 
-`make test` installs it (`make browser-tools`). Its DevTools protocol is JSON that ends with a null byte, on
-the descriptors 3 and 4: https://chromedevtools.github.io/devtools-protocol/.
+`make browser-tools` installs it. Its DevTools protocol is JSON that ends with a null byte, on the
+descriptors 3 and 4: https://chromedevtools.github.io/devtools-protocol/.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REPLY_TIMEOUT_S = 60.0
 
 
 def find_browser() -> str | None:
-    """Where the browser is."""
+    """Return the path of the browser; None if there is none."""
     return next((path for name in _NAMES if (path := shutil.which(name))), None)
 
 
@@ -49,22 +49,22 @@ class Browser:
         self.call("Page.setLifecycleEventsEnabled", enabled=True)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Ask for something and wait for the answer."""
+        """Call a DevTools method and return its result."""
         self._message_id += 1
         message: dict[str, Any] = {"id": self._message_id, "method": method, "params": parameters}
         if self._session is not None:
             message["sessionId"] = self._session
         os.write(self._to_browser, json.dumps(message).encode() + b"\0")
         while True:
-            told = self._read()
-            if told.get("id") == self._message_id:
-                assert "error" not in told, f"{method}: {told['error']}"
-                result: dict[str, Any] = told["result"]
+            reply = self._read()
+            if reply.get("id") == self._message_id:
+                assert "error" not in reply, f"{method}: {reply['error']}"
+                result: dict[str, Any] = reply["result"]
                 return result
-            self._events.append(told)
+            self._events.append(reply)
 
     def open(self, path: Path, *, width: int = 1280, height: int = 900, scheme: str = "light") -> None:
-        """Show a page, as wide and in the colours that are said, and wait until it is loaded."""
+        """Open a page with this width and color scheme, and wait until it is loaded."""
         self._width = width
         self._resize(height)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
@@ -72,33 +72,33 @@ class Browser:
         self._events = []
         this = self.call("Page.navigate", url=path.absolute().as_uri())[
             "loaderId"
-        ]  # the page before may be late
+        ]  # a load event of the previous page may be late
         while not any(_is_loaded(one, this) for one in self._events):
             self._events.append(self._read())
 
     def evaluate(self, expression: str) -> Any:
-        """What a line of JavaScript gives."""
-        told = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in told, told
-        return told["result"].get("value")
+        """Return the value of a JavaScript expression."""
+        reply = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in reply, reply
+        return reply["result"].get("value")
 
     @property
     def problems(self) -> list[str]:
-        """What the page has logged or raised, and whom it has asked for anything, since it was opened."""
+        """What the page logged, raised or requested from the network since it was opened."""
         found = []
         for one in self._events:
-            method, told = one.get("method"), one.get("params", {})
+            method, params = one.get("method"), one.get("params", {})
             if method in {"Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"}:
-                found.append(json.dumps(told))
+                found.append(json.dumps(params))
             elif method == "Network.requestWillBeSent":
-                url = told["request"]["url"]
+                url = params["request"]["url"]
                 if not url.startswith(("file:", "data:")):
                     found.append(url)
         return found
 
     def screenshot(self, path: Path) -> None:
-        """Make a picture of the whole page."""
-        for _ in range(2):  # what comes into sight gets its own height
+        """Write a picture of the whole page."""
+        for _ in range(2):  # elements get their height when they come into view
             height = min(int(self.evaluate("document.documentElement.scrollHeight")), 8000)
             self._resize(height)
         data = self.call("Page.captureScreenshot")["data"]
@@ -114,22 +114,22 @@ class Browser:
         while b"\0" not in self._buffer:
             ready, _, _ = select.select([self._from_browser], [], [], max(0.0, until - time.monotonic()))
             data = os.read(self._from_browser, 1 << 20) if ready else b""
-            assert data, "the browser has ended, or says nothing any more"
+            assert data, "the browser ended, or does not answer"
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\0")
-        told: dict[str, Any] = json.loads(line)
-        return told
+        message: dict[str, Any] = json.loads(line)
+        return message
 
 
 def _is_loaded(event: dict[str, Any], loader: str) -> bool:
-    """Whether it says that what this loader loads is there."""
-    told = event.get("params", {})
-    is_end = event.get("method") == "Page.lifecycleEvent" and told["name"] == "load"
-    return is_end and told["loaderId"] == loader
+    """Whether the event says that this loader has finished."""
+    params = event.get("params", {})
+    is_end = event.get("method") == "Page.lifecycleEvent" and params["name"] == "load"
+    return is_end and params["loaderId"] == loader
 
 
 def _move_descriptors(*descriptors: int) -> list[int]:
-    """The same, where they are not in the way of 3 and 4."""
+    """Return duplicates of the descriptors above 3 and 4."""
     moved = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, 10) for one in descriptors]
     for one in descriptors:
         os.close(one)
@@ -144,7 +144,13 @@ def start_browser(directory: Path) -> Iterator[Browser]:
     commands, from_us = _move_descriptors(*os.pipe())
     to_us, answers = _move_descriptors(*os.pipe())
     command = [path, *_FLAGS, f"--user-data-dir={directory}", "about:blank"]
-    placed = ["bash", "-c", f'exec "$@" 3<&{commands} 4>&{answers}', "bash", *command]  # sh knows one digit
+    placed = [
+        "bash",
+        "-c",
+        f'exec "$@" 3<&{commands} 4>&{answers}',
+        "bash",
+        *command,
+    ]  # sh only takes one-digit descriptors
     log = open(directory / "browser.log", "wb")  # noqa: SIM115  closed below, with the process
     process = subprocess.Popen(
         placed, pass_fds=(commands, answers), stdin=subprocess.DEVNULL, stdout=log, stderr=log
@@ -154,7 +160,7 @@ def start_browser(directory: Path) -> Iterator[Browser]:
     try:
         yield Browser(from_us, to_us)
     finally:
-        os.close(from_us)  # which ends it
+        os.close(from_us)  # the browser ends with its pipe
         try:
             process.wait(10)
         except subprocess.TimeoutExpired:

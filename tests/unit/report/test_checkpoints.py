@@ -1,4 +1,4 @@
-"""`ls` and `verify` on whatever a directory may hold."""
+"""Test `ls` and `verify` on whatever a directory may hold."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NOW = 1_700_000_060.5  # a minute after the samples were written
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Two nodes of one run: a with three checkpoints, one of which is torn, and b with one."""
+    """Create two nodes of one run: node-a with three checkpoints, one of them torn, and node-b with one."""
     base = tmp_path / "ckpt"
     for node, steps in (("node-a", (5, 10, 15)), ("node-b", (10,))):
         (base / RUN / node).mkdir(parents=True)
@@ -40,15 +40,15 @@ def root(tmp_path: Path) -> Path:
 
 
 def listed(path: Path) -> list[list[str]]:
-    """The rows of `ls`, cut into cells."""
+    """Return the rows of `ls`, split into cells."""
     return [
         re.split(r"\s{2,}", line.strip())
         for line in checkpoints.format_checkpoints(paths.find_node_dirs(path), NOW).splitlines()
     ]
 
 
-def test_ls_shows_every_checkpoint_with_its_verdict(root: Path) -> None:
-    """Newest first for each node; what is not valid says why."""
+def test_ls_lists_each_checkpoint_with_validity(root: Path) -> None:
+    """Each node's newest checkpoint comes first; an invalid one has its reason."""
     assert listed(root) == [
         [f"run {RUN}"],
         ["node", "gen", "step", "world", "size", "age", "valid"],
@@ -61,15 +61,15 @@ def test_ls_shows_every_checkpoint_with_its_verdict(root: Path) -> None:
 
 
 @pytest.mark.parametrize(("level", "below"), [("root", "."), ("run", RUN), ("node", f"{RUN}/node-a")])
-def test_any_level_of_the_tree_may_be_given(root: Path, level: str, below: str) -> None:
-    """Root, run and node are told apart by what is in them."""
+def test_path_of_any_level_is_recognized(root: Path, level: str, below: str) -> None:
+    """The contents tell root, run and node apart."""
     found = paths.find_node_dirs(root / below)
     assert found.level == level
     assert "node-a" in {item.node for item in checkpoints.list_checkpoints(found)}
 
 
-def test_several_runs_get_a_table_each(root: Path) -> None:
-    """All run ids under the root."""
+def test_root_with_several_runs_has_a_table_for_each(root: Path) -> None:
+    """All runs under the root are listed."""
     (root / "other" / "node-c").mkdir(parents=True)
     checkpoint_samples.save_checkpoint(root / "other" / "node-c", step=3)
     text = checkpoints.format_checkpoints(paths.find_node_dirs(root), NOW)
@@ -78,15 +78,15 @@ def test_several_runs_get_a_table_each(root: Path) -> None:
     assert "NO: belongs to the run 'run-1', not to 'other'" in text
 
 
-def test_a_copied_node_directory_may_stand_anywhere(root: Path, tmp_path: Path) -> None:
-    """A backup under another name is valid: nobody resumes there."""
+def test_copied_node_directory_is_valid_under_any_name(root: Path, tmp_path: Path) -> None:
+    """No job resumes from a backup, so its name is free."""
     backup = tmp_path / "backup"
     (root / RUN / "node-b").rename(backup)
     assert [item.state for item in checkpoints.list_checkpoints(paths.find_node_dirs(backup))] == ["valid"]
 
 
-def test_quarantined_copies_are_listed_with_their_reason(root: Path) -> None:
-    """They are no longer checkpoints, and somebody wants to know why."""
+def test_quarantined_checkpoints_are_listed_with_reason(root: Path) -> None:
+    """They are no checkpoints, but their reason is shown."""
     node = root / RUN / "node-a"
     bad = node / "g000001-s0000000015"
     Catalog(node, RUN).quarantine(bad, f"{bad}: state.safetensors is torn.")
@@ -94,16 +94,18 @@ def test_quarantined_copies_are_listed_with_their_reason(root: Path) -> None:
     assert (item.state, item.step, item.reason) == ("quarantined", 15, "state.safetensors is torn")
     assert listed(node)[-2][-1] == "quarantined: state.safetensors is torn"
     said = checkpoints.format_checkpoints(paths.find_node_dirs(root), NOW).splitlines()[-1]
-    assert re.fullmatch(r"1 quarantined copy, \S+ k?B: kept for you to look at, and never removed .*", said)
+    assert re.fullmatch(
+        r"1 quarantined checkpoint, \S+ k?B: kept for inspection; runs never remove them", said
+    )
 
 
-def test_an_unfinished_write_is_mentioned(root: Path) -> None:
-    """A temporary directory is no checkpoint and no cause for alarm."""
+def test_unfinished_write_is_mentioned(root: Path) -> None:
+    """A temporary directory is no checkpoint and no error."""
     (root / RUN / "node-b" / ".tmp-g000001-s0000000011-1-00000000").mkdir()
     assert "1 unfinished write:" in checkpoints.format_checkpoints(paths.find_node_dirs(root), NOW)
 
 
-def test_a_deep_check_finds_what_a_quick_one_cannot(root: Path) -> None:
+def test_deep_check_finds_flipped_bit_that_quick_check_misses(root: Path) -> None:
     """A flipped bit keeps every size."""
     node = root / RUN / "node-b"
     checkpoint_samples.flip_bits(node / "g000001-s0000000010" / constants.STATE_FILE, -3)
@@ -113,8 +115,8 @@ def test_a_deep_check_finds_what_a_quick_one_cannot(root: Path) -> None:
     assert "do not match their digest" in item.reason
 
 
-def test_one_checkpoint_by_its_path(root: Path) -> None:
-    """Good or bad, it is told."""
+def test_single_checkpoint_path_is_checked(root: Path) -> None:
+    """A good and a bad checkpoint are reported."""
     node = root / RUN / "node-a"
     (good,) = checkpoints.list_checkpoints(paths.find_node_dirs(node / "g000001-s0000000010"))
     (bad,) = checkpoints.list_checkpoints(paths.find_node_dirs(node / "g000001-s0000000015"))
@@ -123,7 +125,7 @@ def test_one_checkpoint_by_its_path(root: Path) -> None:
 
 
 @pytest.mark.parametrize("deep", [[], ["--deep"]])
-def test_verify_exits_1_when_something_is_bad(
+def test_verify_exits_1_if_a_checkpoint_is_bad(
     root: Path, capsys: pytest.CaptureFixture[str], deep: list[str]
 ) -> None:
     """Each checkpoint gets a line; the exit code is for scripts."""
@@ -135,24 +137,24 @@ def test_verify_exits_1_when_something_is_bad(
     assert main(["verify", *deep, str(root / RUN / "node-b")]) == 0
 
 
-def test_verify_of_nothing_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A mistyped path must not look like a verified one."""
+def test_verify_without_checkpoints_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mistyped path must not look verified."""
     assert main(["verify", str(tmp_path)]) == 1
     assert "no checkpoints here" in capsys.readouterr().out
     assert main(["verify", str(tmp_path / "typo")]) == 1
     assert "No such file" in capsys.readouterr().err
 
 
-def test_what_is_quarantined_is_no_failure(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It has been dealt with; else a directory would stay bad for ever."""
+def test_verify_ignores_quarantined_checkpoints(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Otherwise a directory would stay bad for ever."""
     node = root / RUN / "node-a"
     Catalog(node, RUN).quarantine(node / "g000001-s0000000015", "torn")
     assert main(["verify", str(root)]) == 0
     assert "aside run-1/node-a/quarantine/g000001-s0000000015: torn" in capsys.readouterr().out
 
 
-def test_odd_contents_do_no_harm(root: Path) -> None:
-    """Files, links, pipes and foreign directories where others were expected: told, or passed over."""
+def test_unexpected_contents_are_reported_or_ignored(root: Path) -> None:
+    """Files, links, pipes and foreign directories may lie anywhere."""
     node = root / RUN / "node-a"
     (node / "g000002-s0000000001").mkdir()
     (node / "g000002-s0000000002").write_text("a file")
@@ -183,8 +185,10 @@ def test_odd_contents_do_no_harm(root: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["", "typo", "file", "loop", "nul\0"])
-def test_a_path_that_is_no_directory(tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line that says what is wrong, except for the empty path, which is the working directory."""
+def test_path_that_is_no_directory_is_refused(
+    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message is one line; the empty path is the working directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
@@ -205,8 +209,8 @@ def elsewhere() -> Iterator[Path]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user without rights")
 @pytest.mark.parametrize("mode", [0o000, 0o600, 0o400])
-def test_what_may_not_be_read_is_told(root: Path, elsewhere: Path, mode: int) -> None:
-    """Another user's directory: a line with the reason, and exit code 1."""
+def test_unreadable_directory_is_reported(root: Path, elsewhere: Path, mode: int) -> None:
+    """Another user's directory gets a line with the reason, and exit code 1."""
     root = Path(shutil.move(root, elsewhere))
     for node in ("node-a", "node-b"):
         EventLog(root / RUN / node / constants.EVENTS_FILE, node=node).emit("step", step=1)

@@ -1,4 +1,4 @@
-"""The commands that look at a run, as a user types them."""
+"""Test the commands that inspect a run, as a user types them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.checkpoint_samples import RUN
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A run of two nodes that is done, with a checkpoint on each."""
+    """Create a finished run of two nodes with a checkpoint on each."""
     base = tmp_path / "ckpt"
     for rank, node in enumerate(("node-a", "node-b")):
         node_dir = base / RUN / node
@@ -29,7 +29,7 @@ def root(tmp_path: Path) -> Path:
         about = {"generation": 1, "world_size": 2}
         log.emit("worker-start", step=0, **about)
         if rank == 0:
-            log.emit("resume", step=0, kind="cold", nodes=["node-a", "node-b"], lost_steps=0, **about)
+            log.emit("resume", step=0, kind="cold", nodes=["node-a", "node-b"], recomputed_steps=0, **about)
         log.emit("step", step=1, **about)
         log.emit("run-end", step=10, **about)
         log.close()
@@ -37,30 +37,32 @@ def root(tmp_path: Path) -> Path:
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    """``python -m elastic_resume``."""
+    """Run ``python -m elastic_resume``."""
     command = [sys.executable, "-m", "elastic_resume", *words]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("below", [".", RUN])
-def test_report_from_the_command_line(root: Path, below: str) -> None:
-    """The table for a person."""
+def test_report_prints_table(root: Path, below: str) -> None:
+    """A person gets the table."""
     done = run("report", str(root / below))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Finished at step 10")
     assert done.stdout.splitlines()[3].split() == ["1", "node-a", "node-b", "2", "1-10", "finished", "-", "-"]
 
 
-def test_report_as_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Everything, for a program."""
+def test_report_json_has_outcome(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A program gets everything."""
     assert main(["report", "--json", str(root / RUN)]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["outcome"] == "finished"
     assert told["generations"][0]["end"]["kind"] == "finished"
 
 
-def test_report_of_torn_and_unreadable_logs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What can be read is told."""
+def test_report_of_torn_and_unreadable_logs_uses_the_rest(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Readable lines are reported."""
     with open(root / RUN / "node-b" / constants.EVENTS_FILE, "ab") as file:
         file.write(b"\xff\xfe\n" + b"[" * 50_000 + b"\n" + b'{"t": 1, "event": "step"')
     (root / RUN / "node-c" / constants.EVENTS_FILE).mkdir(parents=True)
@@ -68,14 +70,16 @@ def test_report_of_torn_and_unreadable_logs(root: Path, capsys: pytest.CaptureFi
     assert "Finished at step 10" in capsys.readouterr().out
 
 
-def test_report_of_a_directory_without_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line that says what to give."""
+def test_report_of_directory_without_events_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line says what to give."""
     assert main(["report", str(tmp_path)]) == 1
     assert "no events of a run here; give CKPT_DIR/RUN_ID" in capsys.readouterr().err
 
 
-def test_report_of_several_runs_asks_which(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They are named."""
+def test_report_of_several_runs_names_them(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The user has to choose one."""
     other = root / "other" / "n0"
     other.mkdir(parents=True)
     EventLog(other / constants.EVENTS_FILE).emit("round")
@@ -83,8 +87,8 @@ def test_report_of_several_runs_asks_which(root: Path, capsys: pytest.CaptureFix
     assert "holds 2 runs; give one of them: other, run-1" in capsys.readouterr().err
 
 
-def test_copies_are_told_by_what_their_logs_call_them(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Under any name; of two runs they are no report."""
+def test_copied_directories_take_names_from_logs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Logs of two runs are refused."""
     for node in ("node-a", "node-b"):
         log = EventLog(root / RUN / node / constants.EVENTS_FILE, node=node)
         log.emit("agent-start", run_id=RUN)
@@ -110,7 +114,7 @@ def test_copies_are_told_by_what_their_logs_call_them(root: Path, capsys: pytest
     assert f"events of 2 runs: '{RUN}' (" in capsys.readouterr().err
 
 
-def test_looking_needs_no_torch(root: Path) -> None:
+def test_inspecting_commands_import_no_torch(root: Path) -> None:
     """`ls`, `verify` and `report` answer in a tenth of the time that torch takes to import."""
     code = (
         "import sys\n"
@@ -122,8 +126,8 @@ def test_looking_needs_no_torch(root: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_reader_that_goes_away_is_no_error(root: Path) -> None:
-    """``elastic-resume ls | head -0``."""
+def test_closed_stdout_pipe_is_no_error(root: Path) -> None:
+    """This is ``elastic-resume ls | head -0``."""
     command = [sys.executable, "-m", "elastic_resume", "ls", str(root)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

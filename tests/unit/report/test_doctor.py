@@ -1,4 +1,4 @@
-"""What `elastic-resume doctor` tells of a node, and when it says that a start would fail."""
+"""Test what `elastic-resume doctor` reports of a node, and when it predicts a failure."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def _bare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")  # a squeue without its controller takes four seconds to say so
 
 
-def told(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], *flags: str) -> int:
-    """The exit code of the command in such an environment."""
+def run_doctor(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], *flags: str) -> int:
+    """Return the exit code of the command in this environment."""
     for name, text in environ.items():
         monkeypatch.setenv(name, text)
     return main(["doctor", *flags])
 
 
 @pytest.mark.usefixtures("_bare")
-def test_each_line_says_where_it_comes_from(
+def test_findings_have_sources_and_no_secret(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A healthy step of a Slurm job; a secret is not shown."""
+    """This is a healthy step of a Slurm job."""
     environ = {
         **STEP,
         "SLURM_STEP_NODELIST": "localhost,nobody[2-9]",
         "ELASTIC_RESUME_TOKEN": "do not show this",
     }
-    assert told(monkeypatch, environ, "--ckpt-dir", str(tmp_path / "new")) == 0
+    assert run_doctor(monkeypatch, environ, "--ckpt-dir", str(tmp_path / "new")) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert lines["job"].split() == ["slurm-1234567", "SLURM_JOB_ID"]
     assert lines["workers"].split() == ["8", "SLURM_GPUS_ON_NODE"]
@@ -49,9 +49,9 @@ def test_each_line_says_where_it_comes_from(
 
 
 @pytest.mark.usefixtures("_bare")
-def test_names_that_hang_hang_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are looked up side by side, and left behind together."""
-    monkeypatch.setattr(doctor, "PATIENCE_S", 60.0)
+def test_hanging_name_lookups_run_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are abandoned together."""
+    monkeypatch.setattr(doctor, "LOOKUP_TIMEOUT_S", 60.0)
     silent = threading.Barrier(3, timeout=30)
     monkeypatch.setattr(doctor, "resolve_name", lambda _: [str(silent.wait())])
     found = doctor.check_candidates(environment.read_context(POD))
@@ -72,13 +72,13 @@ def test_names_that_hang_hang_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"ELASTIC_RESUME_TOKEN": "short"}, "ELASTIC_RESUME_TOKEN is shorter than 16 bytes"),
     ],
 )
-def test_what_would_fail_is_told_with_exit_code_1(
+def test_problem_is_reported_with_exit_code_1(
     environ: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """For people and for programs."""
-    assert told(monkeypatch, environ) == 1
+    """People and programs get the same problem."""
+    assert run_doctor(monkeypatch, environ) == 1
     assert problem in capsys.readouterr().out.partition("would fail here")[2]
-    assert told(monkeypatch, environ, "--json") == 1
+    assert run_doctor(monkeypatch, environ, "--json") == 1
     found = json.loads(capsys.readouterr().out)
     assert problem in " ".join(found["problems"])
     assert {"what": "scheduler", "value": "host", "source": ""}.keys() == found["findings"][0].keys()

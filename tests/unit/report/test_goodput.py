@@ -1,4 +1,4 @@
-"""Where the time of made-up runs went, and how long each phase of their recoveries took."""
+"""Test where the time of made-up runs went, and the phases of their recoveries."""
 
 from __future__ import annotations
 
@@ -10,60 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_resume.report import goodput, summary
-from tests.unit.report.test_incidents import Job, job_killed, node_returns, worker_killed
+from tests.support.report_runs import (
+    Job,
+    begin_at,
+    job_killed,
+    killed,
+    node_returns,
+    record_steps,
+    run_steps,
+    worker_killed,
+)
 
 
-def run(*steps: Any) -> Job:
-    """Three nodes that were ready after 8 s; world at 98, state at 100, a step each second from 101 on."""
-    job = Job()
-    job.agents(90, "n0", "n1", "n2")
-    for node in ("n0", "n1", "n2"):
-        job.add(95, "fork-server-ready", node, seconds=5.0)
-    begin(job, 98, 100, 0, kind="cold", seconds=0.5)
-    march(job, 101, *steps)
-    return job
-
-
-def begin(job: Job, formed: float, restored: float, step: int, **resume: Any) -> None:
-    """A generation whose workers know of it at ``formed`` and have their state at ``restored``."""
-    job.generation += 1
-    job.nodes = ("n0", "n1", "n2")
-    about = {"generation": job.generation, "step": step, "world_size": 3}
-    told = {
-        "kind": "checkpoint",
-        "nodes": list(job.nodes),
-        "recomputed_steps": 0,
-        "lacking": [],
-        "rejected": [],
-    }
-    for rank, node in enumerate(job.nodes):
-        job.add(formed, "round", node, round=1, generation=job.generation)
-        job.add(restored, "worker-start", node, **about, rank=rank, **job.pid(rank))
-    job.add(restored, "resume", "n0", **{**told, **about, "rank": 0, **resume})
-
-
-def march(job: Job, t: float, *steps: int) -> None:
-    """One step after the other, a second each, marked by all ranks."""
-    for index, step in enumerate(steps):
-        job.steps(t + index, step)
-
-
-def killed() -> Job:
-    """Rank 1 is killed half a second after step 10; step 9 and 10 are run again from 115 on."""
-    job = run(*range(1, 11))
-    job.exit(110.5, 1, signal="SIGKILL")
-    job.add(110.6, "rendezvous", "n0", what="restart", message="")
-    job.stop(110.8, 0, 2)
-    begin(job, 111, 114, 8, seconds=1.0, lost_steps=2)
-    march(job, 115, *range(9, 21))
-    job.finish(127, 20)
-    return job
-
-
-def test_the_parts_of_a_run() -> None:
-    """Each second is where one would look for it."""
-    told = summary.build_run_report(killed().events)
-    assert told.goodput == goodput.Goodput(
+def test_goodput_parts_of_killed_run() -> None:
+    """Each second belongs to one part."""
+    report = summary.build_run_report(killed().events)
+    assert report.goodput == goodput.Goodput(
         total_s=37.0,
         productive_s=8.0 + 12.0 + 1.0,  # steps 1 to 8 and 9 to 20, and what came before the end
         starting_s=5.0 + 1.5 + 2.0,  # imports; then from the world to the state, in both generations
@@ -74,10 +36,10 @@ def test_the_parts_of_a_run() -> None:
     )
 
 
-def test_the_phases_of_a_recovery() -> None:
-    """From the last step before to the first one after, without a gap."""
-    told = summary.build_run_report(killed().events)
-    (phases,) = told.recoveries.values()
+def test_recovery_phases_have_no_gap() -> None:
+    """They run from the last step before the failure to the first one after."""
+    report = summary.build_run_report(killed().events)
+    (phases,) = report.recoveries.values()
     assert phases.known == [
         ("detected", 0.5),
         ("stopped", pytest.approx(0.3)),
@@ -88,33 +50,33 @@ def test_the_phases_of_a_recovery() -> None:
     ]
     assert phases.total_s == pytest.approx(5.0)
     # What that cost is another thing: two steps and a half were lost too, and a step is no loss.
-    assert told.downtimes == {1: pytest.approx(5.0 + 2.0 + 0.5 - 0.5 - 1.0)}
+    assert report.downtimes == {1: pytest.approx(5.0 + 2.0 + 0.5 - 0.5 - 1.0)}
 
 
-def test_failures_without_a_step_between_them_cost_until_the_next_step() -> None:
-    """The first of them is charged with it all."""
-    job = run(*range(1, 11))
+def test_failures_without_step_between_share_one_downtime() -> None:
+    """The first of them carries all of it."""
+    job = run_steps(*range(1, 11))
     job.exit(110, 1, signal="SIGKILL")
     job.stop(110.2, 0, 2)
-    begin(job, 111, 114, 10, seconds=1.0)
+    begin_at(job, 111, 114, 10, seconds=1.0)
     job.exit(115, 1, signal="SIGKILL")
     job.stop(115.2, 0, 2)
-    begin(job, 116, 119, 10, seconds=1.0)
-    march(job, 120, *range(11, 21))
+    begin_at(job, 116, 119, 10, seconds=1.0)
+    record_steps(job, 120, *range(11, 21))
     job.finish(130, 20)
-    told = summary.build_run_report(job.events)
-    assert told.downtimes == {1: pytest.approx(119.0 - 110.0)}
-    assert "2 failures cost 9.0 s" in told.verdict.text
+    report = summary.build_run_report(job.events)
+    assert report.downtimes == {1: pytest.approx(119.0 - 110.0)}
+    assert "2 failures, 9.0 s downtime" in report.verdict.text
 
 
-def test_generations_that_end_before_a_second_mark_have_trained() -> None:
-    """Ranks mark the first step and then one in five seconds; each next generation tells the last step."""
-    job = run(1)
+def test_generation_with_one_recorded_step_counts_as_training() -> None:
+    """Ranks record the first step, then one in five seconds; the next resume has the last step."""
+    job = run_steps(1)
     for began in (104, 112, 120):
         job.exit(began, 1, signal="SIGKILL")
         job.stop(began + 0.2, 0, 2)
         step = (began - 104) // 8 * 3 + 3
-        begin(job, began + 1, began + 4, step, seconds=1.0)
+        begin_at(job, began + 1, began + 4, step, seconds=1.0)
         job.steps(began + 5, step + 1)
     job.exit(127, 1, signal="SIGKILL")
     job.stop(127.2, 0, 2)
@@ -122,16 +84,16 @@ def test_generations_that_end_before_a_second_mark_have_trained() -> None:
     assert summary.build_run_report(job.events).goodput.productive_s > 3 * 3.0
 
 
-def test_a_failure_after_which_nobody_trained_costs_until_the_end() -> None:
-    """A job that gives up, or is drained while it is down."""
-    job = run(*range(1, 11))
+def test_failure_without_recovery_costs_until_the_end() -> None:
+    """The job gave up, or ended while it was down."""
+    job = run_steps(*range(1, 11))
     job.exit(110, 1, signal="SIGKILL")
     job.stop(130.0, 0, 2)
     assert summary.build_run_report(job.events).downtimes == {1: pytest.approx(130.0 - 110.0)}
 
 
-def test_waiting_for_copies_is_no_training() -> None:
-    """Workers say how long they waited; the one that waited longest kept the others."""
+def test_snapshot_stalls_are_not_productive() -> None:
+    """The rank that waited longest counts."""
     job = killed()
     for one in job.events:
         if one["event"] == "step":
@@ -140,13 +102,13 @@ def test_waiting_for_copies_is_no_training() -> None:
     assert (spent.stalled_s, spent.productive_s, spent.total_s) == (3.0, 18.0, 37.0)
 
 
-def test_a_step_that_hangs_is_not_training() -> None:
-    """Nothing was done from the last step until the watch killed."""
-    job = run(*range(1, 11))
+def test_hanging_step_is_not_productive() -> None:
+    """Nothing happened between the last step and the kill."""
+    job = run_steps(*range(1, 11))
     job.exit(150, 1, signal="SIGKILL")
     job.stop(150.2, 0, 2)
-    begin(job, 151, 152, 10, seconds=0.5)
-    march(job, 153, 11, 12, 13)
+    begin_at(job, 151, 152, 10, seconds=0.5)
+    record_steps(job, 153, 11, 12, 13)
     job.finish(155, 13)
     spent = summary.build_run_report(job.events).goodput
     assert spent.productive_s == 13.0
@@ -154,24 +116,26 @@ def test_a_step_that_hangs_is_not_training() -> None:
     assert spent.waiting_s == 3.0 + 39.0 + 1.0
 
 
-def test_a_lineage_that_was_left_counts_for_nothing() -> None:
-    """The third generation begins before the second one's first step: all that one did is repeated."""
-    job = run(*range(1, 11))
+def test_discarded_steps_are_not_productive() -> None:
+    """The third generation starts before the second one's first step."""
+    job = run_steps(*range(1, 11))
     job.exit(110, 1, signal="SIGKILL")
-    begin(job, 111, 112, 10, seconds=0.5)
-    march(job, 113, 11, 12)
+    begin_at(job, 111, 112, 10, seconds=0.5)
+    record_steps(job, 113, 11, 12)
     job.exit(114, 1, signal="SIGKILL")
-    begin(job, 115, 116, 4, seconds=0.5, lost_steps=8)
-    march(job, 117, *range(5, 16))
+    begin_at(job, 115, 116, 4, seconds=0.5, recomputed_steps=8)
+    record_steps(job, 117, *range(5, 16))
     job.finish(127, 15)
-    told = summary.build_run_report(job.events)
-    assert told.goodput.productive_s == 4.0 + 11.0
-    assert told.goodput.recomputed_s == 6.0 + 2.0
-    assert [one.activity for one in told.slices if one.generation == 2 and one.activity == "productive"] == []
+    report = summary.build_run_report(job.events)
+    assert report.goodput.productive_s == 4.0 + 11.0
+    assert report.goodput.recomputed_s == 6.0 + 2.0
+    assert [
+        one.activity for one in report.slices if one.generation == 2 and one.activity == "productive"
+    ] == []
 
 
-def test_the_hour_in_which_nobody_ran_is_waiting() -> None:
-    """A job that was killed as a whole and started again."""
+def test_hour_without_agents_is_waiting() -> None:
+    """The whole job was killed and started again."""
     spent = summary.build_run_report(job_killed().events).goodput
     assert spent.waiting_s > 3500
     assert spent.total_s == pytest.approx(3620.5)
@@ -179,12 +143,12 @@ def test_the_hour_in_which_nobody_ran_is_waiting() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from([killed, worker_killed, node_returns, job_killed]), st.randoms(), st.floats(0, 1))
-def test_slices_have_no_gap_whatever_is_missing(make: Callable[[], Job], random: Any, share: float) -> None:
-    """Events that are lost move time from one part to another, and never out of the whole."""
+def test_slices_have_no_gap_if_events_are_missing(make: Callable[[], Job], random: Any, share: float) -> None:
+    """Missing events move time from one part to another."""
     events = [one for one in make().events if random.random() > share]
-    told = summary.build_run_report(events)
-    for one, following in zip(told.slices, told.slices[1:], strict=False):
+    report = summary.build_run_report(events)
+    for one, following in zip(report.slices, report.slices[1:], strict=False):
         assert one.start_t < one.end_t == following.start_t
-    assert told.goodput.total_s == pytest.approx(sum(spent for _, spent in told.goodput.parts))
-    assert all(spent >= 0 for _, spent in told.goodput.parts)
-    assert all(value >= 0 for phases in told.recoveries.values() for _, value in phases.known)
+    assert report.goodput.total_s == pytest.approx(sum(spent for _, spent in report.goodput.parts))
+    assert all(spent >= 0 for _, spent in report.goodput.parts)
+    assert all(value >= 0 for phases in report.recoveries.values() for _, value in phases.known)

@@ -1,4 +1,4 @@
-"""The page of a report, as text; how a browser takes it is tested in test_report_browser.py."""
+"""Test the page of a report as text; test_report_browser.py opens it in a browser."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from html.parser import HTMLParser
 import pytest
 
 from elastic_resume.report import html, summary, text_report
-from tests.unit.report.test_incidents import Job
+from tests.support.report_runs import Job
 
 HOSTILE = "</script><script>alert(1)</script>\x00\"'<!-- <img src=x onerror=alert(2)>"
 
 
 class Elements(HTMLParser):
-    """The names of all elements of a page, and its text."""
+    """Collects the elements, attributes and text of a page."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -32,8 +32,8 @@ class Elements(HTMLParser):
         self.text += data
 
 
-def test_what_an_exception_says_is_text() -> None:
-    """Messages come from anybody's code: no element, attribute or script can come of one."""
+def test_exception_message_is_escaped() -> None:
+    """No message becomes an element, attribute or script."""
     job = Job().begun()
     job.fail(110.2, 1, HOSTILE, HOSTILE)
     job.begin(115, 10, "n0", HOSTILE, "n2")
@@ -49,16 +49,16 @@ def test_what_an_exception_says_is_text() -> None:
     ("died", "now", "word"),
     [(False, 111, "running?"), (False, 1e6, "silent"), (True, 111, "down"), (True, 1e6, "down")],
 )
-def test_the_word_beside_the_name_is_the_verdicts(died: bool, now: float, word: str) -> None:
-    """A run that nobody hears of, or whose last generation died, is not said to run."""
+def test_state_agrees_with_verdict(died: bool, now: float, word: str) -> None:
+    """A silent run, or one whose last generation failed, is not shown as running."""
     job = Job().begun()
     if died:
         job.exit(110.2, 1, signal="SIGKILL")
     assert f">{word}</span>" in html.render_page(summary.build_run_report(job.events, now=now))
 
 
-def test_a_fault_after_which_nothing_ended_harmed_nobody() -> None:
-    """Each incident stands beside the last fault of its node, or the last of all; each fault is told once."""
+def test_fault_is_listed_with_the_failures_that_followed() -> None:
+    """Each failure stands beside the last fault of its node."""
     job = Job().begun()
     slow = {"number": 1, "what": "slow-link", "where": "n2", "when": "", "rank": None}
     job.add(104, "fault", "n2", **slow, message="slow-link n2 (for 5s)")
@@ -70,16 +70,16 @@ def test_a_fault_after_which_nothing_ended_harmed_nobody() -> None:
     told = html.render_page(summary.build_run_report(job.events))
     rows = told[told.index("Injected faults") :].split("<tr>")[2:5]
     followed = [
-        "training went on",
+        "training continued",
         "generation 1 ended: rank 1 on node n1 was killed by SIGKILL",
-        "no step came after it",
+        "no step followed",
     ]
     assert [words in row for words, row in zip(followed, rows, strict=True)] == [True] * 3
     assert "slow-link n2: slow-link" not in told
 
 
-def test_a_terminal_gets_the_beginning_of_what_an_exception_said() -> None:
-    """A page shows more of it, and JSON all."""
+def test_terminal_cuts_long_exception_message() -> None:
+    """The page shows more of it, and JSON everything."""
     job = Job().begun()
     job.fail(110.2, 1, "ValueError", "x" * 35_000)
     assert len(text_report.format_text(summary.build_run_report(job.events))) < 4000

@@ -1,10 +1,10 @@
-"""Hand-made logs, and what the report makes of them."""
+"""Test the history that a report derives from hand-made logs."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,225 +14,29 @@ from hypothesis import strategies as st
 from elastic_resume.events import Event
 from elastic_resume.policy.incidents import IncidentTracker
 from elastic_resume.report import html, incidents, summary, text_report
+from elastic_resume.report.checkpoints import CheckpointEntry
 from elastic_resume.report.formatting import WIDTH
 from elastic_resume.report.incidents import RunHistory
-
-KILLED = "rank 1 on node n1 was killed by SIGKILL"
-NAN_2 = "rank 2 on node n2 ended with exit code 1"
-GLOO = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2481."
-
-
-@dataclass
-class Job:
-    """Writes the events of a made-up job. Rank r lives on node nr; process numbers are made of both."""
-
-    events: list[Event] = field(default_factory=list)
-    generation: int = 0
-    nodes: tuple[str, ...] = ()
-
-    def add(self, t: float, event: str, node: str, **fields: Any) -> None:
-        """One event."""
-        self.events.append({"t": t, "event": event, "node": node, "pid": 1, **fields})
-
-    def agents(self, t: float, *nodes: str) -> None:
-        """Agents start."""
-        for node in nodes:
-            self.add(t, "agent-start", node, run_id="job")
-
-    def begin(self, t: float, step: int, *nodes: str, **resume: Any) -> None:
-        """A new generation on ``nodes``, that has its first step 0.5 s later."""
-        self.generation += 1
-        self.nodes = nodes
-        about = {"generation": self.generation, "step": step, "world_size": len(nodes)}
-        told = {
-            "kind": "checkpoint",
-            "nodes": list(nodes),
-            "recomputed_steps": 0,
-            "lacking": [],
-            "rejected": [],
-        }
-        for rank, node in enumerate(nodes):
-            self.add(t - 2, "round", node, round=self.generation)
-            self.add(t, "worker-start", node, **about, rank=rank, **self.pid(rank))
-        self.add(t, "resume", nodes[0], **{**told, **about, "rank": 0, **resume})
-        self.steps(t + 0.5, step + 1)
-
-    def pid(self, rank: int) -> dict[str, int]:
-        """A rank's process number in this generation."""
-        return {"pid": 100 * self.generation + rank}
-
-    def steps(self, t: float, step: int) -> None:
-        """Every rank marks a step."""
-        for rank, node in enumerate(self.nodes):
-            self.add(t, "step", node, generation=self.generation, rank=rank, step=step, **self.pid(rank))
-
-    def exit(
-        self, t: float, rank: int, *, signal: str | None = None, code: int | None = None, **more: Any
-    ) -> None:
-        """A worker ends."""
-        worker = self.pid(rank)["pid"]
-        how = {"signal": signal, "exit_code": code, "stopped": False, **more}
-        self.add(t, "worker-exit", self.nodes[rank], rank=rank, worker_pid=worker, **how)
-
-    def stop(self, t: float, *ranks: int) -> None:
-        """Workers end because they were told to."""
-        for rank in ranks:
-            self.exit(t, rank, signal="SIGTERM", stopped=True)
-
-    def fail(self, t: float, rank: int, kind: str, message: str) -> None:
-        """An exception ends a worker."""
-        about = {"generation": self.generation, "step": 11, "rank": rank, "type": kind, "message": message}
-        self.add(t, "failure", self.nodes[rank], **about, **self.pid(rank))
-
-    def finish(self, t: float, step: int) -> None:
-        """The job is done, everywhere."""
-        for rank, node in enumerate(self.nodes):
-            self.add(t, "run-end", node, generation=self.generation, rank=rank, step=step, **self.pid(rank))
-            self.exit(t + 1, rank, code=0)
-            self.add(t + 2, "agent-end", node, outcome="done", exit_code=0, message="")
-
-    def begun(self) -> Job:
-        """Three nodes at step 10 of their first generation, at second 110."""
-        self.agents(90, "n0", "n1", "n2")
-        self.begin(100, 0, "n0", "n1", "n2", kind="cold")
-        self.steps(110, 10)
-        return self
-
-
-def worker_killed() -> Job:
-    """The peers' connections break; their processes take long to end, and n2 is stopped."""
-    job = Job().begun()
-    job.exit(110.2, 1, signal="SIGKILL")
-    job.fail(110.3, 0, "RuntimeError", GLOO)
-    job.exit(111, 0, code=1)
-    job.stop(111.2, 2)
-    job.begin(115, 10, "n0", "n1", "n2", lost_steps=1)
-    return job
-
-
-def node_killed() -> Job:
-    """Agent, stub and worker of n2 die at once: its log just ends."""
-    job = Job().begun()
-    job.fail(110.3, 0, "RuntimeError", GLOO)
-    job.exit(111, 0, code=1)
-    job.stop(111.2, 1)
-    job.begin(115, 10, "n0", "n1", lost_steps=2)
-    return job
-
-
-def agent_killed() -> Job:
-    """The agent alone dies: its stub lives to see that, and ends the worker."""
-    job = Job().begun()
-    job.exit(110.1, 2, signal="SIGKILL", stopped=True)
-    job.fail(110.3, 0, "RuntimeError", GLOO)
-    job.begin(115, 10, "n0", "n1")
-    return job
-
-
-def node_killed_and_wiped() -> Job:
-    """n2 returns with an empty directory before the others have formed a world."""
-    job = node_killed()
-    job.events = [one for one in job.events if one["node"] != "n2" and one.get("generation") != 2]
-    job.generation = 1
-    job.agents(113, "n2")
-    job.begin(115, 10, "n0", "n1", "n2", lost_steps=2, lacking=["n2"], source_node="n0")
-    return job
-
-
-def exception() -> Job:
-    """Rank 2 raises; by the clocks, which differ, a peer's connection broke before that."""
-    job = Job().begun()
-    job.fail(109.9, 0, "DistBackendError", "NCCL error: remote process exited")
-    job.fail(110.1, 2, "ValueError", "loss is nan")
-    job.exit(110.9, 2, code=1)
-    job.exit(110.9, 0, code=1)
-    job.stop(111, 1)
-    job.begin(115, 10, "n0", "n1", "n2", lost_steps=1)
-    return job
-
-
-def node_returns() -> Job:
-    """n2 joins two nodes; as they are stopped one by one, one sees the other go."""
-    job = Job()
-    job.agents(90, "n0", "n1")
-    job.begin(100, 0, "n0", "n1", kind="cold")
-    job.steps(110, 10)
-    job.agents(109, "n2")
-    job.stop(110.1, 0)
-    job.fail(110.15, 1, "RuntimeError", GLOO)
-    job.stop(110.2, 1)
-    job.begin(112, 10, "n0", "n1", "n2", lacking=["n2"], source_node="n0")
-    return job
-
-
-def job_killed() -> Job:
-    """Everything dies at once, and is started again an hour later."""
-    job = Job().begun()
-    job.agents(3700, "n0", "n1", "n2")
-    job.begin(3710, 8, "n0", "n1", "n2", lost_steps=3)
-    return job
-
-
-def newcomers_left_again() -> Job:
-    """The leader ends a world for nodes that are gone before the next one."""
-    job = Job().begun()
-    job.stop(110.2, 0, 1, 2)
-    job.add(110.1, "rendezvous", "n0", what="restart", message="generation 1 is over: newcomers are here")
-    job.begin(112, 10, "n0", "n1", "n2")
-    return job
-
-
-def job_lost_its_power() -> Job:
-    """What ranks noted of their steps was not on the disks yet; others had been told of them."""
-    job = Job().begun()
-    job.agents(3700, "n0", "n1", "n2")
-    job.begin(3710, 6, "n0", "n1", "n2", lost_steps=0)
-    return job
-
-
-def job_stopped() -> Job:
-    """Every agent gets SIGTERM, and the job is started again."""
-    job = Job().begun()
-    job.stop(110.2, 0, 1, 2)
-    for node in job.nodes:
-        job.add(111, "agent-end", node, outcome="signalled", exit_code=143, message="stopped by SIGTERM.")
-    job.agents(3700, "n0", "n1", "n2")
-    job.begin(3710, 10, "n0", "n1", "n2")
-    return job
-
-
-def node_told_to_leave() -> Job:
-    """A preemption of one node."""
-    job = Job().begun()
-    job.stop(110.2, 1)
-    job.add(110.4, "agent-end", "n1", outcome="signalled", exit_code=143, message="stopped by SIGTERM.")
-    job.fail(110.5, 0, "RuntimeError", GLOO)
-    job.begin(115, 10, "n0", "n2")
-    return job
-
-
-def rank0_node_wiped() -> Job:
-    """The node that wrote the resume event of the second generation is gone for ever, with its log."""
-    job = worker_killed()
-    job.events = [one for one in job.events if one["node"] != "n0"]
-    return job
-
-
-def without_agents() -> Job:
-    """Under plain torchrun nobody writes how a worker ended."""
-    job = Job().begun()
-    job.begin(130, 5, "n0", "n1", "n2", lost_steps=5)
-    job.events = [one for one in job.events if one["event"] not in {"agent-start", "round", "worker-exit"}]
-    return job
-
-
-def finished_and_run_again() -> Job:
-    """A job that was done is started once more."""
-    job = Job().begun()
-    job.finish(120, 12)
-    job.agents(200, "n0", "n1", "n2")
-    job.begin(210, 12, "n0", "n1", "n2")
-    return job
+from tests.support.report_runs import (
+    GLOO,
+    KILLED,
+    NAN_2,
+    Job,
+    agent_killed,
+    exception,
+    finished_and_run_again,
+    job_killed,
+    job_lost_its_power,
+    job_stopped,
+    newcomers_left_again,
+    node_killed,
+    node_killed_and_wiped,
+    node_returns,
+    node_told_to_leave,
+    rank0_node_wiped,
+    without_agents,
+    worker_killed,
+)
 
 
 @pytest.mark.parametrize(
@@ -245,22 +49,22 @@ def finished_and_run_again() -> Job:
         (exception, ("exception", f"{NAN_2}: ValueError: loss is nan"), ("n2", 2), (1, 5.6)),
         (node_returns, ("joined", "node n2 joined"), ("", None), (0, 2.35)),
         (job_killed, ("job", "whole job killed"), ("", None), (3, 3600.5)),
-        (newcomers_left_again, ("joined", "nodes came that left again"), ("", None), (0, 2.4)),
+        (newcomers_left_again, ("joined", "nodes joined and left again"), ("", None), (0, 2.4)),
         (job_lost_its_power, ("job", "whole job killed"), ("", None), (4, 3600.5)),
         (job_stopped, ("stopped", "stopped by SIGTERM"), ("", None), (0, 3599.5)),
         (node_told_to_leave, ("preempted", "node n1 left: stopped by SIGTERM."), ("n1", None), (0, 5.1)),
         (rank0_node_wiped, ("signal", KILLED), ("n1", 1), (0, 5.3)),
-        (without_agents, ("unknown", "ended without a record of why"), ("", None), (5, 20.5)),
+        (without_agents, ("unknown", "ended for an unknown reason"), ("", None), (5, 20.5)),
         (finished_and_run_again, ("finished", "finished"), ("", None), (0, None)),
     ],
 )
-def test_the_end_of_a_generation(
+def test_end_of_generation_has_cause_and_cost(
     story: Callable[[], Job],
     expected: tuple[str, str],
     first: tuple[str, int | None],
     price: tuple[int, float | None],
 ) -> None:
-    """Cause, who was first, steps lost and time to recover, for each way in which a generation can end."""
+    """Each way in which a generation can end has its cause, recomputed steps and recovery time."""
     one = incidents.build_history_from_events(story().events).generations[0]
     assert (one.end.kind, one.end.text) == expected
     assert (one.end.node, one.end.rank) == first
@@ -271,8 +75,8 @@ def test_the_end_of_a_generation(
 @pytest.mark.parametrize(
     "make", [worker_killed, node_killed, agent_killed, exception, node_returns, job_killed, job_stopped]
 )
-def test_a_live_status_tells_the_same_incidents(make: Callable[[], Job]) -> None:
-    """It hears of the same events, one after the other."""
+def test_live_tracker_agrees_with_report(make: Callable[[], Job]) -> None:
+    """It records the same events one by one."""
     events = sorted(make().events, key=lambda one: one["t"])
     live = IncidentTracker()
     for event in events:
@@ -288,8 +92,8 @@ def test_a_live_status_tells_the_same_incidents(make: Callable[[], Job]) -> None
     ]
 
 
-def test_what_followed_is_told_apart_from_the_cause() -> None:
-    """A broken connection is a cascade, whoever's clock is ahead; the stopped worker is neither."""
+def test_broken_connection_is_secondary_failure() -> None:
+    """Clocks do not matter; a stopped worker is no failure."""
     end = incidents.build_history_from_events(exception().events).generations[0].end
     assert end.secondary_failures == (
         "rank 0 on node n0 ended with exit code 1: DistBackendError: NCCL error: remote process exited",
@@ -297,8 +101,8 @@ def test_what_followed_is_told_apart_from_the_cause() -> None:
     assert end.other_failures == ()
 
 
-def test_a_wiped_log_blames_its_node_once() -> None:
-    """What a node did before its disk was emptied is not held against it in each generation since."""
+def test_wiped_log_ends_only_the_newest_generation() -> None:
+    """Earlier generations do not blame the wiped node."""
     job = worker_killed()
     job.events = [one for one in job.events if one["node"] != "n2"]
     job.agents(121, "n2")
@@ -309,12 +113,12 @@ def test_a_wiped_log_blames_its_node_once() -> None:
 
 
 def cause(kind: str, node: str, rank: int | None, text: str, **more: str) -> dict[str, Any]:
-    """A failure as a verdict holds it."""
+    """Return a failure in the form of a verdict event."""
     return {"kind": kind, "node": node, "rank": rank, "text": text, "type": "", "message": "", **more}
 
 
-def test_a_verdict_goes_before_what_clocks_say() -> None:
-    """The coordinator heard of rank 0's exception first; the clock of n1 is behind."""
+def test_verdict_overrides_clocks() -> None:
+    """The leader received rank 0's exception first; the clock of n1 is behind."""
     job = worker_killed()
     job.fail(110.4, 0, "ValueError", "loss is nan")
     first = cause("exception", "n0", 0, "ended with exit code 1", type="ValueError", message="loss is nan")
@@ -326,8 +130,8 @@ def test_a_verdict_goes_before_what_clocks_say() -> None:
 
 
 @pytest.mark.parametrize("kind", ["oom", "hang", "disk", "stuck"])
-def test_a_verdict_says_what_an_exit_does_not(kind: str) -> None:
-    """Want of memory looks like any SIGKILL; the verdict's words are shown."""
+def test_verdict_overrides_kind_of_exit(kind: str) -> None:
+    """An OOM kill looks like any SIGKILL."""
     job = worker_killed()
     told = cause(kind, "n1", 1, "was killed by SIGKILL for want of memory", message="m")
     job.add(113, "verdict", "n0", generation=1, causes=[told], cascade=[])
@@ -336,8 +140,8 @@ def test_a_verdict_says_what_an_exit_does_not(kind: str) -> None:
     assert end.t == 110.2
 
 
-def test_a_cause_whose_log_is_lost_is_known_from_the_verdict() -> None:
-    """The node that failed has gone with its disk."""
+def test_verdict_names_cause_whose_log_is_lost() -> None:
+    """The failed node's disk is gone."""
     job = worker_killed()
     told = [cause("signal", "n1", 1, "was killed by SIGBUS"), cause("node-lost", "n2", None, "died")]
     job.events = [one for one in job.events if one["node"] != "n1"]
@@ -347,8 +151,8 @@ def test_a_cause_whose_log_is_lost_is_known_from_the_verdict() -> None:
     assert "node n2 died" in end.other_failures
 
 
-def test_what_a_silent_nodes_worker_said_last_is_not_why_it_was_silent() -> None:
-    """Its peers were ended first: an agent that was stopped comes back and was there all the time."""
+def test_silent_node_is_the_cause_although_its_worker_raised() -> None:
+    """Its peers were stopped first, and its agent came back later."""
     job = Job().begun()
     job.fail(110.3, 0, "RuntimeError", GLOO)
     job.stop(110.4, 0, 1, 2)
@@ -356,14 +160,14 @@ def test_what_a_silent_nodes_worker_said_last_is_not_why_it_was_silent() -> None
         111, "verdict", "n1", generation=1, causes=[cause("node-lost", "n0", None, "is silent")], cascade=[]
     )
     job.begin(113, 11, "n1", "n2")
-    job.add(115, "round", "n0", round=9)
+    job.add(115, "round", "n0", round=9, generation=3)
     end = incidents.build_history_from_events(job.events).generations[0].end
     assert (end.kind, end.node, end.text) == ("node-lost", "n0", "node n0 is silent")
     assert "RuntimeError" in end.secondary_failures[0]
 
 
-def test_a_node_that_said_goodbye_left_though_its_log_is_lost() -> None:
-    """Its disk was wiped later on; the others have heard it."""
+def test_preempted_node_with_lost_log_is_no_lost_node() -> None:
+    """Its disk was wiped later; the other nodes have its message."""
     job = Job().begun()
     job.stop(110.4, 1, 2)
     job.events = [one for one in job.events if one["node"] != "n0"]
@@ -374,32 +178,34 @@ def test_a_node_that_said_goodbye_left_though_its_log_is_lost() -> None:
     assert (end.kind, end.text, end.other_failures) == ("preempted", "node n0 left (SIGUSR1)", ())
 
 
-def test_a_node_that_left_of_itself_is_not_lost() -> None:
-    """It says why."""
+def test_excluded_node_is_no_lost_node() -> None:
+    """Its agent-end event has the reason."""
     job = Job().begun()
     job.exit(110.2, 1, signal="SIGSEGV")
     job.stop(110.5, 0, 2)
     told = "node n1 leaves the job: the last 3 failures were of node n1 alone."
     job.add(111, "agent-end", "n1", outcome="left", exit_code=75, message=told)
-    job.begin(115, 10, "n0", "n2", lost_steps=0)
+    job.begin(115, 10, "n0", "n2", recomputed_steps=0)
     end = incidents.build_history_from_events(job.events).generations[0].end
     assert end.text == "rank 1 on node n1 was killed by SIGSEGV"
     assert end.other_failures == ("node n1 left: the last 3 failures were of node n1 alone.",)
 
 
-def test_an_echo_alone_is_all_that_is_known() -> None:
-    """When connections break and nobody died, the first to notice is named."""
+def test_first_broken_connection_is_named_without_another_cause() -> None:
+    """No process died, and the first rank to notice is named."""
     job = Job().begun()
     job.fail(110.3, 1, "RuntimeError", GLOO)
     job.fail(110.4, 0, "RuntimeError", GLOO)
+    message = "generation 1 is over: node n1 failed"
+    job.add(110.5, "rendezvous", "n0", what="restart", message=message)
     job.begin(115, 10, "n0", "n1", "n2")
     end = incidents.build_history_from_events(job.events).generations[0].end
     assert (end.kind, end.node, end.rank) == ("exception", "n1", 1)
     assert len(end.secondary_failures) == 1
 
 
-def test_steps_of_a_generation() -> None:
-    """First is what it ran first; last is the best that anybody knows, here the next resume."""
+def test_last_step_comes_from_the_next_resume() -> None:
+    """The first step is the first one it ran."""
     first, second = incidents.build_history_from_events(worker_killed().events).generations
     assert (first.start_step, first.first_step, first.last_step) == (0, 1, 11)
     assert (second.start_step, second.first_step, second.last_step) == (10, 11, 11)
@@ -407,8 +213,8 @@ def test_steps_of_a_generation() -> None:
     assert (second.recomputed_steps, second.recovery_s) == (None, None)
 
 
-def test_a_generation_that_ran_no_step() -> None:
-    """It has no first step."""
+def test_generation_without_step_has_no_first_step() -> None:
+    """The previous generation has no recovery time either."""
     job = worker_killed()
     job.events = [one for one in job.events if one["event"] != "step" or one["generation"] == 1]
     second = incidents.build_history_from_events(job.events).generations[1]
@@ -416,12 +222,12 @@ def test_a_generation_that_ran_no_step() -> None:
     assert incidents.build_history_from_events(job.events).generations[0].recovery_s is None
 
 
-def test_the_whole_run() -> None:
-    """Incidents, lost steps and wasted ones are added up; a finished run is said to be."""
+def test_history_sums_over_generations() -> None:
+    """Incidents, recomputed and discarded steps are added up."""
     job = worker_killed()
     job.steps(120, 30)
     job.exit(121, 2, code=3)
-    job.begin(125, 25, "n0", "n1", "n2", lost_steps=7)
+    job.begin(125, 25, "n0", "n1", "n2", recomputed_steps=7)
     job.finish(130, 40)
     report = incidents.build_history_from_events(job.events)
     assert [one.end.kind for one in report.generations] == ["signal", "exit", "finished"]
@@ -431,8 +237,8 @@ def test_the_whole_run() -> None:
     assert report.outcome == "finished"
 
 
-def test_a_cold_start_and_a_rejected_copy() -> None:
-    """The report says from where a generation began, what was sent, and which copy was refused and why."""
+def test_report_lists_source_and_rejected_states() -> None:
+    """It says what a generation started from, what was sent, and what was rejected and why."""
     job = Job().begun()
     job.exit(110.2, 1, signal="SIGSEGV")
     bad = {"node": "n1", "generation": 1, "step": 10, "reason": "manifest: its digest does not match."}
@@ -446,12 +252,12 @@ def test_a_cold_start_and_a_rejected_copy() -> None:
     )
     assert (second.source_node, second.source_generation, second.receiving_nodes) == ("n0", 1, ("n1",))
     text = text_report.format_text(summary.build_run_report(job.events))
-    assert "generation 2 rejected n1's copy of generation 1, step 10: manifest: its digest" in text
-    assert "generation 2: n0 sent its copy to n1" in text
+    assert "generation 2 rejected n1's state of generation 1, step 10: manifest: its digest" in text
+    assert "generation 2: n0 sent its state to n1" in text
 
 
-def test_workers_that_never_came_to_train() -> None:
-    """They belong to no generation, and are told with the exception of the first that was no echo."""
+def test_failed_starts_belong_to_no_generation() -> None:
+    """The first failure that is not secondary is named."""
     job = Job()
     job.agents(90, "n0", "n1")
     job.nodes = ("n0", "n1")
@@ -473,8 +279,8 @@ def test_workers_that_never_came_to_train() -> None:
     )
 
 
-def test_the_agents_gave_up_because_of_a_node_that_is_gone() -> None:
-    """Without a next generation the missing goodbye tells which node it was."""
+def test_node_without_agent_end_is_lost_if_the_others_gave_up() -> None:
+    """There is no next generation to compare with."""
     job = Job().begun()
     job.fail(110.3, 0, "RuntimeError", GLOO)
     for node in ("n0", "n1"):
@@ -484,8 +290,8 @@ def test_the_agents_gave_up_because_of_a_node_that_is_gone() -> None:
     assert (report.outcome, report.message) == ("failed", "no world formed.")
 
 
-def test_a_process_number_may_be_used_again() -> None:
-    """An exit belongs to the generation whose worker had that number last."""
+def test_exit_belongs_to_the_newest_worker_of_its_pid() -> None:
+    """The kernel reuses process ids."""
     job = worker_killed()
     again = [one for one in job.events if one.get("generation") == 2 and one.get("rank") == 1]
     for one in again:
@@ -545,7 +351,7 @@ _EVENTS = st.fixed_dictionaries(
 @settings(max_examples=200, deadline=None)
 @given(st.lists(_EVENTS, max_size=25))
 def test_any_list_of_events_gives_a_report(events: list[Event]) -> None:
-    """Nothing raises, figures are never negative, no line is too wide, and the JSON is JSON."""
+    """Nothing raises, no number is negative, no line is too wide, and the JSON is valid."""
     told = summary.build_run_report(events)
     assert told.history.discarded_steps >= 0
     assert all(one.recovery_s is None or one.recovery_s >= 0 for one in told.history.generations)
@@ -559,8 +365,8 @@ def test_any_list_of_events_gives_a_report(events: list[Event]) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from([worker_killed, node_killed, exception, node_returns]), st.randoms())
-def test_the_order_of_the_lines_does_not_matter(story: Callable[[], Job], random: Any) -> None:
-    """Logs of several nodes are merged by time, whatever order they were read in."""
+def test_order_of_lines_does_not_matter(story: Callable[[], Job], random: Any) -> None:
+    """Logs of several nodes are merged by time."""
     events = story().events
     told: RunHistory = incidents.build_history_from_events(events)
     shuffled = list(events)
@@ -573,22 +379,21 @@ def test_the_order_of_the_lines_does_not_matter(story: Callable[[], Job], random
 # ---- how it looks --------------------------------------------------------------------------------------
 
 
-def test_the_table() -> None:
-    """One row for each generation, aligned, and one line on the whole."""
+def test_table_is_aligned() -> None:
+    """There is one row for each generation, and one line for the run."""
     job = worker_killed()
     job.finish(130, 40)
-    assert text_report.format_text(summary.build_run_report(job.events)).splitlines()[:6] == [
-        "Finished at step 40 after 40 s. 1 failure cost 5.0 s, 1 step run again; 62 % of the time was",
-        "  training that counts.",
+    assert text_report.format_text(summary.build_run_report(job.events)).splitlines()[:5] == [
+        "Finished at step 40 after 40 s. 1 failure, 5.0 s downtime, 1 step recomputed; goodput 62 %.",
         "",
-        "gen  nodes     world  steps  ended because                            lost  recovered in",
-        "  1  n0 n1 n2      3   1-11  rank 1 on node n1 was killed by SIGKILL     1         5.3 s",
-        "  2  n0 n1 n2      3  11-40  finished                                    -             -",
+        "gen  nodes     world  steps  ended because                            recomputed  recovery",
+        "  1  n0 n1 n2      3   1-11  rank 1 on node n1 was killed by SIGKILL           1     5.3 s",
+        "  2  n0 n1 n2      3  11-40  finished                                          -         -",
     ]
 
 
-def test_a_long_reason_is_cut_in_the_table_and_told_below() -> None:
-    """The table keeps to its width; nothing is lost; control characters do not reach the terminal."""
+def test_long_reason_is_cut_in_table_and_complete_below() -> None:
+    """Control characters do not reach the terminal."""
     job = Job().begun()
     job.fail(110.2, 1, "ValueError", "\x1b[2J" + "far too long " * 12 + "THE END")
     job.begin(115, 10, "n0", "n1", "n2")
@@ -599,9 +404,33 @@ def test_a_long_reason_is_cut_in_the_table_and_told_below() -> None:
     assert "\x1b" not in text
 
 
-def test_many_nodes_are_folded() -> None:
-    """A thousand nodes take one line."""
+def test_many_nodes_take_one_line() -> None:
+    """A thousand names are folded as Slurm does."""
     nodes = tuple(f"gpu{number:04}" for number in range(1000) if number != 500)
     job = Job()
     job.begin(100, 0, *nodes, kind="cold")
     assert "gpu[0000-0499,0501-0999]" in text_report.format_text(summary.build_run_report(job.events))
+
+
+def test_job_that_lost_all_disks_continues_the_numbers() -> None:
+    """It starts again at generation 1; every step of its first start counts as recomputed."""
+    job = Job().begun()
+    nodes = job.nodes
+    job.agents(200, *nodes)
+    job.generation = 0
+    job.begin(210, 0, *nodes, kind="cold")
+    job.exit(220, 1, signal="SIGKILL")
+    job.begin(230, 1, *nodes, source_node="n0", source_generation=1)
+    history = incidents.build_history_from_events(job.events)
+    assert [row.number for row in history.generations] == [1, 2, 3]
+    assert [row.recomputed_steps for row in history.generations] == [10, 0, None]
+    assert (history.generations[0].end.kind, history.generations[2].source_generation) == ("job", 2)
+    entry = CheckpointEntry(Path("/d"), "r", "n0", "valid", generation=2, step=1)
+    (record,) = summary.build_run_report(job.events, checkpoint_entries=[entry]).saved_states
+    assert (record.generation, record.state) == (3, "valid")
+
+
+def test_job_whose_agents_restart_keeps_its_numbers() -> None:
+    """Only a generation that a node enters twice shows that the disks were lost."""
+    numbers = [row.number for row in incidents.build_history_from_events(job_killed().events).generations]
+    assert numbers == [1, 2]

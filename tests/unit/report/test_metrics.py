@@ -1,4 +1,4 @@
-"""What is scraped is what Prometheus reads, under names that stay, and what the dashboard asks for."""
+"""Test the exported metrics against Prometheus' parser, the dashboard and the documents."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ DASHBOARD = ROOT / "deploy" / "grafana" / "elastic-resume.json"
 
 
 def scrape(document: dict[str, Any]) -> dict[tuple[str, tuple[str, ...]], float]:
-    """Read a document's metrics as Prometheus would: name and values of labels -> value."""
+    """Return a document's metrics as Prometheus parses them: name and label values to value."""
     return samples(generate_latest(metrics.make_registry(lambda: document)).decode())
 
 
 def samples(text: str) -> dict[tuple[str, tuple[str, ...]], float]:
-    """Read a scrape."""
+    """Parse a scrape."""
     return {
         (one.name, tuple(one.labels.values())): one.value
         for family in text_string_to_metric_families(text)
@@ -38,8 +38,8 @@ def samples(text: str) -> dict[tuple[str, tuple[str, ...]], float]:
     }
 
 
-def test_a_scrape_tells_of_job_and_nodes() -> None:
-    """Each figure of the document, by name."""
+def test_scrape_has_metrics_of_job_and_nodes() -> None:
+    """Each number of the document has its metric."""
     found = scrape(said(trouble=1))
     for name, labels, value in (
         ("step", (), 101),
@@ -48,10 +48,10 @@ def test_a_scrape_tells_of_job_and_nodes() -> None:
         ("world_nodes", (), 2),
         ("world_ranks", (), 2),
         ("spares", (), 1),
-        ("leads", (), 1),
+        ("is_leader", (), 1),
         ("incidents_total", ("signal",), 2),
         ("incidents_total", ("oom",), 0),
-        ("lost_steps_total", (), 3),
+        ("recomputed_steps_total", (), 3),
         ("recovery_seconds_bucket", ("0.25",), 0),
         ("recovery_seconds_bucket", ("0.5",), 2),
         ("recovery_seconds_bucket", ("+Inf",), 2),
@@ -59,16 +59,16 @@ def test_a_scrape_tells_of_job_and_nodes() -> None:
         ("recovery_seconds_sum", (), 0.8),
         ("node_step", ("n0",), 100),
         ("snapshot_step", ("n1",), 99),
-        ("node_trouble", ("n0",), 0),
-        ("node_trouble", ("n1",), 1),
+        ("node_problem", ("n0",), 0),
+        ("node_problem", ("n1",), 1),
         ("commits_total", ("n0",), 0),
     ):
         assert found["elastic_resume_" + name, labels] == pytest.approx(value), name
     assert ("elastic_resume_checkpoint_step", ("n0",)) not in found, "there is none"
 
 
-def test_there_are_as_many_series_as_nodes_and_kinds() -> None:
-    """Another incident or step makes no new one."""
+def test_number_of_series_is_bounded_by_nodes_and_kinds() -> None:
+    """Another incident or step adds none."""
     few, many = (len(scrape(said(count))) for count in (20, 30))
     assert (many - few) % 10 == 0
     assert few < 400
@@ -78,25 +78,25 @@ def test_there_are_as_many_series_as_nodes_and_kinds() -> None:
     assert kinds == {(kind,) for kind in INCIDENT_KINDS}
 
 
-def test_a_node_that_was_not_heard_of_yet_has_no_samples() -> None:
-    """A new leader's zeros would count all that it ever committed once more."""
+def test_node_without_status_has_no_samples() -> None:
+    """A new leader's zeros would count all commits again."""
     document = said()
-    document["nodes"][1].update(heard_s=None)
+    document["nodes"][1].update(status_age_s=None)
     found = scrape(document)
     assert ("elastic_resume_commits_total", ("n0",)) in found
     assert not [name for name, labels in found if labels == ("n1",)]
 
 
-def test_who_does_not_lead_tells_nothing_of_the_whole() -> None:
-    """Or sums over all agents would count it twice."""
+def test_follower_exports_no_metrics_of_the_job() -> None:
+    """Sums over all agents would count them twice."""
     document = {**said(), "leads": False}
     names = {name for name, _ in scrape(document)}
     assert "elastic_resume_node_step" in names
     assert not {f"elastic_resume_{name}" for name in (*metrics.JOB_GAUGES, "incidents_total")} & names
 
 
-def test_the_dashboard_asks_for_nothing_that_is_not_there() -> None:
-    """Its JSON is whole, and each metric that it names is exposed; so is what the docs list."""
+def test_dashboard_and_document_name_only_exported_metrics() -> None:
+    """Panels, annotations and docs/monitoring.md agree with a scrape."""
     dashboard = json.loads(DASHBOARD.read_text())
     asked = " ".join(
         target["expr"] for panel in dashboard["panels"] for target in panel["targets"]
@@ -109,7 +109,7 @@ def test_the_dashboard_asks_for_nothing_that_is_not_there() -> None:
     assert names <= exposed
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(set(ids)) == len(ids)
-    page = (ROOT / "docs" / "monitoring.md").read_text()
+    page = (ROOT / "docs" / "monitoring.md").read_text().partition("| metric")[2]
     listed = {
         name for row in page.splitlines() if row.startswith("| `") for name in re.findall(r"`(\w+)`", row)
     }
@@ -117,8 +117,16 @@ def test_the_dashboard_asks_for_nothing_that_is_not_there() -> None:
     assert listed - {"status"} == plain
 
 
-def test_the_scrape_is_of_the_flags_that_it_speaks_of() -> None:
-    """Prometheus would refuse a file that is not YAML."""
+def test_status_document_has_the_documented_members() -> None:
+    """docs/monitoring.md lists exactly these."""
+    page = (ROOT / "docs" / "monitoring.md").read_text()
+    table = page.partition("| member of")[2].partition("## ")[0]
+    rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    assert {name for cell in rows for name in re.findall(r"`(\w+)`", cell)} == said().keys()
+
+
+def test_scrape_configuration_matches_its_flag() -> None:
+    """The file is YAML, and its port is that of the flag."""
     text = (DASHBOARD.parent / "prometheus.yml").read_text()
     (job,) = yaml.safe_load(text)["scrape_configs"]
     (flag,) = re.findall(r"--metrics \S+:(\d+)", text)
@@ -143,7 +151,7 @@ def test_metrics_flag_invalid_or_without_prometheus_client_is_refused(
 
 
 def test_scrape_over_http_is_read_only_and_empty_without_status() -> None:
-    """Before the agent has its place, and after it has left it, there is nothing to export."""
+    """Before an agent has its status, and after it ended, nothing is exported."""
     documents: list[dict[str, Any]] = []
 
     def status() -> dict[str, Any]:
@@ -163,4 +171,4 @@ def test_scrape_over_http_is_read_only_and_empty_without_status() -> None:
         urllib.request.urlopen(address, data=b"x", timeout=20)  # noqa: S310
     metrics.serve_metrics(("127.0.0.1", int(address.split(":")[2].split("/")[0])), status, said_lines.append)
     assert said_lines[1].startswith("no metrics at 127.0.0.1 port ")
-    assert said_lines[1].endswith("Address already in use. Training goes on.")
+    assert said_lines[1].endswith("Address already in use. Training continues.")
