@@ -42,9 +42,9 @@ ENV_ROUND_EVENTS = "ELASTIC_RESUME_ROUND_EVENTS"  # the same in the agent's memo
 ENV_ROUND = "ELASTIC_RESUME_ROUND"  # how many rendezvous this agent has been through
 ENV_GENERATION = "ELASTIC_RESUME_GENERATION"  # the generation that the rendezvous gave this world
 ENV_LEASE_PAGE = (
-    "ELASTIC_RESUME_FENCE"  # where the page lies that says until when workers may run, for guards
+    "ELASTIC_RESUME_LEASE_PAGE"  # where the page lies that says until when workers may run, for guards
 )
-ENV_FORK_SERVER = "ELASTIC_RESUME_ZYGOTE"  # the abstract unix socket at which stubs ask for warm workers
+ENV_FORK_SERVER = "ELASTIC_RESUME_FORK_SERVER"  # the abstract unix socket at which stubs ask for warm workers
 ENV_LOCAL_RANK = "ELASTIC_RESUME_LOCAL_RANK"  # the true one: --virtual-local-rank makes LOCAL_RANK 0
 ENV_COMMITTER = "ELASTIC_RESUME_KEEPER"  # the abstract unix socket of the agent that keeps snapshots
 ENV_SLOTS = "ELASTIC_RESUME_SLOTS"  # where the control block of its slots lies, for guards

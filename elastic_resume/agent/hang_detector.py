@@ -1,14 +1,18 @@
-"""Looks for hung workers of this node, says who is to blame and why, and kills them so that training goes on.
+"""Detects hung workers of this node, names the suspects, and kills workers so that training restarts.
 
-A thread of the agent reads the board four times a second. When a rank is hung (`policy/health.py`) it asks
-all workers of the node where they stand (`stacks.py`), names suspects and victims (`policy/blame.py`), writes
-one event and one file for people, says one line, and kills what does not go on: torchelastic sees workers end
-and starts again. Where all workers of this node wait for one of another node, that node is left time to act.
+A thread of the agent reads the progress page of the workers four times a second::
 
-Promise: only workers of this agent's present round are ever looked at or killed, whatever the board says.
-A disk that hangs, which may be why, delays a kill by half a second.
+    progress page --policy.hangs.find_hung_ranks--> hung ranks
+    hung ranks --stack_dump.collect_rank_states--> evidence of all ranks of the node
+    evidence --policy.hangs.diagnose_hang--> suspects and victims
+    diagnosis --> one event, one log line, one report file; kill the stalled workers
 
-Each node judges and tells of its own ranks; a report puts together what several have seen.
+torchelastic then sees workers end and restarts. If all ranks of this node only wait for another node, the
+kill is deferred, since that node's detector acts; see `HangThreshold.peer_wait_s`. Each node judges its own
+ranks. The report of a run combines the events of all nodes.
+
+Invariants: only workers of this agent's current round are ever judged or killed, whatever the page says. A
+disk that hangs, perhaps the cause, delays a kill by at most `EVENT_WRITE_TIMEOUT_S`.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from typing import Any
 
 from elastic_resume import constants
 from elastic_resume.agent import stack_dump
+from elastic_resume.agent.background import BackgroundThread
 from elastic_resume.agent.stack_dump import RankState
 from elastic_resume.checkpoint.atomic_io import DISK, Disk
 from elastic_resume.errors import MachineError
@@ -41,16 +46,17 @@ from elastic_resume.units import parse_duration
 
 POLL_INTERVAL_S = 0.25
 MIN_POLL_INTERVAL_S = 0.02
-EVENT_WRITE_TIMEOUT_S = 0.5  # how long a kill waits for the event to be written
-CLOSE_TIMEOUT_S = 2.0  # and the agent's end for the report
+EVENT_WRITE_TIMEOUT_S = 0.5
+CLOSE_TIMEOUT_S = 2.0
 MAX_REPORTS = 20
 MAX_REPORT_BYTES = 1 << 20
-MAX_REASON_CHARS = 300  # characters
+MAX_REASON_CHARS = 300
+MAX_ERROR_CHARS = 500
 MAX_LISTED_RANKS = 64  # ranks of a node in one event
 
 
 def parse_hang_timeout(text: str | None) -> HangThreshold | None:
-    """Read ``--hang-timeout``; None where hangs are not looked for.
+    """Parse ``--hang-timeout``; return None if it turns the detector off.
 
     Raises:
         ConfigError: it is no duration.
@@ -71,20 +77,20 @@ def detect_hangs(
     log: Callable[[str], None],
     emit: Callable[..., Any],
 ) -> Iterator[Callable[[], None]]:
-    """Watch this node's workers within the context; see `Watch`. Gives its `Watch.pause`."""
+    """Run a `HangDetector` within the context, unless the threshold is None. Yield its `pause`."""
     if hang_threshold is None:
         yield lambda: None
         return
-    watch = HangDetector(node_dir, local_world_size, hang_threshold, log=log, emit=emit)
-    watch.start()
+    detector = HangDetector(node_dir, local_world_size, hang_threshold, log=log, emit=emit)
+    detector.start()
     try:
-        yield watch.pause
+        yield detector.pause
     finally:
-        watch.close()
+        detector.close()
 
 
 class HangDetector:
-    """The watch of one agent, from `start` to `close`."""
+    """Looks for hung workers of one node from `start` to `close`."""
 
     def __init__(
         self,
@@ -96,15 +102,15 @@ class HangDetector:
         emit: Callable[..., Any],
         disk: Disk = DISK,
     ) -> None:
-        """Make one; it looks from `start` on.
+        """Prepare the detector.
 
         Args:
-            node_dir: where the board lies, and the reports go.
-            local_ranks: how many workers this node has.
-            patience: how long a rank may take.
-            say: gets a line for people.
-            tell: gets events, by kind and fields.
-            disk: what writes the reports.
+            node_dir: directory of the progress page and of the reports.
+            local_world_size: number of workers of this node.
+            hang_threshold: how long a rank may take for a step.
+            log: logs a line for people.
+            emit: emits an event by kind and fields.
+            disk: writes the reports.
 
         """
         self._node_dir = node_dir
@@ -114,273 +120,285 @@ class HangDetector:
         self._emit = emit
         self._disk = disk
         self._progress: dict[int, RankProgress] = {}
-        self._handled_workers: set[tuple[int, ...]] = (
-            set()
-        )  # lives that were told of; what became of them is known
+        self._handled_workers: set[tuple[int, ...]] = set()  # incarnations whose hang was reported
         self._deferred_kill: _DeferredKill | None = None
-        self._page_id = (0, 0, 0)  # the board of the round: its file
+        self._page_id = (0, 0, 0)  # round, device and inode of the progress page
         self._is_page_replaced = False
+        self._polled_at = time.monotonic()
         self._report_thread: threading.Thread | None = None
-        self._closing = threading.Event()
         self._paused = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread = BackgroundThread(
+            "hang-detector", self._poll_periodically, on_error=self._emit_error, retry_s=POLL_INTERVAL_S
+        )
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start to look for hangs."""
         self._thread.start()
 
     def pause(self) -> None:
-        """Judge nobody from now on: workers are being ended, and may take their time. From any thread."""
+        """Judge no rank any more: workers are being stopped and may take their time. From any thread."""
         self._paused.set()
 
     def close(self) -> None:
-        """End it."""
-        self._closing.set()
-        self._thread.join()
+        """Stop, and give a report that is being written `CLOSE_TIMEOUT_S`."""
+        self._thread.close()
         if self._report_thread is not None:
             self._report_thread.join(CLOSE_TIMEOUT_S)
 
-    def _run(self) -> None:
-        last = time.monotonic()
-        wait_s = POLL_INTERVAL_S
-        while not self._closing.wait(wait_s):
-            now = time.monotonic()
-            try:
-                wait_s = self.poll(now - last)
-            except Exception as error:  # noqa: BLE001 - a fault of ours must not leave the job unwatched
-                self._emit("hang-detector-failed", error=repr(error)[:500])
-                wait_s = POLL_INTERVAL_S
-            last = now
+    def _poll_periodically(self) -> float:
+        now = time.monotonic()
+        elapsed_s, self._polled_at = now - self._polled_at, now
+        return self.poll(elapsed_s)
+
+    def _emit_error(self, error: Exception) -> None:
+        self._emit("hang-detector-failed", error=repr(error)[:MAX_ERROR_CHARS])
 
     def poll(self, elapsed_s: float) -> float:
-        """Look once, and act; give the seconds until the next look. ``since_s``: since the last one."""
-        lines = self._read_progress()
+        """Look for hangs ``elapsed_s`` after the previous poll, and act; return the seconds to the next."""
+        records = self._read_progress()
         now_ns = time.monotonic_ns()
-        seen = {
-            line.local_rank: hangs.update_progress(
-                self._progress.get(line.local_rank), take_sample(line, now_ns), elapsed_s
+        progress = {
+            record.local_rank: hangs.update_progress(
+                self._progress.get(record.local_rank), take_sample(record, now_ns), elapsed_s
             )
-            for line in lines
+            for record in records
         }
-        self._progress = hangs.pause_while_peer_busy(seen)
+        self._progress = hangs.pause_while_peer_busy(progress)
         self._check_deferred_kill()
-        judgement = hangs.find_hung_ranks(self._progress, self._hang_threshold)
-        if judgement.hung_ranks and not self._paused.is_set():
-            judgement = self._judge_live_workers(lines)
-        if judgement.hung_ranks and not self._paused.is_set():
-            self._handle_hang(lines, judgement)
-        return min(POLL_INTERVAL_S, max(MIN_POLL_INTERVAL_S, judgement.next_check_s))
+        decision = hangs.find_hung_ranks(self._progress, self._hang_threshold)
+        if decision.hung_ranks and not self._paused.is_set():
+            decision = self._judge_live_workers(records)
+        if decision.hung_ranks and not self._paused.is_set():
+            self._handle_hang(records, decision)
+        return min(POLL_INTERVAL_S, max(MIN_POLL_INTERVAL_S, decision.next_check_s))
 
     def _read_progress(self) -> list[ProgressRecord]:
-        """The lines of this round's workers."""
-        text, agent = os.environ.get(constants.ENV_ROUND, ""), os.getpid()  # what new workers are told
+        """Read the records of this round's workers."""
+        text, agent = os.environ.get(constants.ENV_ROUND, ""), os.getpid()  # the environment of new workers
         this_round = int(text) if text.isdigit() else 0
         path = self._node_dir / constants.PROGRESS_FILE
         if not this_round or not self._is_current_page(path, this_round):
             return []
         return [
-            line
-            for line in read_records(path, self._local_world_size)
-            if line.worker.round == this_round and line.worker.agent_pid == agent
+            record
+            for record in read_records(path, self._local_world_size)
+            if record.worker.round == this_round and record.worker.agent_pid == agent
         ]
 
     def _is_current_page(self, path: Path, this_round: int) -> bool:
-        """Whether this round's workers write there: a disk that is mounted anew has the page of before."""
+        """Return whether this round's workers write to this file.
+
+        A disk that was mounted anew during the round shows an older page.
+        """
         try:
             status = path.stat()
         except OSError:
             return False
-        page = (this_round, status.st_dev, status.st_ino)
+        page_id = (this_round, status.st_dev, status.st_ino)
         if self._page_id[0] != this_round:
-            self._page_id = page
-        elif self._page_id != page and not self._is_page_replaced:
-            self._log(f"{path} is another file now. Until the next restart nobody looks for hangs here.")
-        self._is_page_replaced = self._page_id != page
+            self._page_id = page_id
+        elif self._page_id != page_id and not self._is_page_replaced:
+            self._log(f"hang detection is off until the next restart: {path} was replaced by another file.")
+        self._is_page_replaced = self._page_id != page_id
         return not self._is_page_replaced
 
-    def _judge_live_workers(self, lines: Sequence[ProgressRecord]) -> HangDecision:
-        """Judge anew those that live and were not told of. To ask the kernel at every look would be dear."""
-        left = {line.local_rank for line in lines if stack_dump.is_alive(line)}
-        pulses = {rank: pulse for rank, pulse in self._progress.items() if rank in left}
-        judgement = hangs.find_hung_ranks(pulses, self._hang_threshold)
-        new = tuple(
-            rank
-            for rank in judgement.hung_ranks
-            if pulses[rank].sample.incarnation not in self._handled_workers
-        )
-        return HangDecision(new, judgement.limit_s, POLL_INTERVAL_S)
+    def _judge_live_workers(self, records: Sequence[ProgressRecord]) -> HangDecision:
+        """Judge again the live workers whose hang was not reported yet.
 
-    def _handle_hang(self, lines: Sequence[ProgressRecord], judgement: HangDecision) -> None:
-        """Find out where all stand, tell, and kill those that do not go on."""
-        standing = hangs.find_stalled_ranks(self._progress, judgement)
-        quiet_s = max(self._progress[rank].no_progress_s for rank in judgement.hung_ranks)
-        found = stack_dump.collect_rank_states(lines, lambda line: line.local_rank in standing)
-        verdict = hangs.diagnose_hang([one.evidence for one in found], max(line.world_size for line in lines))
-        hung = [one.line for one in found if one.evidence.is_stalled and one.evidence.process_state]
-        patience_s = (
-            0.0 if not verdict.waits_for_other_node else self._hang_threshold.peer_wait_s(judgement.limit_s)
+        Asking the kernel at every poll would cost too much.
+        """
+        live = {record.local_rank for record in records if stack_dump.is_alive(record)}
+        progress = {rank: entry for rank, entry in self._progress.items() if rank in live}
+        decision = hangs.find_hung_ranks(progress, self._hang_threshold)
+        unhandled = tuple(
+            rank
+            for rank in decision.hung_ranks
+            if progress[rank].sample.incarnation not in self._handled_workers
         )
-        self._handled_workers = {pulse.sample.incarnation for pulse in self._progress.values()}
+        return HangDecision(unhandled, decision.limit_s, POLL_INTERVAL_S)
+
+    def _handle_hang(self, records: Sequence[ProgressRecord], decision: HangDecision) -> None:
+        """Diagnose and report a hang, and kill the stalled workers now or later."""
+        stalled_ranks = hangs.find_stalled_ranks(self._progress, decision)
+        no_progress_s = max(self._progress[rank].no_progress_s for rank in decision.hung_ranks)
+        states = stack_dump.collect_rank_states(records, lambda record: record.local_rank in stalled_ranks)
+        diagnosis = hangs.diagnose_hang(
+            [state.evidence for state in states], max(record.world_size for record in records)
+        )
+        stalled = [
+            state.record for state in states if state.evidence.is_stalled and state.evidence.process_state
+        ]
+        kill_delay_s = 0.0
+        if diagnosis.waits_for_other_node:
+            kill_delay_s = self._hang_threshold.peer_wait_s(decision.limit_s)
+        self._handled_workers = {entry.sample.incarnation for entry in self._progress.values()}
         hang = Hang(
-            generation=max(line.generation for line in lines),
-            step=max(line.step for line in lines),
-            limit_s=judgement.limit_s,
-            quiet_s=quiet_s,
-            kill_delay_s=patience_s,
-            blame=verdict,
-            ranks=tuple(found),
+            generation=max(record.generation for record in records),
+            step=max(record.step for record in records),
+            limit_s=decision.limit_s,
+            no_progress_s=no_progress_s,
+            kill_delay_s=kill_delay_s,
+            diagnosis=diagnosis,
+            ranks=tuple(states),
         )
         self._report_hang(hang)
-        if verdict.waits_for_other_node:
-            self._deferred_kill = _DeferredKill(hang, hung, dict(self._progress), quiet_s + patience_s)
+        if diagnosis.waits_for_other_node:
+            self._deferred_kill = _DeferredKill(
+                hang, stalled, dict(self._progress), no_progress_s + kill_delay_s
+            )
         else:
-            self._kill_workers(hung)
+            self._kill_workers(stalled)
 
     def _check_deferred_kill(self) -> None:
-        """See whether another node has ended the hang, or whether time is up for our own workers too."""
-        left = self._deferred_kill
-        if left is None:
+        """Drop the deferred kill if training continues; execute it if the time is up."""
+        deferred = self._deferred_kill
+        if deferred is None:
             return
-        now = {line.local_rank: self._progress.get(line.local_rank) for line in left.lines}
-        lives = {rank: pulse.sample.incarnation for rank, pulse in left.progress.items()}
-        if any(pulse is None or pulse.sample.incarnation != lives[rank] for rank, pulse in now.items()):
-            self._deferred_kill = None  # they have ended
-        elif any(
-            pulse is not None and pulse.sample != left.progress[rank].sample for rank, pulse in now.items()
+        previous = deferred.progress
+        current = {record.local_rank: self._progress.get(record.local_rank) for record in deferred.records}
+        progress = {rank: entry for rank, entry in current.items() if entry is not None}
+        if len(progress) < len(current) or any(
+            entry.sample.incarnation != previous[rank].sample.incarnation for rank, entry in progress.items()
         ):
+            self._deferred_kill = None  # a worker has ended
+        elif any(entry.sample != previous[rank].sample for rank, entry in progress.items()):
             self._deferred_kill = None
             self._handled_workers = set()
-            self._emit("hang-ended", generation=left.hang.generation, step=left.hang.step)
-            self._log(f"training goes on after the hang of step {left.hang.step}.")
+            self._emit("hang-ended", generation=deferred.hang.generation, step=deferred.hang.step)
+            self._log(f"training continues after the hang of step {deferred.hang.step}.")
         elif not self._paused.is_set() and all(
-            pulse is not None and pulse.no_progress_s >= left.quiet_limit_s for pulse in now.values()
+            entry.no_progress_s >= deferred.kill_after_s for entry in progress.values()
         ):
             self._deferred_kill = None
-            self._log(f"no node has ended the hang after step {left.hang.step}: ending our own workers.")
-            self._kill_workers(left.lines)
+            self._log(f"no node has ended the hang after step {deferred.hang.step}: killing our own workers.")
+            self._kill_workers(deferred.records)
 
-    def _kill_workers(self, lines: Sequence[ProgressRecord]) -> None:
-        for line in lines:
-            stack_dump.kill(line)
+    def _kill_workers(self, records: Sequence[ProgressRecord]) -> None:
+        for record in records:
+            stack_dump.kill(record)
 
     def _report_hang(self, hang: Hang) -> None:
-        """Write event, line and report in a thread: a disk that hangs must not keep us from the kill."""
+        """Write event, log line and report in a thread: a disk that hangs must not prevent the kill."""
         path = self._node_dir / constants.HANGS_DIR / f"g{hang.generation}-s{hang.step}.txt"
-        told = threading.Event()
+        is_logged = threading.Event()
 
         def write() -> None:
             try:
                 self._emit("hang", **hang.event_fields(), report=str(path))
                 self._log(hang.format_headline(path))
             finally:
-                told.set()
+                is_logged.set()
             try:
                 self._disk.make_dirs(path.parent)
                 self._disk.write_atomic(path, hang.format_report().encode()[:MAX_REPORT_BYTES])
                 self._prune_reports(path.parent)
             except (MachineError, OSError) as error:
-                self._log(f"the report of the hang was not written: {error}")
+                self._log(f"cannot write the report of the hang: {error}")
 
-        self._report_thread = threading.Thread(target=write, name="watch-report", daemon=True)
+        self._report_thread = threading.Thread(target=write, name="hang-report", daemon=True)
         self._report_thread.start()
-        told.wait(EVENT_WRITE_TIMEOUT_S)
+        is_logged.wait(EVENT_WRITE_TIMEOUT_S)
 
     def _prune_reports(self, directory: Path) -> None:
-        """Keep the newest reports."""
-        found = []
+        """Delete all but the newest `MAX_REPORTS` reports."""
+        reports = []
         for path in directory.iterdir():
             name = re.fullmatch(r"g(\d{1,16})-s(\d{1,16})\.txt", path.name)
             if name:
-                found.append((int(name[1]), int(name[2]), path))
-        for _, _, path in sorted(found)[:-MAX_REPORTS]:
+                reports.append((int(name[1]), int(name[2]), path))
+        for _, _, path in sorted(reports)[:-MAX_REPORTS]:
             self._disk.unlink(path)
 
 
 @dataclass(frozen=True)
 class Hang:
-    """One hang as this node saw it. ``patience_s``: how long its own workers are left alone."""
+    """One hang as this node sees it. Its own workers are killed after ``kill_delay_s``."""
 
     generation: int
     step: int
     limit_s: float
-    quiet_s: float
+    no_progress_s: float
     kill_delay_s: float
-    blame: HangDiagnosis
+    diagnosis: HangDiagnosis
     ranks: tuple[RankState, ...]
 
     def event_fields(self) -> dict[str, Any]:
-        """The event's own fields."""
-        pids = {one.line.local_rank: one.line.worker.pid for one in self.ranks}
+        """Return the fields of the ``hang`` event; see `events`."""
+        pids = {state.record.local_rank: state.record.worker.pid for state in self.ranks}
         suspects = [
             {
-                "rank": one.rank,
-                "local_rank": one.local_rank,
-                "worker_pid": pids[one.local_rank],
-                "reason": one.reason[:MAX_REASON_CHARS],
+                "rank": suspect.rank,
+                "local_rank": suspect.local_rank,
+                "worker_pid": pids[suspect.local_rank],
+                "reason": suspect.reason[:MAX_REASON_CHARS],
             }
-            for one in self.blame.suspects
+            for suspect in self.diagnosis.suspects
         ]
         return {
             "generation": self.generation,
             "step": self.step,
             "suspects": suspects,
-            "victims": [one.rank for one in self.blame.victims],
+            "victims": [victim.rank for victim in self.diagnosis.victims],
             "waiting": {
-                str(one.rank): one.reason[:MAX_REASON_CHARS] for one in self.blame.victims[:MAX_LISTED_RANKS]
+                str(victim.rank): victim.reason[:MAX_REASON_CHARS]
+                for victim in self.diagnosis.victims[:MAX_LISTED_RANKS]
             },
-            "elsewhere": self.blame.waits_for_other_node,
+            "elsewhere": self.diagnosis.waits_for_other_node,
             "threshold_s": round(self.limit_s, 3),
-            "seconds": round(self.quiet_s, 3),
-            "steps": {str(one.line.worker.rank): one.line.step for one in self.ranks[:MAX_LISTED_RANKS]},
+            "seconds": round(self.no_progress_s, 3),
+            "steps": {
+                str(state.record.worker.rank): state.record.step for state in self.ranks[:MAX_LISTED_RANKS]
+            },
         }
 
     def format_headline(self, path: Path) -> str:
-        """One line for people."""
-        after = f"no step for {self.quiet_s:.1f} s (limit {self.limit_s:.1f} s) after step {self.step}"
-        then = (
-            f"Its node is left {self.kill_delay_s:.0f} s to end it"
-            if self.blame.waits_for_other_node
-            else "They are killed and started again"
+        """Return the log line, which names the report at ``path``."""
+        duration = (
+            f"no step for {self.no_progress_s:.1f} s (limit {self.limit_s:.1f} s) after step {self.step}"
         )
-        return f"hang: {hangs.describe_diagnosis(self.blame)}; {after}. {then}. Where each stood: {path}"
+        action = "The stalled workers are killed and restarted"
+        if self.diagnosis.waits_for_other_node:
+            action = f"That node has {self.kill_delay_s:.0f} s to end the hang"
+        diagnosis = hangs.describe_diagnosis(self.diagnosis)
+        return f"hang: {diagnosis}; {duration}. {action}. Stacks of all ranks: {path}"
 
     def format_report(self) -> str:
-        """Tell all that is known, for a person who looks into it later."""
+        """Return the report: the diagnosis and the state of every rank."""
         now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        told = [
-            f"A hang in generation {self.generation} after step {self.step}, seen at {now}.",
-            f"No step was finished for {self.quiet_s:.1f} s; the limit is {self.limit_s:.1f} s.",
+        lines = [
+            f"A hang in generation {self.generation} after step {self.step}, detected at {now}.",
+            f"No step was finished for {self.no_progress_s:.1f} s; the limit is {self.limit_s:.1f} s.",
             "",
-            *(f"SUSPECT rank {one.rank} {one.reason}" for one in self.blame.suspects),
-            *(f"victim  rank {one.rank} {one.reason}" for one in self.blame.victims),
+            *(f"SUSPECT rank {suspect.rank} {suspect.reason}" for suspect in self.diagnosis.suspects),
+            *(f"victim  rank {victim.rank} {victim.reason}" for victim in self.diagnosis.victims),
         ]
-        if not self.blame.suspects:
-            told.append(f"No rank of this node is to blame: {hangs.describe_diagnosis(self.blame)}.")
+        if not self.diagnosis.suspects:
+            lines.append(f"No rank of this node is a suspect: {hangs.describe_diagnosis(self.diagnosis)}.")
         share = MAX_REPORT_BYTES // max(1, len(self.ranks)) - 4096
-        for one in self.ranks:
-            text = one.text if len(one.text) <= share else one.text[:share] + "\n  (cut)"
-            told += ["", "-" * 80, text]
-        return "\n".join(told) + "\n"
+        for state in self.ranks:
+            text = state.text if len(state.text) <= share else state.text[:share] + "\n  (cut)"
+            lines += ["", "-" * 80, text]
+        return "\n".join(lines) + "\n"
 
 
 @dataclass(frozen=True)
 class _DeferredKill:
-    """Workers that wait for another node: what they looked like, and until when they may."""
+    """Stalled workers that wait for another node, and the time without progress after which to kill them."""
 
     hang: Hang
-    lines: list[ProgressRecord]
+    records: list[ProgressRecord]
     progress: dict[int, RankProgress]
-    quiet_limit_s: float
+    kill_after_s: float
 
 
-def take_sample(line: ProgressRecord, now_ns: int) -> ProgressSample:
-    """Take from a line what matters for a judgement."""
-    worker = line.worker
+def take_sample(record: ProgressRecord, now_ns: int) -> ProgressSample:
+    """Convert a record of the progress page into a sample for `policy.hangs`."""
+    worker = record.worker
     return ProgressSample(
-        incarnation=(worker.pid, worker.start_ticks, worker.round, line.generation),
-        first_step=line.first_step,
-        step=line.step,
-        progress_counter=line.last_progress_ns,
-        is_busy=line.busy and (line.busy_until_ns == 0 or now_ns < line.busy_until_ns),
-        is_between_epochs=line.epoch_end_step == line.step > line.first_step,
+        incarnation=(worker.pid, worker.start_ticks, worker.round, record.generation),
+        first_step=record.first_step,
+        step=record.step,
+        progress_counter=record.last_progress_ns,
+        is_busy=record.busy and (record.busy_until_ns == 0 or now_ns < record.busy_until_ns),
+        is_between_epochs=record.epoch_end_step == record.step > record.first_step,
     )

@@ -1,86 +1,83 @@
-"""How near to its end this node's memory is, and how many processes the kernel killed for it.
+"""Measures how short this node is of memory, to explain a worker that dies of SIGKILL.
 
-A worker that the kernel kills for want of memory dies of SIGKILL, as of any other; what tells them apart is a
-counter of its control group (``oom_kill`` of memory.events, or of memory.oom_control with cgroup v1; an
-outer group's limit counts there too, since the count is the victim's). Where that cannot be read, memory that
-was nearly used up shortly before will do, and since it is free again once the worker is dead, a thread looks
-once a second. What it costs: three small files, some 0.1 ms.
+The kernel kills a process for lack of memory by SIGKILL, and counts that in the process's control group: as
+``oom_kill`` of memory.events, or of memory.oom_control with cgroup v1. The count also covers limits of outer
+groups. Where it cannot be read, memory that was nearly used up shortly before has to do. A thread reads the
+usage once a second, because the memory is free again once the worker is dead. That costs some 0.1 ms.
 
-Promise: what cannot be read is no pressure, and never an error. Does not know workers.
+A file that cannot be read means no pressure, and never an error.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from pathlib import Path
 
+from elastic_resume.agent.background import BackgroundThread
 from elastic_resume.policy.failure_classification import MemoryPressure
 from elastic_resume.schedulers.resources import MemoryCgroup, read_fields
 
 POLL_INTERVAL_S = 1.0
 PRESSURE_MAX_AGE_S = 10.0
-"""Pressure so long before a death may be its cause."""
+"""Pressure that is older cannot explain a death."""
 NEAR_LIMIT_SHARE = 0.95
-"""Share of the limit; with less, the kernel still finds pages to take back."""
+"""Share of the limit that counts as pressure. Below it the kernel still finds pages to reclaim."""
 STALL_THRESHOLD_PERCENT = 20.0
-"""Percent of ten seconds in which some process waited for memory (PSI). Before a kill it is most of it."""
+"""Percent of ten seconds in which some process waited for memory (PSI). Before a kill it is most of them."""
 
 
 class MemoryMonitor:
-    """Looks at memory from `start` to `close`; `strain` tells of the time since `mark`."""
+    """Measures memory from `start` to `close`, and reports on the time since `reset`."""
 
     def __init__(self, group: MemoryCgroup | None = None, proc: Path = Path("/proc")) -> None:
-        """``group``: of the workers, which is this process's own unless they are moved."""
+        """Measure the control group of the workers, by default that of this process."""
         self._group = group or MemoryCgroup.find_own(proc)
         self._proc = proc
-        self._kills_at_reset = self._group.read_oom_kills() if self._group else 0
         self._last_pressure: tuple[float, str] | None = None
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pressure", daemon=True)
+        self._kills_at_reset = self._read_kills()
+        self._thread = BackgroundThread("memory-pressure", self.poll)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start to measure."""
         self._thread.start()
 
     def close(self) -> None:
-        """Look no more."""
-        self._closing.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        """Stop measuring."""
+        self._thread.close()
 
     def reset(self) -> None:
-        """A round begins: what was before counts no more."""
-        self._kills_at_reset = self._group.read_oom_kills() if self._group else 0
+        """Forget what was measured, for a new round."""
+        self._kills_at_reset = self._read_kills()
         self._last_pressure = None
 
     def read_pressure(self) -> MemoryPressure:
-        """Tell what befell memory since the mark."""
+        """Return the kills since the reset, and a description of recent pressure."""
         self.poll()
-        kills = max(0, self._group.read_oom_kills() - self._kills_at_reset) if self._group else 0
-        seen = self._last_pressure
-        recent = seen is not None and time.monotonic() - seen[0] <= PRESSURE_MAX_AGE_S
-        return MemoryPressure(kills, seen[1] if seen and recent else "")
+        last = self._last_pressure
+        is_recent = last is not None and time.monotonic() - last[0] <= PRESSURE_MAX_AGE_S
+        return MemoryPressure(
+            max(0, self._read_kills() - self._kills_at_reset), last[1] if last and is_recent else ""
+        )
 
-    def poll(self) -> None:
-        """Look once."""
+    def poll(self) -> float:
+        """Measure once; return the seconds until the next measurement."""
         text = self._describe_pressure()
         if text:
             self._last_pressure = (time.monotonic(), text)
+        return POLL_INTERVAL_S
 
-    def _run(self) -> None:
-        while not self._closing.wait(POLL_INTERVAL_S):
-            self.poll()
+    def _read_kills(self) -> int:
+        return self._group.read_oom_kills() if self._group else 0
 
     def _describe_pressure(self) -> str:
-        used = self._group.read_usage() if self._group else None
-        if used is not None and used[0] >= NEAR_LIMIT_SHARE * used[1]:
-            return f"its control group had used {_format_size(used[0])} of {_format_size(used[1])}"
+        usage = self._group.read_usage() if self._group else None
+        if usage is not None and usage[0] >= NEAR_LIMIT_SHARE * usage[1]:
+            return f"its control group had used {_format_size(usage[0])} of {_format_size(usage[1])}"
         memory = read_fields(self._proc / "meminfo")
-        total, free = memory.get("MemTotal:", 0), memory.get("MemAvailable:", 0)
-        if total and free <= (1 - NEAR_LIMIT_SHARE) * total:
-            return f"{_format_size(free << 10)} of {_format_size(total << 10)} of this machine's memory were left"
+        total, available = memory.get("MemTotal:", 0) << 10, memory.get("MemAvailable:", 0) << 10
+        if total and available <= (1 - NEAR_LIMIT_SHARE) * total:
+            return f"{_format_size(available)} of {_format_size(total)} of this machine's memory were left"
         stalled = self._read_stall_percent()
         if stalled >= STALL_THRESHOLD_PERCENT:
             return f"processes waited for memory {stalled:.0f} % of the time"
@@ -96,5 +93,5 @@ class MemoryMonitor:
         return 0.0
 
 
-def _format_size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+def _format_size(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.0f} MB"

@@ -1,13 +1,17 @@
-"""Where the workers of this node stand: the stacks of all their threads, and what the kernel says of them.
+"""Collects the state of this node's workers in a hang: Python stacks, pending collectives, kernel state.
 
-Works for a process that is stopped, whose GIL is held or that sleeps in the kernel: what does not answer is
-described from outside. A number is never taken for a process: every look and every signal is for the one
-that started at the time which its line tells.
+The worker offers two descriptors on the progress page. A byte into the request pipe makes a Python thread of
+the worker write one line of JSON about collectives (`training/heartbeat.py`); a worker that holds the GIL
+cannot answer. `STACKS_SIGNAL` makes the interpreter write the stacks of all threads, whoever holds the GIL.
+/proc describes from outside a process that does neither::
 
-Promise: takes less than three seconds, whatever the processes do, and leaves nothing behind. One that was
-stopped runs for a moment, since a stopped process tells nothing: whoever asks means to end it.
+    request to all workers --ANSWER_TIMEOUT_S--> answers
+    STACKS_SIGNAL to workers that answered, then to the others --STACKS_TIMEOUT_S each--> stacks
 
-Does not know who is to blame (`policy/blame.py`).
+A stopped worker has to run for a moment to answer, and is stopped again. The caller means to kill it.
+
+Invariants: every signal and every read is for the process that started at the time in its record, so a
+recycled process ID is never hit. A collection takes less than three seconds, whatever the processes do.
 """
 
 from __future__ import annotations
@@ -16,22 +20,22 @@ import contextlib
 import json
 import os
 import re
-import select
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_resume.policy.hangs import PendingCollective, RankEvidence, StackFrame
 from elastic_resume.snapshot.progress_page import STACKS_SIGNAL, ProgressRecord
 
-ANSWER_TIMEOUT_S = 0.5  # a healthy interpreter hands its GIL over after 5 ms, to each of its threads
+ANSWER_TIMEOUT_S = 0.5  # a healthy interpreter passes its GIL on after 5 ms
 STACKS_TIMEOUT_S = 0.6
-MIN_CPU_SAMPLE_S = 0.05  # of looking at the time that a process uses
+MIN_CPU_SAMPLE_S = 0.05  # between two readings of the CPU time of a process
 POLL_INTERVAL_S = 0.005
-MAX_STACK_BYTES = 128 * 1024  # of one rank: faulthandler writes at most 100 threads of 100 levels
+MAX_STACK_BYTES = 128 * 1024  # per rank; faulthandler writes at most 100 threads of 100 levels
 MAX_CHILDREN = 20
+MAX_KERNEL_LINES = 20
 _STACKS_MEMFD = "/memfd:elastic_resume-stacks"
 _FRAME_PATTERN = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _THREAD_PATTERN = re.compile(r"^(Current thread|Thread) 0x")
@@ -40,45 +44,55 @@ _STATUS_FIELDS = ("Name", "State", "Threads", "VmRSS", "SigPnd", "ShdPnd", "volu
 
 @dataclass(frozen=True)
 class RankState:
-    """One rank: the evidence, and all that a person may want to read."""
+    """The state of one rank: the evidence for a diagnosis, and a text for the report."""
 
-    line: ProgressRecord
+    record: ProgressRecord
     evidence: RankEvidence
     text: str
 
 
-def is_alive(line: ProgressRecord) -> bool:
-    """Whether the process of that line lives; one that has ended and was not collected yet does not."""
-    stat = _sample_process(line)
-    return stat is not None and stat.state not in {"Z", "X"}
+def is_alive(record: ProgressRecord) -> bool:
+    """Return whether the process of the record lives. A zombie does not."""
+    sample = _sample_process(record)
+    return sample is not None and sample.state not in {"Z", "X"}
 
 
-def kill(line: ProgressRecord) -> bool:
-    """SIGKILL the process of that line, and no other; tell whether it was there."""
-    return _send_signal(line, signal.SIGKILL)
+def kill(record: ProgressRecord) -> bool:
+    """Send SIGKILL to the process of the record; return whether it was there."""
+    return _send_signal(record, signal.SIGKILL)
 
 
 def collect_rank_states(
-    lines: Sequence[ProgressRecord], is_stalled: Callable[[ProgressRecord], bool]
+    records: Sequence[ProgressRecord], is_stalled: Callable[[ProgressRecord], bool]
 ) -> list[RankState]:
-    """Ask all ranks at once where they stand. ``stands`` tells whether a rank has not gone on either."""
-    asked = [_RankQuery(line) for line in lines]
-    began = time.monotonic()
-    for one in asked:
-        one.send()
-    # Before the signal, which ends a native call that holds the GIL: it would answer then.
-    _wait_until(ANSWER_TIMEOUT_S, lambda: all([one.poll_answer() or not one.can_answer for one in asked]))  # noqa: C419 - ask each
-    # To ask one that is stopped, or in a native call, may set it going, and those that wait for it with it.
-    _request_stacks([one for one in asked if one.answered])
-    _request_stacks([one for one in asked if not one.answered])
-    for one in asked:
-        one.stop_again()
-    time.sleep(max(0.0, MIN_CPU_SAMPLE_S - (time.monotonic() - began)))
+    """Collect the state of all ranks at once.
+
+    Args:
+        records: the records of the ranks of this node.
+        is_stalled: whether a rank makes no progress.
+
+    """
+    queries = [_RankQuery(record) for record in records]
+    start = time.monotonic()
+    for query in queries:
+        query.send()
+    # Before the signal: it interrupts a native call that holds the GIL, which then could answer.
+    _wait_for_all(ANSWER_TIMEOUT_S, lambda query: query.poll_answer() or not query.can_answer, queries)
+    # Last those that did not answer: the signal may set them going, and with them the ranks that wait for
+    # them.
+    for answered in (True, False):
+        group = [query for query in queries if query.answered == answered]
+        for query in group:
+            query.request_stacks()
+        _wait_for_all(STACKS_TIMEOUT_S, lambda query: query.has_all_stacks, group)
+    for query in queries:
+        query.stop_again()
+    time.sleep(max(0.0, MIN_CPU_SAMPLE_S - (time.monotonic() - start)))
     try:
-        return [one.build_state(is_stalled(one.line)) for one in asked]
+        return [query.build_state(is_stalled(query.record)) for query in queries]
     finally:
-        for one in asked:
-            one.close()
+        for query in queries:
+            query.close()
 
 
 @dataclass(frozen=True)
@@ -88,161 +102,162 @@ class _ProcessSample:
     taken_at_ns: int
 
 
-@dataclass
 class _RankQuery:
-    """One worker while it is asked."""
+    """The collection of one worker's state."""
 
-    line: ProgressRecord
-    first_sample: _ProcessSample | None = None
-    stacks_file: int = -1
-    stacks_offset: int = 0
-    is_sent: bool = False
-    answered: bool = False
-    signalled: bool = False
-    output: str = ""
-    _last_size: int = field(default=-1, repr=False)
-
-    def __post_init__(self) -> None:
-        self.first_sample = _sample_process(self.line)
-        if self.first_sample is not None and self.line.worker.stack_output_fd > 0:
+    def __init__(self, record: ProgressRecord) -> None:
+        self.record = record
+        self.answered = False
+        self._first_sample = _sample_process(record)
+        self._stacks_file = -1
+        self._stacks_offset = 0
+        self._is_sent = False
+        self._signalled = False
+        self._output = ""
+        self._last_size = -1
+        if self._first_sample is not None and record.worker.stack_output_fd > 0:
             with contextlib.suppress(OSError):
-                self.stacks_file = _open_worker_descriptor(
-                    self.line, self.line.worker.stack_output_fd, _STACKS_MEMFD, os.O_RDONLY
+                self._stacks_file = _open_worker_descriptor(
+                    record, record.worker.stack_output_fd, _STACKS_MEMFD, os.O_RDONLY
                 )
-                self.stacks_offset = os.fstat(self.stacks_file).st_size
+                self._stacks_offset = os.fstat(self._stacks_file).st_size
 
     @property
     def can_answer(self) -> bool:
-        """Whether there is something to wait for: a stopped process answers when it goes on."""
-        return (
-            self.is_sent
-            and self.first_sample is not None
-            and self.first_sample.state not in {"T", "t", "Z", "X", "D"}
-        )
+        """Whether an answer may come: not from a process that is stopped, dead or asleep in the kernel."""
+        sample = self._first_sample
+        return self._is_sent and sample is not None and sample.state not in {"T", "t", "Z", "X", "D"}
+
+    @property
+    def _was_stopped(self) -> bool:
+        return self._first_sample is not None and self._first_sample.state == "T"
 
     def send(self) -> None:
-        """Ask its Python."""
-        if self.stacks_file < 0:
+        """Request the line about collectives."""
+        if self._stacks_file < 0:
             return
         with contextlib.suppress(OSError):
-            bell = _open_worker_descriptor(
-                self.line, self.line.worker.stack_request_fd, "pipe:", os.O_WRONLY | os.O_NONBLOCK
+            pipe = _open_worker_descriptor(
+                self.record, self.record.worker.stack_request_fd, "pipe:", os.O_WRONLY | os.O_NONBLOCK
             )
             try:
-                self.is_sent = os.write(bell, b"?") == 1
+                self._is_sent = os.write(pipe, b"?") == 1
             finally:
-                os.close(bell)
+                os.close(pipe)
 
     def poll_answer(self) -> bool:
-        """Whether its Python has answered."""
+        """Return whether that line is there."""
         if not self.answered:
             self._read_output()
-            self.answered = _find_answer(self.output) is not None
+            self.answered = _find_answer(self._output) is not None
         return self.answered
 
     def request_stacks(self) -> None:
-        """Have the interpreter write the stacks of all threads, if it has promised to heed the signal."""
-        if self.stacks_file < 0 or self.first_sample is None or not _handles_stacks_signal(self.line):
+        """Request the stacks of all threads, if the worker handles the signal."""
+        if self._stacks_file < 0 or self._first_sample is None or not _handles_stacks_signal(self.record):
             return
-        self.signalled = _send_signal(self.line, STACKS_SIGNAL)
-        if self.first_sample.state == "T":  # the signal is heard only now
-            _send_signal(self.line, signal.SIGCONT)
+        self._signalled = _send_signal(self.record, STACKS_SIGNAL)
+        if self._was_stopped:  # a stopped process handles no signal
+            _send_signal(self.record, signal.SIGCONT)
 
     def stop_again(self) -> None:
-        """Stop again what was stopped: it is to be ended, and not to go on half way."""
-        if self.signalled and self.first_sample is not None and self.first_sample.state == "T":
-            _send_signal(self.line, signal.SIGSTOP)
+        """Stop a worker that was stopped: it must not train on before it is killed."""
+        if self._signalled and self._was_stopped:
+            _send_signal(self.record, signal.SIGSTOP)
 
     @property
     def has_all_stacks(self) -> bool:
-        """Whether all is there that will come: it has not grown since the last look."""
-        if not self.signalled:
+        """Whether the stacks are there and have not grown since the previous call."""
+        if not self._signalled:
             return True
         self._read_output()
-        grown, self._last_size = len(self.output) != self._last_size, len(self.output)
-        return not grown and _THREAD_PATTERN.search(_extract_stacks(self.output)) is not None
+        has_grown, self._last_size = len(self._output) != self._last_size, len(self._output)
+        return not has_grown and _THREAD_PATTERN.search(_extract_stacks(self._output)) is not None
 
     def _read_output(self) -> None:
-        if self.stacks_file >= 0:
+        if self._stacks_file >= 0:
             with contextlib.suppress(OSError):
-                self.output = os.pread(self.stacks_file, MAX_STACK_BYTES, self.stacks_offset).decode(
-                    "utf-8", "replace"
-                )
+                output = os.pread(self._stacks_file, MAX_STACK_BYTES, self._stacks_offset)
+                self._output = output.decode("utf-8", "replace")
 
     def build_state(self, is_stalled: bool) -> RankState:
-        """Put together what is known."""
-        line, before, after = self.line, self.first_sample, _sample_process(self.line)
-        # An answer that came later tells of what the question for stacks set going.
-        answer = _find_answer(self.output) if self.answered else None
-        stacks = _extract_stacks(self.output)
+        """Combine the answers with what /proc shows."""
+        record, before, after = self.record, self._first_sample, _sample_process(self.record)
+        # A later answer would describe the worker after the signal has set it going.
+        answer = _find_answer(self._output) if self.answered else None
+        stacks = _extract_stacks(self._output)
         state = _choose_state(before, after)
         collectives, pending = (None, None) if answer is None else _parse_answer(answer)
         evidence = RankEvidence(
-            rank=line.worker.rank,
-            local_rank=line.local_rank,
+            rank=record.worker.rank,
+            local_rank=record.local_rank,
             process_state=state,
-            step=line.step,
-            num_collectives=line.collectives if collectives is None else collectives,
+            step=record.step,
+            num_collectives=record.collectives if collectives is None else collectives,
             python_responded=self.answered if self.can_answer else None,
             pending_collectives=pending,
             frames=parse_main_thread(stacks),
             cpu_share=_cpu_share(before, after),
-            kernel_function=_read_proc_line(line, "wchan"),
+            kernel_function=_read_proc_line(record, "wchan"),
             is_stalled=is_stalled or state in {"", "Z", "X"},
-            is_finished=line.last_progress_ns == 0,
+            is_finished=record.last_progress_ns == 0,
         )
-        return RankState(line, evidence, _format_state(line, evidence, stacks))
+        return RankState(record, evidence, _format_state(record, evidence, stacks))
 
     def close(self) -> None:
-        """Give the file back."""
-        if self.stacks_file >= 0:
-            os.close(self.stacks_file)
-            self.stacks_file = -1
+        """Close the file of the stacks."""
+        if self._stacks_file >= 0:
+            os.close(self._stacks_file)
+            self._stacks_file = -1
 
 
-def _request_stacks(queries: Sequence[_RankQuery]) -> None:
-    for one in queries:
-        one.request_stacks()
-    _wait_until(STACKS_TIMEOUT_S, lambda: all([one.has_all_stacks for one in queries]))  # noqa: C419 - ask each
+def _wait_for_all(
+    timeout_s: float, is_done: Callable[[_RankQuery], bool], queries: Sequence[_RankQuery]
+) -> None:
+    """Wait until all queries are done. Each is polled each time, since polling reads its output."""
+    limit = time.monotonic() + timeout_s
+    while not all([is_done(query) for query in queries]) and time.monotonic() < limit:  # noqa: C419 - poll each
+        time.sleep(POLL_INTERVAL_S)
 
 
 def parse_main_thread(stacks: str) -> tuple[StackFrame, ...]:
-    """Give the frames of the main thread, which faulthandler writes last, innermost first."""
+    """Return the frames of the main thread, which faulthandler writes last, innermost frame first."""
     frames: list[StackFrame] = []
     for text in stacks.splitlines():
-        level = _FRAME_PATTERN.match(text)
+        frame = _FRAME_PATTERN.match(text)
         if _THREAD_PATTERN.match(text):
             frames = []
-        elif level:
-            frames.append(StackFrame(level[1], int(level[2]), level[3]))
+        elif frame:
+            frames.append(StackFrame(frame[1], int(frame[2]), frame[3]))
     return tuple(frames)
 
 
 # ---- processes -----------------------------------------------------------------------------------------
 
 
-def _sample_process(line: ProgressRecord) -> _ProcessSample | None:
-    """Look at the process of that line; None when it has ended."""
-    pid = line.worker.pid
+def _sample_process(record: ProgressRecord) -> _ProcessSample | None:
+    """Read the state of the record's process; None if it has ended."""
+    pid = record.worker.pid
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # from field 3 on: proc(5)
-        if int(fields[19]) != line.worker.start_ticks:
+        fields = (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        )  # from field 3 on, see proc(5)
+        if int(fields[19]) != record.worker.start_ticks:
             return None
-        ran_ns = int((_read_proc_line(line, "schedstat") or "0").split()[0])
-        return _ProcessSample(fields[0], ran_ns, time.monotonic_ns())
+        cpu_ns = int((_read_proc_line(record, "schedstat") or "0").split()[0])
+        return _ProcessSample(fields[0], cpu_ns, time.monotonic_ns())
     except (OSError, ValueError, IndexError):
         return None
 
 
-def _send_signal(line: ProgressRecord, signal_number: int) -> bool:
+def _send_signal(record: ProgressRecord, signal_number: int) -> bool:
     try:
-        handle = os.pidfd_open(line.worker.pid)
+        handle = os.pidfd_open(record.worker.pid)
     except OSError:
         return False
     try:
-        if (
-            _sample_process(line) is None
-        ):  # asked while we hold it: the number cannot become another process's
+        # Checked while we hold the pidfd: the process ID cannot be recycled any more.
+        if _sample_process(record) is None:
             return False
         signal.pidfd_send_signal(handle, signal_number)
         return True
@@ -252,29 +267,29 @@ def _send_signal(line: ProgressRecord, signal_number: int) -> bool:
         os.close(handle)
 
 
-def _open_worker_descriptor(line: ProgressRecord, descriptor: int, link_prefix: str, flags: int) -> int:
-    """Open one of the worker's own descriptors, if it still is what it was.
+def _open_worker_descriptor(record: ProgressRecord, descriptor: int, link_prefix: str, flags: int) -> int:
+    """Open one of the worker's own descriptors, if its link in /proc begins with ``link_prefix``.
 
     Raises:
-        OSError: it is not, or /proc does not let us.
+        OSError: it is another file now, or /proc denies access.
 
     """
-    path = f"/proc/{line.worker.pid}/fd/{descriptor}"
-    if not os.readlink(path).startswith(link_prefix):  # noqa: PTH115 - no path of ours
-        raise OSError(f"{path} is something else by now")
+    path = f"/proc/{record.worker.pid}/fd/{descriptor}"
+    if not os.readlink(path).startswith(link_prefix):  # noqa: PTH115 - such a link is no path
+        raise OSError(f"{path} is another file now")
     return os.open(path, flags | os.O_CLOEXEC)
 
 
-def _handles_stacks_signal(line: ProgressRecord) -> bool:
-    """Whether a signal handler is there: without one the signal would kill."""
-    for text in _read_proc_lines(line, "status"):
+def _handles_stacks_signal(record: ProgressRecord) -> bool:
+    """Return whether the worker has a handler for the signal, which would kill it otherwise."""
+    for text in _read_proc_lines(record, "status"):
         if text.startswith("SigCgt:"):
             return bool(int(text.split()[1], 16) >> (STACKS_SIGNAL - 1) & 1)
     return False
 
 
 def _choose_state(before: _ProcessSample | None, after: _ProcessSample | None) -> str:
-    """Give the state that it was found in; D only where it stays, since everybody is in it at times."""
+    """Return the first state; but the second if the first was D, which any process may be in for a moment."""
     if before is None:
         return ""
     if before.state == "D" and after is not None:
@@ -288,23 +303,17 @@ def _cpu_share(before: _ProcessSample | None, after: _ProcessSample | None) -> f
     return round((after.cpu_ns - before.cpu_ns) / (after.taken_at_ns - before.taken_at_ns), 3)
 
 
-def _read_proc_lines(line: ProgressRecord, name: str) -> list[str]:
-    with contextlib.suppress(OSError), open(f"/proc/{line.worker.pid}/{name}", "rb") as file:
+def _read_proc_lines(record: ProgressRecord, name: str) -> list[str]:
+    with contextlib.suppress(OSError), open(f"/proc/{record.worker.pid}/{name}", "rb") as file:
         return file.read(16384).decode("utf-8", "replace").splitlines()
     return []
 
 
-def _read_proc_line(line: ProgressRecord, name: str) -> str:
-    return next(iter(_read_proc_lines(line, name)), "").strip()
+def _read_proc_line(record: ProgressRecord, name: str) -> str:
+    return next(iter(_read_proc_lines(record, name)), "").strip()
 
 
-def _wait_until(timeout_s: float, done: Callable[[], bool]) -> None:
-    until = time.monotonic() + timeout_s
-    while not done() and time.monotonic() < until:
-        select.select([], [], [], POLL_INTERVAL_S)
-
-
-# ---- what it says --------------------------------------------------------------------------------------
+# ---- texts ---------------------------------------------------------------------------------------------
 
 
 def _find_answer(output: str) -> dict[str, object] | None:
@@ -321,59 +330,58 @@ def _extract_stacks(output: str) -> str:
 
 
 def _parse_answer(answer: dict[str, object]) -> tuple[int | None, tuple[PendingCollective, ...] | None]:
-    """Read an answer; what is not as it should be is left out."""
+    """Return the number of collectives and the pending ones; None for a malformed field."""
     number, listed = answer.get("collectives"), answer.get("pending")
     pending = None
     with contextlib.suppress(KeyError, TypeError, ValueError):
         if isinstance(listed, list):
             pending = tuple(
-                PendingCollective(int(one["number"]), str(one["name"]), str(one["group"]), str(one["sizes"]))
-                for one in listed
+                PendingCollective(
+                    int(entry["number"]), str(entry["name"]), str(entry["group"]), str(entry["sizes"])
+                )
+                for entry in listed
             )
     return number if type(number) is int and number > 0 else None, pending
 
 
-def _format_state(line: ProgressRecord, evidence: RankEvidence, stacks: str) -> str:
-    """Write the rank's part of the report."""
-    worker = line.worker
-    told = [
-        f"rank {worker.rank} (local rank {line.local_rank}, process {worker.pid}), finished step {line.step}",
+def _format_state(record: ProgressRecord, evidence: RankEvidence, stacks: str) -> str:
+    """Return the rank's section of the report."""
+    worker = record.worker
+    lines = [
+        f"rank {worker.rank} (local rank {record.local_rank}, pid {worker.pid}), finished step {record.step}",
         f"  kernel: state {evidence.process_state or 'ended'}, {evidence.cpu_share:.0%} of a core",
     ]
     if evidence.pending_collectives:
-        told += [
-            f"  collective begun and not ended: {one} {one.sizes}".rstrip()
-            for one in evidence.pending_collectives
+        lines += [
+            f"  pending collective: {pending} {pending.sizes}".rstrip()
+            for pending in evidence.pending_collectives
         ]
     elif evidence.pending_collectives is not None:
-        told.append("  collectives: none is under way")
+        lines.append("  pending collectives: none")
     else:
-        told.append("  collectives: torch's flight recorder could not be asked")
-    told.append(f"  collectives of the default group so far: {evidence.num_collectives or 'not known'}")
+        lines.append("  pending collectives: unknown, torch's flight recorder did not answer")
+    lines.append(f"  collectives of the default group so far: {evidence.num_collectives or 'unknown'}")
     if evidence.python_responded is False:
-        told.append(f"  its Python did not answer within {ANSWER_TIMEOUT_S:g} s: something holds the GIL")
+        lines.append(f"  Python did not answer within {ANSWER_TIMEOUT_S:g} s: a thread holds the GIL")
     for name in ("wchan", "syscall", "stack"):
-        told += [f"  {name}: {text}" for text in _read_proc_lines(line, name)[:20]]
-    told += [
-        f"  {text}" for text in _read_proc_lines(line, "status") if text.partition(":")[0] in _STATUS_FIELDS
+        lines += [f"  {name}: {text}" for text in _read_proc_lines(record, name)[:MAX_KERNEL_LINES]]
+    lines += [
+        f"  {text}" for text in _read_proc_lines(record, "status") if text.partition(":")[0] in _STATUS_FIELDS
     ]
-    told += _describe_children(worker.pid)
-    told.append("  Python stacks, innermost level first:" if stacks else "  no Python stack could be had")
-    told += [f"    {text}" for text in stacks.splitlines()]
-    return "\n".join(told)
+    lines += _describe_children(worker.pid)
+    lines.append("  Python stacks, innermost frame first:" if stacks else "  Python stacks: none written")
+    lines += [f"    {text}" for text in stacks.splitlines()]
+    return "\n".join(lines)
 
 
 def _describe_children(pid: int) -> list[str]:
-    """Name the processes that it has started: a DataLoader's workers, say."""
-    with contextlib.suppress(OSError, ValueError):
-        found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        told = []
-        for child in found[:MAX_CHILDREN]:
+    """Return a line for each child process, such as a DataLoader's workers."""
+    lines = []
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[:MAX_CHILDREN]:
             with contextlib.suppress(OSError):
                 before, _, after = Path(f"/proc/{child}/stat").read_text().rpartition(")")
                 wchan = Path(f"/proc/{child}/wchan").read_text()
-                told.append(
-                    f"  child {child} {before.partition('(')[2]}: state {after.split()[0]}, in {wchan}"
-                )
-        return told
-    return []
+                name, state = before.partition("(")[2], after.split()[0]
+                lines.append(f"  child {child} {name}: state {state}, in {wchan}")
+    return lines

@@ -36,9 +36,9 @@ from elastic_resume.testing.fault_runner import DONE, FaultOutcome
 from elastic_resume.testing.faults import KINDS, Fault
 from elastic_resume.testing.triggers import FailpointController
 from tests.integration.test_end_to_end import SCRIPT, check_end
-from tests.integration.test_launcher_shim import wait_for
 from tests.integration.test_soak import left_behind
 from tests.support.paths import ROOT
+from tests.support.processes import wait_for
 
 SOAK = "ELASTIC_RESUME_CHAOS_S" in os.environ
 SECONDS = float(os.environ.get("ELASTIC_RESUME_CHAOS_S", "4"))

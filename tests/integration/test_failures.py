@@ -15,9 +15,9 @@ import pytest
 
 from elastic_resume import cli, constants, events
 from elastic_resume.testing import Cluster
-from tests.integration.test_launcher_shim import wait_for
 from tests.support.machine_cluster import MachineCluster
 from tests.support.paths import SCRIPTS
+from tests.support.processes import wait_for
 
 pytestmark = pytest.mark.cluster
 

@@ -1,4 +1,4 @@
-"""Workers forked from the zygote, against new processes: what a script sees, and what becomes of it."""
+"""Workers forked from the fork server behave like new processes; and what happens when either fails."""
 
 from __future__ import annotations
 
@@ -22,107 +22,108 @@ import psutil
 import pytest
 
 from elastic_resume import constants
-from elastic_resume.agent.workers import forkserver, launcher_shim
-from elastic_resume.agent.workers import forkserver_manager as warm_workers
+from elastic_resume.agent.workers import forkserver, forkserver_manager, launcher_shim
 from elastic_resume.agent.workers.forkserver_manager import ForkServerManager
-from tests.integration.test_launcher_shim import alive, exit_event, pid_in, wait_for
 from tests.support.leak_reports import without_leaks
 from tests.support.paths import SCRIPTS
+from tests.support.processes import is_alive, read_exit_event, wait_for, wait_for_pid
 
-pytestmark = pytest.mark.cluster  # each zygote imports torch: seconds
+pytestmark = pytest.mark.cluster  # each fork server imports torch for seconds
 
-STUB = [sys.executable, "-I", "-S", launcher_shim.__file__, "0"]
+SHIM = [sys.executable, "-I", "-S", launcher_shim.__file__, "0"]
 MIRROR = SCRIPTS / "mirror.py"
 
 
-class Warm:
-    """A zygote of this process, and what it told."""
+class RunningForkServer:
+    """A fork server of this process, with its log lines and events."""
 
     def __init__(self, preload: list[str]) -> None:
-        self.said: list[str] = []
+        self.log_lines: list[str] = []
         self.events: list[dict[str, Any]] = []
-        self.warmth = ForkServerManager(
-            [sys.executable, "-u", "x.py"], preload, log=self.said.append, emit=self._tell
+        self.manager = ForkServerManager(
+            [sys.executable, "-u", "x.py"], preload, log=self.log_lines.append, emit=self._tell
         )
-        self.warmth.start()
-        self.name = os.environ[constants.ENV_FORK_SERVER]
+        self.manager.start()
+        self.socket_name = os.environ[constants.ENV_FORK_SERVER]
 
     def _tell(self, event: str, /, **fields: Any) -> None:
         self.events.append({"event": event, **fields})
 
-    def wait_ready(self, times: int = 1) -> None:
-        """Wait until that many zygotes have been ready."""
+    def wait_until_ready(self, times: int = 1) -> None:
+        """Wait until that many fork servers have been ready."""
         wait_for(
             lambda: sum(event["event"] == "fork-server-ready" for event in self.events) >= times,
-            "a zygote",
+            "a ready fork server",
             120,
         )
 
 
 @pytest.fixture(scope="module")
-def warm() -> Iterator[Warm]:
-    """One zygote for all tests that leave it as it is."""
-    made = Warm([])
-    yield made
-    made.warmth.close()
+def warm() -> Iterator[RunningForkServer]:
+    """Start one fork server for all tests that do not disturb it."""
+    server = RunningForkServer([])
+    yield server
+    server.manager.close()
 
 
-# As zygote.py, without what takes two of its three seconds.
-LEAN = """
+# forkserver.py without the imports that take two of its three seconds.
+TORCH_ONLY_SERVER = """
 import sys
 del sys.path[0]
-from elastic_resume.agent.workers import forkserver as zygote
-zygote.MODULES, zygote.OURS = ("torch",), ()
-zygote.main()
+from elastic_resume.agent.workers import forkserver
+forkserver.TORCH_MODULES, forkserver.OWN_MODULES = ("torch",), ()
+forkserver.main()
 """
 
 
 @pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Warm]]:
-    """Make a zygote for one test: of what a zygote imports by itself, torch alone."""
+def start_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RunningForkServer]]:
+    """Start fork servers for one test. Besides ``preload`` they import torch alone."""
 
-    def lean(argv: list[str], **others: Any) -> subprocess.Popen[bytes]:
-        assert argv[2] == str(warm_workers.FORK_SERVER_PATH)
-        return subprocess.Popen([*argv[:2], "-c", LEAN, *argv[3:]], **others)
+    def spawn(argv: list[str], **others: Any) -> subprocess.Popen[bytes]:
+        assert argv[2] == str(forkserver_manager.FORK_SERVER_PATH)
+        return subprocess.Popen([*argv[:2], "-c", TORCH_ONLY_SERVER, *argv[3:]], **others)
 
-    monkeypatch.setattr(warm_workers, "spawn", lean)
-    made: list[Warm] = []
+    monkeypatch.setattr(forkserver_manager, "spawn", spawn)
+    servers: list[RunningForkServer] = []
 
-    def make(*preload: str) -> Warm:
-        made.append(Warm(list(preload)))
-        return made[-1]
+    def make(*preload: str) -> RunningForkServer:
+        servers.append(RunningForkServer(list(preload)))
+        return servers[-1]
 
     yield make
-    for one in made:
-        one.warmth.close()
+    for server in servers:
+        server.manager.close()
 
 
-def environ(tmp_path: Path, zygote_name: str | None = None, **more: str) -> dict[str, str]:
-    """What an agent gives a stub."""
+def environ(tmp_path: Path, socket_name: str | None = None, **more: str) -> dict[str, str]:
+    """Return the environment that an agent gives to a launcher shim."""
     plain = {k: v for k, v in os.environ.items() if not k.startswith(constants.ENV_PREFIX)}
     ours = {
         constants.ENV_AGENT_PID: str(os.getpid()),
         constants.ENV_EVENTS_PATH: str(tmp_path / "events.jsonl"),
         constants.ENV_GRACE_S: "0.3",
     }
-    named = {constants.ENV_FORK_SERVER: zygote_name} if zygote_name else {}
+    named = {constants.ENV_FORK_SERVER: socket_name} if socket_name else {}
     return {**plain, "RANK": "3", **ours, **named, **more}
 
 
 def start(env: dict[str, str], *command: str, **kwargs: Any) -> subprocess.Popen[str]:
-    """Start a stub as torchelastic does."""
-    words = [*STUB, sys.executable, "-u", *command]
+    """Start a launcher shim as torchelastic does."""
+    words = [*SHIM, sys.executable, "-u", *command]
     return subprocess.Popen(words, env=env, start_new_session=True, text=True, **kwargs)
 
 
 Way = tuple[int, str, str]
 
 
-def three_ways(tmp_path: Path, warm: Warm, *command: str, stdin: str = "", **env: str) -> list[Way]:
-    """Exit code, stdout and stderr of a plain start, a cold one and a warm one."""
+def run_three_ways(
+    tmp_path: Path, warm: RunningForkServer, *command: str, stdin: str = "", **env: str
+) -> list[Way]:
+    """Return exit code, stdout and stderr of a plain start, a cold one and a warm one."""
     plain = [sys.executable, "-u", *command]
     ends = []
-    for words, name in ((plain, None), ([*STUB, *plain], None), ([*STUB, *plain], warm.name)):
+    for words, name in ((plain, None), ([*SHIM, *plain], None), ([*SHIM, *plain], warm.socket_name)):
         done = subprocess.run(
             words,
             env=environ(tmp_path, name, **env),
@@ -138,12 +139,12 @@ def three_ways(tmp_path: Path, warm: Warm, *command: str, stdin: str = "", **env
     return ends
 
 
-def test_a_script_sees_and_does_the_same_warm_cold_and_plain(warm: Warm, tmp_path: Path) -> None:
-    """Processes, DataLoader workers, torch.compile, threads, streams, signals, and the end."""
+def test_script_behaves_the_same_plain_cold_and_warm(warm: RunningForkServer, tmp_path: Path) -> None:
+    """Processes, DataLoader workers, torch.compile, threads, streams, signals, and the exit."""
     code, out, err = "7", [], []
     chance = tmp_path / "chance"
     drawn = []
-    for way in three_ways(tmp_path, warm, str(MIRROR), str(chance), code, stdin="some text\n"):
+    for way in run_three_ways(tmp_path, warm, str(MIRROR), str(chance), code, stdin="some text\n"):
         assert way[0] == 7, way[2]
         out.append(way[1])
         err.append(way[2])
@@ -157,13 +158,13 @@ def test_a_script_sees_and_does_the_same_warm_cold_and_plain(warm: Warm, tmp_pat
     assert err == [""] * 3
 
 
-def test_each_worker_draws_numbers_of_its_own(warm: Warm, tmp_path: Path) -> None:
-    """A fork would inherit the seeds, and every rank would augment alike."""
+def test_workers_draw_different_random_numbers(warm: RunningForkServer, tmp_path: Path) -> None:
+    """A fork would inherit the seeds, and all ranks would augment alike."""
     script = tmp_path / "draw.py"
     script.write_text(
         "import random, numpy, torch; print(random.random(), numpy.random.rand(), torch.rand(1).item())"
     )
-    env = environ(tmp_path, warm.name)
+    env = environ(tmp_path, warm.socket_name)
     drawn = {start(env, str(script), stdout=subprocess.PIPE).communicate(timeout=60)[0] for _ in range(3)}
     assert len({word for line in drawn for word in line.split()}) == 9
 
@@ -192,13 +193,13 @@ ENDS = {
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_every_end_of_a_script_is_the_same(how: str, warm: Warm, tmp_path: Path) -> None:
-    """Exit code or signal, and the same lines, tracebacks without a frame of ours."""
+def test_script_exits_the_same_plain_cold_and_warm(how: str, warm: RunningForkServer, tmp_path: Path) -> None:
+    """Exit code or signal and output are the same; tracebacks show no frame of ours."""
     script = tmp_path / "script.py"
     script.write_text(ENDS[how])
     plain, cold, warmed = (
         (code, out, re.sub("thread 0x[0-9a-f]+", "thread", err))
-        for code, out, err in three_ways(tmp_path, warm, "script.py")
+        for code, out, err in run_three_ways(tmp_path, warm, "script.py")
     )
     assert cold == plain
     if how == "recursion":  # the depth at which a script starts is not part of the promise
@@ -209,64 +210,69 @@ def test_every_end_of_a_script_is_the_same(how: str, warm: Warm, tmp_path: Path)
         assert warmed == plain
 
 
-def test_modules_directories_and_archives_run_too(warm: Warm, tmp_path: Path) -> None:
-    """``-m package.module``, a directory with a __main__.py, a zip file of one."""
+def test_modules_directories_and_archives_run(warm: RunningForkServer, tmp_path: Path) -> None:
+    """``-m package.module``, a directory with a __main__.py, and a zip file of one."""
     body = "import sys; print(__name__, __package__, __file__, bool(__spec__), sys.argv, sys.path[0])"
     (tmp_path / "pack").mkdir()
     for name in ("__init__.py", "__main__.py", "part.py"):
         (tmp_path / "pack" / name).write_text(body if name != "__init__.py" else "")
     subprocess.run([sys.executable, "-m", "zipapp", "pack", "-o", "pack.pyz"], check=True, cwd=tmp_path)
     for command in (["-m", "pack.part", "a"], ["-m", "pack"], ["pack", "b"], ["pack.pyz"], ["-m", "no_such"]):
-        plain, cold, warmed = three_ways(tmp_path, warm, *command)
+        plain, cold, warmed = run_three_ways(tmp_path, warm, *command)
         assert cold == plain
         assert warmed == plain, command
 
 
-def test_what_only_a_new_process_can_heed_starts_cold(warm: Warm, tmp_path: Path) -> None:
-    """The interpreter and libraries read some variables once: a fork would come too late."""
+def test_differing_process_start_variables_start_cold(warm: RunningForkServer, tmp_path: Path) -> None:
+    """The interpreter and libraries read them once, when they start."""
     script = tmp_path / "script.py"
     script.write_text("import os, torch; print(torch.get_num_threads(), hash('a'))")
-    plain, cold, warmed = three_ways(tmp_path, warm, "script.py", OMP_NUM_THREADS="1", PYTHONHASHSEED="5")
+    plain, cold, warmed = run_three_ways(tmp_path, warm, "script.py", OMP_NUM_THREADS="1", PYTHONHASHSEED="5")
     assert plain[1].startswith("1 ")
     assert warmed == cold == plain
 
 
-def test_the_guard_and_the_worker_are_named_for_people(warm: Warm, tmp_path: Path) -> None:
-    """Whoever looks at a sick node tells them from one another and from the zygote."""
+def test_processes_have_names(warm: RunningForkServer, tmp_path: Path) -> None:
+    """``ps`` shows which is the worker, the supervisor and the fork server."""
     script = tmp_path / "script.py"
     script.write_text(
         f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(99)"
     )
-    process = start(environ(tmp_path, warm.name), str(script), "--rate", "0.1")
-    worker = psutil.Process(pid_in(tmp_path / "pid"))
+    process = start(environ(tmp_path, warm.socket_name), str(script), "--rate", "0.1")
+    worker = psutil.Process(wait_for_pid(tmp_path / "pid"))
     assert worker.name() == "er-worker"
-    keeper = worker.parent()
-    assert keeper is not None
-    assert keeper.name() == "er-guard"
-    assert psutil.Process(keeper.ppid()).name() == "er-zygote"
-    assert keeper.ppid() == warm.warmth.pid
+    supervisor = worker.parent()
+    assert supervisor is not None
+    assert supervisor.name() == "er-supervisor"
+    assert psutil.Process(supervisor.ppid()).name() == "er-fork-server"
+    assert supervisor.ppid() == warm.manager.pid
     process.kill()
     process.wait()
-    wait_for(lambda: not alive(worker.pid), "the worker to die with its stub")
+    wait_for(lambda: not is_alive(worker.pid), "the worker to die with its shim")
 
 
-def test_affinity_and_umask_of_the_stub_are_the_workers(warm: Warm, tmp_path: Path) -> None:
-    """Torchelastic binds a rank to its NUMA node by starting the stub under numactl."""
+def test_worker_has_affinity_and_umask_of_shim(warm: RunningForkServer, tmp_path: Path) -> None:
+    """Torchelastic binds a rank to its NUMA node by starting the shim under numactl."""
     script = tmp_path / "script.py"
     script.write_text("import os; print(sorted(os.sched_getaffinity(0)), os.umask(0))")
     cpu = max(os.sched_getaffinity(0))
-    words = ["taskset", "-c", str(cpu), *STUB, sys.executable, "-u", str(script)]
+    words = ["taskset", "-c", str(cpu), *SHIM, sys.executable, "-u", str(script)]
     done = subprocess.run(
-        words, env=environ(tmp_path, warm.name), stdout=subprocess.PIPE, text=True, check=True, umask=0o27
+        words,
+        env=environ(tmp_path, warm.socket_name),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        umask=0o27,
     )
     assert done.stdout == f"[{cpu}] {0o27}\n"
 
 
-# ---- what may become of it -----------------------------------------------------------------------------
+# ---- failures ------------------------------------------------------------------------------------------
 
 
 def sleeper(tmp_path: Path) -> str:
-    """A script that notes its process and sleeps, with a child in a session of its own."""
+    """Write a script that records its process, starts a child in its own session, and sleeps."""
     script = tmp_path / "sleeper.py"
     script.write_text(
         textwrap.dedent(f"""
@@ -280,41 +286,43 @@ def sleeper(tmp_path: Path) -> str:
     return str(script)
 
 
-def test_a_guard_that_is_killed_leaves_nothing_behind(warm: Warm, tmp_path: Path) -> None:
-    """The kernel kills the worker, the zygote what that one leaves."""
-    process = start(environ(tmp_path, warm.name), sleeper(tmp_path))
-    pids = [pid_in(tmp_path / name) for name in ("worker", "child")]
-    keeper = psutil.Process(pids[0]).parent()
-    assert keeper is not None
-    keeper.kill()
+def test_killed_supervisor_leaves_no_process(warm: RunningForkServer, tmp_path: Path) -> None:
+    """The kernel kills the worker, the fork server kills the leftovers."""
+    process = start(environ(tmp_path, warm.socket_name), sleeper(tmp_path))
+    pids = [wait_for_pid(tmp_path / name) for name in ("worker", "child")]
+    supervisor = psutil.Process(pids[0]).parent()
+    assert supervisor is not None
+    supervisor.kill()
     assert process.wait(60) == -signal.SIGKILL
-    wait_for(lambda: not any(map(alive, pids)), "worker and child to die")
-    assert exit_event(tmp_path)["signal"] == "SIGKILL"
+    wait_for(lambda: not any(map(is_alive, pids)), "worker and child to die")
+    assert read_exit_event(tmp_path)["signal"] == "SIGKILL"
 
 
-def test_a_zygote_that_is_killed_costs_no_worker_and_is_replaced(
-    own: Callable[..., Warm], tmp_path: Path
+def test_killed_fork_server_is_replaced_and_workers_survive(
+    start_own: Callable[..., RunningForkServer], tmp_path: Path
 ) -> None:
-    """Until the next is ready workers start cold."""
-    warm = own()
-    warm.wait_ready()
-    process = start(environ(tmp_path, warm.name), sleeper(tmp_path))
-    worker = pid_in(tmp_path / "worker")
-    first = warm.warmth.pid
+    """Until the next one is ready, workers start cold."""
+    warm = start_own()
+    warm.wait_until_ready()
+    process = start(environ(tmp_path, warm.socket_name), sleeper(tmp_path))
+    worker = wait_for_pid(tmp_path / "worker")
+    first = warm.manager.pid
     assert first is not None
     os.kill(first, signal.SIGKILL)
-    warm.wait_ready(times=2)
-    assert warm.warmth.pid not in {None, first}
-    assert any("killed by signal 9: workers start cold until another is ready" in line for line in warm.said)
+    warm.wait_until_ready(times=2)
+    assert warm.manager.pid not in {None, first}
+    assert any(
+        "killed by signal 9: workers start cold until another is ready" in line for line in warm.log_lines
+    )
     assert process.poll() is None
-    assert alive(worker)
+    assert is_alive(worker)
     process.terminate()
     assert process.wait(60) == -signal.SIGTERM
-    wait_for(lambda: not alive(worker), "the worker to end")
+    wait_for(lambda: not is_alive(worker), "the worker to end")
 
 
 def is_connected(pid: int) -> bool:
-    """Whether the process holds a connected unix socket (proc_pid_net(5): state 03)."""
+    """Return whether the process holds a connected unix socket (proc_pid_net(5): state 03)."""
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     connected = {f"socket:[{words[6]}]" for words in lines if words[5] == "03"}
     with contextlib.suppress(FileNotFoundError):
@@ -323,29 +331,29 @@ def is_connected(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_stub_that_asks_a_dying_zygote_starts_its_worker_cold(
-    number: int, own: Callable[..., Warm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_shim_starts_cold_when_fork_server_dies_or_stops(
+    number: int, start_own: Callable[..., RunningForkServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It had asked while the zygote imported. One that is stopped is killed by the agent."""
+    """It waits while the fork server imports. The agent kills a stopped fork server."""
     asked = threading.Event()  # else the agent might kill it, and have the next one asked
-    look = ForkServerManager._is_stopped
-    monkeypatch.setattr(ForkServerManager, "_is_stopped", lambda agent: asked.is_set() and look(agent))
-    warm = own()
-    assert warm.warmth.pid is not None
-    os.kill(warm.warmth.pid, signal.SIGSTOP)
+    is_stopped = forkserver_manager._is_stopped
+    monkeypatch.setattr(forkserver_manager, "_is_stopped", lambda pid: asked.is_set() and is_stopped(pid))
+    warm = start_own()
+    assert warm.manager.pid is not None
+    os.kill(warm.manager.pid, signal.SIGSTOP)
     script = tmp_path / "script.py"
     script.write_text("import sys; print('torch' in sys.modules)")
-    process = start(environ(tmp_path, warm.name), str(script), stdout=subprocess.PIPE)
-    wait_for(lambda: is_connected(process.pid), "the stub to ask")
+    process = start(environ(tmp_path, warm.socket_name), str(script), stdout=subprocess.PIPE)
+    wait_for(lambda: is_connected(process.pid), "the request of the shim")
     if number == signal.SIGKILL:
-        os.kill(warm.warmth.pid, number)
+        os.kill(warm.manager.pid, number)
     asked.set()
     assert process.communicate(timeout=60)[0] == "False\n"
 
 
-def test_what_a_zygote_says_last_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its agent had just looked for news when it came, and looks for the zygote's end after that."""
-    said: list[str] = []
+def test_last_message_of_fork_server_is_handled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It arrives between the read and the check for the end of the process."""
+    log_lines: list[str] = []
     started: list[subprocess.Popen[bytes]] = []
     word = json.dumps({"fork_unsafe_module": "pooling", "why": "it uses native threads"}) + "\n"
     code = f"import os, sys, time\nwhile not os.path.exists({str(tmp_path / 'looked')!r}): time.sleep(0.01)\n"
@@ -363,36 +371,38 @@ def test_what_a_zygote_says_last_is_heard(tmp_path: Path, monkeypatch: pytest.Mo
                 os.waitid(os.P_PID, started[-1].pid, os.WEXITED | os.WNOWAIT)
         return found
 
-    monkeypatch.setattr(warm_workers, "spawn", spawn)
-    monkeypatch.setattr(warm_workers, "select", SimpleNamespace(select=look))
-    warmth = ForkServerManager(["python", "x.py"], ["pooling"], log=said.append, emit=lambda *_, **__: None)
-    warmth.start()
-    wait_for(lambda: said, "the agent to tell of it")
-    warmth.close()
-    assert said[0] == "--preload pooling is left out: it uses native threads."
+    monkeypatch.setattr(forkserver_manager, "spawn", spawn)
+    monkeypatch.setattr(forkserver_manager, "select", SimpleNamespace(select=look))
+    manager = ForkServerManager(
+        ["python", "x.py"], ["pooling"], log=log_lines.append, emit=lambda *_, **__: None
+    )
+    manager.start()
+    wait_for(lambda: log_lines, "a log line")
+    manager.close()
+    assert log_lines[0] == "--preload pooling is left out: it uses native threads."
 
 
-def test_a_zygote_dies_with_its_agent(tmp_path: Path) -> None:
-    """And what it has forked with it."""
+def test_fork_server_dies_with_its_agent(tmp_path: Path) -> None:
+    """The kernel kills it."""
     code = """
 import os, sys, time
 from elastic_resume.agent.workers.forkserver_manager import ForkServerManager
-warmth = Warmth([sys.executable, "-u", "x.py"], [], say=print, tell=lambda *a, **k: None)
-warmth.start()
-open(sys.argv[1], "w").write(str(warmth.pid))
+manager = ForkServerManager([sys.executable, "-u", "x.py"], [], log=print, emit=lambda *a, **k: None)
+manager.start()
+open(sys.argv[1], "w").write(str(manager.pid))
 time.sleep(600)
 """
-    agent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "zygote")])
-    pid = pid_in(tmp_path / "zygote")
+    agent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "fork-server")])
+    pid = wait_for_pid(tmp_path / "fork-server")
     agent.kill()
     agent.wait()
-    wait_for(lambda: not alive(pid), "the zygote to die")
+    wait_for(lambda: not is_alive(pid), "the fork server to die")
 
 
-def test_preloaded_modules_that_spoil_a_fork_or_fail_are_left_out(
-    own: Callable[..., Warm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_unsafe_or_failing_preload_is_left_out(
+    start_own: Callable[..., RunningForkServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is named with its reason; the rest is there."""
+    """The log names each with its reason; other modules are imported."""
     bodies = {
         "fine": "",
         "failing": "1 / 0",
@@ -403,78 +413,78 @@ def test_preloaded_modules_that_spoil_a_fork_or_fail_are_left_out(
     for name, body in bodies.items():
         (tmp_path / f"{name}.py").write_text(body)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    warm = own(*bodies)
-    failed = "cannot import failing ahead of workers, so it is left out: ZeroDivisionError: division by zero"
-    wait_for(lambda: failed in warm.said, "a zygote that tells what it has not imported", 120)
-    said = "\n".join(warm.said)
+    warm = start_own(*bodies)
+    failed = "the fork server cannot import failing, so it is left out: ZeroDivisionError: division by zero"
+    wait_for(lambda: failed in warm.log_lines, "a log line about the failing import", 120)
+    log = "\n".join(warm.log_lines)
     for name, why in (
         ("threading_one", "it starts threads"),
-        ("cuda_one", "it initialises CUDA"),
+        ("cuda_one", "it initializes CUDA"),
         ("starting_one", "it starts processes"),
     ):
-        assert f"--preload {name} is left out: {why}" in said
+        assert f"--preload {name} is left out: {why}" in log
     script = tmp_path / "script.py"
     script.write_text(f"import sys; print([name for name in {list(bodies)!r} if name in sys.modules])")
     process = start(
-        environ(tmp_path, warm.name, PYTHONPATH=str(tmp_path)), str(script), stdout=subprocess.PIPE
+        environ(tmp_path, warm.socket_name, PYTHONPATH=str(tmp_path)), str(script), stdout=subprocess.PIPE
     )
     assert process.communicate(timeout=60)[0] == "['fine']\n"
 
 
-def test_what_preloaded_modules_change_is_changed_in_workers(
-    own: Callable[..., Warm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_changes_of_preloaded_modules_reach_workers(
+    start_own: Callable[..., RunningForkServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A variable that one sets, and a directory that it puts first on the search path."""
+    """A module sets a variable and puts a directory first on the search path."""
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "only_there.py").write_text("")
     (tmp_path / "changing.py").write_text(
         f"import os, sys; os.environ['CHANGED'] = 'yes'; sys.path.insert(0, {str(tmp_path / 'lib')!r})"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    warm = own("changing")
+    warm = start_own("changing")
     script = tmp_path / "script.py"
     script.write_text("import changing, only_there, os, sys; print(os.environ['CHANGED'], sys.path[:2])")
-    process = start(environ(tmp_path, warm.name), str(script), stdout=subprocess.PIPE)
+    process = start(environ(tmp_path, warm.socket_name), str(script), stdout=subprocess.PIPE)
     assert process.communicate(timeout=60)[0] == f"yes {[str(tmp_path / 'lib'), str(tmp_path)]}\n"
 
 
-def test_a_module_that_uses_native_threads_or_leaves_a_process_is_left_out(
-    own: Callable[..., Warm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_preload_with_native_threads_or_orphan_is_left_out(
+    start_own: Callable[..., RunningForkServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """OpenMP's pool is missing in a fork, which waits for it; an orphan would hold our sockets open."""
+    """A fork would wait for the missing OpenMP pool; an orphan would keep our sockets open."""
     (tmp_path / "pooling.py").write_text("import torch; torch.ones(3000, 3000).sum()")
     (tmp_path / "leaving.py").write_text("import os; os.system(\"setsid sh -c 'sleep 300; true' &\")")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    warm = own("pooling", "leaving")
-    warm.wait_ready()
-    said = "\n".join(warm.said)
+    warm = start_own("pooling", "leaving")
+    warm.wait_until_ready()
+    log = "\n".join(warm.log_lines)
     if len(os.sched_getaffinity(0)) > 1:  # with one core there is no pool
-        assert "--preload pooling is left out: it uses native threads" in said
-    assert "--preload leaving is left out: it starts processes" in said
+        assert "--preload pooling is left out: it uses native threads" in log
+    assert "--preload leaving is left out: it starts processes" in log
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
-def test_closed_streams_are_closed_in_the_worker_too(closed: str, warm: Warm, tmp_path: Path) -> None:
-    """Nothing else takes their place."""
+def test_closed_streams_are_closed_in_worker(closed: str, warm: RunningForkServer, tmp_path: Path) -> None:
+    """No other file takes their place."""
     script = tmp_path / "script.py"
     facts = "[s is None for s in (sys.stdin, sys.stdout, sys.stderr)]"
     script.write_text(f"import sys; open({str(tmp_path / 'facts')!r}, 'w').write(repr({facts}))")
-    words = " ".join([*STUB, sys.executable, "-u", str(script)])
+    words = " ".join([*SHIM, sys.executable, "-u", str(script)])
     shell = ["/bin/sh", "-c", f"exec {words} {closed}"]
-    subprocess.run(shell, env=environ(tmp_path, warm.name), check=True)
+    subprocess.run(shell, env=environ(tmp_path, warm.socket_name), check=True)
     assert (tmp_path / "facts").read_text() == repr([closed == c for c in ("<&-", ">&-", "2>&-")])
 
 
-def test_a_working_directory_that_is_gone_starts_the_worker_cold(warm: Warm, tmp_path: Path) -> None:
-    """As a plain start would, which finds no fault with it."""
+def test_removed_working_directory_starts_cold(warm: RunningForkServer, tmp_path: Path) -> None:
+    """A plain start runs there too."""
     script = tmp_path / "script.py"
     script.write_text("print('ran')")
     gone = tmp_path / "gone"
     gone.mkdir()
-    words = " ".join([*STUB, sys.executable, "-u", str(script)])
+    words = " ".join([*SHIM, sys.executable, "-u", str(script)])
     done = subprocess.run(
         ["/bin/sh", "-c", f"rmdir ../gone; exec {words}"],
-        env=environ(tmp_path, warm.name),
+        env=environ(tmp_path, warm.socket_name),
         cwd=gone,
         stdout=subprocess.PIPE,
         text=True,
@@ -483,14 +493,14 @@ def test_a_working_directory_that_is_gone_starts_the_worker_cold(warm: Warm, tmp
     assert done.stdout == "ran\n"
 
 
-def test_limits_and_priority_of_the_stub_are_the_workers(warm: Warm, tmp_path: Path) -> None:
-    """Whatever stands around torchelastic's command."""
+def test_worker_has_limits_and_priority_of_shim(warm: RunningForkServer, tmp_path: Path) -> None:
+    """They may be set around the command of torchelastic."""
     script = tmp_path / "script.py"
     script.write_text("import os, resource; print(resource.getrlimit(resource.RLIMIT_NOFILE), os.nice(0))")
-    words = " ".join([*STUB, sys.executable, "-u", str(script)])
+    words = " ".join([*SHIM, sys.executable, "-u", str(script)])
     done = subprocess.run(
         ["/bin/sh", "-c", f"ulimit -n 300; exec nice -n 5 {words}"],
-        env=environ(tmp_path, warm.name),
+        env=environ(tmp_path, warm.socket_name),
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -498,19 +508,21 @@ def test_limits_and_priority_of_the_stub_are_the_workers(warm: Warm, tmp_path: P
     assert done.stdout == f"(300, 300) {os.nice(0) + 5}\n"
 
 
-def test_a_stub_that_waits_for_imports_can_be_ended(own: Callable[..., Warm], tmp_path: Path) -> None:
-    """Nothing has been started yet, so nothing has to be waited for."""
-    warm = own()
-    assert warm.warmth.pid is not None
-    os.kill(warm.warmth.pid, signal.SIGSTOP)
-    process = start(environ(tmp_path, warm.name), "-c", "pass")
-    wait_for(lambda: is_connected(process.pid), "the stub to ask")
+def test_shim_waiting_for_imports_ends_on_sigterm(
+    start_own: Callable[..., RunningForkServer], tmp_path: Path
+) -> None:
+    """No worker has been started yet."""
+    warm = start_own()
+    assert warm.manager.pid is not None
+    os.kill(warm.manager.pid, signal.SIGSTOP)
+    process = start(environ(tmp_path, warm.socket_name), "-c", "pass")
+    wait_for(lambda: is_connected(process.pid), "the request of the shim")
     process.terminate()
     assert process.wait(30) == -signal.SIGTERM
 
 
-def test_garbage_and_silence_do_not_disturb_the_zygote(warm: Warm, tmp_path: Path) -> None:
-    """Whoever runs as our user may connect. Half a request, none, and one that is too long are dropped."""
+def test_malformed_requests_do_not_disturb_fork_server(warm: RunningForkServer, tmp_path: Path) -> None:
+    """Any process of our user may connect. Incomplete, empty and too long requests are dropped."""
     with contextlib.ExitStack() as stack:
         for data in (
             b"",
@@ -521,30 +533,30 @@ def test_garbage_and_silence_do_not_disturb_the_zygote(warm: Warm, tmp_path: Pat
             os.urandom(999),
         ):
             client = stack.enter_context(socket.socket(socket.AF_UNIX))
-            client.connect("\0" + warm.name)
+            client.connect("\0" + warm.socket_name)
             with contextlib.suppress(BrokenPipeError):
                 client.sendall(data)
                 client.shutdown(socket.SHUT_WR)
         script = tmp_path / "script.py"
         script.write_text("import sys; print('torch' in sys.modules)")
-        process = start(environ(tmp_path, warm.name), str(script), stdout=subprocess.PIPE)
+        process = start(environ(tmp_path, warm.socket_name), str(script), stdout=subprocess.PIPE)
         assert process.communicate(timeout=60)[0] == "True\n"
 
 
-def test_a_zygote_that_never_gets_ready_is_given_up(
-    own: Callable[..., Warm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_fork_server_that_never_gets_ready_is_given_up(
+    start_own: Callable[..., RunningForkServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Workers start cold, and it is said once."""
+    """Workers start cold, and one log line says so."""
     (tmp_path / "dying.py").write_text("import os; os._exit(3)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    warm = own("dying")
-    wait_for(lambda: any("cold from now on" in line for line in warm.said), "it to be given up", 120)
-    assert "3 zygotes in a row failed (last: ended with exit code 3)" in warm.said[-1]
-    assert warm.warmth.pid is None
+    warm = start_own("dying")
+    wait_for(lambda: any("cold from now on" in line for line in warm.log_lines), "it to be given up", 120)
+    assert "3 fork servers in a row failed; the last ended with exit code 3" in warm.log_lines[-1]
+    assert warm.manager.pid is None
 
 
-def test_variables_that_a_fork_cannot_change_are_compared() -> None:
-    """Those of torchelastic and of each rank differ always and count for nothing."""
+def test_only_process_start_variables_are_compared() -> None:
+    """Those of torchelastic and of each rank always differ and do not count."""
     ours = {"PYTHONPATH": "a", "OMP_NUM_THREADS": "1", "RANK": "0", "MASTER_PORT": "1"}
     theirs = {
         "PYTHONPATH": "a",

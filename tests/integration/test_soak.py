@@ -20,7 +20,7 @@ from elastic_resume import constants
 from elastic_resume.events import Event
 from elastic_resume.testing import Cluster
 from tests.integration.test_end_to_end import SCRIPT, check_end
-from tests.integration.test_launcher_shim import wait_for
+from tests.support.processes import wait_for
 
 pytestmark = pytest.mark.cluster
 
@@ -72,7 +72,7 @@ def test_a_job_survives_every_death(tmp_path: Path, undisturbed: str) -> None:
 def strike(cluster: Cluster, rng: random.Random) -> None:
     """Kill something somewhere; what an agent's end took along is started again."""
     index = rng.randrange(3)
-    kind = rng.choice(["worker", "guard", "stub", "zygote", "agent", "node", "node"])
+    kind = rng.choice(["worker", "supervisor", "shim", "fork-server", "agent", "node", "node"])
     if kind == "node":
         cluster.kill_node(index)
     elif kind == "agent":
@@ -96,9 +96,9 @@ def kind_of(process: psutil.Process) -> str:
         name, words = process.name(), process.cmdline()
     except psutil.NoSuchProcess:
         return ""
-    if any(word.endswith("stub.py") for word in words):
-        return "stub"
-    return name.removeprefix("er-") if name in {"er-zygote", "er-guard", "er-worker"} else ""
+    if any(word.endswith("launcher_shim.py") for word in words):
+        return "shim"
+    return name.removeprefix("er-") if name in {"er-fork-server", "er-supervisor", "er-worker"} else ""
 
 
 def left_behind(directory: Path) -> Iterator[str]:
@@ -128,7 +128,7 @@ def test_restarts_leak_no_descriptor(tmp_path: Path) -> None:
         for generation in range(1, 8):
             cluster.wait(partial(commits, cluster, generation), f"a commit of generation {generation}")
             agent, *others = cluster.processes(0)
-            zygote = next(process for process in others if kind_of(process) == "zygote")
+            zygote = next(process for process in others if kind_of(process) == "fork-server")
             if generation == 2:  # the first restart may open something for good
                 before = most(agent, zygote)
             if generation < 7:

@@ -1,4 +1,4 @@
-"""``elastic-resume run`` with warm workers, with ``--no-warm``, and torchrun: the same logs and ends."""
+"""``elastic-resume run`` with warm workers and with ``--no-warm`` behaves like torchrun."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ WAYS = {
     "cold": [*OURS, "--no-warm"],
     "warm": OURS,
 }
-# What differs between any two starts, and what only our own launcher has to say.
-OWN_AFFAIRS = {
+# Variables that differ between any two starts, or that only one of the launchers sets.
+DIFFERING_VARIABLES = {
     "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_MAX_RESTARTS",
     "TORCHELASTIC_ERROR_FILE",
     "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_ELASTIC_WORKER_IDENTICAL",
@@ -36,7 +36,7 @@ OWN_AFFAIRS = {
 
 
 def run(way: str, directory: Path, *words: str, code: int = 0) -> str:
-    """Run a job of two workers in a directory of its own; give what its agent said."""
+    """Run a job of two workers in a directory of its own; return the error output of the agent."""
     directory.mkdir()
     command = [*WAYS[way], "--nproc-per-node=2", "--max-restarts=0", *words]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=200)
@@ -44,45 +44,47 @@ def run(way: str, directory: Path, *words: str, code: int = 0) -> str:
     return done.stderr
 
 
-def logs(directory: Path, name: str) -> list[str]:
-    """The files of that name that torchelastic wrote, by local rank."""
+def read_logs(directory: Path, name: str) -> list[str]:
+    """Return the files of that name that torchelastic wrote, by local rank."""
     return [path.read_text() for path in sorted((directory / "logs").rglob(f"attempt_0/*/{name}"))]
 
 
-def test_a_script_does_the_same_warm_cold_and_under_torchrun(tmp_path: Path) -> None:
-    """It prints, forks, spawns, loads data with workers that persist, compiles, and has a word at exit."""
+def test_script_behaves_the_same_warm_cold_and_under_torchrun(tmp_path: Path) -> None:
+    """It prints, forks, spawns, loads data with persistent workers, compiles, and prints at exit."""
     facts: dict[str, list[dict[str, Any]]] = {}
     for way in WAYS:
         here = tmp_path / way
-        said = run(way, here, "--redirects=3", "--log-dir=logs", str(MIRROR), "chance-${local_rank}", "0")
-        out = logs(here, "stdout.log")
+        log = run(way, here, "--redirects=3", "--log-dir=logs", str(MIRROR), "chance-${local_rank}", "0")
+        out = read_logs(here, "stdout.log")
         assert [text.splitlines()[1:] for text in out] == [["a thread's last word", "at exit"]] * 2
-        assert [without_leaks(text) for text in logs(here, "stderr.log")] == ["", ""]
+        assert [without_leaks(text) for text in read_logs(here, "stderr.log")] == ["", ""]
         facts[way] = [json.loads(text.splitlines()[0]) for text in out]
         if way == "warm":
             kinds = [event["event"] for event in events.read(next(here.rglob("events.jsonl")))]
-            # A node that joined before would stop the others' workers, and have them wait for its imports.
+            # A node that joined earlier would stop the other workers and have them wait for its imports.
             assert kinds.index("fork-server-ready") < kinds.index("round")
-            assert "starts cold" not in said
+            assert "starts cold" not in log
         for rank, seen in enumerate(facts[way]):
             seen["cwd"] = seen["cwd"].replace(way, "")
             environ = seen.pop("environ")
             assert (environ["LOCAL_RANK"], environ["OMP_NUM_THREADS"]) == (str(rank), "1")
             assert seen["argv"][1] == f"chance-{rank}"
             seen["environ"] = {
-                key: value.replace(way, "") for key, value in environ.items() if key not in OWN_AFFAIRS
+                key: value.replace(way, "")
+                for key, value in environ.items()
+                if key not in DIFFERING_VARIABLES
             }
         assert len({(here / f"chance-{rank}").read_text() for rank in range(2)}) == 2
     for way in ("cold", "warm"):
         for rank in range(2):
-            # What a scheduler sends ahead of the end is the agent's affair, and ends no worker.
+            # The agent handles the signal that a scheduler sends before the end; workers ignore it.
             facts["torchrun"][rank]["signals"]["SIGUSR1"] = str(signal.SIG_IGN)
             for name, value in facts["torchrun"][rank].items():
                 assert facts[way][rank][name] == value, f"{way}, rank {rank}: {name}"
 
 
-def test_an_agent_that_still_imports_can_be_stopped(tmp_path: Path) -> None:
-    """It has asked nobody for a place yet, and ends as one that has."""
+def test_agent_stops_while_its_workers_import(tmp_path: Path) -> None:
+    """It has not joined a rendezvous yet."""
     (tmp_path / "slow.py").write_text("import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(600)")
     (tmp_path / "job.py").write_text("")
     agent = subprocess.Popen(
@@ -103,8 +105,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 @record
 def main():
     print("rank", os.environ["RANK"], "local", os.environ["LOCAL_RANK"], flush=True)
-    pathlib.Path("said" + os.environ["RANK"]).touch()
-    while not pathlib.Path("said0").exists():  # rank 1's end is that of rank 0 too
+    pathlib.Path("printed" + os.environ["RANK"]).touch()
+    while not pathlib.Path("printed0").exists():  # the failure of rank 1 ends rank 0 too
         time.sleep(0.01)
     if os.environ["RANK"] == "1":
         raise ValueError("no such luck")
@@ -113,8 +115,8 @@ main()
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_logs_tees_error_files_and_virtual_ranks_work(way: str, tmp_path: Path) -> None:
-    """As a module too, which is found in the working directory."""
+def test_logs_tee_error_files_and_virtual_ranks_work(way: str, tmp_path: Path) -> None:
+    """Also for a module that is found in the working directory."""
     here = tmp_path / way
     here.mkdir()
     (here / "fails.py").write_text(FAILS)
@@ -129,14 +131,17 @@ def test_logs_tees_error_files_and_virtual_ranks_work(way: str, tmp_path: Path) 
     )
     assert done.returncode == 1
     assert "[default1]:rank 1 local 0" in done.stdout
-    assert [text.splitlines()[0] for text in logs(here, "stdout.log")] == ["rank 0 local 0", "rank 1 local 0"]
-    (error,) = logs(here, "error.json")
+    assert [text.splitlines()[0] for text in read_logs(here, "stdout.log")] == [
+        "rank 0 local 0",
+        "rank 1 local 0",
+    ]
+    (error,) = read_logs(here, "error.json")
     assert json.loads(error)["message"]["message"] == "ValueError: no such luck"
 
 
 @pytest.mark.parametrize("way", ["cold", "warm"])
-def test_any_program_may_be_a_worker(way: str, tmp_path: Path) -> None:
-    """With --no-python it starts cold, which is said once."""
+def test_no_python_worker_starts_cold(way: str, tmp_path: Path) -> None:
+    """One log line says so."""
     here = tmp_path / way
     here.mkdir()
     command = [*WAYS[way], "--nproc-per-node=2", "--no-python", "/bin/sh", "-c", "echo rank $RANK; exit 0"]

@@ -17,7 +17,7 @@ import pytest
 from elastic_resume import constants, failpoints
 from elastic_resume.errors import ConfigError
 from elastic_resume.testing.triggers import FailpointController
-from tests.integration.test_launcher_shim import wait_for
+from tests.support.processes import wait_for
 
 pytestmark = pytest.mark.slow
 

@@ -1,6 +1,6 @@
-"""The agent's side of the zygote: it starts it, replaces one that died, and says what workers will get.
+"""The agent's side of the fork server: starts it, replaces one that died, and tells what workers will get.
 
-Promise: whatever becomes of the zygote, workers start: without one, cold. Does not know how it forks.
+Whatever happens to the fork server, workers start: without one they start cold.
 """
 
 from __future__ import annotations
@@ -21,168 +21,171 @@ from typing import Any
 import psutil
 
 from elastic_resume import constants
+from elastic_resume.agent.background import BackgroundThread
 
 FORK_SERVER_PATH = Path(__file__).with_name("forkserver.py")
-MAX_FAILURES = 3  # of zygotes in a row that never were ready
-BACKLOG = 1024  # stubs of one node that ask while it still imports
-POLL_INTERVAL_S = 1.0  # between two looks at whether somebody has stopped it; and before another is started
-SLOW_IMPORT_S = 15.0  # of importing, after which it is said that workers wait for it
-spawn: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen  # simulated nodes share what it imports
+MAX_FAILURES = 3  # consecutive fork servers that ended before they were ready
+BACKLOG = 1024  # launcher shims of one node that may wait while the fork server imports
+POLL_INTERVAL_S = 1.0  # between checks for a stopped fork server, and before the next one is started
+SLOW_IMPORT_S = 15.0  # imports that take longer are logged, since workers wait for them
+spawn: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen  # simulated nodes replace it
 
 
 class ForkServerManager:
-    """The zygote of one agent: from `start` to `close` there is one, or workers start cold."""
+    """Keeps a fork server running from `start` to `close`, or gives it up, so that workers start cold."""
 
     def __init__(
         self, command: list[str], preload: list[str], *, log: Callable[[str], None], emit: Callable[..., Any]
     ) -> None:
-        """``command`` is the worker's; ``say`` gets lines for people, ``tell`` events by kind and fields."""
+        """Prepare the fork server.
+
+        Args:
+            command: command of the workers.
+            preload: modules that it imports besides torch.
+            log: logs a line for people.
+            emit: emits an event by kind and fields.
+
+        """
         self._command = command
         self._preload = preload
         self._log = log
         self._emit = emit
         self._socket_name = f"elastic_resume-{secrets.token_hex(16)}"
         self._process: subprocess.Popen[bytes] | None = None
-        self._logged_refusals = {""}  # reasons that have been said
-        self._closing = threading.Event()
-        # The kernel kills a zygote when the thread that started it ends: this one lives as long as we do.
-        self._thread = threading.Thread(target=self._run, name="warmth", daemon=True)
+        self._failures = 0
+        self._logged_refusals: set[str] = set()
         self._listening = threading.Event()
         self._ready_or_given_up = threading.Event()
+        # The kernel kills a fork server when the thread that started it ends, so one thread starts them all.
+        self._thread = BackgroundThread("fork-server-manager", self._run_fork_server)
 
     def start(self) -> None:
-        """Start the zygote; stubs may ask it from now on, and wait while it imports."""
-        os.environ[constants.ENV_FORK_SERVER] = (
-            self._socket_name
-        )  # torchelastic hands its environment to stubs
+        """Start the fork server. From now on launcher shims may connect; they wait while it imports."""
+        # torchelastic passes its environment on to launcher shims.
+        os.environ[constants.ENV_FORK_SERVER] = self._socket_name
         self._thread.start()
         self._listening.wait()
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        """Wait until workers start as fast as they ever will: all is imported, or they start cold."""
+        """Wait until the fork server has imported everything, or has been given up."""
         self._ready_or_given_up.wait(timeout_s)
 
     @property
     def pid(self) -> int | None:
-        """The zygote's, None while there is none."""
+        """Process ID of the fork server, None while there is none."""
         process = self._process
         return process.pid if process is not None and process.returncode is None else None
 
     def close(self) -> None:
-        """End it; workers that it has forked live on until their stubs end."""
-        self._closing.set()
+        """Stop the fork server. Workers that it has forked keep running until their launcher shims end."""
+        self._thread.request_close()
         os.environ.pop(constants.ENV_FORK_SERVER, None)
-        with contextlib.suppress(ProcessLookupError, AttributeError):
-            self._process.kill()  # type: ignore[union-attr]
-        self._thread.join()
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+        self._thread.close()
 
-    def _run(self) -> None:
+    def _run_fork_server(self) -> float | None:
+        """Run a fork server until it ends; return the seconds until the next, None if there is none."""
+        restarts = False
         try:
-            self._run_fork_servers()
+            process, control = self._start_process()
+            self._listening.set()
+            status, exit_code = self._wait_for_exit(process, control)
+            restarts = not self._thread.is_closing and self._handle_exit(status, exit_code)
+        except OSError as error:
+            self._log(f"workers start cold: the fork server cannot be started: {error}.")
         finally:
+            self._listening.set()
+            if not restarts:
+                self._ready_or_given_up.set()
+        return POLL_INTERVAL_S if restarts else None
+
+    def _start_process(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        """Start the process; return it with the socket to it."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        control, server_end = socket.socketpair()
+        with listener, server_end:
+            listener.bind("\0" + self._socket_name)
+            listener.listen(BACKLOG)
+            descriptors = (listener.fileno(), server_end.fileno())
+            spec = {"command": self._command, "preload": self._preload}
+            arguments = [*map(str, descriptors), str(os.getpid()), json.dumps(spec)]
+            process = self._process = spawn(
+                [sys.executable, "-u", str(FORK_SERVER_PATH), *arguments],
+                pass_fds=descriptors,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        return process, control
+
+    def _wait_for_exit(
+        self, process: subprocess.Popen[bytes], control: socket.socket
+    ) -> tuple[dict[str, Any], int]:
+        """Handle the messages of the fork server until it ends; return their fields and its exit code."""
+        fields: dict[str, Any] = {}
+        unread = b""
+        stopped_s = waited_s = 0.0
+        with control:
+            while True:
+                # Checked before reading: what the process sent before its end is then there to be read.
+                has_ended = process.poll() is not None
+                readable, _, _ = select.select([control], [], [], 0 if has_ended else POLL_INTERVAL_S)
+                if readable:
+                    data = control.recv(65536)
+                    if not data:
+                        break
+                    *lines, unread = (unread + data).split(b"\n")
+                    for message in map(json.loads, lines):
+                        fields |= message
+                        self._handle_message(message)
+                    continue
+                if has_ended:
+                    break  # a process that it left behind may keep the socket open
+                waited_s += POLL_INTERVAL_S
+                if waited_s == SLOW_IMPORT_S and "ready" not in fields:
+                    names = ", ".join(["torch", *self._preload])
+                    self._log(f"workers wait until {names} are imported, {SLOW_IMPORT_S:.0f} s so far.")
+                stopped_s = stopped_s + POLL_INTERVAL_S if _is_stopped(process.pid) else 0.0
+                # Launcher shims would wait for a stopped fork server.
+                if stopped_s > 2 * POLL_INTERVAL_S or self._thread.is_closing:
+                    process.kill()
+        return fields, process.wait()
+
+    def _handle_message(self, message: dict[str, Any]) -> None:
+        if "ready" in message:
             self._ready_or_given_up.set()
+            self._emit("fork-server-ready", seconds=message["ready"], left_out=message["skipped_modules"])
+            for name, reason in message["skipped_modules"].items():
+                self._log(f"the fork server cannot import {name}, so it is left out: {reason}")
+        refusal = message.get("refused", "")
+        if refusal and refusal not in self._logged_refusals:
+            self._logged_refusals.add(refusal)
+            self._log(f"a worker starts cold: {refusal}.")
 
-    def _run_fork_servers(self) -> None:
-        failures = 0
-        while not self._closing.is_set():
-            try:
-                control = self._start_process()
-            except OSError as error:
-                self._log(f"workers start cold, there is no zygote: {error}")
-                return
-            finally:
-                self._listening.set()
-            news = self._wait_for_exit(control)
-            code = self._process.wait() if self._process else 0
-            if self._closing.is_set():
-                return
-            failures = 0 if "ready" in news else failures + 1
-            if not self._handle_exit(news, code, failures):
-                return
-            self._closing.wait(POLL_INTERVAL_S)
-
-    def _handle_exit(self, status: dict[str, Any], exit_code: int, failures: int) -> bool:
-        """Say why the zygote ended; whether there is to be another."""
+    def _handle_exit(self, status: dict[str, Any], exit_code: int) -> bool:
+        """Log why the fork server ended; return whether to start another."""
+        self._failures = 0 if "ready" in status else self._failures + 1
         if "fork_unsafe_module" in status:
             name = str(status["fork_unsafe_module"])
             if name in self._preload:
                 self._preload.remove(name)
                 self._log(f"--preload {name} is left out: {status['why']}.")
                 return True
-            self._log(f"workers start cold: importing {name} cannot be shared, since {status['why']}.")
+            self._log(f"workers start cold: they cannot share an imported {name}, since {status['why']}.")
             return False
-        how = f"killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
+        how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
         self._emit("fork-server-exit", exit_code=exit_code)
-        if failures >= MAX_FAILURES:
-            self._log(f"workers start cold from now on: {failures} zygotes in a row failed (last: {how}).")
+        if self._failures >= MAX_FAILURES:
+            text = f"{self._failures} fork servers in a row failed; the last {how}"
+            self._log(f"workers start cold from now on: {text}.")
             return False
-        self._log(f"the zygote was {how}: workers start cold until another is ready.")
+        self._log(f"the fork server {how}: workers start cold until another is ready.")
         return True
 
-    def _start_process(self) -> socket.socket:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        ours, its = socket.socketpair()
-        with listener, its:
-            listener.bind("\0" + self._socket_name)
-            listener.listen(BACKLOG)
-            spec = {"command": self._command, "preload": self._preload}
-            words = [str(listener.fileno()), str(its.fileno()), str(os.getpid()), json.dumps(spec)]
-            self._process = spawn(
-                [sys.executable, "-u", str(FORK_SERVER_PATH), *words],
-                pass_fds=(listener.fileno(), its.fileno()),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        return ours
 
-    def _wait_for_exit(self, control: socket.socket) -> dict[str, Any]:
-        """Wait for the zygote's end; give what it said."""
-        said = b""
-        news: dict[str, Any] = {}
-        stopped_s = waited_s = 0.0
-        with control:
-            while True:
-                # Looked at first: what it said before its end is there to be read then.
-                ended = self._process is None or self._process.poll() is not None
-                readable, _, _ = select.select([control], [], [], 0 if ended else POLL_INTERVAL_S)
-                if readable:
-                    part = control.recv(65536)
-                    if not part:
-                        return news
-                    said += part
-                    *lines, said = said.split(b"\n")
-                    for line in lines:
-                        news = {**news, **json.loads(line)}
-                        self._handle_message(json.loads(line))
-                    continue
-                if self._process is None or ended:
-                    return news  # a process that it left behind may hold its end of the line
-                waited_s += POLL_INTERVAL_S
-                if waited_s == SLOW_IMPORT_S and "ready" not in news:
-                    names = ", ".join(["torch", *self._preload])
-                    self._log(f"workers wait until {names} are imported, {SLOW_IMPORT_S:.0f} s so far.")
-                stopped_s = stopped_s + POLL_INTERVAL_S if self._is_stopped() else 0.0
-                # Stubs would wait for one that is stopped.
-                if stopped_s > 2 * POLL_INTERVAL_S or self._closing.is_set():
-                    self._process.kill()
-
-    def _handle_message(self, message: dict[str, Any]) -> None:
-        if "ready" in message:
-            self._ready_or_given_up.set()
-            self._emit("fork-server-ready", seconds=message["ready"], left_out=message["skipped_modules"])
-            for name, why in message["skipped_modules"].items():
-                self._log(f"cannot import {name} ahead of workers, so it is left out: {why}")
-
-        if message.get("refused", "") not in self._logged_refusals:
-            self._logged_refusals.add(message["refused"])
-            self._log(f"a worker starts cold: {message['refused']}.")
-
-    def _is_stopped(self) -> bool:
-        try:
-            return (
-                psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
-                if self._process
-                else False
-            )
-        except psutil.NoSuchProcess:
-            return False
+def _is_stopped(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False

@@ -1,14 +1,17 @@
-"""The process that torchelastic starts for a rank: it asks for a worker and mirrors its life.
+"""The launcher shim: the process that torchelastic starts for each local rank.
 
-Run as ``python -I -S stub.py LOCAL_RANK COMMAND...``, never imported by us outside tests. A worker comes
-warm from the agent's zygote, or cold: then the stub forks a guard (`guard.py`) which starts the command.
-Either way it passes signals on to the guard and exits with the worker's exit code, or dies of the worker's
-signal, after whatever the worker left behind is dead.
+It gets a worker and then mirrors it: it forwards signals to the worker's supervisor (`supervisor.py`) and
+exits with the worker's exit code, or by the worker's signal, after all leftovers of the worker are dead. A
+warm worker comes from the agent's fork server (`forkserver.py`). If that refuses or is missing, the launcher
+shim forks a supervisor which starts the command cold::
 
-Promise: when the agent dies the kernel kills the stub, and with the stub the guard and all its worker go.
+    warm: launcher shim --request--> fork server --fork--> supervisor --fork--> worker
+    cold: launcher shim --fork--> supervisor --fork--> worker, which executes the command
 
-Knows nothing of this package: with site-packages or torch in reach it would not be up in 30 ms. So its
-few names are literals, which tests/test_stub.py holds against contract.py.
+Invariant: when the agent dies, the kernel kills the launcher shim; then the supervisor kills the worker.
+
+Run as ``python -I -S launcher_shim.py LOCAL_RANK COMMAND...``. It must start in 30 ms, so it cannot import
+this package or site-packages. Its literals repeat those of `constants.py`; a test compares them.
 """
 
 import _socket
@@ -19,7 +22,7 @@ import signal
 import sys
 import time
 
-TYPE_CHECKING = False  # typing would cost a third of the start
+TYPE_CHECKING = False  # importing typing would cost a third of the start
 
 if TYPE_CHECKING:
     from elastic_resume.agent.workers import supervisor
@@ -31,64 +34,65 @@ else:
 
 ENV_AGENT_PID = "ELASTIC_RESUME_AGENT_PID"
 ENV_LOCAL_RANK = supervisor.ENV_LOCAL_RANK
-ENV_FORK_SERVER = "ELASTIC_RESUME_ZYGOTE"  # where it listens: the name of an abstract unix socket
-# Guard and worker answer at once. A guard that somebody stopped does not, and torchelastic waits for us.
-ANSWER_TIMEOUT_S = 5.0
+ENV_FORK_SERVER = "ELASTIC_RESUME_FORK_SERVER"  # name of its abstract unix socket
+# Time for a supervisor to report the end of its worker beyond its own timeouts. A stopped supervisor never
+# does, and torchelastic waits for the launcher shim.
+REPORT_TIMEOUT_S = 5.0
 
-PR_SET_CHILD_SUBREAPER = supervisor.PR_SET_CHILD_SUBREAPER
-# Faults must kill the stub as they kill anything; job control is the terminal's affair.
+# Faults must kill the launcher shim as they kill any process, and job control belongs to the terminal.
 UNFORWARDED_SIGNALS = {
     signal.SIGKILL, signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGCONT,
     signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP,
 }  # fmt: skip
-# Signals that ask for the end even where --signals-to-handle does not name them.
+# Signals that stop the worker even if --signals-to-handle does not name them.
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 
 
 def main(argv: list[str]) -> None:
-    """Start ``argv[1:]`` as local rank ``argv[0]`` and end as it ends. Does not return."""
+    """Run the command ``argv[1:]`` as local rank ``argv[0]`` and exit as it does."""
     local_rank, command = argv[0], argv[1:]
-    taken = signal.valid_signals() - UNFORWARDED_SIGNALS
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, taken)
+    forwarded = signal.valid_signals() - UNFORWARDED_SIGNALS
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)
     agent = int(os.environ.get(ENV_AGENT_PID) or os.getppid())
     libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # should a guard of ours be killed
-    # Not a signal that waits while we are stopped. The guard sees its line end, and sweeps.
+    libc.prctl(supervisor.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # to adopt leftovers of a killed supervisor
+    # SIGKILL works on a stopped process too.
     libc.prctl(supervisor.PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != agent:
-        os._exit(1)  # the agent died before it could be watched, and nothing has been started
+        os._exit(1)  # the agent died before the kernel watched it
     os.environ[ENV_LOCAL_RANK] = local_rank
-    line = start_from_fork_server(os.environ.pop(ENV_FORK_SERVER, None), command, mask) or start_cold(
-        command, mask
-    )
-    exit_like_worker(forward_until_exit(line, taken, mask))
+    socket_name = os.environ.pop(ENV_FORK_SERVER, None)
+    connection = start_warm(socket_name, command, mask) or start_cold(command, mask)
+    exit_like_worker(forward_until_exit(connection, forwarded, mask))
 
 
-def start_from_fork_server(
+# ---- starting a worker ---------------------------------------------------------------------------------
+
+
+def start_warm(
     socket_name: "str | None", command: list[str], signal_mask: "set[int | signal.Signals]"
 ) -> "_socket.socket | None":
-    """Ask the zygote for a worker; give the line to its guard, None where it gives none."""
+    """Request a worker from the fork server; return the socket to its supervisor, None if there is none."""
     if socket_name is None or not _has_standard_streams():
         return None
-    import json  # noqa: PLC0415 - a cold start needs none
+    import json  # noqa: PLC0415 - a cold start does not need these two
     import resource  # noqa: PLC0415
 
-    # A character for each byte: what these hold need not be text in any encoding.
+    # latin-1 maps each byte to a character: arguments and variables need not be valid text.
     request = json.dumps(
         {
-            "command": [os.fsencode(word).decode("latin-1") for word in command],
+            "command": [os.fsencode(argument).decode("latin-1") for argument in command],
             "environ": {k.decode("latin-1"): v.decode("latin-1") for k, v in os.environb.items()},
             "cwd": _working_directory(),
             "mask": sorted(int(number) for number in signal_mask),
-            # By nohup, say: whoever starts a worker cold hands that on.
-            "ignored": sorted(int(number) for number in STOP_SIGNALS if _is_ignored(number)),
+            "ignored": sorted(int(number) for number in STOP_SIGNALS if _is_ignored(number)),  # as by nohup
             "umask": _read_umask(),
             "cpus": sorted(os.sched_getaffinity(0)),
             "limits": {kind: resource.getrlimit(kind) for kind in range(resource.RLIMIT_NOFILE + 1)},
             "nice": os.nice(0),
         }
     ).encode()
-    # It may import for minutes. Nothing has been started yet: whoever asks for the end gets it.
+    # The fork server may import for minutes. Until it answers nothing runs, so a stop signal may simply kill.
     for number in STOP_SIGNALS:
         if not _is_ignored(number):
             signal.signal(number, signal.SIG_DFL)
@@ -99,31 +103,27 @@ def start_from_fork_server(
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
-def _is_ignored(number: signal.Signals) -> bool:
-    return signal.getsignal(number) is signal.SIG_IGN
-
-
 def _request_worker(socket_name: str, request: bytes) -> "_socket.socket | None":
-    line = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
+    connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
     try:
-        line.connect("\0" + socket_name)
-        if not _is_same_user(line):
+        connection.connect("\0" + socket_name)
+        if not _is_same_user(connection):
             return None
-        rights = (
-            (0).to_bytes(4, sys.byteorder) + (1).to_bytes(4, sys.byteorder) + (2).to_bytes(4, sys.byteorder)
+        streams = b"".join(number.to_bytes(4, sys.byteorder) for number in range(3))
+        connection.sendmsg(
+            [len(request).to_bytes(4, "big")], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, streams)]
         )
-        line.sendmsg([len(request).to_bytes(4, "big")], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, rights)])
-        line.sendall(request)
-        if line.recv(1) == b"y":  # it is imported by now, and a guard has been forked
-            return line
+        connection.sendall(request)
+        if connection.recv(1) == b"y":  # the fork server has forked a supervisor
+            return connection
     except OSError:
         pass
-    line.close()
+    connection.close()
     return None
 
 
 def _has_standard_streams() -> bool:
-    """Whether input, output and errors are open: one that is closed cannot be handed on."""
+    """Return whether stdin, stdout and stderr are open. A closed one cannot be sent to the fork server."""
     try:
         return all(os.fstat(number) for number in range(3))
     except OSError:
@@ -131,17 +131,21 @@ def _has_standard_streams() -> bool:
 
 
 def _working_directory() -> str:
-    """The working directory; nowhere where it has been removed, which the zygote refuses."""
+    """Return the working directory; empty, which the fork server refuses, if it has been removed."""
     try:
-        return os.getcwdb().decode("latin-1")  # noqa: PTH109 - see above
+        return os.getcwdb().decode("latin-1")  # noqa: PTH109 - no pathlib here
     except OSError:
         return ""
 
 
 def _is_same_user(connection: "_socket.socket") -> bool:
-    """Whether the listener runs as our user: an abstract name is free for anybody to take."""
+    """Return whether the peer runs as our user: any user may bind an abstract socket name."""
     peer = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 12)  # struct ucred: pid, uid, gid
     return int.from_bytes(peer[4:8], sys.byteorder) == os.getuid()
+
+
+def _is_ignored(number: signal.Signals) -> bool:
+    return signal.getsignal(number) is signal.SIG_IGN
 
 
 def _read_umask() -> int:
@@ -151,124 +155,106 @@ def _read_umask() -> int:
 
 
 def start_cold(command: list[str], signal_mask: "set[int | signal.Signals]") -> "_socket.socket":
-    """Fork a guard that starts the command; give the line to it."""
-    ours, its = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
+    """Fork a supervisor that starts the command; return the socket to it."""
+    connection, supervisor_end = _socket.socketpair(
+        _socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC
+    )
     if os.fork() == 0:
-        ours.close()
-        supervisor.fork_supervised_worker(its, signal_mask)
+        connection.close()
+        supervisor.fork_supervised_worker(supervisor_end, signal_mask)
         exec_worker(command)
-    its.close()
-    return ours
+    supervisor_end.close()
+    return connection
 
 
 def exec_worker(command: list[str]) -> None:
-    """Turn this forked child into the worker. Does not return."""
-    # Python ignores these two at its start; what is ignored stays so across exec, and a worker that
-    # writes into a closed pipe must die of it as it would without us.
+    """Replace this forked process by the command."""
+    # Python ignores these two at its start, and exec would pass that on to the worker.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no KeyboardInterrupt between here and exec
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no KeyboardInterrupt before exec
     try:
-        os.execvp(command[0], command)  # noqa: S606 - that is what we are for
+        os.execvp(command[0], command)  # noqa: S606 - the user's own command
     except OSError as error:
         os.write(2, f"elastic_resume: cannot start {command[0]}: {error.strerror}\n".encode())
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
+# ---- mirroring it --------------------------------------------------------------------------------------
+
+
 def forward_until_exit(
     connection: "_socket.socket", forwarded: "set[signal.Signals]", signal_mask: "set[int | signal.Signals]"
 ) -> int:
-    """Pass signals on until the worker has ended; give its wait status."""
-    bell, ringer = os.pipe()
-    os.set_blocking(ringer, False)
-    signal.set_wakeup_fd(ringer, warn_on_full_buffer=False)
+    """Forward signals until the worker has ended; return its wait status."""
+    wakeup_read, wakeup_write = os.pipe()
+    os.set_blocking(wakeup_write, False)
+    signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
     for number in forwarded:
         signal.signal(number, supervisor.ignore_signal)
     signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
     poll = select.poll()
     poll.register(connection, select.POLLIN)
-    poll.register(bell, select.POLLIN)
-    stopping = read_stop_signals()
-    heard, keeper, deadline = b"", 0, supervisor.INFINITY
+    poll.register(wakeup_read, select.POLLIN)
+    stop_signals = read_stop_signals()
+    stop_timeout_s = supervisor.read_grace_s() + supervisor.KILL_TIMEOUT_S + REPORT_TIMEOUT_S
+    unread, supervisor_pid, deadline = b"", 0, supervisor.INFINITY
     while True:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            supervisor.kill(keeper)  # somebody has stopped it; its worker and what is left go with it
-            deadline = left_s = supervisor.INFINITY
-        for descriptor, _ in poll.poll(None if left_s == supervisor.INFINITY else left_s * 1000):
-            if descriptor == bell:
-                orders = bytes(number for number in os.read(bell, 4096) if number in stopping)
-                if orders:
-                    send_signals(connection, orders)
-                    deadline = min(
-                        deadline,
-                        time.monotonic()
-                        + supervisor.read_grace_s()
-                        + supervisor.KILL_TIMEOUT_S
-                        + ANSWER_TIMEOUT_S,
-                    )
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            supervisor.kill(supervisor_pid)  # it was stopped; the kernel kills its worker
+            deadline = remaining_s = supervisor.INFINITY
+        for descriptor, _ in poll.poll(None if remaining_s == supervisor.INFINITY else remaining_s * 1000):
+            if descriptor == wakeup_read:
+                requests = bytes(number for number in os.read(wakeup_read, 4096) if number in stop_signals)
+                if requests:
+                    supervisor.send(connection, requests)
+                    deadline = min(deadline, time.monotonic() + stop_timeout_s)
                 continue
-            data = receive_report(connection)
+            data = supervisor.receive(connection, 4096)
             if not data:
                 return report_lost_supervisor()
-            heard += data
-            while b"\n" in heard:
-                word, _, heard = heard.partition(b"\n")
-                kind, first, *rest = word.split()
+            *lines, unread = (unread + data).split(b"\n")
+            for line in lines:
+                kind, argument, *rest = line.split()
                 if kind == b"started":
-                    keeper = int(rest[0])
+                    supervisor_pid = int(rest[0])
                 else:
-                    return int(first) if kind == b"ended" else int(signal.SIGKILL)
-
-
-def receive_report(connection: "_socket.socket") -> bytes:
-    """What the guard says; nothing when it is gone."""
-    try:
-        return connection.recv(4096)
-    except OSError:
-        return b""
-
-
-def send_signals(connection: "_socket.socket", signal_numbers: bytes) -> None:
-    """Pass the numbers of signals on to the guard, which may be gone."""
-    try:  # noqa: SIM105 - see guard.say
-        connection.sendall(signal_numbers)
-    except OSError:
-        pass
+                    return int(argument) if kind == b"ended" else int(signal.SIGKILL)
 
 
 def report_lost_supervisor() -> int:
-    """Tell the end of a worker whose guard was killed, which the kernel has killed too; give its status."""
+    """Report the worker of a killed supervisor, which the kernel has killed too; return its wait status."""
     status = int(signal.SIGKILL)
     supervisor.write_worker_exit(
-        None, status, stopped=False, lease_expired=False, message="its guard process was killed"
+        None, status, stopped=False, lease_expired=False, message="its worker supervisor was killed"
     )
     supervisor.kill_leftovers(supervisor.LeaseView(None), at_once=True)
     return status
 
 
 def read_stop_signals() -> "set[int]":
-    """Give the signals that ask for the end."""
-    stopping: set[int] = {*STOP_SIGNALS, *supervisor.read_drain_signals()}
+    """Return the signals that stop the worker: ours, the drain signals and torchelastic's."""
+    stop_signals: set[int] = {*STOP_SIGNALS, *supervisor.read_drain_signals()}
     for name in os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(","):
-        stopping.add(getattr(signal, name.strip(), signal.SIGTERM))
-    return stopping
+        stop_signals.add(getattr(signal, name.strip(), signal.SIGTERM))
+    return stop_signals
 
 
 def exit_like_worker(wait_status: int) -> None:
-    """Exit with the worker's code or die of its signal. Does not return."""
+    """Exit with the worker's exit code, or by its signal."""
     if not os.WIFSIGNALED(wait_status):
         os._exit(os.WEXITSTATUS(wait_status))
     number = os.WTERMSIG(wait_status)
-    import resource  # noqa: PLC0415 - needed at the end only
+    import resource  # noqa: PLC0415 - needed here only
 
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the worker's core file is the one to look at
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # only the worker's core file is of use
     if number not in {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     os.kill(os.getpid(), number)
-    os._exit(128 + number)  # the signal's default is to be ignored
+    os._exit(128 + number)  # the default action of the signal is to be ignored
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""The fence: a page of memory that says until when this node's workers may run.
+"""The lease page: shared memory that says until when the workers of this node may run.
 
-The agent owns its first word and moves it, the guards look at it. It lies in memory that both have mapped,
-so it counts on although the agent is stopped, wedged or killed: what is not renewed runs out by itself. A
-renewal is one store of eight aligned bytes, which no look finds half done; it takes no lock, no system call
-and no disk, so it may stand before anything else that a thread does about an event.
+The agent owns the page; the worker supervisors map it and poll it. A lease that is not renewed expires by
+itself, even if the agent is stopped, blocked or killed. A renewal is one aligned eight-byte store without
+lock, system call or disk, so it never delays the thread that does it.
 
-The second word is the number of the newest round that is known to be over: a worker of it failed, which its
-guard notes, or nodes have come or gone (`end_round`). Workers of that round that are told to end are killed
-at once: there is nothing that they could still do.
+Words of the page, native doubles::
 
-Promise: no word has ever to arrive for a worker to die, and after `Fence.close` none may run.
+    0  end of the lease, in seconds of CLOCK_BOOTTIME, which goes on in suspend as the other nodes' clocks do.
+       Infinity: no lease is needed. Minus infinity or NaN: no worker may run.
+    1  newest round that has ended. A supervisor stores the round of its failed worker; the agent stores a
+       round that nodes have joined or left. Workers of that round are killed without grace.
 
-Knows neither who renews it nor why, nor how a guard kills.
+Invariant: no message has to arrive for a worker to die, and no worker runs after `LeasePage.close`.
 """
 
 from __future__ import annotations
@@ -20,41 +20,37 @@ import math
 import mmap
 import os
 
-MFD_NOEXEC_SEAL = 0x0008  # of linux/memfd.h; Python has no name for it
+MFD_NOEXEC_SEAL = 0x0008  # from linux/memfd.h; Python has no name for it
 
 
 class LeasePage:
-    """Until when workers may run, in seconds of CLOCK_BOOTTIME; at first they may not.
-
-    That clock goes on while the machine is suspended, as a lease does for the other nodes. Infinite: no lease
-    is needed. Minus infinite: no worker may run. NaN is no time and counts as the latter.
-    """
+    """The agent's side of the lease page. At first no worker may run."""
 
     def __init__(self) -> None:
-        self._descriptor = create_anonymous_file("elastic_resume-fence")
+        self._descriptor = create_anonymous_file("elastic_resume-lease")
         os.ftruncate(self._descriptor, mmap.PAGESIZE)
         self._mapping = mmap.mmap(self._descriptor, mmap.PAGESIZE)
         self._words = memoryview(self._mapping).cast("d")
-        # A name for guards, to which torchelastic hands no descriptor on. It ends with us, or with `close`.
+        # torchelastic passes no descriptors on, so supervisors open this name. It ends with the agent.
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         self.set(-math.inf)
 
     def set(self, until: float) -> None:
-        """Let workers run until then: renew their lease, or end them at once. From any thread.
+        """Set the end of the lease. Any thread may call this.
 
         Raises:
-            ValueError: the fence is closed, and workers stay dead.
+            ValueError: the page is closed.
 
         """
-        # A view of native doubles stores all eight bytes as one. Slices and struct's other formats need not.
+        # A memoryview of native doubles stores all eight bytes at once; slices and struct need not.
         self._words[0] = until
 
     def end_round(self, round_number: int) -> None:
-        """Let workers of that round be killed at once where torchelastic asks them to end."""
+        """Have workers of that round killed without grace when torchelastic stops them."""
         self._words[1] = round_number
 
     def close(self) -> None:
-        """Let no worker run any more, and give the memory back. May be called again."""
+        """Revoke the lease and release the memory. Further calls do nothing."""
         if self._descriptor < 0:
             return
         self.set(-math.inf)
@@ -65,8 +61,8 @@ class LeasePage:
 
 
 def create_anonymous_file(name: str) -> int:
-    """Make a file without a name, in memory. Hardened kernels refuse an executable one (memfd_noexec=2)."""
+    """Create an unnamed file in memory, not executable: hardened kernels refuse others (memfd_noexec=2)."""
     try:
         return os.memfd_create(name, os.MFD_CLOEXEC | MFD_NOEXEC_SEAL)
-    except OSError:  # older than Linux 6.3, which does not know the flag
+    except OSError:  # Linux before 6.3 does not know the flag
         return os.memfd_create(name, os.MFD_CLOEXEC)

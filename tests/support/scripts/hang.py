@@ -1,7 +1,7 @@
-"""A training script of which rank 1 hangs in the ways that are asked for; for tests/integration/test_hang_detector.py.
+"""Training script whose rank 1 hangs as its arguments say; for tests/integration/test_hang_detector.py.
 
-``hang.py HOW HOW …``: in generation 1 it does the first of them, before step 6, and nobody steps any more; in
-generation 2 the second, before step 12; and so on. What comes after them trains to the end.
+``hang.py HOW HOW ...``: in generation 1 rank 1 does the first of them before step 6, in generation 2 the
+second before step 12, and so on. Later generations train to the end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PAUSE_S = 600
 
 
 class Stuck(Dataset[Tensor]):
-    """Data that never comes."""
+    """A dataset whose items take forever."""
 
     def __len__(self) -> int:
         return 1
@@ -38,47 +38,47 @@ class Stuck(Dataset[Tensor]):
 
 
 def stop() -> None:
-    """As an operator would, or a debugger."""
+    """Stop this process, as an operator or a debugger would."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def hold_gil() -> None:
-    """A native call through PyDLL keeps the GIL, and again when a question for stacks has ended it."""
+    """Hold the GIL in a native call through PyDLL, again and again, since a signal interrupts it."""
     while True:
         ctypes.PyDLL(None).sleep(PAUSE_S)
 
 
 def hold_gil_in_a_thread() -> None:
-    """The main thread waits for the GIL, and is not the one that has it."""
+    """Hold the GIL in another thread than the main thread."""
     threading.Thread(target=hold_gil, daemon=True).start()
     time.sleep(0.1)
 
 
 def wait_for_data() -> None:
-    """The worker of a DataLoader does not answer."""
+    """Wait for a DataLoader worker that never delivers."""
     for _ in DataLoader(Stuck(), num_workers=1):
         pass
 
 
 def skip() -> None:
-    """All others call all_reduce here."""
+    """Call another collective than the other ranks, which call all_reduce."""
     dist.barrier()
 
 
 def sleep_in_kernel() -> None:
-    """A parent waits for the child of its vfork in state D, and this child ends with the test."""
+    """Wait in state D for the child of a vfork, which ends with the test."""
     libc = ctypes.PyDLL(None)
     if libc.vfork() == 0:
         libc.pause()
 
 
 def lock() -> None:
-    """Plain Python that waits for what nobody does."""
+    """Wait in plain Python for an event that is never set."""
     threading.Event().wait()
 
 
 def take_time(run: er.Run) -> None:
-    """Be slow where a rank may be: in its first step, and where it says that it is busy."""
+    """Be slow in the first step and while busy, which is no hang."""
     if run.position.step == 0:
         wait_for_file("first")
     if run.position.step == STEPS:
@@ -87,20 +87,20 @@ def take_time(run: er.Run) -> None:
 
 
 def wait_for_file(name: str) -> None:
-    """Wait until the test makes a file, and say that we do."""
+    """Create NAME-waits, and wait until the test creates NAME."""
     Path(f"{name}-waits").touch()
     while not Path(name).exists():
         time.sleep(0.02)
 
 
 HOW = {
-    one.__name__: one
-    for one in (stop, hold_gil, hold_gil_in_a_thread, wait_for_data, skip, sleep_in_kernel, lock)
+    function.__name__: function
+    for function in (stop, hold_gil, hold_gil_in_a_thread, wait_for_data, skip, sleep_in_kernel, lock)
 }
 
 
 def main(plan: list[str]) -> None:
-    """Train."""
+    """Train, and hang in generation N as the Nth word of ``plan`` says."""
     torch.manual_seed(1)
     torch.set_num_threads(1)
     model = nn.Linear(4, 2)
@@ -111,20 +111,20 @@ def main(plan: list[str]) -> None:
     end = STEPS * (len(plan) + 1)
     for _ in run.epochs(1):
         while run.position.step < end:
-            mine = run.rank == RANK and run.position.step == STEPS * run.generation - 1
+            hangs_now = run.rank == RANK and run.position.step == STEPS * run.generation - 1
             if how == "patience" and run.rank == RANK:
                 take_time(run)
-            elif mine and how in HOW:
+            elif hangs_now and how in HOW:
                 run.save()
                 HOW[how]()
-            if not (mine and how == "skip"):
+            if not (hangs_now and how == "skip"):
                 dist.all_reduce(torch.ones(2))
             optimizer.zero_grad()
             ddp(torch.randn(4, 4)).square().mean().backward()
             optimizer.step()
             run.step()
             if how == "slow":
-                time.sleep(0.1)  # the test does something in mid-run
+                time.sleep(0.1)  # gives the test time to act
     if how == "patience" and run.rank == RANK:
         wait_for_file("after")
     print(f"rank {run.rank} ended at step {run.position.step}", flush=True)

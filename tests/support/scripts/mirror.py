@@ -1,4 +1,4 @@
-"""Prints what a script can see of its start, and does what scripts do; for tests/integration/test_forkserver.py."""
+"""Prints what a script sees of its start; for test_forkserver.py and test_warm_start.py."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
-# torch is imported where it is used: the process that `spawn` starts imports this file once more.
+# torch is imported where it is used, since a spawned process imports this file again.
 
 
 class Squares:
-    """Of small numbers."""
+    """A dataset of small square numbers."""
 
     def __len__(self) -> int:
         return 8
@@ -28,32 +28,32 @@ class Squares:
         return index * index
 
 
-class Found:
-    """Of a class of the script itself, which another process sends here."""
+class Result:
+    """A class of the script itself, which another process sends here."""
 
-    def __init__(self, what: object) -> None:
-        self.what = what
+    def __init__(self, value: object) -> None:
+        self.value = value
 
 
 def child(queue: Any) -> None:
-    """In a process that multiprocessing started."""
+    """Run in a process that multiprocessing started."""
     name = multiprocessing.current_process().name.split("-")[0]
-    queue.put(Found((__name__ in {"__main__", "__mp_main__"}, name)))
+    queue.put(Result((__name__ in {"__main__", "__mp_main__"}, name)))
 
 
 def spawned(method: str) -> Any:
-    """What a child of that kind says."""
+    """Return what a child of that kind sends, and its exit code."""
     context: Any = multiprocessing.get_context(method)
     queue = context.Queue()
     process = context.Process(target=child, args=(queue,))
     process.start()
-    said = queue.get().what
+    value = queue.get().value
     process.join()
-    return said, process.exitcode
+    return value, process.exitcode
 
 
 def loaded() -> list[list[int]]:
-    """Two epochs from two persistent workers."""
+    """Return two epochs of batches from two persistent DataLoader workers."""
     from torch.utils.data import DataLoader  # noqa: PLC0415
 
     squares: Any = Squares()
@@ -62,7 +62,7 @@ def loaded() -> list[list[int]]:
 
 
 def facts() -> dict[str, Any]:
-    """All that must be the same whoever started us."""
+    """Return all that must not depend on how this script was started."""
     import torch  # noqa: PLC0415
 
     main = sys.modules["__main__"]
@@ -98,7 +98,7 @@ def facts() -> dict[str, Any]:
         "environ": {
             k: v for k, v in os.environ.items() if not k.startswith(("ELASTIC_RESUME", "PYTEST", "_"))
         },
-        "ours": "ELASTIC_RESUME_ZYGOTE" in os.environ or "ELASTIC_RESUME_FENCE" in os.environ,
+        "ours": "ELASTIC_RESUME_FORK_SERVER" in os.environ or "ELASTIC_RESUME_LEASE_PAGE" in os.environ,
         "processes": [spawned("fork"), spawned("spawn")],
         "batches": loaded(),
         "compiled": compiled(torch.ones(2)).tolist(),
@@ -107,7 +107,7 @@ def facts() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print it, and end with a word at exit, after a thread that is still at work."""
+    """Print the facts, and print again from a thread and at exit."""
     import numpy as np  # noqa: PLC0415
 
     print(json.dumps(facts()))

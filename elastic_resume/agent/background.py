@@ -1,0 +1,74 @@
+"""A daemon thread that calls one function again and again until it is closed.
+
+The agent's main thread is blocked in torchelastic, so the agent's periodic work runs in such threads:
+looking for hangs, measuring memory, supervising the fork server. An exception in that work must neither end
+it in silence nor end the job. So the thread logs the exception and calls the function again later.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class BackgroundThread:
+    """Calls ``work`` in a daemon thread, from `start` to `close`."""
+
+    def __init__(
+        self,
+        name: str,
+        work: Callable[[], float | None],
+        *,
+        retry_s: float = 1.0,
+        on_error: Callable[[Exception], None] | None = None,
+    ) -> None:
+        """Prepare the thread.
+
+        Args:
+            name: name of the thread, also for messages.
+            work: does the work once. It returns the seconds until its next call, or None to end the thread.
+            retry_s: seconds until the next call after one that raised.
+            on_error: gets an exception of ``work``. By default it is logged.
+
+        """
+        self._name = name
+        self._work = work
+        self._retry_s = retry_s
+        self._on_error = on_error or self._log_error
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the thread is to end."""
+        return self._closing.is_set()
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def request_close(self) -> None:
+        """Have the thread end after its present call."""
+        self._closing.set()
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Have the thread end after its present call, and wait for that, at most ``timeout_s``."""
+        self.request_close()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        wait_s: float | None = 0.0
+        while wait_s is not None and not self._closing.wait(wait_s):
+            try:
+                wait_s = self._work()
+            except Exception as error:  # noqa: BLE001 - a defect in one task must not end the job
+                self._on_error(error)
+                wait_s = self._retry_s
+
+    def _log_error(self, error: Exception) -> None:
+        text = "thread %s failed and runs again in %g s; a defect of elastic_resume"
+        _LOGGER.error(text, self._name, self._retry_s, exc_info=error)
