@@ -37,7 +37,7 @@ from elastic_resume.rendezvous.client import RendezvousClient
 from elastic_resume.rendezvous.core.events import DeliverPeerStatus
 from elastic_resume.rendezvous.core.quorum import Incarnation
 from elastic_resume.rendezvous.core.status import NodeStatus
-from elastic_resume.rendezvous.status_view import RendezvousStatus
+from elastic_resume.rendezvous.net.status import RendezvousStatus
 from elastic_resume.snapshot import slots
 from elastic_resume.snapshot.progress_page import read_records
 from elastic_resume.snapshot.slots import SlotState, decode_snapshot_id

@@ -279,7 +279,7 @@ def open_rendezvous(
 
     Raises:
         ConfigError: an address is wrong, or another program uses its port.
-        CorruptRecordError: the record of an earlier start cannot be read.
+        NodeFileError: the record of an earlier start cannot be read.
 
     """
     node = node_dir.path.name
@@ -287,8 +287,7 @@ def open_rendezvous(
     listen_endpoint = open_listen_endpoint(
         rendezvous_config.endpoints,
         rendezvous_config.local_addr,
-        run_id=rendezvous_config.run_id,
-        token=rendezvous_config.token,
+        single_node=rendezvous_config.max_nodes == 1,
         log=logger.info,
     )
     if listen_endpoint.warning:

@@ -1,10 +1,10 @@
-"""An agent's place in the job, for a caller that blocks, as torchelastic's thread does.
+"""The rendezvous as the agent uses it: blocking calls to join a view, finish, fail or leave the job.
 
-It promises that whoever waits here hears of the end: of the world waited for, of the job, or of this place
-(no world in time, settings that the others refuse, an error of our own). `restart_wanted` costs nothing to
-poll. What the core has to tell people is handed on in a third thread, since a log may lie on a slow disk
-and neither torchelastic's nor the shell's may wait for it. So is what follows when replicas differ
-(`compare`): no world is entered before that is done. Decides nothing.
+Three threads take part. The torchelastic thread calls the methods and may block. The rendezvous thread runs
+the state machine and moves the workers' lease. A callback thread writes the log and handles diverged
+replicas, since both may wait for a slow disk; `join` returns no view before that is done.
+
+Every blocking call ends: with the view, with the end of the job, or when this node cannot take part any more.
 """
 
 from __future__ import annotations
@@ -46,29 +46,29 @@ from elastic_resume.rendezvous.core.status import NodeStatus
 from elastic_resume.rendezvous.endpoint import ListenEndpoint
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
 from elastic_resume.rendezvous.net.server import RendezvousThread
-from elastic_resume.rendezvous.status_view import RendezvousStatus
+from elastic_resume.rendezvous.net.status import RendezvousStatus
 
 SHUTDOWN_TIMEOUT_S = 2.0
-"""How long a node that ends the job for all waits at least for its leader's word that all have been told."""
+"""Minimum time that a node which ends the job waits for its leader's confirmation."""
 LEAVE_TIMEOUT_S = 3.0
-"""How long a node that leaves looks for somebody to say goodbye to."""
+"""How long a leaving node waits for a leader to send its notice to."""
 LIVENESS_CHECK_S = 1.0
-"""Between two looks whether the shell still lives, while nothing happens."""
+"""Between two checks that the rendezvous thread is alive, while nothing happens."""
 
 
 class WorkerLease(Protocol):
-    """Until when workers may run, for those who watch them."""
+    """The shared word with the time until which workers may run."""
 
     def set(self, until: float) -> None:
-        """Set CLOCK_BOOTTIME seconds; infinite: without end; minus infinite: not at all."""
+        """Set CLOCK_BOOTTIME seconds; infinity means forever, minus infinity not at all."""
 
 
 class JobCompleted(Exception):  # noqa: N818 - not an error
-    """The job is done on every node; this one had no part in its end."""
+    """The job has succeeded on every node; this one took no part in its end."""
 
 
 class RendezvousClient:
-    """One agent's place in one job."""
+    """One agent's membership in one job."""
 
     def __init__(
         self,
@@ -83,37 +83,48 @@ class RendezvousClient:
         on_peer_status: Callable[[DeliverPeerStatus], None] = lambda _: None,
         render_status: Callable[[RendezvousStatus], bytes] | None = None,
     ) -> None:
-        """``seen`` is the greatest generation this node knows of; ``tell`` may block.
+        """Set up the membership; `start` begins it.
 
-        ``hear`` gets what other nodes tell people, and must not block; ``show`` answers those who look how
-        the job stands (`Shell`).
+        Args:
+            config: of the job.
+            listen_endpoint: where this agent listens.
+            node: this node's name.
+            state_file: the durable rendezvous state of this node.
+            max_generation: the greatest generation that this node knows of.
+            lease: of this node's workers.
+            on_log: called with log entries, in the callback thread.
+            on_peer_status: called with status updates of other nodes in the rendezvous thread; never blocks.
+            render_status: renders the status for status clients, in a thread of its own.
+
         """
         self.run_id = config.run_id
         self.node = node
         self._lease = lease
         self._on_peer_status = on_peer_status
         self._single_node = config.single_node
-        # A leader that has fallen silent is noticed after a node timeout; the next may have to be found.
+        # An unreachable leader is noticed after a node timeout; then the next one must be found.
         self._end_timeout_s = max(SHUTDOWN_TIMEOUT_S, 2 * config.node_timeout_s + 1)
-        self._can_announce_leave = True  # of the shell's thread
+        self._can_announce_leave = True  # written by the rendezvous thread
         self._condition = threading.Condition()
-        self._world: StartWorkers | None = None
+        self._view: StartWorkers | None = None
         self._restart_reason = ""
         self._outcome: EndJob | GiveUp | None = None
         self._callback_queue: queue.SimpleQueue[EmitEvent | ReportDivergence | None] = queue.SimpleQueue()
         self._on_divergence: Callable[[ReplicasDiverged], None] = lambda _: None
         self._unhandled_divergences = 0
-        """So many times replicas were found to differ, and what follows here is not done."""
+        """Divergences whose handler has not returned."""
         self._callback_thread = threading.Thread(
             target=self._run_callbacks, args=(on_log,), name="elastic-resume-callbacks", daemon=True
         )
-        me = Incarnation(node, secrets.token_hex(8), listen_endpoint.address, listen_endpoint.candidate_index)
+        incarnation = Incarnation(
+            node, secrets.token_hex(8), listen_endpoint.address, listen_endpoint.candidate_index
+        )
         settings = config.settings(listen_endpoint.address)
         self.address = listen_endpoint.address
         self.candidates = settings.candidates
         self._server = RendezvousThread(
             settings,
-            me,
+            incarnation,
             listener=listen_endpoint.listener,
             run_id=config.run_id,
             token=config.token,
@@ -125,61 +136,61 @@ class RendezvousClient:
         )
 
     def start(self) -> None:
-        """Take the place: listen, and look for the others."""
+        """Start to listen and to look for the other nodes."""
         self._callback_thread.start()
         self._server.start()
 
-    # ---- torchelastic's thread -----------------------------------------------------------------------
+    # ---- the torchelastic thread ---------------------------------------------------------------------
 
     def join(self, request: JoinSpec) -> StartWorkers:
-        """Wait for a world with this node in it. Its workers must be dead.
+        """Wait for a view with this node in it. Its workers must be dead.
 
         Raises:
-            GaveUpError: some node ended the job for all.
-            JobOver: the job is done.
-            ConfigError: the others refuse this node's settings.
-            RendezvousLostError: no world formed in time.
+            JobFailedError: a node ended the job for all.
+            JobCompleted: the job has succeeded.
+            ConfigError: the other nodes refuse this node's settings.
+            RendezvousLostError: no view formed in time.
 
         """
         with self._condition:
             while True:
-                self._world, self._restart_reason = None, ""
+                self._view, self._restart_reason = None, ""
                 self._wait_for_divergence_handling()
                 self._server.submit(JoinRequested(request))
-                world = self._wait_for_world()
+                view = self._wait_for_view()
                 self._wait_for_divergence_handling()
                 if not self.restart_requested:
-                    return world
+                    return view
 
     def raise_if_over(self) -> None:
-        """Raise what `join` would, if the job or this place is over."""
+        """Raise what `join` would raise, if the job or this membership has ended."""
         self._raise_outcome()
 
-    def _wait_for_world(self) -> StartWorkers:
+    def _wait_for_view(self) -> StartWorkers:
         while True:
             self._raise_outcome()
-            if self._world is not None:
-                return self._world
+            if self._view is not None:
+                return self._view
             self._wait_for_change()
 
     def _wait_for_divergence_handling(self) -> None:
-        """Wait until nothing is to be done any more about replicas that differ."""
+        """Wait until the handler has returned for every divergence."""
         while self._unhandled_divergences and self._callback_thread.is_alive():
             self._raise_outcome()
             self._wait_for_change()
 
     @property
     def restart_requested(self) -> bool:
-        """Whether the running world is over: stop the workers, and `join` again."""
+        """Return whether the running view has ended: stop the workers, and `join` again."""
         return bool(self._restart_reason) or self._outcome is not None or not self._server.is_alive
 
     @property
     def restart_reason(self) -> str:
-        """Why the last world ended, as far as others caused it; empty when own workers did."""
+        """Return why other nodes ended the last view; empty if this node's workers did."""
         return self._restart_reason
 
     def finish_and_wait(self) -> None:
-        """Say that this node's workers have succeeded; return when the job is over."""
+        """Report that this node's workers have succeeded; return when the job is over."""
         self._server.submit(WorkersFinished())
         with self._condition:
             if self._outcome is None:
@@ -194,54 +205,54 @@ class RendezvousClient:
                 self._wait_for_change()
 
     def report_failure(self, generation: int, failure: Failure) -> None:
-        """Tell how a worker of this node failed; to be called before `join`, which others wait for."""
+        """Report how a worker of this node failed. Call it before `join`."""
         self._server.submit(WorkerFailed(generation, failure))
 
     def sleep_unless_over(self, duration_s: float) -> None:
-        """Wait so long, or until the job is over."""
+        """Sleep until the time has passed or the job is over."""
         if duration_s > 0:
             with self._condition:
                 self._condition.wait_for(lambda: self._outcome is not None, duration_s)
 
     def fail_job(self, reason: str) -> None:
-        """End the job for all nodes; return when they have been told, or could not be."""
+        """End the job on all nodes; return when the leader has confirmed it, or after a timeout."""
         self._server.submit(JobFailed(reason))
         with self._condition:
             self._condition.wait_for(lambda: self._outcome is not None, self._end_timeout_s)
 
     @property
     def job_failure(self) -> str:
-        """Why the job was ended for all; empty while it is not, and when it is done."""
-        over = self._outcome
-        return over.reason if isinstance(over, EndJob) and over.failed else ""
+        """Return why the job failed; empty if it has not."""
+        outcome = self._outcome
+        return outcome.reason if isinstance(outcome, EndJob) and outcome.failed else ""
 
     @property
     def worker_failures(self) -> tuple[Failure, ...]:
-        """What the leader heard of failures in the last world, told with the job's end."""
-        over = self._outcome
-        return over.failures if isinstance(over, EndJob) else ()
+        """Return the failures of the last view, which the leader sent with the job's end."""
+        outcome = self._outcome
+        return outcome.failures if isinstance(outcome, EndJob) else ()
 
     @property
     def end_reason(self) -> str:
-        """How the job ended, in words; empty while it has not."""
-        over = self._outcome
-        return over.reason if isinstance(over, EndJob) else ""
+        """Return how the job ended; empty if it has not."""
+        outcome = self._outcome
+        return outcome.reason if isinstance(outcome, EndJob) else ""
 
     def send_status(self, status: NodeStatus | None, event_lines: Sequence[str]) -> None:
-        """Hand on what this node has to tell, with the next heartbeats; from any thread."""
+        """Send this node's status and events with the next heartbeats; from any thread."""
         self._server.submit(StatusPublished(status, tuple(event_lines)))
 
     def leave(self, reason: str) -> None:
-        """Say goodbye, and end.
+        """Send a leave notice and close.
 
-        Where the leader has just gone the next one is waited for, or is this agent, whom the others look for:
-        without a word they would have to take it for one that may live on behind a cut link.
+        If the leader has just died, wait for the next one, which may be this agent. Without a notice the
+        other nodes could not tell this node from one behind a partition.
         """
-        limit = time.monotonic() + LEAVE_TIMEOUT_S
+        deadline = time.monotonic() + LEAVE_TIMEOUT_S
         while (
             self._outcome is None
             and not self._can_announce_leave
-            and time.monotonic() < limit
+            and time.monotonic() < deadline
             and self._server.is_alive
         ):
             time.sleep(0.01)
@@ -250,7 +261,7 @@ class RendezvousClient:
         self.close()
 
     def close(self) -> None:
-        """Give the place up."""
+        """End the membership without a notice."""
         self._server.stop()
         self._lease.set(-math.inf)
         self._callback_queue.put(None)
@@ -258,28 +269,30 @@ class RendezvousClient:
             self._callback_thread.join(SHUTDOWN_TIMEOUT_S)
 
     def _wait_for_change(self) -> None:
-        # A signal's handler runs in between and may raise.
+        # The timeout also lets signal handlers run, which may raise.
         self._condition.wait(LIVENESS_CHECK_S)
         if self._outcome is None and not self._server.is_alive:
-            self._outcome = GiveUp("its own thread ended, which is an error of elastic_resume")
+            self._outcome = GiveUp(
+                "the rendezvous thread ended, which is an internal error of elastic_resume"
+            )
 
     def _raise_outcome(self) -> None:
-        over = self._outcome
-        if isinstance(over, EndJob):
-            raise JobFailedError(over.reason) if over.failed else JobCompleted(over.reason)
-        if isinstance(over, GiveUp):
-            raise ConfigError(over.reason) if over.is_permanent else RendezvousLostError(over.reason)
+        outcome = self._outcome
+        if isinstance(outcome, EndJob):
+            raise JobFailedError(outcome.reason) if outcome.failed else JobCompleted(outcome.reason)
+        if isinstance(outcome, GiveUp):
+            raise ConfigError(outcome.reason) if outcome.is_permanent else RendezvousLostError(outcome.reason)
 
     # ---- replicas: any thread --------------------------------------------------------------------------
 
     def set_divergence_handler(self, handler: Callable[[ReplicasDiverged], None]) -> None:
-        """Have ``differ`` called in the third thread when replicas differ; `join` waits until it is done."""
+        """Set what the callback thread calls when replicas diverge; `join` waits until it returns."""
         self._on_divergence = handler
 
     def send_digest(self, generation: int, step: int, digest: str) -> None:
-        """Tell how this node's state looked after that step; from any thread.
+        """Send the digest of this node's state after a step; from any thread.
 
-        A heartbeat carries one: of those since the last the one that is `rounder`.
+        A heartbeat carries one digest: that of the roundest step since the last (`policy.divergence`).
 
         Raises:
             ValueError: ``digest`` is not 32 hexadecimal digits.
@@ -289,10 +302,10 @@ class RendezvousClient:
             raise ValueError(f"not a digest of 32 hexadecimal digits: {digest!r}")
         self._server.submit(StateDigested(StateDigest(generation, step, Digest(digest))))
 
-    # ---- the shell's thread --------------------------------------------------------------------------
+    # ---- the rendezvous thread -----------------------------------------------------------------------
 
     def _update_lease(self, node: RendezvousNode) -> None:
-        """Move the fence before anything else is done about an event."""
+        """Move the lease before the effects of an event are carried out."""
         self._can_announce_leave = node.can_announce_leave
         if node.running_view is None:
             self._lease.set(-math.inf)
@@ -311,23 +324,23 @@ class RendezvousClient:
                 self._unhandled_divergences += 1
                 self._callback_queue.put(effect)
             elif isinstance(effect, StartWorkers):
-                self._world = effect
+                self._view = effect
             elif isinstance(effect, (RestartWorkers, KillWorkers)):
-                if self._world is not None and self._world.generation == effect.generation:
+                if self._view is not None and self._view.generation == effect.generation:
                     self._restart_reason = effect.reason
             elif isinstance(effect, (EndJob, GiveUp)):
                 self._outcome = effect
             self._condition.notify_all()
 
-    # ---- the third -----------------------------------------------------------------------------------
+    # ---- the callback thread -------------------------------------------------------------------------
 
     def _run_callbacks(self, on_log: Callable[[EmitEvent], None]) -> None:
-        while (news := self._callback_queue.get()) is not None:
-            if isinstance(news, EmitEvent):
-                on_log(news)
+        while (effect := self._callback_queue.get()) is not None:
+            if isinstance(effect, EmitEvent):
+                on_log(effect)
                 continue
             try:
-                self._on_divergence(news.divergence)
+                self._on_divergence(effect.divergence)
             finally:
                 with self._condition:
                     self._unhandled_divergences -= 1

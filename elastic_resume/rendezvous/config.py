@@ -1,6 +1,7 @@
-"""What a user decides about the rendezvous of one job, read once from flags or from ``--rdzv-conf``.
+"""The rendezvous settings of one job, parsed once from flags or from ``--rdzv-conf``.
 
-Every `Terms` holds valid values. Reads the token's file and nothing else; opens no socket.
+Every `RendezvousConfig` made by `RendezvousConfig.parse` is valid. Parsing reads the token file and opens no
+socket.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from elastic_resume.rendezvous.endpoint import Endpoint, parse_endpoints
 from elastic_resume.rendezvous.net.protocol import load_token
 from elastic_resume.units import parse_duration
 
-# Keys of --rdzv-conf, and the flags of `elastic-resume run` of the same meaning.
+# Keys of --rdzv-conf, and the flags of `elastic-resume run` with the same meaning.
 CONF_FLAGS = {
     "node_timeout": "--node-timeout",
     "settle": "--settle",
@@ -29,7 +30,7 @@ CONF_FLAGS = {
 
 @dataclass(frozen=True)
 class RendezvousConfig:
-    """The valid terms of one job. ``secret``: the token is the user's, and not made from the job's name."""
+    """The settings of one job. ``has_user_token`` is false if the token is derived from the job's name."""
 
     run_id: str
     endpoints: tuple[Endpoint, ...]
@@ -38,10 +39,12 @@ class RendezvousConfig:
     local_addr: str | None
     token: bytes = field(repr=False)
     has_user_token: bool
-    node_timeout_s: float = 3.0  # a tenth of it is the time between heartbeats
-    last_call_s: float = 3.0  # at a first start: how long after the last newcomer the world waits for another
+    node_timeout_s: float = 3.0  # ten times the heartbeat interval
+    last_call_s: float = (
+        3.0  # at the first start: how long to wait for another node after the last one joined
+    )
     join_timeout_s: float = 600.0
-    on_divergence: str = STOP  # or RESUME; the leader's counts
+    on_divergence: str = STOP  # or RESUME_FROM_MAJORITY; the leader's setting counts
 
     @classmethod
     def parse(
@@ -54,20 +57,20 @@ class RendezvousConfig:
         nnodes: tuple[int, int],
         local_addr: str | None,
     ) -> RendezvousConfig:
-        """Read the terms from ``--rdzv-endpoint``, the values by name, and the environment (the token).
+        """Parse ``--rdzv-endpoint``, the values of ``conf``, and the token from its file or the environment.
 
         Raises:
-            ConfigError: one of them is wrong.
+            ConfigError: a setting is wrong.
 
         """
         for key in conf:
             if key not in CONF_FLAGS:
-                near = difflib.get_close_matches(key, CONF_FLAGS, 1)
-                hint = f" Did you mean {near[0]}?" if near else ""
+                similar = difflib.get_close_matches(key, CONF_FLAGS, 1)
+                hint = f" Did you mean {similar[0]}?" if similar else ""
                 raise ConfigError(f"--rdzv-conf: unknown key {key}.{hint}")
-        given = {key: value for key, value in conf.items() if value is not None}
-        path = given.get("token_file")
-        token, secret = load_token(Path(path) if path else None, environ, run_id)
+        values = {key: value for key, value in conf.items() if value is not None}
+        path = values.get("token_file")
+        token, has_user_token = load_token(Path(path) if path else None, environ, run_id)
         return cls(
             run_id=run_id,
             endpoints=parse_endpoints(endpoints),
@@ -75,17 +78,17 @@ class RendezvousConfig:
             max_nodes=nnodes[1],
             local_addr=local_addr or None,
             token=token,
-            has_user_token=secret,
-            node_timeout_s=_parse_seconds(given, "node_timeout", 3.0, 0.5),
-            last_call_s=_parse_seconds(given, "settle", 3.0, 0.0),
-            join_timeout_s=_parse_seconds(given, "join_timeout", 600.0, 1.0),
+            has_user_token=has_user_token,
+            node_timeout_s=_parse_seconds(values, "node_timeout", 3.0, 0.5),
+            last_call_s=_parse_seconds(values, "settle", 3.0, 0.0),
+            join_timeout_s=_parse_seconds(values, "join_timeout", 600.0, 1.0),
         )
 
     def settings(self, own_address: str) -> Settings:
-        """What the core needs; ``own_address`` stands for the one candidate that lets the kernel choose."""
-        addresses = tuple(str(one) if one.port else own_address for one in self.endpoints)
+        """Return the state machine's settings; ``own_address`` replaces a candidate with an open port."""
+        candidates = tuple(str(endpoint) if endpoint.port else own_address for endpoint in self.endpoints)
         return Settings(
-            candidates=addresses,
+            candidates=candidates,
             min_nodes=self.min_nodes,
             max_nodes=self.max_nodes,
             node_timeout_s=self.node_timeout_s,
@@ -97,7 +100,7 @@ class RendezvousConfig:
 
     @property
     def single_node(self) -> bool:
-        """Whether nobody can find this node: a person's or a scheduler's word that there is no other."""
+        """Return whether no other node can exist: one node at most, at a port that the kernel chooses."""
         return self.max_nodes == 1 and not self.endpoints[0].port
 
 

@@ -109,7 +109,7 @@ class Trainer:
         """Finish a step, and tell of it."""
         self.member.send_digest(generation, step, digest(repr(state)))
 
-    def distrust(self, generation: int, agreed_step: int) -> None:
+    def distrust_after(self, generation: int, agreed_step: int) -> None:
         """Take its time."""
         assert self.may_distrust.wait(30)
         self.diary.append(f"distrusts {generation} after {agreed_step}")
@@ -246,11 +246,11 @@ class Hearing:
     def __init__(self) -> None:
         self.told: list[tuple[int, int, str]] = []
 
-    def compare(self, differ: Any) -> None:
+    def set_divergence_handler(self, differ: Any) -> None:
         """Take what is called when replicas differ."""
         self.differ = differ
 
-    def tell_print(self, *told: Any) -> None:
+    def send_digest(self, *told: Any) -> None:
         """Keep it."""
         self.told.append(told)
 

@@ -27,9 +27,10 @@ from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.quorum import Incarnation
 from elastic_resume.rendezvous.endpoint import ResolveFunction, resolve_name
 from elastic_resume.rendezvous.net import protocol
+from elastic_resume.rendezvous.net.connection import ConnectionLimits
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
-from elastic_resume.rendezvous.net.server import ConnectionLimits, RendezvousThread
-from elastic_resume.rendezvous.status_view import RendezvousStatus
+from elastic_resume.rendezvous.net.server import RendezvousThread
+from elastic_resume.rendezvous.net.status import RendezvousStatus
 
 TOKEN = b"a token that nobody may read in a log"
 RUN = "job"

@@ -1,18 +1,13 @@
-"""Frozen dataclasses as plain JSON values and back, checked field by field.
+"""Codecs between frozen dataclasses and plain JSON values, checked field by field.
 
-Fields stand in their order, as a list. A value that is missing, surplus, ill-typed or out of range raises
-`WireError` and nothing else. Pure; worlds are `packing`'s.
+Fields stand in order, as a list. A value that is missing, surplus, ill-typed or out of range raises
+`ProtocolError` and nothing else.
 
-A world as one line of text, which is remembered: most of what agents send each other is the same world.
-
-A world of a thousand members is 40 kB, and it is in every hello, welcome, proposal and restart. As JSON it
-took 3 ms to read; a leader with a thousand followers reads it a thousand times when they all come to it. As
-one text it is looked up: the few newest texts and the worlds they stand for are kept. It also comes out as
-the same object each time, so that to compare what two agents know takes no time either.
-
-Fields are quoted as in URLs (RFC 3986), so no name can hold a separator. A long text is compressed (zlib),
-which halves what a leader sends. Pure but for that memory, whose size is bounded: `KEPT` worlds of
-`KEPT_CHARACTERS` at most.
+A view is one line of text, and it is cached. A view of a thousand members is 40 kB and is in every hello,
+welcome, proposal and restart; a leader reads it a thousand times when all followers come to it. As JSON that
+took 3 ms each time. The newest texts and their views are kept, so parsing is a lookup and equal views are the
+same object. Fields are quoted as in URLs (RFC 3986), so no name can contain a separator. A long text is
+compressed (zlib), which halves what a leader sends.
 """
 
 from __future__ import annotations
@@ -34,24 +29,27 @@ from elastic_resume.rendezvous.core.status import MAX_UPDATE_BYTES, EventLines, 
 
 MAX_MEMBERS = 100_000
 MAX_CACHED_VIEWS = 16
-MAX_CACHED_CHARS = 1 << 20  # a world of 10,000 members
+MAX_CACHED_CHARS = 1 << 20  # a view of 10,000 members
 COMPRESS_ABOVE_CHARS = 4096
-"""A text of so many characters is sent as it is, and can be read in the record on disk."""
+"""A shorter text stays readable in the state file on disk."""
 MAX_EXPANDED_CHARS = 1 << 24
 _COMPRESSED_PREFIX = "z"
 _MAX_FIELD = 4096
 _UNQUOTED_CHARS = ":.[]+/@ "
+_MAX_INT = 1 << 53
+_MAX_TEXT = 4096
+_MAX_ITEMS = 100_000
 
 _text_cache: dict[int, tuple[View, str]] = {}
-"""By identity: two worlds are equal when their members are, whatever their addresses."""
+"""By identity, because views compare equal although the addresses of their members differ."""
 _view_cache: dict[str, View] = {}
 
 
 def pack_view(view: View) -> str:
-    """Give the text of a world."""
-    kept = _text_cache.get(id(view))
-    if kept is not None and kept[0] is view:
-        return kept[1]
+    """Return the text of a view."""
+    cached = _text_cache.get(id(view))
+    if cached is not None and cached[0] is view:
+        return cached[1]
     text = ";".join([str(view.generation), *map(_pack_member, (view.leader, *view.members))])
     if len(text) > COMPRESS_ABOVE_CHARS:
         text = _COMPRESSED_PREFIX + base64.b64encode(zlib.compress(text.encode(), 1)).decode()
@@ -60,28 +58,28 @@ def pack_view(view: View) -> str:
 
 
 def unpack_view(text: Any) -> View:
-    """Read what `pack` gave.
+    """Parse what `pack_view` returned.
 
     Raises:
-        ValueError: it is not one.
-        TypeError: it is not even a text.
+        ValueError: the text is not a view.
+        TypeError: it is not text.
 
     """
     if not isinstance(text, str):
         raise TypeError("not a text")
-    world = _view_cache.get(text)
-    if world is None:
-        world = _parse_view(text)
-        _cache_view(text, world)
-    return world
+    view = _view_cache.get(text)
+    if view is None:
+        view = _parse_view(text)
+        _cache_view(text, view)
+    return view
 
 
 def _cache_view(text: str, view: View) -> None:
     if len(text) > MAX_CACHED_CHARS:
         return
-    for kept in (_text_cache, _view_cache):
-        if len(kept) >= MAX_CACHED_VIEWS:
-            kept.clear()  # one step, so that threads need no lock
+    for cache in (_text_cache, _view_cache):
+        if len(cache) >= MAX_CACHED_VIEWS:
+            cache.clear()  # atomic, so that threads need no lock
     _text_cache[id(view)] = (view, text)
     _view_cache[text] = view
 
@@ -106,19 +104,19 @@ def _parse_view(text: str) -> View:
 def _decompress(text: str) -> str:
     expander = zlib.decompressobj()
     try:
-        said = expander.decompress(base64.b64decode(text[1:], validate=True), MAX_EXPANDED_CHARS)
+        data = expander.decompress(base64.b64decode(text[1:], validate=True), MAX_EXPANDED_CHARS)
     except zlib.error as error:
         raise ValueError("not compressed") from error
     if not expander.eof or expander.unused_data:
         raise ValueError("too long when expanded, or cut off")
-    return said.decode("ascii")
+    return data.decode("ascii")
 
 
 def _parse_member(text: str) -> Incarnation:
-    node, life, address, candidate = text.split(",")
+    node, incarnation_id, address, candidate = text.split(",")
     return Incarnation(
         _parse_field(node),
-        _parse_field(life),
+        _parse_field(incarnation_id),
         _parse_field(address),
         None if candidate == "" else _parse_number(candidate),
     )
@@ -137,9 +135,8 @@ def _parse_number(text: str) -> int:
     return int(text)
 
 
-_MAX_INT = 1 << 53
-_MAX_TEXT = 4096
-_MAX_ITEMS = 100_000
+# ---- dataclasses ---------------------------------------------------------------------------------------
+
 
 Encode = Callable[[Any], Any]
 Decode = Callable[[Any, str], Any]
@@ -149,16 +146,16 @@ _encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 class ProtocolError(Exception):
-    """What the other side sent is not part of the protocol; the text says what, for the log."""
+    """The peer sent something that is not part of the protocol; the text says what."""
 
 
 def dump_json(value: Any) -> bytes:
-    """Give plain data as JSON, without spaces."""
+    """Return plain data as JSON without spaces."""
     return _encoder.encode(value).encode()
 
 
 def decode_int(value: Any, where: str) -> int:
-    """Check a count."""
+    """Check a whole number."""
     if type(value) is not int or not 0 <= value <= _MAX_INT:
         raise ProtocolError(f"{where}: not a whole number in range")
     return value
@@ -172,7 +169,7 @@ def decode_float(value: Any, where: str) -> float:
 
 
 def _encode_text(value: str) -> str:
-    # A reason may name a thousand nodes. Whoever got more than it takes would hang up, all of them at once.
+    # A reason may name a thousand nodes, and every receiver of a text that is too long would disconnect.
     return value if len(value) <= _MAX_TEXT else value[: _MAX_TEXT - 1] + "…"
 
 
@@ -186,8 +183,8 @@ def _check_encodable(value: str, where: str) -> str:
     if not value.isascii():
         try:
             value.encode()
-        except UnicodeEncodeError as error:  # half of a surrogate pair is JSON, and no name or address
-            raise ProtocolError(f"{where}: a text that no encoding holds") from error
+        except UnicodeEncodeError as error:  # half of a surrogate pair is valid JSON
+            raise ProtocolError(f"{where}: a text that cannot be encoded") from error
     return value
 
 
@@ -221,7 +218,7 @@ def _decode_view(value: Any, where: str) -> View:
     try:
         return unpack_view(value)
     except (ValueError, TypeError) as error:
-        raise ProtocolError(f"{where}: not a world") from error
+        raise ProtocolError(f"{where}: not a view") from error
 
 
 def _check_list(value: Any, where: str) -> list[Any]:
@@ -238,14 +235,14 @@ def _decode_ints(value: Any, where: str) -> tuple[int, ...]:
 
 
 def get_codec(kind: Any) -> tuple[Encode, Decode]:
-    """Give the two functions for a type; made once, since to look up its hints takes half a millisecond."""
+    """Return the encoder and decoder of a type. They are cached: building them takes 0.5 ms."""
     if kind not in _codec_cache:
         _codec_cache[kind] = _build_codec(kind)
     return _codec_cache[kind]
 
 
 def _build_codec(kind: Any) -> tuple[Encode, Decode]:
-    """Make the two functions for a type hint of a message's field."""
+    """Build the encoder and decoder of a type hint."""
     if kind is str:
         return _encode_text, _decode_text
     if kind in _SCALAR_DECODERS:
@@ -258,7 +255,7 @@ def _build_codec(kind: Any) -> tuple[Encode, Decode]:
         return _build_dataclass_codec(kind)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in {types.UnionType, typing.Union} and len(arguments) == 2 and type(None) in arguments:
-        put, take = _build_codec(next(one for one in arguments if one is not type(None)))
+        put, take = _build_codec(next(kind for kind in arguments if kind is not type(None)))
         return (
             lambda value: None if value is None else put(value),
             lambda value, where: None if value is None else take(value, where),
@@ -279,7 +276,7 @@ def _build_codec(kind: Any) -> tuple[Encode, Decode]:
             lambda value: sorted((put(item) for item in value), key=dump_json),
             lambda value, where: frozenset(take(item, where) for item in _check_list(value, where)),
         )
-    raise TypeError(f"no way to send a {kind}")
+    raise TypeError(f"no codec for {kind}")
 
 
 def _build_tuple_codec(kinds: tuple[Any, ...]) -> tuple[Encode, Decode]:
@@ -298,7 +295,7 @@ def _build_tuple_codec(kinds: tuple[Any, ...]) -> tuple[Encode, Decode]:
 
 
 def _build_dataclass_codec(kind: type) -> tuple[Encode, Decode]:
-    """Fields in their order, as a list: names would be most of a large world's bytes."""
+    """Build the codec of a dataclass: a list of its fields in order,."""
     hints = typing.get_type_hints(kind)
     names = [field.name for field in dataclasses.fields(kind)]
     codecs = [_build_codec(hints[name]) for name in names]
@@ -310,9 +307,9 @@ def _build_dataclass_codec(kind: type) -> tuple[Encode, Decode]:
         items = _check_list(value, where)
         if len(items) != len(names):
             raise ProtocolError(f"{where}: {len(items)} fields instead of {len(names)}")
-        read = [
+        values = [
             codec[1](item, f"{where}.{name}") for name, codec, item in zip(names, codecs, items, strict=True)
         ]
-        return kind(*read)
+        return kind(*values)
 
     return put, take

@@ -1,10 +1,11 @@
-"""One connection over TCP: the handshake, then lines, each way, until one side ends it.
+"""One TCP connection between agents: the handshake, then signed lines in both directions until it ends.
 
-It promises its owner, in this order: `proven` once both sides have proved who they are, `heard` for every
-line after that, and `ended` once, unless the owner closed it. What the other side sends before it has proved
-anything is held up to `wire.MAX_GREETING_BYTES`, and for as long as `patience_s` from the start of the call.
+A connection calls its `ConnectionHandler`: `on_connected`, then `on_authenticated` once both sides have
+proved that they hold the token, then `on_line` for each line, and `on_ended` once unless the handler closed
+it. It does not interpret lines. Before authentication a line may have `protocol.MAX_GREETING_BYTES` at most.
 
-Does not know what a message is, nor whose connections count.
+The module also limits what unauthenticated peers cost. A flood of them must not lock members out, so only a
+bounded number may wait (`HandshakeLimiter`), and it must not fill the log (`LogThrottle`).
 """
 
 from __future__ import annotations
@@ -17,44 +18,60 @@ import functools
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 from elastic_resume import failpoints
-from elastic_resume.rendezvous.endpoint import ResolveFunction, resolve_name
+from elastic_resume.rendezvous.endpoint import ResolveFunction, parse_address, resolve_name
 from elastic_resume.rendezvous.net import protocol
+from elastic_resume.units import format_count
 
-# Errors that say "nobody lives there"; others (no route, time-out) are silence.
+# A peer's kernel closed the connection. Other errors (no route, time-out) say nothing about the peer.
 _CLOSED_ERRNOS = {errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED}
-
-
 _READ_BYTES = 1 << 18
 _thread_local = threading.local()
 
+MAX_NAMED_HOSTS = 5  # in one log line
+MAX_PAUSE_FACTOR = 64
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Limits on what peers can make this process spend."""
+
+    max_connections: int = 16_384  # members of the largest job, with room to reconnect
+    max_unauthenticated: int = 2048  # connections in the handshake: all of a large job, when its leader dies
+    handshake_timeout_s: float = 5.0  # for the whole handshake
+    max_queued_bytes: int = 64 * 1024 * 1024  # queued to a peer that does not read
+    idle_timeout_s: float = 30.0  # for an authenticated peer that sends nothing
+    max_status_clients: int = 32
+    log_interval_s: float = 10.0  # between two log lines about dropped connections
+
 
 class ConnectionHandler(Protocol):
-    """Who is told what happens to a connection."""
+    """The owner of connections."""
 
     def on_connected(self, connection: Connection) -> None:
-        """Somebody connected; nothing is proved."""
+        """Handle a new connection; the peer is not authenticated."""
 
     def on_authenticated(self, connection: Connection) -> None:
-        """Both sides have proved that they hold the run's token."""
+        """Handle the end of the handshake: both sides hold the token."""
 
     def on_line(self, connection: Connection, line: bytes) -> None:
-        """A line arrived. Raises `wire.WireError` when it is no message; that ends the connection."""
+        """Handle a line; `protocol.ProtocolError` drops the connection."""
 
     def on_ended(self, connection: Connection, *, by_peer: bool, reason: str) -> None:
-        """The connection is over, or could not be made. ``closed``: by the other side, or its kernel."""
+        """Handle the end, or a failed attempt to connect. ``by_peer``: the peer or its kernel closed it."""
 
     def on_dropped(self, connection: Connection, reason: str) -> None:
-        """It will be ended by our own decision."""
+        """Handle our decision to end the connection; `on_ended` follows."""
 
     def on_socket_closed(self, connection: Connection) -> None:
-        """The socket is closed: nothing of the connection is left."""
+        """Handle the close of the socket."""
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One connection; the owner's `number` for it is 0 until it has one."""
+    """One connection. ``conn_id`` is the handler's number for it, 0 until it has one."""
 
     def __init__(
         self,
@@ -64,21 +81,24 @@ class Connection(asyncio.BufferedProtocol):
         conn_id: int = 0,
         abort_line: bytes = b"",
     ) -> None:
-        """``parting``: what a dialler says where it gives up before it has proved itself."""
+        """Start the handshake's timer.
+
+        ``abort_line`` is what a dialler sends if it gives up before it has authenticated itself.
+        """
         self.conn_id = conn_id
         self.is_authenticated = False
         self.status_only = False
-        """The other side wants to be told how the job stands, and nothing else."""
+        """The peer is a status client."""
         self.has_greeted = False
-        """The other side has said something that belongs in a handshake of this job."""
+        """The peer, which connected to us, has sent a valid greeting of this job."""
         self.idle_sweeps = 0
-        """For the owner to count in; 0 again whenever something arrives."""
+        """Counted by the handler; reset whenever data arrives."""
         self.is_ended = False
         self.was_refused = False
-        """Nobody listened there."""
+        """Nothing listened at the address."""
         self.peer_address = "an unknown address"
         self.peer_host = ""
-        """The IP address of the other side, once it is connected."""
+        """The peer's IP address, once connected."""
         self._handler = handler
         self._handshake = handshake
         self._signer: protocol.LineAuthenticator | None = None
@@ -92,55 +112,55 @@ class Connection(asyncio.BufferedProtocol):
             handshake_timeout_s, self._on_handshake_timeout, handshake_timeout_s
         )
 
-    # ---- what the owner does -------------------------------------------------------------------------
+    # ---- called by the handler -----------------------------------------------------------------------
 
     def send(self, line: bytes) -> None:
-        """Queue a line, signed, once the handshake is over; never blocks."""
+        """Queue a signed line if the handshake is over; never block."""
         if self._signer is not None:
             self.write(self._signer.sign(line))
 
     def write(self, line: bytes) -> None:
-        """Queue a line as it is; never blocks."""
+        """Queue a line unchanged; never block."""
         if self._transport is not None and not self.is_ended and not self._transport.is_closing():
             self._transport.write(failpoints.mutate("rendezvous.line", line))
 
     @property
     def queued_bytes(self) -> int:
-        """What the other side has not taken yet, beyond what the kernel holds."""
+        """Return the bytes that the kernel has not taken yet."""
         return self._transport.get_write_buffer_size() if self._transport else 0
 
     def close(self) -> None:
-        """Send what is queued, then close; nothing more of it is reported but `Owner.freed`."""
+        """Send what is queued, then close; only `on_socket_closed` follows."""
         self._set_ended()
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
-        """Close at once; nothing more of it is reported but `Owner.freed`."""
+        """Close at once; only `on_socket_closed` follows."""
         self._set_ended()
         if self._transport is not None:
             self._transport.abort()
 
     def disconnect(self) -> None:
-        """Give the connection up by our own decision; who dialled says so where the handshake is not over."""
+        """Give the connection up. A dialler announces it if the handshake is not over."""
         if not self.is_authenticated:
             self.write(self._abort_line)
         self.close() if self.is_authenticated or self._is_dialler else self.abort()
 
     def abort_and_report(self, *, by_peer: bool, reason: str) -> None:
-        """Close at once and report it."""
+        """Close at once and report the end."""
         if not self.is_ended:
             self.abort()
             self._handler.on_ended(self, by_peer=by_peer, reason=reason)
 
     def drop(self, reason: str) -> None:
-        """Close at once, by our own decision, and report it."""
+        """Close at once because of what the peer did, and report it."""
         if not self.is_ended:
             self._handler.on_dropped(self, reason)
             self.abort_and_report(by_peer=False, reason=reason)
 
     def on_dial_failed(self, error: Exception) -> None:
-        """The call was not answered, for that reason."""
+        """Report that `connect` failed."""
         closed = isinstance(error, OSError) and error.errno in _CLOSED_ERRNOS
         self.was_refused = isinstance(error, OSError) and error.errno == errno.ECONNREFUSED
         self.abort_and_report(by_peer=closed, reason=str(error) or type(error).__name__)
@@ -152,10 +172,10 @@ class Connection(asyncio.BufferedProtocol):
     def _on_handshake_timeout(self, handshake_timeout_s: float) -> None:
         self.drop(f"the handshake took more than {handshake_timeout_s:g} s")
 
-    # ---- what asyncio calls --------------------------------------------------------------------------
+    # ---- called by asyncio ---------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Greet the other side, or wait for its greeting."""
+        """Send the greeting, or wait for the peer's."""
         self._transport = tcp = cast("asyncio.Transport", transport)
         if self.is_ended:  # given up while the kernel connected
             tcp.abort()
@@ -163,95 +183,96 @@ class Connection(asyncio.BufferedProtocol):
         host, port = (tcp.get_extra_info("peername") or ("an unknown address", 0))[:2]
         self.peer_host = str(host)
         self.peer_address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        # Let the kernel notice a peer that vanished while nothing is sent. (asyncio sets TCP_NODELAY.)
+        # The kernel shall notice a vanished peer while nothing is sent. (asyncio sets TCP_NODELAY.)
         tcp.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._handler.on_connected(self)
         self.write(next(self._handshake))
 
     def get_buffer(self, sizehint: int) -> bytearray:
-        """Lend the kernel the thread's buffer: nothing stays in it, and a new one each time took 15 µs."""
+        """Lend asyncio the thread's buffer: allocating one for each read took 15 µs."""
         del sizehint
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Cut into lines, and hand each on until one ends the connection."""
+        """Split the data into lines and handle each until one ends the connection."""
         self.idle_sweeps = 0
         if self.is_ended:
             return
         try:
             for line in self._line_reader.feed(self._buffer[:nbytes]):
-                if not self._process_line(line):
+                if self._verifier is not None:
+                    self._handler.on_line(self, self._verifier.verify(line))
+                else:
+                    self._advance_handshake(line)
+                if self.is_ended:
                     return
         except protocol.ProtocolError as error:
             self.drop(str(error))
 
-    def _process_line(self, line: bytes) -> bool:
-        """Handle a line; return whether there is to be another."""
-        if self._verifier is not None:
-            self._handler.on_line(self, self._verifier.verify(line))
-        else:
-            self._advance_handshake(line)
-        return not self.is_ended
-
     def _advance_handshake(self, line: bytes) -> None:
         try:
             self.write(self._handshake.send(line))
-            self.has_greeted = not self._is_dialler  # what answers our call need not be of this job
-            self._abort_line = b""  # whoever dialled has proved itself by now: it cannot take that back
+            self.has_greeted = not self._is_dialler  # an acceptor proves nothing by answering
+            self._abort_line = b""  # the dialler has sent its proof and cannot take it back
         except protocol.HandshakeAbortedError:
             self.has_greeted = False
-            self.abort_and_report(by_peer=True, reason="it has changed its mind")
+            self.abort_and_report(by_peer=True, reason="the dialler gave up the handshake")
         except protocol.AuthenticationError as error:
             self.write(error.rejection_line)
             self.drop(str(error))
         except StopIteration as stop:
-            proof: protocol.HandshakeResult = stop.value
-            self.write(proof.final_line)
+            result: protocol.HandshakeResult = stop.value
+            self.write(result.final_line)
             self._handshake_timer.cancel()
-            self.status_only, self.is_authenticated = proof.status_only, True
-            self._signer, self._verifier = proof.signer, proof.verifier
+            self.status_only, self.is_authenticated = result.status_only, True
+            self._signer, self._verifier = result.signer, result.verifier
             if not self.status_only:
                 self._line_reader.max_line_bytes = protocol.MAX_LINE_BYTES
             self._handler.on_authenticated(self)
 
     def eof_received(self) -> None:
-        """Take half a close for a whole one: nobody here reads on alone."""
+        """Treat a half-closed connection as closed."""
         self.abort_and_report(by_peer=True, reason="closed")
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Report the end, unless it was our doing."""
+        """Report the end, unless this side closed the connection."""
         if not self.is_ended:
-            refused = error is None or (isinstance(error, OSError) and error.errno in _CLOSED_ERRNOS)
-            self.abort_and_report(by_peer=refused, reason=str(error) if error else "closed")
+            by_peer = error is None or (isinstance(error, OSError) and error.errno in _CLOSED_ERRNOS)
+            self.abort_and_report(by_peer=by_peer, reason=str(error) if error else "closed")
         self._handler.on_socket_closed(self)
 
 
 def _get_thread_buffer() -> bytearray:
-    """Give the buffer of this thread, which runs one loop."""
-    found: bytearray | None = getattr(_thread_local, "buffer", None)
-    if found is None:
-        found = _thread_local.buffer = bytearray(_READ_BYTES)
-    return found
+    """Return the read buffer of this thread, which runs one event loop."""
+    buffer: bytearray | None = getattr(_thread_local, "buffer", None)
+    if buffer is None:
+        buffer = _thread_local.buffer = bytearray(_READ_BYTES)
+    return buffer
+
+
+# ---- connecting ----------------------------------------------------------------------------------------
 
 
 async def connect(
     connection: Connection, address: str, resolve: ResolveFunction = resolve_name, known_ip: str = ""
 ) -> None:
-    """Connect to ``host:port``. Names are looked up each time, since addresses change.
+    """Connect to ``host:port``. Names are resolved each time, since addresses change.
 
-    ``known`` is the IP address at which the same process answered before: no name is looked up then.
+    ``known_ip`` is the IP address at which the same process answered before; then no name is resolved.
 
     Raises:
-        OSError: not reached; that of the last address tried, but "refused" only if all refused.
-        ValueError: not an address.
+        OSError: no address could be reached. It is a refusal only if all addresses refused.
+        ValueError: ``address`` is not an address.
 
     """
-    host, _, port = address.rpartition(":")
+    host, _, port_text = address.rpartition(":")
+    host, port = known_ip or host.strip("[]"), int(port_text)
     loop = asyncio.get_running_loop()
     error: OSError = OSError(errno.EADDRNOTAVAIL, f"{address} has no address")
-    for found in await _resolve_addresses(known_ip or host.strip("[]"), int(port), resolve):
+    ip_addresses = [host] if parse_address(host) else await _resolve_shared(host, resolve)
+    for ip_address in ip_addresses:
         try:
-            await loop.create_connection(lambda: connection, *found)
+            await loop.create_connection(lambda: connection, ip_address, port)
         except OSError as reason:
             # One refusal among time-outs proves nothing.
             if error.errno in _CLOSED_ERRNOS | {errno.EADDRNOTAVAIL} or reason.errno not in _CLOSED_ERRNOS:
@@ -264,18 +285,18 @@ async def connect(
 
 
 _pending_lookups: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Future[Sequence[str]]] = {}
-"""Under way. A name server that hangs must not get a thread for every call that is given up meanwhile."""
+"""Lookups under way, shared: a name server that hangs must not get a thread for each attempt to connect."""
 
 
 async def _resolve_shared(host: str, resolve: ResolveFunction) -> Sequence[str]:
     loop = asyncio.get_running_loop()
     key = (loop, host)
     if key not in _pending_lookups:
-        answer: concurrent.futures.Future[Sequence[str]] = concurrent.futures.Future()
-        answer.set_running_or_notify_cancel()
-        # Not an executor's thread: the interpreter's end waits for these, for as long as DNS is silent.
-        threading.Thread(target=_resolve_in_thread, args=(answer, resolve, host), daemon=True).start()
-        task = asyncio.wrap_future(answer, loop=loop)
+        result: concurrent.futures.Future[Sequence[str]] = concurrent.futures.Future()
+        result.set_running_or_notify_cancel()
+        # Not an executor's thread: the interpreter would wait for it at exit, while DNS does not answer.
+        threading.Thread(target=_resolve_in_thread, args=(result, resolve, host), daemon=True).start()
+        task = asyncio.wrap_future(result, loop=loop)
         task.add_done_callback(functools.partial(_remove_lookup, key))
         _pending_lookups[key] = task
     return await asyncio.shield(_pending_lookups[key])
@@ -284,36 +305,108 @@ async def _resolve_shared(host: str, resolve: ResolveFunction) -> Sequence[str]:
 def _remove_lookup(key: tuple[asyncio.AbstractEventLoop, str], task: asyncio.Future[Sequence[str]]) -> None:
     _pending_lookups.pop(key, None)
     if not task.cancelled():
-        task.exception()  # of a call that was given up nobody asks for it, and asyncio would print it
+        task.exception()  # asyncio prints an exception that nobody retrieves
 
 
 def _resolve_in_thread(
     result: concurrent.futures.Future[Sequence[str]], resolve: ResolveFunction, host: str
 ) -> None:
     try:
-        found = resolve(host)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is the asker's
-        give: Callable[[], None] = functools.partial(result.set_exception, error)
+        ip_addresses = resolve(host)
+    except Exception as error:  # noqa: BLE001 - handed to the caller
+        set_result: Callable[[], None] = functools.partial(result.set_exception, error)
     else:
-        give = functools.partial(result.set_result, found)
-    with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody asks any more
-        give()
+        set_result = functools.partial(result.set_result, ip_addresses)
+    with contextlib.suppress(RuntimeError):  # the event loop has ended
+        set_result()
 
 
 async def cancel_lookups() -> None:
-    """Leave none behind on this loop, which is about to end."""
+    """Cancel all lookups of this event loop, which is about to end."""
     loop = asyncio.get_running_loop()
-    tasks = [task for (where, *_), task in _pending_lookups.items() if where is loop]
+    tasks = [task for (lookup_loop, _), task in _pending_lookups.items() if lookup_loop is loop]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _resolve_addresses(host: str, port: int, resolve: ResolveFunction) -> list[tuple[str, int]]:
-    for family in (socket.AF_INET, socket.AF_INET6):
-        try:
-            socket.inet_pton(family, host)
-        except (OSError, ValueError):  # a name
-            continue
-        return [(host, port)]
-    return [(found, port) for found in await _resolve_shared(host, resolve)]
+# ---- unauthenticated peers -------------------------------------------------------------------------------
+
+
+class HandshakeLimiter:
+    """Limits how many connections of one agent are in the handshake.
+
+    Beyond the limit the oldest connection that has not greeted is dropped, else the oldest. Members greet as
+    soon as they are connected and finish within a round trip, so a flood of others does not push them out.
+    """
+
+    def __init__(self, max_waiting: int) -> None:
+        self._max_waiting = max_waiting
+        self._waiting: dict[Connection, None] = {}
+
+    def add(self, connection: Connection) -> None:
+        """Add a connection; drop one if there are too many."""
+        self._waiting[connection] = None
+        if len(self._waiting) > self._max_waiting:
+            not_greeted = (
+                waiting for waiting in self._waiting if not waiting.has_greeted and waiting is not connection
+            )
+            oldest = next(not_greeted, next(iter(self._waiting)))
+            oldest.drop(f"more than {self._max_waiting} connections are in the handshake")
+
+    def remove(self, connection: Connection) -> None:
+        """Remove a connection that has ended or is authenticated."""
+        self._waiting.pop(connection, None)
+
+
+class LogThrottle:
+    """Logs dropped connections: the first at once, later ones summed up after a pause.
+
+    The pause doubles while connections keep being dropped: a port scanner may connect each second for months.
+    """
+
+    def __init__(
+        self,
+        pause_s: float,
+        log: Callable[[str], None],
+        call_later: Callable[[float, Callable[[], None]], object],
+    ) -> None:
+        """``call_later`` calls a function after a number of seconds."""
+        self._first_pause_s = self._pause_s = pause_s
+        self._log = log
+        self._call_later = call_later
+        self._is_pausing = False
+        self._suppressed = 0
+        self._suppressed_by_host: dict[str, tuple[int, str]] = {}
+
+    def add(self, peer: str, reason: str) -> None:
+        """Log a drop of ``peer`` (host:port), or count it for the next summary."""
+        if not self._is_pausing:
+            self._log(f"{peer}: {reason}")
+            self._start_pause()
+            return
+        self._suppressed += 1
+        host = peer.rpartition(":")[0]
+        if host in self._suppressed_by_host or len(self._suppressed_by_host) < MAX_NAMED_HOSTS:
+            self._suppressed_by_host[host] = (self._suppressed_by_host.get(host, (0, ""))[0] + 1, reason)
+
+    def _start_pause(self) -> None:
+        self._is_pausing = True
+        self._call_later(self._pause_s, self._log_summary)
+
+    def _log_summary(self) -> None:
+        self._is_pausing = False
+        if not self._suppressed:
+            self._pause_s = self._first_pause_s
+            return
+        by_host = "; ".join(
+            f"{host} ({format_count(count, 'time')}, last: {reason})"
+            for host, (count, reason) in self._suppressed_by_host.items()
+        )
+        others = self._suppressed - sum(count for count, _ in self._suppressed_by_host.values())
+        rest = f"; other hosts ({format_count(others, 'time')})" if others else ""
+        self._log(f"{self._suppressed} more in the last {self._pause_s:g} s: {by_host}{rest}")
+        self._suppressed = 0
+        self._suppressed_by_host.clear()
+        self._pause_s = min(2 * self._pause_s, MAX_PAUSE_FACTOR * self._first_pause_s)
+        self._start_pause()

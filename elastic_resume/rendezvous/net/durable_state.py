@@ -1,10 +1,10 @@
-"""What an agent keeps on disk of the rendezvous, across its lives.
+"""The rendezvous state that a node keeps on disk across restarts of its agent.
 
-One small file, replaced atomically and durably. It holds what the quorum rests on, so one that exists and
-cannot be read is an error: taking it for "knows nothing" could let two halves of a partition both go on.
+It is one small JSON file, replaced atomically and durably. The quorum rules rely on it, so a file that exists
+and cannot be read is an error: taking it for no knowledge could let both halves of a partition continue.
 
-Where a scheduler has ended the whole job before it started it again (`cluster.node.launch`), that is its word
-that the worlds of before are over, and they are not asked: the nodes are others now, and would wait in vain.
+A scheduler that started the whole job again had ended all its processes before. Then earlier views no longer
+vote: their members may be other nodes now, and waiting for them would never end.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -25,19 +26,20 @@ from elastic_resume.rendezvous.net import protocol
 
 RENDEZVOUS_STATE_FILE = "rendezvous.json"
 FORCE_QUORUM_FILE = "force-quorum.json"
-"""Written by ``elastic-resume force-quorum`` and removed once the agent has taken it in."""
+"""Written by ``elastic-resume force-quorum``; the agent removes it after applying it."""
+_QUORUM_FIELDS_BEFORE_FORCE_QUORUM = 6
 
 
 class DurableStateFile:
-    """The file of one node."""
+    """The state file of one node, and the request of an operator beside it."""
 
     def __init__(self, node_dir: Path, disk: Disk = DISK, launch_id: str = "", node: str = "") -> None:
-        """Read what a former life of ``node`` left.
+        """Read what an earlier agent of ``node`` wrote.
 
-        ``launch`` names this start of the job, if the scheduler tells.
+        ``launch_id`` names this start of the job, if the scheduler gives one.
 
         Raises:
-            RecordError: the file exists and cannot be read, or is another node's.
+            NodeFileError: the file exists and cannot be read, or is another node's.
 
         """
         self._path = node_dir / RENDEZVOUS_STATE_FILE
@@ -47,26 +49,26 @@ class DurableStateFile:
         self.state = self._load()
 
     def write(self, state: PersistentState) -> None:
-        """Return when ``memory`` is durable in place of what was there.
+        """Replace the file; return when ``state`` is durable.
 
         Raises:
-            MachineError: the disk refuses.
+            MachineError: the write failed.
 
         """
         failpoints.hit("rendezvous.record")
-        said = protocol.to_json_value(state)
+        value = protocol.to_json_value(state)
         text = json.dumps(
-            {"memory": said, "digest": _compute_digest(said), "launch": self._launch_id},
+            {"memory": value, "digest": _compute_digest(value), "launch": self._launch_id},
             separators=(",", ":"),
         )
         self._disk.write_atomic(self._path, text.encode())
         self.state = state
 
     def request_force_quorum(self, generation: int) -> None:
-        """Leave ``generation``, whose missing members an operator declares dead, for this node's agent.
+        """Ask this node's agent to treat the missing members of ``generation`` as dead.
 
         Raises:
-            MachineError: the disk refuses.
+            MachineError: the write failed.
 
         """
         self._disk.write_atomic(
@@ -74,16 +76,15 @@ class DurableStateFile:
         )
 
     def read_force_request(self) -> int | None:
-        """Return the generation that `order_force` left; None where there is none, or it cannot be read."""
+        """Return the generation of `request_force_quorum`; None without a readable request."""
         try:
-            said = json.loads(self._path.with_name(FORCE_QUORUM_FILE).read_bytes())
-            generation = said["generation"]
+            generation = json.loads(self._path.with_name(FORCE_QUORUM_FILE).read_bytes())["generation"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
         return generation if type(generation) is int else None
 
     def remove_force_request(self) -> None:
-        """Remove what `order_force` left."""
+        """Remove the request of `request_force_quorum`."""
         with contextlib.suppress(OSError):
             self._path.with_name(FORCE_QUORUM_FILE).unlink()
 
@@ -92,26 +93,34 @@ class DurableStateFile:
             data = self._path.read_bytes()
         except FileNotFoundError:
             return None
-        try:
-            said = json.loads(data)
-            whole = said["digest"] == _compute_digest(said["memory"])
-            memory = protocol.from_json_value(PersistentState, said["memory"]) if whole else None
-            before = str(said.get("launch", ""))
-        except (ValueError, KeyError, TypeError, RecursionError, protocol.ProtocolError):
-            memory = None
-        if memory is None:
+        state, launch_id = None, ""
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError, protocol.ProtocolError):
+            record = json.loads(data)
+            if record["digest"] == _compute_digest(record["memory"]):
+                launch_id = str(record.get("launch", ""))
+                state = protocol.from_json_value(PersistentState, _upgrade(record["memory"]))
+        if state is None:
             raise NodeFileError(
-                f"{self._path} is damaged. It records in which worlds this node took part. While other nodes "
+                f"{self._path} is damaged. It records in which views this node took part. While other nodes "
                 "of the job run, start this one with another --node-name; when none runs, remove the file."
             )
-        if self._node and memory.incarnation.node != self._node:
+        if self._node and state.incarnation.node != self._node:
             raise NodeFileError(
-                f"{self._path} belongs to node {memory.incarnation.node!r}, and this is {self._node!r}: a directory "
-                "was copied or renamed. Give this node a --node-name and --ckpt-dir of its own, or remove it."
+                f"{self._path} belongs to node {state.incarnation.node!r}, but this is node "
+                f"{self._node!r}: a directory was copied or renamed. Give this node a --node-name and --ckpt-dir of its own, or "
+                "remove the file."
             )
-        if before and self._launch_id and before != self._launch_id:
-            return replace(memory, quorum_state=QuorumState(memory.quorum_state.candidate_count))
-        return memory
+        if launch_id and self._launch_id and launch_id != self._launch_id:
+            return replace(state, quorum_state=QuorumState(state.quorum_state.candidate_count))
+        return state
+
+
+def _upgrade(value: Any) -> Any:
+    """Add the default of `QuorumState.forced_generation` to a state that was written before it existed."""
+    incarnation, quorum_state, max_generation = value
+    if len(quorum_state) == _QUORUM_FIELDS_BEFORE_FORCE_QUORUM:
+        quorum_state = [*quorum_state, 0]
+    return [incarnation, quorum_state, max_generation]
 
 
 def _compute_digest(value: object) -> str:

@@ -1,37 +1,32 @@
-"""What goes over a connection: lines of JSON, limited in length, after both sides have proved who they are.
+"""The wire protocol between agents: JSON lines of limited length, after mutual authentication.
 
-Everything here is a pure function of bytes. A line that is too long, is not JSON, has an unknown type, a
-missing, surplus or ill-typed field, or a number out of range raises `WireError` and nothing else: the shell
-drops the connection, and the state machine never sees it.
+Everything but `load_token` is a pure function of bytes. A line that is too long, is not JSON, or has a wrong
+type, field or number raises `ProtocolError` and nothing else. Then the connection is dropped, and the state
+machine never sees the line.
 
-The handshake is mutual, before any message (HMAC-SHA256, RFC 2104; challenge and response as in RFC 2195)::
+The handshake precedes all messages (HMAC-SHA256, RFC 2104; challenge and response as in RFC 2195)::
 
-    dialler   {"elastic_resume": 3, "run": RUN, "nonce": A, "status_only": false}
-    acceptor  {"elastic_resume": 3, "nonce": B}
+    dialler   {"elastic_resume": 4, "run": RUN, "nonce": A, "status_only": false}
+    acceptor  {"elastic_resume": 4, "nonce": B}
     dialler   {"proof": HMAC(token, "dialler" RUN A B)}
     acceptor  {"proof": HMAC(token, "acceptor" RUN A B)}
 
-The dialler proves itself first. An unauthenticated dialler receives nothing derived from the token. An
-eavesdropper, or a fake acceptor, does, hence 16 bytes or more (`token`). A wrong proof is answered with an
-empty one, so that the dialler too can say why.
-Each side's nonce is in both proofs, so a recorded handshake proves nothing later; the words "acceptor" and
-"dialler" keep a proof from being sent back where it came from; the run's name keeps two jobs apart. A dialler
-that *looks* wants to be told how the job stands, in one line, and to do nothing. It proves that it holds the
-key for that (`look_key`), which is made from the token and opens nothing else.
+- The dialler proves first. An unauthenticated dialler receives nothing derived from the token. An
+  eavesdropper or a fake acceptor does, so a token has 16 bytes or more.
+- Both nonces are in each proof, so a recorded handshake proves nothing later. "dialler" and "acceptor" keep a
+  proof from being reflected. The run's name keeps two jobs apart.
+- A wrong proof is answered with an empty one, so that the dialler can report the reason too.
+- A dialler with ``status_only`` reads one status line. It uses `derive_status_key` in place of the token, and
+  that key permits nothing else.
+- A dialler that gives up before its proof sends ``{"abort": HMAC(token, "abort" RUN A "")}``. Then the
+  acceptor does not log it as unauthenticated.
 
-A dialler that changes its mind before its proof says ``{"abort": HMAC(token, "abort" RUN A "")}``, so that nobody
-takes it for a stranger.
-
-What follows a handshake is signed and not encrypted. Each line ends with a digest: HMAC-SHA256, cut to 16
-bytes, of the line and of how many went before it in that direction (`Seal`). Each direction has a key of its
-own, HMAC(token, "dialler sends" RUN A B) or "acceptor sends". So whoever can write into a connection can end
-it, and cannot make, change, repeat, reorder or leave out a line unnoticed; nor can a damaged packet, of which
-TCP's own sum lets one in 65,536 pass. Without a token the keys are derived from the run's name. This detects
-corruption and misdirected peers only; an attacker who knows the run's name can forge lines.
-
-The run's token: what every agent of a job holds, and nobody else should.
-
-Promise: no error text shows it, whole or in part. Does not know what it is used for; `wire` does.
+After the handshake each line is signed, not encrypted. It ends with HMAC-SHA256, cut to 16 bytes, of the line
+and the number of lines before it (`LineAuthenticator`). Each direction has its own key, HMAC(token, "dialler
+sends" RUN A B) or "acceptor sends". An attacker who can write into the connection can end it, but cannot
+forge, change, repeat, reorder or omit a line unnoticed. A damaged packet is noticed too: TCP's checksum
+passes 1 in 65,536. Without a user's token the keys are derived from the run's name. That detects corruption
+and misdirected peers, but an attacker who knows the name can forge lines.
 """
 
 from __future__ import annotations
@@ -60,38 +55,10 @@ from elastic_resume.rendezvous.net.codec import (
     get_codec,
 )
 
-__all__ = [
-    "MAX_GREETING_BYTES",
-    "MAX_LINE_BYTES",
-    "AuthenticationError",
-    "Handshake",
-    "HandshakeAbortedError",
-    "HandshakeResult",
-    "LineAuthenticator",
-    "LineReader",
-    "ProtocolError",
-    "accept",
-    "decode",
-    "derive_status_key",
-    "dial",
-    "encode",
-    "encode_abort",
-    "encode_body",
-    "encode_challenge",
-    "encode_greeting",
-    "encode_line",
-    "encode_proof",
-    "from_json_value",
-    "parse_challenge",
-    "parse_greeting",
-    "to_json_value",
-    "verify_proof",
-]
-
 VERSION = 4
 DIGEST_HEX_CHARS = 32
-MAX_GREETING_BYTES = 4096  # a line of somebody who has proved nothing yet
-MAX_LINE_BYTES = 8 * 1024 * 1024  # what is known of worlds with 10,000 members
+MAX_GREETING_BYTES = 4096  # a line of an unauthenticated peer
+MAX_LINE_BYTES = 8 * 1024 * 1024  # the quorum state of views with 10,000 members
 NONCE_HEX_CHARS = 64
 
 T = TypeVar("T")
@@ -101,25 +68,25 @@ T = TypeVar("T")
 
 
 class LineReader:
-    """Cuts a stream into lines, holding at most one line that is not yet whole."""
+    """Splits a stream into lines; holds at most one incomplete line."""
 
     def __init__(self, max_line_bytes: int = MAX_GREETING_BYTES) -> None:
-        """``limit`` bytes are the longest line; set it higher once the other side has proved who it is."""
+        """Limit the length of a line; ``max_line_bytes`` may be raised once the peer is authenticated."""
         self.max_line_bytes = max_line_bytes
         self._buffer = bytearray()
         self._scanned_bytes = 0
 
     def feed(self, data: bytes | bytearray) -> Iterator[bytes]:
-        """Take bytes in and yield the lines that are whole now, without their ends.
+        """Add data and yield the lines that are complete now, without their ends.
 
         Raises:
-            WireError: a line grows past the limit.
+            ProtocolError: a line exceeds the limit.
 
         """
         self._buffer += data
         while True:
-            # Looked up for every line: the limit may have changed with the last one. Nothing is searched
-            # twice: a long line that comes byte by byte costs its length, not the square of it.
+            # The limit may have changed with the last line. No byte is searched twice, so a long line that
+            # arrives byte by byte costs its length and not the square of it.
             end = self._buffer.find(b"\n", self._scanned_bytes, self.max_line_bytes + 1)
             if end < 0:
                 self._scanned_bytes = len(self._buffer)
@@ -136,30 +103,30 @@ class LineReader:
 
 
 class LineAuthenticator:
-    """Signs the lines of one direction of a connection, or checks them, in their order."""
+    """Signs or verifies the lines of one direction of a connection, in order."""
 
     def __init__(self, key: bytes) -> None:
-        """``key`` is of this connection and direction alone."""
+        """Use a key of this connection and direction alone."""
         self._mac = hmac.new(key, digestmod=hashlib.sha256)
         self._count = 0
 
     def sign(self, line: bytes) -> bytes:
-        """Give a line as it is sent: with its digest."""
+        """Return the line with its digest, as it is sent."""
         return b"%b%b\n" % (line[:-1], self._compute_digest(line[:-1]))
 
     def verify(self, line: bytes) -> bytes:
-        """Give what was signed. Both without the end of the line.
+        """Return what was signed; neither text has the end of the line.
 
         Raises:
-            WireError: it was changed on its way, or is not the next line of this connection.
+            ProtocolError: the line was changed, or is not the next line of this connection.
 
         """
-        said = line[:-DIGEST_HEX_CHARS]
-        if not hmac.compare_digest(line[-DIGEST_HEX_CHARS:], self._compute_digest(said)):
+        signed = line[:-DIGEST_HEX_CHARS]
+        if not hmac.compare_digest(line[-DIGEST_HEX_CHARS:], self._compute_digest(signed)):
             raise ProtocolError(
                 "wrong digest: the line was damaged, or lines were lost or reordered; closing the connection"
             )
-        return said
+        return signed
 
     def _compute_digest(self, line: bytes) -> bytes:
         mac = self._mac.copy()
@@ -170,9 +137,9 @@ class LineAuthenticator:
 
 
 class HandshakeResult(NamedTuple):
-    """The end of a handshake: what is still to be sent, whether the dialler only looks, and the keys.
+    """The end of a handshake; ``final_line`` must still be sent.
 
-    Lines of this side are to be signed with ``sends``, those of the other to be checked with ``hears``.
+    ``signer`` is for the lines of this side, ``verifier`` for those of the peer.
     """
 
     final_line: bytes
@@ -182,45 +149,45 @@ class HandshakeResult(NamedTuple):
 
 
 Handshake = Generator[bytes, bytes, HandshakeResult]
-"""One side of a handshake: yields what to send, is sent the other's lines, and returns a `Proof`.
+"""One side of a handshake: it yields lines to send, receives the peer's lines, and returns a result.
 
-It raises `WireError` when the other does not belong to this job, and `PartedError` when it does and has left.
+It raises `ProtocolError` if the peer does not belong to this job, `HandshakeAbortedError` if the peer gave up.
 """
 
 
 class HandshakeAbortedError(Exception):
-    """The other side has changed its mind before the handshake was over."""
+    """The dialler gave up the handshake, and proved that it belongs to this job."""
 
 
 class AuthenticationError(ProtocolError):
-    """The dialler does not hold the token; ``last`` is to be sent, so that it learns why it is dropped."""
+    """The dialler does not hold the token; ``rejection_line`` tells it the reason."""
 
     rejection_line = b'{"proof":""}\n'
 
 
 def derive_status_key(token: bytes) -> bytes:
-    """Give the key that lets its holder look at a job of this token, and do nothing else."""
+    """Return the key that permits reading the status of a job, and nothing else."""
     return hmac.new(token, b"elastic_resume looks", hashlib.sha256).digest()
 
 
 def dial(token: bytes, run_id: str, nonce: str, *, status_only: bool = False) -> Handshake:
-    """Be the dialler, with a nonce of 32 random bytes in hexadecimal that was never used before.
+    """Run the dialler's side; ``nonce`` is 32 fresh random bytes in hexadecimal.
 
-    Who ``looks`` gives the `look_key` as the token.
+    With ``status_only`` the token is the key of `derive_status_key`.
     """
     line = yield encode_greeting(run_id, nonce, status_only=status_only)
     theirs = parse_challenge(line)
     line = yield encode_proof(token, "dialler", run_id, (nonce, theirs))
     verify_proof(line, token, "acceptor", run_id, (nonce, theirs))
-    sends, hears = _make_authenticators(token, run_id, (nonce, theirs))
-    return HandshakeResult(b"", status_only, sends, hears)
+    signer, verifier = _make_authenticators(token, run_id, (nonce, theirs))
+    return HandshakeResult(b"", status_only, signer, verifier)
 
 
 def accept(token: bytes, run_id: str, nonce: str) -> Handshake:
-    """Be the acceptor, with a nonce of the same kind."""
+    """Run the acceptor's side; ``nonce`` is 32 fresh random bytes in hexadecimal."""
     line = yield b""
-    theirs, looks = parse_greeting(line, run_id)
-    key = derive_status_key(token) if looks else token
+    theirs, status_only = parse_greeting(line, run_id)
+    key = derive_status_key(token) if status_only else token
     line = yield encode_challenge(nonce)
     if hmac.compare_digest(line + b"\n", encode_abort(key, run_id, theirs)):
         raise HandshakeAbortedError
@@ -228,77 +195,79 @@ def accept(token: bytes, run_id: str, nonce: str) -> Handshake:
         verify_proof(line, key, "dialler", run_id, (theirs, nonce))
     except ProtocolError as error:
         raise AuthenticationError(str(error)) from error
-    hears, sends = _make_authenticators(key, run_id, (theirs, nonce))
-    return HandshakeResult(encode_proof(key, "acceptor", run_id, (theirs, nonce)), looks, sends, hears)
+    verifier, signer = _make_authenticators(key, run_id, (theirs, nonce))
+    return HandshakeResult(
+        encode_proof(key, "acceptor", run_id, (theirs, nonce)), status_only, signer, verifier
+    )
 
 
 def encode_abort(token: bytes, run_id: str, nonce: str) -> bytes:
-    """Give the last line of a dialler that leaves before the handshake is over."""
+    """Return the last line of a dialler that gives up the handshake."""
     return _encode_json_line({"abort": _compute_mac(token, "abort", run_id, (nonce, "")).hex()})
 
 
 def encode_greeting(run_id: str, nonce: str, *, status_only: bool = False) -> bytes:
-    """Give the dialler's first line."""
+    """Return the dialler's first line."""
     return _encode_json_line(
         {"elastic_resume": VERSION, "run": run_id, "nonce": nonce, "status_only": status_only}
     )
 
 
 def parse_greeting(line: bytes, run_id: str) -> tuple[str, bool]:
-    """Give the dialler's nonce, and whether it looks.
+    """Return the dialler's nonce, and whether it is a status client.
 
     Raises:
-        WireError: another protocol, version or job.
+        ProtocolError: another protocol, version or job.
 
     """
-    said = _parse_object(line, {"elastic_resume", "run", "nonce", "status_only"})
-    if said["run"] != run_id:
-        raise ProtocolError(f"it belongs to job {str(said['run'])[:128]!r}, this is {run_id!r}")
-    if not isinstance(said["status_only"], bool):
-        raise ProtocolError("it does not say whether it looks")
-    return _parse_nonce(said["nonce"]), said["status_only"]
+    fields = _parse_object(line, {"elastic_resume", "run", "nonce", "status_only"})
+    if fields["run"] != run_id:
+        raise ProtocolError(f"it belongs to job {str(fields['run'])[:128]!r}, this is {run_id!r}")
+    if not isinstance(fields["status_only"], bool):
+        raise ProtocolError("status_only is neither true nor false")
+    return _parse_nonce(fields["nonce"]), fields["status_only"]
 
 
 def encode_challenge(nonce: str) -> bytes:
-    """Give the acceptor's first line. Nothing in it is made from the token: the dialler is a stranger yet."""
+    """Return the acceptor's first line. Nothing in it is derived from the token."""
     return _encode_json_line({"elastic_resume": VERSION, "nonce": nonce})
 
 
 def parse_challenge(line: bytes) -> str:
-    """Give the acceptor's nonce.
+    """Return the acceptor's nonce.
 
     Raises:
-        WireError: it speaks otherwise.
+        ProtocolError: another protocol or version.
 
     """
     return _parse_nonce(_parse_object(line, {"elastic_resume", "nonce"})["nonce"])
 
 
 def encode_proof(token: bytes, role: str, run_id: str, nonces: tuple[str, str]) -> bytes:
-    """Give the line by which ``side`` proves itself: "dialler" or "acceptor", whose nonces these are."""
+    """Return the proof of a role, "dialler" or "acceptor"; ``nonces`` are in that order."""
     return _encode_json_line({"proof": _compute_mac(token, role, run_id, nonces).hex()})
 
 
 def verify_proof(line: bytes, token: bytes, role: str, run_id: str, nonces: tuple[str, str]) -> None:
-    """Check the line of `proof`.
+    """Verify a line of `encode_proof`.
 
     Raises:
-        WireError: that side does not hold the token.
+        ProtocolError: the peer does not hold the token.
 
     """
-    said = _parse_object(line, {"proof"})["proof"]
+    proof = _parse_object(line, {"proof"})["proof"]
     expected = _compute_mac(token, role, run_id, nonces).hex()
-    # Half of a surrogate pair is JSON and a str, and has no encoding: only ASCII may reach the comparison.
-    if not isinstance(said, str) or not said.isascii() or not hmac.compare_digest(said, expected):
+    # compare_digest raises for text that is not ASCII.
+    if not isinstance(proof, str) or not proof.isascii() or not hmac.compare_digest(proof, expected):
         raise ProtocolError("it does not hold the run's token (--rdzv-token-file, ELASTIC_RESUME_TOKEN)")
 
 
 def _make_authenticators(
     token: bytes, run_id: str, nonces: tuple[str, str]
 ) -> tuple[LineAuthenticator, LineAuthenticator]:
-    """Give the seals of what the dialler sends, and of what the acceptor does."""
+    """Return the authenticators of the dialler's lines and of the acceptor's."""
     dialler, acceptor = (
-        _compute_mac(token, f"{side} sends", run_id, nonces) for side in ("dialler", "acceptor")
+        _compute_mac(token, f"{role} sends", run_id, nonces) for role in ("dialler", "acceptor")
     )
     return LineAuthenticator(dialler), LineAuthenticator(acceptor)
 
@@ -311,7 +280,7 @@ def _compute_mac(token: bytes, label: str, run_id: str, nonces: tuple[str, str])
 def _check_version(fields: dict[str, Any]) -> None:
     if fields["elastic_resume"] != VERSION:
         raise ProtocolError(
-            f"it speaks version {str(fields['elastic_resume'])[:16]!r}, this is version {VERSION}"
+            f"it speaks protocol version {str(fields['elastic_resume'])[:16]!r}, this is version {VERSION}"
         )
 
 
@@ -329,7 +298,7 @@ def _parse_nonce(value: Any) -> str:
 
 
 def encode_body(message: Message) -> bytes:
-    """Give the part of a message's line that is the same for every receiver."""
+    """Return the part of a message's line that is the same for every receiver."""
     kind = type(message)
     if message == _EMPTY_HEARTBEAT:
         return _EMPTY_HEARTBEAT_JSON
@@ -337,48 +306,48 @@ def encode_body(message: Message) -> bytes:
 
 
 def encode_line(header: Header, body: bytes) -> bytes:
-    """Give a whole line: a stamp, which is each connection's own, and a body."""
-    # By hand: json takes longer for these four numbers than a leader has for a heartbeat.
+    """Return a whole line: a header, which each connection has its own of, and a body."""
+    # Formatted by hand: json would take too long for each heartbeat of a leader.
     head = f'{{"header":[{header.seq},{header.ack},{header.generation},{header.lease_s!r}],'
     return head.encode() + body + b"\n"
 
 
 def encode(header: Header, message: Message) -> bytes:
-    """Give the line of one message."""
+    """Return the line of one message."""
     return encode_line(header, encode_body(message))
 
 
 def decode(line: bytes) -> tuple[Header, Message]:
-    """Read one message.
+    """Parse one message.
 
     Raises:
-        WireError: it is not one.
+        ProtocolError: the line is not a message.
 
     """
-    if line.endswith(b"," + _EMPTY_HEARTBEAT_JSON):  # nearly every line is one
-        said = _parse_object(line[: -len(_EMPTY_HEARTBEAT_JSON) - 1] + b"}", {"header"})
-        return _parse_header(said["header"]), _EMPTY_HEARTBEAT
-    said = _parse_object(line, {"header", "type", "body"})
-    kind = _MESSAGE_TYPES.get(said["type"]) if isinstance(said["type"], str) else None
+    if line.endswith(b"," + _EMPTY_HEARTBEAT_JSON):  # the fast path of nearly every line
+        fields = _parse_object(line[: -len(_EMPTY_HEARTBEAT_JSON) - 1] + b"}", {"header"})
+        return _parse_header(fields["header"]), _EMPTY_HEARTBEAT
+    fields = _parse_object(line, {"header", "type", "body"})
+    kind = _MESSAGE_TYPES.get(fields["type"]) if isinstance(fields["type"], str) else None
     if kind is None:
-        raise ProtocolError(f"there is no message {str(said['type'])[:64]!r}")
-    return _parse_header(said["header"]), _CODECS[kind][1](said["body"], kind.__name__)
+        raise ProtocolError(f"there is no message {str(fields['type'])[:64]!r}")
+    return _parse_header(fields["header"]), _CODECS[kind][1](fields["body"], kind.__name__)
 
 
 def to_json_value(value: Any) -> Any:
-    """Give a frozen dataclass as plain data, as it would be sent."""
+    """Return a frozen dataclass as plain JSON data, as it would be sent."""
     return get_codec(type(value))[0](value)
 
 
 def from_json_value(kind: type[T], value: Any) -> T:
-    """Read what `to_plain` gave.
+    """Parse what `to_json_value` returned.
 
     Raises:
-        WireError: it is not one.
+        ProtocolError: it is not of that kind.
 
     """
-    read: T = get_codec(kind)[1](value, kind.__name__)
-    return read
+    parsed: T = get_codec(kind)[1](value, kind.__name__)
+    return parsed
 
 
 def _encode_json_line(value: Any) -> bytes:
@@ -387,20 +356,20 @@ def _encode_json_line(value: Any) -> bytes:
 
 def _parse_object(line: bytes, keys: set[str]) -> dict[str, Any]:
     try:
-        said = json.loads(line.decode())
+        fields = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
         raise ProtocolError("a line that is not JSON") from error
-    if isinstance(said, dict) and "elastic_resume" in keys & said.keys():
-        _check_version(said)  # first: other versions have other fields
-    if not isinstance(said, dict) or said.keys() != keys:
-        raise ProtocolError(f"a line without just the fields {', '.join(sorted(keys))}")
-    return said
+    if isinstance(fields, dict) and "elastic_resume" in keys & fields.keys():
+        _check_version(fields)  # first: other versions have other fields
+    if not isinstance(fields, dict) or fields.keys() != keys:
+        raise ProtocolError(f"a line that does not have exactly the fields {', '.join(sorted(keys))}")
+    return fields
 
 
 def _parse_header(value: Any) -> Header:
     if not isinstance(value, list) or len(value) != 4:
-        raise ProtocolError("its stamp is not four numbers")
-    counts = [decode_int(one, "header") for one in value[:3]]
+        raise ProtocolError("its header is not four numbers")
+    counts = [decode_int(count, "header") for count in value[:3]]
     return Header(counts[0], counts[1], counts[2], decode_float(value[3], "header"))
 
 
@@ -410,19 +379,22 @@ _MESSAGE_TYPES: dict[str, type] = {kind.__name__: kind for kind in typing.get_ar
 _CODECS: dict[type, tuple[Encode, Decode]] = {kind: get_codec(kind) for kind in _MESSAGE_TYPES.values()}
 
 
+# ---- the token ---------------------------------------------------------------------------------------
+
+
 MIN_TOKEN_BYTES = 16
-"""Whoever reads a handshake along can try shorter ones out, on a machine of their own."""
+"""An eavesdropper on a handshake can find shorter tokens by trial."""
 MAX_TOKEN_BYTES = 4096
 
 
 def load_token(path: Path | None, environ: Mapping[str, str], run_id: str) -> tuple[bytes, bool]:
-    """Give the token, and whether it is a secret.
+    """Return the token of the run, and whether it is the user's. No error shows any part of it.
 
-    With neither a file nor the variable it is made from the run's name: that keeps strays out (a job that
-    has the wrong port), and no attacker. The file goes before the variable: who writes a flag means it.
+    The file of ``--rdzv-token-file`` precedes the environment variable. With neither the token is derived
+    from the run's name, which keeps out agents of other jobs but no attacker.
 
     Raises:
-        ConfigError: the file may be read by others, or there is no token in what was given, or a short one.
+        ConfigError: other users can read the file, or the token is missing or too short.
 
     """
     if path is not None:
@@ -435,12 +407,12 @@ def load_token(path: Path | None, environ: Mapping[str, str], run_id: str) -> tu
 def _validate_token(text: bytes, source: str) -> bytes:
     token = text.strip()
     if not token:
-        # Set and empty is a secret that somebody failed to fill in: to go on would be to go without one.
+        # A variable that is set and empty is a mistake; without this check the job would run without a token.
         raise ConfigError(f"{source} holds no token: write one (openssl rand -hex 32), or leave it out.")
     if len(token) < MIN_TOKEN_BYTES:
         raise ConfigError(
-            f"{source} is shorter than {MIN_TOKEN_BYTES} bytes, so it can be guessed: give all nodes a random "
-            "one (openssl rand -hex 32)."
+            f"{source} is shorter than {MIN_TOKEN_BYTES} bytes, so it can be guessed: give all nodes a "
+            "random one (openssl rand -hex 32)."
         )
     if len(text) > MAX_TOKEN_BYTES:
         raise ConfigError(f"{source} is longer than {MAX_TOKEN_BYTES} bytes: a token is a line of text.")
@@ -450,7 +422,7 @@ def _validate_token(text: bytes, source: str) -> bytes:
 def _read_token_file(path: Path) -> bytes:
     try:
         with open(path, "rb", opener=_open_nonblocking) as file:
-            # Of the open file, not of the path: it cannot be exchanged in between.
+            # Checked on the open file, which cannot be replaced in between, unlike the path.
             _check_permissions(os.fstat(file.fileno()), path)
             return file.read(MAX_TOKEN_BYTES + 1)
     except OSError as error:
@@ -460,17 +432,17 @@ def _read_token_file(path: Path) -> bytes:
 
 
 def _open_nonblocking(path: str, flags: int) -> int:
-    """Open without waiting for a pipe's writer. Links are followed: Kubernetes mounts secrets as such."""
+    """Open without waiting for a pipe's writer. Links are followed: Kubernetes mounts secrets as links."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
 
 
 def _check_permissions(status: os.stat_result, path: Path) -> None:
-    """Refuse what somebody else may know."""
+    """Refuse a file that other users can read or write."""
     where = f"--rdzv-token-file {path}"
     if not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"{where} is not a regular file.")
     if status.st_uid not in {os.geteuid(), 0}:
-        raise ConfigError(f"{where} belongs to another user (uid {status.st_uid}), who knows it then.")
+        raise ConfigError(f"{where} belongs to another user (uid {status.st_uid}), who can read it.")
     if status.st_mode & 0o077:
         mode = stat.S_IMODE(status.st_mode)
         raise ConfigError(f"{where} is open to other users (mode {mode:04o}): chmod 600 {path}")

@@ -1,17 +1,13 @@
-"""One agent on an event loop: sockets, a clock and a disk around the core.
+"""The event loop of one agent's rendezvous: sockets, a clock and a disk around the state machine.
 
-It turns what happens into events, hands them to `core.Agent`, and carries out the effects. It decides
-nothing. What it promises: a message reaches the core only after both sides have proved who they are; nothing
-that a stranger sends grows memory beyond `Limits`; `Persisted` is said only after fsync, however often the
-disk refuses; an error of our own ends it rather than leave half a core at work. The core's times are
-CLOCK_BOOTTIME: a jump of the wall clock changes nothing, and leases run on while the machine is suspended.
+`RendezvousServer` turns what happens into events, passes them to `core.node.RendezvousNode`, and carries out
+the effects. It decides nothing. `RendezvousThread` runs it in a thread of its own.
 
-Knows no thread: `shell` gives it one.
-
-A thread for a `node.Node`: the rendezvous of one agent's process.
-
-Everything but `start`, `submit` and `stop` happens in that thread, on a loop of its own. What it promises: an
-error of our own ends the thread, which is seen by `alive` and told by `threading.excepthook`.
+- A message reaches the state machine only after both sides have authenticated each other.
+- `Persisted` follows only after fsync, however often the disk fails.
+- Times are CLOCK_BOOTTIME: a jump of the wall clock changes nothing, and leases run on during a suspend.
+- An internal error ends the thread, so that no half of a state machine continues. `RendezvousThread.is_alive`
+  is false then, and `threading.excepthook` reports the error.
 """
 
 from __future__ import annotations
@@ -49,35 +45,40 @@ from elastic_resume.rendezvous.core.events import (
 from elastic_resume.rendezvous.core.messages import Message
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.quorum import Incarnation
-from elastic_resume.rendezvous.endpoint import ResolveFunction, resolve_name
+from elastic_resume.rendezvous.endpoint import LISTEN_BACKLOG, ResolveFunction, resolve_name
 from elastic_resume.rendezvous.net import protocol
-from elastic_resume.rendezvous.net.connection import Connection, cancel_lookups, connect
+from elastic_resume.rendezvous.net.connection import (
+    Connection,
+    ConnectionLimits,
+    HandshakeLimiter,
+    LogThrottle,
+    cancel_lookups,
+    connect,
+)
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
-from elastic_resume.rendezvous.net.handshake_limiter import ConnectionLimits, HandshakeLimiter, LogThrottle
-from elastic_resume.rendezvous.net.status import StatusServer
-from elastic_resume.rendezvous.status_view import RendezvousStatus, build_status
+from elastic_resume.rendezvous.net.status import RendezvousStatus, StatusServer, build_status
 
-LISTEN_BACKLOG = 1024
-"""Members of a large job that call at once wait in the kernel, not in a time-out."""
 DISK_RETRY_S = 1.0
-"""Between two attempts to write to a disk that refuses."""
+"""Between two attempts to write the state file."""
 DISK_LOG_INTERVAL_S = 60.0
-"""Between two lines that say so."""
+"""Between two log lines about failed writes."""
 FORCE_POLL_S = 0.5
-"""Between two looks for the file of ``elastic-resume force-quorum``, while no workers run."""
+"""Between two reads of the request of ``elastic-resume force-quorum``, while no workers run."""
 MAX_IDLE_SWEEPS = 2
-"""Somebody has been mute for so many sweeps, however long this process itself paused in between."""
+"""Sweeps without data before a peer is dropped. Counting sweeps ignores pauses of this process itself."""
+RESERVED_DESCRIPTORS = 512
+"""File descriptors for everything that is not a connection."""
 
 
 def read_boottime_s() -> float:
-    """Return the seconds since boot, suspends included: what leases and the fence are counted in."""
+    """Return the seconds since boot, suspends included: the clock of leases."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class RendezvousServer:
-    """One agent on the running event loop: `open` it, give it events with `happen`, `close` it.
+    """One agent on the running event loop; all methods are called on that loop.
 
-    Everything is called on that loop; effects that are not its own go to ``carry_out``.
+    Effects that concern neither sockets nor the disk go to ``on_effect``.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class RendezvousServer:
         resolve: ResolveFunction = resolve_name,
         render_status: Callable[[RendezvousStatus], bytes] | None = None,
     ) -> None:
-        """See `Shell`."""
+        """Take the arguments of `RendezvousThread`."""
         self._resolve = resolve
         self._settings = settings
         self._listener = listener
@@ -110,8 +111,8 @@ class RendezvousServer:
         self._core = RendezvousNode(
             settings, incarnation, state_file.state, read_boottime_s(), max_generation
         )
-        self._connections: dict[int, Connection] = {}  # the core's links
-        self._open_connections: set[Connection] = set()  # whatever has one, the closing ones too
+        self._connections: dict[int, Connection] = {}  # those that the state machine knows
+        self._open_connections: set[Connection] = set()  # all that have a socket, closing ones included
         self._all_sockets_closed = asyncio.Event()
         self._handshake_limiter = HandshakeLimiter(self._limits.max_unauthenticated)
         self._rejection_log = LogThrottle(
@@ -128,15 +129,14 @@ class RendezvousServer:
         self._last_body: tuple[Message, bytes] | None = None
         self._server: asyncio.Server | None = None
         self._closing = False
-        # Not the loop's own threads: lookups of names that hang may hold all of those.
         self._disk_thread = ThreadPoolExecutor(1, "elastic-resume-state-file")
         self.failure: asyncio.Future[BaseException] = self._loop.create_future()
-        """An error of our own, when there is one: the agent cannot go on."""
+        """The internal error after which the agent cannot continue."""
 
-    # ---- its life ------------------------------------------------------------------------------------
+    # ---- start and end ---------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Listen, and look for the others."""
+        """Start to listen and to look for the other nodes."""
         self._server = await self._loop.create_server(
             self._make_acceptor, sock=self._listener, backlog=LISTEN_BACKLOG
         )
@@ -145,28 +145,28 @@ class RendezvousServer:
         self.handle_event(Tick())
 
     async def close(self, linger_s: float) -> None:
-        """Write and send what is queued, for so long at most, and leave no socket and no task behind."""
+        """Write and send what is queued for at most ``linger_s``; then close all sockets and tasks."""
         await self._wait_for_writes(linger_s)
-        self._closing = True  # the core takes no part any more: it would dial those who are being left
+        self._closing = True  # the state machine would reconnect to the peers
         for timer in (self._timer, self._idle_timer, self._force_timer):
             if timer is not None:
                 timer.cancel()
         if self._server is not None:
             self._server.close()
-        for channel in list(self._open_connections):
-            channel.disconnect()
+        for connection in list(self._open_connections):
+            connection.disconnect()
         for task in (*self._tasks, *self._dial_tasks.values()):
             task.cancel()
         await self._status_server.close()
         await asyncio.gather(*self._tasks, *self._dial_tasks.values(), return_exceptions=True)
         await self._wait_for_sockets(linger_s)
-        for channel in self._open_connections:
-            channel.abort()
+        for connection in self._open_connections:
+            connection.abort()
         await self._wait_for_sockets(linger_s)
         self._disk_thread.shutdown(wait=False)
 
     async def _wait_for_writes(self, timeout_s: float) -> None:
-        """Let the disk have the last word: an end that is forgotten would hold up the job's next start."""
+        """Finish pending writes: if the end were not recorded, the job's next start would wait for it."""
         deadline = self._loop.time() + timeout_s
         while self._tasks and not self._closing and self._loop.time() < deadline:
             await asyncio.wait(self._tasks, timeout=deadline - self._loop.time())
@@ -177,7 +177,7 @@ class RendezvousServer:
                 await asyncio.wait_for(self._all_sockets_closed.wait(), timeout_s)
 
     def handle_event(self, event: Event) -> None:
-        """Hand an event to the core and carry out what follows."""
+        """Pass an event to the state machine and carry out its effects."""
         if self._closing:
             return
         try:
@@ -187,7 +187,7 @@ class RendezvousServer:
             for effect in effects:
                 self._carry_out(effect)
             self._set_timer()
-        except Exception as error:  # noqa: BLE001  handed to whoever runs this node
+        except Exception as error:  # noqa: BLE001  reported through `failure`
             self._set_failure(error)
 
     def _set_failure(self, error: BaseException) -> None:
@@ -196,13 +196,13 @@ class RendezvousServer:
             self.failure.set_result(error)
 
     def _set_timer(self) -> None:
-        """Have a timer that is never too late. One that is too early costs less than a new one each time."""
+        """Keep a timer that never fires late. One that fires early costs less than a new one each time."""
         due = self._core.next_deadline
         if self._timer is not None and self._timer_due_s > due:
             self._timer.cancel()
             self._timer = None
         if self._timer is None and due != math.inf:
-            # The loop's own clock stands still during a suspend: what is due comes at most a heartbeat late.
+            # The loop's clock stops during a suspend, after which the timer is a heartbeat late at most.
             self._timer = self._loop.call_later(max(0.0, due - read_boottime_s()), self._on_timer)
             self._timer_due_s = due
 
@@ -217,10 +217,10 @@ class RendezvousServer:
         if isinstance(effect, Send):
             self._send(effect)
         elif isinstance(effect, Connect):
-            channel = self._make_dialler(effect.conn_id)
-            self._connections[effect.conn_id] = channel
-            self._dial_tasks[channel] = self._loop.create_task(
-                self._dial(channel, effect.address, effect.ip_address)
+            connection = self._make_dialler(effect.conn_id)
+            self._connections[effect.conn_id] = connection
+            self._dial_tasks[connection] = self._loop.create_task(
+                self._dial(connection, effect.address, effect.ip_address)
             )
         elif isinstance(effect, Disconnect):
             self._disconnect(effect.conn_id)
@@ -229,27 +229,27 @@ class RendezvousServer:
         else:
             self._on_effect(effect)
 
-    def _start_task(self, work: Coroutine[object, object, None]) -> None:
-        task = self._loop.create_task(work)
+    def _start_task(self, coroutine: Coroutine[object, object, None]) -> None:
+        task = self._loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     # ---- the disk ------------------------------------------------------------------------------------
 
     async def _persist(self, effect: Persist) -> None:
-        told_at = float("-inf")
+        logged_at = -math.inf
         write = functools.partial(self._state_file.write, effect.persistent_state)
         while True:
             try:
-                # In a thread of its own: a slow disk must not stop heartbeats.
+                # In a thread: a slow disk must not stop heartbeats.
                 await self._loop.run_in_executor(self._disk_thread, write)
                 break
             except MachineError as error:
-                if self._loop.time() >= told_at + DISK_LOG_INTERVAL_S:
-                    told_at = self._loop.time()
+                if self._loop.time() >= logged_at + DISK_LOG_INTERVAL_S:
+                    logged_at = self._loop.time()
                     self._on_effect(EmitEvent("disk", f"{str(error).rstrip('.')}; trying again"))
-            except Exception as error:  # noqa: BLE001  as in `happen`
-                # Under plain torchrun the interpreter may be ending, and no thread takes work any more.
+            except Exception as error:  # noqa: BLE001  reported through `failure`
+                # While the interpreter exits, executors refuse work.
                 if not self._closing and threading.main_thread().is_alive():
                     self._set_failure(error)
                 return
@@ -263,35 +263,38 @@ class RendezvousServer:
             self._force_timer = self._loop.call_later(FORCE_POLL_S, self._poll_force_request)
 
     async def _apply_force_request(self) -> None:
-        """Hand an operator's declaration to the core. The file goes after what the core knows is written."""
+        """Pass an operator's request to the state machine, then remove its file.
+
+        The removal is queued behind the write of the new state.
+        """
         generation = await self._loop.run_in_executor(self._disk_thread, self._state_file.read_force_request)
         if generation is not None:
             self.handle_event(ForceQuorum(generation))
             await self._loop.run_in_executor(self._disk_thread, self._state_file.remove_force_request)
         self._force_timer = self._loop.call_later(FORCE_POLL_S, self._poll_force_request)
 
-    # ---- connections, as the core sees them ----------------------------------------------------------
+    # ---- connections: effects of the state machine ---------------------------------------------------
 
     def _send(self, effect: Send) -> None:
-        channel = self._connections.get(effect.conn_id)
-        if channel is None:
+        connection = self._connections.get(effect.conn_id)
+        if connection is None:
             return
         if self._last_body is None or self._last_body[0] is not effect.message:
-            # One message to a thousand members is put into words once.
+            # A message to a thousand members is encoded once.
             self._last_body = (effect.message, protocol.encode_body(effect.message))
-        channel.send(protocol.encode_line(effect.header, self._last_body[1]))
-        if channel.queued_bytes > self._limits.max_queued_bytes:
-            # Not before the effects that follow are carried out.
-            self._loop.call_soon(self._drop_slow_reader, channel)
+        connection.send(protocol.encode_line(effect.header, self._last_body[1]))
+        if connection.queued_bytes > self._limits.max_queued_bytes:
+            # Later, because the remaining effects of this event come first.
+            self._loop.call_soon(self._drop_slow_reader, connection)
 
     def _drop_slow_reader(self, connection: Connection) -> None:
         connection.drop(f"it has not read {connection.queued_bytes} bytes")
 
     def _disconnect(self, conn_id: int) -> None:
-        channel = self._connections.pop(conn_id, None)
-        if channel is not None:
-            channel.disconnect()
-            self._release(channel)
+        connection = self._connections.pop(conn_id, None)
+        if connection is not None:
+            connection.disconnect()
+            self._release(connection)
 
     def _make_acceptor(self) -> Connection:
         handshake = protocol.accept(self._token, self._run_id, secrets.token_hex(32))
@@ -300,28 +303,28 @@ class RendezvousServer:
     def _make_dialler(self, conn_id: int) -> Connection:
         nonce = secrets.token_hex(32)
         handshake = protocol.dial(self._token, self._run_id, nonce)
-        parting = protocol.encode_abort(self._token, self._run_id, nonce)
-        return Connection(self, handshake, self._limits.handshake_timeout_s, conn_id, parting)
+        abort_line = protocol.encode_abort(self._token, self._run_id, nonce)
+        return Connection(self, handshake, self._limits.handshake_timeout_s, conn_id, abort_line)
 
-    async def _dial(self, connection: Connection, address: str, host: str) -> None:
+    async def _dial(self, connection: Connection, address: str, known_ip: str) -> None:
         try:
-            await connect(connection, address, self._resolve, host)
+            await connect(connection, address, self._resolve, known_ip)
         except (OSError, ValueError) as error:
             connection.on_dial_failed(error)
         finally:
             self._dial_tasks.pop(connection, None)
 
     def _release(self, connection: Connection) -> None:
-        """Stop what is done for a connection that is over."""
+        """Stop what is under way for a connection that has ended."""
         self._handshake_limiter.remove(connection)
-        dial = self._dial_tasks.get(connection)
-        if dial is not None:
-            dial.cancel()
+        task = self._dial_tasks.get(connection)
+        if task is not None:
+            task.cancel()
 
-    # ---- connections, as they tell (`channel.Owner`) -------------------------------------------------
+    # ---- connections: `ConnectionHandler` ------------------------------------------------------------
 
     def on_connected(self, connection: Connection) -> None:
-        """Let it wait at the door, unless we called."""
+        """Admit an incoming connection to the handshake, within the limits."""
         self._open_connections.add(connection)
         if self._closing:
             connection.abort()
@@ -331,7 +334,7 @@ class RendezvousServer:
             self._handshake_limiter.add(connection)
 
     def on_authenticated(self, connection: Connection) -> None:
-        """Tell the core, which knows the connection from now on; but not of those who only look."""
+        """Report the peer to the state machine; serve a status client instead."""
         self._handshake_limiter.remove(connection)
         if connection.status_only:
             self._status_server.add(connection, functools.partial(build_status, self._core))
@@ -345,58 +348,53 @@ class RendezvousServer:
         )
 
     def on_line(self, connection: Connection, line: bytes) -> None:
-        """Hand a message to the core."""
+        """Pass a message to the state machine."""
         if connection.status_only:
-            raise protocol.ProtocolError("it came to look, and goes on talking")
-        stamp, message = protocol.decode(line)
-        self.handle_event(MessageReceived(connection.conn_id, stamp, message))
+            raise protocol.ProtocolError("a status client sent a message")
+        header, message = protocol.decode(line)
+        self.handle_event(MessageReceived(connection.conn_id, header, message))
 
     def on_ended(self, connection: Connection, *, by_peer: bool, reason: str) -> None:
-        """Tell the core, if it knew of it."""
+        """Report the end to the state machine, if it knew the connection."""
         self._release(connection)
         if self._connections.pop(connection.conn_id, None) is not None:
             self.handle_event(
                 PeerDisconnected(connection.conn_id, reason=reason, refused=connection.was_refused)
             )
         if by_peer and connection.has_greeted and not connection.is_authenticated:
-            self.on_dropped(connection, "it left before it had proved that it holds the run's token")
+            self.on_dropped(
+                connection, "it closed the connection before it proved that it holds the run's token"
+            )
 
     def on_dropped(self, connection: Connection, reason: str) -> None:
-        """Tell people."""
+        """Log the drop."""
         if connection in self._open_connections and not self._closing:
             self._rejection_log.add(connection.peer_address, reason)
 
     def on_socket_closed(self, connection: Connection) -> None:
-        """Count it no more."""
+        """Forget the connection."""
         self._open_connections.discard(connection)
         self._status_server.remove(connection)
         if not self._open_connections and self._closing:
             self._all_sockets_closed.set()
-
-    # ---- strangers -----------------------------------------------------------------------------------
 
     def _log_rejected(self, text: str) -> None:
         if not self._closing:
             self._on_effect(EmitEvent("unauthenticated", f"a connection was dropped: {text}"))
 
     def _drop_idle(self) -> None:
-        """Drop those who hold the token and say nothing. Members do, and those who wait for a leader too."""
-        longest_s = max(self._limits.idle_timeout_s, 5 * self._settings.node_timeout_s)
-        self._idle_timer = self._loop.call_later(longest_s / MAX_IDLE_SWEEPS, self._drop_idle)
-        for channel in [one for number, one in self._connections.items() if number < 0]:
-            channel.idle_sweeps += 1
-            if channel.idle_sweeps > MAX_IDLE_SWEEPS:
-                channel.drop(f"it has said nothing for {longest_s:g} s")
-
-
-__all__ = ["ConnectionLimits", "RendezvousThread"]
-
-RESERVED_DESCRIPTORS = 512
-"""Descriptors for all that is not a connection of ours."""
+        """Drop authenticated peers that send nothing: members and waiting nodes send heartbeats."""
+        timeout_s = max(self._limits.idle_timeout_s, 5 * self._settings.node_timeout_s)
+        self._idle_timer = self._loop.call_later(timeout_s / MAX_IDLE_SWEEPS, self._drop_idle)
+        accepted = [connection for conn_id, connection in self._connections.items() if conn_id < 0]
+        for connection in accepted:
+            connection.idle_sweeps += 1
+            if connection.idle_sweeps > MAX_IDLE_SWEEPS:
+                connection.drop(f"it has sent nothing for {timeout_s:g} s")
 
 
 class RendezvousThread:
-    """Runs a `Node` in a thread. Give it events with `submit`; it gives effects to ``carry_out``."""
+    """Runs a `RendezvousServer` in a thread; events go in by `submit`, effects come out by ``on_effect``."""
 
     def __init__(
         self,
@@ -414,21 +412,21 @@ class RendezvousThread:
         resolve: ResolveFunction = resolve_name,
         render_status: Callable[[RendezvousStatus], bytes] | None = None,
     ) -> None:
-        """Nothing runs before `start`.
+        """Start nothing before `start`.
 
         Args:
-            settings: of the core.
-            me: this life of this agent.
+            settings: of the state machine.
+            incarnation: of this agent.
             listener: bound and listening.
             run_id: the job's name.
             token: what peers must hold.
-            record: what the core keeps on disk.
-            carry_out: gets the effects that are not the shell's own, in the thread; must not block.
-            limits: what others may make this process spend.
-            watch: called in the thread after every event, before its effects are carried out.
-            seen: the greatest generation that this node knows of from elsewhere.
-            resolve: gives the addresses of a name that is called; in threads.
-            show: makes a line of JSON of what this agent sees, for those who look; in a thread of its own.
+            state_file: the durable state of this node.
+            on_effect: called in the thread with effects for the agent; must not block.
+            limits: on what peers can make this process spend.
+            on_core_change: called in the thread after every event, before its effects are carried out.
+            max_generation: the greatest generation that this node knows from elsewhere.
+            resolve: returns the addresses of a name; called in threads.
+            render_status: returns the line of JSON for status clients; called in a thread of its own.
 
         """
         self._limits = limits or ConnectionLimits()
@@ -455,8 +453,6 @@ class RendezvousThread:
         self._early_events: list[Event] = []
         self._thread = threading.Thread(target=self._run, name="elastic-resume-rendezvous", daemon=True)
 
-    # ---- called from any thread ----------------------------------------------------------------------
-
     def start(self) -> None:
         """Start the thread."""
         raise_descriptor_limit(
@@ -466,22 +462,20 @@ class RendezvousThread:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
+        """Return whether the thread runs."""
         return self._thread.is_alive()
 
     def submit(self, event: Event) -> None:
-        """Hand an event to the core."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+        """Pass an event to the state machine."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._handle_event, event)
 
     def stop(self, linger_s: float = 1.0) -> None:
-        """Send what is queued and end the thread."""
+        """Send what is queued for at most ``linger_s`` and end the thread."""
         self._linger_s = linger_s
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._stopped.set)
         self._thread.join(linger_s + 1.0)
-
-    # ---- the thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -491,20 +485,20 @@ class RendezvousThread:
             self._loop.close()
 
     async def _serve_until_stopped(self) -> None:
-        self._server = node = self._make_server()
+        self._server = server = self._make_server()
         try:
-            await node.open()
+            await server.open()
             for event in self._early_events:
-                node.handle_event(event)
+                server.handle_event(event)
             stopped = asyncio.ensure_future(self._stopped.wait())
-            ends: list[asyncio.Future[Any]] = [stopped, node.failure]
+            ends: list[asyncio.Future[Any]] = [stopped, server.failure]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()
         finally:
-            await node.close(self._linger_s)
+            await server.close(self._linger_s)
             await cancel_lookups()
-        if node.failure.done():
-            raise node.failure.result()
+        if server.failure.done():
+            raise server.failure.result()
 
     def _handle_event(self, event: Event) -> None:
         if self._server is None:
@@ -514,12 +508,12 @@ class RendezvousThread:
 
 
 def raise_descriptor_limit(needed: int) -> None:
-    """Raise the limit of open files towards ``wanted``, as far as the machine lets us.
+    """Raise the limit of open files towards ``needed``, as far as the hard limit permits.
 
-    systemd and many clusters start processes with 1,024, with which nobody leads a thousand members.
+    systemd and many clusters start processes with 1,024, too few for the leader of a thousand members.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
-        room = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, room), hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))

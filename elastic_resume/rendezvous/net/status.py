@@ -1,14 +1,10 @@
-"""Those who only look: each is told how the job stands, in one line of JSON, and the connection is closed.
+"""How the job looks from one agent, served to commands such as ``elastic-resume status``.
 
-They have proved that they hold the key for it (`wire.look_key`), and get past nobody: the core never hears of
-them. There are `Limits.lookers` at most, the oldest goes first; none stays longer than a handshake may take;
-`LOOKS_PER_S` are answered, however many ask; and the line is made in a thread of its own, one at a time, so
-no heartbeat waits for it.
+A client proves that it holds the status key (`protocol.derive_status_key`), reads one line of JSON, and the
+connection is closed. The state machine never learns of such clients.
 
-Asks an agent how its job stands: dial, prove that we hold the key for looking, read one line.
-
-For processes that are no agents. It promises to end within ``patience_s`` whatever the other side does, and
-to hold no more than `MAX_ANSWER_BYTES` of it. Changes nothing; does not know what the line says.
+Clients must not slow down heartbeats. At most `ConnectionLimits.max_status_clients` are connected, and the
+oldest is disconnected first. At most `MAX_REPLIES_PER_S` replies are sent; a separate thread renders them.
 """
 
 from __future__ import annotations
@@ -20,24 +16,83 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
+from elastic_resume.rendezvous.core.follower import Follower
+from elastic_resume.rendezvous.core.leader import Leader
+from elastic_resume.rendezvous.core.node import RendezvousNode
+from elastic_resume.rendezvous.core.quorum import Incarnation, View
 from elastic_resume.rendezvous.endpoint import ResolveFunction, resolve_name
 from elastic_resume.rendezvous.net import protocol
-from elastic_resume.rendezvous.net.connection import Connection
-from elastic_resume.rendezvous.net.handshake_limiter import ConnectionLimits
-from elastic_resume.rendezvous.status_view import RendezvousStatus
+from elastic_resume.rendezvous.net.connection import Connection, ConnectionLimits
 
 MAX_REPLIES_PER_S = 200
-"""A look of a leader with a thousand followers takes the loop a third of a millisecond."""
+"""For a leader with a thousand followers, one reply takes 0.3 ms of the event loop."""
+MAX_REPLY_BYTES = 16 << 20  # for a job of 10,000 nodes
+
+
+# ---- the status ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RendezvousStatus:
+    """The rendezvous as one agent knows it. Only a leader knows all nodes."""
+
+    incarnation: Incarnation
+    is_leader: bool = False
+    leader: Incarnation | None = None
+    """None while no leader is known."""
+    view: View | None = None
+    """The running view."""
+    generation: int = 0
+    """Of the newest installed view."""
+    spares: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    """Absent members of the newest view, known to a leader without a running view."""
+    waiting_reason: str = ""
+    """Why no view is running."""
+    end_reason: str = ""
+    """Why this agent has left the job."""
+
+
+def build_status(node: RendezvousNode) -> RendezvousStatus:
+    """Return the status of an agent without changing it."""
+    state, role = node.state, node.role
+    if isinstance(role, Leader):
+        members = role.view.members if role.view else ()
+        present = {state.incarnation, *role.peers.by_incarnation}
+        absent = () if role.view else state.find_absent_members(present)
+        return RendezvousStatus(
+            state.incarnation,
+            is_leader=True,
+            leader=state.incarnation,
+            view=role.view,
+            generation=state.installed_generation,
+            spares=tuple(sorted(spare.node for spare in present - set(members))) if role.view else (),
+            missing=tuple(sorted(member.node for member in absent)),
+            waiting_reason="" if role.view else role.explain_wait(),
+            end_reason=node.end_reason,
+        )
+    return RendezvousStatus(
+        state.incarnation,
+        leader=role.leader if isinstance(role, Follower) else None,
+        view=state.running_view,
+        generation=state.installed_generation,
+        waiting_reason=role.explain_wait() if role and not state.running_view and state.join else "",
+        end_reason=node.end_reason,
+    )
+
+
+# ---- the server ----------------------------------------------------------------------------------------
 
 
 class StatusServer:
-    """The lookers of one agent."""
+    """Replies to the status clients of one agent."""
 
     def __init__(
         self, limits: ConnectionLimits, render_status: Callable[[RendezvousStatus], bytes] | None
     ) -> None:
-        """``show`` makes the line; without it there is nothing to be seen."""
+        """``render_status`` returns the line of JSON; without it each client gets an error."""
         self._limits = limits
         self._render_status = render_status or _render_unavailable
         self._clients: dict[Connection, tuple[asyncio.Task[None], asyncio.TimerHandle]] = {}
@@ -45,32 +100,33 @@ class StatusServer:
         self._next_reply_at = 0.0
 
     def add(self, connection: Connection, get_status: Callable[[], RendezvousStatus]) -> None:
-        """Answer one that has proved itself, with what ``look`` gives when its turn has come."""
+        """Reply to an authenticated client when its turn comes."""
         while len(self._clients) >= self._limits.max_status_clients:
-            next(iter(self._clients)).abort()
-            self.remove(next(iter(self._clients)))
+            oldest = next(iter(self._clients))
+            oldest.abort()
+            self.remove(oldest)
         loop = asyncio.get_running_loop()
-        late = loop.call_later(self._limits.handshake_timeout_s, connection.abort)
+        timer = loop.call_later(self._limits.handshake_timeout_s, connection.abort)
         now = loop.time()
-        # Those who were sent away gave their turns back: nobody waits longer than for all who are inside.
+        # Disconnected clients free their turns: nobody waits longer than for all who are connected.
         longest_s = self._limits.max_status_clients / MAX_REPLIES_PER_S
         self._next_reply_at = min(max(self._next_reply_at + 1 / MAX_REPLIES_PER_S, now), now + longest_s)
-        answer = self._reply(connection, get_status, self._next_reply_at - now)
-        self._clients[connection] = (loop.create_task(answer), late)
+        reply = self._reply(connection, get_status, self._next_reply_at - now)
+        self._clients[connection] = (loop.create_task(reply), timer)
 
     def remove(self, connection: Connection) -> None:
-        """Nothing is left of that connection."""
-        task, late = self._clients.pop(connection, (None, None))
-        if task is not None and late is not None:
+        """Forget a connection that is closed."""
+        if connection in self._clients:
+            task, timer = self._clients.pop(connection)
             task.cancel()
-            late.cancel()
+            timer.cancel()
 
     async def close(self) -> None:
-        """Answer nobody any more."""
+        """Disconnect all clients."""
         tasks = [task for task, _ in self._clients.values()]
-        for channel in list(self._clients):
-            channel.abort()
-            self.remove(channel)
+        for connection in list(self._clients):
+            connection.abort()
+            self.remove(connection)
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._executor is not None:
             self._executor.shutdown(wait=False)
@@ -85,17 +141,17 @@ class StatusServer:
             line = await asyncio.get_running_loop().run_in_executor(
                 self._executor, self._render_status, get_status()
             )
-        except Exception as error:  # noqa: BLE001  a fault of ours that must cost a look, and nothing else
-            line = json.dumps({"error": f"an error of elastic_resume itself: {error!r:.500}"}).encode()
+        except Exception as error:  # noqa: BLE001  a defect here must cost this reply only
+            line = json.dumps({"error": f"an internal error of elastic_resume: {error!r:.500}"}).encode()
         connection.send(line + b"\n")
         connection.close()
 
 
 def _render_unavailable(_: RendezvousStatus) -> bytes:
-    return json.dumps({"error": "this agent has nothing to show"}).encode()
+    return json.dumps({"error": "this agent has no status to show"}).encode()
 
 
-MAX_REPLY_BYTES = 16 << 20  # of a job of 10,000 nodes
+# ---- the client ----------------------------------------------------------------------------------------
 
 
 def query_agent(
@@ -106,48 +162,50 @@ def query_agent(
     timeout_s: float = 5.0,
     resolve: ResolveFunction = resolve_name,
 ) -> bytes:
-    """Ask the agent at ``host:port``; give its line. ``key`` is a `wire.look_key`.
+    """Ask the agent at ``host:port`` for its status line, within ``timeout_s``.
 
     Raises:
-        WireError: it is no agent of that job, or does not hold that key; or it hung up on us.
-        OSError: not reached, or not answered in time.
-        ValueError: not an address.
+        ProtocolError: it is not an agent of that job, does not accept the key, or closed the connection.
+        OSError: it cannot be reached, or did not reply in time.
+        ValueError: ``address`` is not an address.
 
     """
-    until = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s
     host, _, port = address.rpartition(":")
     error: OSError = OSError(f"{address} has no address")
-    for found in resolve(host.strip("[]")):
+    for ip_address in resolve(host.strip("[]")):
         try:
-            connection = socket.create_connection((found, int(port)), timeout=_compute_remaining(until))
+            connection = socket.create_connection(
+                (ip_address, int(port)), timeout=_compute_remaining(deadline)
+            )
         except OSError as reason:
             error = reason
             continue
         with connection:
-            return _exchange(connection, run_id, status_key, until)
+            return _exchange(connection, run_id, status_key, deadline)
     raise error
 
 
 def _exchange(connection: socket.socket, run_id: str, status_key: bytes, deadline: float) -> bytes:
-    side = protocol.dial(status_key, run_id, secrets.token_hex(32), status_only=True)
-    lines = protocol.LineReader()
-    coming = _receive_lines(connection, lines, deadline)
-    connection.sendall(next(side))
+    handshake = protocol.dial(status_key, run_id, secrets.token_hex(32), status_only=True)
+    reader = protocol.LineReader()
+    received = _receive_lines(connection, reader, deadline)
+    connection.sendall(next(handshake))
     try:
         while True:
-            connection.sendall(side.send(_read_line(coming)))
+            connection.sendall(handshake.send(_read_line(received)))
     except StopIteration as stop:
-        proof: protocol.HandshakeResult = stop.value
-    lines.max_line_bytes = MAX_REPLY_BYTES
-    connection.sendall(proof.final_line)
-    return proof.verifier.verify(_read_line(coming))
+        result: protocol.HandshakeResult = stop.value
+    reader.max_line_bytes = MAX_REPLY_BYTES
+    connection.sendall(result.final_line)
+    return result.verifier.verify(_read_line(received))
 
 
 def _read_line(received: Iterator[bytes]) -> bytes:
     line = next(received, None)
     if line is None:
         raise protocol.ProtocolError(
-            "it hung up: it belongs to another job, or another program listens there"
+            "it closed the connection: it belongs to another job, or another program listens there"
         )
     return line
 
@@ -164,7 +222,7 @@ def _receive_lines(
 
 
 def _compute_remaining(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
+    remaining_s = deadline - time.monotonic()
+    if remaining_s <= 0:
         raise TimeoutError("no answer in time")
-    return left
+    return remaining_s

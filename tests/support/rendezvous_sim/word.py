@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from elastic_resume.rendezvous.core.events import ForceQuorum
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.node import RendezvousNode
-from elastic_resume.rendezvous.status_view import build_status
+from elastic_resume.rendezvous.net.status import build_status
 from tests.support.rendezvous_sim.net import Clock
 from tests.support.rendezvous_sim.node import SimulatedNode
 

@@ -30,7 +30,7 @@ from elastic_resume.policy.incidents import MAX_GENERATIONS, RECOVERY_BUCKETS_S,
 from elastic_resume.rendezvous.core.events import DeliverPeerStatus
 from elastic_resume.rendezvous.core.quorum import Incarnation, View
 from elastic_resume.rendezvous.core.status import EventLines, NodeStatus, StatusUpdate
-from elastic_resume.rendezvous.status_view import RendezvousStatus
+from elastic_resume.rendezvous.net.status import RendezvousStatus
 from elastic_resume.report import status as asking
 from elastic_resume.report.status import MAX_NODES, fit_screen, format_screen
 

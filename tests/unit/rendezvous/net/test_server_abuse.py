@@ -1,4 +1,4 @@
-"""Strangers, and peers that misbehave, over real sockets: the running world of three goes on undisturbed.
+"""Strangers, and peers that misbehave, over real sockets: the running world of three goes on check_undisturbed.
 
 One world lives through all tests that are given a ``node`` of it; each of them ends with a look at it.
 """
@@ -42,7 +42,7 @@ from elastic_resume.rendezvous.core.messages import (
 )
 from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState, View
 from elastic_resume.rendezvous.net import protocol
-from elastic_resume.rendezvous.net.handshake_limiter import ConnectionLimits, HandshakeLimiter, LogThrottle
+from elastic_resume.rendezvous.net.connection import ConnectionLimits, HandshakeLimiter, LogThrottle
 from tests.support.rendezvous_nodes import (
     NODE_TIMEOUT_S,
     RUN,
@@ -61,83 +61,85 @@ from tests.support.rendezvous_nodes import (
     wait_until,
 )
 
-pytestmark = pytest.mark.slow  # after each test somebody waits until all leases are renewed
+pytestmark = pytest.mark.slow  # each test waits until all leases are renewed
 LIMITS = ConnectionLimits(
     max_unauthenticated=64, handshake_timeout_s=TIMEOUT_S, max_queued_bytes=1 << 18, log_interval_s=0.01
 )
 NONCE = "0" * 64
 KNOWN = QuorumState(3)
-MEGABYTE = 1 << 20
+MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SocketNode]]:
-    """Three nodes in a world."""
-    stations = RendezvousNodes(tmp_path_factory.mktemp("nodes"), LIMITS)
-    made = stations.build(3)
-    for one in made:
+    """Give three nodes in a view."""
+    nodes = RendezvousNodes(tmp_path_factory.mktemp("nodes"), LIMITS)
+    built = nodes.build(3)
+    for one in built:
         one.worlds.get(timeout=30)
-    yield made
-    stations.stop()
-    told = [entry.text for one in made for entry in one.logs]
-    assert not [text for text in told if TOKEN.decode() in text], "the token is in a log"
+    yield built
+    nodes.stop()
+    lines = [entry.text for one in built for entry in one.logs]
+    assert not [text for text in lines if TOKEN.decode() in text], "the token is in a log"
 
 
 @pytest.fixture(params=["leader", "member"])
 def node(request: pytest.FixtureRequest, running: list[SocketNode]) -> Iterator[SocketNode]:
-    """One of them, which is to be abused; after it, the world is as it was, and so are the open files."""
+    """Give the node to be abused; afterwards view and open descriptors are unchanged."""
     before, links = count_open_descriptors(), [one.link_count for one in running]
     chosen = [one for one in running if one.is_leader == (request.param == "leader")][-1]
     yield chosen
-    undisturbed(running)
+    check_undisturbed(running)
     wait_until(lambda: count_open_descriptors() <= before, "all connections are closed")
     pairs = list(zip(running, links, strict=True))
-    wait_until(lambda: all(one.link_count <= then for one, then in pairs), "the core has forgotten them")
-
-
-def hello(who: Incarnation, node_timeout_s: float = NODE_TIMEOUT_S) -> Hello:
-    """What a node of this job says first."""
-    return Hello(who, KNOWN, 0, node_timeout_s=node_timeout_s, min_nodes=1, max_nodes=3)
-
-
-def undisturbed(running: list[SocketNode]) -> None:
-    """Leases are renewed on all nodes, and no world has ended or begun."""
-    fences = [one.lease_expires_at for one in running]
     wait_until(
-        lambda: all(one.lease_expires_at > old for one, old in zip(running, fences, strict=True)),
-        "leases go on",
+        lambda: all(one.link_count <= then for one, then in pairs), "the state machine has forgotten them"
     )
-    assert not [end for one in running for end in one.stop_effects], "the world was disturbed"
+
+
+def make_hello(incarnation: Incarnation, node_timeout_s: float = NODE_TIMEOUT_S) -> Hello:
+    """Return the first message of a node of this job."""
+    return Hello(incarnation, KNOWN, 0, node_timeout_s=node_timeout_s, min_nodes=1, max_nodes=3)
+
+
+def check_undisturbed(running: list[SocketNode]) -> None:
+    """Check that leases are renewed on all nodes, and that no view has ended or been installed."""
+    leases = [one.lease_expires_at for one in running]
+    wait_until(
+        lambda: all(one.lease_expires_at > old for one, old in zip(running, leases, strict=True)),
+        "leases are renewed",
+    )
+    assert not [end for one in running for end in one.stop_effects], "the view was disturbed"
     assert all(one.worlds.empty() and one.shell.is_alive for one in running)
 
 
-def recorded() -> bytes:
-    """A dialler's side of a handshake that was good once."""
+def record_handshake() -> bytes:
+    """Return a dialler's lines of an earlier, valid handshake."""
     return protocol.encode_greeting(RUN, NONCE) + protocol.encode_proof(
         TOKEN, "dialler", RUN, (NONCE, "1" * 64)
     )
 
 
-STRANGERS = {
+UNAUTHENTICATED = {
     "random bytes": (secrets.token_bytes(5000) + b"\n", "a line"),
     "zeros": (bytes(100_000), "more than 4096 bytes"),
     "a line without an end": (b"x" * 100_000, "more than 4096 bytes"),
     "a browser": (b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", "not JSON"),
     "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\n", "not JSON"),
     "another job": (protocol.encode_greeting("another", NONCE), "belongs to job 'another'"),
-    "another version": (b'{"elastic_resume":99,"run":"job","nonce":"00"}\n', "speaks version '99'"),
-    "a bad nonce": (b'{"elastic_resume":3,"run":"job","nonce":"00","status_only":false}\n', "nonce"),
+    "another version": (b'{"elastic_resume":99,"run":"job","nonce":"00"}\n', "protocol version '99'"),
+    "a bad nonce": (b'{"elastic_resume":4,"run":"job","nonce":"00","status_only":false}\n', "nonce"),
     "deep JSON": (b"[" * 4000 + b"\n", "not JSON"),
     "a large number": (b'{"elastic_resume":' + b"9" * 4000 + b"}\n", "a line"),
-    "no proof": (protocol.encode_greeting(RUN, NONCE) + b"{}\n", "fields proof"),
+    "no proof": (protocol.encode_greeting(RUN, NONCE) + b"{}\n", "the fields proof"),
     "a wrong proof": (protocol.encode_greeting(RUN, NONCE) + b'{"proof":"' + b"0" * 64 + b'"}\n', "token"),
-    "a replayed handshake": (recorded(), "token"),
+    "a replayed handshake": (record_handshake(), "token"),
     "escape codes in a name": (protocol.encode_greeting("\x1b[2J\n" * 100, NONCE), r"'\x1b[2J\n"),
 }
 
 
-def test_who_listens_on_or_talks_on_has_dropped_nobody() -> None:
-    """What the tests below ask can be answered with no."""
+def test_is_disconnected_is_false_for_an_open_connection() -> None:
+    """The tests below rely on it."""
     here, there = socket.socketpair()
     with here, there:
         assert not is_disconnected(here, timeout_s=0.05)
@@ -157,93 +159,93 @@ def test_who_listens_on_or_talks_on_has_dropped_nobody() -> None:
         assert is_disconnected(here)
 
 
-@pytest.mark.parametrize("kind", STRANGERS)
-def test_a_stranger_is_dropped_and_told_of(node: SocketNode, kind: str) -> None:
-    """Whatever it says first, the connection is closed, and a line says who it was and why."""
-    data, why = STRANGERS[kind]
-    with connect(node.address) as stranger:
+@pytest.mark.parametrize("kind", UNAUTHENTICATED)
+def test_unauthenticated_peer_is_dropped_and_logged(node: SocketNode, kind: str) -> None:
+    """The log line has the address and the reason, and no control characters."""
+    data, why = UNAUTHENTICATED[kind]
+    with connect(node.address) as peer:
         with contextlib.suppress(ConnectionError):
-            stranger.sendall(data)
-        assert is_disconnected(stranger)
-        host = stranger.getsockname()[0]
-    wait_until(lambda: bool(node.log_lines("unauthenticated", why)), f"a line says {why!r}")
+            peer.sendall(data)
+        assert is_disconnected(peer)
+        host = peer.getsockname()[0]
+    wait_until(lambda: bool(node.log_lines("unauthenticated", why)), f"the log has {why!r}")
     line = node.log_lines("unauthenticated", why)[-1]
     assert host in line
-    assert line.isprintable(), "what strangers send does not reach the terminal"
+    assert line.isprintable(), "a peer's bytes must not reach the terminal"
 
 
-def test_a_stranger_hears_a_nonce_and_no_proof(node: SocketNode) -> None:
-    """Nothing that is made from the token is said to one who has not proved that it holds it."""
-    with connect(node.address) as stranger:
-        stranger.sendall(protocol.encode_greeting(RUN, NONCE))
-        answer = json.loads(read_line(stranger))
+def test_unauthenticated_peer_receives_nothing_derived_from_the_token(node: SocketNode) -> None:
+    """It gets a nonce, and after a wrong proof an empty one."""
+    with connect(node.address) as peer:
+        peer.sendall(protocol.encode_greeting(RUN, NONCE))
+        answer = json.loads(read_line(peer))
         assert answer.keys() == {"elastic_resume", "nonce"}
-        stranger.sendall(protocol.encode_proof(b"another", "dialler", RUN, (NONCE, answer["nonce"])))
-        assert read_line(stranger) == b'{"proof":""}'
-        assert read_line(stranger) == b""
+        peer.sendall(protocol.encode_proof(b"another", "dialler", RUN, (NONCE, answer["nonce"])))
+        assert read_line(peer) == b'{"proof":""}'
+        assert read_line(peer) == b""
 
 
-def test_a_peer_with_another_token_is_refused_by_both_sides(node: SocketNode) -> None:
-    """The node sees it first and says so to people, and lets the dialler know why it is dropped."""
+def test_peer_with_another_token_is_refused_by_both_sides(node: SocketNode) -> None:
+    """The acceptor logs it, and tells the dialler why it is dropped."""
     before = len(node.log_lines("unauthenticated"))
     with (
-        connect(node.address) as stranger,
+        connect(node.address) as peer,
         pytest.raises(protocol.ProtocolError, match="does not hold the run's token"),
     ):
-        authenticate(stranger, b"another")
+        authenticate(peer, b"another")
     wait_until(
         lambda: "does not hold the run's token" in "".join(node.log_lines("unauthenticated")[before:]),
-        "a line says so",
+        "it is logged",
     )
 
 
-def test_a_peer_that_changes_its_mind_is_no_stranger(node: SocketNode) -> None:
-    """It proves that it is one; who only says so, and has heard a proof for that, is told of."""
+def test_dialler_that_gives_up_with_a_proof_is_not_logged(node: SocketNode) -> None:
+    """A dialler that gives up without a proof is logged."""
     before = len(node.log_lines("unauthenticated"))
     with connect(node.address) as peer:
         its = "{}:{}: ".format(*peer.getsockname())
         peer.sendall(protocol.encode_greeting(RUN, NONCE) + protocol.encode_abort(TOKEN, RUN, NONCE))
         assert is_disconnected(peer)
-    with connect(node.address) as stranger:
-        stranger.sendall(protocol.encode_greeting(RUN, NONCE) + protocol.encode_abort(b"another", RUN, NONCE))
-        assert is_disconnected(stranger)
+    with connect(node.address) as peer:
+        peer.sendall(protocol.encode_greeting(RUN, NONCE) + protocol.encode_abort(b"another", RUN, NONCE))
+        assert is_disconnected(peer)
     wait_until(
-        lambda: "fields proof" in "".join(node.log_lines("unauthenticated")[before:]),
-        "a line says so of the other",
+        lambda: "the fields proof" in "".join(node.log_lines("unauthenticated")[before:]),
+        "the other dialler is logged",
     )
     assert its not in "".join(node.log_lines("unauthenticated"))
 
 
 @pytest.mark.parametrize("greeting", [b"", protocol.encode_greeting(RUN, NONCE)], ids=["greeting", "proof"])
-def test_the_handshake_as_a_whole_has_a_time_limit(tmp_path: Path, greeting: bytes) -> None:
-    """Whoever sends a byte now and then is dropped before the line is complete."""
-    stations = RendezvousNodes(tmp_path, ConnectionLimits(handshake_timeout_s=0.5, log_interval_s=0.01))
-    (alone,) = stations.build(1)
+def test_handshake_has_a_timeout_as_a_whole(tmp_path: Path, greeting: bytes) -> None:
+    """A peer that sends a byte now and then is dropped before its line is complete."""
+    nodes = RendezvousNodes(tmp_path, ConnectionLimits(handshake_timeout_s=0.5, log_interval_s=0.01))
+    (alone,) = nodes.build(1)
     try:
-        with connect(alone.address) as stranger:
+        with connect(alone.address) as peer:
             with contextlib.suppress(ConnectionError):
-                stranger.sendall(greeting)
-            babbler = EndlessSender(stranger, b" ", pause_s=0.05)  # a line of 4096 bytes would take minutes
-            babbler.start()
-            assert is_disconnected(stranger)
-        babbler.join()
-        wait_until(lambda: bool(alone.log_lines("unauthenticated", "more than 0.5 s")), "a line says so")
+                peer.sendall(greeting)
+            sender = EndlessSender(peer, b" ", pause_s=0.05)  # a line of 4096 bytes would take minutes
+            sender.start()
+            assert is_disconnected(peer)
+        sender.join()
+        wait_until(lambda: bool(alone.log_lines("unauthenticated", "more than 0.5 s")), "it is logged")
     finally:
-        stations.stop()
+        nodes.stop()
 
 
-def test_half_a_handshake_and_half_a_message(node: SocketNode) -> None:
-    """Whoever closes in the middle of a line leaves nothing behind."""
+def test_connection_closed_in_a_line_leaves_nothing(node: SocketNode) -> None:
+    """The fixture counts connections and open descriptors."""
     for size in (1, 20, 90):
-        with connect(node.address) as stranger:
-            stranger.sendall(protocol.encode_greeting(RUN, NONCE)[:size])
-    with connect(node.address) as stranger:
-        authenticate(stranger)
-        stranger.sendall(b'{"header":[1,0,0,0.0],"type":"He')
+        with connect(node.address) as peer:
+            peer.sendall(protocol.encode_greeting(RUN, NONCE)[:size])
+    with connect(node.address) as peer:
+        authenticate(peer)
+        peer.sendall(b'{"header":[1,0,0,0.0],"type":"He')
 
 
-def test_idle_connections_do_not_keep_members_out(node: SocketNode) -> None:
-    """Five hundred that say nothing, and as many as may wait that greet and then say nothing."""
+def test_idle_connections_do_not_lock_members_out(node: SocketNode) -> None:
+    """500 connections send nothing, and as many as may wait send a greeting and then nothing."""
     with contextlib.ExitStack() as held:
         for _ in range(500):
             held.enter_context(connect(node.address))
@@ -251,21 +253,21 @@ def test_idle_connections_do_not_keep_members_out(node: SocketNode) -> None:
             held.enter_context(connect(node.address)).sendall(protocol.encode_greeting(RUN, NONCE))
         with connect(node.address) as peer:
             authenticate(peer)
-            send_messages(peer, hello(Incarnation("late", "x"), node_timeout_s=1.0))
+            send_messages(peer, make_hello(Incarnation("late", "x"), node_timeout_s=1.0))
             assert isinstance(receive_message(peer), (Refused, Redirect)), (
-                "somebody who holds the token is answered"
+                "a peer with the token gets an answer"
             )
 
 
-def test_a_flood_of_connections_leaves_nothing(node: SocketNode) -> None:
-    """A thousand that come and go; the fixture counts open files."""
+def test_flood_of_connections_leaves_no_descriptor(node: SocketNode) -> None:
+    """A thousand connections open and close; the fixture counts descriptors."""
     for _ in range(1000):
         with connect(node.address):
             pass
 
 
-def test_memory_is_bounded_whatever_strangers_send(node: SocketNode) -> None:
-    """Forty connections with as much as an unproven one may send, and forty that send no end."""
+def test_memory_for_unauthenticated_peers_is_bounded(node: SocketNode) -> None:
+    """40 connections send as much as they may, and 40 send without end."""
     gc.collect()
     tracemalloc.start()
     try:
@@ -273,11 +275,11 @@ def test_memory_is_bounded_whatever_strangers_send(node: SocketNode) -> None:
             for _ in range(40):
                 held.enter_context(connect(node.address)).sendall(b"x" * 4000)
             for _ in range(40):
-                stranger = held.enter_context(connect(node.address))
-                babbler = EndlessSender(stranger, b"y" * MEGABYTE)
-                babbler.start()
-                babbler.join()
-            assert tracemalloc.get_traced_memory()[1] < 8 * MEGABYTE
+                peer = held.enter_context(connect(node.address))
+                sender = EndlessSender(peer, b"y" * MIB)
+                sender.start()
+                sender.join()
+            assert tracemalloc.get_traced_memory()[1] < 8 * MIB
     finally:
         tracemalloc.stop()
 
@@ -294,13 +296,13 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("kind", GARBAGE)
-def test_a_proven_peer_that_sends_garbage_is_dropped(node: SocketNode, kind: str) -> None:
-    """The token does not make up for a line that is no message."""
+def test_authenticated_peer_that_sends_garbage_is_dropped(node: SocketNode, kind: str) -> None:
+    """Lines that are not messages are logged."""
     data, why = GARBAGE[kind]
     with connect(node.address) as peer:
         peer.sendall(authenticate(peer).signer.sign(data))
         assert is_disconnected(peer)
-    wait_until(lambda: bool(node.log_lines("unauthenticated", why)), f"a line says {why!r}")
+    wait_until(lambda: bool(node.log_lines("unauthenticated", why)), f"the log has {why!r}")
 
 
 HEARTBEAT = protocol.encode(Header(1, 0, 7, 0.5), Heartbeat())
@@ -317,19 +319,17 @@ INJECTED: dict[str, Callable[[protocol.LineAuthenticator], bytes]] = {
 
 
 @pytest.mark.parametrize("kind", INJECTED)
-def test_what_is_written_into_a_proven_connection_ends_it(node: SocketNode, kind: str) -> None:
-    """By somebody between two nodes, who has seen the handshake and each line, and has no token."""
+def test_injected_line_ends_the_connection(node: SocketNode, kind: str) -> None:
+    """The attacker between two nodes has seen the handshake and each line, and has no token."""
     before = len(node.log_lines("unauthenticated"))
     with connect(node.address) as peer:
         peer.sendall(INJECTED[kind](authenticate(peer).signer))
         assert is_disconnected(peer)
-    wait_until(
-        lambda: "wrong digest" in "".join(node.log_lines("unauthenticated")[before:]), "a line says so"
-    )
+    wait_until(lambda: "wrong digest" in "".join(node.log_lines("unauthenticated")[before:]), "it is logged")
 
 
-def test_a_proven_peer_is_held_to_the_longest_line(node: SocketNode) -> None:
-    """Eight MiB are taken, one byte more is not, and none of it is kept."""
+def test_line_beyond_the_limit_drops_an_authenticated_peer(node: SocketNode) -> None:
+    """8 MiB are accepted, one byte more is not, and nothing is kept."""
     for _ in range(3):
         with connect(node.address) as peer:
             authenticate(peer)
@@ -338,35 +338,35 @@ def test_a_proven_peer_is_held_to_the_longest_line(node: SocketNode) -> None:
             assert is_disconnected(peer)
     wait_until(
         lambda: bool(node.log_lines("unauthenticated", f"more than {protocol.MAX_LINE_BYTES} bytes")),
-        "a line says so",
+        "it is logged",
     )
 
 
-def test_what_waits_for_a_peer_that_never_reads_is_bounded(node: SocketNode) -> None:
-    """It asks and asks and takes no answer: the backlog's limit ends it."""
+def test_queue_for_a_peer_that_never_reads_is_bounded(node: SocketNode) -> None:
+    """The peer sends requests and reads no answer, until it is dropped."""
     host, _, port = node.address.rpartition(":")
     with socket.socket() as peer:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         peer.connect((host, int(port)))
         proof = authenticate(peer)
-        question = hello(Incarnation("late", "x"), node_timeout_s=1.0)
+        question = make_hello(Incarnation("late", "x"), node_timeout_s=1.0)
         line = protocol.encode(Header(1, 0), question)
-        babbler = EndlessSender(peer, lambda: b"".join(proof.signer.sign(line) for _ in range(100)))
-        babbler.start()
+        sender = EndlessSender(peer, lambda: b"".join(proof.signer.sign(line) for _ in range(100)))
+        sender.start()
         wait_until(
             lambda: bool(node.log_lines("unauthenticated", "has not read")),
             "it is dropped, and a line says so",
         )
-    babbler.join()
+    sender.join()
 
 
-def messages_of_others() -> list[Message]:
-    """Every type of message, as from somebody who holds the token and is neither leader nor member."""
-    who = Incarnation("unauthenticated", "x", "127.0.0.1:1", None)
-    world = View(10**6, (who,), who)
+def all_messages() -> list[Message]:
+    """Return a message of every type, from a peer that is neither leader nor member."""
+    impostor = Incarnation("unauthenticated", "x", "127.0.0.1:1", None)
+    world = View(10**6, (impostor,), impostor)
     known = QuorumState(3, world, (), frozenset())
     return [
-        Welcome(who, known, resumes_view=True),
+        Welcome(impostor, known, resumes_view=True),
         Redirect("127.0.0.1:1"),
         Refused("gone", is_permanent=True),
         JoinRequest(JoinSpec("127.0.0.1:1", 1)),
@@ -374,31 +374,33 @@ def messages_of_others() -> list[Message]:
         ProposeView(world, known),
         ProposalAck(1),
         InstallView(10**6, "127.0.0.1:1", (1,)),
-        EndView(1, "says a stranger", known),
-        WaitReason("says a stranger"),
-        FailJob("says a stranger"),
+        EndView(1, "says a peer", known),
+        WaitReason("says a peer"),
+        FailJob("says a peer"),
         NodeFinished(1),
-        JobEnd(10**6, "says a stranger"),
-        LeaveNotice("says a stranger", known),
-        LeaderAnnouncement(who, 0, 0, 9),
+        JobEnd(10**6, "says a peer"),
+        LeaveNotice("says a peer", known),
+        LeaderAnnouncement(impostor, 0, 0, 9),
     ]
 
 
-def test_messages_of_a_role_that_the_peer_does_not_have_change_nothing(node: SocketNode) -> None:
-    """Who has not been taken in is neither obeyed nor heeded, whatever it knows to say."""
+def test_messages_of_a_role_that_the_peer_lacks_change_nothing(node: SocketNode) -> None:
+    """A peer that has not been admitted cannot change the view."""
     with connect(node.address) as peer:
         authenticate(peer)
-        send_messages(peer, *messages_of_others())
-        assert isinstance(receive_message(peer), (LeaderAnnouncement, Redirect)), "a lesser claim is answered"
+        send_messages(peer, *all_messages())
+        assert isinstance(receive_message(peer), (LeaderAnnouncement, Redirect)), (
+            "an announcement of lower priority is answered"
+        )
 
 
 @pytest.mark.parametrize(
     "settings", ["another timeout", "another list of candidates", "another number of nodes"]
 )
-def test_a_peer_with_other_settings_is_refused(node: SocketNode, settings: str) -> None:
-    """By whoever leads; a member says who does."""
-    who = Incarnation("late", "x", "127.0.0.1:1", None)
-    ours = hello(who)
+def test_peer_with_other_settings_is_refused(node: SocketNode, settings: str) -> None:
+    """The leader refuses it; a member redirects it to the leader."""
+    impostor = Incarnation("late", "x", "127.0.0.1:1", None)
+    ours = make_hello(impostor)
     other = {
         "another timeout": replace(ours, node_timeout_s=99.0),
         "another list of candidates": replace(ours, quorum_state=QuorumState(5)),
@@ -411,20 +413,20 @@ def test_a_peer_with_other_settings_is_refused(node: SocketNode, settings: str) 
     assert isinstance(answer, Refused if node.is_leader else Redirect)
 
 
-def test_a_peer_that_takes_the_name_of_a_live_node_is_refused(node: SocketNode) -> None:
-    """A second agent on one host, or one that pretends: the first keeps its place."""
+def test_peer_with_the_name_of_a_live_node_is_refused(node: SocketNode) -> None:
+    """The first agent of that name keeps its membership."""
     with connect(node.address) as peer:
         authenticate(peer)
-        send_messages(peer, hello(Incarnation("n1", "another life", "127.0.0.1:1")))
+        send_messages(peer, make_hello(Incarnation("n1", "another life", "127.0.0.1:1")))
         answer = receive_message(peer)
     assert isinstance(answer, Redirect) or (isinstance(answer, Refused) and "called n" in answer.reason)
 
 
 @pytest.mark.parametrize("answers", [True, False], ids=["after an answer", "after its welcome"])
-def test_a_spare_that_falls_silent_is_lost_and_nobody_else_minds(tmp_path: Path, *, answers: bool) -> None:
-    """Its connection stands, half open: heartbeats end it."""
-    stations = RendezvousNodes(tmp_path, LIMITS)
-    (alone,) = stations.build(1, node_timeout_s=1.0)  # whose world no silence ends
+def test_unreachable_spare_is_dropped_without_a_view_change(tmp_path: Path, *, answers: bool) -> None:
+    """Its connection stays open; missing heartbeats end it."""
+    nodes = RendezvousNodes(tmp_path, LIMITS)
+    (alone,) = nodes.build(1, node_timeout_s=1.0)  # a view of one, which no timeout ends
     try:
         alone.worlds.get(timeout=30)
         with connect(alone.address) as peer:
@@ -436,129 +438,127 @@ def test_a_spare_that_falls_silent_is_lost_and_nobody_else_minds(tmp_path: Path,
                 send_messages(peer, Heartbeat())
             assert is_disconnected(peer)
         if answers:
-            wait_until(lambda: bool(alone.log_lines("lost", "late is silent")), "the leader says so")
-        undisturbed([alone])
+            wait_until(lambda: bool(alone.log_lines("lost", "late is silent")), "the leader logs it")
+        check_undisturbed([alone])
     finally:
-        stations.stop()
+        nodes.stop()
 
 
-def test_a_thief_of_an_identity_costs_one_restart_at_most(tmp_path: Path) -> None:
-    """Who holds the token is trusted with the job: it can end a world. The three are in the next one."""
-    stations = RendezvousNodes(tmp_path, LIMITS)
-    made = stations.build(3, node_timeout_s=1.0)
+def test_stolen_identity_costs_one_view_change_at_most(tmp_path: Path) -> None:
+    """A peer with the token can end a view. The three nodes are in the next one."""
+    nodes = RendezvousNodes(tmp_path, LIMITS)
+    built = nodes.build(3, node_timeout_s=1.0)
 
-    def robs() -> bool:
-        leads = [one.is_leader for one in made]
-        if sum(leads) != 1:  # by the way, a processor was waited for
+    def steal_identity() -> bool:
+        leads = [one.is_leader for one in built]
+        if sum(leads) != 1:  # a view change is under way
             return False
-        leader, victim = made[leads.index(True)], made[leads.index(False)]
+        leader, victim = built[leads.index(True)], built[leads.index(False)]
         with connect(leader.address) as peer:
             authenticate(peer)
-            send_messages(peer, hello(victim.incarnation, node_timeout_s=1.0))
-            taken_in = isinstance(receive_message(peer), Welcome)
+            send_messages(peer, make_hello(victim.incarnation, node_timeout_s=1.0))
+            admitted = isinstance(receive_message(peer), Welcome)
             send_messages(peer, Heartbeat())
-            # The one it pretended to be has its place back in the end.
-            return taken_in and is_disconnected(peer)
+            # The real node replaces it in the end.
+            return admitted and is_disconnected(peer)
 
     try:
-        for one in made:
+        for one in built:
             one.worlds.get(timeout=30)
-        wait_until(robs, "it is taken in, and dropped")
-        worlds = [one.worlds.get(timeout=30) for one in made]
+        wait_until(steal_identity, "it is admitted, and dropped")
+        worlds = [one.worlds.get(timeout=30) for one in built]
         while len({world.generation for world in worlds}) > 1 or len(worlds[0].members) < 3:
             oldest = min(range(3), key=lambda index: worlds[index].generation)
-            worlds[oldest] = made[oldest].worlds.get(timeout=30)
+            worlds[oldest] = built[oldest].worlds.get(timeout=30)
         assert {str(member) for member in worlds[0].members} == {"n0", "n1", "n2"}
     finally:
-        stations.stop()
+        nodes.stop()
 
 
-def test_a_proven_peer_that_never_says_anything_is_dropped(tmp_path: Path) -> None:
-    """Else each crash of a host that called would leave a connection for good."""
-    stations = RendezvousNodes(tmp_path, ConnectionLimits(idle_timeout_s=1.0, log_interval_s=0.01))
-    made = stations.build(2, node_timeout_s=0.5)
+def test_authenticated_peer_that_sends_nothing_is_dropped(tmp_path: Path) -> None:
+    """Otherwise each crash of a host that had connected would leave a connection forever."""
+    nodes = RendezvousNodes(tmp_path, ConnectionLimits(idle_timeout_s=1.0, log_interval_s=0.01))
+    built = nodes.build(2, node_timeout_s=0.5)
     try:
-        for one in made:
+        for one in built:
             one.worlds.get(timeout=30)
-        with connect(made[0].address) as peer:
+        with connect(built[0].address) as peer:
             authenticate(peer)
             assert is_disconnected(peer)
-        wait_until(lambda: bool(made[0].log_lines("unauthenticated", "has said nothing")), "a line says so")
+        wait_until(lambda: bool(built[0].log_lines("unauthenticated", "has sent nothing")), "it is logged")
     finally:
-        stations.stop()
+        nodes.stop()
 
 
-def test_connections_beyond_the_limit_are_dropped_and_the_members_stay(tmp_path: Path) -> None:
-    """Who is in is not pushed out by who comes later, even with the token."""
-    stations = RendezvousNodes(tmp_path, ConnectionLimits(max_connections=20, log_interval_s=0.01))
-    made = stations.build(3)
+def test_connections_beyond_the_limit_do_not_push_members_out(tmp_path: Path) -> None:
+    """Later connections do not replace members, even with the token."""
+    nodes = RendezvousNodes(tmp_path, ConnectionLimits(max_connections=20, log_interval_s=0.01))
+    built = nodes.build(3)
     try:
-        for one in made:
+        for one in built:
             one.worlds.get(timeout=30)
-        leader = next(one for one in made if one.is_leader)
+        leader = next(one for one in built if one.is_leader)
         with contextlib.ExitStack() as held:
             for _ in range(16):
                 authenticate(held.enter_context(connect(leader.address)))
             for _ in range(10):
                 with contextlib.suppress(ConnectionError, protocol.ProtocolError):
                     authenticate(held.enter_context(connect(leader.address)))
-            wait_until(
-                lambda: bool(leader.log_lines("unauthenticated", "are open already")), "a line says so"
-            )
-            undisturbed(made)
+            wait_until(lambda: bool(leader.log_lines("unauthenticated", "are open already")), "it is logged")
+            check_undisturbed(built)
     finally:
-        stations.stop()
+        nodes.stop()
 
 
-# ---- what is told of strangers, and who is sent away ---------------------------------------------------
+# ---- LogThrottle and HandshakeLimiter --------------------------------------------------------------------
 
 
 class Clock:
-    """Keeps what is to be called later."""
+    """Keeps calls for later."""
 
     def __init__(self) -> None:
         self.due: list[tuple[float, object]] = []
-        self.told: list[str] = []
+        self.lines: list[str] = []
 
     def call_later(self, delay_s: float, call: object) -> None:
         """Keep it."""
         self.due.append((delay_s, call))
 
     def advance(self) -> float:
-        """Let the next pause be over; give its length."""
+        """End the next pause; return its length."""
         delay_s, call = self.due.pop(0)
         assert callable(call)
         call()
         return delay_s
 
 
-def test_one_line_tells_of_one_stranger_and_one_of_all_who_follow() -> None:
-    """A flood fills no log: the first is told at once, the rest are counted, and the pauses grow."""
+def test_log_throttle_logs_the_first_drop_and_sums_up_the_rest() -> None:
+    """The pauses grow while drops continue."""
     clock = Clock()
-    notices = LogThrottle(10.0, clock.told.append, clock.call_later)
-    notices.add("10.0.0.1:5", "not JSON")
-    assert clock.told == ["10.0.0.1:5: not JSON"]
+    throttle = LogThrottle(10.0, clock.lines.append, clock.call_later)
+    throttle.add("10.0.0.1:5", "not JSON")
+    assert clock.lines == ["10.0.0.1:5: not JSON"]
     for host in range(20):
-        notices.add(f"10.0.0.{host}:5", "no token")
-        notices.add(f"10.0.0.{host}:6", "not JSON")
-    assert len(clock.told) == 1
+        throttle.add(f"10.0.0.{host}:5", "no token")
+        throttle.add(f"10.0.0.{host}:6", "not JSON")
+    assert len(clock.lines) == 1
     assert clock.advance() == 10.0
-    assert clock.told[1].startswith("40 more in the last 10 s: 10.0.0.0 (2 times, last: not JSON); ")
-    assert clock.told[1].endswith("; other hosts (30 times)")
-    notices.add("10.0.0.1:5", "again")
+    assert clock.lines[1].startswith("40 more in the last 10 s: 10.0.0.0 (2 times, last: not JSON); ")
+    assert clock.lines[1].endswith("; other hosts (30 times)")
+    throttle.add("10.0.0.1:5", "again")
     assert clock.advance() == 20.0
-    assert len(clock.told) == 3
+    assert len(clock.lines) == 3
     assert clock.advance() == 40.0
-    assert (len(clock.told), clock.due) == (3, []), "nobody came: nothing is told, and no timer is left"
-    notices.add("10.0.0.1:5", "much later")
-    assert clock.told[3] == "10.0.0.1:5: much later"
+    assert (len(clock.lines), clock.due) == (3, []), "without drops nothing is logged, and no timer is left"
+    throttle.add("10.0.0.1:5", "much later")
+    assert clock.lines[3] == "10.0.0.1:5: much later"
 
 
-class Caller:
-    """A connection at the door."""
+class FakeConnection:
+    """A connection in the handshake."""
 
     def __init__(self, *, greeted: bool) -> None:
-        self.greeted = greeted
+        self.has_greeted = greeted
         self.why = ""
 
     def drop(self, why: str) -> None:
@@ -566,10 +566,14 @@ class Caller:
         self.why = why
 
 
-def test_the_silent_go_before_those_who_greeted_and_the_oldest_first() -> None:
-    """A member greets at once, so a flood of the silent does not push it out; nor is the newest sent away."""
-    door = HandshakeLimiter(2)
-    old, silent, new = Caller(greeted=True), Caller(greeted=False), Caller(greeted=False)
+def test_handshake_limiter_drops_the_oldest_that_has_not_greeted() -> None:
+    """The newest connection is not dropped either."""
+    limiter = HandshakeLimiter(2)
+    old, silent, new = (
+        FakeConnection(greeted=True),
+        FakeConnection(greeted=False),
+        FakeConnection(greeted=False),
+    )
     for one in (old, silent, new):
-        door.add(one)  # type: ignore[arg-type]
+        limiter.add(one)  # type: ignore[arg-type]
     assert (old.why, bool(silent.why), new.why) == ("", True, "")

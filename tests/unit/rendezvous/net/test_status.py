@@ -24,8 +24,8 @@ from elastic_resume.rendezvous.core.status import (
     StatusUpdate,
 )
 from elastic_resume.rendezvous.net import protocol, status
+from elastic_resume.rendezvous.net.connection import ConnectionLimits
 from elastic_resume.rendezvous.net.protocol import ProtocolError
-from elastic_resume.rendezvous.net.server import ConnectionLimits
 from tests.support.rendezvous_nodes import (
     RUN,
     TIMEOUT_S,
@@ -187,7 +187,7 @@ def test_an_answer_that_somebody_wrote_into_the_connection_is_refused() -> None:
                 while True:
                     conn.sendall(side.send(read_line(conn)))
             except StopIteration as stop:
-                conn.sendall(stop.value.last + b'{"leads":true}\n')
+                conn.sendall(stop.value.final_line + b'{"leads":true}\n')
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=answer, args=[listener])
