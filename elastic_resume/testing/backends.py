@@ -1,23 +1,13 @@
-"""What simulated nodes stand on: how much of a machine each has for itself.
+"""Provide what simulated nodes run on: addresses, ports, networks and disks.
 
-`Loopback` gives a node a loopback address and nothing else. `Networked` gives it a network namespace, whose
-links can be cut, and a small disk. A ground that lacks what is asked of it says what that takes.
+`LoopbackBackend` gives each node a loopback address. `NetnsBackend` gives each node a network namespace,
+whose links can be cut, and a small tmpfs as its disk (`TmpfsDisk`); it needs root. A backend that lacks a
+resource refuses the request and says what is needed. All processes of a node die with the node, and with the
+process that made the backend.
 
-**Promises.** What an agent has started dies with its node, and all of that with the ground's maker.
-
-Does not know what agents do, nor what their events say.
-
-A small disk for one simulated node: a file system in memory, of a stated size, that can be filled.
-
-It is mounted in no namespace of the host: it lives by a descriptor of this process, and goes with it. Other
-processes of root reach it by that descriptor's path in /proc. Takes root.
-
-Addresses and ports for simulated nodes that share this machine's network.
-
-No two clusters have one address: whoever takes a network holds a socket of that name for as long as it lives,
-and the kernel gives it back with its process. Ports are not those that the kernel hands out: whoever asks for
-any port, for a connection or to listen at all addresses as torch's stores do, may be given the one that was
-free a moment ago, at this address too.
+No two clusters on a machine share an address: the owner of a loopback network holds an abstract socket with
+its name until it ends. Ports lie outside the kernel's ephemeral range. Otherwise another process could get
+the port at random.
 """
 
 from __future__ import annotations
@@ -47,13 +37,16 @@ _MIN_FILL_BYTES = 1 << 12
 
 
 class TmpfsDisk:
-    """One disk. `close` takes it away."""
+    """A small disk of one node: a tmpfs of fixed size. It is mounted in no namespace of the host.
+
+    The descriptor of this process keeps it alive. Other processes of root reach it through /proc.
+    """
 
     def __init__(self, size_bytes: int = DISK_BYTES) -> None:
-        """Make it, empty.
+        """Create it, empty.
 
         Raises:
-            MachineError: it cannot be mounted, and why.
+            MachineError: it cannot be mounted.
 
         """
         self.size_bytes = size_bytes
@@ -72,7 +65,7 @@ class TmpfsDisk:
 
     @property
     def path(self) -> Path:
-        """Its root, for every process of root on this machine.
+        """Return its root directory, as every process of root on this machine sees it.
 
         Raises:
             UsageError: it is closed.
@@ -83,7 +76,7 @@ class TmpfsDisk:
         return Path(f"/proc/{os.getpid()}/fd/{self._root_fd}")
 
     def fill(self) -> None:
-        """Fill it to the last block: a write fails with ENOSPC, until `free`."""
+        """Fill it to the last block: writes fail with ENOSPC until `free`."""
         ballast = os.open(self.path / _FILLER_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             piece = self.size_bytes
@@ -103,7 +96,7 @@ class TmpfsDisk:
             (self.path / _FILLER_FILE).unlink()
 
     def close(self) -> None:
-        """Take it away. A second call does nothing."""
+        """Remove it. A second call does nothing."""
         if self._root_fd >= 0:
             os.close(self._root_fd)
             self._root_fd = -1
@@ -115,10 +108,10 @@ _MAX_ATTEMPTS = 200
 
 
 def claim_loopback_network() -> tuple[str, int]:
-    """Take a /24 of loopback addresses; give its first three numbers, and the descriptor that holds it.
+    """Claim a /24 of loopback addresses; return its prefix and the descriptor that holds the claim.
 
     Raises:
-        MachineError: there is none left.
+        MachineError: all networks are claimed.
 
     """
     for _ in range(_MAX_ATTEMPTS):
@@ -133,7 +126,7 @@ def claim_loopback_network() -> tuple[str, int]:
 
 
 def find_free_port(address: str) -> int:
-    """Find a TCP port that nobody holds at ``address``, nor is given by chance.
+    """Find a free TCP port at ``address`` outside the ephemeral range.
 
     Raises:
         MachineError: there is none.
@@ -159,30 +152,30 @@ REQUIRES_NAMESPACES = (
 
 
 class LoopbackBackend:
-    """Nodes that are processes of this machine, each with a loopback address that no other cluster has."""
+    """Nodes are processes of this machine. Each has a loopback address that no other cluster has."""
 
     interface = "lo"
     has_disks = False
     """Whether each node has a disk of its own, which goes with the ground."""
 
     def __init__(self) -> None:
-        """Take a network of loopback addresses."""
+        """Claim a network of loopback addresses."""
         self._network_prefix, claim = claim_loopback_network()
         self._release_network = weakref.finalize(self, os.close, claim)
         self._agents: dict[int, fork_server.AgentProcess] = {}
 
     def address(self, index: int) -> str:
-        """The node's IPv4 address."""
+        """Return the node's IPv4 address."""
         return f"{self._network_prefix}.{index + 1}"
 
     def port(self, index: int) -> int:
-        """Where the node's agent may listen."""
+        """Return the port at which the node's agent may listen."""
         return find_free_port(self.address(index))
 
     def start(
         self, index: int, command: list[str], env: Mapping[str, str], log: IO[bytes], *, fresh: bool
     ) -> fork_server.AgentProcess:
-        """Start a node's agent: forked from the nursery where that can be, unless it is to be ``fresh``."""
+        """Start a node's agent: forked from the fork server if possible, as a new process if ``fresh``."""
         forked = None if fresh else fork_server.start(command, env, log, network=self._namespace_path(index))
         self._agents[index] = forked or fork_server.start_with_lasting_parent(
             lambda: subprocess.Popen(
@@ -198,7 +191,7 @@ class LoopbackBackend:
         return self._agents[index]
 
     def processes(self, index: int) -> list[psutil.Process]:
-        """A node's agent and all of its descendants that are alive."""
+        """List a node's agent and its living descendants."""
         agent = self._agents.get(index)
         try:
             process = psutil.Process(agent.pid) if agent else None
@@ -207,7 +200,7 @@ class LoopbackBackend:
             return []
 
     def crash(self, indices: Collection[int]) -> None:
-        """Let nodes die in one moment: SIGKILL to every process; their kernels close their connections."""
+        """Send SIGKILL to every process of these nodes at once. The kernel closes their connections."""
         doomed = [process for index in indices for process in self.processes(index)]
         for process in doomed:
             fork_server.kill(process)
@@ -220,34 +213,34 @@ class LoopbackBackend:
 
     @property
     def network(self) -> VirtualNetwork:
-        """The network of nodes that have one."""
+        """Return the network of the nodes."""
         raise UsageError(REQUIRES_NAMESPACES.format("one network"))
 
     def poweroff(self, indices: Collection[int]) -> None:
-        """Let nodes fall silent, and then die: no peer is told."""
+        """Drop all packets of these nodes, then kill them. Their peers see no connection end."""
         for index in indices:
             self.network.cut(index)
         self.crash(indices)
 
     def disk(self, index: int) -> TmpfsDisk:
-        """The disk of a node that has one."""
+        """Return the node's disk."""
         del index
         raise UsageError(REQUIRES_NAMESPACES.format("one disk"))
 
     def prepare_disk(self, index: int, ckpt_dir: Path) -> Path:
-        """Where this process finds what is in a node's ``ckpt_dir``."""
+        """Return the path under which this process finds the contents of a node's ``ckpt_dir``."""
         del index
         return ckpt_dir
 
     def temporary_dir(self, directory: Path) -> str:
-        """Where nodes keep temporary files: in ``directory``, by a path short enough for sockets in it."""
+        """Return a path of the nodes' temporary directory that is short enough for unix sockets."""
         directory.mkdir(exist_ok=True)
         held = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         self._release_temporary_dir = weakref.finalize(self, os.close, held)
         return f"/proc/{os.getpid()}/fd/{held}"
 
     def close(self) -> None:
-        """Give back what the nodes stood on; they are dead."""
+        """Release everything; the nodes must be dead."""
         self._release_network()
 
     def _namespace_path(self, index: int) -> str:
@@ -260,16 +253,16 @@ class LoopbackBackend:
 
 
 class NetnsBackend(LoopbackBackend):
-    """Nodes with a network namespace and a small disk each, and all else in common. Takes root."""
+    """Nodes have a network namespace and a small disk each, and share all else. Needs root."""
 
     interface = INTERFACE
     has_disks = True
 
     def __init__(self, network: VirtualNetwork | int, disk_bytes: int = DISK_BYTES) -> None:
-        """Stand on ``network``, which its maker closes, or on a new one of so many nodes.
+        """Use ``network``, which its maker closes, or create one for so many nodes.
 
         Raises:
-            MachineError: it cannot be had here, and why.
+            MachineError: network namespaces are not available here.
 
         """
         self._owns_network = isinstance(network, int)
@@ -280,42 +273,42 @@ class NetnsBackend(LoopbackBackend):
         self._powered_off: set[int] = set()
 
     def address(self, index: int) -> str:
-        """The node's IPv4 address, which only other nodes reach."""
+        """Return the node's IPv4 address; only other nodes can reach it."""
         return self.network.address(index)
 
     def port(self, index: int) -> int:
-        """Where the node's agent may listen: it is alone there."""
+        """Return the port at which the node's agent listens; the node has all ports for itself."""
         del index
         return AGENT_PORT
 
     def start(
         self, index: int, command: list[str], env: Mapping[str, str], log: IO[bytes], *, fresh: bool
     ) -> fork_server.AgentProcess:
-        """Start a node's agent; one whose power was off gets its link back."""
+        """Start a node's agent; after a power cut, restore its link."""
         if index in self._powered_off:
             self._powered_off.remove(index)
             self.network.restore_link(index)
         return super().start(index, command, env, log, fresh=fresh)
 
     def poweroff(self, indices: Collection[int]) -> None:
-        """Let nodes fall silent, and then die, until they are started again."""
+        """Drop all packets of these nodes until they are started again, then kill them."""
         self._powered_off.update(indices)
         super().poweroff(indices)
 
     @property
     def network(self) -> VirtualNetwork:
-        """Links that can be cut."""
+        """Return the network, whose links can be cut."""
         return self._virtual_network
 
     def prepare_disk(self, index: int, ckpt_dir: Path) -> Path:
-        """Make the node's disk, and let ``ckpt_dir`` lead to it."""
+        """Create the node's disk and let ``ckpt_dir`` point to it."""
         self._disks[index] = TmpfsDisk(self._disk_bytes)
         ckpt_dir.parent.mkdir(parents=True, exist_ok=True)
         ckpt_dir.symlink_to(self._disks[index].path)
         return ckpt_dir
 
     def disk(self, index: int) -> TmpfsDisk:
-        """The node's disk.
+        """Return the node's disk.
 
         Raises:
             UsageError: the nodes share a directory of this machine.
@@ -326,7 +319,7 @@ class NetnsBackend(LoopbackBackend):
         return self._disks[index]
 
     def close(self) -> None:
-        """Give the disks back, and the network where it was made here. A second call does nothing."""
+        """Remove the disks, and the network if it was created here. A second call does nothing."""
         for disk in self._disks.values():
             disk.close()
         if self._owns_network:
@@ -342,11 +335,11 @@ class NetnsBackend(LoopbackBackend):
 def make_backend(
     hosts: Hosts | VirtualNetwork | LoopbackBackend, nodes: int, disk_bytes: int | None
 ) -> LoopbackBackend:
-    """Make what is asked for.
+    """Create the requested backend, or return the given one.
 
     Raises:
-        UsageError: there is no such ground, or it has no disks of a size.
-        MachineError: it cannot be had here, and why.
+        UsageError: there is no such backend, or it has no disks of a given size.
+        MachineError: it is not available here.
 
     """
     if isinstance(hosts, LoopbackBackend):

@@ -1,12 +1,12 @@
-"""``elastic-resume chaos``: a job on simulated nodes under a plan of faults, and what came of it.
+"""Run ``elastic-resume chaos``: a job on simulated nodes under a fault plan, and a table of the outcomes.
 
-Promise: what cannot be done on these nodes is refused before anything starts; each fault and each recovery
-is told when it happens; at the end there are the report's table, the fate of each fault and one sentence.
-When it is over, in whatever way, no process, namespace or mount is left, and no file outside its directory.
+A fault that these nodes cannot have is refused before anything starts. Each fault and each recovery is
+printed when it happens. The end prints the report's table, the outcome of each fault, and one sentence. No
+process, namespace or mount is left behind, and no file outside the job's directory.
 
-Exit codes: 0 the job ended right; 1 it ended wrong, or stood still; 2 nothing was started; 3 it ended right,
-but a fault that the plan names never came, or none of those that it wants drawn, so that less is proven than
-was asked for; 128 + n signal n.
+Exit codes: 0 the job ended well; 1 it failed or stalled; 2 nothing was started; 3 it ended well, but a fault
+of the plan, or every random fault, never happened, so the run proves less than was asked for; 128 + n signal
+n.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ REPLACED_RUN_FLAGS = {
 
 
 def main(args: Sequence[str]) -> int:
-    """``elastic-resume chaos [flags] [flags of run] -- script args…``; see the module for its exit codes.
+    """Run ``elastic-resume chaos [flags] [flags of run] -- script args...`` and return its exit code.
 
     Raises:
-        ConfigError: the command, or the plan, is wrong.
-        MachineError: these hosts cannot be had here.
+        ConfigError: the command or the plan is wrong.
+        MachineError: these nodes are not available here.
 
     """
     job, saved = parse_command(args)
@@ -106,7 +106,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def parse_command(words: Sequence[str]) -> tuple[Experiment, Path | None]:
-    """Read the command: the job, and where its plan is to be saved."""
+    """Parse the command: return the experiment and the path at which its plan is saved."""
     before, after = _split_at_script(words)
     parser = _build_parser()
     args, flags = parser.parse_known_args(before)
@@ -148,7 +148,7 @@ def parse_command(words: Sequence[str]) -> tuple[Experiment, Path | None]:
 
 
 def _validate_run_flags(flags: Sequence[str], script: Sequence[str]) -> None:
-    """Refuse what each agent would refuse for itself. Only flags of torchrun's take an import of torch."""
+    """Refuse flags that each agent would refuse. Only torchrun's own flags need an import of torch."""
     ours = Parser(prog="elastic-resume run", add_help=False)
     add_flags(ours)
     args, others = ours.parse_known_args(flags)
@@ -202,7 +202,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--seed", "decides all that the plan leaves open, or all of it", type=int, metavar="N")
     add("--mtbf", "mean time between faults that are drawn (default 15s without a plan)",
         type=_duration_parser("--mtbf"), metavar="TIME")  # fmt: skip
-    add("--for", "no fault comes later than this after the first step", dest="for_s", type=_duration_parser("--for"),
+    add("--for", "no fault comes later after the first step", dest="for_s", type=_duration_parser("--for"),
         metavar="TIME")  # fmt: skip
     add("--drain", "then drain the job, whose script has no end", action="store_true")
     add("--hosts", "namespaces: a network and a disk in memory for each node, as root (default where that "
@@ -223,7 +223,7 @@ def _parse_count(text: str) -> int:
 
 
 def _duration_parser(flag: str) -> Callable[[str], float]:
-    """Return a reader of the flag's durations."""
+    """Return a parser for the durations of a flag."""
     return functools.partial(parse_duration, flag)
 
 
@@ -235,7 +235,7 @@ def _parse_size(text: str) -> int:
 
 
 def _build_plan(args: argparse.Namespace) -> FaultPlan:
-    """The plan of the command line: of a file, drawn, or both."""
+    """Build the plan of the command line: from a file, random, or both."""
     plan = fault_plan.read(args.plan) if args.plan else FaultPlan(seed=secrets.randbelow(1 << 31))
     if args.seed is not None:
         plan = replace(plan, seed=args.seed)
@@ -254,7 +254,7 @@ def _write_plan(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def _interrupt_on_signals(caught: list[int]) -> Iterator[None]:
-    """Let SIGTERM, and a terminal that is gone, end it as Ctrl-C does; ``caught`` then holds the number."""
+    """Treat SIGTERM and SIGHUP as Ctrl-C; ``caught`` then holds the signal's number."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         del frame
@@ -276,7 +276,7 @@ def _interrupt_on_signals(caught: list[int]) -> Iterator[None]:
 
 
 def format_result(experiment: Experiment, result: ExperimentResult) -> str:
-    """The report's table, the fate of each fault, and what it all means."""
+    """Format the report's table, the outcome of each fault, and the conclusion."""
     lines = [text_report.format_text(result.run_report).rstrip(), "", *_fault_table(result), ""]
     lines += wrap_text(_summarize(experiment, result))
     why, *tails = result.failure.splitlines() or [""]
@@ -322,7 +322,7 @@ def _format_injection_time(result: ExperimentResult, fault_outcome: FaultOutcome
 
 
 def _consequences(result: ExperimentResult) -> dict[int | None, str]:
-    """What each fault led to, where it led to anything; None: what followed of no fault."""
+    """Map each fault to what followed from it; None holds what followed from no fault."""
     done = sorted(
         (fate for fate in result.fault_outcomes if fate.injected_at is not None), key=_injection_time
     )
@@ -357,7 +357,7 @@ def _consequences(result: ExperimentResult) -> dict[int | None, str]:
 
 
 def _generations_stopped_at(time_s: float, rows: Sequence[Generation]) -> list[Generation]:
-    """The generation that ran then, if all of it was told to stop and another one followed."""
+    """Return the generation that ran then, if all of it was told to stop and another one followed."""
     return [
         row
         for row, following in itertools.pairwise(rows)
@@ -370,7 +370,7 @@ def _injection_time(outcome: FaultOutcome) -> float:
 
 
 def _is_incident(generation: Generation, result: ExperimentResult) -> bool:
-    """Whether a failure ended it, and not that the job was drained."""
+    """Whether a failure ended the generation, rather than the end of the experiment."""
     drained = math.inf if result.drained_at is None else result.drained_at
     return generation.end.is_failure and (
         generation.end.t is None or generation.end.t < drained - summary.CLOCK_SLACK_S
@@ -378,7 +378,7 @@ def _is_incident(generation: Generation, result: ExperimentResult) -> bool:
 
 
 def _has_no_random_fault(experiment: Experiment, result: ExperimentResult) -> bool:
-    """Whether faults were to be drawn, and the job was over, or had time for none, before the first."""
+    """Whether random faults were requested and none happened."""
     return experiment.plan.every is not None and result.had_no_fault
 
 

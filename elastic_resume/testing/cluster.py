@@ -1,21 +1,9 @@
-"""Simulated nodes: a job on several nodes that are processes of this machine.
+"""Run one job on several simulated nodes of this machine, and inject faults into them.
 
-Each node has its own name, address and directory, and can be killed, wiped, damaged and started again. With
-``hosts="namespaces"`` each has a network and a small disk of its own, which can be cut off and filled. A wait
-is for facts that the nodes have told, never a guess of time. When the process that made the cluster ends, in
-whatever way, the kernel ends the nodes.
-
-What can befall simulated nodes: one method for each fault, done for real by the kernel.
-
-Processes are killed and stopped by signals, checkpoints damaged in their files; a disk fails or is slow by a
-failpoint of whoever uses it. Links fail and disks are full where each node has its own; elsewhere the method
-says what that takes. What a method does
-lasts until its counterpart is called, or the node is started again.
-
-Simulated nodes as one sees them from outside: what they have told, kept and printed, and waiting for it.
-
-What is waited for are facts, in the nodes' event files and on the pages where their ranks note each step;
-never a guess of time. Looking changes nothing, and goes on when nodes are dead.
+A node is a process of this machine, or lives in a network namespace with a link and a small disk of its own
+(``hosts="namespaces"``). Each has a name, an address and a directory. It can be killed, cut off, wiped,
+damaged and started again; the kernel does each fault for real. A test waits for facts in the nodes' event
+logs and never sleeps for a guess. When the process that made the cluster ends, the kernel ends the nodes.
 """
 
 from __future__ import annotations
@@ -27,7 +15,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -53,16 +41,19 @@ POLL_S = 0.02
 OUTPUT_TAIL_CHARS = 4000  # characters of each node's output in an error
 
 
+__all__ = ["Cluster", "ClusterTimeoutError", "Hosts", "Node", "Recovery", "Trigger", "TriggerError"]
+
+
 class ClusterTimeoutError(AssertionError):
-    """What was waited for did not happen; the text ends with the nodes' last output."""
+    """A wait failed. The text ends with the last output of each node."""
 
 
 @dataclass
 class Node:
-    """One simulated node. ``agent`` is None before its first start.
+    """One simulated node.
 
-    ``ckpt_dir`` is where the node has its disk; ``directory`` is where this process finds the node's own
-    directory on it.
+    ``ckpt_dir`` is the path of the disk as the node sees it. ``directory`` is the path of the node's own
+    directory as this process sees it. ``agent`` is None before the first start.
     """
 
     name: str
@@ -71,8 +62,8 @@ class Node:
     directory: Path
     log: Path
     agent: fork_server.AgentProcess | None = None
-    killed: bool = False  # by whoever simulates it, since its last start
-    exit_collected: bool = False  # `wait_exit` has given how it ended, since its last start
+    killed: bool = False  # by the test, since the last start
+    exit_collected: bool = False  # `wait_exit` has returned its exit code, since the last start
 
     @property
     def alive(self) -> bool:
@@ -82,10 +73,11 @@ class Node:
 
 @dataclass(frozen=True)
 class Recovery:
-    """One failure that the job recovered from, as `elastic-resume report` tells it.
+    """One failure that the job recovered from, as `elastic-resume report` shows it.
 
-    ``generation`` is the one that went on; ``cause`` is who was first and why; ``seconds`` are from the first
-    sign of it to that generation's first step (None: the logs do not say); ``lost_steps`` were run again.
+    ``generation`` is the one after the failure. ``cause`` is the root cause. ``seconds`` is the time from the
+    first sign of the failure to the first step of that generation, None if the logs lack it. ``lost_steps``
+    is the number of recomputed steps.
     """
 
     generation: int
@@ -94,33 +86,156 @@ class Recovery:
     lost_steps: int | None
 
 
-class ClusterObserver:
-    """Several simulated nodes of one job."""
+class Cluster:
+    """Several nodes on this machine that run one job. Use it as a context manager, or call `stop`.
 
-    def __init__(self, directory: Path, run_id: str, backend: LoopbackBackend, workers_per_node: int) -> None:
-        """See the nodes that stand on ``ground`` and keep what they do below ``directory``."""
-        self.directory = directory
+    At its end the context manager raises a `TriggerError` if a planned action never happened.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        nodes: int = 3,
+        min_nodes: int | None = None,
+        max_nodes: int | None = None,
+        workers_per_node: int = 1,
+        run_id: str = "job",
+        shared_disk: bool = False,
+        candidates: int = 3,
+        flags: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        hosts: Hosts | VirtualNetwork | LoopbackBackend = "loopback",
+        disk_bytes: int | None = None,
+        fresh: bool = False,
+    ) -> None:
+        """Prepare the cluster; nothing runs before `start`.
+
+        Args:
+            directory: gets ``logs/``, ``disks/NODE/`` and ``checkpoints/RUN_ID/``. The last one shows the
+                directories of all nodes side by side, as `elastic-resume report` expects them.
+            nodes: number of nodes; their names are n0 to n{nodes-1}.
+            min_nodes: fewest nodes that train; default: ``nodes``.
+            max_nodes: most nodes that train; default: ``nodes``.
+            workers_per_node: number of local ranks.
+            run_id: name of the job.
+            shared_disk: give all nodes one checkpoint directory, as on a shared file system. Otherwise each
+                node has a disk of its own.
+            candidates: number of nodes that ``--rdzv-endpoint`` names.
+            flags: further flags of ``elastic-resume run``.
+            env: added to the environment of every node; it overrides what is set here.
+            hosts: "loopback" makes each node a process with an address of its own. "namespaces" gives each a
+                network and a small disk, and takes root. A `VirtualNetwork` is used and not closed; a backend
+                is closed.
+            disk_bytes: size of each node's disk with "namespaces"; default: 256 MB.
+            fresh: start each agent as a new process that imports torch, as on a real node. Otherwise agents
+                are forked from one process that has imported it, which saves seconds.
+
+        Raises:
+            MachineError: the backend is not available here.
+
+        """
+        self.directory = Path(directory).absolute()
+        (self.directory / "logs").mkdir(parents=True, exist_ok=True)
+        (self.directory / "notices").mkdir(exist_ok=True)
         self.run_id = run_id
-        self.ckpt_dir = directory / "checkpoints"
+        self.ckpt_dir = self.directory / "checkpoints"
         self.run_dir = self.ckpt_dir / run_id
-        self.nodes: list[Node] = []
-        self._backend = backend
         self.workers_per_node = workers_per_node
+        self._backend = make_backend(hosts, nodes, disk_bytes)
+        self._start_fresh = fresh
         self._triggers = TriggerWatcher(self.rank_progress)
+        self.failpoints = FailpointController(self.directory / "armed")
+        self._disk_failpoint_ids: dict[tuple[int, str], str] = {}  # by node and action
+        self.nodes = [self._build_node(index, shared_disk=shared_disk) for index in range(nodes)]
+        low, high = min_nodes or nodes, max_nodes or nodes
+        self._nnodes = f"{low}:{high}" if low != high else str(high)
+        self._flags = list(flags)
+        self.env = {  # of every node; a change holds for later starts
+            **{k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC_", "ELASTIC_RESUME_"))},
+            "GLOO_SOCKET_IFNAME": self._backend.interface,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "TMPDIR": self._backend.temporary_dir(self.directory / "tmp"),
+            constants.ENV_STEP_MARK_S: "0.1",
+            **self.failpoints.env,
+            **(env or {}),
+        }
+        self.endpoints = [
+            f"{node.address}:{self._backend.port(index)}"
+            for index, node in enumerate(self.nodes[:candidates])
+        ]
+        """Addresses at which the candidates' agents listen."""
+        self._script: list[str] = []
 
-    # ---- what can be seen ----------------------------------------------------------------------------
+    # ---- start and stop ----------------------------------------------------------------------------------
+
+    def start(self, script: str | Path, *args: str, only: Sequence[int] | None = None) -> None:
+        """Start the job on every node, or on those of ``only``."""
+        self._script = [str(script), *args]
+        chosen = range(len(self.nodes)) if only is None else only
+        for index in chosen:
+            self.start_node(index)
+
+    def start_node(self, index: int, env: Mapping[str, str] | None = None, flags: Sequence[str] = ()) -> None:
+        """Start the agent of one node, also again; ``env`` and ``flags`` hold for this start only."""
+        node = self.nodes[index]
+        if node.alive:
+            raise UsageError(f"node {node.name} is running already.")
+        self._preemption_notice_path(index).unlink(missing_ok=True)
+        command = [
+            *(sys.executable, "-m", "elastic_resume", "run"),
+            *("--nnodes", self._nnodes, "--nproc-per-node", str(self.workers_per_node)),
+            *("--rdzv-id", self.run_id),
+            *("--rdzv-endpoint", ",".join(self.endpoints)),
+            *("--local-addr", node.address, "--node-name", node.name, "--ckpt-dir", str(node.ckpt_dir)),
+            *self._flags,
+            *flags,
+            *self._script,
+        ]
+        of_node = {
+            constants.ENV_PREEMPTION_NOTICE: f"file:{self._preemption_notice_path(index)}",
+            constants.ENV_NODE_NAME: node.name,  # failpoints of the agent are chosen by it
+        }
+        with open(node.log, "ab") as log:
+            environ = {**of_node, **self.env, **(env or {})}
+            node.agent = self._backend.start(index, command, environ, log, fresh=self._start_fresh)
+        node.killed = node.exit_collected = False
+
+    def stop(self) -> None:
+        """Kill all nodes and close the backend. A second call does nothing."""
+        self._triggers.close()
+        self.kill_nodes(range(len(self.nodes)))
+        if self._backend.has_disks:
+            self._copy_from_disks()
+        self._backend.close()
+
+    def __enter__(self) -> Cluster:  # noqa: PYI034  typing.Self needs Python 3.11
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._triggers.raise_error()
+                self._triggers.require_all_done()
+        finally:
+            self.stop()
+
+    # ---- observe -----------------------------------------------------------------------------------
 
     def events(self, kind: str | None = None) -> list[Event]:
-        """All events of all nodes by time, or those of one kind; without those on a disk that fails."""
+        """Return the events of all nodes by time, or those of one kind. A failing disk gives none."""
         try:
             found = events.read_run(self.run_dir)
         except OSError:
-            told = (event for index in range(len(self.nodes)) for event in self.node_events(index))
-            found = sorted(told, key=lambda event: event["t"])
+            readable = (event for index in range(len(self.nodes)) for event in self.node_events(index))
+            found = sorted(readable, key=lambda event: event["t"])
         return [event for event in found if kind in (None, event["event"])]
 
     def node_events(self, index: int, kind: str | None = None) -> list[Event]:
-        """One node's events by time, or those of one kind; none while its disk fails."""
+        """Return one node's events by time, or those of one kind. A failing disk gives none."""
         with contextlib.suppress(OSError):
             found = events.read(self.nodes[index].directory / constants.EVENTS_FILE)
             wanted = (event for event in found if kind in (None, event["event"]))
@@ -128,38 +243,37 @@ class ClusterObserver:
         return []
 
     def checkpoints(self, index: int) -> list[CatalogEntry]:
-        """A node's checkpoints, newest first, each with what is wrong with it, if anything."""
+        """List a node's checkpoints, newest first, each with its problem, if it has one."""
         return Catalog(self.nodes[index].directory, self.run_id).list_entries()
 
     def output(self, index: int) -> str:
-        """All that a node's agent and workers have printed."""
+        """Return all output of a node's agent and workers."""
         log = self.nodes[index].log
         return log.read_text(errors="replace") if log.exists() else ""
 
     def processes(self, index: int) -> list[psutil.Process]:
-        """A node's agent and all of its descendants that are alive."""
+        """List a node's agent and its living descendants."""
         return self._backend.processes(index)
 
     def process(self, index: int, pid: int) -> psutil.Process | None:
-        """The process of a node with this id; None: it has ended."""
+        """Return a node's process, or None if it has ended."""
         return next((one for one in self.processes(index) if one.pid == pid), None)
 
     def rank_progress(self) -> Iterator[tuple[int, progress_page.ProgressRecord]]:
-        """What each rank has noted of the step that it finished last: node, and line of its board."""
+        """Yield the node's index and the progress of each rank."""
         for index, node in enumerate(self.nodes):
-            for line in progress_page.read_records(
-                node.directory / constants.PROGRESS_FILE, self.workers_per_node
-            ):
-                yield index, line
+            path = node.directory / constants.PROGRESS_FILE
+            for record in progress_page.read_records(path, self.workers_per_node):
+                yield index, record
 
     @property
     def lost_steps(self) -> int:
-        """How many steps that had been finished were run again, over all failures so far."""
+        """Count the recomputed steps of all failures so far."""
         return incidents.build_history_from_events(self.events()).recomputed_steps
 
     @property
     def recoveries(self) -> list[Recovery]:
-        """The failures that the job has recovered from so far, in order."""
+        """List the failures that the job has recovered from so far, in order."""
         rows = incidents.build_history_from_events(self.events()).generations
         return [
             Recovery(following.number, row.end.text, row.recovery_s, row.recomputed_steps)
@@ -168,16 +282,16 @@ class ClusterObserver:
         ]
 
     def report_text(self) -> str:
-        """What `elastic-resume report` tells of the run so far."""
+        """Return what `elastic-resume report` prints for the run so far."""
         return text_report.format_text(summary.build_run_report(self.events()))
 
     def output_tails(self) -> str:
-        """What each node has printed last."""
+        """Return the end of each node's output."""
         return "\n".join(
             f"--- {n.name}\n{self.output(i)[-OUTPUT_TAIL_CHARS:]}" for i, n in enumerate(self.nodes)
         )
 
-    # ---- waiting -------------------------------------------------------------------------------------
+    # ---- wait ----------------------------------------------------------------------------------------
 
     @overload
     def wait(self, condition: Callable[[], T | None], description: str, timeout_s: float = 120.0) -> T: ...
@@ -204,20 +318,21 @@ class ClusterObserver:
         commit: int | None = None,
         node: int | None = None,
     ) -> Any:
-        """Wait for a fact, and give the event that tells of it; or the true value of ``condition``.
+        """Wait for an event, or until ``condition`` returns a true value; return the event or the value.
 
         Args:
-            condition: is called until it gives something true.
-            description: of the condition, for the error.
-            timeout_s: limit.
-            step: until a rank has finished this step or a later one.
-            generation: until this generation or a later one has resumed; with ``step``: of such a one.
-            commit: until a checkpoint of this step or a later one is on a disk.
-            node: with ``step`` and ``commit``: on this node.
+            condition: called again and again.
+            description: what the condition waits for; part of the error.
+            timeout_s: longest wait.
+            step: wait until a rank has finished this step or a later one.
+            generation: wait until this generation or a later one has resumed; with ``step``: the step is one
+                of it.
+            commit: wait until a checkpoint of this step or a later one is on a disk.
+            node: with ``step`` or ``commit``: on this node.
 
         Raises:
-            ClusterTimeoutError: not within ``timeout_s``, or no node is left to make it happen.
-            MomentError: something that was planned with `at` went wrong.
+            ClusterTimeoutError: the time is over, or no node runs any more.
+            TriggerError: an action that was planned with `at` failed.
 
         """
         if condition is None:
@@ -237,35 +352,38 @@ class ClusterObserver:
     def _event_condition(
         self, step: int | None, generation: int | None, commit: int | None, node: int | None
     ) -> tuple[Callable[[], Event | None], str]:
-        """Make a condition for one event, and words for it."""
+        """Return a condition that finds one event, and its description."""
         if [step is None and generation is None, commit is None].count(False) != 1:
             raise UsageError(
                 "wait for step=, for generation=, for both, or for commit=; or give a condition."
             )
-        kind, least = ("commit", commit) if commit is not None else ("step", step)
-        if least is None:
-            kind = "resume"
-        on = "" if node is None else f" on {self.nodes[node].name}"
-        of = "" if generation is None else f" of generation {generation}"
-        words = {"commit": f"a checkpoint of step {least}", "step": f"step {least}{of}", "resume": of[4:]}
+        of_generation = "" if generation is None else f" of generation {generation}"
+        if commit is not None:
+            kind, least, description = "commit", commit, f"a checkpoint of step {commit}"
+        elif step is not None:
+            kind, least, description = "step", step, f"step {step}{of_generation}"
+        else:
+            kind, least, description = "resume", 0, f"generation {generation}"
+        if node is not None:
+            description += f" on {self.nodes[node].name}"
 
         def condition() -> Event | None:
             found = self.events(kind) if node is None else self.node_events(node, kind)
-            wanted = (e for e in found if e["step"] >= (least or 0) and e["generation"] >= (generation or 0))
-            return next(wanted, None)
+            matches = (e for e in found if e["step"] >= least and e["generation"] >= (generation or 0))
+            return next(matches, None)
 
-        return condition, words[kind] + on
+        return condition, description
 
     def wait_exit(self, timeout_s: float = 240.0, only: Sequence[int] | None = None) -> list[int]:
-        """Wait until all agents have ended; give the exit codes of those that were not killed here.
+        """Wait until all agents have ended; return the exit codes of those that the test did not kill.
 
-        Those that it has given before are left out, unless they have been started again. With ``only``: until
-        the agents of these nodes have; give all of their exit codes.
+        An exit code is returned once per start. With ``only``: wait for the agents of these nodes, and return
+        all of their exit codes.
 
         Raises:
             UsageError: no node was started.
             ClusterTimeoutError: not within ``timeout_s``.
-            MomentError: something that was planned with `at` went wrong, or never came in a job that is done.
+            TriggerError: an action that was planned with `at` failed, or its step never came.
 
         """
         if all(one.agent is None for one in self.nodes):
@@ -291,28 +409,17 @@ class ClusterObserver:
             self._triggers.require_all_done()
         return codes
 
-
-class ClusterFaults(ClusterObserver):
-    """Nodes, and the faults that are injected into them."""
-
-    def __init__(self, directory: Path, run_id: str, backend: LoopbackBackend, workers_per_node: int) -> None:
-        """See `Nodes`."""
-        super().__init__(directory, run_id, backend, workers_per_node)
-        self.failpoints = FailpointController(directory / "armed")
-        """For what processes of the nodes do to themselves, with more conditions than `arm` has."""
-        self._disk_failpoint_ids: dict[tuple[int, str], str] = {}  # of failpoints, by node and action
-
     # ---- processes -----------------------------------------------------------------------------------
 
     def kill_worker(self, index: int, local_rank: int = 0, sig: signal.Signals = signal.SIGKILL) -> int:
-        """Send ``sig`` to one worker; give its process id. SIGSTOP makes it hang, SIGCONT goes on."""
+        """Send ``sig`` to one worker; return its process id. SIGSTOP makes it hang until SIGCONT."""
         starts = [e for e in self.node_events(index, "worker-start") if e.get("local_rank") == local_rank]
         if not starts:
             raise UsageError(f"node {self.nodes[index].name} has not started a worker {local_rank} yet.")
         return self.signal_process(index, int(starts[-1]["pid"]), sig)
 
     def signal_process(self, index: int, pid: int, sig: signal.Signals) -> int:
-        """Send ``sig`` to a process of a node; give its id."""
+        """Send ``sig`` to a process of a node; return its id."""
         process = self.process(index, pid)
         if process is None:
             raise UsageError(f"process {pid} of node {self.nodes[index].name} has ended already.")
@@ -327,28 +434,27 @@ class ClusterFaults(ClusterObserver):
             node.agent.send_signal(sig)
 
     def kill_node(self, index: int) -> None:
-        """Let a node die at once, agent and all it has started; its peers see their connections end."""
+        """Kill a node: its agent and all that it has started. Its peers see their connections end."""
         self.kill_nodes([index])
 
     def kill_nodes(self, indices: Sequence[int]) -> None:
-        """Let several nodes die in the same moment."""
+        """Kill several nodes in the same moment."""
         for index in indices:
             self.nodes[index].killed = True
         self._backend.crash(indices)
 
     def poweroff(self, index: int) -> None:
-        """Let a node lose its power: its link falls silent, then all its processes are gone.
+        """Cut a node's power: its link drops all packets, then its processes are killed.
 
-        Its peers are told nothing, and have to find out by its silence. Starting the node again gives it its
-        link back.
+        Its peers see no connection end; they notice the missing heartbeats. `start_node` restores the link.
         """
         self.nodes[index].killed = True
         self._backend.poweroff([index])
 
     def give_notice(self, index: int) -> None:
-        """Tell a node that it will be taken away, as a cloud does: it saves what it has, and leaves.
+        """Give a node a preemption notice, as a cloud does: it saves its state and leaves.
 
-        Its agent looks for a notice once a second. Starting the node again takes the notice back.
+        Its agent polls for the notice once a second. `start_node` removes the notice.
         """
         self._preemption_notice_path(index).touch()
 
@@ -356,41 +462,41 @@ class ClusterFaults(ClusterObserver):
 
     @property
     def network(self) -> VirtualNetwork:
-        """The nodes' networks, for what this class has no word for."""
+        """Return the virtual network, for faults that have no method here."""
         return self._backend.network
 
     def cut(self, index: int) -> None:
-        """Let a node's link go silent, both ways: nothing is refused, no connection ends."""
+        """Drop all packets of a node, both ways. No connection is refused or ends."""
         self.network.cut(index)
 
     def restore_link(self, index: int) -> None:
-        """Let a node's link work again, and fully, within its side of a partition."""
+        """Undo `cut` and every other fault of a node's link, within its side of a partition."""
         self.network.restore_link(index)
 
     def cut_link(self, sender: int, receiver: int, *, one_way: bool = False) -> None:
-        """Let what one node sends to another vanish; and, unless ``one_way``, what that sends back."""
+        """Drop what one node sends to another and, unless ``one_way``, what that one sends back."""
         self.network.cut_link(sender, receiver, one_way=one_way)
 
     def partition(self, *groups: Collection[int]) -> None:
-        """Let nodes reach only those of their own group; each is in one. Silence, as with `cut`."""
+        """Let nodes reach only those of their own group, as `cut` does. Each node is in one group."""
         self.network.partition(groups)
 
     def heal(self) -> None:
-        """Let every node reach every other: no cut, partition, loss or rate is left."""
+        """Undo every cut, partition, packet loss and rate limit."""
         self.network.heal()
 
     def lose_packets(self, index: int, percent: float) -> None:
-        """Let so many of a hundred packets that a node sends or is sent vanish, by chance; 0: none."""
+        """Drop ``percent`` of the packets to and from a node, at random; 0 drops none."""
         self.network.lose_packets(index, percent)
 
     def limit_rate(self, index: int, bytes_per_s: float) -> None:
-        """Let a node's link carry so much, each way; 0: as much as it can."""
+        """Limit the rate of a node's link, each way; 0 removes the limit."""
         self.network.limit_rate(index, bytes_per_s)
 
     # ---- disks ---------------------------------------------------------------------------------------
 
     def fill_disk(self, index: int) -> None:
-        """Fill a node's disk to the last block: who writes gets ENOSPC, until `free_disk`."""
+        """Fill a node's disk to the last block: writes fail with ENOSPC until `free_disk`."""
         self._backend.disk(index).fill()
 
     def free_disk(self, index: int) -> None:
@@ -398,7 +504,7 @@ class ClusterFaults(ClusterObserver):
         self._backend.disk(index).free()
 
     def break_disk(self, index: int) -> None:
-        """Let all that checkpoints and records of a node ask of its disk fail with EIO, until `mend_disk`."""
+        """Fail all disk requests for checkpoints and state files with EIO until `mend_disk`."""
         self._arm_disk_failpoint(index, "raise")
 
     def mend_disk(self, index: int) -> None:
@@ -406,35 +512,37 @@ class ClusterFaults(ClusterObserver):
         self._disarm_disk_failpoint(index, "raise")
 
     def slow_disk(self, index: int, delay_s: float) -> None:
-        """Let each of those requests take so much longer; 0: no longer."""
-        self._arm_disk_failpoint(index, "delay", f":{delay_s}") if delay_s else self._disarm_disk_failpoint(
-            index, "delay"
-        )
+        """Delay each of those requests by ``delay_s``; 0 removes the delay."""
+        if delay_s:
+            self._arm_disk_failpoint(index, "delay", f":{delay_s}")
+        else:
+            self._disarm_disk_failpoint(index, "delay")
 
     def wipe(self, index: int) -> None:
-        """Empty a dead node's disk: its checkpoints, its events, all of its directory.
+        """Delete the directory of a stopped node: checkpoints, events, all of it.
 
-        What it has told so far is kept beside the nodes' directories: `lost_steps` and the report need it.
+        Its events are kept beside the nodes' directories: `lost_steps` and the report need them.
         """
         node = self.nodes[index]
         if node.alive:
             raise UsageError(f"node {node.name} is running: kill it before its disk is wiped.")
-        with contextlib.suppress(OSError):  # it has told nothing, or its disk fails
-            told = (node.directory / constants.EVENTS_FILE).read_bytes()
-            self._save_peer_events(line + b"\n" for line in told.splitlines())
+        with contextlib.suppress(OSError):  # it has no events, or its disk fails
+            lines = (node.directory / constants.EVENTS_FILE).read_bytes().splitlines()
+            with open(self.run_dir / constants.PEER_EVENTS_FILE, "ab") as log:
+                log.writelines(line + b"\n" for line in lines)
         shutil.rmtree(node.directory, ignore_errors=True)
 
     def truncate_newest(self, index: int, keep_fraction: float = 0.5) -> Path:
-        """Cut off the end of a node's newest checkpoint; give the path of its directory."""
+        """Truncate a node's newest checkpoint; return the path of its directory."""
         path = self._newest_checkpoint(index).path
         state = path / constants.STATE_FILE
         os.truncate(state, int(state.stat().st_size * keep_fraction))
         return path
 
     def corrupt(self, index: int, fraction: float = 0.9) -> Path:
-        """Flip one bit in the data of a node's newest checkpoint; give the path of its directory.
+        """Flip one bit of a node's newest checkpoint; return the path of its directory.
 
-        ``at``: where, as a fraction of its size.
+        ``fraction`` is the position of the bit, as a fraction of the file's size.
         """
         path = self._newest_checkpoint(index).path
         with open(path / constants.STATE_FILE, "r+b") as file:
@@ -445,23 +553,21 @@ class ClusterFaults(ClusterObserver):
             file.write(bytes([byte[0] ^ 1]))
         return path
 
-    # ---- the rest ------------------------------------------------------------------------------------
-
     def arm(self, index: int, failpoint: str) -> str:
-        """Let a process of a node do something to itself at a named point; once, whichever comes first.
+        """Arm a failpoint for a node's processes and return its id; the first to reach it fires it.
 
-        ``point`` is written as `failpoints.py` says: "commit.after-data=kill", "step=raise;step=20". Gives
-        the mark by which `arming` can be asked whether it has happened.
+        ``failpoint`` has the form that `elastic_resume.failpoints` documents: "commit.after-data=kill",
+        "step=raise;step=20". `FailpointController.read_fired` takes the id.
         """
         return self.failpoints.arm(failpoint, node=self.nodes[index].name)
 
     # ---- at a step -----------------------------------------------------------------------------------
 
     def at(self, *, step: int, rank: int | None = None, node: int | None = None) -> Trigger:
-        """Plan what happens as soon as a rank has finished a step: ``cluster.at(step=20, rank=1).kill()``.
+        """Return a trigger for a finished step: ``cluster.at(step=20, rank=1).kill()``.
 
         Args:
-            step: or a later one, if that is seen first; milliseconds pass.
+            step: this step or a later one, if the later one is seen first. The delay is a few milliseconds.
             rank: of this rank; default: of any.
             node: of a rank on this node; default: on any.
 
@@ -469,10 +575,10 @@ class ClusterFaults(ClusterObserver):
         return Trigger(self, step, rank, node)
 
     def schedule(self, action: ScheduledAction) -> None:
-        """Do something when its moment has come; errors come up where the test waits."""
+        """Run an action when its step has come; its error is raised where the test waits."""
         self._triggers.schedule(action)
 
-    # ---- inside --------------------------------------------------------------------------------------
+    # ---- internals -----------------------------------------------------------------------------------
 
     def _newest_checkpoint(self, index: int) -> CatalogEntry:
         found = self.checkpoints(index)
@@ -481,54 +587,77 @@ class ClusterFaults(ClusterObserver):
         return found[0]
 
     def _arm_disk_failpoint(self, index: int, action: str, value: str = "") -> None:
-        """Arm for one node the failpoint that every request to the disk passes."""
+        """Arm, for one node, the failpoint that every disk request passes."""
         self._disarm_disk_failpoint(index, action)
-        mark = self.failpoints.arm(f"disk.request={action}{value}", node=self.nodes[index].name, once="")
-        self._disk_failpoint_ids[index, action] = mark
+        self._disk_failpoint_ids[index, action] = self.failpoints.arm(
+            f"disk.request={action}{value}", node=self.nodes[index].name, once=""
+        )
 
     def _disarm_disk_failpoint(self, index: int, action: str) -> None:
         self.failpoints.disarm(self._disk_failpoint_ids.pop((index, action), ""))
 
-    def _save_peer_events(self, lines: Iterable[bytes]) -> None:
-        """Write down events as told by others, as far as readers know."""
-        with open(self.run_dir / constants.PEER_EVENTS_FILE, "ab") as log:
-            log.writelines(lines)
-
     def _preemption_notice_path(self, index: int) -> Path:
-        """The file that is a node's notice of preemption."""
+        """Return the path of the file that is a node's preemption notice."""
         return self.directory / "notices" / self.nodes[index].name
+
+    def _build_node(self, index: int, *, shared_disk: bool) -> Node:
+        name = f"n{index}"
+        ckpt_dir = root = self.ckpt_dir
+        if not shared_disk:
+            ckpt_dir = self.directory / "disks" / name
+            root = self._backend.prepare_disk(index, ckpt_dir)
+            link = self.run_dir / name
+            link.parent.mkdir(parents=True, exist_ok=True)
+            if not link.is_symlink():
+                link.symlink_to(root / self.run_id / name)
+        log = self.directory / "logs" / f"{name}.log"
+        return Node(name, self._backend.address(index), ckpt_dir, root / self.run_id / name, log)
+
+    def _copy_from_disks(self) -> None:
+        """Copy events and the newest checkpoint of each node before the disks are removed."""
+        for index, node in enumerate(self.nodes):
+            copy = self.run_dir / node.name
+            if not copy.is_symlink():
+                continue
+            copy.unlink()
+            with contextlib.suppress(OSError, shutil.Error):  # wiped, failing, or never used
+                known = [entry.path.name for entry in self.checkpoints(index)]
+                shutil.copytree(node.directory, copy, ignore=shutil.ignore_patterns(*known[1:], ".tmp-*"))
+            node.directory = copy
 
 
 class Trigger:
-    """A moment of a job. Each method plans something for it, once, and returns at once."""
+    """A step of a job at which actions happen. Each method plans one action and returns at once."""
 
-    def __init__(self, cluster: ClusterFaults, step: int, rank: int | None, node: int | None) -> None:
-        """See `Mishaps.at`."""
+    def __init__(self, cluster: Cluster, step: int, rank: int | None, node: int | None) -> None:
+        """See `Cluster.at`."""
         self._cluster, self._step, self._rank, self._node = cluster, step, rank, node
 
-    def do(self, action: Callable[..., object], *words: object) -> None:
-        """Call ``act(*words)``, in a thread of its own: any method of the cluster, or what you like."""
+    def do(self, action: Callable[..., object], *args: object) -> None:
+        """Call ``action(*args)`` in a thread: a method of the cluster or any other function."""
 
-        def do(*_: object) -> None:
-            action(*words)
+        def call(*_: object) -> None:
+            action(*args)
 
-        self._schedule(getattr(action, "__name__", str(action)), do)
+        self._schedule(getattr(action, "__name__", str(action)), call)
 
     def kill(self, sig: signal.Signals = signal.SIGKILL) -> None:
-        """Kill: with ``rank=`` that rank's worker (by this signal), with ``node=`` the whole node."""
+        """Kill the worker of ``rank=`` by this signal, or the whole node of ``node=``."""
         if self._rank is not None:
             self._schedule(f"{sig.name}", lambda index, line: self._signal_worker(index, line, sig))
         elif self._node is not None and sig == signal.SIGKILL:
             self._schedule("the kill", lambda index, _: self._cluster.kill_node(index))
         else:
-            raise UsageError("at(…).kill() kills the worker of rank=, by any signal, or all of node=.")
+            raise UsageError(
+                "at(…).kill() takes rank= (one worker, any signal) or node= (the whole node, SIGKILL)."
+            )
 
     def poweroff(self) -> None:
-        """Let the node lose its power: that of ``node=``, or the one on which ``rank=`` is."""
+        """Cut the power of the node of ``node=``, or of the one that runs ``rank=``."""
         self._schedule_on_node("poweroff", self._cluster.poweroff)
 
     def cut(self) -> None:
-        """Let the node's link go silent."""
+        """Drop all packets of the node."""
         self._schedule_on_node("cut", self._cluster.cut)
 
     def fill_disk(self) -> None:
@@ -549,15 +678,15 @@ class Trigger:
 
     def _schedule_on_node(self, description: str, action: Callable[[int], object]) -> None:
         if self._rank is None and self._node is None:
-            raise UsageError(f"at(…).{description}() takes the rank= or the node= that it befalls.")
+            raise UsageError(f"at(…).{description}() needs rank= or node=.")
 
-        def do(index: int, _: ProgressRecord) -> None:
+        def act(index: int, _: ProgressRecord) -> None:
             action(index)
 
-        self._schedule(description, do)
+        self._schedule(description, act)
 
     def _signal_worker(self, index: int, progress: ProgressRecord, sig: signal.Signals) -> bool:
-        """Send a signal to a worker; False: it is just ending, and the next one of its rank is meant."""
+        """Send a signal to a worker; return False if it is ending, so that its successor gets it."""
         process = self._cluster.process(index, progress.worker.pid)
         try:
             if process is not None:
@@ -568,170 +697,3 @@ class Trigger:
 
     def _schedule(self, description: str, action: Callable[[int, ProgressRecord], object]) -> None:
         self._cluster.schedule(ScheduledAction(description, self._step, self._rank, self._node, action))
-
-
-__all__ = ["Cluster", "ClusterTimeoutError", "Hosts", "Node", "Recovery", "Trigger", "TriggerError"]
-
-
-class Cluster(ClusterFaults):
-    """Several nodes on this machine that run one job. Use it as a context manager, or call `stop`.
-
-    As a context manager it raises a `MomentError` at its end if something that was planned never came.
-    """
-
-    def __init__(
-        self,
-        directory: Path | str,
-        *,
-        nodes: int = 3,
-        min_nodes: int | None = None,
-        max_nodes: int | None = None,
-        workers_per_node: int = 1,
-        run_id: str = "job",
-        shared_disk: bool = False,
-        candidates: int = 3,
-        flags: Sequence[str] = (),
-        env: Mapping[str, str] | None = None,
-        hosts: Hosts | VirtualNetwork | LoopbackBackend = "loopback",
-        disk_bytes: int | None = None,
-        fresh: bool = False,
-    ) -> None:
-        """Describe the cluster; nothing runs before `start`.
-
-        Args:
-            directory: gets ``logs/``, ``disks/NODE/`` and ``checkpoints/RUN_ID/``, where each node's
-                directory can be seen beside the others, as `elastic-resume report` wants it.
-            nodes: how many nodes there are, n0 to n{nodes-1}.
-            min_nodes: fewest nodes that train; default ``nodes``.
-            max_nodes: most nodes that train; default ``nodes``.
-            workers_per_node: local ranks.
-            run_id: the job's name.
-            shared_disk: let all nodes see one checkpoint directory, as on a shared file system; otherwise
-                each node has a disk of its own.
-            candidates: so many of the first nodes are named by ``--rdzv-endpoint``.
-            flags: more flags of ``elastic-resume run``.
-            env: added to the environment of every node; it wins over what is set here.
-            hosts: "loopback": nodes are processes with an address each. "namespaces": each has a network and
-                a small disk of its own; that takes root. Or networks that somebody else has made and closes
-                after this cluster; or a ground of another kind, which this cluster closes.
-            disk_bytes: size of each node's disk, with "namespaces"; default: 256 MB.
-            fresh: start every agent as a new process, which imports torch for itself and for its zygote, as
-                on a node of its own. Else they are forked from one that has done so, which saves seconds.
-
-        Raises:
-            MachineError: these hosts cannot be had here, and why.
-
-        """
-        directory = Path(directory).absolute()
-        (directory / "logs").mkdir(parents=True, exist_ok=True)
-        (directory / "notices").mkdir(exist_ok=True)
-        below = make_backend(hosts, nodes, disk_bytes)
-        super().__init__(directory, run_id, below, workers_per_node)
-        self._start_fresh = fresh
-        self.nodes = [self._build_node(index, shared_disk=shared_disk) for index in range(nodes)]
-        low, high = min_nodes or nodes, max_nodes or nodes
-        self._nnodes = f"{low}:{high}" if low != high else str(high)
-        self._flags = list(flags)
-        self.env = {  # of every node; what is changed holds for later starts
-            **{k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC_", "ELASTIC_RESUME_"))},
-            "GLOO_SOCKET_IFNAME": below.interface,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",
-            "TMPDIR": below.temporary_dir(directory / "tmp"),
-            constants.ENV_STEP_MARK_S: "0.1",
-            **self.failpoints.env,
-            **(env or {}),
-        }
-        self.endpoints = [
-            f"{one.address}:{below.port(index)}" for index, one in enumerate(self.nodes[:candidates])
-        ]
-        """Where the candidates' agents listen."""
-        self._script: list[str] = []
-
-    # ---- life ----------------------------------------------------------------------------------------
-
-    def start(self, script: str | Path, *args: str, only: Sequence[int] | None = None) -> None:
-        """Start the job on every node (or on those of ``only``)."""
-        self._script = [str(script), *args]
-        chosen = range(len(self.nodes)) if only is None else only
-        for index in chosen:
-            self.start_node(index)
-
-    def start_node(self, index: int, env: Mapping[str, str] | None = None, flags: Sequence[str] = ()) -> None:
-        """Start, or start again, the agent of one node; ``env`` and ``flags`` hold for this start only."""
-        node = self.nodes[index]
-        if node.alive:
-            raise UsageError(f"node {node.name} is running already.")
-        self._preemption_notice_path(index).unlink(missing_ok=True)
-        command = [
-            *(sys.executable, "-m", "elastic_resume", "run"),
-            *(
-                "--nnodes",
-                self._nnodes,
-                "--nproc-per-node",
-                str(self.workers_per_node),
-                "--rdzv-id",
-                self.run_id,
-            ),
-            *("--rdzv-endpoint", ",".join(self.endpoints)),
-            *("--local-addr", node.address, "--node-name", node.name, "--ckpt-dir", str(node.ckpt_dir)),
-            *self._flags,
-            *flags,
-            *self._script,
-        ]
-        its = {
-            constants.ENV_PREEMPTION_NOTICE: f"file:{self._preemption_notice_path(index)}",
-            constants.ENV_NODE_NAME: node.name,  # an agent's failpoints go by it too
-        }
-        with open(node.log, "ab") as log:
-            environ = {**its, **self.env, **(env or {})}
-            node.agent = self._backend.start(index, command, environ, log, fresh=self._start_fresh)
-        node.killed = node.exit_collected = False
-
-    def stop(self) -> None:
-        """Kill what is left of every node, and give back what they stood on. A second call does nothing."""
-        self._triggers.close()
-        self.kill_nodes(range(len(self.nodes)))
-        if self._backend.has_disks:
-            self._copy_from_disks()
-        self._backend.close()
-
-    def __enter__(self) -> Cluster:  # noqa: PYI034  typing.Self needs Python 3.11
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                self._triggers.raise_error()
-                self._triggers.require_all_done()
-        finally:
-            self.stop()
-
-    # ---- inside --------------------------------------------------------------------------------------
-
-    def _build_node(self, index: int, *, shared_disk: bool) -> Node:
-        name = f"n{index}"
-        ckpt_dir = root = self.ckpt_dir
-        if not shared_disk:
-            ckpt_dir = self.directory / "disks" / name
-            root = self._backend.prepare_disk(index, ckpt_dir)
-            seen = self.run_dir / name
-            seen.parent.mkdir(parents=True, exist_ok=True)
-            if not seen.is_symlink():
-                seen.symlink_to(root / self.run_id / name)
-        log = self.directory / "logs" / f"{name}.log"
-        return Node(name, self._backend.address(index), ckpt_dir, root / self.run_id / name, log)
-
-    def _copy_from_disks(self) -> None:
-        """Copy what a report and a look at the newest checkpoints need from disks that are about to go."""
-        for index, node in enumerate(self.nodes):
-            seen = self.run_dir / node.name
-            if not seen.is_symlink():
-                continue
-            seen.unlink()
-            with contextlib.suppress(OSError, shutil.Error):  # wiped, broken, or never used
-                known = [entry.path.name for entry in self.checkpoints(index)]
-                shutil.copytree(node.directory, seen, ignore=shutil.ignore_patterns(*known[1:], ".tmp-*"))
-            node.directory = seen

@@ -1,9 +1,9 @@
-"""Whether a script ends under faults as it does undisturbed: both runs on simulated nodes, one by one.
+"""Compare a run of a script under faults with an undisturbed run, on simulated nodes.
 
-A run's end is the newest checkpoint of rank 0's node: position, tensors bit for bit, and all else that is
-tracked. Where the script prints what happened at each step (which samples, which loss), so is that.
-Promise: all nodes are gone and all files removed when `assert_same_run` is over, in whatever way; but where
-its process was killed the next one removes the files.
+The end of a run is the newest checkpoint of rank 0's node: position, tensors bit for bit, and all other
+tracked state. If the script prints a line per step (samples, loss), these lines are compared too. When
+`assert_same_run` returns or raises, the nodes are gone and the files are removed. If its process is killed,
+the next call removes the files.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MAX_SHOWN_DIFFERENCES = 8  # differences in an error
 
 @dataclass(frozen=True)
 class RunResult:
-    """What became of one run: its newest checkpoint, and in order each line that is to be compared, once."""
+    """The result of one run: its newest checkpoint, and each compared line once, in order."""
 
     path: Path
     manifest: Manifest
@@ -69,10 +69,10 @@ class RunSpec:
     timeout_s: float
 
     def run(self, directory: Path, faults: Sequence[Fault]) -> RunResult:
-        """Run it to its end, under these faults.
+        """Run it to its end under these faults.
 
         Raises:
-            AssertionError: it failed, or ended in a way that says nothing.
+            AssertionError: it failed, or its end cannot be compared.
 
         """
         logs = directory / "logs"
@@ -130,7 +130,7 @@ def _is_own_log_line(line: str) -> bool:
 
 
 class _Run:
-    """One run as it goes: what befalls it when (`course.py`), and whether it still makes sense."""
+    """A run in progress, with its fault injector."""
 
     def __init__(self, spec: RunSpec, cluster: Cluster, faults: Sequence[Fault]) -> None:
         self._spec, self._cluster, self._faults = spec, cluster, faults
@@ -147,7 +147,7 @@ class _Run:
         self._next_event_poll = 0.0
 
     def run_to_end(self) -> None:
-        """Do to it what is to be done; return when all nodes have ended well."""
+        """Inject the faults, and return when all nodes have ended well."""
         try:
             while not self._injector.is_over:
                 held = [mark for mark in self._step_waits if self._cluster.failpoints.is_waiting(mark)]
@@ -172,7 +172,7 @@ class _Run:
         self._require_resumes([fate for fate in fates if fate.fault.what in KILL_FAULTS])
 
     def _poll_events(self) -> None:
-        """End at once what waits for nothing: an error of the script itself would be tried again."""
+        """Fail early on an error of the script itself, which would otherwise be tried again."""
         if time.monotonic() > self._deadline:
             raise self._make_error(f"did not end within {self._spec.timeout_s:.0f} s")
         if not self._faults:
@@ -205,7 +205,7 @@ class _Run:
 
 
 def make_error(cluster: Cluster, message: str) -> AssertionError:
-    """Make the error that says ``what``, and what the nodes printed."""
+    """Make an error with ``what`` and the nodes' output."""
     return AssertionError(f"{message}.\n{cluster.output_tails()}")
 
 
@@ -223,31 +223,35 @@ def assert_same_run(
     ignore: Sequence[str] = (),
     timeout_s: float = 300.0,
 ) -> None:
-    """Run a script undisturbed and under faults; fail unless both end with the same state, bit for bit.
+    """Run a script undisturbed and under faults; fail unless both end in the same state, bit for bit.
 
-    With no fault at all: two undisturbed runs, which must be equal too.
+    Without faults it compares two undisturbed runs, which must be equal too.
 
     Args:
-        script: what ``elastic-resume run`` starts; it runs to its end twice.
-        *words: its arguments. A plan among them is ``plan``.
-        plan: what befalls it: ``Plan.of("worker 1 at step 20", "cut node 2 at step 35 for 5s")``.
-        kills: more of it, in short: "worker 1 at step 20", "agent 0 at step 9", "node 2 at step 35". A node
-            or agent that is killed so is started again at once, with its disk.
-        nodes: simulated nodes, n0 to n{nodes-1}; it trains on all, and waits for those that are down.
+        script: the script that ``elastic-resume run`` starts; it runs to its end twice.
+        *words: its arguments. `FaultPlan` among them is not allowed; use ``plan``.
+        plan: the faults: ``FaultPlan.from_faults("worker 1 at step 20", "cut node 2 at step 35 for 5s")``.
+        kills: further faults in short form: "worker 1 at step 20", "agent 0 at step 9", "node 2 at step 35".
+            A
+            killed node or agent is restarted at once, with its disk.
+        nodes: number of simulated nodes. The job trains on all of them and waits for those that are down.
         workers_per_node: ranks on each.
         hosts: "namespaces" (as root) for faults of links and disks; see `Cluster`.
-        flags: more flags of ``elastic-resume run``; each step has a snapshot unless they say otherwise.
+        flags: further flags of ``elastic-resume run``. Each step has a snapshot unless they say otherwise.
         env: added to the environment.
-        lines: regular expression. Each line that the script prints and in which it is found must be one that
-            the undisturbed run printed; so print the step's number with the loss, say, or the samples read:
-            ``print(f"step {run.position.step + 1}: {loss.item()}")``. A step that is run again prints again
-            what it printed, and each fault may cost each rank a line.
-        ignore: names of what need not be equal, with * and ?: ``"*running_*"``; ``"timer"`` is all of that.
+        lines: regular expression. Each matching line that the script prints must also be a line of the
+            undisturbed
+            run. So print the step's number with the loss or the samples:
+            ``print(f"step {run.position.step + 1}: {loss.item()}")``. A recomputed step prints its line
+            again, and
+            each fault may cost each rank one line.
+        ignore: names that need not be equal, with * and ?: ``"*running_*"``; ``"timer"`` is all of that
+            object.
         timeout_s: limit for each of the two runs.
 
     Raises:
-        AssertionError: naming the first difference; or the script failed, with what it printed.
-        ConfigError: a fault that cannot come.
+        AssertionError: it names the first difference, or shows the output of a script that failed.
+        ConfigError: a fault cannot happen here.
 
     """
     plans = [one for one in (plan, *words) if isinstance(one, FaultPlan)]
@@ -275,7 +279,7 @@ def assert_same_run(
 
 @contextlib.contextmanager
 def _locked_temporary_dir() -> Iterator[Path]:
-    """Make a folder that is removed at the end, and by nobody else while this process lives."""
+    """Create a directory that is removed at the end; no other process removes it while this one lives."""
     folder = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -289,10 +293,10 @@ def _locked_temporary_dir() -> Iterator[Path]:
 
 
 def _remove_stale_dirs() -> None:
-    """Remove the folders of runs whose process was killed.
+    """Remove the directories of runs whose process was killed.
 
-    The marker proves that a folder is ours, the lock that its process is dead. A process's number proves
-    neither: another container may share the temporary directory.
+    The marker file proves that a directory is ours, and the free lock that its process is dead. A process id
+    proves neither, because another container may share the temporary directory.
     """
     for folder in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*"):
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # alive, or just gone
@@ -317,7 +321,7 @@ def _schedule(
 
 
 def _parse_kill(kill: Fault | str) -> Fault:
-    """Read a kill."""
+    """Parse a kill in short form."""
     fault = Fault.parse(kill) if isinstance(kill, str) else kill
     if fault.what not in KILL_FAULTS or fault.step is None:
         raise ConfigError(f"{fault} is no kill at a step, as 'node 2 at step 35' is: give it in a plan.")
@@ -325,7 +329,7 @@ def _parse_kill(kill: Fault | str) -> Fault:
 
 
 def compare_lines(undisturbed: Sequence[str], disturbed: Sequence[str], *, max_missing: int) -> list[str]:
-    """Name the first line that only one of the runs printed. What a death cut off is no difference."""
+    """Return the first line that only one of the runs printed. A line that a kill cut off does not count."""
     expected, printed = set(undisturbed), set(disturbed)
     torn = {line for line in printed - expected if any(one.startswith(line) for one in expected)}
     others = [line for line in disturbed if line not in expected and line not in torn]
@@ -338,7 +342,7 @@ def compare_lines(undisturbed: Sequence[str], disturbed: Sequence[str], *, max_m
 
 
 def compare_state(undisturbed: RunResult, disturbed: RunResult, ignore: Sequence[str]) -> list[str]:
-    """Say in what the state of two ends differs; the seed first, since all else follows from it."""
+    """Describe the first difference between two states, beginning with the seed."""
     from elastic_resume.state import diff  # noqa: PLC0415  imports torch, seconds
 
     found = diff.compare(undisturbed.path, disturbed.path).differences
@@ -361,9 +365,13 @@ def _matches_pattern(name: str, pattern: str) -> bool:
 
 def _format_difference(difference: Difference) -> str:
     if difference.kind.startswith("only"):
-        return f"{difference.name}: is there only {'undisturbed' if difference.kind == 'only in A' else 'under faults'}"
+        run = "undisturbed" if difference.kind == "only in A" else "under faults"
+        return f"{difference.name}: is there only {run}"
     if difference.kind == "values":
-        return f"{difference.name} {difference.value_a}: {difference.differing_elements} of {difference.total_elements} numbers differ, by {difference.max_abs_difference:.3g} at most"
+        return (
+            f"{difference.name} {difference.value_a}: {difference.differing_elements} of "
+            f"{difference.total_elements} numbers differ, by {difference.max_abs_difference:.3g} at most"
+        )
     return f"{difference.name}: {difference.value_b}, undisturbed {difference.value_a}"
 
 

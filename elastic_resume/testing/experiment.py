@@ -1,8 +1,8 @@
-"""One trial: a job on simulated nodes under a plan, from its start to its end.
+"""Run one experiment: a job on simulated nodes under a fault plan, from start to end.
 
-The thread that calls `run` looks every few milliseconds: what is due (`course.py`), what the nodes have told,
-and whether the job still gets on. Promise: when `run` has returned, or raised, the nodes are gone with all
-that they stood on. What they have written stays below the job's directory.
+`run` polls every few milliseconds: it injects the faults that are due, prints what the nodes report, and
+checks that the job makes progress. When it returns or raises, the nodes are gone. Their files stay in the
+job's directory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_TAIL_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Experiment:
-    """What is run, where, and for how long it is disturbed."""
+    """The job, its nodes and its faults."""
 
     directory: Path
     nodes: int
@@ -57,10 +57,10 @@ class Experiment:
 
 @dataclass(frozen=True)
 class ExperimentResult:
-    """What came of it.
+    """The result of an experiment.
 
-    ``why``: it ended wrong; empty: right. ``codes``: how the nodes' agents ended (None: they did not).
-    ``drained``: since when the job was made to end, in seconds since the epoch.
+    ``failure`` says why the job ended wrong; empty if it ended well. ``exit_codes`` are those of the agents
+    (None: still running). ``drained_at`` is the Unix time at which the job was asked to end.
     """
 
     failure: str
@@ -71,17 +71,17 @@ class ExperimentResult:
 
     @property
     def missed_faults(self) -> list[FaultOutcome]:
-        """Faults that the plan names and that never came; those that are drawn go on beyond any job's end."""
+        """List the faults of the plan that never happened. Random faults do not count."""
         return [fate for fate in self.fault_outcomes if fate.state != DONE and not fate.is_random]
 
     @property
     def had_no_fault(self) -> bool:
-        """Whether no fault came at all."""
+        """Whether no fault happened at all."""
         return not any(fate.state == DONE for fate in self.fault_outcomes)
 
 
 class ExperimentInterrupted(Exception):  # noqa: N818  as KeyboardInterrupt, it is no error
-    """Somebody wants an end, at once. ``outcome``: what is known so far."""
+    """The experiment was interrupted. It carries the result so far."""
 
     def __init__(self, result: ExperimentResult) -> None:
         super().__init__("interrupted")
@@ -89,12 +89,12 @@ class ExperimentInterrupted(Exception):  # noqa: N818  as KeyboardInterrupt, it 
 
 
 def run(experiment: Experiment, log: Callable[[str], None]) -> ExperimentResult:
-    """Run the job to its end, and tell what happens as it happens.
+    """Run the job to its end and print what happens.
 
     Raises:
-        MachineError: these hosts cannot be had here.
-        UsageError: they have no disk of a size of their own.
-        Interrupted: by a KeyboardInterrupt.
+        MachineError: these nodes are not available here.
+        UsageError: these nodes have no disk of their own.
+        ExperimentInterrupted: by a KeyboardInterrupt.
 
     """
     with Cluster(
@@ -120,7 +120,7 @@ def run(experiment: Experiment, log: Callable[[str], None]) -> ExperimentResult:
 
 
 class _ExperimentRun:
-    """A job as it goes."""
+    """An experiment in progress."""
 
     def __init__(self, experiment: Experiment, cluster: Cluster, log: Callable[[str], None]) -> None:
         self._experiment, self._cluster, self._log = experiment, cluster, log
@@ -140,7 +140,7 @@ class _ExperimentRun:
         self._drained_at: float | None = None
 
     def run_to_end(self) -> str:
-        """Start the job, and return at its end: why that is wrong, or nothing."""
+        """Start the job and wait for its end; return why it failed, or nothing."""
         script, *words = self._experiment.script
         nodes = self._experiment.nodes
         self._log(f"{format_count(nodes, 'node')} {choose_verb(nodes, 'starts', 'start')}")
@@ -162,7 +162,7 @@ class _ExperimentRun:
         return self._failure_message()
 
     def result(self, failure: str) -> ExperimentResult:
-        """All that is known now."""
+        """Return all that is known now."""
         try:
             found = load_run([self._cluster.run_dir])
         except UsageError:  # no agent has got so far as to write one
@@ -175,7 +175,7 @@ class _ExperimentRun:
         )
 
     def close(self) -> None:
-        """End what lasts."""
+        """Undo the faults that last."""
         self._injector.close()
 
     # ---- inside --------------------------------------------------------------------------------------
@@ -194,7 +194,8 @@ class _ExperimentRun:
         if now < self._last_progress_at + self._experiment.stall_timeout_s:
             return ""
         return (
-            f"no rank finished a step for {self._experiment.stall_timeout_s:.0f} s (generation {furthest[0]}, step "
+            f"no rank finished a step for {self._experiment.stall_timeout_s:.0f} s "
+            f"(generation {furthest[0]}, step "
             f"{furthest[1]}).\n{self._cluster.output_tails()}"
         )
 
@@ -218,7 +219,7 @@ class _ExperimentRun:
                 self._cluster.kill_agent(index, signal.SIGTERM)
 
     def _has_progressed_past(self, generation: int, step: int) -> bool:
-        """Whether all ranks have finished a step since: what a fault has ended may never do so again."""
+        """Whether all living ranks have finished a step since then."""
         least = (generation, step + STEPS_FOR_ALL_RANKS)  # or any step of a later generation
         return any(
             line.step > line.first_step and (line.generation, line.step) >= least
@@ -226,7 +227,7 @@ class _ExperimentRun:
         )
 
     def _kill_late_nodes(self, now: float) -> None:
-        """End nodes that were being started again when the job ended: nobody is left for them to join."""
+        """Kill nodes that were restarting when the job ended: they would wait for members for ever."""
         if not {constants.EXIT_SUCCESS, constants.EXIT_JOB_ERROR, constants.EXIT_USAGE} & {
             *self._exit_codes()
         }:
@@ -242,7 +243,7 @@ class _ExperimentRun:
         return [node.agent.poll() if node.agent else None for node in self._cluster.nodes]
 
     def _failure_message(self) -> str:
-        """Why this end is wrong; nothing if it is right."""
+        """Describe why this end is wrong; empty if it is right."""
         codes = self._exit_codes()
         drained = self._drained_at is not None
         wrong = {constants.EXIT_JOB_ERROR, constants.EXIT_USAGE} & {*codes}
@@ -256,9 +257,9 @@ class _ExperimentRun:
 
 
 class _EventTail:
-    """Reads what a node's event file has gained: what people are told of it, each line once.
+    """Reads the new lines of a node's event log, each once.
 
-    Not by its times, since clocks jump; nor by its place alone, since a disk may be wiped.
+    Neither time nor position alone identifies a line: clocks jump, and a disk may be wiped.
     """
 
     def __init__(self, path: Path) -> None:
@@ -266,7 +267,7 @@ class _EventTail:
         self._logged_lines: set[bytes] = set()
 
     def read_new_messages(self) -> Iterator[str]:
-        """Give what there is to say of each line that was not there at the last call."""
+        """Return the messages of the lines that are new since the last call."""
         try:
             with open(self._path, "rb") as file:
                 if file.seek(0, 2) < self._offset:
@@ -287,7 +288,7 @@ class _EventTail:
 
 
 def _format_event(event: Event) -> str:
-    """What people are told of an event while the job runs; nothing of most."""
+    """Format an event for the terminal; empty for most kinds."""
     kind, node = event.get("event"), event.get("node")
     if kind == "resume":
         lacking = event.get("lacking") or []
@@ -299,7 +300,8 @@ def _format_event(event: Event) -> str:
         ranks = f"{format_count(size, 'rank')} {choose_verb(size, 'trains', 'train')}"
         return f"generation {event.get('generation')}: {ranks} from step {step} on{sent}{again}"
     if kind == "hang":
-        return f"{node}: a hang at step {event.get('step')}, suspected: {_format_suspects(event.get('suspects'))}"
+        suspects = _format_suspects(event.get("suspects"))
+        return f"{node}: a hang at step {event.get('step')}, suspected: {suspects}"
     if kind == "commit-failed":
         return f"{node}: {event.get('error')}"
     if kind == "replicas-differ":

@@ -1,13 +1,8 @@
-"""Faults as data: a plan of what befalls a job.
+"""Read and write fault plans.
 
-A plan is written in YAML (`plan_text.py`) or in Python, and a seed decides all that it leaves to chance, so
-the same plan with the same seed is the same schedule on every machine.
-
-Promise: a `Plan` that exists is valid; a fault that cannot come, in a job of some size or on nodes that have
-no network or disk of their own, is refused by name before anything starts. Pure: no clock, process or file.
-Does not know how a fault is done (`strike.py`).
-
-A plan of faults as YAML: read strictly, and written so that it reads the same again.
+A plan is a list of faults, a rule for random faults, and a seed. The seed decides everything that the plan
+leaves open, so the same plan with the same seed is the same schedule on every machine. Plans are written in
+Python, or in YAML::
 
     seed: 7
     faults:
@@ -18,8 +13,8 @@ A plan of faults as YAML: read strictly, and written so that it reads the same a
       mtbf: 15s
       kinds: {kill-worker: 3, kill-node: 1}
 
-Promise: what is unknown, given twice or of the wrong form is a ConfigError that names file, line, entry and
-what may be written; nothing in the text is executed. Keys are those of `fault.KEYS`.
+An unknown key, a key that is given twice, or a value of the wrong form is a ConfigError that names file, line
+and entry. A fault that cannot happen in this job, or on these nodes, is refused before anything starts.
 """
 
 from __future__ import annotations
@@ -55,10 +50,11 @@ MIN_RANDOM_GAP_S = 1.0  # less, and two faults are one: nothing can have happene
 
 @dataclass(frozen=True)
 class RandomFaults:
-    """Many faults, drawn: one each ``mtbf_s`` seconds on average, of these kinds.
+    """Random faults: one per ``mtbf_s`` seconds on average.
 
-    ``kinds``: each with its weight; empty: all that a job survives and the nodes can do. ``from_s``: seconds
-    after the first step, like ``until_s`` (None: as long as faults are wanted); ``count``: so many at most.
+    ``kinds`` gives a weight to each kind; empty means all kinds that a job survives and the nodes support.
+    ``from_s`` and ``until_s`` are seconds after the first step (None: as long as faults are wanted);
+    ``count`` limits the number.
     """
 
     mtbf_s: float
@@ -86,7 +82,7 @@ class RandomFaults:
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """Faults, and a seed for what they leave open."""
+    """Faults, random faults, and the seed that decides what they leave open."""
 
     faults: tuple[Fault, ...] = ()
     every: RandomFaults | None = None
@@ -98,12 +94,12 @@ class FaultPlan:
 
     @classmethod
     def from_faults(cls, *faults: Fault | str, every: RandomFaults | None = None, seed: int = 0) -> FaultPlan:
-        """A plan of faults, each of which may be a line of text (`Fault.parse`)."""
+        """Make a plan of faults; each may be a line of text (see `Fault.parse`)."""
         listed = (Fault.parse(one) if isinstance(one, str) else one for one in faults)
         return cls(tuple(listed), every, seed)
 
     def validate(self, *, nodes: int, workers_per_node: int = 1, node_resources: Iterable[str] = ()) -> None:
-        """Raise a ConfigError for a fault that cannot come; ``own``: what each node has of its own."""
+        """Raise a ConfigError for a fault that cannot happen on nodes of this kind and number."""
         able = {faults.PROCESSES, *node_resources}
         for number, fault in enumerate(self.faults, 1):
             why = _target_error(fault, nodes, nodes * workers_per_node) or _resource_error(fault.what, able)
@@ -124,9 +120,10 @@ class FaultPlan:
         until_s: float | None = None,
         node_resources: Iterable[str] = (),
     ) -> tuple[Fault, ...]:
-        """All faults, those written and then those drawn. Who has a role is all that is still open.
+        """Return all faults, the written and the random ones. Only roles are still unresolved.
 
-        ``until_s`` bounds what is drawn; what is written and cannot come by then is for `Course` to tell.
+        ``until_s`` bounds the random faults. A written fault that is not due by then is reported by
+        `FaultInjector`.
         """
         chance = random.Random(self.seed)  # noqa: S311  no secret
         written = [_draw_target(fault, nodes, nodes * workers_per_node, chance) for fault in self.faults]
@@ -155,7 +152,7 @@ class FaultPlan:
 
 
 def default_weights(node_resources: Iterable[str], nodes: int) -> dict[str, float]:
-    """What is drawn where nobody says what: faults that a job survives, as far as nodes can do them."""
+    """Return the weights of the kinds that a job survives and the nodes support."""
     able = {faults.PROCESSES, *node_resources}
     return {
         what: float(kind.weight)
@@ -227,7 +224,7 @@ def read(path: Path) -> FaultPlan:
 
 
 def parse(text: str, source_name: str = "plan") -> FaultPlan:
-    """Read a plan from text; ``where`` names it in errors."""
+    """Parse a plan; ``where`` names its source in errors."""
     try:
         root = _add_location(lambda: yaml.compose(text, Loader=_Loader), source_name)
     except (yaml.YAMLError, RecursionError) as error:
@@ -260,7 +257,7 @@ def parse(text: str, source_name: str = "plan") -> FaultPlan:
 
 
 def to_text(plan: FaultPlan) -> str:
-    """Write a plan; `parse` gives an equal one."""
+    """Format a plan as YAML; `parse` returns an equal plan."""
     told: dict[str, Any] = {"seed": plan.seed}
     if plan.faults:
         told["faults"] = [_fault_to_mapping(fault) for fault in plan.faults]
@@ -277,7 +274,7 @@ def to_text(plan: FaultPlan) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads each thing once: with names for lists that hold such names, 40 kB would be read for minutes."""
+    """A YAML loader without aliases: nested aliases make 40 kB take minutes."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -337,7 +334,7 @@ def _parse_value(name: str, node: yaml.Node, where: str) -> Any:
 def _parse_mapping(
     node: yaml.Node, where: str, known: Mapping[str, str], *, numbered: bool = True
 ) -> dict[str, yaml.Node]:
-    """The values of a mapping by what ``known`` calls their keys; others are refused."""
+    """Return the values of a mapping by field name; refuse unknown keys."""
     found: dict[str, yaml.Node] = {}
     for key, value in _parse_pairs(node, where).items():
         name = known.get(key.replace("_", "-"))

@@ -1,18 +1,13 @@
-"""The course of a job under a plan: which fault is due, what ends, who is started again.
+"""Run a fault plan against a job on simulated nodes.
 
-`Course.look` is called often, by the thread that owns the cluster, and never waits for anything longer than
-a death. A fault of a step is due when any rank has finished it, one of a time so long after the first step,
-one of a phase when a process stands at its point; and it waits for whom it is to hit. What died of a fault,
-or left, is started again after its time, as a cluster would; so is an agent that ended by itself.
+`FaultInjector.poll` is called often by the thread that owns the cluster. It injects each fault when it is
+due, undoes the faults that end by themselves, and restarts the nodes that are down, as a scheduler would. A
+fault with a step is due when any rank has finished it. A fault with a time is due so long after the first
+step. A fault with a phase is due when a process waits at the failpoint of that phase.
 
-Promise: each fault is told (`faults.jsonl`, `say`) in the moment it is done, its fate is in `fates`, and
-`close` ends all that lasts. Does not know why the job does what it does after a fault: its events tell that.
-
-Does one fault to simulated nodes: from a `Fault` to the methods of `lab.Cluster`.
-
-`aim` says whom it hits at this moment; `strike` does it, and gives what ends it where it ends by itself;
-`entry` says what is armed (`arming.py`) for those that a process does to itself. Decides nothing about when:
-see `course.py`.
+`resolve_targets` finds the workers or nodes of a fault, `inject` calls the method of `Cluster`, and
+`failpoint_entry` describes the faults that a process injects into itself. Each fault is logged to
+``faults.jsonl`` when it happens. `FaultInjector.close` ends everything that still lasts.
 """
 
 from __future__ import annotations
@@ -50,12 +45,12 @@ _SINGLE_VALUE_FAULTS = ("packet-loss", "slow-link", "slow-disk")  # a node has o
 
 
 class TargetUnavailableError(Exception):
-    """Whom it is to hit is not there at this moment: dead, or just starting."""
+    """The target of a fault is not there at this moment: dead, or starting."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Whom a fault hits: a node, or one worker of it. ``node`` None: several nodes, by groups."""
+    """The target of a fault: a node, or one worker of it. ``node`` is None for several nodes in groups."""
 
     node: int | None
     local_rank: int | None = None
@@ -69,17 +64,17 @@ class Target:
 
     @property
     def node_index(self) -> int:
-        """The node, of what hits one."""
+        """Return the index of the node."""
         if self.node is None:
             raise ValueError("a partition hits no single node")
         return self.node
 
 
 def resolve_targets(cluster: Cluster, fault: Fault) -> tuple[Target, ...]:
-    """Whom ``fault`` hits now.
+    """Return the targets that ``fault`` has now.
 
     Raises:
-        NotNowError: nobody, at this moment.
+        TargetUnavailableError: there is none at this moment.
 
     """
     if fault.kind.target == NODES:
@@ -106,10 +101,10 @@ def resolve_targets(cluster: Cluster, fault: Fault) -> tuple[Target, ...]:
 def resolve_targets_at_failpoint(
     cluster: Cluster, fault: Fault, process: Mapping[str, object]
 ) -> tuple[Target, ...]:
-    """Whom ``fault`` hits when ``who``, as `Arming.fired` has it, stands at the point of its phase.
+    """Return the targets of ``fault`` when a process waits at the failpoint of its phase.
 
     Raises:
-        NotNowError: it is not whom it names who stands there.
+        TargetUnavailableError: another process than the target waits there.
 
     """
     found = [index for index, node in enumerate(cluster.nodes) if node.name == process.get("node")]
@@ -123,28 +118,28 @@ def resolve_targets_at_failpoint(
 
 
 def shared_undo_key(fault: Fault, target: Target) -> tuple[object, ...]:
-    """What one undo ends for all: of faults that have this in common, the last to be over calls it."""
+    """Return what faults have in common that share one undo action; the last of them to end calls it."""
     return () if fault.what in _LINK_CUTS else (fault.what, target)
 
 
 def reapply(cluster: Cluster, fault: Fault, target: Target) -> None:
-    """Have what still lasts hold again, when the end of another or a start of its node has undone it."""
+    """Apply a lasting fault again after another undo, or a restart of its node, has removed it."""
     if fault.what in _SINGLE_VALUE_FAULTS:
         inject(cluster, fault, target)
 
 
 def inject(cluster: Cluster, fault: Fault, target: Target) -> Undo | None:
-    """Do it; give what ends it, for those that have a time.
+    """Inject the fault; return its undo action if the fault has a duration.
 
     Raises:
-        NotNowError: whom it is to hit has just gone, or has not what it hits.
+        TargetUnavailableError: the target has just gone, or lacks what the fault needs.
 
     """
     return _INJECT_FUNCTIONS[fault.what](cluster, fault, target)
 
 
 def failpoint_entry(fault: Fault) -> str:
-    """What is armed for a fault that a process does to itself; empty for all others."""
+    """Return the failpoint of a fault that a process injects into itself; empty for all others."""
     if fault.what == "corrupt-message" and fault.sender == "peer":
         return "rendezvous.line=flip"
     if not fault.kind.in_process:
@@ -161,7 +156,7 @@ def failpoint_entry(fault: Fault) -> str:
 
 
 def describe_settings(fault: Fault) -> str:
-    """What is set of a fault, in words: "for 6s, 5 %"."""
+    """Describe the settings of a fault: "for 6s, 5 %"."""
     words: Mapping[str, Callable[[], str]] = {
         "for_s": lambda: f"for {format_duration(fault.for_s or 0)}",
         "signal": lambda: str(fault.signal),
@@ -181,7 +176,7 @@ def describe_settings(fault: Fault) -> str:
 
 
 def _find_workers(cluster: Cluster) -> dict[int, Target]:
-    """The workers of the newest generation, by rank."""
+    """Return the workers of the newest generation, by rank."""
     lines = list(cluster.rank_progress())
     newest = max((line.generation for _, line in lines), default=0)
     return {
@@ -200,7 +195,7 @@ def _matches_target(fault: Fault, worker: Target) -> bool:
 
 
 def _find_leader(cluster: Cluster) -> int:
-    """The node whose agent said last that it leads."""
+    """Return the node whose agent became leader last."""
     names = {node.name: index for index, node in enumerate(cluster.nodes)}
     for event in reversed(cluster.events("rendezvous")):
         if event.get("what") == "leading" and event.get("node") in names:
@@ -303,7 +298,7 @@ def _damage_checkpoint(cluster: Cluster, fault: Fault, target: Target) -> None:
 
 
 def _send_garbage(cluster: Cluster, fault: Fault, target: Target) -> None:
-    """Call the node's agent as a stranger does; where nodes have a network each, from another one."""
+    """Send garbage to the node's agent without authentication, from another node if nodes have networks."""
     del fault
     host, _, port = cluster.endpoints[target.node_index].rpartition(":")
     junk = os.urandom(GARBAGE_BYTES) + b"\n"
@@ -363,9 +358,10 @@ WAITING, ARMED, DONE, FAILED = "waiting", "armed", "done", "failed"
 
 @dataclass
 class FaultOutcome:
-    """What became of one fault. ``t``: when it was done first, in seconds since the epoch.
+    """The outcome of one fault.
 
-    ``whom``, ``nodes`` and ``rank`` are those of that time too; ``again``: when and whom it hit later.
+    ``injected_at`` is the time of the first injection in Unix seconds; ``nodes`` and ``rank`` are its
+    targets. Later injections of a fault that repeats are listed apart.
     """
 
     number: int
@@ -385,7 +381,7 @@ class FaultOutcome:
 
 @dataclass(frozen=True)
 class _DelayedAction:
-    """What is to be done at a time."""
+    """An action that is due at a time."""
 
     due_at: float
     description: str
@@ -396,7 +392,7 @@ class _DelayedAction:
 
 
 class FaultInjector:
-    """One job, and the faults that are still to come."""
+    """Injects the faults of a plan into one job."""
 
     def __init__(
         self,
@@ -406,7 +402,7 @@ class FaultInjector:
         log: Callable[[str], None] = lambda _: None,
         written_count: int | None = None,
     ) -> None:
-        """``arming``: of the nodes' environment, for faults within processes; ``written``: so many are."""
+        """Prepare the faults of a plan for a started cluster."""
         last = len(schedule) if written_count is None else written_count
         self.outcomes = [
             FaultOutcome(number, fault, number > last) for number, fault in enumerate(schedule, 1)
@@ -425,26 +421,26 @@ class FaultInjector:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the job's first step; 0 before it."""
+        """Return the seconds since the job's first step; 0 before it."""
         return 0.0 if self._first_step_at is None else time.monotonic() - self._first_step_at
 
     @property
     def pending(self) -> list[FaultOutcome]:
-        """Faults that are still to come."""
+        """List the faults that are not due yet."""
         return [fate for fate in self.outcomes if fate.state in {WAITING, ARMED}]
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way: no fault lasts, and nobody is about to be started again."""
+        """Whether no fault lasts and no node is about to be restarted."""
         return not self._delayed_actions and not self._restart_delays_s
 
     @property
     def is_over(self) -> bool:
-        """Whether no agent runs, and none will."""
+        """Whether no agent runs and none will be started."""
         return not any(node.alive for node in self._cluster.nodes) and not self._any_restart_pending()
 
     def poll(self) -> None:
-        """Do what is due."""
+        """Do everything that is due."""
         lines = [line for _, line in self._cluster.rank_progress()]
         self._generation = max((line.generation for line in lines), default=0)
         if self._first_step_at is None and any(line.step > 0 for line in lines):
@@ -468,7 +464,7 @@ class FaultInjector:
                 self._poll_armed(fate)
 
     def cancel_pending(self, reason: str) -> None:
-        """Let no further fault come; who is down because of one is still started again."""
+        """Cancel the faults that are not due yet. Nodes that are down are still restarted."""
         while self._repeating_failpoints:
             self._failpoints.disarm(self._repeating_failpoints.pop())
         for fate in self.pending:
@@ -477,17 +473,17 @@ class FaultInjector:
             fate.state, fate.reason = (DONE, "") if fate.injection_count else (FAILED, fate.reason or reason)
 
     def disable_restarts(self) -> None:
-        """Start nobody again from now on."""
+        """Restart no node from now on."""
         self._restart_count = MAX_RESTARTS
 
     def undo_lasting_faults(self) -> None:
-        """End what lasts; who is down is still started again."""
+        """Undo the faults that last. Nodes that are down are still restarted."""
         for later in self._delayed_actions:
             self._run_and_log_failure(later.description, later.action)
         self._delayed_actions = []
 
     def close(self) -> None:
-        """End all of it."""
+        """Cancel and undo everything."""
         self.cancel_pending("the job was over")
         self.undo_lasting_faults()
         self._event_log.close()
@@ -503,7 +499,7 @@ class FaultInjector:
         return True
 
     def _start_fault(self, outcome: FaultOutcome) -> None:
-        """Do it, or let the process that it hits do it."""
+        """Inject a fault, or arm the failpoint of the process that injects it into itself."""
         fault = outcome.fault
         entry = failpoint_entry(fault)
         outcome.generation = self._generation
@@ -549,7 +545,7 @@ class FaultInjector:
                 return
 
     def _schedule_disarm(self, outcome: FaultOutcome) -> None:
-        """What has begun goes on for its time; and where all are meant, the others are hit as well."""
+        """Disarm a failpoint after the fault's duration, or after all ranks had the time to reach it."""
         lasts_s = _failpoint_duration_s(outcome.fault) or (
             ALL_RANKS_WINDOW_S if outcome.fault.role == "all" else 0.0
         )
@@ -570,7 +566,7 @@ class FaultInjector:
     def _inject_into_targets(
         self, outcome: FaultOutcome, process: Mapping[str, object] | None = None
     ) -> None:
-        """Hit whom it names, as far as they are there; ``who`` waits for it, where it is of a phase."""
+        """Inject a fault into all targets that are there, while the process at its failpoint waits."""
         fault, now = outcome.fault, time.time()
         try:
             targets = (
@@ -590,7 +586,7 @@ class FaultInjector:
             self._record_injection(outcome, ", ".join(map(str, hit)), tuple(nodes), hit[0].rank, now)
 
     def _inject_into(self, outcome: FaultOutcome, target: Target) -> bool:
-        """Do it to one of those whom it hits; False: not now, or it cannot be done."""
+        """Inject a fault into one target; return False if it is not possible now."""
         fault = outcome.fault
         try:
             undo = inject(self._cluster, fault, target)
@@ -646,7 +642,7 @@ class FaultInjector:
         )
 
     def _run_and_log_failure(self, description: str, action: Callable[[], object]) -> None:
-        """Do it; that it fails is told, and is no reason to leave a job alone in the midst of it."""
+        """Run an action and log its failure, so that the job is never left in the midst of a fault."""
         try:
             action()
         except INJECTION_ERRORS as error:
@@ -666,12 +662,12 @@ class FaultInjector:
         return index in self._restart_delays_s or code not in {constants.EXIT_JOB_ERROR, constants.EXIT_USAGE}
 
     def _exit_code(self, index: int) -> int | None:
-        """How a node's agent ended; None while it runs, or where it has not been started."""
+        """Return the exit code of a node's agent; None while it runs or before its first start."""
         agent = self._cluster.nodes[index].agent
         return None if agent is None else agent.poll()
 
     def _restart_nodes(self) -> None:
-        """Start again who has been down for its time."""
+        """Restart the nodes that have been down for their time."""
         for index, node in enumerate(self._cluster.nodes):
             if not self._should_restart(index):
                 self._down_since.pop(index, None)
@@ -693,7 +689,7 @@ class FaultInjector:
 
 
 def _phase_conditions(fault: Fault, nodes: int) -> list[dict[str, object]]:
-    """Whose passing of the point of its phase is its moment: one entry for each that may be meant."""
+    """Return one failpoint condition per process that may be the target of a fault with a phase."""
     if fault.role == "all" or fault.kind.target == NODES:
         return [{}]
     if fault.kind.target == WORKER and fault.failpoint in WORKER_FAILPOINTS:
@@ -702,7 +698,7 @@ def _phase_conditions(fault: Fault, nodes: int) -> list[dict[str, object]]:
 
 
 def _target_conditions(fault: Fault, nodes: int, workers: int) -> list[dict[str, object]]:
-    """Whose failpoint is armed: one entry for each that is to be hit."""
+    """Return one failpoint condition per target."""
     if fault.kind.target != WORKER:
         return [{"node": f"n{node}"} for node in ([fault.node] if fault.node is not None else range(nodes))]
     if fault.role == "all":
@@ -713,7 +709,7 @@ def _target_conditions(fault: Fault, nodes: int, workers: int) -> list[dict[str,
 
 
 def _is_armed_for_step(fault: Fault) -> bool:
-    """Whether it is armed for a step, and not for another point."""
+    """Whether the fault's failpoint is the step itself."""
     return failpoint_entry(fault).startswith("step=")
 
 

@@ -1,13 +1,9 @@
-"""One fault: what befalls whom, and when.
+"""Define the kinds of faults and the form of one fault.
 
-Promise: a `Fault` that exists is valid, and its defaults are filled in; what is wrong is a ConfigError that
-says what to write. It is done once; what restarts because of it is not hit again, unless it says ``repeat``.
-What ends by itself (a cut, a full disk) has a time, so that one which says nothing of it can be survived.
-Pure. Does not know how it is done (`strike.py`).
-
-Which faults there are: whom each hits, what can be set, and what it takes to do it here.
-
-Data, and no decision. `plan.py` reads it when a plan is read, `strike.py` does what it names.
+A `Fault` says what happens, to which target, and when. It is validated when it is made: a wrong value is a
+ConfigError that says what to write. A fault happens once, unless it has ``repeat``. A fault that ends by
+itself, such as a partition or a full disk, has a default duration that a job can survive. `fault_runner`
+injects faults.
 """
 
 from __future__ import annotations
@@ -34,10 +30,10 @@ NODE_RESOURCES = {"loopback": (), "namespaces": (NETWORK, DISK)}
 class FaultKind:
     """One kind of fault.
 
-    ``hits``: a worker, a node, or several nodes. ``needs``: what each node must have of its own; loopback
-    nodes have none of it. ``settings``: what can be set, by field of `fault.Fault`, each with its default
-    (None: for ever, or never). ``weight``: how often a mix that nobody wrote draws it; 0: never, since a job
-    need not survive it, or shows nothing when it does.
+    ``hits`` is a worker, a node, or several nodes. ``needs`` names what each node must have of its own;
+    loopback nodes have none of it. ``settings`` maps fields of `Fault` to their defaults (None: for ever, or
+    never). ``weight`` is the relative frequency in a random plan; 0 excludes kinds that a job need not
+    survive or that show no effect.
     """
 
     target: str
@@ -69,8 +65,8 @@ def _build_kinds() -> dict[str, FaultKind]:
         "slow-rank": FaultKind(
             WORKER, "each step takes longer", {"delay_s": 0.2, "for_s": 5.0}, weight=1, in_process=True
         ),
-        "skip-collective": FaultKind(WORKER, "one all-reduce without this rank: replicas differ", in_process=True),
-        "out-of-memory": FaultKind(WORKER, "memory until the kernel kills", {"limit_bytes": 1 << 30}, in_process=True),
+        "skip-collective": FaultKind(WORKER, "one all-reduce without this rank", in_process=True),
+        "out-of-memory": FaultKind(WORKER, "memory runs out", {"limit_bytes": 1 << 30}, in_process=True),
         # Links.
         "cut": FaultKind(NODE, "the node's link is silent, both ways", {"for_s": 6.0}, NETWORK, 2),
         "cut-out": FaultKind(NODE, "what the node sends is lost", {"for_s": 6.0}, NETWORK, 1),
@@ -133,7 +129,7 @@ AGENT_FAILPOINTS = (
 
 
 def failpoint_for_phase(phase: str) -> str:
-    """The failpoint of a phase, which may be named itself; empty when there is none."""
+    """Return the failpoint of a phase; a failpoint's own name stands for itself. Empty if there is none."""
     name = PHASES.get(phase, phase)
     return name if name in WORKER_FAILPOINTS or name in AGENT_FAILPOINTS else ""
 
@@ -151,30 +147,30 @@ GROUPS_HELP = "groups are lists of nodes that reach each other: [[0], [1, 2]], e
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault.
+    """One fault: what happens, to which target, and when.
 
     Args:
-        what: one of `kinds.KINDS`.
-        node: which node, n0 being 0.
-        rank: which rank, for what hits workers.
-        role: whom else: one of `kinds.ROLES`. Nobody named: whom the seed says.
-        groups: of a partition, nodes that reach each other.
-        step: as soon as any rank has finished it.
-        at_s: so many seconds after the job's first step.
-        phase: in the midst of it, for the first time (since ``step`` or ``at_s``, where one is given): one of
-            `kinds.PHASES`, or a failpoint's name.
-        repeat: do it again in each later generation, where the same holds.
-        for_s: when it ends by itself; None: when something ends it.
-        back_after_s: when what died is started again.
-        signal: for kill-worker, by name.
-        error: for raise, a built-in exception.
-        code: for exit.
-        delay_s: for slow-rank, of each step; for slow-disk, of each request.
-        limit_bytes: for out-of-memory, where the kernel sets none.
+        what: one of `KINDS`.
+        node: index of the node; n0 is 0.
+        rank: rank, for faults of workers.
+        role: one of `ROLES` in place of a node or rank. Without any target the seed chooses one.
+        groups: for a partition: groups of nodes that reach each other.
+        step: inject as soon as any rank has finished this step.
+        at_s: inject so many seconds after the job's first step.
+        phase: inject when a process first reaches this phase (after ``step`` or ``at_s``, if given): one of
+            `PHASES`, or the name of a failpoint.
+        repeat: inject again in each later generation when the same condition holds.
+        for_s: duration in seconds; None: until something else ends the fault.
+        back_after_s: seconds until a killed node is restarted.
+        signal: for kill-worker: name of the signal.
+        error: for raise: a built-in exception.
+        code: for exit: the exit code.
+        delay_s: for slow-rank: per step; for slow-disk: per request.
+        limit_bytes: for out-of-memory, where the kernel sets no limit.
         percent: for packet-loss.
         bytes_per_s: for slow-link.
-        fraction: where in a checkpoint it is cut off, or a bit is flipped.
-        sender: of a damaged message: a peer, or a stranger.
+        fraction: position in a checkpoint of a truncation or a bit flip.
+        sender: for corrupt-message: a peer, or an unauthenticated caller.
 
     """
 
@@ -223,24 +219,24 @@ class Fault:
 
     @property
     def kind(self) -> FaultKind:
-        """What holds for all faults of its kind."""
+        """Return the kind, with all that holds for its faults."""
         return KINDS[self.what]
 
     @property
     def has_random_target(self) -> bool:
-        """Whether chance still has to say whom it hits."""
+        """Whether the seed still has to choose the target."""
         if self.kind.target == NODES:
             return not self.groups
         return self.role in {"", "lead"} and self.node is None and self.rank is None
 
     @property
     def failpoint(self) -> str:
-        """The failpoint of its phase; empty without one."""
+        """Return the failpoint of the phase; empty without one."""
         return failpoint_for_phase(self.phase) if self.phase else ""
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """Read a line: "worker 1 at step 20", "cut node 2 at 40s for 6s", "kill-agent leader in commit".
+        """Parse a line: "worker 1 at step 20", "cut node 2 at 40s for 6s", "kill-agent leader in commit".
 
         The words worker, agent and node are short for kill-worker rank, kill-agent node and kill-node node.
         """
@@ -270,7 +266,7 @@ class Fault:
 
     @property
     def target_text(self) -> str:
-        """Whom it hits, in words."""
+        """Describe the target."""
         if self.kind.target == NODES:
             return " | ".join(" ".join(f"n{node}" for node in group) for group in self.groups) or "random"
         if self.rank is not None:
@@ -280,7 +276,7 @@ class Fault:
 
     @property
     def time_text(self) -> str:
-        """When it comes, in words, with a space before it."""
+        """Describe when the fault is due, after a space."""
         start = f"step {self.step}" if self.step is not None else ""
         start = start or ("" if self.at_s is None else format_duration(self.at_s))
         joint = " from " if self.phase else " at "
@@ -293,7 +289,7 @@ class Fault:
 
 
 def plan_key(name: str) -> str:
-    """What a field is called in a file: ``for``, ``back-after``, ``rate``."""
+    """Return the name of a field in a plan file: ``for``, ``back-after``, ``rate``."""
     names = {"bytes_per_s": "rate", "limit_bytes": "limit", "sender": "from"}
     return names.get(name, name.removesuffix("_s").replace("_", "-"))
 
@@ -302,7 +298,7 @@ PLAN_KEYS = {plan_key(field.name): field.name for field in fields(Fault)}
 
 
 def format_duration(seconds: float) -> str:
-    """``seconds`` as a file has them: 6s, 0.25s."""
+    """Format seconds as a plan file has them: 6s, 0.25s."""
     return f"{seconds:.3f}".rstrip("0").rstrip(".") + "s"
 
 
@@ -386,7 +382,7 @@ def _check_settings(fault: Fault) -> None:
 
 
 def _is_raisable_exception(name: str | None) -> bool:
-    """Whether a worker can raise it as `failpoints` does."""
+    """Whether a failpoint can raise this exception."""
     kind = getattr(builtins, name or "", None)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
         return False

@@ -1,10 +1,8 @@
-"""Where simulated nodes get their agents from: forks of one process that has imported torch for all of them.
+"""Start agents of simulated nodes as forks of one process that has imported torch.
 
-Promise: what is given back is a process like one that was started with the same command, environment and
-output; where no fork can be had, None. Nurseries live as long as this process, and end with it, as do
-all that came from them. Does not know how a fork is made into an agent (`brood.py`).
-
-How simulated nodes end: with whoever simulates them, or killed, and then gone for certain.
+A forked agent behaves like a new process with the same command, environment and output. `start` returns None
+where a fork is not possible. Fork servers live as long as this process and end with it, as do all their
+forks. The program of the fork server itself is `fork_server_main`.
 """
 
 from __future__ import annotations
@@ -40,30 +38,30 @@ T = TypeVar("T")
 
 
 class AgentProcess(Protocol):
-    """A process of a simulated node, with the words that `subprocess.Popen` has for its end."""
+    """A process of a simulated node, with the methods of `subprocess.Popen` that end it."""
 
     @property
     def pid(self) -> int:
-        """By which this machine knows it."""
+        """Return its process id on this machine."""
 
     def poll(self) -> int | None:
-        """Give the exit code, None while it runs."""
+        """Return the exit code, or None while it runs."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end, at most so many seconds."""
+        """Wait for its end, at most ``timeout`` seconds."""
 
     def send_signal(self, sig: int) -> None:
         """Send a signal, unless it is known to have ended."""
 
 
 def start_with_lasting_parent(start: Callable[[], T]) -> T:
-    """Start a process that is to end with this one, and not before.
+    """Start a process from a thread that lasts as long as this process.
 
-    The kernel counts the thread that forks as the parent, so that is one which lasts as long as the process:
-    threads that are waited for, as those of an executor, end before what runs at exit.
+    PR_SET_PDEATHSIG fires when the thread that forked ends. Threads of an executor end before the exit
+    handlers run.
 
     Raises:
-        MachineError: this process may have no more threads.
+        MachineError: this process may not start another thread.
 
     """
     global _start_requests  # noqa: PLW0603  one for the process
@@ -97,7 +95,7 @@ def _serve_start_requests(requests: queue.SimpleQueue[tuple[Callable[[], Any], F
 
 
 def _reset_after_fork() -> None:
-    """A fork has none of this process's threads."""
+    """Forget the threads of the parent process."""
     global _start_requests, _lock
     _start_requests, _lock = None, threading.Lock()
 
@@ -106,18 +104,18 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends: see `start_to_last`. Between fork and exec."""
+    """Ask the kernel to kill this process when its parent ends. Call it between fork and exec."""
     _LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
 def kill(process: psutil.Process) -> None:
-    """Send SIGKILL; one that is gone already will do."""
+    """Send SIGKILL; ignore a process that is gone."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process.kill()
 
 
 def wait_for_exit(process: psutil.Process) -> None:
-    """Wait until all threads of a killed process have ended; init may take note seconds later."""
+    """Wait until all threads of a killed process have ended; init may reap it seconds later."""
     with contextlib.suppress(psutil.NoSuchProcess, OSError):
         if not process.is_running():
             return
@@ -136,10 +134,10 @@ REPLY_TIMEOUT_S = 120.0  # for the first agent, which waits for the imports
 
 
 class AgentForkServer:
-    """One process that forks agents. Make it through `start`."""
+    """One process that forks agents. Use `start` to get one."""
 
     def __init__(self, env: Mapping[str, str], program: Path | None = None) -> None:
-        """Start it; it imports while its first agent is asked for. ``program``: default `brood`."""
+        """Start it; ``program`` replaces `fork_server_main`."""
         self._connection, its = socket.socketpair()
         self._lock = threading.Lock()
         with its:
@@ -164,10 +162,10 @@ class AgentForkServer:
         network: str = "",
         **more: object,
     ) -> fork_server_main.ForkedProcess:
-        """Fork an agent; ``more`` is for programs other than `brood`.
+        """Fork an agent; further arguments are for other programs than `fork_server_main`.
 
         Raises:
-            OSError, EOFError: the process is gone.
+            OSError, EOFError: the fork server is gone.
 
         """
         asked = {
@@ -193,10 +191,10 @@ class AgentForkServer:
         return code
 
     def _request(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
-        """Send a question, and receive its answer.
+        """Send a request and receive its answer.
 
-        One that is interrupted in between, by Ctrl-C or a test's time limit, ends the nursery: the next would
-        take that answer for its own, and what was forked would be nobody's.
+        An interrupt in between, by Ctrl-C or a time limit of pytest, ends the fork server. Otherwise the next
+        request would get that answer, and the forked process would belong to nobody.
         """
         with self._lock:
             try:
@@ -207,14 +205,14 @@ class AgentForkServer:
                 raise
 
     def close(self) -> None:
-        """End the process, and with it all that it has forked."""
+        """End the fork server and all that it has forked."""
         self._process.kill()
         self._process.wait()
         self._connection.close()
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """Whether it runs."""
         return self._process.poll() is None
 
 
@@ -230,14 +228,14 @@ def start(
     cwd: Path | None = None,
     network: str = "",
 ) -> fork_server_main.ForkedProcess | None:
-    """Fork ``command``, which is ``python -m …``; None where it has to be started as a new process.
+    """Fork ``command``, which is ``python -m ...``; return None if it must be started as a new process.
 
     Args:
-        command: what is run.
+        command: the command line.
         env: its environment.
-        output: where it prints to.
-        cwd: the folder in which it is to run; None: this process's.
-        network: path of the network namespace in which it is to run; empty: this process's.
+        output: file for its output.
+        cwd: its working directory; None: that of this process.
+        network: path of the network namespace to run in; empty: that of this process.
 
     """
     heeded = {

@@ -1,15 +1,13 @@
-"""The nursery's process: imports what an agent and its workers import once, and forks agents on request.
+"""The program of the agents' fork server: import once, fork agents on request.
 
-Run by `nursery.py` as ``python -u brood.py LINE PARENT``; it dies with its parent, and what it has
-forked dies with it. A simulated node costs seconds of importing, for its agent and again for its zygote. On
-one machine all nodes can share that, as workers share their zygote's.
+Run as ``python -u fork_server_main.py DESCRIPTOR PARENT``. It dies with its parent, and its forks die with
+it. A simulated node needs seconds for the imports of its agent and again for those of its workers' fork
+server; on one machine all nodes share them. A forked agent runs `elastic_resume.cli` with its own command,
+environment, directory, network and output. Its first workers' fork server is forked with it, before it has
+any thread.
 
-Promise: an agent that is forked here runs `elastic_resume.cli` with the command, environment, folder, network
-and output that it was given, as a new process would, through `agent.script`. Its first zygote is forked
-along with it, before it has any thread, and runs `agent.zygote` unchanged when the agent starts it.
-
-Does not know what agents do. What only a new process heeds (`preflight.READ_AT_START`) is the same in all:
-its caller sees to that.
+Variables that only a new interpreter reads (`ENV_READ_BY_INTERPRETER`) must be equal in all; the caller
+checks that.
 """
 
 from __future__ import annotations
@@ -48,17 +46,17 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class ForkedProcess:
-    """A process that was forked elsewhere, with those of `subprocess.Popen`'s methods that agents need."""
+    """A process that another process forked, with the methods of `subprocess.Popen` that agents need."""
 
     def __init__(self, pid: int, reap: Callable[[int], int | None]) -> None:
-        """``reap`` gives the exit code of a process that has ended, as `waitpid` does with WNOHANG."""
+        """Wrap a process; ``reap`` returns its exit code, as `waitpid` with WNOHANG."""
         self.pid = pid
         self.returncode: int | None = None
         self._reap = reap
         self._lock = threading.Lock()  # it can be reaped once
 
     def poll(self) -> int | None:
-        """Give the exit code, None while it runs."""
+        """Return the exit code, or None while it runs."""
         with self._lock:
             if self.returncode is None:
                 self.returncode = self._reap(self.pid)
@@ -85,11 +83,11 @@ class ForkedProcess:
             os.kill(self.pid, number)  # not reaped, so the number is still its own
 
     def terminate(self) -> None:
-        """SIGTERM."""
+        """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -99,7 +97,7 @@ def _sleep_until_end(pid: int, timeout_s: float | None) -> None:
 
 
 def has_ended(pid: int, timeout_s: float | None = 0.0) -> bool | None:
-    """Whether a process that nobody has reaped ends within this time; None: the kernel has no pidfd."""
+    """Whether an unreaped process ends within this time; None if the kernel has no pidfd."""
     try:
         descriptor = os.pidfd_open(pid)
     except OSError:
@@ -111,7 +109,7 @@ def has_ended(pid: int, timeout_s: float | None = 0.0) -> bool | None:
 
 
 def reap(pid: int) -> int | None:
-    """Give the exit code of a child that has ended, None for one that runs."""
+    """Return the exit code of a child that has ended, or None if it runs."""
     ended, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if ended else None
 
@@ -120,7 +118,7 @@ def reap(pid: int) -> int | None:
 
 
 def send(connection: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-    """Send one message with its length ahead, and descriptors along with it."""
+    """Send one message, prefixed with its length, and descriptors with it."""
     data = json.dumps(message).encode()
     socket.send_fds(connection, [len(data).to_bytes(LENGTH_BYTES, "big")], descriptors)
     connection.sendall(data)
@@ -154,7 +152,7 @@ def receive(connection: socket.socket, max_descriptors: int = 0) -> tuple[dict[s
 
 
 def main() -> None:
-    """Import, and serve until the line ends. Returns in a fork only, when that is at its end."""
+    """Import, then serve until the socket is closed. It returns only in a fork, at the fork's end."""
     line, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     if not _die_with_parent(parent):
         return
@@ -181,7 +179,7 @@ def main() -> None:
 
 
 def _die_with_parent(parent: int) -> bool:
-    """Ask the kernel to end this process with its parent; whether that still lives."""
+    """Ask the kernel to kill this process with its parent; return whether the parent still lives."""
     _LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     return os.getppid() == parent
 
@@ -193,7 +191,7 @@ def _fork() -> int:
 
 
 def _serve(connection: socket.socket, import_environment: dict[str, str]) -> Callable[[], None]:
-    """Do what is asked. Returns in forks only: what such a one is to become."""
+    """Serve requests. It returns only in a fork: the function that the fork runs."""
     nursery = os.getpid()
     while True:
         try:
@@ -214,7 +212,7 @@ def _serve(connection: socket.socket, import_environment: dict[str, str]) -> Cal
 def _set_up_agent(
     parent: int, request: dict[str, Any], output: int, import_environment: dict[str, str]
 ) -> Callable[[], None]:
-    """In the fork: take on what was asked for, and fork the zygote of it; give what to become."""
+    """In the fork: apply the request and fork the workers' fork server; return the function to run."""
     if not _die_with_parent(parent):
         os._exit(1)
     os.setsid()
@@ -245,7 +243,7 @@ def _set_up_agent(
 
 
 def _run_command(command: list[str]) -> None:
-    """Run it and end, without freeing what was imported: that takes a quarter of a second of a processor."""
+    """Run the command and exit without freeing memory, which takes a quarter of a second."""
     code = 0
     try:
         run_main.run(command)
@@ -274,7 +272,7 @@ def _enter_network(path: str) -> None:
 
 
 class _PreforkedForkServer:
-    """Starts the agent's first zygote from the fork that waits for it, and later ones as new processes."""
+    """Starts the workers' first fork server from the waiting fork, and later ones as new processes."""
 
     def __init__(self, pid: int, connection: socket.socket) -> None:
         self._pid = pid
@@ -282,7 +280,7 @@ class _PreforkedForkServer:
         self._environ = forkserver.read_environment()
 
     def __call__(self, argv: list[str], *, pass_fds: tuple[int, ...], **others: Any) -> Any:
-        """As `subprocess.Popen`, of the zygote's command."""
+        """Start the fork server, with the signature of `subprocess.Popen`."""
         line, self._connection = self._connection, None
         environ = forkserver.read_environment()
         if line is None or forkserver.list_differing_variables(self._environ, environ):

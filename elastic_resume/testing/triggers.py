@@ -1,17 +1,12 @@
-"""What is to happen to simulated nodes when a rank has finished a step: planned ahead, done at that moment.
+"""Run actions when a rank has finished a step, and arm failpoints of running processes.
 
-A thread looks at the pages on which ranks note each step (`store/board.py`), hundreds of times a second, and
-acts within milliseconds. So a test says what befalls whom, and then waits for the end. Promise: each thing
-happens once; what goes wrong in that thread, or never comes, is an error of the test (`Moments.complain`,
-`require_all`).
+`TriggerWatcher` is a thread that reads the progress pages of all ranks hundreds of times a second and runs
+the actions that `Cluster.at` has planned, milliseconds after the step. Each action runs once. An action that
+fails, or whose step never comes, is an error of the test (`raise_error`, `require_all_done`).
 
-Does not know nodes: what is done, and to whom, is given with the moment.
-
-Arms failpoints of processes that run: the other side of `elastic_resume.failpoints`.
-
-All nodes of a job are given one directory. What is armed is a list in it that is replaced in one piece; what
-has fired, and what waits at its point, are files that outlive whoever made them. An action is done
-once, by whichever process comes first, unless ``once=""`` is said.
+`FailpointController` writes a directory that all processes of a job see. The list of armed failpoints is
+replaced atomically. Files record which failpoint has fired and which process waits at one. A failpoint fires
+once, in the first process that reaches it, unless it has ``once=""``.
 """
 
 from __future__ import annotations
@@ -31,12 +26,12 @@ POLL_S = 0.002  # a step of a small model takes a few milliseconds
 
 
 class TriggerError(AssertionError):
-    """What was planned with `Cluster.at` could not be done, or its moment never came."""
+    """An action that was planned with `Cluster.at` failed, or its step never came."""
 
 
 @dataclass(frozen=True)
 class ScheduledAction:
-    """One thing that is to happen. ``act`` gets the node of the rank, and its line; False: not yet."""
+    """One planned action. It gets the node and the progress of the rank; False means "not yet"."""
 
     description: str
     step: int
@@ -50,7 +45,7 @@ class ScheduledAction:
         return f"{self.description} at step {self.step}{whose}{on}"
 
     def find_match(self, progress: Iterable[tuple[int, ProgressRecord]]) -> tuple[int, ProgressRecord] | None:
-        """The line that says that the moment has come: the newest, where a rank had several."""
+        """Return the newest progress record that fulfils the condition."""
         fitting = [
             (index, line)
             for index, line in progress
@@ -60,10 +55,10 @@ class ScheduledAction:
 
 
 class TriggerWatcher:
-    """What is planned for one cluster."""
+    """Runs the planned actions of one cluster."""
 
     def __init__(self, read_progress: Callable[[], Iterable[tuple[int, ProgressRecord]]]) -> None:
-        """``lines`` gives what each rank has noted, by node."""
+        """Prepare the watcher; ``read_progress`` returns each rank's node and progress."""
         self._read_progress = read_progress
         self._pending: list[ScheduledAction] = []
         self._error: TriggerError | None = None
@@ -72,7 +67,7 @@ class TriggerWatcher:
         self._thread: threading.Thread | None = None
 
     def schedule(self, action: ScheduledAction) -> None:
-        """Take it, and look out for it from now on."""
+        """Add an action and start the thread."""
         with self._changed:
             self._pending = sorted([*self._pending, action], key=lambda one: one.step)
             if self._thread is None:
@@ -81,10 +76,10 @@ class TriggerWatcher:
             self._changed.notify()
 
     def raise_error(self) -> None:
-        """Raise what went wrong, once.
+        """Raise the error of a failed action, once.
 
         Raises:
-            MomentError: that.
+            TriggerError: an action failed.
 
         """
         error, self._error = self._error, None
@@ -92,10 +87,10 @@ class TriggerWatcher:
             raise error
 
     def require_all_done(self) -> None:
-        """Raise unless all that was planned has happened.
+        """Raise unless all planned actions have run.
 
         Raises:
-            MomentError: naming what has not.
+            TriggerError: it names the actions that have not run.
 
         """
         left, self._pending = self._pending, []
@@ -106,7 +101,7 @@ class TriggerWatcher:
             )
 
     def close(self) -> None:
-        """Forget what has not come, and end the thread. A second call does nothing."""
+        """Discard the remaining actions and end the thread. A second call does nothing."""
         with self._changed:
             self._closed = True
             self._pending = []
@@ -126,7 +121,7 @@ class TriggerWatcher:
                 self._changed.wait_for(lambda: self._closed, POLL_S)
 
     def _run_due(self, pending: Iterable[ScheduledAction]) -> None:
-        """Do all whose moment has come; errors are raised where the test waits."""
+        """Run all actions that are due; their errors are raised where the test waits."""
         lines = list(self._read_progress())
         for planned in pending:
             found = planned.find_match(lines)
@@ -142,10 +137,10 @@ class TriggerWatcher:
 
 
 class FailpointController:
-    """The failpoints of one job. One thread at a time."""
+    """The failpoints of one job. It may be used by one thread at a time."""
 
     def __init__(self, directory: Path) -> None:
-        """Make ``directory``, which every process of the job must see by this path."""
+        """Create ``directory``; every process of the job must see it under this path."""
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         self._entries: dict[str, str] = {}
@@ -153,14 +148,14 @@ class FailpointController:
 
     @property
     def env(self) -> dict[str, str]:
-        """What the job's processes find the directory by."""
+        """Return the environment variables by which processes find the directory."""
         return {constants.ENV_FAULTS_DIR: str(self.directory)}
 
     def arm(self, failpoint: str, **conditions: object) -> str:
-        """Arm ``NAME=ACTION`` with conditions (see `failpoints`); give the mark by which to ask for it.
+        """Arm ``NAME=ACTION`` with conditions (see `failpoints`) and return its id.
 
         Raises:
-            ConfigError: it cannot be read as one.
+            ConfigError: the failpoint is malformed.
 
         """
         self._count += 1
@@ -173,12 +168,12 @@ class FailpointController:
         return mark
 
     def disarm(self, failpoint_id: str) -> None:
-        """Let nobody else be hit; who is being hit goes on."""
+        """Disarm a failpoint. A process that has reached it already continues its action."""
         if self._entries.pop(failpoint_id, None) is not None:
             self._write()
 
     def read_fired(self, failpoint_id: str) -> dict[str, Any] | None:
-        """Who was hit first: t, pid, node, rank and local rank, as far as known; None: nobody yet."""
+        """Return who fired it first (t, pid, node, rank, local rank); None if nobody has."""
         try:
             told = json.loads((self.directory / (failpoint_id + FIRED_SUFFIX)).read_bytes())
         except (FileNotFoundError, ValueError):  # being written
@@ -186,11 +181,11 @@ class FailpointController:
         return told if isinstance(told, dict) else None
 
     def is_waiting(self, failpoint_id: str) -> bool:
-        """Whether a process stands at a point that was armed with ``wait``."""
+        """Whether a process waits at a failpoint that was armed with ``wait``."""
         return (self.directory / (failpoint_id + REACHED_SUFFIX)).exists()
 
     def release(self, failpoint_id: str) -> None:
-        """Let it go on."""
+        """Let the waiting process continue."""
         (self.directory / (failpoint_id + DONE_SUFFIX)).touch()
 
     def _write(self) -> None:

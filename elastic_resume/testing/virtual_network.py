@@ -1,32 +1,18 @@
-"""Simulated hosts: a network namespace for each node, and links that go silent.
+"""Give simulated nodes a network of their own, whose links can drop packets.
 
-What a killed process cannot show is silence. Its kernel closes its connections, so its peers learn of the
-death at once; of a machine without power, or behind a dead switch, they learn nothing. Here each node has an
-interface of its own, on a bridge that lives in yet another namespace, and a packet for a node that is out of
-reach is sent to a hardware address that nobody has. Nothing answers, nothing is refused, no interface goes
-down, and a connection that was silent goes on when the link is back.
+A killed process cannot show what an unreachable node shows: its kernel closes its connections, so its peers
+notice at once. Here each node has a network namespace with one interface, joined by a bridge in another
+namespace. To cut a link, the sender's neighbour entry gets a hardware address that nobody has. Then nothing
+answers, nothing is refused, no interface goes down, and a connection continues when the link is restored. (A
+bridge port that is taken down makes new connections fail with EHOSTUNREACH after 3 s; an interface that is
+taken down fails with ENETUNREACH at once.)
 
-**Measured**, with a link cut for a minute, on an established connection and on a new one. A neighbour that
-nobody is: both wait without an error until TCP itself gives up. A bridge port taken down, or disabled: the
-same while hardware addresses are given; where they are asked for (ARP), a new connection fails with
-EHOSTUNREACH after 3 s. The node's own interface taken down: ENETUNREACH at once. Hence fixed addresses, and
-one way to lose a packet for whole nodes, single directions and partitions; it takes no packet filter, and no
-kernel module but bridge and veth. A change takes 2 ms for each node that sends otherwise, one after another.
-Only links that lose some of their packets, or are narrow, take more (`links.py`): nft, and tc with tbf.
+Packet loss and rate limits are applied on the bridge with nft and tc, as a switch would. A sender whose own
+machine dropped packets would get EPERM.
 
-**Promises.** Nothing is named, mounted or configured on the host: the namespaces have no names and live by
-descriptors of the process that made them. When it ends, in whatever way, the kernel takes down the bridge
-and every link. So no run finds what another left, and any number of them go side by side. The processes
-inside are bound by whoever starts them (`lab.Cluster` does); `close` ends those that are left.
-
-**Does not know** agents, jobs or torch. It carries IPv4 from node to node, no broadcasts and no way out; a
-process on the host cannot reach a node.
-
-Links: which of them are silent, and what the kernel is told of those that lose packets or are narrow.
-
-Pure: `hosts.Namespaces` has it carried out, on the bridge that joins the nodes. Packets are lost there,
-as in a switch: a sender whose own machine dropped them would be told (EPERM). A packet is what the kernel
-hands over at once, which for TCP is up to 64 kB.
+Nothing is named, mounted or configured on the host. Namespaces live by descriptors of the process that made
+them, so the kernel removes everything when it ends, and any number of networks exist side by side. The
+network carries IPv4 between nodes; it has no route out, and a process on the host cannot reach a node.
 """
 
 from __future__ import annotations
@@ -59,7 +45,7 @@ _MAX_QUEUE_MS = 400  # what waits for longer than that is dropped, as a router d
 
 @dataclass
 class SilencedLinks:
-    """What silences links. Each of these ends for itself: a link works when none of them names it."""
+    """The faults that silence links. Each ends by itself; a link works when none of them names it."""
 
     partition_sides: list[int]  # of a partition, by node
     cut_nodes: set[int] = field(default_factory=set)  # nodes
@@ -67,7 +53,7 @@ class SilencedLinks:
     temporary_cuts: list[frozenset[NodePair]] = field(default_factory=list)  # by whoever lets go of it later
 
     def silent_pairs(self) -> set[NodePair]:
-        """Between whom nothing arrives."""
+        """Return the pairs (sender, receiver) between which packets are dropped."""
         named = self.cut_links.union(*self.temporary_cuts)
         return {
             (sender, receiver)
@@ -79,10 +65,10 @@ class SilencedLinks:
 
 
 def assign_sides(groups: Sequence[Collection[int]], nodes: int) -> list[int]:
-    """In which of these groups each node is.
+    """Return the index of each node's group.
 
     Raises:
-        UsageError: one is in none, or in two.
+        UsageError: a node is in no group, or in two.
 
     """
     if sorted(itertools.chain(*groups)) != list(range(nodes)):
@@ -92,14 +78,14 @@ def assign_sides(groups: Sequence[Collection[int]], nodes: int) -> list[int]:
 
 @dataclass(frozen=True)
 class PacketLoss:
-    """Which share of the packets to and from a node is lost, 0 to 1."""
+    """The fractions of packets to and from a node that are dropped, 0 to 1."""
 
     incoming: float
     outgoing: float
 
 
 def nft_rules(losses: Mapping[str, PacketLoss]) -> Iterator[str]:
-    """What `nft` reads: these losses, by port of the bridge, in place of all former ones, in one moment."""
+    """Format these losses as an `nft` script that replaces all former ones atomically."""
     yield "table bridge losses"  # so that there is one to delete
     yield "delete table bridge losses"
     yield "table bridge losses {"
@@ -115,7 +101,7 @@ def nft_rules(losses: Mapping[str, PacketLoss]) -> Iterator[str]:
 
 
 def tc_command(device: str, bytes_per_s: float) -> str:
-    """What `tc` reads: send no more than this; 0: as fast as it goes."""
+    """Format a rate limit for `tc`; 0 removes the limit."""
     if not bytes_per_s:
         return f"qdisc replace dev {device} root noqueue"
     burst = max(_MIN_BURST_BYTES, round(bytes_per_s * _BURST_S))
@@ -142,7 +128,7 @@ _PROBE_COMMANDS = [
 
 
 def unavailable_reason() -> str:
-    """Why this process cannot make `Namespaces`, in words; empty when it can."""
+    """Return why this process cannot create a `VirtualNetwork`; empty if it can."""
     missing = [tool for tool in _REQUIRED_TOOLS if _find_tool(tool) is None]
     if missing:
         packages = " ".join(sorted({_REQUIRED_TOOLS[tool] for tool in missing}))
@@ -159,13 +145,13 @@ def unavailable_reason() -> str:
 
 
 class VirtualNetwork:
-    """A network namespace for each node, all on one bridge. Use it as a context manager, or call `close`."""
+    """A network namespace per node, all on one bridge. Use it as a context manager, or call `close`."""
 
     def __init__(self, nodes: int = 3) -> None:
-        """Make the network; every node reaches every other.
+        """Create the network; every node reaches every other.
 
         Raises:
-            MachineError: `available` says why not.
+            MachineError: network namespaces are not available here (`unavailable_reason`).
 
         """
         if not 1 <= nodes <= MAX_NODES:
@@ -201,26 +187,26 @@ class VirtualNetwork:
         self.close()
 
     def address(self, index: int) -> str:
-        """The node's IPv4 address; it can be reached from the other nodes alone."""
+        """Return the node's IPv4 address; only other nodes can reach it."""
         self._require_open(index)
         return f"{self._network_prefix}.{self._host_numbers[index]}"
 
     def wrap_command(self, index: int, argv: Sequence[str]) -> list[str]:
-        """``argv``, so that it runs on a node's network; folder, environment and process id stay its own.
+        """Return a command that runs ``argv`` in a node's network.
 
-        The process that is started becomes ``argv`` by exec: its id is the one to signal and to wait for,
-        and a parent-death signal that was asked for before (prctl) still holds.
+        The started process becomes ``argv`` by exec. So its process id is the one to signal and to wait for,
+        and an earlier PR_SET_PDEATHSIG still holds. Directory and environment are unchanged.
         """
         self._require_open(index)
         return [str(_find_tool("nsenter")), f"--net={_descriptor_path(self._namespaces[index])}", "--", *argv]
 
     def namespace_path(self, index: int) -> str:
-        """Where a node's network namespace can be opened, for a process that enters it by itself."""
+        """Return a path of a node's network namespace, for a process that enters it itself."""
         self._require_open(index)
         return _descriptor_path(self._namespaces[index])
 
     def change_address(self, index: int) -> str:
-        """Give a node an address that none had before, and give that back; its former one answers no more.
+        """Give a node an address that no node had before, and return it; the former one no longer answers.
 
         Raises:
             UsageError: all addresses of the network have been used.
@@ -253,7 +239,7 @@ class VirtualNetwork:
     # ---- what befalls the links ----------------------------------------------------------------------
 
     def cut(self, index: int) -> None:
-        """Let all that a node sends and all that is sent to it vanish."""
+        """Drop all packets to and from a node."""
         self._require_open(index)
         self._silenced_links.cut_nodes.add(index)
         self._apply_silence()
@@ -261,15 +247,15 @@ class VirtualNetwork:
     def lose_packets(
         self, index: int, percent: float, *, one_way: Literal["in", "out"] | None = None
     ) -> None:
-        """Let a node's link lose this share of its packets, by chance, and no longer what it lost before.
+        """Drop a fraction of a node's packets at random; it replaces the former fraction.
 
         Args:
-            index: whose.
+            index: index of the node.
             percent: of the packets, 0 to 100.
-            one_way: only of those to the node ("in"), or of those that it sends ("out").
+            one_way: only packets to the node ("in"), or from it ("out").
 
         Raises:
-            MachineError: there is no nft here.
+            MachineError: nft is not installed.
 
         """
         self._require_open(index)
@@ -282,10 +268,10 @@ class VirtualNetwork:
         self._apply_losses()
 
     def limit_rate(self, index: int, bytes_per_s: float) -> None:
-        """Let a node's link carry no more than so many bytes a second each way; 0: as many as it can.
+        """Limit a node's link to so many bytes per second each way; 0 removes the limit.
 
         Raises:
-            MachineError: there is no tc here.
+            MachineError: tc is not installed.
 
         """
         self._require_open(index)
@@ -298,9 +284,9 @@ class VirtualNetwork:
         self._rate_limited.add(index)
 
     def silence_links(self, pairs: Iterable[NodePair]) -> Callable[[], None]:
-        """Let what is sent from one node to another vanish, by pairs, until what is given back is called.
+        """Drop packets between these pairs until the returned function is called.
 
-        Whatever else silences one of these links, and whatever `restore` does, the other goes on.
+        Other faults of these links, and `restore_link`, do not affect it.
         """
         held = frozenset(pairs)
         self._require_open(*{index for pair in held for index in pair})
@@ -315,7 +301,7 @@ class VirtualNetwork:
         return let_go
 
     def restore_link(self, index: int) -> None:
-        """Undo `cut`, every `cut_link`, loss and rate; a partition stays, and what `silence` holds."""
+        """Undo `cut`, `cut_link`, loss and rate of a node. A partition and `silence_links` stay."""
         self._require_open(index)
         self._silenced_links.cut_nodes.discard(index)
         self._silenced_links.cut_links = {
@@ -325,7 +311,7 @@ class VirtualNetwork:
         self._clear_loss_and_rate([index])
 
     def cut_link(self, sender: int, receiver: int, *, one_way: bool = False) -> None:
-        """Let what one node sends to another vanish; and, unless ``one_way``, what that sends back."""
+        """Drop what one node sends to another and, unless ``one_way``, what that one sends back."""
         self._require_open(sender, receiver)
         self._silenced_links.cut_links.add((sender, receiver))
         if not one_way:
@@ -333,7 +319,7 @@ class VirtualNetwork:
         self._apply_silence()
 
     def partition(self, groups: Sequence[Collection[int]]) -> None:
-        """Let nodes reach only those of their own group, in place of any earlier partition.
+        """Let nodes reach only those of their own group; it replaces an earlier partition.
 
         Raises:
             UsageError: a node is in no group, or in two.
@@ -343,13 +329,13 @@ class VirtualNetwork:
         self._apply_silence()
 
     def heal(self) -> None:
-        """Let every node reach every other again: no cut, partition, loss or rate is left."""
+        """Undo every cut, partition, loss and rate limit."""
         self._silenced_links = SilencedLinks([0] * len(self))
         self._apply_silence()
         self._clear_loss_and_rate(range(len(self)))
 
     def close(self) -> None:
-        """End the processes that are left on the nodes, and the network. A second call does nothing."""
+        """Kill all processes on the nodes and remove the network. A second call does nothing."""
         spaces, self._namespaces = self._namespaces, []
         inside = {_namespace_id(_descriptor_path(space)) for space in spaces}
         for _ in range(_MAX_KILL_ROUNDS):  # what had just been forked is found by the next look
@@ -362,7 +348,7 @@ class VirtualNetwork:
     # ---- inside --------------------------------------------------------------------------------------
 
     def _connect_nodes(self) -> None:
-        """Give every node its interface, and the bridge a port for each."""
+        """Create an interface for every node, and its port on the bridge."""
         hub = _make_namespace()
         try:
             lines = ["link add hub type bridge", "link set hub addrgenmode none", "link set hub up"]
@@ -394,7 +380,7 @@ class VirtualNetwork:
         return f"neigh replace {self.address(receiver)} lladdr {hardware} nud permanent dev {INTERFACE}"
 
     def _apply_silence(self) -> None:
-        """Make the network lose what the cuts, links and groups say, and nothing else."""
+        """Make the kernel drop exactly what the cuts, links and groups say."""
         wanted = self._silenced_links.silent_pairs()
         changed = wanted ^ self._applied_silent_pairs
         for sender in sorted({pair[0] for pair in changed}):
@@ -410,7 +396,7 @@ class VirtualNetwork:
         _run_tool("nft", self._namespaces[-1], nft_rules(losses))
 
     def _clear_loss_and_rate(self, indices: Iterable[int]) -> None:
-        """Undo loss and rates of these nodes."""
+        """Remove loss and rate limits of these nodes."""
         for index in self._rate_limited.intersection(indices):
             self.limit_rate(index, 0)
         self._rate_limited.difference_update(indices)
@@ -428,7 +414,7 @@ class VirtualNetwork:
 
 
 def _make_namespace() -> int:
-    """Make a network namespace; it lives as long as the descriptor that is given back."""
+    """Create a network namespace; it lives as long as the returned descriptor."""
     unshare = [str(_find_tool("unshare")), "--net", "cat"]
     with subprocess.Popen(
         unshare, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -449,7 +435,7 @@ def _run_ip(namespace: int, lines: Iterable[str]) -> None:
 
 
 def _run_tool(tool: str, namespace: int, lines: Iterable[str]) -> None:
-    """Have a tool read lines in a namespace."""
+    """Run a tool in a namespace with lines as its input."""
     found = _find_tool(tool)
     if found is None:
         raise MachineError(f"no {tool} on this machine: apt-get install {_TOOL_PACKAGES[tool]}.")
@@ -466,7 +452,7 @@ def _run_with_input(command: list[str], lines: Iterable[str]) -> subprocess.Comp
 
 
 def _kill_in_namespaces(namespaces: Collection[tuple[int, int]]) -> bool:
-    """Send SIGKILL to every process of these namespaces; whether there was one."""
+    """Send SIGKILL to every process of these namespaces; return whether there was one."""
     if _namespace_id("/proc/self/ns/net") in namespaces:
         raise RuntimeError("the namespace of this process is none of a node's")
     found = False

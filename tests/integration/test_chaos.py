@@ -159,7 +159,7 @@ def fate_of(number: int, what: str, node: int, t: float) -> FaultOutcome:
 def row_of(began: float, end: GenerationEnd, rejected: tuple[RejectedStateRecord, ...] = ()) -> Generation:
     """A generation of which nothing else is known."""
     unknown: dict[str, Any] = dict.fromkeys((field.name for field in fields(Generation)), None)
-    return Generation(**{**unknown, "began": began, "end": end, "rejected": rejected})
+    return Generation(**{**unknown, "start_t": began, "end": end, "rejected": rejected})
 
 
 def test_of_two_faults_in_one_moment_the_one_that_hit_the_rank_is_to_blame() -> None:
@@ -237,7 +237,7 @@ def test_a_fault_is_told_what_followed_of_it_and_of_no_other() -> None:
         fate_of(6, "torn-write", 2, 20.5),
     )
     report = RunHistory(tuple(rows), (), 4, 0, 0, 7, "stopped", "")
-    stepped: Any = (SimpleNamespace(last=20.0),)
+    stepped: Any = (SimpleNamespace(last_step_t=20.0),)
     told = replace(summary.build_run_report([]), start_t=0.0, history=report, generation_times=stepped)
     outcome = ExperimentResult("", (0, 0, 0), fates, told, drained_at=21.0)
     text = " ".join("\n".join(chaos._fault_table(outcome)).split())
@@ -263,9 +263,9 @@ def test_a_job_is_drained_when_it_has_gone_on_after_the_last_fault(tmp_path: Pat
     cluster = SimpleNamespace(
         nodes=[SimpleNamespace(directory=tmp_path, alive=True, agent=None)],
         run_dir=tmp_path,
-        arming=FailpointController(tmp_path / "armed"),
+        failpoints=FailpointController(tmp_path / "armed"),
         workers_per_node=1,
-        lines=lambda: [(0, at)],
+        rank_progress=lambda: [(0, at)],
         kill_agent=lambda _, number: told.append(number),
     )
     job = Experiment(tmp_path, 1, 1, 1, "loopback", (), (), FaultPlan(seed=1), fault_window_s=0.0, drain=True)

@@ -27,12 +27,12 @@ class Nodes:
         self.run_dir = directory
         self.nodes = [SimpleNamespace(name=f"n{index}", alive=True, agent=None) for index in range(3)]
         self.workers_per_node = 1
-        self.arming = FailpointController(directory / "armed")
+        self.failpoints = FailpointController(directory / "armed")
         self.done: list[tuple[object, ...]] = []
         self.silence = SilencedLinks([0] * 3)
-        self.hosts = SimpleNamespace(silence=self.hold)
+        self.network = SimpleNamespace(silence_links=self.hold)
 
-    def lines(self) -> list[tuple[int, Any]]:
+    def rank_progress(self) -> list[tuple[int, Any]]:
         """Tell that each rank has finished step 9."""
         worker = [SimpleNamespace(rank=index, pid=index) for index in range(3)]
         return [
@@ -44,11 +44,11 @@ class Nodes:
         """Tell who leads."""
         return [{"what": "leading", "node": "n0"}]
 
-    def corrupt(self, index: int, at: float) -> None:
+    def corrupt(self, index: int, fraction: float) -> None:
         """Note it."""
         if index == 1:
             raise UsageError("n1 has no checkpoint.")
-        self.done.append(("flip", index, at))
+        self.done.append(("flip", index, fraction))
 
     def kill_agent(self, index: int) -> None:
         """Note it."""
@@ -83,7 +83,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     """Nodes, of which this process is rank 1 on n1."""
     made = Nodes(tmp_path)
     known = {"RANK": "1", constants.ENV_LOCAL_RANK: "0", constants.ENV_NODE_NAME: "n1"}
-    for name, value in {**made.arming.env, **known}.items():
+    for name, value in {**made.failpoints.env, **known}.items():
         monkeypatch.setenv(name, value)
     failpoints.arm()
     yield made
@@ -116,7 +116,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def course_of(nodes: Nodes, *faults: Fault) -> FaultInjector:
     """Begin a course of ``faults``."""
-    course = FaultInjector(cast("Cluster", nodes), faults, nodes.arming)
+    course = FaultInjector(cast("Cluster", nodes), faults, nodes.failpoints)
     course.poll()
     return course
 
@@ -202,7 +202,7 @@ def test_a_rank_is_hit_in_its_own_phase(nodes: Nodes) -> None:
     course = course_of(nodes, Fault("kill-worker", rank=2, phase="in copy"))
     failpoints.hit("snapshot.copying")
     course.poll()
-    assert nodes.arming.read_fired("f1") is None
+    assert nodes.failpoints.read_fired("f1") is None
     assert course.outcomes[0].state != DONE
 
 
