@@ -12,13 +12,11 @@ import pytest
 from elastic_resume import cli
 from elastic_resume.testing import Cluster
 from tests.support import training_log
-from tests.support.paths import SCRIPTS
 from tests.support.scripts.train import SAMPLES
+from tests.support.training_job import EPOCHS, SCRIPT, check_end
 
 pytestmark = pytest.mark.cluster
 
-SCRIPT = SCRIPTS / "train.py"
-EPOCHS = 4
 SAVE_EVERY = 5
 Make = Callable[..., Cluster]
 
@@ -74,18 +72,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 def newest(cluster: Cluster) -> int:
     """The newest generation that has begun."""
     return max((int(event["generation"]) for event in cluster.events("resume")), default=0)
-
-
-def check_end(kept: Path, *, world_size: int, epochs: int = EPOCHS, batch: int = 24) -> str:
-    """Every sample once per epoch, equal weights on all ranks; give their digest."""
-    every = dict.fromkeys(range(SAMPLES), 1)
-    assert training_log.samples_by_epoch(kept) == dict.fromkeys(range(epochs), every)
-    ends = training_log.final_states(kept)
-    assert [end["rank"] for end in ends] == list(range(world_size))
-    assert {end["world_size"] for end in ends} == {world_size}
-    assert {end["step"] for end in ends} == {epochs * SAMPLES // batch}
-    assert len({end["digest"] for end in ends}) == 1
-    return str(ends[0]["digest"])
 
 
 def test_a_killed_worker_costs_only_the_steps_since_the_last_save(make: Make, undisturbed: str) -> None:

@@ -134,7 +134,8 @@ def test_the_same_error_on_every_node_before_the_first_step_fails_at_once(make: 
     cluster = make("raises", nodes=2)
     script = cluster.directory / "all.py"
     script.write_text(
-        f"import sys\nsys.path.insert(0, {str(SCRIPT.parents[3])!r})\nfrom tests.support.scripts import trouble\n"
+        f"import sys\nsys.path.insert(0, {str(SCRIPT.parents[3])!r})\n"
+        "from tests.support.scripts import trouble\n"
         "trouble.main(trouble.Path(sys.argv[1]), 'raises', trouble.NODE)\n"
     )
     cluster.stop()

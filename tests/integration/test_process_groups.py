@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from elastic_resume.testing.backends import find_free_port
-from tests.integration.test_run_command import wait_for
 from tests.support import launch_ranks
 
 pytestmark = pytest.mark.slow
@@ -37,6 +36,7 @@ def tell():
 import torch
 import torch.distributed as dist
 import elastic_resume as er
+from tests.support.agents import wait_for
 
 torch.set_num_threads(1)
 if "own" in sys.argv:

@@ -13,8 +13,8 @@ import pytest
 
 from elastic_resume import constants
 from elastic_resume.testing.cluster import Cluster
-from tests.integration.test_run_command import Agents, wait_for
-from tests.integration.test_run_command import agents as agents  # noqa: PLC0414  pytest finds fixtures by name
+from tests.support.agents import Agents, wait_for
+from tests.support.agents import agents as agents  # noqa: PLC0414  pytest finds fixtures by name
 from tests.support.paths import SCRIPTS
 from tests.unit.schedulers.test_slurm_job import RECORDED, script, shown
 

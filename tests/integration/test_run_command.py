@@ -12,95 +12,20 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from elastic_resume import constants, events
-from elastic_resume.testing import fork_server
+from elastic_resume import constants
 from elastic_resume.testing.backends import find_free_port
-from elastic_resume.testing.fork_server_main import ForkedProcess
+from tests.support.agents import RUN, Agent, Agents, wait_for
+from tests.support.agents import agents as agents  # noqa: PLC0414  pytest finds fixtures by name
+from tests.support.processes import is_alive
 
 pytestmark = pytest.mark.cluster
 
-Agent = subprocess.Popen[bytes] | ForkedProcess
 HOST = "127.0.0.1"
-RUN = [sys.executable, "-m", "elastic_resume", "run"]
-
-
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
-    """Wait until ``condition`` is true; its value."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited in vain: {what}"
-        time.sleep(0.02)
-    return value
-
-
-def alive(pid: int) -> bool:
-    """Whether the process runs; a zombie does not."""
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-class Agents:
-    """Agents in one directory, each with its output in a file; none outlives the test."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.started: list[Agent] = []
-        self.port = 0  # of the rendezvous of two
-
-    def script(self, text: str, name: str = "train.py") -> str:
-        """Write a training script."""
-        (self.directory / name).write_text(text)
-        return name
-
-    def start(self, *words: str, node: str = "a", warm: bool = False, **environ: str) -> Agent:
-        """Start one agent. Where its scripts need no torch no zygote has to import it, so it is not warm."""
-        command = [*RUN, "--node-name", node, *([] if warm else ["--no-warm"]), *words]
-        env = {**os.environ, **environ}
-        with open(self.directory / f"{node}.log", "ab") as output:
-            process = fork_server.start(command, env, output, cwd=self.directory) or subprocess.Popen(
-                command, cwd=self.directory, stdout=output, stderr=subprocess.STDOUT, env=env
-            )
-        self.started.append(process)
-        return process
-
-    def run(self, *words: str, **environ: str) -> tuple[int, str]:
-        """Run one agent to its end: exit code and output."""
-        code = self.start(*words, warm=False, **environ).wait(120)
-        return code, self.log()
-
-    def log(self, node: str = "a") -> str:
-        """What an agent and its workers have printed."""
-        return (self.directory / f"{node}.log").read_text()
-
-    def events(self, kind: str, node: str = "a", run_id: str = "train") -> list[events.Event]:
-        """Events of one node."""
-        path = self.directory / "checkpoints" / run_id / node / "events.jsonl"
-        return [event for event in events.read(path) if event["event"] == kind]
-
-    def pids(self, prefix: str) -> list[int]:
-        """Processes that left a file ``PREFIX-PID``."""
-        return [int(path.name.rpartition("-")[2]) for path in self.directory.glob(f"{prefix}-*")]
-
-
-@pytest.fixture
-def agents(tmp_path: Path) -> Iterator[Agents]:
-    """A directory for agents to run in."""
-    found = Agents(tmp_path)
-    yield found
-    for process in found.started:
-        process.kill()
-        process.wait()
 
 
 # Says that it is there, then waits until the test makes a file.
@@ -205,7 +130,9 @@ import os, sys
 from pathlib import Path
 from elastic_resume.events import EventLog
 path, memory = Path(os.environ["ELASTIC_RESUME_EVENTS_PATH"]), os.environ["ELASTIC_RESUME_ROUND_EVENTS"]
-log = EventLog(path, memory_path=memory, node=os.environ["ELASTIC_RESUME_NODE_NAME"], rank=int(os.environ["RANK"]))
+log = EventLog(
+    path, memory_path=memory, node=os.environ["ELASTIC_RESUME_NODE_NAME"], rank=int(os.environ["RANK"])
+)
 log.emit("failure", generation=int(os.environ["ELASTIC_RESUME_GENERATION"]), step=0, type="MismatchError",
           message="fc.weight is (3,) and was (4,)", frame="train.py:9", deterministic=True)
 sys.exit(1)
@@ -259,7 +186,7 @@ def test_a_signal_to_the_agent_stops_its_workers(agents: Agents, number: signal.
     pids = wait_for(lambda: len(agents.pids("worker")) == 2 and agents.pids("worker"), "two workers")
     agent.send_signal(number)
     assert agent.wait(60) == 128 + number
-    wait_for(lambda: not any(map(alive, [*pids, *agents.pids("child")])), "workers and children to die")
+    wait_for(lambda: not any(map(is_alive, [*pids, *agents.pids("child")])), "workers and children to die")
     (end,) = agents.events("agent-end")
     assert (end["outcome"], end["exit_code"]) == ("signalled", 128 + number)
 
@@ -283,7 +210,7 @@ def test_an_agent_that_is_killed_leaves_no_process(agents: Agents) -> None:
     tree = [process.pid for process in psutil.Process(agent.pid).children(recursive=True)]
     assert set(agents.pids("worker") + agents.pids("child")) < set(tree)
     agent.kill()
-    wait_for(lambda: not any(map(alive, tree)), "all to die")
+    wait_for(lambda: not any(map(is_alive, tree)), "all to die")
 
 
 def test_a_second_agent_under_the_same_name_names_the_first(agents: Agents) -> None:
@@ -370,7 +297,7 @@ def test_when_one_node_gives_up_the_other_ends_too_and_says_why(agents: Agents, 
         last = agents.log(node).strip().splitlines()[-1]
         assert f"node {faulty} gave up: " in last
         assert "MismatchError: fc.weight" in last
-    wait_for(lambda: not any(map(alive, agents.pids("worker"))), "workers to die")
+    wait_for(lambda: not any(map(is_alive, agents.pids("worker"))), "workers to die")
     assert json.dumps(agents.events("agent-end", "a")).count("MismatchError") == 1
 
 
