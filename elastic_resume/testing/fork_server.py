@@ -34,6 +34,7 @@ KILL_TIMEOUT_S = 30.0  # one that sleeps in the kernel for longer is left to it
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 _start_requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] | None = None
+_starter_lock = threading.Lock()
 T = TypeVar("T")
 
 
@@ -65,7 +66,7 @@ def start_with_lasting_parent(start: Callable[[], T]) -> T:
 
     """
     global _start_requests  # noqa: PLW0603  one for the process
-    with _lock:
+    with _starter_lock:
         if _start_requests is None:
             births: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
             thread = threading.Thread(
@@ -96,8 +97,8 @@ def _serve_start_requests(requests: queue.SimpleQueue[tuple[Callable[[], Any], F
 
 def _reset_after_fork() -> None:
     """Forget the threads of the parent process."""
-    global _start_requests, _lock
-    _start_requests, _lock = None, threading.Lock()
+    global _start_requests, _starter_lock
+    _start_requests, _starter_lock = None, threading.Lock()
 
 
 os.register_at_fork(after_in_child=_reset_after_fork)

@@ -10,6 +10,7 @@ import pytest
 
 from elastic_resume.testing.backends import find_free_port
 from tests.support import launch_ranks
+from tests.support.agents import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +37,6 @@ def tell():
 import torch
 import torch.distributed as dist
 import elastic_resume as er
-from tests.support.agents import wait_for
 
 torch.set_num_threads(1)
 if "own" in sys.argv:
