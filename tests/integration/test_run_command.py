@@ -71,8 +71,8 @@ def test_a_program_that_is_not_python(agents: Agents) -> None:
     assert {"got 0 0 0 0", "got 1 0 1 1"} <= set(log.splitlines())
 
 
-def test_run_path_runs_without_a_stub(agents: Agents) -> None:
-    """There the command is a function, and torchelastic starts it by itself."""
+def test_run_path_runs_without_launcher_shim(agents: Agents) -> None:
+    """Torchelastic starts the function itself."""
     script = agents.script("import os; print('ran', os.environ['RANK'])")
     code, log = agents.run("--run-path", str(agents.directory / script))
     assert code == 0, log
@@ -90,8 +90,8 @@ def test_the_file_of_flags_is_used(agents: Agents) -> None:
     assert (agents.directory / "elsewhere" / "train" / "a" / "events.jsonl").exists()
 
 
-def test_three_failed_starts_end_the_job(agents: Agents) -> None:
-    """With one line that says who failed and how; exit code 1."""
+def test_three_failed_starts_end_job(agents: Agents) -> None:
+    """One line names the rank and its exit code."""
     agents.script("import sys; sys.exit(9)")
     code, log = agents.run("train.py")
     assert code == 1
@@ -114,8 +114,8 @@ def test_run_ends_with_2_for_a_flag_that_the_rendezvous_refuses(agents: Agents) 
     assert (end["outcome"], end["exit_code"]) == ("failed", 2)
 
 
-def test_max_restarts_keeps_its_meaning(agents: Agents) -> None:
-    """One restart, though the policy would have allowed two."""
+def test_max_restarts_keeps_torchrun_meaning(agents: Agents) -> None:
+    """One restart, though the policy would allow two."""
     agents.script("import os; os.kill(os.getpid(), 9)")
     code, log = agents.run("--max-restarts", "1", "train.py")
     assert code == 1
@@ -139,8 +139,8 @@ sys.exit(1)
 """
 
 
-def test_an_error_of_the_jobs_own_ends_it_at_once(agents: Agents) -> None:
-    """A restart would meet it again."""
+def test_deterministic_failure_ends_job_at_once(agents: Agents) -> None:
+    """A restart would meet the error again."""
     agents.script(FAULTY)
     code, log = agents.run("train.py")
     assert code == 1
@@ -191,8 +191,8 @@ def test_a_signal_to_the_agent_stops_its_workers(agents: Agents, number: signal.
     assert (end["outcome"], end["exit_code"]) == ("signalled", 128 + number)
 
 
-def test_a_signal_while_no_world_is_formed_ends_the_agent(agents: Agents) -> None:
-    """A rendezvous may wait for minutes; the agent still ends in order."""
+def test_signal_during_rendezvous_ends_agent(agents: Agents) -> None:
+    """A rendezvous may last minutes."""
     agents.script(WAITS)
     agent = agents.start("--nnodes=2", "--rdzv-endpoint", f"127.0.0.1:{find_free_port(HOST)}", "train.py")
     wait_for(lambda: agents.events("agent-start"), "the agent to start")
@@ -202,8 +202,8 @@ def test_a_signal_while_no_world_is_formed_ends_the_agent(agents: Agents) -> Non
     assert agents.events("agent-end")[0]["outcome"] == "signalled"
 
 
-def test_an_agent_that_is_killed_leaves_no_process(agents: Agents) -> None:
-    """Neither stub nor worker nor the worker's child, though that one left the session."""
+def test_killed_agent_leaves_no_process(agents: Agents) -> None:
+    """Neither shim nor worker nor the worker's child survives, though the child left the session."""
     agents.script(WAITS)
     agent = agents.start("--nproc-per-node=2", "train.py")
     wait_for(lambda: len(agents.pids("worker")) == 2, "two workers")
@@ -213,8 +213,8 @@ def test_an_agent_that_is_killed_leaves_no_process(agents: Agents) -> None:
     wait_for(lambda: not any(map(is_alive, tree)), "all to die")
 
 
-def test_a_second_agent_under_the_same_name_names_the_first(agents: Agents) -> None:
-    """And the first goes on."""
+def test_second_agent_with_same_node_name_is_rejected(agents: Agents) -> None:
+    """The message names the first agent, which continues."""
     agents.script(WAITS)
     first = agents.start("train.py")
     wait_for(lambda: agents.pids("worker"), "a worker")
@@ -253,8 +253,8 @@ def start_one(agents: Agents, node: str, meet: str, *flags: str) -> Agent:
     return agents.start("--nnodes=2", "--rdzv-endpoint", meet, *flags, "train.py", node=node)
 
 
-def test_two_nodes_go_on_after_a_worker_is_killed(agents: Agents) -> None:
-    """Both restart, for the killed one and for the news that a node waits; both end with 0."""
+def test_two_nodes_continue_after_worker_is_killed(agents: Agents) -> None:
+    """Both restart and both end with 0."""
     agents.script(WAITS)
     two = start_two(agents)
     wait_for(lambda: agents.pids("worker-a") and agents.pids("worker-b"), "two workers")
@@ -286,8 +286,8 @@ def test_two_agents_of_one_machine_meet(agents: Agents, host: str, addresses: tu
 
 
 @pytest.mark.parametrize("faulty", ["a", "b"])
-def test_when_one_node_gives_up_the_other_ends_too_and_says_why(agents: Agents, faulty: str) -> None:
-    """Promptly, with exit code 1, also when the one that gives up hosts the rendezvous."""
+def test_job_ends_on_both_nodes_when_one_gives_up(agents: Agents, faulty: str) -> None:
+    """Exit code 1, also when that node leads the rendezvous."""
     agents.script(
         f"import os\nif os.environ['ELASTIC_RESUME_NODE_NAME'] == {faulty!r}:\n    exec({FAULTY!r})\n" + WAITS
     )
@@ -301,8 +301,8 @@ def test_when_one_node_gives_up_the_other_ends_too_and_says_why(agents: Agents, 
     assert json.dumps(agents.events("agent-end", "a")).count("MismatchError") == 1
 
 
-def test_a_world_that_does_not_form_in_time_is_said_and_asks_for_a_requeue(agents: Agents) -> None:
-    """One of two is lost and both are needed: exit code 75, for the job is not at fault."""
+def test_join_timeout_exits_with_requeue_code(agents: Agents) -> None:
+    """One of two nodes is lost and both are needed: exit code 75."""
     agents.script(WAITS)
     meet = f"{HOST}:{find_free_port(HOST)}"
     first = start_one(agents, "a", meet, "--local-addr", HOST)
@@ -327,8 +327,8 @@ def test_a_world_that_does_not_form_in_time_is_said_and_asks_for_a_requeue(agent
         (["--rdzv-backend=static"], "--rdzv-backend static: nodes meet in"),
     ],
 )
-def test_run_with_a_stock_backend_meets_in_ours(agents: Agents, flags: list[str], said: str) -> None:
-    """A line of the log says so; c10d would not survive the loss of the node that hosts its store."""
+def test_torch_backend_is_replaced_by_ours(agents: Agents, flags: list[str], said: str) -> None:
+    """A log line says so."""
     agents.script(WAITS)
     two = start_two(agents, more=("--nnodes=1:2", *flags))
     wait_for(lambda: agents.pids("worker-a") and agents.pids("worker-b"), "two workers")
