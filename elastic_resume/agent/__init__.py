@@ -1,1 +1,1 @@
-"""Supervises one node: torchelastic, restarts, hangs, shutdown."""
+"""The agent: one process per node that runs torchelastic and restarts workers after failures."""

@@ -1,23 +1,26 @@
-"""One agent's life: own the node's directory, run the job, say in plain words what happened.
+"""Run one node's agent: own the node's directory, run the job's part here, return the exit code.
 
-Promise: the directory is claimed before anything starts and given up at the end, or by the kernel when the
-agent is killed. Every round, and the end with its exit code, is in the event log before it is acted on.
-Does not know how worlds form or workers start (`elastic`), nor when to give up (`policy.restart`).
+`run_agent` claims the node's directory, builds the parts of the agent and hands control to torchelastic.
+`restart_controller` decides about restarts, `shutdown` handles the agent's own end. The event log has every
+round, and the agent's end with its exit code, before either takes effect.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import shlex
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-from elastic_resume import config, constants, events
+from elastic_resume import config, constants
 from elastic_resume.agent import shutdown, torchelastic, validation
 from elastic_resume.agent.hang_detector import detect_hangs, parse_hang_timeout
 from elastic_resume.agent.memory_pressure import MemoryMonitor
@@ -26,12 +29,12 @@ from elastic_resume.agent.round_events import RoundEvents
 from elastic_resume.agent.shutdown import ShutdownController
 from elastic_resume.agent.snapshots import SnapshotService, serve_snapshots
 from elastic_resume.agent.status import EventTail, StatusReporter, StatusSampler
-from elastic_resume.agent.torchelastic import open_rendezvous
 from elastic_resume.agent.workers.forkserver_manager import ForkServerManager
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.config import Settings
 from elastic_resume.errors import ConfigError, ElasticResumeError, NodeExcludedError
+from elastic_resume.events import EventLog
 from elastic_resume.policy import restart
 from elastic_resume.policy.hangs import HangThreshold
 from elastic_resume.rendezvous.net.protocol import derive_status_key
@@ -41,10 +44,12 @@ from elastic_resume.schedulers import resources
 from elastic_resume.schedulers.environment import SchedulerContext
 from elastic_resume.schedulers.preemption import NoticeSource, parse_sources
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class _ParsedFlags:
-    """What a user asked for of the parts below, by flag or environment; checked."""
+    """Checked values of the flags that torchrun does not know."""
 
     limits: restart.RestartLimits
     hang_threshold: HangThreshold | None
@@ -53,100 +58,279 @@ class _ParsedFlags:
     metrics_address: tuple[str, int] | None
 
 
+class _Outcome(NamedTuple):
+    """How the job ended on this node: done, failed, signalled or left."""
+
+    kind: str
+    exit_code: int
+    message: str
+
+
 def run_agent(
     settings: Settings, args: argparse.Namespace, given_flags: set[str], scheduler_context: SchedulerContext
 ) -> int:
-    """Run the job's part on this node and give the exit code of the command.
+    """Run the job's part on this node and return the command's exit code.
 
     Args:
-        settings: ours.
-        args: torchrun's, of `config.parse_layers`.
-        given: the names of those that the user gave.
-        here: what the scheduler tells of this node.
+        settings: elastic_resume's own settings.
+        args: torchrun's flags, from `config.parse_flags_and_file`.
+        given_flags: names of the flags that the user gave.
+        scheduler_context: what the scheduler says about this node.
 
     Raises:
         ElasticResumeError: nothing was started.
 
     """
-    asked = _parse_flags(args, given_flags)
+    flags = _parse_flags(args, given_flags)
     if "node_rank" in given_flags:
         scheduler_context = replace(scheduler_context, node_index=args.node_rank)
     with (
-        torchelastic.prepare_launch(args, given_flags, settings.run_id, scheduler_context) as launch,
+        _log_to_stderr(settings.node_name),
+        torchelastic.prepare_launch(args, given_flags, settings.run_id, scheduler_context) as spec,
         NodeDir.claim(settings.ckpt_dir, settings.run_id, settings.node_name) as node_dir,
-        contextlib.closing(LeasePage()) as fence,
-        contextlib.closing(MemoryMonitor()) as gauge,
+        contextlib.closing(LeasePage()) as lease_page,
+        contextlib.closing(MemoryMonitor()) as memory_monitor,
         contextlib.closing(RoundEvents()) as round_events,
     ):
         events_path = node_dir.path / constants.EVENTS_FILE
-        _set_environment(settings, args, events_path, fence, round_events)
-        tail = EventTail(events_path)
-        log = events.EventLog(
-            events_path, on_line=tail.add_own_line, memory_path=round_events.path, node=settings.node_name
-        )
-        config = launch.config
-        limits = replace(asked.limits, min_nodes=config.min_nodes)
-        witness = RestartController(
-            settings.node_name, log, events_path, fence, round_events, limits=limits, memory_monitor=gauge
-        )
-        gauge.start()
-        _log_start(launch, args, log, witness, node_dir)
-        say, tell = witness.log, witness.emit
-        watch = detect_hangs(node_dir.path, config.nproc_per_node, asked.hang_threshold, log=say, emit=tell)
-        ending = ShutdownController(scheduler_context, requeue_mode=asked.requeue_mode, log=say, emit=tell)
-        with ending.handle_signals():
+        _set_environment(settings, args, events_path, lease_page, round_events)
+        event_tail = EventTail(events_path)
+        with contextlib.closing(
+            EventLog(
+                events_path,
+                on_line=event_tail.add_own_line,
+                memory_path=round_events.path,
+                node=settings.node_name,
+            )
+        ) as event_log:
+            controller = RestartController(
+                settings.node_name,
+                event_log,
+                events_path,
+                lease_page,
+                round_events,
+                limits=replace(flags.limits, min_nodes=spec.config.min_nodes),
+                memory_monitor=memory_monitor,
+            )
+            rendezvous_config = replace(spec.rendezvous_config, on_divergence=settings.on_divergence)
+            memory_monitor.start()
+            agent = _Agent(
+                settings=settings,
+                args=args,
+                flags=flags,
+                spec=replace(spec, rendezvous_config=rendezvous_config),
+                node_dir=node_dir,
+                scheduler_context=scheduler_context,
+                lease_page=lease_page,
+                memory_monitor=memory_monitor,
+                event_log=event_log,
+                event_tail=event_tail,
+                controller=controller,
+                shutdown_controller=ShutdownController(
+                    scheduler_context, event_log, requeue_mode=flags.requeue_mode
+                ),
+            )
+            return agent.run()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Agent:
+    """The parts of one agent, and how they run the job together."""
+
+    settings: Settings
+    args: argparse.Namespace
+    flags: _ParsedFlags
+    spec: torchelastic.LaunchSpec
+    node_dir: NodeDir
+    scheduler_context: SchedulerContext
+    lease_page: LeasePage
+    memory_monitor: MemoryMonitor
+    event_log: EventLog
+    event_tail: EventTail
+    controller: RestartController
+    shutdown_controller: ShutdownController
+
+    def run(self) -> int:
+        """Run the job, requeue it where that is decided, and return the exit code."""
+        self._log_start()
+        log, emit = logger.info, self.event_log.emit
+        with self.shutdown_controller.handle_signals():
             with (
-                serve_snapshots(node_dir.path, settings, log=say, emit=tell) as snapshots,
-                _start_fork_server(launch, args, witness) as warmth,
-                watch as pause,
-                shutdown.watch_stop_signals(witness.end_round, pause, ending.on_signal),
+                serve_snapshots(self.node_dir.path, self.settings, log=log, emit=emit) as snapshots,
+                self._start_fork_server() as fork_server,
+                detect_hangs(
+                    self.node_dir.path,
+                    self.spec.config.nproc_per_node,
+                    self.flags.hang_threshold,
+                    log=log,
+                    emit=emit,
+                ) as pause_hang_detector,
+                shutdown.watch_stop_signals(
+                    self.controller.end_round, pause_hang_detector, self.shutdown_controller.on_signal
+                ),
                 shutdown.watch_preemption_notices(
-                    asked.notice_sources, log=say, emit=tell, drain=ending.drain_node
+                    self.flags.notice_sources,
+                    log=log,
+                    emit=emit,
+                    drain=self.shutdown_controller.drain_node,
                 ),
             ):
-                witness.on_workers_dead = snapshots.committer.commit_newest
-                ending.last_commit_s = lambda: (
-                    snapshots.committer.slot_pool.control_block.get("commit_us") / 1e6
+                committer = snapshots.committer
+                self.controller.on_workers_dead = committer.commit_newest
+                self.shutdown_controller.last_commit_s = lambda: (
+                    committer.slot_pool.control_block.get("commit_us") / 1e6
                 )
-                terms = replace(launch.rendezvous_config, on_divergence=settings.on_divergence)
-                outcome, code, message = _run_job(
-                    replace(launch, rendezvous_config=terms),
-                    witness,
-                    node_dir,
-                    fence,
-                    snapshots,
-                    scheduler_context=scheduler_context,
-                    status_reporter=_create_status_reporter(
-                        launch, node_dir, snapshots, memory_monitor=gauge, event_tail=tail, controller=witness
-                    ),
-                    shutdown_controller=ending,
-                    fork_server=warmth,
-                    flags=asked,
-                )
-            if outcome in {"failed", "left"}:
-                witness.log_failure_summary(args.log_dir or "")
-            code = _finish(
-                outcome,
-                code,
-                message,
-                controller=witness,
-                shutdown_controller=ending,
-                event_log=log,
-                scheduler_context=scheduler_context,
-            )
-        if outcome == "done" and launch.shared_dir is not None:
-            launch.shared_dir.remove()
-        log.close()
-        return code
+                outcome = self._run_job(snapshots, fork_server)
+            if outcome.kind in {"failed", "left"}:
+                self.controller.log_failure_summary(self.args.log_dir or "")
+            exit_code = self._finish(outcome)
+        if outcome.kind == "done" and self.spec.shared_dir is not None:
+            self.spec.shared_dir.remove()
+        return exit_code
+
+    def _log_start(self) -> None:
+        config = self.spec.config
+        self.event_log.emit(
+            "agent-start",
+            run_id=config.run_id,
+            command=shlex.join([self.args.training_script, *self.args.training_script_args]),
+            min_nodes=config.min_nodes,
+            max_nodes=config.max_nodes,
+            local_world_size=config.nproc_per_node,
+        )
+        logger.info("job %s, checkpoints in %s", config.run_id, self.node_dir.path)
+        if self.spec.notice:
+            logger.info(self.spec.notice)
+        shared_memory_problem = resources.check_shared_memory()
+        if shared_memory_problem:
+            logger.warning("%s.", shared_memory_problem)
+
+    @contextlib.contextmanager
+    def _start_fork_server(self) -> Iterator[ForkServerManager | None]:
+        """Run a fork server within the context; yield None where workers must start cold."""
+        if self.spec.worker_command is None:
+            if self.spec.cold_start_reason:
+                logger.info("workers start cold: %s.", self.spec.cold_start_reason)
+            yield None
+            return
+        preload = [name.strip() for name in (self.args.preload or "").split(",") if name.strip()]
+        fork_server = ForkServerManager(
+            self.spec.worker_command, preload, log=logger.info, emit=self.event_log.emit
+        )
+        fork_server.start()
+        try:
+            yield fork_server
+        finally:
+            fork_server.close()
+
+    def _create_status_reporter(self, snapshots: SnapshotService) -> StatusReporter:
+        committer = snapshots.committer
+        sampler = StatusSampler(
+            self.node_dir.path,
+            self.spec.config.nproc_per_node,
+            read_slot_states=committer.slot_pool.control_block.read_slots,
+            describe_problem=lambda: committer.last_error or self.memory_monitor.read_pressure().description,
+        )
+        return StatusReporter(self.node_dir.path, self.spec.config.run_id, sampler, self.event_tail)
+
+    def _run_job(self, snapshots: SnapshotService, fork_server: ForkServerManager | None) -> _Outcome:
+        """Join the rendezvous, run workers until the job ends, and map errors to an outcome."""
+        spec = self.spec
+        try:
+            if fork_server is not None:
+                # A node that joins stops the workers of the others, which would then wait for our imports.
+                with torchelastic.raise_on_stop_signal(spec):
+                    fork_server.wait_until_ready(spec.rendezvous_config.join_timeout_s)
+            with torchelastic.open_rendezvous(
+                spec.rendezvous_config,
+                self.node_dir,
+                self.lease_page,
+                self.scheduler_context,
+                on_log=self.controller.on_rendezvous_event,
+                status_reporter=self._create_status_reporter(snapshots),
+            ) as session:
+                client = session.client
+                self._serve_metrics(client.address)
+                snapshots.start_replica_comparison(client, log=logger.info, emit=self.event_log.emit)
+                try:
+                    torchelastic.run_workers(spec, self.controller, session)
+                finally:
+                    self.controller.record_failures(client.worker_failures)
+                return _Outcome("done", constants.EXIT_SUCCESS, f"{client.end_reason}.")
+        except torchelastic.StoppedError as stop:
+            self.shutdown_controller.begin_shutdown(stop.signal)
+            exit_code = constants.EXIT_SIGNAL_BASE + stop.signal
+            return _Outcome("signalled", exit_code, self.shutdown_controller.describe())
+        except NodeExcludedError as error:
+            return _Outcome("left", constants.EXIT_REQUEUE, str(error))
+        except ConfigError as error:  # only the rendezvous can check some flags
+            return _Outcome("failed", constants.EXIT_USAGE, str(error))
+        except ElasticResumeError as error:
+            exit_code = constants.EXIT_JOB_ERROR if error.is_deterministic else constants.EXIT_REQUEUE
+            return _Outcome("failed", exit_code, str(error))
+
+    def _serve_metrics(self, agent_address: str) -> None:
+        if self.flags.metrics_address is None:
+            return
+        rendezvous_config = self.spec.rendezvous_config
+        key = derive_status_key(rendezvous_config.token)
+        status = partial(fetch_status, agent_address, rendezvous_config.run_id, key)
+        threading.Thread(  # it resolves the name of this host, which may take long
+            target=metrics.serve_metrics,
+            args=(self.flags.metrics_address, status, logger.info),
+            daemon=True,
+        ).start()
+
+    def _finish(self, outcome: _Outcome) -> int:
+        """Log the agent's end, requeue the job where that is decided, and return the exit code."""
+        decision, exit_code = self.shutdown_controller.decide(
+            outcome.kind,
+            outcome.exit_code,
+            node_rank=self.controller.node_rank,
+            starts_without_progress=self.controller.starts_without_progress(self.scheduler_context.restarts),
+            is_spare=self.controller.is_spare,
+        )
+        self.event_log.emit("agent-end", outcome=outcome.kind, exit_code=exit_code, message=outcome.message)
+        if outcome.message:
+            logger.info("%s: %s", outcome.kind, outcome.message)
+        return self.shutdown_controller.requeue_if_decided(decision, exit_code)
+
+
+class _StderrHandler(logging.Handler):
+    """Print each record as one line with the node's name; a closed pipe or terminal costs the line only."""
+
+    def __init__(self, node: str) -> None:
+        super().__init__()
+        self._node = node
+
+    def createLock(self) -> None:  # noqa: N802 - the name in logging.Handler
+        """Use no lock: a signal handler that raises could leave it locked. Each line is one print."""
+        self.lock = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See base class."""
+        with contextlib.suppress(OSError, ValueError):
+            print(f"elastic_resume[{self._node}] {record.getMessage()}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _log_to_stderr(node: str) -> Iterator[None]:
+    """Print what elastic_resume logs at level INFO and above, within the context."""
+    package_logger = logging.getLogger("elastic_resume")
+    level, propagate = package_logger.level, package_logger.propagate
+    handler = _StderrHandler(node)
+    package_logger.addHandler(handler)
+    package_logger.setLevel(logging.INFO)
+    package_logger.propagate = False  # a library's handler on the root logger would print the line again
+    try:
+        yield
+    finally:
+        package_logger.removeHandler(handler)
+        package_logger.setLevel(level)
+        package_logger.propagate = propagate
 
 
 def _parse_flags(args: argparse.Namespace, given_flags: set[str]) -> _ParsedFlags:
-    """Read it.
-
-    Raises:
-        ConfigError: a value is wrong.
-
-    """
     requeue = args.requeue or os.environ.get(constants.ENV_REQUEUE) or "auto"
     notice = args.preemption_notice or os.environ.get(constants.ENV_PREEMPTION_NOTICE)
     return _ParsedFlags(
@@ -158,170 +342,21 @@ def _parse_flags(args: argparse.Namespace, given_flags: set[str]) -> _ParsedFlag
     )
 
 
-def _log_start(
-    spec: torchelastic.LaunchSpec,
-    args: argparse.Namespace,
-    event_log: events.EventLog,
-    controller: RestartController,
-    node_dir: NodeDir,
-) -> None:
-    config = spec.config
-    event_log.emit(
-        "agent-start",
-        run_id=config.run_id,
-        command=shlex.join([args.training_script, *args.training_script_args]),
-        min_nodes=config.min_nodes,
-        max_nodes=config.max_nodes,
-        local_world_size=config.nproc_per_node,
-    )
-    controller.log(f"job {config.run_id}, checkpoints in {node_dir.path}")
-    if spec.notice:
-        controller.log(spec.notice)
-    little = resources.check_shared_memory()
-    if little:
-        controller.log(f"{little}.")
-
-
-@contextlib.contextmanager
-def _start_fork_server(
-    spec: torchelastic.LaunchSpec, args: argparse.Namespace, controller: RestartController
-) -> Iterator[ForkServerManager | None]:
-    """Have a zygote where there can be one."""
-    if spec.worker_command is None:
-        if spec.cold_start_reason:
-            controller.log(f"workers start cold: {spec.cold_start_reason}.")
-        yield None
-        return
-    preload = [name.strip() for name in (args.preload or "").split(",") if name.strip()]
-    warmth = ForkServerManager(spec.worker_command, preload, log=controller.log, emit=controller.emit)
-    warmth.start()
-    try:
-        yield warmth
-    finally:
-        warmth.close()
-
-
-def _run_job(
-    spec: torchelastic.LaunchSpec,
-    controller: RestartController,
-    node_dir: NodeDir,
-    lease_page: LeasePage,
-    snapshots: SnapshotService,
-    *,
-    scheduler_context: SchedulerContext,
-    status_reporter: StatusReporter,
-    shutdown_controller: ShutdownController,
-    fork_server: ForkServerManager | None,
-    flags: _ParsedFlags,
-) -> tuple[str, int, str]:
-    """Give outcome, exit code and message for people."""
-    end = ""
-    try:
-        if fork_server is not None:
-            # A node that joins stops the workers of the others, who would wait for what it still imports.
-            with torchelastic.raise_on_stop_signal(spec):
-                fork_server.wait_until_ready(spec.rendezvous_config.join_timeout_s)
-        with open_rendezvous(
-            spec.rendezvous_config,
-            node_dir,
-            lease_page,
-            scheduler_context,
-            log=controller.log,
-            on_log=controller.on_rendezvous_event,
-            status_reporter=status_reporter,
-        ) as place:
-            if flags.metrics_address is not None:
-                key = derive_status_key(spec.rendezvous_config.token)
-                status = partial(fetch_status, place.client.address, spec.rendezvous_config.run_id, key)
-                threading.Thread(  # looks up the name of this host, which may take long
-                    target=metrics.serve_metrics,
-                    args=(flags.metrics_address, status, controller.log),
-                    daemon=True,
-                ).start()
-            snapshots.start_replica_comparison(place.client, log=controller.log, emit=controller.emit)
-            try:
-                torchelastic.run_workers(spec, controller, place)
-            finally:
-                controller.record_failures(place.client.worker_failures)
-            end = f"{place.client.end_reason}."
-    except torchelastic.StoppedError as stop:
-        shutdown_controller.begin_shutdown(stop.signal)
-        return "signalled", constants.EXIT_SIGNAL_BASE + stop.signal, shutdown_controller.describe()
-    except NodeExcludedError as error:
-        return "left", constants.EXIT_REQUEUE, str(error)
-    except ConfigError as error:  # the rendezvous refuses a flag that only it can judge
-        return "failed", constants.EXIT_USAGE, str(error)
-    except ElasticResumeError as error:
-        return (
-            "failed",
-            constants.EXIT_JOB_ERROR if error.is_deterministic else constants.EXIT_REQUEUE,
-            str(error),
-        )
-    return "done", constants.EXIT_SUCCESS, end
-
-
-def _finish(
-    outcome: str,
-    exit_code: int,
-    message: str,
-    *,
-    controller: RestartController,
-    shutdown_controller: ShutdownController,
-    event_log: events.EventLog,
-    scheduler_context: SchedulerContext,
-) -> int:
-    """Tell how it ended, have the job run again where it should, and give the exit code."""
-    idle = controller.starts_without_progress(scheduler_context.restarts)
-    decision, exit_code = shutdown_controller.decide(
-        outcome,
-        exit_code,
-        node_rank=controller.node_rank,
-        starts_without_progress=idle,
-        is_spare=controller.is_spare,
-    )
-    event_log.emit("agent-end", outcome=outcome, exit_code=exit_code, message=message)
-    if message:
-        controller.log(f"{outcome}: {message}")
-    return shutdown_controller.requeue_if_decided(decision, exit_code)
-
-
-def _create_status_reporter(
-    spec: torchelastic.LaunchSpec,
-    node_dir: NodeDir,
-    snapshots: SnapshotService,
-    *,
-    memory_monitor: MemoryMonitor,
-    event_tail: EventTail,
-    controller: RestartController,
-) -> StatusReporter:
-    keeper = snapshots.committer
-    finger = StatusSampler(
-        node_dir.path,
-        spec.config.nproc_per_node,
-        read_slot_states=keeper.slot_pool.control_block.read_slots,
-        describe_problem=lambda: keeper.last_error or memory_monitor.read_pressure().description,
-    )
-    return StatusReporter(node_dir.path, spec.config.run_id, finger, event_tail, log=controller.log)
-
-
 def _parse_limits(args: argparse.Namespace, given_flags: set[str]) -> restart.RestartLimits:
-    """Read what ends the job. ``--max-restarts`` keeps torchrun's meaning: so many, whatever advances.
+    """Read the flags that limit restarts.
 
-    Raises:
-        ConfigError: a value is wrong.
-
+    ``--max-restarts`` keeps torchrun's meaning: it counts restarts, whether or not training advances.
     """
-    counted = "max_restarts" in given_flags or "PET_MAX_RESTARTS" in os.environ
-    default = restart.RestartLimits()
-    if counted:
-        default = replace(default, max_no_progress=restart.UNLIMITED, max_same_failures=restart.UNLIMITED)
-    no_progress = validation.parse_count("--max-no-progress", args.max_no_progress, minimum=1)
+    limits = restart.RestartLimits()
+    if "max_restarts" in given_flags or "PET_MAX_RESTARTS" in os.environ:
+        limits = replace(limits, max_no_progress=restart.UNLIMITED, max_same_failures=restart.UNLIMITED)
+    max_no_progress = validation.parse_count("--max-no-progress", args.max_no_progress, minimum=1)
+    if max_no_progress is not None:
+        limits = replace(limits, max_no_progress=max_no_progress)
     exclude_after = validation.parse_count("--exclude-after", args.exclude_after, minimum=0)
-    return replace(
-        default,
-        max_no_progress=default.max_no_progress if no_progress is None else no_progress,
-        exclude_after=default.exclude_after if exclude_after is None else exclude_after,
-    )
+    if exclude_after is not None:
+        limits = replace(limits, exclude_after=exclude_after)
+    return limits
 
 
 def _set_environment(
@@ -331,9 +366,10 @@ def _set_environment(
     lease_page: LeasePage,
     round_events: RoundEvents,
 ) -> None:
+    """Set the variables that workers and supervisors inherit."""
     os.environ.update(settings.to_env())
-    os.environ.pop(constants.ENV_FORK_SERVER, None)  # of an agent in whose worker this one runs
-    os.environ.pop(constants.ENV_TOKEN, None)  # read by now, and no business of the training script
+    os.environ.pop(constants.ENV_FORK_SERVER, None)  # set where this agent runs inside another one's worker
+    os.environ.pop(constants.ENV_TOKEN, None)  # already read; the training script must not see it
     os.environ[constants.ENV_AGENT_PID] = str(os.getpid())
     os.environ[constants.ENV_EVENTS_PATH] = str(events_path)
     os.environ[constants.ENV_ROUND_EVENTS] = round_events.path

@@ -1,8 +1,7 @@
-"""What a start means that leaves its flags to the scheduler: how many nodes, where they meet, their secret.
+"""Fill in the flags of ``run`` that the user left to the scheduler: nodes, workers, rendezvous, token.
 
-Promise: a flag, the file of ``--config`` and torchrun's own variables beat what the scheduler tells; a start
-that has to rely on what it tells oddly is a ConfigError. Does not know schedulers (`cluster.node` does), nor
-what the flags do.
+A flag, the file of ``--config`` and torchrun's own variables take precedence over the scheduler. If the
+scheduler's variables contradict each other and the job depends on them, the start fails with a ConfigError.
 """
 
 from __future__ import annotations
@@ -20,18 +19,15 @@ from elastic_resume.schedulers.environment import SchedulerContext
 from elastic_resume.schedulers.shared_dir import SharedDir
 
 SHARED_DIR_OFF = "off"
+# Each of these flags names the rendezvous, or says that there is one node only.
 RENDEZVOUS_FLAGS = {"rdzv_endpoint", "standalone", "master_addr", "master_port", "node_rank"}
-"""Who gives one of these says where nodes meet, or that there is but one."""
-
-
-# CoreDNS keeps an answer for 30 s: those who hold the job do not find candidates that were all replaced
-# any sooner. So long a first world that is not full waits for who may be there.
+# CoreDNS caches an answer for 30 s, so nodes may need that long to find candidates that were all replaced.
 LAST_CALL_TIMEOUT_S = "35"
 
 
 @dataclass(frozen=True)
 class FilledOptions:
-    """What was filled in: ``given`` are the names of flags that hold now, ``shared`` the job's directory."""
+    """The names of the flags that now have a value, and the job's shared directory if it has one."""
 
     given_flags: frozenset[str]
     shared_dir: SharedDir | None = None
@@ -40,58 +36,47 @@ class FilledOptions:
 def fill_from_scheduler(
     args: argparse.Namespace, given_flags: set[str], scheduler_context: SchedulerContext
 ) -> FilledOptions:
-    """Fill in what ``args`` leaves open. ``given``: what flags, file or torchrun's variables say.
+    """Fill in the flags of ``args`` that are not in ``given_flags``.
 
     Raises:
-        ConfigError: what the scheduler tells does not do, or the shared directory does not.
+        ConfigError: the scheduler's variables, or the shared directory, cannot be used.
 
     """
-    found = set(given_flags)
-    if (
-        scheduler_context.tasks_per_node > 1
-    ):  # they would fight for the node's directory and ports, whatever the flags are
-        raise ConfigError(f"{scheduler_context.scheduler}: {'; '.join(scheduler_context.problems)}.")
-    if "nproc_per_node" not in given_flags and scheduler_context.workers_per_node:
-        args.nproc_per_node = str(scheduler_context.workers_per_node)
+    context, filled = scheduler_context, set(given_flags)
+    if context.tasks_per_node > 1:  # the tasks would share the node's directory and ports
+        raise _scheduler_error(context)
+    if "nproc_per_node" not in given_flags and context.workers_per_node:
+        args.nproc_per_node = str(context.workers_per_node)
     if given_flags & RENDEZVOUS_FLAGS and not (
-        scheduler_context.scheduler == "pet" and _is_set_by_training_operator(given_flags)
+        context.scheduler == "pet" and _is_set_by_training_operator(given_flags)
     ):
-        return FilledOptions(frozenset(found))
-    # Also where one node is told: a number of nodes that cannot be read would make each a job of its own.
-    if scheduler_context.problems and (
-        "nnodes" not in given_flags or validation.parse_nnodes(args.nnodes)[1] > 1
-    ):
-        raise ConfigError(f"{scheduler_context.scheduler}: {'; '.join(scheduler_context.problems)}.")
-    if "nnodes" not in given_flags and scheduler_context.max_nodes > 1:
-        args.nnodes = f"{scheduler_context.min_nodes}:{scheduler_context.max_nodes}"
-    if validation.parse_nnodes(args.nnodes)[1] == 1:
-        return FilledOptions(frozenset(found))
-    if not scheduler_context.candidates:
-        return FilledOptions(frozenset(found))
-    args.rdzv_endpoint = ",".join(scheduler_context.candidates)
-    if (
-        scheduler_context.address
-        and not args.local_addr
-        and parse_address(scheduler_context.address) in local_addresses()
-    ):
-        args.local_addr = (
-            scheduler_context.address
-        )  # one that is another's is left alone: this node has its own name yet
-    found -= {"master_addr", "master_port", "node_rank"}  # a trainer's, and said by the endpoint now
-    if (
-        scheduler_context.scheduler == "kubernetes"
-        and "settle" not in given_flags
-        and "settle=" not in args.rdzv_conf
-    ):
+        return FilledOptions(frozenset(filled))
+    # Also where the scheduler says one node: if it misreads the number, each node would be a job of its own.
+    if context.problems and ("nnodes" not in given_flags or validation.parse_nnodes(args.nnodes)[1] > 1):
+        raise _scheduler_error(context)
+    if "nnodes" not in given_flags and context.max_nodes > 1:
+        args.nnodes = f"{context.min_nodes}:{context.max_nodes}"
+    if validation.parse_nnodes(args.nnodes)[1] == 1 or not context.candidates:
+        return FilledOptions(frozenset(filled))
+    args.rdzv_endpoint = ",".join(context.candidates)
+    # The address may belong to another node; then this node finds its own by name.
+    if context.address and not args.local_addr and parse_address(context.address) in local_addresses():
+        args.local_addr = context.address
+    filled -= {"master_addr", "master_port", "node_rank"}  # the endpoint replaces what the operator set
+    if context.scheduler == "kubernetes" and "settle" not in given_flags and "settle=" not in args.rdzv_conf:
         args.settle = LAST_CALL_TIMEOUT_S
-        found.add("settle")
-    if scheduler_context.scheduler != "slurm":
-        return FilledOptions(frozenset(found))
-    return _share_token_in_slurm(args, found, scheduler_context)
+        filled.add("settle")
+    if context.scheduler != "slurm":
+        return FilledOptions(frozenset(filled))
+    return _share_token_in_slurm(args, filled, context)
+
+
+def _scheduler_error(context: SchedulerContext) -> ConfigError:
+    return ConfigError(f"{context.scheduler}: {'; '.join(context.problems)}.")
 
 
 def _is_set_by_training_operator(given_flags: set[str]) -> bool:
-    """Whether nothing but a trainer's variables says where nodes meet."""
+    """Whether only the PET_* variables of a training operator name the rendezvous."""
     names = {f"PET_{name.upper()}" for name in given_flags & RENDEZVOUS_FLAGS}
     return not given_flags & {"rdzv_endpoint", "standalone"} and names <= set(os.environ)
 
@@ -99,14 +84,13 @@ def _is_set_by_training_operator(given_flags: set[str]) -> bool:
 def _share_token_in_slurm(
     args: argparse.Namespace, given_flags: set[str], scheduler_context: SchedulerContext
 ) -> FilledOptions:
-    """Let the nodes of a Slurm job share a directory with their token, where they need one."""
-    wanted = args.shared_dir or os.environ.get(constants.ENV_SHARED_DIR) or ""
-    if wanted == SHARED_DIR_OFF or "rdzv_token_file" in given_flags or constants.ENV_TOKEN in os.environ:
+    """Share a generated token between the nodes of a Slurm job, unless the user gave one."""
+    root = args.shared_dir or os.environ.get(constants.ENV_SHARED_DIR) or ""
+    if root == SHARED_DIR_OFF or "rdzv_token_file" in given_flags or constants.ENV_TOKEN in os.environ:
         return FilledOptions(frozenset(given_flags))
-    root = Path(wanted or os.environ.get("SLURM_SUBMIT_DIR") or ".").absolute()
-    # Each step is a training of its own, whose end takes its directory away.
-    shared = SharedDir(root, f"{scheduler_context.job}.{os.environ.get('SLURM_STEP_ID', '0')}")
-    # One node alone makes the token: where the directory is not shared after all, the others find nothing
-    # there, and say so.
-    args.rdzv_token_file = str(shared.wait_for_token(create=scheduler_context.node_index == 0))
-    return FilledOptions(frozenset(given_flags | {"rdzv_token_file"}), shared)
+    root_path = Path(root or os.environ.get("SLURM_SUBMIT_DIR") or ".").absolute()
+    # Each step is a run of its own; the end of the run removes its directory.
+    shared_dir = SharedDir(root_path, f"{scheduler_context.job}.{os.environ.get('SLURM_STEP_ID', '0')}")
+    # Only node 0 creates the token: if the directory is not shared, the other nodes fail with that message.
+    args.rdzv_token_file = str(shared_dir.wait_for_token(create=scheduler_context.node_index == 0))
+    return FilledOptions(frozenset(given_flags | {"rdzv_token_file"}), shared_dir)

@@ -1,25 +1,34 @@
-"""Keeps a node's history of rounds, asks the policy what to do, and speaks to the user.
+"""Decide on one node, after each round, whether to restart, exclude this node or give up.
 
-Promise: what is decided and why is said in a line and stands in the event log. A failure is told to the other
-nodes before this one asks for another world; so what the policy is asked about is what all nodes know. How
-workers ended is read from memory (`round_events`): a disk that is full or fails changes no decision.
+A round is the life of one generation's workers on this node. The controller keeps the history of rounds,
+asks `policy.restart` for a decision, emits what was decided and logs why::
 
-Does not know how worlds form (`handler`), nor what the policy is (`policy.restart`).
+    workers run --(a worker fails, or the view changes)--> workers are dead
+        summarize_round    this node's failure is reported to the leader
+        before_round       ends the job for failures that need no other node's view
+        (rendezvous)       the leader distributes the failures of all nodes
+        after_rendezvous   decides from the failures of all nodes; the next round begins
+
+Every node decides from the same failures, because each reports its own before it joins the next rendezvous.
+How workers ended is read from memory (`round_events`), so a full or failing disk changes no decision.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NoReturn
 
 from elastic_resume import constants, events
 from elastic_resume.agent.memory_pressure import MemoryMonitor
 from elastic_resume.agent.round_events import RoundEvents
+from elastic_resume.agent.status import file_size
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.errors import JobFailedError, NodeExcludedError
 from elastic_resume.policy import checkpoint_interval, failure_classification, restart
@@ -33,7 +42,9 @@ from elastic_resume.policy.requeue import count_starts_without_progress
 from elastic_resume.rendezvous.core.events import EmitEvent
 from elastic_resume.snapshot.progress_page import MAX_LOCAL_RANKS, ProgressRecord, WorkerProcess, read_records
 
-# What the rendezvous tells that a person wants to read; the rest is in the event log only.
+logger = logging.getLogger(__name__)
+
+# Kinds of rendezvous events that are logged for people; the others are only in the event log.
 LOGGED_KINDS = {
     "waiting",
     "refused",
@@ -47,7 +58,7 @@ LOGGED_KINDS = {
 
 
 class RestartController:
-    """The observer of one agent's rendezvous (`handler.Observer`)."""
+    """The history of one node's rounds, and the decisions that follow from it."""
 
     def __init__(
         self,
@@ -60,10 +71,9 @@ class RestartController:
         limits: restart.RestartLimits | None = None,
         memory_monitor: MemoryMonitor | None = None,
     ) -> None:
-        """``path`` is that of the node's log; ``gauge`` tells of its memory."""
-        self.on_workers_dead: Callable[[], object] = lambda: (
-            None
-        )  # called when the workers of a round are dead
+        self.on_workers_dead: Callable[[], object] = lambda: None  # called when a round's workers are dead
+        self.is_spare = False  # a view runs without this node
+        self.node_rank: int | None = None  # in the newest view; None before the first
         self._started_at = time.monotonic()
         self._node = node
         self._event_log = event_log
@@ -76,108 +86,81 @@ class RestartController:
         self._round = 0
         self._generation: int | None = None
         self._num_nodes = 1
-        self._node_rank: int | None = None
-        self.is_spare = False  # a world runs without this node
         self._world = restart.WorldSummary()
-        self._round_offset = 0  # of the first event of the round, in the node's file
-        self._stale_workers: frozenset[WorkerProcess] = frozenset()  # on the board before the round began
+        self._round_offset = 0  # in the event log's file, where the round begins
+        self._stale_workers: frozenset[WorkerProcess] = frozenset()  # on the page before the round began
         self._end_reason = ""
-        self._last_verdict = FailureVerdict()  # of the last round that failed anywhere
-        self._pending_traceback = ""  # the traceback of our own part in it
-        self._printed_traceback = ""  # the last that was printed
-
-    @property
-    def node_rank(self) -> int | None:
-        """This node's rank in the last world; None where there was none."""
-        return self._node_rank
+        self._last_verdict = FailureVerdict()  # of the last round in which any node failed
+        self._pending_traceback = ""  # of this node's failure in that round
+        self._printed_traceback = ""
 
     def starts_without_progress(self, restarts: int) -> int:
-        """How many lives of the job in a row, this one included, have brought no new step on this node."""
-        if any(this.finished_a_step for this in (*self._history, self._build_round(failed=False))):
+        """Count the newest starts of the job in a row, this one included, that finished no new step here."""
+        current = self._build_round(failed=False)
+        if any(result.finished_a_step for result in (*self._history, current)):
             return 0
         return count_starts_without_progress(self._read_events(0), restarts)
 
-    def log(self, text: str) -> None:
-        """Print one line for people."""
-        with contextlib.suppress(OSError):  # a terminal or a pipe that is gone must not end the job
-            print(f"elastic_resume[{self._node}] {text}", file=sys.stderr, flush=True)
-
     def on_rendezvous_event(self, event: EmitEvent) -> None:
-        """Note what the rendezvous did, and say what a person wants to know of it."""
+        """Emit an event of the rendezvous, and log it if it concerns people."""
         self._event_log.emit("rendezvous", what=event.kind, message=event.text)
         if event.kind == "spare":
             self.is_spare = True
         if event.kind in LOGGED_KINDS:
-            self.log(event.text)
-
-    def emit(self, event: str, /, **fields: object) -> None:
-        """Write an event into the node's log."""
-        self._event_log.emit(event, **fields)
+            logger.info(event.text)
 
     def end_round(self) -> None:
-        """Let the workers of this round be killed at once where torchelastic asks them to end."""
+        """Let supervisors kill this round's workers without a grace period when torchelastic stops them."""
         self._lease_page.end_round(self._round)
 
     # ---- between two rounds ----------------------------------------------------------------------------
 
     def summarize_round(self) -> restart.RoundSummary:
-        """Tell what became of the round that ended: to be known by others before anything is decided."""
-        this = self._build_round(failed=False)
-        history = [*self._history, replace(this, failed=bool(this.failures))]
+        """Summarize the round that ended, for the other nodes; its workers are dead."""
+        result = self._build_round(failed=False)
+        history = [*self._history, replace(result, failed=bool(result.failures))]
         return restart.RoundSummary(
-            this.verdict.root_cause, restart.find_newest_step(history), self._restart_delay_s(history)
+            result.verdict.root_cause, restart.find_newest_step(history), self._restart_delay_s(history)
         )
-
-    def _restart_delay_s(self, history: Sequence[restart.RoundResult]) -> float:
-        """How long to wait: not for what came from elsewhere, nor where no other start is likely."""
-        root = history[-1].verdict.root_cause
-        if (
-            root is None
-            or root.is_secondary
-            or self._expected_decision(history).action is not restart.RestartAction.CONTINUE
-        ):
-            return 0.0
-        return restart.restart_delay_s(history)
-
-    def _expected_decision(self, history: Sequence[restart.RoundResult]) -> restart.RestartDecision:
-        """What is decided if no other node has failed."""
-        return restart.decide_restart(history, self._limits, self._world)
 
     def before_round(self, *, failed: bool, reason: str = "") -> None:
-        """Judge the round that ended; raise GaveUpError or NodeUnfitError when there is to be no other.
+        """Record the round that ended, and end the job for failures that this node can judge alone.
 
-        Only what is sure without the other nodes is judged here.
+        Args:
+            failed: whether workers of this node failed.
+            reason: what other nodes did, if that ended the round.
+
+        Raises:
+            JobFailedError: the failure is deterministic.
+            NodeExcludedError: no worker can be started on this node.
+
         """
         self.on_workers_dead()
-        # Others may have been told of the end before our own part in it was noticed.
-        this = self._build_round(failed=failed)
-        this = replace(this, failed=failed or bool(this.failures))
-        self._history.append(this)
-        self._last_verdict, self._pending_traceback = (
-            this.verdict,
-            self._find_traceback(this.verdict.root_cause),
-        )
-        for failure in this.failures:
+        # Another node's failure may have ended the round before this node noticed its own.
+        result = self._build_round(failed=failed)
+        result = replace(result, failed=failed or bool(result.failures))
+        self._history.append(result)
+        root_cause = result.verdict.root_cause
+        self._last_verdict = result.verdict
+        self._pending_traceback = self._find_traceback(root_cause)
+        for failure in result.failures:
             if failure.kind == failure_classification.STUCK:
                 self._leave_job(
-                    f"{describe_failure(failure)}. Nothing can be started beside it: repair or reboot this node."
+                    f"{describe_failure(failure)}. No worker can be started beside it: repair or reboot "
+                    "this node."
                 )
-        if not this.failed:
-            self.log(f"{reason or 'nodes have come or gone'}: forming a new world.")
+        if not result.failed:
+            logger.info("%s: restarting.", reason or "nodes have joined or left")
             return
-        root = this.verdict.root_cause
-        if root is not None and root.is_deterministic:
+        if root_cause is not None and root_cause.is_deterministic:
             decision = restart.decide_restart(self._history, self._limits)
             if decision.ends_job:
                 self._give_up(decision.reason)
-        pause_s = self._restart_delay_s(self._history)
-        told = (
-            "; starting again"
-            if self._expected_decision(self._history).action is restart.RestartAction.CONTINUE
-            else ""
-        )
-        told += f" in {pause_s:g} s, since nothing has advanced" if pause_s else ""
-        self.log(f"{describe_failure(root)}{told}.")
+        plan = "; restarting" if self._will_continue(self._history) else ""
+        delay_s = self._restart_delay_s(self._history)
+        if delay_s:
+            plan += f" in {delay_s:g} s, because training made no progress"
+        logger.info("%s%s.", describe_failure(root_cause), plan)
 
     def after_rendezvous(
         self,
@@ -190,122 +173,153 @@ class RestartController:
         step: int = 0,
         failures: Sequence[Failure] = (),
     ) -> None:
-        """Note a new round; its workers start now. Raise GaveUpError or NodeUnfitError when they should not.
+        """Decide about the last round from all nodes' failures, then begin the next; its workers start now.
 
-        ``told`` is what the coordinator heard of the last round's end, ``step`` how far any member has come.
+        Args:
+            node_rank: this node's rank in the view.
+            num_nodes: how many nodes the view has.
+            generation: the view's generation.
+            membership_changed: whether agents joined or left since the last view.
+            nodes: names of the members.
+            step: the newest step that any member has finished.
+            failures: the last round's failures, collected by the leader.
+
+        Raises:
+            JobFailedError: the job is to end.
+            NodeExcludedError: this node is to leave the job.
+
         """
         self._world = restart.WorldSummary(tuple(nodes), step)
         if self._history:
             self._judge_round(failures, membership_changed=membership_changed)
         self._round += 1
-        self._num_nodes, self._node_rank, self.is_spare = num_nodes, node_rank, False
+        self._num_nodes, self.node_rank, self.is_spare = num_nodes, node_rank, False
         self._generation = generation
-        self._round_offset = _file_size(self._events_path)
-        # In a container each life's agent has the same pid, and the board's volume may outlive the pod.
-        self._stale_workers = frozenset(line.worker for line in self._read_progress())
+        self._round_offset = file_size(self._events_path)
+        # In a container every agent has the same pid, and the page may be on a volume that outlives the pod.
+        self._stale_workers = frozenset(record.worker for record in self._read_progress())
         self._round_events.clear()
         if self._memory_monitor is not None:
             self._memory_monitor.reset()
-        failed = sum(one.failed for one in self._history)
-        mtbf = checkpoint_interval.estimate_mtbf_s(failed, time.monotonic() - self._started_at)
-        os.environ[constants.ENV_MTBF_S] = f"{mtbf:.3f}"
-        os.environ[constants.ENV_ROUND] = str(self._round)  # torchelastic hands its environment to workers
+        failed_rounds = sum(result.failed for result in self._history)
+        mtbf_s = checkpoint_interval.estimate_mtbf_s(failed_rounds, time.monotonic() - self._started_at)
+        # torchelastic passes its environment on to workers.
+        os.environ[constants.ENV_MTBF_S] = f"{mtbf_s:.3f}"
+        os.environ[constants.ENV_ROUND] = str(self._round)
         os.environ[constants.ENV_GENERATION] = str(generation)
         self._event_log.emit(
             "round", round=self._round, node_rank=node_rank, num_nodes=num_nodes, generation=generation
         )
-        self.log(f"generation {generation}: node {node_rank} of {num_nodes}.")
+        logger.info("generation %d: node %d of %d.", generation, node_rank, num_nodes)
 
     def _judge_round(self, failures: Sequence[Failure], *, membership_changed: bool) -> None:
-        """Judge the last round by what all nodes know of it."""
-        own = self._history[-1].verdict.root_cause
-        last = self._history[-1] = restart.merge_reported_failures(
+        own_root_cause = self._history[-1].verdict.root_cause
+        result = restart.merge_reported_failures(
             self._history[-1], failures, membership_changed=membership_changed
         )
+        self._history[-1] = result
         if failures:
-            self._last_verdict = last.verdict
+            self._last_verdict = result.verdict
             self._event_log.emit(
                 "verdict",
                 generation=self._generation,
-                causes=[asdict(one) for one in last.verdict.root_causes],
-                cascade=[asdict(one) for one in last.verdict.secondary_failures],
+                causes=[asdict(failure) for failure in result.verdict.root_causes],
+                cascade=[asdict(failure) for failure in result.verdict.secondary_failures],
             )
-            root = last.verdict.root_cause
-            if (
-                root is not None
-                and root.node != self._node
-                and root.kind not in failure_classification.NODE_FAILURE_KINDS
-            ):
-                followed = (
-                    " What failed here followed from that." if own is not None and own.is_secondary else ""
-                )
-                self.log(f"{describe_failure(root, with_node=True)}.{followed}")
+            self._log_remote_root_cause(result.verdict.root_cause, own_root_cause)
         decision = restart.decide_restart(self._history, self._limits, self._world)
         if decision.ends_job:
             self._give_up(decision.reason)
         if decision.action is restart.RestartAction.EXCLUDE:
             if decision.node == self._node:
                 self._leave_job(decision.reason)
-            self.log(f"node {decision.node} is to leave: {decision.reason}")
+            logger.info("node %s is excluded: %s", decision.node, decision.reason)
         if self._pending_traceback and self._pending_traceback != self._printed_traceback:
             self._print_traceback(self._pending_traceback)
         self._pending_traceback = ""
 
-    def _give_up(self, reason: str) -> None:
+    def _log_remote_root_cause(self, root_cause: Failure | None, own_root_cause: Failure | None) -> None:
+        """Log a root cause of another node, unless the rendezvous has logged it: it logs lost nodes."""
+        if (
+            root_cause is None
+            or root_cause.node == self._node
+            or root_cause.kind in failure_classification.NODE_FAILURE_KINDS
+        ):
+            return
+        consequence = ""
+        if own_root_cause is not None and own_root_cause.is_secondary:
+            consequence = " The failure on this node was secondary."
+        logger.info("%s.%s", describe_failure(root_cause, with_node=True), consequence)
+
+    def _restart_delay_s(self, history: Sequence[restart.RoundResult]) -> float:
+        """Return the pause before the next round; 0 unless this node had the root cause and will restart."""
+        root_cause = history[-1].verdict.root_cause
+        if root_cause is None or root_cause.is_secondary or not self._will_continue(history):
+            return 0.0
+        return restart.restart_delay_s(history)
+
+    def _will_continue(self, history: Sequence[restart.RoundResult]) -> bool:
+        """Return whether the policy restarts this node if no other node reports a failure."""
+        decision = restart.decide_restart(history, self._limits, self._world)
+        return decision.action is restart.RestartAction.CONTINUE
+
+    def _give_up(self, reason: str) -> NoReturn:
         self._end_reason = f"node {self._node} gave up: {reason}"
         raise JobFailedError(self._end_reason)
 
-    def _leave_job(self, reason: str) -> None:
+    def _leave_job(self, reason: str) -> NoReturn:
         raise NodeExcludedError(f"node {self._node} leaves the job: {reason}")
 
-    # ---- the end ---------------------------------------------------------------------------------------
+    # ---- the end of the job ----------------------------------------------------------------------------
 
     def end_reason(self, *, workers_failed: bool = False) -> str:
-        """Why this node ends the job for all nodes; empty when its workers finished.
+        """Return why this node ends the job for all nodes; empty if its workers finished.
 
-        ``workers_failed``: torchelastic has ended because they did, and asked nobody.
+        With ``workers_failed`` torchelastic ended because workers failed, without asking for another round.
         """
         if workers_failed and not self._end_reason:
-            this = self._build_round(failed=True)
-            root = this.verdict.root_cause
-            if root is not None:
-                self._last_verdict, self._pending_traceback = this.verdict, self._find_traceback(root)
-                self._end_reason = f"node {self._node} gave up: {describe_failure(root)}."
+            verdict = self._build_round(failed=True).verdict
+            if verdict.root_cause is not None:
+                self._last_verdict = verdict
+                self._pending_traceback = self._find_traceback(verdict.root_cause)
+                self._end_reason = f"node {self._node} gave up: {describe_failure(verdict.root_cause)}."
         return self._end_reason
 
     def record_failures(self, failures: Sequence[Failure]) -> None:
-        """Take in what the coordinator heard of failures before the job ended."""
+        """Record the failures that the leader reported with the job's end."""
         if failures:
             self._last_verdict = separate_root_causes(failures)
 
     def log_failure_summary(self, log_dir: str = "") -> None:
-        """Say what failed first and what followed, with the user's traceback, and where the rest is.
+        """Log root cause and secondary failures, print the traceback, and name the files with the details.
 
-        ``logs`` is where the user has the workers' output put.
+        ``log_dir`` is where the user redirects the workers' output; empty if nowhere.
         """
-        verdict, root = self._last_verdict, self._last_verdict.root_cause
-        if root is None:
+        root_cause = self._last_verdict.root_cause
+        if root_cause is None:
             return
-        for line in failure_classification.explain_verdict(verdict):
-            self.log(line)
-        if root.node == self._node:
-            trace = self._pending_traceback or self._find_traceback(root)
-            if trace:
-                self._print_traceback(trace)
-        elif root.kind not in failure_classification.NODE_FAILURE_KINDS and root.type:
-            self.log(f"its traceback is in the output and in the events of node {root.node}.")
+        for line in failure_classification.explain_verdict(self._last_verdict):
+            logger.info(line)
+        if root_cause.node == self._node:
+            traceback_text = self._pending_traceback or self._find_traceback(root_cause)
+            if traceback_text:
+                self._print_traceback(traceback_text)
+        elif root_cause.kind not in failure_classification.NODE_FAILURE_KINDS and root_cause.type:
+            logger.info("the traceback is in the output and in the events of node %s.", root_cause.node)
         places = [f"events in {self._events_path}"]
-        places += [f"stacks of the hang in {path}" for path in self._list_hang_reports()[-1:]]
+        hangs = [event for event in self._round_events.read() if event["event"] == "hang"]
+        reports = [str(event["report"]) for event in hangs if event.get("report")]
+        places += [f"stacks of the hang in {path}" for path in reports[-1:]]
         places += [f"workers' output in {log_dir}"] if log_dir else []
-        self.log(f"more: {'; '.join(places)}.")
+        logger.info("more: %s.", "; ".join(places))
 
     def _print_traceback(self, traceback_text: str) -> None:
         self._printed_traceback = traceback_text
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # a closed pipe or terminal must not end the job
             print(traceback_text.rstrip("\n"), file=sys.stderr, flush=True)
 
     def _find_traceback(self, failure: Failure | None) -> str:
-        """The traceback that a worker of this node left in its event, if it printed a line only."""
+        """Return the traceback in a worker's `failure` event; empty if the worker printed it itself."""
         if failure is None or failure.node != self._node:
             return ""
         for event in self._round_events.read():
@@ -315,45 +329,40 @@ class RestartController:
                     return str(event["traceback"])
         return ""
 
-    def _list_hang_reports(self) -> list[str]:
-        found = (event for event in self._round_events.read() if event["event"] == "hang")
-        return [str(event["report"]) for event in found if event.get("report")]
+    # ---- what a round's workers did --------------------------------------------------------------------
 
     def _build_round(self, *, failed: bool) -> restart.RoundResult:
+        monitor = self._memory_monitor
         return restart.summarize_round(
             [*self._round_events.read(), *self._read_steps()],
             node=self._node,
             failed=failed,
             num_nodes=self._num_nodes,
-            memory_pressure=self._memory_monitor.read_pressure()
-            if self._memory_monitor is not None
-            else None,
+            memory_pressure=monitor.read_pressure() if monitor is not None else None,
         )
 
     def _read_steps(self) -> list[events.Event]:
-        """How far this round came: by the log, and by the board, which has steps that a full disk refused."""
-        lines = [line for line in self._read_progress() if line.worker not in self._stale_workers]
-        ours = [
-            line for line in lines if (line.worker.agent_pid, line.worker.round) == (os.getpid(), self._round)
-        ]
+        """Return this round's steps from the event log and the progress page.
+
+        The page has steps that a full disk kept out of the log.
+        """
         logged = [
             event for event in self._read_events(self._round_offset) if event["event"] in {"step", "commit"}
         ]
-        return [*logged, *({"event": "step", "step": line.step} for line in ours)]
+        own_records = [
+            record
+            for record in self._read_progress()
+            if record.worker not in self._stale_workers
+            and (record.worker.agent_pid, record.worker.round) == (os.getpid(), self._round)
+        ]
+        return [*logged, *({"event": "step", "step": record.step} for record in own_records)]
 
     def _read_progress(self) -> list[ProgressRecord]:
         return read_records(self._events_path.with_name(constants.PROGRESS_FILE), MAX_LOCAL_RANKS)
 
     def _read_events(self, offset: int) -> list[events.Event]:
-        """What the node's log holds from there on, as far as its disk gives it."""
+        """Return the node's events from byte ``offset`` on, up to the first read error."""
         found: list[events.Event] = []
         with contextlib.suppress(OSError):
-            found.extend(events.read(self._events_path, offset))  # keeps what comes before an error
+            found.extend(events.read(self._events_path, offset))  # extend keeps what precedes an error
         return found
-
-
-def _file_size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

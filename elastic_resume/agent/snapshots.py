@@ -1,7 +1,8 @@
-"""The keeper of an agent: this node's snapshots outlive its workers, and go to disk when those are gone.
+"""Serve this node's snapshots from the agent, so that they outlive the workers that took them.
 
-Promise: whatever ends the agent short of SIGKILL, the newest snapshot is on disk before it goes, if the disk
-takes it. A generation that ends has its newest snapshot committed while the next one forms.
+The agent owns the slots and the committer. When a generation ends, its newest snapshot is committed to disk
+while the next rendezvous runs. When the agent ends, for any reason but SIGKILL, it commits the newest
+snapshot first, if the disk accepts it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from elastic_resume.snapshot.slots import decode_snapshot_id
 
 @dataclass(frozen=True)
 class SnapshotService:
-    """What keeps this node's snapshots, and what digests them for a comparison with other nodes'."""
+    """The committer of this node's snapshots, and the thread that digests them for replica comparison."""
 
     committer: CheckpointCommitter
     digester: SnapshotDigester
@@ -36,80 +37,84 @@ class SnapshotService:
     def start_replica_comparison(
         self, client: RendezvousClient, *, log: Callable[[str], None], emit: Callable[..., Any]
     ) -> None:
-        """Compare this node's state with that of the others in ``member``'s rendezvous from now on.
+        """Compare this node's state with the other nodes' state, through ``client``, from now on.
 
-        When this node is found wrong and the job goes on, its own later copies of that generation are
-        distrusted before it enters another world (`Member.join` waits).
+        If this node has diverged and the job continues, its later snapshots of that generation are
+        distrusted before it joins another view (`RendezvousClient.join` waits for that).
         """
-        keeper, digester = self.committer, self.digester
-        # A world's generation -> its workers'. That is greater where they began with a copy of another job.
-        workers: dict[int, int] = {}
+        committer, digester = self.committer, self.digester
+        # A view's generation -> its workers' generation, which is greater if they resumed another job's copy.
+        worker_generations: dict[int, int] = {}
 
-        def compare(mark: int, world: int) -> None:
-            workers[world] = decode_snapshot_id(mark)[0]
-            digester.enqueue(mark)
+        def request_digest(snapshot_id: int, view_generation: int) -> None:
+            worker_generations[view_generation] = decode_snapshot_id(snapshot_id)[0]
+            digester.enqueue(snapshot_id)
 
-        def note(generation: int, step: int, digest: str) -> None:
-            worlds = {generation: world for world, generation in list(workers.items())}
-            client.send_digest(worlds[generation], step, digest)
+        def send_digest(worker_generation: int, step: int, digest: str) -> None:
+            view_generations = {worker: view for view, worker in list(worker_generations.items())}
+            client.send_digest(view_generations[worker_generation], step, digest)
 
-        def differ(told: ReplicasDiverged) -> None:
-            verdict = told.verdict
+        def handle_divergence(report: ReplicasDiverged) -> None:
+            verdict = report.verdict
             emit(
                 "replicas-differ",
-                generation=told.generation,
+                generation=report.generation,
                 step=verdict.step,
                 agreed_step=verdict.agreed_step,
-                nodes=[list(camp) for camp in verdict.groups],
+                nodes=[list(group) for group in verdict.groups],
                 wrong=list(verdict.diverged),
-                goes_on=told.continues_from_majority,
+                goes_on=report.continues_from_majority,
             )
-            if not told.continues_from_majority:
-                return  # the end of the job says it
+            if not report.continues_from_majority:
+                return  # the message at the job's end says it
             log(describe_divergence(verdict, continues=True))
             if client.node in verdict.diverged:
+                worker_generation = worker_generations.get(report.generation, report.generation)
                 try:
-                    keeper.distrust_after(workers.get(told.generation, told.generation), verdict.agreed_step)
+                    committer.distrust_after(worker_generation, verdict.agreed_step)
                 except ElasticResumeError as error:
-                    # The next start compares what it has resumed from, and would find it.
-                    log(f"copies that are wrong could not be set aside: {error}")
+                    # The next generation compares the states it resumed from, and finds the difference again.
+                    log(
+                        f"diverged checkpoints after step {verdict.agreed_step} of generation "
+                        f"{worker_generation} could not be set aside: {error}"
+                    )
 
-        client.set_divergence_handler(differ)
-        digester.on_digest = note
-        keeper.request_comparison = compare
+        client.set_divergence_handler(handle_divergence)
+        digester.on_digest = send_digest
+        committer.request_comparison = request_digest
 
 
 @contextlib.contextmanager
 def serve_snapshots(
     node_dir: Path, settings: Settings, *, log: Callable[[str], None], emit: Callable[..., Any]
 ) -> Iterator[SnapshotService]:
-    """Keep this node's snapshots within the context; workers find the keeper in their environment.
+    """Serve snapshots within the context; workers find the service by their environment.
 
     Args:
-        node_dir: claimed by this process.
-        settings: of the job.
-        say: gets lines for people.
-        tell: gets events, by kind and fields.
+        node_dir: the node's directory, claimed by this process.
+        settings: the job's settings.
+        log: takes one line for people.
+        emit: takes an event's kind and fields.
 
     """
-    rack = SlotPool(settings.snapshot_memory, log=log)
-    keeper = CheckpointCommitter(node_dir, settings.run_id, rack, log=log, emit=emit)
-    digester = SnapshotDigester(rack)
-    desk = SnapshotServer(keeper)
-    os.environ[constants.ENV_COMMITTER] = desk.socket_name
-    os.environ[constants.ENV_SLOTS] = rack.control_path
-    keeper.start()
+    slot_pool = SlotPool(settings.snapshot_memory, log=log)
+    committer = CheckpointCommitter(node_dir, settings.run_id, slot_pool, log=log, emit=emit)
+    digester = SnapshotDigester(slot_pool)
+    server = SnapshotServer(committer)
+    os.environ[constants.ENV_COMMITTER] = server.socket_name
+    os.environ[constants.ENV_SLOTS] = slot_pool.control_path
+    committer.start()
     digester.start()
-    desk.start()
+    server.start()
     try:
-        yield SnapshotService(keeper, digester)
+        yield SnapshotService(committer, digester)
     finally:
         os.environ.pop(constants.ENV_COMMITTER, None)
         os.environ.pop(constants.ENV_SLOTS, None)
-        with contextlib.suppress(MachineError):  # which has been said
-            keeper.commit()
-        if keeper.last_error:
-            log(f"the newest step in memory is lost with this agent: {keeper.last_error}")
-        desk.close()
+        with contextlib.suppress(MachineError):  # the committer has logged it
+            committer.commit()
+        if committer.last_error:
+            log(f"the newest snapshot was not committed and is lost with this agent: {committer.last_error}")
+        server.close()
         digester.close()
-        keeper.close()
+        committer.close()

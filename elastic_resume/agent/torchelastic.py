@@ -1,20 +1,12 @@
-"""From parsed flags to torchelastic's `launch_agent`, through its public extension points only.
+"""Run workers through an unmodified torchelastic, with our rendezvous in the place of its own.
 
-It makes torchrun's `LaunchConfig`, puts the stub in front of the worker's command, and hands our rendezvous
-to torchelastic as a handler of its registry (`handler`). With that module it is all that touches
-torch.distributed.elastic.
+Only torchelastic's public extension points are used: `prepare_launch` builds torchrun's `LaunchConfig` from
+the flags, `run_workers` calls `launch_agent`, and torchelastic gets each view from `ElasticRendezvousHandler`
+(a `RendezvousHandler`). The worker's command gets the launcher shim in front of it. This is the only module
+that imports torch.distributed.elastic; decisions about failures are in `restart_controller`.
 
-Does not decide anything about failures, and writes nothing.
-
-The `RendezvousHandler` that torchelastic sees.
-
-`OwnRendezvous` turns a `Member`'s worlds into what torchelastic wants, and asks an `Observer` whether there
-is to be another round. Only `next_rendezvous` and the exit barrier wait for other nodes, and they end when
-the core says so. Does not know flags.
-
-This node's place in our own rendezvous: the port it listens on, its record on disk, its member.
-
-Promise: whatever ends the agent short of SIGKILL, the others are told goodbye. Does not know torchelastic.
+Only `next_rendezvous` and the exit barrier (`_RoundStore.wait`) wait for other nodes. Both end when the
+rendezvous says so: torchelastic never blocks on a store of another host.
 """
 
 from __future__ import annotations
@@ -28,11 +20,11 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.events.handlers import get_logging_handler
@@ -51,12 +43,12 @@ from torch.distributed.run import config_from_args, get_args_parser
 from elastic_resume import config, constants
 from elastic_resume.agent import validation
 from elastic_resume.agent.options import fill_from_scheduler
+from elastic_resume.agent.restart_controller import RestartController
 from elastic_resume.agent.status import StatusReporter
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.agent.workers.supervisor import read_drain_signals
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.errors import ConfigError, JobFailedError, MachineError
-from elastic_resume.policy.failure_classification import Failure
 from elastic_resume.policy.restart import RoundSummary
 from elastic_resume.rendezvous.client import JobCompleted, RendezvousClient
 from elastic_resume.rendezvous.config import CONF_FLAGS, RendezvousConfig
@@ -68,67 +60,41 @@ from elastic_resume.rendezvous.net.protocol import derive_status_key
 from elastic_resume.schedulers.environment import SchedulerContext
 from elastic_resume.schedulers.shared_dir import SharedDir
 
+logger = logging.getLogger(__name__)
+
 RENDEZVOUS_BACKEND = "elastic_resume"
-ENV_WORKERS_IDENTICAL = "TORCH_ELASTIC_WORKER_IDENTICAL"  # torchelastic's: 1 spares it the exchange of ranks
-
-
-class RoundHooks(Protocol):
-    """What the supervisor wants to know and may decide."""
-
-    def summarize_round(self) -> RoundSummary:
-        """Tell what became of the round on this node; its workers are dead."""
-
-    def before_round(self, *, failed: bool, reason: str = "") -> None:
-        """A round is asked for. Raise GaveUpError to refuse it.
-
-        ``failed``: because own workers failed; ``why``: what the others did. Whether a node was lost that
-        took our workers along is told by `round_formed`, and judged there.
-        """
-
-    def after_rendezvous(
-        self,
-        *,
-        node_rank: int,
-        num_nodes: int,
-        generation: int,
-        membership_changed: bool = False,
-        nodes: Sequence[str] = (),
-        step: int = 0,
-        failures: Sequence[Failure] = (),
-    ) -> None:
-        """A rendezvous ended; workers start now. Raise GaveUpError or NodeUnfitError to refuse that.
-
-        ``changed``: not the same processes as last time. ``nodes`` are the members, ``step`` tells how far
-        any of them has come, ``told`` how the last world ended, as far as the leader heard.
-        """
-
-    def end_reason(self, *, workers_failed: bool = False) -> str:
-        """Why this node ends the job for all; empty when it ends because its workers are done.
-
-        ``workers_failed``: say what their failure was, if nothing has been decided.
-        """
+# torchelastic's own variable: with 1 it does not exchange ranks through the store.
+ENV_WORKERS_IDENTICAL = "TORCH_ELASTIC_WORKER_IDENTICAL"
+# torch's own rendezvous backends that need no server; ours replaces them.
+TORCH_RENDEZVOUS_BACKENDS = ("c10d", "static")
+# Keys of --rdzv-conf that torch's own backends accept and ours ignores.
+TORCH_RENDEZVOUS_KEYS = frozenset({
+    "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout", "timeout", "rank", "is_host",
+    "keep_alive_interval", "keep_alive_max_attempt", "store_type", "use_libuv",
+})  # fmt: skip
+# torchelastic requires a number, and passes it to workers as TORCHELASTIC_MAX_RESTARTS.
+UNLIMITED_RESTARTS = 1_000_000
+# How often torchelastic polls its workers and asks for a new round. torchrun's 0.1 s would be a tenth of a
+# restart; 0.03 s costs the agent 0.3 % of a core.
+MONITOR_INTERVAL_S = 0.03
+LAUNCHER_SHIM_PATH = Path(__file__).parent / "workers" / "launcher_shim.py"
 
 
 class ElasticRendezvousHandler(RendezvousHandler):
-    """Our own rendezvous: any node may leave, the one that leads included."""
+    """torchelastic's view of our rendezvous, in which every node may leave, the leader included."""
 
     def __init__(
         self,
         client: RendezvousClient,
-        hooks: RoundHooks,
-        backend: str,
+        controller: RestartController,
         *,
         host: str,
         local_world_size: int,
         node_order: int,
     ) -> None:
-        """``host`` is where others reach this node, ``order`` its place in the scheduler's order.
-
-        ``workers`` is how many this node starts.
-        """
+        """``host`` is this node's address for workers, ``node_order`` its place in the scheduler's order."""
         self._client = client
-        self._hooks = hooks
-        self._backend = backend
+        self._controller = controller
         self._host = host
         self._local_world_size = local_world_size
         self._node_order = node_order
@@ -137,74 +103,74 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     def get_backend(self) -> str:
         """See base class."""
-        return self._backend
+        return RENDEZVOUS_BACKEND
 
     @property
     def use_agent_store(self) -> bool:
-        """See base class. Workers meet at the store that the agent of node rank 0 serves."""
+        """See base class. Workers use the store that the agent of node rank 0 serves."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """See base class. torchelastic has stopped its workers before it calls.
+        """See base class. torchelastic has stopped its workers before it calls this.
 
         Raises:
-            GaveUpError: the observer, or another node, ends the job.
-            SystemExit: with 0: the job is done, and this node was not needed.
-            ConfigError, RendezvousLostError: see `Member.join`.
+            JobFailedError: the controller, or another node, ended the job.
+            NodeExcludedError: this node is to leave the job.
+            SystemExit: with 0: the job is done without this node.
+            ConfigError, RendezvousLostError: see `RendezvousClient.join`.
 
         """
         self._client.raise_if_over()
-        last, why = self._world, self._client.restart_reason
-        step = 0
-        if last is not None:
-            account = self._report_failure(last)
-            step = account.newest_step
-            self._hooks.before_round(failed=not why, reason=why)
-            self._client.sleep_unless_over(account.restart_delay_s)
-        # A fresh store for each generation: workers of different ones never meet. Only rank 0's is used.
+        last_world, restart_reason = self._world, self._client.restart_reason
+        newest_step = 0
+        if last_world is not None:
+            summary = self._report_failure(last_world)
+            newest_step = summary.newest_step
+            self._controller.before_round(failed=not restart_reason, reason=restart_reason)
+            self._client.sleep_unless_over(summary.restart_delay_s)
+        # Each generation has a fresh store, so that workers of two generations never meet.
         self._store_server = None
         self._store_server = _start_store_server(self._host)
-        join = JoinSpec(
+        join_spec = JoinSpec(
             _format_address(self._host, self._store_server.port),
             self._local_world_size,
             self._node_order,
-            step,
+            newest_step,
         )
         try:
-            world = self._client.join(join)
+            world = self._client.join(join_spec)
         except JobCompleted:
             raise SystemExit(0) from None
         if world.rank != 0:
-            self._store_server = None
+            self._store_server = None  # only the store of rank 0 is used
         self._world = world
-        changed = last is None or set(last.members) != set(world.members)
-        self._hooks.after_rendezvous(
+        self._controller.after_rendezvous(
             node_rank=world.rank,
             num_nodes=len(world.members),
             generation=world.generation,
-            membership_changed=changed,
+            membership_changed=last_world is None or set(last_world.members) != set(world.members),
             nodes=[member.node for member in world.members],
             step=world.newest_step,
             failures=world.failures,
         )
-        where = RendezvousStoreInfo(*_split_address(world.store_address))
         os.environ[ENV_WORKERS_IDENTICAL] = str(int(len(set(world.workers_per_node)) == 1))
         store: Any = _RoundStore(_create_rank_store(world.workers_per_node), self._client)
-        return RendezvousInfo(store, world.rank, len(world.members), where)
+        bootstrap = RendezvousStoreInfo(*_split_address(world.store_address))
+        return RendezvousInfo(store, world.rank, len(world.members), bootstrap)
 
     def _report_failure(self, world: StartWorkers) -> RoundSummary:
-        """Tell the leader how a worker of this node failed, if one did, before anything follows from it."""
-        account = self._hooks.summarize_round()
-        if account.failure is not None:
-            self._client.report_failure(world.generation, account.failure)
-        return account
+        """Report to the leader how a worker of this node failed, if one did, before any decision."""
+        summary = self._controller.summarize_round()
+        if summary.failure is not None:
+            self._client.report_failure(world.generation, summary.failure)
+        return summary
 
     def num_nodes_waiting(self) -> int:
-        """See base class. A flag of this process: to ask costs nothing, and no silent host can block it."""
+        """See base class. Reads a flag of this process, so no unreachable host can block it."""
         return int(self._client.restart_requested)
 
     def is_closed(self) -> bool:
-        """See base class. The end of one agent closes nothing for the others."""
+        """See base class. Always false: the end of one agent closes nothing for the others."""
         return False
 
     def set_closed(self) -> None:
@@ -215,21 +181,21 @@ class ElasticRendezvousHandler(RendezvousHandler):
         return self._client.run_id
 
     def shutdown(self) -> bool:
-        """See base class. Tells the other nodes why, when this one ends the job for all."""
+        """See base class. Tells the other nodes the reason if this node ends the job for all."""
         if self._world is not None:
             self._report_failure(self._world)
-        words = self._hooks.end_reason()
-        if words:
-            self._client.fail_job(words)
+        reason = self._controller.end_reason()
+        if reason:
+            self._client.fail_job(reason)
         return True
 
 
 class _RoundStore:
-    """What torchelastic takes for the store of a round; it waits for nobody.
+    """The store that torchelastic gets for one round; it never waits for an unreachable host.
 
-    torchelastic has two uses for it. With different numbers of workers on the nodes it works out ranks: we
-    know those numbers and put the result where it looks, so that no silent host can block it. When workers
-    have succeeded it waits for the others with ``wait``, for 300 s: `Member.finish` knows better.
+    torchelastic uses it twice. If nodes have different numbers of workers, it computes ranks through the
+    store: we know those numbers and store the result beforehand. When workers have succeeded, it calls
+    ``wait`` for the other nodes, with a limit of 300 s: `RendezvousClient.finish_and_wait` replaces that.
     """
 
     def __init__(self, inner: Store, client: RendezvousClient) -> None:
@@ -237,7 +203,7 @@ class _RoundStore:
         self._client = client
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait for the end of the job, which is what the exit barrier is for."""
+        """Wait until the job is over; torchelastic calls this as its exit barrier."""
         del keys, timeout
         self._client.finish_and_wait()
 
@@ -245,16 +211,15 @@ class _RoundStore:
         return getattr(self._inner, name)
 
 
-def _create_rank_store(workers: tuple[int, ...]) -> Store:
-    """A store of this process that already holds what nodes would tell each other about ranks.
+def _create_rank_store(workers_per_node: tuple[int, ...]) -> Store:
+    """Create an in-process store with the keys that torchelastic's ``_assign_worker_ranks`` reads.
 
-    The names are those of torchelastic's ``_assign_worker_ranks``; one that it does not find there is an
-    error after a second.
+    A key that is missing is an error after one second.
     """
     store = HashStore()
     store.set_timeout(timedelta(seconds=1))
-    first, total = 0, sum(workers)
-    for rank, count in enumerate(workers):
+    first, total = 0, sum(workers_per_node)
+    for rank, count in enumerate(workers_per_node):
         role = {"role": "default", "rank": rank, "local_world_size": count}
         store.set(f"torchelastic/role_info/{rank}", json.dumps(role))
         store.set(f"torchelastic/assigned_ranks/{rank}", json.dumps([first, total, first, total]))
@@ -272,8 +237,8 @@ def _start_store_server(host: str) -> TCPStore:
         return TCPStore(host, 0, is_master=True, wait_for_workers=False)
     except RuntimeError as error:
         raise MachineError(
-            f"no store can be served at {host}: {str(error).splitlines()[0][:200]} "
-            "(is --local-addr an address of this machine?)"
+            f"the workers' TCPStore cannot listen at {host}: {str(error).splitlines()[0][:200]}. Is "
+            "--local-addr an address of this machine?"
         ) from error
 
 
@@ -283,7 +248,7 @@ def _format_address(host: str, port: int) -> str:
 
 @dataclass(frozen=True)
 class RendezvousSession:
-    """A node's place: ``host`` is where workers reach it, ``order`` its place in the scheduler's order."""
+    """This node's membership: its client, its address for workers, its place in the scheduler's order."""
 
     client: RendezvousClient
     host: str
@@ -297,96 +262,71 @@ def open_rendezvous(
     lease_page: LeasePage,
     scheduler_context: SchedulerContext,
     *,
-    log: Callable[[str], None],
     on_log: Callable[[EmitEvent], None],
-    status_reporter: StatusReporter | None = None,
+    status_reporter: StatusReporter,
 ) -> Iterator[RendezvousSession]:
-    """Take the place; say goodbye at the end, whatever ends it.
+    """Listen for other nodes and hold this node's membership within the context.
+
+    However the context ends, short of SIGKILL, the other nodes are told that this node leaves.
 
     Args:
-        terms: of this job.
-        node_dir: claimed by this process; its name is the node's.
-        fence: of this node's workers; the rendezvous moves it from now on.
-        here: what the scheduler tells of this node.
-        say: gets one line for people.
-        tell: gets what the rendezvous does, in a thread of its own.
-        teller: tells people of this node, and those who look of the job, as long as the place is held.
+        rendezvous_config: the job's settings.
+        node_dir: claimed by this process; the directory's name is the node's.
+        lease_page: the lease of this node's workers, which the rendezvous renews from now on.
+        scheduler_context: what the scheduler says about this node.
+        on_log: takes each event of the rendezvous, in a thread of its own.
+        status_reporter: runs as long as the membership.
 
     Raises:
-        ConfigError: an address is wrong, or its port is held by another program.
-        RecordError: the record of an earlier life cannot be read.
+        ConfigError: an address is wrong, or another program uses its port.
+        NodeFileError: the record of an earlier start cannot be read.
 
     """
-    record = DurableStateFile(node_dir.path, launch_id=scheduler_context.launch_id, node=node_dir.path.name)
-    seat = open_listen_endpoint(
+    node = node_dir.path.name
+    state_file = DurableStateFile(node_dir.path, launch_id=scheduler_context.launch_id, node=node)
+    listen_endpoint = open_listen_endpoint(
         rendezvous_config.endpoints,
         rendezvous_config.local_addr,
         single_node=rendezvous_config.max_nodes == 1,
-        log=log,
+        log=logger.info,
     )
-    if seat.warning:
-        log(seat.warning)
+    if listen_endpoint.warning:
+        logger.warning(listen_endpoint.warning)
     if not rendezvous_config.has_user_token and rendezvous_config.max_nodes > 1:
-        log(
-            "no token is set: whoever reaches this node's port and knows the job's name may join "
-            "(--rdzv-token-file or ELASTIC_RESUME_TOKEN would keep others out)."
+        logger.warning(
+            "no token is set: any host that reaches this node's port and knows the job's name can join. Set "
+            "--rdzv-token-file or ELASTIC_RESUME_TOKEN to keep others out."
         )
-    name = node_dir.path.name
-    member = RendezvousClient(
+    client = RendezvousClient(
         rendezvous_config,
-        seat,
-        node=name,
-        state_file=record,
+        listen_endpoint,
+        node=node,
+        state_file=state_file,
         max_generation=node_dir.read_generation(),
         lease=lease_page,
         on_log=on_log,
-        on_peer_status=status_reporter.on_peer_status if status_reporter else lambda _: None,
-        render_status=status_reporter.render_status if status_reporter else None,
+        on_peer_status=status_reporter.on_peer_status,
+        render_status=status_reporter.render_status,
     )
-    member.start()
-    if status_reporter:
-        status_reporter.start(member, derive_status_key(rendezvous_config.token))
+    client.start()
+    status_reporter.start(client, derive_status_key(rendezvous_config.token))
     try:
-        yield RendezvousSession(member, seat.host, scheduler_context.node_index)
-    except BaseException as end:
-        member.leave((str(end) or type(end).__name__)[:200])
+        yield RendezvousSession(client, listen_endpoint.host, scheduler_context.node_index)
+    except BaseException as error:
+        client.leave((str(error) or type(error).__name__)[:200])
         raise
     finally:
-        if status_reporter:
-            status_reporter.close()
-        member.close()
-
-
-TORCH_RENDEZVOUS_BACKENDS = ("c10d", "static")
-"""torch's own rendezvous that need no server: ours stands in for them."""
-TORCH_RENDEZVOUS_KEYS = {
-    *(
-        "last_call_timeout",
-        "close_timeout",
-        "heartbeat_timeout",
-        "read_timeout",
-        "timeout",
-        "rank",
-        "is_host",
-    ),
-    *("keep_alive_interval", "keep_alive_max_attempt", "store_type", "use_libuv"),
-}
-"""Keys of --rdzv-conf that torch's own rendezvous take, and ours has no use for."""
-# torchelastic wants a number. TORCHELASTIC_MAX_RESTARTS shows it to workers.
-UNLIMITED_RESTARTS = 1_000_000
-# torchelastic looks at its workers, and asks whether there is to be another round, once in so many seconds.
-# torchrun's 0.1 would be a tenth of a restart; 0.03 costs the agent 0.3 % of a core.
-MONITOR_INTERVAL_S = 0.03
-LAUNCHER_SHIM_PATH = Path(__file__).parent / "workers" / "launcher_shim.py"
+        status_reporter.close()
+        client.close()
 
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """What `launch` starts, and the terms of its rendezvous.
+    """What `run_workers` starts, and the settings of its rendezvous.
 
-    ``command`` is the workers' own, which a zygote can run; None where it cannot, and ``why_cold`` says why
-    (nothing, where the user asked for it). ``shared`` is a directory that all nodes see, where there is one.
-    ``notice`` says which flags of torch's rendezvous mean ours.
+    ``worker_command`` is for the fork server; it is None if workers start cold, and ``cold_start_reason``
+    says why (empty if the user asked for it). ``shared_dir`` is a directory that all nodes of a Slurm job
+    see. ``notice`` lists flags of torch's rendezvous that have another meaning here.
     """
 
     config: LaunchConfig
@@ -400,40 +340,40 @@ class LaunchSpec:
 
 
 def build_parser() -> config.Parser:
-    """Give the flags of ``elastic-resume run``: torchrun's, with PET_* variables for defaults, and ours."""
+    """Return the parser of ``elastic-resume run``: torchrun's flags, with PET_* defaults, and ours."""
     try:
-        stock = get_args_parser()
+        torchrun_parser = get_args_parser()
     except ValueError as error:
         raise ConfigError(f"a PET_* variable of the environment is wrong: {error}") from error
-    found = config.Parser(
+    parser = config.Parser(
         prog="elastic-resume run",
-        description="Run a training script on this node, as torchrun does, and survive what dies around it.",
-        parents=[stock],
-        add_help=False,  # torchrun's own -h comes with its flags
+        description="Run a training script on this node, as torchrun does, and continue after failures.",
+        parents=[torchrun_parser],
+        add_help=False,  # torchrun's flags include -h
     )
-    config.add_flags(found)
-    return found
+    config.add_flags(parser)
+    return parser
 
 
 @contextlib.contextmanager
 def prepare_launch(
     args: argparse.Namespace, given_flags: set[str], run_id: str, scheduler_context: SchedulerContext
 ) -> Iterator[LaunchSpec]:
-    """Check ``args`` and make a `Launch` of them, valid within the context.
+    """Check ``args`` and build a `LaunchSpec` from them, valid within the context.
 
     Raises:
-        ConfigError: a value is wrong, or there is no such script.
+        ConfigError: a value is wrong, or the script does not exist.
 
     """
     args = argparse.Namespace(**vars(args))
     validation.check_script(args)
     args.rdzv_id = run_id
-    # The parser of torchrun has taken PET_* variables for its defaults.
+    # torchrun's parser has used PET_* variables as defaults.
     given_flags = given_flags | {
         name.removeprefix("PET_").lower() for name in os.environ if name.startswith("PET_")
     }
-    scheduled = fill_from_scheduler(args, given_flags, scheduler_context)
-    given_flags = set(scheduled.given_flags)
+    filled = fill_from_scheduler(args, given_flags, scheduler_context)
+    given_flags = set(filled.given_flags)
     one_node = validation.parse_nnodes(args.nnodes) == (1, 1)
     notice = _choose_rendezvous(args, given_flags, one_node=one_node)
     if "max_restarts" not in given_flags:
@@ -442,60 +382,83 @@ def prepare_launch(
         args.monitor_interval = MONITOR_INTERVAL_S
     with contextlib.ExitStack() as stack:
         if args.log_dir is None and args.redirects == args.tee == "0":
-            # torchelastic needs a place for error files and would leave a new one in /tmp at every start.
+            # torchelastic needs a directory for error files, and would leave one in /tmp at every start.
             args.log_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="elastic_resume_"))
         try:
-            config, entrypoint, words = config_from_args(args)
+            config, entrypoint, entrypoint_args = config_from_args(args)
         except (AssertionError, RuntimeError, ValueError, OSError) as error:
-            raise ConfigError(str(error) or f"torchrun refuses these flags: {error!r}") from error
+            raise ConfigError(str(error) or f"torchrun rejects these flags: {error!r}") from error
         validation.check_launch_config(config)
         _check_event_log_handler(config)
         ignored = sorted(TORCH_RENDEZVOUS_KEYS & config.rdzv_configs.keys() - {"timeout"})
         if ignored:
-            notice = f"{notice} --rdzv-conf {', '.join(ignored)}: without effect there.".lstrip()
-        terms = _read_rendezvous_config(config, args, given_flags)
+            notice = f"{notice} --rdzv-conf {', '.join(ignored)}: ignored.".lstrip()
+        rendezvous_config = _read_rendezvous_config(config, args, given_flags)
         _configure_drain(config, args)
-        why_cold = validation.cold_start_reason(args, entrypoint)
-        command = None
+        cold_start_reason = validation.cold_start_reason(args, entrypoint)
+        worker_command = None
         if isinstance(entrypoint, str):
-            command = None if why_cold or args.no_warm else [entrypoint, *words]
-            # "${local_rank}" is torchelastic's macro: it puts the number in.
-            words = ["-I", "-S", str(LAUNCHER_SHIM_PATH), "${local_rank}", entrypoint, *words]
+            if not cold_start_reason and not args.no_warm:
+                worker_command = [entrypoint, *entrypoint_args]
+            # "${local_rank}" is a macro of torchelastic.
+            shim = ["-I", "-S", str(LAUNCHER_SHIM_PATH), "${local_rank}"]
+            entrypoint_args = [*shim, entrypoint, *entrypoint_args]
             entrypoint = sys.executable
-        yield LaunchSpec(config, entrypoint, words, terms, command, why_cold, scheduled.shared_dir, notice)
+        yield LaunchSpec(
+            config,
+            entrypoint,
+            entrypoint_args,
+            rendezvous_config,
+            worker_command,
+            cold_start_reason,
+            filled.shared_dir,
+            notice,
+        )
 
 
 def _configure_drain(config: LaunchConfig, args: argparse.Namespace) -> None:
-    """Let what schedulers send ahead of the end drain too, and leave the guards time for it."""
+    """Let torchelastic handle the drain signals too, and give supervisors time to end workers."""
     if hasattr(config, "signals_to_handle"):
-        before = [name.strip() for name in config.signals_to_handle.split(",") if name.strip()]
-        config.signals_to_handle = ",".join(dict.fromkeys([*before, *_parse_drain_signals(args)]))
+        signals = [name.strip() for name in config.signals_to_handle.split(",") if name.strip()]
+        drain_signals = validation.parse_drain_signals(
+            args.drain_signals or os.environ.get(constants.ENV_DRAIN_SIGNALS)
+        )
+        config.signals_to_handle = ",".join(dict.fromkeys([*signals, *drain_signals]))
     grace_s = validation.resolve_grace_s(args, os.environ)
     timeout_s = getattr(config, "shutdown_timeout", None)
     if grace_s is not None and timeout_s is not None:
-        # torchelastic kills stubs after it. They need some seconds more than their workers.
+        # torchelastic kills launcher shims after it; they end some seconds after their workers.
         config.shutdown_timeout = max(timeout_s, math.ceil(grace_s) + 15)
 
 
-def _parse_drain_signals(args: argparse.Namespace) -> list[str]:
-    return validation.parse_drain_signals(args.drain_signals or os.environ.get(constants.ENV_DRAIN_SIGNALS))
-
-
-def run_workers(spec: LaunchSpec, hooks: RoundHooks, session: RendezvousSession) -> None:
+def run_workers(spec: LaunchSpec, controller: RestartController, session: RendezvousSession) -> None:
     """Run the job on this node until it is done.
 
     Raises:
-        ConfigError: the other nodes refuse this node's settings.
-        GaveUpError: this node or another ended the job; the text says why.
-        RendezvousLostError: no world can be formed any more.
+        ConfigError: the other nodes reject this node's settings.
+        JobFailedError: this node or another ended the job; the text says why.
+        NodeExcludedError: this node is to leave the job.
+        RendezvousLostError: no quorum can be reached any more.
         StoppedError: a signal stopped this agent.
 
     """
     config = spec.config
     signals = _stop_signals(config)
-    before = {number: signal.getsignal(number) for number in signals}
-    config.rdzv_configs["make"] = lambda: _create_handler(config, hooks, session, signals)
-    rendezvous_handler_registry.register(RENDEZVOUS_BACKEND, _create_from_parameters)
+    previous = {number: signal.getsignal(number) for number in signals}
+
+    def create_handler(_: RendezvousParameters) -> RendezvousHandler:
+        # torchelastic handles these once the first workers start, but a rendezvous can last minutes.
+        for number in signals:
+            signal.signal(number, _raise_signal_exception)
+        return ElasticRendezvousHandler(
+            session.client,
+            controller,
+            host=session.host,
+            local_world_size=config.nproc_per_node,
+            node_order=session.node_order,
+        )
+
+    rendezvous_handler_registry.register(RENDEZVOUS_BACKEND, create_handler)
     _filter_torchelastic_logs()
     try:
         launch_agent(config, spec.entrypoint, spec.args)
@@ -503,15 +466,15 @@ def run_workers(spec: LaunchSpec, hooks: RoundHooks, session: RendezvousSession)
         if end.code:
             raise
     except SignalException as error:
-        # The goodbyes to come take a moment; who asks twice is not served faster.
-        before = dict.fromkeys(before, signal.SIG_IGN)
+        # Leaving the rendezvous takes a moment; a second signal must not interrupt it.
+        previous = dict.fromkeys(previous, signal.SIG_IGN)
         raise StoppedError(signal.Signals(error.sigval)) from error
     except ChildFailedError as error:
-        words = hooks.end_reason(workers_failed=True) or _describe_first_failure(error)
-        session.client.fail_job(words)
-        raise JobFailedError(words) from error
+        reason = controller.end_reason(workers_failed=True) or _describe_first_failure(error)
+        session.client.fail_job(reason)
+        raise JobFailedError(reason) from error
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
     if session.client.job_failure:
         raise JobFailedError(session.client.job_failure)
@@ -519,50 +482,27 @@ def run_workers(spec: LaunchSpec, hooks: RoundHooks, session: RendezvousSession)
 
 @contextlib.contextmanager
 def raise_on_stop_signal(spec: LaunchSpec) -> Iterator[None]:
-    """Let the signals that stop an agent end what is done ahead of `launch`, as a StoppedError."""
-    before = {number: signal.signal(number, _raise_signal_exception) for number in _stop_signals(spec.config)}
+    """Raise StoppedError within the context when a signal stops the agent before `run_workers`."""
+    numbers = _stop_signals(spec.config)
+    previous = {number: signal.signal(number, _raise_signal_exception) for number in numbers}
     try:
         yield
     except SignalException as error:
         raise StoppedError(signal.Signals(error.sigval)) from error
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 def _stop_signals(config: LaunchConfig) -> list[signal.Signals]:
     names = getattr(config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(",")
-    found = [getattr(signal, name.strip()) for name in names if hasattr(signal, name.strip())]
-    return list(
-        dict.fromkeys([*found, *read_drain_signals()])
-    )  # an older torch knows no others, and leaves them alone
-
-
-def _create_handler(
-    config: LaunchConfig, hooks: RoundHooks, session: RendezvousSession, signals: list[signal.Signals]
-) -> RendezvousHandler:
-    """Make the handler of this start."""
-    # torchelastic takes these when the first workers start, but a rendezvous can last minutes.
-    for number in signals:
-        signal.signal(number, _raise_signal_exception)
-    workers = config.nproc_per_node
-    return ElasticRendezvousHandler(
-        session.client,
-        hooks,
-        RENDEZVOUS_BACKEND,
-        host=session.host,
-        local_world_size=workers,
-        node_order=session.node_order,
-    )
-
-
-def _create_from_parameters(params: RendezvousParameters) -> RendezvousHandler:
-    make: Callable[[], RendezvousHandler] = params.config.pop("make")
-    return make()
+    handled = [getattr(signal, name.strip()) for name in names if hasattr(signal, name.strip())]
+    # An older torch has no signals_to_handle, so drain signals are added here.
+    return list(dict.fromkeys([*handled, *read_drain_signals()]))
 
 
 class StoppedError(Exception):
-    """A signal stopped the agent. Not an error of the job."""
+    """A signal stopped the agent; the job has not failed."""
 
     def __init__(self, signal_number: signal.Signals) -> None:
         super().__init__(signal_number.name)
@@ -593,15 +533,15 @@ def _flag_to_dest(flag: str) -> str:
 
 
 def _choose_rendezvous(args: argparse.Namespace, given_flags: set[str], *, one_node: bool) -> str:
-    """Fill in where the nodes meet in our rendezvous; return what to log of flags that mean torch's own.
+    """Fill in the endpoint of our rendezvous; return a notice if the flags name torch's own.
 
-    One node for which no place to meet is named stands alone.
+    A single node without an endpoint listens on the loopback address only.
     """
-    named = args.rdzv_backend if "rdzv_backend" in given_flags else RENDEZVOUS_BACKEND
-    if named not in {RENDEZVOUS_BACKEND, *TORCH_RENDEZVOUS_BACKENDS}:
+    backend = args.rdzv_backend if "rdzv_backend" in given_flags else RENDEZVOUS_BACKEND
+    if backend not in {RENDEZVOUS_BACKEND, *TORCH_RENDEZVOUS_BACKENDS}:
         raise ConfigError(
-            f"--rdzv-backend is {named!r}, and nodes meet in elastic_resume's own rendezvous, which needs no "
-            "server. Leave the flag out, and let --rdzv-endpoint HOST,HOST,… name some of the nodes."
+            f"--rdzv-backend is {backend!r}, and nodes meet in elastic_resume's own rendezvous, which needs "
+            "no server. Leave the flag out, and name some of the nodes with --rdzv-endpoint HOST,HOST,…."
         )
     args.rdzv_backend = RENDEZVOUS_BACKEND
     if args.node_rank < 0:
@@ -610,20 +550,20 @@ def _choose_rendezvous(args: argparse.Namespace, given_flags: set[str], *, one_n
     if args.standalone or (one_node and not args.rdzv_endpoint):
         if not one_node:
             raise ConfigError(f"--standalone means one node, and --nnodes is {args.nnodes}.")
-        # A number, because the host's own names may not resolve, or not to us.
+        # An address, because the host's own name may not resolve, or resolve to another host.
         args.local_addr = args.local_addr or "127.0.0.1"
         args.rdzv_endpoint = str(Endpoint(args.local_addr, 0))
     elif not args.rdzv_endpoint and by_master:
-        args.rdzv_endpoint = str(Endpoint(args.master_addr, args.master_port or 29500))  # torchrun's own
+        args.rdzv_endpoint = str(Endpoint(args.master_addr, args.master_port or 29500))  # torchrun's port
     elif not args.rdzv_endpoint:
         raise ConfigError(
-            f"--nnodes is {args.nnodes}, so the nodes need a place to meet: --rdzv-endpoint HOST,HOST,…, "
-            "the same on each, naming some of them (three, say: the job outlives each of them)."
+            f"--nnodes is {args.nnodes}, so nodes need an endpoint: give --rdzv-endpoint HOST,HOST,… with "
+            "the same value on each node. Name some of the nodes, such as three; the job outlives each one."
         )
-    if named == RENDEZVOUS_BACKEND and not by_master:
+    if backend == RENDEZVOUS_BACKEND and not by_master:
         return ""
-    what = "--master-addr" if by_master and named == RENDEZVOUS_BACKEND else f"--rdzv-backend {named}"
-    return f"{what}: nodes meet in elastic_resume's own rendezvous, at {args.rdzv_endpoint}."
+    flag = "--master-addr" if by_master and backend == RENDEZVOUS_BACKEND else f"--rdzv-backend {backend}"
+    return f"{flag}: nodes meet in elastic_resume's own rendezvous, at {args.rdzv_endpoint}."
 
 
 def _check_event_log_handler(config: LaunchConfig) -> None:
@@ -631,26 +571,26 @@ def _check_event_log_handler(config: LaunchConfig) -> None:
         get_logging_handler(config.event_log_handler)
     except KeyError as error:
         raise ConfigError(
-            f"--event-log-handler is {config.event_log_handler!r}, which torch has not."
+            f"--event-log-handler is {config.event_log_handler!r}, which torch does not have."
         ) from error
 
 
 def _filter_torchelastic_logs() -> None:
-    """Leave out torchelastic's lines about what we say in plain words ourselves."""
-    spoken = (
+    """Drop torchelastic's log lines about events that we log ourselves."""
+    prefixes = (
         "Sending process",
         "Closing process",
         "failed (exitcode",
         "Received ",
         "Error waiting on exit",
-        "The node '",  # … has failed to send a heartbeat, or to shut down a rendezvous whose host is gone
+        "The node '",  # it failed to send a heartbeat, or to close a rendezvous whose host is dead
     )
 
-    def is_news(record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith(spoken)
+    def is_wanted(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(prefixes)
 
     for name in ("multiprocessing.api", "agent.server.api", "rendezvous.dynamic_rendezvous"):
-        logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(is_news)
+        logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(is_wanted)
 
 
 def _raise_signal_exception(number: int, _frame: object) -> None:

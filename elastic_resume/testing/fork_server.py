@@ -35,6 +35,7 @@ PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 _starter_lock = threading.Lock()
 _start_requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] | None = None
+_starter_lock = threading.Lock()
 T = TypeVar("T")
 
 

@@ -35,10 +35,9 @@ from elastic_resume.testing.fault_plan import FaultPlan
 from elastic_resume.testing.fault_runner import DONE, FaultOutcome
 from elastic_resume.testing.faults import KINDS, Fault
 from elastic_resume.testing.triggers import FailpointController
-from tests.integration.test_end_to_end import SCRIPT, check_end
-from tests.integration.test_soak import left_behind
 from tests.support.paths import ROOT
 from tests.support.processes import wait_for
+from tests.support.training_job import SCRIPT, check_end, left_behind
 
 SOAK = "ELASTIC_RESUME_CHAOS_S" in os.environ
 SECONDS = float(os.environ.get("ELASTIC_RESUME_CHAOS_S", "4"))

@@ -12,9 +12,9 @@ import pytest
 from elastic_resume.report import summary, text_report
 from elastic_resume.report.loader import load_run
 from elastic_resume.testing import fork_server
-from tests.integration.test_end_to_end import SCRIPT, check_end
 from tests.support.machine_cluster import MachineCluster
 from tests.support.rendezvous_nodes import count_open_descriptors
+from tests.support.training_job import SCRIPT, check_end
 
 pytestmark = pytest.mark.cluster
 

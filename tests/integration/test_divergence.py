@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastic_resume.testing import Cluster
-from tests.integration.test_end_to_end import SCRIPT, check_end
+from tests.support.training_job import SCRIPT, check_end
 
 pytestmark = pytest.mark.cluster
 

@@ -12,13 +12,11 @@ import pytest
 from elastic_resume import cli
 from elastic_resume.testing import Cluster
 from tests.support import training_log
-from tests.support.paths import SCRIPTS
 from tests.support.scripts.train import SAMPLES
+from tests.support.training_job import EPOCHS, SCRIPT, check_end
 
 pytestmark = pytest.mark.cluster
 
-SCRIPT = SCRIPTS / "train.py"
-EPOCHS = 4
 SAVE_EVERY = 5
 Make = Callable[..., Cluster]
 
@@ -57,13 +55,13 @@ def start(cluster: Cluster, *, waits_at: int = 10**6, **options: object) -> Path
 
 
 def go_on(cluster: Cluster) -> None:
-    """What was to befall the job has."""
+    """Let the job run at full speed: the failure of the test has happened."""
     (cluster.directory / "go-on").touch()
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Digest of weights and optimizer after a run of three nodes that nothing befell."""
+    """Return the digest of the end state of an undisturbed run on three nodes."""
     with Cluster(tmp_path_factory.mktemp("undisturbed"), nodes=3, flags=["--save-every", "5"]) as cluster:
         go_on(cluster)
         kept = start(cluster, step_delay=0.0)
@@ -72,24 +70,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def newest(cluster: Cluster) -> int:
-    """The newest generation that has begun."""
+    """Return the newest generation that has started."""
     return max((int(event["generation"]) for event in cluster.events("resume")), default=0)
 
 
-def check_end(kept: Path, *, world_size: int, epochs: int = EPOCHS, batch: int = 24) -> str:
-    """Every sample once per epoch, equal weights on all ranks; give their digest."""
-    every = dict.fromkeys(range(SAMPLES), 1)
-    assert training_log.samples_by_epoch(kept) == dict.fromkeys(range(epochs), every)
-    ends = training_log.final_states(kept)
-    assert [end["rank"] for end in ends] == list(range(world_size))
-    assert {end["world_size"] for end in ends} == {world_size}
-    assert {end["step"] for end in ends} == {epochs * SAMPLES // batch}
-    assert len({end["digest"] for end in ends}) == 1
-    return str(ends[0]["digest"])
-
-
-def test_a_killed_worker_costs_only_the_steps_since_the_last_save(make: Make, undisturbed: str) -> None:
-    """Kill -9 of one worker: same weights, bit for bit, as if nothing had happened."""
+def test_killed_worker_loses_only_steps_since_last_save(make: Make, undisturbed: str) -> None:
+    """SIGKILL of one worker: the end state is bit-identical to an undisturbed run."""
     cluster = make()
     kept = start(cluster, waits_at=14)
     cluster.wait(commit=10, node=1)
@@ -106,8 +92,8 @@ def test_a_killed_worker_costs_only_the_steps_since_the_last_save(make: Make, un
     assert killed
 
 
-def test_a_killed_node_returns_with_an_empty_disk(make: Make, undisturbed: str) -> None:
-    """Kill -9 of agent and worker of a node: the job waits for it, sends it a copy, and ends the same."""
+def test_killed_node_returns_with_empty_disk(make: Make, undisturbed: str) -> None:
+    """The job waits for the node, sends it a checkpoint, and ends with the same state."""
     cluster = make()
     kept = start(cluster, waits_at=14)
     cluster.wait(commit=10, node=0)
@@ -128,8 +114,8 @@ def test_a_killed_node_returns_with_an_empty_disk(make: Make, undisturbed: str) 
     )
 
 
-def test_a_node_that_dies_during_a_resume_does_not_hold_the_others(make: Make, undisturbed: str) -> None:
-    """It dies with the plan made and nothing loaded; started again, it takes part in the next one."""
+def test_node_that_dies_during_resume_does_not_block_others(make: Make, undisturbed: str) -> None:
+    """It dies with the plan made and nothing loaded, and returns."""
     cluster = make()
     kept = start(cluster, waits_at=14)
     cluster.wait(commit=10, node=2)
@@ -143,8 +129,8 @@ def test_a_node_that_dies_during_a_resume_does_not_hold_the_others(make: Make, u
     assert check_end(kept, world_size=3) == undisturbed
 
 
-def test_two_nodes_go_on_without_the_third_and_take_it_back(make: Make, tmp_path: Path) -> None:
-    """With --nnodes 2:3 the world shrinks when a node dies and grows when it returns, empty."""
+def test_two_nodes_continue_without_third_and_readmit_it(make: Make, tmp_path: Path) -> None:
+    """With --nnodes 2:3 the view shrinks and grows again."""
     cluster = make(min_nodes=2, max_nodes=3)
     # The third node comes back when it has imported torch, and the others have to be still there.
     third_is_back = tmp_path / "third-is-back"
@@ -175,8 +161,8 @@ def test_two_nodes_go_on_without_the_third_and_take_it_back(make: Make, tmp_path
     check_end(kept, world_size=3)
 
 
-def test_damaged_copies_are_named_and_the_next_source_is_taken(make: Make, undisturbed: str) -> None:
-    """The newest copy torn on one node and bit-flipped on another: the third node's copy serves all."""
+def test_resume_names_damaged_checkpoints_and_uses_next_source(make: Make, undisturbed: str) -> None:
+    """One copy is torn, one has a flipped bit; the third node's serves all."""
     cluster = make()
     kept = start(cluster, waits_at=12)  # so near to each other they all keep the copy that counts
     for index in range(3):
@@ -204,8 +190,8 @@ def test_damaged_copies_are_named_and_the_next_source_is_taken(make: Make, undis
     assert "rejected n1/" in cluster.output(0)
 
 
-def test_when_every_copy_is_damaged_the_job_ends_and_does_not_start_afresh(make: Make) -> None:
-    """All copies corrupt: an error that names them, exit code 1 on every node, again when asked again."""
+def test_job_ends_when_every_checkpoint_is_damaged(make: Make) -> None:
+    """An error names them; the job never starts from nothing."""
     cluster = make(nodes=2)
     start(cluster, waits_at=14)
     for index in range(2):
@@ -222,8 +208,8 @@ def test_when_every_copy_is_damaged_the_job_ends_and_does_not_start_afresh(make:
         assert newest(cluster) == before
 
 
-def test_a_whole_job_that_was_killed_goes_on_where_it_was(make: Make, undisturbed: str) -> None:
-    """Kill -9 of everything; the same command again ends with the same weights."""
+def test_killed_job_continues_from_its_checkpoints(make: Make, undisturbed: str) -> None:
+    """The same command again ends with the same state."""
     cluster = make()
     kept = start(cluster, waits_at=24)
     cluster.wait(commit=20, node=0)
@@ -237,7 +223,7 @@ def test_a_whole_job_that_was_killed_goes_on_where_it_was(make: Make, undisturbe
 
 
 @pytest.mark.parametrize("second", [2, 4])
-def test_a_job_goes_on_with_another_number_of_nodes(make: Make, second: int) -> None:
+def test_job_continues_with_other_number_of_nodes(make: Make, second: int) -> None:
     """Started with 3 nodes, killed, started with fewer or more: no sample is repeated or skipped.
 
     That the third is dead, and does not train on behind a cut link, an operator has to say.
@@ -261,8 +247,8 @@ def test_a_job_goes_on_with_another_number_of_nodes(make: Make, second: int) -> 
     check_end(kept, world_size=second)
 
 
-def test_an_exception_is_told_with_its_first_line(make: Make, undisturbed: str) -> None:
-    """A rank that raises once costs a generation; the event names type, text and place."""
+def test_failure_event_names_exception_and_place(make: Make, undisturbed: str) -> None:
+    """A rank that raises once costs one generation."""
     cluster = make()
     go_on(cluster)
     kept = start(cluster, raise_at="1:12:1")

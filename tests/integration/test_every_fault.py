@@ -24,7 +24,7 @@ from elastic_resume.snapshot.progress_page import ProgressRecord
 from elastic_resume.testing import Cluster
 from elastic_resume.testing.fault_runner import DONE, FaultInjector
 from elastic_resume.testing.faults import KINDS, Fault
-from tests.integration.test_end_to_end import SCRIPT
+from tests.support.training_job import SCRIPT
 
 pytestmark = pytest.mark.cluster
 

@@ -76,9 +76,7 @@ def last_line(cluster: Cluster, index: int) -> str:
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_a_script_that_cannot_be_imported_fails_at_once_and_its_traceback_stands_once(
-    tmp_path: Path, *, alone: bool
-) -> None:
+def test_import_error_fails_job_at_once_with_one_traceback(tmp_path: Path, *, alone: bool) -> None:
     """One round on each of two nodes with two workers, exit code 1, one traceback of a node at the most.
 
     A node on which nothing was wrong points to the other; where both fail, one that has not heard of the
@@ -98,16 +96,14 @@ def test_a_script_that_cannot_be_imported_fails_at_once_and_its_traceback_stands
             assert "first: rank " in output[index]
             assert "more: events in " in output[index]
         printed = [text.count("Traceback (most recent call last)") for text in output]
-        pointed = ["its traceback is in the output" in text for text in output]
+        pointed = ["the traceback is in the output" in text for text in output]
         assert [*map(sum, zip(printed, pointed, strict=True))] == [1, 1]
         assert sum(printed) == 1 if alone else sum(printed) >= 1
 
 
 @pytest.mark.parametrize("disk", ["full", "broken"])
-def test_a_script_at_fault_is_not_started_again_though_the_disk_takes_and_gives_no_event(
-    tmp_path: Path, disk: str
-) -> None:
-    """How its worker ended stands in the agent's memory; the log on the disk is for people."""
+def test_import_error_ends_job_when_disk_loses_events(tmp_path: Path, disk: str) -> None:
+    """The exit is in the agent's memory; the log on disk is for people."""
     (tmp_path / "train.py").write_text(
         f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.02)\n"
         "import nothing_of_that_name\n"
@@ -129,12 +125,13 @@ def test_a_script_at_fault_is_not_started_again_though_the_disk_takes_and_gives_
     assert "elastic_resume/agent" not in output, "a traceback of the agent"
 
 
-def test_the_same_error_on_every_node_before_the_first_step_fails_at_once(make: Make) -> None:
-    """Nothing has ever worked, and it is not one machine."""
+def test_same_error_on_all_nodes_before_first_step_fails_job(make: Make) -> None:
+    """Nothing has ever worked, and no single machine is the cause."""
     cluster = make("raises", nodes=2)
     script = cluster.directory / "all.py"
     script.write_text(
-        f"import sys\nsys.path.insert(0, {str(SCRIPT.parents[2])!r})\nfrom tests.jobs import trouble\n"
+        f"import sys\nsys.path.insert(0, {str(SCRIPT.parents[3])!r})\n"
+        "from tests.support.scripts import trouble\n"
         "trouble.main(trouble.Path(sys.argv[1]), 'raises', trouble.NODE)\n"
     )
     cluster.stop()
@@ -156,24 +153,24 @@ def test_deterministic_failure_of_one_step_is_named(make: Make) -> None:
     assert (root["node"], root["rank"], root["kind"], root["step"]) == ("n1", 1, "exception", 5)
 
 
-def test_a_node_that_fails_alone_leaves_and_the_others_go_on(make: Make) -> None:
-    """Three times without progress would end the job; two nodes are enough, so the third leaves with 75."""
+def test_node_that_fails_alone_is_excluded(make: Make) -> None:
+    """Two nodes are enough, so the third leaves with exit code 75."""
     cluster = make("segfault")
     assert cluster.wait_exit(90, only=[1]) == [75]
     assert "node n1 leaves the job: the last 3 failures were caused by node n1 alone." in last_line(
         cluster, 1
     )
-    assert "starting again in 1 s, since nothing has advanced" in cluster.output(1)
+    assert "restarting in 1 s, because training made no progress" in cluster.output(1)
     cluster.wait(lambda: rounds(cluster, 0)[-1:] == rounds(cluster, 2)[-1:] == [2], "a world of two")
-    assert "node n1 is to leave" in cluster.output(0)
+    assert "node n1 is excluded" in cluster.output(0)
     finish(cluster)
     assert cluster.wait_exit(60) == [0, 0]
     (end,) = cluster.node_events(1, "agent-end")
     assert (end["outcome"], end["exit_code"]) == ("left", 75)
 
 
-def test_exclude_after_counts_though_steps_advance(make: Make) -> None:
-    """Twice was what the user allowed."""
+def test_exclude_after_counts_failures_despite_progress(make: Make) -> None:
+    """The user allowed two failures."""
     cluster = make("late-segfault", flags=("--exclude-after", "2"))
     assert cluster.wait_exit(90, only=[1]) == [75]
     assert "the last 2 failures were caused by node n1 alone" in last_line(cluster, 1)
@@ -182,8 +179,8 @@ def test_exclude_after_counts_though_steps_advance(make: Make) -> None:
     assert cluster.wait_exit(60) == [0, 0]
 
 
-def test_a_node_that_is_needed_is_not_left_out(make: Make) -> None:
-    """The job fails, and says which node it was."""
+def test_needed_node_is_not_excluded(make: Make) -> None:
+    """The job fails and names the node."""
     cluster = make("segfault", nodes=2)
     assert cluster.wait_exit(90) == [1, 1]
     for index in range(2):
@@ -191,8 +188,8 @@ def test_a_node_that_is_needed_is_not_left_out(make: Make) -> None:
         assert "first: rank 1 on node n1 was killed by SIGSEGV." in cluster.output(index)
 
 
-def test_a_worker_that_does_not_die_makes_its_node_leave(make: Make) -> None:
-    """Its guard says so; nothing can be started beside it. The others go on."""
+def test_node_with_unkillable_worker_leaves(make: Make) -> None:
+    """No worker can be started beside it; the other nodes continue."""
     cluster = make("stuck")
     assert cluster.wait_exit(60, only=[1]) == [75]
     assert "does not die of SIGKILL" in last_line(cluster, 1)
@@ -202,8 +199,8 @@ def test_a_worker_that_does_not_die_makes_its_node_leave(make: Make) -> None:
     assert cluster.wait_exit(60) == [0, 0]
 
 
-def test_what_followed_from_a_death_is_told_from_its_cause(make: Make) -> None:
-    """All nodes see the killed worker as the cause, and the broken connections of the rest as a cascade."""
+def test_verdict_separates_secondary_failures(make: Make) -> None:
+    """The killed worker is the root cause; broken connections are secondary."""
     cluster = make("late-killed")
     cluster.wait(lambda: all(len(verdicts(cluster, index)) >= 2 for index in range(3)), "two verdicts each")
     for index in range(3):
@@ -214,11 +211,11 @@ def test_what_followed_from_a_death_is_told_from_its_cause(make: Make) -> None:
     followed = [one for verdict in verdicts(cluster, 0) for one in verdict["cascade"]]
     assert followed, "a connection was lost before the agent was told of the death"
     assert "rank 1 on node n1 was killed by SIGKILL." in cluster.output(0)
-    assert "What failed here followed from that." in cluster.output(0) + cluster.output(2)
+    assert "The failure on this node was secondary." in cluster.output(0) + cluster.output(2)
 
 
-def test_what_followed_from_the_loss_of_a_node_costs_nothing(make: Make) -> None:
-    """Its peers' errors are no failures of the job, however often it dies."""
+def test_secondary_failures_of_lost_node_do_not_count(make: Make) -> None:
+    """Peers' errors are no failures of the job."""
     cluster = make("none", flags=("--max-no-progress", "1"))
     wait_for_three(cluster)
     for index in range(3):
@@ -242,8 +239,8 @@ def test_what_followed_from_the_loss_of_a_node_costs_nothing(make: Make) -> None
     assert {one["type"] for one in verdict["cascade"]} == {"RuntimeError"}
 
 
-def test_a_node_that_was_asked_to_leave_is_not_lost(make: Make) -> None:
-    """SIGTERM to its agent: exit code 143 there, and no failure of the job anywhere."""
+def test_drained_node_is_preempted_and_not_lost(make: Make) -> None:
+    """SIGTERM to the agent: exit code 143, and no failure of the job."""
     cluster = make("none", flags=("--max-no-progress", "1"))
     wait_for_three(cluster)
     cluster.kill_agent(1, signal.SIGTERM)
@@ -255,8 +252,8 @@ def test_a_node_that_was_asked_to_leave_is_not_lost(make: Make) -> None:
     assert [(one["kind"], one["node"]) for one in verdict["causes"]] == [("preempted", "n1")]
 
 
-def test_max_restarts_counts_restarts_and_nothing_else(tmp_path: Path) -> None:
-    """Three restarts though nothing advances; --max-no-progress beside it ends the job earlier."""
+def test_max_restarts_counts_restarts_only(tmp_path: Path) -> None:
+    """Three restarts without progress; --max-no-progress ends the job earlier."""
     script = tmp_path / "train.py"
     script.write_text("import sys; sys.exit(9)\n")
     for flags, starts in (
@@ -271,10 +268,10 @@ def test_max_restarts_counts_restarts_and_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--max-no-progress=0", "--exclude-after=-1", "--max-no-progress=many"])
-def test_a_wrong_limit_is_refused_before_anything_starts(
+def test_invalid_limit_is_rejected_before_start(
     flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 2, one line."""
+    """Exit code 2 and one line."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     assert cli.main(["run", flag, "train.py"]) == 2
@@ -310,10 +307,8 @@ def small_group() -> Iterator[Path]:
     made.rmdir()
 
 
-def test_a_worker_that_the_kernel_kills_for_want_of_memory_is_said_to_be(
-    small_group: Path, tmp_path: Path
-) -> None:
-    """SIGKILL, and the counter of its control group rose."""
+def test_oom_kill_is_reported_as_out_of_memory(small_group: Path, tmp_path: Path) -> None:
+    """The worker got SIGKILL, and the counter of its control group rose."""
     (tmp_path / "train.py").write_text(GREEDY)
     agent = subprocess.Popen(
         [

@@ -11,9 +11,10 @@ import pytest
 
 from elastic_resume import constants
 from elastic_resume.checkpoint.catalog import Catalog
-from tests.integration.test_run_command import Agent, Agents, alive, wait_for
-from tests.integration.test_run_command import agents as agents  # noqa: PLC0414  pytest finds fixtures by name
+from tests.support.agents import Agent, Agents, wait_for
+from tests.support.agents import agents as agents  # noqa: PLC0414  pytest finds fixtures by name
 from tests.support.paths import SCRIPTS
+from tests.support.processes import is_alive
 
 pytestmark = pytest.mark.cluster
 
@@ -97,7 +98,7 @@ def test_a_worker_that_does_not_end_is_killed_after_the_grace(agents: Agents) ->
     (pid,) = wait_for(lambda: agents.pids("worker"), "the worker")
     agent.terminate()
     assert agent.wait(60) == 143
-    assert not alive(pid)
+    assert not is_alive(pid)
     (end,) = agents.events("worker-exit")
     assert (end["signal"], end["stopped"]) == ("SIGKILL", True)
 
@@ -109,10 +110,10 @@ def test_a_second_interrupt_stops_at_once(agents: Agents) -> None:
     (pid,) = wait_for(lambda: agents.pids("worker"), "the worker")
     agent.send_signal(signal.SIGINT)
     wait_for((agents.directory / "told").exists, "the worker to be told")
-    assert alive(pid)
+    assert is_alive(pid)
     agent.send_signal(signal.SIGINT)
     assert agent.wait(60) == 130
-    wait_for(lambda: not alive(pid), "the worker to die")
+    wait_for(lambda: not is_alive(pid), "the worker to die")
 
 
 def test_a_worker_that_fails_ends_the_others_at_once(agents: Agents) -> None:

@@ -58,8 +58,8 @@ def end(hearts: HeartbeatJob, nodes: list[int]) -> None:
     hearts.check_generations_do_not_overlap()
 
 
-def test_the_host_may_die_and_its_successor_and_every_candidate(make: Make) -> None:
-    """The rest goes on each time; one that returns joins and does not lead; newcomers find the job by it."""
+def test_job_survives_loss_of_leader_successor_and_all_candidates(make: Make) -> None:
+    """A node that returns joins and does not lead; newcomers find the job through it."""
     hearts = make(5)
     hearts.start()
     now = hearts.wait_for_world([0, 1, 2, 3, 4])
@@ -85,8 +85,8 @@ def test_the_host_may_die_and_its_successor_and_every_candidate(make: Make) -> N
     end(hearts, [0, 1, 2, 3, 4])
 
 
-def test_one_node_goes_on_alone_after_the_others_died_one_by_one(make: Make) -> None:
-    """--nnodes 1:4 shrinks to one node, which need not be a candidate."""
+def test_one_node_continues_after_others_die_one_by_one(make: Make) -> None:
+    """--nnodes 1:4 shrinks to a node that is no candidate."""
     hearts = make(4, candidates=1)
     hearts.start()
     now = hearts.wait_for_world([0, 1, 2, 3])
@@ -99,8 +99,8 @@ def test_one_node_goes_on_alone_after_the_others_died_one_by_one(make: Make) -> 
 
 
 @pytest.mark.parametrize("dead", [(1, 2, 3), (0, 1, 2), (0, 1)])
-def test_those_left_go_on_after_the_others_died_at_once(make: Make, dead: tuple[int, ...]) -> None:
-    """Two or three of four are killed in one moment, with or without the one that led."""
+def test_survivors_continue_after_simultaneous_deaths(make: Make, dead: tuple[int, ...]) -> None:
+    """Two or three of four die at once, with or without the leader."""
     hearts = make(4)
     hearts.start()
     now = hearts.wait_for_world([0, 1, 2, 3])
@@ -110,8 +110,8 @@ def test_those_left_go_on_after_the_others_died_at_once(make: Make, dead: tuple[
     end(hearts, left)
 
 
-def test_spares_wait_and_step_in(make: Make) -> None:
-    """--nnodes 2:3 with five agents: two wait, and each takes a lost node's place in the same restart."""
+def test_spares_replace_lost_nodes(make: Make) -> None:
+    """Each of two spares takes a lost node's place in the same restart."""
     hearts = make(5, min_nodes=2, max_nodes=3)
     hearts.start([0, 1, 2])
     now = hearts.wait_for_world([0, 1, 2])
@@ -148,8 +148,8 @@ def test_a_world_grows_by_newcomers_and_shrinks_by_those_that_are_drained(make: 
     end(hearts, [2, 3])
 
 
-def test_two_nodes_that_are_drained_at_once_do_not_hold_the_third(make: Make) -> None:
-    """SIGTERM to the one that leads and to another in the same moment."""
+def test_simultaneous_drain_of_two_nodes_does_not_block_third(make: Make) -> None:
+    """SIGTERM to the leader and another node at once."""
     hearts = make(3)
     hearts.start()
     now = hearts.wait_for_world([0, 1, 2])
@@ -221,8 +221,8 @@ def test_nodes_may_have_different_numbers_of_workers(make: Make) -> None:
     end(hearts, [0, 1, 2])
 
 
-def test_a_job_that_one_node_gives_up_ends_on_all_with_its_reason(make: Make) -> None:
-    """All three are needed, and n1's worker fails at each start: each node ends, and names that worker."""
+def test_job_given_up_by_one_node_ends_on_all(make: Make) -> None:
+    """All three are needed and n1's worker fails at each start; each node names that worker."""
     hearts = make(3, min_nodes=3)
     script = hearts.directory / "fails.py"
     script.write_text(FAILS_ON_N1)

@@ -90,8 +90,8 @@ def finished_by_all(kept: Path) -> dict[int, list[int]]:
     return steps
 
 
-def test_no_finished_step_is_run_twice(cluster: Cluster, tmp_path: Path) -> None:
-    """And the weights are those of a run that nothing befell, bit for bit."""
+def test_no_finished_step_is_recomputed(cluster: Cluster, tmp_path: Path) -> None:
+    """The end state is bit-identical to that of an undisturbed run."""
     plan = plan_of(SEED)
     kept = run(cluster, plan, "diary")
     assert len(list(kept.glob("done-*"))) == len(plan)

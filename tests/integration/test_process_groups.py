@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from elastic_resume.testing.backends import find_free_port
-from tests.integration.test_run_command import wait_for
 from tests.support import launch_ranks
+from tests.support.agents import wait_for
 
 pytestmark = pytest.mark.slow
 

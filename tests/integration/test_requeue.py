@@ -13,8 +13,8 @@ import pytest
 
 from elastic_resume import constants
 from elastic_resume.testing.cluster import Cluster
-from tests.integration.test_run_command import Agents, wait_for
-from tests.integration.test_run_command import agents as agents  # noqa: PLC0414  pytest finds fixtures by name
+from tests.support.agents import Agents, wait_for
+from tests.support.agents import agents as agents  # noqa: PLC0414  pytest finds fixtures by name
 from tests.support.paths import SCRIPTS
 from tests.unit.schedulers.test_slurm_job import RECORDED, script, shown
 
@@ -115,7 +115,7 @@ def those_that_do_not_tell(cluster: Cluster) -> list[psutil.Process] | None:
     found = []
     for process in processes(cluster):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if process.pid not in agents and "stub.py" not in " ".join(process.cmdline()):
+            if process.pid not in agents and "launcher_shim.py" not in " ".join(process.cmdline()):
                 found.append(process)
     return found if len(found) >= 4 * NODES else None  # zygote, guard, worker, its loader
 
@@ -125,8 +125,8 @@ def agents_of(cluster: Cluster) -> list[psutil.Process]:
     return [psutil.Process(node.agent.pid) for node in cluster.nodes if node.agent is not None]
 
 
-def test_a_job_of_several_nodes_ends_in_slurms_ways(tmp_path: Path, slurm: Slurm) -> None:
-    """USR1, preemption, scancel, the time limit: all nodes save the newest step, one asks or none."""
+def test_job_of_several_nodes_is_requeued_once(tmp_path: Path, slurm: Slurm) -> None:
+    """After USR1, preemption or the time limit all nodes commit and one requests; after scancel none."""
     flags = ("--save-every=100000", "--snapshot-every=1", "--grace=10")
     with Cluster(tmp_path, nodes=NODES, flags=flags) as cluster:
         cluster._script = [str(TRAIN), "--diary", str(tmp_path), "--epochs", "100000", "--loaders", "1"]
@@ -177,8 +177,8 @@ def test_a_job_of_several_nodes_ends_in_slurms_ways(tmp_path: Path, slurm: Slurm
 WAITS = "import pathlib, time\npathlib.Path('there').touch()\nwhile True:\n    time.sleep(1)\n"
 
 
-def test_a_job_at_fault_is_not_requeued(agents: Agents, slurm: Slurm) -> None:
-    """It would end like this again."""
+def test_deterministic_failure_is_not_requeued(agents: Agents, slurm: Slurm) -> None:
+    """It would fail again."""
     agents.script("import no_such_module_at_all\n")
     code, log = agents.run("--rdzv-id=train", "train.py", **slurm.environ(1))
     assert code == 1, log
@@ -196,7 +196,7 @@ def test_a_job_at_fault_is_not_requeued(agents: Agents, slurm: Slurm) -> None:
         ((), None, 3, RUNS, 1, "it has lived 4 times without a new step"),
     ],
 )
-def test_one_node_that_is_told_ahead_of_time(
+def test_drain_signal_requeues_single_node(
     agents: Agents,
     slurm: Slurm,
     *,
@@ -207,7 +207,7 @@ def test_one_node_that_is_told_ahead_of_time(
     code: int,
     says: str,
 ) -> None:
-    """By another signal than the default. A life without a step counts as none."""
+    """The signal is not the default; a start without a step counts as no progress."""
     slurm.shows(shows)
     agents.script(WAITS)
     node_dir = agents.directory / "checkpoints" / "train" / "a"
@@ -225,8 +225,8 @@ def test_one_node_that_is_told_ahead_of_time(
 @pytest.mark.parametrize(
     "flag", ["--drain-signals=SIGINT", "--drain-signals=,", "--drain-signals=9", "--requeue=always"]
 )
-def test_what_cannot_be_is_refused(agents: Agents, flag: str) -> None:
-    """Before anything starts."""
+def test_invalid_drain_flags_are_rejected(agents: Agents, flag: str) -> None:
+    """Nothing starts."""
     agents.script("")
     code, log = agents.run(flag, "train.py")
     assert code == 2, log

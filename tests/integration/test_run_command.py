@@ -12,95 +12,20 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from elastic_resume import constants, events
-from elastic_resume.testing import fork_server
+from elastic_resume import constants
 from elastic_resume.testing.backends import find_free_port
-from elastic_resume.testing.fork_server_main import ForkedProcess
+from tests.support.agents import RUN, Agent, Agents, wait_for
+from tests.support.agents import agents as agents  # noqa: PLC0414  pytest finds fixtures by name
+from tests.support.processes import is_alive
 
 pytestmark = pytest.mark.cluster
 
-Agent = subprocess.Popen[bytes] | ForkedProcess
 HOST = "127.0.0.1"
-RUN = [sys.executable, "-m", "elastic_resume", "run"]
-
-
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
-    """Wait until ``condition`` is true; its value."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited in vain: {what}"
-        time.sleep(0.02)
-    return value
-
-
-def alive(pid: int) -> bool:
-    """Whether the process runs; a zombie does not."""
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-class Agents:
-    """Agents in one directory, each with its output in a file; none outlives the test."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.started: list[Agent] = []
-        self.port = 0  # of the rendezvous of two
-
-    def script(self, text: str, name: str = "train.py") -> str:
-        """Write a training script."""
-        (self.directory / name).write_text(text)
-        return name
-
-    def start(self, *words: str, node: str = "a", warm: bool = False, **environ: str) -> Agent:
-        """Start one agent. Where its scripts need no torch no zygote has to import it, so it is not warm."""
-        command = [*RUN, "--node-name", node, *([] if warm else ["--no-warm"]), *words]
-        env = {**os.environ, **environ}
-        with open(self.directory / f"{node}.log", "ab") as output:
-            process = fork_server.start(command, env, output, cwd=self.directory) or subprocess.Popen(
-                command, cwd=self.directory, stdout=output, stderr=subprocess.STDOUT, env=env
-            )
-        self.started.append(process)
-        return process
-
-    def run(self, *words: str, **environ: str) -> tuple[int, str]:
-        """Run one agent to its end: exit code and output."""
-        code = self.start(*words, warm=False, **environ).wait(120)
-        return code, self.log()
-
-    def log(self, node: str = "a") -> str:
-        """What an agent and its workers have printed."""
-        return (self.directory / f"{node}.log").read_text()
-
-    def events(self, kind: str, node: str = "a", run_id: str = "train") -> list[events.Event]:
-        """Events of one node."""
-        path = self.directory / "checkpoints" / run_id / node / "events.jsonl"
-        return [event for event in events.read(path) if event["event"] == kind]
-
-    def pids(self, prefix: str) -> list[int]:
-        """Processes that left a file ``PREFIX-PID``."""
-        return [int(path.name.rpartition("-")[2]) for path in self.directory.glob(f"{prefix}-*")]
-
-
-@pytest.fixture
-def agents(tmp_path: Path) -> Iterator[Agents]:
-    """A directory for agents to run in."""
-    found = Agents(tmp_path)
-    yield found
-    for process in found.started:
-        process.kill()
-        process.wait()
 
 
 # Says that it is there, then waits until the test makes a file.
@@ -146,8 +71,8 @@ def test_a_program_that_is_not_python(agents: Agents) -> None:
     assert {"got 0 0 0 0", "got 1 0 1 1"} <= set(log.splitlines())
 
 
-def test_run_path_runs_without_a_stub(agents: Agents) -> None:
-    """There the command is a function, and torchelastic starts it by itself."""
+def test_run_path_runs_without_launcher_shim(agents: Agents) -> None:
+    """Torchelastic starts the function itself."""
     script = agents.script("import os; print('ran', os.environ['RANK'])")
     code, log = agents.run("--run-path", str(agents.directory / script))
     assert code == 0, log
@@ -165,8 +90,8 @@ def test_the_file_of_flags_is_used(agents: Agents) -> None:
     assert (agents.directory / "elsewhere" / "train" / "a" / "events.jsonl").exists()
 
 
-def test_three_failed_starts_end_the_job(agents: Agents) -> None:
-    """With one line that says who failed and how; exit code 1."""
+def test_three_failed_starts_end_job(agents: Agents) -> None:
+    """One line names the rank and its exit code."""
     agents.script("import sys; sys.exit(9)")
     code, log = agents.run("train.py")
     assert code == 1
@@ -189,8 +114,8 @@ def test_run_ends_with_2_for_a_flag_that_the_rendezvous_refuses(agents: Agents) 
     assert (end["outcome"], end["exit_code"]) == ("failed", 2)
 
 
-def test_max_restarts_keeps_its_meaning(agents: Agents) -> None:
-    """One restart, though the policy would have allowed two."""
+def test_max_restarts_keeps_torchrun_meaning(agents: Agents) -> None:
+    """One restart, though the policy would allow two."""
     agents.script("import os; os.kill(os.getpid(), 9)")
     code, log = agents.run("--max-restarts", "1", "train.py")
     assert code == 1
@@ -205,15 +130,17 @@ import os, sys
 from pathlib import Path
 from elastic_resume.events import EventLog
 path, memory = Path(os.environ["ELASTIC_RESUME_EVENTS_PATH"]), os.environ["ELASTIC_RESUME_ROUND_EVENTS"]
-log = EventLog(path, memory=memory, node=os.environ["ELASTIC_RESUME_NODE_NAME"], rank=int(os.environ["RANK"]))
-log.write("failure", generation=int(os.environ["ELASTIC_RESUME_GENERATION"]), step=0, type="MismatchError",
+log = EventLog(
+    path, memory_path=memory, node=os.environ["ELASTIC_RESUME_NODE_NAME"], rank=int(os.environ["RANK"])
+)
+log.emit("failure", generation=int(os.environ["ELASTIC_RESUME_GENERATION"]), step=0, type="MismatchError",
           message="fc.weight is (3,) and was (4,)", frame="train.py:9", deterministic=True)
 sys.exit(1)
 """
 
 
-def test_an_error_of_the_jobs_own_ends_it_at_once(agents: Agents) -> None:
-    """A restart would meet it again."""
+def test_deterministic_failure_ends_job_at_once(agents: Agents) -> None:
+    """A restart would meet the error again."""
     agents.script(FAULTY)
     code, log = agents.run("train.py")
     assert code == 1
@@ -226,7 +153,7 @@ import os, sys
 from pathlib import Path
 from elastic_resume.events import EventLog
 path, memory = Path(os.environ["ELASTIC_RESUME_EVENTS_PATH"]), os.environ["ELASTIC_RESUME_ROUND_EVENTS"]
-event = EventLog(path, memory=memory, node="a").write(
+event = EventLog(path, memory_path=memory, node="a").emit(
     "failure", generation=None, rank=None, step=None, type="ConfigError",
     message="keep is 1, which is too few. Write 2 or more.", frame="", deterministic=True)
 print("elastic_resume: error: " + event["message"], file=sys.stderr)
@@ -259,13 +186,13 @@ def test_a_signal_to_the_agent_stops_its_workers(agents: Agents, number: signal.
     pids = wait_for(lambda: len(agents.pids("worker")) == 2 and agents.pids("worker"), "two workers")
     agent.send_signal(number)
     assert agent.wait(60) == 128 + number
-    wait_for(lambda: not any(map(alive, [*pids, *agents.pids("child")])), "workers and children to die")
+    wait_for(lambda: not any(map(is_alive, [*pids, *agents.pids("child")])), "workers and children to die")
     (end,) = agents.events("agent-end")
     assert (end["outcome"], end["exit_code"]) == ("signalled", 128 + number)
 
 
-def test_a_signal_while_no_world_is_formed_ends_the_agent(agents: Agents) -> None:
-    """A rendezvous may wait for minutes; the agent still ends in order."""
+def test_signal_during_rendezvous_ends_agent(agents: Agents) -> None:
+    """A rendezvous may last minutes."""
     agents.script(WAITS)
     agent = agents.start("--nnodes=2", "--rdzv-endpoint", f"127.0.0.1:{find_free_port(HOST)}", "train.py")
     wait_for(lambda: agents.events("agent-start"), "the agent to start")
@@ -275,19 +202,19 @@ def test_a_signal_while_no_world_is_formed_ends_the_agent(agents: Agents) -> Non
     assert agents.events("agent-end")[0]["outcome"] == "signalled"
 
 
-def test_an_agent_that_is_killed_leaves_no_process(agents: Agents) -> None:
-    """Neither stub nor worker nor the worker's child, though that one left the session."""
+def test_killed_agent_leaves_no_process(agents: Agents) -> None:
+    """Neither shim nor worker nor the worker's child survives, though the child left the session."""
     agents.script(WAITS)
     agent = agents.start("--nproc-per-node=2", "train.py")
     wait_for(lambda: len(agents.pids("worker")) == 2, "two workers")
     tree = [process.pid for process in psutil.Process(agent.pid).children(recursive=True)]
     assert set(agents.pids("worker") + agents.pids("child")) < set(tree)
     agent.kill()
-    wait_for(lambda: not any(map(alive, tree)), "all to die")
+    wait_for(lambda: not any(map(is_alive, tree)), "all to die")
 
 
-def test_a_second_agent_under_the_same_name_names_the_first(agents: Agents) -> None:
-    """And the first goes on."""
+def test_second_agent_with_same_node_name_is_rejected(agents: Agents) -> None:
+    """The message names the first agent, which continues."""
     agents.script(WAITS)
     first = agents.start("train.py")
     wait_for(lambda: agents.pids("worker"), "a worker")
@@ -326,8 +253,8 @@ def start_one(agents: Agents, node: str, meet: str, *flags: str) -> Agent:
     return agents.start("--nnodes=2", "--rdzv-endpoint", meet, *flags, "train.py", node=node)
 
 
-def test_two_nodes_go_on_after_a_worker_is_killed(agents: Agents) -> None:
-    """Both restart, for the killed one and for the news that a node waits; both end with 0."""
+def test_two_nodes_continue_after_worker_is_killed(agents: Agents) -> None:
+    """Both restart and both end with 0."""
     agents.script(WAITS)
     two = start_two(agents)
     wait_for(lambda: agents.pids("worker-a") and agents.pids("worker-b"), "two workers")
@@ -342,8 +269,8 @@ def test_two_nodes_go_on_after_a_worker_is_killed(agents: Agents) -> None:
     assert (killed["worker_pid"], killed["signal"], killed["stopped"]) == (first[0], "SIGKILL", False)
     (stopped,) = [e for e in agents.events("worker-exit", "a") if e["round"] == 1]
     assert stopped["stopped"] is True
-    assert "was killed by SIGKILL; starting again" in agents.log("b")
-    assert "the workers of b stopped: forming a new world" in agents.log("a")
+    assert "was killed by SIGKILL; restarting" in agents.log("b")
+    assert "the workers of b stopped: restarting." in agents.log("a")
 
 
 @pytest.mark.parametrize(
@@ -359,8 +286,8 @@ def test_two_agents_of_one_machine_meet(agents: Agents, host: str, addresses: tu
 
 
 @pytest.mark.parametrize("faulty", ["a", "b"])
-def test_when_one_node_gives_up_the_other_ends_too_and_says_why(agents: Agents, faulty: str) -> None:
-    """Promptly, with exit code 1, also when the one that gives up hosts the rendezvous."""
+def test_job_ends_on_both_nodes_when_one_gives_up(agents: Agents, faulty: str) -> None:
+    """Exit code 1, also when that node leads the rendezvous."""
     agents.script(
         f"import os\nif os.environ['ELASTIC_RESUME_NODE_NAME'] == {faulty!r}:\n    exec({FAULTY!r})\n" + WAITS
     )
@@ -370,12 +297,12 @@ def test_when_one_node_gives_up_the_other_ends_too_and_says_why(agents: Agents, 
         last = agents.log(node).strip().splitlines()[-1]
         assert f"node {faulty} gave up: " in last
         assert "MismatchError: fc.weight" in last
-    wait_for(lambda: not any(map(alive, agents.pids("worker"))), "workers to die")
+    wait_for(lambda: not any(map(is_alive, agents.pids("worker"))), "workers to die")
     assert json.dumps(agents.events("agent-end", "a")).count("MismatchError") == 1
 
 
-def test_a_world_that_does_not_form_in_time_is_said_and_asks_for_a_requeue(agents: Agents) -> None:
-    """One of two is lost and both are needed: exit code 75, for the job is not at fault."""
+def test_join_timeout_exits_with_requeue_code(agents: Agents) -> None:
+    """One of two nodes is lost and both are needed: exit code 75."""
     agents.script(WAITS)
     meet = f"{HOST}:{find_free_port(HOST)}"
     first = start_one(agents, "a", meet, "--local-addr", HOST)
@@ -400,8 +327,8 @@ def test_a_world_that_does_not_form_in_time_is_said_and_asks_for_a_requeue(agent
         (["--rdzv-backend=static"], "--rdzv-backend static: nodes meet in"),
     ],
 )
-def test_run_with_a_stock_backend_meets_in_ours(agents: Agents, flags: list[str], said: str) -> None:
-    """A line of the log says so; c10d would not survive the loss of the node that hosts its store."""
+def test_torch_backend_is_replaced_by_ours(agents: Agents, flags: list[str], said: str) -> None:
+    """A log line says so."""
     agents.script(WAITS)
     two = start_two(agents, more=("--nnodes=1:2", *flags))
     wait_for(lambda: agents.pids("worker-a") and agents.pids("worker-b"), "two workers")

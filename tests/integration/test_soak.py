@@ -9,18 +9,16 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
-from elastic_resume import constants
 from elastic_resume.events import Event
 from elastic_resume.testing import Cluster
-from tests.integration.test_end_to_end import SCRIPT, check_end
 from tests.support.processes import wait_for
+from tests.support.training_job import SCRIPT, check_end, left_behind
 
 pytestmark = pytest.mark.cluster
 
@@ -99,20 +97,6 @@ def kind_of(process: psutil.Process) -> str:
     if any(word.endswith("launcher_shim.py") for word in words):
         return "shim"
     return name.removeprefix("er-") if name in {"er-fork-server", "er-supervisor", "er-worker"} else ""
-
-
-def left_behind(directory: Path) -> Iterator[str]:
-    """Processes of a job whose agents are gone: by where their checkpoints are, or what they print into.
-
-    The environment of a fork is that of what it was forked from, but its output is a file of its node.
-    """
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            where = [process.environ().get(constants.ENV_CKPT_DIR, "")]
-            where += [str(entry.readlink()) for entry in Path(f"/proc/{process.pid}/fd").iterdir()]
-            is_its = process.pid != os.getpid() and any(Path(one).is_relative_to(directory) for one in where)
-            if is_its and process.status() != psutil.STATUS_ZOMBIE:
-                yield f"{process.pid} {' '.join(process.cmdline())[:80]}"
 
 
 def commits(cluster: Cluster, generation: int) -> list[Event]:

@@ -1,4 +1,4 @@
-"""Reads what tests/support/scripts/heart.py wrote: which workers lived when, in which generation."""
+"""A job of workers that only write heartbeats, and checks of which worker ran when."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCRIPT = SCRIPTS / "heart.py"
 
 @dataclass(frozen=True)
 class WorkerLifetime:
-    """One worker: first and last beat are CLOCK_MONOTONIC seconds, the same clock for all nodes."""
+    """One worker; its first and last heartbeat are CLOCK_MONOTONIC seconds."""
 
     generation: int
     node: str
@@ -26,7 +26,7 @@ class WorkerLifetime:
 
 
 class HeartbeatJob:
-    """The hearts of one cluster's job."""
+    """The heartbeat job of one cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -38,11 +38,11 @@ class HeartbeatJob:
         self.cluster.start(SCRIPT, str(self.directory), only=only)
 
     def stop(self) -> None:
-        """Let every worker end well."""
+        """Let every worker exit with 0."""
         (self.directory / "stop").touch()
 
     def worker_lifetimes(self) -> list[WorkerLifetime]:
-        """All workers that ever beat, by generation and rank."""
+        """Return all workers that wrote a heartbeat, by generation and rank."""
         found = []
         for path in sorted(self.directory.glob("*.beats")):
             generation, node, rank, world_size = path.stem.split("-")
@@ -53,15 +53,15 @@ class HeartbeatJob:
         return sorted(found, key=lambda life: (life.generation, life.rank))
 
     def nodes_in_generation(self, generation: int) -> list[str]:
-        """Nodes of that generation that beat, in rank order."""
+        """Return the nodes of a generation that wrote heartbeats, in rank order."""
         return [life.node for life in self.worker_lifetimes() if life.generation == generation]
 
     def newest_generation(self) -> int:
-        """The newest generation in which anybody beat; 0 before any."""
+        """Return the newest generation with a heartbeat; 0 before the first."""
         return max((life.generation for life in self.worker_lifetimes()), default=0)
 
     def wait_for_world(self, nodes: list[int], after: int = 0, timeout_s: float = 60.0) -> int:
-        """Wait until a generation after `after` beats on just those nodes; give it."""
+        """Wait until a generation after `after` runs on exactly these nodes; return it."""
         names = {f"n{index}" for index in nodes}
 
         def look() -> int | None:
@@ -75,7 +75,7 @@ class HeartbeatJob:
         return self.cluster.wait(look, f"a world of {sorted(names)} after {after}", timeout_s)
 
     def wait_for_rendezvous_event(self, index: int, kind: str) -> None:
-        """Wait until a node's rendezvous has told that."""
+        """Wait until a node's rendezvous has emitted an event of this kind."""
         self.cluster.wait(
             lambda: [
                 event for event in self.cluster.node_events(index, "rendezvous") if event["what"] == kind
@@ -92,7 +92,7 @@ class HeartbeatJob:
         self.cluster.wait(lambda: not self._workers(index), f"n{index} to be idle")
 
     def worker(self, index: int) -> psutil.Process:
-        """The worker that runs on a node."""
+        """Return the worker that runs on a node."""
         found = self._workers(index)
         assert found, f"no worker runs on n{index}"
         return found[0]
@@ -102,16 +102,16 @@ class HeartbeatJob:
         for process in self.cluster.processes(index):
             with contextlib.suppress(psutil.NoSuchProcess):
                 words = process.cmdline()
-                # Agent and stub name the script too.
+                # The command lines of agent and launcher shim name the script too.
                 is_cold = SCRIPT.as_posix() in words and words[1] == "-u"
                 if process.name() == "er-worker" or is_cold:
                     found.append(process)
         return found
 
     def check_survivors_keep_first_ranks(self) -> None:
-        """Who was in the generation right before leads a world, in its order; it need not have beaten.
+        """Check that members of the preceding generation have the first ranks, in their order.
 
-        Of a world that ended as it began not every node may have told: of such a one nothing is said.
+        A generation is skipped if not every node has emitted its `round` event.
         """
         worlds: dict[int, list[str]] = {}
         for event in self.cluster.events("round"):
@@ -124,13 +124,13 @@ class HeartbeatJob:
                 assert world[: len(stayed)] == stayed, f"generation {generation} of {worlds}"
 
     def check_no_minority_world(self, after: int, *sides: set[str]) -> None:
-        """No generation after that one beat on nodes of one of these sides alone."""
+        """Check that no generation after `after` ran on one of these sides alone."""
         for generation in {life.generation for life in self.worker_lifetimes() if life.generation > after}:
             world = set(self.nodes_in_generation(generation))
             assert not any(world <= side for side in sides), f"generation {generation}: {world}"
 
     def check_generations_do_not_overlap(self) -> None:
-        """No worker of a generation beats once one of a later generation has begun to."""
+        """Check that no worker writes a heartbeat after one of a later generation has begun."""
         lives = self.worker_lifetimes()
         ranks = [(life.generation, life.rank) for life in lives]
         assert len(set(ranks)) == len(ranks), f"a rank stands twice: {lives}"

@@ -20,7 +20,7 @@ from elastic_resume.agent.shutdown import ShutdownController
 from elastic_resume.agent.workers import supervisor
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.errors import JobFailedError
-from elastic_resume.events import EventLog
+from elastic_resume.events import Event, EventLog
 from elastic_resume.policy.requeue import RequeueAction
 from elastic_resume.policy.restart import RestartLimits
 from elastic_resume.rendezvous.core.events import EmitEvent
@@ -33,7 +33,7 @@ USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
-    """The events of an ending; signals have their actions back afterwards."""
+    """Return a list for events; restore signal handlers afterwards."""
     monkeypatch.setenv(constants.ENV_DRAIN_SIGNALS, "SIGTERM,SIGUSR1")
     before = {number: signal.getsignal(number) for number in (USR1, USR2, signal.SIGTERM)}
     yield []
@@ -42,18 +42,30 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     supervisor._early_signals.clear()
 
 
+class RecordingLog(EventLog):
+    """An event log that keeps events in a list, without a file."""
+
+    def __init__(self, emitted: list[dict[str, Any]]) -> None:
+        super().__init__(Path("/dev/null"))
+        self._emitted = emitted
+
+    def emit(self, event: str, /, **fields: Any) -> Event:
+        """Keep the event's kind and fields."""
+        self._emitted.append({event: fields})
+        return {}
+
+
 def ending(told: list[dict[str, Any]], here: SchedulerContext | None = None) -> ShutdownController:
-    """One of an agent, on a plain host if nothing else is said."""
+    """Build a shutdown controller, by default on a plain host."""
     return ShutdownController(
         here or SchedulerContext("host", "a"),
+        RecordingLog(told),
         requeue_mode="auto",
-        log=print,
-        emit=lambda event, **fields: told.append({event: fields}),
     )
 
 
-def test_a_signal_that_nobody_heeds_yet_is_kept_for_who_does(told: list[dict[str, Any]]) -> None:
-    """By default it would kill, while torch is imported or the newest step is saved."""
+def test_signal_without_handler_is_sent_again_later(told: list[dict[str, Any]]) -> None:
+    """Its default action would kill the agent while it imports torch or commits."""
     supervisor.record_early_signals()
     os.kill(os.getpid(), USR1)  # the agent imports
     this, heeded = ending(told), threading.Event()
@@ -71,17 +83,17 @@ def test_a_signal_that_nobody_heeds_yet_is_kept_for_who_does(told: list[dict[str
 
 
 @pytest.mark.parametrize(("outcome", "code"), [("done", 0), ("failed", constants.EXIT_JOB_ERROR)])
-def test_how_a_job_has_ended_is_not_changed_by_a_signal_that_comes_later(
+def test_decide_keeps_outcome_despite_later_signal(
     told: list[dict[str, Any]], outcome: str, code: int
 ) -> None:
-    """With 143 a scheduler would run it again, from nothing where its disks are gone."""
+    """With 143 a scheduler would run a finished job again."""
     assert ending(told).decide(outcome, code, node_rank=0, starts_without_progress=0) == (None, code)
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), USR1)
 
 
-def test_what_comes_first_is_why_an_agent_ends(told: list[dict[str, Any]]) -> None:
-    """A requeue sends SIGTERM to those that are still draining: they were told ahead of time all the same."""
+def test_first_signal_decides_exit_code(told: list[dict[str, Any]]) -> None:
+    """A requeue sends SIGTERM to nodes that still drain."""
     this = ending(told)
     this.on_signal(USR1)
     this.begin_shutdown(signal.SIGTERM)
@@ -93,20 +105,18 @@ def test_what_comes_first_is_why_an_agent_ends(told: list[dict[str, Any]]) -> No
 @pytest.mark.parametrize(
     ("outcome", "number", "code"), [("signalled", signal.SIGTERM, 143), ("signalled", signal.SIGINT, 130)]
 )
-def test_other_signals_keep_their_exit_codes(
+def test_decide_keeps_exit_code_of_stop_signals(
     told: list[dict[str, Any]], outcome: str, number: signal.Signals, code: int
 ) -> None:
-    """Who sent them knows whether the job is to be run again."""
+    """The sender of the signal knows whether the job is to run again."""
     this = ending(told)
     this.begin_shutdown(number)
     assert this.decide(outcome, code, node_rank=0, starts_without_progress=0)[1] == code
 
 
 @pytest.mark.parametrize(("outcome", "code"), [("done", 0), ("failed", 1), ("failed", 75), ("left", 75)])
-def test_an_end_without_a_signal_keeps_its_exit_code(
-    told: list[dict[str, Any]], outcome: str, code: int
-) -> None:
-    """On a plain host nobody is asked for anything."""
+def test_decide_keeps_exit_code_without_signal(told: list[dict[str, Any]], outcome: str, code: int) -> None:
+    """On a plain host nothing is requeued."""
     assert ending(told).decide(outcome, code, node_rank=0, starts_without_progress=0)[1] == code
 
 
@@ -121,7 +131,7 @@ def test_an_end_without_a_signal_keeps_its_exit_code(
         (0, 1, False, 0),
     ],
 )
-def test_a_spare_speaks_for_nobody(
+def test_spare_never_requests_requeue(
     told: list[dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
     *,
@@ -130,7 +140,7 @@ def test_a_spare_speaks_for_nobody(
     stands_by: bool,
     code: int,
 ) -> None:
-    """Its request would end those who still save their newest step, be it the first of the nodes or not."""
+    """Its request would end nodes that still commit."""
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
     this = ending(told, SchedulerContext("slurm", "a", node_index=order, max_nodes=3))
     this.begin_shutdown(USR1)
@@ -140,8 +150,8 @@ def test_a_spare_speaks_for_nobody(
     )
 
 
-def test_a_node_knows_that_it_stands_by_until_it_has_a_rank(tmp_path: Path) -> None:
-    """From what its rendezvous says."""
+def test_controller_is_spare_after_spare_event(tmp_path: Path) -> None:
+    """The rendezvous emits the event."""
     path = tmp_path / constants.EVENTS_FILE
     with (
         contextlib.closing(LeasePage()) as fence,
@@ -160,10 +170,10 @@ def test_a_node_knows_that_it_stands_by_until_it_has_a_rank(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("step", "stands_still"), [(7, False), (5, True)])
-def test_a_log_that_cannot_be_read_hides_neither_causes_nor_steps(
+def test_controller_decides_with_unreadable_event_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, *, stands_still: bool
 ) -> None:
-    """How a worker ended is in memory, and the board tells how far it came."""
+    """Exits are in memory, and steps are on the progress page."""
     for name in (constants.ENV_ROUND, constants.ENV_MTBF_S):  # which a round sets
         monkeypatch.setenv(name, "1")
     with (
@@ -198,8 +208,8 @@ def test_a_log_that_cannot_be_read_hides_neither_causes_nor_steps(
         assert [one.text for one in [witness.summarize_round().failure] if one] == ["was killed by SIGSEGV"]
 
 
-def test_event_after_a_torn_one_is_in_memory_too() -> None:
-    """A writer that is killed within a line leaves its start, and the next one appends to that."""
+def test_round_events_contain_event_after_torn_line() -> None:
+    """A writer that is killed leaves the start of its line."""
     with contextlib.closing(RoundEvents()) as told:
         with open(told.path, "ab") as file:
             file.write(b'{"t":1.0,"event":"failure","mess')
@@ -209,8 +219,10 @@ def test_event_after_a_torn_one_is_in_memory_too() -> None:
         assert [event["event"] for event in told.read()] == ["worker-exit", "hang"]
 
 
-def test_line_of_an_earlier_life_is_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container its agent had the same pid and its round the same number; a volume keeps its board."""
+def test_controller_ignores_progress_of_earlier_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container its agent had the same pid, and a volume keeps the page."""
     for name in (constants.ENV_ROUND, constants.ENV_MTBF_S):  # which a round sets
         monkeypatch.setenv(name, "1")
     path = tmp_path / constants.EVENTS_FILE
@@ -233,8 +245,8 @@ def test_line_of_an_earlier_life_is_no_progress(tmp_path: Path, monkeypatch: pyt
             witness.after_rendezvous(node_rank=0, num_nodes=1, generation=2)
 
 
-def test_a_notice_for_this_node_alone_drains_it(told: list[dict[str, Any]]) -> None:
-    """With the same signal, sent to ourselves once it is heeded."""
+def test_drain_node_sends_drain_signal(told: list[dict[str, Any]]) -> None:
+    """The signal is sent once it has a handler."""
     this, heeded = ending(told), threading.Event()
     with this.handle_signals():
         this.drain_node()

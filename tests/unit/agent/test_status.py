@@ -38,7 +38,7 @@ A, B, C = (Incarnation(name, "1", f"{name}:1", None) for name in "abc")
 
 
 def kill(generation: int, t: float, *, lost: int = 0, after_s: float = 0.4) -> list[Event]:
-    """What one node's log says of a worker of that generation that is killed, and of the next start."""
+    """Build the events of a node whose worker is killed in a generation and that starts the next."""
     cause = {"kind": "signal", "node": "b", "rank": 1, "text": "was killed by SIGKILL", "step": 7}
     told: list[Event] = [
         {"event": "worker-exit", "t": t, "exit_code": -9, "signal": "SIGKILL", "stopped": False},
@@ -60,8 +60,8 @@ def kill(generation: int, t: float, *, lost: int = 0, after_s: float = 0.4) -> l
 BEGUN: Event = {"event": "round", "node": "b", "t": 1.0, "generation": 1}
 
 
-def test_an_incident_has_cause_and_cost() -> None:
-    """From the first sign to the first step of the next generation."""
+def test_tracker_reports_cause_and_cost_of_incident() -> None:
+    """The recovery lasts from the first sign to the first step of the next generation."""
     tally = IncidentTracker()
     for event in [BEGUN, *kill(1, 100.0, lost=3)]:
         tally.record(event)
@@ -72,8 +72,8 @@ def test_an_incident_has_cause_and_cost() -> None:
 
 
 @pytest.mark.parametrize("by", [-3600.0, 3600.0])
-def test_a_clock_that_jumps_between_makes_no_recovery_longer(by: float) -> None:
-    """Durations come from the boot; another boot's seconds are not compared with them."""
+def test_tracker_ignores_wall_clock_jumps(by: float) -> None:
+    """Durations come from CLOCK_BOOTTIME; another boot is not compared."""
     tally = IncidentTracker()
     for event in [BEGUN, *kill(1, 100.0)]:
         jumped = by if event["event"] == "step" and event["generation"] == 2 else 0.0
@@ -84,8 +84,8 @@ def test_a_clock_that_jumps_between_makes_no_recovery_longer(by: float) -> None:
     assert one.recovery_s == pytest.approx(0.4)
 
 
-def test_steps_that_ranks_forgot_with_the_power_are_lost_all_the_same() -> None:
-    """What others had heard of them counts, where a resume finds less."""
+def test_tracker_counts_steps_that_resume_did_not_find() -> None:
+    """Peers have seen steps that the resume no longer finds."""
     tally = IncidentTracker()
     for event in [BEGUN, *kill(1, 100.0), *kill(2, 200.0)]:
         tally.record(
@@ -94,8 +94,8 @@ def test_steps_that_ranks_forgot_with_the_power_are_lost_all_the_same() -> None:
     assert [one.recomputed_steps for one in tally.incidents()] == [0, 5]
 
 
-def test_a_world_that_grew_is_no_incident_and_one_without_a_verdict_has_its_leaders_reason() -> None:
-    """What a leader says of a restart is all that is known where no worker failed."""
+def test_tracker_takes_leader_reason_without_verdict() -> None:
+    """A view that grew is no incident."""
     tally = IncidentTracker()
     tally.record(BEGUN)
     for number, reason in ((1, "newcomers are here"), (2, "c is silent")):
@@ -107,8 +107,8 @@ def test_a_world_that_grew_is_no_incident_and_one_without_a_verdict_has_its_lead
     ]
 
 
-def test_sums_count_what_is_no_longer_remembered() -> None:
-    """Of hundreds of incidents all are counted, and a bounded number kept."""
+def test_tracker_totals_count_forgotten_incidents() -> None:
+    """All incidents count; a bounded number is kept."""
     tally = IncidentTracker()
     tally.record(BEGUN)
     for number in range(1, 3 * MAX_GENERATIONS):
@@ -122,8 +122,8 @@ def test_sums_count_what_is_no_longer_remembered() -> None:
     assert len(tally.incidents()) < MAX_GENERATIONS
 
 
-def test_events_of_any_form_and_order_are_taken() -> None:
-    """They come from other nodes."""
+def test_tracker_accepts_malformed_and_unordered_events() -> None:
+    """Events come from other nodes."""
     tally = IncidentTracker()
     odd: list[Any] = [
         None,
@@ -150,8 +150,8 @@ def test_events_of_any_form_and_order_are_taken() -> None:
     assert tally.totals().incidents == {"signal": 2}
 
 
-def test_another_node_that_tells_all_of_it_again_changes_nothing() -> None:
-    """A new leader is told by every node of generations that it has summed up by then."""
+def test_tracker_ignores_repeated_events() -> None:
+    """Every node sends its events again to a new leader."""
     tally = IncidentTracker()
     told = [
         BEGUN,
@@ -162,8 +162,8 @@ def test_another_node_that_tells_all_of_it_again_changes_nothing() -> None:
     assert tally.totals().incidents == {"signal": 2 * MAX_GENERATIONS - 1}
 
 
-def test_generations_that_cannot_have_begun_push_none_out() -> None:
-    """One broken member would have the whole tally forgotten."""
+def test_tracker_ignores_generations_beyond_limit() -> None:
+    """One broken member must not push real incidents out."""
     tally = IncidentTracker()
     for event in [BEGUN, *kill(1, 100.0)]:
         tally.record(event, 2)
@@ -173,16 +173,16 @@ def test_generations_that_cannot_have_begun_push_none_out() -> None:
     assert [one.generation for one in tally.incidents()] == [1]
 
 
-def test_a_sign_of_an_earlier_generation_is_none_of_this_one() -> None:
-    """Lines are told again to who leads next, at times from the midst of a generation on."""
+def test_tracker_ignores_late_events_of_earlier_generation() -> None:
+    """Lines may be repeated from the middle of a generation."""
     tally = IncidentTracker()
     for event in [BEGUN, *kill(1, 100.0), kill(1, 100.0)[0], *kill(2, 200.0)]:
         tally.record(event)
     assert [one.t for one in tally.incidents()] == [100.0, 200.0]
 
 
-def test_a_world_whose_agents_heard_of_no_failure_had_none() -> None:
-    """Why it ended its leader alone writes. An agent that was not there any more may have been killed."""
+def test_tracker_infers_incident_from_missing_agent() -> None:
+    """Only a leader writes the reason; an agent that disappears may have been killed."""
 
     def ended(*rounds: tuple[int, int | None], why: str = "") -> list[int]:
         """Which generations had an incident; of each round is told which it was, and by which process."""
@@ -207,8 +207,8 @@ def lines(*events: Event) -> bytes:
     return b"".join(json.dumps(one, separators=(",", ":")).encode() + b"\n" for one in events)
 
 
-def test_an_agent_begins_with_what_its_disk_tells(tmp_path: Path) -> None:
-    """Its own log up to its start, though most of it are steps; and what others told it in earlier lives."""
+def test_load_past_incidents_reads_own_and_peer_events(tmp_path: Path) -> None:
+    """The own log is read up to the agent's start, and peers' events of earlier starts."""
     assert load_past_incidents(tmp_path, 0).incidents() == []
     step: Event = {"event": "step", "node": "b", "t": 150.0, "generation": 2, "step": 9}
     own = lines(BEGUN, *kill(1, 100.0, lost=2), *[step] * 5000) + b"torn\0\xff\n"
@@ -227,8 +227,8 @@ def test_an_agent_begins_with_what_its_disk_tells(tmp_path: Path) -> None:
     assert load_past_incidents(tmp_path, len(whole), max_read_s=-1.0).incidents() == []
 
 
-def test_of_a_long_log_the_newest_is_read_and_nothing_is_made_up(tmp_path: Path) -> None:
-    """Others do not say why a world ended: where the part that does is not read, it counts for nothing."""
+def test_load_past_incidents_skips_time_before_own_log(tmp_path: Path) -> None:
+    """Peers alone do not say why a generation ended, so that time does not count."""
     grown = {**kill(1, 50.0)[1], "message": "generation 1 is over: newcomers are here"}
     first = lines(BEGUN, grown, {**BEGUN, "t": 51.0, "generation": 2})
     rest = lines(*kill(2, 200.0), *kill(3, 300.0))
@@ -243,8 +243,8 @@ def test_of_a_long_log_the_newest_is_read_and_nothing_is_made_up(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("end", "kinds"), [("done", {}), ("signalled", {}), ("failed", {"unknown": 1})])
-def test_a_job_that_ended_and_began_again_had_no_incident(end: str, kinds: dict[str, int]) -> None:
-    """It was done and got more to do, or was told to stop and queued again; whatever its last words were."""
+def test_tracker_sees_no_incident_in_finished_job(end: str, kinds: dict[str, int]) -> None:
+    """A job that was done or stopped and starts again had no failure."""
     tally = IncidentTracker()
     over = {**kill(1, 50.0)[1], "message": "generation 1 is over: the workers of b stopped"}
     ended: Event = {"event": "agent-end", "node": "b", "t": 60.0, "outcome": end}
@@ -256,8 +256,8 @@ def test_a_job_that_ended_and_began_again_had_no_incident(end: str, kinds: dict[
 # ---- lines on their way --------------------------------------------------------------------------------
 
 
-def test_a_tail_gives_each_whole_line_once(tmp_path: Path) -> None:
-    """From where the file ended at first. Half a line waits for the rest; of too much the oldest is left."""
+def test_event_tail_returns_each_complete_line_once(tmp_path: Path) -> None:
+    """A partial line waits; beyond the limit the oldest lines are skipped."""
     path = tmp_path / "events.jsonl"
 
     def line(event: str, pid: int = 1) -> str:
@@ -282,8 +282,8 @@ def test_a_tail_gives_each_whole_line_once(tmp_path: Path) -> None:
     assert EventTail(tmp_path / "nowhere").read() == []
 
 
-def test_the_agents_own_lines_are_told_once_whatever_becomes_of_its_disk(tmp_path: Path) -> None:
-    """A disk that fails may take a line and lose it, and with it what was wrong."""
+def test_event_tail_returns_own_lines_when_disk_fails(tmp_path: Path) -> None:
+    """A failing disk may lose the line that reports it."""
     path = tmp_path / "node" / "events.jsonl"
     tail = EventTail(path)
     log = EventLog(path, on_line=tail.add_own_line, node="a")
@@ -297,8 +297,8 @@ def test_the_agents_own_lines_are_told_once_whatever_becomes_of_its_disk(tmp_pat
     assert tail.read() == []
 
 
-def test_of_steps_the_first_of_a_generation_is_news_and_one_a_minute() -> None:
-    """All nodes finish the same ones."""
+def test_event_filter_forwards_first_step_and_one_a_minute() -> None:
+    """All nodes finish the same steps."""
     picker = EventFilter()
     steps = [(g, t) for g in (1, 2) for t in (0, 30, 61, 90, 122)]
     told = [
@@ -312,8 +312,8 @@ def test_of_steps_the_first_of_a_generation_is_news_and_one_a_minute() -> None:
     assert not picker.should_forward({"event": "fork-server-ready", "t": 0})
 
 
-def test_the_file_of_others_lines_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
-    """Its older half is given up; what a disk refuses is counted, and written when it takes it again."""
+def test_peer_event_log_keeps_newest_lines_within_limit(tmp_path: Path) -> None:
+    """The older half is dropped; lines that the disk refused are written later."""
     log = EventLog(tmp_path / "events.jsonl", node="b")
     path = tmp_path / constants.PEER_EVENTS_FILE
     peers = PeerEventLog(path, max_bytes=2000)
@@ -350,8 +350,8 @@ class Full(Disk):
         raise MachineError(f"{path}: no space for {len(data)} bytes")
 
 
-def test_the_file_of_others_lines_does_not_grow_on_a_full_disk(tmp_path: Path) -> None:
-    """It cannot be halved then; lines count as lost that were not written, and no others."""
+def test_peer_event_log_stays_within_limit_on_full_disk(tmp_path: Path) -> None:
+    """The file cannot be halved then; lost lines are counted exactly."""
     path = tmp_path / constants.PEER_EVENTS_FILE
     peers = PeerEventLog(path, max_bytes=2000, disk=Full())
     for _ in range(100):
@@ -362,8 +362,8 @@ def test_the_file_of_others_lines_does_not_grow_on_a_full_disk(tmp_path: Path) -
     assert (path.stat().st_size, peers.lost_lines) == (2000, 180)
 
 
-def test_a_full_disk_is_asked_ever_less_often_and_at_once_when_it_has_taken_something(tmp_path: Path) -> None:
-    """What waits may be megabytes, and it takes and gives back a part of them each time."""
+def test_peer_event_log_backs_off_until_disk_accepts(tmp_path: Path) -> None:
+    """Each attempt writes megabytes and gives them back."""
     path = tmp_path / constants.PEER_EVENTS_FILE
     disk, now = Full(), 0
     peers = PeerEventLog(path, max_bytes=1000, disk=disk, clock=lambda: now)
@@ -395,17 +395,17 @@ class Silent(StatusSampler):
     def __init__(self) -> None:
         """Of no node."""
 
-    def note(self, event: Event) -> None:
+    def record_event(self, event: Event) -> None:
         """Take it in."""
 
-    def take(self, incidents: int) -> NodeStatus:
+    def sample(self, incidents: int) -> NodeStatus:
         """Give one that says how many incidents there were."""
         return NodeStatus(incidents=incidents)
 
 
-def test_a_new_leader_misses_only_what_it_was_not_told(tmp_path: Path) -> None:
-    """What a node told the one before it, and keeps no more, is not missing; a gap after that is."""
-    teller = StatusReporter(tmp_path, "job", Silent(), EventTail(tmp_path / "none"), log=print)
+def test_reporter_counts_only_gaps_as_lost_lines(tmp_path: Path) -> None:
+    """Lines that an earlier leader got are not lost."""
+    teller = StatusReporter(tmp_path, "job", Silent(), EventTail(tmp_path / "none"))
     for first, lines in ((5000, 3), (5001, 3), (5010, 1)):
         teller.on_peer_status(DeliverPeerStatus(B, StatusUpdate(None, first, EventLines(("x",) * lines)), 1))
     assert json.loads(teller.render_status(RendezvousStatus(A, True, A)))["lost_event_lines"] == 6
@@ -441,8 +441,8 @@ def said(
     return dict(json.loads(json.dumps(made)))
 
 
-def test_a_screen_tells_what_somebody_asks_at_night() -> None:
-    """World, steps, copies, incidents with cause and cost."""
+def test_screen_shows_view_steps_and_incidents() -> None:
+    """The screen has nodes, steps, snapshots, and incidents with cause and cost."""
     text = "\n".join(format_screen(said()))
     for words in (
         "job job: generation 3, 2 nodes, 2 ranks, led by n0",
@@ -455,8 +455,8 @@ def test_a_screen_tells_what_somebody_asks_at_night() -> None:
         assert words in text
 
 
-def test_without_a_world_it_says_what_is_waited_for() -> None:
-    """And who is not here."""
+def test_screen_without_world_names_what_is_missing() -> None:
+    """It names the missing nodes too."""
     view = RendezvousStatus(A, True, A, None, 3, (), ("c",), "2 of 3 nodes are here")
     text = "\n".join(format_screen(said(view=view)))
     assert "no world, led by a" in text
@@ -469,8 +469,8 @@ def test_without_a_world_it_says_what_is_waited_for() -> None:
     )
 
 
-def test_of_a_thousand_nodes_those_in_trouble_are_shown() -> None:
-    """One screen is one screen."""
+def test_screen_of_many_nodes_shows_those_with_problems() -> None:
+    """The screen stays one screen."""
     lines = format_screen(said(1000, trouble=777))
     assert len(lines) < MAX_NODES + 20
     assert any("n777" in line and "disk full" in line for line in lines)
@@ -479,8 +479,8 @@ def test_of_a_thousand_nodes_those_in_trouble_are_shown() -> None:
 
 @pytest.mark.parametrize("nodes", [2, 24, 1000])
 @pytest.mark.parametrize(("columns", "rows"), [(80, 24), (40, 8), (200, 60), (1, 1)])
-def test_a_screen_is_no_larger_than_the_terminal(nodes: int, columns: int, rows: int) -> None:
-    """What is redrawn would scroll, and its head be lost; the node in trouble is among those left."""
+def test_screen_fits_terminal(nodes: int, columns: int, rows: int) -> None:
+    """A larger screen would scroll; nodes with problems stay visible."""
     document = said(nodes, trouble=1)
     document["spares"] = [f"spare-{number}" for number in range(1000)]
     lines = fit_screen(document, columns, rows)
@@ -497,7 +497,7 @@ def test_a_screen_is_no_larger_than_the_terminal(nodes: int, columns: int, rows:
 
 
 def look_file(node_dir: Path, run_id: str) -> Path:
-    """What an agent leaves."""
+    """Write an agent endpoint file as an agent does."""
     node_dir.mkdir(parents=True)
     path = node_dir / constants.AGENT_ENDPOINT_FILE
     path.write_text(
@@ -509,12 +509,12 @@ def look_file(node_dir: Path, run_id: str) -> Path:
 
 
 def find(path: Path | None, **more: Any) -> asking.JobEndpoint:
-    """`asking.find` without flags."""
+    """Call `find_job` without flags."""
     return asking.find_job(path, **{"endpoint": None, "run_id": None, "token_file": None, **more})
 
 
-def test_a_job_is_found_from_the_directories_it_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its root, a run's, a node's, or what the environment names; of several jobs the one that is named."""
+def test_find_job_accepts_any_directory_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several jobs the named one is found."""
     for name in [one for one in os.environ if one.startswith(("ELASTIC_", "SLURM", "PET_"))]:
         monkeypatch.delenv(name)
     path = look_file(tmp_path / "one" / "n0", "one")
@@ -555,10 +555,10 @@ def test_a_job_is_found_from_the_directories_it_uses(tmp_path: Path, monkeypatch
         ),
     ],
 )
-def test_the_schedulers_job_is_not_taken_for_one_with_a_longer_name(
+def test_find_job_does_not_match_longer_job_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], own: str, others: list[str]
 ) -> None:
-    """Element 1 of an array is not element 10, though its name begins like that one's."""
+    """Element 1 of an array is not element 10."""
     for name in [one for one in os.environ if one.startswith(("ELASTIC_", "SLURM", "PET_", "KUBERNETES_"))]:
         monkeypatch.delenv(name)
     for name, value in {constants.ENV_CKPT_DIR: str(tmp_path), **environ}.items():
@@ -581,12 +581,12 @@ def test_the_schedulers_job_is_not_taken_for_one_with_a_longer_name(
         {"version": []},
     ],
 )
-def test_a_document_of_another_form_is_no_answer(
+def test_query_leader_rejects_malformed_document(
     monkeypatch: pytest.MonkeyPatch, odd: dict[str, Any]
 ) -> None:
-    """Whoever gives it holds the key, and is asked no further."""
-    monkeypatch.setattr(asking, "ask", lambda *_, **__: json.dumps({**said(), **odd}).encode())
+    """The agent holds the key, but its answer is checked."""
+    monkeypatch.setattr(asking, "query_agent", lambda *_, **__: json.dumps({**said(), **odd}).encode())
     with pytest.raises(RendezvousLostError, match=r"not a status document|has version"):
         asking.JobEndpoint("job", b"", ["a:1"]).query_leader()
-    monkeypatch.setattr(asking, "ask", lambda *_, **__: json.dumps(said()).encode())
+    monkeypatch.setattr(asking, "query_agent", lambda *_, **__: json.dumps(said()).encode())
     assert asking.JobEndpoint("job", b"", ["a:1"]).query_leader()["leads"]

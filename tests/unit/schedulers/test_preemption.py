@@ -562,7 +562,7 @@ def test_a_failing_source_is_told_of_once_and_asked_on_until_it_has_a_notice() -
         assert told.drained.wait(TIMEOUT_S)
     assert told.drains == 1
     assert [line for line in told.lines if "refused" in line] == [
-        "--preemption-notice aws: refused. It is asked on; no more is said."
+        "--preemption-notice aws: refused. It is polled again; further errors are not logged."
     ]
     (event,) = told.events
     assert (event["event"], event["reason"], event["deadline"]) == ("preemption-notice", "soon", 1e12)
