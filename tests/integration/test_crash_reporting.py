@@ -19,9 +19,9 @@ pytestmark = pytest.mark.cluster
 
 SCRIPT = """
 import sys
-from elastic_resume.training import crash_reporting as failure
-failure.from_start()
-failure.from_start()  # as er.resume does after the start did
+from elastic_resume.training import crash_reporting
+crash_reporting.install_startup_hook()
+crash_reporting.install_startup_hook()  # as er.resume does after the start did
 {body}
 """
 
@@ -60,7 +60,7 @@ def test_two_hooks_with_anothers_between_them_write_one_event(tmp_path: Path) ->
     """Torch puts its own around ours when a process group is made, and er.resume puts one around that."""
     body = (
         "inner = sys.excepthook; sys.excepthook = lambda *error: inner(*error)\n"
-        "failure.from_start(); raise ValueError('boom')"
+        "crash_reporting.install_startup_hook(); raise ValueError('boom')"
     )
     printed, (event,) = die(tmp_path, body)
     assert event["message"] == "boom"

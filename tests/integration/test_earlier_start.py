@@ -55,7 +55,7 @@ def test_start_over_an_earlier_one_is_told_once_with_what_differs(
     (line,) = started(tmp_path, "1", "--lr", "0.1")
     assert f"from {tmp_path / 'checkpoints' / 'train'} at step 3 (epoch 1)" in line
     assert (
-        "Same arguments and number of launch_ranks. NOTHING IS LEFT TO TRAIN: epoch 1 of 1 is over." in line
+        "Same arguments and number of ranks. NOTHING IS LEFT TO TRAIN: epoch 1 of 1 is over." in line
     )
     assert line.endswith("To start from scratch: --resume never, or ELASTIC_RESUME_RESUME=never.")
 
@@ -88,7 +88,7 @@ def test_restart_within_a_job_tells_nothing_and_its_next_start_does(tmp_path: Pa
         assert cluster.wait_exit(120) == [0, 0]
         (line,) = lines_of(cluster.output(0) + cluster.output(1))
     assert (
-        "Same arguments and number of launch_ranks. NOTHING IS LEFT TO TRAIN: epoch 2 of 2 is over." in line
+        "Same arguments and number of ranks. NOTHING IS LEFT TO TRAIN: epoch 2 of 2 is over." in line
     )
 
 

@@ -154,17 +154,17 @@ FORKED_EARLY = """
 import os, signal
 early = []
 os.register_at_fork(after_in_child=lambda: early and os.kill(os.getpid(), signal.SIGTERM))
-from elastic_resume.training import graceful_shutdown as drain
+from elastic_resume.training.graceful_shutdown import DrainRequest
 
 def child():
     if (pid := os.fork()) == 0:
-        drain.Drain.end_instead_of(RuntimeError)
+        DrainRequest.terminate_instead_of_raising(RuntimeError)
         os._exit(7)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
-mine = drain.Drain()
+request = DrainRequest()
 signal.raise_signal(signal.SIGTERM)
-assert mine.wanted
+assert request.requested
 told = [child()]
 early.append(True)
 print(*told, child())

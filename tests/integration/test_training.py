@@ -155,7 +155,7 @@ def test_replicas_that_diverged_are_named(tmp_path: Path) -> None:
 
 
 def test_a_model_of_another_width_is_refused_and_nothing_changes_on_disk(tmp_path: Path) -> None:
-    """Every differing name with both shapes, on all launch_ranks."""
+    """Every differing name with both shapes, on all ranks."""
     probe(tmp_path, "plain")
     before = sorted(path.name for path in (tmp_path / "probe" / "n0").iterdir())
     for done in probe(tmp_path, "wider"):

@@ -23,7 +23,7 @@ def test_noun_and_verb_follow_the_count(count: int, said: str) -> None:
 
 @pytest.mark.parametrize(
     ("lost", "said"),
-    [(0, "no step lost"), (1, "; 1 step is run again;"), (2, "; 2 steps are run again;")],
+    [(0, "no step lost"), (1, "; 1 step to recompute;"), (2, "; 2 steps to recompute;")],
 )
 def test_start_of_a_generation_counts_what_is_run_again(lost: int, said: str) -> None:
     """In the line of rank 0."""
