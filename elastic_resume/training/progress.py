@@ -178,7 +178,7 @@ class TrainingProgress:
         if self._may_warn:
             self._may_warn = False
             console.say(
-                f"WARNING: the loader was read to the end of its {format_count(batches, 'batch', 'batches')}, "
+                f"WARNING: the loader was read to its end ({format_count(batches, 'batch', 'batches')}), "
                 f"and run.step() counted {steps}: a resume within an epoch would repeat samples. If one "
                 "optimizer step reads several batches, give GlobalBatches all samples of a step as "
                 "global_batch=, set micro_batch=, and read run.micro_batches(loader)."
