@@ -26,7 +26,7 @@ PROBE = SCRIPTS / "probe.py"
 def probe(
     ckpt: Path, what: str, steps: int = 6, size: int = 2, nodes: str = "n", **env: str
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run tests/support/scripts/probe.py on ``size`` ranks; nodes are named ``nodes`` with the rank's number."""
+    """Run tests/support/scripts/probe.py on ``size`` ranks; node names are ``nodes`` with the rank."""
     each = [
         {"ELASTIC_RESUME_CKPT_DIR": str(ckpt), "ELASTIC_RESUME_NODE_NAME": f"{nodes}{rank}", **env}
         for rank in range(size)
@@ -82,7 +82,7 @@ with er.resume(model=model, optimizer=optimizer, scheduler=scheduler, ema=ema) a
 def test_cold_start_broadcasts_state_that_rank_0_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights, moments, rate, schedule and average of a file that one node sees; later starts do not need it."""
+    """Weights, moments, rate, schedule and average come from a file that one node sees, at the first start."""
     monkeypatch.chdir(tmp_path)
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.4)

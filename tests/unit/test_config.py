@@ -248,7 +248,7 @@ def test_run_id_of_slurm_job_contains_script_name(
 def test_run_id_in_worker_ignores_uuid_of_standalone(
     environ: dict[str, str], argv0: str, run_id: str
 ) -> None:
-    """torchrun invents a uuid at each start, which would never be found again."""
+    """A uuid that torchrun invents at each start would never be found again."""
     assert Settings.for_worker(environ, argv0).run_id == run_id
 
 

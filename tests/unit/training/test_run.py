@@ -339,7 +339,7 @@ def test_only_verified_local_checkpoint_is_trusted_for_pruning(
 
 
 def test_final_save_repeats_step_that_was_saved_before_epoch_end(begin: Begin) -> None:
-    """Without data= a save may be due at an epoch's last step; the work after it belongs to the final state."""
+    """Without data= a save may be due at an epoch's last step, before the work that follows it."""
     script = begin(data=None, save_every=2)
     for _ in script.run.epochs(1):
         for _ in range(4):
