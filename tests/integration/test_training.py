@@ -82,7 +82,7 @@ with er.resume(model=model, optimizer=optimizer, scheduler=scheduler, ema=ema) a
 def test_cold_start_broadcasts_state_that_rank_0_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights, moments, rate, schedule and average come from a file that one node sees, at the first start."""
+    """Weights, moments, rate, schedule and average come from a file that one node sees, at first."""
     monkeypatch.chdir(tmp_path)
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.4)
