@@ -103,8 +103,8 @@ def parse_resume_mode(value: str) -> str:
     if value not in RESUME_MODES:
         raise ConfigError(
             f"resume is {value[:100]!r}: write auto, must or never."
-            f"{suggest_similar(value, RESUME_MODES)} To begin with a checkpoint, load it into the model and the optimizer before er.resume(): "
-            "a first start takes rank 0's values."
+            f"{suggest_similar(value, RESUME_MODES)} To begin with a checkpoint, load it into the model and "
+            "the optimizer before er.resume(): a first start takes rank 0's values."
         )
     return value
 
@@ -333,7 +333,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="aws|gcp|azure|file:PATH|command:COMMAND",
         default=None,
         action=CommaJoinAction,
-        help="drain this node when this source announces its preemption; use commas for several (default off)",
+        help="drain this node when this source announces its preemption; join several by commas "
+        "(default off)",
     )
     add("config", "FILE.yaml", "flags from a file: the same names, ours and torchrun's")
 

@@ -345,7 +345,7 @@ class RestoreAttempt:
         if slot is None:
             raise MachineError(
                 f"rank {self._context.collectives.rank} cannot map the snapshots of its node "
-                f"{self._context.node}, though its local leader can: raise the limit of open files (ulimit -n)."
+                f"{self._context.node}, and its local leader can: raise the open files limit (ulimit -n)."
             )
         complete = self._copy is not None and self._copy.tier == MEMORY
         nbytes = self._plan.nbytes
@@ -473,13 +473,13 @@ class RestoreAttempt:
             except ElasticResumeError as error:
                 self._error = error
         for task in self._tasks:
-            error = task.join()
-            if error is None:
+            failure = task.join()
+            if failure is None:
                 continue
-            if not isinstance(error, ElasticResumeError):
-                raise error  # a peer is dead, and this generation ends
-            if self._error is None or (is_local_copy_error(error) and not is_local_copy_error(self._error)):
-                self._error = error
+            if not isinstance(failure, ElasticResumeError):
+                raise failure  # a peer is dead, and this generation ends
+            if self._error is None or (is_local_copy_error(failure) and not is_local_copy_error(self._error)):
+                self._error = failure
 
     def _load_buffer(self, tracked: Mapping[str, Any], manifest: Manifest, buffer: StreamingBuffer) -> None:
         values, extents = self._source_values, buffer.layout.extents

@@ -279,9 +279,9 @@ def _find_outvoted_copies(context: RankContext, plan: ResumePlan, flat: FlatStat
         return dict.fromkeys(unlike, ("unlike", reason))
     hint = f", or let the majority decide with --on-divergence {RESUME_FROM_MAJORITY}" if minority else ""
     raise DivergenceError(
-        f"ranks hold different values of {name!r} after loading the same step ({difference.ranks_text}). "
-        "Replicas diverged before it was saved, or an object does not restore all that it saves. Move this step's "
-        "checkpoints elsewhere on the nodes that you do not trust (see `elastic-resume ls`)"
+        f"ranks hold different values of {name!r} after loading step {plan.step} ({difference.ranks_text}). "
+        "Replicas diverged before it was saved, or an object does not restore all that it saves. Move the "
+        "checkpoints of this step elsewhere on the nodes that you do not trust (see `elastic-resume ls`)"
         f"{hint}. {MIXED_HARDWARE_HINT}"
     )
 

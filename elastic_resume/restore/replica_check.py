@@ -102,9 +102,10 @@ def require_equal(context: RankContext, tracked: Mapping[str, Any], step: int, *
     difference = find_first_difference(context.collectives, values)
     if difference is not None:
         raise DivergenceError(
-            f"ranks hold different values of {difference.name!r} after step {step} ({difference.ranks_text}). "
-            "Look for something that one rank alone does: weights changed outside optimizer.step(), a backward "
-            "pass that bypasses the DDP module or stays in no_sync(), a scheduler that follows a rank's own loss."
+            f"ranks hold different values of {difference.name!r} after step {step} "
+            f"({difference.ranks_text}). Look for something that one rank alone does: weights changed "
+            "outside optimizer.step(), a backward pass that bypasses the DDP module or stays in no_sync(), a "
+            "scheduler that follows a rank's own loss."
         )
 
 

@@ -1,4 +1,4 @@
-"""``er.resume``: from the arguments of a script to a `Run`."""
+"""``er.resume``: check a script's arguments, and build its `Run`."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def resume(
     on_world_change: str | None = None,
     **named: Any,
 ) -> Run:
-    """Bring the given objects to the newest valid state that any node holds, or start fresh.
+    """Restore the newest valid state that any node holds into the given objects, or start fresh.
 
-    A fresh start takes rank 0's values, and so whatever was loaded into the objects there before.
+    A fresh start takes rank 0's values, including anything that the script loaded into them before.
 
-    Call it once, on every rank, when the objects are built; before or after DDP is. It joins the process
-    group that torchrun's environment describes, unless the script already has.
+    Call it once on every rank, after the objects are built, before or after wrapping in DDP. It joins the
+    process group of torchrun's environment, unless the script has done so.
 
     Args:
         model: a module, bare or wrapped; or a dict of several (``{"g": G, "d": D}``).
@@ -56,31 +56,33 @@ def resume(
         scheduler: a learning rate scheduler, or a dict of several.
         scaler: a GradScaler.
         ema: an averaged model, any object with ``state_dict`` and ``load_state_dict``, or tensors: one, a
-            list, or a dict by name, each changed in place or replaced where it stands.
+            list, or a dict by name. Tensors are changed in place, or replaced in their container.
         data: a `GlobalBatches` or the DataLoader around one, or the DataLoader around an `ElasticSampler`,
-            so that an epoch goes on where it stopped.
-        ckpt_dir: root of the checkpoints; default ``./checkpoints``. Of this and the next two the flags of
-            ``elastic-resume run`` win, since the agent holds the directory that they name.
+            so that an interrupted epoch continues at its next sample.
+        ckpt_dir: root of the checkpoints; default ``./checkpoints``. Under ``elastic-resume run`` its flags
+        decide
+            this and the next two arguments, because the agent has locked that directory.
         run_id: the job's name; default from torchrun's ``--rdzv-id``, else the script's name.
         node_name: this node's name; default from the scheduler, else the host name.
-        save_every: steps or seconds between two checkpoints: a number of steps, "30s", or "auto".
-        snapshot_every: the same for copies in memory, or "off".
+        save_every: interval between checkpoints: a number of steps, a time ("30s"), or "auto".
+        snapshot_every: interval between snapshots in memory: the same forms, or "off".
         keep: how many checkpoints each node keeps, at least 2.
         resume: "auto", "must" or "never".
-        seed: from which random numbers are derived, with rank and step; default is what rank 0 gave
-            ``torch.manual_seed`` before, kept over all restarts.
+        seed: the seed from which random numbers are derived, with rank and step. The default is the one that
+        rank 0
+            gave ``torch.manual_seed`` at the first start; it stays the same over restarts.
         rng: "derived" seeds torch, `random` and numpy (global) at each step boundary, so that a resumed run
-            draws what the uninterrupted one drew; "off" leaves random numbers alone. For augmentation see
-            `er.seeded`.
-        on_world_change: what another number of ranks than the checkpoint's means. "keep_global_batch" leaves
-            the batch of an optimizer step as it is, the default with `GlobalBatches`; "keep_local_batch"
-            leaves what each rank reads of it, the default with an `ElasticSampler`; "error" refuses it.
-            The learning rate is never touched: see `Run.on_world_change`.
+            draws the same numbers as an uninterrupted one; "off" leaves random numbers alone. For
+            augmentation see `er.seeded`.
+        on_world_change: the policy if the number of ranks differs from the checkpoint's. "keep_global_batch"
+        keeps
+            the batch of an optimizer step, the default with `GlobalBatches`. "keep_local_batch" keeps each
+            rank's share, the default with an `ElasticSampler`. "error" raises. The learning rate is never
+            changed: see `Run.on_world_change`.
         **named: further objects to track, by name.
 
     Raises:
-        ElasticResumeError: one of its kinds, each saying what to do; see `elastic_resume.errors`. It is
-            raised on all ranks, before anything was loaded.
+        ElasticResumeError: a subclass in `elastic_resume.errors`, on all ranks, before anything was loaded.
 
     """
     with crash_reporting.report_startup_errors():
@@ -110,18 +112,18 @@ def resume(
         }
         tracked = state_dict.collect_objects(given)
         _check_single_data_order(tracked, batches)
-    world = Collectives.join()
+    collectives = Collectives.join()
     node_dir = settings.ckpt_dir / settings.run_id / settings.node_name
     events = EventLog(
         node_dir / constants.EVENTS_FILE,
         memory_path=os.environ.get(constants.ENV_ROUND_EVENTS),
         node=settings.node_name,
-        rank=world.rank,
+        rank=collectives.rank,
     )
     crash_reporting.install_hook(events)
     if batches is None:
-        elastic_sampler.check_no_per_rank_state(data, world.size)
-    return Run(RankContext(world, settings, events), tracked, batches, options)
+        elastic_sampler.check_no_per_rank_state(data, collectives.size)
+    return Run(RankContext(collectives, settings, events), tracked, batches, options)
 
 
 def _check_random_options(seed: object, rng: object) -> None:
@@ -138,13 +140,13 @@ def _check_world_change_policy(batches: GlobalBatches | None, on_world_change: o
         )
     if batches is None and on_world_change not in {None, ERROR}:
         raise ConfigError(
-            f"on_world_change is {on_world_change!r}, and no data= says how batches are cut: pass a "
-            "GlobalBatches or a loader with an ElasticSampler."
+            f"on_world_change is {on_world_change!r}, but without data= batches cannot be divided: pass a "
+            "GlobalBatches or a loader with an ElasticSampler as data=."
         )
 
 
 def _check_single_data_order(tracked: Mapping[str, Any], batches: GlobalBatches | None) -> None:
-    """Refuse a second order of samples: nobody would tell it its place, all ranks would read all of it."""
+    """Refuse a second order of samples: it would get no position, and every rank would read all of it."""
     for name, item in tracked.items():
         if isinstance(item, (GlobalBatches, elastic_sampler.ElasticSampler)) and item is not batches:
             raise ConfigError(

@@ -1,9 +1,8 @@
-"""Tells the node's event log, and its agent, which exception ended this worker, before Python prints it.
+"""Report the exception that ends a worker: a ``failure`` event, and a short text in place of most tracebacks.
 
-An error of our own is printed as one or two lines: its text says what to do, a traceback would hide it. Of
-another one a single line is printed where an agent will print the traceback of the worker that failed first:
-of a thousand workers that meet the same error, a thousand tracebacks would hide that one. Promise: a
-traceback that is not printed here stands in the event log.
+An `ElasticResumeError` is printed as one or two lines, because its message says what to do. Another exception
+is printed as one line if an agent prints to the same place: the agent prints the traceback of the root cause,
+and a thousand workers' tracebacks would hide it. A traceback that is not printed here is in the event log.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ _training_position: dict[str, Any] = {"generation": None, "step": lambda: None}
 
 
 def set_generation(*, generation: int, read_step: Callable[[], int]) -> None:
-    """From now on failures belong to ``generation``; ``step`` gives the last finished step when asked."""
+    """Attribute later failures to ``generation``, at the last finished step that ``read_step`` returns."""
     _training_position.update(generation=generation, step=read_step)
 
 
 @contextlib.contextmanager
 def report_startup_errors() -> Iterator[None]:
-    """Tell of an error in what the script passed, where not even the node's name is known yet."""
+    """Report an error in the script's arguments, raised before the node's name is known."""
     try:
         yield
     except ElasticResumeError:
@@ -45,31 +44,35 @@ def report_startup_errors() -> Iterator[None]:
 
 
 def install_startup_hook() -> None:
-    """Write an event for whatever ends this process from now on, though nothing is known of the job yet.
+    """Report exceptions from now on, though the job's settings are not parsed yet.
 
-    An agent gives the paths of its memory and its log; without one the lines that are printed must do.
+    The agent's environment variables name the event log. Without an agent there is only the printed text.
     """
-    path = os.environ.get(constants.ENV_EVENTS_PATH)
     rank = os.environ.get("RANK", "0")
-    node = os.environ.get(constants.ENV_NODE_NAME, "")
-    memory = os.environ.get(constants.ENV_ROUND_EVENTS)
-    number = int(rank) if rank.isdigit() else 0
-    install_hook(EventLog(Path(path or os.devnull), memory_path=memory, node=node, rank=number))
+    events = EventLog(
+        Path(os.environ.get(constants.ENV_EVENTS_PATH) or os.devnull),
+        memory_path=os.environ.get(constants.ENV_ROUND_EVENTS),
+        node=os.environ.get(constants.ENV_NODE_NAME, ""),
+        rank=int(rank) if rank.isdigit() else 0,
+    )
+    install_hook(events)
 
 
 def install_hook(events: EventLog) -> None:
-    """Write an event for the exception that ends this process, if one does."""
-    before = sys.excepthook
-    sys.excepthook = _ExceptHook(events, before.previous_hook if isinstance(before, _ExceptHook) else before)
+    """Report the exception that ends this process to ``events``; replaces an earlier hook of ours."""
+    previous = sys.excepthook
+    sys.excepthook = _ExceptHook(
+        events, previous.previous_hook if isinstance(previous, _ExceptHook) else previous
+    )
 
 
 class _ExceptHook:
-    """What Python calls for an uncaught exception.
+    """The hook that Python calls for an uncaught exception.
 
-    There may be two: one from the start of the process and one of the run, with torch's own between them.
+    Two may exist: the startup hook and the run's, with torch's own hook between them.
     """
 
-    reported_error: ClassVar[BaseException | None] = None  # which one the event log has
+    reported_error: ClassVar[BaseException | None] = None
 
     def __init__(self, events: EventLog, previous_hook: Callable[..., Any]) -> None:
         self.events = events
@@ -77,48 +80,51 @@ class _ExceptHook:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         DrainRequest.terminate_instead_of_raising(kind)
-        lost = self.events.unwritten_count
-        said = describe_error(error, trace)
+        unwritten_before = self.events.unwritten_count
+        fields = describe_error(error, trace)
         if not issubclass(kind, KeyboardInterrupt) and error is not _ExceptHook.reported_error:
             _ExceptHook.reported_error = error
-            self.events.emit("failure", **said)
+            self.events.emit("failure", **fields)
         if isinstance(error, ElasticResumeError):
             print(f"elastic_resume: error: {error}", file=sys.stderr, flush=True)
         elif (
             issubclass(kind, Exception)
             and self._is_printed_by_agent()
-            and self.events.unwritten_count <= lost
+            and self.events.unwritten_count <= unwritten_before
         ):
             rank = os.environ.get("RANK", "?")
-            what = ": ".join(filter(None, [said["type"], said["message"]]))
-            where = f" ({said['frame']})" if said["frame"] else ""
-            print(f"elastic_resume: rank {rank}: {what}{where}", file=sys.stderr, flush=True)
+            text = ": ".join(filter(None, [fields["type"], fields["message"]]))
+            frame = f" ({fields['frame']})" if fields["frame"] else ""
+            print(f"elastic_resume: rank {rank}: {text}{frame}", file=sys.stderr, flush=True)
         else:
             self.previous_hook(kind, error, trace)
 
     def _is_printed_by_agent(self) -> bool:
-        """Whether an agent prints to where we would; not where our output goes to a file of its own."""
+        """Return whether an agent prints to the same standard error as this process."""
         agent = os.environ.get(constants.ENV_AGENT_PID, "")
-        ours = os.environ.get(constants.ENV_ROUND)  # a stock torchrun with our plug-in does not tell
-        if self.previous_hook is not sys.__excepthook__ or not agent.isdigit() or not ours:
+        if (
+            self.previous_hook is not sys.__excepthook__
+            or not agent.isdigit()
+            or not os.environ.get(constants.ENV_ROUND)
+        ):
             return False
         try:
-            # Of the link itself: what it leads to may be beyond our permission, or a pipe.
+            # Compare the links themselves: the target may be a pipe, or not accessible.
             return Path(f"/proc/{agent}/fd/2").readlink() == Path("/proc/self/fd/2").readlink()
         except OSError:
             return False
 
 
 def describe_error(error: BaseException, trace: TracebackType | None) -> dict[str, Any]:
-    """Say of an exception what a report needs: type, first line, the innermost frame outside libraries."""
+    """Return the fields of a ``failure`` event; ``frame`` is the innermost frame outside libraries."""
     frames = traceback.extract_tb(trace)
-    own = [frame for frame in frames if not _is_library_file(frame.filename)]
-    frame = own[-1] if own else frames[-1] if frames else None
+    candidates = [frame for frame in frames if not _is_library_file(frame.filename)] or list(frames)
+    frame = candidates[-1] if candidates else None
     place = f"{frame.filename}:{frame.lineno} in {frame.name}" if frame else ""
     if isinstance(error, SyntaxError) and error.filename:
         place = f"{error.filename}:{error.lineno}"
     lines = str(error).splitlines()
-    said: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "generation": _training_position["generation"],
         "step": _training_position["step"](),
         "type": type(error).__name__,
@@ -127,8 +133,8 @@ def describe_error(error: BaseException, trace: TracebackType | None) -> dict[st
         "deterministic": isinstance(error, ElasticResumeError) and error.is_deterministic,
     }
     if not isinstance(error, ElasticResumeError):
-        said["traceback"] = _truncate("".join(traceback.format_exception(type(error), error, trace)))
-    return said
+        fields["traceback"] = _truncate("".join(traceback.format_exception(type(error), error, trace)))
+    return fields
 
 
 def _is_library_file(filename: str) -> bool:
@@ -136,6 +142,7 @@ def _is_library_file(filename: str) -> bool:
 
 
 def _truncate(text: str) -> str:
-    if len(text) <= MAX_HEAD_CHARS + MAX_TAIL_CHARS:
+    removed = len(text) - MAX_HEAD_CHARS - MAX_TAIL_CHARS
+    if removed <= 0:
         return text
-    return f"{text[:MAX_HEAD_CHARS]}\n  … {len(text) - MAX_HEAD_CHARS - MAX_TAIL_CHARS} characters …\n{text[-MAX_TAIL_CHARS:]}"
+    return f"{text[:MAX_HEAD_CHARS]}\n  … {removed} characters …\n{text[-MAX_TAIL_CHARS:]}"

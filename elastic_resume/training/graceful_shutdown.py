@@ -1,10 +1,9 @@
-"""Lets a rank that its agent asks to end do so at a step boundary, with its state on disk.
+"""End a worker at a step boundary with its state on disk, when its agent drains the node.
 
-Only under our agent, where SIGTERM means a drain: a restart kills at once. Under torchrun the signal comes
-with every restart, when no further step may ever end. A handler of the script's own is left in place.
-
-Processes that the script forks get back what SIGTERM did before: they have no step to end at, and
-``Process.terminate()`` has to end them.
+The handler is installed only under our agent, where SIGTERM means a drain. Under torchrun every restart sends
+SIGTERM, and no step may ever finish again. A handler of the script's own is left in place. Processes that the
+script forks get the default action back: they reach no step boundary, and ``Process.terminate()`` must end
+them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from elastic_resume import constants
 
 
 class DrainRequest:
-    """Whether this process has been asked to end."""
+    """Records whether the agent has requested the end of this process."""
 
     current: ClassVar[DrainRequest | None] = None
 
@@ -36,23 +35,23 @@ class DrainRequest:
 
     def _on_sigterm(self, number: int, frame: object) -> None:
         del number, frame
-        if os.getpid() != self._pid:  # a forked child, asked before `_give_back` ran in it
+        if os.getpid() != self._pid:  # a forked child, before `_restore_handler_in_child` has run
             self.terminate_process()
         self.requested = True
 
     def terminate_process(self) -> None:
-        """End as the signal would have ended it. Does not return where it was taken."""
+        """End this process as an unhandled SIGTERM would."""
         self.restore_handler()
         os.kill(os.getpid(), signal.SIGTERM)
 
     @classmethod
     def terminate_instead_of_raising(cls, error_type: type[BaseException]) -> None:
-        """End in silence where others of this drain, who were a moment faster, are why a collective fails."""
+        """End this process silently if a peer of the same drain ended first and broke a collective."""
         if cls.current is not None and cls.current.requested and issubclass(error_type, RuntimeError):
             cls.current.terminate_process()
 
     def restore_handler(self) -> None:
-        """Take the signal no longer."""
+        """Restore the default action of SIGTERM, if this object has replaced it."""
         if not self._handler_installed:
             return
         self._handler_installed = False
@@ -61,10 +60,9 @@ class DrainRequest:
 
 
 def _restore_handler_in_child() -> None:
-    """Let SIGTERM do in a forked child what it did before a drain took it."""
-    taker = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
-    if isinstance(taker, DrainRequest):
-        taker.restore_handler()
+    owner = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    if isinstance(owner, DrainRequest):
+        owner.restore_handler()
     DrainRequest.current = None
 
 

@@ -1,12 +1,14 @@
-"""A worker's signs of life for the agent that looks for hangs: its line on the board, its stacks when asked.
+"""A worker's signs of life for the hang detector: a record on the progress page, and evidence on request.
 
-Under an agent every worker that calls ``er.resume`` can be asked in two ways where it stands. A thread
-waits for a byte in a pipe and answers with the collectives that this rank takes part in, which needs the
-GIL: no answer means that something holds it. And `STACKS_SIGNAL` makes the interpreter write the stacks of
-all threads without the GIL, from within a blocked native call too. Both write into an anonymous file in
-memory, so a disk that hangs hides nothing and nothing is left behind.
+`Heartbeat` writes this rank's record. Under an agent each worker can also be examined in two ways:
 
-Costs nothing while nobody asks. Knows neither who asks nor what becomes of the answer.
+- A thread waits for a byte in a pipe, and answers with the collectives in which this rank takes part. It
+  needs the GIL: without an answer, something holds the GIL.
+- `STACKS_SIGNAL` makes faulthandler write the stacks of all threads without the GIL, even from a blocked
+  native call.
+
+Both write into a memfd, so a hanging disk hides nothing and no file is left behind. Without a request there
+is no cost.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ from elastic_resume import constants
 from elastic_resume.restore.rank_context import RankContext
 from elastic_resume.snapshot.progress_page import STACKS_SIGNAL, ProgressPage, WorkerProcess
 
-MAX_PENDING_COLLECTIVES = 8  # collectives that one answer tells of, the oldest first
+MAX_PENDING_COLLECTIVES = 8  # in one answer, the oldest first
 
 
 class Heartbeat:
-    """This rank's line on the board, in one generation."""
+    """This rank's record on the progress page, in one generation."""
 
     def __init__(self, progress_page: ProgressPage, context: RankContext) -> None:
         self._progress_page = progress_page
@@ -41,45 +43,45 @@ class Heartbeat:
         self._count_collectives = get_collective_counter()
         self._pid = os.getpid()
         self._busy_depth = 0
-        self._lock = threading.Lock()  # a thread of the script may be busy beside the one that trains
+        self._lock = threading.Lock()  # several threads of the script may be busy
 
     def start_generation(self, generation: int, step: int) -> None:
-        """Record that this process begins ``generation`` at ``step``; a hang is seen after its first step."""
-        world = self._context.collectives
+        """Record the start of ``generation`` at ``step``. Hang detection begins after its first step."""
+        collectives = self._context.collectives
         self._progress_page.start_generation(
             self._local_rank,
             generation=generation,
             step=step,
-            world_size=world.size,
-            worker=_describe_worker(world.rank),
+            world_size=collectives.size,
+            worker=_describe_worker(collectives.rank),
         )
 
     def finish_step(self, step: int) -> None:
-        """Record that this rank has just finished ``step``."""
+        """Record that this rank has finished ``step``."""
         self._progress_page.finish_step(self._local_rank, step, self._count_collectives())
 
     def end_epoch(self, step: int) -> None:
-        """Record that ``step`` was an epoch's last one: an evaluation may follow."""
+        """Record that ``step`` was an epoch's last one; an evaluation may follow."""
         self._progress_page.end_epoch(self._local_rank, step)
 
     @contextlib.contextmanager
     def idle_afterwards(self) -> Iterator[None]:
-        """Train; whatever the script does afterwards is no hang, until it finishes another step."""
+        """Pause hang detection when the block ends, until this rank finishes another step."""
         try:
             yield
         finally:
             self._set_idle()
 
     def close(self) -> None:
-        """Record that no step will come any more, and let the process group go."""
+        """Record that no further step follows, and release the process group."""
         self._count_collectives = _count_none
         self._set_idle()
 
     @contextlib.contextmanager
     def busy(self, limit_s: float = 0.0) -> Iterator[None]:
-        """Do something long that is not a step; no hang is seen meanwhile. May be nested.
+        """Pause hang detection for a long operation that is not a step. Blocks may be nested.
 
-        ``limit_s``: see `Board.set_busy`. That of the outermost holds.
+        ``limit_s``: see `ProgressPage.set_busy`. The outermost block's limit applies.
         """
         with self._lock:
             self._busy_depth += 1
@@ -94,15 +96,15 @@ class Heartbeat:
                     self._progress_page.set_busy(self._local_rank, False)
 
     def _set_idle(self) -> None:
-        if os.getpid() == self._pid:  # not of a forked child, which tidies up what it has a copy of
+        if os.getpid() == self._pid:  # a forked child may clean up its copy of this object
             self._progress_page.set_idle(self._local_rank)
 
 
 def get_collective_counter() -> Callable[[], int]:
-    """Give a way to ask for the number of collectives of the default process group, 0.3 µs a time."""
+    """Return a function that counts the default group's collectives; a call takes 0.3 µs."""
     if not dist.is_available() or not dist.is_initialized():
         return _count_none
-    # No public name; without it a report says less. Groups of several backends have no number of their own.
+    # Not public; a group of several backends has no such number. Without it a hang report lacks the count.
     count: Callable[[], int] | None = getattr(dist.group.WORLD, "_get_sequence_number_for_group", None)
     try:
         return count if count is not None and type(count()) is int else _count_none
@@ -114,75 +116,75 @@ def _count_none() -> int:
     return 0
 
 
-# ---- answering -----------------------------------------------------------------------------------------
+# ---- answers to the hang detector ----------------------------------------------------------------------
 
-_responder: tuple[int, int, int] | None = None  # the process that answers, its file and its bell
+_responder: tuple[int, int, int] | None = None  # pid of the process that answers, its memfd, its pipe
 
 
 def _describe_worker(rank: int) -> WorkerProcess:
-    """Say who we are; under an agent be ready to be asked."""
-    global _responder  # noqa: PLW0603 - a process answers once, however often it resumes
+    """Describe this process; under an agent start the thread that answers."""
+    global _responder  # noqa: PLW0603 - one thread per process, however often it resumes
     agent, this_round = (
         int(text) if text.isdigit() else 0
         for text in (os.environ.get(constants.ENV_AGENT_PID, ""), os.environ.get(constants.ENV_ROUND, ""))
     )
     pid = os.getpid()
     if agent and (_responder is None or _responder[0] != pid):
-        with contextlib.suppress(OSError, RuntimeError):  # no descriptor or thread left: an answer less
+        with contextlib.suppress(OSError, RuntimeError):  # without descriptors or threads it cannot answer
             _responder = (pid, *_start_responder())
-    _, stacks_fd, bell_fd = _responder or (0, 0, 0)
-    return WorkerProcess(rank, agent, this_round, pid, _read_start_ticks(), stacks_fd, bell_fd)
+    _, stacks_fd, request_fd = _responder or (0, 0, 0)
+    return WorkerProcess(rank, agent, this_round, pid, _read_start_ticks(), stacks_fd, request_fd)
 
 
 def _start_responder() -> tuple[int, int]:
-    """Open the file for answers, and wait for the bell in a thread; give both descriptors."""
+    """Create the memfd for answers and start the thread; return the memfd and the pipe's writing end."""
     stacks_fd = os.memfd_create("elastic_resume-stacks", os.MFD_CLOEXEC)
     fcntl.fcntl(stacks_fd, fcntl.F_SETFL, os.O_APPEND)
     faulthandler.register(STACKS_SIGNAL, file=stacks_fd, all_threads=True, chain=False)
-    hearing_fd, bell_fd = os.pipe()
+    read_fd, write_fd = os.pipe()
     threading.Thread(
-        target=_serve_requests, args=(hearing_fd, stacks_fd), name="elastic-resume-answers", daemon=True
+        target=_serve_requests, args=(read_fd, stacks_fd), name="elastic-resume-answers", daemon=True
     ).start()
-    return stacks_fd, bell_fd
+    return stacks_fd, write_fd
 
 
 def _serve_requests(request_fd: int, stacks_fd: int) -> None:
-    with contextlib.suppress(OSError):  # the script has closed descriptors that are not its own
+    with contextlib.suppress(OSError):  # the script has closed all descriptors
         while os.read(request_fd, 64):
             os.write(stacks_fd, b"\n" + json.dumps(describe_collectives()).encode() + b"\n")
 
 
 def describe_collectives() -> dict[str, Any]:
-    """Say which collectives this rank has begun: ``collectives`` of the default group, ``pending`` ones.
+    """Return the number of ``collectives`` started in the default group, and the ``pending`` ones.
 
-    ``pending`` is null where torch's flight recorder cannot be asked. Each has a number, name, group, sizes.
+    Each pending collective has a number, name, group and sizes. ``pending`` is None without torch's flight
+    recorder.
     """
-    told: dict[str, Any] = {"collectives": get_collective_counter()(), "pending": None}
-    c10d = sys.modules.get("torch._C._distributed_c10d")  # no public name, and not in every build
-    old: Callable[[], bytes] | None = getattr(c10d, "_dump_nccl_trace_json", None)
-    dump: Callable[[], bytes] | None = getattr(c10d, "_dump_fr_trace_json", old)
+    answer: dict[str, Any] = {"collectives": get_collective_counter()(), "pending": None}
+    c10d = sys.modules.get("torch._C._distributed_c10d")  # not public, and not in every build
+    nccl_dump: Callable[[], bytes] | None = getattr(c10d, "_dump_nccl_trace_json", None)
+    dump: Callable[[], bytes] | None = getattr(c10d, "_dump_fr_trace_json", nccl_dump)
     with contextlib.suppress(RuntimeError, ValueError, KeyError, TypeError, AttributeError):
         if dump is not None:
             entries = json.loads(dump()).get("entries", [])
-            if entries:  # one that is turned off remembers nothing, and has nothing to say
-                told["pending"] = [_describe_pending(one) for one in entries if not one["retired"]][
-                    :MAX_PENDING_COLLECTIVES
-                ]
-    return told
+            if entries:  # empty if the recorder is off
+                pending = [_describe_pending(entry) for entry in entries if not entry["retired"]]
+                answer["pending"] = pending[:MAX_PENDING_COLLECTIVES]
+    return answer
 
 
 def _describe_pending(entry: dict[str, Any]) -> dict[str, Any]:
-    p2p = bool(entry.get("is_p2p"))
+    name = str(entry["profiling_name"])
     return {
-        "number": int(entry["p2p_seq_id" if p2p else "collective_seq_id"]),
-        "name": str(entry["profiling_name"]).partition(":")[2][:100] or str(entry["profiling_name"])[:100],
+        "number": int(entry["p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id"]),
+        "name": (name.partition(":")[2] or name)[:100],
         "group": " ".join(map(str, entry["process_group"]))[:100],
         "sizes": str(entry.get("input_sizes", ""))[:100],
     }
 
 
 def _read_start_ticks() -> int:
-    """When this process started: field 22 of its stat, which follows the name in parentheses."""
+    """Return this process's start time: field 22 of its stat, counted after the name in parentheses."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return 0

@@ -1,7 +1,7 @@
-"""Where training stands: epochs, steps and samples, all finished, and the arithmetic of the next ones.
+"""The position of training: finished epochs, steps and samples, and the loss weight of the next batch.
 
-A position is counted at commit points and nowhere else, so that what is prefetched or half done never
-enters it. Does not know what is saved, nor when.
+The position changes in `run.step()` and at the end of an epoch only, so prefetched or unfinished batches
+never count.
 """
 
 from __future__ import annotations
@@ -24,18 +24,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What of the arguments of `resume` concerns the run and not the disk. ``seed`` None: rank 0's own.
+    """The arguments of `er.resume` that are no `Settings`. ``rng`` is one of `rng.MODES`."""
 
-    ``rng`` is one of `rng.MODES`.
-    """
-
-    seed: int | None
+    seed: int | None  # None: rank 0's
     rng: str
     on_world_change: str | None = None
 
 
 class TrainingProgress:
-    """The position of this generation, of one rank; all ranks count alike."""
+    """The position of one rank in this generation; it is the same on all ranks."""
 
     def __init__(
         self,
@@ -44,24 +41,22 @@ class TrainingProgress:
         options: RunOptions,
         collectives: Collectives,
     ) -> None:
-        """Begin where the manifest says; at the beginning without one."""
+        """Start at the manifest's position, or at zero without a manifest."""
         self.position = _start_position(manifest, batches)
         world_size.check_change_allowed(
             options.on_world_change, manifest.world_size if manifest else None, collectives.size
         )
         self.world_change = _apply_world_size(manifest, batches, collectives.size)
-        # Steps of the epoch that are done, and that nobody can skip: no order of samples is known.
+        # Without data= the order of samples is unknown, so the epoch's finished steps cannot be skipped.
         self.repeated_steps = manifest.position.step_in_epoch if manifest and batches is None else 0
-        self.is_epoch_over = False  # whether all of the last epoch is done, what follows its last step too
+        self.is_epoch_over = False  # the last epoch is done, with the script's work after its last step
         self._batches = batches
         self._may_warn = collectives.rank == 0
-        self._micro_batch: int | None = (
-            None  # the micro-batch that the script has, where it says so by `read`
-        )
+        self._micro_batch: int | None = None  # index in its step; None without `read_micro_batches`
 
     @property
     def loss_weight(self) -> float:
-        """See `Run.loss_weight`."""
+        """The factor for this rank's mean loss; see `Run.loss_weight`."""
         batches, at = self._batches, self.position.step_in_epoch
         if batches is None or at >= batches.steps:
             return 1.0
@@ -72,23 +67,23 @@ class TrainingProgress:
 
     @property
     def is_last_micro_batch(self) -> bool:
-        """Whether the step's last micro-batch is the one that the script has."""
+        """Whether the script has read the last micro-batch of its step."""
         self._require_micro_batch_reading()
         return self._micro_batch is None or self._micro_batch + 1 >= self._micro_batch_count()
 
     def read_micro_batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Give what ``loader`` gives, and count it within its step.
+        """Yield the batches of ``loader``, and count them within their step.
 
         Raises:
-            UsageError: the step's last micro-batch was read and `step` was not called.
+            UsageError: all micro-batches of the step were read and `run.step()` was not called.
 
         """
         self._micro_batch = -1
         for item in loader:
             if not self.has_no_batch_left and self._micro_batch + 1 >= self._micro_batch_count():
                 raise UsageError(
-                    f"the {self._micro_batch_count()} micro-batches of step {self.position.step + 1} were read and "
-                    "run.step() was not called: call it when run.last_micro_batch is true."
+                    f"the {self._micro_batch_count()} micro-batches of step {self.position.step + 1} were "
+                    "read and run.step() was not called: call it when run.last_micro_batch is true."
                 )
             self._micro_batch += 1
             yield item
@@ -99,23 +94,23 @@ class TrainingProgress:
         return self._batches is not None and self.position.step_in_epoch >= self._batches.steps
 
     def start_epoch(self) -> int:
-        """Have the data go on where the epoch stopped; give its number."""
+        """Move the data to the epoch's next step; return the number of the epoch."""
         self._micro_batch = None
         if self._batches is not None:
             self._batches.seek(self.position.epoch, self.position.step_in_epoch)
         if self.repeated_steps and self._may_warn:
             console.say(
-                f"no data= was given to resume(): epoch {self.position.epoch} starts over, though "
-                f"{self.repeated_steps} of its steps are done"
+                f"no data= was given to resume(): epoch {self.position.epoch} starts over, and repeats "
+                f"{format_count(self.repeated_steps, 'finished step')}"
             )
         self.repeated_steps = 0
         return self.position.epoch
 
     def finish_step(self) -> Position:
-        """Count a step that is finished.
+        """Count a finished step; return the new position.
 
         Raises:
-            UsageError: the epoch has no step left.
+            UsageError: the epoch has no step left, or micro-batches of the step are missing.
 
         """
         before, batches = self.position, self._batches
@@ -125,13 +120,14 @@ class TrainingProgress:
             if self.has_no_batch_left:
                 raise UsageError(
                     f"run.step() was called {stop} times in epoch {before.epoch}, which has "
-                    f"{format_count(batches.steps, 'batch', 'batches')}: write `for epoch in run.epochs(EPOCHS)`, "
-                    "and call step() once after each batch."
+                    f"{format_count(batches.steps, 'batch', 'batches')}: write "
+                    "`for epoch in run.epochs(EPOCHS)`, and call step() once after each batch."
                 )
             self._require_micro_batch_reading()
-            if self._micro_batch is not None and self._micro_batch + 1 != self._micro_batch_count():
+            count = self._micro_batch_count()
+            if self._micro_batch is not None and self._micro_batch + 1 != count:
                 raise UsageError(
-                    f"run.step() was called after {self._micro_batch + 1} of the {self._micro_batch_count()} micro-batches of "
+                    f"run.step() was called after {self._micro_batch + 1} of the {count} micro-batches of "
                     f"step {before.step + 1}: call it when run.last_micro_batch is true."
                 )
             samples += batches.samples(before.step_in_epoch)
@@ -143,16 +139,20 @@ class TrainingProgress:
         return self.position
 
     def end_epoch(self) -> None:
-        """Count the epoch as done, with what the script does after its last step."""
+        """Count the epoch, with the script's work after its last step."""
         batches, at = self._batches, self.position.step_in_epoch
-        few = batches is not None and 0 < 2 * at <= batches.steps + 1 and at < batches.steps
-        if batches is not None and batches.exhausted and few:
+        if (
+            batches is not None
+            and batches.exhausted
+            and at < batches.steps
+            and 0 < 2 * at <= batches.steps + 1
+        ):
             self._warn_about_accumulation(at, batches.steps)
         self.position = self._next_epoch_position()
         self.is_epoch_over = True
 
     def position_to_resume_from(self) -> tuple[Position, bool]:
-        """Where a resume goes on if nothing of the epoch is left to do, and whether its epoch is over."""
+        """Return the position for a save after an epoch's last batch, and whether its epoch is over."""
         if self.has_no_batch_left:
             return self._next_epoch_position(), True
         return self.position, self.is_epoch_over
@@ -161,7 +161,7 @@ class TrainingProgress:
         return replace(self.position, epoch=self.position.epoch + 1, step_in_epoch=0)
 
     def _micro_batch_count(self) -> int:
-        """Count what the script reads for the step under way."""
+        """Return the number of micro-batches in the current step."""
         batches, at = self._batches, self.position.step_in_epoch
         return 1 if batches is None or at >= batches.steps else batches.parts(at)
 
@@ -174,14 +174,14 @@ class TrainingProgress:
             )
 
     def _warn_about_accumulation(self, steps: int, batches: int) -> None:
-        """Say that positions are wrong. Not an error: a script may leave the loop early."""
+        """Warn that positions are wrong. It is no error, because a script may leave the loop early."""
         if self._may_warn:
             self._may_warn = False
             console.say(
-                f"WARNING: the loader was read to the end of its {format_count(batches, 'batch', 'batches')}, and "
-                f"run.step() counted {steps}: a resume in mid-epoch reads samples again. If one optimizer "
-                "step reads several batches, give GlobalBatches all samples of a step as its global_batch, "
-                "micro_batch= beside it, and read run.micro_batches(loader)."
+                f"WARNING: the loader was read to its end ({format_count(batches, 'batch', 'batches')}), "
+                f"and run.step() counted {steps}: a resume within an epoch would repeat samples. If one "
+                "optimizer step reads several batches, give GlobalBatches all samples of a step as "
+                "global_batch=, set micro_batch=, and read run.micro_batches(loader)."
             )
 
 
@@ -195,13 +195,15 @@ def _start_position(manifest: Manifest | None, batches: GlobalBatches | None) ->
 def _apply_world_size(
     manifest: Manifest | None, batches: GlobalBatches | None, world_size: int
 ) -> WorldChange | None:
-    """Have the data cut epochs as this world is to; say what is not as it was."""
+    """Divide epochs among the ranks of this world; return the change since the manifest, if any."""
     if manifest is None:
         if batches is not None:
             batches.begin_generation(None, None)
         return None
-    before = batches.begin_generation(manifest.position, manifest.world_size) if batches is not None else None
-    now = batches.global_batch if batches is not None else None
-    if (before, manifest.world_size) == (now, world_size):
+    old_batch = (
+        batches.begin_generation(manifest.position, manifest.world_size) if batches is not None else None
+    )
+    new_batch = batches.global_batch if batches is not None else None
+    if (old_batch, manifest.world_size) == (new_batch, world_size):
         return None
-    return WorldChange(manifest.world_size, world_size, before, now)
+    return WorldChange(manifest.world_size, world_size, old_batch, new_batch)

@@ -1,6 +1,7 @@
-"""What a training script holds: the commit point, the position, and the way to build DDP.
+"""`Run`: the object that a training script holds. It restores, counts steps, saves, and builds DDP.
 
-What a script wants to be called for when a generation begins, in the order in which it said so.
+`er.resume` creates one `Run` per rank and generation. `Run.step` is the commit point: a finished step may be
+copied to memory and saved to disk from there on.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from elastic_resume import console, constants, failpoints
 from elastic_resume.capture.schedule import SnapshotScheduler
@@ -26,42 +29,17 @@ from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.data.world_size import WorldChange
 from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.policy.resume_plan import ResumePlan
-from elastic_resume.restore import coordinator as resuming
-from elastic_resume.restore import replica_check
+from elastic_resume.restore import coordinator, replica_check
 from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.restore.rank_context import CommitterConnection, RankContext, open_node_dir
 from elastic_resume.snapshot.progress_page import ProgressPage
+from elastic_resume.state import state_dict
 from elastic_resume.state.bucket_order import BucketOrder
 from elastic_resume.state.state_dict import ParameterOrder, UntrackedOptimizerCheck
-from elastic_resume.training import announce, crash_reporting, ddp
+from elastic_resume.training import announce, crash_reporting
 from elastic_resume.training.graceful_shutdown import DrainRequest
 from elastic_resume.training.heartbeat import Heartbeat
 from elastic_resume.training.progress import RunOptions, TrainingProgress
-
-Callback = Callable[[], object]
-
-
-class StartHooks:
-    """Calls that wait for the generation's first epoch, step or save; later ones are made at once."""
-
-    def __init__(self) -> None:
-        self._pending: list[Callback] = []
-        self._started = False
-
-    def add(self, callback: Callback) -> None:
-        """Make ``call`` when the generation begins."""
-        if self._started:
-            callback()
-        else:
-            self._pending.append(callback)
-
-    def run_pending(self) -> None:
-        """Make the calls, the first time."""
-        if not self._started:
-            self._started = True
-            for call in self._pending:
-                call()
-
 
 Hook = Callable[["Run"], object]
 H = TypeVar("H", bound=Hook)
@@ -71,8 +49,30 @@ T = TypeVar("T")
 MAX_FINAL_SAVE_ATTEMPTS = 3
 
 
+class StartHooks:
+    """The script's hooks; they run before the generation's first epoch, step or save."""
+
+    def __init__(self) -> None:
+        self._pending: list[Callable[[], object]] = []
+        self._started = False
+
+    def add(self, hook: Callable[[], object]) -> None:
+        """Register a hook, or run it now if the generation has started training."""
+        if self._started:
+            hook()
+        else:
+            self._pending.append(hook)
+
+    def run_pending(self) -> None:
+        """Run the hooks at the first call, in the order of registration."""
+        if not self._started:
+            self._started = True
+            for hook in self._pending:
+                hook()
+
+
 class Run:
-    """One rank's view of the job, in one generation. Made by `start.resume`."""
+    """One rank's handle on the job, in one generation. `er.resume` creates it."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Run:
         batches: GlobalBatches | None,
         options: RunOptions,
     ) -> None:
-        """Resume; see `start.resume`."""
+        """Restore the state; see `er.resume`."""
         self._context = context
         self._bucket_order = BucketOrder()
         seed = options.seed if options.seed is not None else _broadcast_seed(context)
@@ -90,7 +90,7 @@ class Run:
             **tracked,
             "elastic_resume.buckets": self._bucket_order,
             "elastic_resume.seed": self._random_numbers,
-            resuming.PARAMETERS: ParameterOrder(tracked),
+            coordinator.PARAMETERS: ParameterOrder(tracked),
         }
         self._drain_request = DrainRequest()
         self._start_hooks = StartHooks()
@@ -104,56 +104,54 @@ class Run:
                 context.collectives.rank, context.collectives.size, self._before_batch, policy=policy
             )
         self._node_dir = context.run_on_all_ranks(lambda: open_node_dir(context))
-        keeping: CommitterConnection | None = None
+        connection: CommitterConnection | None = None
         try:
             context.check_node_names_unique(context.run_on_all_ranks(self._node_dir.read_identity))
-            board = context.run_on_all_ranks(lambda: ProgressPage(context.node_dir / constants.PROGRESS_FILE))
-            keeping = self._committer_connection = CommitterConnection(context)
-            context.slot_client = keeping.slot_client
-            resumed = resuming.restore(context, self._node_dir, board, tracked)
-            self._progress = TrainingProgress(resumed.manifest, batches, options, context.collectives)
-            if resuming.DATA in tracked:  # which keeps its place itself
+            page = context.run_on_all_ranks(lambda: ProgressPage(context.node_dir / constants.PROGRESS_FILE))
+            connection = self._committer_connection = CommitterConnection(context)
+            context.slot_client = connection.slot_client
+            result = coordinator.restore(context, self._node_dir, page, tracked)
+            self._progress = TrainingProgress(result.manifest, batches, options, context.collectives)
+            if coordinator.DATA in tracked:  # an object that keeps its own position
                 self._progress.repeated_steps = 0
         except BaseException:
-            if keeping is not None:
-                keeping.close()
+            if connection is not None:
+                connection.close()
             self._node_dir.release()  # a notebook may try again
             raise
         if options.seed is not None:
-            self._random_numbers.seed = options.seed  # said now, and so meant
-        self._plan = resumed.plan
-        self._heartbeat = Heartbeat(board, context)
+            self._random_numbers.seed = options.seed  # an explicit seed overrides the checkpoint's
+        self._plan = result.plan
+        self._heartbeat = Heartbeat(page, context)
         self._snapshot_scheduler = SnapshotScheduler(
             context,
             self._plan,
-            resumed.committed_step,
+            result.committed_step,
             tracked,
-            keeping.slot_client,
+            connection.slot_client,
             waiting_for_disk=self._heartbeat.busy,
         )
-        self._snapshot_scheduler.reserve_memory(resuming.estimate_state_bytes(resumed.flat_state, tracked))
-        context.run_on_all_ranks(
-            lambda: None
-        )  # no rank takes a step before its lead has said when snapshots come
+        self._snapshot_scheduler.reserve_memory(coordinator.estimate_state_bytes(result.flat_state, tracked))
+        context.run_on_all_ranks(lambda: None)  # no step before the local leader has scheduled snapshots
         crash_reporting.set_generation(generation=self.generation, read_step=lambda: self.position.step)
         self._untracked_check = UntrackedOptimizerCheck(self._tracked) if self.rank == 0 else None
-        self._start_generation(resumed)
+        self._start_generation(result)
 
-    # ---- what the script reads -----------------------------------------------------------------------
+    # ---- position and size ---------------------------------------------------------------------------
 
     @property
     def position(self) -> Position:
-        """Where training stands: epoch, step_in_epoch, step (of the whole job) and samples, all finished."""
+        """The finished epochs, steps in the epoch, steps of the job, and samples."""
         return self._progress.position
 
     @property
     def generation(self) -> int:
-        """This lifetime of the worker group; grows over the whole job."""
+        """The number of this generation of workers; it grows over the whole job."""
         return self._plan.generation
 
     @property
     def plan(self) -> ResumePlan:
-        """What this generation started from, and what was rejected."""
+        """The copy from which this generation started, and the rejected ones."""
         return self._plan
 
     @property
@@ -163,48 +161,66 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        """How many ranks this generation has."""
+        """The number of ranks in this generation."""
         return self._context.collectives.size
 
     @property
     def loss_weight(self) -> float:
-        """What to multiply this rank's mean loss with before backward().
+        """The factor for this rank's mean loss before backward().
 
-        DDP's plain mean over ranks is then the exact mean over the global batch, even where the
-        shares differ in size. 1.0 where they do not, and without ``data=``.
+        It makes DDP's mean over ranks the exact mean over the global batch if the ranks' shares differ in
+        size. It is 1.0 if they do not, and without ``data=``.
         """
         return self._progress.loss_weight
 
     @property
     def last_micro_batch(self) -> bool:
-        """Whether the batch that `micro_batches` gave last is its step's last: now step, and `run.step()`."""
+        """Whether the last batch from `micro_batches` completes its step."""
         return self._progress.is_last_micro_batch
 
     @property
     def world_change(self) -> WorldChange | None:
-        """What is not as it was when the copy was made that this generation started from; mostly None."""
+        """The change of world size or global batch since the restored copy was made, or None."""
         return self._progress.world_change
 
-    # ---- what the script calls -----------------------------------------------------------------------
+    # ---- training ------------------------------------------------------------------------------------
 
     def ddp(self, model: nn.Module, **ddp_kwargs: Any) -> nn.Module:
-        """Wrap ``model`` in DistributedDataParallel; give it back as it is when there is no process group.
+        """Wrap ``model`` in DistributedDataParallel with the job's recorded bucket order.
 
-        For a tracked model nothing is broadcast (``init_sync=False``): `resume` has compared the digests of
-        all ranks. ``ddp_kwargs`` go to DistributedDataParallel and win over what is chosen here.
+        Without a process group, or if the script has wrapped the model, return it unchanged. A tracked model
+        is not broadcast (``init_sync=False``), because `er.resume` has compared all ranks. ``ddp_kwargs``
+        override the arguments chosen here.
         """
-        return ddp.wrap(model, self._tracked, self._bucket_order, ddp_kwargs)
+        inner = state_dict.unwrap(model)
+        name = next((name for name, item in self._tracked.items() if item is inner), None)
+        wrapper = state_dict.find_parallel_wrapper(model)
+        if wrapper is not None or not dist.is_initialized():
+            if name is not None and isinstance(wrapper, DistributedDataParallel):
+                self._bucket_order.prepare(name, inner, wrapper)
+            return model
+        kwargs: dict[str, Any] = {"init_sync": False} if name is not None else {}
+        devices = {parameter.device for parameter in model.parameters()}
+        if len(devices) == 1 and next(iter(devices)).type == "cuda":
+            kwargs["device_ids"] = [next(iter(devices)).index]
+        wrapped = DistributedDataParallel(model, **{**kwargs, **ddp_kwargs})
+        if name is not None:
+            self._bucket_order.prepare(name, inner, wrapped)
+        failpoints.register_action("skip-collective", lambda: _skip_next_reduction(wrapped))
+        return wrapped
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the numbers of the epochs that are left of ``count``, the interrupted one first.
+        """Yield the numbers of the remaining epochs of ``count``, an interrupted one first.
 
-        What the script does after an epoch's last batch (a scheduler's step, an evaluation) belongs to the
-        epoch: a save that falls due with its last step is made when the script asks for the next one. After
-        the last one the newest state is committed on every node.
+        The script's work after an epoch's last batch (a scheduler's step, an evaluation) belongs to the
+        epoch: a save that is due at its last step is made when the script asks for the next epoch. After the
+        last epoch the final state is committed on every node.
         """
         self._start_hooks.run_pending()
-        done = f"epoch {self.position.epoch} of {count} is over" if self.position.epoch >= count else ""
-        self._earlier_run_notice.log_once(done)
+        finished = self.position.epoch >= count
+        self._earlier_run_notice.log_once(
+            f"epoch {self.position.epoch} of {count} is over" if finished else ""
+        )
         with self._heartbeat.idle_afterwards():
             while self.position.epoch < count:
                 self._random_numbers.start_at(self.position.step)
@@ -214,10 +230,11 @@ class Run:
             self._finish_training()
 
     def step(self) -> None:
-        """Commit point: the step just finished counts. Call it once after each optimizer step.
+        """Count the step that just finished. Call it once after each optimizer step.
 
         Raises:
-            UntrackableError: a save is due and an object has come to hold state that cannot be stored.
+            UsageError: the run is closed, or the epoch has no such step.
+            UntrackableError: a save is due, and an object now holds state that cannot be stored.
 
         """
         if self._closed:
@@ -241,21 +258,21 @@ class Run:
             self._save_if_due()
 
     def micro_batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Read ``loader`` where one optimizer step reads several batches of it (see README).
+        """Yield the batches of ``loader`` if one optimizer step reads several of them (see README).
 
-        `loss_weight` is then that of the batch just read. So weighted, losses add up to the global batch's
-        mean, at an epoch's end too.
+        `loss_weight` then belongs to the last batch. With it the losses of a step add up to the mean over the
+        global batch, also at the end of an epoch.
         """
         return self._progress.read_micro_batches(loader)
 
     def save(self) -> Path | None:
-        """Commit the state now, and wait for the disk. Give the path on the rank that leads its node.
+        """Commit the state now, and wait for the disk. Return the checkpoint's path on the local leader.
 
-        Call it at a step boundary; after an epoch's last batch call it when nothing else of the epoch is left
-        to do, since a resume from it begins with the next epoch. None on other ranks, where the step was
-        there already when this generation began, and where the disk refused (which is told aloud).
+        Call it at a step boundary. After an epoch's last batch call it when the epoch's other work is done,
+        because a resume from it begins with the next epoch. Return None on other ranks, if this generation
+        started with the same step on disk, and if the disk failed (which is logged).
         """
-        self._start_hooks.run_pending()  # or the copy would be of the new world, and what hooks change of the old one
+        self._start_hooks.run_pending()  # the state must include the hooks' changes for this world
         if not self._context.is_local_leader:
             return None
         position, epoch_over = self._progress.position_to_resume_from()
@@ -263,16 +280,17 @@ class Run:
             return self._snapshot_scheduler.save(position, epoch_over=epoch_over)
 
     def assert_ranks_equal(self, *, buffers: bool = False) -> None:
-        """Prove that all ranks hold the same parameters, optimizer state and ``ema``, bit for bit.
+        """Check that all ranks hold the same state, bit for bit.
 
-        Call it on every rank, between two steps. Ranks send each other digests and no tensors; what it costs
-        is reading the state once. The same holds for the optimizers' hyperparameters. ``buffers``: a module's
-        buffers too; BatchNorm's differ by design, since each rank has its own share of the batch. So does an
-        average of them in an object of your own: pass the averaged module itself as ``ema``.
+        Compared are parameters, optimizer state, hyperparameters and ``ema``. Call it on every rank, between
+        two steps. It reads the state once; ranks exchange digests and no tensors. With ``buffers`` it
+        compares the modules' buffers too. BatchNorm's buffers differ by design, because each rank has its own
+        share of the batch; so does an average of them in an object of your own. Pass the averaged module
+        itself as ``ema``.
 
         Raises:
-            DivergenceError: on all ranks, naming the first value that differs and the ranks on either side.
-            UntrackableError: on all ranks; an object of one has come to hold state that cannot be stored.
+            DivergenceError: on all ranks; the text names the first different value and the ranks.
+            UntrackableError: on all ranks; an object of some rank now holds state that cannot be stored.
 
         """
         with self._heartbeat.busy():
@@ -280,11 +298,11 @@ class Run:
 
     @property
     def verify_copies(self) -> bool:
-        """Whether each snapshot is checked for state that changes while it is copied. Slow: for looking.
+        """Whether each snapshot is checked for changes during the copy. Slow; for debugging.
 
-        State that is tracked as a model's parameters or an optimizer's may change in ``optimizer.step()`` and
-        before ``run.step()``, and not in between. With this on, what does is a UsageError that names the
-        tensor, at the next ``optimizer.step()``.
+        Parameters and optimizer state may change from ``optimizer.step()`` to ``run.step()`` only. With this
+        check a change at another time raises a UsageError with the tensor's name, at the next
+        ``optimizer.step()``.
         """
         return self._snapshot_scheduler.snapshotter.verify_copies
 
@@ -293,18 +311,18 @@ class Run:
         self._snapshot_scheduler.snapshotter.verify_copies = value
 
     def on_resume(self, hook: H) -> H:
-        """Call ``hook(run)`` in each generation that starts from a checkpoint, before its first epoch.
+        """Call ``hook(run)`` in each generation that resumes saved state, before its first epoch.
 
-        Hooks run in the new world, in the order of their registration. Can be used as a decorator.
+        Hooks run in the order of registration. Usable as a decorator.
         """
         self._start_hooks.add(lambda: hook(self) if self._plan.kind == "checkpoint" else None)
         return hook
 
     def on_world_change(self, hook: W) -> W:
-        """Call ``hook(change)`` in each generation whose world, or global batch, is not its checkpoint's.
+        """Call ``hook(change)`` in each generation whose world size or global batch has changed.
 
-        Nothing is scaled for you: optimizer and scheduler are as the checkpoint has them, with what hooks did
-        at former changes. Called with those of `on_resume`; can be used as a decorator.
+        Nothing is scaled automatically: optimizer and scheduler are as in the checkpoint, with the changes
+        that hooks made before. Runs in order with the hooks of `on_resume`. Usable as a decorator.
         """
         if (change := self.world_change) is not None:
             self._start_hooks.add(lambda: hook(change))
@@ -312,10 +330,10 @@ class Run:
 
     @contextlib.contextmanager
     def busy(self, reason: str, limit_s: float = 0.0) -> Iterator[None]:
-        """Mark a long stretch without steps (an evaluation, say), so that nobody takes it for a hang.
+        """Pause hang detection during a long operation without steps, such as an evaluation.
 
-        Mark it on all ranks: those that wait for others do not step either. ``limit_s``: after so many
-        seconds it is taken for a hang all the same; 0: never.
+        Use it on all ranks, because ranks that wait for others do not step either. After ``limit_s`` seconds
+        the operation counts as a hang; 0 means never.
         """
         self._context.events.emit("busy", **self._position_fields(), reason=reason)
         with self._heartbeat.busy(limit_s):
@@ -324,14 +342,17 @@ class Run:
     def close(self) -> None:
         """Commit the newest finished step and release the node's directory.
 
-        While an exception is being handled nothing is saved: the state may be half way through a step.
+        Nothing is saved while an exception is being handled, because a step may be half done.
 
         Raises:
-            MachineError: the job has one node, and its disk refuses.
+            MachineError: the job has one node, and its disk fails.
 
         """
         if not self._closed and sys.exc_info()[0] is not None:
-            console.say("closed while an exception is being handled: nothing more was saved.")
+            console.say(
+                f"the run was closed at step {self.position.step} while an exception was being handled: "
+                "nothing more was saved."
+            )
             self._release()
         else:
             self._save_and_release()
@@ -347,31 +368,30 @@ class Run:
         else:
             self._save_and_release()
 
-    # ---- inside --------------------------------------------------------------------------------------
+    # ---- internals -----------------------------------------------------------------------------------
 
     def _start_generation(self, result: ResumeResult) -> None:
-        world = self._context.collectives
+        """Emit the events of the start, and log it."""
         self._earlier_run_notice = announce.EarlierRunNotice(result, self._context, self.position, sys.argv)
         self._heartbeat.start_generation(self.generation, self.position.step)
         self._context.events.emit(
             "worker-start",
             **self._position_fields(),
             local_rank=self._context.local_rank,
-            world_size=world.size,
+            world_size=self.world_size,
         )
         self._random_numbers.start_at(self.position.step)
         if self.rank == 0:
             self._context.events.emit(
-                "resume", **announce.resume_event_fields(result, self.position, world.size)
+                "resume", **announce.resume_event_fields(result, self.position, self.world_size)
             )
-            console.say(announce.format_resume_lines(result, self.position, world.size))
+            console.say(announce.format_resume_lines(result, self.position, self.world_size))
             if self.world_change is not None:
                 self.world_change.log()
         atexit.register(self._release)
 
     def _before_batch(self, first: bool) -> None:
-        at = self.position
-        self._random_numbers.before_batch(at.step, first=first)
+        self._random_numbers.before_batch(self.position.step, first=first)
 
     def _save_if_due(self) -> None:
         if self._drain_request.requested and self._context.is_local_leader:
@@ -398,26 +418,27 @@ class Run:
         self._context.events.emit("run-end", **self._position_fields(), **self._progress_fields())
 
     def _save_final_state(self) -> None:
-        """Commit the end state; a disk that refuses gets two more chances, a second apart."""
+        """Commit the final state; try three times, a second apart."""
         for _ in range(MAX_FINAL_SAVE_ATTEMPTS):
             self.save()
             if not self._context.is_local_leader or self._snapshot_scheduler.has_saved(self.position):
                 break
             time.sleep(1.0)
         else:
-            if len(self._context.local_leader_by_node) == 1:  # with more nodes others hold the end state
+            if len(self._context.local_leader_by_node) == 1:  # other nodes hold the final state too
                 raise MachineError(
                     f"the end state (step {self.position.step}) could not be saved in "
-                    f"{self._context.node_dir}: see the lines above, make room, and start the job again."
+                    f"{self._context.node_dir}: see the log lines above, free space on the disk, and start "
+                    "the job again."
                 )
 
     def _release(self) -> None:
-        if self._closed or os.getpid() != self._pid:  # a forked child ends: nothing here is its own
+        if self._closed or os.getpid() != self._pid:  # a forked child owns nothing here
             return
         self._closed = True
         self._earlier_run_notice.log_once("the script has taken no step")
         self._earlier_run_notice.record_start()
-        atexit.unregister(self._release)  # it would keep this run, and so its slots, until the process ends
+        atexit.unregister(self._release)  # the registration would keep this run and its slots alive
         self._heartbeat.close()
         if self._untracked_check is not None:
             self._untracked_check.close()
@@ -428,7 +449,18 @@ class Run:
         self._context.events.close()
 
 
+def _skip_next_reduction(wrapped: DistributedDataParallel) -> None:
+    """Skip the next gradient reduction, as no_sync() in the wrong place does; for the fault injector."""
+
+    def restore_reduction(*_: Any) -> None:
+        wrapped.require_backward_grad_sync = True
+        hook.remove()
+
+    wrapped.require_backward_grad_sync = False
+    hook = wrapped.register_forward_hook(restore_reduction)
+
+
 def _broadcast_seed(context: RankContext) -> int:
-    """What the script gave to torch.manual_seed; ranks may have given different numbers."""
-    seed = torch.initial_seed()  # of 64 bits without a sign
+    """Return rank 0's seed; scripts may have given torch.manual_seed different numbers on each rank."""
+    seed = torch.initial_seed()  # 64 bits, unsigned
     return int(context.collectives.broadcast_json(seed if seed < 1 << 63 else seed - (1 << 64), 0))

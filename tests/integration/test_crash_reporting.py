@@ -19,9 +19,9 @@ pytestmark = pytest.mark.cluster
 
 SCRIPT = """
 import sys
-from elastic_resume.training import crash_reporting as failure
-failure.from_start()
-failure.from_start()  # as er.resume does after the start did
+from elastic_resume.training import crash_reporting
+crash_reporting.install_startup_hook()
+crash_reporting.install_startup_hook()  # as er.resume does after the start did
 {body}
 """
 
@@ -42,8 +42,8 @@ def die(tmp_path: Path, body: str, **environ: str) -> tuple[str, list[dict[str, 
     return log.read_text(), list(events.read(path))
 
 
-def test_without_an_agent_the_traceback_is_printed_as_ever(tmp_path: Path) -> None:
-    """And an event is written once."""
+def test_crash_without_agent_prints_traceback_and_one_event(tmp_path: Path) -> None:
+    """The event has the same traceback."""
     printed, (event,) = die(tmp_path, "raise ValueError('boom')")
     assert printed.startswith("Traceback (most recent call last)")
     assert printed.endswith("ValueError: boom\n")
@@ -56,11 +56,11 @@ def test_without_an_agent_the_traceback_is_printed_as_ever(tmp_path: Path) -> No
     assert event["traceback"] == printed
 
 
-def test_two_hooks_with_anothers_between_them_write_one_event(tmp_path: Path) -> None:
-    """Torch puts its own around ours when a process group is made, and er.resume puts one around that."""
+def test_crash_through_two_hooks_emits_one_event(tmp_path: Path) -> None:
+    """Torch wraps the startup hook, and er.resume wraps torch's hook."""
     body = (
         "inner = sys.excepthook; sys.excepthook = lambda *error: inner(*error)\n"
-        "failure.from_start(); raise ValueError('boom')"
+        "crash_reporting.install_startup_hook(); raise ValueError('boom')"
     )
     printed, (event,) = die(tmp_path, body)
     assert event["message"] == "boom"
@@ -74,8 +74,8 @@ def agent_of(log: Path) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_one_line_where_an_agent_prints_to_the_same_place(tmp_path: Path, shared: bool) -> None:
-    """A rank whose output goes to a file of its own has the whole traceback there."""
+def test_crash_prints_one_line_if_agent_shares_stderr(tmp_path: Path, shared: bool) -> None:
+    """Otherwise the full traceback is printed."""
     agent = agent_of(tmp_path / ("log" if shared else "other"))
     with agent:
         environ = {constants.ENV_AGENT_PID: str(agent.pid), constants.ENV_ROUND: "1"}
@@ -134,8 +134,8 @@ def test_a_long_traceback_keeps_its_ends_and_fits_a_line(tmp_path: Path) -> None
         ),
     ],
 )
-def test_the_frame_is_the_users_own(tmp_path: Path, body: str, frame: str) -> None:
-    """Ours and installed packages are passed over; of a syntax error it is the place."""
+def test_crash_event_names_frame_of_user_code(tmp_path: Path, body: str, frame: str) -> None:
+    """Frames of libraries are skipped."""
     _, (event,) = die(tmp_path, body)
     assert frame in event["frame"]
 

@@ -44,19 +44,15 @@ def lines_of(text: str) -> list[str]:
     return [line for line in text.splitlines() if "AN EARLIER RUN" in line]
 
 
-def test_start_over_an_earlier_one_is_told_once_with_what_differs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In silence a second start would train nothing, or go on with another learning rate's state."""
+def test_start_on_earlier_run_logs_difference_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the notice a second start might silently train nothing."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
     assert started(tmp_path, "1", "--lr", "0.1") == []
 
     (line,) = started(tmp_path, "1", "--lr", "0.1")
     assert f"from {tmp_path / 'checkpoints' / 'train'} at step 3 (epoch 1)" in line
-    assert (
-        "Same arguments and number of launch_ranks. NOTHING IS LEFT TO TRAIN: epoch 1 of 1 is over." in line
-    )
+    assert "Same arguments and number of ranks. NOTHING IS LEFT TO TRAIN: epoch 1 of 1 is over." in line
     assert line.endswith("To start from scratch: --resume never, or ELASTIC_RESUME_RESUME=never.")
 
     (line,) = started(tmp_path, "2", "--lr", "0.5", size=2)
@@ -74,8 +70,8 @@ def test_start_over_an_earlier_one_is_told_once_with_what_differs(
 
 
 @pytest.mark.cluster
-def test_restart_within_a_job_tells_nothing_and_its_next_start_does(tmp_path: Path) -> None:
-    """The agents are still the ones that began: only a new start of the job may surprise somebody."""
+def test_restart_logs_no_notice_and_next_start_does(tmp_path: Path) -> None:
+    """The agents of a restart are the same; only a new start may surprise a person."""
     (tmp_path / "train.py").write_text(SCRIPT)
     flags = ["--save-every", "1"]
     with testing.Cluster(tmp_path / "cluster", nodes=2, flags=flags, workers_per_node=2) as cluster:
@@ -87,9 +83,7 @@ def test_restart_within_a_job_tells_nothing_and_its_next_start_does(tmp_path: Pa
         cluster.start(str(tmp_path / "train.py"), "2", "once")
         assert cluster.wait_exit(120) == [0, 0]
         (line,) = lines_of(cluster.output(0) + cluster.output(1))
-    assert (
-        "Same arguments and number of launch_ranks. NOTHING IS LEFT TO TRAIN: epoch 2 of 2 is over." in line
-    )
+    assert "Same arguments and number of ranks. NOTHING IS LEFT TO TRAIN: epoch 2 of 2 is over." in line
 
 
 CRASHES = """
@@ -109,10 +103,10 @@ for epoch in run.epochs(1):
 """
 
 
-def test_a_first_round_that_crashes_before_its_first_step_does_not_silence_the_next(
+def test_crash_before_first_step_keeps_earlier_run_notice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Restarted by the same supervisor, it would go on from an earlier start in silence."""
+    """The restarted generation resumes the same earlier run."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(CRASHES)
     agent = {
@@ -142,18 +136,18 @@ def test_a_first_round_that_crashes_before_its_first_step_does_not_silence_the_n
         (["t.py", "--token", "a"], ["t.py", "--token", "b"], (2, 2), "Same arguments and number of ranks"),
     ],
 )
-def test_difference_names_command_and_ranks(
+def test_describe_difference_names_command_and_ranks(
     before: Sequence[str], now: Sequence[str], sizes: tuple[int | None, int], said: str
 ) -> None:
-    """What is the same is left out."""
+    """Equal parts are left out."""
     assert describe_difference(before, now, *sizes) == said
 
 
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "{}", '{"launcher_id": 1, "words": []}', "\x00", "9" * 70000]
 )
-def test_damaged_note_of_a_start_is_no_note(tmp_path: Path, text: str) -> None:
-    """It serves people only: nothing may end a job for it."""
+def test_damaged_script_arguments_file_is_ignored(tmp_path: Path, text: str) -> None:
+    """It only informs people, so it must not end a job."""
     (tmp_path / node_dir.SCRIPT_ARGUMENTS_FILE).write_text(text)
     assert node_dir.read_script_arguments(tmp_path) == ("", [])
 
@@ -169,7 +163,7 @@ class Counting(Disk):
         super().sync_file(descriptor, path)
 
 
-def test_note_of_a_start_is_read_back_and_of_too_many_arguments_without_them(tmp_path: Path) -> None:
+def test_script_arguments_file_drops_oversized_arguments(tmp_path: Path) -> None:
     """A command line may be 2 MB long."""
     node_dir.record_script_arguments(tmp_path, "1 2 boot", ["t.py", "ä \udcff"])
     assert node_dir.read_script_arguments(tmp_path) == ("1 2 boot", ["t.py", "ä \udcff"])
@@ -195,10 +189,10 @@ def test_note_of_a_start_is_read_back_and_of_too_many_arguments_without_them(tmp
         ([], None),
     ],
 )
-def test_values_of_secret_arguments_are_not_kept(
+def test_script_arguments_file_masks_secrets(
     tmp_path: Path, words: list[str], kept: list[str] | None
 ) -> None:
-    """The note is read by all who may read checkpoints, the line by all who may read the job's output."""
+    """Everybody who reads checkpoints or logs can read the file."""
     node_dir.record_script_arguments(tmp_path, "1 2 boot", words)
     assert node_dir.read_script_arguments(tmp_path)[1] == (words if kept is None else kept)
     assert node_dir.mask_secrets(node_dir.mask_secrets(words)) == node_dir.mask_secrets(words)

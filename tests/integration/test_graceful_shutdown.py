@@ -76,10 +76,8 @@ def start(agents: Agents, *flags: str) -> Agent:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_drained_job_has_its_last_finished_step_on_disk(
-    agents: Agents, number: signal.Signals, workers: int
-) -> None:
-    """No step is lost, though nothing had been saved before; the exit code says whether to run it again."""
+def test_drain_commits_last_finished_step(agents: Agents, number: signal.Signals, workers: int) -> None:
+    """Nothing had been saved before; the exit code says whether to requeue the job."""
     agent = start(agents, f"--nproc-per-node={workers}", "--grace=30")
     agent.send_signal(number)
     assert agent.wait(60) == (75 if number == signal.SIGUSR1 else 128 + number)
@@ -91,8 +89,8 @@ def test_a_drained_job_has_its_last_finished_step_on_disk(
     assert "Traceback" not in agents.log()
 
 
-def test_a_worker_that_does_not_end_is_killed_after_the_grace(agents: Agents) -> None:
-    """Whether it has come to heed SIGTERM or not; that it is given the grace for it, the next one sees."""
+def test_drain_kills_worker_after_grace(agents: Agents) -> None:
+    """The worker ignores SIGTERM; the next test shows that it gets the grace."""
     agents.script(STUBBORN)
     agent = agents.start("--grace=0.5", "train.py")
     (pid,) = wait_for(lambda: agents.pids("worker"), "the worker")
@@ -103,8 +101,8 @@ def test_a_worker_that_does_not_end_is_killed_after_the_grace(agents: Agents) ->
     assert (end["signal"], end["stopped"]) == ("SIGKILL", True)
 
 
-def test_a_second_interrupt_stops_at_once(agents: Agents) -> None:
-    """Who presses Ctrl-C again does not want to wait for the grace."""
+def test_second_interrupt_skips_grace(agents: Agents) -> None:
+    """A second Ctrl-C ends the agent at once."""
     agents.script(STUBBORN)
     agent = agents.start("--grace=3600", "train.py")
     (pid,) = wait_for(lambda: agents.pids("worker"), "the worker")
@@ -116,8 +114,8 @@ def test_a_second_interrupt_stops_at_once(agents: Agents) -> None:
     wait_for(lambda: not is_alive(pid), "the worker to die")
 
 
-def test_a_worker_that_fails_ends_the_others_at_once(agents: Agents) -> None:
-    """A restart does not wait for workers that take SIGTERM and go on."""
+def test_failed_worker_ends_others_without_grace(agents: Agents) -> None:
+    """A restart does not wait for workers that ignore SIGTERM."""
     agents.script(
         STUBBORN.replace(
             "while True",
@@ -133,8 +131,8 @@ def test_a_worker_that_fails_ends_the_others_at_once(agents: Agents) -> None:
 
 
 @pytest.mark.parametrize("grace", ["-1", "soon", "nan", "inf"])
-def test_a_grace_that_is_no_time_is_refused(agents: Agents, grace: str) -> None:
-    """Before anything starts."""
+def test_invalid_grace_is_refused(agents: Agents, grace: str) -> None:
+    """Nothing has started by then."""
     agents.script("")
     code, log = agents.run(f"--grace={grace}", "train.py")
     assert code == 2, log
@@ -142,7 +140,7 @@ def test_a_grace_that_is_no_time_is_refused(agents: Agents, grace: str) -> None:
     assert not agents.events("agent-start")
 
 
-def test_processes_that_a_script_forks_end_by_sigterm(agents: Agents) -> None:
+def test_forked_children_end_by_sigterm(agents: Agents) -> None:
     """`terminate()` ends a child, and a finished job does not wait for its idle children."""
     agents.script(FORKS)
     code, log = agents.run("train.py", OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
@@ -155,25 +153,25 @@ FORKED_EARLY = """
 import os, signal
 early = []
 os.register_at_fork(after_in_child=lambda: early and os.kill(os.getpid(), signal.SIGTERM))
-from elastic_resume.training import graceful_shutdown as drain
+from elastic_resume.training.graceful_shutdown import DrainRequest
 
 def child():
     if (pid := os.fork()) == 0:
-        drain.Drain.end_instead_of(RuntimeError)
+        DrainRequest.terminate_instead_of_raising(RuntimeError)
         os._exit(7)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
-mine = drain.Drain()
+request = DrainRequest()
 signal.raise_signal(signal.SIGTERM)
-assert mine.wanted
+assert request.requested
 told = [child()]
 early.append(True)
 print(*told, child())
 """
 
 
-def test_a_forked_child_ends_when_it_is_asked_and_not_when_its_parent_was() -> None:
-    """Even when it is asked before it has given SIGTERM back."""
+def test_forked_child_follows_its_own_sigterm_only() -> None:
+    """Also if the signal arrives before the child has restored the default action."""
     env = {**os.environ, constants.ENV_AGENT_PID: str(os.getpid())}
     code = [sys.executable, "-c", FORKED_EARLY]
     done = subprocess.run(code, env=env, capture_output=True, text=True, check=True, timeout=60)

@@ -10,7 +10,7 @@ import pytest
 
 from elastic_resume.testing.backends import find_free_port
 from tests.support import launch_ranks
-from tests.support.agents import wait_for
+from tests.support.processes import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -74,20 +74,18 @@ def script(tmp_path: Path) -> Path:
         (["ours", "destroyed"], 0),
     ],
 )
-def test_no_thread_that_may_hold_a_tensor_is_left_when_the_interpreter_ends(
+def test_exit_joins_gloo_threads_before_interpreter_ends(
     how: list[str], left: int, script: Path, tmp_path: Path
 ) -> None:
-    """One that drops it then aborts the process: "terminate called without an active exception"."""
+    """A gloo thread that frees a tensor later aborts the process."""
     for done in launch_ranks.run_ranks(2, script, str(tmp_path / "kept"), str(left), *how):
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[-1] == f"threads {left}", done.stderr
 
 
 @pytest.mark.parametrize("how", [["ours"], ["own"], ["ours", "pending"], ["own", "pending"]])
-def test_a_peer_that_stands_still_does_not_hold_the_end_up(
-    how: list[str], script: Path, tmp_path: Path
-) -> None:
-    """Not even where one of our collectives waits for it; gloo would wait for half an hour."""
+def test_exit_does_not_wait_for_stopped_peer(how: list[str], script: Path, tmp_path: Path) -> None:
+    """Gloo itself would wait half an hour for a pending collective."""
     port = find_free_port("")
     words = [sys.executable, str(script), str(tmp_path / "kept"), "99", "stop", *how]
     peers = [

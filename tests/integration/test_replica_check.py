@@ -65,8 +65,8 @@ class _Rank:
 
 
 @given(st.lists(named, min_size=2, max_size=3))
-def test_all_ranks_find_the_same_first_difference(values: list[dict[str, str]]) -> None:
-    """None if and only if names, order and values are equal; else a name on which ranks do differ."""
+def test_find_first_difference_agrees_on_all_ranks(values: list[dict[str, str]]) -> None:
+    """None if and only if names, order and values are equal."""
     found = Threads(len(values)).run(values)
     assert len(set(found)) == 1
     lines = [list(one.items()) for one in values]
@@ -83,8 +83,8 @@ def test_all_ranks_find_the_same_first_difference(values: list[dict[str, str]]) 
     assert len(set(first.digest_by_rank)) == len({str(one) for one in lines})
 
 
-def test_of_many_values_a_few_digests_are_told() -> None:
-    """Two of twenty thousand differ: not a hundredth of the digests leaves its rank."""
+def test_find_first_difference_sends_few_digests() -> None:
+    """Two of twenty thousand values differ: fewer than a hundredth of the digests is sent."""
     many = {f"model/layer{number}.weight": "0" * 32 for number in range(20_000)}
     other = {**many, "model/layer12345.weight": "1" * 32, "model/layer19999.weight": "1" * 32}
     world = Threads(2)
@@ -98,16 +98,16 @@ def test_of_many_values_a_few_digests_are_told() -> None:
     assert same.rounds == 1
 
 
-def test_sides_are_told_in_one_line() -> None:
-    """Whoever holds the same stands together; of many sides and ranks the first are named."""
+def test_describe_groups_limits_named_groups_and_ranks() -> None:
+    """Ranks with equal values form a group."""
     assert describe_groups(["a", "b", "a"]) == "rank 0, 2 against rank 1"
     assert describe_groups([*"a" * 9, "b"]) == "rank 0, 1, 2, 3, 4, 5, 6, 7 and 1 more against rank 9"
     assert describe_groups([*range(1000)]).endswith("against rank 3 and 996 other values")
 
 
 @pytest.mark.cluster
-def test_what_differs_is_named_with_its_ranks_on_all_of_them(tmp_path: Path) -> None:
-    """Three ranks: one bit of a weight, of the optimizer, of an average; a learning rate; and equal ones."""
+def test_assert_ranks_equal_names_difference_on_all_ranks(tmp_path: Path) -> None:
+    """One bit of a weight, of the optimizer, of an average; a learning rate; and no difference."""
     env = [{"ELASTIC_RESUME_CKPT_DIR": str(tmp_path), "ELASTIC_RESUME_NODE_NAME": f"n{i}"} for i in range(3)]
     ended = launch_ranks.run_ranks(3, SCRIPT, env=env)
     assert [done.returncode for done in ended] == [0] * 3, ended[0].stderr
@@ -130,8 +130,8 @@ def test_what_differs_is_named_with_its_ranks_on_all_of_them(tmp_path: Path) -> 
 
 
 @pytest.mark.cluster
-def test_a_rank_alone_is_equal_to_itself(tmp_path: Path) -> None:
-    """Under plain python there is nobody to compare with."""
+def test_assert_ranks_equal_passes_for_single_rank(tmp_path: Path) -> None:
+    """Plain python has no second rank."""
     env = [{"ELASTIC_RESUME_CKPT_DIR": str(tmp_path)}]
     done = launch_ranks.run_ranks(1, SCRIPT, env=env)[0]
     assert (done.returncode, done.stdout.strip()) == (0, "{}"), done.stderr

@@ -45,16 +45,16 @@ def resumed(directory: Path, nodes: list[str], wanted: dict[str, Any], **more: s
 
 
 @pytest.mark.cluster
-def test_a_nodes_ranks_load_from_the_slot_that_their_lead_fills_from_disk(tmp_path: Path) -> None:
-    """Two ranks of one node: the checkpoint is read once, and is a snapshot in memory afterwards."""
+def test_restore_loads_all_local_ranks_from_slot_filled_from_disk(tmp_path: Path) -> None:
+    """Two ranks of one node: the checkpoint is read once, and is a snapshot afterwards."""
     for told in resumed(tmp_path, ["a", "a"], {"a": {"disk": [[1, 9]]}}):
         assert (told["source_node"], told["source_tier"]) == ("a", "disk")
         assert (told["values"], told["buffer"], told["held"]) == ([9.0], 100.0, [1, 9])
 
 
 @pytest.mark.cluster
-def test_a_node_that_lacks_the_copy_gets_it_from_a_peers_memory_and_saves_it(tmp_path: Path) -> None:
-    """Its two ranks load while it arrives; the keeper commits it. Older copies on disk are passed over."""
+def test_restore_sends_snapshot_to_lacking_node_which_commits_it(tmp_path: Path) -> None:
+    """Its two ranks load while it arrives; older checkpoints are passed over."""
     wanted = {"a": {"memory": [2, 9], "disk": [[2, 5]]}, "b": {"disk": [[1, 5]]}}
     ends = resumed(tmp_path, ["a", "b", "b"], wanted)
     for told in ends:
@@ -64,8 +64,8 @@ def test_a_node_that_lacks_the_copy_gets_it_from_a_peers_memory_and_saves_it(tmp
 
 
 @pytest.mark.cluster
-def test_two_holders_serve_two_lacking_nodes_and_rank_zeros_buffers_go_to_all(tmp_path: Path) -> None:
-    """Each sends to one. What ranks need not agree on is that of the lowest rank that wrote, everywhere."""
+def test_restore_spreads_lacking_nodes_over_holders_and_broadcasts_buffers(tmp_path: Path) -> None:
+    """Each holder sends to one node; buffers come from the lowest rank that wrote."""
     wanted = {"a": {"disk": [[1, 9]]}, "b": {"memory": [1, 9]}}
     for told in resumed(tmp_path, ["a", "b", "c", "d"], wanted):
         assert (told["source_node"], told["lacking"]) == ("a", ["c", "d"])
@@ -73,8 +73,8 @@ def test_two_holders_serve_two_lacking_nodes_and_rank_zeros_buffers_go_to_all(tm
 
 
 @pytest.mark.cluster
-def test_without_slots_copies_are_mapped_and_what_is_received_is_committed(tmp_path: Path) -> None:
-    """The lead of the lacking node commits what it receives; its other rank reads that."""
+def test_restore_without_slots_maps_checkpoints_and_commits_received_state(tmp_path: Path) -> None:
+    """The lacking node's second rank reads the committed checkpoint."""
     none = {"slots": False}
     ends = resumed(tmp_path, ["a", "a", "b", "b"], {"a": {"disk": [[1, 9]], **none}, "b": none})
     for told in ends:
@@ -83,8 +83,8 @@ def test_without_slots_copies_are_mapped_and_what_is_received_is_committed(tmp_p
 
 
 @pytest.mark.cluster
-def test_a_disk_that_refuses_what_is_received_without_a_slot_ends_all_ranks(tmp_path: Path) -> None:
-    """The transfer goes on to its end, since other ranks are in it; nothing is left behind."""
+def test_restore_without_slot_fails_on_all_ranks_if_disk_fails(tmp_path: Path) -> None:
+    """The transfer completes first, because other ranks take part; no file is left."""
     wanted = {"a": {"disk": [[1, 9]]}, "b": {"slots": False, "fail": "commit.before-rename=raise"}}
     for told in resumed(tmp_path, ["a", "b"], wanted):
         assert "the device fails" in told["error"]
@@ -93,8 +93,8 @@ def test_a_disk_that_refuses_what_is_received_without_a_slot_ends_all_ranks(tmp_
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("slots", [True, False])
-def test_a_bad_block_met_in_mid_transfer_costs_only_another_plan(tmp_path: Path, slots: bool) -> None:
-    """The source finds it while it sends; a second holder serves all. The bad copy is named and set aside."""
+def test_restore_switches_to_second_holder_after_corrupt_block(tmp_path: Path, slots: bool) -> None:
+    """The source finds the block while it sends; the corrupt checkpoint is quarantined."""
     wanted = {
         "a": {"disk": [[1, 9]], "flip": 0.9, "slots": slots},
         "b": {"disk": [[1, 9]], "slots": slots},
@@ -110,8 +110,8 @@ def test_a_bad_block_met_in_mid_transfer_costs_only_another_plan(tmp_path: Path,
 
 
 @pytest.mark.cluster
-def test_when_the_only_holder_has_a_bad_block_the_older_copy_is_taken(tmp_path: Path) -> None:
-    """What had been loaded of the newer one is overwritten, and no slot counts it."""
+def test_restore_falls_back_to_older_checkpoint_after_corrupt_block(tmp_path: Path) -> None:
+    """Tensors loaded from the newer one are overwritten, and no slot holds it."""
     wanted = {"a": {"disk": [[1, 5], [1, 9]], "flip": 0.9}, "b": {}}
     for told in resumed(tmp_path, ["a", "b"], wanted):
         assert (told["step"], [one["step"] for one in told["rejected"]]) == (5, [9])
@@ -119,16 +119,16 @@ def test_when_the_only_holder_has_a_bad_block_the_older_copy_is_taken(tmp_path: 
 
 
 @pytest.mark.cluster
-def test_a_bad_copy_that_is_the_only_one_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    """Nobody waits for ever, nothing begins anew."""
+def test_restore_fails_on_all_ranks_if_only_checkpoint_is_corrupt(tmp_path: Path) -> None:
+    """No rank waits, and no rank starts fresh."""
     for told in resumed(tmp_path, ["a", "b"], {"a": {"disk": [[1, 9]], "flip": 0.9}}):
         assert "none can be loaded" in told["error"]
         assert told["held"] is None
 
 
 @pytest.mark.cluster
-def test_a_damaged_snapshot_is_told_and_another_tier_is_read(tmp_path: Path) -> None:
-    """Its notes are what all would go by: nobody else's copy is blamed for them."""
+def test_restore_rejects_damaged_snapshot_and_uses_other_copy(tmp_path: Path) -> None:
+    """Its metadata is invalid, and no other node's copy is blamed."""
     wanted = {"a": {"memory": [2, 9], "disk": [[2, 5]], "hurt": "static_offset"}, "b": {"disk": [[2, 9]]}}
     for told in resumed(tmp_path, ["a", "b"], wanted):
         assert (told["source_node"], told["lacking"], told["values"]) == ("b", ["a"], [9.0])
@@ -138,8 +138,8 @@ def test_a_damaged_snapshot_is_told_and_another_tier_is_read(tmp_path: Path) -> 
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("tier", ["memory", "disk"])
-def test_a_copy_that_is_outvoted_is_set_aside_where_the_majority_counts(tmp_path: Path, tier: str) -> None:
-    """Though it is the lowest rank's, whose values all would take. Else it is an error that says how."""
+def test_restore_discards_minority_replica_under_resume_from_majority(tmp_path: Path, tier: str) -> None:
+    """The minority includes the lowest rank. Otherwise an error names the flag."""
     order = {"memory": [2, 9]} if tier == "memory" else {"disk": [[2, 9]]}
     wanted = {"a": {**order, "value": 7.0}, "b": order, "c": order}
     for told in resumed(tmp_path / "stop", ["a", "b", "c"], wanted):
@@ -153,8 +153,8 @@ def test_a_copy_that_is_outvoted_is_set_aside_where_the_majority_counts(tmp_path
 
 
 @pytest.mark.cluster
-def test_the_sources_values_count_where_replicas_are_not_to_be_compared(tmp_path: Path) -> None:
-    """Nodes that round differently never hold the same: the others receive, and nothing is called corrupt."""
+def test_restore_uses_source_values_with_check_replicas_off(tmp_path: Path) -> None:
+    """Nodes that round differently always differ; nothing is called corrupt."""
     wanted = {"a": {"disk": [[2, 9]], "value": 7.0}, "b": {"disk": [[2, 9]]}}
     for told in resumed(tmp_path, ["a", "b"], wanted, **{constants.ENV_CHECK_REPLICAS: "off"}):
         assert (told["source_node"], told["lacking"], told["values"]) == ("a", ["b"], [7.0])
@@ -162,8 +162,8 @@ def test_the_sources_values_count_where_replicas_are_not_to_be_compared(tmp_path
 
 
 @pytest.mark.cluster
-def test_a_source_that_is_killed_while_it_sends_leaves_nobody_waiting(tmp_path: Path) -> None:
-    """The receivers end with an error, as workers whose world broke do; the lost source is theirs to tell."""
+def test_restore_ends_receivers_if_source_is_killed(tmp_path: Path) -> None:
+    """The receivers fail with a connection error."""
     wanted = {"a": {"disk": [[1, 9]], "fail": "transfer.send=kill@9"}}
     ends = resumed(tmp_path, ["a", "b", "c"], wanted)
     for told in ends[1:]:
@@ -181,8 +181,8 @@ def arriving() -> Iterator[StreamingBuffer]:
     one.fail(PeerFailedError("over"))
 
 
-def test_a_tensor_waits_until_its_last_byte_has_arrived(arriving: StreamingBuffer) -> None:
-    """Not for what comes behind it; and its shape can be had before, once the header is there."""
+def test_streaming_buffer_returns_tensor_after_its_last_byte(arriving: StreamingBuffer) -> None:
+    """It does not wait for later bytes; the shape is available after the header."""
     seen: list[object] = []
     header = len(make_image(1)) - 1  # more than the header, less than all
     reader = BackgroundTask("test", lambda: seen.append(float(arriving.get_tensor("model.weight").sum())))
@@ -199,21 +199,21 @@ def test_a_tensor_waits_until_its_last_byte_has_arrived(arriving: StreamingBuffe
     assert len(seen) == 2
 
 
-def test_who_waits_hears_what_the_filler_met_and_other_processes_that_it_failed(
+def test_streaming_buffer_raises_fillers_error_in_all_readers(
     arriving: StreamingBuffer,
 ) -> None:
-    """The word that all see says so; the reason is the lead's to tell."""
+    """Other processes see the failed watermark and raise a PeerFailedError."""
     met = CorruptError("block 3")
     readers = [BackgroundTask("test", lambda: arriving.get_tensor("model.mask")) for _ in range(2)]
     arriving.fail(met)
     assert [reader.join() for reader in readers] == [met, met]
     elsewhere = StreamingBuffer(arriving.memory, LocalWatermark(WATERMARK_FAILED))
-    with pytest.raises(PeerFailedError, match="leads this node"):
+    with pytest.raises(PeerFailedError, match="local leader"):
         elsewhere.wait_for_bytes(1)
 
 
-def test_each_asker_gets_a_copy_of_its_own_and_hears_why_there_is_none(arriving: StreamingBuffer) -> None:
-    """Two that ask for tied tensors do not share them; a copy that waits for bytes ends with their error."""
+def test_prefetcher_returns_separate_copies_and_raises_fillers_error(arriving: StreamingBuffer) -> None:
+    """Objects with tied tensors do not share them."""
     copies = Prefetcher(["model.weight", "model.mask"], arriving.get_tensor)
     arriving.advance(len(arriving.memory) - 1)
     first, second = copies.make_tensor("model.weight"), copies.make_tensor("model.weight")
@@ -226,8 +226,8 @@ def test_each_asker_gets_a_copy_of_its_own_and_hears_why_there_is_none(arriving:
     copies.close()
 
 
-def test_a_read_tells_how_far_it_is_and_stops_at_the_first_bad_block(tmp_path: Path) -> None:
-    """What was told to have arrived is right; a caller that wants no more is heeded."""
+def test_read_image_reports_progress_and_stops_at_corrupt_block(tmp_path: Path) -> None:
+    """Reported bytes are verified; a cancelled buffer stops the read."""
     before = set(threading.enumerate())
     path = save_checkpoint(tmp_path, 1, 1)
     found = reader.quick_check(path, RUN)

@@ -26,7 +26,7 @@ PROBE = SCRIPTS / "probe.py"
 def probe(
     ckpt: Path, what: str, steps: int = 6, size: int = 2, nodes: str = "n", **env: str
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run tests/support/scripts/probe.py on ``size`` ranks; nodes are named ``nodes`` with the rank's number."""
+    """Run tests/support/scripts/probe.py on ``size`` ranks; node names are ``nodes`` with the rank."""
     each = [
         {"ELASTIC_RESUME_CKPT_DIR": str(ckpt), "ELASTIC_RESUME_NODE_NAME": f"{nodes}{rank}", **env}
         for rank in range(size)
@@ -41,8 +41,8 @@ def told(done: subprocess.CompletedProcess[str]) -> Any:
     return result
 
 
-def test_ranks_that_built_other_weights_start_with_rank_zeros(tmp_path: Path) -> None:
-    """DDP would have broadcast them; run.ddp() does not, so resume() must have."""
+def test_cold_start_gives_all_ranks_weights_of_rank_0(tmp_path: Path) -> None:
+    """DDP would have broadcast them; run.ddp() does not."""
     ends = [told(done) for done in probe(tmp_path, "other-seeds")]
     assert ends[0]["weight"] == ends[1]["weight"]
     assert ends[0]["hooks"] == [], "hooks are for generations that start from a checkpoint"
@@ -79,10 +79,10 @@ with er.resume(model=model, optimizer=optimizer, scheduler=scheduler, ema=ema) a
 """
 
 
-def test_a_first_start_takes_what_rank_zero_has_loaded(
+def test_cold_start_broadcasts_state_that_rank_0_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights, moments, rate, schedule and average of a file that one node sees. Later it is not needed."""
+    """Weights, moments, rate, schedule and average come from a file that one node sees, at first."""
     monkeypatch.chdir(tmp_path)
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.4)
@@ -102,8 +102,8 @@ def test_a_first_start_takes_what_rank_zero_has_loaded(
     assert again[0][2:] == first[0][2:]
 
 
-def test_ranks_that_built_other_optimizers_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0's state fits none but its own kind."""
+def test_cold_start_refuses_different_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's state fits its own kind only."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(MADE_ELSEWHERE)
     for done in launch_ranks.run_ranks(2, "train.py", "other"):
@@ -111,7 +111,7 @@ def test_ranks_that_built_other_optimizers_are_told(tmp_path: Path, monkeypatch:
         assert "the ranks built different objects" in done.stderr
 
 
-def test_ranks_that_built_other_shapes_are_told_the_first_that_differs(tmp_path: Path) -> None:
+def test_cold_start_refuses_different_shapes_and_names_first(tmp_path: Path) -> None:
     """On every rank, before the first step, with exit code 1."""
     for done in probe(tmp_path, "other-shapes"):
         assert done.returncode == 1
@@ -119,15 +119,15 @@ def test_ranks_that_built_other_shapes_are_told_the_first_that_differs(tmp_path:
         assert "Traceback" not in done.stderr
 
 
-def test_what_one_rank_cannot_store_ends_all_of_them(tmp_path: Path) -> None:
-    """The others would wait in a collective for ever; each says which rank, path and type."""
+def test_untrackable_object_on_one_rank_fails_all_ranks(tmp_path: Path) -> None:
+    """Each message has the rank, path and type; otherwise the others would wait for ever."""
     for done in probe(tmp_path, "odd"):
         assert done.returncode == 1
         assert "odd" in done.stderr
         assert "builtin_function_or_method" in done.stderr
 
 
-def test_a_resumed_generation_runs_its_hooks_and_ends_as_the_uninterrupted_run(tmp_path: Path) -> None:
+def test_resumed_run_calls_hooks_and_equals_uninterrupted_run(tmp_path: Path) -> None:
     """All ranks die at step 5, the last checkpoint is of step 4."""
     whole = [told(done) for done in probe(tmp_path / "whole", "plain")]
     assert [done.returncode for done in probe(tmp_path / "parts", "die")] == [9, 9]
@@ -137,16 +137,16 @@ def test_a_resumed_generation_runs_its_hooks_and_ends_as_the_uninterrupted_run(t
     assert [end["weight"] for end in ends] == [end["weight"] for end in whole]
 
 
-def test_batchnorms_buffers_are_rank_zeros_on_every_rank_after_a_resume(tmp_path: Path) -> None:
-    """They differ between the nodes' own copies; DDP's rule is rank 0's."""
+def test_resume_gives_all_ranks_batchnorm_buffers_of_rank_0(tmp_path: Path) -> None:
+    """They differ between the nodes' own copies; rank 0's is DDP's rule."""
     first = [told(done) for done in probe(tmp_path, "plain")]
     assert first[0]["mean"] != first[1]["mean"]
     again = [told(done) for done in probe(tmp_path, "plain")]
     assert [end["mean"] for end in again] == [first[0]["mean"]] * 2
 
 
-def test_replicas_that_diverged_are_named(tmp_path: Path) -> None:
-    """One rank's weights drift; the next resume says which tensor and which ranks, and loads nothing more."""
+def test_resume_refuses_diverged_replicas_and_names_tensor(tmp_path: Path) -> None:
+    """One rank's weights drift; the next resume names the tensor and the ranks."""
     assert [done.returncode for done in probe(tmp_path, "diverge")] == [0, 0]
     for done in probe(tmp_path, "plain", steps=9):
         assert done.returncode == 1
@@ -154,8 +154,8 @@ def test_replicas_that_diverged_are_named(tmp_path: Path) -> None:
         assert "rank 0 against rank 1" in done.stderr
 
 
-def test_a_model_of_another_width_is_refused_and_nothing_changes_on_disk(tmp_path: Path) -> None:
-    """Every differing name with both shapes, on all launch_ranks."""
+def test_resume_refuses_other_model_width_without_disk_changes(tmp_path: Path) -> None:
+    """The message has every differing name with both shapes, on all ranks."""
     probe(tmp_path, "plain")
     before = sorted(path.name for path in (tmp_path / "probe" / "n0").iterdir())
     for done in probe(tmp_path, "wider"):
@@ -165,24 +165,24 @@ def test_a_model_of_another_width_is_refused_and_nothing_changes_on_disk(tmp_pat
     assert sorted(path.name for path in (tmp_path / "probe" / "n0").iterdir()) == before
 
 
-def test_on_a_shared_file_system_other_nodes_take_over_what_the_old_ones_left(tmp_path: Path) -> None:
-    """A requeued job may get other machines, which see the directories that the old ones left."""
+def test_resume_on_shared_file_system_reads_other_nodes_checkpoints(tmp_path: Path) -> None:
+    """A requeued job may run on other machines."""
     first = told(probe(tmp_path, "plain", nodes="old")[0])
     again = [told(done) for done in probe(tmp_path, "plain", nodes="new")]
     assert [end["weight"] for end in again] == [first["weight"]] * 2
     assert Catalog(tmp_path / "probe" / "new1", "probe").list_valid(read_data=True)
 
 
-def test_two_ranks_of_one_node_share_its_directory_and_one_of_them_writes(tmp_path: Path) -> None:
-    """Both ranks are on node n0; the checkpoint is received once when the disk was lost."""
+def test_only_local_leader_commits_for_two_ranks_of_a_node(tmp_path: Path) -> None:
+    """Both ranks are on node n0."""
     for _ in range(2):
         ends = [told(done) for done in probe(tmp_path, "plain", ELASTIC_RESUME_NODE_NAME="n0")]
         assert len({end["weight"] for end in ends}) == 1
     assert {e["rank"] for e in events.read_run(tmp_path / "probe") if e["event"] == "commit"} == {0}
 
 
-def test_a_node_with_two_ranks_that_lost_its_disk_gets_one_copy(tmp_path: Path) -> None:
-    """Three ranks, n1 has two: one receives, the other reads what it wrote."""
+def test_node_with_two_ranks_receives_lost_checkpoint_once(tmp_path: Path) -> None:
+    """Three ranks, n1 has two: one receives, the other loads from its slot."""
     names = [
         {"ELASTIC_RESUME_CKPT_DIR": str(tmp_path), "ELASTIC_RESUME_NODE_NAME": n} for n in ("n0", "n1", "n1")
     ]
@@ -195,8 +195,8 @@ def test_a_node_with_two_ranks_that_lost_its_disk_gets_one_copy(tmp_path: Path) 
     assert Catalog(tmp_path / "probe" / "n1", "probe").list_valid(read_data=True)
 
 
-def test_never_starts_afresh_and_must_insists(tmp_path: Path) -> None:
-    """--resume never sets the old copies aside without touching them; must refuses an empty disk."""
+def test_resume_never_keeps_old_checkpoints_and_must_refuses_empty_disk(tmp_path: Path) -> None:
+    """Never ignores the old checkpoints without touching them."""
     for done in probe(tmp_path, "plain", ELASTIC_RESUME_RESUME="must"):
         assert done.returncode == 1
         assert "no node has a checkpoint" in done.stderr
@@ -209,8 +209,8 @@ def test_never_starts_afresh_and_must_insists(tmp_path: Path) -> None:
     assert ends[0]["generation"] == 2
 
 
-def test_a_disk_that_refuses_costs_checkpoints_and_not_training(tmp_path: Path) -> None:
-    """For four steps nothing large can be written: told, training goes on, and the next save works."""
+def test_failing_disk_costs_checkpoints_and_not_training(tmp_path: Path) -> None:
+    """For four steps nothing large can be written; the next save works."""
     done = probe(tmp_path, "full-disk", steps=10, size=1, EVERY="1000")[0]
     assert told(done)["step"] == 10
     assert "was not saved" in done.stderr
@@ -228,8 +228,8 @@ def test_a_disk_that_refuses_costs_checkpoints_and_not_training(tmp_path: Path) 
     ]
 
 
-def test_a_directory_that_cannot_be_written_is_told_before_the_first_step(tmp_path: Path) -> None:
-    """A file stands where the directory should be: one line, exit code 1, on every rank."""
+def test_unwritable_directory_fails_before_first_step(tmp_path: Path) -> None:
+    """A file has the directory's name: one line, exit code 1, on every rank."""
     (tmp_path / "probe").write_text("not a directory")
     for done in probe(tmp_path, "plain"):
         assert done.returncode == 1
@@ -238,8 +238,8 @@ def test_a_directory_that_cannot_be_written_is_told_before_the_first_step(tmp_pa
 
 
 @pytest.mark.parametrize("what", ["plain", "patched", "compiled", "sparse", "stepper", "own-ddp"])
-def test_a_resumed_generation_leaves_models_and_hooks_as_they_are(tmp_path: Path, what: str) -> None:
-    """Wrapped forward, torch.compile, sparse gradients, steps inside of backward, DDP of one's own."""
+def test_run_ddp_keeps_unusual_models_unchanged(tmp_path: Path, what: str) -> None:
+    """Wrapped forward, torch.compile, sparse gradients, steps inside backward, the script's own DDP."""
     each = [
         {"ELASTIC_RESUME_CKPT_DIR": str(tmp_path), "ELASTIC_RESUME_NODE_NAME": f"n{rank}"}
         for rank in range(2)
@@ -252,7 +252,7 @@ def test_a_resumed_generation_leaves_models_and_hooks_as_they_are(tmp_path: Path
             assert end["patched"] is (what == "patched")
 
 
-def test_a_receiver_whose_disk_refuses_ends_the_start_for_all_at_once(tmp_path: Path) -> None:
+def test_receiver_without_slot_and_with_failing_disk_fails_all_ranks(tmp_path: Path) -> None:
     """The source and the other receivers are in the same broadcasts: nobody may be left waiting in one.
 
     With a slot to receive into the disk would cost only a checkpoint.
@@ -273,15 +273,15 @@ def test_a_receiver_whose_disk_refuses_ends_the_start_for_all_at_once(tmp_path: 
         assert "failpoint commit.before-data" in done.stderr
 
 
-def test_ranks_that_read_other_samples_are_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_cold_start_refuses_different_sample_orders(tmp_path: Path) -> None:
     """Another seed on each rank would repeat some samples and skip others."""
     for done in probe(tmp_path, "other-order"):
         assert done.returncode == 1
         assert "the order of samples (data) on rank 1" in done.stderr
 
 
-def test_two_hosts_of_one_name_are_refused(tmp_path: Path) -> None:
-    """Each with a disk of its own: no lock can see both. Told before the first step, nothing set aside."""
+def test_two_hosts_with_same_node_name_are_refused(tmp_path: Path) -> None:
+    """Each has its own disk, so no lock sees both; nothing is quarantined."""
     each = [
         {"ELASTIC_RESUME_CKPT_DIR": str(tmp_path / str(rank)), "ELASTIC_RESUME_NODE_NAME": "ubuntu"}
         for rank in range(2)
@@ -291,8 +291,8 @@ def test_two_hosts_of_one_name_are_refused(tmp_path: Path) -> None:
         assert "--node-name" in done.stderr
 
 
-def test_wrong_arguments_are_one_line_and_an_event(tmp_path: Path) -> None:
-    """The agent reads the event and does not try again."""
+def test_wrong_argument_is_one_line_and_deterministic_failure_event(tmp_path: Path) -> None:
+    """The agent reads the event and does not restart."""
     log = tmp_path / "events.jsonl"
     done = probe(tmp_path, "plain", size=1, ELASTIC_RESUME_KEEP="1", ELASTIC_RESUME_EVENTS_PATH=str(log))[0]
     assert done.returncode == 1
@@ -301,8 +301,8 @@ def test_wrong_arguments_are_one_line_and_an_event(tmp_path: Path) -> None:
     assert (failure["event"], failure["deterministic"], failure["type"]) == ("failure", True, "ConfigError")
 
 
-def test_the_same_script_runs_under_python_and_torchrun(tmp_path: Path) -> None:
-    """Python saves, torchrun with two ranks goes on from it, python goes on from that."""
+def test_script_resumes_across_python_and_torchrun(tmp_path: Path) -> None:
+    """Python saves, torchrun with two ranks resumes from it, then python again."""
     env = launch_ranks.rank_environment(0, 1, 0)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         env.pop(name)

@@ -72,10 +72,10 @@ TWO = ["--nnodes", "2", "--rdzv-endpoint", "h"]
         ([], "training_script"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(
+def test_command_line_error_is_one_line_with_exit_code_2(
     words: list[str], said: str | None, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    """And nothing is made on disk."""
+    """Nothing is created on disk."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     (tmp_path / "unreadable.py").touch()
@@ -91,10 +91,8 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_step_mark_that_is_no_number_names_its_variable(
-    tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
-    """Before anything is made."""
+def test_run_refuses_invalid_step_mark_variable(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """Nothing is created on disk."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ELASTIC_RESUME_STEP_MARK_S", "abc")
     (tmp_path / "train.py").touch()
@@ -103,14 +101,14 @@ def test_a_step_mark_that_is_no_number_names_its_variable(
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
-def test_an_unknown_command_is_refused(capsys: Any) -> None:
-    """With exit code 1, as all commands but run, diff and chaos."""
+def test_unknown_command_exits_with_1(capsys: Any) -> None:
+    """The exit code is that of all commands but run, diff and chaos."""
     assert cli.main(["rnu"]) == 1
     assert "invalid choice: 'rnu'" in capsys.readouterr().err
 
 
-def test_help_shows_our_flags_beside_torchruns(capsys: Any) -> None:
-    """In a group of their own."""
+def test_run_help_groups_our_flags_beside_torchruns(capsys: Any) -> None:
+    """Our flags are in a group of their own."""
     with pytest.raises(SystemExit) as caught:
         cli.main(["run", "--help"])
     assert caught.value.code == 0
@@ -120,8 +118,8 @@ def test_help_shows_our_flags_beside_torchruns(capsys: Any) -> None:
         assert flag in out
 
 
-def test_help_can_be_read_on_any_terminal(capsys: Any) -> None:
-    """One of ASCII, say: what it lacks was the end of all help."""
+def test_run_help_prints_on_ascii_terminal(capsys: Any) -> None:
+    """A missing character once aborted the whole help text."""
     commands = "run chaos report ls verify export diff doctor status force-quorum"
     for words in ([], *([command] for command in commands.split())):
         with pytest.raises(SystemExit):
@@ -131,8 +129,10 @@ def test_help_can_be_read_on_any_terminal(capsys: Any) -> None:
 
 @pytest.mark.parametrize("command", ["report", "ls"])
 @pytest.mark.parametrize(("where", "why"), [(">/dev/full", "No space left"), (">&-", "stdout is closed")])
-def test_an_answer_that_nobody_takes_is_one_line(tmp_path: Path, command: str, where: str, why: str) -> None:
-    """And not a traceback, nor a success."""
+def test_command_reports_failed_output_in_one_line(
+    tmp_path: Path, command: str, where: str, why: str
+) -> None:
+    """A closed or full output is neither a traceback nor a success."""
     run = tmp_path / "job" / "n0"
     run.mkdir(parents=True)
     (run / "events.jsonl").write_text('{"t":1.0,"event":"agent-start","node":"n0","run_id":"job"}\n')

@@ -64,35 +64,35 @@ def settings_of(tmp_path: Path, yaml: str | None, *words: str, **environ: str) -
 # ---- precedence ----------------------------------------------------------------------------------------
 
 
-def test_flags_beat_the_file_and_the_file_beats_the_environment(tmp_path: Path) -> None:
-    """One value from each layer, each beaten by the one above it."""
+def test_settings_prefer_flags_then_file_then_environment(tmp_path: Path) -> None:
+    """Each layer sets a value that the layer above it overrides."""
     yaml = "keep: 5\nsave-every: 30s\n"
     environ = {"ELASTIC_RESUME_KEEP": "7", "ELASTIC_RESUME_SAVE_EVERY": "9", "ELASTIC_RESUME_RESUME": "must"}
     found = settings_of(tmp_path, yaml, "--keep", "4", **environ)
     assert (found.keep, str(found.save_every), found.resume) == (4, "30s", "must")
 
 
-def test_the_file_beats_what_torchruns_flags_read_from_the_environment(tmp_path: Path) -> None:
-    """PET_ROLE and PET_STANDALONE are defaults of torchrun's parser; the file wins, false included."""
+def test_config_file_overrides_pet_variables(tmp_path: Path) -> None:
+    """PET_ROLE and PET_STANDALONE are defaults of torchrun's parser; the file wins, also with false."""
     assert parse(tmp_path, None)[0].role == "from-environment"
     args, given = parse(tmp_path, "role: from-file\nstandalone: false\n")
     assert (args.role, args.standalone) == ("from-file", False)
     assert {"role", "standalone"} <= given
 
 
-def test_a_range_of_nodes_in_the_file_is_not_a_number_of_base_60(tmp_path: Path) -> None:
-    """YAML 1.1 reads 1:3 as 63."""
+def test_config_file_keeps_node_range_as_text(tmp_path: Path) -> None:
+    """YAML 1.1 would read 1:3 as 63."""
     assert parse(tmp_path, "nnodes: 1:3\n")[0].nnodes == "1:3"
 
 
-def test_dashes_and_underscores_are_the_same_in_the_file(tmp_path: Path) -> None:
-    """As they are on the command line; and types are the flags' own."""
+def test_config_file_accepts_dashes_and_underscores(tmp_path: Path) -> None:
+    """Types are those of the flags."""
     args, _ = parse(tmp_path, "ckpt_dir: /x\nmax_restarts: 3\nduplicate-stdout-filters: [a, b]\n")
     assert (args.ckpt_dir, args.max_restarts, args.duplicate_stdout_filters) == ("/x", 3, ["a", "b"])
 
 
-def test_what_follows_the_script_belongs_to_the_script(tmp_path: Path) -> None:
-    """--keep after the script is none of our business."""
+def test_parser_leaves_arguments_after_script_to_script(tmp_path: Path) -> None:
+    """--keep after the script's name is the script's argument."""
     args, given = parse(tmp_path, None)
     assert args.training_script_args == ["--keep", "of-the-script"]
     assert "keep" not in given
@@ -126,27 +126,27 @@ def test_what_follows_the_script_belongs_to_the_script(tmp_path: Path) -> None:
         ("role: " + "x" * 70_000, "larger than 65536 bytes"),
     ],
 )
-def test_a_wrong_file_is_an_error_that_says_where(tmp_path: Path, yaml: str, said: str) -> None:
-    """Each in one or two lines, with the key."""
+def test_config_file_error_names_line_and_key(tmp_path: Path, yaml: str, said: str) -> None:
+    """The message has one or two lines."""
     with pytest.raises(ConfigError, match=said) as caught:
         parse(tmp_path, yaml)
     assert len(str(caught.value).splitlines()) <= 2
 
 
-def test_off_in_the_file_is_a_word_where_it_is_one_of_a_flags_forms(tmp_path: Path) -> None:
-    """To YAML 1.1 it is a truth value, and people do not quote it."""
+def test_config_file_accepts_unquoted_off_where_flag_does(tmp_path: Path) -> None:
+    """YAML 1.1 reads an unquoted off as false."""
     found = settings_of(tmp_path, "snapshot-every: off\nsnapshot-memory: off\ncheck-replicas: off\n")
     assert (found.snapshot_every, found.snapshot_memory, found.check_replicas) == (OFF, 0, OFF)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    """And what the system says about it."""
+def test_config_file_missing_error_names_path(tmp_path: Path) -> None:
+    """The message has the operating system's reason."""
     with pytest.raises(ConfigError, match=r"nowhere.yaml: cannot be read: No such file"):
         parse(tmp_path, None, "--config", str(tmp_path / "nowhere.yaml"))
 
 
-def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
-    """It is not an error."""
+def test_config_file_empty_is_accepted(tmp_path: Path) -> None:
+    """It sets nothing."""
     assert parse(tmp_path, "# nothing yet\n")[1] == {"config"}
 
 
@@ -159,8 +159,8 @@ def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
         ("--start-method=thread", "invalid choice: 'thread'"),
     ],
 )
-def test_an_unknown_flag_is_one_line_with_near_names(tmp_path: Path, word: str, said: str) -> None:
-    """Not argparse's screenful of usage."""
+def test_unknown_flag_error_suggests_similar_names(tmp_path: Path, word: str, said: str) -> None:
+    """The message has one line, without argparse's usage."""
     with pytest.raises(ConfigError, match=said) as caught:
         parse(tmp_path, None, word)
     assert "\n" not in str(caught.value)
@@ -170,15 +170,15 @@ def test_an_unknown_flag_is_one_line_with_near_names(tmp_path: Path, word: str, 
 
 
 @pytest.mark.parametrize("text", ["1", "0", "-3"])
-def test_too_few_copies_are_refused_with_the_reason(tmp_path: Path, text: str) -> None:
-    """The one copy kept may be the one that is corrupt."""
+def test_keep_below_two_is_refused(tmp_path: Path, text: str) -> None:
+    """The only checkpoint may be the corrupt one."""
     with pytest.raises(ConfigError, match="turns out corrupt leaves nothing to resume from"):
         settings_of(tmp_path, None, f"--keep={text}")
 
 
 @pytest.mark.parametrize("bad", ["a/b", "..", "-x", "", "a b", "é", "x" * 129])
-def test_a_name_that_cannot_be_a_directory_is_refused(bad: str) -> None:
-    """And what is allowed is said. An empty one counts as not given."""
+def test_name_that_is_no_directory_name_is_refused(bad: str) -> None:
+    """The message has the allowed characters; an empty name counts as not given."""
     if not bad:
         assert Settings.for_worker({}, "t.py", run_id=bad).run_id == "t"
         return
@@ -188,8 +188,8 @@ def test_a_name_that_cannot_be_a_directory_is_refused(bad: str) -> None:
         Settings.for_worker({}, "t.py", node_name=bad)
 
 
-def test_a_mode_of_resume_spelt_wrong_or_a_path_is_refused() -> None:
-    """Earlier versions took a path: what to do instead is said."""
+def test_resume_mode_error_suggests_mode_and_explains_paths() -> None:
+    """Earlier versions accepted a path."""
     with pytest.raises(ConfigError, match="Did you mean auto"):
         Settings.for_worker({}, "t.py", resume="atuo")
     with pytest.raises(
@@ -207,10 +207,10 @@ def test_a_mode_of_resume_spelt_wrong_or_a_path_is_refused() -> None:
         (("-m",), {}, "py"),  # a module named train.py: its last name
     ],
 )
-def test_the_jobs_name_under_an_agent(
+def test_run_id_under_agent_prefers_flag_then_variable_then_script(
     tmp_path: Path, words: tuple[str, ...], environ: dict[str, str], run_id: str
 ) -> None:
-    """--rdzv-id, else the variable, else the script."""
+    """The flag is --rdzv-id."""
     assert settings_of(tmp_path, None, *words, **environ).run_id == run_id
 
 
@@ -223,10 +223,10 @@ def test_the_jobs_name_under_an_agent(
         ((), {"ELASTIC_RESUME_RUN_ID": "env"}, "env"),
     ],
 )
-def test_two_scripts_in_one_slurm_job_have_two_names(
+def test_run_id_of_slurm_job_contains_script_name(
     tmp_path: Path, words: tuple[str, ...], environ: dict[str, str], run_id: str
 ) -> None:
-    """Else the second would go on from the checkpoints of the first."""
+    """Otherwise a second script would resume from the checkpoints of the first."""
     environ = {"SLURM_JOB_ID": "7", **environ}
     args = parse(tmp_path, None, *words)[0]
     assert Settings.for_agent(args, environ, environment.read_context(environ)).run_id == run_id
@@ -245,13 +245,15 @@ def test_two_scripts_in_one_slurm_job_have_two_names(
         ({"TORCHELASTIC_RUN_ID": "night-7", "ELASTIC_RESUME_RUN_ID": "e"}, "t.py", "e"),
     ],
 )
-def test_the_jobs_name_in_a_worker(environ: dict[str, str], argv0: str, run_id: str) -> None:
-    """A uuid that torchrun invents at each start names nothing that could be found again."""
+def test_run_id_in_worker_ignores_uuid_of_standalone(
+    environ: dict[str, str], argv0: str, run_id: str
+) -> None:
+    """A uuid that torchrun invents at each start would never be found again."""
     assert Settings.for_worker(environ, argv0).run_id == run_id
 
 
-def test_arguments_beat_the_environment_in_a_worker() -> None:
-    """Typed values as well as text."""
+def test_worker_settings_prefer_arguments_over_environment() -> None:
+    """Arguments may be typed values or text."""
     found = Settings.for_worker(
         {"ELASTIC_RESUME_KEEP": "5", "ELASTIC_RESUME_CKPT_DIR": "/env"},
         "t.py",
@@ -262,7 +264,7 @@ def test_arguments_beat_the_environment_in_a_worker() -> None:
     assert (found.keep, found.save_every.steps, found.ckpt_dir) == (2, 7, Path("/env"))
 
 
-def test_defaults_are_valid_and_absolute() -> None:
+def test_settings_defaults_are_valid_and_absolute() -> None:
     """The script may change its working directory."""
     found = Settings.for_worker({}, "t.py")
     assert found.ckpt_dir == Path.cwd() / "checkpoints"
@@ -296,8 +298,8 @@ def test_defaults_are_valid_and_absolute() -> None:
         ),
     ],
 )
-def test_what_an_agent_decided_arrives_in_its_workers(agent: Settings) -> None:
-    """to_env and for_worker are inverse; and each setting is one that the environment carries."""
+def test_settings_survive_environment_round_trip(agent: Settings) -> None:
+    """to_env and for_worker are inverse for every setting."""
     assert Settings.for_worker(agent.to_env(), "other.py") == agent
     assert len(agent.to_env()) == len(dataclasses.fields(Settings))
 
@@ -318,8 +320,8 @@ def test_what_an_agent_decided_arrives_in_its_workers(agent: Settings) -> None:
         ("1234567", 1234567),
     ],
 )
-def test_forms_of_a_size(tmp_path: Path, text: str, size: int | None) -> None:
-    """By flag and by environment."""
+def test_snapshot_memory_accepts_sizes(tmp_path: Path, text: str, size: int | None) -> None:
+    """The flag and the variable accept the same forms."""
     assert settings_of(tmp_path, None, f"--snapshot-memory={text}").snapshot_memory == size
     assert settings_of(tmp_path, None, ELASTIC_RESUME_SNAPSHOT_MEMORY=text).snapshot_memory == size
 
@@ -347,10 +349,8 @@ def test_forms_of_a_size(tmp_path: Path, text: str, size: int | None) -> None:
         ("on-divergence", "resume-from-major", "Did you mean resume-from-majority"),
     ],
 )
-def test_a_wrong_setting_of_snapshots_says_what_may_be_written(
-    tmp_path: Path, flag: str, text: str, said: str
-) -> None:
-    """In one line of bearable length, with the setting's name."""
+def test_snapshot_setting_error_shows_accepted_forms(tmp_path: Path, flag: str, text: str, said: str) -> None:
+    """The message is short and names the setting."""
     with pytest.raises(ConfigError, match=said) as caught:
         settings_of(tmp_path, None, f"--{flag}={text}")
     assert flag in str(caught.value)
@@ -358,8 +358,8 @@ def test_a_wrong_setting_of_snapshots_says_what_may_be_written(
 
 
 @pytest.mark.parametrize("bad", ["abc", "-1", "nan", "inf"])
-def test_a_wrong_step_mark_names_its_variable(bad: str) -> None:
-    """It has no flag."""
+def test_step_mark_error_names_variable(bad: str) -> None:
+    """The setting has no flag."""
     with pytest.raises(ConfigError, match=f"^ELASTIC_RESUME_STEP_MARK_S is '{bad}': write a time"):
         Settings.for_worker({"ELASTIC_RESUME_STEP_MARK_S": bad}, "t.py")
 
@@ -367,13 +367,13 @@ def test_a_wrong_step_mark_names_its_variable(bad: str) -> None:
 @pytest.mark.parametrize(
     ("text", "seconds"), [(None, 5.0), ("", 5.0), ("0", 0.0), ("0.25", 0.25), ("250ms", 0.25)]
 )
-def test_the_step_mark_comes_from_the_environment(text: str | None, seconds: float) -> None:
-    """Five seconds unless it says otherwise."""
+def test_step_mark_is_read_from_environment(text: str | None, seconds: float) -> None:
+    """The default is five seconds."""
     environ = {} if text is None else {"ELASTIC_RESUME_STEP_MARK_S": text}
     assert Settings.for_worker(environ, "t.py").step_mark_s == seconds
 
 
-def test_an_argument_that_does_not_exist_is_refused() -> None:
+def test_worker_settings_refuse_unknown_argument() -> None:
     """A setting of a later version is not ignored."""
     with pytest.raises(ConfigError, match="no setting kepe"):
         Settings.for_worker({}, "t.py", kepe=3)
@@ -395,12 +395,12 @@ def test_an_argument_that_does_not_exist_is_refused() -> None:
         ({"SLURM_JOB_ID": "1", "SLURMD_NODENAME": "_odd name!"}, "odd-name"),
     ],
 )
-def test_the_nodes_name_is_the_schedulers(environ: dict[str, str], name: str) -> None:
-    """Else the host's, in either case made safe."""
+def test_node_name_defaults_to_schedulers_then_host(environ: dict[str, str], name: str) -> None:
+    """Both are made safe for a directory."""
     assert environment.default_node_name(environ) == name
 
 
-def test_under_an_agent_its_flags_name_the_directory_and_not_the_script() -> None:
+def test_worker_settings_under_agent_keep_agents_directory() -> None:
     """The agent holds the lock of the directory that its own flags name."""
     environ = {constants.ENV_CKPT_DIR: "/agent", constants.ENV_RUN_ID: "job", constants.ENV_NODE_NAME: "n"}
     given: dict[str, Any] = {"ckpt_dir": "/script", "run_id": "other", "node_name": "m", "keep": 5}

@@ -21,8 +21,8 @@ def kinds(path: Path) -> list[str]:
     return [event["event"] for event in events.read(path)]
 
 
-def test_a_torn_last_line_does_not_swallow_the_next_event(tmp_path: Path) -> None:
-    """Whoever opens the log next begins a new line, so every other reader of lines gets it too."""
+def test_event_log_begins_new_line_after_torn_line(tmp_path: Path) -> None:
+    """The next process to open the log does so, for the sake of all line readers."""
     path = tmp_path / "events.jsonl"
     EventLog(path).emit("first")
     with open(path, "ab") as file:
@@ -34,8 +34,8 @@ def test_a_torn_last_line_does_not_swallow_the_next_event(tmp_path: Path) -> Non
     assert json.loads(path.read_bytes().splitlines()[-2])["event"] == "second"
 
 
-def test_event_is_not_written_into_a_file_that_is_not_an_agents(tmp_path: Path) -> None:
-    """The agent has ended, and the descriptor in /proc is that of a process that got its pid."""
+def test_emit_skips_memory_path_of_foreign_process(tmp_path: Path) -> None:
+    """The agent has ended, and another process has its pid."""
     path = tmp_path / "events.jsonl"
     with open(tmp_path / "strangers", "w") as file:
         EventLog(path, memory_path=f"/proc/{os.getpid()}/fd/{file.fileno()}").emit("worker-exit")
@@ -44,8 +44,8 @@ def test_event_is_not_written_into_a_file_that_is_not_an_agents(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("torn", [TORN, TORN * 3, b"\0" * 500, b"{", b'{"t":', TORN * 9000])
-def test_an_event_glued_to_a_torn_one_is_found(tmp_path: Path, torn: bytes) -> None:
-    """A writer that had the log open, or does not look, appends to the torn line itself."""
+def test_read_finds_event_behind_torn_line(tmp_path: Path, torn: bytes) -> None:
+    """A process that had the log open appends to the torn line."""
     path = tmp_path / "events.jsonl"
     path.write_bytes(
         torn + b'{"t":2.0,"event":"worker-exit","message":"said {\\"t\\":1}"}\n{"t":3,"event":"b"}\n'
@@ -54,15 +54,15 @@ def test_an_event_glued_to_a_torn_one_is_found(tmp_path: Path, torn: bytes) -> N
 
 
 @pytest.mark.parametrize("t", ["1" + "0" * 400, "1e300", "true", "NaN", '"1"'])
-def test_a_line_without_a_time_is_no_event(t: str) -> None:
-    """Nobody who reckons with it has to look again."""
+def test_parse_line_refuses_line_without_time(t: str) -> None:
+    """Callers rely on a time."""
     assert events.parse_line(f'{{"event":"x","t":{t}}}') is None
 
 
-def test_after_a_short_write_the_next_event_gets_a_line_of_its_own(
+def test_emit_after_short_write_repeats_event_on_new_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk takes a part of a line and no error is raised; that event is written again."""
+    """A full disk accepts a part of a line without an error."""
     path = tmp_path / "events.jsonl"
     log = EventLog(path)
     log.emit("first")
@@ -77,10 +77,8 @@ def test_after_a_short_write_the_next_event_gets_a_line_of_its_own(
     assert log.unwritten_count == 0
 
 
-def test_an_event_tells_of_a_clock_that_does_not_jump(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An hour forth or back of the wall clock makes no event older; one of another boot has only that."""
+def test_age_follows_boot_clock_within_one_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A jump of the wall clock changes no age; across boots only the wall clock is left."""
     event = EventLog(tmp_path / "events.jsonl").emit("step")
     wall = time.time()
     for ahead_s in (3600.0, -3600.0):
@@ -90,8 +88,8 @@ def test_an_event_tells_of_a_clock_that_does_not_jump(
     assert events.age_s({**event, "boot": "another"}) > 1800
 
 
-def test_a_new_log_begins_without_an_empty_line(tmp_path: Path) -> None:
-    """Nothing is torn there, nor after a close and a second start."""
+def test_event_log_starts_without_empty_line(tmp_path: Path) -> None:
+    """Neither a new file nor a reopened one has a torn line."""
     path = tmp_path / "events.jsonl"
     for _ in range(2):
         log = EventLog(path)
@@ -106,16 +104,16 @@ def test_a_new_log_begins_without_an_empty_line(tmp_path: Path) -> None:
     "line",
     [b"\xff" * 50, b"[1]", b'{"t":1}', b'{"t":"x","event":"a"}', b"", b"{" * 70000, b'{"t":' * 20000],
 )
-def test_what_is_no_event_is_left_out(tmp_path: Path, line: bytes) -> None:
-    """A line of rubbish costs itself only."""
+def test_read_skips_lines_that_are_no_events(tmp_path: Path, line: bytes) -> None:
+    """The lines around them are read."""
     path = tmp_path / "events.jsonl"
     path.write_bytes(line + b'\n{"t":1,"event":"kept"}\n' + b'{"t":2,"event":"unfinished"}')
     assert kinds(path) == ["kept"]
     assert len(line) < 2 * MAX_LINE_BYTES
 
 
-def test_a_line_of_which_the_end_alone_was_refused_is_there_once(tmp_path: Path) -> None:
-    """The next one ends it; written again, it would have happened twice."""
+def test_emit_completes_line_that_lacks_newline(tmp_path: Path) -> None:
+    """The next event ends the line; a repetition would count the event twice."""
     path = tmp_path / "events.jsonl"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     log = EventLog(path, node="a")

@@ -71,10 +71,10 @@ def status_of(child: Callable[[], object]) -> int:
         ("do:end", 5),
     ],
 )
-def test_an_action_is_done_to_whom_it_concerns(
+def test_failpoint_acts_only_if_conditions_hold(
     environ: pytest.MonkeyPatch, arming: FailpointController, action: str, status: int
 ) -> None:
-    """At step 19, by rank 1 on node n2, in a process of its own; from variable and list alike."""
+    """The conditions are step, rank and node, from the variable and from the armed file."""
     failpoints.register_action("end", lambda: os._exit(5))
     mark = arming.arm(f"step={action}", once="")
     assert status_of(lambda: failpoints.hit("step", 19)) == status
@@ -86,10 +86,10 @@ def test_an_action_is_done_to_whom_it_concerns(
     assert status_of(lambda: failpoints.hit("step", 19)) == status
 
 
-def test_what_is_armed_while_a_process_runs_hits_it_once_and_no_later_one(
+def test_failpoint_armed_at_runtime_with_once_acts_in_one_process(
     arming: FailpointController,
 ) -> None:
-    """The mark outlives who was hit, and tells who it was. Other points do not disturb it."""
+    """The mark outlives the process and names it; other failpoints do not disturb it."""
     failpoints.hit("step", 1)
     mark = arming.arm("step=raise:KeyError", step=3)
     other = arming.arm("commit=raise:KeyError", node="n1")
@@ -105,7 +105,7 @@ def test_what_is_armed_while_a_process_runs_hits_it_once_and_no_later_one(
     assert arming.read_fired(other) is None
 
 
-def test_what_lasts_hits_the_process_that_was_the_first_for_its_time(
+def test_failpoint_with_duration_repeats_in_first_process(
     arming: FailpointController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow rank is slow at each step, and its successor is not."""
@@ -120,8 +120,10 @@ def test_what_lasts_hits_the_process_that_was_the_first_for_its_time(
     failpoints.hit("step")
 
 
-def test_what_lasts_ends(arming: FailpointController, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When its time is over, though it is still armed."""
+def test_failpoint_with_duration_ends_after_its_time(
+    arming: FailpointController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends though it is still armed."""
     now = 100.0
     monkeypatch.setattr(failpoints, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
     arming.arm("step=raise:KeyError", for_=0.2)
@@ -131,10 +133,10 @@ def test_what_lasts_ends(arming: FailpointController, monkeypatch: pytest.Monkey
     failpoints.hit("step")
 
 
-def test_a_process_that_waits_at_a_point_is_seen_and_goes_on_when_it_may(
+def test_failpoint_wait_blocks_until_released(
     arming: FailpointController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that anything at all can be done in the midst of a commit."""
+    """A test can thus act in the middle of a commit."""
     monkeypatch.setattr(failpoints, "MAX_WAIT_S", 600.0)  # it is not for that that it goes on
     mark = arming.arm("commit=wait")
     thread = threading.Thread(target=failpoints.hit, args=("commit",))
@@ -146,8 +148,8 @@ def test_a_process_that_waits_at_a_point_is_seen_and_goes_on_when_it_may(
     assert not thread.is_alive()
 
 
-def test_a_bit_of_what_passes_can_be_flipped(arming: FailpointController) -> None:
-    """In a copy: what is sent from is not touched."""
+def test_failpoint_flip_changes_one_bit_of_a_copy(arming: FailpointController) -> None:
+    """The original data stay unchanged."""
     data = b"abcdef"
     assert failpoints.mutate("rendezvous.line", data) is data
     arming.arm("rendezvous.line=flip")
@@ -157,10 +159,10 @@ def test_a_bit_of_what_passes_can_be_flipped(arming: FailpointController) -> Non
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.5])
-def test_a_thread_that_holds_the_interpreter_stops_all_others(
+def test_failpoint_hold_gil_stops_all_python_threads(
     arming: FailpointController, monkeypatch: pytest.MonkeyPatch, late_s: float
 ) -> None:
-    """Python's own threads, that is, however late it begins to; a signal does not end it."""
+    """A signal does not end it."""
     arming.arm("step=hold-gil:0.3")
     block = signal.pthread_sigmask
 
@@ -186,10 +188,10 @@ def test_a_thread_that_holds_the_interpreter_stops_all_others(
     assert status_of(child) == 42
 
 
-def test_memory_that_nothing_bounds_is_not_used_up_for_real(
+def test_failpoint_out_of_memory_is_simulated_without_limit(
     arming: FailpointController, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends as the kernel would end it, and says that it was not the kernel."""
+    """The process ends by SIGKILL, and its message says that the kernel did not do it."""
     monkeypatch.setattr("elastic_resume.schedulers.resources.MemoryCgroup.read_usage", lambda _: None)
     arming.arm("step=out-of-memory:10000000")
     assert status_of(lambda: failpoints.hit("step")) == -signal.SIGKILL
@@ -208,8 +210,8 @@ def test_memory_that_nothing_bounds_is_not_used_up_for_real(
         "a=delay:s",
     ],
 )
-def test_what_cannot_be_read_is_refused(environ: pytest.MonkeyPatch, text: str) -> None:
-    """By name, with what may be written."""
+def test_failpoint_error_names_entry_and_forms(environ: pytest.MonkeyPatch, text: str) -> None:
+    """The message shows what to write."""
     environ.setenv(constants.ENV_FAILPOINTS, f"other=kill,{text}")
     if text == "step=kill;rank":  # an empty condition is none
         failpoints.arm()
@@ -218,8 +220,8 @@ def test_what_cannot_be_read_is_refused(environ: pytest.MonkeyPatch, text: str) 
         failpoints.arm()
 
 
-def test_nothing_armed_costs_nothing(environ: pytest.MonkeyPatch) -> None:
-    """No file is looked at, and nothing is remembered."""
+def test_hit_without_armed_failpoints_reads_no_file(environ: pytest.MonkeyPatch) -> None:
+    """Nothing is remembered either."""
     environ.delenv(constants.ENV_FAULTS_DIR, raising=False)
     failpoints.arm()
     environ.setattr(Path, "stat", lambda *_: pytest.fail("a file was looked at"))
@@ -227,8 +229,8 @@ def test_nothing_armed_costs_nothing(environ: pytest.MonkeyPatch) -> None:
     assert failpoints.mutate("rendezvous.line", b"x") == b"x"
 
 
-def test_every_point_of_the_source_is_known_to_plans() -> None:
-    """A phase is named in a plan by a point that exists, and on the right side."""
+def test_fault_plans_name_existing_failpoints() -> None:
+    """Each phase of a plan is a failpoint in the source."""
     from elastic_resume.testing import faults  # noqa: PLC0415
 
     package = Path(failpoints.__file__).parent

@@ -80,7 +80,7 @@ UNSET = {"ELASTIC_RESUME_GRACE_S", "TERMINATION_GRACE_S"}
     ("where", "text"),
     [(one, text) for one in READERS for text in FORMS if one != "--interval" or FORMS[text] <= 3600],
 )
-def test_duration_is_read_alike_everywhere(where: str, text: str) -> None:
+def test_duration_forms_are_equal_in_all_settings(where: str, text: str) -> None:
     """A bare number of seconds and every unit, in each place that takes a duration."""
     assert READERS[where](text) == pytest.approx(FORMS[text])
 
@@ -89,29 +89,29 @@ def test_duration_is_read_alike_everywhere(where: str, text: str) -> None:
     ("where", "text"),
     [(one, text) for one in READERS for text in NONSENSE if one not in UNSET or text.strip()],
 )
-def test_nonsense_is_refused_everywhere(where: str, text: str) -> None:
-    """Empty, negative, not finite, no unit of ours: an error that shows what to write."""
+def test_invalid_duration_is_refused_in_all_settings(where: str, text: str) -> None:
+    """Empty, negative, not finite or with an unknown unit."""
     with pytest.raises((ConfigError, argparse.ArgumentTypeError)):
         READERS[where](text)
 
 
 @pytest.mark.parametrize("value", [10 / 3, 0.1 + 0.2, 1e-05, 1e3, 5, 1e9])
-def test_number_is_taken_as_it_is(value: float) -> None:
-    """Python's own configuration of a rendezvous holds floats, and scripts print them with all digits."""
+def test_duration_from_number_is_exact(value: float) -> None:
+    """The rendezvous configuration holds floats, and scripts print all digits."""
     assert parse_duration("--settle", value) == value
     assert parse_duration("--settle", f"{value!r}ms") == value * 0.001
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e-05, 1e300])
-def test_number_that_is_no_duration_is_refused(value: float) -> None:
-    """As its text is."""
+def test_duration_from_invalid_number_is_refused(value: float) -> None:
+    """The rules are those of text."""
     with pytest.raises(ConfigError):
         parse_duration("--settle", value)
 
 
 @pytest.mark.parametrize("text", NONSENSE)
-def test_error_names_the_setting_the_value_and_the_forms(text: str) -> None:
-    """So nobody has to look the forms up."""
+def test_duration_error_names_setting_value_and_forms(text: str) -> None:
+    """The message needs no manual."""
     with pytest.raises(ConfigError) as error:
         parse_duration("--settle", text, min_s=1, max_s=60)
     assert str(error.value) == (
@@ -129,17 +129,17 @@ def test_error_names_the_setting_the_value_and_the_forms(text: str) -> None:
         ("99999d", {}, "of 1000000000s or less"),
     ],
 )
-def test_duration_out_of_range_is_refused_with_the_limits_that_were_set(
+def test_duration_out_of_range_error_names_given_limits(
     text: str, limits: dict[str, float], said: str
 ) -> None:
-    """A limit that nobody set would only confuse."""
+    """A default limit would only confuse."""
     with pytest.raises(ConfigError) as error:
         parse_duration("--settle", text, **limits)
     assert str(error.value) == f"--settle is {text!r}: write a time {said}."
 
 
 @pytest.mark.parametrize("flag", ["--mtbf", "--for", "--patience"])
-def test_chaos_names_the_flag_that_is_wrong(flag: str) -> None:
+def test_chaos_duration_error_names_flag(flag: str) -> None:
     """Several flags of chaos are durations."""
     with pytest.raises(ConfigError, match=rf"^{flag} is '5x': write a time in seconds"):
         chaos._build_parser().parse_args([flag, "5x", "--", "train.py"])
@@ -148,8 +148,8 @@ def test_chaos_names_the_flag_that_is_wrong(flag: str) -> None:
 @pytest.mark.parametrize(
     ("text", "seconds"), [("5m", 300.0), ("30s", 30.0), ("1.5h", 5400.0), ("500ms", 0.5)]
 )
-def test_cadence_takes_units_and_counts_steps_without_one(text: str, seconds: float) -> None:
-    """``--save-every 300`` are steps, ``300s`` and ``5m`` are time; and workers read what agents write."""
+def test_interval_setting_reads_steps_and_durations(text: str, seconds: float) -> None:
+    """``--save-every 300`` are steps, ``300s`` and ``5m`` are time; workers read what agents write."""
     found = IntervalSetting.parse(text)
     assert found == IntervalSetting(seconds=seconds)
     assert IntervalSetting.parse(str(found)) == found
@@ -157,16 +157,16 @@ def test_cadence_takes_units_and_counts_steps_without_one(text: str, seconds: fl
 
 
 @pytest.mark.parametrize("text", ["0s", "0.5ms", "1.5", "-5m", "nan", "infs", "", "s"])
-def test_cadence_refuses_what_is_neither(text: str) -> None:
-    """Among them a share of a step, and a time that no step fits in."""
+def test_interval_setting_refuses_other_text(text: str) -> None:
+    """A fraction of a step and a time shorter than any step are refused."""
     with pytest.raises(ConfigError, match=r"a number of steps \(100\), a time \(30s, 5m\) or auto"):
         IntervalSetting.parse(text)
 
 
-def test_guards_are_told_seconds_whatever_the_user_wrote(
+def test_grace_variable_reaches_supervisors_in_seconds(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Guards read the variable as a plain number: the agent rewrites one that has a unit."""
+    """Supervisors parse a plain number, so the agent converts units."""
     monkeypatch.setattr("os.environ", {"ELASTIC_RESUME_GRACE_S": "1.5m"})
     settings = Settings.for_worker({}, "t.py")
     args = argparse.Namespace(grace=None, drain_signals=None)

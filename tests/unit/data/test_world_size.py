@@ -522,7 +522,7 @@ class StatefulLoader(DataLoader[int]):
             {"data": GlobalBatches(4, 2), "on_world_change": "keep"},
             "use one of 'keep_global_batch', 'keep_local",
         ),
-        ({"data": None, "on_world_change": KEEP_LOCAL}, "no data= says how batches are cut"),
+        ({"data": None, "on_world_change": KEEP_LOCAL}, "without data= batches cannot be divided"),
     ],
 )
 def test_data_without_restorable_position_is_refused_with_advice(

@@ -77,8 +77,8 @@ def told(node: Path, kind: str) -> list[events.Event]:
     return [event for event in events.read(node / constants.EVENTS_FILE) if event["event"] == kind]
 
 
-def test_an_inventory_is_read_back_by_other_ranks(node: Path) -> None:
-    """Copies, refused ones with their kind, and the notes."""
+def test_inventory_survives_json_round_trip(node: Path) -> None:
+    """It has valid and rejected checkpoints."""
     (node / checkpoint_name(1, 2) / constants.MANIFEST_FILE).write_text(NEWER)
     node_dir.record_committed_generation(node, 1)
     stock = stock_of(node)
@@ -86,8 +86,8 @@ def test_an_inventory_is_read_back_by_other_ranks(node: Path) -> None:
     assert from_json(to_json(stock)) == stock
 
 
-def test_damage_goes_to_quarantine_and_is_told(node: Path) -> None:
-    """A file is missing: nobody can ever load it."""
+def test_inventory_quarantines_checkpoint_without_state_file(node: Path) -> None:
+    """Nobody could ever load it; an event is emitted."""
     (node / checkpoint_name(1, 2) / constants.STATE_FILE).unlink()
     stock = stock_of(node)
     assert [copy.step for copy in stock.saved_states] == [1]
@@ -95,8 +95,8 @@ def test_damage_goes_to_quarantine_and_is_told(node: Path) -> None:
     assert len(told(node, "quarantine")) == 1
 
 
-def test_a_newer_format_stops_the_job_and_changes_nothing(node: Path) -> None:
-    """It stays where it is, and the older copy is not taken in its place."""
+def test_newer_format_stops_job_and_stays_in_place(node: Path) -> None:
+    """The older checkpoint is not restored instead."""
     (node / checkpoint_name(1, 2) / constants.MANIFEST_FILE).write_text(NEWER)
     stock = stock_of(node)
     with pytest.raises(NoValidCheckpointError, match=r"format 2.*Upgrade"):
@@ -106,8 +106,8 @@ def test_a_newer_format_stops_the_job_and_changes_nothing(node: Path) -> None:
     assert resume_plan.choose_resume_plan([stock_of(node, "never")], "never").kind == "cold"
 
 
-def test_another_runs_directory_is_told_and_left_alone(node: Path) -> None:
-    """Somebody copied it here; the node's own older copy is used."""
+def test_inventory_rejects_checkpoint_of_another_run_in_place(node: Path) -> None:
+    """The node's own older checkpoint is restored."""
     other = Path(f"{node}-other")
     other.mkdir()
     save_checkpoint(other, 1, 8).rename(node / checkpoint_name(1, 9))
@@ -117,10 +117,10 @@ def test_another_runs_directory_is_told_and_left_alone(node: Path) -> None:
     assert (node / checkpoint_name(1, 9)).is_dir()
 
 
-def test_a_copy_that_cannot_be_read_now_stays_and_is_told(
+def test_inventory_rejects_unreadable_checkpoint_in_place(
     node: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device fails for a moment; the copy is there for the next resume."""
+    """The device fails for a moment; the next restore finds the checkpoint."""
     real = os.open
     newest = node / checkpoint_name(1, 2)
 
@@ -136,8 +136,8 @@ def test_a_copy_that_cannot_be_read_now_stays_and_is_told(
     assert resume_plan.choose_resume_plan([stock_of(node)], "auto").step == 2
 
 
-def test_a_link_is_offered_and_a_dead_one_is_told(node: Path) -> None:
-    """Neither is moved, and neither is passed over in silence."""
+def test_inventory_lists_linked_checkpoint_and_rejects_dead_link(node: Path) -> None:
+    """Neither link is moved."""
     kept = Path(f"{node}-kept")
     (node / checkpoint_name(1, 2)).rename(kept)
     link = node / checkpoint_name(1, 2)
@@ -149,8 +149,8 @@ def test_a_link_is_offered_and_a_dead_one_is_told(node: Path) -> None:
     assert link.is_symlink()
 
 
-def test_a_damaged_copy_behind_a_link_is_not_moved(node: Path) -> None:
-    """It is on another disk, and somebody put the link here."""
+def test_inventory_leaves_damaged_checkpoint_behind_link(node: Path) -> None:
+    """It is on another disk, and a person created the link."""
     link = node / checkpoint_name(1, 9)
     link.symlink_to(node / checkpoint_name(1, 2))
     assert [r.kind for r in stock_of(node).rejected] == ["foreign"], "it has another name than its manifest"
@@ -163,8 +163,8 @@ def test_a_damaged_copy_behind_a_link_is_not_moved(node: Path) -> None:
     assert (node / checkpoint_name(1, 2)).is_symlink()
 
 
-def test_a_damaged_note_of_the_start_stops_only_those_who_need_it(node: Path) -> None:
-    """Auto and must do not ask which copies are older than this start."""
+def test_damaged_job_start_file_stops_only_resume_never(node: Path) -> None:
+    """Auto and must do not compare checkpoints with the start of the job."""
     (node / JOB_START_FILE).write_text("")
     for mode in ("auto", "must"):
         assert resume_plan.choose_resume_plan([stock_of(node, mode)], mode).step == 2
@@ -173,10 +173,8 @@ def test_a_damaged_note_of_the_start_stops_only_those_who_need_it(node: Path) ->
 
 
 @pytest.mark.parametrize("damage", [b"\xff" * 32768, (9).to_bytes(8, "little"), b"garbage"])
-def test_a_damaged_board_is_told_once_and_costs_only_the_count_of_lost_steps(
-    node: Path, damage: bytes
-) -> None:
-    """The generation follows from generation.json and the copies, never from the board."""
+def test_damaged_progress_page_is_cleared_and_costs_only_recomputed_count(node: Path, damage: bytes) -> None:
+    """The generation comes from generation.json and the checkpoints."""
     (node / constants.PROGRESS_FILE).write_bytes(damage)
     for _ in range(2):
         plan = resume_plan.choose_resume_plan([stock_of(node)], "auto")
@@ -185,14 +183,14 @@ def test_a_damaged_board_is_told_once_and_costs_only_the_count_of_lost_steps(
     assert "is damaged" in event["reason"]
 
 
-def test_steps_that_were_finished_and_never_saved_are_counted_as_lost(node: Path) -> None:
-    """The board is what tells a cold start that is none of the job's first ones."""
+def test_plan_counts_unsaved_steps_of_progress_page_as_recomputed(node: Path) -> None:
+    """The progress page has the newest finished step."""
     ProgressPage(node / constants.PROGRESS_FILE).start_generation(0, generation=1, step=37, world_size=1)
     assert resume_plan.choose_resume_plan([stock_of(node)], "auto").recomputed_steps == 35
 
 
-def test_a_node_whose_checkpoints_were_removed_says_so(node: Path) -> None:
-    """All else is still there: not a new node."""
+def test_plan_refuses_cold_start_if_checkpoints_were_removed(node: Path) -> None:
+    """The other files show that the node is not new."""
     node_dir.record_committed_generation(node, 1)
     for entry in Catalog(node, RUN).list_entries():
         entry.path.rename(f"{node}-{entry.step}")
@@ -201,8 +199,8 @@ def test_a_node_whose_checkpoints_were_removed_says_so(node: Path) -> None:
 
 
 @pytest.mark.cluster
-def test_a_job_meets_a_newer_format_with_one_line_and_leaves_all_as_it_was(tmp_path: Path) -> None:
-    """Two real ranks; the one whose copies can be read does not go on without the other."""
+def test_job_refuses_newer_format_in_one_line_and_changes_nothing(tmp_path: Path) -> None:
+    """Two real ranks; the one with readable checkpoints does not start alone."""
     probe = SCRIPTS / "probe.py"
     env = [{"ELASTIC_RESUME_CKPT_DIR": str(tmp_path)}] * 2
     assert [done.returncode for done in launch_ranks.run_ranks(2, probe, "plain", "4", env=env)] == [0, 0]
@@ -226,10 +224,10 @@ def test_a_job_meets_a_newer_format_with_one_line_and_leaves_all_as_it_was(tmp_p
 @pytest.mark.parametrize(
     ("error", "moved"), [(CorruptError, True), (TornError, True), (UnreadableError, False), (OSError, False)]
 )
-def test_only_proven_damage_is_moved_when_a_copy_fails_to_load(
+def test_failed_load_quarantines_only_proven_damage(
     node: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception], moved: bool
 ) -> None:
-    """Either way the plan is made again without it, and says why."""
+    """In each case the next plan excludes the checkpoint, with the reason."""
 
     def fail(*_: object) -> NoReturn:
         raise error("as told")
@@ -246,8 +244,8 @@ def test_only_proven_damage_is_moved_when_a_copy_fails_to_load(
     assert (node / checkpoint_name(1, 2)).exists() is not moved
 
 
-def test_a_flipped_bit_is_found_before_anything_is_loaded(node: Path) -> None:
-    """The quick look does not see it."""
+def test_restore_detects_flipped_bit_before_loading(node: Path) -> None:
+    """The quick check at listing time does not read the data."""
     flip_bits(node / checkpoint_name(1, 2) / constants.STATE_FILE, -1)
     place, stock = place_at(node), [stock_of(node)]
     plan = resume_plan.choose_resume_plan(stock, "auto")
@@ -257,8 +255,8 @@ def test_a_flipped_bit_is_found_before_anything_is_loaded(node: Path) -> None:
     assert not (node / checkpoint_name(1, 2)).exists()
 
 
-def test_a_copy_that_turns_out_to_be_of_a_newer_format_stops_the_job(node: Path) -> None:
-    """Found at the second look: still no older copy in its place."""
+def test_newer_format_found_at_open_stops_job(node: Path) -> None:
+    """The older checkpoint is not restored instead."""
     stock = [stock_of(node)]
     plan = resume_plan.choose_resume_plan(stock, "auto")
     (node / checkpoint_name(1, 2) / constants.MANIFEST_FILE).write_text(NEWER)
@@ -272,7 +270,7 @@ def test_a_copy_that_turns_out_to_be_of_a_newer_format_stops_the_job(node: Path)
     assert (node / checkpoint_name(1, 2)).exists()
 
 
-def test_every_kind_of_checkpoint_error_has_a_name_of_its_own() -> None:
-    """Inventories carry the name, and what is moved or fatal hangs on it."""
+def test_checkpoint_errors_have_distinct_kinds() -> None:
+    """Inventories carry the kind, and quarantine depends on it."""
     kinds = [error.kind for error in CheckpointError.__subclasses__()]
     assert len(kinds) == len(set(kinds)) == 5

@@ -75,8 +75,8 @@ def catalog(directory: Path) -> list[int]:
     return [entry.step for entry in Catalog(directory / "job" / "n", "job").list_valid(read_data=True)]
 
 
-def test_an_interrupted_epoch_goes_on_with_the_samples_that_are_left(begin: Begin) -> None:
-    """Two of four steps done and saved: the rest of the epoch reads the other half."""
+def test_interrupted_epoch_resumes_with_remaining_samples(begin: Begin) -> None:
+    """Two of four steps are saved; the resumed run reads the other half."""
     first, read = begin(), []
     for _ in first.run.epochs(1):
         for batch in first.loader:
@@ -97,8 +97,8 @@ def test_an_interrupted_epoch_goes_on_with_the_samples_that_are_left(begin: Begi
     assert (second.run.position.epoch, second.run.position.samples) == (1, 12)
 
 
-def test_what_follows_an_epochs_last_batch_happens_once(begin: Begin, tmp_path: Path) -> None:
-    """A scheduler that steps at the end of an epoch is neither skipped nor stepped twice by a resume."""
+def test_epoch_end_work_happens_once_after_resume(begin: Begin, tmp_path: Path) -> None:
+    """A scheduler that steps at the end of an epoch is neither skipped nor stepped twice."""
     first = begin(save_every=4)
     for epoch in first.run.epochs(3):
         for _ in first.loader:
@@ -120,8 +120,8 @@ def test_what_follows_an_epochs_last_batch_happens_once(begin: Begin, tmp_path: 
     assert rates == [(1, 0.5, 4), (2, 0.25, 4)]
 
 
-def test_a_save_at_the_end_of_an_epoch_resumes_with_the_next(begin: Begin) -> None:
-    """The usual place to save; no epoch is entered again with an empty loader."""
+def test_save_after_last_batch_resumes_with_next_epoch(begin: Begin) -> None:
+    """No epoch starts again with an empty loader."""
     first = begin()
     for _ in first.run.epochs(2):
         for _ in first.loader:
@@ -134,8 +134,8 @@ def test_a_save_at_the_end_of_an_epoch_resumes_with_the_next(begin: Begin) -> No
     assert [(epoch, len(list(second.loader))) for epoch in second.run.epochs(2)] == [(1, 4)]
 
 
-def test_a_finished_job_has_nothing_left_to_do(begin: Begin, tmp_path: Path) -> None:
-    """The end state, the last epoch's end included, is on disk; started again, no epoch is entered."""
+def test_finished_run_resumes_with_no_epoch(begin: Begin, tmp_path: Path) -> None:
+    """The final state on disk includes the end of the last epoch."""
     first = begin(save_every=1000)
     for _ in first.run.epochs(2):
         for _ in first.loader:
@@ -147,8 +147,10 @@ def test_a_finished_job_has_nothing_left_to_do(begin: Begin, tmp_path: Path) -> 
     assert second.scheduler.get_last_lr() == [0.25]
 
 
-def test_batches_that_step_did_not_count_are_told(begin: Begin, capsys: pytest.CaptureFixture[str]) -> None:
-    """A script that accumulates without saying so is warned at the end of its first epoch."""
+def test_accumulation_without_micro_batch_warns_once(
+    begin: Begin, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The warning comes at the end of the first epoch."""
     script = begin()
     for _ in script.run.epochs(2):
         for index, _ in enumerate(script.loader):
@@ -157,8 +159,8 @@ def test_batches_that_step_did_not_count_are_told(begin: Begin, capsys: pytest.C
     assert capsys.readouterr().err.count("micro_batch=") == 1
 
 
-def test_a_step_beyond_the_epoch_says_what_to_write(begin: Begin) -> None:
-    """A script that kept its own loop over epochs."""
+def test_step_beyond_epoch_is_refused_with_advice(begin: Begin) -> None:
+    """The script has its own loop over epochs."""
     script = begin()
     for _ in script.loader:
         script.run.step()
@@ -167,8 +169,8 @@ def test_a_step_beyond_the_epoch_says_what_to_write(begin: Begin) -> None:
         script.run.step()
 
 
-def test_a_step_after_close_is_an_error(begin: Begin) -> None:
-    """Nothing would save it."""
+def test_step_after_close_is_refused(begin: Begin) -> None:
+    """No save would follow it."""
     script = begin()
     script.run.step()
     script.run.close()
@@ -176,7 +178,7 @@ def test_a_step_after_close_is_an_error(begin: Begin) -> None:
         script.run.step()
 
 
-def test_close_commits_the_newest_step_unless_an_exception_is_being_handled(
+def test_close_commits_newest_step_unless_exception_is_handled(
     begin: Begin, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the middle of a step the state belongs to no step."""
@@ -199,8 +201,8 @@ def test_close_commits_the_newest_step_unless_an_exception_is_being_handled(
     assert "nothing more was saved" in capsys.readouterr().err
 
 
-def test_a_save_gives_its_path_also_when_there_was_nothing_new(begin: Begin) -> None:
-    """Twice at the same step: the same checkpoint."""
+def test_save_returns_same_path_for_same_step(begin: Begin) -> None:
+    """The second save writes nothing."""
     script = begin(save_every=1000)
     script.run.step()
     path = script.run.save()
@@ -209,10 +211,10 @@ def test_a_save_gives_its_path_also_when_there_was_nothing_new(begin: Begin) -> 
     assert script.run.save() == path
 
 
-def test_the_end_state_is_tried_again_when_the_disk_refuses_once(
+def test_final_save_retries_after_disk_error(
     begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One EIO at the end of the job does not lose the result."""
+    """One EIO at the end does not lose the result."""
     script = begin(save_every=1000)
     monkeypatch.setattr(failpoints, "_failpoints_by_name", failpoints._parse("commit.before-rename=raise@1"))
     for _ in script.run.epochs(1):
@@ -224,10 +226,10 @@ def test_the_end_state_is_tried_again_when_the_disk_refuses_once(
 
 
 @pytest.mark.slow
-def test_when_the_only_node_cannot_save_the_end_state_the_job_fails(
+def test_run_fails_if_only_node_cannot_save_final_state(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exit code 0 with nothing on disk would be a lie."""
+    """Exit code 0 without a checkpoint would be wrong."""
     script = begin(save_every=1000)
     monkeypatch.setattr(failpoints, "_failpoints_by_name", failpoints._parse("commit.before-rename=raise"))
     with pytest.raises(ElasticResumeError, match="end state"):
@@ -236,8 +238,8 @@ def test_when_the_only_node_cannot_save_the_end_state_the_job_fails(
                 script.run.step()
 
 
-def test_hooks_run_without_epochs_too_and_in_order(begin: Begin) -> None:
-    """At the first step, when the script has a loop of its own."""
+def test_hooks_run_in_order_before_first_step(begin: Begin) -> None:
+    """The script has no loop over run.epochs."""
     first = begin()
     first.run.step()
     first.run.save()
@@ -249,8 +251,8 @@ def test_hooks_run_without_epochs_too_and_in_order(begin: Begin) -> None:
     assert seen == [("a", 1), ("b", 1), ("late", 2)]
 
 
-def test_an_optimizer_over_the_parameters_in_another_order_is_refused(begin: Begin) -> None:
-    """Momentum would land on another parameter, in silence where shapes agree."""
+def test_resume_refuses_optimizer_with_other_parameter_order(begin: Begin) -> None:
+    """Equal shapes would otherwise hide that momentum moves to another parameter."""
     torch.manual_seed(0)
 
     def pair(names: str) -> dict[str, Any]:
@@ -273,8 +275,8 @@ def test_an_optimizer_over_the_parameters_in_another_order_is_refused(begin: Beg
         begin(**pair("ba"))
 
 
-def test_the_seed_is_the_scripts_own_and_stays_the_jobs(begin: Begin) -> None:
-    """torch.manual_seed before resume() decides; a restart that seeds otherwise draws the same numbers."""
+def test_seed_of_first_start_survives_restarts(begin: Begin) -> None:
+    """torch.manual_seed before resume() decides; an explicit seed overrides it."""
     first = begin()
     first.run.step()
     first.run.save()
@@ -299,16 +301,14 @@ def test_the_seed_is_the_scripts_own_and_stays_the_jobs(begin: Begin) -> None:
     ],
     ids=str,
 )
-def test_a_wrong_argument_is_told_in_words(begin: Begin, wrong: dict[str, Any], told: str) -> None:
-    """Which one, what it was, what may be written."""
+def test_resume_error_names_wrong_argument(begin: Begin, wrong: dict[str, Any], told: str) -> None:
+    """The message has the value and the accepted forms."""
     with pytest.raises(ConfigError, match=told):
         begin(**wrong)
 
 
-def test_slots_that_a_resume_has_filled_are_not_made_anew(
-    begin: Begin, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Memory is taken once, and said once: what the state will take is known from the copy."""
+def test_resume_allocates_slots_once(begin: Begin, capsys: pytest.CaptureFixture[str]) -> None:
+    """The size of the state is known from the checkpoint."""
     first = begin()
     first.step()
     first.run.save()
@@ -324,10 +324,10 @@ def test_slots_that_a_resume_has_filled_are_not_made_anew(
     assert capsys.readouterr().err.count("slots of") == 1
 
 
-def test_only_a_copy_of_the_own_disk_that_was_read_is_told_to_be_good(
+def test_only_verified_local_checkpoint_is_trusted_for_pruning(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Good ones push others out: the state that came from elsewhere is no word for what this disk has."""
+    """A state received from another node proves nothing about this disk."""
     told: list[RetentionPolicy] = []
     monkeypatch.setattr(CheckpointCommitter, "start_generation", lambda _, terms: told.append(terms))
     for _ in range(2):
@@ -338,8 +338,8 @@ def test_only_a_copy_of_the_own_disk_that_was_read_is_told_to_be_good(
     assert [terms.trusted_version for terms in told] == [None, (1, 1), None]
 
 
-def test_the_end_state_is_on_disk_though_its_step_was_saved_before(begin: Begin) -> None:
-    """Without data= a save may fall due with an epoch's last step; what follows that is part of the end."""
+def test_final_save_repeats_step_that_was_saved_before_epoch_end(begin: Begin) -> None:
+    """Without data= a save may be due at an epoch's last step, before the work that follows it."""
     script = begin(data=None, save_every=2)
     for _ in script.run.epochs(1):
         for _ in range(4):
@@ -351,10 +351,10 @@ def test_the_end_state_is_on_disk_though_its_step_was_saved_before(begin: Begin)
     assert again.scheduler.last_epoch == 1
 
 
-def test_what_training_waits_for_copies_is_told(
+def test_step_events_accumulate_stall_time(
     begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each mark of a step has it, added up; a save that waits for the disk is in it."""
+    """A save that waits for the disk counts."""
     monkeypatch.setenv("ELASTIC_RESUME_STEP_MARK_S", "0")
     script = begin(snapshot_every=1, save_every=1000)
     script.step()
