@@ -246,14 +246,14 @@ def start(
         if name.startswith(validation.PROCESS_START_ENV_PREFIXES) and name != constants.ENV_FAILPOINTS
     }
     with _servers_lock:
-        nursery = _servers.get(frozenset(heeded.items()))
-        if nursery is None or not nursery.alive:
-            if nursery is None and len(_servers) >= MAX_SERVERS:
+        server = _servers.get(frozenset(heeded.items()))
+        if server is None or not server.alive:
+            if server is None and len(_servers) >= MAX_SERVERS:
                 return None
             kept = {k: v for k, v in env.items() if not k.startswith("ELASTIC_RESUME_") and k != "TMPDIR"}
             kept.update({k: v for k, v in os.environ.items() if k == "TMPDIR"})  # it outlives those nodes
-            nursery = _servers[frozenset(heeded.items())] = AgentForkServer(kept)
-            atexit.register(nursery.close)
+            server = _servers[frozenset(heeded.items())] = AgentForkServer(kept)
+            atexit.register(server.close)
     with contextlib.suppress(OSError, EOFError):
-        return nursery.fork(command, env, output.fileno(), cwd=cwd or Path.cwd(), network=network)
+        return server.fork(command, env, output.fileno(), cwd=cwd or Path.cwd(), network=network)
     return None

@@ -192,7 +192,7 @@ def _fork() -> int:
 
 def _serve(connection: socket.socket, import_environment: dict[str, str]) -> Callable[[], None]:
     """Serve requests. It returns only in a fork: the function that the fork runs."""
-    nursery = os.getpid()
+    server_pid = os.getpid()
     while True:
         try:
             asked, descriptors = receive(connection, 1)
@@ -204,7 +204,7 @@ def _serve(connection: socket.socket, import_environment: dict[str, str]) -> Cal
         pid = _fork()
         if pid == 0:
             connection.close()
-            return _set_up_agent(nursery, asked, descriptors[0], import_environment)
+            return _set_up_agent(server_pid, asked, descriptors[0], import_environment)
         os.close(descriptors[0])
         send(connection, {"pid": pid})
 

@@ -1,4 +1,4 @@
-"""A training script with one mistake, told by its first argument; for tests/integration/test_equivalence.py."""
+"""A training script with one mistake, which its first argument names: see test_equivalence.py."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Puts copies where its argument says, resumes from them, and tells what came of it.
 
-For tests/integration/test_restore.py. The argument is JSON: node -> {"memory": [generation, step], "disk": [[generation,
-step], ...], "flip": where, 0 to 1, "slots": false, "fail": failpoints, "hurt": word that tells where
-the slot gets a flipped bit, "value": of all copies}. What a copy holds else follows from its step, and in
-BatchNorm's buffers from its node.
+For tests/integration/test_restore.py. The argument is JSON: node -> {"memory": [generation, step], "disk":
+[[generation, step], ...], "flip": where, 0 to 1, "slots": false, "fail": failpoints, "hurt": word that tells
+where the slot gets a flipped bit, "value": of all copies}. What a copy holds else follows from its step, and
+in BatchNorm's buffers from its node.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Asks for equal ranks in many states of a training, equal and not; for tests/integration/test_replica_check.py.
+"""Ask for equal ranks in many states of a training, equal and not: for test_replica_check.py.
 
 Each rank prints one JSON object: for each state what was raised, or nothing.
 """

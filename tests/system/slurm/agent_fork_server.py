@@ -1,9 +1,9 @@
 """On a simulated node: `elastic-resume` starts in a moment, forked from a process that has imported torch.
 
-Run as ``python -m tests.system.slurm.agent_fork_server SOCKET`` on each node, it serves `SHIM`, to which a job's PATH leads.
-The task that Slurm starts is the shim; it passes on what Slurm signals, and ends as the agent ends. The
-agent, and all that it starts, is born into the shim's control group, so Slurm finds and kills it as any
-process of the step. What is left out of a real start is ten seconds of importing.
+Run as ``python -m tests.system.slurm.agent_fork_server SOCKET`` on each node, it serves `SHIM`, to which a
+job's PATH leads. The task that Slurm starts is the shim; it passes on what Slurm signals, and ends as the
+agent ends. The agent, and all that it starts, is born into the shim's control group, so Slurm finds and kills
+it as any process of the step. What is left out of a real start is ten seconds of importing.
 """
 
 from __future__ import annotations
