@@ -240,19 +240,19 @@ def start(
         network: path of the network namespace to run in; empty: that of this process.
 
     """
-    heeded = {
+    interpreter_env = {
         name: value
         for name, value in env.items()
         if name.startswith(validation.PROCESS_START_ENV_PREFIXES) and name != constants.ENV_FAILPOINTS
     }
     with _servers_lock:
-        server = _servers.get(frozenset(heeded.items()))
+        server = _servers.get(frozenset(interpreter_env.items()))
         if server is None or not server.alive:
             if server is None and len(_servers) >= MAX_SERVERS:
                 return None
             kept = {k: v for k, v in env.items() if not k.startswith("ELASTIC_RESUME_") and k != "TMPDIR"}
             kept.update({k: v for k, v in os.environ.items() if k == "TMPDIR"})  # it outlives those nodes
-            server = _servers[frozenset(heeded.items())] = AgentForkServer(kept)
+            server = _servers[frozenset(interpreter_env.items())] = AgentForkServer(kept)
             atexit.register(server.close)
     with contextlib.suppress(OSError, EOFError):
         return server.fork(command, env, output.fileno(), cwd=cwd or Path.cwd(), network=network)
