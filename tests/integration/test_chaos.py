@@ -243,9 +243,9 @@ def test_a_fault_is_told_what_followed_of_it_and_of_no_other() -> None:
     assert "nothing of the plan - signal n2 at 12" in text
     assert "1 bit-flip node 0 1.0 s a copy of n0 was set aside: digest" in text
     assert "2 kill-node node 1 2.0 s signal n1 at 3" in text
-    assert "3 kill-node node 1 5.0 s training went on" in text
+    assert "3 kill-node node 1 5.0 s training continued" in text
     assert "4 kill-node node 0 16 s node-lost n0 at 15" in text  # which it told last, a second before
-    assert "6 torn-write node 2 20 s no step came after it" in text
+    assert "6 torn-write node 2 20 s no step followed" in text
     assert "n0 at 22" not in text
     wrong = " ".join(
         "\n".join(

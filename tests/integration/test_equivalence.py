@@ -71,7 +71,7 @@ def net(bump: float = 0.0) -> nn.Module:
 
 HOLDER = (
     "from elastic_resume.testing import equivalence as same_run\n"
-    "with same_run._folder() as folder:\n"
+    "with same_run._locked_temporary_dir() as folder:\n"
     "    (folder / 'undisturbed').mkdir()\n"
     "    print(folder, flush=True)\n"
     "    input()\n"

@@ -30,7 +30,7 @@ def test_force_quorum_with_yes_leaves_the_generation_for_the_agent(
     path = node_dir(tmp_path)
     assert cli.main(["force-quorum", str(tmp_path), "--yes"]) == 0
     output = capsys.readouterr().out
-    assert "Generation 7, of which a knows: a, b, c." in output
+    assert "Generation 7, as a knows it: a, b, c." in output
     assert "two worlds train at the same time" in output
     record = DurableStateFile(path)
     assert record.read_force_request() == 7

@@ -79,7 +79,7 @@ def test_a_nursery_outlives_the_thread_that_began_it(
 ) -> None:
     """The kernel takes the thread that forks for the parent; clusters of other threads have forks too."""
     begun: dict[frozenset[tuple[str, str]], fork_server.AgentForkServer] = {}
-    monkeypatch.setattr(fork_server, "_nurseries", begun)
+    monkeypatch.setattr(fork_server, "_servers", begun)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(fork, env, "wait").result()
     with pytest.raises(subprocess.TimeoutExpired):
@@ -107,8 +107,8 @@ def test_an_interrupt_between_question_and_answer_ends_the_nursery(
         raise KeyboardInterrupt
 
     begun: dict[frozenset[tuple[str, str]], fork_server.AgentForkServer] = {}
-    monkeypatch.setattr(fork_server, "_nurseries", begun)
-    monkeypatch.setattr(fork_server, "BROOD", tmp_path / "impatient.py")
+    monkeypatch.setattr(fork_server, "_servers", begun)
+    monkeypatch.setattr(fork_server, "SERVER_PROGRAM", tmp_path / "impatient.py")
     fork_server.SERVER_PROGRAM.write_text(IMPATIENT)
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
@@ -125,7 +125,7 @@ import atexit, os, subprocess, threading
 from elastic_resume.testing import fork_server as ending
 
 def start():
-    return ending.start_to_last(lambda: subprocess.Popen(["sleep", "60"], preexec_fn=ending.die_with_parent))
+    return ending.start_with_lasting_parent(lambda: subprocess.Popen(["sleep", "60"], preexec_fn=ending.die_with_parent))
 
 first = start()
 if os.fork() == 0:
@@ -149,7 +149,7 @@ def test_beyond_the_limit_agents_are_started_as_new_processes(
     env: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """What only a new process heeds asks for a nursery of its own, and those are few."""
-    monkeypatch.setattr(fork_server, "MOST", 0)
+    monkeypatch.setattr(fork_server, "MAX_SERVERS", 0)
     with open(tmp_path / "out", "wb") as out:
         other = {**env, "OMP_NUM_THREADS": "3"}
         assert fork_server.start([sys.executable, "-m", "probed"], other, out) is None

@@ -91,7 +91,7 @@ def test_page_is_not_inherited(lease_page: LeasePage) -> None:
 def test_leases_include_time_in_suspend() -> None:
     """The clock of the namespace is a day ahead, as after a suspend; supervisor and node agree on it."""
     tests = ["tests/integration/test_launcher_shim.py", "tests/unit/rendezvous/net/test_server.py"]
-    selection = "test_expired_lease_ends_all_but_the_shim or suspend"
+    selection = "test_expired_lease_ends_all_but_the_shim or clock_boottime"
     clock = ["--time", "--boottime", "86400"]
     command = ["unshare", "--fork", *clock, sys.executable, "-m", "pytest", "-q", "-k"]
     result = subprocess.run([*command, selection, *tests], capture_output=True, text=True, check=False)
