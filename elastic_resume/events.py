@@ -11,58 +11,55 @@ between events of one boot.
 
 Kinds, their writers and their own fields::
 
-    agent-start           agent       run_id, command, min_nodes, max_nodes, local_world_size
-    round                 agent       round, node_rank, num_nodes, generation      workers are about to start
-    rendezvous            agent       what (leading, lost, waiting, spare, …), message
-    fork-server-ready     agent       seconds, left_out {module: reason}
-    fork-server-exit      agent       exit_code
-    worker-exit           supervisor  rank, local_rank, round, worker_pid (null: not started), exit_code (or
-    null),
-                                      signal (name or null), stopped (the agent had requested the end),
-                                      message (from torch's @record), lease_expired, stuck (it could not be
-                                      killed)
-    hang                  agent       generation, step, suspects [{rank, local_rank, worker_pid, reason}],
-                                      victims [rank], waiting {rank: reason}, elsewhere (all ranks here wait
-                                      for another node), threshold_s, seconds (without a step), steps {rank:
-                                      step}, report (a path)
-    hang-ended            agent       generation, step      ranks that waited for another node continued
-    hang-detector-failed  agent       error                 a bug of ours; hang detection continues
-    drain                 agent       cause (SIGTERM, SIGUSR1, …, deadline, a preemption notice),
-                                      alone (other nodes continue)
-    requeue               agent       action (requeue | exit code | leave alone), why; after a request to
-    Slurm
-                                      also job, done, tries, message (Slurm's last one)
-    preemption-notice     agent       source, reason, deadline (seconds since the epoch, or null)
-    verdict               agent       generation, causes, cascade   root causes and secondary failures of its
-    end replicas-differ       agent       generation, step, agreed_step (the newest step with equal replicas),
-    nodes
-                                      [groups of equal nodes, largest first], wrong [node], goes_on (from the
-                                      majority's state; otherwise the job ends)
-    agent-end             agent       outcome (done | failed | signalled | left), exit_code, message
-    resume                rank 0      generation, step, epoch, world_size, previous_world_size (or null),
-    nodes,
-                                      kind (cold | checkpoint), source_node, source_tier (memory | disk | ""),
-                                      source_generation, lacking [node], rejected [{node, generation, step,
-                                      reason}], recomputed_steps, seconds
-    worker-start          worker      generation, rank, local_rank, world_size, step     the state is loaded
-    step                  worker      generation, rank, step, epoch, stalled_s (time that this rank has waited
-    for
-                                      snapshots in this generation); at a bounded rate, and always the first
-    busy                  worker      generation, rank, step, reason        the script entered `run.busy`
-    commit                committer   generation, step, bytes, seconds, path
-    commit-failed         committer   generation, step, error
-    prune                 committer   path
-    prune-failed          committer   error
-    snapshot-ignored      committer   generation, step, reason       the snapshot's metadata is invalid
-    committer-failed      committer   error                          a bug of ours; it continues with the next
-    request snapshot-failed       worker      generation, reason             training continues quarantine
-    worker      path, reason progress-page-ignored worker      reason                         the page was
-    damaged, and is cleared failure               worker      generation, rank, step, type, message, frame,
-    deterministic, traceback
-                                      an exception ended the worker
-    fault                 (none)      number, what, where, when, node, rank, message    injected; in
-    faults.jsonl run-end               worker      generation, rank, step, epoch, stalled_s    the script's
-    epochs are done
+    agent-start           agent      run_id, command, min_nodes, max_nodes, local_world_size
+    round                 agent      round, node_rank, num_nodes, generation; workers are about to start
+    rendezvous            agent      what (leading, lost, waiting, spare, ...), message
+    fork-server-ready     agent      seconds, skipped_modules {module: reason}
+    fork-server-exit      agent      exit_code
+    worker-exit           supervisor rank, local_rank, round, worker_pid (null: not started), exit_code (or
+                                     null), signal (name or null), stopped (the agent had requested the
+                                     end), message (from torch's @record), lease_expired, stuck (it could
+                                     not be killed)
+    hang                  agent      generation, step, suspects [{rank, local_rank, worker_pid, reason}],
+                                     victims [rank], waiting {rank: reason}, elsewhere (all ranks here wait
+                                     for another node), threshold_s, seconds (without a step), steps {rank:
+                                     step}, report (a path)
+    hang-ended            agent      generation, step; ranks that waited for another node continued
+    hang-detector-failed  agent      error; a bug of ours, hang detection continues
+    drain                 agent      cause (SIGTERM, SIGUSR1, ..., deadline, a preemption notice), alone
+                                     (other nodes continue)
+    requeue               agent      action (requeue | exit code | leave alone), why; after a request to
+                                     Slurm also job, done, tries, message (Slurm's last one)
+    preemption-notice     agent      source, reason, deadline (seconds since the epoch, or null)
+    verdict               agent      generation, causes, cascade: root causes and secondary failures of its
+                                     end
+    replicas-differ       agent      generation, step, agreed_step (the newest step with equal replicas),
+                                     nodes [groups of equal nodes, largest first], wrong [node], goes_on
+                                     (from the majority's state; otherwise the job ends)
+    agent-end             agent      outcome (done | failed | signalled | left), exit_code, message
+    resume                rank 0     generation, step, epoch, world_size, previous_world_size (or null),
+                                     nodes, kind (cold | checkpoint), source_node, source_tier (memory |
+                                     disk | ""), source_generation, lacking [node], rejected [{node,
+                                     generation, step, reason}], recomputed_steps, seconds
+    worker-start          worker     generation, rank, local_rank, world_size, step; the state is loaded
+    step                  worker     generation, rank, step, epoch, stalled_s (time that this rank has
+                                     waited for snapshots in this generation); at a bounded rate, and
+                                     always the first
+    busy                  worker     generation, rank, step, reason; the script entered `run.busy`
+    commit                committer  generation, step, bytes, seconds, path
+    commit-failed         committer  generation, step, error
+    prune                 committer  path
+    prune-failed          committer  error
+    snapshot-ignored      committer  generation, step, reason; the snapshot's metadata is invalid
+    committer-failed      committer  error; a bug of ours, it continues with the next request
+    snapshot-failed       worker     generation, reason; training continues
+    quarantine            worker     path, reason
+    progress-page-ignored worker     reason; the page was damaged and is cleared
+    failure               worker     generation, rank, step, type, message, frame, deterministic,
+                                     traceback; an exception ended the worker
+    fault                 (none)     number, what, where, when, node, rank, message; injected, in
+                                     faults.jsonl
+    run-end               worker     generation, rank, step, epoch, stalled_s; the script's epochs are done
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -24,11 +25,10 @@ import secrets
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import filelock
 
 from elastic_resume import constants
 from elastic_resume.checkpoint.atomic_io import DISK, Disk, temporary_name, translate_os_errors
@@ -39,6 +39,7 @@ from elastic_resume.units import format_bytes
 JOB_START_FILE = "job-start.json"
 SCRIPT_ARGUMENTS_FILE = "script-arguments.json"
 COMMITTED_FILE = "committed.json"
+LOCK_POLL_S = 0.05
 MASK = "***"
 # --api-key, HF_TOKEN, db.password, apiKey; not --tokenizer, --max-tokens or --keypoints.
 _SECRET_NAME_PATTERN = re.compile(r"(?i:keys?|token|secrets?|passwords?)(?![a-z])[^=]*(=|\Z)", re.DOTALL)
@@ -184,38 +185,70 @@ class NodeDir:
 
 
 class _Lock:
-    """Hold a filelock until `release`, garbage collection or the end of this process.
+    """Hold an flock on a file until `release` or the end of this process.
 
-    The kernel ties an flock to the open file, which a fork shares; filelock handles that. This class records
-    which process holds which path.
+    A fork shares the open file and with it the lock, so each fork closes its descriptor: otherwise a child
+    would hold the lock of a dead owner. filelock is not used: it resolves ``/proc/PID/fd/N/lock`` to a file
+    of the host, so simulated nodes with a disk each would share one lock.
     """
 
-    def __init__(self, path: Path, lock: filelock.BaseFileLock) -> None:
+    def __init__(self, path: Path, descriptor: int) -> None:
         self._key = path.parent.resolve()
-        self._lock = lock
+        self._descriptor = descriptor
         self._pid = os.getpid()
         _lock_pids[self._key] = self._pid
+        _held_locks.add(self)
 
     @classmethod
     def acquire(cls, path: Path, timeout_s: float) -> _Lock | None:
         """Take the lock; return None if another process holds it for ``timeout_s`` more."""
-        # Not thread-local, because another thread may release the lock.
-        lock = filelock.FileLock(path, timeout=timeout_s, thread_local=False)
+        deadline = time.monotonic() + timeout_s
         with translate_os_errors("lock", path):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
-                lock.acquire()
-            except filelock.Timeout:  # a subclass of OSError
-                return None
-        return cls(path, lock)
+                while not _try_lock(descriptor):
+                    if time.monotonic() >= deadline:
+                        os.close(descriptor)
+                        return None
+                    time.sleep(LOCK_POLL_S)
+            except OSError:
+                os.close(descriptor)
+                raise
+        return cls(path, descriptor)
 
     def release(self) -> None:
-        """Unlock in the process that locked; do nothing in a fork."""
-        if os.getpid() == self._pid:
+        """Unlock in the process that locked; do nothing in a fork and on a second call."""
+        if os.getpid() == self._pid and self._descriptor >= 0:
             _lock_pids.pop(self._key, None)
-            self._lock.release()
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            self.close()
+
+    def close(self) -> None:
+        """Close the descriptor; the lock stays if another process has the file open."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def __del__(self) -> None:
         self.release()
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _close_locks_of_parent() -> None:
+    for lock in list(_held_locks):
+        lock.close()
+    _held_locks.clear()
+
+
+_held_locks: weakref.WeakSet[_Lock] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_close_locks_of_parent)
 
 
 def _node_path(ckpt_dir: Path, run_id: str, node: str) -> Path:

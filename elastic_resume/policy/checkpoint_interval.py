@@ -143,8 +143,8 @@ def snapshot_interval_steps(
         cost_s: seconds that a snapshot adds to training; None if not measured yet.
         mtbf: mean time between failures in seconds, from `estimate_mtbf_s`.
 
-    ``auto`` takes the shorter of two intervals: the one at which snapshots cost `LARGEST_SHARE`, and Young's
-    optimum. It never exceeds `LONGEST_SNAPSHOT_GAP_S`, or one step if that takes longer.
+    ``auto`` takes the shorter of two intervals: the one at which snapshots cost `MAX_OVERHEAD_SHARE`, and
+    Young's optimum. It never exceeds `MAX_SNAPSHOT_INTERVAL_S`, or one step if that takes longer.
 
     """
     if setting.steps is not None:
@@ -170,8 +170,8 @@ def next_snapshot_step(step: int, interval_steps: int) -> int:
 def save_interval_s(cost: SaveCost, mtbf_s: float = ASSUMED_MTBF_S) -> float:
     """Return the seconds between two saves to disk under ``auto``.
 
-    It is Young's optimum, at most `LONGEST_INTERVAL_S`. If commits take long, it grows beyond that bound, so
-    that the disk works for `COMMIT_DUTY` of the time at most.
+    It is Young's optimum, at most `MAX_SAVE_INTERVAL_S`. If commits take long, it grows beyond that bound, so
+    that the disk works for `MAX_DISK_DUTY` of the time at most.
     """
     wanted = min(optimal_interval_s(cost.training_cost_s, mtbf_s), MAX_SAVE_INTERVAL_S)
     return max(wanted, _clamp_seconds(cost.commit_s) / MAX_DISK_DUTY)

@@ -48,9 +48,9 @@ def digest_interval_steps(
         step_s: seconds per step; None if not measured yet.
         cores: cores that this node may use.
 
-    ``auto`` is the smallest power of two at which digests take at most `LARGEST_SHARE` of the cores' time.
-    Before anything is measured it is 1, so nodes that start with different states are found at their first
-    step.
+    ``auto`` is the smallest power of two at which digests take at most `MAX_OVERHEAD_SHARE` of the cores'
+    time. Before anything is measured it is 1, so nodes that start with different states are found at their
+    first step.
 
     """
     if setting.is_off:

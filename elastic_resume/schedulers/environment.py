@@ -26,7 +26,7 @@ SLURM_VARIABLES: dict[str, tuple[str, ...]] = {
     "peers": ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
     "workers": ("SLURM_GPUS_ON_NODE",),
     "restarts": ("SLURM_RESTART_COUNT",),  # not set in a job's first life
-    "deadline": ("SLURM_JOB_END_TIME",),  # since Slurm 23.02; else `slurm_job.deadline` asks
+    "deadline": ("SLURM_JOB_END_TIME",),  # since Slurm 23.02; else `slurm.find_deadline` asks
 }
 KUBERNETES_VARIABLES: dict[str, tuple[str, ...]] = {
     # An Indexed Job gives its pods stable host names (JOB-INDEX); POD_NAME is the downward API's usual name,
@@ -69,19 +69,20 @@ class SchedulerContext:
         scheduler: ``slurm``, ``kubernetes``, ``pet`` or ``host``.
         name: name of the node, safe as a directory name.
         job: name of the job, the same after each requeue; empty if unknown.
-        order: index of the node among the others.
-        nodes: largest number of nodes.
+        node_index: index of the node among the others.
+        max_nodes: largest number of nodes.
         min_nodes: smallest number of nodes that train.
         peers: names of all nodes in order, as far as known.
         candidates: ``HOST:PORT`` of the nodes that newcomers call; empty if unknown.
         address: address at which others reach this node, if known.
-        workers: workers per node; None if unknown.
+        workers_per_node: workers per node; None if unknown.
         restarts: number of earlier starts of the job.
-        launch: name of this start of the whole job, if the scheduler had ended all of it before; else empty.
-        requeue: the scheduler's name for the part of the job that a requeue of this node concerns; else
+        launch_id: name of this start of the whole job, if the scheduler had ended all of it before; else
+            empty.
+        requeue_id: the scheduler's name for the part of the job that a requeue of this node concerns; else
             empty.
         deadline: Unix time at which the scheduler ends the job, if a variable tells.
-        tasks: number of tasks started on one node; more than one is a mistake.
+        tasks_per_node: number of tasks started on one node; more than one is a mistake.
         problems: why a start without flags would fail.
         sources: maps each concept to where its value comes from.
     """

@@ -290,7 +290,7 @@ def request_requeue(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> RequeueResult:
-    """Request the requeue of a job; retry for `REQUEST_S` seconds while the controller is away.
+    """Request the requeue of a job; retry for `REQUEUE_TIMEOUT_S` seconds while the controller is away.
 
     Before each try the job's state is checked: a requeue request brings a cancelled job back, and a drain
     gives people the time to cancel it.

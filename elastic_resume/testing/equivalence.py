@@ -229,7 +229,7 @@ def assert_same_run(
 
     Args:
         script: the script that ``elastic-resume run`` starts; it runs to its end twice.
-        *words: its arguments. `FaultPlan` among them is not allowed; use ``plan``.
+        *words: its arguments. A `FaultPlan` among them is taken as ``plan``.
         plan: the faults: ``FaultPlan.from_faults("worker 1 at step 20", "cut node 2 at step 35 for 5s")``.
         kills: further faults in short form: "worker 1 at step 20", "agent 0 at step 9", "node 2 at step 35".
             A

@@ -23,17 +23,17 @@ from elastic_resume.units import parse_duration
 WORKER, NODE, NODES = "worker", "node", "nodes"
 PROCESSES, NETWORK, DISK = "", "a network", "a disk"
 NODE_RESOURCES = {"loopback": (), "namespaces": (NETWORK, DISK)}
-"""What each node has of its own, by `grounds.Hosts`."""
+"""The resources that each node has of its own, by kind of backend."""
 
 
 @dataclass(frozen=True)
 class FaultKind:
     """One kind of fault.
 
-    ``hits`` is a worker, a node, or several nodes. ``needs`` names what each node must have of its own;
-    loopback nodes have none of it. ``settings`` maps fields of `Fault` to their defaults (None: for ever, or
-    never). ``weight`` is the relative frequency in a random plan; 0 excludes kinds that a job need not
-    survive or that show no effect.
+    ``target`` is a worker, a node, or several nodes. ``required_resource`` is what each node must have;
+    loopback nodes have no resource of their own. ``settings`` maps fields of `Fault` to their defaults (None:
+    for ever, or never). ``weight`` is the relative frequency in a random plan; 0 excludes kinds that a job
+    need not survive or that show no effect.
     """
 
     target: str
@@ -92,10 +92,10 @@ KINDS = _build_kinds()
 SETTING_NAMES = sorted({name for kind in KINDS.values() for name in kind.settings})
 
 ROLES = {
-    "random": "whom the seed says",
-    "leader": "the node whose agent leads the rendezvous",
+    "random": "chosen by the seed",
+    "leader": "the node whose agent is the leader",
     "rank-0": "rank 0, or the node that it is on",
-    "lead": "the lowest rank of a node",
+    "lead": "the local leader: the lowest rank of a node",
     "all": "every one of them, in the same moment",
 }
 

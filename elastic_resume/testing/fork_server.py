@@ -33,7 +33,6 @@ from elastic_resume.testing import fork_server_main
 KILL_TIMEOUT_S = 30.0  # one that sleeps in the kernel for longer is left to it
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
-_starter_lock = threading.Lock()
 _start_requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] | None = None
 _starter_lock = threading.Lock()
 T = TypeVar("T")

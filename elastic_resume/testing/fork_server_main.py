@@ -6,8 +6,8 @@ server; on one machine all nodes share them. A forked agent runs `elastic_resume
 environment, directory, network and output. Its first workers' fork server is forked with it, before it has
 any thread.
 
-Variables that only a new interpreter reads (`ENV_READ_BY_INTERPRETER`) must be equal in all; the caller
-checks that.
+Variables that only a new interpreter reads (`validation.PROCESS_START_ENV_PREFIXES`) must be equal in all;
+the caller checks that.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def _die_with_parent(parent: int) -> bool:
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of native threads: see zygote.py
+        warnings.simplefilter("ignore", DeprecationWarning)  # of native threads: see forkserver.py
         return os.fork()
 
 

@@ -46,7 +46,7 @@ def test_a_killed_port_ends_as_it_does_undisturbed(
     """Weights, optimizer, scheduler, average, best accuracy, and what is printed of each epoch or step."""
     monkeypatch.chdir(tmp_path)
     if name == "toy":
-        monkeypatch.setattr(equivalence, "LOOK_S", 1.2)  # in which all of its steps would be over
+        monkeypatch.setattr(equivalence, "POLL_S", 1.2)  # in which all of its steps would be over
     script = PORTS / f"{name}.py"
     assert_same_run(script, kills=[kill], nodes=nodes, workers_per_node=2 // nodes, lines=r"^(step|epoch) \d")
 

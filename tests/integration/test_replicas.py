@@ -229,7 +229,9 @@ def test_diverged_node_discards_its_copies_before_the_next_view(nodes: list[Fake
         assert "node c is not as nodes a and b" in one.lines[0]
         assert one is wrong or one.history == [f"view {generation}", f"view {then.generation}"]
     assert wrong.lines[1:] == (
-        [f"diverged checkpoints after step 64 of generation {generation} could not be set aside: {refuses}"] if refuses else []
+        [f"diverged checkpoints after step 64 of generation {generation} could not be set aside: {refuses}"]
+        if refuses
+        else []
     )
 
 

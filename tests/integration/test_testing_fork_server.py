@@ -125,7 +125,10 @@ import atexit, os, subprocess, threading
 from elastic_resume.testing import fork_server as ending
 
 def start():
-    return ending.start_with_lasting_parent(lambda: subprocess.Popen(["sleep", "60"], preexec_fn=ending.die_with_parent))
+    command = ["sleep", "60"]
+    return ending.start_with_lasting_parent(
+        lambda: subprocess.Popen(command, preexec_fn=ending.die_with_parent)
+    )
 
 first = start()
 if os.fork() == 0:

@@ -159,7 +159,9 @@ class ForkServerManager:
     def _handle_message(self, message: dict[str, Any]) -> None:
         if "ready" in message:
             self._ready_or_given_up.set()
-            self._emit("fork-server-ready", seconds=message["ready"], left_out=message["skipped_modules"])
+            self._emit(
+                "fork-server-ready", seconds=message["ready"], skipped_modules=message["skipped_modules"]
+            )
             for name, reason in message["skipped_modules"].items():
                 self._log(f"the fork server cannot import {name}, so it is left out: {reason}")
         refusal = message.get("refused", "")

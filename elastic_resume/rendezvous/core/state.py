@@ -56,7 +56,8 @@ class FailureLog:
     """The first failures of the newest generation, in order of arrival.
 
     It keeps one failure of each node and counts equal failures as one. So if a thousand workers meet the same
-    error, every node receives it once. `policy.failure_classification.judge` decides what they mean.
+    error, every node receives it once. `policy.failure_classification.separate_root_causes` decides what they
+    mean.
     """
 
     def __init__(self) -> None:

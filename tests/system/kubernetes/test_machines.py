@@ -48,9 +48,9 @@ import signal, sys
 from tests.support.machines import Machines
 machines = Machines()
 machines.boot(memory_bytes=64 << 20)
-ups = machines._up.values()
-print(machines.run(0, ["sleep", "600"]).pid, *(up.first.pid for up in ups), flush=True)
-print(*(up.limit.group for up in ups), flush=True)
+ups = machines._running_machines.values()
+print(machines.run(0, ["sleep", "600"]).pid, *(up.init_process.pid for up in ups), flush=True)
+print(*(up.memory_limit.group_path for up in ups), flush=True)
 signal.pause()
 """
 
@@ -170,7 +170,7 @@ with Machines(("n0",)) as machines:
     machines.boot(0)
     pathlib.Path("/etc/hosts.new").write_text("127.0.0.1 exchanged\\n")
     os.replace("/etc/hosts.new", "/etc/hosts")
-    machines.name_service(0, {"n9": "10.9.9.9"})
+    machines.set_known_names(0, {"n9": "10.9.9.9"})
 print(pathlib.Path("/etc/hosts").read_text())
 """
 

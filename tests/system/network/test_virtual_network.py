@@ -37,10 +37,10 @@ with socket.socket(socket.AF_INET, int(sys.argv[2])) as made, socket.socket(file
 """
 OWNER = """
 import ctypes, signal, subprocess, sys
-from elastic_resume.testing.virtual_network import Namespaces
-hosts = Namespaces(2)
+from elastic_resume.testing.virtual_network import VirtualNetwork
+hosts = VirtualNetwork(2)
 die = lambda: ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)
-bound = subprocess.Popen(hosts.command(0, ["sleep", "600"]), preexec_fn=die)
+bound = subprocess.Popen(hosts.wrap_command(0, ["sleep", "600"]), preexec_fn=die)
 print(bound.pid, flush=True)
 signal.pause()
 """
@@ -418,7 +418,9 @@ def test_without_its_tools_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
 
 def test_without_capabilities_it_says_which() -> None:
     """Root whose capabilities were taken away, as in a container."""
-    script = "from elastic_resume.testing.virtual_network import available; print(available())"
+    script = (
+        "from elastic_resume.testing.virtual_network import unavailable_reason; print(unavailable_reason())"
+    )
     bare = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable, "-c", script]
     said = subprocess.run(bare, capture_output=True, text=True, check=True).stdout
     assert "CAP_NET_ADMIN" in said
