@@ -19,14 +19,14 @@ import pytest
 
 from elastic_resume import constants, events
 from elastic_resume.events import Event
-from tests.support.paths import ROOT
+from tests.support.paths import ROOT, SCRIPTS
 from tests.system.slurm import slurm_cluster
 from tests.system.slurm.slurm_cluster import NODES, SlurmCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 README = ROOT / "README.md"
-TRAIN = str(ROOT / "tests" / "jobs" / "train.py")
+TRAIN = str(SCRIPTS / "train.py")
 ALLOCATION = str(ROOT / "deploy" / "slurm" / "train.sbatch")
 DISK = "/scratch/checkpoints"
 STEPS_PER_EPOCH = 10
