@@ -181,14 +181,12 @@ class AgentForkServer:
         return fork_server_main.ForkedProcess(int(self._request(asked, [output])["pid"]), self._reap)
 
     def _reap(self, pid: int) -> int | None:
-        if (
-            self.alive and fork_server_main.has_ended(pid) is False
-        ):  # a thousand looks need not be answered over there
+        if self.alive and fork_server_main.has_ended(pid) is False:  # cheaper than a request
             return None
         try:
             code: int | None = self._request({"reap": pid})["code"]
         except (OSError, EOFError):
-            return -9  # it took all that it had forked along
+            return -9  # the fork server has died, and all its forks with it
         return code
 
     def _request(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
