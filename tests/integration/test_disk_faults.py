@@ -82,5 +82,5 @@ def test_no_disk_that_goes_wrong_costs_a_step(tmp_path: Path) -> None:
             assert len(re.findall(rf"was not saved: .*{reason}.*Training goes on", said)) == 1, said
             assert len(re.findall("checkpoints are saved again", said)) == 1, said
             assert re.search(rf"n{index}: the checkpoint could not be written: [^;]*{reason}", told), told
-    # Seen once on a busy machine: one descriptor more for a moment. The cause is not known; a leak would stay.
+    # Seen once on a busy machine: one descriptor more for a moment. Cause unknown; a leak would stay.
     wait_until(lambda: open_files() <= held, f"at most {held} open files: {open_targets()}")
