@@ -14,7 +14,7 @@ import contextlib
 import time
 from pathlib import Path
 
-from elastic_resume.agent.background import BackgroundThread
+from elastic_resume.background import BackgroundThread
 from elastic_resume.policy.failure_classification import MemoryPressure
 from elastic_resume.schedulers.resources import MemoryCgroup, read_fields
 from elastic_resume.units import format_bytes

@@ -19,7 +19,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # Imports go from a later layer to an earlier one, or stay within a package.
 LAYERS = """
     constants errors
-    units events console
+    units events console background
     policy
     schedulers
     config failpoints

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from elastic_resume import constants
-from elastic_resume.agent.background import BackgroundThread
+from elastic_resume.background import BackgroundThread
 
 FORK_SERVER_PATH = Path(__file__).with_name("forkserver.py")
 MAX_FAILURES = 3  # consecutive fork servers that ended before they were ready

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from elastic_resume.agent.background import BackgroundThread
+from elastic_resume.background import BackgroundThread
 from tests.support.processes import wait_for
 
 
