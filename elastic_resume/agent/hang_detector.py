@@ -29,8 +29,8 @@ from typing import Any
 
 from elastic_resume import constants
 from elastic_resume.agent import stack_dump
-from elastic_resume.background import BackgroundThread
 from elastic_resume.agent.stack_dump import RankState
+from elastic_resume.background import BackgroundThread
 from elastic_resume.checkpoint.atomic_io import DISK, Disk
 from elastic_resume.errors import MachineError
 from elastic_resume.policy import hangs
