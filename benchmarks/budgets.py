@@ -1,9 +1,9 @@
-"""A large state in memory that fits three slots, two, one or none: that each works, and says which it is.
+"""Train with memory for three, two, one and no snapshot slots, and check that each case works and says so.
 
 One node with one worker trains a model and Adam of --megabytes, with a snapshot at every step and a
-checkpoint at every fifth, and is killed once. For each budget: the seconds of a step, the step that the next
-generation goes on at and from where, and the line that the node says. Three slots need five times the state's
-size of memory.
+checkpoint at every fifth. The worker is killed once. The table shows for each memory limit: seconds per step,
+the step and the source of the next generation, and the line that the node logs. Three slots need five times
+the state's size of memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SLACK = 1.2  # no whole number of layers gives the very size that is asked for
 
 
 def measure(megabytes: int, slots: int, base: Path) -> str:
-    """Run the job with memory for so many slots; give the row."""
+    """Run the job with memory for that many slots and return its row."""
     allowed = str(int(slots * megabytes * 1e6 * SLACK)) if slots else "off"
     flags = ["--snapshot-every", "1", "--save-every", str(SAVE_EVERY), "--snapshot-memory", allowed]
     with Cluster(base / str(slots), nodes=1, flags=flags, env={"PYTHONPATH": str(HERE)}) as cluster:

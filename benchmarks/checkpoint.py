@@ -1,19 +1,21 @@
-"""Snapshots, checkpoints and resumes beside torch.save, dcp.save and dcp.async_save: one state, one run.
+"""Compare snapshots, checkpoints and resumes with torch.save, dcp.save and dcp.async_save in one run.
 
-The state is a model and Adam (jobs/trained.py), of each of the --sizes. What is compared takes turns, so that
-a slow moment of the machine hits all alike; ratios are therefore worth more than seconds.
+The state is a model and Adam (jobs/trained.py), in each of the --sizes. The systems take turns, so that a
+slow moment of the machine affects all of them. Ratios are therefore more reliable than seconds.
 
-    stalls     what a snapshot at every step makes training wait (jobs/stalls.py), while a real step of that
-               state runs; and for 20,000 small tensors. The others' stall is what one call takes before
-               training may go on; the work that it leaves to a thread is awaited before the next is timed
+    stalls     how long training waits for a snapshot at every step (jobs/stalls.py), while a real step of
+    that
+               state runs, and for 20,000 small tensors. For the others: how long one call blocks training;
+               the
+               work left to a thread is awaited before the next call is timed
     commits    from memory to disk, digests and fsync included (jobs/commits.py). The limit: aligned writes of
                16 MiB past the page cache (O_DIRECT), and fsync, of the same bytes to the same file system
-    resumes    into a new process's model and optimizer (jobs/resumes.py), digests verified; the others
-               verify nothing. From the node's memory, its disk with a cold page cache, and to a fresh node
+    resumes    into a new process's model and optimizer (jobs/resumes.py), digests verified; the others verify
+               nothing. From the node's memory, its disk with a cold page cache, and to a fresh node
 
-A target is met or missed by medians. torchsnapshot gets a row where it is installed (pip install
-torchsnapshot importlib_metadata nest_asyncio aiofiles aiohttp); NVRx (nvidia-resiliency-ext 0.4.1) saves
-nothing without CUDA, and so has none.
+Medians decide whether a target is met. torchsnapshot gets a row if it is installed (pip install torchsnapshot
+importlib_metadata nest_asyncio aiofiles aiohttp). NVRx (nvidia-resiliency-ext 0.4.1) needs CUDA to save, so
+it has no row.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ Row = dict[str, Any]
 
 
 def job(name: str, directory: Path, *arguments: object) -> Row:
-    """Run a module of jobs/ in a process of its own, so that no measurement finds another's memory."""
+    """Run a module of jobs/ in a process of its own, so that each measurement starts with clean memory."""
     directory.mkdir()
     command = ["unshare", "--net"] if "own-network" in arguments else []
     try:
@@ -69,8 +71,8 @@ def job(name: str, directory: Path, *arguments: object) -> Row:
 def back_memory(state_bytes: int) -> None:
     """Touch free memory once and give it back.
 
-    A virtual machine's host finds each page at its first touch, at 0.3 GB/s here, whoever touches it. Without
-    this the figures tell who was the first to get some page.
+    A virtual machine's host allocates each page at its first touch, at 0.3 GB/s here. Without this, the first
+    system to touch a page would pay for it.
     """
     size = min(STATES_HELD * state_bytes, psutil.virtual_memory().available // 2)
     script = (
@@ -80,7 +82,7 @@ def back_memory(state_bytes: int) -> None:
 
 
 def own_network() -> list[str]:
-    """Ask for a network namespace, whose loopback may be slowed down, where one can be had."""
+    """Return the command prefix for a network namespace with a slow loopback, if one is available."""
     return ["own-network"] if os.geteuid() == 0 and all(map(shutil.which, ("unshare", "ip", "tc"))) else []
 
 
@@ -93,7 +95,7 @@ def verdict(value: float, target: float, *, at_most: bool) -> str:
 
 
 def of_stalls(title: str, found: Row, target_ms: float) -> Iterator[str]:
-    """Yield the lines about one training."""
+    """Yield the table's lines for one training."""
     step, memcpy_s = found["step_without_s"], found["memcpy_s"]["median"]
     stall, first = found["stall_s"], found["first"]
     more_s = found["step_with_s"]["mean"] - step["mean"]
@@ -128,7 +130,7 @@ def medians(seconds: dict[str, list[float]]) -> dict[str, float]:
 
 
 def share_of(seconds: dict[str, list[float]], name: str, limit: str) -> float:
-    """How fast ``name`` is beside ``limit``: the median of the rounds, in each of which both were taken."""
+    """Return the speed of ``name`` relative to ``limit``: the median over rounds that measured both."""
     return statistics.median(b / a for a, b in zip(seconds[name], seconds[limit], strict=True))
 
 
@@ -172,7 +174,7 @@ def of_resumes(found: Row) -> Iterator[str]:
 
 
 def measure(options: argparse.Namespace, base: Path) -> Row:
-    """Measure all that is asked for, telling each table as it comes."""
+    """Measure everything requested and print each table as soon as it is complete."""
     result: Row = {}
 
     def tell(key: str, found: Row, lines: Iterator[str]) -> None:
@@ -197,7 +199,7 @@ def measure(options: argparse.Namespace, base: Path) -> Row:
 
 
 def words(known: tuple[str, ...]) -> Any:
-    """Parse a list of words, separated by commas."""
+    """Parse a comma-separated list."""
 
     def parse(text: str) -> list[str]:
         if not set(text.split(",")) <= set(known):

@@ -1,24 +1,24 @@
-"""How much training is left when something is killed all the time: elastic_resume and stock torchrun.
+"""Measure goodput under constant kills: elastic_resume and stock torchrun.
 
-Three nodes, which are three agents on loopback addresses of this machine, one worker each, `--nnodes 1:3`: a
-job that lost two nodes goes on with one. A small DDP model on gloo (jobs/steps.py, some 50 ms a step) trains
-undisturbed for --baseline-minutes, then for --minutes with one kill every --every seconds: a worker, a node
-(its agent and all descendants in one moment) or an agent alone, drawn with --seed, the same for all
-systems. Failures wait for nobody: the next one comes though the job has not recovered from the last.
+Three nodes are three agents on loopback addresses of this machine, one worker each, `--nnodes 1:3`: a job
+that lost two nodes continues with one. A small DDP model on gloo (jobs/steps.py, about 50 ms per step) trains
+undisturbed for --baseline-minutes, then for --minutes with one kill every --every seconds. Each kill hits a
+worker, a node (its agent and all descendants at once) or an agent alone, drawn with --seed, the same for all
+systems. The next failure comes even if the job has not recovered from the last.
 
     ours       `elastic-resume run`, defaults and --snapshot-every 1
     torchrun   c10d, defaults, but --max-restarts; every node saves with torch.save at every tenth step
     tuned      torchrun with shorter timeouts, and a store of each round's own (see recovery.py)
 
-A node whose agent has gone is started again at once, whether it was killed or ended by itself (which is
-counted). torchrun is spared the death of the node that hosts its store, which ends its job for ever; and its
-workers die with their agent, as ours do, where they would live on and be in the way.
+A node whose agent is gone is started again at once, whether it was killed or ended by itself (those are
+counted). The node that hosts torchrun's store is never killed, because that ends its job for good. torchrun's
+workers die with their agent, as ours do; otherwise they would live on and interfere.
 
-Every rank notes every step that it has executed, with the time. A step is done when a rank has finished it.
-Steps are executed by worlds: one that a later world does again counts twice. Wasted is what was executed and
-is no progress. What was begun and never finished shows in the goodput alone: steps done, by those that the
-undisturbed minutes would have given in the same time. A step counts as much with fewer nodes, as one does
-whose global batch keeps its size, and may take less time where nodes share cores: so their mean number stands
+Every rank records every step that it has executed, with the time. A step is done when one rank has finished
+it. If a later world executes a step again, it counts twice as executed. Wasted steps are executed steps that
+were no progress. Steps that were started and never finished show only in the goodput: steps done, divided by
+the steps that the undisturbed rate gives for the same time. A step counts the same with fewer nodes, as with
+a constant global batch, and may take less time when nodes share cores; so the mean number of nodes stands
 beside it. Standstill is the longest time without a new step.
 """
 
@@ -40,9 +40,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from jobs.agents import NODES, Job, Work, make_job, strike
+from jobs.agents import NODES, Job, Work, kill_processes, make_job
 from jobs.marks import Marks
-from recovery import SYSTEMS, TroubleError, choice, machine, no_process_left, say, wait_steady
+from recovery import SYSTEMS, NotTrainingError, choice, log, machine, no_process_left, wait_steady
 
 KINDS = ("worker", "node", "agent")
 LOOK_S = 0.5  # how soon a node that ended by itself is started again
@@ -56,7 +56,7 @@ STOCK_SAVES_EVERY = 10
 
 @dataclass(frozen=True)
 class Kill:
-    """One failure to come. ``spare`` is hit where ``victim`` may not die."""
+    """One planned failure. ``spare`` is killed instead if ``victim`` must not be."""
 
     at_s: float
     kind: str
@@ -65,7 +65,7 @@ class Kill:
 
 
 def plan(seed: int, every_s: float, duration_s: float) -> list[Kill]:
-    """One kill in the middle of every stretch of ``every_s``, so that the last has its time as well."""
+    """Plan one kill in the middle of every ``every_s``, so that the last one has time to recover."""
     rng = random.Random(f"{seed} {every_s}")
     times = itertools.takewhile(lambda at: at < duration_s, itertools.count(every_s / 2, every_s))
     return [Kill(at, rng.choice(KINDS), rng.randrange(NODES), 1 + rng.randrange(NODES - 1)) for at in times]
@@ -73,29 +73,29 @@ def plan(seed: int, every_s: float, duration_s: float) -> list[Kill]:
 
 @dataclass
 class Disturbance:
-    """What was done to a job: kills by kind, those that found nothing to kill, agents that ended unasked."""
+    """Counts kills by kind, kills without a target, and agents that ended by themselves."""
 
     kills: Counter[str] = field(default_factory=Counter)
     missed: int = 0
     ended: list[str] = field(default_factory=list)
-    dead: list[psutil.Process] = field(default_factory=list)  # of whom somebody has to take leave
+    dead: list[psutil.Process] = field(default_factory=list)  # to be reaped
 
 
-def disturb(job: Job, marks: Marks, kills: list[Kill], until: float, *, spare_host: bool) -> Disturbance:
-    """Kill by the plan and start again what is gone, until the end of the time."""
+def inject_kills(job: Job, marks: Marks, kills: list[Kill], until: float, *, spare_host: bool) -> Disturbance:
+    """Kill by the plan and restart what is gone, until the time is over."""
     done, began, left = Disturbance(), time.monotonic(), list(kills)
     while (now := time.monotonic()) < until:
         if left and now >= began + left[0].at_s:
-            strike_once(job, marks, left.pop(0), done, spare_host=spare_host)
-        revive(job, done)
+            kill_once(job, marks, left.pop(0), done, spare_host=spare_host)
+        restart_ended(job, done)
         _, done.dead = psutil.wait_procs(done.dead, timeout=0)
         wake = min([until, *(began + kill.at_s for kill in left[:1])])
         time.sleep(max(0.0, min(LOOK_S, wake - time.monotonic())))
     return done
 
 
-def strike_once(job: Job, marks: Marks, kill: Kill, done: Disturbance, *, spare_host: bool) -> None:
-    """Kill, wait for the agent's end where it was hit, and start the node again."""
+def kill_once(job: Job, marks: Marks, kill: Kill, done: Disturbance, *, spare_host: bool) -> None:
+    """Kill, wait for the agent's end if it was hit, and start the node again."""
     mortal = kill.kind != "worker" and spare_host and kill.victim == job.host()
     victim = kill.spare if mortal else kill.victim
     try:
@@ -108,11 +108,11 @@ def strike_once(job: Job, marks: Marks, kill: Kill, done: Disturbance, *, spare_
         born = [
             worker.pid for worker in marks.workers() if worker.node == f"n{victim}" and worker.pid in pids
         ]
-        doomed = [process for process in processes if process.pid in born]
+        killed = [process for process in processes if process.pid in born]
     else:
-        doomed = processes if kill.kind == "node" else processes[:1]
-    strike(doomed)
-    if not doomed:
+        killed = processes if kill.kind == "node" else processes[:1]
+    kill_processes(killed)
+    if not killed:
         done.missed += 1
         return
     done.kills[kill.kind] += 1
@@ -122,8 +122,8 @@ def strike_once(job: Job, marks: Marks, kill: Kill, done: Disturbance, *, spare_
         job.start(victim)
 
 
-def revive(job: Job, done: Disturbance) -> None:
-    """Start again, as a service manager would, agents that have ended by themselves."""
+def restart_ended(job: Job, done: Disturbance) -> None:
+    """Restart agents that have ended by themselves, as a service manager would."""
     for index, code in enumerate(job.codes()):
         if code is not None:
             done.ended.append(f"n{index} with {code if code >= 0 else signal.Signals(-code).name}")
@@ -135,7 +135,7 @@ def revive(job: Job, done: Disturbance) -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of one world, when the first rank had finished it."""
+    """One step of one world, at the time when the first rank finished it."""
 
     t: float
     world: str
@@ -144,7 +144,7 @@ class Step:
 
 
 def read_steps(directory: Path) -> list[Step]:
-    """All that the workers have noted, each step of a world once, by time."""
+    """Read all recorded steps, each step of a world once, ordered by time."""
     noted: dict[tuple[str, int], list[float]] = {}
     for path in directory.glob("*"):
         world = ""
@@ -169,12 +169,12 @@ class Stretch:
 
     @property
     def wasted(self) -> int:
-        """Steps that were executed and had been before, or were left behind."""
+        """Return the steps that were executed again, or whose result was discarded."""
         return self.executed - self.done
 
     @classmethod
     def of(cls, steps: list[Step], start: float, end: float) -> Stretch:
-        """Count what lies between two times."""
+        """Count the steps between two times."""
         reached = before = max((step.step for step in steps if step.t <= start), default=0)
         within = [step for step in steps if start < step.t <= end]
         progress = [start]
@@ -189,10 +189,10 @@ class Stretch:
 
 
 def run(system: str, every_s: float, options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Undisturbed minutes of a job, then those with kills.
+    """Run a job undisturbed, then with kills.
 
     Raises:
-        TroubleError: it did not even begin.
+        NotTrainingError: it never began to train.
 
     """
     work = Work(SLEEP_S, WIDTH, STOCK_SAVES_EVERY, tuple(options.ours_flags.split()), min_nodes=1)
@@ -205,7 +205,7 @@ def run(system: str, every_s: float, options: argparse.Namespace, directory: Pat
         times.append(times[0] + 60 * options.baseline_minutes)
         time.sleep(times[1] - times[0])
         times.append(time.monotonic() + 60 * options.minutes)
-        done = disturb(job, marks, kills, times[2], spare_host=system != "ours")
+        done = inject_kills(job, marks, kills, times[2], spare_host=system != "ours")
     finally:
         job.stop()
     steps = read_steps(directory / "marks")
@@ -225,7 +225,7 @@ def run(system: str, every_s: float, options: argparse.Namespace, directory: Pat
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines."""
+    """Yield the table's lines."""
     yield (
         f"{'system':10}{'kill every':>11}{'kills':>7}{'steps done':>12}{'undisturbed':>13}{'goodput':>9}"
         f"{'executed':>10}{'wasted':>8}{'worlds':>8}{'nodes':>7}{'standstill':>12}"
@@ -272,12 +272,12 @@ def main() -> int:
         for every_s, system in itertools.product(map(float, options.every.split(",")), options.only):
             try:
                 row = run(system, every_s, options, base.absolute() / f"{system}-{every_s:g}")
-            except TroubleError as error:
-                say(f"{system}, a kill every {every_s:g} s: left out: {error} (--dir keeps the logs)")
+            except NotTrainingError as error:
+                log(f"{system}, a kill every {every_s:g} s: left out: {error} (--dir keeps the logs)")
                 whole = False
                 continue
             rows.append(row)
-            say(f"{system}, a kill every {every_s:g} s: goodput {row['goodput']:.1%}")
+            log(f"{system}, a kill every {every_s:g} s: goodput {row['goodput']:.1%}")
     print("\n".join(table(rows)))
     facts = machine()
     print(f"\n{facts['cores']} cores, torch {facts['torch']}, {NODES} nodes, --nnodes 1:{NODES}")

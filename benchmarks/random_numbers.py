@@ -1,8 +1,8 @@
-"""What the same random numbers after a resume cost: at each step, for each sample and each batch.
+"""Measure the cost of reproducible random numbers: per step, per sample and per batch.
 
     python benchmarks/random_numbers.py
 
-The least of many repetitions, since other processes only make it more; the target is 50 us for a step.
+Shows the minimum of many repetitions, because other processes only add time. The target is 50 us per step.
 """
 
 from __future__ import annotations

@@ -1,23 +1,23 @@
-"""From SIGKILL to the next optimizer step: elastic_resume and stock torchrun, side by side in one run.
+"""Measure the time from SIGKILL to the next optimizer step: elastic_resume and stock torchrun in one run.
 
-Three nodes, which are three agents on loopback addresses of this machine, `--nnodes 2:3`, one worker each, a
-small DDP model on gloo that is saved at every step (jobs/steps.py). Workers start cold. Killed are a worker;
-a node that does not host the rendezvous, its agent and all descendants in one moment; and the node that
-hosts it, or leads. A killed node is started again when the others have gone on, and the next kill comes at
-some moment when three nodes train.
+Three nodes are three agents on loopback addresses of this machine, `--nnodes 2:3`, one worker each. A small
+DDP model on gloo is saved at every step (jobs/steps.py). Workers start cold. Three kinds of kill: a worker; a
+node that does not host the rendezvous, with its agent and all descendants at once; and the node that hosts
+it, or leads. A killed node is started again when the others continue. The next kill comes at a random moment
+while three nodes train.
 
     ours       `elastic-resume run`, defaults
-    torchrun   c10d, defaults, but --max-restarts, since with its 0 no loss at all is survived
+    torchrun   c10d, defaults, but --max-restarts, because its default of 0 survives no loss at all
     tuned      torchrun with shorter timeouts (TUNED_CONF of jobs/agents.py), and a store of each round's own
 
-Seconds are counted from the first signal to: the last surviving worker of the old world being gone
-(detection), the first process of the new world (world), its first step finished on all ranks (step). Never is
-a kill after which no step followed within --give-up seconds (60 for stock's host), or all agents ended. Lost
-steps were run again.
+Seconds are counted from the first signal until the last surviving worker of the old world is gone
+(detection), until the first process of the new world starts (world), and until its first step is finished on
+all ranks (step). "never" means that no step followed within --give-up seconds (60 for stock's host), or that
+all agents ended. Lost steps were run again.
 
-torchrun's rounds share one store, so that workers of a new round read where those of the dead one listened,
-fail, and try again in another round, until one goes well by luck (pytorch#135712; torch 2.13). With its
-defaults five kills of each kind can take an hour.
+torchrun's rounds share one store. Workers of a new round read addresses of the dead round, fail, and try
+again in another round until one succeeds by chance (pytorch#135712; torch 2.13). With its defaults, five
+kills of each kind can take an hour.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from jobs.agents import MIN_NODES, NODES, TUNED_CONF, Job, bury, is_gone, make_job, strike
+from jobs.agents import MIN_NODES, NODES, TUNED_CONF, Job, is_gone, kill_processes, make_job, reap_processes
 from jobs.marks import Marks, Worker
 
 ROWS = {"worker": "a worker", "node": "a node", "host": "the host"}
 SYSTEMS = ("ours", "torchrun", "tuned")
-STOCK_HOST_GIVE_UP_S = 60.0  # its agents end within seconds; this is for one that should hang instead
+STOCK_HOST_GIVE_UP_S = 60.0  # its agents end within seconds unless one hangs
 STEADY_STEPS = 10  # of each rank, before the next kill
-STEADY_S = 120.0  # the longest wait for them; then a new job is made
+STEADY_S = 120.0  # then a new job is started
 MARKS = ("born", "imported", "built", "resumed", "wrapped", "step")
 PHASES = ("detect", "form", "import", "build", "resume", "wrap", "step")
 PR_SET_CHILD_SUBREAPER = 36
 
 
-class TroubleError(Exception):
-    """A job did not come to train on all of its nodes."""
+class NotTrainingError(Exception):
+    """A job did not reach training on all of its nodes."""
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
@@ -69,22 +69,22 @@ def say(text: str) -> None:
 
 @dataclass
 class Incident:
-    """One kill, and what came of it: seconds since the first signal. Infinite: never, as ``never`` says."""
+    """One kill; times are seconds since the first signal. Infinite means never, and ``never`` says why."""
 
     killed: str
-    at: float  # CLOCK_MONOTONIC, as all marks
+    at: float  # CLOCK_MONOTONIC, like all marks
     detection: float = math.inf
     world: float = math.inf
     step: float = math.inf
     lost_steps: int | None = None
     world_size: int | None = None
     never: str = ""
-    after: str = ""  # why the job was made anew, though it had gone on
+    after: str = ""  # why the job was replaced after it had recovered
     phases: dict[str, float] = field(default_factory=dict)
 
 
 def wait_steady(job: Job, marks: Marks) -> list[Worker]:
-    """Wait until a world of all nodes trains; give its workers."""
+    """Wait until a world of all nodes trains, and return its workers."""
     began = time.monotonic()
     while time.monotonic() < began + STEADY_S and job.codes().count(None) == NODES:
         marks.look()
@@ -94,23 +94,23 @@ def wait_steady(job: Job, marks: Marks) -> list[Worker]:
         time.sleep(0.02)
     waited_s, ended = time.monotonic() - began, [code for code in job.codes() if code is not None]
     agents = f"agents ended with {ended}" if ended else "all agents alive"
-    raise TroubleError(f"no world of {NODES} nodes after {waited_s:.0f} s, {agents}")
+    raise NotTrainingError(f"no world of {NODES} nodes after {waited_s:.0f} s, {agents}")
 
 
 def kill(job: Job, marks: Marks, row: str, rng: random.Random, give_up_s: float) -> Incident:
-    """Kill once, and watch until the job has made a step again or never will."""
+    """Kill once, and watch until the job has finished a step again or never will."""
     wait_steady(job, marks)
-    time.sleep(rng.uniform(0.0, 2.0))  # the moment is to be any
+    time.sleep(rng.uniform(0.0, 2.0))  # at a random moment
     old = wait_steady(job, marks)
     host = job.host()
     victim = host if row == "host" else rng.choice([i for i in range(NODES) if row == "worker" or i != host])
     workers = {worker.node: psutil.Process(worker.pid) for worker in old}
-    fallen = workers.pop(f"n{victim}")
-    doomed = [fallen] if row == "worker" else job.processes(victim)
+    killed_worker = workers.pop(f"n{victim}")
+    killed = [killed_worker] if row == "worker" else job.processes(victim)
     incident = Incident(f"n{victim}", time.monotonic())
-    strike(doomed)
+    kill_processes(killed)
     new = watch(job, marks, list(workers.values()), incident, give_up_s)
-    bury(doomed)
+    reap_processes(killed)
     if new:
         measure(incident, old, new)
     return incident
@@ -119,7 +119,7 @@ def kill(job: Job, marks: Marks, row: str, rng: random.Random, give_up_s: float)
 def watch(
     job: Job, marks: Marks, survivors: list[psutil.Process], incident: Incident, give_up_s: float
 ) -> list[Worker]:
-    """Look until the survivors' workers are gone and a new world has made a step; give its workers."""
+    """Poll until the survivors' workers are gone and a new world has finished a step; return its workers."""
     next_look = killed_at = incident.at
     while True:
         if survivors:
@@ -159,10 +159,10 @@ def measure(incident: Incident, old: list[Worker], new: list[Worker]) -> None:
 
 
 def run_row(row: str, system: str, options: argparse.Namespace, directory: Path) -> list[Incident]:
-    """Kill again and again; a job that never recovers, or does not grow to all nodes again, is made anew.
+    """Kill repeatedly. Replace a job that does not recover or does not grow to all nodes again.
 
     Raises:
-        TroubleError: it did not even begin.
+        NotTrainingError: it never began to train.
 
     """
     rng = random.Random(f"{options.seed} {row}")
@@ -176,24 +176,24 @@ def run_row(row: str, system: str, options: argparse.Namespace, directory: Path)
         try:
             for incident in kills(job, row, rng, give_up_s):
                 incidents.append(incident)
-                say(f"{system}, {ROWS[row]} killed ({incident.killed}): {describe(incident)}")
+                log(f"{system}, {ROWS[row]} killed ({incident.killed}): {describe(incident)}")
                 if len(incidents) == options.kills:
                     break
-        except TroubleError as error:
+        except NotTrainingError as error:
             if not incidents:
                 raise
             incidents[-1].after = str(error)
             if len(incidents) == before:
-                say(f"{system}: a new job did not begin either, so there are fewer kills: {error}")
+                log(f"{system}: a new job did not start either, so there are fewer kills: {error}")
                 break
-            say(f"{system}: a new job is made: {error}")
+            log(f"{system}: starting a new job: {error}")
         finally:
             job.stop()
     return incidents
 
 
 def kills(job: Job, row: str, rng: random.Random, give_up_s: float) -> Iterator[Incident]:
-    """Kill until the job does not recover. What was killed is started again when the others have gone on."""
+    """Kill until the job does not recover. A killed node is started again when the others continue."""
     marks = Marks(job.directory / "marks")
     while True:
         incident = kill(job, marks, row, rng, give_up_s)
@@ -212,11 +212,11 @@ def describe(incident: Incident) -> str:
 
 
 def summary(row: str, system: str, incidents: list[Incident]) -> dict[str, Any]:
-    """Figures of one row of the table; infinite where the middle, or the worst but 5 %, never came."""
+    """Summarize one row of the table. A median or p95 that was never reached is infinite."""
     result: dict[str, Any] = {"killed": row, "system": system, "kills": len(incidents)}
     for name in ("detection", "world", "step"):
         seconds = [getattr(incident, name) for incident in incidents]
-        nearest_rank = math.ceil(0.95 * len(seconds)) - 1  # of less than 20 kills the worst
+        nearest_rank = math.ceil(0.95 * len(seconds)) - 1  # the worst of fewer than 20
         p95 = sorted(seconds)[nearest_rank]
         result[name] = {"median": statistics.median(seconds), "p95": p95, "worst": max(seconds)}
     recovered = [incident for incident in incidents if not incident.never]
@@ -231,7 +231,7 @@ def summary(row: str, system: str, incidents: list[Incident]) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines: what was measured, how it compares, where the time goes, and what never came."""
+    """Yield the lines: the figures, their ratios, where the time goes, and what never recovered."""
     ours = {row["killed"]: row["step"]["median"] for row in rows if row["system"] == "ours"}
     names = ("detection", "world", "step")
     pair = f"{'median':>9}{'p95':>7}"
@@ -252,10 +252,10 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
             yield f"{ROWS[row['killed']]:10}{row['system']:10}{parts}"
     yield ""
     for row in rows:
-        told = [incident["never"] for incident in row["incidents"]]
-        told += [incident["after"] and f"later {incident['after']}" for incident in row["incidents"]]
-        for what, count in collections.Counter(filter(None, told)).items():
-            yield f"{row['system']}, {ROWS[row['killed']]} killed, {count} of {row['kills']} times: {what}."
+        notes = [incident["never"] for incident in row["incidents"]]
+        notes += [incident["after"] and f"later {incident['after']}" for incident in row["incidents"]]
+        for note, count in collections.Counter(filter(None, notes)).items():
+            yield f"{row['system']}, {ROWS[row['killed']]} killed, {count} of {row['kills']} times: {note}."
 
 
 def seconds(value: float, digits: int = 2) -> str:
@@ -265,7 +265,7 @@ def seconds(value: float, digits: int = 2) -> str:
 
 
 def without_infinity(value: Any) -> Any:
-    """JSON has no number for never: null."""
+    """Replace infinity by null, because JSON has no such number."""
     if isinstance(value, dict):
         return {key: without_infinity(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -275,18 +275,18 @@ def without_infinity(value: Any) -> Any:
 
 @contextlib.contextmanager
 def no_process_left() -> Iterator[None]:
-    """Whatever ends the benchmark, but SIGKILL, kills what it has started; orphans come to it as children."""
+    """Kill all started processes when the benchmark ends, except by SIGKILL; orphans become its children."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     try:
         yield
     finally:
         while left := [p for p in psutil.Process().children(recursive=True) if not is_gone(p)]:
-            bury(strike(left))
+            reap_processes(kill_processes(left))
 
 
 def machine() -> dict[str, Any]:
-    """What figures depend on."""
+    """Describe the machine that the figures depend on."""
     return {
         "cores": os.cpu_count(),
         "python": sys.version.split()[0],
@@ -295,7 +295,7 @@ def machine() -> dict[str, Any]:
 
 
 def choice(known: Any) -> Callable[[str], list[str]]:
-    """Parse a list of words, separated by commas."""
+    """Return a parser of a comma-separated list."""
 
     def parse(text: str) -> list[str]:
         words = text.split(",")
@@ -333,8 +333,8 @@ def main() -> int:
         for row, system in itertools.product(options.rows, options.only):
             try:
                 rows.append(summary(row, system, run_row(row, system, options, base.absolute())))
-            except TroubleError as error:
-                say(f"{system}, {ROWS[row]} killed: left out: {error} (--dir keeps the logs)")
+            except NotTrainingError as error:
+                log(f"{system}, {ROWS[row]} killed: left out: {error} (--dir keeps the logs)")
                 whole = False
     print("\n".join(table(rows)))
     facts = machine()

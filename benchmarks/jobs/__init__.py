@@ -1,1 +1,1 @@
-"""What the benchmarks start, and how they read what came of it."""
+"""The jobs that the benchmarks start, and readers of what they record."""

@@ -1,4 +1,4 @@
-"""The systems that are compared under kills: a job on three nodes each, whose agents are our children."""
+"""The systems that are compared under kills: each is a job on three nodes, whose agents are our children."""
 
 # ruff: noqa: D102  see the base class
 
@@ -32,7 +32,7 @@ LIBC = ctypes.CDLL(None)
 
 @dataclass(frozen=True)
 class Work:
-    """What the nodes are to do: a step's sleep, the model's width, when to save; and how many must be up."""
+    """The nodes' work: sleep per step, width of the model, when to save, and the fewest nodes."""
 
     sleep_s: float = 0.02
     width: int = 64
@@ -41,8 +41,8 @@ class Work:
     min_nodes: int = MIN_NODES
 
     @property
-    def words(self) -> list[str]:
-        """What steps.py is told."""
+    def arguments(self) -> list[str]:
+        """Return the arguments of steps.py."""
         return [repr(self.sleep_s), str(self.width), str(self.stock_saves_every)]
 
 
@@ -50,7 +50,7 @@ RECOVERY = Work()
 
 
 class Job(ABC):
-    """One system's job. ``directory`` gets all it writes: the workers' marks and the agents' output."""
+    """One system's job. It writes the workers' marks and the agents' output into ``directory``."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -61,26 +61,26 @@ class Job(ABC):
 
     @abstractmethod
     def agent(self, index: int) -> fork_server.AgentProcess:
-        """The agent of a node that was started."""
+        """Return the agent of a started node."""
 
     @abstractmethod
     def host(self) -> int:
-        """The node whose loss takes the rendezvous along, or that leads it."""
+        """Return the index of the node that hosts the rendezvous, or leads it."""
 
     def processes(self, index: int) -> list[psutil.Process]:
-        """A node's agent and all of its descendants."""
+        """List a node's agent and all of its descendants."""
         agent = psutil.Process(self.agent(index).pid)
         return [agent, *agent.children(recursive=True)]
 
     def codes(self) -> list[int | None]:
-        """Each agent's exit code; None while it runs."""
+        """List each agent's exit code; None while it runs."""
         return [self.agent(index).poll() for index in range(NODES)]
 
     def stop(self) -> None:
-        """Kill every node, and wait until nothing is left."""
+        """Kill every node, and wait for all processes to end."""
         for index in range(NODES):
             if self.agent(index).poll() is None:
-                bury(strike(self.processes(index)))
+                reap_processes(kill_processes(self.processes(index)))
                 self.agent(index).wait()
 
 
@@ -99,7 +99,7 @@ class Ours(Job):
             flags=flags,
             fresh=True,
         )
-        self._cluster.start(SCRIPT, "ours", str(directory), *work.words)
+        self._cluster.start(SCRIPT, "ours", str(directory), *work.arguments)
 
     def start(self, index: int) -> None:
         self._cluster.start_node(index)
@@ -116,7 +116,7 @@ class Ours(Job):
 
 
 class Stock(Job):
-    """Torchrun with c10d. n0 hosts its store, and says so: on loopback every node would think it did."""
+    """Torchrun with c10d. n0 hosts the store explicitly: on loopback every node could be the host."""
 
     def __init__(self, directory: Path, work: Work, conf: dict[str, int], env: dict[str, str]) -> None:
         super().__init__(directory)
@@ -139,7 +139,7 @@ class Stock(Job):
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self._network}.1:{self._port}"),
             *("--rdzv-conf", ",".join(f"{key}={value}" for key, value in conf.items())),
             *("--local-addr", f"{self._network}.{index + 1}"),
-            *(str(SCRIPT), "stock", str(self.directory), *self._work.words),
+            *(str(SCRIPT), "stock", str(self.directory), *self._work.arguments),
         ]
         # The same as Cluster gives to its nodes.
         env = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **self._env}
@@ -170,7 +170,7 @@ class Stock(Job):
 
 
 def _free_port() -> int:
-    """Find a port that is free at every address, where the store listens, and that no client is given."""
+    """Find a port that is free at every address and outside the range of ephemeral ports."""
     while True:
         port = 20000 + secrets.randbelow(10000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -185,7 +185,7 @@ def _die_with_parent() -> None:
 def make_job(
     system: str, directory: Path, node_timeout_s: float | None, imports: str, work: Work = RECOVERY
 ) -> Job:
-    """Start all nodes of ``system``'s job. ``node_timeout_s`` is for ours; None: its default."""
+    """Start all nodes of ``system``'s job. ``node_timeout_s`` applies to ours; None is its default."""
     directory.mkdir(parents=True)
     os.environ["BENCH_IMPORTS"] = imports
     if system == "ours":
@@ -196,15 +196,15 @@ def make_job(
     return Stock(directory, work, {}, {})
 
 
-def strike(doomed: list[psutil.Process]) -> list[psutil.Process]:
-    for process in doomed:
+def kill_processes(processes: list[psutil.Process]) -> list[psutil.Process]:
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    return doomed
+    return processes
 
 
-def bury(dead: list[psutil.Process]) -> None:
-    """Wait for the end of killed processes. Orphans have become children of ours."""
+def reap_processes(dead: list[psutil.Process]) -> None:
+    """Wait for the end of killed processes. Orphans have become our children."""
     psutil.wait_procs(dead, timeout=30)
 
 

@@ -1,4 +1,4 @@
-"""The worker of budgets.py: trains a large state for some steps and prints what each took.
+"""The worker of budgets.py: train a large state for some steps and print the time of each.
 
 budgeted.py MEGABYTES STEPS
 """

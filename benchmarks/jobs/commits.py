@@ -1,10 +1,10 @@
-"""Commits to disk: by a keeper in a process of its own, beside the disk's limit and others' saves.
+"""Measure commits to disk by a committer process, beside the disk's limit and other ways to save.
 
     commits.py DIRECTORY MEGABYTES REPETITIONS
 
 Prints one JSON object. A commit is timed from the request to the answer: digests, data, manifest and fsyncs.
-The limit is what one file of the same bytes takes, in aligned writes of 16 MiB past the page cache, and one
-fsync. The others write the live state, and their files are fsynced.
+The limit is one file of the same bytes, in aligned writes of 16 MiB past the page cache, and one fsync. The
+others write the live state, and their files are fsynced.
 """
 
 # ruff: noqa: D102  what a method does is its name
@@ -27,11 +27,11 @@ from elastic_resume.snapshot.slot_client import SlotClient
 from elastic_resume.snapshot.slots import encode_snapshot_id
 from elastic_resume.state import state_dict
 from elastic_resume.state.tensor_buffer import make_spec
-from jobs.trained import NODE, RUN, Training, in_turns, keeper, large, sync, write_raw
+from jobs.trained import NODE, RUN, Training, in_turns, large, start_committer, sync, write_raw
 
 
 class Snapshot:
-    """The state in a slot of the keeper's; each commit is of another step of it."""
+    """The state in a slot of the committer. Each commit saves another step of it."""
 
     def __init__(self, training: Training, memory: SlotClient) -> None:
         flat = state_dict.flatten(training.tracked)
@@ -63,7 +63,7 @@ class Snapshot:
         self._memory.finish_fill(self._slot, self._manifest(), on_disk=False)
         answer = self._memory.commit(encode_snapshot_id(1, self._step))
         if not answer.get("path"):
-            raise SystemExit(f"the keeper did not commit: {answer}")
+            raise SystemExit(f"the committer did not commit: {answer}")
 
 
 def main() -> None:
@@ -81,7 +81,7 @@ def main() -> None:
         save(training.plain, checkpoint_id=directory / "dcp", no_dist=True)
         sync(directory / "dcp")
 
-    with keeper(directory) as environ:
+    with start_committer(directory) as environ:
         memory = SlotClient(environ["ELASTIC_RESUME_COMMITTER"], 0, is_local_leader=True)
         memory.send("start_generation", floor=-1, trusted=None, keep=2)
         snapshot = Snapshot(training, memory)

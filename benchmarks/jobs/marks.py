@@ -1,4 +1,4 @@
-"""What the workers of `steps.py` have noted, read as their files grow."""
+"""Read the marks that the workers of `steps.py` record, as their files grow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass
 class Worker:
-    """One worker process. ``marks`` are the times of its marks, with the first of its steps only."""
+    """One worker process. ``marks`` are the times of its marks; of its steps only the first."""
 
     pid: int
     node: str
@@ -23,7 +23,7 @@ class Worker:
     steps: int = 0
 
     def add(self, line: dict[str, Any]) -> None:
-        """Take in one mark."""
+        """Record one mark."""
         self.marks.setdefault(line["mark"], line["t"])
         if line["mark"] == "resumed":
             self.world, self.start_step = line["world"], line["step"]
@@ -41,7 +41,7 @@ class Marks:
         self._workers: dict[str, Worker] = {}
 
     def look(self) -> None:
-        """Read what is new."""
+        """Read new marks."""
         for path in self._directory.glob("*"):
             name, start = path.name, self._read.get(path.name, 0)
             if path.stat().st_size == start:
@@ -57,11 +57,11 @@ class Marks:
             self._read[name] = start + len(whole) + bool(whole)
 
     def workers(self) -> list[Worker]:
-        """All that have been born, the dead ones too."""
+        """List all workers that have started, dead ones too."""
         return list(self._workers.values())
 
     def world(self, born_after: float, steps: int = 1) -> list[Worker]:
-        """The last world begun since then, in which every rank has finished so many steps; or nothing."""
+        """Return the newest world after ``since`` in which every rank has finished ``steps`` steps, or []."""
         worlds: dict[str, list[Worker]] = {}
         for worker in self._workers.values():
             if worker.world and worker.marks["born"] > born_after:

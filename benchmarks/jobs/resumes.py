@@ -1,19 +1,20 @@
-"""Resumes into a model and an optimizer that a new process has built, from memory, disk and another node.
+"""Resume into a model and an optimizer of a new process, from memory, disk and another node.
 
     resumes.py DIRECTORY MEGABYTES REPETITIONS [own-network]        prints one JSON object
 
-Each resume is a new process, which builds a model of zeros, says that it is ready, and is timed from then on:
-all of `er.resume`, digests included. Of two nodes the slower one counts. What was loaded is compared with
-what was saved.
+Each resume is a new process, which builds a model of zeros, reports that it is ready, and is timed from then
+on: all of `er.resume`, digests included. With two nodes the slower one counts. The loaded state is compared
+with the saved one.
 
-    memory     the node's keeper has lived on, and holds the newest step
+    memory     the node's committer is still alive and holds the newest step
     disk       nothing of the checkpoint is in the page cache, and nothing is in memory
     fresh      two processes on gloo, whose nodes share no directory: one holds the newest step, one nothing.
-               Both share this machine's cores, which a broadcast over loopback uses up alone; so a second
-               time over a link of 10 Gbit/s, as two machines have (tc, in a network namespace: for root)
+               Both share this machine's cores, which a broadcast over loopback saturates by itself; so it is
+               measured again
+               over a link of 10 Gbit/s, as two machines have (tc, in a network namespace: for root)
 
 Limits, from the same kind of process: one memcpy of the state into the model and a new optimizer state; reads
-of 16 MiB past the page cache; gloo's broadcast within memory that has been touched.
+of 16 MiB past the page cache; gloo's broadcast within touched memory.
 """
 
 # ruff: noqa: D102  what a method does is its name
@@ -53,9 +54,9 @@ from jobs.trained import (
     Training,
     aligned_memory,
     forget,
-    keeper,
     large,
     read_raw,
+    start_committer,
     timed,
 )
 
@@ -85,13 +86,13 @@ EXPECTED, PICKLED, DCP = "expected.json", "state.pt", "dcp"
 
 
 def train(directory: Path, megabytes: int) -> int:
-    """Save a state in all ways; give its size."""
+    """Save a state with each method; return its size in bytes."""
     training = large(megabytes)
     run = er.resume(**training.tracked)
     training.fill()
     run.step()
     if run.save() is None:
-        raise SystemExit("the keeper did not commit")
+        raise SystemExit("the committer did not commit")
     torch.save(training.plain, directory / PICKLED)
     save(training.plain, checkpoint_id=directory / DCP, no_dist=True)
     (directory / EXPECTED).write_text(json.dumps(training.prints()))
@@ -113,7 +114,7 @@ def load_dcp(training: Training, directory: Path) -> None:
 
 
 def copy_in(training: Training) -> Callable[[], Any]:
-    """One memcpy of the state, a third of it to where memory has been touched, and two thirds not."""
+    """Copy the state once: a third of it into touched memory, two thirds into fresh memory."""
     parameters: list[Tensor] = list(training.model.parameters())
     targets = [torch.ones_like(parameter) for parameter in parameters]
 
@@ -127,7 +128,7 @@ def copy_in(training: Training) -> Callable[[], Any]:
 
 
 def broadcast(size: int) -> Callable[[], None]:
-    """Gloo's broadcast of so many bytes, in memory that has been touched."""
+    """Broadcast that many bytes with gloo, in touched memory."""
     buffer = torch.ones(min(size, ROTATING_BYTES), dtype=torch.uint8)
 
     def send() -> None:
@@ -153,7 +154,7 @@ def broadcast_objects(training: Training) -> Callable[[], None]:
 def child(  # noqa: PLR0917  a process gets them as a tuple
     line: Connection, methods: list[str], directory: Path, megabytes: int, log: Path, environ: dict[str, str]
 ) -> None:
-    """One after the other: get ready, do it when told to, and tell what it took."""
+    """For each method: prepare, load when told to, and print the seconds."""
     with open(log, "a") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
     os.environ.update(environ)
@@ -191,9 +192,9 @@ def child(  # noqa: PLR0917  a process gets them as a tuple
 
 
 class Child:
-    """A process that resumes, forked from this one: importing torch takes longer than most that is timed.
+    """A process that resumes, forked from this one, because importing torch takes longer than most methods.
 
-    This one computes nothing, so that no pool of threads is missing in a fork.
+    This process computes nothing before the fork, so that no thread pool is missing in a child.
     """
 
     def __init__(self, methods: str, directory: Path, megabytes: int, environ: dict[str, str]) -> None:
@@ -207,7 +208,7 @@ class Child:
         line.close()
 
     def hear(self) -> Any:
-        """Wait for what it says next."""
+        """Wait for its next line."""
         try:
             return self._line.recv()
         except EOFError:
@@ -218,7 +219,7 @@ class Child:
         self._line.send("go")
 
     def memory(self) -> dict[str, int]:
-        """Bytes of its own, and of mapped files. What it shares with its keeper is in neither."""
+        """Return the bytes of its own memory and of mapped files, without those shared with its committer."""
         found = {"RssAnon": 0, "RssFile": 0}
         for line in Path(f"/proc/{self._process.pid}/status").read_text().splitlines():
             name, _, rest = line.partition(":")
@@ -232,10 +233,10 @@ class Child:
 
 
 class Watch:
-    """What the memory of a resuming process is at most, beyond what it has to hold in the end.
+    """Measures the peak memory of a resuming process, beyond what it must hold in the end.
 
-    That is what it had before, and two thirds of the state, which are the optimizer's. It is looked at
-    every `LOOK_S`, which takes the machine a hundredth of the time.
+    That is its memory before, and two thirds of the state, which are the optimizer's. It is sampled every
+    `LOOK_S`, at a cost of 1 % of the machine.
     """
 
     def __init__(self, child: Child, state_bytes: int) -> None:
@@ -260,7 +261,7 @@ class Watch:
 
 
 class Bench:
-    """All of it for one size."""
+    """All measurements for one size."""
 
     def __init__(self, directory: Path, megabytes: int, repetitions: int) -> None:
         self.directory = directory
@@ -304,7 +305,7 @@ class Bench:
     def to_fresh_node(self, environ: dict[str, str], row: str, methods: str) -> None:
         for _ in range(self.repetitions):
             shutil.rmtree(self.directory / "other", ignore_errors=True)
-            with keeper(self.directory / "other", "fresh") as fresh:
+            with start_committer(self.directory / "other", "fresh") as fresh:
                 self.resume(row, methods, *_ranks([environ, fresh]))
 
     def from_disk(self) -> None:
@@ -314,7 +315,7 @@ class Bench:
         for _ in range(self.repetitions):
             forget(self.directory)
             self.seconds.setdefault("disk limit", []).append(timed(lambda: read_raw(path, buffer)))
-            with keeper(self.directory) as environ:
+            with start_committer(self.directory) as environ:
                 forget(self.directory)
                 self.resume("disk", "ours", environ)
             for method in ("torch.load", "dcp.load"):
@@ -323,7 +324,7 @@ class Bench:
 
 
 def _ranks(environs: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Give each of the nodes a rank of one gloo group."""
+    """Return the environment of each rank of one gloo group, one rank per node."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -336,7 +337,7 @@ def main() -> None:
     if OWN_NETWORK in sys.argv:
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     bench = Bench(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
-    with keeper(bench.directory) as environ:
+    with start_committer(bench.directory) as environ:
         bench.prepare(environ)
         bench.from_memory(environ)
         bench.to_fresh_node(environ, "fresh", "ours,broadcast,broadcast_object_list")

@@ -1,11 +1,12 @@
-"""What a snapshot at every step costs training, and what other ways to save cost it; prints one JSON object.
+"""Measure what a snapshot at every step costs training, beside other ways to save; print one JSON object.
 
     stalls.py DIRECTORY MEGABYTES|small-sgd|small-adam ROUNDS STEPS
 
-Blocks of STEPS steps without snapshots and with one at every step take turns, ROUNDS times, and between them
-come single calls of the others. Of a block the first step is left out: it waits for, or lacks, the copy of
-the block before it. The stall is what ``run.step()`` takes beyond the same with ``snapshot_every="off"``, and
-what the fence before ``optimizer.step()`` waits, which two hooks around it tell.
+Blocks of STEPS steps without snapshots alternate with blocks of a snapshot at every step, ROUNDS times.
+Between them come single calls of the other systems. The first step of a block is left out, because the copy
+of the block before affects it. The stall is the time of ``run.step()`` beyond the same with
+``snapshot_every="off"``, and the wait of the copy barrier before ``optimizer.step()``, which two hooks around
+it measure.
 """
 
 # ruff: noqa: D102  what a method does is its name
@@ -38,7 +39,7 @@ STAGED_TWICE_BYTES = 1 << 30  # more of it is not also kept in dcp's own buffers
 
 
 class Clock:
-    """A training with a run that takes snapshots and one that takes none, and what its steps took."""
+    """Times the steps of a training with one run that takes snapshots and one that takes none."""
 
     def __init__(self, training: Training, directory: Path) -> None:
         self.training = training
@@ -62,7 +63,7 @@ class Clock:
         self._behind = time.perf_counter()
 
     def step(self, run: Run) -> dict[str, float]:
-        """Seconds of a step with its commit point, of the commit point, and of the fence."""
+        """Return the seconds of a step including run.step(), of run.step() alone, and of the copy barrier."""
         began = time.perf_counter()
         self.training.step()
         trained = time.perf_counter()
@@ -75,7 +76,7 @@ class Clock:
 
 
 def others(training: Training, directory: Path) -> dict[str, Callable[[], Any]]:
-    """Give the ways of others: what they make training wait for. What goes on behind it is awaited apart."""
+    """Return the other systems' calls, each with a function that waits for its background work."""
 
     def place(name: str) -> Path:
         path = directory / name
@@ -110,7 +111,7 @@ def others(training: Training, directory: Path) -> dict[str, Callable[[], Any]]:
 
 
 def call(way: Callable[[], Any]) -> float:
-    """Seconds until training may go on; then wait for what still goes on."""
+    """Return the seconds until training may continue; then wait for the background work."""
     start = time.perf_counter()
     behind = way()
     seconds = time.perf_counter() - start
@@ -122,7 +123,7 @@ def call(way: Callable[[], Any]) -> float:
 
 
 def first_steps(clock: Clock) -> dict[str, Any]:
-    """The steps from the very first: without memory yet, without optimizer state yet."""
+    """Time the very first steps: without snapshot memory yet, without optimizer state yet."""
     steps, taken = [], None
     for number in range(FIRST_STEPS):
         steps.append(clock.step(clock.on))

@@ -1,17 +1,17 @@
-"""A worker of the benchmarks with kills: it trains a small model without end and notes when it came how far.
+"""The worker of the benchmarks with kills: train a small model without end and record the time of each stage.
 
     steps.py ours|stock DIRECTORY SLEEP_S WIDTH SAVE_EVERY
 
-A step sleeps for SLEEP_S, which stands for computing on cores that a node does not share with the other
-nodes, and trains layers of WIDTH.
-Each process appends one JSON line for each mark to a file of its own in DIRECTORY/marks, with the time of
-CLOCK_MONOTONIC, which is one clock for all nodes of this machine: born, imported, built (torch imports half
-of itself only for the first optimizer), resumed, wrapped, then a `step` after each optimizer step.
+A step trains layers of WIDTH and sleeps for SLEEP_S. The sleep stands for computing on cores that a node does
+not share with the other nodes. Each process appends one JSON line per mark to a file of its own in
+DIRECTORY/marks, with the time of CLOCK_MONOTONIC, which all nodes of this machine share: born, imported,
+built (torch imports half of itself only for the first optimizer), resumed, wrapped, then a `step` after each
+optimizer step.
 
 `ours` saves as its flags say. `stock` is what a careful user of torchrun writes: at every SAVE_EVERY-th step
-every node saves with an atomic rename; at a start rank 0 reads the newest copy of any node, as if on a shared
-file system (a kindness: with disks of their own rank 0 may be the node that has just come back), and
-broadcasts it. Nothing is fsynced, which a loss of power would not forgive.
+every node saves with an atomic rename. At a start rank 0 reads the newest copy of any node, as if on a shared
+file system, and broadcasts it. (That favours torchrun: with local disks rank 0 may be the node that has just
+come back.) Nothing is fsynced, so a power loss could destroy it.
 """
 
 # ruff: noqa: E402  what is heavy is imported when the birth has been noted
@@ -24,7 +24,7 @@ from pathlib import Path
 
 
 def birth() -> float:
-    """When the kernel started this process, to its 10 ms, on the clock of time.monotonic()."""
+    """Return when the kernel started this process, to 10 ms, on the clock of time.monotonic()."""
     started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - age_s
@@ -67,7 +67,7 @@ class Diary:
 
 
 class Work:
-    """What one step is, from the command line."""
+    """One step's parameters, from the command line."""
 
     def __init__(self, words: list[str]) -> None:
         self.sleep_s, self.width, self.save_every = float(words[0]), int(words[1]), int(words[2])
@@ -83,7 +83,7 @@ def small_parts(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, work: Work) -> None:
-    """Forward, backward and the optimizer's step, made longer by a sleep."""
+    """Run forward, backward and the optimizer's step, made longer by a sleep."""
     time.sleep(work.sleep_s)
     optimizer.zero_grad()
     model(torch.randn(8, work.width)).square().mean().backward()
@@ -129,7 +129,7 @@ def train_stock(diary: Diary, work: Work, states: Path, node: str) -> None:
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, states: Path) -> tuple[int, str]:
-    """Bring all ranks to the newest copy; give its step, and a name for the world that begins."""
+    """Load the newest copy on all ranks; return its step, and a name for the new world."""
     told: list[Any] = [None]
     if dist.get_rank() == 0:
         copies = [torch.load(path, weights_only=True) for path in states.glob("*.pt")]

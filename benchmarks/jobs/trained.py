@@ -1,8 +1,8 @@
-"""What benchmarks/checkpoint.py saves and resumes: models of a given size, steps of them, and a keeper.
+"""The states that benchmarks/checkpoint.py saves and resumes: models of a given size, and a committer.
 
-The large one is a stack of linear layers of 768 and 3072 with Adam: 12 bytes of state for each parameter. A
-step of it reads `TOKENS` rows, which is little: a larger batch leaves a copy more time to hide behind. The
-small one is 10,000 linear layers of 8 to 8, 20,000 tensors.
+The large one is a stack of linear layers of 768 and 3072 with Adam: 12 bytes of state per parameter. A step
+of it reads `TOKENS` rows, which is little: a larger batch gives a copy more time to overlap with. The small
+one is 10,000 linear layers of 8 to 8, 20,000 tensors.
 """
 
 # ruff: noqa: D102  what a method does is its name
@@ -45,39 +45,39 @@ class Training:
 
     @property
     def tracked(self) -> dict[str, Any]:
-        """As `er.resume` takes it."""
+        """Return the state as `er.resume` takes it."""
         return {"model": self.model, "optimizer": self.optimizer}
 
     @property
     def plain(self) -> dict[str, Any]:
-        """As the others take it."""
+        """Return the state as the other systems take it."""
         return {name: item.state_dict() for name, item in self.tracked.items()}
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of the state."""
+        """List all tensors of the state."""
         return [leaf.tensor for leaf in state_dict.flatten(self.tracked).leaves]
 
     @property
     def bytes(self) -> int:
-        """Of the state."""
+        """Return the size of the state in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def step(self) -> None:
-        """Forward, backward, optimizer."""
+        """Run forward, backward and the optimizer."""
         self.model(self.batch).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def fill(self) -> None:
-        """Give the optimizer its state, without a batch."""
+        """Create the optimizer's state without a batch."""
         for parameter in self.model.parameters():
             parameter.grad = torch.full_like(parameter, 0.01)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def prints(self) -> dict[str, str]:
-        """Digests of all tensors."""
+        """Return the digests of all tensors."""
         return state_dict.digest_leaves(state_dict.flatten(self.tracked).leaves)
 
 
@@ -95,7 +95,7 @@ class Residual(nn.Module):
 
 
 def large(megabytes: int) -> Training:
-    """Of so many MB, model and optimizer; the optimizer has no state yet."""
+    """Return a model and an optimizer of that many MB; the optimizer has no state yet."""
     torch.manual_seed(0)
     pairs = max(1, round(megabytes * 1e6 / (12 * 2 * WIDTHS[0] * WIDTHS[1])))
     shapes = (WIDTHS, WIDTHS[::-1])
@@ -104,7 +104,7 @@ def large(megabytes: int) -> Training:
 
 
 def small(kind: str) -> Training:
-    """Of 20,000 small tensors; ``kind`` of optimizer: sgd (with momentum) or adam."""
+    """Return 20,000 small tensors; ``kind`` of optimizer: sgd (with momentum) or adam."""
     torch.manual_seed(0)
     model = Residual()
     optimizer: torch.optim.Optimizer = (
@@ -119,7 +119,7 @@ def small(kind: str) -> Training:
 
 
 class Copy:
-    """One memcpy of a state, into memory that has been touched: what a copy costs at least."""
+    """One memcpy of a state into touched memory: the lower bound of a copy."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         room = min(ROTATING_BYTES, sum(tensor.nbytes for tensor in tensors))
@@ -139,14 +139,14 @@ class Copy:
 
 
 def aligned_memory(size: int) -> memoryview:
-    """Page-aligned memory that has been touched."""
+    """Return page-aligned memory that has been touched."""
     memory = memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     memory[::4096] = bytes(len(range(0, size, 4096)))
     return memory
 
 
 def write_raw(path: Path, memory: memoryview) -> None:
-    """What the disk takes at most: aligned writes past the page cache into a new file, and fsync."""
+    """Write as fast as the disk allows: aligned writes past the page cache into a new file, and fsync."""
     path.unlink(missing_ok=True)
     size = len(memory) // 4096 * 4096
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o644)
@@ -159,7 +159,7 @@ def write_raw(path: Path, memory: memoryview) -> None:
 
 
 def read_raw(path: Path, buffer: memoryview) -> None:
-    """What the disk gives at most: reads of 16 MiB past the page cache, all into one ``buffer``."""
+    """Read as fast as the disk allows: 16 MiB at a time past the page cache, all into one ``buffer``."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     try:
         while os.readv(descriptor, [buffer]) == len(buffer):
@@ -179,7 +179,7 @@ def sync(path: Path) -> None:
 
 
 def forget(directory: Path) -> None:
-    """Take the files under it out of the page cache."""
+    """Drop the files under ``path`` from the page cache."""
     for path in directory.rglob("*"):
         if path.is_file():
             sync(path)
@@ -191,15 +191,20 @@ def forget(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def keeper(directory: Path, node: str = NODE) -> Iterator[dict[str, str]]:
-    """A keeper in a process of its own, as the agent's; give the environment of its workers."""
-    command = [sys.executable, str(Path(__file__).with_name("keep.py")), str(directory / RUN / node), RUN]
+def start_committer(directory: Path, node: str = NODE) -> Iterator[dict[str, str]]:
+    """Start a committer in a process of its own, and yield the environment of its workers."""
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("run_committer.py")),
+        str(directory / RUN / node),
+        RUN,
+    ]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None  # noqa: S101  a pipe was asked for
             name = process.stdout.readline().strip()
             if not name:
-                raise SystemExit("the keeper did not start")
+                raise SystemExit("the committer did not start")
             # A worker under an agent takes its directory from the environment.
             yield {
                 constants.ENV_AGENT_PID: str(process.pid),
@@ -215,16 +220,16 @@ def keeper(directory: Path, node: str = NODE) -> Iterator[dict[str, str]]:
 
 
 def timed(action: Callable[[], Any]) -> float:
-    """Seconds of the clock."""
+    """Return the seconds that a call takes."""
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
 
 
 def in_turns(actions: dict[str, Callable[[], Any]], repetitions: int) -> dict[str, list[float]]:
-    """Time them one after the other, so that a slow moment of the machine hits all alike.
+    """Time the calls one after the other, so that a slow moment of the machine affects all of them.
 
-    The first round is not counted: it imports, and touches memory for the first time.
+    The first round is not counted: it imports modules and touches memory for the first time.
     """
     times: dict[str, list[float]] = {name: [] for name in actions}
     for repetition, (name, action) in itertools.product(range(repetitions + 1), actions.items()):
@@ -235,7 +240,7 @@ def in_turns(actions: dict[str, Callable[[], Any]], repetitions: int) -> dict[st
 
 
 def spread(samples: Sequence[float]) -> dict[str, float]:
-    """Median, p95 by nearest rank (of fewer than 20 the greatest), mean and greatest."""
+    """Return median, p95 by nearest rank (the maximum of fewer than 20), mean and maximum."""
     ordered = sorted(samples)
     return {
         "median": statistics.median(ordered),
