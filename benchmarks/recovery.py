@@ -9,11 +9,14 @@ while three nodes train.
     ours       `elastic-resume run`, defaults
     torchrun   c10d, defaults, but --max-restarts, because its default of 0 survives no loss at all
     tuned      torchrun with shorter timeouts (TUNED_CONF of jobs/agents.py), and a store of each round's own
+    torchft    torchft-nightly's Manager and DDP on gloo, its defaults; n0 hosts the lighthouse. Needs
+               `pip install torchft-nightly`
 
 Seconds are counted from the first signal until the last surviving worker of the old world is gone
 (detection), until the first process of the new world starts (world), and until its first step is finished on
 all ranks (step). "never" means that no step followed within --give-up seconds (60 for stock's host), or that
-all agents ended. Lost steps were run again.
+all agents ended. Lost steps were run again. torchft's survivors keep their process:
+its detection is not shown, and its world begins with the last step before the new quorum.
 
 torchrun's rounds share one store. Workers of a new round read addresses of the dead round, fail, and try
 again in another round until one succeeds by chance (pytorch#135712; torch 2.13). With its defaults, five
@@ -47,7 +50,7 @@ from jobs.agents import MIN_NODES, NODES, TUNED_CONF, Job, is_gone, kill_process
 from jobs.marks import Marks, Worker
 
 ROWS = {"worker": "a worker", "node": "a node", "host": "the host"}
-SYSTEMS = ("ours", "torchrun", "tuned")
+SYSTEMS = ("ours", "torchrun", "tuned", "torchft")
 STOCK_HOST_GIVE_UP_S = 60.0  # its agents end within seconds unless one hangs
 STEADY_STEPS = 10  # of each rank, before the next kill
 STEADY_S = 120.0  # then a new job is started
@@ -109,7 +112,10 @@ def kill(job: Job, marks: Marks, row: str, rng: random.Random, give_up_s: float)
     killed = [killed_worker] if row == "worker" else job.processes(victim)
     incident = Incident(f"n{victim}", time.monotonic())
     kill_processes(killed)
-    new = watch(job, marks, list(workers.values()), incident, give_up_s)
+    survivors = list(workers.values())
+    if job.survivors_keep_process:
+        survivors, incident.detection = [], math.nan
+    new = watch(job, marks, survivors, incident, give_up_s)
     reap_processes(killed)
     if new:
         measure(incident, old, new)
@@ -152,6 +158,8 @@ def measure(incident: Incident, old: list[Worker], new: list[Worker]) -> None:
     incident.world_size = len(new)
     done = [incident.detection, *(ends[mark] for mark in MARKS)]
     starts = [0.0, *done[:-1]]
+    if math.isnan(incident.detection):
+        return  # survivors kept their process
     incident.phases = {name: end - start for name, start, end in zip(PHASES, starts, done, strict=True)}
 
 
@@ -223,8 +231,8 @@ def summary(row: str, system: str, incidents: list[Incident]) -> dict[str, Any]:
     result["recovered"] = len(recovered)
     result["recomputed_steps"] = max((incident.lost_steps or 0 for incident in recovered), default=None)
     result["phases"] = {
-        name: statistics.median([incident.phases[name] for incident in recovered])
-        for name in (PHASES if recovered else ())
+        name: statistics.median([incident.phases[name] for incident in recovered if incident.phases])
+        for name in (PHASES if any(incident.phases for incident in recovered) else ())
     }
     result["incidents"] = [asdict(incident) for incident in incidents]
     return result
@@ -311,7 +319,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=5, help="of each kind, for each system")
-    parser.add_argument("--only", type=choice(SYSTEMS), default=SYSTEMS, help=",".join(SYSTEMS))
+    parser.add_argument("--only", type=choice(SYSTEMS), default=SYSTEMS[:3], help=",".join(SYSTEMS))
     parser.add_argument("--rows", type=choice(ROWS), default=tuple(ROWS), help=",".join(ROWS))
     parser.add_argument("--give-up", type=float, default=200.0, metavar="S", help="until it is called never")
     parser.add_argument("--node-timeout", type=float, metavar="S", help="ours, instead of its default")

@@ -52,6 +52,8 @@ RECOVERY = Work()
 class Job(ABC):
     """One system's job. It writes the workers' marks and the agents' output into ``directory``."""
 
+    survivors_keep_process = False
+
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
@@ -141,8 +143,11 @@ class Stock(Job):
             *("--local-addr", f"{self._network}.{index + 1}"),
             *(str(SCRIPT), "stock", str(self.directory), *self._work.arguments),
         ]
+        self._start_agent(index, command, self._env)
+
+    def _start_agent(self, index: int, command: list[str], more: dict[str, str]) -> None:
         # The same as Cluster gives to its nodes.
-        env = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **self._env}
+        env = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **more}
         with open(self.directory / f"n{index}.log", "ab") as log:
             self._agents[index] = subprocess.Popen(
                 command,
@@ -169,6 +174,50 @@ class Stock(Job):
             time.sleep(0.05)
 
 
+class TorchFT(Stock):
+    """Torchft: a replica group per node, each under a torchrun of its own, and a lighthouse on n0."""
+
+    survivors_keep_process = True
+
+    def __init__(self, directory: Path, work: Work) -> None:
+        lighthouse = Path(sys.executable).with_name("torchft_lighthouse")
+        self._lighthouse_port = _free_port()
+        command = [str(lighthouse), "--bind", f"127.0.0.1:{self._lighthouse_port}"]
+        with open(directory / "lighthouse.log", "ab") as log:
+            self._lighthouse = subprocess.Popen(
+                [*command, "--min_replicas", str(work.min_nodes), "--join_timeout_ms", "1000"],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                preexec_fn=_die_with_parent,  # noqa: PLW1509  one system call, in a process of one thread
+            )
+        super().__init__(directory, work, {}, {})
+
+    def start(self, index: int) -> None:
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "1"),
+            *("--max-restarts", "1000000", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
+            *(str(SCRIPT), "torchft", str(self.directory), *self._work.arguments),
+        ]
+        env = {
+            "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{self._lighthouse_port}",
+            "REPLICA_GROUP_ID": str(index),
+        }
+        self._start_agent(index, command, {**env, "NUM_REPLICA_GROUPS": str(NODES)})
+
+    def processes(self, index: int) -> list[psutil.Process]:
+        """List a node's processes; n0's include the lighthouse."""
+        lighthouse = [psutil.Process(self._lighthouse.pid)] if index == 0 else []
+        return super().processes(index) + [p for p in lighthouse if self._lighthouse.poll() is None]
+
+    def stop(self) -> None:
+        super().stop()
+        self._lighthouse.kill()
+        self._lighthouse.wait()
+
+    def _wait_for_store(self) -> None:
+        """Nothing to wait for: there is no store for all nodes."""
+
+
 def _free_port() -> int:
     """Find a port that is free at every address and outside the range of ephemeral ports."""
     while True:
@@ -191,6 +240,8 @@ def make_job(
     if system == "ours":
         flags = ["--node-timeout", str(node_timeout_s)] if node_timeout_s else []
         return Ours(directory, work, [*flags, "--preload", imports] if imports else flags)
+    if system == "torchft":
+        return TorchFT(directory, work)
     if system == "tuned":
         return Stock(directory, work, TUNED_CONF, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
     return Stock(directory, work, {}, {})

@@ -1,6 +1,6 @@
 """The worker of the benchmarks with kills: train a small model without end and record the time of each stage.
 
-    steps.py ours|stock DIRECTORY SLEEP_S WIDTH SAVE_EVERY
+    steps.py ours|stock|torchft DIRECTORY SLEEP_S WIDTH SAVE_EVERY
 
 A step trains layers of WIDTH and sleeps for SLEEP_S. The sleep stands for computing on cores that a node does
 not share with the other nodes. Each process appends one JSON line per mark to a file of its own in
@@ -12,6 +12,10 @@ optimizer step.
 every node saves with an atomic rename. At a start rank 0 reads the newest copy of any node, as if on a shared
 file system, and broadcasts it. (That favours torchrun: with local disks rank 0 may be the node that has just
 come back.) Nothing is fsynced, so a power loss could destroy it.
+
+`torchft` follows the example in torchft's README: its Manager, DistributedDataParallel and Optimizer, a
+replica group of one worker per node, gloo, and its defaults. It saves nothing to disk: a worker that starts
+receives the state from a live peer. Its survivors keep their process, so each quorum is recorded as a worker.
 """
 
 # ruff: noqa: E402  what is heavy is imported when the birth has been noted
@@ -128,6 +132,44 @@ def train_stock(diary: Diary, work: Work, states: Path, node: str) -> None:
         diary.mark("step", step=step)
 
 
+def train_torchft(directory: Path, work: Work, node: str) -> None:
+    import torchft  # noqa: PLC0415  the other systems do without
+
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    model, optimizer = small_parts(work.width)
+
+    def load_state(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    group = torchft.ProcessGroupGloo()
+    manager = torchft.Manager(
+        pg=group,
+        load_state_dict=load_state,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+        min_replica_size=2,
+        replica_id=node,
+        hostname="127.0.0.1",
+    )
+    wrapped = torchft.DistributedDataParallel(manager, model)
+    wrapped_optimizer = torchft.Optimizer(manager, optimizer)
+    diary, quorum = None, -1
+    while True:
+        before = manager.current_step()
+        one_step(wrapped, wrapped_optimizer, work)
+        step, now = manager.current_step(), manager._quorum_id  # noqa: SLF001  there is no public one
+        if step == before or not manager.is_participating():
+            continue  # the step was discarded, because a replica died or joined
+        if now != quorum or diary is None:
+            quorum, diary = now, Diary(directory / "marks", node)
+            ranks = {"rank": group.rank(), "world_size": group.size()}
+            diary.mark("born", pid=os.getpid(), node=node, **ranks)
+            for mark in ("imported", "built", "wrapped"):
+                diary.mark(mark)
+            diary.mark("resumed", world=f"quorum {quorum}", step=step - 1)
+        diary.mark("step", step=step)
+
+
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, states: Path) -> tuple[int, str]:
     """Load the newest copy on all ranks; return its step, and a name for the new world."""
     told: list[Any] = [None]
@@ -152,6 +194,8 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, path: Pa
 def main() -> None:
     system, directory, work = sys.argv[1], Path(sys.argv[2]), Work(sys.argv[3:])
     node = os.environ["ELASTIC_RESUME_NODE_NAME" if system == "ours" else "BENCHMARK_NODE"]
+    if system == "torchft":
+        train_torchft(directory, work, node)
     diary = Diary(directory / "marks", node)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     diary.mark("born", BORN, pid=os.getpid(), node=node, rank=rank, world_size=world_size)
