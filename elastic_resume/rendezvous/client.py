@@ -28,19 +28,20 @@ from elastic_resume.rendezvous.core.events import (
     EmitEvent,
     EndJob,
     GiveUp,
-    JobFailed,
-    JoinRequested,
-    KillWorkers,
     Leave,
-    ReportDivergence,
-    RestartWorkers,
     StartWorkers,
-    StateDigested,
     StatusPublished,
-    WorkerFailed,
+    StopWorkers,
     WorkersFinished,
 )
-from elastic_resume.rendezvous.core.messages import JoinSpec, ReplicasDiverged, StateDigest
+from elastic_resume.rendezvous.core.messages import (
+    FailJob,
+    FailureReport,
+    JoinRequest,
+    JoinSpec,
+    ReplicasDiverged,
+    StateDigest,
+)
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.quorum import Incarnation
 from elastic_resume.rendezvous.core.status import NodeStatus
@@ -110,7 +111,7 @@ class RendezvousClient:
         self._view: StartWorkers | None = None
         self._restart_reason = ""
         self._outcome: EndJob | GiveUp | None = None
-        self._callback_queue: queue.SimpleQueue[EmitEvent | ReportDivergence | None] = queue.SimpleQueue()
+        self._callback_queue: queue.SimpleQueue[EmitEvent | ReplicasDiverged | None] = queue.SimpleQueue()
         self._on_divergence: Callable[[ReplicasDiverged], None] = lambda _: None
         self._unhandled_divergences = 0
         """Divergences whose handler has not returned."""
@@ -159,7 +160,7 @@ class RendezvousClient:
             while True:
                 self._view, self._restart_reason = None, ""
                 self._wait_for_divergence_handling()
-                self._server.submit(JoinRequested(request))
+                self._server.submit(JoinRequest(request))
                 view = self._wait_for_view()
                 self._wait_for_divergence_handling()
                 if not self.restart_requested:
@@ -209,7 +210,7 @@ class RendezvousClient:
 
     def report_failure(self, generation: int, failure: Failure) -> None:
         """Report how a worker of this node failed. Call it before `join`."""
-        self._server.submit(WorkerFailed(generation, failure))
+        self._server.submit(FailureReport(generation, failure))
 
     def sleep_unless_over(self, duration_s: float) -> None:
         """Sleep until the time has passed or the job is over."""
@@ -219,7 +220,7 @@ class RendezvousClient:
 
     def fail_job(self, reason: str) -> None:
         """End the job on all nodes; return when the leader has confirmed it, or after a timeout."""
-        self._server.submit(JobFailed(reason))
+        self._server.submit(FailJob(reason))
         with self._condition:
             self._condition.wait_for(lambda: self._outcome is not None, self._end_timeout_s)
 
@@ -303,7 +304,7 @@ class RendezvousClient:
         """
         if not is_digest(digest):
             raise ValueError(f"not a digest of 32 hexadecimal digits: {digest!r}")
-        self._server.submit(StateDigested(StateDigest(generation, step, Digest(digest))))
+        self._server.submit(StateDigest(generation, step, Digest(digest)))
 
     # ---- the rendezvous thread -----------------------------------------------------------------------
 
@@ -323,12 +324,12 @@ class RendezvousClient:
             self._on_peer_status(effect)
             return
         with self._condition:
-            if isinstance(effect, ReportDivergence):
+            if isinstance(effect, ReplicasDiverged):
                 self._unhandled_divergences += 1
                 self._callback_queue.put(effect)
             elif isinstance(effect, StartWorkers):
                 self._view = effect
-            elif isinstance(effect, (RestartWorkers, KillWorkers)):
+            elif isinstance(effect, StopWorkers):
                 if self._view is not None and self._view.generation == effect.generation:
                     self._restart_reason = effect.reason
             elif isinstance(effect, (EndJob, GiveUp)):
@@ -343,7 +344,7 @@ class RendezvousClient:
                 on_log(effect)
                 continue
             try:
-                self._on_divergence(effect.divergence)
+                self._on_divergence(effect)
             finally:
                 with self._condition:
                     self._unhandled_divergences -= 1

@@ -14,16 +14,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from elastic_resume.rendezvous.core.events import (
-    Effect,
-    EmitEvent,
-    JoinRequested,
-    KillWorkers,
-    RestartWorkers,
-    Settings,
-    StartWorkers,
-)
-from elastic_resume.rendezvous.core.messages import Header, JoinSpec, Message
+from elastic_resume.rendezvous.core.events import Effect, EmitEvent, Settings, StartWorkers, StopWorkers
+from elastic_resume.rendezvous.core.messages import Header, JoinRequest, JoinSpec, Message
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.quorum import Incarnation
 from elastic_resume.rendezvous.endpoint import ResolveFunction, resolve_name
@@ -74,7 +66,7 @@ class SocketNode:
         place = settings.candidates.index(self.address) if self.address in settings.candidates else None
         self.incarnation = Incarnation(self.name, f"life-of-{index}", self.address, place)
         self.worlds: queue.Queue[StartWorkers] = queue.Queue()
-        self.stop_effects: list[RestartWorkers | KillWorkers] = []
+        self.stop_effects: list[StopWorkers] = []
         self.logs: list[EmitEvent] = []
         self.lease_expires_at = 0.0
         self.link_count = 0
@@ -102,13 +94,13 @@ class SocketNode:
 
     def join(self) -> None:
         """Ask for a view."""
-        self.thread.submit(JoinRequested(JoinSpec(f"{self.address}/store", 1, self.index)))
+        self.thread.submit(JoinRequest(JoinSpec(f"{self.address}/store", 1, self.index)))
 
     def carry_out(self, effect: Effect) -> None:
         """Keep views and log entries; join again when the view ends."""
         if isinstance(effect, StartWorkers):
             self.worlds.put(effect)
-        elif isinstance(effect, (RestartWorkers, KillWorkers)):
+        elif isinstance(effect, StopWorkers):
             self.stop_effects.append(effect)
             self.join()
         elif isinstance(effect, EmitEvent):

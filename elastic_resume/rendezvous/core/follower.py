@@ -6,7 +6,7 @@ died; otherwise the leader counts as unreachable after the node timeout.
 
 from __future__ import annotations
 
-from elastic_resume.rendezvous.core.events import DeliverPeerStatus, ReportDivergence
+from elastic_resume.rendezvous.core.events import DeliverPeerStatus
 from elastic_resume.rendezvous.core.messages import (
     EndView,
     FailJob,
@@ -100,7 +100,7 @@ class Follower:
             self.wait_reason = message.reason
             state.emit_event("waiting", message.reason)
         elif isinstance(message, ReplicasDiverged):
-            state.effects.append(ReportDivergence(message))
+            state.effects.append(message)
         elif isinstance(message, JobEnd):
             state.job_end = message
         elif isinstance(message, (Redirect, Refused)):
@@ -112,8 +112,6 @@ class Follower:
 
     def _install_view(self, header: Header, message: InstallView) -> None:
         state, view = self.state, self.acknowledged_proposal
-        if not state.settings.rules.two_phase:
-            view = view or self.proposal
         if view is None or view.generation != message.generation:
             return
         self.acknowledged_proposal = self.proposal = None

@@ -106,8 +106,8 @@ class Admission:
         former = [
             member for member in state.find_absent_members([]) if live.get(member.node, member) != member
         ]
-        if former and state.settings.rules.distinguish_incarnations:
-            state.set_quorum_state(state.quorum_state.with_dead(former))
+        if former:
+            state.mark_former_dead(former)
 
     def _is_name_taken(self, hello: Hello) -> bool:
         """Return whether a live agent has the sender's name; else mark its former processes dead."""
@@ -119,8 +119,7 @@ class Admission:
             peer = self.peers.by_incarnation.get(incarnation)
             if peer and peer.disconnected_at is None and incarnation not in hello.quorum_state.dead:
                 return True
-        if state.settings.rules.distinguish_incarnations:
-            state.set_quorum_state(state.quorum_state.with_dead(former))
+        state.mark_former_dead(former)
         for incarnation in former & set(self.peers.by_incarnation):
             self.remove_peer(self.peers.by_incarnation[incarnation], f"{sender} is back as a new process")
         return False

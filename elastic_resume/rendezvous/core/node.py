@@ -12,10 +12,7 @@ from elastic_resume.rendezvous.core.events import (
     Effect,
     EndJob,
     Event,
-    ForceQuorum,
     GiveUp,
-    JobFailed,
-    JoinRequested,
     Leave,
     MessageReceived,
     PeerConnected,
@@ -23,14 +20,21 @@ from elastic_resume.rendezvous.core.events import (
     Persisted,
     PersistentState,
     Settings,
-    StateDigested,
     StatusPublished,
-    WorkerFailed,
     WorkersFinished,
 )
 from elastic_resume.rendezvous.core.follower import Follower
 from elastic_resume.rendezvous.core.leader import Leader
-from elastic_resume.rendezvous.core.messages import FailureReport, Header, Hello, JobEnd
+from elastic_resume.rendezvous.core.messages import (
+    FailJob,
+    FailureReport,
+    ForceQuorumRequest,
+    Header,
+    Hello,
+    JobEnd,
+    JoinRequest,
+    StateDigest,
+)
 from elastic_resume.rendezvous.core.peers import Link
 from elastic_resume.rendezvous.core.quorum import Incarnation, View
 from elastic_resume.rendezvous.core.state import NodeState, bound_failures
@@ -105,24 +109,27 @@ class RendezvousNode:
                 role.handle_disconnected(link, refused=event.refused)
         elif isinstance(event, Persisted):
             state.durable_version = max(state.durable_version, event.version)
-        elif isinstance(event, JoinRequested):
+        elif isinstance(event, JoinRequest):
             state.stop_workers("torchelastic stopped its workers")
             state.join, state.join_since = event.join, state.now
             if isinstance(role, (Follower, Leader)):
                 role.handle_join_requested()
         elif isinstance(event, WorkersFinished):
             self._handle_workers_finished()
-        elif isinstance(event, WorkerFailed):
-            self._handle_worker_failed(event)
-        elif isinstance(event, JobFailed):
+        elif isinstance(event, FailureReport):
+            state.failure_report = event
+            state.record_failure_report(state.incarnation, event)  # this node may be the leader, now or later
+            if isinstance(role, Follower):
+                role.send_reports()
+        elif isinstance(event, FailJob):
             state.job_failure = event.reason
             if isinstance(role, Follower):
                 role.send_reports()
-        elif isinstance(event, StateDigested):
-            state.queue_digest(event.state_digest)
+        elif isinstance(event, StateDigest):
+            state.queue_digest(event)
         elif isinstance(event, StatusPublished):
             state.status_outbox.add(event.status, event.event_lines)
-        elif isinstance(event, ForceQuorum):
+        elif isinstance(event, ForceQuorumRequest):
             self._force_quorum(event.generation)
         elif isinstance(event, Leave):
             self._handle_leave(event)
@@ -151,14 +158,6 @@ class RendezvousNode:
         state.finished_generation, state.running_view = view.generation, None
         if isinstance(self.role, (Follower, Leader)):
             self.role.handle_workers_finished()
-
-    def _handle_worker_failed(self, event: WorkerFailed) -> None:
-        state = self.state
-        state.failure_report = FailureReport(event.generation, event.failure)
-        # This node may be the leader, now or later.
-        state.record_failure_report(state.incarnation, state.failure_report)
-        if isinstance(self.role, Follower):
-            self.role.send_reports()
 
     def _force_quorum(self, generation: int) -> None:
         if isinstance(self.role, Follower):
@@ -297,7 +296,7 @@ class RendezvousNode:
 
     @property
     def can_force_quorum(self) -> bool:
-        """Whether to send `ForceQuorum` now: not during a search that will end soon."""
+        """Whether to send `ForceQuorumRequest` now: not during a search that will end soon."""
         return not isinstance(self.role, Candidate) or self.role.find_higher_priority() is None
 
     @property

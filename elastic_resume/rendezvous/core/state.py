@@ -16,13 +16,12 @@ from elastic_resume.rendezvous.core.events import (
     Disconnect,
     Effect,
     EmitEvent,
-    KillWorkers,
     Persist,
     PersistentState,
-    RestartWorkers,
     Send,
     Settings,
     StartWorkers,
+    StopWorkers,
 )
 from elastic_resume.rendezvous.core.messages import (
     FailureReport,
@@ -151,8 +150,7 @@ class NodeState:
     def _restore(self, persistent_state: PersistentState) -> None:
         self.quorum_state = self.quorum_state.merge(persistent_state.quorum_state)
         self.max_generation = max(self.max_generation, persistent_state.max_generation)
-        if self.settings.rules.distinguish_incarnations:
-            self.quorum_state = self.quorum_state.with_dead([persistent_state.incarnation])
+        self.mark_former_dead([persistent_state.incarnation])
         self.version += 1
 
     # Knowledge.
@@ -160,20 +158,12 @@ class NodeState:
     def merge_quorum_state(self, quorum_state: QuorumState, max_generation: int = 0) -> None:
         """Merge what another node knows, always as a whole (rule 4)."""
         before = self.quorum_state
-        if self.settings.rules.merge_state_with_deaths:
-            self.quorum_state = before.merge(quorum_state)
-        else:
-            self.quorum_state = before.with_dead(quorum_state.dead)
-        if self.settings.rules.distinguish_incarnations and self.quorum_state is not before:
+        self.quorum_state = before.merge(quorum_state)
+        if self.quorum_state is not before:
             # A process that died before its first write left no trace on this disk, but maybe in a proposal.
-            own = (
-                member
-                for view in self.quorum_state.voting_views
-                for member in view.find_incarnations(self.incarnation.node)
-            )
-            self.quorum_state = self.quorum_state.with_dead(
-                member for member in own if member != self.incarnation
-            )
+            views = self.quorum_state.voting_views
+            own = {member for view in views for member in view.find_incarnations(self.incarnation.node)}
+            self.mark_former_dead(own - {self.incarnation})
         if self.quorum_state.dead - before.dead:
             self.extend_grace(self.settings.node_timeout_s)
         if self.quorum_state == before:
@@ -191,6 +181,10 @@ class NodeState:
             self.quorum_state = quorum_state
             self.max_generation = max(self.max_generation, quorum_state.newest_generation)
             self.version += 1
+
+    def mark_former_dead(self, former: Iterable[Incarnation]) -> None:
+        """Mark former processes of a node dead, so that its new process does not vote for them (rule 1)."""
+        self.set_quorum_state(self.quorum_state.with_dead(former))
 
     def drop_all_views(self) -> None:
         """Forget all views, because the job has ended in each. Their generations stay used."""
@@ -385,8 +379,7 @@ class NodeState:
         """End the running view on this node, if there is one."""
         if self.running_view is None:
             return
-        kind = KillWorkers if immediately else RestartWorkers
-        self.effects.append(kind(self.running_view.generation, reason))
+        self.effects.append(StopWorkers(self.running_view.generation, reason, immediately))
         self.running_view = None
         self.lease_until = NEVER
 

@@ -1,12 +1,10 @@
 """Play many schedules on every core and report the result.
 
-A failing schedule is printed whole, with the command that plays it again. `simulate` plays the schedules and
-`checkers` judge them.
+A failing schedule is printed whole, with the command that plays it again.
 """
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
@@ -17,22 +15,12 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from elastic_resume.rendezvous.core.quorum import ALL_RULES, SafetyRules
-from tests.support.rendezvous_sim.checkers import INVARIANTS
-from tests.support.rendezvous_sim.mutations import MUTATIONS, apply_mutation
+from tests.support.rendezvous_sim.invariants import INVARIANTS
+from tests.support.rendezvous_sim.mutations import apply_mutation
 from tests.support.rendezvous_sim.schedule import WAIVED_INVARIANTS, Fault
-from tests.support.rendezvous_sim.simulate import Result, run_schedule, run_seed
+from tests.support.rendezvous_sim.simulation import Result, run_schedule, run_seed
 
 COMMAND = "python -m tests.support.rendezvous_sim"
-BROKEN_RULES = {
-    "incarnations": SafetyRules(distinguish_incarnations=False),
-    "two-phase": SafetyRules(two_phase=False),
-    "later-proposals": SafetyRules(count_later_proposals=False),
-    "deaths-carry-state": SafetyRules(merge_state_with_deaths=False),
-}
-"""One quorum rule broken on purpose, by the name that `--break` takes."""
-BREAKABLE = (*BROKEN_RULES, *MUTATIONS)
-"""All that can be broken by name: the quorum rules and the bug fixes of `mutations`."""
 CHUNK_SIZE = 50
 """Schedules of one task: a quarter of a second of work, so that all cores finish together."""
 MAX_SHOWN = 3
@@ -60,19 +48,12 @@ class BatchResult:
         self.failed += other.failed
 
 
-@contextlib.contextmanager
-def break_rule(name: str) -> Iterator[SafetyRules]:
-    """Break a rule or undo a bug fix, and return the rules that hold; an empty name breaks nothing."""
-    with apply_mutation("" if name in BROKEN_RULES else name):
-        yield BROKEN_RULES.get(name, ALL_RULES)
-
-
-def run_chunk(seeds: range, broken_rule: str = "") -> BatchResult:
-    """Play several schedules in turn, with one rule broken."""
+def run_chunk(seeds: range, mutation: str = "") -> BatchResult:
+    """Play several schedules in turn, with one mutation."""
     tally = BatchResult()
-    with break_rule(broken_rule) as rules:
+    with apply_mutation(mutation):
         for seed in seeds:
-            result = run_seed(seed, rules)
+            result = run_seed(seed)
             tally.schedules += 1
             tally.views += result.view_count
             tally.events += result.event_count
@@ -82,18 +63,18 @@ def run_chunk(seeds: range, broken_rule: str = "") -> BatchResult:
     return tally
 
 
-def run_parallel(seeds: range, broken_rule: str = "", jobs: int | None = None) -> Iterator[BatchResult]:
+def run_parallel(seeds: range, mutation: str = "", jobs: int | None = None) -> Iterator[BatchResult]:
     """Play schedules in `jobs` processes (one for each core); yield results in the order of seeds."""
     chunks = [seeds[start : start + CHUNK_SIZE] for start in range(0, len(seeds), CHUNK_SIZE)]
     jobs = min(jobs or count_cores(), len(chunks))
     if jobs <= 1:
-        yield from (run_chunk(chunk, broken_rule) for chunk in chunks)
+        yield from (run_chunk(chunk, mutation) for chunk in chunks)
         return
     # Spawned, not forked: the caller may have threads.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context, initializer=_ignore_sigint) as pool:
         try:
-            yield from pool.map(run_chunk, chunks, [broken_rule] * len(chunks))
+            yield from pool.map(run_chunk, chunks, [mutation] * len(chunks))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -111,27 +92,27 @@ def _ignore_sigint() -> None:
 # Output.
 
 
-def run_one(seed: int, broken_rule: str = "") -> int:
+def run_one(seed: int, mutation: str = "") -> int:
     """Play one schedule and print all that happens; return 1 if an invariant was violated."""
-    with break_rule(broken_rule) as rules:
-        result = run_seed(seed, rules, with_trace=True)
+    with apply_mutation(mutation):
+        result = run_seed(seed, with_trace=True)
     print(result)
     failed = [result] if result.violations else []
     print(f"\n{result.view_count} views started in {result.event_count:,} events; {format_verdict(failed)}")
     return 1 if result.violations else 0
 
 
-def run_many(seeds: range, broken_rule: str = "", jobs: int | None = None) -> int:
+def run_many(seeds: range, mutation: str = "", jobs: int | None = None) -> int:
     """Play schedules, print failing ones and a summary; return 1 if an invariant was violated."""
     jobs = jobs or count_cores()
-    rule = f", with the rule {broken_rule} broken on purpose" if broken_rule else ""
+    rule = f", with the mutation {mutation}" if mutation else ""
     span = f"{len(seeds):,} schedules, seeds {seeds.start} to {seeds.stop - 1}"
     print(f"{span}, processes: {jobs}{rule}", flush=True)
     start = printed_at = time.monotonic()
     total = BatchResult()
-    for tally in run_parallel(seeds, broken_rule, jobs):
+    for tally in run_parallel(seeds, mutation, jobs):
         for result in tally.failed[: max(0, MAX_SHOWN - len(total.failed))]:
-            print(f"\n{format_failure(result, broken_rule)}\n", flush=True)
+            print(f"\n{format_failure(result, mutation)}\n", flush=True)
         total.add(tally)
         if time.monotonic() >= printed_at + PROGRESS_INTERVAL_S:
             printed_at = time.monotonic()
@@ -144,24 +125,24 @@ def run_many(seeds: range, broken_rule: str = "", jobs: int | None = None) -> in
     return 1 if total.failed else 0
 
 
-def format_failure(result: Result, broken_rule: str = "") -> str:
+def format_failure(result: Result, mutation: str = "") -> str:
     """Format a failing schedule, the faults that suffice to fail, and the command that plays it again."""
     lines = [str(result)]
-    with break_rule(broken_rule) as rules:
-        needed = minimize_faults(result, rules)
+    with apply_mutation(mutation):
+        needed = minimize_faults(result)
     if len(needed) < len(result.schedule.faults):
         lines += ["  these faults suffice:", *map(str, needed)]
-    rule = f" --break {broken_rule}" if broken_rule else ""
+    rule = f" --break {mutation}" if mutation else ""
     return "\n".join([*lines, f"  again: {COMMAND} --seed {result.schedule.seed}{rule}"])
 
 
-def minimize_faults(result: Result, rules: SafetyRules) -> tuple[Fault, ...]:
+def minimize_faults(result: Result) -> tuple[Fault, ...]:
     """Leave out faults one by one, as long as the first violated invariant stays violated."""
     checker = result.violations[0].invariant
     faults = result.schedule.faults
     for fault in faults:
         fewer = tuple(one for one in faults if one is not fault)
-        violations = run_schedule(replace(result.schedule, faults=fewer), rules).violations
+        violations = run_schedule(replace(result.schedule, faults=fewer)).violations
         if checker in {violation.invariant for violation in violations}:
             faults = fewer
     return faults

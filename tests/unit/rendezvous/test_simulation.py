@@ -17,8 +17,8 @@ from elastic_resume.rendezvous.core.quorum import Incarnation
 from elastic_resume.rendezvous.core.view_change import ViewChange
 from tests.support.rendezvous_sim import schedule as kinds
 from tests.support.rendezvous_sim.__main__ import main
-from tests.support.rendezvous_sim.batch import BREAKABLE, BROKEN_RULES, break_rule, run_chunk, run_parallel
-from tests.support.rendezvous_sim.checkers import (
+from tests.support.rendezvous_sim.batch import run_chunk, run_parallel
+from tests.support.rendezvous_sim.invariants import (
     EVENTUAL_VIEW,
     JOB_ENDS_EVERYWHERE,
     MONOTONIC_GENERATION,
@@ -28,10 +28,10 @@ from tests.support.rendezvous_sim.checkers import (
     STABLE_RANKS,
     InvariantChecker,
 )
-from tests.support.rendezvous_sim.draw import FAMILY_WEIGHTS, draw_schedule
-from tests.support.rendezvous_sim.mutations import MUTATIONS, apply_mutation
+from tests.support.rendezvous_sim.mutations import BROKEN_RULES, BUGS, MUTATIONS, apply_mutation
+from tests.support.rendezvous_sim.random_schedules import FAMILY_WEIGHTS, draw_schedule
 from tests.support.rendezvous_sim.schedule import Fault, JobSpec, NodeSpec, Schedule, Trigger
-from tests.support.rendezvous_sim.simulate import Result, run_schedule, run_seed
+from tests.support.rendezvous_sim.simulation import Result, run_schedule, run_seed
 
 SEEDS = int(os.environ.get("ELASTIC_RESUME_SIMULATE_SEEDS", "800"))
 """Schedules that `make test` plays; `make nightly` plays 100,000 others."""
@@ -48,14 +48,20 @@ def test_schedules_violate_no_invariant(seeds: range) -> None:
     assert not failed, "\n\n".join(failed[:3])
 
 
+SPLIT_VIEWS = {ONE_RUNNING_VIEW, ONE_VIEW_PER_GENERATION}
+
+
+def find_violated(schedule: Schedule, *, strict: bool = False) -> set[str]:
+    """Play a schedule and return the invariants that were violated."""
+    return {violation.invariant for violation in run_schedule(schedule, strict=strict).violations}
+
+
 def find_split_views(rule: str, seeds: range) -> Iterator[Result]:
     """Yield the schedules in which two views run or share a generation, with a rule broken."""
-    with break_rule(rule) as rules:
+    with apply_mutation(rule):
         for seed in seeds:
-            result = run_seed(seed, rules)
-            if {ONE_RUNNING_VIEW, ONE_VIEW_PER_GENERATION} & {
-                violation.invariant for violation in result.violations
-            }:
+            result = run_seed(seed)
+            if SPLIT_VIEWS & {violation.invariant for violation in result.violations}:
                 yield result
 
 
@@ -69,7 +75,7 @@ ONLY_IN_SCENARIOS = {"spares-prove-deaths", "no-grace-after-leaving", "announcem
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutation", sorted(MUTATIONS.keys() - ONLY_IN_SCENARIOS))
+@pytest.mark.parametrize("mutation", sorted(BUGS.keys() - ONLY_IN_SCENARIOS))
 def test_mutation_is_found_within_2000_schedules(mutation: str) -> None:
     """Each bug that was fixed comes back without its fix, and a checker reports it."""
     with apply_mutation(mutation):
@@ -93,17 +99,9 @@ def test_broken_rule_is_found_three_times_in_600_schedules(rule: str) -> None:
 def test_forced_quorum_without_gap_reuses_generations(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forced quorum does not know the views of the dead; only the gap keeps their generations unused."""
     schedules = list(islice(draw_family(kinds.FORCED_QUORUM, range(3000)), 40))
-    found = [
-        ONE_VIEW_PER_GENERATION in {violation.invariant for violation in run_schedule(schedule).violations}
-        for schedule in schedules
-    ]
+    assert not any(ONE_VIEW_PER_GENERATION in find_violated(schedule) for schedule in schedules)
     monkeypatch.setattr(state, "FORCED_GENERATION_GAP", 0)
-    again = [
-        ONE_VIEW_PER_GENERATION in {violation.invariant for violation in run_schedule(schedule).violations}
-        for schedule in schedules
-    ]
-    assert not any(found)
-    assert any(again)
+    assert any(ONE_VIEW_PER_GENERATION in find_violated(schedule) for schedule in schedules)
 
 
 @pytest.mark.slow
@@ -111,12 +109,7 @@ def test_forced_quorum_without_gap_reuses_generations(monkeypatch: pytest.Monkey
 def test_waived_invariants_are_violated_without_the_waiver(family: str) -> None:
     """The known limits are real."""
     schedules = islice(draw_family(family, range(30_000)), 600)
-    found = (run_schedule(schedule, strict=True).violations for schedule in schedules)
-    assert any(
-        violation.invariant in {ONE_RUNNING_VIEW, ONE_VIEW_PER_GENERATION}
-        for violations in found
-        for violation in violations
-    )
+    assert any(SPLIT_VIEWS & find_violated(schedule, strict=True) for schedule in schedules)
 
 
 def member(name: str) -> Incarnation:
@@ -166,7 +159,7 @@ def test_core_without_progress_or_rest_is_found(
         nodes, Settings(("a", "b", "c"), max_nodes=3, heartbeats_per_timeout=4), finishes_at_end=True
     )
     schedule = Schedule(0, kinds.JOB_END, job, (Fault(Trigger(8.0), "worker", ("a",)),))
-    assert checker in {violation.invariant for violation in run_schedule(schedule).violations}
+    assert checker in find_violated(schedule)
 
 
 @pytest.mark.parametrize("seed", [197120, 220612])
@@ -230,13 +223,8 @@ def test_schedule_written_by_hand_is_played() -> None:
     schedules = [Schedule(seed, kinds.VIEW_CHANGES, job, faults) for seed in range(20)]
     assert "then InstallView 1 + 0.000 s  repartition a b for 60.00 s" in str(schedules[0])
     assert not [violation for schedule in schedules for violation in run_schedule(schedule).violations]
-    rules = BROKEN_RULES["later-proposals"]
-    found = (run_schedule(schedule, rules).violations for schedule in schedules)
-    assert any(
-        violation.invariant in {ONE_RUNNING_VIEW, ONE_VIEW_PER_GENERATION}
-        for violations in found
-        for violation in violations
-    )
+    with apply_mutation("later-proposals"):
+        assert any(SPLIT_VIEWS & find_violated(schedule) for schedule in schedules)
 
 
 def test_leader_that_ended_the_job_unheard_keeps_its_views() -> None:
@@ -295,8 +283,8 @@ def test_failing_seed_prints_its_schedule_and_the_command_that_repeats_it(
 
 def test_command_breaks_each_rule_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     """It refuses another name, and zero schedules."""
-    for rule in BREAKABLE:
-        assert main(["--seeds", "1", "--break", rule]) in {0, 1}
+    for mutation in MUTATIONS:
+        assert main(["--seeds", "1", "--break", mutation]) in {0, 1}
     for wrong in (["--break", "no-such-rule"], ["--seeds", "0"]):
         with pytest.raises(SystemExit, match="2"):
             main(wrong)

@@ -10,32 +10,24 @@ import functools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 
-from elastic_resume.rendezvous.core.events import ForceQuorum
 from elastic_resume.rendezvous.core.leader import Leader
-from elastic_resume.rendezvous.core.messages import Header, Heartbeat
+from elastic_resume.rendezvous.core.messages import ForceQuorumRequest, Header, Heartbeat
 from elastic_resume.rendezvous.core.node import RendezvousNode
-from elastic_resume.rendezvous.core.quorum import (
-    ALL_RULES,
-    Incarnation,
-    QuorumState,
-    SafetyRules,
-    View,
-    has_quorum,
-)
+from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState, View, has_quorum
 from elastic_resume.rendezvous.net.status import build_status
-from tests.support.rendezvous_sim.checkers import (
+from tests.support.rendezvous_sim.invariants import (
     EVENTUAL_VIEW,
     JOB_ENDS_EVERYWHERE,
     QUIESCENCE,
     InvariantChecker,
     Violation,
 )
-from tests.support.rendezvous_sim.draw import draw_schedule
-from tests.support.rendezvous_sim.net import MAX_DELAY_S, Clock, LivelockError, Network
-from tests.support.rendezvous_sim.node import SimulatedNode, TraceFunction
+from tests.support.rendezvous_sim.network import MAX_DELAY_S, Clock, LivelockError, Network
+from tests.support.rendezvous_sim.random_schedules import draw_schedule
 from tests.support.rendezvous_sim.schedule import LEADER, OTHER_LEADER, PARTITION_KINDS, Fault, Schedule
+from tests.support.rendezvous_sim.simulated_node import SimulatedNode, TraceFunction
 
 VIEW_BOUND_S = 25.0
 """From the last fault to a view: a node timeout, a grace period, the last-call timeout and some calls."""
@@ -96,7 +88,7 @@ class Operator:
         for other in others:
             other.declared_dead = other.incarnation_id > 0
         lines = self.nodes[self.rng.choice(sorted(present))]
-        force = ForceQuorum(leader.state.quorum_state.newest_generation)
+        force = ForceQuorumRequest(leader.state.quorum_state.newest_generation)
         self.clock.call_at(
             self.clock.now + self.rng.random() * MAX_COMMAND_DELAY_S,
             lines.deliver_event,
@@ -125,14 +117,14 @@ class Result:
 class Simulation:
     """One job under one schedule."""
 
-    def __init__(self, schedule: Schedule, rules: SafetyRules = ALL_RULES) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.rng = random.Random(2 * schedule.seed + 1)
         self.clock = Clock()
         self.checkers = InvariantChecker(schedule.waived)
         self.net = Network(self.clock, self.rng)
         job = schedule.job
-        self.settings = replace(job.settings, rules=rules)
+        self.settings = job.settings
         self.nodes = {
             spec.name: SimulatedNode(spec.name, self.settings, self.net, self.checkers) for spec in job.nodes
         }
@@ -429,16 +421,14 @@ def links_between(groups: list[list[str]], names: Iterable[str]) -> set[tuple[st
     return {(a, b) for a in names for b in names if place.get(a, -1) != place.get(b, -1)}
 
 
-def run_seed(seed: int, rules: SafetyRules = ALL_RULES, *, with_trace: bool = False) -> Result:
+def run_seed(seed: int, *, with_trace: bool = False) -> Result:
     """Play the schedule of a seed; with `with_trace`, record every event and effect."""
-    return run_schedule(draw_schedule(seed), rules, with_trace=with_trace)
+    return run_schedule(draw_schedule(seed), with_trace=with_trace)
 
 
-def run_schedule(
-    schedule: Schedule, rules: SafetyRules = ALL_RULES, *, with_trace: bool = False, strict: bool = False
-) -> Result:
+def run_schedule(schedule: Schedule, *, with_trace: bool = False, strict: bool = False) -> Result:
     """Play a schedule; if `strict`, without waived invariants."""
-    simulation = Simulation(schedule, rules)
+    simulation = Simulation(schedule)
     checkers = simulation.checkers
     if strict:
         checkers.waived = frozenset()

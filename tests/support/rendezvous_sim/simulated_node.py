@@ -19,9 +19,6 @@ from elastic_resume.rendezvous.core.events import (
     EndJob,
     Event,
     GiveUp,
-    JobFailed,
-    JoinRequested,
-    KillWorkers,
     Leave,
     MessageReceived,
     PeerConnected,
@@ -29,18 +26,18 @@ from elastic_resume.rendezvous.core.events import (
     Persist,
     Persisted,
     PersistentState,
-    ReportDivergence,
-    RestartWorkers,
     Send,
     Settings,
     StartWorkers,
-    StateDigested,
+    StopWorkers,
     Tick,
-    WorkerFailed,
     WorkersFinished,
 )
 from elastic_resume.rendezvous.core.messages import (
+    FailJob,
+    FailureReport,
     InstallView,
+    JoinRequest,
     JoinSpec,
     LeaderAnnouncement,
     ProposalAck,
@@ -50,8 +47,8 @@ from elastic_resume.rendezvous.core.messages import (
 )
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.quorum import Incarnation
-from tests.support.rendezvous_sim.checkers import NO_FALSE_DEATH, UNUSED_GENERATION, InvariantChecker
-from tests.support.rendezvous_sim.net import ConnectionEnd, Host, Network
+from tests.support.rendezvous_sim.invariants import NO_FALSE_DEATH, UNUSED_GENERATION, InvariantChecker
+from tests.support.rendezvous_sim.network import ConnectionEnd, Host, Network
 
 RESTART_DELAY_S = 1.0
 """When an agent that gave up is started again."""
@@ -291,14 +288,14 @@ class SimulatedNode(Host):
             failure = Failure(
                 SIGNAL, self.name, self.agent.state.last_view.rank(self.agent.state.incarnation), text
             )
-            self._handle_event(WorkerFailed(self.agent.state.last_view.generation, failure))
+            self._handle_event(FailureReport(self.agent.state.last_view.generation, failure))
         self.request_join(self.incarnation_id)
 
     def request_join(self, incarnation_id: int) -> None:
         """Stop the workers and request the next view, as torchelastic does."""
         if incarnation_id == self.incarnation_id and self.agent:
             self.checkers.on_stop(self.name)
-            self._handle_event(JoinRequested(JoinSpec(f"{self.name}:store", 1, self.order)))
+            self._handle_event(JoinRequest(JoinSpec(f"{self.name}:store", 1, self.order)))
 
     def _join_soon(self, within_s: float) -> None:
         self.clock.call_at(
@@ -316,7 +313,7 @@ class SimulatedNode(Host):
         """Deliver the digest of its state after a step."""
         if self.agent and self.agent.state.last_view:
             generation = self.agent.state.last_view.generation
-            self._handle_event(StateDigested(StateDigest(generation, step, Digest(_hash_text(state)))))
+            self._handle_event(StateDigest(generation, step, Digest(_hash_text(state))))
 
     def finish(self) -> None:
         """Let every worker of this node succeed."""
@@ -326,7 +323,7 @@ class SimulatedNode(Host):
     def fail_job(self, reason: str) -> None:
         """Fail the job for all nodes."""
         self.checkers.on_stop(self.name)
-        self._handle_event(JobFailed(reason))
+        self._handle_event(FailJob(reason))
 
     def leave(self) -> None:
         """Shut this node down in order."""
@@ -424,14 +421,14 @@ class SimulatedNode(Host):
             self.clock.call_at(self.clock.now + delay, self._on_written, effect, self.incarnation_id)
         elif isinstance(effect, StartWorkers):
             self._start_workers(effect)
-        elif isinstance(effect, (RestartWorkers, KillWorkers)):
+        elif isinstance(effect, StopWorkers):
             self.clock.call_at(
                 self.clock.now + self.rng.random() * self.max_stop_s,
                 self._on_workers_stopped,
                 self.incarnation_id,
             )
-        elif isinstance(effect, ReportDivergence):
-            self.divergences.append(effect.divergence)
+        elif isinstance(effect, ReplicasDiverged):
+            self.divergences.append(effect)
         elif isinstance(effect, (EndJob, GiveUp)):
             self._end_participation(effect)
         elif not isinstance(effect, EmitEvent):
