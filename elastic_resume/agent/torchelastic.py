@@ -473,8 +473,9 @@ def run_workers(spec: LaunchSpec, controller: RestartController, session: Rendez
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    if session.client.job_failure:
-        raise JobFailedError(session.client.job_failure)
+    job_end = session.client.job_end
+    if job_end is not None and job_end.failed:
+        raise JobFailedError(job_end.reason)
 
 
 @contextlib.contextmanager

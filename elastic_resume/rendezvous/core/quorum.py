@@ -112,13 +112,6 @@ class QuorumState:
         floor = installed.generation if installed else self.closed_generation
         aborted = frozenset(proposal for proposal in self.aborted if proposal[0] > floor)
         forced = self.forced_generation if self.forced_generation >= floor else 0
-        if not self.proposals:
-            is_same = (
-                aborted == self.aborted and installed is self.installed and forced == self.forced_generation
-            )
-            if is_same:
-                return self
-            return replace(self, installed=installed, aborted=aborted, forced_generation=forced)
         later = {
             view
             for view in self.proposals
