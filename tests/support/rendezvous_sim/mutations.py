@@ -17,12 +17,7 @@ from elastic_resume.rendezvous.core.follower import Follower
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.messages import Header, InstallView, LeaderAnnouncement
 from elastic_resume.rendezvous.core.peers import Link
-from elastic_resume.rendezvous.core.quorum import (
-    Incarnation,
-    MissingQuorum,
-    QuorumState,
-    find_missing_quorum,
-)
+from elastic_resume.rendezvous.core.quorum import Incarnation, MissingQuorum, QuorumState, find_missing_quorum
 from elastic_resume.rendezvous.core.state import NodeState
 from tests.support.rendezvous_sim.simulated_node import SimulatedNode
 
@@ -108,10 +103,7 @@ def _no_grace_after_leaving() -> list[Patch]:
         self.state.grace_until = before
         self.state.pending_closes.clear()
 
-    return [
-        (Follower, "_end_following", end_without_grace),
-        (Leader, "_step_down", step_down_without_grace),
-    ]
+    return [(Follower, "_end_following", end_without_grace), (Leader, "_step_down", step_down_without_grace)]
 
 
 def _ignore_announcement(self: NodeState, announcement: LeaderAnnouncement) -> None:

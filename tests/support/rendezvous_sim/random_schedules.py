@@ -37,28 +37,10 @@ OTHER_KINDS = ("slow", "disk", "stuck", "worker", "leave", "reset", "half-reset"
 KINDS_BY_FAMILY = {
     kinds.ANY_FAULT: (*CRASHES, *UNREACHABLE_KINDS, *OTHER_KINDS),
     kinds.MILD_FAULTS: ("reset", "worker", "half-reset", "slowish", "reset", "kill"),
-    kinds.JOB_END: (
-        *CRASHES,
-        *UNREACHABLE_KINDS,
-        "finish",
-        "finish",
-        "finish",
-        "finish",
-        "fail",
-        "worker",
-        "leave",
-    ),
+    kinds.JOB_END: (*CRASHES, *UNREACHABLE_KINDS, *["finish"] * 4, "fail", "worker", "leave"),
     kinds.SHORT_JOIN_TIMEOUT: (*CRASHES, *UNREACHABLE_KINDS, *OTHER_KINDS),
     kinds.LOST_DISKS: (*CRASHES, "wipe", "wipe", "wipe", "worker", "leave", "disk"),
-    kinds.LOST_DISKS_AND_PARTITIONS: (
-        *CRASHES,
-        *UNREACHABLE_KINDS,
-        *OTHER_KINDS,
-        "wipe",
-        "wipe",
-        "wipe",
-        "wipe",
-    ),
+    kinds.LOST_DISKS_AND_PARTITIONS: (*CRASHES, *UNREACHABLE_KINDS, *OTHER_KINDS, *["wipe"] * 4),
     kinds.FORCED_QUORUM: (*CRASHES, *UNREACHABLE_KINDS, *OTHER_KINDS, "power", "power", "repartition"),
     kinds.REJECTING_FIREWALL: (*CRASHES, "reject", "reject", "reject", "pause", "worker", "leave"),
 }
@@ -109,18 +91,18 @@ def draw_job(rng: random.Random, family: str, count: int) -> JobSpec:
     late = {kinds.SHORT_JOIN_TIMEOUT: 0.4, **dict.fromkeys(targeted_faults.ATTACKS_BY_FAMILY, 0.0)}.get(
         family, 0.05
     )
-    sites = tuple(
+    nodes = tuple(
         NodeSpec(
             name,
             start_s=_draw_start(rng, late),
-            order=place if rng.random() < 0.5 else 0,
+            order=index if rng.random() < 0.5 else 0,
             clock_origin_s=rng.uniform(-1e4, 1e4),
             clock_rate=rng.uniform(1 - MAX_CLOCK_DRIFT, 1 + MAX_CLOCK_DRIFT),
         )
-        for place, name in enumerate(names)
+        for index, name in enumerate(names)
     )
     return JobSpec(
-        sites,
+        nodes,
         settings,
         linger_s=rng.choice((2.0, 2.0, 5.0)),
         finishes_at_end=family == kinds.JOB_END,

@@ -107,6 +107,11 @@ class Result:
     event_count: int
     trace: list[str] = field(default_factory=list)
 
+    @property
+    def violated(self) -> set[str]:
+        """The violated invariants."""
+        return {violation.invariant for violation in self.violations}
+
     def __str__(self) -> str:
         """Format the schedule, the trace if recorded, and the violations."""
         more = len(self.violations) - MAX_SHOWN
