@@ -65,8 +65,8 @@ class NodeSpec:
 
     def __str__(self) -> str:
         """Describe the node in one line."""
-        comes = "never comes" if self.start_s == float("inf") else f"comes at {self.start_s:.2f} s"
-        return f"{self.name} {comes}, order {self.order}, clock {self.clock_rate:.4f}"
+        start = "never starts" if self.start_s == float("inf") else f"starts at {self.start_s:.2f} s"
+        return f"{self.name} {start}, order {self.order}, clock {self.clock_rate:.4f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class JobSpec:
     @property
     def node_names(self) -> tuple[str, ...]:
         """The names of all nodes."""
-        return tuple(site.name for site in self.nodes)
+        return tuple(node.name for node in self.nodes)
 
     def __str__(self) -> str:
         """Describe the settings in one line, then each node in one."""
@@ -98,7 +98,7 @@ class JobSpec:
             words.append("an operator forces the quorum")
         if self.finishes_at_end:
             words.append("finishes at the end")
-        return "\n".join([", ".join(words), *(f"    {site}" for site in self.nodes)])
+        return "\n".join([", ".join(words), *(f"    {node}" for node in self.nodes)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,6 @@ class SimulatedNode(Host):
         """When it restarts after a planned crash."""
         self._last_accepted_id = 0
         self._timer_due_s = float("inf")
-        self._fence = 0
         net.hosts[name] = self
 
     clock_stops_in_suspend = False
@@ -102,7 +101,7 @@ class SimulatedNode(Host):
     def _uncounted_s(self) -> float:
         return self.suspended_s if self.clock_stops_in_suspend else 0.0
 
-    # Lives.
+    # Processes.
 
     def boot(self) -> None:
         """Start an agent with the state on disk."""
@@ -117,9 +116,10 @@ class SimulatedNode(Host):
             0,
         )
         self.end_text = self.planned_crash = ""
-        place = self.settings.candidates.index(self.name) if self.name in self.settings.candidates else None
-        me = Incarnation(self.name, str(self.incarnation_id), self.name, place)
-        self.agent = RendezvousNode(self.settings, me, self.saved_state, self.local_time())
+        candidates = self.settings.candidates
+        index = candidates.index(self.name) if self.name in candidates else None
+        incarnation = Incarnation(self.name, str(self.incarnation_id), self.name, index)
+        self.agent = RendezvousNode(self.settings, incarnation, self.saved_state, self.local_time())
         self.ends, self.queued_events, self._timer_due_s = {}, [], float("inf")
         self._handle_event(events.Tick())
         self._join_soon(0.3)
@@ -144,12 +144,12 @@ class SimulatedNode(Host):
         if self.agent is None:
             return set()
         known = self.agent.state.quorum_state
-        return {m.address for w in known.voting_views for m in known.live_members(w)} | set(
+        return {member.address for view in known.voting_views for member in known.live_members(view)} | set(
             self.settings.candidates
         )
 
     def __str__(self) -> str:
-        """Describe what it does, for a violation's text."""
+        """Describe the node's role and view, for a violation's text."""
         agent = self.agent
         if agent is None:
             return f"{self.name} is down"
@@ -224,12 +224,12 @@ class SimulatedNode(Host):
             self.workers_lost_lease = self.local_time() >= self.agent.lease_until
             self.checkers.on_wake(self.name, self.clock.now, lease_expired=self.workers_lost_lease)
 
-    def _expire_lease(self, incarnation_id: int, fence_at: float) -> None:
+    def _expire_lease(self, incarnation_id: int, lease_until: float) -> None:
         if (
             self.is_paused
             and incarnation_id == self.incarnation_id
             and self.agent
-            and self.agent.lease_until == fence_at
+            and self.agent.lease_until == lease_until
         ):
             self.checkers.on_stop(self.name)
             self.workers_lost_lease = True
@@ -241,11 +241,11 @@ class SimulatedNode(Host):
         if self.is_suspended:
             self._wake()
         self.is_paused = False
-        backlog, self.queued_events = self.queued_events, []
-        if not backlog:
+        queued, self.queued_events = self.queued_events, []
+        if not queued:
             self._handle_event(events.Tick())
-        for event, life in backlog:
-            self.deliver_event(event, life)
+        for event, incarnation_id in queued:
+            self.deliver_event(event, incarnation_id)
         if self.workers_lost_lease and self.running:
             self.request_join(self.incarnation_id)  # as for any worker that has died
         self.workers_lost_lease = False
@@ -367,8 +367,8 @@ class SimulatedNode(Host):
                 self.checkers.add_violation(NO_FALSE_DEATH, self.clock.now, text)
         self._known_dead = known
 
-    def _on_timer(self, alarm: float, incarnation_id: int) -> None:
-        if alarm == self._timer_due_s and incarnation_id == self.incarnation_id:
+    def _on_timer(self, due_s: float, incarnation_id: int) -> None:
+        if due_s == self._timer_due_s and incarnation_id == self.incarnation_id:
             self._timer_due_s = float("inf")
             if self.is_paused:
                 return
@@ -382,9 +382,8 @@ class SimulatedNode(Host):
             self.ends[effect.conn_id] = end
             self.net.dial(end, effect.address)
         elif isinstance(effect, events.Disconnect):
-            done = self.ends.pop(effect.conn_id, None)
-            if done:
-                self.net.close(done)
+            if effect.conn_id in self.ends:
+                self.net.close(self.ends.pop(effect.conn_id))
         elif isinstance(effect, events.Persist):
             self._writing_incarnation_id = self.incarnation_id
             delay = self.rng.random() * self.max_write_s
@@ -426,7 +425,7 @@ class SimulatedNode(Host):
             self.checkers.add_violation(
                 UNUSED_GENERATION,
                 self.clock.now,
-                f"{self.name} proposes {number} and has heard of {self.announced_generation}",
+                f"{self.name} proposes {number} although a leader announced {self.announced_generation}",
             )
         self.net.send(end, (effect.header, effect.message))
 
@@ -440,14 +439,14 @@ class SimulatedNode(Host):
 
     def _end_participation(self, effect: events.EndJob | events.GiveUp) -> None:
         self.end_text = f"{type(effect).__name__}: {effect.reason}"
-        again = isinstance(effect, events.GiveUp)
-        if again:
+        restarts = isinstance(effect, events.GiveUp)
+        if restarts:
             self.stays_ended = False
         self.exited_at = self.clock.now
         if self.linger_s < float("inf"):
             self.clock.call_at(
                 self.clock.now + self.linger_s,
-                lambda life: self._exit_process(life, restart=again),
+                lambda incarnation_id: self._exit_process(incarnation_id, restart=restarts),
                 self.incarnation_id,
             )
 
