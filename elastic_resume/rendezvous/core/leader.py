@@ -480,7 +480,7 @@ class Leader:
             return
         message = messages.EndView(
             view.generation, reason, self.state.quorum_state
-        )  # one, so that it is encoded once
+        )  # shared, so that it is encoded once
         for peer in self.peers:
             if peer.running_generation == view.generation and peer.disconnected_at is None:
                 self._send(peer, message)

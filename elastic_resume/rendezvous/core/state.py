@@ -136,20 +136,13 @@ class NodeState:
     def merge_quorum_state(self, quorum_state: QuorumState, max_generation: int = 0) -> None:
         """Merge what another node knows, always as a whole (rule 4)."""
         before = self.quorum_state
-        self.quorum_state = before.merge(quorum_state)
+        self.set_quorum_state(before.merge(quorum_state))
         if self.quorum_state is not before:
             # A process that died before its first write left no trace on this disk, but maybe in a proposal.
             views = self.quorum_state.voting_views
             own = {member for view in views for member in view.find_incarnations(self.incarnation.node)}
             self.mark_former_dead(own - {self.incarnation})
-        if self.quorum_state.dead - before.dead:
-            self.extend_grace(self.settings.node_timeout_s)
-        if self.quorum_state == before:
-            self.quorum_state = before  # the same object, because callers cache by identity
-        max_generation = max(max_generation, quorum_state.newest_generation, self.max_generation)
-        if self.quorum_state is not before or max_generation != self.max_generation:
-            self.max_generation = max_generation
-            self.version += 1
+        self.record_generation(max(max_generation, quorum_state.newest_generation))
 
     def set_quorum_state(self, quorum_state: QuorumState) -> None:
         """Replace the quorum state by one derived from it."""
@@ -173,9 +166,12 @@ class NodeState:
 
     def record_announced_generation(self, announcement: messages.LeaderAnnouncement) -> None:
         """Note the generations that a leader knows, so that this node never reuses them."""
-        newest = max(announcement.active_generation, announcement.known_generation)
-        if newest > self.max_generation:
-            self.max_generation = newest
+        self.record_generation(max(announcement.active_generation, announcement.known_generation))
+
+    def record_generation(self, generation: int) -> None:
+        """Note that a generation is in use."""
+        if generation > self.max_generation:
+            self.max_generation = generation
             self.version += 1
 
     def mark_dead_at(self, address: str, state_at_dial: QuorumState) -> None:
