@@ -268,6 +268,9 @@ def _resolve_hosts(endpoints: Sequence[Endpoint], local_host: str | None) -> _Ho
             answers[name] = ()
             with contextlib.suppress(OSError, UnicodeError):  # UnicodeError: IDNA
                 answers[name] = _parse_addresses(resolve_name(name))
+            # A name server that does not answer takes 10 s for each name.
+            if hosts.match() or time.monotonic() - start >= RESOLVE_TIMEOUT_S:
+                break
     return hosts
 
 

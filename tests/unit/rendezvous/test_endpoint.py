@@ -431,6 +431,19 @@ def test_own_name_that_resolves_late_is_waited_for(
     assert (opened.candidate_index, opened.address) == (0, f"{name}:{port}")
 
 
+def test_lookups_end_with_the_first_match(listen: Listen, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name server may take seconds for each name that it does not know."""
+    names: list[str] = []
+
+    def resolve(name: str) -> list[str]:
+        names.append(name)
+        return ["127.0.0.1"]
+
+    monkeypatch.setattr(endpoint, "resolve_name", resolve)
+    assert listen(f"gpu7:{port},gpu8:{port}").candidate_index == 0
+    assert names == ["gpu7"]
+
+
 def test_long_lookup_is_logged_once(
     listen: Listen, answers: Answers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
