@@ -255,8 +255,9 @@ class _Agent:
                 try:
                     torchelastic.run_workers(spec, self.controller, session)
                 finally:
-                    self.controller.record_failures(client.worker_failures)
-                return _Outcome("done", constants.EXIT_SUCCESS, f"{client.end_reason}.")
+                    end = client.job_end
+                    self.controller.record_failures(end.failures if end else ())
+                return _Outcome("done", constants.EXIT_SUCCESS, f"{end.reason if end else ''}.")
         except torchelastic.StoppedError as stop:
             self.shutdown_controller.begin_shutdown(stop.signal)
             exit_code = constants.EXIT_SIGNAL_BASE + stop.signal

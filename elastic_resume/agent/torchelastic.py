@@ -288,10 +288,7 @@ def open_rendezvous(
         rendezvous_config.endpoints,
         rendezvous_config.local_addr,
         single_node=rendezvous_config.max_nodes == 1,
-        log=logger.info,
     )
-    if listen_endpoint.warning:
-        logger.warning(listen_endpoint.warning)
     if not rendezvous_config.has_user_token and rendezvous_config.max_nodes > 1:
         logger.warning(
             "no token is set: any host that reaches this node's port and knows the job's name can join. Set "
@@ -476,8 +473,9 @@ def run_workers(spec: LaunchSpec, controller: RestartController, session: Rendez
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    if session.client.job_failure:
-        raise JobFailedError(session.client.job_failure)
+    job_end = session.client.job_end
+    if job_end is not None and job_end.failed:
+        raise JobFailedError(job_end.reason)
 
 
 @contextlib.contextmanager

@@ -198,7 +198,9 @@ def test_diverged_replicas_end_the_job_on_all_nodes(nodes: list[FakeNode]) -> No
         check_event(one, generation, goes_on=False)
         assert not one.lines, "the end of the job has the reason"
         assert one.history == [f"view {generation}"]
-        assert [(failure.kind, failure.node) for failure in one.member.worker_failures] == [(DIVERGENCE, "c")]
+        assert one.member.job_end is not None
+        failures = one.member.job_end.failures
+        assert [(failure.kind, failure.node) for failure in failures] == [(DIVERGENCE, "c")]
 
 
 @pytest.mark.parametrize("refuses", ["", "the disk is full"])

@@ -16,9 +16,9 @@ Roles. A node has one role at a time; each role is a module::
       │        or stepped down                             │
       └── another leader has priority, or disk is stuck ───┘
 
-    workers:  stopped ── JoinRequested ──▶ joined ── proposed, acknowledged, installed ──▶ running
-                 ▲                                                                           │
-                 └── EndView or leader lost (RestartWorkers), lease expired (KillWorkers) ───┘
+    workers:  stopped ── JoinRequest ──▶ joined ── proposed, acknowledged, installed ──▶ running
+                 ▲                                                                         │
+                 └── EndView, leader lost, or lease expired (StopWorkers) ─────────────────┘
 
 The members of the newest view have priority by rank, then the candidates (the addresses that the user lists)
 in their order. A node leads when every node before it has failed to answer. Two nodes may lead at once. That

@@ -21,7 +21,6 @@ from elastic_resume.policy.divergence import (
     summarize_divergence,
 )
 from elastic_resume.policy.failure_classification import DIVERGENCE, Failure
-from elastic_resume.rendezvous.core.events import ReportDivergence
 from elastic_resume.rendezvous.core.messages import FailureReport, Message, ReplicasDiverged, StateDigest
 from elastic_resume.rendezvous.core.peers import Peer, PeerTable
 from elastic_resume.rendezvous.core.quorum import Incarnation, View
@@ -110,7 +109,7 @@ class DivergenceDetector:
         for peer in self.peers:
             if peer.disconnected_at is None:
                 self.send(peer, self.divergence)
-        self.state.effects.append(ReportDivergence(self.divergence))
+        self.state.effects.append(self.divergence)
         # Recorded as a failure of each wrong node, so that a node which diverges repeatedly is excluded.
         text = f"held another state at step {step} than the majority of nodes"
         for member in view.members:

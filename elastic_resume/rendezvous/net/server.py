@@ -32,7 +32,6 @@ from elastic_resume.rendezvous.core.events import (
     Effect,
     EmitEvent,
     Event,
-    ForceQuorum,
     MessageReceived,
     PeerConnected,
     PeerDisconnected,
@@ -42,7 +41,7 @@ from elastic_resume.rendezvous.core.events import (
     Settings,
     Tick,
 )
-from elastic_resume.rendezvous.core.messages import Message
+from elastic_resume.rendezvous.core.messages import ForceQuorumRequest, Message
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.quorum import Incarnation
 from elastic_resume.rendezvous.endpoint import LISTEN_BACKLOG, ResolveFunction, resolve_name
@@ -290,7 +289,7 @@ class RendezvousServer:
         """
         generation = await self._loop.run_in_executor(self._disk_thread, self._state_file.read_force_request)
         if generation is not None:
-            self.handle_event(ForceQuorum(generation))
+            self.handle_event(ForceQuorumRequest(generation))
             await self._loop.run_in_executor(self._disk_thread, self._state_file.remove_force_request)
         self._force_timer = self._loop.call_later(FORCE_POLL_S, self._poll_force_request)
 

@@ -13,15 +13,15 @@ from elastic_resume.rendezvous.core.divergence import (
     MAX_STEPS_KEPT,
     DivergenceDetector,
 )
-from elastic_resume.rendezvous.core.events import ReportDivergence, Send, Settings
+from elastic_resume.rendezvous.core.events import Send, Settings
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.messages import Heartbeat, Message, ReplicasDiverged, StateDigest
 from elastic_resume.rendezvous.core.peers import Link, Peer, PeerTable
 from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState, View
 from elastic_resume.rendezvous.core.state import NodeState
-from tests.support.rendezvous_sim.checkers import InvariantChecker
-from tests.support.rendezvous_sim.net import Clock, Network
-from tests.support.rendezvous_sim.node import SimulatedNode
+from tests.support.rendezvous_sim.invariants import InvariantChecker
+from tests.support.rendezvous_sim.network import Clock, Network
+from tests.support.rendezvous_sim.simulated_node import SimulatedNode
 
 ONE, OTHER = Digest("1" * 32), Digest("2" * 32)
 
@@ -57,9 +57,7 @@ class Setting:
     def find_report(self) -> ReplicasDiverged | None:
         """Return the report that all members got."""
         reports = {message for _, message in self.sent if isinstance(message, ReplicasDiverged)}
-        reports |= {
-            effect.divergence for effect in self.state.effects if isinstance(effect, ReportDivergence)
-        }
+        reports |= {effect for effect in self.state.effects if isinstance(effect, ReplicasDiverged)}
         assert len(reports) <= 1
         return next(iter(reports), None)
 
