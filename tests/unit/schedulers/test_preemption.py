@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -24,7 +23,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_resume import config
 from elastic_resume.agent import shutdown
 from elastic_resume.errors import ConfigError
 from elastic_resume.schedulers import preemption as notices
@@ -239,25 +237,6 @@ def test_a_form_that_is_none_is_refused(text: str) -> None:
         parse_sources(text)
 
 
-def test_the_flag_may_be_given_more_than_once(tmp_path: Path) -> None:
-    """All count together; those of the command line beat the file's."""
-    parser = config.Parser(prog="run")
-    config.add_flags(parser)
-    parser.add_argument("--rdzv-id", default="none")
-    path = tmp_path / "flags.yaml"
-    path.write_text("preemption-notice: gcp\n")
-    told = ["--preemption-notice=aws", "--preemption-notice", "file:/x"]
-    for words, said in (
-        (told, "aws,file:/x"),
-        ([f"--config={path}"], "gcp"),
-        ([*told, f"--config={path}"], "aws,file:/x"),
-        ([], None),
-    ):
-        args, _ = config.parse_flags_and_file(parser, words)
-        parser.set_defaults(preemption_notice=None)
-        assert args.preemption_notice == said
-
-
 # ---- an address that answers ---------------------------------------------------------------------------
 
 
@@ -350,7 +329,7 @@ def test_the_other_clouds_are_asked_in_their_own_way(metadata: Metadata) -> None
 
 
 @contextlib.contextmanager
-def saying(*parts: bytes, pause_s: float = 0.0) -> Iterator[str]:
+def saying(*parts: bytes) -> Iterator[str]:
     """An address that says this to whoever calls, and does not hang up."""
     over = threading.Event()
 
@@ -361,7 +340,6 @@ def saying(*parts: bytes, pause_s: float = 0.0) -> Iterator[str]:
                 peer.recv(65536)
                 for part in parts:
                     peer.sendall(part)
-                    over.wait(pause_s)
                 over.wait(10)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -383,11 +361,11 @@ HEAD = b"HTTP/1.1 200 OK\r\n"
         ((b"SSH-2.0-OpenSSH\r\n",), "SSH"),
         ((b"\x1b[2Jroot\x07\r\n",), "root"),
         ((HEAD, b"Content-Length: 3\r\n\r\nab"), "no answer within"),
-        ((HEAD, b"\r\n", b"x" * (MAX_BYTES + 1)), "more than it may"),
-        ((HEAD, b"X: " + b"x" * 70000 + b"\r\n"), "more than|header line"),
+        ((HEAD, b"\r\n", b"x" * (MAX_BYTES + 1)), "more than 65536 bytes"),
+        ((HEAD, b"X: " + b"x" * 70000 + b"\r\n"), "header line"),
         ((HEAD, *[b"X: y\r\n"] * 200), "100 headers"),
         ((HEAD, b"Transfer-Encoding: chunked\r\n\r\nzz\r\n"), "IncompleteRead|invalid literal"),
-        ((HEAD, b"Content-Length: 99999999999\r\n\r\n", b"x" * (MAX_BYTES + 1)), "more than it may"),
+        ((HEAD, b"Content-Length: 99999999999\r\n\r\n", b"x" * (MAX_BYTES + 1)), "more than 65536 bytes"),
         ((HEAD, b"\x00\xff\r\n"), "no answer within"),
     ],
 )
@@ -399,13 +377,6 @@ def test_whatever_an_address_says_is_an_answer_or_a_clause(parts: tuple[bytes, .
     assert str(raised.value).isprintable()
 
 
-def test_an_answer_that_drips_ends_with_the_time_and_not_with_the_drip() -> None:
-    """A time-out of each byte would never pass."""
-    drip = [b"X: y\r\n"] * 90
-    with saying(HEAD, *drip, pause_s=0.05) as base, pytest.raises(NoticeQueryError, match="no answer within"):
-        request_metadata(base, timeout_s=0.2)
-
-
 def test_where_nobody_listens_is_a_clause() -> None:
     """And what cannot be asked is not asked: no line's end gets into a request."""
     with socket.socket() as deaf:
@@ -413,9 +384,6 @@ def test_where_nobody_listens_is_a_clause() -> None:
         base = f"http://127.0.0.1:{deaf.getsockname()[1]}"
         with pytest.raises(NoticeQueryError, match="refused"):
             request_metadata(base, timeout_s=TIMEOUT_S)
-    for url in (f"{base}/a b", f"{base}/a\r\nX: y", "https://127.0.0.1/", "file:///etc/passwd", "http://"):
-        with pytest.raises(NoticeQueryError, match=r"no line|no address"):
-            request_metadata(url)
 
 
 # ---- files and commands --------------------------------------------------------------------------------
@@ -476,28 +444,23 @@ def test_a_command_is_a_notice_when_it_ends_well(program: Path, monkeypatch: pyt
     assert looked["no"] is None
     assert looked["flood"] == PreemptionNotice("soon")
     assert looked["$HOME"] == PreemptionNotice("as it stands; no shell")
-    assert looked["quiet"] == PreemptionNotice(f"{sys.executable} says so")
+    assert looked["quiet"] == PreemptionNotice(f"{sys.executable} exited with 0")
     left = parse_sources(own + "leave")[0].poll()
     assert left is not None
     assert left.reason.startswith("left ")
-    with pytest.raises(NoticeQueryError, match="cannot be started"):
+    with pytest.raises(NoticeQueryError, match="cannot be run"):
         notices.poll_command([str(program.parent)])
 
 
-def test_a_command_that_does_not_end_is_killed_with_its_children(
-    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """When its time is over, which here is when it has a child."""
+def test_a_command_that_does_not_end_is_killed_with_its_children(program: Path, tmp_path: Path) -> None:
+    """When its time is over."""
     child = tmp_path / "child"
-    began = time.monotonic()
-
-    def monotonic() -> float:
-        has_child = child.exists() and child.read_text().endswith("\n")
-        return began + (1.0 if has_child or time.monotonic() > began + TIMEOUT_S else 0.0)
-
-    monkeypatch.setattr(notices, "time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
-    with pytest.raises(NoticeQueryError, match="did not end in time"):
-        notices.poll_command([sys.executable, "-I", "-S", str(program), "linger", str(child)], timeout_s=0.5)
+    argv = [sys.executable, "-I", "-S", str(program), "linger", str(child)]
+    for timeout_s in (0.2, 1.0, 5.0, 25.0):  # until the command had the time to start its child
+        with pytest.raises(NoticeQueryError, match="did not end within"):
+            notices.poll_command(argv, timeout_s)
+        if child.exists() and child.read_text():
+            break
     pid = int(child.read_text())
 
     def is_dead() -> bool:
