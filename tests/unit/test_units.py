@@ -190,7 +190,7 @@ def test_kubernetes_quantity_accepts_binary_and_decimal_units(text: str, size: i
 @pytest.mark.parametrize("text", ["lots", "4GB", "4gi", "-1Gi", "512m", "0", "Gi", "9Ei", "1e9", "\u0664Gi"])
 def test_kubernetes_quantity_refuses_other_text(text: str) -> None:
     """Kubernetes accepts 512m, which is half a byte."""
-    with pytest.raises(ConfigError, match="limit is .*: write a size as 4Gi"):
+    with pytest.raises(ConfigError, match=r"limit is .*: write a size as 4Gi"):
         parse_kubernetes_quantity("limit", text)
 
 
