@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
+
 from elastic_resume.errors import ConfigError
 from elastic_resume.schedulers.slurm import run_command
 
@@ -291,15 +293,6 @@ def _parse_object(text: str) -> dict[str, Any]:
 # ---- files and commands --------------------------------------------------------------------------------
 
 
-def read_boot_time(proc: Path = Path("/proc")) -> int:
-    """Return the Unix time at which this machine booted; 0 if unknown."""
-    try:
-        match = re.search(r"^btime ([0-9]{1,12})$", (proc / "stat").read_text(), re.MULTILINE)
-    except OSError:
-        return 0
-    return int(match[1]) if match else 0
-
-
 def poll_file(path: Path) -> PreemptionNotice | None:
     """Return a notice if the file exists; its text is the reason.
 
@@ -311,7 +304,7 @@ def poll_file(path: Path) -> PreemptionNotice | None:
         return None
     except OSError as error:
         raise NoticeQueryError(f"{error.strerror}") from error
-    if status.st_mtime < read_boot_time():
+    if status.st_mtime < psutil.boot_time():
         raise NoticeQueryError(f"{path} is older than this machine's start, and no notice: remove it")
     text = ""
     if stat.S_ISREG(status.st_mode):  # opening a pipe would wait

@@ -22,7 +22,6 @@ from elastic_resume.rendezvous.core.follower import Follower
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.quorum import Incarnation, View
-from elastic_resume.rendezvous.endpoint import ResolveFunction, resolve_name
 from elastic_resume.rendezvous.net import protocol
 from elastic_resume.rendezvous.net.connection import Connection, ConnectionLimits
 
@@ -143,15 +142,8 @@ def _render_unavailable(_: RendezvousStatus) -> bytes:
 # ---- the client ----------------------------------------------------------------------------------------
 
 
-def query_agent(
-    address: str,
-    run_id: str,
-    status_key: bytes,
-    *,
-    timeout_s: float = 5.0,
-    resolve: ResolveFunction = resolve_name,
-) -> bytes:
-    """Ask the agent at ``host:port`` for its status line, within ``timeout_s``.
+def query_agent(address: str, run_id: str, status_key: bytes, *, timeout_s: float = 5.0) -> bytes:
+    """Ask the agent at ``host:port`` for its status line, within ``timeout_s`` for each of its addresses.
 
     Raises:
         ProtocolError: it is not an agent of that job, does not accept the key, or closed the connection.
@@ -161,18 +153,8 @@ def query_agent(
     """
     deadline = time.monotonic() + timeout_s
     host, _, port = address.rpartition(":")
-    error: OSError = OSError(f"{address} has no address")
-    for ip_address in resolve(host.strip("[]")):
-        try:
-            connection = socket.create_connection(
-                (ip_address, int(port)), timeout=_compute_remaining(deadline)
-            )
-        except OSError as reason:
-            error = reason
-            continue
-        with connection:
-            return _exchange(connection, run_id, status_key, deadline)
-    raise error
+    with socket.create_connection((host.strip("[]"), int(port)), timeout_s) as connection:
+        return _exchange(connection, run_id, status_key, deadline)
 
 
 def _exchange(connection: socket.socket, run_id: str, status_key: bytes, deadline: float) -> bytes:
