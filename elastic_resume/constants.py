@@ -16,7 +16,7 @@ EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: run the same job again
 EXIT_SIGNAL_BASE = 128  # plus the signal's number: 143 after SIGTERM
 
 # ---- environment, agent -> worker. A user may set the variables marked (user). ----------------------------
-ENV_PREFIX = "ELASTIC_RESUME_"
+ENV_PREFIX = "ELASTIC_RESUME_"  # before the name of each setting in config.py
 ENV_CKPT_DIR = "ELASTIC_RESUME_CKPT_DIR"  # (user) root of all checkpoints
 ENV_RUN_ID = "ELASTIC_RESUME_RUN_ID"  # (user) the job's name
 ENV_NODE_NAME = "ELASTIC_RESUME_NODE_NAME"  # (user) this node's name
@@ -25,8 +25,6 @@ ENV_SNAPSHOT_EVERY = "ELASTIC_RESUME_SNAPSHOT_EVERY"  # (user) N, TIME, auto or 
 ENV_SNAPSHOT_MEMORY = "ELASTIC_RESUME_SNAPSHOT_MEMORY"  # (user) auto, off or a size: 4GB, 512MiB, 1.5G
 ENV_CHECK_REPLICAS = "ELASTIC_RESUME_CHECK_REPLICAS"  # (user) N, auto or off
 ENV_ON_DIVERGENCE = "ELASTIC_RESUME_ON_DIVERGENCE"  # (user) stop or resume-from-majority
-ENV_KEEP = "ELASTIC_RESUME_KEEP"  # (user) checkpoints kept on each node, >= 2
-ENV_RESUME = "ELASTIC_RESUME_RESUME"  # (user) auto, must or never
 ENV_STEP_MARK_S = "ELASTIC_RESUME_STEP_MARK_S"  # (user) least time between two `step` events of a rank
 ENV_SHARED_DIR = "ELASTIC_RESUME_SHARED_DIR"  # (user) Slurm: a directory that all nodes see, or off
 ENV_PREEMPTION_NOTICE = "ELASTIC_RESUME_PREEMPTION_NOTICE"  # (user) off, aws, file:PATH, … with commas
@@ -46,7 +44,6 @@ ENV_COMMITTER = "ELASTIC_RESUME_COMMITTER"  # abstract unix socket of the agent'
 ENV_SLOTS = "ELASTIC_RESUME_SLOTS"  # path of the slots' control block, for worker supervisors
 ENV_MTBF_S = "ELASTIC_RESUME_MTBF_S"  # mean seconds between failures, as the agent has measured them
 ENV_DRAIN_SIGNALS = "ELASTIC_RESUME_DRAIN_SIGNALS"  # (user) signals that drain a node, with commas
-ENV_REQUEUE = "ELASTIC_RESUME_REQUEUE"  # (user) auto or off
 ENV_GRACE_S = "ELASTIC_RESUME_GRACE_S"  # (user) TIME between SIGTERM and SIGKILL; in seconds for supervisors
 ENV_TERMINATION_GRACE_S = "ELASTIC_RESUME_TERMINATION_GRACE_S"  # (user) a pod's terminationGracePeriodSeconds
 ENV_CKPT_LIMIT = "ELASTIC_RESUME_CKPT_LIMIT"  # (user) size limit of ENV_CKPT_DIR's volume: 4Gi

@@ -332,13 +332,11 @@ def _log_to_stderr(node: str) -> Iterator[None]:
 
 
 def _parse_flags(args: argparse.Namespace, given_flags: set[str]) -> _ParsedFlags:
-    requeue = args.requeue or os.environ.get(constants.ENV_REQUEUE) or "auto"
-    notice = args.preemption_notice or os.environ.get(constants.ENV_PREEMPTION_NOTICE)
     return _ParsedFlags(
         limits=_parse_limits(args, given_flags),
         hang_threshold=parse_hang_timeout(args.hang_timeout),
-        requeue_mode=config.parse_choice("requeue", requeue, config.REQUEUE_MODES),
-        notice_sources=parse_sources(notice),
+        requeue_mode=config.parse_choice("requeue", args.requeue or "auto", config.REQUEUE_MODES),
+        notice_sources=parse_sources(args.preemption_notice),
         metrics_address=metrics.parse_listen_address(args.metrics, os.environ),
     )
 
@@ -375,8 +373,7 @@ def _set_environment(
     os.environ[constants.ENV_EVENTS_PATH] = str(events_path)
     os.environ[constants.ENV_ROUND_EVENTS] = round_events.path
     os.environ[constants.ENV_LEASE_PAGE] = lease_page.path
-    drain_signals = args.drain_signals or os.environ.get(constants.ENV_DRAIN_SIGNALS)
-    os.environ[constants.ENV_DRAIN_SIGNALS] = ",".join(validation.parse_drain_signals(drain_signals))
+    os.environ[constants.ENV_DRAIN_SIGNALS] = ",".join(validation.parse_drain_signals(args.drain_signals))
     grace_s = validation.resolve_grace_s(args, os.environ)
     if grace_s is not None:
         os.environ[constants.ENV_GRACE_S] = f"{grace_s:g}"

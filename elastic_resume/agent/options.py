@@ -16,7 +16,7 @@ from elastic_resume.agent import validation
 from elastic_resume.errors import ConfigError
 from elastic_resume.rendezvous.endpoint import local_addresses, parse_address
 from elastic_resume.schedulers.environment import SchedulerContext
-from elastic_resume.schedulers.shared_dir import SharedDir
+from elastic_resume.schedulers.slurm import SharedDir
 
 SHARED_DIR_OFF = "off"
 # Each of these flags names the rendezvous, or says that there is one node only.
@@ -85,7 +85,7 @@ def _share_token_in_slurm(
     args: argparse.Namespace, given_flags: set[str], scheduler_context: SchedulerContext
 ) -> FilledOptions:
     """Share a generated token between the nodes of a Slurm job, unless the user gave one."""
-    root = args.shared_dir or os.environ.get(constants.ENV_SHARED_DIR) or ""
+    root = args.shared_dir or ""
     if root == SHARED_DIR_OFF or "rdzv_token_file" in given_flags or constants.ENV_TOKEN in os.environ:
         return FilledOptions(frozenset(given_flags))
     root_path = Path(root or os.environ.get("SLURM_SUBMIT_DIR") or ".").absolute()

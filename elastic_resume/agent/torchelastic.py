@@ -40,7 +40,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torch.distributed.run import config_from_args, get_args_parser
 
-from elastic_resume import config, constants
+from elastic_resume import config
 from elastic_resume.agent import validation
 from elastic_resume.agent.options import fill_from_scheduler
 from elastic_resume.agent.restart_controller import RestartController
@@ -58,7 +58,7 @@ from elastic_resume.rendezvous.endpoint import Endpoint, open_listen_endpoint
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
 from elastic_resume.rendezvous.net.protocol import derive_status_key
 from elastic_resume.schedulers.environment import SchedulerContext
-from elastic_resume.schedulers.shared_dir import SharedDir
+from elastic_resume.schedulers.slurm import SharedDir
 
 logger = logging.getLogger(__name__)
 
@@ -417,9 +417,7 @@ def _configure_drain(config: LaunchConfig, args: argparse.Namespace) -> None:
     """Let torchelastic handle the drain signals too, and give supervisors time to end workers."""
     if hasattr(config, "signals_to_handle"):
         signals = [name.strip() for name in config.signals_to_handle.split(",") if name.strip()]
-        drain_signals = validation.parse_drain_signals(
-            args.drain_signals or os.environ.get(constants.ENV_DRAIN_SIGNALS)
-        )
+        drain_signals = validation.parse_drain_signals(args.drain_signals)
         config.signals_to_handle = ",".join(dict.fromkeys([*signals, *drain_signals]))
     grace_s = validation.resolve_grace_s(args, os.environ)
     timeout_s = getattr(config, "shutdown_timeout", None)

@@ -19,7 +19,7 @@ from typing import Any
 
 from elastic_resume import constants
 from elastic_resume.errors import ConfigError
-from elastic_resume.schedulers import kubernetes
+from elastic_resume.schedulers import environment
 from elastic_resume.units import parse_duration
 
 # The interpreter, the dynamic loader, a library or torch reads these once, when the process starts.
@@ -74,7 +74,7 @@ def resolve_grace_s(args: argparse.Namespace, environ: Mapping[str, str]) -> flo
         return grace_s
     if environ.get(constants.ENV_GRACE_S):
         return parse_duration(constants.ENV_GRACE_S, environ[constants.ENV_GRACE_S], max_s=86400)
-    pod_grace_s = kubernetes.read_termination_grace_s(environ)
+    pod_grace_s = environment.read_termination_grace_s(environ)
     return None if pod_grace_s is None else pod_grace_s / 2
 
 

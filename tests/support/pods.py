@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import yaml
 
 from elastic_resume.errors import UsageError
-from elastic_resume.schedulers import kubernetes
+from elastic_resume.units import parse_kubernetes_quantity
 from tests.support import job_controller
 from tests.support.machines import Machines
 
@@ -293,7 +293,7 @@ class SimulatedPods:
             if "emptyDir" in volume:
                 size = (volume["emptyDir"] or {}).get("sizeLimit")
                 disks[mount["mountPath"]] = (
-                    kubernetes.parse_quantity_bytes(size, "sizeLimit") if size else UNLIMITED_BYTES
+                    parse_kubernetes_quantity("sizeLimit", size) if size else UNLIMITED_BYTES
                 )
             else:
                 bind[mount["mountPath"]] = str(self._claims[volume["persistentVolumeClaim"]["claimName"]])
@@ -307,7 +307,7 @@ class SimulatedPods:
                 name=host,
                 disks=disks,
                 bind=bind,
-                memory_bytes=kubernetes.parse_quantity_bytes(memory, "memory") if memory else 0,
+                memory_bytes=parse_kubernetes_quantity("memory", memory) if memory else 0,
                 argv=[expand_variables(str(word), env) for word in words],
                 env=env,
                 cwd=self._cwd,

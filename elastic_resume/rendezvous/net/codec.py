@@ -295,7 +295,7 @@ def _build_tuple_codec(kinds: tuple[Any, ...]) -> tuple[Encode, Decode]:
 
 
 def _build_dataclass_codec(kind: type) -> tuple[Encode, Decode]:
-    """Build the codec of a dataclass: a list of its fields in order,."""
+    """Build the codec of a dataclass: a list of its fields in order."""
     hints = typing.get_type_hints(kind)
     names = [field.name for field in dataclasses.fields(kind)]
     codecs = [_build_codec(hints[name]) for name in names]
