@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from elastic_resume.data.global_batches import GlobalBatches, make_permutation
-from elastic_resume.data.seeded_dataset import SeededDataset, attach_epoch
+from elastic_resume.data.rng import SeededDataset, attach_epoch
 from elastic_resume.data.world_size import KEEP_GLOBAL, BatchSizing, check_bool, check_integer
 from elastic_resume.errors import ConfigError, MismatchError
 from elastic_resume.units import format_count

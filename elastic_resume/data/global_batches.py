@@ -28,7 +28,7 @@ from torch.utils.data import Sampler
 
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.data import world_size
-from elastic_resume.data.seeded_dataset import SeededIndices
+from elastic_resume.data.rng import SeededIndices
 from elastic_resume.data.world_size import (
     KEEP_LOCAL,
     BatchSizing,

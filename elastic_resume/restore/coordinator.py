@@ -44,8 +44,14 @@ from elastic_resume.restore.replica_check import find_first_difference
 from elastic_resume.snapshot.progress_page import ProgressPage
 from elastic_resume.state import load_state, state_dict
 from elastic_resume.state.load import INTERNAL_PREFIX
-from elastic_resume.state.state_dict import BUFFER, REPLICATED, SCRIPT_OWNED, FlatState
-from elastic_resume.state.tensor_buffer import DTYPE_BY_NAME, make_spec
+from elastic_resume.state.state_dict import (
+    BUFFER,
+    DTYPE_BY_NAME,
+    REPLICATED,
+    SCRIPT_OWNED,
+    FlatState,
+    make_spec,
+)
 
 DATA = "data"
 PARAMETERS = "elastic_resume.parameters"

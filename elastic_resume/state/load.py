@@ -30,8 +30,7 @@ from elastic_resume.errors import (
     UsageError,
 )
 from elastic_resume.state import load_state
-from elastic_resume.state.state_dict import COMPLEX_KINDS
-from elastic_resume.state.tensor_buffer import TensorBuffer
+from elastic_resume.state.state_dict import COMPLEX_KINDS, TensorBuffer
 
 INTERNAL_PREFIX = "elastic_resume."  # of the names of objects that a run tracks for itself
 _MAX_RUNS = 1000

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, default_collat
 import elastic_resume as er
 from elastic_resume.data import rng
 from elastic_resume.data.elastic_sampler import find_batches
-from elastic_resume.data.seeded_dataset import SeededIndices
+from elastic_resume.data.rng import SeededIndices
 from elastic_resume.errors import ConfigError, UsageError
 from tests.support import launch_ranks
 from tests.support.scripts import augment

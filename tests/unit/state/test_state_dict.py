@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from elastic_resume.errors import ConfigError, MismatchError, UntrackableError
 from elastic_resume.state import load_state, state_dict
-from elastic_resume.state.tensor_buffer import TensorBuffer
+from elastic_resume.state.state_dict import TensorBuffer
 from tests.support.state_image import copy_to_image
 
 
