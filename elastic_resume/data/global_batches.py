@@ -79,9 +79,7 @@ class GlobalBatches(Sampler[list[int]]):
         """Sizes are in samples.
 
         Raises:
-            ConfigError: a size is not a positive integer, a flag is not a bool, or ``drop_last`` drops the
-                only batch
-                of an epoch.
+            ConfigError: a size or flag is of the wrong kind, or ``drop_last`` drops the only batch.
 
         """
         self.dataset_size = check_integer("dataset_size", dataset_size, least=1)
@@ -354,7 +352,7 @@ class GlobalBatches(Sampler[list[int]]):
 
 
 class _NotifyingIterator(Iterator[SeededIndices]):
-    """Calls back before each batch is requested, also when nothing is left."""
+    """Calls back before each request, also those that a prefetching loader makes after the last batch."""
 
     def __init__(self, inner: Iterator[SeededIndices], on_batch_request: Callable[[bool], None]) -> None:
         self._indices, self._on_batch_request, self._is_first = inner, on_batch_request, True

@@ -27,7 +27,7 @@ Invariants:
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,7 +51,7 @@ from elastic_resume.policy import resume_plan
 from elastic_resume.policy.resume_plan import MEMORY, Broadcast, ResumePlan, SavedState
 from elastic_resume.restore import transfer
 from elastic_resume.restore.collectives import Channel
-from elastic_resume.restore.rank_context import RankContext
+from elastic_resume.restore.rank_context import RankContext, raise_if_set
 from elastic_resume.restore.transfer import (
     BackgroundTask,
     LocalWatermark,
@@ -188,18 +188,15 @@ class RestoreAttempt:
         self.on_disk = copy.owner_node == self._context.node
         self._local_manifest = manifest
         buffer = self._reserve_slot(manifest) if self._context.is_local_leader else None
+        fill: Callable[[], object]
         if buffer is not None:
-            memory, advance = buffer.memory, buffer.advance
-            task = BackgroundTask("fill", lambda: reader.read_image(path, manifest, memory, advance), buffer)
+            fill = functools.partial(reader.read_image, path, manifest, buffer.memory, buffer.advance)
         else:
             mapping = reader.map_unverified(path, manifest)  # no memory is allocated for it
             buffer = StreamingBuffer(memoryview(mapping), LocalWatermark())
-            advance = buffer.advance
-            task = BackgroundTask(
-                "fill", lambda: reader.verify_mapping(path, manifest, mapping, advance), buffer
-            )
+            fill = functools.partial(reader.verify_mapping, path, manifest, mapping, buffer.advance)
         self._buffer = buffer
-        self._tasks.append(task)
+        self._tasks.append(BackgroundTask("fill", fill, buffer))
 
     def _reserve_slot(self, manifest: Manifest) -> StreamingBuffer | None:
         """Reserve a slot for a state that arrives; None if the node has no free slot."""
@@ -320,11 +317,10 @@ class RestoreAttempt:
         elif self._local_manifest is not None:
             buffer, manifest = self._require_buffer(), self._local_manifest
             channel.broadcast_json(_strip_digests(manifest).to_bytes().decode(), source_rank)
-            task = BackgroundTask(
-                "send",
-                lambda: transfer.send(channel, buffer, manifest.blocks, manifest.block_bytes, source_rank),
+            send = functools.partial(
+                transfer.send, channel, buffer, manifest.blocks, manifest.block_bytes, source_rank
             )
-            self._tasks.append(task)
+            self._tasks.append(BackgroundTask("send", send))
 
     def _start_receiving(self, channel: Channel, source_rank: int) -> None:
         received = Manifest.parse(channel.broadcast_json(None, source_rank).encode())
@@ -332,12 +328,11 @@ class RestoreAttempt:
         slot_buffer = self._reserve_slot(manifest)
         buffer = slot_buffer or StreamingBuffer(allocate_memory(manifest.file_bytes), LocalWatermark())
         self._local_manifest, self._buffer = manifest, buffer
-        task = BackgroundTask(
-            "receive", lambda: transfer.receive(channel, buffer, manifest.block_bytes, source_rank), buffer
-        )
-        self._tasks.append(task)
+        receive = functools.partial(transfer.receive, channel, buffer, manifest.block_bytes, source_rank)
+        self._tasks.append(BackgroundTask("receive", receive, buffer))
         if slot_buffer is None:
-            self._tasks.append(BackgroundTask("commit", lambda: self._commit_received(manifest, buffer)))
+            commit = functools.partial(self._commit_received, manifest, buffer)
+            self._tasks.append(BackgroundTask("commit", commit))
 
     def _commit_received(self, manifest: Manifest, buffer: StreamingBuffer) -> None:
         """Commit a state that arrives in private memory. A failing disk does not stop the transfer."""
@@ -419,12 +414,8 @@ class RestoreAttempt:
         own = self._error if self._copy is not None and is_local_copy_error(self._error) else None
         failures = self._group_failures_by_node(self._context.collectives.gather(_encode_failure(own)))
         if not failures:
-            self._context.run_on_all_ranks(self._raise_error)
+            self._context.run_on_all_ranks(lambda: raise_if_set(self._error))
         return failures
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
 
     def _group_failures_by_node(self, failure_by_rank: Sequence[list[str] | None]) -> NodeFailures:
         failures: dict[str, tuple[str, str]] = {}

@@ -167,9 +167,9 @@ def _list_snapshots(context: RankContext) -> tuple[list[SavedState], list[Reject
             rejected.append(RejectedState(context.node, name, str(error), version, error.kind))
             client.discard(state.index)
             continue
-        return [
-            _to_saved_state(context.node, snapshot.manifest, MEMORY)
-        ] if snapshot is not None else [], rejected
+        if snapshot is not None:
+            return [_to_saved_state(context.node, snapshot.manifest, MEMORY)], rejected
+        break
     return [], rejected
 
 

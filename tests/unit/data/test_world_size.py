@@ -129,22 +129,23 @@ class Epoch:
 
 
 STAGES = st.lists(st.tuples(WORLDS, st.integers(0, 5)), min_size=1, max_size=5)
-CUTS = st.tuples(
-    st.integers(1, 60), st.integers(1, 20), st.booleans(), st.one_of(st.none(), st.integers(1, 5))
-)
+SEEDS = st.integers(-(2**63), 2**63 - 1)
+SIZES = st.tuples(st.integers(1, 60), st.integers(1, 20), SEEDS, st.booleans(), st.none() | st.integers(1, 5))
 
 
 @settings(max_examples=150)
-@given(CUTS, STAGES, st.sampled_from([None, KEEP_GLOBAL, KEEP_LOCAL]))
+@given(SIZES, STAGES, st.sampled_from([None, KEEP_GLOBAL, KEEP_LOCAL]))
 def test_any_sequence_of_worlds_counts_each_sample_once(
-    cut: tuple[int, int, bool, int | None], stages: list[tuple[int, int]], policy: str | None
+    sizes: tuple[int, int, int, bool, int | None], stages: list[tuple[int, int]], policy: str | None
 ) -> None:
     """Uneven shares, micro-batches, ranks without a share, partial batches; the mean over all is exact."""
-    size, batch, drop_last, micro = cut
+    size, batch, seed, drop_last, micro = sizes
     losses = np.random.default_rng(1).uniform(1, 2, size)
 
     def make(world: int) -> list[GlobalBatches]:
-        return [GlobalBatches(size, batch, 3, drop_last=drop_last, micro_batch=micro) for _ in range(world)]
+        return [
+            GlobalBatches(size, batch, seed, drop_last=drop_last, micro_batch=micro) for _ in range(world)
+        ]
 
     epoch = Epoch(make, policy)
     largest = 0
@@ -308,12 +309,6 @@ def test_policy_may_change_between_generations() -> None:
     assert sorted(epoch.counted) == list(range(60))
 
 
-def test_scaled_global_batch_does_not_drift() -> None:
-    """The same number of ranks always has the same global batch."""
-    assert [world_size.scale_global_batch(30, 4, world) for world in (4, 3, 2, 5, 1)] == [30, 23, 15, 38, 8]
-    assert world_size.scale_global_batch(1, 9, 1) == 1
-
-
 def test_finished_epoch_stays_finished_after_world_change() -> None:
     """Samples left out by drop_last are not read by a world with smaller batches."""
     epoch = Epoch(lambda world: [GlobalBatches(50, 24, drop_last=True) for _ in range(world)], KEEP_LOCAL)
@@ -415,17 +410,6 @@ def test_jobs_with_other_seeds_draw_other_numbers(tmp_path: Path) -> None:
     assert len({str(one) for one in drawn}) == 3
 
 
-def test_epoch_of_one_step_gives_no_warning(begin: Begin, capsys: pytest.CaptureFixture[str]) -> None:
-    """The dataset is smaller than the batch."""
-    batches = GlobalBatches(5, 8)
-    run = begin(batches)
-    for _ in run.epochs(2):
-        for _ in batches:
-            run.step()
-    assert run.position.step == 2
-    assert "WARNING" not in capsys.readouterr().err
-
-
 def test_loader_left_in_mid_epoch_continues_at_training_position(begin: Begin) -> None:
     """After the last step of an epoch, a loader reads the whole epoch again."""
     batches = GlobalBatches(12, 2, shuffle=False)
@@ -483,6 +467,9 @@ def test_world_change_without_data_has_no_factor() -> None:
 # ---- wrong use ---------------------------------------------------------------------------------------
 
 
+SIZING = {"global_batch": 5, "multiple": 1, "of_world": 0, "epoch": 0, "first_step": 0, "first_sample": 0}
+
+
 class StatefulLoader(DataLoader[int]):
     """A loader like torchdata's."""
 
@@ -497,31 +484,20 @@ class StatefulLoader(DataLoader[int]):
         self.loaded = state
 
 
+def make_loader(**sampler_arguments: Any) -> DataLoader[int]:
+    """Return a loader of four numbers in batches of two, with an ElasticSampler."""
+    sampler = ElasticSampler(NumberDataset(4), **sampler_arguments)
+    return DataLoader(NumberDataset(4), 2, sampler=sampler)
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         ({"data": DataLoader(NumberDataset(4), shuffle=True)}, "cannot be restored.*GlobalBatches"),
         ({"data": ElasticSampler(NumberDataset(4))}, "Pass its DataLoader"),
-        (
-            {
-                "data": DataLoader(
-                    NumberDataset(4), batch_size=2, sampler=ElasticSampler(NumberDataset(4), batch_size=3)
-                )
-            },
-            "batch_size=3, but its loader has batch_size=2",
-        ),
-        (
-            {
-                "data": DataLoader(
-                    NumberDataset(4), batch_size=2, sampler=ElasticSampler(NumberDataset(4), 4, 0)
-                )
-            },
-            "made with num_replicas=4, but here it is 1",
-        ),
-        (
-            {"data": GlobalBatches(4, 2), "on_world_change": "keep"},
-            "use one of 'keep_global_batch', 'keep_local",
-        ),
+        ({"data": make_loader(batch_size=3)}, "batch_size=3, but its loader has batch_size=2"),
+        ({"data": make_loader(num_replicas=4, rank=0)}, "made with num_replicas=4, but here it is 1"),
+        ({"data": GlobalBatches(4, 2), "on_world_change": "keep"}, "use one of 'keep_global_batch', 'keep_l"),
         ({"data": None, "on_world_change": KEEP_LOCAL}, "without data= batches cannot be divided"),
     ],
 )
@@ -568,10 +544,10 @@ def test_any_loader_with_our_samplers_is_accepted(kind: Any) -> None:
     [
         {},
         [1],
-        {"global_batch": 0, "multiple": 1, "of_world": 0, "epoch": 0, "first_step": 0, "first_sample": 0},
-        {"global_batch": 5, "multiple": 1, "of_world": 0, "epoch": 0, "first_step": 1, "first_sample": 11},
-        {"global_batch": 5, "multiple": 1, "of_world": "x", "epoch": 0, "first_step": 0, "first_sample": 0},
-        {"global_batch": 5, "multiple": 1, "of_world": 0, "epoch": 0, "first_step": -1, "first_sample": 0},
+        {**SIZING, "global_batch": 0},
+        {**SIZING, "first_step": 1, "first_sample": 11},
+        {**SIZING, "of_world": "x"},
+        {**SIZING, "first_step": -1},
     ],
 )
 def test_load_refuses_impossible_sizing(cut: Any) -> None:
