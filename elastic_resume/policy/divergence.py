@@ -36,18 +36,11 @@ _DIGEST_PATTERN = re.compile(r"[0-9a-f]{32}")
 def digest_interval_steps(
     setting: IntervalSetting, *, cost_s: float | None, step_s: float | None, cores: float = 1.0
 ) -> int:
-    """Return the steps between two digests; 0 means none.
+    """Return the steps between two digests for ``--check-replicas``; 0 means none.
 
-    Args:
-        setting: ``--check-replicas``. A number of steps is returned as it is and means its multiples.
-        cost_s: processor seconds per digest; None if not measured yet.
-        step_s: seconds per step; None if not measured yet.
-        cores: cores that this node may use.
-
-    ``auto`` is the smallest power of two at which digests take at most `MAX_OVERHEAD_SHARE` of the cores'
-    time. Before anything is measured it is 1, so nodes that start with different states are found at their
-    first step.
-
+    ``cost_s`` is processor seconds per digest and ``step_s`` seconds per step, None before they are measured.
+    ``auto`` is the smallest power of two at which digests take at most `MAX_OVERHEAD_SHARE` of the time of
+    the ``cores``. Before anything is measured it is 1, so different initial states are found at once.
     """
     if setting.is_off:
         return 0
@@ -80,9 +73,8 @@ def is_digest(value: Any) -> bool:
 class DivergenceVerdict:
     """How the digests of one step differ.
 
-    Each group holds the nodes with one digest, the largest group first. The diverged nodes are those outside
-    a strict majority; empty without one. The agreed step is the newest at which all were equal, 0 if there
-    was none.
+    Each group holds the nodes with one digest, the largest group first. Without a strict majority no node is
+    ``diverged``. ``agreed_step`` is the newest step at which all were equal, 0 if there was none.
     """
 
     step: int

@@ -298,13 +298,15 @@ def _broadcast_rank_0_state(context: RankContext, flat: FlatState, tracked: Mapp
     modules = tuple(f"{name}/" for name, item in tracked.items() if isinstance(item, nn.Module))
     leaves = {leaf.name: leaf.tensor.detach() for leaf in flat.select_kinds(REPLICATED, BUFFER, SCRIPT_OWNED)}
     shapes = {name: f"{t.dtype}{list(t.shape)}" for name, t in leaves.items() if name.startswith(modules)}
-    difference = find_first_difference(context.collectives, shapes)
+    orders = {name: state_dict.combine_digests({"": flat.skeleton.get(name)}) for name in (DATA, PARAMETERS)}
+    difference = find_first_difference(context.collectives, {**shapes, **orders})
     if difference is not None:
+        order_texts = {DATA: "the order of samples", PARAMETERS: "the order of the optimizer's parameters"}
         raise MismatchError(
-            f"the ranks built different models: {difference.name!r} differs on {difference.ranks_text}. "
-            "Build the model from the same arguments on every rank."
+            f"the ranks built different objects: {order_texts.get(difference.name, 'the model')} "
+            f"({difference.name}) differs on {difference.ranks_text}. Give every rank the same arguments. "
+            "GlobalBatches gives each rank its own share by itself."
         )
-    _check_same_order(context, flat)
     others = {
         name: item
         for name, item in tracked.items()
@@ -344,16 +346,3 @@ def _load_rank_0_state(
             "the ranks built different objects, and this one cannot take rank 0's state. Build the same "
             f"objects on every rank. {error}"
         ) from error
-
-
-def _check_same_order(context: RankContext, flat: FlatState) -> None:
-    """Raise if ranks order samples or parameters differently; the first resume would fail otherwise."""
-    orders = {DATA: "the order of samples", PARAMETERS: "the order of the optimizer's parameters"}
-    for name, description in orders.items():
-        digests = context.collectives.gather(state_dict.combine_digests({"": flat.skeleton.get(name)}))
-        unlike = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        if unlike:
-            raise MismatchError(
-                f"{description} ({name}) on rank {unlike[0]} is not that of rank 0: give every rank the same "
-                "arguments. GlobalBatches gives each rank its own share by itself."
-            )

@@ -242,14 +242,9 @@ def send(
     block_bytes: int,
     source_rank: int,
 ) -> None:
-    """Send all blocks of ``buffer`` as they arrive here.
+    """Send all blocks of ``buffer`` as they arrive here, in ``channel`` of this rank and the receivers.
 
-    Args:
-        channel: among the source and the receivers.
-        buffer: the state.
-        known_digests: the digests of all blocks from a manifest, or nothing.
-        block_bytes: the size of a block.
-        source_rank: this rank.
+    ``known_digests`` has the digests of all blocks from a manifest, or nothing.
 
     Raises:
         CheckpointError: the buffer failed; the receivers have been informed.
