@@ -24,7 +24,7 @@ from elastic_resume.policy.divergence import RESUME_FROM_MAJORITY, STOP, Diverge
 from elastic_resume.policy.failure_classification import DIVERGENCE
 from elastic_resume.rendezvous.client import RendezvousClient
 from elastic_resume.rendezvous.config import RendezvousConfig
-from elastic_resume.rendezvous.core.events import EmitEvent, Settings, StartWorkers
+from elastic_resume.rendezvous.core.events import Settings, StartWorkers
 from elastic_resume.rendezvous.core.messages import JoinSpec, ReplicasDiverged
 from elastic_resume.rendezvous.endpoint import Endpoint, ListenEndpoint
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
@@ -69,20 +69,19 @@ class FakeNode:
             state_file=DurableStateFile(directory),
             max_generation=0,
             lease=RecordingLease(),
-            on_log=self.on_log,
+            on_log=lambda entry: self.log_entries.append(entry.text),
         )
         committer: Any = self
-        SnapshotService(committer, committer).start_replica_comparison(
-            self.member, log=self.log, emit=self.emit
-        )
         self.history: list[str] = []
-        self.log_entries: list[str] = []
-        self.lines: list[str] = []
+        self.log_entries: list[str] = []  # of the rendezvous
+        self.lines: list[str] = []  # of the comparison
         self.events: list[dict[str, Any]] = []
         self.views: list[StartWorkers] = []
         self.end = ""
         self.may_discard = threading.Event()
         self.refuses = ""
+        comparison = SnapshotService(committer, committer)
+        comparison.start_replica_comparison(self.member, log=self.lines.append, emit=self.emit)
         self.thread = threading.Thread(target=self.live, daemon=True)
 
     def live(self) -> None:
@@ -95,14 +94,6 @@ class FakeNode:
                 wait_until(lambda: self.member.restart_requested, "the view ends", timeout_s=60)
         except JobFailedError as error:
             self.end = str(error)
-
-    def on_log(self, entry: EmitEvent) -> None:
-        """Keep a log entry of the rendezvous."""
-        self.log_entries.append(entry.text)
-
-    def log(self, line: str) -> None:
-        """Keep a log line."""
-        self.lines.append(line)
 
     def emit(self, event: str, /, **fields: object) -> None:
         """Keep an event."""
