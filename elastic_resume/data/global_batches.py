@@ -48,10 +48,9 @@ class GlobalBatches(Sampler[list[int]]):
     """A batch sampler: ``DataLoader(dataset, batch_sampler=GlobalBatches(len(dataset), 256))``.
 
     ``global_batch`` is the number of samples of one optimizer step over all ranks. It stays the same when
-    the world changes; only the shares change. With ``on_world_change="keep_local_batch"`` in `resume` it
-    is the batch of the job's first world, and grows with the number of ranks. Shares of one batch differ
-    by at most one sample. Multiply the loss by ``run.loss_weight``: DDP's mean over the ranks is then the
-    exact mean over the batch.
+    the world changes. With ``on_world_change="keep_local_batch"`` in `resume` it is the batch of the job's
+    first world, and grows with the number of ranks. Shares of one batch differ by at most one sample.
+    Multiply the loss by ``run.loss_weight``: DDP's mean over the ranks is then the exact mean over the batch.
 
     ``micro_batch`` is the largest number of samples in one forward pass of a rank. Each share is split
     evenly into as many parts as the step's largest share needs, so all ranks do the same number of passes.
@@ -146,12 +145,7 @@ class GlobalBatches(Sampler[list[int]]):
         return before.global_batch
 
     def seek(self, epoch: int, step_in_epoch: int) -> None:
-        """Make the next ``iter()`` start at this step. At ``steps`` nothing is left of the epoch.
-
-        Raises:
-            ConfigError: there is no such step.
-
-        """
+        """Make the next ``iter()`` start at this step, at most ``steps``. Raises ConfigError for others."""
         epoch = check_integer("epoch", epoch, least=0)
         plan = self._sizing.plan_epoch(self.dataset_size, epoch)
         step = check_integer("step_in_epoch", step_in_epoch, least=plan.first_step, most=plan.steps)
@@ -246,12 +240,7 @@ class GlobalBatches(Sampler[list[int]]):
         return self._epoch_plan().end_sample
 
     def samples(self, step_in_epoch: int) -> int:
-        """Return the number of samples of a step. The last step of an epoch may be smaller.
-
-        Raises:
-            ConfigError: there is no such step, or another world took it.
-
-        """
+        """Return the number of samples of a step. Raises ConfigError if this world does not take it."""
         plan = self._epoch_plan()
         step = check_integer("step_in_epoch", step_in_epoch, least=plan.first_step, most=plan.steps - 1)
         return plan.sample_count(step)
@@ -289,9 +278,8 @@ class GlobalBatches(Sampler[list[int]]):
         """Return how this world divides epochs. ``before`` is the previous sizing, None in a new job."""
         if self._policy != KEEP_LOCAL:
             return self._make_sizing(self._initial_global_batch)
-        first_world = (
-            before and before.of_world
-        ) or old_world_size  # of_world is 0 if the batch was the same in any world
+        # of_world is 0 if the batch was the same in any world
+        first_world = (before and before.of_world) or old_world_size
         size = world_size.scale_global_batch(self._initial_global_batch, first_world, self._world_size)
         return self._make_sizing(size, reference_world_size=first_world)
 

@@ -106,9 +106,8 @@ class TensorBuffer:
 class TrackedTensors:
     """Tensors that a script keeps itself, with ``state_dict`` and ``load_state_dict``.
 
-    An average of the weights, say: ``ema=shadow`` or ``ema={"shadow": shadow, "updates": count}``. The
-    given tensor, list, tuple or dict is tracked. Tensors in it may be changed in place or replaced;
-    another list that replaces it is not noticed. Loading copies into the existing tensors.
+    An average of the weights, say: ``ema=shadow`` or ``ema={"shadow": shadow, "updates": count}``. Tensors in
+    the given container may be changed in place or replaced; another container is not noticed.
     """
 
     def __init__(self, name: str, container: Any) -> None:
@@ -116,12 +115,7 @@ class TrackedTensors:
         self._name, self._container = name, container
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the current tensors by key or index.
-
-        Raises:
-            UntrackableError: the container has come to hold something that is no tensor.
-
-        """
+        """Return the current tensors by key or index. Raise UntrackableError for another value."""
         container = self._container
         if isinstance(container, Tensor):
             return {"value": container}
@@ -381,14 +375,8 @@ def to_stored_form(tensor: Tensor) -> tuple[str, Tensor]:
 
 def make_key(tensor: Tensor, stored_as: str) -> TensorKey:
     """Return a key that tied tensors share: the same memory, viewed in the same way."""
-    return (
-        tensor.device,
-        tensor.data_ptr(),
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.dtype,
-        stored_as,
-    )
+    place = tensor.device, tensor.data_ptr()
+    return *place, tuple(tensor.shape), tensor.stride(), tensor.dtype, stored_as
 
 
 def _rebuild_dict(original: dict[Any, Any], items: dict[Any, Any]) -> Any:
@@ -510,9 +498,7 @@ class ParameterOrder:
             stored_groups = stored.get(name, groups)
             sizes, stored_sizes = list(map(len, groups)), list(map(len, stored_groups))
             if sizes != stored_sizes:
-                problems.append(
-                    f"{name}: groups of {sizes} parameters now, of {stored_sizes} in the checkpoint"
-                )
+                problems.append(f"{name}: groups of {sizes} parameters now, {stored_sizes} in the checkpoint")
                 continue
             pairs = zip(chain.from_iterable(groups), chain.from_iterable(stored_groups), strict=True)
             here, there = next(((a, b) for a, b in pairs if a != b), ("", ""))
@@ -524,9 +510,8 @@ class ParameterOrder:
 class UntrackedOptimizerCheck:
     """Warns once about each optimizer that steps tracked parameters while its own state is not tracked.
 
-    Such an optimizer was built after `er.resume`, or is hidden in one whose state_dict() lacks its state.
-    A resume would lose that state. The check runs after the optimizer's first step that leaves tensors in
-    its state.
+    Such an optimizer was built after `er.resume`, or is hidden in one whose state_dict() lacks its state. The
+    check runs after the first step that leaves tensors in the optimizer's state.
     """
 
     def __init__(self, tracked: Mapping[str, Any]) -> None:
@@ -550,20 +535,15 @@ class UntrackedOptimizerCheck:
             for value in (entries.values() if isinstance(entries, dict) else ())
             if isinstance(value, Tensor) and value.numel()
         }
-        name = self._find_stepped_model(optimizer)
-        if not addresses or name is None:
+        stepped_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        models = {name: item for name, item in self._tracked.items() if isinstance(item, nn.Module)}
+        stepped = [name for name in models if any(id(p) in stepped_ids for p in models[name].parameters())]
+        if not addresses or not stepped:
             return
         # A tracked optimizer that wraps this one may include its state.
         tracked_addresses = {leaf.tensor.data_ptr() for leaf in flatten(self._tracked).leaves}
         if not addresses <= tracked_addresses:
             console.say(
-                f"WARNING: {type_name(optimizer)} steps parameters of {name!r}, but its state is untracked. "
-                "A resume would start without it. Build it before er.resume() and pass it as optimizer=."
+                f"WARNING: {type_name(optimizer)} steps parameters of {stepped[0]!r}, but its state is "
+                "untracked. A resume would start without it. Build it before er.resume() and pass it as optimizer=."
             )
-
-    def _find_stepped_model(self, optimizer: Optimizer) -> str | None:
-        stepped_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        modules = ((name, item) for name, item in self._tracked.items() if isinstance(item, nn.Module))
-        return next(
-            (name for name, item in modules if any(id(p) in stepped_ids for p in item.parameters())), None
-        )
