@@ -545,5 +545,6 @@ class UntrackedOptimizerCheck:
         if not addresses <= tracked_addresses:
             console.say(
                 f"WARNING: {type_name(optimizer)} steps parameters of {stepped[0]!r}, but its state is "
-                "untracked. A resume would start without it. Build it before er.resume() and pass it as optimizer=."
+                "untracked. A resume would start without it. Build it before er.resume() and pass it as "
+                "optimizer=."
             )
