@@ -26,7 +26,7 @@ from elastic_resume.checkpoint.manifest import Manifest, Position
 from elastic_resume.snapshot.slot_client import SlotClient
 from elastic_resume.snapshot.slots import encode_snapshot_id
 from elastic_resume.state import state_dict
-from elastic_resume.state.tensor_buffer import make_spec
+from elastic_resume.state.state_dict import make_spec
 from jobs.trained import NODE, RUN, Training, in_turns, large, start_committer, sync, write_raw
 
 

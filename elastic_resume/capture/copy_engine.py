@@ -30,7 +30,7 @@ from torch import Tensor
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.snapshot.progress_page import STACKS_SIGNAL
 from elastic_resume.snapshot.slots import Slot
-from elastic_resume.state.tensor_buffer import DTYPE_BY_NAME
+from elastic_resume.state.state_dict import DTYPE_BY_NAME
 
 _get_dtype = attrgetter("dtype")
 TENSORS_PER_CALL = 4096  # such a call holds the GIL for half a millisecond

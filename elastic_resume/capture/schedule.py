@@ -31,8 +31,7 @@ from elastic_resume.restore import rank_context
 from elastic_resume.restore.rank_context import RankContext
 from elastic_resume.snapshot.slot_client import SlotClient
 from elastic_resume.state import state_dict
-from elastic_resume.state.state_dict import REPLICATED, FlatState
-from elastic_resume.state.tensor_buffer import make_spec, view_bytes
+from elastic_resume.state.state_dict import REPLICATED, FlatState, make_spec, view_bytes
 
 NEVER = 1 << 62  # a step
 METADATA_HEADROOM_BYTES = 1 << 18  # reserved for metadata while its size is unknown

@@ -56,8 +56,7 @@ from elastic_resume.snapshot import slots
 from elastic_resume.snapshot.slot_client import SlotClient
 from elastic_resume.snapshot.slots import Slot, encode_snapshot_id
 from elastic_resume.state import state_dict
-from elastic_resume.state.state_dict import REPLICATED, Leaf, digest_leaves
-from elastic_resume.state.tensor_buffer import make_spec
+from elastic_resume.state.state_dict import REPLICATED, Leaf, digest_leaves, make_spec
 
 # The local leader copies smaller states alone: another rank's thread would cost more than it saves.
 MIN_BYTES_TO_SHARD = 32 << 20

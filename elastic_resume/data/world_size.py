@@ -171,12 +171,7 @@ class WorldChange:
 
     @property
     def factor(self) -> float:
-        """The new global batch divided by the old one: a factor for the learning rate.
-
-        Raises:
-            UsageError: the global batches are not known.
-
-        """
+        """The new global batch divided by the old one: a factor for the learning rate."""
         if self.old_global_batch is None or self.global_batch is None:
             raise UsageError(
                 "the global batch is not known, so there is no factor. Pass a GlobalBatches, or a loader "
@@ -195,11 +190,9 @@ class WorldChange:
 
 
 def check_change_allowed(policy: str | None, old_world_size: int | None, world_size: int) -> None:
-    """Enforce ``on_world_change="error"``. ``old_world_size`` is None after a cold start.
+    """Raise WorldChangedError if the policy is ``error`` and another number of ranks made the saved state.
 
-    Raises:
-        WorldChangedError: another number of ranks made the newest saved state.
-
+    ``old_world_size`` is None after a cold start.
     """
     if policy == ERROR and old_world_size not in {None, world_size}:
         old = format_count(old_world_size or 0, "rank")

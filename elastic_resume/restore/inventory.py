@@ -44,18 +44,12 @@ def list_snapshots_and_checkpoints(
     entries_by_owner = {context.node: context.catalog.list_entries()}
     if context.collectives.rank == 0:
         entries_by_owner = scan_run(context.run_dir, context.settings.run_id) | entries_by_owner
-    checkpoints = [
-        _to_saved_state(owner, entry.manifest)
-        for owner, entries in entries_by_owner.items()
-        for entry in entries[:MAX_LISTED_COPIES]
-        if entry.manifest is not None and entry.error is None
-    ]
-    rejected_checkpoints = [
-        state
-        for owner, entries in entries_by_owner.items()
-        for state in _list_rejected(context, owner, entries)
-    ]
-    snapshots, rejected_snapshots = _list_snapshots(context)
+    saved_states, rejected = _list_snapshots(context)
+    for owner, entries in entries_by_owner.items():
+        listed = entries[:MAX_LISTED_COPIES]
+        valid = [entry.manifest for entry in listed if entry.manifest is not None and entry.error is None]
+        saved_states += [_to_saved_state(owner, manifest) for manifest in valid]
+        rejected += _list_rejected(context, owner, entries)
     min_generation, has_joined_world = 0, False
     if context.settings.resume == "never":
         min_generation, has_joined_world = node_dir.read_min_generation(
@@ -66,10 +60,9 @@ def list_snapshots_and_checkpoints(
     return Inventory(
         node=context.node,
         local_leader_rank=context.collectives.rank,
-        saved_states=tuple(snapshots + checkpoints),
-        rejected=tuple(rejected_snapshots + rejected_checkpoints),
-        # Generations that ended before their first step left nothing on disk, but the agents have counted
-        # them.
+        saved_states=tuple(saved_states),
+        rejected=tuple(rejected),
+        # Generations that ended before their first step left nothing on disk, but agents have counted them.
         generation=max(generation, rank_context.assigned_generation() - 1),
         min_generation=min_generation,
         has_joined_world=has_joined_world,
@@ -167,19 +160,12 @@ def _list_snapshots(context: RankContext) -> tuple[list[SavedState], list[Reject
             rejected.append(RejectedState(context.node, name, str(error), version, error.kind))
             client.discard(state.index)
             continue
-        return [
-            _to_saved_state(context.node, snapshot.manifest, MEMORY)
-        ] if snapshot is not None else [], rejected
+        if snapshot is not None:
+            return [_to_saved_state(context.node, snapshot.manifest, MEMORY)], rejected
+        break
     return [], rejected
 
 
 def _to_saved_state(owner_node: str, manifest: Manifest, tier: str = DISK) -> SavedState:
-    return SavedState(
-        owner_node,
-        manifest.generation,
-        manifest.step,
-        manifest.rank,
-        tier,
-        manifest.file_bytes,
-        manifest.position.epoch,
-    )
+    version, size, epoch = (manifest.generation, manifest.step), manifest.file_bytes, manifest.position.epoch
+    return SavedState(owner_node, *version, manifest.rank, tier, size, epoch)

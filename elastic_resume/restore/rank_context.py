@@ -102,6 +102,12 @@ class RankContext:
         return result  # type: ignore[return-value]
 
 
+def raise_if_set(error: ElasticResumeError | None) -> None:
+    """Raise ``error`` unless it is None; for `RankContext.run_on_all_ranks`."""
+    if error is not None:
+        raise error
+
+
 def open_node_dir(context: RankContext) -> NodeDir:
     """Open the node's directory; without an agent the local leader locks it first."""
     settings = context.settings

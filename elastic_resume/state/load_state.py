@@ -45,9 +45,7 @@ def load_into(
         make_tensor: returns a tensor for an object to keep; default is a copy from ``get_tensor``.
 
     Raises:
-        MismatchError: objects, names, shapes or dtypes differ. The text lists every difference, and nothing
-            was
-            changed.
+        MismatchError: objects, names, shapes or dtypes differ, and nothing was changed.
 
     """
     stored = {name: json_codec.decode(part) for name, part in skeleton.items()}

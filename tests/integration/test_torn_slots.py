@@ -21,7 +21,7 @@ from elastic_resume.snapshot.ipc import SnapshotServer
 from elastic_resume.snapshot.slot_client import SlotClient
 from elastic_resume.snapshot.slot_pool import SlotPool
 from elastic_resume.state import state_dict
-from elastic_resume.state.tensor_buffer import TensorBuffer
+from elastic_resume.state.state_dict import TensorBuffer
 from tests.support import launch_ranks
 from tests.support.paths import ROOT
 

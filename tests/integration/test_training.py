@@ -115,7 +115,7 @@ def test_cold_start_refuses_different_shapes_and_names_first(tmp_path: Path) -> 
     """On every rank, before the first step, with exit code 1."""
     for done in probe(tmp_path, "other-shapes"):
         assert done.returncode == 1
-        assert "different models: 'model/0.weight'" in done.stderr
+        assert "the model (model/0.weight) differs on" in done.stderr
         assert "Traceback" not in done.stderr
 
 
@@ -277,7 +277,7 @@ def test_cold_start_refuses_different_sample_orders(tmp_path: Path) -> None:
     """Another seed on each rank would repeat some samples and skip others."""
     for done in probe(tmp_path, "other-order"):
         assert done.returncode == 1
-        assert "the order of samples (data) on rank 1" in done.stderr
+        assert "the order of samples (data) differs on rank 0 against rank 1" in done.stderr
 
 
 def test_two_hosts_with_same_node_name_are_refused(tmp_path: Path) -> None:

@@ -26,10 +26,8 @@ from elastic_resume.rendezvous.core.peers import Peer, PeerTable
 from elastic_resume.rendezvous.core.quorum import Incarnation, View
 from elastic_resume.rendezvous.core.state import NodeState
 
-MAX_STEPS_KEPT = 64
-"""Steps without digests of all members that are kept: 20 s with a heartbeat every 0.3 s."""
-MAJORITY_NODE_TIMEOUTS = 20
-"""Node timeouts to wait for a step that shows which node is wrong: one minute."""
+MAX_STEPS_KEPT = 64  # steps without digests of all members: 20 s with a heartbeat every 0.3 s
+MAJORITY_NODE_TIMEOUTS = 20  # to wait for a step that shows which node is wrong: one minute
 
 
 class DivergenceDetector:
@@ -44,8 +42,7 @@ class DivergenceDetector:
         self.agreed_step = 0
         self.digests_by_step: dict[int, dict[Digest, set[Incarnation]]] = {}
         self.diverged_since: float | None = None
-        self.divergence: ReplicasDiverged | None = None
-        """The last result. Nodes that reconnect before the next view receive it again."""
+        self.divergence: ReplicasDiverged | None = None  # resent to nodes that reconnect before the next view
 
     def handle_view_installed(self, view: View) -> None:
         """Start the comparison of a new view."""
@@ -60,12 +57,7 @@ class DivergenceDetector:
     def add_digest(self, incarnation: Incarnation, state_digest: StateDigest | None) -> None:
         """Add the digest of a heartbeat."""
         view = self.view
-        if (
-            state_digest is None
-            or view is None
-            or self.divergence is not None
-            or view.rank(incarnation) is None
-        ):
+        if state_digest is None or view is None or self.divergence or view.rank(incarnation) is None:
             return
         if state_digest.generation != view.generation or state_digest.step <= self.agreed_step:
             return
@@ -84,7 +76,7 @@ class DivergenceDetector:
 
     def advance(self) -> str:
         """Decide when enough is known; return why the view has to restart, or an empty text."""
-        if self.view is None or self.diverged_since is None or self.divergence is not None:
+        if self.view is None or self.diverged_since is None or self.divergence:
             return ""
         members, timeout_s = len(self.view.members), self.state.settings.node_timeout_s
         waited_s = self.state.now - self.diverged_since
@@ -123,9 +115,6 @@ class DivergenceDetector:
 
     def resend_divergence(self, peer: Peer) -> None:
         """Send the result again to a wrong node that has reconnected and may have missed it."""
-        if (
-            self.divergence is not None
-            and self.divergence.continues_from_majority
-            and peer.incarnation.node in self.divergence.verdict.diverged
-        ):
-            self.send(peer, self.divergence)
+        result = self.divergence
+        if result and result.continues_from_majority and peer.incarnation.node in result.verdict.diverged:
+            self.send(peer, result)

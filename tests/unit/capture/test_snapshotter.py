@@ -23,7 +23,7 @@ from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.errors import UsageError
 from elastic_resume.snapshot import slots
 from elastic_resume.state import state_dict
-from elastic_resume.state.tensor_buffer import TensorBuffer
+from elastic_resume.state.state_dict import TensorBuffer
 from elastic_resume.training.run import Run
 from tests.support.rendezvous_nodes import count_open_descriptors, wait_until
 
