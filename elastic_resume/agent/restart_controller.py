@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from elastic_resume import constants, events
-from elastic_resume.agent.memory_pressure import MemoryMonitor
-from elastic_resume.agent.round_events import RoundEvents
+from elastic_resume.agent.round_evidence import MemoryMonitor, RoundEvents
 from elastic_resume.agent.status import file_size
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.errors import JobFailedError, NodeExcludedError

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from elastic_resume import constants
-from elastic_resume.agent.memory_pressure import MemoryMonitor
 from elastic_resume.agent.restart_controller import RestartController
-from elastic_resume.agent.round_events import RoundEvents
+from elastic_resume.agent.round_evidence import MemoryMonitor, RoundEvents
 from elastic_resume.agent.shutdown import ShutdownController
 from elastic_resume.agent.workers import supervisor
 from elastic_resume.agent.workers.lease_page import LeasePage

@@ -577,7 +577,7 @@ def test_find_job_does_not_match_longer_job_names(
         {"address": None},
         {"world": []},
         {"world": {"addresses": [1]}},
-        {"leads": None},
+        {"is_leader": None},
         {"version": []},
     ],
 )
@@ -589,4 +589,4 @@ def test_query_leader_rejects_malformed_document(
     with pytest.raises(RendezvousLostError, match=r"not a status document|has version"):
         asking.JobEndpoint("job", b"", ["a:1"]).query_leader()
     monkeypatch.setattr(asking, "query_agent", lambda *_, **__: json.dumps(said()).encode())
-    assert asking.JobEndpoint("job", b"", ["a:1"]).query_leader()["leads"]
+    assert asking.JobEndpoint("job", b"", ["a:1"]).query_leader()["is_leader"]

@@ -89,7 +89,7 @@ def test_node_without_status_has_no_samples() -> None:
 
 def test_follower_exports_no_metrics_of_the_job() -> None:
     """Sums over all agents would count them twice."""
-    document = {**said(), "leads": False}
+    document = {**said(), "is_leader": False}
     names = {name for name, _ in scrape(document)}
     assert "elastic_resume_node_step" in names
     assert not {f"elastic_resume_{name}" for name in (*metrics.JOB_GAUGES, "incidents_total")} & names

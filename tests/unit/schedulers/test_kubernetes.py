@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from elastic_resume import constants
-from elastic_resume.agent import validation
+from elastic_resume.agent import options
 from elastic_resume.errors import ConfigError
 from elastic_resume.schedulers import kubernetes
 
@@ -31,7 +31,7 @@ def test_workers_get_half_of_it_unless_somebody_says_otherwise(
     flag: str | None, environ: dict[str, str], seconds: float | None
 ) -> None:
     """The other half is for the commit. What a user set in the environment stays."""
-    assert validation.resolve_grace_s(argparse.Namespace(grace=flag), environ) == seconds
+    assert options.resolve_grace_s(argparse.Namespace(grace=flag), environ) == seconds
 
 
 @pytest.mark.parametrize("text", ["2 min", "nan", "-1", "inf"])

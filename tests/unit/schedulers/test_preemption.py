@@ -531,7 +531,9 @@ class Told:
         self.drained.set()
 
 
-def test_a_failing_source_is_told_of_once_and_asked_on_until_it_has_a_notice() -> None:
+def test_a_failing_source_is_told_of_once_and_asked_on_until_it_has_a_notice(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Gone, back, gone, a notice: one line about the failure, one drain, whoever else has a notice too."""
     answers = iter(
         [
@@ -558,10 +560,10 @@ def test_a_failing_source_is_told_of_once_and_asked_on_until_it_has_a_notice() -
 
     told = Told()
     both = [NoticeSource("aws", look, 0.01), NoticeSource("gcp", late, 0.01)]
-    with shutdown.watch_preemption_notices(both, log=told.lines.append, emit=told.tell, drain=told.drain):
+    with shutdown.watch_preemption_notices(both, emit=told.tell, drain=told.drain):
         assert told.drained.wait(TIMEOUT_S)
     assert told.drains == 1
-    assert [line for line in told.lines if "refused" in line] == [
+    assert [line for line in caplog.messages if "refused" in line] == [
         "--preemption-notice aws: refused. It is polled again; further errors are not logged."
     ]
     (event,) = told.events

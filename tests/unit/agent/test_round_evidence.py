@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume.agent import memory_pressure
-from elastic_resume.agent.memory_pressure import MemoryMonitor
+from elastic_resume.agent import round_evidence
+from elastic_resume.agent.round_evidence import MemoryMonitor
 from elastic_resume.policy.failure_classification import MemoryPressure
 from elastic_resume.schedulers.resources import MemoryCgroup, available_memory_bytes, read_fields
 
@@ -163,7 +163,7 @@ def test_unreadable_files_mean_no_pressure(text: str, tmp_path: Path) -> None:
 
 def test_monitor_polls_in_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory is free again when a worker is dead. `close` ends the thread."""
-    monkeypatch.setattr(memory_pressure, "POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(round_evidence, "POLL_INTERVAL_S", 0.01)
     proc = make_proc(tmp_path, cgroup="")
     (proc / "meminfo").write_text("MemTotal: 16000000 kB\nMemAvailable: 160000 kB\n")
     monitor, before = MemoryMonitor(proc=proc), threading.active_count()
