@@ -91,7 +91,7 @@ def detect_hangs(
 
 
 class HangDetector:
-    """Looks for hung workers of one node from `start` to `close`."""
+    """Look for hung workers of one node from `start` to `close`."""
 
     def __init__(
         self,

@@ -70,11 +70,7 @@ def run_agent(
 ) -> int:
     """Run the job's part on this node and return the command's exit code.
 
-    Args:
-        settings: elastic_resume's own settings.
-        args: torchrun's flags, from `config.parse_flags_and_file`.
-        given_flags: names of the flags that the user gave.
-        scheduler_context: what the scheduler says about this node.
+    ``args`` are torchrun's flags, and ``given_flags`` the names of those that the user gave.
 
     Raises:
         ElasticResumeError: nothing was started.

@@ -26,11 +26,7 @@ from functools import partial
 from typing import Any
 
 from elastic_resume import constants
-from elastic_resume.agent.workers.supervisor import (
-    read_drain_signals,
-    read_grace_s,
-    restore_default_handlers,
-)
+from elastic_resume.agent.workers.supervisor import read_drain_signals, read_grace_s
 from elastic_resume.background import BackgroundThread
 from elastic_resume.events import EventLog
 from elastic_resume.policy import requeue
@@ -116,7 +112,6 @@ class ShutdownController:
     def handle_signals(self) -> Iterator[None]:
         """Keep drain signals from killing the agent, and watch its time limit, within the context."""
         previous = {number: signal.signal(number, self._record_signal) for number in read_drain_signals()}
-        self._pending_signal = restore_default_handlers(previous)
         self._thread.start()
         try:
             yield

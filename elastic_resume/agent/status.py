@@ -279,11 +279,7 @@ def file_size(path: Path) -> int:
 def load_past_incidents(path: Path, end_offset: int, max_bytes: int = MAX_HISTORY_BYTES) -> IncidentTracker:
     """Return the incidents in a node's event log, so that a new leader counts from the job's beginning.
 
-    Args:
-        path: the event log.
-        end_offset: where in the log this agent's own events begin.
-        max_bytes: how much of the log is read, newest first; incidents before that are not counted.
-
+    This agent's own events begin at byte ``end_offset``. Of the log before, the last ``max_bytes`` are read.
     """
     tracker = IncidentTracker()
     known_generation = b""  # as JSON, of the last step event; parsing all of them would take seconds
@@ -329,15 +325,8 @@ def build_status_document(
 
     A leader's document covers all nodes; a follower's covers itself and names the leader. The time to build
     it grows with the number of nodes, up to 10,000. Members may be added; any other change increases
-    `constants.STATUS_VERSION`.
-
-    Args:
-        view: the rendezvous as this agent sees it.
-        statuses: each node's last status, by name.
-        tracker: the incidents known here.
-        run_id: the job's name.
-        lost_event_lines: how many lines of peers' events did not arrive or are not on disk.
-
+    `constants.STATUS_VERSION`. ``statuses`` is by node name; ``lost_event_lines`` counts lines of peers' events
+    that did not arrive or are not on disk.
     """
     world, totals = view.view, tracker.totals()
     ranks = {member.node: rank for rank, member in enumerate(world.members)} if world else {}

@@ -142,15 +142,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
         if world.rank != 0:
             self._store_server = None  # only the store of rank 0 is used
         self._world = world
-        self._controller.after_rendezvous(
-            node_rank=world.rank,
-            num_nodes=len(world.members),
-            generation=world.generation,
-            membership_changed=last_world is None or set(last_world.members) != set(world.members),
-            nodes=[member.node for member in world.members],
-            step=world.newest_step,
-            failures=world.failures,
-        )
+        changed = last_world is None or set(last_world.members) != set(world.members)
+        self._controller.after_rendezvous(world, membership_changed=changed)
         os.environ[ENV_WORKERS_IDENTICAL] = str(int(len(set(world.workers_per_node)) == 1))
         store: Any = _RoundStore(_create_rank_store(world.workers_per_node), self._client)
         bootstrap = RendezvousStoreInfo(*_split_address(world.store_address))
@@ -261,15 +254,9 @@ def open_rendezvous(
 ) -> Iterator[RendezvousSession]:
     """Listen for other nodes and hold this node's membership within the context.
 
-    However the context ends, short of SIGKILL, the other nodes are told that this node leaves.
-
-    Args:
-        rendezvous_config: the job's settings.
-        node_dir: claimed by this process; the directory's name is the node's.
-        lease_page: the lease of this node's workers, which the rendezvous renews from now on.
-        scheduler_context: what the scheduler says about this node.
-        on_log: takes each event of the rendezvous, in a thread of its own.
-        status_reporter: runs as long as the membership.
+    However the context ends, short of SIGKILL, the other nodes are told that this node leaves. The name of
+    ``node_dir`` is the node's, and this process owns it. ``on_log`` takes each event of the rendezvous, in a
+    thread of its own.
 
     Raises:
         ConfigError: an address is wrong, or another program uses its port.
@@ -399,12 +386,7 @@ def prepare_launch(
             entrypoint_args = [*shim, entrypoint, *entrypoint_args]
             entrypoint = sys.executable
         yield LaunchSpec(
-            config,
-            entrypoint,
-            entrypoint_args,
-            rendezvous_config,
-            worker_command,
-            filled.shared_dir,
+            config, entrypoint, entrypoint_args, rendezvous_config, worker_command, filled.shared_dir
         )
 
 

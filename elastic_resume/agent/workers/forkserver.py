@@ -175,12 +175,8 @@ def serve_requests(
 ) -> WorkerRequest:
     """Fork a supervisor with a worker for each request. Return in a worker only.
 
-    Args:
-        listener: socket at which launcher shims connect.
-        control: socket to the agent.
-        environ: environment with which this process started.
-        changed_by_imports: variables that imports have changed.
-
+    Launcher shims connect to ``listener``; ``control`` leads to the agent. This process started with
+    ``environ``, and imports have changed the variables ``changed_by_imports``.
     """
     wakeup_read, wakeup_write = os.pipe()
     for descriptor in (wakeup_read, wakeup_write):

@@ -1,4 +1,4 @@
-"""The agent's side of the fork server: starts it, and starts another when it dies.
+"""Start the fork server from the agent, and start another when it dies.
 
 Workers start in any case: without a fork server they start cold. The fork server sends lines of JSON::
 
@@ -37,7 +37,7 @@ spawn: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen  # simulated no
 
 
 class ForkServerManager:
-    """Keeps a fork server running from `start` to `close`, or gives it up, so that workers start cold."""
+    """Keep a fork server running from `start` to `close`, or give it up, so that workers start cold."""
 
     def __init__(
         self,
@@ -45,14 +45,7 @@ class ForkServerManager:
         preload: Sequence[str] = (),
         emit: Callable[..., Any] = lambda *_, **__: None,
     ) -> None:
-        """Prepare a fork server.
-
-        Args:
-            command: command of the workers.
-            preload: modules that it imports besides torch.
-            emit: emits an event by kind and fields.
-
-        """
+        """Prepare a fork server for workers of ``command``. It imports torch and the ``preload`` modules."""
         self._command = command
         self._preload = list(preload)
         self._emit = emit

@@ -16,7 +16,8 @@ from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.errors import JobFailedError
 from elastic_resume.events import EventLog
 from elastic_resume.policy.restart import RestartLimits
-from elastic_resume.rendezvous.core.events import EmitEvent
+from elastic_resume.rendezvous.core.events import EmitEvent, StartWorkers
+from elastic_resume.rendezvous.core.quorum import Incarnation
 from elastic_resume.snapshot.progress_page import ProgressPage, WorkerProcess
 from tests.support.disks import SimulatedDisk
 
@@ -40,6 +41,11 @@ def open_controller(
         contextlib.closing(EventLog(path, memory_path=round_events.path, node="a")) as log,
     ):
         yield RestartController("a", log, path, lease_page, round_events, limits=limits), log
+
+
+def world(generation: int) -> StartWorkers:
+    """Return a view of node a alone."""
+    return StartWorkers(generation, 0, (Incarnation("a", "1", "a:1"),), "a:2", (1,))
 
 
 def this_process(start_ticks: int = 0) -> WorkerProcess:
@@ -66,7 +72,7 @@ def test_controller_decides_with_unreadable_event_log(tmp_path: Path, step: int,
         path = disk.path / constants.EVENTS_FILE
         log.emit("agent-start")
         page = ProgressPage(disk.path / constants.PROGRESS_FILE)
-        controller.after_rendezvous(node_rank=0, num_nodes=1, generation=1)
+        controller.after_rendezvous(world(1))
         with path.open("rb") as file:
             os.fsync(file.fileno())  # the failing disk then forgets what the page cache has of it
         log.close()
@@ -81,7 +87,7 @@ def test_controller_decides_with_unreadable_event_log(tmp_path: Path, step: int,
         controller.before_round(failed=True)
         if fails:
             with pytest.raises(JobFailedError, match="rank 0 was killed by SIGSEGV"):
-                controller.after_rendezvous(node_rank=0, num_nodes=1, generation=2)
+                controller.after_rendezvous(world(2))
         failure = controller.summarize_round().failure
         assert failure is not None
         assert failure.text == "was killed by SIGSEGV"
@@ -93,10 +99,10 @@ def test_controller_ignores_progress_of_earlier_start(tmp_path: Path) -> None:
         0, generation=1, step=5000, world_size=1, worker=this_process(start_ticks=7)
     )
     with open_controller(tmp_path) as (controller, log):
-        controller.after_rendezvous(node_rank=0, num_nodes=1, generation=1)
+        controller.after_rendezvous(world(1))
         log.emit("failure", rank=0, type="ImportError", message="no module named x", deterministic=False)
         log.emit("worker-exit", rank=0, signal=None, exit_code=1, stopped=False)
         assert controller.summarize_round().newest_step == 0
         controller.before_round(failed=True)
         with pytest.raises(JobFailedError, match="no module named x"):
-            controller.after_rendezvous(node_rank=0, num_nodes=1, generation=2)
+            controller.after_rendezvous(world(2))

@@ -13,7 +13,6 @@ import pytest
 
 from elastic_resume import constants
 from elastic_resume.agent.shutdown import ShutdownController
-from elastic_resume.agent.workers import supervisor
 from elastic_resume.events import Event, EventLog
 from elastic_resume.policy.requeue import RequeueAction, RequeueDecision
 from elastic_resume.schedulers.environment import SchedulerContext
@@ -29,7 +28,6 @@ def drain_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for number, action in previous.items():
         signal.signal(number, action)
-    supervisor._early_signals.clear()
 
 
 class RecordingLog(EventLog):
@@ -62,13 +60,12 @@ def decide(
 
 
 def test_signal_without_handler_is_sent_again_later() -> None:
-    """Its default action would kill the agent while it imports torch or commits."""
-    supervisor.record_early_signals()
-    os.kill(os.getpid(), USR1)  # the agent imports
+    """Its default action would kill the agent before torchelastic has started, or while it commits."""
     log = RecordingLog()
     controller, handled = make_controller(log=log), threading.Event()
     with controller.handle_signals():
         assert signal.getsignal(USR2) is signal.SIG_DFL  # it is no drain signal
+        os.kill(os.getpid(), USR1)
         controller.on_signal(USR1)
         assert not log.emitted
         signal.signal(USR1, lambda *_: handled.set())
