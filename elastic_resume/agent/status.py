@@ -325,8 +325,8 @@ def build_status_document(
 
     A leader's document covers all nodes; a follower's covers itself and names the leader. The time to build
     it grows with the number of nodes, up to 10,000. Members may be added; any other change increases
-    `constants.STATUS_VERSION`. ``statuses`` is by node name. ``lost_event_lines`` counts peers' lines that did
-    not arrive or are not on disk.
+    `constants.STATUS_VERSION`. ``statuses`` is by node name. ``lost_event_lines`` counts lines of peers that
+    did not arrive or are not on disk.
     """
     world, totals = view.view, tracker.totals()
     ranks = {member.node: rank for rank, member in enumerate(world.members)} if world else {}
