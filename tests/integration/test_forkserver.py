@@ -53,6 +53,7 @@ class RunningForkServer:
 def warm() -> Iterator[RunningForkServer]:
     """Start one fork server for all tests that do not disturb it."""
     server = RunningForkServer()
+    server.wait_until_ready()  # a shim would wait for the imports, longer on a busy machine than tests do
     yield server
     server.manager.close()
 
