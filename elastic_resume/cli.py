@@ -79,9 +79,6 @@ def chaos(arguments: Sequence[str]) -> int:
 
 def run(arguments: Sequence[str]) -> int:
     """Run ``elastic-resume run [flags] script args…``."""
-    from elastic_resume.agent.workers import supervisor  # noqa: PLC0415
-
-    supervisor.record_early_signals()
     from elastic_resume import config  # noqa: PLC0415
     from elastic_resume.schedulers import environment  # noqa: PLC0415
 

@@ -66,5 +66,5 @@ MANIFEST_FILE = "manifest.json"
 
 SAFE_NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"  # names that become directories and shell words
 
-STATUS_VERSION = 2
+STATUS_VERSION = 3
 """Version of the `elastic-resume status --json` document; it grows when a member changes or goes."""

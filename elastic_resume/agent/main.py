@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from elastic_resume import config, constants
-from elastic_resume.agent import shutdown, torchelastic, validation
+from elastic_resume.agent import options, shutdown, torchelastic
 from elastic_resume.agent.hang_detector import detect_hangs, parse_hang_timeout
-from elastic_resume.agent.memory_pressure import MemoryMonitor
 from elastic_resume.agent.restart_controller import RestartController
-from elastic_resume.agent.round_events import RoundEvents
+from elastic_resume.agent.round_evidence import MemoryMonitor, RoundEvents
 from elastic_resume.agent.shutdown import ShutdownController
 from elastic_resume.agent.snapshots import SnapshotService, serve_snapshots
 from elastic_resume.agent.status import EventTail, StatusReporter, StatusSampler
@@ -71,11 +70,7 @@ def run_agent(
 ) -> int:
     """Run the job's part on this node and return the command's exit code.
 
-    Args:
-        settings: elastic_resume's own settings.
-        args: torchrun's flags, from `config.parse_flags_and_file`.
-        given_flags: names of the flags that the user gave.
-        scheduler_context: what the scheduler says about this node.
+    ``args`` are torchrun's flags, and ``given_flags`` the names of those that the user gave.
 
     Raises:
         ElasticResumeError: nothing was started.
@@ -153,26 +148,22 @@ class _Agent:
     def run(self) -> int:
         """Run the job, requeue it where that is decided, and return the exit code."""
         self._log_start()
-        log, emit = logger.info, self.event_log.emit
+        emit = self.event_log.emit
         with self.shutdown_controller.handle_signals():
             with (
-                serve_snapshots(self.node_dir.path, self.settings, log=log, emit=emit) as snapshots,
+                serve_snapshots(self.node_dir.path, self.settings, emit) as snapshots,
                 self._start_fork_server() as fork_server,
                 detect_hangs(
                     self.node_dir.path,
                     self.spec.config.nproc_per_node,
                     self.flags.hang_threshold,
-                    log=log,
-                    emit=emit,
+                    emit,
                 ) as pause_hang_detector,
                 shutdown.watch_stop_signals(
                     self.controller.end_round, pause_hang_detector, self.shutdown_controller.on_signal
                 ),
                 shutdown.watch_preemption_notices(
-                    self.flags.notice_sources,
-                    log=log,
-                    emit=emit,
-                    drain=self.shutdown_controller.drain_node,
+                    self.flags.notice_sources, emit=emit, drain=self.shutdown_controller.drain_node
                 ),
             ):
                 committer = snapshots.committer
@@ -199,8 +190,6 @@ class _Agent:
             local_world_size=config.nproc_per_node,
         )
         logger.info("job %s, checkpoints in %s", config.run_id, self.node_dir.path)
-        if self.spec.notice:
-            logger.info(self.spec.notice)
         shared_memory_problem = resources.check_shared_memory()
         if shared_memory_problem:
             logger.warning("%s.", shared_memory_problem)
@@ -209,14 +198,10 @@ class _Agent:
     def _start_fork_server(self) -> Iterator[ForkServerManager | None]:
         """Run a fork server within the context; yield None where workers must start cold."""
         if self.spec.worker_command is None:
-            if self.spec.cold_start_reason:
-                logger.info("workers start cold: %s.", self.spec.cold_start_reason)
             yield None
             return
         preload = [name.strip() for name in (self.args.preload or "").split(",") if name.strip()]
-        fork_server = ForkServerManager(
-            self.spec.worker_command, preload, log=logger.info, emit=self.event_log.emit
-        )
+        fork_server = ForkServerManager(self.spec.worker_command, preload, self.event_log.emit)
         fork_server.start()
         try:
             yield fork_server
@@ -251,7 +236,7 @@ class _Agent:
             ) as session:
                 client = session.client
                 self._serve_metrics(client.address)
-                snapshots.start_replica_comparison(client, log=logger.info, emit=self.event_log.emit)
+                snapshots.start_replica_comparison(client, self.event_log.emit)
                 try:
                     torchelastic.run_workers(spec, self.controller, session)
                 finally:
@@ -349,10 +334,10 @@ def _parse_limits(args: argparse.Namespace, given_flags: set[str]) -> restart.Re
     limits = restart.RestartLimits()
     if "max_restarts" in given_flags or "PET_MAX_RESTARTS" in os.environ:
         limits = replace(limits, max_no_progress=restart.UNLIMITED, max_same_failures=restart.UNLIMITED)
-    max_no_progress = validation.parse_count("--max-no-progress", args.max_no_progress, minimum=1)
+    max_no_progress = options.parse_count("--max-no-progress", args.max_no_progress, minimum=1)
     if max_no_progress is not None:
         limits = replace(limits, max_no_progress=max_no_progress)
-    exclude_after = validation.parse_count("--exclude-after", args.exclude_after, minimum=0)
+    exclude_after = options.parse_count("--exclude-after", args.exclude_after, minimum=0)
     if exclude_after is not None:
         limits = replace(limits, exclude_after=exclude_after)
     return limits
@@ -373,8 +358,8 @@ def _set_environment(
     os.environ[constants.ENV_EVENTS_PATH] = str(events_path)
     os.environ[constants.ENV_ROUND_EVENTS] = round_events.path
     os.environ[constants.ENV_LEASE_PAGE] = lease_page.path
-    os.environ[constants.ENV_DRAIN_SIGNALS] = ",".join(validation.parse_drain_signals(args.drain_signals))
-    grace_s = validation.resolve_grace_s(args, os.environ)
+    os.environ[constants.ENV_DRAIN_SIGNALS] = ",".join(options.parse_drain_signals(args.drain_signals))
+    grace_s = options.resolve_grace_s(args, os.environ)
     if grace_s is not None:
         os.environ[constants.ENV_GRACE_S] = f"{grace_s:g}"
     elif getattr(args, "shutdown_timeout", None) is not None:

@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from elastic_resume import constants, events
-from elastic_resume.agent.memory_pressure import MemoryMonitor
-from elastic_resume.agent.round_events import RoundEvents
+from elastic_resume.agent.round_evidence import MemoryMonitor, RoundEvents
 from elastic_resume.agent.status import file_size
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.errors import JobFailedError, NodeExcludedError
@@ -39,7 +38,7 @@ from elastic_resume.policy.failure_classification import (
     separate_root_causes,
 )
 from elastic_resume.policy.requeue import count_starts_without_progress
-from elastic_resume.rendezvous.core.events import EmitEvent
+from elastic_resume.rendezvous.core.events import EmitEvent, StartWorkers
 from elastic_resume.snapshot.progress_page import MAX_LOCAL_RANKS, ProgressRecord, WorkerProcess, read_records
 
 logger = logging.getLogger(__name__)
@@ -162,39 +161,22 @@ class RestartController:
             plan += f" in {delay_s:g} s, because training made no progress"
         logger.info("%s%s.", describe_failure(root_cause), plan)
 
-    def after_rendezvous(
-        self,
-        *,
-        node_rank: int,
-        num_nodes: int,
-        generation: int,
-        membership_changed: bool = False,
-        nodes: Sequence[str] = (),
-        step: int = 0,
-        failures: Sequence[Failure] = (),
-    ) -> None:
+    def after_rendezvous(self, world: StartWorkers, *, membership_changed: bool = False) -> None:
         """Decide about the last round from all nodes' failures, then begin the next; its workers start now.
 
-        Args:
-            node_rank: this node's rank in the view.
-            num_nodes: how many nodes the view has.
-            generation: the view's generation.
-            membership_changed: whether agents joined or left since the last view.
-            nodes: names of the members.
-            step: the newest step that any member has finished.
-            failures: the last round's failures, collected by the leader.
+        ``membership_changed``: agents have joined or left since the last view.
 
         Raises:
             JobFailedError: the job is to end.
             NodeExcludedError: this node is to leave the job.
 
         """
-        self._world = restart.WorldSummary(tuple(nodes), step)
+        self._world = restart.WorldSummary(tuple(member.node for member in world.members), world.newest_step)
         if self._history:
-            self._judge_round(failures, membership_changed=membership_changed)
+            self._judge_round(world.failures, membership_changed=membership_changed)
         self._round += 1
-        self._num_nodes, self.node_rank, self.is_spare = num_nodes, node_rank, False
-        self._generation = generation
+        self._num_nodes, self.node_rank, self.is_spare = len(world.members), world.rank, False
+        self._generation = world.generation
         self._round_offset = file_size(self._events_path)
         # In a container every agent has the same pid, and the page may be on a volume that outlives the pod.
         self._stale_workers = frozenset(record.worker for record in self._read_progress())
@@ -206,11 +188,15 @@ class RestartController:
         # torchelastic passes its environment on to workers.
         os.environ[constants.ENV_MTBF_S] = f"{mtbf_s:.3f}"
         os.environ[constants.ENV_ROUND] = str(self._round)
-        os.environ[constants.ENV_GENERATION] = str(generation)
+        os.environ[constants.ENV_GENERATION] = str(world.generation)
         self._event_log.emit(
-            "round", round=self._round, node_rank=node_rank, num_nodes=num_nodes, generation=generation
+            "round",
+            round=self._round,
+            node_rank=world.rank,
+            num_nodes=self._num_nodes,
+            generation=world.generation,
         )
-        logger.info("generation %d: node %d of %d.", generation, node_rank, num_nodes)
+        logger.info("generation %d: node %d of %d.", world.generation, world.rank, self._num_nodes)
 
     def _judge_round(self, failures: Sequence[Failure], *, membership_changed: bool) -> None:
         own_root_cause = self._history[-1].verdict.root_cause

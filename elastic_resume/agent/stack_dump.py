@@ -1,4 +1,4 @@
-"""Collects the state of this node's workers in a hang: Python stacks, pending collectives, kernel state.
+"""Collect the state of this node's workers in a hang: Python stacks, pending collectives, kernel state.
 
 The worker offers two descriptors on the progress page. A byte into the request pipe makes a Python thread of
 the worker write one line of JSON about collectives (`training/heartbeat.py`); a worker that holds the GIL
@@ -65,13 +65,7 @@ def kill(record: ProgressRecord) -> bool:
 def collect_rank_states(
     records: Sequence[ProgressRecord], is_stalled: Callable[[ProgressRecord], bool]
 ) -> list[RankState]:
-    """Collect the state of all ranks at once.
-
-    Args:
-        records: the records of the ranks of this node.
-        is_stalled: whether a rank makes no progress.
-
-    """
+    """Collect the state of all ranks at once. ``is_stalled``: whether a rank makes no progress."""
     queries = [_RankQuery(record) for record in records]
     start = time.monotonic()
     for query in queries:
@@ -239,9 +233,8 @@ def _sample_process(record: ProgressRecord) -> _ProcessSample | None:
     """Read the state of the record's process; None if it has ended."""
     pid = record.worker.pid
     try:
-        fields = (
-            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        )  # from field 3 on, see proc(5)
+        # From field 3 on, see proc(5).
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if int(fields[19]) != record.worker.start_ticks:
             return None
         cpu_ns = int((_read_proc_line(record, "schedstat") or "0").split()[0])

@@ -89,7 +89,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPressure:
-    """The memory of this node during a generation, as `agent.memory_pressure` measured it."""
+    """The memory of this node during a generation, as `agent.round_evidence` measured it."""
 
     oom_kills: int = 0
     """By how much the kernel's count of processes killed for memory rose."""

@@ -113,10 +113,10 @@ def collect_metrics(status: Mapping[str, Any]) -> Iterator[Metric]:
     is_leader = GaugeMetricFamily(
         f"{PREFIX}is_leader", "1 if this agent is the leader, which exports the metrics of the job."
     )
-    is_leader.add_metric([], float(status["leads"]))
+    is_leader.add_metric([], float(status["is_leader"]))
     yield is_leader
     yield from _collect_node_metrics(status["nodes"])
-    if status["leads"]:
+    if status["is_leader"]:
         yield from _collect_job_metrics(status)
         yield from _collect_incident_metrics(status["totals"])
 
@@ -178,7 +178,7 @@ def _collect_incident_metrics(totals: Mapping[str, Any]) -> Iterator[Metric]:
     )
     total, buckets = 0, []
     for bound, count in zip(
-        [*map(str, totals["recovery_bounds_s"]), "+Inf"], totals["recoveries"], strict=True
+        [*map(str, totals["recovery_bounds_s"]), "+Inf"], totals["recovery_counts"], strict=True
     ):
         total += count
         buckets.append((bound, float(total)))

@@ -83,8 +83,8 @@ def format_screen(status: Mapping[str, Any], max_nodes: int = MAX_NODES) -> list
 def _format_headline(status: Mapping[str, Any]) -> list[str]:
     world, leader = status["world"], status["leader"]
     leader_text = f"led by {leader['node']}" if leader else "no leader"
-    if status["over"]:
-        return wrap_text(f"job {status['run_id']}: {status['over']}")
+    if status["end_reason"]:
+        return wrap_text(f"job {status['run_id']}: {status['end_reason']}")
     if world is None:
         lines = wrap_text(f"job {status['run_id']}: no world, {leader_text}")
         if status["waiting"]:
@@ -94,7 +94,7 @@ def _format_headline(status: Mapping[str, Any]) -> list[str]:
         return lines
     size = f"{format_count(len(world['nodes']), 'node')}, {format_count(world['ranks'], 'rank')}"
     lines = wrap_text(f"job {status['run_id']}: generation {world['generation']}, {size}, {leader_text}")
-    if not status["leads"]:
+    if not status["is_leader"]:
         lines.append(f"(as {replace_unprintable(status['node'])} knows it: the leader did not answer)")
     return [*lines, f"step {status['step']}, {status['steps_per_s']:.3g} steps/s"]
 
@@ -181,7 +181,7 @@ class JobEndpoint:
             document = self._query(address, errors)
             for _ in range(MAX_HOPS):
                 leader = document and document["leader"]
-                if not document or document["leads"] or not leader or leader["address"] in errors:
+                if not document or document["is_leader"] or not leader or leader["address"] in errors:
                     break
                 document = self._query(leader["address"], errors) or document
             if document:
@@ -319,7 +319,8 @@ def _parse_document(line: bytes) -> dict[str, Any]:
     if world is not None:
         members = world.get("addresses") if isinstance(world, dict) else None
         addresses += members if isinstance(members, list) else [None]
-    if not all(isinstance(agent, str) for agent in addresses) or not isinstance(document.get("leads"), bool):
+    is_complete = isinstance(document.get("is_leader"), bool)
+    if not is_complete or not all(isinstance(address, str) for address in addresses):
         raise ProtocolError("its answer is not a status document")
     return document
 

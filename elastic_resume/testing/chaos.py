@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 
 from elastic_resume import constants
-from elastic_resume.agent import validation
+from elastic_resume.agent import options
 from elastic_resume.config import Parser, Settings, add_flags, parse_flags_and_file
 from elastic_resume.errors import ConfigError
 from elastic_resume.report import formatting, summary, text_report
@@ -159,7 +159,7 @@ def _validate_run_flags(flags: Sequence[str], script: Sequence[str]) -> None:
     else:
         plain = {"module": False, "no_python": False, "run_path": False, "rdzv_id": "none", "run_id": None}
         args = argparse.Namespace(**vars(args), training_script=script[0], **plain)
-    validation.check_script(args)
+    options.check_script(args)
     Settings.for_agent(args, {})
 
 

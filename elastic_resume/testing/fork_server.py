@@ -26,7 +26,7 @@ from typing import IO, Any, Protocol, TypeVar
 import psutil
 
 from elastic_resume import constants
-from elastic_resume.agent import validation
+from elastic_resume.agent.workers import forkserver
 from elastic_resume.errors import MachineError
 from elastic_resume.testing import fork_server_main
 
@@ -240,7 +240,7 @@ def start(
     interpreter_env = {
         name: value
         for name, value in env.items()
-        if name.startswith(validation.PROCESS_START_ENV_PREFIXES) and name != constants.ENV_FAILPOINTS
+        if name.startswith(forkserver.PROCESS_START_ENV_PREFIXES) and name != constants.ENV_FAILPOINTS
     }
     with _servers_lock:
         server = _servers.get(frozenset(interpreter_env.items()))

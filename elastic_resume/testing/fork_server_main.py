@@ -6,7 +6,7 @@ server; on one machine all nodes share them. A forked agent runs `elastic_resume
 environment, directory, network and output. Its first workers' fork server is forked with it, before it has
 any thread.
 
-Variables that only a new interpreter reads (`validation.PROCESS_START_ENV_PREFIXES`) must be equal in all;
+Variables that only a new interpreter reads (`forkserver.PROCESS_START_ENV_PREFIXES`) must be equal in all;
 the caller checks that.
 """
 

@@ -99,7 +99,7 @@ def test_status_tells_the_same_whoever_is_asked(cluster: Cluster) -> None:
         return said if said["steps_per_s"] and all(one["checkpoint_step"] for one in said["nodes"]) else None
 
     said = cluster.wait(settled, "all nodes have told of a checkpoint, and of steps since")
-    assert said["leads"]
+    assert said["is_leader"]
     assert (said["world"]["nodes"], said["world"]["ranks"]) == (["n0", "n1", "n2"], 3)
     row = r"\n +2  n2 +\d+ +[\d.]+  \d+, [\d.]+ m?s old +\d+, [\d.]+ m?s old  "
     for index in (0, 2):

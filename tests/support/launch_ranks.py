@@ -27,7 +27,7 @@ def start_fork_server() -> str:
     """Start this process's zygote; give its name."""
     before = dict(os.environ)
     os.environ.update(THREAD_ENVIRONMENT)
-    warmth = ForkServerManager([sys.executable, "-u", "x.py"], [], log=print, emit=lambda *_, **__: None)
+    warmth = ForkServerManager([sys.executable, "-u", "x.py"])
     warmth.start()
     atexit.register(warmth.close)
     name = os.environ[constants.ENV_FORK_SERVER]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume.agent import hang_detector, main, validation
-from elastic_resume.agent.round_events import RoundEvents
+from elastic_resume.agent import hang_detector, main, options
+from elastic_resume.agent.round_evidence import RoundEvents
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.config import Settings
@@ -57,13 +57,13 @@ def _plan_file(text: str) -> float:
 
 
 def _grace_variable(text: str) -> float:
-    grace_s = validation.resolve_grace_s(argparse.Namespace(grace=None), {"ELASTIC_RESUME_GRACE_S": text})
+    grace_s = options.resolve_grace_s(argparse.Namespace(grace=None), {"ELASTIC_RESUME_GRACE_S": text})
     assert grace_s is not None
     return grace_s
 
 
 READERS: dict[str, Callable[[str], float | None]] = {
-    "--grace": validation.parse_grace,
+    "--grace": lambda text: options.resolve_grace_s(argparse.Namespace(grace=text), {}),
     "ELASTIC_RESUME_GRACE_S": _grace_variable,
     "ELASTIC_RESUME_STEP_MARK_S": lambda text: Settings.for_worker({}, "t.py", step_mark_s=text).step_mark_s,
     "TERMINATION_GRACE_S": lambda text: environment.read_termination_grace_s(

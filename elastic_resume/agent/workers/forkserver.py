@@ -39,13 +39,18 @@ from typing import Any
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
     del sys.path[0]  # this directory: the names in it are not for scripts
 
-from elastic_resume.agent.validation import PROCESS_START_ENV_PREFIXES
 from elastic_resume.agent.workers import run_main, supervisor
 
 # Imports of every training script. DistributedDataParallel's constructor imports torch._dynamo, in 1.1 to
 # 1.8 s.
 TORCH_MODULES = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.utils.data")
 OWN_MODULES = ("elastic_resume.training.api",)
+# The interpreter, the dynamic loader, a library or torch reads these once, when the process starts.
+PROCESS_START_ENV_PREFIXES = (
+    "PYTHON", "LD_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_", "LANG", "LC_",
+    "TORCH_LOGS", "TORCH_SHOW", "TORCH_DISTRIBUTED_DEBUG", "TORCH_CPP_LOG_LEVEL", "PYTORCH_",
+    "ELASTIC_RESUME_FAILPOINTS",
+)  # fmt: skip
 MAX_REQUEST_BYTES = 16 << 20
 REQUEST_TIMEOUT_S = 1.0  # a launcher shim sends its request at once, and others wait meanwhile
 FORK_TEST_TIMEOUT_S = 10.0
@@ -170,12 +175,8 @@ def serve_requests(
 ) -> WorkerRequest:
     """Fork a supervisor with a worker for each request. Return in a worker only.
 
-    Args:
-        listener: socket at which launcher shims connect.
-        control: socket to the agent.
-        environ: environment with which this process started.
-        changed_by_imports: variables that imports have changed.
-
+    Launcher shims connect to ``listener``; ``control`` leads to the agent. This process started with
+    ``environ``, and imports have changed the variables ``changed_by_imports``.
     """
     wakeup_read, wakeup_write = os.pipe()
     for descriptor in (wakeup_read, wakeup_write):

@@ -73,20 +73,28 @@ def start_warm(
     socket_name: "str | None", command: list[str], signal_mask: "set[int | signal.Signals]"
 ) -> "_socket.socket | None":
     """Request a worker from the fork server; return the socket to its supervisor, None if there is none."""
-    if socket_name is None or not _has_standard_streams():
+    if socket_name is None:
         return None
+    try:
+        working_directory = os.getcwdb()  # noqa: PTH109 - no pathlib here
+        for number in range(3):
+            os.fstat(number)
+    except OSError:
+        return None  # a removed directory has no name, and a closed standard stream cannot be sent
     import json  # noqa: PLC0415 - a cold start does not need these two
     import resource  # noqa: PLC0415
 
+    umask = os.umask(0o077)
+    os.umask(umask)
     # latin-1 maps each byte to a character: arguments and variables need not be valid text.
     request = json.dumps(
         {
             "command": [os.fsencode(argument).decode("latin-1") for argument in command],
             "environ": {k.decode("latin-1"): v.decode("latin-1") for k, v in os.environb.items()},
-            "cwd": _working_directory(),
+            "cwd": working_directory.decode("latin-1"),
             "mask": sorted(int(number) for number in signal_mask),
             "ignored": sorted(int(number) for number in STOP_SIGNALS if _is_ignored(number)),  # as by nohup
-            "umask": _read_umask(),
+            "umask": umask,
             "cpus": sorted(os.sched_getaffinity(0)),
             "limits": {kind: resource.getrlimit(kind) for kind in range(resource.RLIMIT_NOFILE + 1)},
             "nice": os.nice(0),
@@ -122,22 +130,6 @@ def _request_worker(socket_name: str, request: bytes) -> "_socket.socket | None"
     return None
 
 
-def _has_standard_streams() -> bool:
-    """Return whether stdin, stdout and stderr are open. A closed one cannot be sent to the fork server."""
-    try:
-        return all(os.fstat(number) for number in range(3))
-    except OSError:
-        return False
-
-
-def _working_directory() -> str:
-    """Return the working directory; empty, which the fork server refuses, if it has been removed."""
-    try:
-        return os.getcwdb().decode("latin-1")  # noqa: PTH109 - no pathlib here
-    except OSError:
-        return ""
-
-
 def _is_same_user(connection: "_socket.socket") -> bool:
     """Return whether the peer runs as our user: any user may bind an abstract socket name."""
     peer = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 12)  # struct ucred: pid, uid, gid
@@ -146,12 +138,6 @@ def _is_same_user(connection: "_socket.socket") -> bool:
 
 def _is_ignored(number: signal.Signals) -> bool:
     return signal.getsignal(number) is signal.SIG_IGN
-
-
-def _read_umask() -> int:
-    value = os.umask(0o077)
-    os.umask(value)
-    return value
 
 
 def start_cold(command: list[str], signal_mask: "set[int | signal.Signals]") -> "_socket.socket":

@@ -45,7 +45,6 @@ import time
 
 TYPE_CHECKING = False  # importing typing would cost a third of the start
 if TYPE_CHECKING:
-    from collections.abc import Collection
     from typing import NoReturn
 
 ENV_ROUND = "ELASTIC_RESUME_ROUND"
@@ -141,7 +140,7 @@ def fork_supervised_worker(connection: "_socket.socket", signal_mask: "set[int |
 
 
 class WorkerSupervisor:
-    """Supervises one worker until the worker and all its leftovers have ended."""
+    """Supervise one worker until the worker and all its leftovers have ended."""
 
     def __init__(
         self,
@@ -343,7 +342,7 @@ def open_lease(connection: "_socket.socket") -> LeaseView:
 
 
 class SnapshotCopyMonitor:
-    """Tells whether the worker is copying its state into a slot, which outlives the worker."""
+    """Tell whether the worker is copying its state into a slot, which outlives the worker."""
 
     def __init__(self) -> None:
         """Map the control block of the agent's slots, where there is one."""
@@ -532,32 +531,3 @@ def read_drain_signals() -> "list[signal.Signals]":
     known = signal.Signals.__members__
     names = os.environ.get(ENV_DRAIN_SIGNALS, "").split(",")
     return [known[name] for name in names if name in known and name != "SIGTERM"]
-
-
-_early_signals: "list[int]" = []
-
-
-def record_early_signals() -> None:
-    """Record drain signals from now on: an agent imports for seconds before it can read its flags."""
-    for number in CATCHABLE_DRAIN_SIGNALS:
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _record_early_signal)
-
-
-def _record_early_signal(number: int, frame: object) -> None:
-    del frame
-    _early_signals.append(number)
-
-
-def restore_default_handlers(handled: "Collection[int]") -> "int | None":
-    """Stop recording; return the first recorded signal that is in ``handled``, if any.
-
-    A recorded signal that is not in ``handled`` is raised again, now with its default action.
-    """
-    for number in CATCHABLE_DRAIN_SIGNALS:
-        if signal.getsignal(number) is _record_early_signal:
-            signal.signal(number, signal.SIG_DFL)
-    relevant = [number for number in _early_signals if number in handled]
-    for other in set(_early_signals).difference(handled):
-        signal.raise_signal(other)
-    return relevant[0] if relevant else None

@@ -19,7 +19,7 @@ from elastic_resume.errors import ConfigError
 from elastic_resume.policy.incidents import INCIDENT_KINDS
 from elastic_resume.report import metrics
 from tests.support.paths import ROOT
-from tests.unit.agent.test_status import said
+from tests.unit.agent.test_status import make_document
 
 DASHBOARD = ROOT / "deploy" / "grafana" / "elastic-resume.json"
 
@@ -40,7 +40,7 @@ def samples(text: str) -> dict[tuple[str, tuple[str, ...]], float]:
 
 def test_scrape_has_metrics_of_job_and_nodes() -> None:
     """Each number of the document has its metric."""
-    found = scrape(said(trouble=1))
+    found = scrape(make_document(trouble=1))
     for name, labels, value in (
         ("step", (), 101),
         ("steps_per_second", (), 2.5),
@@ -69,10 +69,10 @@ def test_scrape_has_metrics_of_job_and_nodes() -> None:
 
 def test_number_of_series_is_bounded_by_nodes_and_kinds() -> None:
     """Another incident or step adds none."""
-    few, many = (len(scrape(said(count))) for count in (20, 30))
+    few, many = (len(scrape(make_document(count))) for count in (20, 30))
     assert (many - few) % 10 == 0
     assert few < 400
-    document = said()
+    document = make_document()
     document["totals"]["incidents"]["of a kind that somebody made up"] = 5
     kinds = {labels for name, labels in scrape(document) if name == "elastic_resume_incidents_total"}
     assert kinds == {(kind,) for kind in INCIDENT_KINDS}
@@ -80,7 +80,7 @@ def test_number_of_series_is_bounded_by_nodes_and_kinds() -> None:
 
 def test_node_without_status_has_no_samples() -> None:
     """A new leader's zeros would count all commits again."""
-    document = said()
+    document = make_document()
     document["nodes"][1].update(status_age_s=None)
     found = scrape(document)
     assert ("elastic_resume_commits_total", ("n0",)) in found
@@ -89,7 +89,7 @@ def test_node_without_status_has_no_samples() -> None:
 
 def test_follower_exports_no_metrics_of_the_job() -> None:
     """Sums over all agents would count them twice."""
-    document = {**said(), "leads": False}
+    document = {**make_document(), "is_leader": False}
     names = {name for name, _ in scrape(document)}
     assert "elastic_resume_node_step" in names
     assert not {f"elastic_resume_{name}" for name in (*metrics.JOB_GAUGES, "incidents_total")} & names
@@ -101,7 +101,7 @@ def test_dashboard_and_document_name_only_exported_metrics() -> None:
     asked = " ".join(
         target["expr"] for panel in dashboard["panels"] for target in panel["targets"]
     ) + " ".join(str(one.get("expr")) for one in dashboard["annotations"]["list"])
-    document = said()
+    document = make_document()
     document["nodes"][0].update(checkpoint_step=1, checkpoint_age_s=2.0)
     exposed = {name for name, _ in scrape(document)}
     names = set(re.findall(r"elastic_resume_\w+", asked))
@@ -122,7 +122,7 @@ def test_status_document_has_the_documented_members() -> None:
     page = (ROOT / "docs" / "monitoring.md").read_text()
     table = page.partition("| member of")[2].partition("## ")[0]
     rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
-    assert {name for cell in rows for name in re.findall(r"`(\w+)`", cell)} == said().keys()
+    assert {name for cell in rows for name in re.findall(r"`(\w+)`", cell)} == make_document().keys()
 
 
 def test_scrape_configuration_matches_its_flag() -> None:
@@ -164,7 +164,7 @@ def test_scrape_over_http_is_read_only_and_empty_without_status() -> None:
     address = said_lines[0].removeprefix("metrics at ")
     with urllib.request.urlopen(address, timeout=20) as answer:  # noqa: S310 - of this process
         assert answer.read() == b""
-    documents.append(said())
+    documents.append(make_document())
     with urllib.request.urlopen(address, timeout=20) as answer:  # noqa: S310
         assert samples(answer.read().decode())["elastic_resume_step", ()] == 101
     with pytest.raises(urllib.error.HTTPError, match="405"):

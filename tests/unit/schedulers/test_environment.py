@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_resume import constants
-from elastic_resume.agent import options, validation
+from elastic_resume.agent import options
 from elastic_resume.errors import ConfigError
 from elastic_resume.rendezvous.net.protocol import load_token
 from elastic_resume.schedulers import environment
@@ -161,7 +161,7 @@ def test_worker_grace_defaults_to_half_of_pods_grace(
     flag: str | None, environ: dict[str, str], seconds: float | None
 ) -> None:
     """The agent commits in the other half."""
-    assert validation.resolve_grace_s(argparse.Namespace(grace=flag), environ) == seconds
+    assert options.resolve_grace_s(argparse.Namespace(grace=flag), environ) == seconds
 
 
 def test_termination_grace_error_names_variable_and_value() -> None:

@@ -234,12 +234,12 @@ class Metadata:
 @pytest.fixture
 def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[Metadata]:
     """A real HTTP server in this process, with a long time limit."""
-    told = Metadata()
+    recorder = Metadata()
 
     class Answering(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            told.asked.append((self.command, self.path, dict(self.headers)))
-            status, body = told.says.get(self.path, (404, b"<html>not found</html>"))
+            recorder.asked.append((self.command, self.path, dict(self.headers)))
+            status, body = recorder.says.get(self.path, (404, b"<html>not found</html>"))
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -254,8 +254,8 @@ def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[Metadata]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
-    told.base = f"http://127.0.0.1:{server.server_port}"
-    yield told
+    recorder.base = f"http://127.0.0.1:{server.server_port}"
+    yield recorder
     server.shutdown()
     server.server_close()
 
@@ -460,15 +460,14 @@ def test_command_source_kills_command_and_children_after_timeout(program: Path, 
 
 
 @dataclass
-class Told:
-    """Log lines, events and drains."""
+class DrainRecorder:
+    """Events and drains."""
 
-    lines: list[str] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     drained: threading.Event = field(default_factory=threading.Event)
     drains: int = 0
 
-    def tell(self, kind: str, **fields: Any) -> None:
+    def emit(self, kind: str, **fields: Any) -> None:
         """Record an event."""
         self.events.append({"event": kind, **fields})
 
@@ -478,7 +477,7 @@ class Told:
         self.drained.set()
 
 
-def test_watch_logs_failing_source_once_and_drains_once() -> None:
+def test_watch_logs_failing_source_once_and_drains_once(caplog: pytest.LogCaptureFixture) -> None:
     """Two sources have a notice at the same time; a failing source is polled again."""
     answers = iter(
         [
@@ -503,19 +502,20 @@ def test_watch_logs_failing_source_once_and_drains_once() -> None:
         asked.wait(TIMEOUT_S)
         return PreemptionNotice("soon", 1e12)
 
-    told = Told()
+    caplog.set_level("INFO")
+    recorder = DrainRecorder()
     both = [NoticeSource("aws", look, 0.01), NoticeSource("gcp", late, 0.01)]
-    with shutdown.watch_preemption_notices(both, log=told.lines.append, emit=told.tell, drain=told.drain):
-        assert told.drained.wait(TIMEOUT_S)
-    assert told.drains == 1
-    assert [line for line in told.lines if "refused" in line] == [
+    with shutdown.watch_preemption_notices(both, emit=recorder.emit, drain=recorder.drain):
+        assert recorder.drained.wait(TIMEOUT_S)
+    assert recorder.drains == 1
+    assert [line for line in caplog.messages if "refused" in line] == [
         "--preemption-notice aws: refused. It is polled again; further errors are not logged."
     ]
-    (event,) = told.events
+    (event,) = recorder.events
     assert (event["event"], event["reason"], event["deadline"]) == ("preemption-notice", "soon", 1e12)
     assert event["source"] in {"aws", "gcp"}
-    assert "soon, in " in told.lines[-1]
-    assert "leaves" in told.lines[-1]
+    assert "soon, in " in caplog.messages[-1]
+    assert "leaves" in caplog.messages[-1]
 
 
 @pytest.mark.cluster
