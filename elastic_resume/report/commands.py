@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_resume import constants, events
 from elastic_resume.errors import CheckpointError, ElasticResumeError, UsageError
-from elastic_resume.report import checkpoints, paths, summary, text_report
+from elastic_resume.report import checkpoints, summary
 from elastic_resume.report.checkpoints import CheckpointEntry
 from elastic_resume.report.formatting import (
     format_bytes,
@@ -111,7 +111,7 @@ def report(args: argparse.Namespace) -> int:
         _write_page(args.html, html.render_page(run_report))
         write_stdout("\n".join(wrap_text(run_report.verdict.text)) + f"\nwritten to {args.html}\n")
     else:
-        write_stdout(summary.format_json(run_report) if args.json else text_report.format_text(run_report))
+        write_stdout(summary.format_json(run_report) if args.json else summary.format_text(run_report))
     return EXIT_OK
 
 
@@ -129,7 +129,7 @@ def _write_page(path: Path, text: str) -> None:
 
 def ls(args: argparse.Namespace) -> int:
     """Print the table of checkpoints; the exit code is always 0."""
-    write_stdout(checkpoints.format_checkpoints(paths.find_node_dirs(args.path), time.time()))
+    write_stdout(checkpoints.format_checkpoints(checkpoints.find_node_dirs(args.path), time.time()))
     return EXIT_OK
 
 
@@ -138,7 +138,7 @@ def verify(args: argparse.Namespace) -> int:
 
     Quarantined checkpoints are listed, but are no failure.
     """
-    found = paths.find_node_dirs(args.path)
+    found = checkpoints.find_node_dirs(args.path)
     counts = {"valid": 0, "bad": 0, "quarantined": 0}
     for entry in checkpoints.list_checkpoints(found, deep=args.deep):
         counts[entry.state] += 1
@@ -164,7 +164,7 @@ def _verify_line(entry: CheckpointEntry, base: Path) -> str:
 
 def export(args: argparse.Namespace) -> int:
     """Write the tensors of one object, or everything, to a plain file."""
-    found = paths.find_node_dirs(args.path)
+    found = checkpoints.find_node_dirs(args.path)
     from elastic_resume.state import export as exporting  # noqa: PLC0415  imports torch, seconds
 
     file_format = args.format or exporting.guess_format(args.target)
@@ -200,7 +200,7 @@ def export(args: argparse.Namespace) -> int:
     raise UsageError(f"{args.path}: holds no valid checkpoint; `elastic-resume ls` shows why.")
 
 
-def _export_sources(found: paths.FoundPath) -> Iterator[tuple[Path, Manifest]]:
+def _export_sources(found: checkpoints.FoundPath) -> Iterator[tuple[Path, Manifest]]:
     """Yield the named checkpoint, or those of the nodes, newest first."""
     from elastic_resume.checkpoint.reader import quick_check  # noqa: PLC0415
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ from hypothesis import strategies as st
 
 from elastic_resume.events import Event
 from elastic_resume.policy.incidents import IncidentTracker
-from elastic_resume.report import html, incidents, summary, text_report
-from elastic_resume.report.checkpoints import CheckpointEntry
+from elastic_resume.report import html, incidents, summary
 from elastic_resume.report.formatting import WIDTH
 from elastic_resume.report.incidents import RunHistory
 from tests.support.report_runs import (
@@ -251,8 +249,8 @@ def test_report_lists_source_and_rejected_states() -> None:
         incidents.RejectedStateRecord("n1", 1, 10, "manifest: its digest does not match."),
     )
     assert (second.source_node, second.source_generation, second.receiving_nodes) == ("n0", 1, ("n1",))
-    text = text_report.format_text(summary.build_run_report(job.events))
-    assert "generation 2 rejected n1's state of generation 1, step 10: manifest: its digest" in text
+    text = summary.format_text(summary.build_run_report(job.events))
+    assert "generation 2: rejected n1's state of generation 1, step 10: manifest: its digest" in text
     assert "generation 2: n0 sent its state to n1" in text
 
 
@@ -272,7 +270,7 @@ def test_failed_starts_belong_to_no_generation() -> None:
     report = incidents.build_history_from_events(job.events)
     assert not report.generations
     assert (report.outcome, report.message) == ("failed", message)
-    text = " ".join(text_report.format_text(summary.build_run_report(job.events)).split())
+    text = " ".join(summary.format_text(summary.build_run_report(job.events)).split())
     assert (
         "2 workers ended before training; first: rank 1 on node n1 ended with exit code 1: ModuleNotFound"
         in text
@@ -355,9 +353,7 @@ def test_any_list_of_events_gives_a_report(events: list[Event]) -> None:
     told = summary.build_run_report(events)
     assert told.history.discarded_steps >= 0
     assert all(one.recovery_s is None or one.recovery_s >= 0 for one in told.history.generations)
-    assert all(
-        len(line) <= WIDTH and line.isprintable() for line in text_report.format_text(told).splitlines()
-    )
+    assert all(len(line) <= WIDTH and line.isprintable() for line in summary.format_text(told).splitlines())
     assert told.goodput.total_s == pytest.approx(sum(spent for _, spent in told.goodput.parts))
     json.loads(summary.format_json(told))
     assert html.render_page(told).endswith("</html>\n")
@@ -383,7 +379,7 @@ def test_table_is_aligned() -> None:
     """There is one row for each generation, and one line for the run."""
     job = worker_killed()
     job.finish(130, 40)
-    assert text_report.format_text(summary.build_run_report(job.events)).splitlines()[:5] == [
+    assert summary.format_text(summary.build_run_report(job.events)).splitlines()[:5] == [
         "Finished at step 40 after 40 s. 1 failure, 5.0 s downtime, 1 step recomputed; goodput 62 %.",
         "",
         "gen  nodes     world  steps  ended because                            recomputed  recovery",
@@ -397,7 +393,7 @@ def test_long_reason_is_cut_in_table_and_complete_below() -> None:
     job = Job().begun()
     job.fail(110.2, 1, "ValueError", "\x1b[2J" + "far too long " * 12 + "THE END")
     job.begin(115, 10, "n0", "n1", "n2")
-    text = text_report.format_text(summary.build_run_report(job.events))
+    text = summary.format_text(summary.build_run_report(job.events))
     assert max(map(len, text.splitlines())) <= WIDTH
     assert "..." in text
     assert "THE END" in text
@@ -409,28 +405,4 @@ def test_many_nodes_take_one_line() -> None:
     nodes = tuple(f"gpu{number:04}" for number in range(1000) if number != 500)
     job = Job()
     job.begin(100, 0, *nodes, kind="cold")
-    assert "gpu[0000-0499,0501-0999]" in text_report.format_text(summary.build_run_report(job.events))
-
-
-def test_job_that_lost_all_disks_continues_the_numbers() -> None:
-    """It starts again at generation 1; every step of its first start counts as recomputed."""
-    job = Job().begun()
-    nodes = job.nodes
-    job.agents(200, *nodes)
-    job.generation = 0
-    job.begin(210, 0, *nodes, kind="cold")
-    job.exit(220, 1, signal="SIGKILL")
-    job.begin(230, 1, *nodes, source_node="n0", source_generation=1)
-    history = incidents.build_history_from_events(job.events)
-    assert [row.number for row in history.generations] == [1, 2, 3]
-    assert [row.recomputed_steps for row in history.generations] == [10, 0, None]
-    assert (history.generations[0].end.kind, history.generations[2].source_generation) == ("job", 2)
-    entry = CheckpointEntry(Path("/d"), "r", "n0", "valid", generation=2, step=1)
-    (record,) = summary.build_run_report(job.events, checkpoint_entries=[entry]).saved_states
-    assert (record.generation, record.state) == (3, "valid")
-
-
-def test_job_whose_agents_restart_keeps_its_numbers() -> None:
-    """Only a generation that a node enters twice shows that the disks were lost."""
-    numbers = [row.number for row in incidents.build_history_from_events(job_killed().events).generations]
-    assert numbers == [1, 2]
+    assert "gpu[0000-0499,0501-0999]" in summary.format_text(summary.build_run_report(job.events))
