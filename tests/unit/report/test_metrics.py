@@ -150,7 +150,9 @@ def test_metrics_flag_invalid_or_without_prometheus_client_is_refused(
         metrics.parse_listen_address("9400", {})
 
 
-def test_scrape_over_http_is_read_only_and_empty_without_status() -> None:
+def test_scrape_over_http_is_read_only_and_empty_without_status(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Before an agent has its status, and after it ended, nothing is exported."""
     documents: list[dict[str, Any]] = []
 
@@ -159,9 +161,9 @@ def test_scrape_over_http_is_read_only_and_empty_without_status() -> None:
             raise ConnectionRefusedError
         return documents[0]
 
-    said_lines: list[str] = []
-    metrics.serve_metrics(("127.0.0.1", 0), status, said_lines.append)
-    address = said_lines[0].removeprefix("metrics at ")
+    caplog.set_level("INFO", "elastic_resume")
+    metrics.serve_metrics(("127.0.0.1", 0), status)
+    address = caplog.messages[0].removeprefix("metrics at ")
     with urllib.request.urlopen(address, timeout=20) as answer:  # noqa: S310 - of this process
         assert answer.read() == b""
     documents.append(said())
@@ -169,6 +171,6 @@ def test_scrape_over_http_is_read_only_and_empty_without_status() -> None:
         assert samples(answer.read().decode())["elastic_resume_step", ()] == 101
     with pytest.raises(urllib.error.HTTPError, match="405"):
         urllib.request.urlopen(address, data=b"x", timeout=20)  # noqa: S310
-    metrics.serve_metrics(("127.0.0.1", int(address.split(":")[2].split("/")[0])), status, said_lines.append)
-    assert said_lines[1].startswith("no metrics at 127.0.0.1 port ")
-    assert said_lines[1].endswith("Address already in use. Training continues.")
+    metrics.serve_metrics(("127.0.0.1", int(address.split(":")[2].split("/")[0])), status)
+    assert caplog.messages[1].startswith("no metrics at 127.0.0.1 port ")
+    assert caplog.messages[1].endswith("Address already in use. Training continues.")
