@@ -196,8 +196,7 @@ def decide_restart(
     where = "before the first step" if not reached else f"at step {reached}"
     starts = f"{stuck} starts in a row" if stuck > 1 else "a start"
     return RestartDecision(
-        RestartAction.GIVE_UP,
-        f"{starts} failed without progress, {where}. Last: {describe_failure(root)}.",
+        RestartAction.GIVE_UP, f"{starts} failed without progress, {where}. Last: {describe_failure(root)}."
     )
 
 

@@ -267,9 +267,7 @@ KINDS = st.sampled_from(["newer", "foreign", "unreadable", "torn", "corrupt", "a
     st.integers(-1, 6),  # a floor that somebody noted, or nobody
 )
 def test_a_valid_copy_of_a_newer_format_never_leads_to_less(
-    world: list[tuple[list[tuple[int, int]], list[tuple[tuple[int, int], str]], int]],
-    mode: str,
-    noted: int,
+    world: list[tuple[list[tuple[int, int]], list[tuple[tuple[int, int], str]], int]], mode: str, noted: int
 ) -> None:
     """Whatever lies about: no older resume and no fresh start, unless it was set aside on purpose."""
     inventories = [

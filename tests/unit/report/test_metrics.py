@@ -150,9 +150,7 @@ def test_metrics_flag_invalid_or_without_prometheus_client_is_refused(
         metrics.parse_listen_address("9400", {})
 
 
-def test_scrape_over_http_is_read_only_and_empty_without_status(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_scrape_over_http_is_read_only_and_empty_without_status(caplog: pytest.LogCaptureFixture) -> None:
     """Before an agent has its status, and after it ended, nothing is exported."""
     documents: list[dict[str, Any]] = []
 
