@@ -22,8 +22,8 @@ MAX_ELEMENTS = 120_000
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """Start one browser for all of these tests."""
-    with browser.start_browser(tmp_path_factory.mktemp("chromium")) as one:
-        yield one
+    with browser.start_browser(tmp_path_factory.mktemp("chromium")) as item:
+        yield item
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +58,8 @@ def test_page_shows_every_part_of_the_report(chromium: Browser, page: Path, repo
     chromium.open(page)
     rows = texts(chromium, ".generations tbody tr")
     assert len(rows) == len(report.history.generations) == 6
-    for one, row in zip(report.history.generations, rows, strict=True):
-        assert " ".join(replace_unprintable(one.end.text).split()) in row
+    for item, row in zip(report.history.generations, rows, strict=True):
+        assert " ".join(replace_unprintable(item.end.text).split()) in row
     said = " ".join(texts(chromium, ".alerts tbody tr"))
     assert len(report.alerts) > 10
     for alert in report.alerts:
@@ -123,7 +123,7 @@ _FAINT = """(() => {
     if (one.closest('title, desc, style')) continue;
     const style = getComputedStyle(one);
     const [a, b] = [light(one.closest('svg') ? style.fill : style.color), light(ground(one))];
-    if ((Math.max(a, b) + .05) / (Math.min(a, b) + .05) < 4.5) found.add(one.outerHTML.slice(0, 200));
+    if ((Math.max(a, b) + .05) / (Math.min(a, b) + .05) < 4.5) found.add(item.outerHTML.slice(0, 200));
   }
   return [...found];
 })()"""
@@ -142,5 +142,5 @@ def test_page_of_five_thousand_generations_stays_small(chromium: Browser, tmp_pa
     assert chromium.evaluate("document.querySelectorAll('svg *').length") < 6000
     assert chromium.evaluate("document.querySelectorAll('.generations tbody tr').length") == 5000
     closed = "[...document.querySelectorAll('details:not([open]) tr')]"
-    assert chromium.evaluate(f"{closed}.filter(one => one.checkVisibility()).length") == 0
+    assert chromium.evaluate(f"{closed}.filter(one => item.checkVisibility()).length") == 0
     assert chromium.problems == []

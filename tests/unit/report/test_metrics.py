@@ -32,9 +32,9 @@ def scrape(document: dict[str, Any]) -> dict[tuple[str, tuple[str, ...]], float]
 def samples(text: str) -> dict[tuple[str, tuple[str, ...]], float]:
     """Parse a scrape."""
     return {
-        (one.name, tuple(one.labels.values())): one.value
+        (item.name, tuple(item.labels.values())): item.value
         for family in text_string_to_metric_families(text)
-        for one in family.samples
+        for item in family.samples
     }
 
 
@@ -100,7 +100,7 @@ def test_dashboard_and_document_name_only_exported_metrics() -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     asked = " ".join(
         target["expr"] for panel in dashboard["panels"] for target in panel["targets"]
-    ) + " ".join(str(one.get("expr")) for one in dashboard["annotations"]["list"])
+    ) + " ".join(str(item.get("expr")) for item in dashboard["annotations"]["list"])
     document = said()
     document["nodes"][0].update(checkpoint_step=1, checkpoint_age_s=2.0)
     exposed = {name for name, _ in scrape(document)}
