@@ -142,5 +142,5 @@ def test_page_of_five_thousand_generations_stays_small(chromium: Browser, tmp_pa
     assert chromium.evaluate("document.querySelectorAll('svg *').length") < 6000
     assert chromium.evaluate("document.querySelectorAll('.generations tbody tr').length") == 5000
     closed = "[...document.querySelectorAll('details:not([open]) tr')]"
-    assert chromium.evaluate(f"{closed}.filter(one => item.checkVisibility()).length") == 0
+    assert chromium.evaluate(f"{closed}.filter(one => one.checkVisibility()).length") == 0
     assert chromium.problems == []
