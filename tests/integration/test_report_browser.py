@@ -22,8 +22,8 @@ MAX_ELEMENTS = 120_000
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """Start one browser for all of these tests."""
-    with browser.start_browser(tmp_path_factory.mktemp("chromium")) as item:
-        yield item
+    with browser.start_browser(tmp_path_factory.mktemp("chromium")) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ _FAINT = """(() => {
     if (one.closest('title, desc, style')) continue;
     const style = getComputedStyle(one);
     const [a, b] = [light(one.closest('svg') ? style.fill : style.color), light(ground(one))];
-    if ((Math.max(a, b) + .05) / (Math.min(a, b) + .05) < 4.5) found.add(item.outerHTML.slice(0, 200));
+    if ((Math.max(a, b) + .05) / (Math.min(a, b) + .05) < 4.5) found.add(one.outerHTML.slice(0, 200));
   }
   return [...found];
 })()"""
