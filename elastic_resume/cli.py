@@ -49,7 +49,7 @@ def exit_code_before_start(error: ElasticResumeError) -> int:
 
 def _build_parser() -> argparse.ArgumentParser:
     from elastic_resume.config import Parser  # noqa: PLC0415 - `run` reports a broken set-up without it
-    from elastic_resume.report import commands, doctor, force_quorum, status  # noqa: PLC0415
+    from elastic_resume.report import commands, doctor, status  # noqa: PLC0415
 
     parser = Parser(
         prog=PROG, description="Wraps a PyTorch DDP job so that it survives the death of workers and nodes."
@@ -64,8 +64,7 @@ def _build_parser() -> argparse.ArgumentParser:
     subparsers.add_parser(
         "chaos", help="run a job on simulated nodes and inject faults by a plan", add_help=False
     )
-    commands.register_diff(subparsers)
-    for module in (commands, doctor, status, force_quorum):
+    for module in (commands, doctor, status):
         module.register(subparsers)
     return parser
 

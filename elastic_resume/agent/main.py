@@ -262,9 +262,7 @@ class _Agent:
         key = derive_status_key(rendezvous_config.token)
         status = partial(fetch_status, agent_address, rendezvous_config.run_id, key)
         threading.Thread(  # it resolves the name of this host, which may take long
-            target=metrics.serve_metrics,
-            args=(self.flags.metrics_address, status, logger.info),
-            daemon=True,
+            target=metrics.serve_metrics, args=(self.flags.metrics_address, status), daemon=True
         ).start()
 
     def _finish(self, outcome: _Outcome) -> int:

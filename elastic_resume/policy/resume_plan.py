@@ -124,14 +124,14 @@ class ResumePlan:
     @property
     def source_tier(self) -> str:
         """Return "memory" or "disk", the tier of the source; "" for a cold start."""
-        copy = self.saved_state_for(self.source_node)
-        return copy.tier if copy else ""
+        source = self.saved_state_for(self.source_node)
+        return source.tier if source else ""
 
     @property
     def nbytes(self) -> int:
         """Return the size in bytes of the state that every rank loads."""
-        copy = self.saved_state_for(self.source_node)
-        return copy.nbytes if copy else 0
+        source = self.saved_state_for(self.source_node)
+        return source.nbytes if source else 0
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,6 @@ def find_minority_holders(plan: ResumePlan, digests_by_node: Mapping[str, Sequen
         plan: the plan that the ranks have executed.
         digests_by_node: digests of what the ranks of each node have loaded. Each holder has one vote. Nodes
             that received the state have none, and two nodes that read one copy have one together.
-
     """
     votes: dict[str, set[str]] = {}
     for node, copy in plan.holders:
@@ -191,7 +190,6 @@ def choose_resume_plan(inventories: Sequence[Inventory], mode: str) -> ResumePla
     Raises:
         NoValidCheckpointError: saved states exist and none may be loaded; the newest has a newer format; none
             exists and mode is "must"; or none exists now and a node is known to have had one.
-
     """
     nodes = sorted(inventories, key=lambda inventory: inventory.local_leader_rank)
     floor = _min_generation(nodes) if mode == "never" else -1
@@ -201,7 +199,12 @@ def choose_resume_plan(inventories: Sequence[Inventory], mode: str) -> ResumePla
         plan = _plan_from_newest(nodes, readable)
     else:
         _refuse_to_start_over(nodes, floor)
-        plan = _plan_cold_start(nodes, mode)
+        if mode == "must":
+            raise NoValidCheckpointError(
+                "--resume must: no node has a checkpoint of this job. "
+                "Check --ckpt-dir and --rdzv-id, or start fresh with --resume auto."
+            )
+        plan = ResumePlan("cold", source_node=nodes[0].node, source_rank=nodes[0].local_leader_rank)
     lived = max(nodes, key=lambda i: (i.last_generation, i.last_step))
     return replace(
         plan,
@@ -220,7 +223,15 @@ def _plan_from_newest(nodes: Sequence[Inventory], readable: Mapping[str, Sequenc
     for node in nodes:
         same = [copy for copy in readable.get(node.node, ()) if (copy.version, copy.epoch) == newest]
         if same:
-            held[node.node] = min(same, key=lambda c: _preference_key(c, node.node))
+            held[node.node] = min(
+                same,
+                key=lambda copy: (  # a node's own directory first, then memory
+                    copy.owner_node != node.node,
+                    copy.tier != MEMORY,
+                    copy.writer_rank,
+                    copy.owner_node,
+                ),
+            )
     # BatchNorm's buffers may differ between replicas; rank 0's count, as in DDP. Two states of one writer
     # have the same bytes: the faster tier is used.
     source = min(
@@ -236,25 +247,6 @@ def _plan_from_newest(nodes: Sequence[Inventory], readable: Mapping[str, Sequenc
         holders=tuple(held.items()),
         lacking=tuple(node.node for node in nodes if node.node not in held),
     )
-
-
-def _preference_key(saved_state: SavedState, node: str) -> tuple[bool, bool, int, str]:
-    """Return the key by which ``node`` chooses among equal states: its own first, then memory."""
-    return (
-        saved_state.owner_node != node,
-        saved_state.tier != MEMORY,
-        saved_state.writer_rank,
-        saved_state.owner_node,
-    )
-
-
-def _plan_cold_start(nodes: Sequence[Inventory], mode: str) -> ResumePlan:
-    if mode == "must":
-        raise NoValidCheckpointError(
-            "--resume must: no node has a checkpoint of this job. "
-            "Check --ckpt-dir and --rdzv-id, or start fresh with --resume auto."
-        )
-    return ResumePlan("cold", source_node=nodes[0].node, source_rank=nodes[0].local_leader_rank)
 
 
 def _min_generation(nodes: Sequence[Inventory]) -> int:
@@ -292,7 +284,7 @@ def _refuse_to_go_back(
 def _refuse_to_start_over(nodes: Sequence[Inventory], min_generation: int) -> None:
     """Raise if states newer than ``min_generation`` exist or existed: a fresh start would lose them."""
     found = [rejected for node in nodes for rejected in node.rejected if rejected.version[0] > min_generation]
-    if min_generation >= 0:  # `--resume never` ignores an earlier history, and states of other jobs with it
+    if min_generation >= 0:  # `--resume never` also ignores states of other jobs
         found = [rejected for rejected in found if rejected.kind != "foreign"]
     if found:
         error = NoValidCheckpointError(

@@ -8,7 +8,10 @@ Pure.
 from __future__ import annotations
 
 import bisect
+import functools
+import math
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import PurePath
@@ -66,58 +69,54 @@ def _make_alert(kind: str, severity: str, event: ParsedEvent, text: str) -> Aler
 
 def _merge_repeated(alerts: Iterable[Alert], timeline: EventTimeline) -> list[Alert]:
     """Merge repeated alerts of a node; a commit between two failed commits separates them."""
-    commits: dict[str, list[float]] = {}
+    commits: dict[str, list[float]] = defaultdict(list)
     for event in timeline.select("commit"):
-        commits.setdefault(event.node, []).append(event.t)
+        commits[event.node].append(event.t)
     open_alerts: dict[tuple[str, str, str], Alert] = {}
     merged = []
     for alert in sorted(alerts, key=lambda alert: alert.t):
         text = alert.text if alert.kind != "commit-failed" else ""
         key = (alert.kind, alert.node, text)
         last = open_alerts.get(key)
-        if last is not None and not _has_time_between(commits.get(alert.node, []), last.last_t, alert.t):
+        if last is not None and _next_after(commits[alert.node], last.last_t) >= alert.t:
             open_alerts[key] = replace(last, last_t=alert.t, count=last.count + 1)
             continue
-        if last is not None:
-            merged.append(last)
+        merged += [last] if last is not None else []
         open_alerts[key] = alert
     merged += open_alerts.values()
-    return [_resolve_alert(event, commits.get(event.node, [])) for event in merged]
+    return [
+        _resolve(alert, _next_after(commits[alert.node], alert.last_t))
+        if alert.kind == "commit-failed"
+        else alert
+        for alert in merged
+    ]
 
 
-def _resolve_alert(alert: Alert, commits: list[float]) -> Alert:
-    if alert.kind != "commit-failed":
-        return alert
-    next_commit_t = next((t for t in commits if t > alert.last_t), None)
-    return replace(
-        alert,
-        is_resolved=next_commit_t is not None,
-        last_t=alert.last_t if next_commit_t is None else next_commit_t,
-    )
+def _resolve(alert: Alert, next_commit_t: float) -> Alert:
+    is_resolved = next_commit_t < math.inf
+    return replace(alert, is_resolved=is_resolved, last_t=next_commit_t if is_resolved else alert.last_t)
 
 
-def _has_time_between(times: list[float], since: float, until: float) -> bool:
-    index = bisect.bisect_right(times, since)
-    return index < len(times) and times[index] < until
+def _next_after(times: list[float], t: float) -> float:
+    """Return the first of the sorted ``times`` after ``t``; infinity if there is none."""
+    index = bisect.bisect_right(times, t)
+    return times[index] if index < len(times) else math.inf
 
 
 def _find_slow_commits(commits: list[ParsedEvent]) -> list[Alert]:
     """Find commits that took much longer than is typical for their node."""
-    by_node: dict[str, list[tuple[ParsedEvent, float]]] = {}
+    by_node: dict[str, list[tuple[ParsedEvent, float]]] = defaultdict(list)
     for event in commits:
         seconds = event.get_seconds("seconds")
         if seconds is not None:
-            by_node.setdefault(event.node, []).append((event, seconds))
+            by_node[event.node].append((event, seconds))
     alerts = []
-    for node, node_commits in by_node.items():
+    for node_commits in by_node.values():
         typical_s = statistics.median(seconds for _, seconds in node_commits)
         for event, seconds in node_commits:
             if len(node_commits) >= _MIN_COMMITS and seconds > max(_MIN_SLOW_S, _SLOW_FACTOR * typical_s):
                 text = f"a commit took {format_seconds(seconds)}, typically {format_seconds(typical_s)}"
-                alert = Alert(
-                    "slow-disk", BAD, node, event.t - seconds, event.t, 1, text, event.generation, event.step
-                )
-                alerts.append(alert)
+                alerts.append(replace(_make_alert("slow-disk", BAD, event, text), t=event.t - seconds))
     return alerts
 
 
@@ -126,6 +125,10 @@ def _find_slow_commits(commits: list[ParsedEvent]) -> list[Alert]:
 
 def _first_text(event: ParsedEvent, *names: str) -> str:
     return next((strip_path(text) for name in names if (text := event.get_text(name))), "no reason recorded")
+
+
+def _describe_with_reason(prefix: str, event: ParsedEvent) -> str:
+    return f"{prefix}: {_first_text(event, 'error', 'reason')}"
 
 
 def _describe_quarantine(event: ParsedEvent) -> str:
@@ -184,31 +187,18 @@ def _describe_stuck_worker(event: ParsedEvent) -> str:
 
 
 _DESCRIPTIONS: dict[str, tuple[str, Callable[[ParsedEvent], str]]] = {
-    "commit-failed": (
-        BAD,
-        lambda event: f"the checkpoint could not be written: {_first_text(event, 'error')}",
-    ),
-    "snapshot-failed": (BAD, lambda event: f"no snapshot was taken: {_first_text(event, 'reason')}"),
-    "snapshot-ignored": (
-        BAD,
-        lambda event: f"an invalid snapshot was ignored: {_first_text(event, 'reason')}",
-    ),
-    "committer-failed": (
-        BAD,
-        lambda event: f"internal error in the committer: {_first_text(event, 'error')}",
-    ),
-    "hang-detector-failed": (
-        BAD,
-        lambda event: f"internal error in the hang detector: {_first_text(event, 'error')}",
-    ),
-    "prune-failed": (
-        BAD,
-        lambda event: f"old checkpoints could not be pruned: {_first_text(event, 'error')}",
-    ),
-    "progress-page-ignored": (
-        BAD,
-        lambda event: f"the progress page was damaged: {_first_text(event, 'reason')}",
-    ),
+    **{
+        kind: (BAD, functools.partial(_describe_with_reason, prefix))
+        for kind, prefix in {
+            "commit-failed": "the checkpoint could not be written",
+            "snapshot-failed": "no snapshot was taken",
+            "snapshot-ignored": "an invalid snapshot was ignored",
+            "committer-failed": "internal error in the committer",
+            "hang-detector-failed": "internal error in the hang detector",
+            "prune-failed": "old checkpoints could not be pruned",
+            "progress-page-ignored": "the progress page was damaged",
+        }.items()
+    },
     "quarantine": (BAD, _describe_quarantine),
     "replicas-differ": (BAD, _describe_divergence),
     "hang": (BAD, _describe_hang),

@@ -11,6 +11,7 @@ prometheus_client is an optional dependency: it is imported only if metrics are 
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,10 @@ from elastic_resume.rendezvous.net.protocol import ProtocolError
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
 
+logger = logging.getLogger(__name__)
+
 PREFIX = "elastic_resume_"
-# name -> description, and member of a node in the document
+# The description of each metric, and the member of a node in the document.
 NODE_GAUGES = {
     "node_step": ("The newest step that the node's workers have finished.", "step"),
     "node_steps_per_second": ("Steps per second, over the last ten seconds.", "steps_per_s"),
@@ -68,9 +71,7 @@ def parse_listen_address(value: str | None, environ: Mapping[str, str]) -> tuple
     return address
 
 
-def serve_metrics(
-    listen_address: tuple[str, int], get_status: Callable[[], Mapping[str, Any]], say: Callable[[str], None]
-) -> None:
+def serve_metrics(listen_address: tuple[str, int], get_status: Callable[[], Mapping[str, Any]]) -> None:
     """Serve metrics from daemon threads until this process ends.
 
     ``get_status`` returns the agent's document for each scrape. If the port is taken, training continues
@@ -82,10 +83,11 @@ def serve_metrics(
     try:
         server, _ = start_http_server(port, address, make_registry(get_status))
     except OSError as error:
-        say(f"no metrics at {address} port {port}: {error.strerror or error}. Training continues.")
+        reason = error.strerror or error
+        logger.info("no metrics at %s port %d: %s. Training continues.", address, port, reason)
         return
     shown = f"[{address}]" if ":" in address else address
-    say(f"metrics at http://{shown}:{server.server_port}/metrics")
+    logger.info("metrics at http://%s:%d/metrics", shown, server.server_port)
 
 
 def make_registry(get_status: Callable[[], Mapping[str, Any]]) -> CollectorRegistry:

@@ -29,7 +29,7 @@ from elastic_resume import constants
 from elastic_resume.agent import options
 from elastic_resume.config import Parser, Settings, add_flags, parse_flags_and_file
 from elastic_resume.errors import ConfigError
-from elastic_resume.report import formatting, summary, text_report
+from elastic_resume.report import formatting, summary
 from elastic_resume.report.formatting import format_count, format_seconds, format_table, truncate, wrap_text
 from elastic_resume.report.incidents import Generation
 from elastic_resume.testing import fault_plan, faults, virtual_network
@@ -277,7 +277,7 @@ def _interrupt_on_signals(caught: list[int]) -> Iterator[None]:
 
 def format_result(experiment: Experiment, result: ExperimentResult) -> str:
     """Format the report's table, the outcome of each fault, and the conclusion."""
-    lines = [text_report.format_text(result.run_report).rstrip(), "", *_fault_table(result), ""]
+    lines = [summary.format_text(result.run_report).rstrip(), "", *_fault_table(result), ""]
     lines += wrap_text(_summarize(experiment, result))
     why, *tails = result.failure.splitlines() or [""]
     del why

@@ -27,7 +27,7 @@ from elastic_resume import constants, events
 from elastic_resume.checkpoint.catalog import Catalog, CatalogEntry
 from elastic_resume.errors import UsageError
 from elastic_resume.events import Event
-from elastic_resume.report import incidents, summary, text_report
+from elastic_resume.report import incidents, summary
 from elastic_resume.snapshot import progress_page
 from elastic_resume.snapshot.progress_page import ProgressRecord
 from elastic_resume.testing import fork_server
@@ -283,7 +283,7 @@ class Cluster:
 
     def report_text(self) -> str:
         """Return what `elastic-resume report` prints for the run so far."""
-        return text_report.format_text(summary.build_run_report(self.events()))
+        return summary.format_text(summary.build_run_report(self.events()))
 
     def output_tails(self) -> str:
         """Return the end of each node's output."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume.report import summary, text_report
+from elastic_resume.report import summary
 from elastic_resume.report.loader import load_run
 from elastic_resume.testing import fork_server
 from tests.support.machine_cluster import MachineCluster
@@ -72,7 +72,7 @@ def test_no_disk_that_goes_wrong_costs_a_step(tmp_path: Path) -> None:
         assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
         assert cluster.lost_steps == 0
         check_end(kept, world_size=3, epochs=EPOCHS)
-        told = text_report.format_text(summary.build_run_report(load_run([cluster.run_dir]).events)).replace(
+        told = summary.format_text(summary.build_run_report(load_run([cluster.run_dir]).events)).replace(
             "\n  ", " "
         )
         # Where the kernel's own writing meets the error first, ext4 is read-only by the time of a commit.

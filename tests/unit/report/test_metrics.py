@@ -32,9 +32,9 @@ def scrape(document: dict[str, Any]) -> dict[tuple[str, tuple[str, ...]], float]
 def samples(text: str) -> dict[tuple[str, tuple[str, ...]], float]:
     """Parse a scrape."""
     return {
-        (one.name, tuple(one.labels.values())): one.value
+        (item.name, tuple(item.labels.values())): item.value
         for family in text_string_to_metric_families(text)
-        for one in family.samples
+        for item in family.samples
     }
 
 
@@ -100,7 +100,7 @@ def test_dashboard_and_document_name_only_exported_metrics() -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     asked = " ".join(
         target["expr"] for panel in dashboard["panels"] for target in panel["targets"]
-    ) + " ".join(str(one.get("expr")) for one in dashboard["annotations"]["list"])
+    ) + " ".join(str(item.get("expr")) for item in dashboard["annotations"]["list"])
     document = make_document()
     document["nodes"][0].update(checkpoint_step=1, checkpoint_age_s=2.0)
     exposed = {name for name, _ in scrape(document)}
@@ -150,7 +150,7 @@ def test_metrics_flag_invalid_or_without_prometheus_client_is_refused(
         metrics.parse_listen_address("9400", {})
 
 
-def test_scrape_over_http_is_read_only_and_empty_without_status() -> None:
+def test_scrape_over_http_is_read_only_and_empty_without_status(caplog: pytest.LogCaptureFixture) -> None:
     """Before an agent has its status, and after it ended, nothing is exported."""
     documents: list[dict[str, Any]] = []
 
@@ -159,9 +159,9 @@ def test_scrape_over_http_is_read_only_and_empty_without_status() -> None:
             raise ConnectionRefusedError
         return documents[0]
 
-    said_lines: list[str] = []
-    metrics.serve_metrics(("127.0.0.1", 0), status, said_lines.append)
-    address = said_lines[0].removeprefix("metrics at ")
+    caplog.set_level("INFO", "elastic_resume")
+    metrics.serve_metrics(("127.0.0.1", 0), status)
+    address = caplog.messages[0].removeprefix("metrics at ")
     with urllib.request.urlopen(address, timeout=20) as answer:  # noqa: S310 - of this process
         assert answer.read() == b""
     documents.append(make_document())
@@ -169,6 +169,6 @@ def test_scrape_over_http_is_read_only_and_empty_without_status() -> None:
         assert samples(answer.read().decode())["elastic_resume_step", ()] == 101
     with pytest.raises(urllib.error.HTTPError, match="405"):
         urllib.request.urlopen(address, data=b"x", timeout=20)  # noqa: S310
-    metrics.serve_metrics(("127.0.0.1", int(address.split(":")[2].split("/")[0])), status, said_lines.append)
-    assert said_lines[1].startswith("no metrics at 127.0.0.1 port ")
-    assert said_lines[1].endswith("Address already in use. Training continues.")
+    metrics.serve_metrics(("127.0.0.1", int(address.split(":")[2].split("/")[0])), status)
+    assert caplog.messages[1].startswith("no metrics at 127.0.0.1 port ")
+    assert caplog.messages[1].endswith("Address already in use. Training continues.")
