@@ -38,14 +38,13 @@ if TYPE_CHECKING:
         TriggerError,
     )
     from elastic_resume.testing.equivalence import assert_same_run
-    from elastic_resume.testing.fault_plan import FaultPlan
-    from elastic_resume.testing.faults import Fault
+    from elastic_resume.testing.faults import Fault, FaultPlan
 
 _CLUSTER_MODULE, _EQUIVALENCE_MODULE = "elastic_resume.testing.cluster", "elastic_resume.testing.equivalence"
 _LAZY_EXPORTS = {
     "Cluster": _CLUSTER_MODULE,
     "Fault": "elastic_resume.testing.faults",
-    "FaultPlan": "elastic_resume.testing.fault_plan",
+    "FaultPlan": "elastic_resume.testing.faults",
     "ClusterTimeoutError": _CLUSTER_MODULE,
     "Trigger": _CLUSTER_MODULE,
     "TriggerError": _CLUSTER_MODULE,

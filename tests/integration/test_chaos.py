@@ -29,11 +29,10 @@ from elastic_resume.policy.incidents import GenerationEnd
 from elastic_resume.report import summary
 from elastic_resume.report.incidents import Generation, RejectedStateRecord, RunHistory
 from elastic_resume.state import diff
-from elastic_resume.testing import Cluster, chaos, fault_plan, virtual_network
-from elastic_resume.testing.experiment import RUN_ID, Experiment, ExperimentResult, _EventTail, _ExperimentRun
-from elastic_resume.testing.fault_plan import FaultPlan
+from elastic_resume.testing import Cluster, chaos, faults, virtual_network
+from elastic_resume.testing.chaos import RUN_ID, Experiment, ExperimentResult, _EventTail, _ExperimentRun
 from elastic_resume.testing.fault_runner import DONE, FaultOutcome
-from elastic_resume.testing.faults import KINDS, Fault
+from elastic_resume.testing.faults import KINDS, Fault, FaultPlan
 from elastic_resume.testing.triggers import FailpointController
 from tests.support.paths import ROOT
 from tests.support.processes import wait_for
@@ -268,7 +267,7 @@ def test_a_job_is_drained_when_it_has_gone_on_after_the_last_fault(tmp_path: Pat
         kill_agent=lambda _, number: told.append(number),
     )
     job = Experiment(tmp_path, 1, 1, 1, "loopback", (), (), FaultPlan(seed=1), fault_window_s=0.0, drain=True)
-    trial = _ExperimentRun(job, cast("Cluster", cluster), lambda _: None)
+    trial = _ExperimentRun(job, cast("Cluster", cluster))
     for at.generation, at.step, at.first_step in ((1, 9, 0), (1, 10, 0), (2, 10, 10)):
         trial._stall_message(0.0)
         trial._finish_faults()
@@ -276,7 +275,7 @@ def test_a_job_is_drained_when_it_has_gone_on_after_the_last_fault(tmp_path: Pat
     at.step = 11
     trial._finish_faults()
     assert told == [signal.SIGTERM]
-    trial.close()
+    trial.injector.close()
 
 
 def test_news_of_a_node_are_told_once_whatever_befalls_its_clock_and_its_disk(tmp_path: Path) -> None:
@@ -354,7 +353,7 @@ def test_the_plan_of_the_docs_is_carried_out_and_told(
     sentence = " ".join(told.split())  # which is broken where the number of faults that were drawn wants it
     assert re.search(r"The job ended right, at step 160: \d+ faults came, .*, 0 steps run again", sentence)
     assert "1 fault of the plan never came" in sentence, told
-    assert fault_plan.read(saved) == fault_plan.read(plan)
+    assert faults.read_plan(saved) == faults.read_plan(plan)
     numbers = [
         event["number"]
         for event in read_run(tmp_path / "run/checkpoints" / RUN_ID)

@@ -134,7 +134,7 @@ def disturb(cluster: Cluster, cases: Sequence[Case]) -> dict[Case, tuple[int, in
 def bear(cluster: Cluster, one: Case) -> int:
     """Do it until it is seen, and let the job recover; give the generation then."""
     generation, told = newest(cluster), troubles(cluster)
-    course = FaultInjector(cluster, [one.fault], cluster.failpoints)
+    course = FaultInjector(cluster, [one.fault])
     follow(cluster, course, lambda: not course.pending)
     assert course.outcomes[0].state == DONE, course.outcomes[0]
     if one.ended:
@@ -225,7 +225,7 @@ def of_processes(tmp_path: Path) -> None:
         before = settle(cluster)
         ruin(cluster)
         ruined = settle(cluster)
-        course = FaultInjector(cluster, [Fault("skip-collective", rank=1, at_s=0.0)], cluster.failpoints)
+        course = FaultInjector(cluster, [Fault("skip-collective", rank=1, at_s=0.0)])
         follow(cluster, course, lambda: course.is_over)
         assert cluster.wait_exit(only=range(3)) == [1, 1, 1]
         told = told_of(cluster)
@@ -259,7 +259,7 @@ def ruin(cluster: Cluster) -> None:
 
     cluster.wait(agree, "equal copies")
     faults = [Fault("torn-write", node=1, at_s=0.0), Fault("bit-flip", node=0, at_s=0.0)]
-    course = FaultInjector(cluster, [*faults, Fault("kill-node", role="all", at_s=0.0)], cluster.failpoints)
+    course = FaultInjector(cluster, [*faults, Fault("kill-node", role="all", at_s=0.0)])
     follow(cluster, course, lambda: not course.pending)
     follow(cluster, course, lambda: all(node.alive for node in cluster.nodes))
 

@@ -18,7 +18,7 @@ from elastic_resume.report.loader import load_run
 from elastic_resume.snapshot.progress_page import ProgressRecord, WorkerProcess
 from elastic_resume.testing import Cluster, TriggerError
 from elastic_resume.testing.cluster import Recovery
-from elastic_resume.testing.triggers import ScheduledAction, TriggerWatcher
+from elastic_resume.testing.triggers import RankProgress, StepCondition, TriggerWatcher
 from tests.support.machine_cluster import MachineCluster
 from tests.support.paths import SCRIPTS
 
@@ -40,13 +40,14 @@ def test_what_is_planned_comes_once_for_whom_it_is_meant_and_its_errors_come_up(
     moments, done = TriggerWatcher(lambda: list(lines)), Counter[tuple[str, int, int]]()
 
     def plan(what: str, step: int, rank: int | None = None, node: int | None = None) -> None:
-        def act(index: int, found: ProgressRecord) -> bool:
+        def act(match: RankProgress) -> bool:
+            index, found = match
             done[what, index, found.step] += 1
             if what == "breaks":
                 raise UsageError("there is none")
             return done[what, index, found.step] == 2  # not yet, the first time
 
-        moments.schedule(ScheduledAction(what, step, rank, node, act))
+        moments.schedule(what, StepCondition(step, rank, node), act)
 
     plan("any", 20)
     plan("rank", 4, rank=1)
@@ -105,15 +106,13 @@ def test_what_a_wiped_node_has_told_is_not_forgotten(tmp_path: Path) -> None:
 def test_a_moment_needs_whom_it_befalls(tmp_path: Path) -> None:
     """And a plan whose moment never came is an error where the cluster ends."""
     with pytest.raises(TriggerError, match="cut at step 5 on n1: never came"), Cluster(tmp_path) as cluster:
-        with pytest.raises(UsageError, match="needs rank= or node="):
-            cluster.at(step=3).corrupt()
         with pytest.raises(UsageError, match=r"node= \(the whole node"):
             cluster.at(step=3, node=1).kill(signal.SIGSTOP)
         with pytest.raises(ConfigError, match="cannot read 'commit"):
             cluster.arm(0, "commit.after-data=kil")
         with pytest.raises(UsageError, match="wait for step="):
             cluster.wait(step=1, commit=2)
-        cluster.at(step=5, node=1).cut()
+        cluster.at(step=5, node=1).do(cluster.cut, 1)
 
 
 BEFALLEN = [
@@ -149,7 +148,7 @@ def test_nodes_that_are_machines_lose_what_a_machine_loses(tmp_path: Path) -> No
         assert 24 * MB < disk.f_blocks * disk.f_frsize < 32 * MB
         cluster.kill_worker(0)
         recovered(cluster, BEFALLEN[1])
-        cluster.at(step=cluster.events("step")[-1]["step"] + 5, node=2).poweroff()
+        cluster.at(step=cluster.events("step")[-1]["step"] + 5, node=2).do(cluster.poweroff, 2)
         cluster.wait(
             lambda: not cluster.nodes[2].alive and cluster.node_events(2, "step"),
             "what n2 told before its end",

@@ -19,7 +19,7 @@ from elastic_resume.policy.checkpoint_interval import IntervalSetting
 from elastic_resume.rendezvous.config import RendezvousConfig
 from elastic_resume.report import status
 from elastic_resume.schedulers import kubernetes
-from elastic_resume.testing import chaos, fault_plan
+from elastic_resume.testing import chaos, faults
 from elastic_resume.testing.faults import Fault
 from elastic_resume.units import parse_duration
 
@@ -47,7 +47,7 @@ def _fault(text: str) -> float:
 
 
 def _plan_file(text: str) -> float:
-    plan = fault_plan.parse(f"every: {{mtbf: '{text}', count: 1}}", "plan")
+    plan = faults.parse_plan(f"every: {{mtbf: '{text}', count: 1}}", "plan")
     assert plan.every is not None
     return plan.every.mtbf_s
 

@@ -8,7 +8,7 @@ from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.policy.resume_plan import ResumePlan
 from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.state.state_dict import FlatState
-from elastic_resume.testing import experiment
+from elastic_resume.testing import chaos
 from elastic_resume.training import announce
 from elastic_resume.units import choose_verb, format_count
 
@@ -43,4 +43,4 @@ def test_resume_line_counts_recomputed_steps(lost: int, said: str) -> None:
 def test_chaos_line_counts_ranks_and_steps(lost: int, size: int, said: str) -> None:
     """Chaos prints it for each generation."""
     event = {"event": "resume", "generation": 2, "step": 5, "world_size": size, "recomputed_steps": lost}
-    assert experiment._format_event(event) == said
+    assert chaos._format_event(event) == said

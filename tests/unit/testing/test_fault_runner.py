@@ -116,7 +116,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def course_of(nodes: Nodes, *faults: Fault) -> FaultInjector:
     """Begin a course of ``faults``."""
-    course = FaultInjector(cast("Cluster", nodes), faults, nodes.failpoints)
+    course = FaultInjector(cast("Cluster", nodes), faults)
     course.poll()
     return course
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_resume.errors import ConfigError
-from elastic_resume.testing import fault_plan
-from elastic_resume.testing.fault_plan import FaultPlan, RandomFaults, default_weights
+from elastic_resume.testing import faults
 from elastic_resume.testing.faults import (
     DISK,
     KINDS,
@@ -24,6 +23,9 @@ from elastic_resume.testing.faults import (
     SETTING_NAMES,
     WORKER,
     Fault,
+    FaultPlan,
+    RandomFaults,
+    default_weights,
     failpoint_for_phase,
     plan_key,
 )
@@ -57,7 +59,7 @@ def test_a_line_of_text_is_a_fault(text: str, fault: Fault) -> None:
 
 def test_an_entry_may_set_all_that_its_kind_has() -> None:
     """Units are written with the number; what is not said is the kind's default."""
-    plan = fault_plan.parse("""
+    plan = faults.parse_plan("""
 seed: 3
 faults:
   - {what: slow-link, node: 1, at: 1m, for: 2.5s, rate: 64kB/s}
@@ -127,7 +129,7 @@ every: {mtbf: 15s, kinds: [cut, kill-node], until: 10m, count: 40}
 def test_what_is_wrong_in_a_plan_is_named_with_what_to_write(text: str, words: list[str]) -> None:
     """File and line, which entry, why, and what there is instead."""
     with pytest.raises(ConfigError) as caught:
-        fault_plan.parse(text)
+        faults.parse_plan(text)
     assert all(word in str(caught.value) for word in words), caught.value
     assert str(caught.value).startswith("plan:")
 
@@ -135,10 +137,10 @@ def test_what_is_wrong_in_a_plan_is_named_with_what_to_write(text: str, words: l
 def test_a_plan_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     """Missing, or no text."""
     with pytest.raises(ConfigError, match=r"none\.yaml cannot be read: No such file"):
-        fault_plan.read(tmp_path / "none.yaml")
+        faults.read_plan(tmp_path / "none.yaml")
     (tmp_path / "x").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="is not text"):
-        fault_plan.read(tmp_path / "x")
+        faults.read_plan(tmp_path / "x")
 
 
 @pytest.mark.parametrize(
@@ -209,7 +211,7 @@ def test_faults_are_drawn_as_often_as_was_said_and_within_their_bounds() -> None
         FaultPlan(every=every).schedule(nodes=4)
 
 
-def faults() -> st.SearchStrategy[Fault]:
+def any_fault() -> st.SearchStrategy[Fault]:
     """Any valid fault for three nodes with two workers each."""
     times = st.integers(1, 10**7).map(lambda ms: ms / 1000)
     whens: st.SearchStrategy[dict[str, Any]] = st.one_of(
@@ -236,19 +238,19 @@ def faults() -> st.SearchStrategy[Fault]:
     return st.sampled_from(sorted(KINDS)).flatmap(of)
 
 
-@given(st.lists(faults(), max_size=6), st.integers(0, 2**63 - 1), st.booleans())
+@given(st.lists(any_fault(), max_size=6), st.integers(0, 2**63 - 1), st.booleans())
 def test_a_plan_reads_as_it_was_written_and_its_seed_says_all(
     listed: list[Fault], seed: int, with_drawn: bool
 ) -> None:
     """YAML and back is the same plan; the same seed is the same schedule, with nothing left open."""
     plan = FaultPlan(tuple(listed), RandomFaults(3.5, (("cut", 2.0),), count=5) if with_drawn else None, seed)
-    assert fault_plan.parse(fault_plan.to_text(plan)) == plan
+    assert faults.parse_plan(faults.format_plan(plan)) == plan
     plan.validate(nodes=3, workers_per_node=2, node_resources=ALL)
     schedule = plan.schedule(nodes=3, workers_per_node=2, node_resources=ALL)
     assert schedule == plan.schedule(nodes=3, workers_per_node=2, node_resources=ALL)
     assert len(schedule) == len(listed) + 5 * with_drawn
     assert not any(fault.has_random_target for fault in schedule)
-    again = fault_plan.parse(fault_plan.to_text(FaultPlan(schedule, seed=seed)))
+    again = faults.parse_plan(faults.format_plan(FaultPlan(schedule, seed=seed)))
     assert again.schedule(nodes=3, workers_per_node=2) == schedule
     for fault in listed:  # what was said is not changed
         assert any(same.what == fault.what and same.time_text == fault.time_text for same in schedule)
