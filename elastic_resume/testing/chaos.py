@@ -169,7 +169,6 @@ def parse_command(words: Sequence[str]) -> tuple[Experiment, Path | None]:
         flags=tuple(flags),
         script=tuple(after),
         plan=plan,
-        node_resources=faults.NODE_RESOURCES[chosen],
         disk_bytes=args.disk,
         fault_window_s=args.for_s,
         drain=args.drain,
@@ -318,7 +317,6 @@ class Experiment:
     flags: tuple[str, ...]
     script: tuple[str, ...]
     plan: FaultPlan
-    node_resources: tuple[str, ...] = ()  # see `faults.NODE_RESOURCES`
     disk_bytes: int | None = None
     fault_window_s: float | None = None
     drain: bool = False
@@ -396,7 +394,8 @@ class _ExperimentRun:
         self._experiment, self._cluster = experiment, cluster
         size = {"nodes": experiment.nodes, "workers_per_node": experiment.workers_per_node}
         until_s = MAX_FAULT_WINDOW_S if experiment.fault_window_s is None else experiment.fault_window_s
-        schedule = experiment.plan.schedule(**size, until_s=until_s, node_resources=experiment.node_resources)
+        resources = faults.NODE_RESOURCES[experiment.hosts]
+        schedule = experiment.plan.schedule(**size, until_s=until_s, node_resources=resources)
         self.injector = FaultInjector(cluster, schedule, written_count=len(experiment.plan.faults))
         self._event_tails = [_EventTail(node.directory / constants.EVENTS_FILE) for node in cluster.nodes]
         self._last_progress_at = time.monotonic()

@@ -2,20 +2,15 @@
 
 The end of a run is the newest checkpoint of rank 0's node: position, tensors bit for bit, and all other
 tracked state. If the script prints a line per step (samples, loss), these lines are compared too. When
-`assert_same_run` returns or raises, the nodes are gone and the files are removed. If its process is killed,
-the next call removes the files.
+`assert_same_run` returns or raises, the nodes are gone and the files are removed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
 import re
-import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -38,8 +33,6 @@ IDLE_POLL_S, EVENT_POLL_S = 0.05, 0.5
 INTERNAL_PREFIX, SEED_NAME = "elastic_resume.", "elastic_resume.seed"
 SEED_HINT = "the seed that random numbers come from: give er.resume() a seed, or torch.manual_seed one"
 FOLLOWS_RANK0_HINT = " (follows rank 0, and may be another rank's after its node is gone)"
-DIRECTORY_PREFIX = "same-run-"
-MARKER_FILE = ".elastic_resume-same-run"  # in a folder of ours; its process holds a lock on the folder
 MAX_SHOWN_DIFFERENCES = 8  # differences in an error
 
 
@@ -264,8 +257,8 @@ def assert_same_run(
         line_pattern=lines,
         timeout_s=timeout_s,
     )
-    _remove_stale_dirs()
-    with _locked_temporary_dir() as directory:
+    with tempfile.TemporaryDirectory(prefix="same-run-") as temporary:
+        directory = Path(temporary)
         undisturbed = job.run(directory / "undisturbed", [])
         steps = undisturbed.manifest.step
         late = [fault for fault in faults if fault.step is not None and fault.step >= steps]
@@ -278,37 +271,6 @@ def assert_same_run(
         found += compare_state(undisturbed, disturbed, ignore)
     if found:
         raise AssertionError(_format_failure(job, faults, disturbed, found))
-
-
-@contextlib.contextmanager
-def _locked_temporary_dir() -> Iterator[Path]:
-    """Create a directory that is removed at the end; no other process removes it while this one lives."""
-    folder = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
-    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks: nobody else will ever remove it
-            fcntl.flock(held, fcntl.LOCK_EX)
-            (folder / MARKER_FILE).touch()  # after the lock: whoever sees the one finds the other
-        yield folder
-    finally:
-        shutil.rmtree(folder)
-        os.close(held)
-
-
-def _remove_stale_dirs() -> None:
-    """Remove the directories of runs whose process was killed.
-
-    The marker file proves that a directory is ours, and the free lock that its process is dead. A process id
-    proves neither, because another container may share the temporary directory.
-    """
-    for folder in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*"):
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # alive, or just gone
-            if not (folder / MARKER_FILE).is_file() or folder.stat().st_uid != os.getuid():
-                continue
-            held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            stack.callback(os.close, held)
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _schedule(

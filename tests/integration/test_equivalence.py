@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +16,7 @@ from torch import nn
 from elastic_resume.checkpoint.manifest import Manifest, Position
 from elastic_resume.errors import ConfigError
 from elastic_resume.state import state_dict
-from elastic_resume.testing import Fault, FaultPlan, assert_same_run, equivalence
+from elastic_resume.testing import Fault, FaultPlan, assert_same_run
 from elastic_resume.testing.equivalence import (
     FOLLOWS_RANK0_HINT,
     SEED_HINT,
@@ -67,46 +65,6 @@ def net(bump: float = 0.0) -> nn.Module:
     with torch.no_grad():
         model[0].bias[0] += bump  # type: ignore[index,operator]
     return model
-
-
-HOLDER = (
-    "from elastic_resume.testing import equivalence as same_run\n"
-    "with same_run._locked_temporary_dir() as folder:\n"
-    "    (folder / 'undisturbed').mkdir()\n"
-    "    print(folder, flush=True)\n"
-    "    input()\n"
-)
-
-
-def test_only_what_is_proved_to_be_of_a_dead_run_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not a user's folder, not one whose process lives elsewhere, not a run that goes on."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    others = [
-        tmp_path / "same-run-results-v2",
-        tmp_path / "same-run-4194305-x7",
-    ]  # no process has that number
-    for one in others:
-        one.mkdir()
-        (one / "results").write_text("of weeks")
-    command = [sys.executable, "-c", HOLDER]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        folder = Path(process.stdout.readline().strip())
-        equivalence._remove_stale_dirs()
-        assert {*tmp_path.iterdir()} == {*others, folder}, "it goes on"
-        process.kill()
-        process.wait()
-    assert (folder / "undisturbed").is_dir()
-    equivalence._remove_stale_dirs()
-    assert {*tmp_path.iterdir()} == {*others}, "it is dead"
-    with equivalence._locked_temporary_dir() as own:
-        assert own.parent == tmp_path
-        equivalence._remove_stale_dirs()
-        assert own.is_dir()
-    assert {*tmp_path.iterdir()} == {*others}
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ import socket
 import struct
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -24,6 +23,7 @@ import pytest
 from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.testing import Cluster
 from elastic_resume.testing.virtual_network import INTERFACE, VirtualNetwork, unavailable_reason
+from tests.support.processes import is_alive, wait_for
 
 pytestmark = pytest.mark.cluster
 
@@ -46,14 +46,6 @@ signal.pause()
 """
 
 Pairs = set[tuple[int, int]]
-
-
-def wait_for(look: Callable[[], object], what: str) -> None:
-    """Wait until ``look`` gives something true."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not look():
-        assert time.monotonic() < deadline, f"waited in vain: {what}"
-        time.sleep(0.02)
 
 
 def open_socket(hosts: VirtualNetwork, index: int, kind: int = socket.SOCK_STREAM) -> socket.socket:
@@ -96,14 +88,6 @@ def is_silent(connection: socket.socket, state: int = ESTABLISHED) -> bool:
     readable, _, _ = select.select([connection], [], [], 0)
     error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     return not readable and error == 0 and tcp(connection)[0] == state
-
-
-def has_ended(process: psutil.Process) -> bool:
-    """Whether a process runs no more, reaped or not."""
-    try:
-        return bool(process.status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
 
 
 def open_namespaces() -> set[str]:
@@ -368,7 +352,7 @@ def test_when_the_owner_is_killed_its_processes_and_links_go() -> None:
         try:
             assert subprocess.run(look, capture_output=True, check=False).returncode == 0
             owner.kill()
-            wait_for(lambda: has_ended(bound), "its end")
+            wait_for(lambda: not is_alive(bound.pid), "its end")
             # The namespace itself is held here; the other end of its link was held by the owner alone.
             wait_for(lambda: subprocess.run(look, capture_output=True, check=False).returncode, "its link")
         finally:
@@ -385,7 +369,7 @@ def test_closing_ends_what_still_runs_inside() -> None:
         hosts.close()
         assert process.wait() == -signal.SIGKILL
         # It has left its network, which may be a moment before it is seen to have ended.
-        wait_for(lambda: has_ended(started), "its end")
+        wait_for(lambda: not is_alive(started.pid), "its end")
     hosts.close()
     with pytest.raises(UsageError, match="closed"):
         hosts.wrap_command(0, ["true"])
