@@ -76,7 +76,7 @@ def assign_sides(groups: Sequence[Collection[int]], nodes: int) -> list[int]:
 
 
 def nft_rules(losses: Mapping[str, float]) -> Iterator[str]:
-    """Format the lost fraction of each bridge port as an `nft` script, which replaces all rules atomically."""
+    """Format the lost fraction of each bridge port as an `nft` script that replaces all rules atomically."""
     yield "table bridge losses"  # so that there is one to delete
     yield "delete table bridge losses"
     yield "table bridge losses {"
