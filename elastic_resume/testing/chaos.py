@@ -39,7 +39,7 @@ from elastic_resume.report.summary import RunReport
 from elastic_resume.testing import faults, virtual_network
 from elastic_resume.testing.cluster import Cluster, Hosts
 from elastic_resume.testing.fault_runner import DONE, FaultInjector, FaultOutcome
-from elastic_resume.testing.faults import FaultPlan, RandomFaults
+from elastic_resume.testing.faults import FaultPlan, JobShape, RandomFaults
 from elastic_resume.units import choose_verb, parse_duration, parse_size
 
 logger = logging.getLogger(__name__)
@@ -151,8 +151,7 @@ def parse_command(words: Sequence[str]) -> tuple[Experiment, Path | None]:
             )
     plan = _build_plan(args)
     chosen: Hosts = args.hosts or ("loopback" if virtual_network.unavailable_reason() else "namespaces")
-    shape = {"nodes": args.nodes, "workers_per_node": args.workers_per_node}
-    plan.validate(**shape, node_resources=faults.NODE_RESOURCES[chosen])
+    plan.validate(JobShape(args.nodes, args.workers_per_node, chosen))
     if not 1 <= args.min_nodes <= args.nodes:
         raise ConfigError(f"--min-nodes is {args.min_nodes}: write 1 to {args.nodes}.")
     if args.disk is not None and chosen != "namespaces":
@@ -163,7 +162,8 @@ def parse_command(words: Sequence[str]) -> tuple[Experiment, Path | None]:
     _validate_run_flags(flags, after)
     experiment = Experiment(
         _require_empty(args.dir.absolute()),
-        **shape,
+        nodes=args.nodes,
+        workers_per_node=args.workers_per_node,
         min_nodes=args.min_nodes,
         hosts=chosen,
         flags=tuple(flags),
@@ -236,7 +236,7 @@ def _build_parser() -> argparse.ArgumentParser:
         metavar="TIME")  # fmt: skip
     add("--drain", "then drain the job, whose script has no end", action="store_true")
     add("--hosts", "namespaces: a network and a disk in memory for each node, as root (default where that "
-        "can be); loopback: processes only", choices=sorted(faults.NODE_RESOURCES))  # fmt: skip
+        "can be); loopback: processes only", choices=("loopback", "namespaces"))  # fmt: skip
     add("--disk", "size of each node's disk, in namespaces (default 256MB)", type=_parse_size, metavar="SIZE")
     add("--dir", "logs, checkpoints and events go there (default ./chaos-run)", type=Path,
         default=Path("chaos-run"))  # fmt: skip
@@ -392,10 +392,9 @@ class _ExperimentRun:
 
     def __init__(self, experiment: Experiment, cluster: Cluster) -> None:
         self._experiment, self._cluster = experiment, cluster
-        size = {"nodes": experiment.nodes, "workers_per_node": experiment.workers_per_node}
+        shape = JobShape(experiment.nodes, experiment.workers_per_node, experiment.hosts)
         until_s = MAX_FAULT_WINDOW_S if experiment.fault_window_s is None else experiment.fault_window_s
-        resources = faults.NODE_RESOURCES[experiment.hosts]
-        schedule = experiment.plan.schedule(**size, until_s=until_s, node_resources=resources)
+        schedule = experiment.plan.schedule(shape, until_s=until_s)
         self.injector = FaultInjector(cluster, schedule, written_count=len(experiment.plan.faults))
         self._event_tails = [_EventTail(node.directory / constants.EVENTS_FILE) for node in cluster.nodes]
         self._last_progress_at = time.monotonic()
@@ -460,8 +459,7 @@ class _ExperimentRun:
         for_s = self._experiment.fault_window_s
         if for_s is None or self.injector.elapsed_s < for_s:
             return
-        if self.injector.pending:
-            self.injector.cancel_pending("faults were to come no longer")
+        self.injector.cancel_pending("faults were to come no longer")
         if not self._experiment.drain or self._drained_at is not None:
             return
         if not self.injector.is_idle:

@@ -22,7 +22,7 @@ from elastic_resume.events import Event
 from elastic_resume.testing import fault_runner
 from elastic_resume.testing.cluster import Cluster, Hosts
 from elastic_resume.testing.fault_runner import DONE, FaultInjector, FaultOutcome
-from elastic_resume.testing.faults import NODE_RESOURCES, Fault, FaultPlan
+from elastic_resume.testing.faults import Fault, FaultPlan, JobShape
 
 if TYPE_CHECKING:
     from elastic_resume.state.diff import Difference
@@ -245,7 +245,10 @@ def assert_same_run(
     """
     plans = [one for one in (plan, *words) if isinstance(one, FaultPlan)]
     plans.append(FaultPlan(tuple(map(_parse_kill, kills))))
-    faults = _schedule(plans, nodes, workers_per_node, NODE_RESOURCES[hosts])
+    shape = JobShape(nodes, workers_per_node, hosts)
+    for each in plans:
+        each.validate(shape)
+    faults = tuple(fault for each in plans for fault in each.schedule(shape))
     job = RunSpec(
         script=Path(script),
         args=tuple(word for word in words if not isinstance(word, FaultPlan)),
@@ -271,16 +274,6 @@ def assert_same_run(
         found += compare_state(undisturbed, disturbed, ignore)
     if found:
         raise AssertionError(_format_failure(job, faults, disturbed, found))
-
-
-def _schedule(
-    plans: Sequence[FaultPlan], nodes: int, workers_per_node: int, node_resources: Sequence[str]
-) -> tuple[Fault, ...]:
-    faults: list[Fault] = []
-    for plan in plans:
-        plan.validate(nodes=nodes, workers_per_node=workers_per_node, node_resources=node_resources)
-        faults += plan.schedule(nodes=nodes, workers_per_node=workers_per_node, node_resources=node_resources)
-    return tuple(faults)
 
 
 def _parse_kill(kill: Fault | str) -> Fault:

@@ -38,25 +38,22 @@ from elastic_resume.errors import ConfigError
 from elastic_resume.units import parse_duration, parse_size
 
 WORKER, NODE, NODES = "worker", "node", "nodes"
-PROCESSES, NETWORK, DISK = "", "a network", "a disk"
-NODE_RESOURCES = {"loopback": (), "namespaces": (NETWORK, DISK)}
-"""The resources that each node has of its own, by kind of backend."""
+NAMESPACES = True  # the kind needs nodes with a network and a disk of their own
 
 
 @dataclass(frozen=True)
 class FaultKind:
     """One kind of fault.
 
-    ``target`` is a worker, a node, or several nodes. ``required_resource`` is what each node must have;
-    loopback nodes have no resource of their own. ``settings`` maps fields of `Fault` to their defaults (None:
-    for ever, or never). ``weight`` is the relative frequency in a random plan; 0 excludes kinds that a job
-    need not survive or that show no effect.
+    ``target`` is a worker, a node, or several nodes. ``settings`` maps fields of `Fault` to their defaults
+    (None: for ever, or never). ``weight`` is the relative frequency in a random plan; 0 excludes kinds that a
+    job need not survive or that show no effect.
     """
 
     target: str
     description: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    required_resource: str = PROCESSES
+    needs_namespaces: bool = False
     weight: int = 0
     in_process: bool = False  # it happens in the process itself, at a failpoint
 
@@ -67,7 +64,7 @@ def _build_kinds() -> dict[str, FaultKind]:
         "kill-worker": FaultKind(WORKER, "the worker gets a signal", {"signal": "SIGKILL"}, weight=5),
         "kill-agent": FaultKind(NODE, "SIGKILL to the agent alone", {"back_after_s": 1.0}, weight=2),
         "kill-node": FaultKind(NODE, "SIGKILL to all of the node", {"back_after_s": 2.0}, weight=4),
-        "poweroff": FaultKind(NODE, "silence, then death", {"back_after_s": 6.0}, NETWORK, 2),
+        "poweroff": FaultKind(NODE, "silence, then death", {"back_after_s": 6.0}, NAMESPACES, 2),
         "stop-worker": FaultKind(WORKER, "SIGSTOP to the worker: a hang", {"for_s": None}),
         "stop-agent": FaultKind(NODE, "SIGSTOP to the agent", {"for_s": 6.0}, weight=1),
         "preemption": FaultKind(
@@ -85,16 +82,16 @@ def _build_kinds() -> dict[str, FaultKind]:
         "skip-collective": FaultKind(WORKER, "one all-reduce without this rank", in_process=True),
         "out-of-memory": FaultKind(WORKER, "memory runs out", {"limit_bytes": 1 << 30}, in_process=True),
         # Links.
-        "cut": FaultKind(NODE, "the node's link is silent, both ways", {"for_s": 6.0}, NETWORK, 2),
-        "cut-out": FaultKind(NODE, "what the node sends is lost", {"for_s": 6.0}, NETWORK, 1),
-        "cut-in": FaultKind(NODE, "what is sent to the node is lost", {"for_s": 6.0}, NETWORK, 1),
-        "partition": FaultKind(NODES, "groups that cannot reach each other", {"for_s": 6.0}, NETWORK, 1),
-        "packet-loss": FaultKind(NODE, "packets are lost", {"percent": 5.0, "for_s": 5.0}, NETWORK, 1),
+        "cut": FaultKind(NODE, "the node's link is silent, both ways", {"for_s": 6.0}, NAMESPACES, 2),
+        "cut-out": FaultKind(NODE, "what the node sends is lost", {"for_s": 6.0}, NAMESPACES, 1),
+        "cut-in": FaultKind(NODE, "what is sent to the node is lost", {"for_s": 6.0}, NAMESPACES, 1),
+        "partition": FaultKind(NODES, "groups that cannot reach each other", {"for_s": 6.0}, NAMESPACES, 1),
+        "packet-loss": FaultKind(NODE, "packets are lost", {"percent": 5.0, "for_s": 5.0}, NAMESPACES, 1),
         "slow-link": FaultKind(
-            NODE, "the link carries less", {"bytes_per_s": 1_000_000, "for_s": 5.0}, NETWORK, 1
+            NODE, "the link carries less", {"bytes_per_s": 1_000_000, "for_s": 5.0}, NAMESPACES, 1
         ),
         # Disks.
-        "disk-full": FaultKind(NODE, "no byte is left (ENOSPC)", {"for_s": 5.0}, DISK, 1),
+        "disk-full": FaultKind(NODE, "no byte is left (ENOSPC)", {"for_s": 5.0}, NAMESPACES, 1),
         "disk-error": FaultKind(NODE, "the disk fails (EIO)", {"for_s": 5.0}, weight=1),
         "slow-disk": FaultKind(NODE, "each request takes longer", {"delay_s": 0.2, "for_s": 5.0}, weight=1),
         "torn-write": FaultKind(NODE, "the newest checkpoint loses its end", {"fraction": 0.5}, weight=1),
@@ -454,6 +451,20 @@ class RandomFaults:
 
 
 @dataclass(frozen=True)
+class JobShape:
+    """The nodes of a job. With ``hosts="namespaces"`` each has a network and a disk of its own."""
+
+    nodes: int
+    workers_per_node: int = 1
+    hosts: str = "loopback"
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return self.nodes * self.workers_per_node
+
+
+@dataclass(frozen=True)
 class FaultPlan:
     """Faults, random faults, and the seed that decides what they leave open."""
 
@@ -471,50 +482,25 @@ class FaultPlan:
         listed = (Fault.parse(one) if isinstance(one, str) else one for one in faults)
         return cls(tuple(listed), every, seed)
 
-    def validate(self, *, nodes: int, workers_per_node: int = 1, node_resources: Iterable[str] = ()) -> None:
-        """Raise a ConfigError for a fault that cannot happen on nodes of this kind and number."""
-        able = {PROCESSES, *node_resources}
+    def validate(self, shape: JobShape) -> None:
+        """Raise a ConfigError for a fault that cannot happen on these nodes."""
         for number, fault in enumerate(self.faults, 1):
-            self._require_possible(fault, f"fault {number} ({fault})", nodes, workers_per_node, able)
+            _require_possible(fault, shape, f"fault {number} ({fault})")
         for what, _ in self.every.kinds if self.every else ():
-            fault = Fault(what, at_s=0.0)
-            self._require_possible(fault, f"every: {what}", nodes, workers_per_node, able)
+            _require_possible(Fault(what, at_s=0.0), shape, f"every: {what}")
 
-    @staticmethod
-    def _require_possible(
-        fault: Fault, where: str, nodes: int, workers_per_node: int, resources: set[str]
-    ) -> None:
-        reason = _target_error(fault, nodes, nodes * workers_per_node)
-        reason = reason or _resource_error(fault.what, resources)
-        if reason:
-            raise ConfigError(f"{where}: {reason}")
-
-    def schedule(
-        self,
-        *,
-        nodes: int,
-        workers_per_node: int = 1,
-        until_s: float | None = None,
-        node_resources: Iterable[str] = (),
-    ) -> tuple[Fault, ...]:
+    def schedule(self, shape: JobShape, *, until_s: float | None = None) -> tuple[Fault, ...]:
         """Return all faults, the written and the random ones. Only roles are still unresolved.
 
         ``until_s`` bounds the random faults. A written fault that is not due by then is reported by
         `FaultInjector`.
         """
         rng = random.Random(self.seed)  # noqa: S311  no secret
-        world_size = nodes * workers_per_node
-        written = [_draw_target(fault, nodes, world_size, rng) for fault in self.faults]
-        drawn = self._draw_random_faults(nodes, world_size, until_s, node_resources, rng)
-        return (*written, *drawn)
+        written = [_draw_target(fault, shape, rng) for fault in self.faults]
+        return (*written, *self._draw_random_faults(shape, until_s, rng))
 
     def _draw_random_faults(
-        self,
-        nodes: int,
-        world_size: int,
-        until_s: float | None,
-        node_resources: Iterable[str],
-        rng: random.Random,
+        self, shape: JobShape, until_s: float | None, rng: random.Random
     ) -> Iterable[Fault]:
         every = self.every
         if every is None:
@@ -522,56 +508,56 @@ class FaultPlan:
         ends = [end for end in (every.until_s, until_s) if end is not None]
         if not ends and every.count is None:
             raise ConfigError("faults are drawn without an end: give --for, or until or count in `every`.")
-        weights = dict(every.kinds) or default_weights(node_resources, nodes)
-        at, count = every.from_s, every.count or MAX_FAULTS
-        for _ in range(count):
+        weights = dict(every.kinds) or default_weights(shape)
+        at = every.from_s
+        for _ in range(every.count or MAX_FAULTS):
             at += max(MIN_RANDOM_GAP_S, rng.expovariate(1 / every.mtbf_s))
             what = rng.choices(list(weights), list(weights.values()))[0]
             if at > min(ends, default=float("inf")):
                 return
-            yield _draw_target(Fault(what, at_s=at), nodes, world_size, rng)
+            yield _draw_target(Fault(what, at_s=at), shape, rng)
 
 
-def default_weights(node_resources: Iterable[str], nodes: int) -> dict[str, float]:
+def default_weights(shape: JobShape) -> dict[str, float]:
     """Return the weights of the kinds that a job survives and the nodes support."""
-    able = {PROCESSES, *node_resources}
     return {
         what: float(kind.weight)
         for what, kind in KINDS.items()
-        if kind.weight and kind.required_resource in able and not (kind.target == NODES and nodes < 3)
+        if kind.weight
+        and (shape.hosts == "namespaces" or not kind.needs_namespaces)
+        and not (kind.target == NODES and shape.nodes < 3)
     }
 
 
-def _draw_target(fault: Fault, nodes: int, world_size: int, rng: random.Random) -> Fault:
+def _draw_target(fault: Fault, shape: JobShape, rng: random.Random) -> Fault:
     if not fault.has_random_target:
         return fault
     if fault.kind.target == NODES:
-        order = list(range(nodes))
+        order = list(range(shape.nodes))
         rng.shuffle(order)
-        few = rng.randint(1, max(1, (nodes - 1) // 2))
+        few = rng.randint(1, max(1, (shape.nodes - 1) // 2))
         return replace(fault, groups=(tuple(sorted(order[:few])), tuple(sorted(order[few:]))))
     if fault.role == "lead" or fault.kind.target != WORKER:
-        return replace(fault, node=rng.randrange(nodes), role="lead" if fault.role == "lead" else "")
-    return replace(fault, rank=rng.randrange(world_size), role="")
+        return replace(fault, node=rng.randrange(shape.nodes), role="lead" if fault.role == "lead" else "")
+    return replace(fault, rank=rng.randrange(shape.world_size), role="")
 
 
-def _target_error(fault: Fault, nodes: int, world_size: int) -> str:
+def _require_possible(fault: Fault, shape: JobShape, where: str) -> None:
+    nodes = shape.nodes
+    reason = ""
     if fault.node is not None and fault.node >= nodes:
-        return f"there is no node {fault.node}: {nodes} nodes are 0 to {nodes - 1}."
-    if fault.rank is not None and fault.rank >= world_size:
-        return f"there is no rank {fault.rank}: {world_size} workers are 0 to {world_size - 1}."
-    if fault.groups and sorted(node for group in fault.groups for node in group) != list(range(nodes)):
-        return f"{GROUPS_HELP}, 0 to {nodes - 1}."
-    if fault.kind.target == NODES and nodes < 2:
-        return "it takes two nodes at least."
-    return ""
-
-
-def _resource_error(kind_name: str, resources: set[str]) -> str:
-    needs = KINDS[kind_name].required_resource
-    if needs in resources:
-        return ""
-    return f"it takes nodes that have {needs} of their own, which is --hosts namespaces (as root)."
+        reason = f"there is no node {fault.node}: {nodes} nodes are 0 to {nodes - 1}."
+    elif fault.rank is not None and fault.rank >= shape.world_size:
+        last = shape.world_size - 1
+        reason = f"there is no rank {fault.rank}: {shape.world_size} workers are 0 to {last}."
+    elif fault.groups and sorted(node for group in fault.groups for node in group) != list(range(nodes)):
+        reason = f"{GROUPS_HELP}, 0 to {nodes - 1}."
+    elif fault.kind.target == NODES and nodes < 2:
+        reason = "it takes two nodes at least."
+    elif fault.kind.needs_namespaces and shape.hosts != "namespaces":
+        reason = "it takes nodes with a network and a disk of their own: --hosts namespaces (as root)."
+    if reason:
+        raise ConfigError(f"{where}: {reason}")
 
 
 # ---- plan files ----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Nodes whose links drop all packets: real agents in network namespaces, workers that only write heartbeats."""
+"""Nodes whose links drop all packets: real agents in network namespaces, workers without torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 def end(hearts: HeartbeatJob) -> None:
-    """Let the job finish; check exit codes, that worlds never overlapped, and that survivors kept first ranks.
+    """Let the job finish; check exit codes, that no worlds overlapped, and the ranks of survivors.
 
     On a busy machine a node may exceed this node timeout, so there may be worlds in between.
     """

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from elastic_resume.errors import ConfigError
 from elastic_resume.testing import faults
 from elastic_resume.testing.faults import (
-    DISK,
     KINDS,
-    NETWORK,
     NODES,
     PHASES,
     PLAN_KEYS,
@@ -24,6 +22,7 @@ from elastic_resume.testing.faults import (
     WORKER,
     Fault,
     FaultPlan,
+    JobShape,
     RandomFaults,
     default_weights,
     failpoint_for_phase,
@@ -31,7 +30,7 @@ from elastic_resume.testing.faults import (
 )
 from tests.support.paths import ROOT
 
-ALL = [NETWORK, DISK]
+NAMESPACES = JobShape(3, 2, "namespaces")
 
 
 @pytest.mark.parametrize(
@@ -155,7 +154,10 @@ def test_read_plan_of_unreadable_file_names_it(tmp_path: Path) -> None:
             FaultPlan((Fault("partition", groups=((0,), (1,)), step=1),)),
             ["fault 1", "each node once", "0 to 2"],
         ),
-        (FaultPlan.from_faults("cut 1 at 3s"), ["fault 1", "a network of their own", "--hosts namespaces"]),
+        (
+            FaultPlan.from_faults("cut 1 at 3s"),
+            ["fault 1", "a network and a disk of their own", "--hosts namespaces"],
+        ),
         (
             FaultPlan(every=RandomFaults(5, (("disk-full", 1),), count=1)),
             ["every: disk-full", "a disk of their own"],
@@ -165,7 +167,7 @@ def test_read_plan_of_unreadable_file_names_it(tmp_path: Path) -> None:
 def test_validate_refuses_impossible_faults(plan: FaultPlan, parts: list[str]) -> None:
     """The job has three loopback nodes with two workers each."""
     with pytest.raises(ConfigError) as caught:
-        plan.validate(nodes=3, workers_per_node=2)
+        plan.validate(JobShape(3, 2))
     assert all(part in str(caught.value) for part in parts), caught.value
 
 
@@ -173,7 +175,7 @@ def test_kinds_have_valid_settings_and_random_targets() -> None:
     """Each setting is a field of Fault, and each phase is a failpoint."""
     assert set(SETTING_NAMES) <= {field.name for field in fields(Fault)} == set(PLAN_KEYS.values())
     for what in KINDS:
-        (drawn,) = FaultPlan((Fault(what, step=2),)).schedule(nodes=3, node_resources=ALL)
+        (drawn,) = FaultPlan((Fault(what, step=2),)).schedule(NAMESPACES)
         assert not drawn.has_random_target, what
     assert all(failpoint_for_phase(phase) for phase in PHASES)
 
@@ -187,16 +189,17 @@ def test_docs_name_every_kind_role_phase_and_setting() -> None:
 
 def test_default_weights_exclude_impossible_and_fatal_kinds() -> None:
     """Without root no link is cut; nothing hangs for ever, and replicas stay equal."""
-    assert {KINDS[what].required_resource for what in default_weights([], 3)} == {""}
-    assert "partition" in default_weights(ALL, 3)
-    assert not {"partition"} & set(default_weights(ALL, 2))
-    assert not {"skip-collective", "hold-gil", "stop-worker", "out-of-memory"} & set(default_weights(ALL, 4))
+    assert not any(KINDS[what].needs_namespaces for what in default_weights(JobShape(3)))
+    assert "partition" in default_weights(NAMESPACES)
+    assert not {"partition"} & set(default_weights(JobShape(2, 1, "namespaces")))
+    never = {"skip-collective", "hold-gil", "stop-worker", "out-of-memory"}
+    assert not never & set(default_weights(NAMESPACES))
 
 
 def test_random_faults_follow_weights_mean_gap_and_bounds() -> None:
     """A written fault after the end is kept."""
     every = RandomFaults(10, (("kill-node", 3), ("raise", 1)), from_s=5)
-    drawn = FaultPlan(every=every, seed=1).schedule(nodes=4, until_s=20_000)
+    drawn = FaultPlan(every=every, seed=1).schedule(JobShape(4), until_s=20_000)
     assert 1800 < len(drawn) < 2200
     assert 0.7 < sum(fault.what == "kill-node" for fault in drawn) / len(drawn) < 0.8
     times = [fault.at_s or 0 for fault in drawn]
@@ -206,9 +209,9 @@ def test_random_faults_follow_weights_mean_gap_and_bounds() -> None:
     assert {fault.node for fault in drawn if fault.what == "kill-node"} == {0, 1, 2, 3}
     assert {fault.rank for fault in drawn if fault.what == "raise"} == {0, 1, 2, 3}
     late = Fault("kill-node", node=0, at_s=30_000)
-    assert late in FaultPlan((late,), every).schedule(nodes=4, until_s=20_000)
+    assert late in FaultPlan((late,), every).schedule(JobShape(4), until_s=20_000)
     with pytest.raises(ConfigError, match="without an end"):
-        FaultPlan(every=every).schedule(nodes=4)
+        FaultPlan(every=every).schedule(JobShape(4))
 
 
 def any_fault() -> st.SearchStrategy[Fault]:
@@ -243,13 +246,13 @@ def test_plan_survives_yaml_and_seed_fixes_schedule(listed: list[Fault], seed: i
     """YAML and back is the same plan; the same seed gives the same schedule without open targets."""
     plan = FaultPlan(tuple(listed), RandomFaults(3.5, (("cut", 2.0),), count=5) if with_drawn else None, seed)
     assert faults.parse_plan(faults.format_plan(plan)) == plan
-    plan.validate(nodes=3, workers_per_node=2, node_resources=ALL)
-    schedule = plan.schedule(nodes=3, workers_per_node=2, node_resources=ALL)
-    assert schedule == plan.schedule(nodes=3, workers_per_node=2, node_resources=ALL)
+    plan.validate(NAMESPACES)
+    schedule = plan.schedule(NAMESPACES)
+    assert schedule == plan.schedule(NAMESPACES)
     assert len(schedule) == len(listed) + 5 * with_drawn
     assert not any(fault.has_random_target for fault in schedule)
     again = faults.parse_plan(faults.format_plan(FaultPlan(schedule, seed=seed)))
-    assert again.schedule(nodes=3, workers_per_node=2) == schedule
+    assert again.schedule(JobShape(3, 2)) == schedule
     for fault in listed:
         assert any(same.what == fault.what and same.time_text == fault.time_text for same in schedule)
 
@@ -257,5 +260,5 @@ def test_plan_survives_yaml_and_seed_fixes_schedule(listed: list[Fault], seed: i
 def test_different_seeds_give_different_schedules() -> None:
     """Otherwise a soak would repeat one schedule."""
     every = RandomFaults(5, count=8)
-    found = {FaultPlan(every=every, seed=seed).schedule(nodes=4) for seed in range(20)}
+    found = {FaultPlan(every=every, seed=seed).schedule(JobShape(4)) for seed in range(20)}
     assert len(found) == 20
