@@ -217,7 +217,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog=PROG,
         usage=f"{PROG} [flags] [flags of `elastic-resume run`] -- script [its arguments]",
-        description="Run a training script on simulated nodes, break them by a plan, tell what came of it.",
+        description="Run a training script on simulated nodes, inject faults, print what came of them.",
         epilog="Exit codes: 0 the job ended right, 1 wrong, 2 nothing was started, 3 right, but a fault that "
         "the plan names never came.",
     )
@@ -405,16 +405,16 @@ class _ExperimentRun:
 
     def run_to_end(self) -> str:
         """Start the job and wait for its end; return why it failed, or nothing."""
-        script, *words = self._experiment.script
+        script, *args = self._experiment.script
         nodes = self._experiment.nodes
         logger.info("%s %s", format_count(nodes, "node"), choose_verb(nodes, "starts", "start"))
-        self._cluster.start(script, *words)
-        next_news = 0.0
+        self._cluster.start(script, *args)
+        next_event_poll = 0.0
         while not self.injector.is_over:
             self.injector.poll()
             now = time.monotonic()
-            if now >= next_news:
-                next_news = now + EVENT_POLL_S
+            if now >= next_event_poll:
+                next_event_poll = now + EVENT_POLL_S
                 self._log_new_events()
                 stall = self._stall_message(now)
                 if stall:

@@ -397,7 +397,7 @@ def _make_namespace() -> int:
         unshare, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as first:
         if first.stdin is None or first.stdout is None or first.stderr is None:
-            raise RuntimeError("pipes were asked for")
+            raise RuntimeError("Popen made no pipes")
         with contextlib.suppress(BrokenPipeError):
             first.stdin.write(b"\n")
         # Its echo comes from inside: before, the process may be in the namespace of this one.
