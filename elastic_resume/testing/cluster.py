@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, overload
@@ -29,10 +30,15 @@ from elastic_resume.errors import UsageError
 from elastic_resume.events import Event
 from elastic_resume.report import incidents, summary
 from elastic_resume.snapshot import progress_page
-from elastic_resume.snapshot.progress_page import ProgressRecord
 from elastic_resume.testing import fork_server
 from elastic_resume.testing.backends import Hosts, LoopbackBackend, make_backend
-from elastic_resume.testing.triggers import FailpointController, ScheduledAction, TriggerError, TriggerWatcher
+from elastic_resume.testing.triggers import (
+    FailpointController,
+    RankProgress,
+    StepCondition,
+    TriggerError,
+    TriggerWatcher,
+)
 from elastic_resume.testing.virtual_network import VirtualNetwork
 
 T = TypeVar("T")
@@ -259,7 +265,7 @@ class Cluster:
         """Return a node's process, or None if it has ended."""
         return next((one for one in self.processes(index) if one.pid == pid), None)
 
-    def rank_progress(self) -> Iterator[tuple[int, progress_page.ProgressRecord]]:
+    def rank_progress(self) -> Iterator[RankProgress]:
         """Yield the node's index and the progress of each rank."""
         for index, node in enumerate(self.nodes):
             path = node.directory / constants.PROGRESS_FILE
@@ -572,11 +578,7 @@ class Cluster:
             node: of a rank on this node; default: on any.
 
         """
-        return Trigger(self, step, rank, node)
-
-    def schedule(self, action: ScheduledAction) -> None:
-        """Run an action when its step has come; its error is raised where the test waits."""
-        self._triggers.schedule(action)
+        return Trigger(self, self._triggers, StepCondition(step, rank, node))
 
     # ---- internals -----------------------------------------------------------------------------------
 
@@ -629,64 +631,33 @@ class Cluster:
 class Trigger:
     """A step of a job at which actions happen. Each method plans one action and returns at once."""
 
-    def __init__(self, cluster: Cluster, step: int, rank: int | None, node: int | None) -> None:
+    def __init__(self, cluster: Cluster, watcher: TriggerWatcher, condition: StepCondition) -> None:
         """See `Cluster.at`."""
-        self._cluster, self._step, self._rank, self._node = cluster, step, rank, node
+        self._cluster, self._watcher, self._condition = cluster, watcher, condition
 
     def do(self, action: Callable[..., object], *args: object) -> None:
         """Call ``action(*args)`` in a thread: a method of the cluster or any other function."""
 
-        def call(*_: object) -> None:
+        def call(_: object) -> None:
             action(*args)
 
-        self._schedule(getattr(action, "__name__", str(action)), call)
+        self._watcher.schedule(getattr(action, "__name__", str(action)), self._condition, call)
 
     def kill(self, sig: signal.Signals = signal.SIGKILL) -> None:
         """Kill the worker of ``rank=`` by this signal, or the whole node of ``node=``."""
-        if self._rank is not None:
-            self._schedule(f"{sig.name}", lambda index, line: self._signal_worker(index, line, sig))
-        elif self._node is not None and sig == signal.SIGKILL:
-            self._schedule("the kill", lambda index, _: self._cluster.kill_node(index))
+        if self._condition.rank is not None:
+            signal_worker = partial(self._signal_worker, sig)
+            self._watcher.schedule(sig.name, self._condition, signal_worker)
+        elif self._condition.node is not None and sig == signal.SIGKILL:
+            self.do(self._cluster.kill_node, self._condition.node)
         else:
             raise UsageError(
                 "at(…).kill() takes rank= (one worker, any signal) or node= (the whole node, SIGKILL)."
             )
 
-    def poweroff(self) -> None:
-        """Cut the power of the node of ``node=``, or of the one that runs ``rank=``."""
-        self._schedule_on_node("poweroff", self._cluster.poweroff)
-
-    def cut(self) -> None:
-        """Drop all packets of the node."""
-        self._schedule_on_node("cut", self._cluster.cut)
-
-    def fill_disk(self) -> None:
-        """Fill the node's disk."""
-        self._schedule_on_node("fill_disk", self._cluster.fill_disk)
-
-    def corrupt(self) -> None:
-        """Flip a bit in the node's newest checkpoint."""
-        self._schedule_on_node("corrupt", self._cluster.corrupt)
-
-    def partition(self, *groups: Collection[int]) -> None:
-        """Let nodes reach only those of their own group."""
-        self._schedule("partition", lambda _, __: self._cluster.partition(*groups))
-
-    def heal(self) -> None:
-        """Let every node reach every other again."""
-        self._schedule("heal", lambda _, __: self._cluster.heal())
-
-    def _schedule_on_node(self, description: str, action: Callable[[int], object]) -> None:
-        if self._rank is None and self._node is None:
-            raise UsageError(f"at(…).{description}() needs rank= or node=.")
-
-        def act(index: int, _: ProgressRecord) -> None:
-            action(index)
-
-        self._schedule(description, act)
-
-    def _signal_worker(self, index: int, progress: ProgressRecord, sig: signal.Signals) -> bool:
+    def _signal_worker(self, sig: signal.Signals, match: RankProgress) -> bool:
         """Send a signal to a worker; return False if it is ending, so that its successor gets it."""
+        index, progress = match
         process = self._cluster.process(index, progress.worker.pid)
         try:
             if process is not None:
@@ -694,6 +665,3 @@ class Trigger:
         except psutil.NoSuchProcess:
             return False
         return process is not None
-
-    def _schedule(self, description: str, action: Callable[[int, ProgressRecord], object]) -> None:
-        self._cluster.schedule(ScheduledAction(description, self._step, self._rank, self._node, action))

@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
-    del sys.path[0]  # this directory: the names in it are not for scripts
+    del sys.path[0]  # scripts must not import the modules of this directory
 
 from elastic_resume import failpoints
 from elastic_resume.agent.workers import forkserver, forkserver_manager, run_main
@@ -41,7 +41,7 @@ PR_SET_PDEATHSIG = 1
 CLONE_NEWNET = 0x40000000
 LENGTH_BYTES = 4
 MAX_REQUEST_BYTES = 16 << 20
-POLL_S = 0.005  # between two looks at a child, where the kernel has no pidfd
+POLL_S = 0.005  # where the kernel has no pidfd
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -114,7 +114,7 @@ def reap(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
-# ---- the line ------------------------------------------------------------------------------------------
+# ---- messages ------------------------------------------------------------------------------------------
 
 
 def send(connection: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
@@ -153,10 +153,10 @@ def receive(connection: socket.socket, max_descriptors: int = 0) -> tuple[dict[s
 
 def main() -> None:
     """Import, then serve until the socket is closed. It returns only in a fork, at the fork's end."""
-    line, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    connection, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     if not _die_with_parent(parent):
         return
-    line.set_inheritable(False)
+    connection.set_inheritable(False)
     run_main.set_process_name("er-agent-forks")
     before = forkserver.read_environment()
     gc.disable()
@@ -173,7 +173,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     imported = {k: v for k, v in forkserver.read_environment().items() if before.get(k) != v}
-    become = _serve(line, imported)
+    become = _serve(connection, imported)
     gc.enable()
     become()
 
@@ -195,16 +195,16 @@ def _serve(connection: socket.socket, import_environment: dict[str, str]) -> Cal
     server_pid = os.getpid()
     while True:
         try:
-            asked, descriptors = receive(connection, 1)
+            request, descriptors = receive(connection, 1)
         except (EOFError, OSError):
             os._exit(0)  # the kernel ends what was forked
-        if "reap" in asked:
-            send(connection, {"code": reap(asked["reap"])})
+        if "reap" in request:
+            send(connection, {"code": reap(request["reap"])})
             continue
         pid = _fork()
         if pid == 0:
             connection.close()
-            return _set_up_agent(server_pid, asked, descriptors[0], import_environment)
+            return _set_up_agent(server_pid, request, descriptors[0], import_environment)
         os.close(descriptors[0])
         send(connection, {"pid": pid})
 
@@ -227,13 +227,13 @@ def _set_up_agent(
     if request["network"]:
         _enter_network(request["network"])
     os.chdir(request["cwd"])
-    ours, its = socket.socketpair()
+    ours, child = socket.socketpair()
     agent = os.getpid()
     pid = _fork()
     if pid == 0:
         ours.close()
-        return lambda: _become_fork_server(its, agent)
-    its.close()
+        return lambda: _become_fork_server(child, agent)
+    child.close()
     forkserver_manager.spawn = _PreforkedForkServer(pid, ours)
     command = request["command"]
     run_main.set_process_name("er-agent")
@@ -281,12 +281,12 @@ class _PreforkedForkServer:
 
     def __call__(self, argv: list[str], *, pass_fds: tuple[int, ...], **others: Any) -> Any:
         """Start the fork server, with the signature of `subprocess.Popen`."""
-        line, self._connection = self._connection, None
+        connection, self._connection = self._connection, None
         environ = forkserver.read_environment()
-        if line is None or forkserver.list_differing_variables(self._environ, environ):
+        if connection is None or forkserver.list_differing_variables(self._environ, environ):
             return subprocess.Popen(argv, pass_fds=pass_fds, **others)
-        with line:
-            send(line, {"argv": argv[2:], "env": environ}, pass_fds)
+        with connection:
+            send(connection, {"argv": argv[2:], "env": environ}, pass_fds)
         return ForkedProcess(self._pid, reap)
 
 
@@ -294,13 +294,13 @@ def _become_fork_server(connection: socket.socket, agent: int) -> None:
     if not _die_with_parent(agent):
         return
     try:
-        asked, descriptors = receive(connection, 2)
+        request, descriptors = receive(connection, 2)
     except (EOFError, OSError):
         os._exit(0)
     connection.close()
     os.setsid()
-    _replace_environment(asked["env"])
-    name, *numbers_and_rest = asked["argv"]
+    _replace_environment(request["env"])
+    name, *numbers_and_rest = request["argv"]
     sys.argv = [name, *map(str, descriptors), *numbers_and_rest[len(descriptors) :]]
     forkserver.main()
 

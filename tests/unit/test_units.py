@@ -22,7 +22,7 @@ from elastic_resume.report import status
 from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.schedulers import environment
 from elastic_resume.state.state_dict import FlatState
-from elastic_resume.testing import chaos, experiment, fault_plan
+from elastic_resume.testing import chaos, faults
 from elastic_resume.testing.faults import Fault
 from elastic_resume.training import announce
 from elastic_resume.units import choose_verb, format_count, parse_duration, parse_kubernetes_quantity
@@ -51,7 +51,7 @@ def _fault(text: str) -> float:
 
 
 def _plan_file(text: str) -> float:
-    plan = fault_plan.parse(f"every: {{mtbf: '{text}', count: 1}}", "plan")
+    plan = faults.parse_plan(f"every: {{mtbf: '{text}', count: 1}}", "plan")
     assert plan.every is not None
     return plan.every.mtbf_s
 
@@ -224,4 +224,4 @@ def test_resume_line_counts_recomputed_steps(lost: int, said: str) -> None:
 def test_chaos_line_counts_ranks_and_steps(lost: int, size: int, said: str) -> None:
     """Chaos prints it for each generation."""
     event = {"event": "resume", "generation": 2, "step": 5, "world_size": size, "recomputed_steps": lost}
-    assert experiment._format_event(event) == said
+    assert chaos._format_event(event) == said

@@ -32,7 +32,7 @@ WIDTH = 48
 
 
 class Net(nn.Module):
-    """Dropout, BatchNorm, and enough gradients for their places in a bucket to matter."""
+    """A net with dropout, BatchNorm, and enough gradients for their order in a bucket to matter."""
 
     def __init__(self, change: Callable[[nn.Module], nn.Module] = lambda layer: layer) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Spare(Net):
 
 
 class Checkpointed(Net):
-    """Runs a block again in the backward pass."""
+    """A net that recomputes a block in the backward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Score four classes."""
@@ -113,11 +113,11 @@ class Counting(Net):
         return super().forward(x) * (1 + sum(self.seen))
 
     def get_extra_state(self) -> Tensor:
-        """Give what was counted, longer each time."""
+        """Return the counts, which grow at each step."""
         return torch.tensor(self.seen)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Take it."""
+        """Load it."""
         self.seen = state.tolist()
 
 
@@ -147,22 +147,22 @@ class Replacing(torch.optim.Optimizer):
 
 
 def no_wrapper(run: er.Run, model: nn.Module) -> nn.Module:
-    """The usual order."""
+    """Wrap with DDP after resume()."""
     return run.ddp(model)
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
-    """The usual optimizer."""
+    """Make the default optimizer."""
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
 @dataclass
 class Kind:
-    """How one kind builds and trains."""
+    """The way in which one kind builds and trains."""
 
     net: Callable[[], nn.Module] = Net
     optimizer: Callable[[Any], torch.optim.Optimizer] = adam
-    # What is passed to resume() instead of the bare model, and what run.ddp() is then given.
+    # These wrap the model before resume(), and for run.ddp().
     before: Callable[[nn.Module], nn.Module] = lambda model: model
     wrap: Callable[[er.Run, nn.Module], nn.Module] = no_wrapper
     ddp: dict[str, Any] = field(default_factory=dict)
@@ -185,14 +185,14 @@ def compiled(model: nn.Module) -> nn.Module:
 
 
 def compressed(run: er.Run, model: nn.Module) -> nn.Module:
-    """Gradients travel as float16."""
+    """Send gradients as float16."""
     wrapped = run.ddp(model)
     cast("DistributedDataParallel", wrapped).register_comm_hook(None, fp16_compress_hook)
     return wrapped
 
 
 def add_little(parameter: Tensor) -> None:
-    """Stand for an optimizer that steps inside of the backward pass."""
+    """Change the parameter, like an optimizer that steps in the backward pass."""
     parameter.data.add_(0.01)
 
 
@@ -239,17 +239,17 @@ class Average:
         self.updates = 0
 
     def update(self, model: nn.Module) -> None:
-        """Take part of the new weights."""
+        """Update the average with the new weights."""
         self.updates += 1
         for name, parameter in model.named_parameters():
             self.shadow[name] = 0.9 * self.shadow[name] + 0.1 * parameter.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Give copies."""
+        """Return copies."""
         return {"shadow": {key: t.clone() for key, t in self.shadow.items()}, "updates": self.updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what was given."""
+        """Load the average."""
         self.shadow, self.updates = dict(state["shadow"]), state["updates"]
 
 

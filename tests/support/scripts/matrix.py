@@ -84,7 +84,7 @@ CELLS = [(how, way) for how in OPTIMIZERS for way in WAYS if (how, way) not in R
 
 
 class Net(nn.Module):
-    """Two layers, and between them what the cell is about."""
+    """Two layers with the cell's own layer between them."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -100,14 +100,14 @@ class Net(nn.Module):
 
 
 class Shadow:
-    """A hand-made average: raw tensors and a counter, tracked as they are."""
+    """A hand-made average of raw tensors, with a counter."""
 
     def __init__(self, model: nn.Module) -> None:
         self.tensors = [parameter.detach().clone() for parameter in model.parameters()]
         self.updates = torch.zeros((), dtype=torch.int64)
 
     def update_parameters(self, model: nn.Module) -> None:
-        """Replace each by its mean with the new weights, warming up."""
+        """Average each tensor with the new weights; the decay warms up."""
         self.updates += 1
         decay = min(0.9, int(self.updates) / 10)
         for number, parameter in enumerate(model.parameters()):
@@ -134,18 +134,18 @@ class Cell:
 
     @property
     def ema(self) -> Any:
-        """What is tracked of the average."""
+        """Return the tracked part of the average."""
         if isinstance(self.average, Shadow):
             return {"shadow": self.average.tensors, "updates": self.average.updates}
         return self.average
 
     def wrap(self, run: er.Run) -> None:
-        """Build DDP around the model, or around what torch.compile makes of it."""
+        """Build DDP around the model, compiled or not."""
         compiled = torch.compile(self.model, backend="eager") if self.way == "compiled" else self.model
         self.ddp = run.ddp(cast("nn.Module", compiled))
 
     def train(self, inputs: Tensor, labels: Tensor, weight: float) -> str:
-        """One step; give this rank's loss, exactly."""
+        """Train one step; return this rank's loss."""
         seen: list[float] = []
 
         def evaluate() -> Tensor:
@@ -182,7 +182,7 @@ class Cell:
         return total
 
     def holds(self) -> dict[str, str]:
-        """Digest of each part of what the cell holds now."""
+        """Return a digest of each part of the cell's state."""
         parts = {
             "model": self.model,
             "optimizer": self.optimizer,

@@ -16,13 +16,13 @@ import elastic_resume as er
 
 
 class Doubled:
-    """Calls a module's forward and doubles what it gives, as some libraries wrap it."""
+    """Doubles the result of a module's forward, like some libraries' wrappers."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
 
     def __call__(self, *args: Any) -> Tensor:
-        """Forward, doubled."""
+        """Return the doubled result."""
         result: Tensor = 2 * self.inner(*args)
         return result
 
@@ -35,18 +35,18 @@ class Words(nn.Module):
         self.embedding = nn.Embedding(8, 3, sparse=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Look something up."""
+        """Return embeddings."""
         found: Tensor = self.embedding(x.argmax(1))
         return found
 
 
 def add_one(parameter: Tensor) -> None:
-    """Stand for an optimizer that steps inside of the backward pass."""
+    """Change the parameter, like an optimizer that steps in the backward pass."""
     parameter.data.add_(1.0)
 
 
 def main(what: str) -> None:
-    """Train three steps, save, and say what the weights were before and after DDP was built."""
+    """Train three steps, save, and print the weights before and after DDP was built."""
     torch.manual_seed(0)
     model: nn.Module = (
         Words() if what == "sparse" else nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3))

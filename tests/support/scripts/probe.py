@@ -1,4 +1,4 @@
-"""A script that does one odd thing, told by its first argument; for tests/integration/test_training.py."""
+"""A script with the fault that its first argument names, for tests/integration/test_training.py."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from elastic_resume.snapshot import committer
 
 
 class Odd:
-    """Holds what cannot be stored."""
+    """Its state cannot be stored."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Give it."""
+        """Return a state with a function."""
         return {"callback": print}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -43,7 +43,7 @@ def main(what: str, steps: int) -> None:
     model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
     if what == "full-disk":
         model.register_buffer("ballast", torch.zeros(1 << 18))
-        committer.FIRST_RETRY_S = 3600.0  # only the script's own saves are tried, however long a step takes
+        committer.FIRST_RETRY_S = 3600.0  # only the script's own saves are tried
     optimizer = torch.optim.Adam(model.parameters())
     odd = Odd() if what == "odd" and rank == 1 else None
     data = er.GlobalBatches(8, 2, seed=rank) if what == "other-order" else None
@@ -69,14 +69,14 @@ def main(what: str, steps: int) -> None:
             if what == "die" and run.position.step == steps - 1:
                 os._exit(9)
     mean = model.get_buffer("1.running_mean")
-    told = {
+    result = {
         "step": run.position.step,
         "generation": run.generation,
         "hooks": seen,
         "weight": model.get_parameter("0.weight").double().sum().item(),
         "mean": mean.double().sum().item(),
     }
-    print(json.dumps(told))
+    print(json.dumps(result))
     run.close()
 
 
