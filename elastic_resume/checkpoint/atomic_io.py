@@ -39,8 +39,6 @@ _ADVICE_BY_ERRNO = {
 }
 # Some network file systems cannot fsync a directory; their rename is as durable as they allow.
 _ERRNOS_NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
-_ERRNOS_NO_EXCHANGE = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}  # NFS, 9p and others
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
 @contextlib.contextmanager
@@ -134,36 +132,6 @@ class Disk:
         with translate_os_errors("rename to", target):
             os.rename(source, target)  # noqa: PTH104  the crash test records this call
 
-    def exchange(self, source: Path, target: Path) -> None:
-        """Swap two existing names atomically; this is how a directory is replaced.
-
-        Raises:
-            MachineError: the rename failed, or the kernel or file system has no exchange.
-
-        """
-        with translate_os_errors("exchange names with", target):
-            number = _exchange(os.fsencode(source), os.fsencode(target))
-            if number in _ERRNOS_NO_EXCHANGE:
-                raise MachineError(_exchange_unsupported_message(target))
-            if number:
-                raise OSError(number, os.strerror(number))
-
-    def require_exchange(self, target: Path) -> None:
-        """Check, before anything large is written, that `exchange` works beside ``target``.
-
-        Raises:
-            MachineError: the kernel or the file system cannot exchange names.
-
-        """
-        with contextlib.ExitStack() as cleanup:
-            pair = [target.with_name(temporary_name("try")) for _ in range(2)]
-            for path in pair:
-                self.mkdir(path)
-                cleanup.callback(self.rmdir, path)
-            number = _exchange(*map(os.fsencode, pair))
-        if number in _ERRNOS_NO_EXCHANGE:
-            raise MachineError(_exchange_unsupported_message(target))
-
     def unlink(self, path: Path) -> None:
         """Remove a file."""
         with translate_os_errors("remove", path):
@@ -212,23 +180,6 @@ class Disk:
 
 
 DISK = Disk()
-
-
-def _exchange_unsupported_message(target: Path) -> str:
-    return (
-        f"cannot replace {target}: its file system cannot exchange two names in one step; remove it first, "
-        "or choose another name."
-    )
-
-
-def _exchange(source: bytes, target: bytes) -> int:
-    """Call renameat2(2) with RENAME_EXCHANGE; return the error number, 0 on success."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    try:
-        failed = libc.renameat2(_AT_FDCWD, source, _AT_FDCWD, target, _RENAME_EXCHANGE)
-    except AttributeError:  # glibc before 2.28
-        return errno.ENOSYS
-    return ctypes.get_errno() if failed else 0
 
 
 def _write_direct(descriptor: int, view: memoryview) -> int:

@@ -1,4 +1,4 @@
-"""Commit a node's snapshots from memory to disk in the background.
+"""Read a node's snapshots in the background: commit them to disk, and digest them to compare replicas.
 
 The committer owns the slots. It runs in the node's agent, or under plain torchrun or python in the local
 leader's worker. Workers write snapshots into slots and mark the ones to commit; one low-priority thread
@@ -8,6 +8,10 @@ then every minute, older checkpoints stay whole, and the newest snapshot is trie
 Invariants: each committed snapshot was complete and was not overwritten while it was read. The committer
 never waits for a worker. A worker waits for it only in `CheckpointCommitter.commit`. Workers reach it through
 `ipc`.
+
+A second thread digests the snapshots that `SnapshotDigester.enqueue` names, while they lie in their slots. It
+skips a snapshot that is overwritten meanwhile, and leaves out tensors that may differ between ranks
+(`Manifest.follows_rank0`).
 """
 
 from __future__ import annotations
@@ -15,22 +19,25 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
+import xxhash
 
 from elastic_resume.checkpoint.atomic_io import DISK, Disk
+from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.reader import checkpoint_name
 from elastic_resume.checkpoint.writer import CheckpointWriter, CommitResult, RetentionPolicy
-from elastic_resume.errors import CorruptError, MachineError
+from elastic_resume.errors import CheckpointError, CorruptError, MachineError
 from elastic_resume.snapshot import slots
 from elastic_resume.snapshot.slot_pool import SlotPool
-from elastic_resume.snapshot.slots import SlotState, decode_snapshot_id
+from elastic_resume.snapshot.slots import Slot, SlotState, decode_snapshot_id
 
 POLL_S = 0.003  # while local ranks still copy their shares of a requested snapshot
 COPY_TIMEOUT_S = 30.0  # then these ranks count as dead or blocked
@@ -38,6 +45,8 @@ FIRST_RETRY_S = 5.0
 MAX_RETRY_S = 60.0
 LOG_REPEAT_S = 60.0
 NICENESS = 5
+DIGEST_TIMEOUT_S = 1.0  # while local ranks still copy their shares of a snapshot to digest
+DIGEST_CHUNK_BYTES = 16 << 20  # takes 2 ms; `is_current` is checked for each
 
 
 @dataclass
@@ -85,7 +94,7 @@ class CheckpointCommitter:
         self._last_commit: dict[int, Path] = {}  # snapshot id -> path; at most one
         self._requests: list[_CommitRequest] = []
         self._incomplete_request: tuple[int, float] | None = None  # snapshot id, deadline
-        self._last_error = ""
+        self.last_error = ""  # why the last commit failed; empty if it succeeded
         self._needs_prune = False
         self._logged_at = self._retry_at = 0.0
         self._retry_s = FIRST_RETRY_S
@@ -100,11 +109,6 @@ class CheckpointCommitter:
             slot_bytes = slots.required_slot_bytes(file_bytes, manifest_bytes, manifest_bytes)
             self.slot_pool.reserve_in_background(slot_bytes, log=False)
         self._thread.start()
-
-    @property
-    def last_error(self) -> str:
-        """Why the last commit failed; empty if it succeeded."""
-        return self._last_error
 
     def start_generation(self, retention: RetentionPolicy) -> None:
         """Apply the retention policy of workers that have resumed."""
@@ -174,7 +178,7 @@ class CheckpointCommitter:
     # ---- in the thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        lower_priority()
+        _lower_priority()
         while not self._closing:
             with self._wakeup:
                 if not self._closing and not self._has_work():
@@ -212,7 +216,7 @@ class CheckpointCommitter:
     def _wait_timeout_s(self) -> float | None:
         if self._incomplete_request is not None:
             return POLL_S
-        if not self._last_error:
+        if not self.last_error:
             return None
         if not self._retry_at:
             return LOG_REPEAT_S
@@ -285,7 +289,7 @@ class CheckpointCommitter:
         if record.get("target") == state.target:
             record.set("committed", state.target)
 
-    def _write(self, slot: slots.Slot, snapshot_id: int) -> CommitResult | None:
+    def _write(self, slot: Slot, snapshot_id: int) -> CommitResult | None:
         try:
             image = slot.image()
             manifest = slots.build_manifest(*slot.read_metadata(), len(image))
@@ -305,25 +309,25 @@ class CheckpointCommitter:
         )
 
     def _handle_failure(self, step: int, error: MachineError) -> None:
-        if not self._last_error:  # else `_log_failure_again` does
+        if not self.last_error:  # else `_log_failure_again` does
             self._log(
                 f"step {step} was not saved: {error} Training goes on; older checkpoints are intact. "
                 f"elastic_resume tries again at least every {MAX_RETRY_S:.0f} s."
             )
             self._logged_at = time.monotonic()
-        self._last_error = str(error)
+        self.last_error = str(error)
         self._retry_at = time.monotonic() + self._retry_s
         self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
 
     def _handle_success(self, step: int) -> None:
-        if self._last_error:
+        if self.last_error:
             self._log(f"checkpoints are saved again, most recently step {step}.")
-        self._last_error, self._retry_at, self._retry_s = "", 0.0, FIRST_RETRY_S
+        self.last_error, self._retry_at, self._retry_s = "", 0.0, FIRST_RETRY_S
 
     def _log_failure_again(self) -> None:
-        if self._last_error and time.monotonic() - self._logged_at >= LOG_REPEAT_S:
+        if self.last_error and time.monotonic() - self._logged_at >= LOG_REPEAT_S:
             self._logged_at = time.monotonic()
-            self._log(f"checkpoints are still not saved: {self._last_error}")
+            self._log(f"checkpoints are still not saved: {self.last_error}")
 
 
 def _is_ready(request: _CommitRequest, newest: SlotState | None) -> bool:
@@ -332,7 +336,96 @@ def _is_ready(request: _CommitRequest, newest: SlotState | None) -> bool:
     return not request.snapshot_id or is_complete or time.monotonic() >= request.deadline
 
 
-def lower_priority() -> None:
+def digest_image(
+    image: memoryview,
+    layout: Layout,
+    excluded: Collection[str],
+    *,
+    is_current: Callable[[], bool] = lambda: True,
+) -> str | None:
+    """Digest an image without the ``excluded`` tensors; return None once ``is_current`` is false.
+
+    The caller must check again afterwards that the snapshot was not overwritten.
+    """
+    digest = xxhash.xxh3_128()
+    for name, extent in layout.extents.items():
+        if name in excluded:
+            continue
+        digest.update(f"{name} {extent.dtype} {extent.shape} ".encode())
+        for start in range(extent.start, extent.stop, DIGEST_CHUNK_BYTES):
+            if not is_current():
+                return None
+            digest.update(image[start : min(start + DIGEST_CHUNK_BYTES, extent.stop)])
+    return digest.hexdigest()
+
+
+class SnapshotDigester:
+    """Digests requested snapshots in a thread, from `start` to `close`."""
+
+    def __init__(self, slot_pool: SlotPool) -> None:
+        # Called in the thread with generation, step and the digest (32 hexadecimal digits).
+        self.on_digest: Callable[[int, int, str], None] = lambda *_: None
+        self._slot_pool = slot_pool
+        self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._cached_layout: tuple[int, Layout, frozenset[str]] | None = None  # layout id, layout, excluded
+        self._thread = threading.Thread(target=self._run, name="elastic-resume-digest", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def enqueue(self, snapshot_id: int) -> None:
+        """Request the digest of a snapshot; may be called from any thread."""
+        self._queue.put(snapshot_id)
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._queue.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        _lower_priority()
+        while (snapshot_id := self._queue.get()) is not None:
+            with contextlib.suppress(CheckpointError, ValueError):  # damaged metadata; the commit reports it
+                self._digest(snapshot_id)
+
+    def _digest(self, snapshot_id: int) -> None:
+        deadline = time.monotonic() + DIGEST_TIMEOUT_S
+        while time.monotonic() < deadline:
+            states = self._slot_pool.control_block.read_slots()
+            state = next((state for state in states if state.target == snapshot_id), None)
+            if state is None:
+                return
+            if state.complete:
+                with self._slot_pool.pin(state, hard=False) as slot:
+                    if slot is not None:
+                        self._digest_slot(slot, snapshot_id)
+                return
+            time.sleep(POLL_S)
+
+    def _digest_slot(self, slot: Slot, snapshot_id: int) -> None:
+        def is_current() -> bool:
+            return slot.record.complete_snapshot_id() == snapshot_id
+
+        cpu_start = time.thread_time()
+        image, control = slot.image(), self._slot_pool.control_block
+        layout_id = slot.record.get("layout")
+        cached = self._cached_layout
+        if cached is None or cached[0] != layout_id:
+            excluded = slots.build_manifest(*slot.read_metadata(), len(image)).follows_rank0
+            cached = (layout_id, Layout.parse(image, len(image)), frozenset(excluded))
+        digest = digest_image(image, *cached[1:], is_current=is_current)
+        cpu_us = int((time.thread_time() - cpu_start) * 1e6)
+        if digest is None or not is_current():  # overwritten, so the layout may be torn too
+            control.set("digest_cpu_us", max(control.get("digest_cpu_us"), cpu_us))  # a lower bound
+            return
+        self._cached_layout = cached
+        control.set("digest_cpu_us", cpu_us)
+        self.on_digest(*decode_snapshot_id(snapshot_id), digest)
+
+
+def _lower_priority() -> None:
     """Lower this thread's CPU and I/O priority."""
     thread = threading.get_native_id()
     with contextlib.suppress(OSError, psutil.Error):

@@ -201,8 +201,6 @@ def _write_state(target: Path, state: Any, file_format: str, disk: Disk) -> int:
 
 def _write_dcp(target: Path, state: Any, disk: Disk) -> int:
     """Let DCP write to a temporary name, then rename it. Return the size of all files."""
-    if os.path.lexists(target):
-        disk.require_exchange(target)
     temporary = target.with_name(temporary_name(target.name))
     try:
         with warnings.catch_warnings(), translate_os_errors("write", temporary):
@@ -211,9 +209,12 @@ def _write_dcp(target: Path, state: Any, disk: Disk) -> int:
             size = sum(path.stat().st_size for path in temporary.iterdir())
         disk.sync_dir(temporary)
         if os.path.lexists(target):
-            disk.exchange(temporary, target)  # the old directory has the temporary name now
+            # A crash between the renames leaves both directories whole, under temporary names.
+            replaced = target.with_name(temporary_name(target.name))
+            disk.rename(target, replaced)
+            disk.rename(temporary, target)
             disk.sync_dir(target.parent)  # or a power loss could restore a partly removed directory
-            disk.remove_tree(temporary)
+            disk.remove_tree(replaced)
         else:
             disk.rename(temporary, target)
     except BaseException:

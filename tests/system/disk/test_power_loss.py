@@ -175,7 +175,7 @@ def test_power_loss_keeps_committed_checkpoints_whole(kind: FileSystem, tmp_path
         ("data", "torn: .*state.safetensors has"),
         ("manifest", "torn: .*manifest: ends after 0 bytes"),
         ("parent", "committed and is lost"),
-        ("record", "identity.json: does not hold"),
+        ("record", "identity.json: is damaged"),
     ],
 )
 def test_checker_finds_each_missing_sync(

@@ -441,7 +441,7 @@ def test_power_cut_never_decreases_generation(tmp_path: Path) -> None:
         for tree in model.images(random, 32):
             root = materialise(tree, tmp_path / f"after-{next(number)}")
             if known >= 0:
-                found = NodeDir(root / RUN / "a", None, Disk()).read_generation()
+                found = NodeDir(root / RUN / "a").read_generation()
                 assert known <= found <= 7
 
 
@@ -461,7 +461,7 @@ def test_power_cut_never_changes_identity(tmp_path: Path) -> None:
             operation(model)
         for tree in model.images(random, 32):
             root = materialise(tree, tmp_path / f"after-{next(number)}")
-            assert NodeDir(root / RUN / "a", None, Disk()).read_identity() in allowed
+            assert NodeDir(root / RUN / "a").read_identity() in allowed
     assert allowed == {identity}
 
 

@@ -147,7 +147,7 @@ def test_remove_unfinished_ignores_file_renamed_meanwhile(
 ) -> None:
     """An agent replaces its small files while a worker of its node starts."""
     gone = tmp_path / temporary_name("rendezvous.json")
-    monkeypatch.setattr(Catalog, "_list_directory", lambda _: [gone])
+    monkeypatch.setattr("elastic_resume.checkpoint.catalog._list_directory", lambda _: [gone])
     assert Catalog(tmp_path, RUN).remove_unfinished() == []
 
 

@@ -25,7 +25,6 @@ from elastic_resume.checkpoint.reader import (
     allocate_memory,
     checkpoint_name,
     deep_check,
-    iter_blocks,
     map_image,
     parse_checkpoint_name,
     quick_check,
@@ -84,7 +83,7 @@ def test_other_spellings_are_no_checkpoint_names(name: str) -> None:
 
 
 def test_image_is_read_back_byte_for_byte(tmp_path: Path) -> None:
-    """Into new memory, into a given buffer and block by block."""
+    """Into new memory, into a given buffer and as a private mapping."""
     path = save_checkpoint(tmp_path, 3, 14)
     assert path == tmp_path / "g000003-s0000000014"
     found = deep_check(path, RUN)
@@ -99,8 +98,6 @@ def test_image_is_read_back_byte_for_byte(tmp_path: Path) -> None:
     assert mapped == make_image(14)
     mapped[-1] ^= 1  # private: the file does not change
     assert deep_check(path, RUN) == found
-    buffer = memoryview(bytearray(SMALL_BLOCK))
-    assert b"".join(bytes(block) for block in iter_blocks(path, found, buffer)) == make_image(14)
 
 
 def test_blocks_do_not_depend_on_sizes_of_writes(tmp_path: Path) -> None:
@@ -292,8 +289,6 @@ def test_damage_raises_error_with_kind_and_place(tmp_path: Path, case: str) -> N
             read_image(path, good)
         with pytest.raises(error, match=says):
             map_image(path, good)
-        with pytest.raises(error, match=says):
-            list(iter_blocks(path, good, memoryview(bytearray(SMALL_BLOCK))))
 
 
 LOCAL_TROUBLE = [
@@ -368,17 +363,6 @@ def test_flipped_bit_of_manifest_is_always_found(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError):
             quick_check(path, RUN)
         (path / constants.MANIFEST_FILE).write_bytes(data)
-
-
-def test_iter_blocks_stops_before_corrupt_block(tmp_path: Path) -> None:
-    """The blocks before it are yielded."""
-    path = save_checkpoint(tmp_path)
-    found = quick_check(path, RUN)
-    flip_bits(path / constants.STATE_FILE, 2 * SMALL_BLOCK + 5)
-    walk = iter_blocks(path, found, memoryview(bytearray(SMALL_BLOCK)))
-    assert [bytes(next(walk)), bytes(next(walk))] == [make_image(1)[:2048], make_image(1)[2048:4096]]
-    with pytest.raises(CorruptError):
-        next(walk)
 
 
 def resigned(path: Path, **changes: object) -> None:
@@ -493,8 +477,6 @@ def test_buffer_of_wrong_size_is_refused(tmp_path: Path) -> None:
     found = quick_check(path, RUN)
     with pytest.raises(ValueError, match="buffer"):
         read_image(path, found, memoryview(bytearray(10)))
-    with pytest.raises(ValueError, match="buffer"):
-        next(iter_blocks(path, found, memoryview(bytearray(10))))
 
 
 def test_manifest_encodes_to_its_own_bytes() -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.policy.divergence import is_digest
-from elastic_resume.snapshot import digests
-from elastic_resume.snapshot.digests import digest_image
+from elastic_resume.snapshot import committer
+from elastic_resume.snapshot.committer import digest_image
 
 SPECS = (
     TensorSpec("fc.weight", "F32", (5, 7)),
@@ -36,7 +36,7 @@ def flipped(place: int) -> bytes:
 def test_digest_covers_every_byte_of_included_tensors(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The result does not depend on the chunk size."""
     before = digest_of(ZEROS)
-    monkeypatch.setattr(digests, "CHUNK_BYTES", pieces)
+    monkeypatch.setattr(committer, "DIGEST_CHUNK_BYTES", pieces)
     assert is_digest(before)
     assert digest_of(ZEROS) == before
     for name, extent in LAYOUT.extents.items():
@@ -56,7 +56,7 @@ def test_digest_differs_for_other_shape_or_dtype() -> None:
 
 def test_overwritten_snapshot_has_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     """`is_current` is checked before every chunk."""
-    monkeypatch.setattr(digests, "CHUNK_BYTES", 16)
+    monkeypatch.setattr(committer, "DIGEST_CHUNK_BYTES", 16)
     looks = iter([True, True, True, False])
     assert digest_image(memoryview(ZEROS), LAYOUT, FOLLOWS, is_current=lambda: next(looks)) is None
     assert not list(looks)
