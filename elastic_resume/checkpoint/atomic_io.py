@@ -73,21 +73,17 @@ class Disk:
 
     def make_dirs(self, path: Path) -> None:
         """Create a directory and its missing parents durably; an existing directory is synced too."""
-        missing = []
-        top = path
         with translate_os_errors("make directory", path):
-            while not top.exists() and top != top.parent:
-                missing.append(top)
-                top = top.parent
-        for directory in reversed(missing):
+            is_missing = not path.exists()
+        if is_missing and path.parent != path:
+            self.make_dirs(path.parent)
             try:
-                self.mkdir(directory)
+                self.mkdir(path)
             except MachineError:
-                if not directory.is_dir():  # another node may have created it meanwhile
+                if not path.is_dir():  # another node may have created it meanwhile
                     raise
-        for directory in [*reversed(missing), path]:
-            if directory.parent != directory and os.access(directory.parent, os.R_OK):
-                self.sync_dir(directory.parent)
+        if path.parent != path and os.access(path.parent, os.R_OK):
+            self.sync_dir(path.parent)
 
     def create(self, path: Path) -> int:
         """Create a new file for appending and return its descriptor."""

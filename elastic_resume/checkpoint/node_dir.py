@@ -154,11 +154,8 @@ class NodeDir:
     def ensure_free_space(self, bytes_needed: int) -> None:
         """Raise MachineError if a file cannot be created here, or ``bytes_needed`` are not free."""
         probe = self.path / temporary_name("probe")
-        try:
-            self._disk.write_file(probe, b"probe")
-        finally:
-            if probe.exists():
-                self._disk.unlink(probe)
+        self._disk.write_atomic(probe, b"probe")
+        self._disk.unlink(probe)
         with translate_os_errors("read", self.path):
             free = resources.free_disk_bytes(self.path, os.environ)
         if free < bytes_needed:
@@ -323,28 +320,22 @@ def record_script_arguments(
     masked = mask_secrets(arguments)
     if read_script_arguments(node_dir) == (launcher_id, masked):
         return  # a restart, which must not wait for the disk
-    data = json.dumps({"launcher_id": launcher_id, "words": masked}).encode()
+    data = json.dumps({"launcher_id": launcher_id, "words": masked})
     if len(data) > _MAX_SMALL_FILE_BYTES:
-        data = json.dumps({"launcher_id": launcher_id, "words": []}).encode()
+        data = json.dumps({"launcher_id": launcher_id, "words": []})
     with contextlib.suppress(MachineError):
-        disk.write_atomic(node_dir / SCRIPT_ARGUMENTS_FILE, data)
+        disk.write_atomic(node_dir / SCRIPT_ARGUMENTS_FILE, data.encode())
 
 
 def mask_secrets(arguments: Sequence[str]) -> list[str]:
     """Mask the values of arguments with secret names, as in ``--token=VALUE`` and ``--token VALUE``."""
-    masked: list[str] = []
-    may_be_secret_value = False
-    for argument in arguments:
-        name = _SECRET_NAME_PATTERN.search(argument)
-        if may_be_secret_value and not argument.startswith("-"):
+    masked = []
+    for previous, argument in zip(["", *arguments], arguments):  # noqa: B905  the first is longer
+        flag, name = _SECRET_NAME_PATTERN.search(previous), _SECRET_NAME_PATTERN.search(argument)
+        if previous.startswith("-") and flag and not flag[1] and not argument.startswith("-"):
             masked.append(MASK)
-            may_be_secret_value = False
-        elif name is not None and name[1]:
-            masked.append(argument[: name.end()] + MASK)
-            may_be_secret_value = False
         else:
-            masked.append(argument)
-            may_be_secret_value = name is not None and argument.startswith("-")
+            masked.append(argument[: name.end()] + MASK if name and name[1] else argument)
     return masked
 
 

@@ -73,16 +73,9 @@ class CheckpointCommitter:
         emit: Callable[..., Any],
         disk: Disk = DISK,
     ) -> None:
-        """Create the committer of a node.
+        """Use ``node_dir``, which this process has claimed, and ``slot_pool``, which `close` closes.
 
-        Args:
-            node_dir: the node's directory, which this process has claimed.
-            run_id: the job's run id.
-            slot_pool: the node's slots; `close` closes it.
-            log: gets lines for the user.
-            emit: gets events, by kind and fields.
-            disk: performs the file operations.
-
+        ``log`` gets lines for the user; ``emit`` gets events, by kind and fields.
         """
         self.slot_pool = slot_pool
         # Called with (snapshot id, generation) to compare a snapshot with those of other nodes.
@@ -91,9 +84,9 @@ class CheckpointCommitter:
         self._node_dir = node_dir
         self._log = log
         self._emit = emit
-        self._last_commit: dict[int, Path] = {}  # snapshot id -> path; at most one
+        self._last_commit: tuple[int, Path | None] = (0, None)  # snapshot id, path
         self._requests: list[_CommitRequest] = []
-        self._incomplete_request: tuple[int, float] | None = None  # snapshot id, deadline
+        self._incomplete_request: _CommitRequest | None = None  # of `request_commit`
         self.last_error = ""  # why the last commit failed; empty if it succeeded
         self._needs_prune = False
         self._logged_at = self._retry_at = 0.0
@@ -117,7 +110,7 @@ class CheckpointCommitter:
     def request_commit(self, snapshot_id: int) -> None:
         """Have a snapshot committed once it is complete; do not wait."""
         with self._wakeup:
-            self._incomplete_request = (snapshot_id, time.monotonic() + COPY_TIMEOUT_S)
+            self._incomplete_request = _CommitRequest(snapshot_id, time.monotonic() + COPY_TIMEOUT_S)
             self._wakeup.notify()
 
     def commit(self, snapshot_id: int = 0, timeout_s: float | None = None) -> Path | None:
@@ -156,7 +149,7 @@ class CheckpointCommitter:
             self._writer.distrust_after(generation, step)  # first, because `commit_newest` reads it
         finally:
             self.slot_pool.distrust_after(generation, step)
-            self._last_commit = {}  # it may be one of the quarantined checkpoints
+            self._last_commit = (0, None)  # it may be one of the quarantined checkpoints
 
     def commit_newest(self) -> None:
         """Have the newest trusted snapshot committed after the workers exited; do not wait."""
@@ -184,7 +177,6 @@ class CheckpointCommitter:
                 if not self._closing and not self._has_work():
                     self._wakeup.wait(self._wait_timeout_s())
             try:
-                self._log_failure_again()
                 self._process_next()
                 if self._needs_prune:
                     self._needs_prune = False
@@ -216,22 +208,15 @@ class CheckpointCommitter:
     def _wait_timeout_s(self) -> float | None:
         if self._incomplete_request is not None:
             return POLL_S
-        if not self.last_error:
-            return None
-        if not self._retry_at:
-            return LOG_REPEAT_S
-        return max(0.01, min(self._retry_at - time.monotonic(), LOG_REPEAT_S))
+        return max(0.01, self._retry_at - time.monotonic()) if self._retry_at else None
 
     def _process_next(self) -> None:
         """Commit for a waiting caller, else the newest marked snapshot, else one that failed before."""
         states = self.slot_pool.control_block.read_slots()
         newest = slots.newest_complete(states)
         request = next((request for request in self._requests if _is_ready(request, newest)), None)
-        if self._incomplete_request is not None:
-            snapshot_id, deadline = self._incomplete_request
-            is_complete = newest is not None and newest.target >= snapshot_id
-            if is_complete or deadline < time.monotonic():
-                self._incomplete_request = None
+        if self._incomplete_request is not None and _is_ready(self._incomplete_request, newest):
+            self._incomplete_request = None
         if request is not None:
             self._complete_request(request, newest)
         elif (state := slots.next_to_commit(states)) is not None or self._is_retry_due():
@@ -255,12 +240,10 @@ class CheckpointCommitter:
             self._retry_at = 0.0
             return None
         generation, step = decode_snapshot_id(state.target)
-        if any(not path.is_dir() for path in self._last_commit.values()):
-            self._last_commit = {}  # a resume quarantined it and received the same step from another node
-        if any(committed > state.target for committed in self._last_commit):
-            self._release_slot(state)  # e.g. the first of two snapshots of an epoch's last step
-            return next(iter(self._last_commit.values()))
-        if state.target not in self._last_commit:
+        committed_id, path = self._last_commit
+        if path is not None and not path.is_dir():
+            committed_id = 0  # a resume quarantined it and received the same step from another node
+        if committed_id < state.target:  # else e.g. the first of two snapshots of an epoch's last step
             try:
                 with self.slot_pool.pin(state) as slot:
                     result = self._write(slot, state.target) if slot is not None else None
@@ -276,12 +259,13 @@ class CheckpointCommitter:
                 if not self._writer.is_trusted((generation, step)):
                     time.sleep(POLL_S)  # `start_generation` will trust it in a moment
                 return None  # otherwise it was overwritten by a newer snapshot
-            self._last_commit, self._needs_prune = {state.target: result.path}, True
+            path, self._needs_prune = result.path, True
+            self._last_commit = (state.target, path)
             if result.seconds:
                 self.slot_pool.control_block.record_commit_cost(result.seconds, result.cpu_s)
             self._handle_success(step)
         self._release_slot(state)
-        return self._last_commit.get(state.target)
+        return path
 
     def _release_slot(self, state: SlotState) -> None:
         """Allow the slot to be overwritten: its snapshot is on disk or was given up."""
@@ -290,44 +274,38 @@ class CheckpointCommitter:
             record.set("committed", state.target)
 
     def _write(self, slot: Slot, snapshot_id: int) -> CommitResult | None:
+        def is_current() -> bool:
+            return slot.record.complete_snapshot_id() == snapshot_id
+
         try:
-            image = slot.image()
-            manifest = slots.build_manifest(*slot.read_metadata(), len(image))
-        except ValueError as error:
-            raise CorruptError(f"snapshot: {error}") from error
-        if slot.record.complete_snapshot_id() != snapshot_id:
-            return None
-        if manifest.version != decode_snapshot_id(snapshot_id):
-            raise CorruptError(
-                f"snapshot: its metadata is of {manifest.version}, "
-                f"its id of {decode_snapshot_id(snapshot_id)}"
-            )
+            manifest, image = slot.read_snapshot(snapshot_id)
+        except CorruptError:
+            if is_current():
+                raise
+            return None  # it was overwritten meanwhile
         if self._writer.has_trusted(manifest.version, manifest.position):  # loaded from this disk
             return CommitResult(self._node_dir / checkpoint_name(*manifest.version), 0.0, 0.0)
-        return self._writer.commit(
-            manifest, [image], is_current=lambda: slot.record.complete_snapshot_id() == snapshot_id
-        )
+        return self._writer.commit(manifest, [image], is_current=is_current)
 
     def _handle_failure(self, step: int, error: MachineError) -> None:
-        if not self.last_error:  # else `_log_failure_again` does
+        now = time.monotonic()
+        if not self.last_error:
             self._log(
                 f"step {step} was not saved: {error} Training goes on; older checkpoints are intact. "
                 f"elastic_resume tries again at least every {MAX_RETRY_S:.0f} s."
             )
-            self._logged_at = time.monotonic()
+            self._logged_at = now
+        elif now - self._logged_at >= LOG_REPEAT_S:
+            self._log(f"checkpoints are still not saved: {error}")
+            self._logged_at = now
         self.last_error = str(error)
-        self._retry_at = time.monotonic() + self._retry_s
+        self._retry_at = now + self._retry_s
         self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
 
     def _handle_success(self, step: int) -> None:
         if self.last_error:
             self._log(f"checkpoints are saved again, most recently step {step}.")
         self.last_error, self._retry_at, self._retry_s = "", 0.0, FIRST_RETRY_S
-
-    def _log_failure_again(self) -> None:
-        if self.last_error and time.monotonic() - self._logged_at >= LOG_REPEAT_S:
-            self._logged_at = time.monotonic()
-            self._log(f"checkpoints are still not saved: {self.last_error}")
 
 
 def _is_ready(request: _CommitRequest, newest: SlotState | None) -> bool:
@@ -413,7 +391,7 @@ class SnapshotDigester:
         layout_id = slot.record.get("layout")
         cached = self._cached_layout
         if cached is None or cached[0] != layout_id:
-            excluded = slots.build_manifest(*slot.read_metadata(), len(image)).follows_rank0
+            excluded = slot.read_snapshot(snapshot_id)[0].follows_rank0
             cached = (layout_id, Layout.parse(image, len(image)), frozenset(excluded))
         digest = digest_image(image, *cached[1:], is_current=is_current)
         cpu_us = int((time.thread_time() - cpu_start) * 1e6)

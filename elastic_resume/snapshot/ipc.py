@@ -35,7 +35,7 @@ from typing import Any
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.writer import RetentionPolicy
-from elastic_resume.errors import CheckpointError, CorruptError, ElasticResumeError, MachineError
+from elastic_resume.errors import CheckpointError, ElasticResumeError, MachineError
 from elastic_resume.snapshot import slot_pool, slots
 from elastic_resume.snapshot.committer import CheckpointCommitter
 from elastic_resume.snapshot.progress_page import MAX_LOCAL_RANKS
@@ -165,14 +165,15 @@ class SnapshotClient:
         self._socket: socket.socket | None = None
         self._received = b""
         try:
-            _, descriptor = self.call("hello", expect_descriptor=True)
+            _, self.control_descriptor = self.call("hello")
+            if self.control_descriptor < 0:
+                raise OSError("it sent no descriptor")  # noqa: TRY301
         except OSError as error:
             self.close()
             raise ElasticResumeError(
                 f"this node's snapshot server does not answer ({error}): has the agent ended, or does this "
                 "worker run in another network namespace? --snapshot-memory off works without it."
             ) from error
-        self.control_descriptor = descriptor
 
     def send(self, operation: str, **fields: Any) -> None:
         """Send a request without an answer; errors are ignored, because a dead committer ends its workers."""
@@ -180,12 +181,7 @@ class SnapshotClient:
             self._ensure_connected().sendall(json.dumps({"operation": operation, **fields}).encode() + b"\n")
 
     def call(
-        self,
-        operation: str,
-        *,
-        expect_descriptor: bool = False,
-        timeout_s: float | None = RESPONSE_TIMEOUT_S,
-        **fields: Any,
+        self, operation: str, *, timeout_s: float | None = RESPONSE_TIMEOUT_S, **fields: Any
     ) -> tuple[dict[str, Any], int]:
         """Send a request; return its answer and the descriptor that came with it, or -1.
 
@@ -195,9 +191,7 @@ class SnapshotClient:
         """
         with self._call_lock:
             try:
-                return self._send_and_receive(
-                    {"operation": operation, **fields}, timeout_s, expect_descriptor=expect_descriptor
-                )
+                return self._send_and_receive({"operation": operation, **fields}, timeout_s)
             except OSError:
                 # A late answer would be taken for the answer to the next request.
                 with self._send_lock:
@@ -205,7 +199,7 @@ class SnapshotClient:
                 raise
 
     def _send_and_receive(
-        self, request: dict[str, Any], timeout_s: float | None, *, expect_descriptor: bool
+        self, request: dict[str, Any], timeout_s: float | None
     ) -> tuple[dict[str, Any], int]:
         with self._send_lock:
             connection = self._ensure_connected()
@@ -219,10 +213,7 @@ class SnapshotClient:
             if not data or len(self._received) > MAX_MESSAGE_BYTES:
                 raise OSError("the committer closed the connection")
         line, _, self._received = self._received.partition(b"\n")
-        answer = json.loads(line)
-        if expect_descriptor and not descriptors and not answer.get("missing"):
-            raise OSError("the committer sent no descriptor")
-        return answer, descriptors[0] if descriptors else -1
+        return json.loads(line), descriptors[0] if descriptors else -1
 
     def _ensure_connected(self) -> socket.socket:
         """Return the connection, reconnecting after a failure; hold ``_send_lock``."""
@@ -339,9 +330,7 @@ class SlotClient:
             if (index, serial) not in self._slots:
                 self._unmap_stale()
                 try:
-                    answer, descriptor = self._client.call(
-                        "slot", expect_descriptor=True, index=index, serial=serial
-                    )
+                    answer, descriptor = self._client.call("slot", index=index, serial=serial)
                 except OSError:
                     return None
                 if descriptor < 0:
@@ -382,14 +371,8 @@ class SlotClient:
         slot = self.map_slot(state.index, state.serial) if state is not None else None
         if state is None or slot is None:
             return None
-        try:
-            image = slot.image()
-            manifest = slots.build_manifest(*slot.read_metadata(), len(image))
-            Layout.parse(image, len(image))
-        except ValueError as error:
-            raise CorruptError(f"snapshot: {error}.") from error
-        if slots.decode_snapshot_id(state.target) != manifest.version:
-            raise CorruptError(f"snapshot: its metadata is of {manifest.version}, its id {state.target:#x}.")
+        manifest, image = slot.read_snapshot(state.target)
+        Layout.parse(image, len(image))
         return LocalSnapshot(slot, state.target, manifest, image)
 
     def discard(self, index: int) -> None:

@@ -7,7 +7,7 @@ A *slot* is an anonymous file (memfd) that the committer owns and the workers ma
                        follows_rank0, and the constant part of the state
     dynamic            JSON of this snapshot: generation, position, written_at, and the rest of the state
 
-`build_manifest` merges the two into a checkpoint's manifest. Beside the slots lies the *control block*, a
+`Slot.read_snapshot` merges the two into a checkpoint's manifest. Beside the slots lies the *control block*, a
 page of aligned 8-byte words. Each word has one writer, so a reader sees the old or the new value. A *snapshot
 id* is one word made of generation and step; a greater id is newer.
 
@@ -382,6 +382,22 @@ class Slot:
             raise ValueError("its header or metadata does not match its digest")
         return static, dynamic
 
+    def read_snapshot(self, snapshot_id: int) -> tuple[Manifest, memoryview]:
+        """Return manifest and image of the slot's snapshot; the manifest's blocks have no digests yet.
+
+        Raises:
+            CorruptError: words or metadata are damaged, or those of another snapshot.
+
+        """
+        try:
+            image = self.image()
+            manifest = _build_manifest(*self.read_metadata(), len(image))
+        except ValueError as error:
+            raise CorruptError(f"snapshot: {error}.") from error
+        if manifest.version != decode_snapshot_id(snapshot_id):
+            raise CorruptError(f"snapshot: its metadata is of {manifest.version}, its id {snapshot_id:#x}.")
+        return manifest, image
+
     def populate(self) -> None:
         """Map all pages now, without the GIL; a store into an unmapped page is thirty times slower."""
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
@@ -469,13 +485,7 @@ def dynamic_metadata(
     return {"generation": generation, "position": vars(position), "written_at": written_at, "state": state}
 
 
-def build_manifest(static: bytes, dynamic: bytes, image_bytes: int) -> Manifest:
-    """Build a snapshot's manifest; its blocks have no digests yet.
-
-    Raises:
-        CorruptError: the metadata is invalid.
-
-    """
+def _build_manifest(static: bytes, dynamic: bytes, image_bytes: int) -> Manifest:
     size = len(static) + len(dynamic)
     if size > MAX_MANIFEST_BYTES:
         raise CorruptError(f"snapshot: {size} bytes of metadata; the limit is {MAX_MANIFEST_BYTES}.")
