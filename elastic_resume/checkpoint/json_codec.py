@@ -51,12 +51,7 @@ def encode(value: Any, path: str = "") -> Any:
 
 
 def decode(encoded: Any) -> Any:
-    """Return the value that `encode` was given.
-
-    Raises:
-        CorruptError: the data is not what `encode` writes.
-
-    """
+    """Return the value that `encode` was given; raise CorruptError for data that it does not write."""
     try:
         return _decode(encoded, 0)
     except RecursionError as error:

@@ -91,12 +91,7 @@ class Manifest:
         return digest.hexdigest()
 
     def to_bytes(self) -> bytes:
-        """Encode the manifest file.
-
-        Raises:
-            ValueError: a field is out of range or not JSON.
-
-        """
+        """Encode the manifest file; raise ValueError if a field is out of range or not JSON."""
         record = {field.name: getattr(self, field.name) for field in fields(self)}
         record["position"] = vars(self.position)
         invalid = _find_invalid_field(self)

@@ -111,12 +111,7 @@ class NodeDir:
         self.release()
 
     def read_identity(self) -> str:
-        """Return the directory's random id of 32 hexadecimal digits; empty before its first owner.
-
-        Raises:
-            NodeFileError: the file is damaged.
-
-        """
+        """Return the directory's random id of 32 hexadecimal digits; empty before its first owner."""
         record = _read_required(
             self.path / constants.IDENTITY_FILE,
             lambda record: re.fullmatch("[0-9a-f]{32}", record["id"]) is not None,
@@ -127,10 +122,7 @@ class NodeDir:
     def read_generation(self) -> int:
         """Return the greatest persisted generation, 0 if there is none.
 
-        Raises:
-            NodeFileError: the file is damaged; to assume 0 would let an outdated node take part.
-            MachineError: it cannot be read.
-
+        A damaged file is an error: to assume 0 would let an outdated node take part.
         """
         record = _read_required(
             self.path / constants.GENERATION_FILE,
@@ -276,15 +268,8 @@ def _is_generation(value: object) -> bool:
 def read_min_generation(node_dir: Path, launcher_id: str, generation: int) -> tuple[int, bool]:
     """Return the generation up to which checkpoints predate this job, and whether the launcher is known.
 
-    Args:
-        node_dir: the node's directory.
-        launcher_id: "pid start-time" of the agent or torchrun.
-        generation: the greatest generation this node knows now.
-
-    Raises:
-        NodeFileError: the record is damaged.
-        MachineError: it cannot be read.
-
+    ``launcher_id`` is "pid start-time" of the agent or torchrun, ``generation`` the greatest generation that
+    this node knows now.
     """
     record = _read_required(
         node_dir / JOB_START_FILE,

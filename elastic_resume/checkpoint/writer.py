@@ -42,9 +42,7 @@ from elastic_resume.errors import (
 class CheckpointTransaction:
     """Write one checkpoint; as a context manager, remove everything that was not committed.
 
-    Raises:
-        MachineError: the disk refuses; nothing stays behind, and older checkpoints are whole.
-
+    If the disk refuses, a MachineError is raised, nothing stays behind, and older checkpoints are whole.
     """
 
     def __init__(
@@ -264,12 +262,7 @@ class CheckpointWriter:
         return list(self._last_trusted_steps.items())
 
     def distrust_after(self, generation: int, step: int) -> None:
-        """Quarantine this node's checkpoints of later steps of that generation, and accept no more of them.
-
-        Raises:
-            MachineError: the disk refuses.
-
-        """
+        """Quarantine this node's checkpoints of later steps of that generation, and refuse further ones."""
         with self._commit_lock:
             self._last_trusted_steps[generation] = min(step, self._last_trusted_steps.get(generation, step))
             for entry in self._catalog.list_entries():

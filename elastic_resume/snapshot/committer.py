@@ -116,11 +116,8 @@ class CheckpointCommitter:
     def commit(self, snapshot_id: int = 0, timeout_s: float | None = None) -> Path | None:
         """Wait until a snapshot at least as new as ``snapshot_id`` is on disk; return its path.
 
-        With id 0, take the newest. Return None if there is no such snapshot, or after ``timeout_s``.
-
-        Raises:
-            MachineError: the disk refuses.
-
+        With id 0, take the newest. Return None if there is no such snapshot, or after ``timeout_s``. Raise
+        MachineError if the disk refuses.
         """
         request = _CommitRequest(snapshot_id, time.monotonic() + COPY_TIMEOUT_S)
         with self._wakeup:
@@ -140,10 +137,6 @@ class CheckpointCommitter:
         """Discard snapshots and quarantine checkpoints of later steps of that generation.
 
         Workers that are still alive may write more of them; `commit_newest` discards those.
-
-        Raises:
-            MachineError: the disk refuses.
-
         """
         try:
             self._writer.distrust_after(generation, step)  # first, because `commit_newest` reads it

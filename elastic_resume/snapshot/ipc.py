@@ -107,12 +107,7 @@ class SnapshotServer:
                     socket.send_fds(connection, [data], [] if descriptor is None else [descriptor])
 
     def _handle_request(self, request: Any) -> tuple[dict[str, Any] | None, int | None]:
-        """Execute a request; return the answer and a descriptor to pass.
-
-        Raises:
-            ValueError: the request is invalid.
-
-        """
+        """Return the answer to a request and a descriptor to pass; raise ValueError if it is invalid."""
         if not isinstance(request, dict):
             raise ValueError("not a request")  # noqa: TRY004
         operation, pool = request.get("operation"), self._committer.slot_pool
@@ -153,12 +148,7 @@ class SnapshotClient:
     """A worker's connection; its threads may share it, but a fork must create its own."""
 
     def __init__(self, socket_name: str) -> None:
-        """Connect to the committer's socket.
-
-        Raises:
-            ElasticResumeError: nothing answers there.
-
-        """
+        """Connect to the committer's socket; raise ElasticResumeError if nothing answers there."""
         self._call_lock = threading.Lock()
         self._send_lock = threading.Lock()  # separate, so that `send` never waits for an answer to `call`
         self._socket_name = socket_name
@@ -185,9 +175,7 @@ class SnapshotClient:
     ) -> tuple[dict[str, Any], int]:
         """Send a request; return its answer and the descriptor that came with it, or -1.
 
-        Raises:
-            OSError: the committer exited, or did not answer within ``timeout_s``.
-
+        An OSError means that the committer exited, or did not answer within ``timeout_s``.
         """
         with self._call_lock:
             try:
@@ -264,12 +252,7 @@ class SlotClient:
     """The slots of this node, for one of its local ranks."""
 
     def __init__(self, socket_name: str, local_rank: int, *, is_local_leader: bool) -> None:
-        """Connect to the committer's socket.
-
-        Raises:
-            ElasticResumeError: the committer does not answer.
-
-        """
+        """Connect to the committer's socket; raise ElasticResumeError if it does not answer."""
         self.is_local_leader = is_local_leader
         self.local_rank = local_rank
         self.slot_count = slot_pool.SLOT_COUNT  # existing or planned; exact after `reserve`
@@ -361,12 +344,7 @@ class SlotClient:
     # ---- for resuming ----------------------------------------------------------------------------------
 
     def find_newest(self) -> LocalSnapshot | None:
-        """Return this node's newest complete snapshot, None if there is none.
-
-        Raises:
-            CheckpointError: its words or metadata are damaged.
-
-        """
+        """Return the newest complete snapshot or None; raise CheckpointError if it is damaged."""
         state = slots.newest_complete(self.control_block.read_slots())
         slot = self.map_slot(state.index, state.serial) if state is not None else None
         if state is None or slot is None:

@@ -94,12 +94,7 @@ class ProgressPage:
     """The page of one node, opened by any of its processes."""
 
     def __init__(self, path: Path) -> None:
-        """Open or create the page at ``path``.
-
-        Raises:
-            MachineError: the path is not a file, or the disk is full.
-
-        """
+        """Open or create the page; raise MachineError if ``path`` is not a file, or the disk is full."""
         self._path = path
         with translate_os_errors("open", path):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
@@ -159,12 +154,8 @@ class ProgressPage:
     def newest_progress(self, known_generation: int) -> tuple[int, int, int]:
         """Return (generation, step, world size) of the most advanced local rank; zeros if there is none.
 
-        Args:
-            known_generation: the node's own, which is durable before any of its steps.
-
-        Raises:
-            NodeFileError: the page is damaged.
-
+        Raise NodeFileError if the page is damaged: ``known_generation`` is the node's own, which is durable
+        before any of its steps.
         """
         words = self._words
         progress = [

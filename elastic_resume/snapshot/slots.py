@@ -321,12 +321,11 @@ class Slot:
 
     @property
     def watermark(self) -> int:
-        """Bytes of the image that are in place and verified, while a resume fills the slot."""
+        """Verified bytes from the image's start, while a resume fills the slot."""
         return self.record.get("watermark")
 
     @watermark.setter
     def watermark(self, count: int) -> None:
-        """Verified bytes from the image's start, while a resume fills the slot."""
         self.record.set("watermark", count)
 
     def write_metadata(
@@ -356,23 +355,14 @@ class Slot:
         record.set("dynamic_digest", xxhash.xxh3_64_intdigest(dynamic))
 
     def image(self) -> memoryview:
-        """Return the image.
-
-        Raises:
-            ValueError: the recorded size exceeds the slot.
-
-        """
+        """Return the image; raise ValueError if the recorded size exceeds the slot."""
         return self._view(0, self.record.get("image_bytes"))
 
     def read_metadata(self) -> tuple[bytes, bytes]:
-        """Return static and dynamic JSON after checking their digests.
+        """Return static and dynamic JSON; raise ValueError if a digest does not match.
 
         The image has no digest before it is sent or committed. The metadata has one, because all ranks take
         it from the source rank and could not tell its damage from their own.
-
-        Raises:
-            ValueError: header or metadata are damaged.
-
         """
         get = self.record.get
         static = bytes(self._view(get("static_offset"), get("static_bytes")))
