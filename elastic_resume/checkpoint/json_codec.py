@@ -237,10 +237,7 @@ _DECODERS: dict[str, tuple[set[str], Callable[[dict[str, Any], int], Any]]] = {
     "int": ({"hex"}, _decode_int),
     "float": ({"bits"}, lambda fields, _: _decode_bits(fields, ">d")[0]),
     "complex": ({"bits"}, lambda fields, _: complex(*_decode_bits(fields, ">2d"))),
-    "bytes": (
-        {"base64"},
-        lambda fields, _: base64.b64decode(_require_text(fields["base64"]), validate=True),
-    ),
+    "bytes": ({"base64"}, lambda fields, _: base64.b64decode(_require_text(fields["base64"]), validate=True)),
     "tensor": (
         {"name", "kind"},
         lambda fields, _: TensorRef(_require_text(fields["name"]), _require_text(fields["kind"])),

@@ -175,17 +175,18 @@ def _check_entry(name: str, entry: Any) -> None:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise CorruptError(f"header: entry {name!r} is not dtype, shape and data_offsets.")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise CorruptError(f"header: tensor {name!r} has the unknown dtype {dtype!r}.")
-    if not _is_size_list(shape) or len(shape) > MAX_TENSOR_DIMENSIONS or prod(filter(None, shape)) >= 1 << 53:
-        raise CorruptError(f"header: tensor {name!r} has an impossible shape.")
-    if not _is_size_list(offsets) or len(offsets) != 2:
-        raise CorruptError(f"header: tensor {name!r} has impossible data_offsets.")
-    if offsets[1] - offsets[0] != prod(shape) * ITEM_BYTES[dtype]:
-        raise CorruptError(
-            f"header: tensor {name!r} of dtype {dtype} and shape {shape} does not fill "
-            f"bytes {offsets[0]} to {offsets[1]}."
-        )
+    is_valid = (
+        isinstance(dtype, str)
+        and dtype in ITEM_BYTES
+        and _is_size_list(shape)
+        and len(shape) <= MAX_TENSOR_DIMENSIONS
+        and prod(filter(None, shape)) < 1 << 53
+        and _is_size_list(offsets)
+        and len(offsets) == 2
+        and offsets[1] - offsets[0] == prod(shape) * ITEM_BYTES[dtype]
+    )
+    if not is_valid:
+        raise CorruptError(f"header: tensor {name!r} has an impossible dtype, shape or data_offsets.")
 
 
 def _check_tiling(extents: Mapping[str, Extent], data_start: int, file_bytes: int) -> None:

@@ -46,13 +46,7 @@ class CheckpointTransaction:
     """
 
     def __init__(
-        self,
-        node_dir: Path,
-        generation: int,
-        step: int,
-        disk: Disk = DISK,
-        *,
-        block_bytes: int = BLOCK_BYTES,
+        self, node_dir: Path, generation: int, step: int, disk: Disk = DISK, *, block_bytes: int = BLOCK_BYTES
     ) -> None:
         """Create a temporary directory in ``node_dir``."""
         self._disk = disk

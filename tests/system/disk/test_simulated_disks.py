@@ -33,9 +33,9 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SimulatedDi
     with SimulatedDisk(tmp_path, disks.MIN_BYTES[request.param], request.param) as made:
         yield made
         device = os.fstat(made._device_fd).st_rdev
-    for opened in Path("/proc/self/fd").iterdir():
+    for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the descriptor that lists them
-            assert os.fstat(int(opened.name)).st_dev != device
+            assert os.fstat(int(entry.name)).st_dev != device
 
 
 def write(path: Path, data: bytes, *, sync: bool = True) -> None:
@@ -83,14 +83,14 @@ def test_broken_disk_raises_eio_and_keeps_its_data(disk: SimulatedDisk) -> None:
     """After `mend`, files that were open keep their error, as with a real disk."""
     write(disk.path / "kept", b"k" * MB)
     sync_dir(disk.path)
-    held = os.open(disk.path / "kept", os.O_RDWR)
+    descriptor = os.open(disk.path / "kept", os.O_RDWR)
     disk.fail()
     assert error_name((disk.path / "kept").read_bytes) == "EIO"
     assert error_name(lambda: write(disk.path / "new", b"n" * MB)) in {"EIO", "EROFS"}
     disk.mend()
     assert (disk.path / "kept").read_bytes() == b"k" * MB
     assert error_name(lambda: write(disk.path / "new", b"n" * MB)) == ""
-    with open(held, "r+b", buffering=0) as file:
+    with open(descriptor, "r+b", buffering=0) as file:
         assert error_name(lambda: file.write(b"old") and file.truncate(0)) in {"EIO", "EROFS"}
     assert (disk.path / "kept").read_bytes() == b"k" * MB
 

@@ -86,7 +86,7 @@ def test_directory_in_place_of_page_is_machine_error(tmp_path: Path) -> None:
 
 
 def test_record_has_process_and_time_of_last_progress(tmp_path: Path) -> None:
-    """Before the first step there is no time to judge by."""
+    """Before the first step there is no time of progress."""
     page = ProgressPage(tmp_path / "page")
     page.start_generation(1, generation=3, step=40, world_size=8, worker=WORKER)
     (record,) = read_records(tmp_path / "page", 4)
