@@ -50,11 +50,11 @@ _lock_descriptors: dict[Path, int] = {}  # of the directories that this process 
 class NodeDir:
     """A node's directory, opened by its owner (`claim`) or by a worker of the owner (`attach`)."""
 
-    def __init__(self, path: Path, disk: Disk = DISK, *, is_owner: bool = False) -> None:
+    def __init__(self, path: Path, disk: Disk = DISK, *, lock_key: Path | None = None) -> None:
         """Use `claim` or `attach`."""
         self.path = path
         self._disk = disk
-        self._is_owner = is_owner
+        self._lock_key = lock_key  # of the owner, in `_lock_descriptors`
 
     @staticmethod
     def claim(ckpt_dir: Path, run_id: str, node: str, timeout_s: float = 2.0, disk: Disk = DISK) -> NodeDir:
@@ -77,7 +77,7 @@ class NodeDir:
         disk.make_dirs(path)
         if not _acquire_lock(path, timeout_s):
             raise NodeLockedError(_node_taken_message(path, node))
-        node_dir = NodeDir(path, disk, is_owner=True)
+        node_dir = NodeDir(path, disk, lock_key=path.resolve())
         try:
             disk.write_atomic(path / constants.LOCK_OWNER_FILE, _encode_lock_owner())
             if not node_dir.read_identity():
@@ -97,12 +97,11 @@ class NodeDir:
 
     def release(self) -> None:
         """Give up ownership; does nothing on a second call, in a fork, or after `attach`."""
-        if self._is_owner:
-            self._is_owner = False
-            descriptor = _lock_descriptors.pop(self.path.resolve(), None)
-            if descriptor is not None:
-                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a fork may still have the file open
-                os.close(descriptor)
+        lock_key, self._lock_key = self._lock_key, None
+        descriptor = _lock_descriptors.pop(lock_key, None) if lock_key is not None else None
+        if descriptor is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a fork may still have the file open
+            os.close(descriptor)
 
     def __enter__(self) -> NodeDir:  # noqa: PYI034  typing.Self needs Python 3.11
         return self

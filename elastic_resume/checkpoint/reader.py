@@ -83,7 +83,7 @@ def _read_direct(descriptor: int, offset: int, into: memoryview) -> int:
     direct reads into the scattered pages of shared memory are slower.
     """
     size = len(into) // DIRECT_IO_ALIGNMENT * DIRECT_IO_ALIGNMENT
-    if descriptor < 0 or offset % DIRECT_IO_ALIGNMENT or not 0 < size <= _MAX_BOUNCE_BUFFER_BYTES:
+    if offset % DIRECT_IO_ALIGNMENT or not 0 < size <= _MAX_BOUNCE_BUFFER_BYTES:
         return 0
     buffer = getattr(_thread_local, "buffer", None)
     if buffer is None or len(buffer) < size:
@@ -240,8 +240,9 @@ def read_image(
 
         def read(index: int) -> int:
             start, block = index * manifest.block_bytes, _block_view(image, manifest, index)
-            is_cached = _is_cached(descriptor, start, len(block))
-            done = 0 if is_cached else _read_direct(direct_descriptor, start, block)
+            done = 0
+            if direct_descriptor >= 0 and not _is_cached(descriptor, start, len(block)):
+                done = _read_direct(direct_descriptor, start, block)
             read_exact(descriptor, start + done, block[done:])
             _verify_block(descriptor, manifest, index, block)
             return start + len(block)
