@@ -18,7 +18,7 @@ from tests.support.training_job import SCRIPT, check_end
 
 pytestmark = pytest.mark.cluster
 
-EPOCHS = 20  # of ten steps; the last 14 take a second a step, until a node that lost its power is back
+EPOCHS = 20  # of ten steps; a step takes a second from step 60 until the node without power is back
 STEPS_DURING_FAULT = 6  # that training must finish before the repair
 
 
