@@ -21,8 +21,7 @@ from elastic_resume.errors import ElasticResumeError, MachineError
 from elastic_resume.policy.divergence import describe_divergence
 from elastic_resume.rendezvous.client import RendezvousClient
 from elastic_resume.rendezvous.core.messages import ReplicasDiverged
-from elastic_resume.snapshot.committer import CheckpointCommitter
-from elastic_resume.snapshot.digests import SnapshotDigester
+from elastic_resume.snapshot.committer import CheckpointCommitter, SnapshotDigester
 from elastic_resume.snapshot.ipc import SnapshotServer
 from elastic_resume.snapshot.slot_pool import SlotPool
 from elastic_resume.snapshot.slots import decode_snapshot_id

@@ -29,7 +29,7 @@ from elastic_resume.policy.checkpoint_interval import SaveCost
 from elastic_resume.policy.resume_plan import ResumePlan
 from elastic_resume.restore import rank_context
 from elastic_resume.restore.rank_context import RankContext
-from elastic_resume.snapshot.slot_client import SlotClient
+from elastic_resume.snapshot.ipc import SlotClient
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import REPLICATED, FlatState, make_spec, view_bytes
 

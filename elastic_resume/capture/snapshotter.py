@@ -53,7 +53,7 @@ from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.errors import UsageError
 from elastic_resume.restore.rank_context import RankContext
 from elastic_resume.snapshot import slots
-from elastic_resume.snapshot.slot_client import SlotClient
+from elastic_resume.snapshot.ipc import SlotClient
 from elastic_resume.snapshot.slots import Slot, encode_snapshot_id
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import REPLICATED, Leaf, digest_leaves, make_spec

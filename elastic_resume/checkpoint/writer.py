@@ -27,7 +27,7 @@ import xxhash
 from elastic_resume import constants, failpoints
 from elastic_resume.checkpoint import node_dir
 from elastic_resume.checkpoint.atomic_io import DISK, Disk, temporary_name, translate_os_errors
-from elastic_resume.checkpoint.catalog import MIN_KEEP, Catalog, delete_quarantined, quarantine
+from elastic_resume.checkpoint.catalog import MIN_KEEP, Catalog
 from elastic_resume.checkpoint.manifest import BLOCK_BYTES, Manifest, Position
 from elastic_resume.checkpoint.reader import checkpoint_name, deep_check, quick_check
 from elastic_resume.errors import (
@@ -42,23 +42,16 @@ from elastic_resume.errors import (
 class CheckpointTransaction:
     """Write one checkpoint; as a context manager, remove everything that was not committed.
 
-    Raises:
-        MachineError: the disk refuses; nothing stays behind, and older checkpoints are whole.
-
+    If the disk refuses, a MachineError is raised, nothing stays behind, and older checkpoints are whole.
     """
 
     def __init__(
-        self,
-        node_dir: Path,
-        generation: int,
-        step: int,
-        disk: Disk = DISK,
-        *,
-        block_bytes: int = BLOCK_BYTES,
+        self, node_dir: Path, generation: int, step: int, disk: Disk = DISK, *, block_bytes: int = BLOCK_BYTES
     ) -> None:
         """Create a temporary directory in ``node_dir``."""
         self._disk = disk
         self._node_dir = node_dir
+        self._catalog = Catalog(node_dir, None, disk)
         self._version = (generation, step)
         self._final_path = node_dir / checkpoint_name(generation, step)
         self._temporary_path = node_dir / temporary_name(self._final_path.name)
@@ -155,7 +148,7 @@ class CheckpointTransaction:
         self._disk.sync_dir(self._node_dir)
         if self._superseded is not None:
             with contextlib.suppress(MachineError):  # it then stays in quarantine
-                delete_quarantined(self._superseded, self._disk)
+                self._catalog.delete_quarantined(self._superseded)
 
     def _is_already_committed(self, manifest: Manifest) -> bool:
         """Whether the final name holds this content; anything else there is quarantined."""
@@ -166,7 +159,7 @@ class CheckpointTransaction:
         except (ForeignError, NewerFormatError) as error:
             raise MachineError(f"cannot commit: the name is taken. {error} Move it elsewhere.") from error
         except CheckpointError as error:
-            quarantine(self._node_dir, self._final_path, str(error), self._disk)
+            self._catalog.quarantine(self._final_path, str(error))
             return False
         if present.content_digest == manifest.content_digest and present.position == manifest.position:
             self._disk.sync_dir(self._node_dir)  # its writer may have died before this sync
@@ -174,7 +167,7 @@ class CheckpointTransaction:
         # The last step of an epoch has two positions, before and after the script's end-of-epoch code.
         is_later = manifest.epoch_position > present.epoch_position
         reason = "written again at the end of its epoch" if is_later else "written again with other content"
-        quarantined = quarantine(self._node_dir, self._final_path, reason, self._disk)
+        quarantined = self._catalog.quarantine(self._final_path, reason)
         self._superseded = quarantined if is_later else None
         return False
 
@@ -263,12 +256,7 @@ class CheckpointWriter:
         return list(self._last_trusted_steps.items())
 
     def distrust_after(self, generation: int, step: int) -> None:
-        """Quarantine this node's checkpoints of later steps of that generation, and accept no more of them.
-
-        Raises:
-            MachineError: the disk refuses.
-
-        """
+        """Quarantine this node's checkpoints of later steps of that generation, and refuse further ones."""
         with self._commit_lock:
             self._last_trusted_steps[generation] = min(step, self._last_trusted_steps.get(generation, step))
             for entry in self._catalog.list_entries():

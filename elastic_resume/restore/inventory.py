@@ -14,7 +14,7 @@ from typing import Any
 
 from elastic_resume import constants
 from elastic_resume.checkpoint import node_dir, reader
-from elastic_resume.checkpoint.catalog import CatalogEntry, list_quarantined, read_quarantine_reason, scan_run
+from elastic_resume.checkpoint.catalog import Catalog, CatalogEntry, read_quarantine_reason, scan_run
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.errors import CheckpointError, ElasticResumeError, ForeignError, NodeFileError
 from elastic_resume.policy.resume_plan import DISK, MEMORY, Inventory, RejectedState, SavedState
@@ -137,7 +137,7 @@ def _list_rejected(
         for entry in entries
         if entry.error is not None
     ]
-    for path in list_quarantined(context.run_dir / owner_node):
+    for path in Catalog(context.run_dir / owner_node, None).list_quarantined():
         version = reader.parse_checkpoint_name(path.name.split(".")[0]) or (0, 0)
         rejected.append(RejectedState(owner_node, path.name, read_quarantine_reason(path), version, "aside"))
     return rejected

@@ -23,8 +23,7 @@ from elastic_resume.events import EventLog
 from elastic_resume.policy.resume_plan import SavedState
 from elastic_resume.restore.collectives import Collectives
 from elastic_resume.snapshot.committer import CheckpointCommitter
-from elastic_resume.snapshot.ipc import SnapshotServer
-from elastic_resume.snapshot.slot_client import SlotClient
+from elastic_resume.snapshot.ipc import SlotClient, SnapshotServer
 from elastic_resume.snapshot.slot_pool import SlotPool
 
 T = TypeVar("T")

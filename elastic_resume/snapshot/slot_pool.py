@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from elastic_resume.schedulers import resources
 from elastic_resume.snapshot import slots
 from elastic_resume.snapshot.slots import ControlBlock, Slot, SlotState
-from elastic_resume.units import format_bytes
+from elastic_resume.units import format_bytes, format_count
 
 SLOT_COUNT = 3  # the newest complete one, one being written, one being committed
 FREE_MEMORY_FRACTION = 0.5  # training may still need the other half
@@ -41,21 +41,18 @@ def describe_budget(
     """Describe in one line what the node's snapshots get, and what follows from it."""
     allowed = int(free_bytes * FREE_MEMORY_FRACTION) if allowed_bytes is None else allowed_bytes
     source = f"half of the {format_bytes(free_bytes)} free" if allowed_bytes is None else "--snapshot-memory"
-    size = format_bytes(slot_bytes)
-    budget = f"({format_bytes(allowed)} allowed, {source})"
-    if slot_count >= SLOT_COUNT:
-        return f"snapshots: {slot_count} slots of {size} {budget}"
-    if slot_count == 2:
-        return f"snapshots: 2 slots of {size} {budget}; no snapshot is taken during a commit of the older one"
-    if slot_count == 1:
-        return (
-            f"snapshots: 1 slot of {size} {budget}; it serves commits only, and a failure costs "
-            "the steps since the last checkpoint"
-        )
-    return (
-        f"snapshots: none, a slot of {size} does not fit {budget}; training waits for the disk at each "
-        "checkpoint, and a failure costs the steps since"
+    consequences = {
+        0: "; training waits for the disk at each checkpoint, and a failure costs the steps since",
+        1: "; it serves commits only, and a failure costs the steps since the last checkpoint",
+        2: "; no snapshot is taken during a commit of the older one",
+    }
+    size, budget = format_bytes(slot_bytes), f"({format_bytes(allowed)} allowed, {source})"
+    count = (
+        f"{format_count(slot_count, 'slot')} of {size}"
+        if slot_count
+        else f"none, a slot of {size} does not fit"
     )
+    return f"snapshots: {count} {budget}{consequences.get(slot_count, '')}"
 
 
 @dataclass
@@ -153,8 +150,8 @@ class SlotPool:
     def distrust_after(self, generation: int, step: int) -> None:
         """Discard snapshots of that generation with a later step."""
         for state in self.control_block.read_slots():
-            slot_generation, slot_step = slots.decode_snapshot_id(state.target)
-            if slot_generation == generation and slot_step > step:
+            found_generation, found_step = slots.decode_snapshot_id(state.target)
+            if found_generation == generation and found_step > step:
                 self.discard(state.index)
 
     def discard(self, index: int) -> None:

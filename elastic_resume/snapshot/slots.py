@@ -7,7 +7,7 @@ A *slot* is an anonymous file (memfd) that the committer owns and the workers ma
                        follows_rank0, and the constant part of the state
     dynamic            JSON of this snapshot: generation, position, written_at, and the rest of the state
 
-`build_manifest` merges the two into a checkpoint's manifest. Beside the slots lies the *control block*, a
+`Slot.read_snapshot` merges the two into a checkpoint's manifest. Beside the slots lies the *control block*, a
 page of aligned 8-byte words. Each word has one writer, so a reader sees the old or the new value. A *snapshot
 id* is one word made of generation and step; a greater id is newer.
 
@@ -51,18 +51,14 @@ _STEP_BITS = 40
 _MAX_GENERATION = 1 << 23
 _HEADER_WORDS = 16
 _HEADER_FIELDS = (
-    "decided_id",
-    "next_snapshot_step",
-    "commits",
-    "commit_us",
-    "commit_cpu_us",
-    "digest_cpu_us",
-)
+    "decided_id", "next_snapshot_step", "commits", "commit_us", "commit_cpu_us", "digest_cpu_us",
+)  # fmt: skip
 _SLOT_FIELDS = (
     "serial", "capacity", "target", "parts", "image_bytes", "static_offset", "static_bytes",
     "dynamic_offset", "dynamic_bytes", "layout", "watermark", "commit_requested", "pinned", "committed",
     "static_digest", "dynamic_digest", "soft_pinned",
 )  # fmt: skip
+_DECISION_FIELDS = ("commit_requested", "pinned", "committed", "soft_pinned")
 _FIELD_INDEX = {name: at for at, name in enumerate(_SLOT_FIELDS)}
 _RANK_IDS_START = len(_SLOT_FIELDS)  # within a record
 _RECORD_WORDS = _RANK_IDS_START + MAX_LOCAL_RANKS
@@ -108,10 +104,10 @@ def decode_snapshot_id(snapshot_id: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class SlotState:
-    """The state of one slot at one moment.
+    """The state of one slot at one moment; the fields from ``commit_requested`` on hold snapshot ids.
 
     ``complete``: it holds a whole snapshot. ``pinned``: it is being committed or sent. ``soft_pinned``: it is
-    only being digested for a comparison. These and the other fields hold snapshot ids.
+    only being digested for a comparison.
     """
 
     index: int
@@ -234,15 +230,12 @@ class ControlBlock:
 
     def set_copying(self, local_rank: int, snapshot_id: int, *, awaiting_slot: bool = False) -> None:
         """Record which snapshot ``local_rank`` copies, 0 for none; it may still await its slot."""
-        self._words[COPYING_START + local_rank] = (
-            snapshot_id | AWAITING_SLOT if awaiting_slot else snapshot_id
-        )
+        self._words[COPYING_START + local_rank] = snapshot_id | (AWAITING_SLOT if awaiting_slot else 0)
 
     def is_copying_older(self, local_ranks: Iterable[int], snapshot_id: int) -> bool:
         """Whether one of these ranks still copies an older snapshot than ``snapshot_id``."""
-        return any(
-            0 < self._words[COPYING_START + rank] & ~AWAITING_SLOT < snapshot_id for rank in local_ranks
-        )
+        copying = (self._words[COPYING_START + rank] & ~AWAITING_SLOT for rank in local_ranks)
+        return any(0 < copied_id < snapshot_id for copied_id in copying)
 
     def slot_record(self, index: int) -> SlotRecord:
         """Return the words of slot ``index``; raise ValueError after `close`."""
@@ -301,17 +294,9 @@ class SlotRecord:
     def read_state(self) -> SlotState:
         """Read the fields on which decisions depend."""
         target = self.get("target")
-        return SlotState(
-            self.index,
-            self.get("serial"),
-            self.get("capacity"),
-            target,
-            complete=target != 0 and self.complete_snapshot_id() == target,
-            commit_requested=self.get("commit_requested"),
-            pinned=self.get("pinned"),
-            committed=self.get("committed"),
-            soft_pinned=self.get("soft_pinned"),
-        )
+        complete = target != 0 and self.complete_snapshot_id() == target
+        words = {name: self.get(name) for name in ("serial", "capacity", *_DECISION_FIELDS)}
+        return SlotState(index=self.index, target=target, complete=complete, **words)
 
     def reset(self) -> None:
         """Clear the slot; only the committer may call this, for a slot that no process uses."""
@@ -336,12 +321,11 @@ class Slot:
 
     @property
     def watermark(self) -> int:
-        """Bytes of the image that are in place and verified, while a resume fills the slot."""
+        """Verified bytes from the image's start, while a resume fills the slot."""
         return self.record.get("watermark")
 
     @watermark.setter
     def watermark(self, count: int) -> None:
-        """Verified bytes from the image's start, while a resume fills the slot."""
         self.record.set("watermark", count)
 
     def write_metadata(
@@ -371,23 +355,14 @@ class Slot:
         record.set("dynamic_digest", xxhash.xxh3_64_intdigest(dynamic))
 
     def image(self) -> memoryview:
-        """Return the image.
-
-        Raises:
-            ValueError: the recorded size exceeds the slot.
-
-        """
+        """Return the image; raise ValueError if the recorded size exceeds the slot."""
         return self._view(0, self.record.get("image_bytes"))
 
     def read_metadata(self) -> tuple[bytes, bytes]:
-        """Return static and dynamic JSON after checking their digests.
+        """Return static and dynamic JSON; raise ValueError if a digest does not match.
 
         The image has no digest before it is sent or committed. The metadata has one, because all ranks take
         it from the source rank and could not tell its damage from their own.
-
-        Raises:
-            ValueError: header or metadata are damaged.
-
         """
         get = self.record.get
         static = bytes(self._view(get("static_offset"), get("static_bytes")))
@@ -396,6 +371,22 @@ class Slot:
         if digests != (get("static_digest"), get("dynamic_digest")):
             raise ValueError("its header or metadata does not match its digest")
         return static, dynamic
+
+    def read_snapshot(self, snapshot_id: int) -> tuple[Manifest, memoryview]:
+        """Return manifest and image of the slot's snapshot; the manifest's blocks have no digests yet.
+
+        Raises:
+            CorruptError: words or metadata are damaged, or those of another snapshot.
+
+        """
+        try:
+            image = self.image()
+            manifest = _build_manifest(*self.read_metadata(), len(image))
+        except ValueError as error:
+            raise CorruptError(f"snapshot: {error}.") from error
+        if manifest.version != decode_snapshot_id(snapshot_id):
+            raise CorruptError(f"snapshot: its metadata is of {manifest.version}, its id {snapshot_id:#x}.")
+        return manifest, image
 
     def populate(self) -> None:
         """Map all pages now, without the GIL; a store into an unmapped page is thirty times slower."""
@@ -423,11 +414,7 @@ def round_up_to_page(count: int) -> int:
 
 def required_slot_bytes(image_bytes: int, static_bytes: int, dynamic_bytes: int) -> int:
     """Return the slot size for such snapshots, with room for the dynamic part to double."""
-    return (
-        round_up_to_page(image_bytes)
-        + round_up_to_page(static_bytes)
-        + round_up_to_page(2 * dynamic_bytes + (64 << 10))
-    )
+    return sum(map(round_up_to_page, (image_bytes, static_bytes, 2 * dynamic_bytes + (64 << 10))))
 
 
 def create_memory_file(name: str, size: int) -> int:
@@ -455,24 +442,22 @@ def create_memory_file(name: str, size: int) -> int:
     return descriptor
 
 
-def merge_state(static: Mapping[str, Any], dynamic: Mapping[str, Any]) -> dict[str, Any]:
+def merge_state(
+    static: Mapping[str, Any], dynamic: Mapping[str, Any], depth: int = _MERGE_DEPTH
+) -> dict[str, Any]:
     """Merge the typed JSON of a state's static and dynamic parts; the dynamic part takes precedence.
 
-    Plain objects present in both are merged in the static order, as are lists of equal length: in a param
-    group the parameter numbers are static and the learning rate is dynamic. The result shares parts of both
-    inputs.
+    Plain objects present in both are merged in the static order, as are lists of equal length, down to
+    ``depth`` levels: in a param group the parameter numbers are static and the learning rate is dynamic. The
+    result shares parts of both inputs.
     """
-    return _merge_objects(static, dynamic, _MERGE_DEPTH)
-
-
-def _merge_objects(static: Mapping[str, Any], dynamic: Mapping[str, Any], depth: int) -> dict[str, Any]:
     merged = {key: _merge(static[key], v, depth) if key in static else v for key, v in dynamic.items()}
     return {**static, **merged}
 
 
 def _merge(static: Any, dynamic: Any, depth: int) -> Any:
     if depth and type(static) is type(dynamic) is dict and TAG not in static and TAG not in dynamic:
-        return _merge_objects(static, dynamic, depth - 1)
+        return merge_state(static, dynamic, depth - 1)
     if depth and type(static) is type(dynamic) is list and len(static) == len(dynamic):
         return [_merge(s, d, depth - 1) for s, d in zip(static, dynamic, strict=True)]
     return dynamic
@@ -490,29 +475,16 @@ def dynamic_metadata(
     return {"generation": generation, "position": vars(position), "written_at": written_at, "state": state}
 
 
-def build_manifest(static: bytes, dynamic: bytes, image_bytes: int) -> Manifest:
-    """Build a snapshot's manifest; its blocks have no digests yet.
-
-    Raises:
-        CorruptError: the metadata is invalid.
-
-    """
-    if len(static) + len(dynamic) > MAX_MANIFEST_BYTES:
-        raise CorruptError(
-            f"snapshot: {len(static) + len(dynamic)} bytes of metadata; the limit is {MAX_MANIFEST_BYTES}."
-        )
+def _build_manifest(static: bytes, dynamic: bytes, image_bytes: int) -> Manifest:
+    size = len(static) + len(dynamic)
+    if size > MAX_MANIFEST_BYTES:
+        raise CorruptError(f"snapshot: {size} bytes of metadata; the limit is {MAX_MANIFEST_BYTES}.")
     try:
         fields, dynamic_fields = json.loads(static), json.loads(dynamic)
-        state = merge_state(fields.pop("state"), dynamic_fields.pop("state"))
-        position = Position(**dynamic_fields.pop("position"))
-        follows = tuple(fields.pop("follows_rank0"))
-        return Manifest(
-            **fields,
-            **dynamic_fields,
-            position=position,
-            follows_rank0=follows,
-            state=state,
-            file_bytes=image_bytes,
-        )
+        state = merge_state(fields["state"], dynamic_fields["state"])
+        fields |= dynamic_fields | {"state": state, "file_bytes": image_bytes}
+        fields["position"] = Position(**fields["position"])
+        fields["follows_rank0"] = tuple(fields["follows_rank0"])
+        return Manifest(**fields)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(f"snapshot: its metadata is invalid ({error!r}).") from error

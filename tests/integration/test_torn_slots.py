@@ -17,8 +17,7 @@ from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.snapshot.committer import CheckpointCommitter
-from elastic_resume.snapshot.ipc import SnapshotServer
-from elastic_resume.snapshot.slot_client import SlotClient
+from elastic_resume.snapshot.ipc import SlotClient, SnapshotServer
 from elastic_resume.snapshot.slot_pool import SlotPool
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import TensorBuffer

@@ -29,9 +29,8 @@ from elastic_resume.restore import coordinator as resuming
 from elastic_resume.restore.collectives import Collectives
 from elastic_resume.restore.rank_context import RankContext
 from elastic_resume.snapshot.committer import CheckpointCommitter
-from elastic_resume.snapshot.ipc import SnapshotServer
+from elastic_resume.snapshot.ipc import SlotClient, SnapshotServer
 from elastic_resume.snapshot.progress_page import ProgressPage
-from elastic_resume.snapshot.slot_client import SlotClient
 from elastic_resume.snapshot.slot_pool import SlotPool
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import REPLICATED
