@@ -19,9 +19,9 @@ pytestmark = pytest.mark.cluster
 
 SCRIPT = """
 import sys
-from elastic_resume.training import crash_reporting
-crash_reporting.install_startup_hook()
-crash_reporting.install_startup_hook()  # as er.resume does after the start did
+from elastic_resume.training import worker_exit
+worker_exit.install_startup_hook()
+worker_exit.install_startup_hook()  # as er.resume does after the start did
 {body}
 """
 
@@ -60,7 +60,7 @@ def test_crash_through_two_hooks_emits_one_event(tmp_path: Path) -> None:
     """Torch wraps the startup hook, and er.resume wraps torch's hook."""
     body = (
         "inner = sys.excepthook; sys.excepthook = lambda *error: inner(*error)\n"
-        "crash_reporting.install_startup_hook(); raise ValueError('boom')"
+        "worker_exit.install_startup_hook(); raise ValueError('boom')"
     )
     printed, (event,) = die(tmp_path, body)
     assert event["message"] == "boom"

@@ -153,7 +153,7 @@ FORKED_EARLY = """
 import os, signal
 early = []
 os.register_at_fork(after_in_child=lambda: early and os.kill(os.getpid(), signal.SIGTERM))
-from elastic_resume.training.graceful_shutdown import DrainRequest
+from elastic_resume.training.worker_exit import DrainRequest
 
 def child():
     if (pid := os.fork()) == 0:

@@ -45,7 +45,7 @@ from elastic_resume.agent.workers import run_main, supervisor
 # Imports of every training script. DistributedDataParallel's constructor imports torch._dynamo, in 1.1 to
 # 1.8 s.
 TORCH_MODULES = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.utils.data")
-OWN_MODULES = ("elastic_resume.training.api",)
+OWN_MODULES = ("elastic_resume.training.run",)
 MAX_REQUEST_BYTES = 16 << 20
 REQUEST_TIMEOUT_S = 1.0  # a launcher shim sends its request at once, and others wait meanwhile
 FORK_TEST_TIMEOUT_S = 10.0
@@ -334,9 +334,9 @@ def become_worker(request: WorkerRequest) -> list[str]:
     torch = sys.modules.get("torch")
     if torch is not None and torch.initial_seed() != OLD_TORCH_SEED:
         torch.default_generator.seed()
-    crash_reporting = sys.modules.get("elastic_resume.training.crash_reporting")
-    if crash_reporting is not None:
-        crash_reporting.install_startup_hook()  # a script may fail before it calls er.resume
+    worker_exit = sys.modules.get("elastic_resume.training.worker_exit")
+    if worker_exit is not None:
+        worker_exit.install_startup_hook()  # a script may fail before it calls er.resume
     return command
 
 

@@ -344,8 +344,8 @@ def test_changed_values_keep_cache(change: Callable[[Parts], Any]) -> None:
 
 def test_tied_memory_is_stored_once_until_address_changes() -> None:
     """Two parameters over the same memory."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    first, second = model[0].weight, model[1].weight
+    one, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    model, first, second = nn.Sequential(one, other), one.weight, other.weight
     tracker = StateTracker({"model": model})
     for data, is_tied in ((first.data, True), (first.data.clone(), False), (first.data, True)):
         second.data = data
