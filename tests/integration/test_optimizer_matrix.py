@@ -97,10 +97,10 @@ def compare_diaries(killed: Diary, whole: Diary) -> None:
     """Check that each step reads the same samples and gives the same losses, also repeated steps."""
     assert killed.keys() == whole.keys() == {(s, r) for s in range(1, STEPS + 1) for r in range(3)}
     for (step, rank), entries in killed.items():
-        (told,) = whole[step, rank]
+        (undisturbed,) = whole[step, rank]
         for entry in entries:
-            assert entry["indices"] == told["indices"], f"other samples in step {step} on rank {rank}"
-            other = [cell for cell, loss in told["losses"].items() if entry["losses"][cell] != loss]
+            assert entry["indices"] == undisturbed["indices"], f"other samples in step {step} on rank {rank}"
+            other = [cell for cell, loss in undisturbed["losses"].items() if entry["losses"][cell] != loss]
             assert not other, f"other losses in step {step} on rank {rank}: {other}"
 
 
