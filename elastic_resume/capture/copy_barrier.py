@@ -166,5 +166,6 @@ def _is_hookable(optimizer: Optimizer) -> bool:
 def _collect_addresses(optimizer: Optimizer) -> set[int]:
     """Return the addresses of an optimizer's parameters and of their state."""
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    values = chain.from_iterable(entries.values() for entries in optimizer.state.values())
+    states = (entries for entries in optimizer.state.values() if isinstance(entries, dict))
+    values = chain.from_iterable(map(dict.values, states))
     return {item.data_ptr() for item in chain(parameters, values) if isinstance(item, Tensor)}

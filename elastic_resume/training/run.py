@@ -47,6 +47,7 @@ W = TypeVar("W", bound=Callable[[WorldChange], object])
 T = TypeVar("T")
 
 MAX_FINAL_SAVE_ATTEMPTS = 3
+RETRY_S = 1.0
 
 
 class Run:
@@ -405,12 +406,12 @@ class Run:
             self._release()
 
     def _save_final_state(self) -> None:
-        """Commit the final state; try three times, a second apart."""
+        """Commit the final state, in several attempts."""
         for _ in range(MAX_FINAL_SAVE_ATTEMPTS):
             self.save()
             if not self._context.is_local_leader or self._snapshot_scheduler.has_saved(self.position):
                 break
-            time.sleep(1.0)
+            time.sleep(RETRY_S)
         else:
             if len(self._context.local_leader_by_node) == 1:  # other nodes hold the final state too
                 raise MachineError(

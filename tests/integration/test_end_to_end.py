@@ -28,10 +28,8 @@ def make(tmp_path: Path) -> Iterator[Make]:
     made: list[Cluster] = []
 
     # --node-timeout as users have it, and not the patient one of other tests.
-    def build(
-        nodes: int = 3, min_nodes: int | None = None, max_nodes: int | None = None, more: tuple[str, ...] = ()
-    ) -> Cluster:
-        flags = ["--save-every", str(SAVE_EVERY), "--node-timeout", "3", *more]
+    def build(nodes: int = 3, min_nodes: int | None = None, max_nodes: int | None = None) -> Cluster:
+        flags = ["--save-every", str(SAVE_EVERY), "--node-timeout", "3"]
         cluster = Cluster(tmp_path, nodes=nodes, min_nodes=min_nodes, max_nodes=max_nodes, flags=flags)
         made.append(cluster)
         return cluster
@@ -44,7 +42,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 def start(cluster: Cluster, *, waits_at: int = 10**6, **options: object) -> Path:
     """Start the job; give the directory of its training_log.
 
-    ``waits_at``: from this step on each takes a second until `go_on`, so that the job has not ended before the
+    ``waits_at``: from this step on each takes a second until `go_on`, so that the job cannot end before the
     test's fault, however slow this process is.
     """
     kept = cluster.directory / "diary"

@@ -1,4 +1,4 @@
-"""What a signal to the agent does: workers end at a step boundary, their state saved, or after the grace."""
+"""A signal to the agent: workers end at a step boundary with their state saved, or after the grace."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from tests.support.processes import is_alive
 pytestmark = pytest.mark.cluster
 
 TRAIN = SCRIPTS / "train.py"
-# Nothing but its own end would make it go.
+# It ends only by SIGKILL.
 STUBBORN = """
 import os, pathlib, signal, time
-signal.signal(signal.SIGTERM, lambda *_: pathlib.Path("told").touch())
+signal.signal(signal.SIGTERM, lambda *_: pathlib.Path("terminated").touch())
 pathlib.Path(f"worker-{os.getpid()}").touch()
 while True:
     time.sleep(1)
 """
 
-# Children of all kinds that a script forks, while its rank may be asked to end.
+# Children of several kinds, forked by a script whose rank may be asked to end.
 FORKS = """
 import multiprocessing, os, signal, sys, time
 import torch
@@ -107,7 +107,7 @@ def test_second_interrupt_skips_grace(agents: Agents) -> None:
     agent = agents.start("--grace=3600", "train.py")
     (pid,) = wait_for(lambda: agents.pids("worker"), "the worker")
     agent.send_signal(signal.SIGINT)
-    wait_for((agents.directory / "told").exists, "the worker to be told")
+    wait_for((agents.directory / "terminated").exists, "SIGTERM in the worker")
     assert is_alive(pid)
     agent.send_signal(signal.SIGINT)
     assert agent.wait(60) == 130
@@ -148,7 +148,7 @@ def test_forked_children_end_by_sigterm(agents: Agents) -> None:
     assert f"terminated -{signal.SIGTERM.value}\n" in log, log
 
 
-# One child is signalled before any of our own code runs in it; the other one's parent had been asked to end.
+# The first child's parent was asked to end; the second child gets the signal before our code runs in it.
 FORKED_EARLY = """
 import os, signal
 early = []
@@ -164,9 +164,9 @@ def child():
 request = DrainRequest()
 signal.raise_signal(signal.SIGTERM)
 assert request.requested
-told = [child()]
+first = child()
 early.append(True)
-print(*told, child())
+print(first, child())
 """
 
 
