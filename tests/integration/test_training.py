@@ -258,8 +258,9 @@ def test_two_hosts_with_same_node_name_are_refused(tmp_path: Path) -> None:
 def test_wrong_argument_is_one_line_and_deterministic_failure_event(tmp_path: Path) -> None:
     """The agent reads the event and does not restart."""
     log = tmp_path / "events.jsonl"
-    env = {"ELASTIC_RESUME_KEEP": "1", "ELASTIC_RESUME_EVENTS_PATH": str(log)}
-    (done,) = probe(tmp_path, "plain", nodes=["n0"], **env)
+    (done,) = probe(
+        tmp_path, "plain", nodes=["n0"], ELASTIC_RESUME_KEEP="1", ELASTIC_RESUME_EVENTS_PATH=str(log)
+    )
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
     failure = next(events.read(log))

@@ -178,9 +178,9 @@ def is_complete(run: Run, timeout_s: float = 20) -> bool:
     return run._snapshot_scheduler.snapshotter.wait_until_complete(timeout_s)
 
 
-def linear(*sizes: int) -> dict[str, Any]:
+def linear(inputs: int = 4, outputs: int = 4) -> dict[str, Any]:
     """Build a linear layer with SGD."""
-    model = nn.Linear(*(sizes or (4, 4)))
+    model = nn.Linear(inputs, outputs)
     return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)}
 
 
