@@ -106,21 +106,19 @@ def test_killed_node_returns_with_empty_disk(make: Make, undisturbed: str) -> No
     assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
     assert check_end(kept, world_size=3) == undisturbed
     starts = [(event["generation"], event["step"]) for event in cluster.node_events(2, "worker-start")]
-    assert starts == [(resumed["generation"], resumed["step"])], "it went on from what it was sent"
-    assert max(entry.step for entry in cluster.checkpoints(2)) == EPOCHS * SAMPLES // 24, (
-        "its disk has the end"
-    )
+    assert starts == [(resumed["generation"], resumed["step"])], "not resumed from the sent checkpoint"
+    assert max(entry.step for entry in cluster.checkpoints(2)) == EPOCHS * SAMPLES // 24
 
 
 def test_node_that_dies_during_resume_does_not_block_others(make: Make, undisturbed: str) -> None:
-    """It dies with the plan made and nothing loaded, and returns."""
+    """It dies after planning and before loading, and returns."""
     cluster = make()
     kept = start(cluster, waits_at=14)
     cluster.wait(commit=10, node=2)
     planned = cluster.arm(2, "resume.planned=wait")
     cluster.kill_worker(1)
     go_on(cluster)
-    cluster.wait(lambda: cluster.failpoints.is_waiting(planned), "n2 to come so far in the next world")
+    cluster.wait(lambda: cluster.failpoints.is_waiting(planned), "n2 to plan its resume")
     cluster.kill_node(2)
     cluster.start_node(2)
     assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
@@ -160,7 +158,7 @@ def test_two_nodes_continue_without_third_and_readmit_it(make: Make, tmp_path: P
 def test_resume_names_damaged_checkpoints_and_uses_next_source(make: Make, undisturbed: str) -> None:
     """One copy is torn, one has a flipped bit; the third node's serves all."""
     cluster = make()
-    kept = start(cluster, waits_at=12)  # so near to each other they all keep the copy that counts
+    kept = start(cluster, waits_at=12)  # so close to the commit that all nodes keep it
     for index in range(3):
         cluster.wait(commit=10, node=index)
     cluster.stop()

@@ -217,14 +217,6 @@ def test_optimizers_with_sharded_or_local_state_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_torch_refuses_sync_batchnorm_on_cpu() -> None:
-    """It can be tested on GPUs only. If torch comes to allow it on CPUs, test it here."""
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    with pytest.raises(ValueError, match="only work with GPU modules"):
-        nn.parallel.DistributedDataParallel(model)
-
-
-@pytest.mark.usefixtures("alone")
 def test_bucket_order_is_replayed_to_ddp_with_device_ids() -> None:
     """With device_ids, as on GPUs, DDP fails if it is called without any input."""
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
