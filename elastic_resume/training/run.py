@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ from elastic_resume.config import Settings
 from elastic_resume.data import elastic_sampler, rng, world_size
 from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.data.world_size import WorldChange
-from elastic_resume.errors import ConfigError, MachineError, UsageError
+from elastic_resume.errors import ConfigError, ElasticResumeError, MachineError, UsageError
 from elastic_resume.policy.resume_plan import ResumePlan
 from elastic_resume.restore import coordinator, replica_check
 from elastic_resume.restore.collectives import Collectives
@@ -513,31 +513,28 @@ def resume(
         ElasticResumeError: a subclass in `elastic_resume.errors`, on all ranks, before anything was loaded.
 
     """
-    worker_exit.install_startup_hook()  # until the node's name is known
-    _check_random_options(seed, rng)
-    batches = elastic_sampler.find_batches(data)
-    _check_world_change_policy(batches, on_world_change)
-    settings = Settings.for_worker(
-        os.environ,
-        sys.argv[0],
-        ckpt_dir=ckpt_dir,
-        run_id=run_id,
-        node_name=node_name,
-        save_every=save_every,
-        snapshot_every=snapshot_every,
-        keep=keep,
-        resume=resume,
-    )
-    objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "ema": ema}
-    objects["data"] = data if batches is None else batches
-    tracked = state_dict.collect_objects({**objects, **named})
-    for name, item in tracked.items():
-        # A second order of samples would get no position, and every rank would read all of it.
-        if isinstance(item, (GlobalBatches, elastic_sampler.ElasticSampler)) and item is not batches:
-            raise ConfigError(
-                f"{name}: a run keeps its place in one order of samples, data=, and this is another one. "
-                "Leave it out of resume(): read it with torch's DistributedSampler, or bind() and seek() it."
-            )
+    try:
+        _check_random_options(seed, rng)
+        batches = elastic_sampler.find_batches(data)
+        _check_world_change_policy(batches, on_world_change)
+        settings = Settings.for_worker(
+            os.environ,
+            sys.argv[0],
+            ckpt_dir=ckpt_dir,
+            run_id=run_id,
+            node_name=node_name,
+            save_every=save_every,
+            snapshot_every=snapshot_every,
+            keep=keep,
+            resume=resume,
+        )
+        objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+        objects |= {"ema": ema, "data": data if batches is None else batches}
+        tracked = state_dict.collect_objects({**objects, **named})
+        _check_single_data_order(tracked, batches)
+    except ElasticResumeError:
+        worker_exit.install_startup_hook()  # the node's name is not known yet
+        raise
     collectives = Collectives.join()
     node_dir = settings.ckpt_dir / settings.run_id / settings.node_name
     events = worker_exit.open_event_log(
@@ -566,3 +563,13 @@ def _check_world_change_policy(batches: GlobalBatches | None, policy: object) ->
             f"on_world_change is {policy!r}, but without data= batches cannot be divided: pass a "
             "GlobalBatches or a loader with an ElasticSampler as data=."
         )
+
+
+def _check_single_data_order(tracked: Mapping[str, Any], batches: GlobalBatches | None) -> None:
+    """Refuse a second order of samples: it would get no position, and every rank would read all of it."""
+    for name, item in tracked.items():
+        if isinstance(item, (GlobalBatches, elastic_sampler.ElasticSampler)) and item is not batches:
+            raise ConfigError(
+                f"{name}: a run keeps its place in one order of samples, data=, and this is another one. "
+                "Leave it out of resume(): read it with torch's DistributedSampler, or bind() and seek() it."
+            )
