@@ -12,8 +12,7 @@ the hooks of all optimizers ran in the previous step. The step during which it r
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
@@ -51,11 +50,8 @@ class CopyBarrier(Generic[T]):
         if len(self.skipped_optimizers) == len(self._optimizers):
             return None
         others = [optimizer for optimizer in self._optimizers if optimizer not in self.skipped_optimizers]
-        return (
-            set[int]()
-            .union(*map(_collect_addresses, self.skipped_optimizers))
-            .difference(*map(_collect_addresses, others))
-        )
+        unprotected = set[int]().union(*map(_collect_addresses, self.skipped_optimizers))
+        return unprotected.difference(*map(_collect_addresses, others))
 
     @property
     def has_hooks(self) -> bool:
@@ -168,14 +164,8 @@ def _is_hookable(optimizer: Optimizer) -> bool:
 
 
 def _collect_addresses(optimizer: Optimizer) -> set[int]:
-    """Return the addresses of an optimizer's parameters and state."""
+    """Return the addresses of an optimizer's parameters and of their state."""
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    return {tensor.data_ptr() for tensor in chain(parameters, _iter_tensors(optimizer.state))}
-
-
-def _iter_tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple, deque)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _iter_tensors(item)
+    states = (entries for entries in optimizer.state.values() if isinstance(entries, dict))
+    values = chain.from_iterable(map(dict.values, states))
+    return {item.data_ptr() for item in chain(parameters, values) if isinstance(item, Tensor)}

@@ -21,7 +21,6 @@ from elastic_resume import __version__, console, constants
 from elastic_resume.capture.snapshotter import PEER_TIMEOUT_S, Snapshotter
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import Manifest, Position
-from elastic_resume.checkpoint.reader import allocate_memory
 from elastic_resume.checkpoint.writer import CheckpointWriter, CommitResult, RetentionPolicy
 from elastic_resume.errors import MachineError
 from elastic_resume.policy import checkpoint_interval, divergence
@@ -30,6 +29,7 @@ from elastic_resume.policy.resume_plan import ResumePlan
 from elastic_resume.restore import rank_context
 from elastic_resume.restore.rank_context import RankContext
 from elastic_resume.snapshot.ipc import SlotClient
+from elastic_resume.snapshot.slots import encode_snapshot_id
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import REPLICATED, FlatState, make_spec, view_bytes
 
@@ -37,7 +37,6 @@ NEVER = 1 << 62  # a step
 METADATA_HEADROOM_BYTES = 1 << 18  # reserved for metadata while its size is unknown
 WARM_UP_SNAPSHOTS = 3  # the first snapshot in each slot is slower than all later ones
 SMOOTHING_WEIGHT = 0.3  # of the newest measurement
-BUFFER_BYTES = 16 << 20
 _CHUNK_ELEMENTS = 1 << 20  # of one tensor that are copied to the host, or made contiguous, at a time
 
 
@@ -66,26 +65,7 @@ def build_manifest(
 
 
 def iter_state_chunks(flat_state: FlatState, layout: Layout) -> Iterator[memoryview]:
-    """Yield the image of ``flat_state`` in pieces of one buffer.
-
-    Each piece is valid until the next one is requested.
-    """
-    buffer = allocate_memory(BUFFER_BYTES)
-    used = 0
-    for source in _iter_tensor_bytes(flat_state, layout):
-        rest = source
-        while rest:
-            piece, rest = rest[: BUFFER_BYTES - used], rest[BUFFER_BYTES - used :]
-            buffer[used : used + len(piece)] = piece
-            used += len(piece)
-            if used == BUFFER_BYTES:
-                yield buffer
-                used = 0
-    if used:
-        yield buffer[:used]
-
-
-def _iter_tensor_bytes(flat_state: FlatState, layout: Layout) -> Iterator[memoryview]:
+    """Yield the image of ``flat_state`` in pieces, each valid until the next one is requested."""
     yield memoryview(layout.header)
     by_name = {leaf.name: leaf.tensor for leaf in flat_state.leaves}
     for name, extent in layout.extents.items():
@@ -140,10 +120,8 @@ class SnapshotScheduler:
         self._save_stall_s: float | None = None
         self._snapshot_count = 0
         self._last_direct_write: CommitResult | None = None
-        # Nodes compare replicas through their agents.
-        self._compares_replicas = (
-            constants.ENV_AGENT_PID in os.environ and len(context.local_leader_by_node) > 1
-        )
+        has_agent = constants.ENV_AGENT_PID in os.environ  # nodes compare replicas through their agents
+        self._compares_replicas = has_agent and len(context.local_leader_by_node) > 1
         if not context.is_local_leader:
             return
         # For _write_directly. All other commits are made by the committer.
@@ -168,15 +146,10 @@ class SnapshotScheduler:
         """Prepare slots for ``state_bytes`` before the first snapshot needs them. Local leader only."""
         if self._slot_client.is_local_leader:
             # The size is an estimate: slots filled by a restore or an earlier generation are kept.
-            capacities = [
-                slot.capacity
-                for slot in self._slot_client.control_block.read_slots()
-                if slot.capacity > state_bytes
-            ]
-            self._slot_client.prepare_slots(
-                min(capacities, default=state_bytes + state_bytes // 64 + METADATA_HEADROOM_BYTES),
-                is_estimate=True,
-            )
+            states = self._slot_client.control_block.read_slots()
+            capacities = [slot.capacity for slot in states if slot.capacity > state_bytes]
+            default = state_bytes + state_bytes // 64 + METADATA_HEADROOM_BYTES
+            self._slot_client.prepare_slots(min(capacities, default=default), is_estimate=True)
 
     def after_step(self, position: Position, *, may_save: bool = True, epoch_over: bool = False) -> None:
         """Take the snapshot and the commit that are due at this step boundary.
@@ -194,12 +167,12 @@ class SnapshotScheduler:
 
     def _take_due_snapshot(self, position: Position, *, may_save: bool, epoch_over: bool) -> None:
         control, step = self._slot_client.control_block, position.step
+        snapshot_id = encode_snapshot_id(self._generation, step)
         self._update_costs()
         if not self._slot_client.is_local_leader:
             # The local leader may have passed this step already and announced the next snapshot.
-            if not epoch_over and (
-                step >= control.get("next_snapshot_step") or self.snapshotter.is_decided(position)
-            ):
+            is_decided = control.get("decided_id") == snapshot_id
+            if not epoch_over and (is_decided or step >= control.get("next_snapshot_step")):
                 self.snapshotter.start_snapshot(position)
             return
         save = may_save and self._is_save_due(step)
@@ -207,7 +180,7 @@ class SnapshotScheduler:
         if self._slot_client.slot_count <= 1 or self._context.settings.snapshot_every.is_off:
             if announced != NEVER:
                 control.set("next_snapshot_step", NEVER)
-                self.snapshotter.announce_skip(position)
+                control.set("decided_id", snapshot_id)  # the other local ranks must not wait for it
             if save and self._slot_client.slot_count == 0:
                 self._write_directly(position)
             elif save:
@@ -237,9 +210,9 @@ class SnapshotScheduler:
             if not self._ensure_snapshot(position, epoch_over=epoch_over):
                 self._write_directly(position)
                 return self.committed_path
-            answer = self._slot_client.commit(self.snapshotter.snapshot_id)
-            self.committed_path = Path(answer["path"]) if answer.get("path") else None
-            if self.committed_path is not None:
+            path = self._slot_client.commit(self.snapshotter.snapshot_id).get("path")
+            self.committed_path = Path(path) if path else None
+            if path:
                 self.saved_step, self._last_save_at = position.step, time.monotonic()
             return self.committed_path
 
@@ -317,9 +290,7 @@ class SnapshotScheduler:
             return False
         digest_s = self._slot_client.control_block.get("digest_cpu_us") / 1e6 or None
         if digest_s is not None and self._snapshot_cost_s is not None:
-            digest_s += (
-                self._snapshot_cost_s * self._cpu_count
-            )  # the snapshot may be taken only for the comparison
+            digest_s += self._snapshot_cost_s * self._cpu_count  # the snapshot may be taken only for it
         gap = divergence.digest_interval_steps(
             self._context.settings.check_replicas, cost_s=digest_s, step_s=self._step_s, cores=self._cpu_count
         )

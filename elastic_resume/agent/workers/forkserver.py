@@ -44,7 +44,7 @@ from elastic_resume.agent.workers import run_main, supervisor
 # Imports of every training script. DistributedDataParallel's constructor imports torch._dynamo, in 1.1 to
 # 1.8 s.
 TORCH_MODULES = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.utils.data")
-OWN_MODULES = ("elastic_resume.training.api",)
+OWN_MODULES = ("elastic_resume.training.run",)
 # The interpreter, the dynamic loader, a library or torch reads these once, when the process starts.
 PROCESS_START_ENV_PREFIXES = (
     "PYTHON", "LD_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_", "LANG", "LC_",
@@ -335,9 +335,9 @@ def become_worker(request: WorkerRequest) -> list[str]:
     torch = sys.modules.get("torch")
     if torch is not None and torch.initial_seed() != OLD_TORCH_SEED:
         torch.default_generator.seed()
-    crash_reporting = sys.modules.get("elastic_resume.training.crash_reporting")
-    if crash_reporting is not None:
-        crash_reporting.install_startup_hook()  # a script may fail before it calls er.resume
+    worker_exit = sys.modules.get("elastic_resume.training.worker_exit")
+    if worker_exit is not None:
+        worker_exit.install_startup_hook()  # a script may fail before it calls er.resume
     return command
 
 

@@ -1,4 +1,4 @@
-"""A training script in which a process kills itself at a given moment of a given step, with a diary.
+"""A training script that kills workers and nodes at planned moments, and records finished steps.
 
 ``--plan`` is a JSON list of ``{"step", "rank", "moment", "who"}``: at that moment of that step that rank
 kills its worker (itself), its agent, or both (the node). An entry that was carried out leaves a file.
@@ -24,7 +24,7 @@ MOMENTS = ("forward", "backward", "optimizer", "stepped", "copying", "copied", "
 
 
 class Doom:
-    """The plan of kills of one rank."""
+    """Kills this rank's worker, agent or node as planned."""
 
     def __init__(self, plan: list[dict[str, Any]], rank: int, directory: Path) -> None:
         self._plan = [entry for entry in plan if entry["rank"] == rank]
@@ -32,7 +32,7 @@ class Doom:
         self.step = 0
 
     def comes(self, moment: str, step: int | None = None) -> None:
-        """Kill if the plan has this moment of ``step`` (default: the current step)."""
+        """Kill if a kill is planned for ``moment`` of ``step``, by default of the running step."""
         entry = self._due(moment, self.step if step is None else step)
         if entry is None:
             return
