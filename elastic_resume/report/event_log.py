@@ -6,7 +6,10 @@ is left out. Unknown kinds are kept, but prove no generation.
 All times are put on one axis, although wall clocks jump or differ. Each event has CLOCK_BOOTTIME (``b``)
 and its boot beside the wall clock (``t``). Within a boot, ``b`` gives every duration. Boots of different
 machines are aligned by the generations they share, because all nodes see the start of a generation within
-milliseconds. A boot that shares none keeps its wall clock. Pure.
+milliseconds. A boot that shares none keeps its wall clock.
+
+A job whose nodes all lost their disks starts again at generation 1. `number_restarts` continues the earlier
+numbers, so that reports count the lost steps. Pure.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import Any
 
+from elastic_resume.checkpoint.reader import checkpoint_name, parse_checkpoint_name
 from elastic_resume.events import Event, get_boot_time, get_count, get_seconds
 from elastic_resume.report.formatting import format_seconds
 
@@ -82,7 +87,8 @@ class EventTimeline:
     """All events by time, and the same events by generation, by node and by kind.
 
     ``boot_times`` gives the Unix time of each boot on the common axis; ``clocks`` are the wall clocks that
-    were off.
+    were off. ``generation_offset`` was added to generations of the job's last start; it is 0 unless the job
+    started again at generation 1.
     """
 
     events: tuple[ParsedEvent, ...]
@@ -91,6 +97,7 @@ class EventTimeline:
     by_kind: Mapping[str, Sequence[ParsedEvent]]
     boot_times: Mapping[str, float]
     clocks: tuple[ClockOffset, ...]
+    generation_offset: int = 0
 
     def select(self, *names: str) -> list[ParsedEvent]:
         """Return all events of these kinds, by time."""
@@ -100,7 +107,7 @@ class EventTimeline:
 
 def build_timeline(events: Iterable[Event]) -> EventTimeline:
     """Align and sort ``events``, type their fields and find the generation of each worker's exit."""
-    events = list(events)
+    events, generation_offset = number_restarts(events)
     boot_times = _estimate_boot_times(events)
     aligned, clocks = _align_events(events, boot_times)
     parsed = [event for event in map(_parse_event, aligned) if event is not None]
@@ -115,8 +122,74 @@ def build_timeline(events: Iterable[Event]) -> EventTimeline:
         if event.generation is not None and event.kind in GENERATION_EVENT_KINDS:
             by_generation[event.generation].append(event)
     return EventTimeline(
-        tuple(parsed), dict(sorted(by_generation.items())), dict(by_node), dict(by_kind), boot_times, clocks
+        events=tuple(parsed),
+        by_generation=dict(sorted(by_generation.items())),
+        by_node=dict(by_node),
+        by_kind=dict(by_kind),
+        boot_times=boot_times,
+        clocks=clocks,
+        generation_offset=generation_offset,
     )
+
+
+def number_restarts(events: Iterable[Event]) -> tuple[list[Event], int]:
+    """Continue the generation numbers of a job that started again at 1; return the events and an offset.
+
+    A job starts again at 1 if all nodes lost their disks; only logs that were kept elsewhere show it. The
+    offset was added to the generations of the last start.
+    """
+    listed = list(events)
+    restarts = _find_restarts(listed)
+    if not restarts:
+        return listed, 0
+    count = max(map(len, restarts.values()))
+    # A node that took part in one start only is assigned by the times of the others.
+    earliest = [min(times[i] for times in restarts.values() if len(times) > i) for i in range(count)]
+
+    def count_restarts(event: Event) -> int:
+        own = restarts.get(str(event.get("node")), [])
+        t = get_seconds(event)
+        return 0 if t is None else sum(t >= start for start in [*own, *earliest[len(own) :]])
+
+    newest = [0] * (count + 1)
+    numbers = [count_restarts(event) for event in listed]
+    for event, number in zip(listed, numbers, strict=True):
+        newest[number] = max(newest[number], get_count(event, "generation") or 0)
+    offsets = [sum(newest[:number]) for number in range(count + 1)]
+    numbered = [_shift_generation(event, offsets[n]) for event, n in zip(listed, numbers, strict=True)]
+    return numbered, offsets[-1]
+
+
+def _find_restarts(events: Iterable[Event]) -> dict[str, list[float]]:
+    """Find, for each node, the agent starts after which it entered a generation that it had known before."""
+    restarts: dict[str, list[float]] = defaultdict(list)
+    known: dict[str, dict[int, float]] = defaultdict(dict)  # the agent's start, by generation
+    agent_starts: dict[str, float] = {}
+    for event in sorted(events, key=lambda event: get_seconds(event) or 0.0):
+        node, t, generation = event.get("node"), get_seconds(event), get_count(event, "generation")
+        if t is None or not isinstance(node, str):
+            continue
+        if event.get("event") == "agent-start":
+            agent_starts[node] = t
+        if event.get("event") != "round" or generation is None or node not in agent_starts:
+            continue
+        start_t = agent_starts[node]
+        if known[node].setdefault(generation, start_t) != start_t:
+            restarts[node].append(start_t)
+            known[node] = {generation: start_t}
+    return restarts
+
+
+def _shift_generation(event: Event, offset: int) -> Event:
+    shifted = dict(event)
+    for name in ("generation", "source_generation") if offset else ():
+        number = get_count(event, name)
+        if number is not None:
+            shifted[name] = number + offset
+    path = event.get("path")
+    if offset and isinstance(path, str) and (version := parse_checkpoint_name(PurePath(path).name)):
+        shifted["path"] = checkpoint_name(version[0] + offset, version[1])
+    return shifted
 
 
 def _assign_generations(events: list[ParsedEvent]) -> list[ParsedEvent]:

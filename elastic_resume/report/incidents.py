@@ -306,7 +306,7 @@ def build_saved_state_records(
         else:
             _record_removal(records, item)
     _record_loads(records, timeline, history)
-    _apply_disk_entries(records, entries)
+    _apply_disk_entries(records, entries, timeline.generation_offset)
     ordered = sorted(records.values(), key=attrgetter("generation", "step", "node", "tier"))
     return tuple(ordered)
 
@@ -348,14 +348,16 @@ def _record_loads(records: _Records, timeline: EventTimeline, history: RunHistor
         records[key] = replace(known, verified=True, loaded_by=(*known.loaded_by, row.number))
 
 
-def _apply_disk_entries(records: _Records, entries: Iterable[CheckpointEntry]) -> None:
+def _apply_disk_entries(
+    records: _Records, entries: Iterable[CheckpointEntry], generation_offset: int
+) -> None:
     seen = set()
     inspected_nodes = set()
     for entry in entries:
         inspected_nodes.add(entry.node)
         if entry.generation is None or entry.step is None:
             continue
-        key = (entry.node, entry.generation, entry.step, DISK)
+        key = (entry.node, entry.generation + generation_offset, entry.step, DISK)
         if key in seen and entry.state == QUARANTINED:  # a newer one has its name
             key = (*key[:3], f"{DISK}, {entry.path.name} quarantined")
         record = SavedStateRecord(

@@ -205,7 +205,8 @@ class Run:
                 self._random_numbers.start_at(self.position.step)
                 yield self._progress.start_epoch()
                 self._progress.end_epoch()
-                self._save_if_due()
+                if self._save_if_due():
+                    self._drain_request.terminate_process()
             self._save_final_state()
             self._context.events.emit("run-end", **self._position_fields(), **self._progress_fields())
 
@@ -224,18 +225,27 @@ class Run:
         self._earlier_run_notice.record_start()
         position = self._progress.finish_step()
         self._bucket_order.end_step()
-        self._heartbeat.finish_step(position.step)
         failpoints.hit("step", position.step)
         self._random_numbers.after_step(position.step)
+        is_drained = False
+        if self._progress.has_no_batch_left:
+            self._snapshot_scheduler.after_step(position, may_save=False)
+        else:
+            is_drained = self._save_if_due()
+        # A step counts as finished only now, when its snapshot has begun: a process that dies earlier leaves
+        # no copy of it, and its peers may be stopped before they have one.
+        self._record_step(position)
+        if is_drained:
+            self._drain_request.terminate_process()
+
+    def _record_step(self, position: Position) -> None:
+        self._heartbeat.finish_step(position.step)
+        if self._progress.has_no_batch_left:
+            self._heartbeat.end_epoch(position.step)
         now = time.monotonic()
         if now >= self._next_step_event_s:
             self._next_step_event_s = now + self._step_event_interval_s
             self._context.events.emit("step", **self._position_fields(), **self._progress_fields())
-        if self._progress.has_no_batch_left:
-            self._heartbeat.end_epoch(position.step)
-            self._snapshot_scheduler.after_step(position, may_save=False)
-        else:
-            self._save_if_due()
 
     def micro_batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield the batches of ``loader`` if one optimizer step reads several of them (see README).
@@ -385,12 +395,14 @@ class Run:
     def _before_batch(self, first: bool) -> None:
         self._random_numbers.before_batch(self.position.step, first=first)
 
-    def _save_if_due(self) -> None:
+    def _save_if_due(self) -> bool:
+        """Take a snapshot or save if one is due. Return True if the process must end, for a drain."""
         if self._drain_request.requested and self._context.is_local_leader:
             with self._heartbeat.busy():
                 self._snapshot_scheduler.preserve(self.position, epoch_over=self._progress.is_epoch_over)
-            self._drain_request.terminate_process()
+            return True
         self._snapshot_scheduler.after_step(self.position, epoch_over=self._progress.is_epoch_over)
+        return False
 
     def _position_fields(self) -> dict[str, int]:
         return {"generation": self.generation, "step": self.position.step}

@@ -307,7 +307,7 @@ def test_listen_at_localhost_binds_loopback_alone(
 
 
 @pytest.mark.parametrize("name", ["node1", "NODE1", "node1."])
-@pytest.mark.parametrize("target", [[], ["127.0.1.1"], [ELSEWHERE]])
+@pytest.mark.parametrize("target", [[], ["127.0.1.1"], [ELSEWHERE]], ids=["none", "debian", "gateway"])
 def test_listen_by_host_name_matches_wherever_it_resolves(
     listen: Listen, answers: Answers, port: int, name: str, target: list[str]
 ) -> None:
@@ -385,6 +385,7 @@ def test_no_route_to_any_candidate_asks_for_local_addr(
         ("gpu8,gpu9", None, r"--rdzv-endpoint: gpu8 has no address after \d+ s: correct the name.*getent"),
         ("node1.svc,far", None, "--rdzv-endpoint: node1.svc has no address after"),
     ],
+    ids=map(str, range(9)),  # the addresses differ between the processes of a test run
 )
 def test_wrong_host_is_refused(
     listen: Listen, answers: Answers, text: str, local: str | None, named: str
@@ -473,7 +474,9 @@ def test_two_agents_of_a_host_take_candidate_ports_in_order(listen: Listen, port
 
 
 @pytest.mark.parametrize(
-    ("host", "local", "holder"), [(FIRST, None, FIRST), (FIRST, FIRST, FIRST), ("node1", None, "127.0.0.1")]
+    ("host", "local", "holder"),
+    [(FIRST, None, FIRST), (FIRST, FIRST, FIRST), ("node1", None, "127.0.0.1")],
+    ids=["listed", "listed-and-local", "name"],
 )
 def test_port_in_use_makes_an_ordinary_member_with_a_warning(
     listen: Listen, port: int, caplog: pytest.LogCaptureFixture, *, host: str, local: str | None, holder: str

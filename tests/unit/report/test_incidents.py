@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from elastic_resume.events import Event
 from elastic_resume.policy.incidents import GenerationEnd, IncidentTracker
 from elastic_resume.report import html, incidents, summary
+from elastic_resume.report.checkpoints import CheckpointEntry
 from elastic_resume.report.formatting import WIDTH
 from elastic_resume.report.incidents import build_history_from_events as build
 from tests.support.report_runs import (
@@ -411,3 +413,27 @@ def test_many_nodes_take_one_line() -> None:
     job = Job()
     job.begin(100, 0, *nodes, kind="cold")
     assert "gpu[0000-0499,0501-0999]" in summary.format_text(summary.build_run_report(job.events))
+
+
+def test_job_that_lost_all_disks_continues_the_numbers() -> None:
+    """It starts again at generation 1; every step of its first start counts as recomputed."""
+    job = Job().begun()
+    nodes = job.nodes
+    job.agents(200, *nodes)
+    job.generation = 0
+    job.begin(210, 0, *nodes, kind="cold")
+    job.exit(220, 1, signal="SIGKILL")
+    job.begin(230, 1, *nodes, source_node="n0", source_generation=1)
+    history = build(job.events)
+    assert [row.number for row in history.generations] == [1, 2, 3]
+    assert [row.recomputed_steps for row in history.generations] == [10, 0, None]
+    assert (history.generations[0].end.kind, history.generations[2].source_generation) == ("job", 2)
+    entry = CheckpointEntry(Path("/d"), "r", "n0", "valid", generation=2, step=1)
+    (record,) = summary.build_run_report(job.events, checkpoint_entries=[entry]).saved_states
+    assert (record.generation, record.state) == (3, "valid")
+
+
+def test_job_whose_agents_restart_keeps_its_numbers() -> None:
+    """Only a generation that a node enters twice shows that the disks were lost."""
+    numbers = [row.number for row in build(job_killed().events).generations]
+    assert numbers == [1, 2]
