@@ -312,7 +312,7 @@ class Hang:
                 str(victim.rank): victim.reason[:MAX_REASON_CHARS]
                 for victim in self.diagnosis.victims[:MAX_LISTED_RANKS]
             },
-            "elsewhere": self.diagnosis.waits_for_other_node,
+            "waits_for_other_node": self.diagnosis.waits_for_other_node,
             "threshold_s": round(self.limit_s, 3),
             "seconds": round(self.no_progress_s, 3),
             "steps": {

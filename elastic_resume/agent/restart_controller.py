@@ -209,8 +209,8 @@ class RestartController:
             self._event_log.emit(
                 "verdict",
                 generation=self._generation,
-                causes=[asdict(failure) for failure in result.verdict.root_causes],
-                cascade=[asdict(failure) for failure in result.verdict.secondary_failures],
+                root_causes=[asdict(failure) for failure in result.verdict.root_causes],
+                secondary_failures=[asdict(failure) for failure in result.verdict.secondary_failures],
             )
             self._log_remote_root_cause(result.verdict.root_cause, own_root_cause)
         decision = restart.decide_restart(self._history, self._limits, self._world)

@@ -106,7 +106,7 @@ class ShutdownController:
                 return
             self._first_signal = int(signal_number)
         cause = self._drain_cause() or signal.Signals(signal_number).name
-        self._event_log.emit("drain", cause=cause, alone=self._node_only)
+        self._event_log.emit("drain", cause=cause, others_continue=self._node_only)
 
     @contextlib.contextmanager
     def handle_signals(self) -> Iterator[None]:
@@ -222,7 +222,7 @@ class ShutdownController:
         """Requeue the job if ``decision`` says so; return the exit code, another one if it was cancelled."""
         if decision is None or self._scheduler_context.scheduler != "slurm":
             return exit_code
-        fields: dict[str, object] = {"action": decision.action.value, "why": decision.reason}
+        fields: dict[str, object] = {"action": decision.action.value, "reason": decision.reason}
         if decision.action is not RequeueAction.REQUEUE:
             self._event_log.emit("requeue", **fields)
             logger.info("not requeued by this node: %s.", decision.reason)
@@ -231,7 +231,12 @@ class ShutdownController:
         logger.info("%s: asking Slurm to requeue job %s.", decision.reason, job)
         result = slurm.request_requeue(job)
         self._event_log.emit(
-            "requeue", **fields, job=job, done=result.succeeded, tries=result.attempts, message=result.message
+            "requeue",
+            **fields,
+            job=job,
+            done=result.succeeded,
+            attempts=result.attempts,
+            message=result.message,
         )
         if result.succeeded:
             logger.info("job %s is requeued.", job)

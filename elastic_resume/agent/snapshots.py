@@ -62,8 +62,8 @@ class SnapshotService:
                 step=verdict.step,
                 agreed_step=verdict.agreed_step,
                 nodes=[list(group) for group in verdict.groups],
-                wrong=list(verdict.diverged),
-                goes_on=report.continues_from_majority,
+                diverged_nodes=list(verdict.diverged),
+                continues_from_majority=report.continues_from_majority,
             )
             if not report.continues_from_majority:
                 return  # the message at the job's end says it

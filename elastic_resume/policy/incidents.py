@@ -229,8 +229,10 @@ class IncidentTracker:
             _record_resume(self._get_or_create_state(generation), event, t)
         elif kind == "verdict":
             state = self._get_or_create_state(generation)
-            state.root_causes = state.root_causes or _parse_failures(event.get("causes"))
-            state.secondary_failures = state.secondary_failures or _parse_failures(event.get("cascade"))
+            state.root_causes = state.root_causes or _parse_failures(event.get("root_causes"))
+            state.secondary_failures = state.secondary_failures or _parse_failures(
+                event.get("secondary_failures")
+            )
         elif kind in {"step", "commit", "run-end"}:
             self._record_step(event, node, generation, t)
 

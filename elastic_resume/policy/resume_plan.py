@@ -95,8 +95,8 @@ class ResumePlan:
     """The state that a generation starts from.
 
     ``kind`` is "checkpoint" or "cold". The source of a cold start is rank 0 with its live state. ``holders``
-    maps node names to the state that each node reads; ``lacking`` names the nodes that receive it. ``--resume
-    never`` ignored generations up to ``min_generation`` (-1: none).
+    maps node names to the state that each node reads; ``receiving_nodes`` get it sent. ``--resume never``
+    ignored generations up to ``min_generation`` (-1: none).
     """
 
     kind: str
@@ -106,7 +106,7 @@ class ResumePlan:
     source_rank: int = 0
     source_generation: int = 0
     holders: tuple[tuple[str, SavedState], ...] = ()
-    lacking: tuple[str, ...] = ()
+    receiving_nodes: tuple[str, ...] = ()
     rejected: tuple[RejectedState, ...] = ()
     recomputed_steps: int = 0
     previous_world_size: int | None = None
@@ -151,13 +151,13 @@ def plan_broadcasts(plan: ResumePlan) -> tuple[Broadcast, ...]:
     equally fast numbers of sources the smallest is chosen, because sending costs the source time too. Memory
     sends before a disk, which is slower than most links.
     """
-    if not plan.lacking or plan.kind == "cold":
+    if not plan.receiving_nodes or plan.kind == "cold":
         return ()
     holders = sorted(plan.holders, key=lambda held: (held[1].tier != MEMORY, held[0] != plan.source_node))
-    most = min(len(holders), len(plan.lacking))
-    longest = [math.ceil(len(plan.lacking) / count) for count in range(1, most + 1)]
+    most = min(len(holders), len(plan.receiving_nodes))
+    longest = [math.ceil(len(plan.receiving_nodes) / count) for count in range(1, most + 1)]
     count = 1 + min(range(most), key=lambda i: longest[i].bit_length())
-    return tuple(Broadcast(holders[i][0], plan.lacking[i::count]) for i in range(count))
+    return tuple(Broadcast(holders[i][0], plan.receiving_nodes[i::count]) for i in range(count))
 
 
 def find_minority_holders(plan: ResumePlan, digests_by_node: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
@@ -245,7 +245,7 @@ def _plan_from_newest(nodes: Sequence[Inventory], readable: Mapping[str, Sequenc
         source_rank=source.local_leader_rank,
         source_generation=newest[0][0],
         holders=tuple(held.items()),
-        lacking=tuple(node.node for node in nodes if node.node not in held),
+        receiving_nodes=tuple(node.node for node in nodes if node.node not in held),
     )
 
 

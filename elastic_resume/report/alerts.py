@@ -52,7 +52,9 @@ def find_alerts(timeline: EventTimeline) -> tuple[Alert, ...]:
         for event in timeline.select(kind):
             text = describe(event)
             if text:
-                is_elsewhere = event.raw.get("elsewhere") is True  # a hang that another node caused
+                is_elsewhere = (
+                    event.raw.get("waits_for_other_node") is True
+                )  # a hang that another node caused
                 found.append(_make_alert(kind, NOTE if is_elsewhere else severity, event, text))
     for event in timeline.select("rendezvous"):
         kind = event.get_text("what")
@@ -137,16 +139,18 @@ def _describe_quarantine(event: ParsedEvent) -> str:
 
 
 def _describe_divergence(event: ParsedEvent) -> str:
-    nodes = event.get_texts("wrong")
+    nodes = event.get_texts("diverged_nodes")
     which = f"of {', '.join(nodes)} differ from the majority" if nodes else "differ, and there is no majority"
     consequence = (
-        "training continues from the majority's state" if event.raw.get("goes_on") is True else "the job ends"
+        "training continues from the majority's state"
+        if event.raw.get("continues_from_majority") is True
+        else "the job ends"
     )
     return f"replicas {which}; {consequence}"
 
 
 def _describe_drain(event: ParsedEvent) -> str:
-    others = "; the others continue" if event.raw.get("alone") is True else ""
+    others = "; the others continue" if event.raw.get("others_continue") is True else ""
     return f"{_first_text(event, 'cause')}: this node saves a checkpoint and leaves{others}"
 
 
@@ -159,7 +163,7 @@ def _describe_notice(event: ParsedEvent) -> str:
 
 def _describe_requeue(event: ParsedEvent) -> str:
     result = ", done" if event.raw.get("done") is True else ", refused" if "done" in event.raw else ""
-    detail = ": ".join(filter(None, [event.get_text("why"), event.get_text("message")]))
+    detail = ": ".join(filter(None, [event.get_text("reason"), event.get_text("message")]))
     return f"{_first_text(event, 'action')}{result}" + (f" ({detail})" if detail else "")
 
 

@@ -208,7 +208,7 @@ def _build_generation(
         last_step=last,
         source_node=resume.get_text("source_node") if resume else "",
         source_generation=resume.get_count("source_generation") if resume else None,
-        receiving_nodes=resume.get_texts("lacking") if resume else (),
+        receiving_nodes=resume.get_texts("receiving_nodes") if resume else (),
         rejected=_parse_rejected(resume),
         end=analysis.end,
         detected_t=analysis.t,

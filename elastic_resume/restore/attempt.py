@@ -254,7 +254,7 @@ class RestoreAttempt:
         self._source_values = SourceValues(_parse_values_layout(described[1], described[2], plan.nbytes))
         for broadcast in resume_plan.plan_broadcasts(plan):
             self._start_transfer(broadcast)
-        if plan.lacking:
+        if plan.receiving_nodes:
             self._attach_receivers()
         self._start_source_values()
         self._load_and_join_tasks(tracked, self.manifest)
@@ -352,7 +352,7 @@ class RestoreAttempt:
         """Map, on the other ranks of each receiving node, the slot into which their leader receives."""
         context = self._context
         slot_ids = context.collectives.gather(self._slot_id())
-        for node in self._plan.lacking:
+        for node in self._plan.receiving_nodes:
             slot_id = slot_ids[context.local_leader_by_node[node]]
             self._loads_after_commit |= slot_id is None and context.node_by_rank.count(node) > 1
             if node == context.node and slot_id is not None:

@@ -549,8 +549,8 @@ def _format_event(event: Event) -> str:
     """Format an event for the terminal; empty for most kinds."""
     kind, node = event.get("event"), event.get("node")
     if kind == "resume":
-        lacking = event.get("lacking") or []
-        sent = f", sent by {event.get('source_node')} to {', '.join(lacking)}" if lacking else ""
+        receivers = event.get("receiving_nodes") or []
+        sent = f", sent by {event.get('source_node')} to {', '.join(receivers)}" if receivers else ""
         lost = event.get("recomputed_steps")
         again = f"; {format_count(lost, 'step')} {choose_verb(lost, 'is', 'are')} run again" if lost else ""
         step = int(event.get("step", 0)) + 1
@@ -563,9 +563,8 @@ def _format_event(event: Event) -> str:
     if kind == "commit-failed":
         return f"{node}: {event.get('error')}"
     if kind == "replicas-differ":
-        return (
-            f"replicas differ at step {event.get('step')}: wrong on {', '.join(event.get('wrong') or ['?'])}"
-        )
+        diverged = ", ".join(event.get("diverged_nodes") or ["?"])
+        return f"replicas differ at step {event.get('step')}: wrong on {diverged}"
     if kind == "quarantine":
         return f"{node}: {event.get('path')} is set aside: {event.get('reason')}"
     if kind == "agent-end":

@@ -33,7 +33,7 @@ def resume_event_fields(result: ResumeResult, position: Position, world_size: in
         "source_node": plan.source_node,
         "source_tier": plan.source_tier,
         "source_generation": plan.source_generation,
-        "lacking": list(plan.lacking),
+        "receiving_nodes": list(plan.receiving_nodes),
         "rejected": [
             {"node": r.node, "generation": r.version[0], "step": r.version[1], "reason": r.reason}
             for r in plan.rejected
@@ -49,7 +49,7 @@ def format_resume_lines(result: ResumeResult, position: Position, world_size: in
     state = "no checkpoint found, starting fresh"
     if plan.kind == "checkpoint":
         tier = "checkpoint" if plan.source_tier == DISK else "snapshot in memory"
-        sent = f", sent to {', '.join(plan.lacking)}" if plan.lacking else ""
+        sent = f", sent to {', '.join(plan.receiving_nodes)}" if plan.receiving_nodes else ""
         state = (
             f"resumed at step {position.step} (epoch {position.epoch}) from {plan.source_node}'s {tier} "
             f"of generation {plan.source_generation}{sent}"

@@ -29,7 +29,7 @@ def test_diverged_node_ends_job_and_is_named(tmp_path: Path) -> None:
         start(cluster, tmp_path)
         assert cluster.wait_exit() == [1, 1, 1]
         found = cluster.events("replicas-differ")[0]
-        assert (found["step"], found["wrong"]) == (8, ["n1"])
+        assert (found["step"], found["diverged_nodes"]) == (8, ["n1"])
         assert found["agreed_step"] in {0, 4}  # a stalled node may not have sent step 4
         for index in range(3):
             assert "replicas differ at step 8: node n1 is not as nodes n0 and n2" in cluster.output(index)
@@ -44,7 +44,7 @@ def test_diverged_node_takes_majority_state_under_resume_from_majority(tmp_path:
         assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
         resumed = next(event for event in cluster.events("resume") if event["generation"] == 2)
         assert resumed["source_node"] in {"n0", "n2"}
-        assert "n1" in resumed["lacking"]
+        assert "n1" in resumed["receiving_nodes"]
         assert not cluster.node_events(1, "replicas-differ")[1:]
         saved = [event["step"] for event in cluster.node_events(1, "commit") if event["generation"] == 2]
         assert len(saved) > 2, "the wrong node saves as often as the others"

@@ -101,7 +101,7 @@ def test_killed_node_returns_with_empty_disk(make: Make, undisturbed: str) -> No
     cluster.wipe(2)
     cluster.start_node(2)
     resumed = cluster.wait(generation=before + 1)
-    assert "n2" in resumed["lacking"]
+    assert "n2" in resumed["receiving_nodes"]
     assert resumed["source_node"] == "n0"
     assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
     assert check_end(kept, world_size=3) == undisturbed
@@ -150,7 +150,7 @@ def test_two_nodes_continue_without_third_and_readmit_it(make: Make, tmp_path: P
     cluster.start_node(2)
     grown = wait_for_world(3, after=shrunk["generation"])
     third_is_back.touch()
-    assert "n2" in grown["lacking"]
+    assert "n2" in grown["receiving_nodes"]
     assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
     check_end(kept, world_size=3)
 
@@ -175,7 +175,7 @@ def test_resume_names_damaged_checkpoints_and_uses_next_source(make: Make, undis
     resumed = cluster.wait(generation=before + 1)
     assert resumed["step"] == step
     assert resumed["source_node"] == "n2"
-    assert resumed["lacking"] == ["n0", "n1"]
+    assert resumed["receiving_nodes"] == ["n0", "n1"]
     reasons = {rejected["node"]: rejected["reason"] for rejected in resumed["rejected"]}
     assert "bytes of" in reasons["n0"]
     assert "digest" in reasons["n1"]
@@ -232,7 +232,7 @@ def test_job_continues_with_other_number_of_nodes(make: Make, second: int) -> No
     resumed = again.wait(generation=before + 1)
     assert (resumed["previous_world_size"], resumed["world_size"]) == (3, second)
     # A node that was there may have died during its newest commit, and lack it too.
-    assert {f"n{index}" for index in range(3, second)} <= set(resumed["lacking"])
+    assert {f"n{index}" for index in range(3, second)} <= set(resumed["receiving_nodes"])
     assert again.wait_exit() == [0] * second, again.output(0)
     check_end(kept, world_size=second)
 

@@ -155,7 +155,7 @@ def test_deterministic_failure_of_one_step_is_named(make: Make) -> None:
             cluster, index
         )
         assert rounds(cluster, index) == [2, 2, 2]
-    (root,) = verdicts(cluster, 0)[-1]["causes"]
+    (root,) = verdicts(cluster, 0)[-1]["root_causes"]
     assert (root["node"], root["rank"], root["kind"], root["step"]) == ("n1", 1, "exception", 5)
 
 
@@ -198,7 +198,7 @@ def test_node_with_unkillable_worker_leaves(make: Make) -> None:
     assert cluster.wait_exit(60, only=[1]) == [75]
     assert "does not die of SIGKILL" in last_line(cluster, 1)
     wait_for_two(cluster)
-    assert [cause["kind"] for cause in verdicts(cluster, 0)[-1]["causes"]] == ["stuck"]
+    assert [cause["kind"] for cause in verdicts(cluster, 0)[-1]["root_causes"]] == ["stuck"]
     finish(cluster)
 
 
@@ -208,10 +208,10 @@ def test_verdict_separates_secondary_failures(make: Make) -> None:
     cluster.wait(lambda: all(len(verdicts(cluster, index)) >= 2 for index in range(3)), "two verdicts each")
     for index in range(3):
         for verdict in verdicts(cluster, index):
-            (root,) = verdict["causes"]
+            (root,) = verdict["root_causes"]
             assert (root["kind"], root["node"], root["rank"]) == ("signal", "n1", 1)
-            assert {failure["node"] for failure in verdict["cascade"]} <= {"n0", "n2"}
-    followed = [failure for verdict in verdicts(cluster, 0) for failure in verdict["cascade"]]
+            assert {failure["node"] for failure in verdict["secondary_failures"]} <= {"n0", "n2"}
+    followed = [failure for verdict in verdicts(cluster, 0) for failure in verdict["secondary_failures"]]
     assert followed, "no secondary failure: a connection must break before the agent learns of the death"
     assert "rank 1 on node n1 was killed by SIGKILL." in cluster.output(0)
     assert "The failure on this node was secondary." in cluster.output(0) + cluster.output(2)
@@ -237,8 +237,8 @@ def test_secondary_failures_of_lost_node_do_not_count(make: Make) -> None:
     wait_for_two(cluster)
     finish(cluster)
     (verdict,) = verdicts(cluster, 0)
-    assert [(failure["kind"], failure["node"]) for failure in verdict["causes"]] == [("node-lost", "n1")]
-    assert {failure["type"] for failure in verdict["cascade"]} == {"RuntimeError"}
+    assert [(failure["kind"], failure["node"]) for failure in verdict["root_causes"]] == [("node-lost", "n1")]
+    assert {failure["type"] for failure in verdict["secondary_failures"]} == {"RuntimeError"}
 
 
 def test_drained_node_is_preempted_and_not_lost(make: Make) -> None:
@@ -250,7 +250,7 @@ def test_drained_node_is_preempted_and_not_lost(make: Make) -> None:
     wait_for_two(cluster)
     finish(cluster)
     (verdict,) = verdicts(cluster, 2)
-    assert [(failure["kind"], failure["node"]) for failure in verdict["causes"]] == [("preempted", "n1")]
+    assert [(failure["kind"], failure["node"]) for failure in verdict["root_causes"]] == [("preempted", "n1")]
 
 
 def test_max_restarts_counts_restarts_only(tmp_path: Path) -> None:
@@ -334,4 +334,4 @@ def test_oom_kill_is_reported_as_out_of_memory(small_group: Path, tmp_path: Path
         for event in events.read(tmp_path / "checkpoints/train/a/events.jsonl")
         if event["event"] == "verdict"
     ]
-    assert verdict["causes"][0]["kind"] == "oom"
+    assert verdict["root_causes"][0]["kind"] == "oom"

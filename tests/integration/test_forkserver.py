@@ -342,7 +342,7 @@ def test_last_message_of_fork_server_is_handled(
     """It arrives between the read and the check for the end of the process."""
     caplog.set_level("INFO")
     started: list[subprocess.Popen[bytes]] = []
-    message = json.dumps({"fork_unsafe_module": "pooling", "why": "it uses native threads"}) + "\n"
+    message = json.dumps({"fork_unsafe_module": "pooling", "reason": "it uses native threads"}) + "\n"
     polled = tmp_path / "polled"
     code = f"import os, sys, time\nwhile not os.path.exists({str(polled)!r}): time.sleep(0.01)\n"
     code += f"os.write(int(sys.argv[2]), {message.encode()!r})"

@@ -103,7 +103,7 @@ def check_hang(hang: Event, reason: str) -> None:
     assert hang["victims"] == [0, 2]
     for waiting in hang["waiting"].values():
         assert re.fullmatch(r"waits in all_reduce \(number \d+\) at hang\.py:\d+ in main", waiting)
-    assert (hang["step"], hang["elsewhere"]) == (6 * hang["generation"] - 1, False)
+    assert (hang["step"], hang["waits_for_other_node"]) == (6 * hang["generation"] - 1, False)
     assert hang["seconds"] >= LIMIT_S == hang["threshold_s"]
 
 
@@ -144,7 +144,12 @@ def test_node_that_waits_kills_its_ranks_after_delay(make_cluster: Callable[...,
     cluster.kill_worker(1, sig=signal.SIGSTOP)
     assert cluster.wait_exit(120) == [0, 0], cluster.output(0)
     (hang,) = cluster.events("hang")
-    assert (hang["node"], hang["suspects"], hang["victims"], hang["elsewhere"]) == ("n0", [], [0], True)
+    assert (hang["node"], hang["suspects"], hang["victims"], hang["waits_for_other_node"]) == (
+        "n0",
+        [],
+        [0],
+        True,
+    )
     assert "rank 0 waits for a rank of another node: waits in all_reduce" in cluster.output(0)
     assert "no node has ended the hang" in cluster.output(0)
     assert cluster.wait(generation=2)

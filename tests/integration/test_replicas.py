@@ -166,7 +166,7 @@ def diverge(nodes: list[FakeNode]) -> int:
     return generation
 
 
-def check_event(node: FakeNode, generation: int, *, goes_on: bool) -> None:
+def check_event(node: FakeNode, generation: int, *, continues_from_majority: bool) -> None:
     """Check the event of a node."""
     (event,) = node.events
     assert event == {
@@ -175,8 +175,8 @@ def check_event(node: FakeNode, generation: int, *, goes_on: bool) -> None:
         "step": 128,
         "agreed_step": 64,
         "nodes": [["a", "b"], ["c"]],
-        "wrong": ["c"],
-        "goes_on": goes_on,
+        "diverged_nodes": ["c"],
+        "continues_from_majority": continues_from_majority,
     }
 
 
@@ -196,7 +196,7 @@ def test_diverged_replicas_end_the_job_on_all_nodes(
         assert node.end.startswith(
             "replicas differ at step 128: node c is not as nodes a and b, the majority"
         )
-        check_event(node, generation, goes_on=False)
+        check_event(node, generation, continues_from_majority=False)
         assert node.history == [f"view {generation}"]
         assert node.member.job_end is not None
         failures = node.member.job_end.failures
@@ -230,7 +230,7 @@ def test_diverged_node_discards_its_copies_before_the_next_view(
         f"view {then.generation}",
     ]
     for node in nodes:
-        check_event(node, generation, goes_on=True)
+        check_event(node, generation, continues_from_majority=True)
         assert node is wrong or node.history == [f"view {generation}", f"view {then.generation}"]
     lines = agent_log(caplog)
     assert sum("node c is not as nodes a and b" in line for line in lines) == 3

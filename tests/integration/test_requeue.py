@@ -146,7 +146,7 @@ def test_job_of_several_nodes_is_requeued_once(tmp_path: Path, slurm: Slurm) -> 
         ends = cluster.events("worker-exit")
         assert all(end["stopped"] or end.get("lease_expired") for end in ends)  # and none of the signal
         told = cluster.node_events(0, "requeue")[-1]
-        assert (told["action"], told["done"], told["tries"]) == ("requeue", True, 2)
+        assert (told["action"], told["done"], told["attempts"]) == ("requeue", True, 2)
 
         # preempted within a grace: Slurm would let the job end for good
         slurm.shows("preempted with a grace")

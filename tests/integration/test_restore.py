@@ -58,7 +58,7 @@ def test_restore_sends_snapshot_to_lacking_node_which_commits_it(tmp_path: Path)
     wanted = {"a": {"memory": [2, 9], "disk": [[2, 5]]}, "b": {"disk": [[1, 5]]}}
     results = resume(tmp_path, ["a", "b", "b"], wanted)
     for result in results:
-        assert (result["step"], result["source_tier"], result["lacking"]) == (9, "memory", ["b"])
+        assert (result["step"], result["source_tier"], result["receiving_nodes"]) == (9, "memory", ["b"])
         assert (result["values"], result["buffer"], result["held"]) == ([9.0], 100.0, [2, 9])
     assert results[1]["disk"] == [[2, 9], [1, 5]]
 
@@ -68,7 +68,7 @@ def test_restore_spreads_lacking_nodes_over_holders_and_broadcasts_buffers(tmp_p
     """Each holder sends to one node; buffers come from the lowest rank that wrote."""
     wanted = {"a": {"disk": [[1, 9]]}, "b": {"memory": [1, 9]}}
     for result in resume(tmp_path, ["a", "b", "c", "d"], wanted):
-        assert (result["source_node"], result["lacking"]) == ("a", ["c", "d"])
+        assert (result["source_node"], result["receiving_nodes"]) == ("a", ["c", "d"])
         assert (result["values"], result["buffer"], result["held"]) == ([9.0], 100.0, [1, 9])
 
 
@@ -101,7 +101,7 @@ def test_restore_switches_to_second_holder_after_corrupt_block(tmp_path: Path, s
         "c": {"slots": slots},
     }
     for result in resume(tmp_path, ["a", "b", "c"], wanted):
-        assert (result["source_node"], result["lacking"]) == ("b", ["a", "c"])
+        assert (result["source_node"], result["receiving_nodes"]) == ("b", ["a", "c"])
         assert [(copy["node"], "digest" in copy["reason"]) for copy in result["rejected"]] == [("a", True)]
         assert (result["values"], result["buffer"]) == ([9.0], 101.0)
         assert result["held"] == ([1, 9] if slots else None)
@@ -129,7 +129,7 @@ def test_restore_rejects_damaged_snapshot_and_uses_other_copy(tmp_path: Path) ->
     """Its metadata is invalid, and no other node's copy is blamed."""
     wanted = {"a": {"memory": [2, 9], "disk": [[2, 5]], "hurt": "static_offset"}, "b": {"disk": [[2, 9]]}}
     for result in resume(tmp_path, ["a", "b"], wanted):
-        assert (result["source_node"], result["lacking"], result["values"]) == ("b", ["a"], [9.0])
+        assert (result["source_node"], result["receiving_nodes"], result["values"]) == ("b", ["a"], [9.0])
         assert [(copy["node"], copy["step"]) for copy in result["rejected"]] == [("a", 9)]
         assert result["held"] == [2, 9]
 
@@ -145,7 +145,7 @@ def test_restore_discards_minority_replica_under_resume_from_majority(tmp_path: 
         assert "--on-divergence resume-from-majority" in result["error"]
     majority = {constants.ENV_ON_DIVERGENCE: "resume-from-majority"}
     for result in resume(tmp_path / "go", ["a", "b", "c"], wanted, **majority):
-        assert (result["source_node"], result["lacking"], result["values"]) == ("b", ["a"], [9.0])
+        assert (result["source_node"], result["receiving_nodes"], result["values"]) == ("b", ["a"], [9.0])
         assert [(copy["node"], "most nodes" in copy["reason"]) for copy in result["rejected"]] == [
             ("a", True)
         ]
@@ -157,7 +157,7 @@ def test_restore_uses_source_values_with_check_replicas_off(tmp_path: Path) -> N
     """Nodes that round differently always differ; nothing is called corrupt."""
     wanted = {"a": {"disk": [[2, 9]], "value": 7.0}, "b": {"disk": [[2, 9]]}}
     for result in resume(tmp_path, ["a", "b"], wanted, **{constants.ENV_CHECK_REPLICAS: "off"}):
-        assert (result["source_node"], result["lacking"], result["values"]) == ("a", ["b"], [7.0])
+        assert (result["source_node"], result["receiving_nodes"], result["values"]) == ("a", ["b"], [7.0])
         assert result["disk"] == [[2, 9]]
 
 

@@ -196,7 +196,7 @@ def test_node_with_two_ranks_receives_lost_checkpoint_once(tmp_path: Path) -> No
     again = read_results(probe(tmp_path, "plain", 4, nodes=("n0", "n1", "n1")))
     assert [end["weight"] for end in again] == [end["weight"] for end in first]
     resumed = [e for e in events.read_run(tmp_path / "probe") if e["event"] == "resume"][-1]
-    assert (resumed["lacking"], resumed["source_node"]) == (["n1"], "n0")
+    assert (resumed["receiving_nodes"], resumed["source_node"]) == (["n1"], "n0")
     assert Catalog(tmp_path / "probe" / "n1", "probe").list_valid(read_data=True)
 
 

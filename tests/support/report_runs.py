@@ -49,7 +49,7 @@ class Job:
             "kind": "checkpoint",
             "nodes": list(nodes),
             "recomputed_steps": 0,
-            "lacking": [],
+            "receiving_nodes": [],
             "rejected": [],
         }
         self.add(t, "resume", nodes[0], **{**fields, **about, "rank": 0, **resume})
@@ -132,7 +132,7 @@ def node_killed_and_wiped() -> Job:
     job.events = [event for event in job.events if event["node"] != "n2" and event.get("generation") != 2]
     job.generation = 1
     job.agents(113, "n2")
-    job.begin(115, 10, "n0", "n1", "n2", recomputed_steps=2, lacking=["n2"], source_node="n0")
+    job.begin(115, 10, "n0", "n1", "n2", recomputed_steps=2, receiving_nodes=["n2"], source_node="n0")
     return job
 
 
@@ -158,7 +158,7 @@ def node_returns() -> Job:
     job.stop(110.1, 0)
     job.fail(110.15, 1, "RuntimeError", GLOO)
     job.stop(110.2, 1)
-    job.begin(112, 10, "n0", "n1", "n2", lacking=["n2"], source_node="n0")
+    job.begin(112, 10, "n0", "n1", "n2", receiving_nodes=["n2"], source_node="n0")
     return job
 
 
@@ -364,7 +364,7 @@ def _add_worker_and_disk_faults(job: EventfulRun) -> None:
     job.inject_fault(1, "kill-worker", "n1", 1)
     job.kill_worker(1)
     bad = {"node": "n3", "generation": 1, "step": 23, "reason": TORN_WRITE_REASON}
-    job.start_generation(*ALL_NODES, lacking=["n3"], rejected=[bad])
+    job.start_generation(*ALL_NODES, receiving_nodes=["n3"], rejected=[bad])
     job.add(job.now, "quarantine", "n3", path="/d/quarantine/g000001-s0000000020", reason=TORN_WRITE_REASON)
     job.train(18)
     job.inject_fault(2, "disk-full", "n2")
@@ -386,7 +386,7 @@ def _add_node_failures(job: EventfulRun) -> None:
     job.train(44)
     job.commit_checkpoint(job.step, seconds=4.2)
     job.add(job.now, "preemption-notice", "n1", source="aws", reason="spot", deadline=None)
-    job.add(job.now, "drain", "n1", cause="a preemption notice", alone=True)
+    job.add(job.now, "drain", "n1", cause="a preemption notice", others_continue=True)
     job.stop(job.now + 0.5, 1)
     message = "aws takes this node away; step 133 is saved."
     job.add(job.now + 0.9, "agent-end", "n1", outcome="signalled", exit_code=75, message=message)
@@ -400,7 +400,15 @@ def _add_node_failures(job: EventfulRun) -> None:
 def _add_hang(job: EventfulRun) -> None:
     suspects = [{"rank": 1, "local_rank": 0, "worker_pid": 1, "reason": "holds the GIL in <module 'PIL'>"}]
     about = {"generation": job.generation, "step": job.step, "suspects": suspects, "victims": [0]}
-    job.add(job.now + 31, "hang", "n2", **about, seconds=30.5, elsewhere=False, report="hangs/g5-s148.txt")
+    job.add(
+        job.now + 31,
+        "hang",
+        "n2",
+        **about,
+        seconds=30.5,
+        waits_for_other_node=False,
+        report="hangs/g5-s148.txt",
+    )
     job.now += 31
     job.kill_worker(1)
     job.agents(job.now - 9, "n1", "n3")
@@ -409,7 +417,7 @@ def _add_hang(job: EventfulRun) -> None:
     early = {"rank": 0, "worker_pid": 4242, "exit_code": 1, "signal": None, "stopped": False}
     job.add(job.now + 0.1, "worker-exit", "n0", **early)
     job.now += 2
-    job.start_generation("n0", "n2", "n1", "n3", lacking=["n1", "n3"])
+    job.start_generation("n0", "n2", "n1", "n3", receiving_nodes=["n1", "n3"])
 
 
 def _add_other_events(job: EventfulRun) -> None:
@@ -421,8 +429,13 @@ def _add_other_events(job: EventfulRun) -> None:
         message="10.0.0.9:4 said nothing that we understand",
     )
     job.train(40)
-    differ = {"generation": job.generation, "step": job.step, "agreed_step": job.step - 8, "wrong": ["n2"]}
-    job.add(job.now, "replicas-differ", "n0", **differ, goes_on=True)
+    differ = {
+        "generation": job.generation,
+        "step": job.step,
+        "agreed_step": job.step - 8,
+        "diverged_nodes": ["n2"],
+    }
+    job.add(job.now, "replicas-differ", "n0", **differ, continues_from_majority=True)
     job.add(job.now, "hang-detector-failed", "n0", error="KeyError('x')")
     job.train(30)
 

@@ -115,7 +115,7 @@ def _import_modules(preload: list[str], control: socket.socket) -> None:
             skipped[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
         obstacle = find_fork_obstacle() or (_test_fork() if name in preload else "")
         if obstacle:
-            _send_status(control, {"fork_unsafe_module": name, "why": obstacle})
+            _send_status(control, {"fork_unsafe_module": name, "reason": obstacle})
             supervisor.kill_leftovers(supervisor.LeaseView(None), at_once=True)
             os._exit(1)  # sys.exit would wait for the module's threads
     _send_status(control, {"ready": round(time.monotonic() - start, 3), "skipped_modules": skipped})

@@ -4,7 +4,7 @@ Workers start in any case: without a fork server they start cold. The fork serve
 
     {"ready": SECONDS, "skipped_modules": {NAME: REASON}}    it has imported everything
     {"refused": REASON}                                      a worker has to start cold
-    {"fork_unsafe_module": NAME, "why": REASON}              it exits, since no worker can be forked any more
+    {"fork_unsafe_module": NAME, "reason": REASON}           it exits, since no worker can be forked any more
 """
 
 from __future__ import annotations
@@ -169,10 +169,10 @@ class ForkServerManager:
             name = str(status["fork_unsafe_module"])
             if name in self._preload:
                 self._preload.remove(name)
-                logger.info("--preload %s is left out: %s.", name, status["why"])
+                logger.info("--preload %s is left out: %s.", name, status["reason"])
                 return True
             logger.info(
-                "workers start cold: they cannot share an imported %s, since %s.", name, status["why"]
+                "workers start cold: they cannot share an imported %s, since %s.", name, status["reason"]
             )
             return False
         how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"

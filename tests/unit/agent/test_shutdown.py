@@ -71,7 +71,7 @@ def test_signal_without_handler_is_sent_again_later() -> None:
         signal.signal(USR1, lambda *_: handled.set())
         assert handled.wait(20)
         controller.on_signal(USR1)
-    assert log.emitted == [{"drain": {"cause": "SIGUSR1", "alone": False}}]
+    assert log.emitted == [{"drain": {"cause": "SIGUSR1", "others_continue": False}}]
     decision, code = decide(controller, "signalled", 138)
     assert decision is not None
     assert (decision.action, code) == (RequeueAction.EXIT_CODE, 75)
@@ -86,7 +86,7 @@ def test_drain_node_sends_drain_signal() -> None:
         signal.signal(USR1, lambda *_: handled.set())
         assert handled.wait(20)
         controller.on_signal(USR1)
-    assert log.emitted == [{"drain": {"cause": "a preemption notice", "alone": True}}]
+    assert log.emitted == [{"drain": {"cause": "a preemption notice", "others_continue": True}}]
     assert controller.describe() == "stopped by a preemption notice."
 
 

@@ -62,7 +62,7 @@ def report(kind: str, message: str = "", t: float = 1, rank: int | None = 0, **f
 
 
 HANGS = event("hang", 1, suspects=[{"rank": 2, "reason": "it is stopped (state T)"}], victims=[0, 1], step=7)
-HUNG_ALL = event("hang", 1, suspects=[], victims=[0, 1], step=7, elsewhere=True)
+HUNG_ALL = event("hang", 1, suspects=[], victims=[0, 1], step=7, waits_for_other_node=True)
 ROUNDS: list[tuple[str, Events, MemoryPressure, list[tuple[str, int | None]]]] = [
     ("an exception", [report("ValueError", "boom"), end()], NO_STRAIN, [(EXCEPTION, 0)]),
     ("an exit code without a word", [end(exit_code=9)], NO_STRAIN, [(EXIT, 0)]),

@@ -38,14 +38,14 @@ def test_later_generation_beats_higher_step() -> None:
     """Order is (generation, step): unsloth-zoo PR#782 resumed a stale higher step."""
     plan = choose_resume_plan([node("a", 0, (1, 900)), node("b", 1, (2, 30))], "auto")
     assert (plan.source_node, plan.source_generation, plan.step) == ("b", 2, 30)
-    assert plan.lacking == ("a",)
+    assert plan.receiving_nodes == ("a",)
     assert plan.generation == 3
 
 
 def test_source_is_a_holder_if_rank_zero_lost_its_disk() -> None:
     """Any holder can be the source."""
     plan = choose_resume_plan([node("a", 0), node("b", 1, (1, 5)), node("c", 2, (1, 5))], "auto")
-    assert (plan.source_node, plan.source_rank, plan.lacking) == ("b", 1, ("a",))
+    assert (plan.source_node, plan.source_rank, plan.receiving_nodes) == ("b", 1, ("a",))
 
 
 def test_source_of_equal_states_is_lowest_writer_rank() -> None:
@@ -140,8 +140,8 @@ def test_order_of_inventories_does_not_change_the_plan(
     assert (plan.source_generation, plan.step) == max(everything)
     assert plan.generation > max(everything)[0]
     holders = {name for name, _ in plan.holders}
-    assert holders | set(plan.lacking) == {inventory.node for inventory in inventories}
-    assert not holders & set(plan.lacking)
+    assert holders | set(plan.receiving_nodes) == {inventory.node for inventory in inventories}
+    assert not holders & set(plan.receiving_nodes)
     assert plan.source_node in holders
 
 
@@ -322,7 +322,7 @@ def test_state_after_epoch_end_is_newer_than_its_last_step() -> None:
     """Of one step both may exist; nodes that hold the older one lack the newer."""
     last, done = SavedState("a", 1, 5, 0, MEMORY, epoch=0), SavedState("b", 1, 5, 1, MEMORY, epoch=1)
     plan = choose_resume_plan([Inventory("a", 0, (last,)), Inventory("b", 1, (done,))], "auto")
-    assert (plan.source_node, plan.lacking) == ("b", ("a",))
+    assert (plan.source_node, plan.receiving_nodes) == ("b", ("a",))
 
 
 def held(memory: int, disk: int, lacking: int) -> ResumePlan:
@@ -362,11 +362,11 @@ def test_broadcasts_serve_each_lacking_node_once(memory: int, disk: int, lacking
         return
     plan = held(memory, disk, lacking)
     told = plan_broadcasts(plan)
-    assert sorted(node for stream in told for node in stream.receivers) == sorted(plan.lacking)
+    assert sorted(node for stream in told for node in stream.receivers) == sorted(plan.receiving_nodes)
     assert len({stream.source for stream in told}) == len(told)
     assert {stream.source for stream in told} <= {node for node, _ in plan.holders}
     rounds = [len(stream.receivers).bit_length() for stream in told]
-    assert max(rounds, default=0) <= len(plan.lacking).bit_length()
+    assert max(rounds, default=0) <= len(plan.receiving_nodes).bit_length()
     if told:
         tiers = {node: copy.tier for node, copy in plan.holders}
         assert tiers[told[0].source] == (MEMORY if memory else DISK)
@@ -382,7 +382,7 @@ def test_minority_holders_differ_from_strict_majority() -> None:
 
     def found(homes: dict[str, str], **told: str) -> tuple[str, ...]:
         held = tuple((name, SavedState(home, 1, 9, 0)) for name, home in homes.items())
-        plan = ResumePlan("checkpoint", holders=held, lacking=tuple(set(told) - set(homes)))
+        plan = ResumePlan("checkpoint", holders=held, receiving_nodes=tuple(set(told) - set(homes)))
         return find_minority_holders(plan, {name: digests.split() for name, digests in told.items()})
 
     own = {name: name for name in "abc"}

@@ -128,7 +128,7 @@ def test_verdict_overrides_clocks() -> None:
     job.fail(110.4, 0, "ValueError", "loss is nan")
     first = cause("exception", "n0", 0, "ended with exit code 1", type="ValueError", message="loss is nan")
     then = cause("exception", "n1", 1, "was killed by SIGKILL")
-    job.add(113, "verdict", "n2", generation=1, causes=[first], cascade=[then])
+    job.add(113, "verdict", "n2", generation=1, root_causes=[first], secondary_failures=[then])
     end = first_end(job)
     assert (end.kind, end.node, end.rank) == ("exception", "n0", 0)
     assert KILLED in end.secondary_failures
@@ -139,7 +139,7 @@ def test_verdict_overrides_kind_of_exit(kind: str) -> None:
     """An OOM kill looks like any SIGKILL."""
     job = worker_killed()
     told = cause(kind, "n1", 1, "was killed by SIGKILL for want of memory", message="m")
-    job.add(113, "verdict", "n0", generation=1, causes=[told], cascade=[])
+    job.add(113, "verdict", "n0", generation=1, root_causes=[told], secondary_failures=[])
     end = first_end(job)
     assert (end.kind, end.text) == (kind, f"{KILLED} for want of memory: m")
     assert end.t == 110.2
@@ -150,7 +150,7 @@ def test_verdict_names_cause_whose_log_is_lost() -> None:
     job = worker_killed()
     told = [cause("signal", "n1", 1, "was killed by SIGBUS"), cause("node-lost", "n2", None, "died")]
     job.events = [item for item in job.events if item["node"] != "n1"]
-    job.add(113, "verdict", "n0", generation=1, causes=told, cascade=[])
+    job.add(113, "verdict", "n0", generation=1, root_causes=told, secondary_failures=[])
     end = first_end(job)
     assert (end.kind, end.text) == ("signal", "rank 1 on node n1 was killed by SIGBUS")
     assert "node n2 died" in end.other_failures
@@ -162,7 +162,12 @@ def test_silent_node_is_the_cause_although_its_worker_raised() -> None:
     job.fail(110.3, 0, "RuntimeError", GLOO)
     job.stop(110.4, 0, 1, 2)
     job.add(
-        111, "verdict", "n1", generation=1, causes=[cause("node-lost", "n0", None, "is silent")], cascade=[]
+        111,
+        "verdict",
+        "n1",
+        generation=1,
+        root_causes=[cause("node-lost", "n0", None, "is silent")],
+        secondary_failures=[],
     )
     job.begin(113, 11, "n1", "n2")
     job.add(115, "round", "n0", round=9, generation=3)
@@ -177,7 +182,7 @@ def test_preempted_node_with_lost_log_is_no_lost_node() -> None:
     job.stop(110.4, 1, 2)
     job.events = [item for item in job.events if item["node"] != "n0"]
     told = cause("preempted", "n0", None, "left (SIGUSR1)")
-    job.add(111, "verdict", "n1", generation=1, causes=[told], cascade=[])
+    job.add(111, "verdict", "n1", generation=1, root_causes=[told], secondary_failures=[])
     job.begin(113, 11, "n1", "n2")
     end = first_end(job)
     assert (end.kind, end.text, end.other_failures) == ("preempted", "node n0 left (SIGUSR1)", ())
@@ -248,7 +253,15 @@ def test_report_lists_source_and_rejected_states() -> None:
     job.exit(110.2, 1, signal="SIGSEGV")
     bad = {"node": "n1", "generation": 1, "step": 10, "reason": "manifest: its digest does not match."}
     job.begin(
-        115, 5, "n0", "n1", "n2", rejected=[bad, 7], lacking=["n1"], source_node="n0", source_generation=1
+        115,
+        5,
+        "n0",
+        "n1",
+        "n2",
+        rejected=[bad, 7],
+        receiving_nodes=["n1"],
+        source_node="n0",
+        source_generation=1,
     )
     cold, second = build(job.events).generations
     assert (cold.resume_kind, cold.rejected) == ("cold", ())
@@ -334,7 +347,7 @@ _FIELDS = {
     "worker_pid": st.one_of(st.integers(1, 3), _ODD),
     "world_size": _ODD,
     "nodes": st.one_of(st.lists(st.sampled_from(["n0", "n1", "n2"])), _ODD),
-    "lacking": _ODD,
+    "receiving_nodes": _ODD,
     "rejected": st.one_of(st.lists(st.dictionaries(st.sampled_from(["node", "reason", "step"]), _ODD)), _ODD),
     "recomputed_steps": _ODD,
     "outcome": st.one_of(st.sampled_from(["done", "failed", "signalled"]), _ODD),
@@ -343,8 +356,10 @@ _FIELDS = {
     "exit_code": _ODD,
     "stopped": st.booleans(),
     "type": _ODD,
-    "causes": st.one_of(st.lists(st.fixed_dictionaries({"node": st.just("n1"), "text": _ODD})), _ODD),
-    "cascade": st.one_of(st.lists(st.fixed_dictionaries({"node": st.just("n0"), "rank": _ODD})), _ODD),
+    "root_causes": st.one_of(st.lists(st.fixed_dictionaries({"node": st.just("n1"), "text": _ODD})), _ODD),
+    "secondary_failures": st.one_of(
+        st.lists(st.fixed_dictionaries({"node": st.just("n0"), "rank": _ODD})), _ODD
+    ),
 }
 _EVENTS = st.fixed_dictionaries(
     {"t": st.one_of(st.floats(0, 100), _ODD), "event": st.one_of(st.sampled_from(_KINDS), _ODD)},

@@ -147,7 +147,7 @@ def test_each_kind_of_alert_has_severity_and_node() -> None:
         kind: ("note", node) for kind, node in notes.items()
     }
     job = Job().begun()
-    job.add(150, "hang", "n0", generation=1, step=10, seconds=40.0, suspects=[], elsewhere=True)
+    job.add(150, "hang", "n0", generation=1, step=10, seconds=40.0, suspects=[], waits_for_other_node=True)
     assert summary.build_run_report(job.events).alerts[0].severity == "note"
 
 
@@ -206,7 +206,7 @@ def test_lane_of_lost_node_is_offline_until_its_agent_starts() -> None:
     job = node_killed()
     job.agents(130, "n2")
     job.stop(139, 0, 1)
-    job.begin(142, 20, "n0", "n1", "n2", lacking=["n2"])
+    job.begin(142, 20, "n0", "n1", "n2", receiving_nodes=["n2"])
     lane = {item.node: item for item in html.build_lanes(summary.build_run_report(job.events))}["n2"]
     spans = [(span.activity, span.start_t, span.end_t) for span in lane.spans]
     assert spans[-4:-1] == [("offline", 110, 130), ("idle", 130, 140), ("preparing", 140, 142)]
