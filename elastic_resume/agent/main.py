@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 import shlex
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from elastic_resume import config, constants
+from elastic_resume import config, console, constants
 from elastic_resume.agent import options, shutdown, torchelastic
 from elastic_resume.agent.hang_detector import detect_hangs, parse_hang_timeout
 from elastic_resume.agent.restart_controller import RestartController
@@ -80,7 +79,9 @@ def run_agent(
     if "node_rank" in given_flags:
         scheduler_context = replace(scheduler_context, node_index=args.node_rank)
     with (
-        _log_to_stderr(settings.node_name),
+        console.log_handler(
+            console.PACKAGE_LOGGER, console.StderrHandler(f"elastic_resume[{settings.node_name}] ")
+        ),
         torchelastic.prepare_launch(args, given_flags, settings.run_id, scheduler_context) as spec,
         NodeDir.claim(settings.ckpt_dir, settings.run_id, settings.node_name) as node_dir,
         contextlib.closing(LeasePage()) as lease_page,
@@ -278,40 +279,6 @@ class _Agent:
         if outcome.message:
             logger.info("%s: %s", outcome.kind, outcome.message)
         return self.shutdown_controller.requeue_if_decided(decision, exit_code)
-
-
-class _StderrHandler(logging.Handler):
-    """Print each record as one line with the node's name; a closed pipe or terminal costs the line only."""
-
-    def __init__(self, node: str) -> None:
-        super().__init__()
-        self._node = node
-
-    def createLock(self) -> None:  # noqa: N802 - the name in logging.Handler
-        """Use no lock: a signal handler that raises could leave it locked. Each line is one print."""
-        self.lock = None
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """See base class."""
-        with contextlib.suppress(OSError, ValueError):
-            print(f"elastic_resume[{self._node}] {record.getMessage()}", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _log_to_stderr(node: str) -> Iterator[None]:
-    """Print what elastic_resume logs at level INFO and above, within the context."""
-    package_logger = logging.getLogger("elastic_resume")
-    level, propagate = package_logger.level, package_logger.propagate
-    handler = _StderrHandler(node)
-    package_logger.addHandler(handler)
-    package_logger.setLevel(logging.INFO)
-    package_logger.propagate = False  # a library's handler on the root logger would print the line again
-    try:
-        yield
-    finally:
-        package_logger.removeHandler(handler)
-        package_logger.setLevel(level)
-        package_logger.propagate = propagate
 
 
 def _parse_flags(args: argparse.Namespace, given_flags: set[str]) -> _ParsedFlags:

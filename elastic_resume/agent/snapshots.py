@@ -90,8 +90,8 @@ def serve_snapshots(
 
     This process owns ``node_dir``. ``emit`` takes an event's kind and fields.
     """
-    slot_pool = SlotPool(settings.snapshot_memory, log=logger.info)
-    committer = CheckpointCommitter(node_dir, settings.run_id, slot_pool, log=logger.info, emit=emit)
+    slot_pool = SlotPool(settings.snapshot_memory)
+    committer = CheckpointCommitter(node_dir, settings.run_id, slot_pool, emit=emit)
     digester = SnapshotDigester(slot_pool)
     server = SnapshotServer(committer)
     os.environ[constants.ENV_COMMITTER] = server.socket_name

@@ -11,13 +11,14 @@ A failing disk costs checkpoints but never stops training; the committer logs th
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from elastic_resume import __version__, console, constants
+from elastic_resume import __version__, constants
 from elastic_resume.capture.snapshotter import PEER_TIMEOUT_S, Snapshotter
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import Manifest, Position
@@ -32,6 +33,8 @@ from elastic_resume.snapshot.ipc import SlotClient
 from elastic_resume.snapshot.slots import encode_snapshot_id
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import REPLICATED, FlatState, make_spec, view_bytes
+
+logger = logging.getLogger(__name__)
 
 NEVER = 1 << 62  # a step
 METADATA_HEADROOM_BYTES = 1 << 18  # reserved for metadata while its size is unknown
@@ -322,8 +325,8 @@ class SnapshotScheduler:
             try:
                 result = self._checkpoint_writer.commit(manifest, iter_state_chunks(flat_state, layout))
             except MachineError as error:
-                console.say(
-                    f"node {self._context.node}: step {position.step} was not saved: {error} "
+                logger.info(
+                    f"step {position.step} was not saved: {error} "
                     "Training goes on; older checkpoints are untouched."
                 )
                 self.committed_path = None

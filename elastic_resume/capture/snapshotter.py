@@ -25,6 +25,7 @@ replaced.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -36,7 +37,7 @@ import xxhash
 from torch import Tensor
 from torch.optim import Optimizer
 
-from elastic_resume import __version__, console, failpoints
+from elastic_resume import __version__, failpoints
 from elastic_resume.capture.copy_barrier import UNHOOKED_CHANGE_MESSAGE, CopyBarrier
 from elastic_resume.capture.copy_engine import (
     CopyJob,
@@ -57,6 +58,8 @@ from elastic_resume.snapshot.ipc import SlotClient
 from elastic_resume.snapshot.slots import Slot, encode_snapshot_id
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import REPLICATED, Leaf, digest_leaves, make_spec
+
+logger = logging.getLogger(__name__)
 
 # The local leader copies smaller states alone: another rank's thread would cost more than it saves.
 MIN_BYTES_TO_SHARD = 32 << 20
@@ -509,7 +512,7 @@ class Snapshotter:
         self._context.events.emit("snapshot-failed", generation=self._generation, reason=problem)
         if not self._failure_logged:
             self._failure_logged = True
-            console.say(
+            logger.info(
                 f"rank {self._context.collectives.rank}: a snapshot failed ({problem}). Training goes on; "
                 "older snapshots are untouched."
             )

@@ -7,13 +7,15 @@ world of another size continues with the next sample, whether the global batch c
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from elastic_resume import console
 from elastic_resume.errors import ConfigError, MismatchError, UsageError, WorldChangedError
 from elastic_resume.units import format_count
+
+logger = logging.getLogger(__name__)
 
 MAX_INT64 = 2**63 - 1  # seeds and epochs are mixed as 64-bit words
 
@@ -182,7 +184,7 @@ class WorldChange:
     def log(self) -> None:
         """Log a change of the global batch."""
         if self.old_global_batch != self.global_batch:
-            console.say(
+            logger.info(
                 f"global batch {self.old_global_batch} -> {self.global_batch}, world {self.old_world_size} "
                 f"-> {self.world_size}. The learning rate is unchanged; scale it in run.on_world_change if "
                 "it should follow."

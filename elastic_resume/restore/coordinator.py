@@ -20,6 +20,7 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from elastic_resume import console, failpoints
+from elastic_resume import failpoints
 from elastic_resume.checkpoint import reader
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.node_dir import NodeDir, record_job_start
@@ -52,6 +53,8 @@ from elastic_resume.state.state_dict import (
     FlatState,
     make_spec,
 )
+
+logger = logging.getLogger(__name__)
 
 DATA = "data"
 PARAMETERS = "elastic_resume.parameters"
@@ -121,9 +124,7 @@ def restore(
     context.run_on_all_ranks(lambda: _record_generation(context, node_dir, plan))
     earlier_command = _find_earlier_command(plan, inventories) if mode != "never" else None
     if disk_error is not None and manifest is not None:
-        console.say(
-            f"node {context.node}: {disk_error} Training goes on: memory or other nodes hold the state."
-        )
+        logger.info(f"{disk_error} Training goes on: memory or other nodes hold the state.")
     nodes = tuple(context.local_leader_by_node)
     duration_s = time.monotonic() - started_at
     return ResumeResult(plan, manifest, flat, nodes, duration_s, on_disk, earlier_command)

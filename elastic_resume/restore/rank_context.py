@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from elastic_resume import console, constants
+from elastic_resume import constants
 from elastic_resume.checkpoint import reader
 from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.node_dir import NodeDir
@@ -158,12 +158,9 @@ class CommitterConnection:
             self._snapshot_server = None
 
     def _start_committer(self, context: RankContext) -> str:
-        def log(text: str) -> None:
-            console.say(f"node {context.node}: {text}")
-
-        pool = SlotPool(context.settings.snapshot_memory, log=log)
+        pool = SlotPool(context.settings.snapshot_memory)
         self._committer = CheckpointCommitter(
-            context.node_dir, context.settings.run_id, pool, log=log, emit=context.events.emit
+            context.node_dir, context.settings.run_id, pool, emit=context.events.emit
         )
         self._snapshot_server = SnapshotServer(self._committer)
         self._committer.start()

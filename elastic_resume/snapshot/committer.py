@@ -17,6 +17,7 @@ skips a snapshot that is overwritten meanwhile, and leaves out tensors that may 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import queue
@@ -38,6 +39,8 @@ from elastic_resume.errors import CheckpointError, CorruptError, MachineError
 from elastic_resume.snapshot import slots
 from elastic_resume.snapshot.slot_pool import SlotPool
 from elastic_resume.snapshot.slots import Slot, SlotState, decode_snapshot_id
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.003  # while local ranks still copy their shares of a requested snapshot
 COPY_TIMEOUT_S = 30.0  # then these ranks count as dead or blocked
@@ -69,20 +72,18 @@ class CheckpointCommitter:
         run_id: str,
         slot_pool: SlotPool,
         *,
-        log: Callable[[str], None],
         emit: Callable[..., Any],
         disk: Disk = DISK,
     ) -> None:
         """Use ``node_dir``, which this process has claimed, and ``slot_pool``, which `close` closes.
 
-        ``log`` gets lines for the user; ``emit`` gets events, by kind and fields.
+        ``emit`` gets events, by kind and fields.
         """
         self.slot_pool = slot_pool
         # Called with (snapshot id, generation) to compare a snapshot with those of other nodes.
         self.request_comparison: Callable[[int, int], object] = lambda *_: None
         self._writer = CheckpointWriter(node_dir, run_id, emit, disk)
         self._node_dir = node_dir
-        self._log = log
         self._emit = emit
         self._last_commit: tuple[int, Path | None] = (0, None)  # snapshot id, path
         self._requests: list[_CommitRequest] = []
@@ -183,7 +184,7 @@ class CheckpointCommitter:
         """Report an internal error, and drop every request that may have caused it."""
         with contextlib.suppress(Exception):
             self._emit("committer-failed", error=repr(error)[:1000])
-            self._log(f"checkpoints: internal error of elastic_resume: {error!r}. Training goes on.")
+            logger.info(f"checkpoints: internal error of elastic_resume: {error!r}. Training goes on.")
         for request in self._requests:
             request.error = repr(error)
             request.finished.set()
@@ -283,13 +284,13 @@ class CheckpointCommitter:
     def _handle_failure(self, step: int, error: MachineError) -> None:
         now = time.monotonic()
         if not self.last_error:
-            self._log(
+            logger.info(
                 f"step {step} was not saved: {error} Training goes on; older checkpoints are intact. "
                 f"elastic_resume tries again at least every {MAX_RETRY_S:.0f} s."
             )
             self._logged_at = now
         elif now - self._logged_at >= LOG_REPEAT_S:
-            self._log(f"checkpoints are still not saved: {error}")
+            logger.info(f"checkpoints are still not saved: {error}")
             self._logged_at = now
         self.last_error = str(error)
         self._retry_at = now + self._retry_s
@@ -297,7 +298,7 @@ class CheckpointCommitter:
 
     def _handle_success(self, step: int) -> None:
         if self.last_error:
-            self._log(f"checkpoints are saved again, most recently step {step}.")
+            logger.info(f"checkpoints are saved again, most recently step {step}.")
         self.last_error, self._retry_at, self._retry_s = "", 0.0, FIRST_RETRY_S
 
 

@@ -7,6 +7,7 @@ complete snapshot and not one that is being read. `count_fitting_slots` and `des
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections import Counter
@@ -17,6 +18,8 @@ from elastic_resume.schedulers import resources
 from elastic_resume.snapshot import slots
 from elastic_resume.snapshot.slots import ControlBlock, Slot, SlotState
 from elastic_resume.units import format_bytes, format_count
+
+logger = logging.getLogger(__name__)
 
 SLOT_COUNT = 3  # the newest complete one, one being written, one being committed
 FREE_MEMORY_FRACTION = 0.5  # training may still need the other half
@@ -69,19 +72,16 @@ class SlotPool:
         self,
         allowed_bytes: int | None,
         *,
-        log: Callable[[str], None],
         measure_free_bytes: Callable[[], int] = resources.available_memory_bytes,
     ) -> None:
         """Create the control block; `reserve` creates slots.
 
         Args:
             allowed_bytes: limit for all slots; None: half of the free memory; 0: no slots.
-            log: gets one line whenever the number or size of slots changes.
             measure_free_bytes: returns the memory the node could still take.
 
         """
         self._allowed_bytes = allowed_bytes
-        self._log = log
         self._measure_free_bytes = measure_free_bytes
         self.control_descriptor = ControlBlock.create()
         self.control_block = ControlBlock(self.control_descriptor)
@@ -197,7 +197,7 @@ class SlotPool:
                 # A smaller request that existing slots satisfy changes nothing.
                 last_count, last_capacity = self._last_plan
                 if last_count != planned or (last_capacity != capacity and fitting < planned):
-                    self._log(describe_budget(planned, capacity, free_bytes=free, allowed_bytes=allowed))
+                    logger.info(describe_budget(planned, capacity, free_bytes=free, allowed_bytes=allowed))
                 self._last_plan = (planned, capacity)
             while fitting < (min(min_count, possible) if min_count else possible):
                 if not self._create_slot(capacity):
@@ -227,7 +227,7 @@ class SlotPool:
         except OSError as error:
             if self._failed_capacity != capacity:  # log once; workers repeat the request
                 self._failed_capacity = capacity
-                self._log(f"snapshots: no memory for another slot of {format_bytes(capacity)}: {error}")
+                logger.info(f"snapshots: no memory for another slot of {format_bytes(capacity)}: {error}")
             return False
         with self._lock:
             self._last_serial += 1

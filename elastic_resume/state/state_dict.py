@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,11 +30,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from elastic_resume import console
 from elastic_resume.checkpoint import json_codec
 from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.errors import ConfigError, UntrackableError
+
+logger = logging.getLogger(__name__)
 
 # safetensors' name of each dtype. Complex tensors are stored as pairs of reals.
 NAME_BY_DTYPE: dict[torch.dtype, str] = {
@@ -543,7 +545,7 @@ class UntrackedOptimizerCheck:
         # A tracked optimizer that wraps this one may include its state.
         tracked_addresses = {leaf.tensor.data_ptr() for leaf in flatten(self._tracked).leaves}
         if not addresses <= tracked_addresses:
-            console.say(
+            logger.warning(
                 f"WARNING: {type_name(optimizer)} steps parameters of {stepped[0]!r}, but its state is "
                 "untracked. A resume would start without it. Build it before er.resume() and pass it as "
                 "optimizer=."

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from elastic_resume import constants
+from elastic_resume import console, constants
 from elastic_resume.agent import options
 from elastic_resume.config import Parser, Settings, add_flags, parse_flags_and_file
 from elastic_resume.errors import ConfigError, UsageError
@@ -43,6 +43,7 @@ from elastic_resume.testing.faults import FaultPlan, JobShape, RandomFaults
 from elastic_resume.units import choose_verb, parse_duration, parse_size
 
 logger = logging.getLogger(__name__)
+_PACKAGE_LOGGER = logging.getLogger(__name__.rpartition(".")[0])
 
 PROG = "elastic-resume chaos"
 DEFAULT_MTBF_S = 15.0
@@ -90,7 +91,7 @@ def main(args: Sequence[str]) -> int:
     formatting.write_stdout(f"{script} on {_describe_nodes(experiment)}; seed {experiment.plan.seed}\n")
     caught: list[int] = []
     try:
-        with _log_to_stdout(), _interrupt_on_signals(caught):
+        with console.log_handler(_PACKAGE_LOGGER, _StdoutHandler()), _interrupt_on_signals(caught):
             result = run(experiment)
     except (ExperimentInterrupted, KeyboardInterrupt) as interrupt:  # the latter before the job started
         if isinstance(interrupt, ExperimentInterrupted):
@@ -117,23 +118,6 @@ class _StdoutHandler(logging.Handler):
         for number, line in enumerate(lines):
             if not formatting.write_stdout(f"{'' if number else elapsed}{line}\n"):
                 signal.raise_signal(signal.SIGTERM)  # the reader is gone, as in `| head`
-
-
-@contextlib.contextmanager
-def _log_to_stdout() -> Iterator[None]:
-    """Print what this package logs while simulated nodes run."""
-    package_logger = logging.getLogger(__name__.rpartition(".")[0])
-    level, propagate = package_logger.level, package_logger.propagate
-    handler = _StdoutHandler()
-    package_logger.addHandler(handler)
-    package_logger.setLevel(logging.INFO)
-    package_logger.propagate = False
-    try:
-        yield
-    finally:
-        package_logger.removeHandler(handler)
-        package_logger.setLevel(level)
-        package_logger.propagate = propagate
 
 
 def parse_command(words: Sequence[str]) -> tuple[Experiment, Path | None]:

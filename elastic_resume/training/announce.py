@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from elastic_resume import console
 from elastic_resume.checkpoint import node_dir
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.policy.resume_plan import DISK
@@ -14,6 +14,8 @@ from elastic_resume.restore import inventory
 from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.restore.rank_context import RankContext
 from elastic_resume.units import format_count
+
+logger = logging.getLogger(__name__)
 
 START_FRESH_HINT = "To start from scratch: --resume never, or ELASTIC_RESUME_RESUME=never."
 MAX_COMMAND_CHARS = 300  # of a script's arguments in a line
@@ -92,7 +94,7 @@ class EarlierRunNotice:
         text, self._text = self._text, ""
         if text:
             finished = f" NOTHING IS LEFT TO TRAIN: {finished_reason}." if finished_reason else ""
-            console.say(f"{text}{finished} {START_FRESH_HINT}")
+            logger.info(f"{text}{finished} {START_FRESH_HINT}")
 
     def record_start(self) -> None:
         """Record this start's command at the first call, so that its later generations log no notice.

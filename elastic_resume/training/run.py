@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import sys
 import time
@@ -40,6 +41,8 @@ from elastic_resume.state.state_dict import ParameterOrder, UntrackedOptimizerCh
 from elastic_resume.training import announce, worker_exit
 from elastic_resume.training.heartbeat import Heartbeat
 from elastic_resume.training.progress import RunOptions, TrainingProgress
+
+logger = logging.getLogger(__name__)
 
 Hook = Callable[["Run"], object]
 H = TypeVar("H", bound=Hook)
@@ -340,7 +343,7 @@ class Run:
 
         """
         if not self._closed and sys.exc_info()[0] is not None:
-            console.say(
+            logger.info(
                 f"the run was closed at step {self.position.step} while an exception was being handled: "
                 "nothing more was saved."
             )
@@ -374,7 +377,7 @@ class Run:
             self._context.events.emit(
                 "resume", **announce.resume_event_fields(result, self.position, self.world_size)
             )
-            console.say(announce.format_resume_lines(result, self.position, self.world_size))
+            logger.info(announce.format_resume_lines(result, self.position, self.world_size))
             if self.world_change is not None:
                 self.world_change.log()
         atexit.register(self._release)
@@ -525,6 +528,7 @@ def resume(
         ElasticResumeError: a subclass in `elastic_resume.errors`, on all ranks, before anything was loaded.
 
     """
+    console.show_log("elastic_resume: ")
     try:
         _check_random_options(seed, rng)
         batches = elastic_sampler.find_batches(data)

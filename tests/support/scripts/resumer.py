@@ -133,10 +133,8 @@ def main(wanted: dict[str, Any]) -> None:
         node_dir = NodeDir.attach(settings.ckpt_dir, "job", place.node)
     memory = name = committer = None
     if place.is_local_leader and mine.get("slots", True):
-        slot_pool = SlotPool(int(mine.get("allowed", 1 << 30)), log=lambda _: None)
-        committer = CheckpointCommitter(
-            place.node_dir, "job", slot_pool, log=print, emit=lambda *_, **__: None
-        )
+        slot_pool = SlotPool(int(mine.get("allowed", 1 << 30)))
+        committer = CheckpointCommitter(place.node_dir, "job", slot_pool, emit=lambda *_, **__: None)
         committer.start()
         server = SnapshotServer(committer)
         server.start()

@@ -62,7 +62,7 @@ class CommitterFixture:
     committer: CheckpointCommitter
     disk: FailingDisk
     node_dir: Path
-    logged: list[str] = field(default_factory=list)
+    caplog: pytest.LogCaptureFixture
     emitted: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     def slot(self, index: int) -> Slot:
@@ -88,24 +88,23 @@ class CommitterFixture:
 
 
 @pytest.fixture
-def fixture(tmp_path: Path) -> Iterator[CommitterFixture]:
+def fixture(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[CommitterFixture]:
     """Yield a committer with three slots."""
     with NodeDir.claim(tmp_path, "job", "a") as node_dir:
         disk = FailingDisk()
-        logged: list[str] = []
+        caplog.set_level("INFO")
         emitted: list[tuple[str, dict[str, Any]]] = []
-        pool = SlotPool(3 * SLOT_BYTES, log=logged.append)
+        pool = SlotPool(3 * SLOT_BYTES)
         pool.reserve(SLOT_BYTES)
         committer = CheckpointCommitter(
             node_dir.path,
             "job",
             pool,
-            log=logged.append,
             emit=lambda kind, **fields: emitted.append((kind, fields)),
             disk=disk,
         )
         committer.start()
-        yield CommitterFixture(committer, disk, node_dir.path, logged, emitted)
+        yield CommitterFixture(committer, disk, node_dir.path, caplog, emitted)
         committer.close()
 
 
@@ -135,11 +134,9 @@ def test_start_reserves_slots_of_newest_checkpoints_size(fixture: CommitterFixtu
     control_blocks = {}
     committers_by_node = {}
     for node in ("a", "b"):
-        pool, path = SlotPool(1 << 30, log=print), fixture.node_dir.parent / node
+        pool, path = SlotPool(1 << 30), fixture.node_dir.parent / node
         control_blocks[node] = pool.control_block
-        committers_by_node[node] = CheckpointCommitter(
-            path, "job", pool, log=print, emit=lambda *_, **__: None
-        )
+        committers_by_node[node] = CheckpointCommitter(path, "job", pool, emit=lambda *_, **__: None)
         committers_by_node[node].start()
     wait_until(lambda: len(control_blocks["a"].read_slots()) == 3)
     serials = [state.serial for state in control_blocks["a"].read_slots()]
@@ -185,13 +182,13 @@ def test_failing_disk_costs_one_checkpoint_and_is_retried(
     wait_until(lambda: fixture.kinds().count("commit-failed") >= 2)
     assert fixture.committed_names() == [checkpoint_name(1, 1)]
     assert fixture.committer.last_error
-    assert len(fixture.logged) == 2  # the line of the budget, and this
-    assert "step 2 was not saved" in fixture.logged[1]
+    (message,) = fixture.caplog.messages
+    assert "step 2 was not saved" in message
     write_snapshot(fixture.slot(2), 3)
     fixture.disk.failing_operation = ""
     wait_until(lambda: fixture.committed_names() == [checkpoint_name(1, 1), checkpoint_name(1, 3)])
     wait_until(lambda: not fixture.committer.last_error)
-    assert "saved again" in fixture.logged[-1]
+    assert "saved again" in fixture.caplog.messages[-1]
 
 
 def test_internal_error_does_not_stop_committer(fixture: CommitterFixture) -> None:
@@ -389,13 +386,16 @@ def test_discarded_snapshot_is_not_retried(fixture: CommitterFixture) -> None:
     assert not fixture.committer._has_work()
 
 
-def test_failing_log_does_not_stop_commits(fixture: CommitterFixture) -> None:
+def test_failing_log_does_not_stop_commits(
+    fixture: CommitterFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The log may be on the disk that is full."""
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    fixture.committer._log = fixture.committer._emit = refuse
+    fixture.committer._emit = refuse
+    monkeypatch.setattr(committers.logger, "info", refuse)
     fixture.disk.failing_operation = "write"
     snapshot_id = write_snapshot(fixture.slot(0), 1, commit_requested=True)
     with pytest.raises(MachineError):
@@ -414,11 +414,11 @@ from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.snapshot.slot_pool import SlotPool
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 with NodeDir.claim(Path(sys.argv[1]), "job", "a") as node_dir:
-    pool = SlotPool(1 << 24, log=lambda _: None)
+    pool = SlotPool(1 << 24)
     pool.reserve(1 << 20)
     for index, owned in pool._owned.items():
         owned.slot.memory[:1] = bytes([index + 1])
-    committer = CheckpointCommitter(node_dir.path, "job", pool, log=print, emit=lambda *_, **__: None)
+    committer = CheckpointCommitter(node_dir.path, "job", pool, emit=lambda *_, **__: None)
     server = SnapshotServer(committer)
     server.start()
     print(server.socket_name, flush=True)

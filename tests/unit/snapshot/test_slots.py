@@ -139,7 +139,7 @@ class Race(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = SlotPool(3 * BYTES, log=lambda _: None)
+        self.pool = SlotPool(3 * BYTES)
         self.pool.reserve(BYTES)
         self.by_index = {index: owned.slot for index, owned in self.pool._owned.items()}
         self.generation, self.step = 1, 0
@@ -258,15 +258,10 @@ TestRace.settings = settings(max_examples=100, stateful_step_count=60, deadline=
 
 
 @pytest.fixture
-def logged() -> list[str]:
-    """Collect the lines that the pool logs."""
-    return []
-
-
-@pytest.fixture
-def pool(logged: list[str]) -> Iterator[SlotPool]:
+def pool(caplog: pytest.LogCaptureFixture) -> Iterator[SlotPool]:
     """Yield a pool that may take three slots of four pages."""
-    new_pool = SlotPool(3 * 4 * BYTES, log=logged.append)
+    caplog.set_level("INFO")
+    new_pool = SlotPool(3 * 4 * BYTES)
     yield new_pool
     new_pool.close()
 
@@ -299,12 +294,12 @@ def test_slot_count_uses_budget_but_never_exceeds_it(size: int, free: int, allow
 
 @pytest.mark.parametrize(("pages", "count"), [(1, 3), (4, 3), (5, 2), (6, 2), (7, 1), (12, 1), (13, 0)])
 def test_reserve_creates_as_many_slots_as_fit(
-    pages: int, count: int, logged: list[str], pool: SlotPool
+    pages: int, count: int, caplog: pytest.LogCaptureFixture, pool: SlotPool
 ) -> None:
     """One line says how many there are."""
     assert pool.reserve(pages * BYTES) == count
-    assert len(logged) == 1
-    assert ("none" if count == 0 else f"{count} slot") in logged[0]
+    assert len(caplog.messages) == 1
+    assert ("none" if count == 0 else f"{count} slot") in caplog.messages[0]
     assert len(pool.control_block.read_slots()) == count
 
 
@@ -350,7 +345,7 @@ def test_close_frees_all_slots() -> None:
     """No descriptor or mapping is left."""
     gc.collect()
     before = count_slot_descriptors()
-    pool = SlotPool(3 << 20, log=lambda _: None)
+    pool = SlotPool(3 << 20)
     pool.reserve(1 << 20)
     assert count_slot_descriptors() == before + 2 * 4  # a mapping holds a descriptor of its own
     pool.close()
@@ -361,13 +356,13 @@ def test_close_frees_all_slots() -> None:
     assert count_slot_descriptors() == before
 
 
-def test_smaller_request_logs_nothing(pool: SlotPool, logged: list[str]) -> None:
+def test_smaller_request_logs_nothing(pool: SlotPool, caplog: pytest.LogCaptureFixture) -> None:
     """At each restart, a resume requests slots for its image, and training requests larger ones."""
     for pages in (4, 3, 4):
         pool.reserve(pages * BYTES)
-    assert len(logged) == 1
+    assert len(caplog.messages) == 1
     pool.reserve(5 * BYTES)
-    assert "2 slots" in logged[-1]
+    assert "2 slots" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("part", ["header", "static", "dynamic"])
