@@ -25,6 +25,12 @@ class StderrHandler(logging.Handler):
         """Use no lock: a signal handler that raises could leave it locked. Each line is one print."""
         self.lock = None
 
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Handle a record without the lock that the base class takes."""
+        if is_logged := bool(self.filter(record)):
+            self.emit(record)
+        return is_logged
+
     def emit(self, record: logging.LogRecord) -> None:
         """See base class."""
         with contextlib.suppress(OSError, ValueError):
@@ -33,6 +39,9 @@ class StderrHandler(logging.Handler):
 
 def show_log(prefix: str) -> None:
     """Print what elastic_resume logs from now on, unless its logger has a handler already."""
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        if isinstance(logger, logging.Logger) and f"{name}.".startswith("elastic_resume."):
+            logger.disabled = False  # logging.config.dictConfig disables loggers that exist before it
     if PACKAGE_LOGGER.handlers:
         return
     PACKAGE_LOGGER.addHandler(StderrHandler(prefix))

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.events.handlers import get_logging_handler
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
@@ -366,6 +367,7 @@ def prepare_launch(
         except (AssertionError, RuntimeError, ValueError, OSError) as error:
             raise ConfigError(str(error) or f"torchrun rejects these flags: {error!r}") from error
         options.check_launch_config(config)
+        _check_event_log_handler(config)
         ignored = sorted(TORCH_RENDEZVOUS_KEYS & config.rdzv_configs.keys() - {"timeout"})
         if ignored:
             logger.info("--rdzv-conf %s: ignored.", ", ".join(ignored))
@@ -385,6 +387,15 @@ def prepare_launch(
         yield LaunchSpec(
             config, entrypoint, entrypoint_args, rendezvous_config, worker_command, filled.shared_dir
         )
+
+
+def _check_event_log_handler(config: LaunchConfig) -> None:
+    try:
+        get_logging_handler(config.event_log_handler)
+    except KeyError as error:
+        raise ConfigError(
+            f"--event-log-handler is {config.event_log_handler!r}, which torch does not have."
+        ) from error
 
 
 def _configure_drain(config: LaunchConfig, args: argparse.Namespace) -> None:

@@ -325,8 +325,8 @@ class SnapshotScheduler:
             try:
                 result = self._checkpoint_writer.commit(manifest, iter_state_chunks(flat_state, layout))
             except MachineError as error:
-                logger.info(
-                    f"step {position.step} was not saved: {error} "
+                logger.warning(
+                    f"node {self._context.node}: step {position.step} was not saved: {error} "
                     "Training goes on; older checkpoints are untouched."
                 )
                 self.committed_path = None

@@ -512,7 +512,7 @@ class Snapshotter:
         self._context.events.emit("snapshot-failed", generation=self._generation, reason=problem)
         if not self._failure_logged:
             self._failure_logged = True
-            logger.info(
+            logger.warning(
                 f"rank {self._context.collectives.rank}: a snapshot failed ({problem}). Training goes on; "
                 "older snapshots are untouched."
             )

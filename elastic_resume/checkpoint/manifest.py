@@ -147,6 +147,8 @@ def _decode_verified(data: bytes) -> dict[str, Any]:
             raise TornError(f"manifest: ends after {len(data)} bytes.") from error
         raise CorruptError("manifest: not JSON.") from error
     if not isinstance(record, dict) or record.pop("kind", None) != _KIND:
+        if _DIGEST_SUFFIX.search(data) and b'"format":' in data and b'"blocks":' in data:
+            raise CorruptError("manifest: its digest does not match its bytes.")
         raise ForeignError("manifest: JSON, but not an elastic_resume manifest.")
     number = record.pop("format", None)
     if type(number) is int and number > FORMAT_VERSION:

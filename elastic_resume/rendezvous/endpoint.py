@@ -35,6 +35,8 @@ LOG_LOOKUP_AFTER_S = 3.0
 PORT_RETRY_S = 2.0
 """An earlier agent of this job may still be exiting."""
 _PORT_PAUSE_S = 0.1
+LOOKUP_TIMEOUT_S = 10.0  # then a name that no name server answers for counts as absent
+_NO_SUCH_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 _LOOKUP_PAUSE_S = 0.5  # between two lookups of one name
 _HOST_LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")  # getaddrinfo reads such a last label as part of an address
@@ -250,7 +252,7 @@ def _resolve_hosts(endpoints: Sequence[Endpoint], local_host: str | None) -> _Ho
     hosts = _Hosts(
         endpoints, local_host, answers, socket.gethostname().lower().rstrip("."), local_addresses()
     )
-    start, is_logged = time.monotonic(), False
+    start, is_logged, is_repeated = time.monotonic(), False, False
     while awaited := hosts.list_awaited():
         waited_s = time.monotonic() - start
         if waited_s >= RESOLVE_TIMEOUT_S:
@@ -262,12 +264,18 @@ def _resolve_hosts(endpoints: Sequence[Endpoint], local_host: str | None) -> _Ho
         if waited_s >= LOG_LOOKUP_AFTER_S and not is_logged:
             is_logged, names = True, ", ".join(awaited[:3])
             logger.info("waiting for an address of %s, for at most %.0f s.", names, RESOLVE_TIMEOUT_S)
-        if answers.keys() & set(awaited):
+        if is_repeated:
             time.sleep(_LOOKUP_PAUSE_S)
+        is_repeated = True
         for name in awaited:
-            answers[name] = ()
-            with contextlib.suppress(OSError, UnicodeError):  # UnicodeError: IDNA
+            try:
                 answers[name] = _parse_addresses(resolve_name(name))
+            except UnicodeError:  # of IDNA
+                answers[name] = ()
+            except OSError as error:
+                # Any other error, as of a name server that does not answer, may pass.
+                if error.errno in _NO_SUCH_NAME or time.monotonic() - start >= LOOKUP_TIMEOUT_S:
+                    answers[name] = ()
             # A name server that does not answer takes 10 s for each name.
             if hosts.match() or time.monotonic() - start >= RESOLVE_TIMEOUT_S:
                 break
@@ -330,7 +338,13 @@ def _listen_as_candidate(
             try:
                 listener = listen(hosts.bind_address(host), candidate.port)
             except OSError as error:
-                if error.errno != errno.EADDRINUSE:
+                if error.errno == errno.EACCES and 0 < candidate.port < 1024:
+                    raise ConfigError(
+                        f"--rdzv-endpoint {candidate}: only root may listen at port {candidate.port}: choose "
+                        "one above 1023."
+                    ) from error
+                # IPv6 checks a new address for duplicates, and meanwhile nobody can bind it.
+                if error.errno not in {errno.EADDRINUSE, errno.EADDRNOTAVAIL}:
                     raise
                 continue
             # No other node knows an open port yet, so the address may be --local-addr.

@@ -124,7 +124,9 @@ def restore(
     context.run_on_all_ranks(lambda: _record_generation(context, node_dir, plan))
     earlier_command = _find_earlier_command(plan, inventories) if mode != "never" else None
     if disk_error is not None and manifest is not None:
-        logger.info(f"{disk_error} Training goes on: memory or other nodes hold the state.")
+        logger.warning(
+            f"node {context.node}: {disk_error} Training goes on: memory or other nodes hold the state."
+        )
     nodes = tuple(context.local_leader_by_node)
     duration_s = time.monotonic() - started_at
     return ResumeResult(plan, manifest, flat, nodes, duration_s, on_disk, earlier_command)

@@ -184,7 +184,7 @@ class CheckpointCommitter:
         """Report an internal error, and drop every request that may have caused it."""
         with contextlib.suppress(Exception):
             self._emit("committer-failed", error=repr(error)[:1000])
-            logger.info(f"checkpoints: internal error of elastic_resume: {error!r}. Training goes on.")
+            logger.error(f"checkpoints: internal error of elastic_resume: {error!r}. Training goes on.")
         for request in self._requests:
             request.error = repr(error)
             request.finished.set()
@@ -284,13 +284,13 @@ class CheckpointCommitter:
     def _handle_failure(self, step: int, error: MachineError) -> None:
         now = time.monotonic()
         if not self.last_error:
-            logger.info(
+            logger.warning(
                 f"step {step} was not saved: {error} Training goes on; older checkpoints are intact. "
                 f"elastic_resume tries again at least every {MAX_RETRY_S:.0f} s."
             )
             self._logged_at = now
         elif now - self._logged_at >= LOG_REPEAT_S:
-            logger.info(f"checkpoints are still not saved: {error}")
+            logger.warning(f"checkpoints are still not saved: {error}")
             self._logged_at = now
         self.last_error = str(error)
         self._retry_at = now + self._retry_s

@@ -83,6 +83,9 @@ class SnapshotServer:
                     return
                 time.sleep(ACCEPT_RETRY_S)  # e.g. out of descriptors for a moment
                 continue
+            if not is_same_user(connection):
+                connection.close()
+                continue
             name = "elastic-resume-snapshot-connection"
             thread = threading.Thread(
                 target=self._serve_connection, args=(connection,), name=name, daemon=True
@@ -98,8 +101,6 @@ class SnapshotServer:
             connection.makefile("rb") as lines,
             contextlib.suppress(OSError, ValueError, RecursionError),
         ):
-            if not is_same_user(connection):
-                return
             while (request := lines.readline(MAX_MESSAGE_BYTES)).endswith(b"\n"):  # else too long or cut off
                 answer, descriptor = self._handle_request(json.loads(request))
                 if answer is not None:

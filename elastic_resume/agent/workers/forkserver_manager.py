@@ -23,6 +23,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from elastic_resume import constants
 from elastic_resume.background import BackgroundThread
 
@@ -124,7 +126,7 @@ class ForkServerManager:
         """Handle the messages of the fork server until it ends; return their fields and its exit code."""
         fields: dict[str, Any] = {}
         unread = b""
-        waited_s = 0.0
+        waited_s = stopped_s = 0.0
         with control:
             while True:
                 # Checked before reading: what the process sent before its end is then there to be read.
@@ -145,7 +147,9 @@ class ForkServerManager:
                 if waited_s == SLOW_IMPORT_S and "ready" not in fields:
                     names = ", ".join(["torch", *self._preload])
                     logger.info("workers wait until %s are imported, %.0f s so far.", names, SLOW_IMPORT_S)
-                if self._thread.is_closing:
+                stopped_s = stopped_s + POLL_INTERVAL_S if _is_stopped(process.pid) else 0.0
+                # Launcher shims would wait for a stopped fork server.
+                if stopped_s > 2 * POLL_INTERVAL_S or self._thread.is_closing:
                     process.kill()
         return fields, process.wait()
 
@@ -183,3 +187,10 @@ class ForkServerManager:
             return False
         logger.info("the fork server %s: workers start cold until another is ready.", how)
         return True
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False

@@ -229,6 +229,13 @@ QUICK_DAMAGE: dict[str, tuple[Callable[[Path], object], type[CheckpointError], s
     "manifest zeroed": (lambda p: (p / MANIFEST).write_bytes(bytes(700)), CorruptError, "not JSON"),
     "manifest nested": (lambda p: (p / MANIFEST).write_bytes(b"[" * 1_000_000), CorruptError, "not JSON"),
     "manifest of another kind": (lambda p: (p / MANIFEST).write_text("{}"), ForeignError, "not an"),
+    "manifest with a damaged kind": (
+        lambda p: (p / MANIFEST).write_bytes(
+            (p / MANIFEST).read_bytes().replace(b"elastic_resume c", b"elastic_rEsume c", 1)
+        ),
+        CorruptError,
+        "digest does not match",
+    ),
     "manifest a list": (lambda p: (p / MANIFEST).write_text("[1]"), ForeignError, "not an elastic"),
     "directory missing": (shutil.rmtree, ForeignError, "not a checkpoint directory"),
 }

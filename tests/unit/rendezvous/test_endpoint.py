@@ -432,6 +432,23 @@ def test_own_name_that_resolves_late_is_waited_for(
     assert (opened.candidate_index, opened.address) == (0, f"{name}:{port}")
 
 
+def test_name_whose_lookup_fails_for_a_moment_is_looked_up_again(
+    listen: Listen, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise nobody would listen at this candidate's address."""
+    failures = iter([socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")])
+
+    def resolve(name: str) -> list[str]:
+        if name == "alias-a":
+            return [ELSEWHERE]
+        for failure in failures:
+            raise failure
+        return ["127.0.0.1"]
+
+    monkeypatch.setattr(endpoint, "resolve_name", resolve)
+    assert listen(f"alias-a:{port},alias-b:{port}").candidate_index == 1
+
+
 def test_lookups_end_with_the_first_match(listen: Listen, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name server may take seconds for each name that it does not know."""
     names: list[str] = []

@@ -395,7 +395,7 @@ def test_failing_log_does_not_stop_commits(
         raise OSError(28, "No space left on device")
 
     fixture.committer._emit = refuse
-    monkeypatch.setattr(committers.logger, "info", refuse)
+    monkeypatch.setattr(committers.logger, "warning", refuse)
     fixture.disk.failing_operation = "write"
     snapshot_id = write_snapshot(fixture.slot(0), 1, commit_requested=True)
     with pytest.raises(MachineError):
