@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def exit_code_before_start(error: ElasticResumeError) -> int:
     """Return the exit code of a ``run`` that failed before it started anything."""
     if isinstance(error, MachineError):
-        return constants.EXIT_MACHINE_ERROR  # it may work on another machine
+        return constants.EXIT_MACHINE_ERROR  # the command may succeed on another machine
     return constants.EXIT_USAGE if isinstance(error, ConfigError) else constants.EXIT_JOB_ERROR
 
 

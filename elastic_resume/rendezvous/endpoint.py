@@ -35,7 +35,7 @@ LOG_LOOKUP_AFTER_S = 3.0
 PORT_RETRY_S = 2.0
 """An earlier agent of this job may still be exiting."""
 _PORT_PAUSE_S = 0.1
-_LOOKUP_PAUSE_S = 0.5  # between two lookups of one name
+_LOOKUP_PAUSE_S = 0.5  # pause between two lookups of one name
 _HOST_LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")  # getaddrinfo reads such a last label as part of an address
 _LOOPBACK_NAME = re.compile(r"localhost[46]?(\.localdomain[46]?)?|ip6-(localhost|loopback)")
@@ -91,8 +91,8 @@ def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
             raise ConfigError(f"--rdzv-endpoint: {part} is there twice: name each candidate once.")
         if endpoint.port == 0 and len(parts) > 1:
             raise ConfigError(
-                f"--rdzv-endpoint: {part} leaves the port open (0), which the other candidates cannot know: "
-                f"give one, such as {DEFAULT_PORT}."
+                f"--rdzv-endpoint: {part} has port 0 (chosen by the kernel), which other nodes cannot know: "
+                f"give a port, such as {DEFAULT_PORT}."
             )
         endpoints[endpoint] = None
     return tuple(endpoints)
@@ -202,7 +202,7 @@ class _Hosts:
 
     def match(self) -> list[int]:
         """Return the indexes of the candidates on this node, whatever their ports."""
-        # An open port means that there is one agent, on this machine, whatever its address is.
+        # Port 0 means that there is one agent, on this machine, whatever its address is.
         if self.local_host is None or self.endpoints[0].port == 0:
             return [index for index, endpoint in enumerate(self.endpoints) if self.is_own(endpoint.host)]
         own = self.expand(self.local_host)
@@ -303,8 +303,8 @@ def open_listen_endpoint(
     matches = hosts.match()
     if not matches and endpoints[0].port == 0:
         raise ConfigError(
-            f"--rdzv-endpoint {endpoints[0]} is not this machine, and no other can know a port that is left "
-            f"open (0): give the port."
+            f"--rdzv-endpoint {endpoints[0]} is not this machine, and this node cannot know a port that the "
+            "kernel chooses there (0): give the port."
         )
     try:
         candidate = _listen_as_candidate(hosts, matches, single_node=single_node) if matches else None
@@ -333,7 +333,7 @@ def _listen_as_candidate(
                 if error.errno != errno.EADDRINUSE:
                     raise
                 continue
-            # No other node knows an open port yet, so the address may be --local-addr.
+            # No other node knows a port yet that the kernel has chosen, so the address may be --local-addr.
             address = candidate if candidate.port else Endpoint(host, listener.getsockname()[1])
             return ListenEndpoint(listener, host, str(address), index)
         if time.monotonic() >= deadline:
@@ -362,7 +362,7 @@ def _find_source_address(hosts: _Hosts) -> Address:
                 if source and (target.is_loopback or not (source.is_loopback or source.is_link_local)):
                     return source
     raise ConfigError(
-        f"no network leads from this machine to {hosts.endpoints[0]}, nor to any other candidate: "
+        f"there is no network route from this machine to {hosts.endpoints[0]}, nor to any other candidate: "
         "check its network, or say with --local-addr where others reach it."
     )
 

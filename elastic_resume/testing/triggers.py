@@ -1,4 +1,4 @@
-"""Run actions when their condition holds, and arm failpoints of running processes.
+"""Schedule test actions, such as faults, for a step or condition, and arm failpoints in running processes.
 
 `ActionQueue` is the one engine: `Cluster.at` and `FaultInjector` both schedule their actions in such a queue.
 `TriggerWatcher` serves the queue of `Cluster.at` in a thread, milliseconds after a step. An action that

@@ -274,7 +274,7 @@ class ViewChange:
         if self.state.now < proposal.proposed_at + limit_s:
             return
         self.abort(f"{format_node_names(proposal.awaiting_ack)} did not acknowledge within {limit_s:g} s")
-        for peer in self.peers:  # in table order: the order of a set differs from process to process
+        for peer in self.peers:  # keep the table's order; the order of a set differs between processes
             if peer.incarnation in proposal.awaiting_ack:
                 self.peers.remove(peer.incarnation)
                 self.state.redirect(peer.link, "")
