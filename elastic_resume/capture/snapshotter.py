@@ -66,7 +66,7 @@ MIN_BYTES_TO_SHARD = 32 << 20
 MAX_VERSIONS_CHECKED = 64  # limit for one group; reading a version takes 60 ns
 # The other local ranks finish the same step at about the same time, or have died.
 PEER_TIMEOUT_S = 2.0
-# For synchronous copies: the local leader may still evaluate before it ends the same step.
+# Used for synchronous copies: the local leader may still evaluate before it ends the same step.
 LONG_PEER_TIMEOUT_S = 60.0
 POLL_S = 0.0002
 SLOW_POLL_S = 0.005  # poll interval after PEER_TIMEOUT_S

@@ -80,7 +80,7 @@ class Disk:
             try:
                 self.mkdir(path)
             except MachineError:
-                if not path.is_dir():  # another node may have created it meanwhile
+                if not path.is_dir():  # another node may have just created it
                     raise
         if path.parent != path and os.access(path.parent, os.R_OK):
             self.sync_dir(path.parent)

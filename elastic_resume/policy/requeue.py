@@ -43,7 +43,7 @@ class TerminationReason(Enum):
     """Why the processes of a job got SIGTERM, according to the scheduler."""
 
     UNKNOWN = "nothing"  # the scheduler cannot be asked, or does not answer
-    RUNNING = "running"  # the scheduler knows of no reason to end it
+    RUNNING = "running"  # the scheduler has no reason to end the job
     PREEMPTED = "preempted"
     TIME_LIMIT = "time limit"
     JOB_ENDING = "ending"  # cancelled, or requeued by somebody else

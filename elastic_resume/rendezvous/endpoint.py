@@ -333,7 +333,7 @@ def _listen_as_candidate(
                 if error.errno != errno.EADDRINUSE:
                     raise
                 continue
-            # No other node knows a port yet that the kernel has chosen, so the address may be --local-addr.
+            # No other node knows a port that the kernel has just chosen, so the address may be --local-addr.
             address = candidate if candidate.port else Endpoint(host, listener.getsockname()[1])
             return ListenEndpoint(listener, host, str(address), index)
         if time.monotonic() >= deadline:

@@ -352,7 +352,7 @@ class RestoreAttempt:
         self.on_disk = True
 
     def _attach_receivers(self) -> None:
-        """Map, on the other ranks of each receiving node, the slot into which their leader receives."""
+        """Map, on the other ranks of each receiving node, the slot into which their local leader receives."""
         context = self._context
         slot_ids = context.collectives.gather(self._slot_id())
         for node in self._plan.receiving_nodes:
@@ -403,7 +403,7 @@ class RestoreAttempt:
             prefetcher.close()
 
     def _load_committed(self, tracked: Mapping[str, Any]) -> None:
-        """On a rank whose leader received without a slot: load the checkpoint that it has committed."""
+        """On a rank whose local leader received without a slot: load the checkpoint that it has committed."""
         if self._buffer is None and self.manifest is not None:
             path = self._context.checkpoint_path(SavedState(self._context.node, *self._plan.version, 0))
             manifest = reader.quick_check(path, self._context.settings.run_id)

@@ -280,7 +280,7 @@ def _read_kubernetes(reader: _VariableReader) -> SchedulerContext:
         min_nodes=least,
         peers=peers,
         # The domain is left to the pod's search path: it need not be cluster.local. The full name in the
-        # pod's own /etc/hosts begins with this one, so it knows itself before DNS does.
+        # pod's own /etc/hosts begins with this name, so the pod resolves itself before DNS does.
         candidates=tuple(f"{peer}{domain}:{DEFAULT_PORT}" for peer in peers[:MAX_CANDIDATES])
         if nodes > 1
         else (),

@@ -87,7 +87,8 @@ class CheckpointCommitter:
         self._emit = emit
         self._last_commit: tuple[int, Path | None] = (0, None)  # (snapshot id, path)
         self._requests: list[_CommitRequest] = []
-        self._incomplete_request: _CommitRequest | None = None  # newest of `request_commit`, unfulfilled
+        # The newest request of `request_commit`, until it is fulfilled.
+        self._incomplete_request: _CommitRequest | None = None
         self.last_error = ""  # why the last commit failed; empty if it succeeded
         self._needs_prune = False
         self._logged_at = self._retry_at = 0.0
@@ -237,7 +238,8 @@ class CheckpointCommitter:
         committed_id, path = self._last_commit
         if path is not None and not path.is_dir():
             committed_id = 0  # a resume quarantined it and received the same step from another node
-        if committed_id < state.target:  # an epoch's last step has two snapshots
+        # False for example for the first of the two snapshots of an epoch's last step.
+        if committed_id < state.target:
             try:
                 with self.slot_pool.pin(state) as slot:
                     result = self._write(slot, state.target) if slot is not None else None
@@ -276,7 +278,7 @@ class CheckpointCommitter:
         except CorruptError:
             if is_current():
                 raise
-            return None  # it was overwritten meanwhile
+            return None  # a newer snapshot has overwritten it
         if self._writer.has_trusted(manifest.version, manifest.position):  # loaded from this disk
             return CommitResult(self._node_dir / checkpoint_name(*manifest.version), 0.0, 0.0)
         return self._writer.commit(manifest, [image], is_current=is_current)

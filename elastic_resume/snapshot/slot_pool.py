@@ -126,7 +126,8 @@ class SlotPool:
     def pin(self, state: SlotState, *, hard: bool = True) -> Iterator[Slot | None]:
         """Keep the local leader from overwriting the slot; yield None if that happened already.
 
-        With ``hard`` false the leader may overwrite it if it has no other slot; the memory then stays mapped.
+        With ``hard`` false the local leader may overwrite it if no other slot is free. The memory then stays
+        mapped.
         """
         pin_field = "pinned" if hard else "soft_pinned"
         with self._lock:

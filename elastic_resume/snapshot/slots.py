@@ -216,7 +216,7 @@ class ControlBlock:
         return create_memory_file("elastic_resume-control", CONTROL_BLOCK_BYTES)
 
     def get(self, name: str) -> int:
-        """Read a header word; the leader writes ``decided_id`` and ``next_snapshot_step``."""
+        """Read a header word; the local leader writes ``decided_id`` and ``next_snapshot_step``."""
         return int(self._words[_HEADER_FIELDS.index(name)])
 
     def set(self, name: str, value: int) -> None:
@@ -224,7 +224,7 @@ class ControlBlock:
         self._words[_HEADER_FIELDS.index(name)] = value
 
     def record_commit_cost(self, seconds: float, cpu_s: float) -> None:
-        """Record the last commit's time, from which the leader derives the checkpoint interval."""
+        """Record the last commit's time, from which the local leader derives the checkpoint interval."""
         self.set("commit_us", int(seconds * 1e6))
         self.set("commit_cpu_us", int(cpu_s * 1e6))
         self.set("commits", self.get("commits") + 1)

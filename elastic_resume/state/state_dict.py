@@ -351,7 +351,7 @@ class TensorCollector:
             if name is not None:
                 return TensorRef(name, stored_as)
         name = path
-        while name in self._used_names:  # keys 1 and "1" of one dict give the same path
+        while name in self._used_names:  # keys 1 and "1" of one dict have the same path
             name += "~"
         self._used_names.add(name)
         self.name_by_key[key] = name

@@ -50,7 +50,7 @@ DEFAULT_MTBF_S = 15.0
 TARGET_WIDTH = 24  # characters of a fault's target in the table
 RUN_ID = "chaos"
 POLL_S, EVENT_POLL_S = 0.02, 0.25
-MAX_FAULT_WINDOW_S = 86400.0  # limit of the time of random faults without --for
+MAX_FAULT_WINDOW_S = 86400.0  # random faults without --for fall within this time
 STALL_TIMEOUT_S = 300.0
 LATE_NODE_GRACE_S = 30.0  # extra time for a node that was restarting when the job ended on the others
 STEP_EVENT_INTERVAL_S = 1.0  # time between the step events of each rank
@@ -117,7 +117,7 @@ class _StdoutHandler(logging.Handler):
         lines = wrap_text(record.getMessage(), indent=" " * len(elapsed))
         for number, line in enumerate(lines):
             if not formatting.write_stdout(f"{'' if number else elapsed}{line}\n"):
-                signal.raise_signal(signal.SIGTERM)  # the reader is gone, as in `| head`
+                signal.raise_signal(signal.SIGTERM)  # the reader of the output has ended, as in `| head`
 
 
 def parse_command(words: Sequence[str]) -> tuple[Experiment, Path | None]:

@@ -358,7 +358,7 @@ class _LastingEffect:
     due_at: float
     description: str
     action: Callable[[], object]
-    shared_key: tuple[object, ...] = ()  # of several effects with one key, the last to end calls the action
+    shared_key: tuple[object, ...] = ()  # when effects share a key, only the last to end calls its action
     node: int | None = None
     reapply: Callable[[], object] = lambda: None
 

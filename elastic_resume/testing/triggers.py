@@ -201,7 +201,7 @@ class FailpointController:
         failpoint_id = f"f{self._count}"
         settings = {"once": failpoint_id, **{key.rstrip("_"): value for key, value in conditions.items()}}
         entry = ";".join([failpoint, *(f"{k}={v}" for k, v in settings.items() if v not in (None, ""))])
-        failpoints.validate(entry)  # each process validates it too, but cannot say who wrote it
+        failpoints.validate(entry)  # each process validates it too, but cannot name the caller
         self._entries[failpoint_id] = entry
         self._write()
         return failpoint_id

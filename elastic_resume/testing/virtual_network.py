@@ -146,7 +146,7 @@ class VirtualNetwork:
         why = unavailable_reason()
         if why:
             raise MachineError(f"simulated hosts: {why}.")
-        # Random, so that a process of one cluster that looks for a node of another finds none.
+        # Chosen at random, so that a process of one cluster does not find nodes of another.
         self._network_prefix = f"10.{secrets.randbelow(256)}.{secrets.randbelow(256)}"
         self._host_numbers = list(range(1, nodes + 1))  # the last part of each node's address
         self._next_host_number = nodes + 1
@@ -400,7 +400,7 @@ def _make_namespace() -> int:
             raise RuntimeError("Popen made no pipes")
         with contextlib.suppress(BrokenPipeError):
             first.stdin.write(b"\n")
-        # Its echo comes from inside: before, the process may be in the namespace of this one.
+        # The echo shows that the process has entered its namespace; before, it may be in ours.
         if not first.stdout.read(1):
             raise MachineError(f"no network namespace: {_last_line(first.stderr.read().decode())}.")
         return os.open(f"/proc/{first.pid}/ns/net", os.O_RDONLY)

@@ -104,7 +104,7 @@ def get_collective_counter() -> Callable[[], int]:
     """Return a function that counts the default group's collectives; a call takes 0.3 µs."""
     if not dist.is_available() or not dist.is_initialized():
         return _count_none
-    # Not public; a group of several backends has no such number. Without it a hang report lacks the count.
+    # Not a public attribute; a group of several backends lacks it. Then a hang report has no count.
     count: Callable[[], int] | None = getattr(dist.group.WORLD, "_get_sequence_number_for_group", None)
     try:
         return count if count is not None and type(count()) is int else _count_none
@@ -167,7 +167,7 @@ def describe_collectives() -> dict[str, Any]:
     with contextlib.suppress(RuntimeError, ValueError, KeyError, TypeError, AttributeError):
         if dump is not None:
             entries = json.loads(dump()).get("entries", [])
-            if entries:  # empty if the recorder is off
+            if entries:  # there are no entries if the recorder is off
                 pending = [_describe_pending(entry) for entry in entries if not entry["retired"]]
                 answer["pending"] = pending[:MAX_PENDING_COLLECTIVES]
     return answer

@@ -52,7 +52,7 @@ PROCESS_START_ENV_PREFIXES = (
     "ELASTIC_RESUME_FAILPOINTS",
 )  # fmt: skip
 MAX_REQUEST_BYTES = 16 << 20
-REQUEST_TIMEOUT_S = 1.0  # a launcher shim sends its request at once, and others wait meanwhile
+REQUEST_TIMEOUT_S = 1.0  # a launcher shim sends its request at once; other shims wait for it
 FORK_TEST_TIMEOUT_S = 10.0
 OLD_TORCH_SEED = 67280421310721  # initial seed of each process in versions of torch that do not draw it
 

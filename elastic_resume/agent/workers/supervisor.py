@@ -425,7 +425,7 @@ def list_children() -> "list[int]":
     for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208 - see `send`
         try:
             with open(f"/proc/{name}/stat") as file:
-                # The command's name stands in parentheses and may hold anything; state and parent follow it.
+                # The command's name is in parentheses and may contain any text; state and parent follow.
                 if int(file.read().rpartition(")")[2].split()[1]) == os.getpid():
                     children.append(int(name))
         except (OSError, ValueError, IndexError):

@@ -307,7 +307,7 @@ def encode_body(message: Message) -> bytes:
 
 def encode_line(header: Header, body: bytes) -> bytes:
     """Return a whole line: a header, which each connection has its own of, and a body."""
-    # Formatted by hand: json would take too long for each heartbeat of a leader.
+    # Format by hand, because json takes too long for each heartbeat of a leader.
     head = f'{{"header":[{header.seq},{header.ack},{header.generation},{header.lease_s!r}],'
     return head.encode() + body + b"\n"
 
