@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROG}: error: {error}", file=sys.stderr)
         if words[:1] == ["run"]:
             return exit_code_before_start(error)
-        # Their own 1 means that two files differ, or that a job failed.
+        # These commands use 1 to report that two files differ, or that a job failed.
         return constants.EXIT_USAGE if words[:1] in (["diff"], ["chaos"]) else constants.EXIT_JOB_ERROR
     except KeyboardInterrupt:
         return constants.EXIT_SIGNAL_BASE + signal.SIGINT
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def exit_code_before_start(error: ElasticResumeError) -> int:
     """Return the exit code of a ``run`` that failed before it started anything."""
     if isinstance(error, MachineError):
-        return constants.EXIT_MACHINE_ERROR  # it may work on another machine
+        return constants.EXIT_MACHINE_ERROR  # the command may succeed on another machine
     return constants.EXIT_USAGE if isinstance(error, ConfigError) else constants.EXIT_JOB_ERROR
 
 

@@ -33,9 +33,9 @@ RESUME_MODES = ("auto", "must", "never")
 DIVERGENCE_POLICIES = ("stop", "resume-from-majority")
 REQUEUE_MODES = ("auto", "off")
 DEFAULT_CKPT_DIR = "./checkpoints"
-DEFAULT_KEEP = 3  # one more than the least: one may be corrupt while another is written
+DEFAULT_KEEP = 3  # MIN_KEEP + 1: one may be corrupt while another is written
 DEFAULT_STEP_MARK_S = 5.0  # a report dates the step that a failure interrupted with this precision
-MAX_MEMORY_BYTES = 2**60  # more is a typing error, and this fits every integer that may hold it
+MAX_MEMORY_BYTES = 2**60  # a larger value is surely a typo; this one fits every integer type in use
 AGENT_SETTINGS = ("ckpt_dir", "run_id", "node_name")
 """Settings that the agent's flags decide, and the script's arguments do not: see `Settings.for_worker`."""
 _UUID = re.compile(r"[0-9a-f]{8}(-?[0-9a-f]{4}){3}-?[0-9a-f]{12}", re.IGNORECASE)
@@ -312,11 +312,11 @@ class Settings:
     save_every: IntervalSetting
     keep: int
     resume: str
-    step_mark_s: float = DEFAULT_STEP_MARK_S  # least seconds between two `step` events of a rank; 0: each
+    step_mark_s: float = DEFAULT_STEP_MARK_S  # minimum seconds between a rank's `step` events; 0: each step
     snapshot_every: IntervalSetting = AUTO
-    snapshot_memory: int | None = None  # bytes of this node for snapshots; None: auto, 0: off
+    snapshot_memory: int | None = None  # bytes for this node's snapshots; None: auto, 0: off
     check_replicas: IntervalSetting = AUTO  # steps or auto, not time: all nodes compare the same step
-    on_divergence: str = "stop"  # or resume-from-majority
+    on_divergence: str = "stop"  # "stop" or "resume-from-majority"
 
     def to_env(self) -> dict[str, str]:
         """Return the environment variables from which `for_worker` reads the same settings."""

@@ -79,10 +79,10 @@ Event = dict[str, Any]
 
 MAX_LINE_BYTES = 64 * 1024  # enough for the ends of a traceback
 MAX_COUNT_VALUE = 1 << 53
-MAX_TIME_S = 1e12  # the year 33658
-# The agent decides by these what follows the end of a round, so they are also kept in its memory.
+MAX_TIME_S = 1e12  # Unix time of the year 33658
+# The agent uses these events to decide what follows a round, so its memory keeps them too.
 ROUND_END_KINDS = frozenset({"worker-start", "failure", "worker-exit", "hang", "hang-ended"})
-MAX_PENDING_LINES = 1000  # of a few hundred bytes each
+MAX_PENDING_LINES = 1000  # each has a few hundred bytes
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 _MEMFD_LINK_PREFIX = "/memfd:elastic_resume-round-events"  # link of `agent.round_evidence` in /proc
 _EVENT_PREFIX = b'{"t":'  # every event begins so; inside a JSON string the quotes would be escaped

@@ -10,7 +10,7 @@ import re
 
 from elastic_resume.errors import ConfigError
 
-MAX_DURATION_S = 1e9  # about thirty years: a longer one is a typing error
+MAX_DURATION_S = 1e9  # about thirty years; a longer one is surely a typo
 _DURATION = re.compile(r"((?:[0-9]{1,18}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?)(ms|s|m|h|d)?")
 _UNIT_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _SIZE = re.compile(r"(\d{1,19}(?:\.\d{1,9})?) ?(?:([kmgt])(i?b|i)?)?", re.IGNORECASE)
@@ -69,7 +69,7 @@ def parse_size(setting: str, text: object, *, hint: str = "write a size (4GB, 51
     """
     given = str(text).strip()
     match = None if isinstance(text, bool) else _SIZE.fullmatch(given)
-    if match is None or (match[2] is None and "." in given):  # half a byte is a typing error
+    if match is None or (match[2] is None and "." in given):  # half a byte is surely a typo
         raise ConfigError(f"{setting} is {given[:100]!r}: {hint}")
     base = 1000 if (match[3] or "").lower() == "b" else 1024
     power = _POWER_BY_UNIT[match[2].lower()] if match[2] else 0

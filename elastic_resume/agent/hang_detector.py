@@ -55,7 +55,7 @@ MAX_REPORTS = 20
 MAX_REPORT_BYTES = 1 << 20
 MAX_REASON_CHARS = 300
 MAX_ERROR_CHARS = 500
-MAX_LISTED_RANKS = 64  # ranks of a node in one event
+MAX_LISTED_RANKS = 64  # limit of ranks in one event
 
 
 def parse_hang_timeout(text: str | None) -> HangThreshold | None:

@@ -262,7 +262,7 @@ class _Agent:
         rendezvous_config = self.spec.rendezvous_config
         key = derive_status_key(rendezvous_config.token)
         status = partial(fetch_status, agent_address, rendezvous_config.run_id, key)
-        threading.Thread(  # it resolves the name of this host, which may take long
+        threading.Thread(  # a thread, because resolving the name of this host may take long
             target=metrics.serve_metrics, args=(self.flags.metrics_address, status), daemon=True
         ).start()
 

@@ -197,7 +197,7 @@ def check_script(args: argparse.Namespace) -> None:
             raise ConfigError(f"there is no program {script!r} on PATH that can be run (--no-python).")
     elif args.module:
         top = script.partition(".")[0]
-        # `python -m` looks in the working directory too.
+        # `python -m` searches the working directory too.
         spec = importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd()), *sys.path])
         if spec is None and top not in sys.builtin_module_names and "PYTHON_EXEC" not in os.environ:
             raise ConfigError(

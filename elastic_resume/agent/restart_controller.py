@@ -72,7 +72,7 @@ class RestartController:
     ) -> None:
         self.on_workers_dead: Callable[[], object] = lambda: None  # called when a round's workers are dead
         self.is_spare = False  # a view runs without this node
-        self.node_rank: int | None = None  # in the newest view; None before the first
+        self.node_rank: int | None = None  # this node's rank in the newest view; None before the first view
         self._started_at = time.monotonic()
         self._node = node
         self._event_log = event_log
@@ -86,11 +86,12 @@ class RestartController:
         self._generation: int | None = None
         self._num_nodes = 1
         self._world = restart.WorldSummary()
-        self._round_offset = 0  # in the event log's file, where the round begins
-        self._stale_workers: frozenset[WorkerProcess] = frozenset()  # on the page before the round began
+        self._round_offset = 0  # offset in the event log at which the round begins
+        # Workers that were on the progress page before the round began.
+        self._stale_workers: frozenset[WorkerProcess] = frozenset()
         self._end_reason = ""
-        self._last_verdict = FailureVerdict()  # of the last round in which any node failed
-        self._pending_traceback = ""  # of this node's failure in that round
+        self._last_verdict = FailureVerdict()  # verdict about the last round in which any node failed
+        self._pending_traceback = ""  # traceback of this node's failure in that round
         self._printed_traceback = ""
 
     def starts_without_progress(self, restarts: int) -> int:

@@ -1,4 +1,4 @@
-"""Collect the evidence why a round ended on this node: its events, and how short of memory the node was.
+"""Collect what explains the end of a round on this node: worker events, and memory pressure.
 
 `restart_controller` classifies failures by both. The events name exits and exceptions; memory explains a
 worker that died of SIGKILL.

@@ -68,19 +68,19 @@ class ShutdownController:
         self._requeue_disabled = requeue_mode == "off"
         self._event_log = event_log
         self._drain_signal = (read_drain_signals() or [signal.SIGTERM])[0]
-        self._drain_request = ""  # the cause of a drain that no foreign signal started
-        self._node_only = False  # the cause concerns this node, and the job goes on
-        self._pending_signal: int | None = None  # a signal that came while it had no handler
+        self._drain_request = ""  # the cause of a drain that this agent started itself
+        self._node_only = False  # the cause concerns this node only; the job continues
+        self._pending_signal: int | None = None  # a signal that arrived before its handler was set
         self._first_signal: int | None = None  # the signal that began the end
         self._lock = threading.Lock()
         self._thread = BackgroundThread("elastic-resume-shutdown", self._poll)
         self._started_at = time.time()
-        self._end_time: float | None = None  # of the Slurm job, in seconds since the epoch
+        self._end_time: float | None = None  # end of the Slurm job, in seconds since the epoch
         # Nodes query one after the other: a controller must not get all queries in one moment.
         self._query_delay_s = min(MAX_QUERY_DELAY_S, scheduler_context.node_index / 50)
         self._queried_at = time.monotonic() - END_TIME_QUERY_INTERVAL_S + self._query_delay_s
         self._known_commit_s = 0.0
-        self.last_commit_s: Callable[[], float] = lambda: 0.0  # how long the last commit took
+        self.last_commit_s: Callable[[], float] = lambda: 0.0  # returns the duration of the last commit
 
     # ---- causes ----------------------------------------------------------------------------------------
 

@@ -66,7 +66,7 @@ class SnapshotService:
                 continues_from_majority=report.continues_from_majority,
             )
             if not report.continues_from_majority:
-                return  # the message at the job's end says it
+                return  # the message at the end of the job reports it
             logger.warning(describe_divergence(verdict, continues=True))
             if client.node in verdict.diverged:
                 worker_generation = worker_generations.get(report.generation, report.generation)
@@ -104,7 +104,7 @@ def serve_snapshots(
     finally:
         os.environ.pop(constants.ENV_COMMITTER, None)
         os.environ.pop(constants.ENV_SLOTS, None)
-        with contextlib.suppress(MachineError):  # the committer has logged it
+        with contextlib.suppress(MachineError):  # the committer has logged the error
             committer.commit()
         if committer.last_error:
             text = "the newest snapshot was not committed and is lost with this agent: %s"

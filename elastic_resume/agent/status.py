@@ -42,16 +42,16 @@ from elastic_resume.snapshot.slots import SlotState, decode_snapshot_id
 logger = logging.getLogger(__name__)
 
 UPDATE_INTERVAL_S = 1.0
-DOCUMENT_MAX_AGE_S = 0.3  # how long a rendered document is served again
+DOCUMENT_MAX_AGE_S = 0.3  # a rendered document is served again for this time
 CLOSE_TIMEOUT_S = 2.0
 MAX_SLOT_READS = 3
 RATE_WINDOW_S = 10.0  # steps per second are averaged over this time, within one generation
 MAX_LISTED_INCIDENTS = 10
 STALE_NODE_S = 60.0  # a node outside the view is dropped from the document after this time without a status
 MAX_GENERATION_LEAD = 8  # a peer's events may be this far ahead of the newest generation known here
-MAX_RECEIVED_BYTES = 8 << 20  # peers' events that wait for a slow disk
-MAX_OWN_LINES = 1000  # this process's events between two updates; it writes a few in a second
-MAX_READ_BYTES = 1 << 20  # of the event log, in one update
+MAX_RECEIVED_BYTES = 8 << 20  # limit of peers' events that wait for a slow disk
+MAX_OWN_LINES = 1000  # limit of this process's events between two updates; it writes a few each second
+MAX_READ_BYTES = 1 << 20  # limit of the event log that one update reads
 MAX_PEERS_BYTES = 16 << 20
 STEP_EVENT_INTERVAL_S = 60.0
 # Half a day of one rank: most lines are `step` events, at most ten a second and rank.
@@ -93,8 +93,8 @@ class StatusSampler:
         self._describe_problem = describe_problem
         self._steps: deque[tuple[float, int]] = deque()
         self._generation = 0
-        self._snapshot: tuple[int, float] | None = None  # snapshot id, and when it was first seen
-        self._checkpoint: tuple[int, float] | None = None  # step, and when it was committed
+        self._snapshot: tuple[int, float] | None = None  # (snapshot id, time at which it was first seen)
+        self._checkpoint: tuple[int, float] | None = None  # (step, time of the commit)
         self._commits = self._commit_failures = self._commit_bytes = 0
         self._commit_s = 0.0
 
@@ -282,7 +282,7 @@ def load_past_incidents(path: Path, end_offset: int, max_bytes: int = MAX_HISTOR
     This agent's own events begin at byte ``end_offset``. Of the log before, the last ``max_bytes`` are read.
     """
     tracker = IncidentTracker()
-    known_generation = b""  # as JSON, of the last step event; parsing all of them would take seconds
+    known_generation = b""  # of the last step event, as JSON; to parse all events would take seconds
     with contextlib.suppress(OSError), open(path, "rb") as file:
         if end_offset > max_bytes:
             file.seek(end_offset - max_bytes)
@@ -420,22 +420,22 @@ class StatusReporter:
         self._peer_events = PeerEventLog(node_dir / constants.PEER_EVENTS_FILE)
         self._tracker = IncidentTracker()
         self._statuses: dict[str, ReceivedStatus] = {}
-        self._received: deque[str] = deque()  # peers' lines that are not yet handled
+        self._received: deque[str] = deque()  # lines from peers that are not handled yet
         self._received_bytes = 0
-        self._newest_generation = 0  # that the rendezvous knows of
-        self._next_line: dict[str, int] = {}  # by incarnation of a peer: the number of its next line
+        self._newest_generation = 0  # the newest generation that the rendezvous knows
+        self._next_line: dict[str, int] = {}  # incarnation of a peer -> number of its next line
         self._lost_lines = 0
         self._last_document: tuple[float, bytes] = (float("-inf"), b"")
         self._last_error = ""
-        self._lock = threading.Lock()  # of what the rendezvous thread changes; held for microseconds only
-        self._document_lock = threading.Lock()  # of the tracker and the last document
+        self._lock = threading.Lock()  # guards what the rendezvous thread changes; held for microseconds
+        self._document_lock = threading.Lock()  # guards the tracker and the last document
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elastic-resume-status", daemon=True)
 
     def start(self, client: RendezvousClient, key: bytes) -> None:
         """Start to report through ``client``, and publish the read-only ``key`` for status clients."""
         self._client = client
-        with contextlib.suppress(OSError):  # those that must write to the disk report that it fails
+        with contextlib.suppress(OSError):  # other code, which depends on the disk, reports its failure
             _write_private(
                 self._endpoint_file,
                 {
@@ -524,7 +524,7 @@ class StatusReporter:
         try:
             self._record_events(own_events, peer_events, max_generation)
             self._send_status(own_events)
-        finally:  # also after an error of ours
+        finally:  # also after a bug in this package
             self._peer_events.append([line for line, _ in peer_events])
 
     def _record_events(

@@ -1,4 +1,4 @@
-"""Keeps a background copy and ``optimizer.step()`` apart: the copy barrier.
+"""Delay ``optimizer.step()`` until the background copy has read the parameters: the copy barrier.
 
 A snapshot is copied while forward and backward run. The barrier is a hook before each ``optimizer.step()``.
 It waits until the copy has read its sources. `OverlapRule` decides which tensors may be copied that way:
@@ -41,8 +41,8 @@ class CopyBarrier(Generic[T]):
         self._step = -1
         self._hooked_ids: set[int] = set()  # ids of optimizers that stepped since the last step boundary
         self._background_copy: T | None = None
-        self.skipped_optimizers: list[Optimizer] = []  # whose hook did not run in the last step
-        self.all_hooks_ran = False  # in the last step
+        self.skipped_optimizers: list[Optimizer] = []  # optimizers whose hook did not run in the last step
+        self.all_hooks_ran = False  # whether the hooks of all optimizers ran in the last step
 
     @property
     def unprotected_addresses(self) -> Collection[int] | None:
@@ -67,7 +67,7 @@ class CopyBarrier(Generic[T]):
 
         A script may skip an optimizer's step on purpose, as a GradScaler does after an overflow.
         """
-        if step == self._step:  # the last step of an epoch ends twice
+        if step == self._step:  # the last step of an epoch reaches a boundary twice
             return None
         self._step = step
         self.skipped_optimizers = [

@@ -1,4 +1,4 @@
-"""Decides at each step boundary whether to take a snapshot, and whether to commit it to disk.
+"""Decide at each step boundary whether to take a snapshot, and whether to commit it to disk.
 
 The local leader decides for its node, from the measured cost of earlier copies. It stores the step of the
 next snapshot in the control block, so the other local ranks know it before they finish that step. On a
@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 NEVER = 1 << 62  # a step
 METADATA_HEADROOM_BYTES = 1 << 18  # reserved for metadata while its size is unknown
 WARM_UP_SNAPSHOTS = 3  # the first snapshot in each slot is slower than all later ones
-SMOOTHING_WEIGHT = 0.3  # of the newest measurement
-_CHUNK_ELEMENTS = 1 << 20  # of one tensor that are copied to the host, or made contiguous, at a time
+SMOOTHING_WEIGHT = 0.3  # weight of the newest measurement
+_CHUNK_ELEMENTS = 1 << 20  # elements of a tensor that are copied or made contiguous at a time
 
 
 def build_layout(flat_state: FlatState) -> Layout:
@@ -103,8 +103,8 @@ class SnapshotScheduler:
         ``waiting_for_disk`` tells the hang detector that training waits for the disk.
         """
         settings = context.settings
-        self.saved_step = saved_step  # of the newest commit, requested or done
-        self.committed_path: Path | None = None  # of the last commit that this process waited for
+        self.saved_step = saved_step  # step of the newest commit, requested or done
+        self.committed_path: Path | None = None  # path of the last commit that this process waited for
         self.snapshotter = Snapshotter(tracked, slot_client, context, plan.generation)
         self.total_stall_s = 0.0  # time that training waited for copies in this generation
         self._counted_stall_s = 0.0
@@ -127,7 +127,7 @@ class SnapshotScheduler:
         self._compares_replicas = has_agent and len(context.local_leader_by_node) > 1
         if not context.is_local_leader:
             return
-        # For _write_directly. All other commits are made by the committer.
+        # Only _write_directly uses it. The committer makes all other commits.
         self._checkpoint_writer = CheckpointWriter(context.node_dir, settings.run_id, context.events.emit)
         version = (plan.source_generation, plan.step)
         # State loaded from memory or a peer does not verify a checkpoint on this disk.

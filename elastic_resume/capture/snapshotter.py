@@ -1,4 +1,4 @@
-"""Copies the state of one node into a slot while training continues.
+"""Copy the state of one node into a slot while training continues.
 
 At a step boundary::
 
@@ -63,13 +63,13 @@ logger = logging.getLogger(__name__)
 
 # The local leader copies smaller states alone: another rank's thread would cost more than it saves.
 MIN_BYTES_TO_SHARD = 32 << 20
-MAX_VERSIONS_CHECKED = 64  # of one group; reading a version takes 60 ns
+MAX_VERSIONS_CHECKED = 64  # limit for one group; reading a version takes 60 ns
 # The other local ranks finish the same step at about the same time, or have died.
 PEER_TIMEOUT_S = 2.0
-# For synchronous copies: the local leader may still evaluate before it ends the same step.
+# Used for synchronous copies: the local leader may still evaluate before it ends the same step.
 LONG_PEER_TIMEOUT_S = 60.0
 POLL_S = 0.0002
-SLOW_POLL_S = 0.005  # after PEER_TIMEOUT_S
+SLOW_POLL_S = 0.005  # poll interval after PEER_TIMEOUT_S
 
 
 class TensorGroup:
@@ -110,11 +110,11 @@ class SnapshotPlan:
     """Layout and division of a snapshot."""
 
     layout: Layout
-    static_metadata: bytes  # encoded; does not change from step to step
+    static_metadata: bytes  # encoded JSON that is the same for all steps
     plan_id: int  # digest of layout, static metadata and division
     immediate: TensorGroup  # copied in run.step() by the local leader
-    shards: tuple[TensorGroup, ...]  # by local rank, copied behind the copy barrier
-    overlapped: TensorGroup  # all shards together
+    shards: tuple[TensorGroup, ...]  # one for each local rank, copied behind the copy barrier
+    overlapped: TensorGroup  # the tensors of all shards
 
     def min_slot_bytes(self, dynamic_metadata: bytes) -> int:
         """Return the size that a slot must have at least."""
@@ -153,7 +153,7 @@ class CopyTask:
     slot: Slot | None
     snapshot_id: int
     shard: TensorGroup
-    device_clones: list[tuple[str, Tensor]]  # of immediate tensors on devices
+    device_clones: list[tuple[str, Tensor]]  # clones of immediate tensors that are on devices
     start_events: dict[torch.device, Any]
 
 
@@ -222,8 +222,8 @@ class Snapshotter:
         self._copy_thread = CopyThread()
         self._job: CopyJob | None = None
         self._digests: dict[str, str] = {}
-        self._digested_leaves: tuple[state_dict.Leaf, ...] = ()  # the leaves of _digests
-        self._failed_plan_id = 0  # of the plan whose shards did not all arrive
+        self._digested_leaves: tuple[state_dict.Leaf, ...] = ()  # leaves that _digests describes
+        self._failed_plan_id = 0  # id of the plan whose shards did not all arrive
         self._is_sharded = False  # whether other ranks copy a shard of the newest snapshot
         self._device_clones: list[tuple[str, torch.Tensor]] = []
         self._torn_names: list[str] = []  # tensors that changed while they were copied
@@ -238,7 +238,7 @@ class Snapshotter:
         self.stall_s = 0.0  # time that the newest snapshot has taken from the training thread
         self.cpu_s = 0.0  # CPU time of this rank's shard
         self.problem = ""  # why the newest snapshot failed; "" if it did not
-        self.snapshot_id = 0  # of the newest snapshot that this rank took part in
+        self.snapshot_id = 0  # id of the newest snapshot in which this rank took part
 
     def end_step(self, step: int) -> None:
         """End a step. Check the copy that ran during it if a hook did not run, and discard a torn one."""
@@ -532,7 +532,7 @@ class Snapshotter:
                 self._slot_client.control_block.set_copying(rank, task.snapshot_id)
             if slot is not None and rank < slot.record.get(
                 "parts"
-            ):  # else the local leader copies everything
+            ):  # otherwise the local leader copies everything
                 self._copy_into_slot(slot, task, job)
                 slot.record.set_copied(rank, task.snapshot_id)
                 failpoints.hit("snapshot.confirmed")

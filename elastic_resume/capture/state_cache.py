@@ -1,7 +1,7 @@
 # ruff: noqa: SLF001  a module's own dicts are what state_dict() reads; no public way is as fast
-"""Caches the names and tensors of the tracked state, so that a snapshot need not call every state_dict().
+"""Cache the names and tensors of the tracked state, so that a snapshot need not call every state_dict().
 
-Most of a state changes in values only, so names, tensors and the JSON around them are found once
+Between two snapshots usually only values change. So names, tensors and the JSON around them are found once
 (`CachedState`). The cache is valid while every entry of every dict that a state_dict() reads is the same
 object, and every parameter and buffer has the same address, dtype and shape (``p.data = x`` exchanges
 these). After any other change the whole state is flattened again.
@@ -11,12 +11,18 @@ its dtype or size in place, the copy fails (`copy_engine.copy_tensors`) and the 
 again. Objects with a state_dict() of their own or with state_dict hooks, and the hyperparameters of
 optimizers, are read every time.
 
-Promise: the tensors of a `StateView`, and `slots.merge_state` of its two pieces of JSON, equal the result of
-`state_dict.flatten` at that moment: same names, dtypes, shapes, kinds and ties, and the same errors.
+Invariant: a `StateView` equals the result of `state_dict.flatten` at that moment. Its tensors have the same
+names, dtypes, shapes, kinds and ties; `slots.merge_state` of its two pieces of JSON gives the same state.
+Errors are the same too.
 
-Not noticed: an exchanged ``_parameters`` dict, a state_dict method assigned to an instance after it was
-flattened, new strides at an old address, and a new name of the last entry of a module without any other
-change. Use it in the training thread, at a step boundary.
+Changes that the cache does not detect:
+
+- an exchanged ``_parameters`` dict;
+- a state_dict method that was assigned to an instance after it was flattened;
+- new strides at an old address;
+- a new name of a module's last entry, without any other change.
+
+Use it in the training thread, at a step boundary.
 """
 
 from __future__ import annotations
@@ -63,10 +69,10 @@ _get_requires_grad = attrgetter("requires_grad")
 class CachedState:
     """The part of a state that changes in values only. Any other change makes a new one."""
 
-    version: int  # grows with each new one
+    version: int  # grows with each new cached state
     leaves: tuple[Leaf, ...]  # the objects' own tensors, not detached
-    static_skeleton: dict[str, Any]  # typed JSON around them, by tracked name
-    may_overlap: tuple[bool, ...]  # for each leaf; see OverlapRule
+    static_skeleton: dict[str, Any]  # tracked name -> typed JSON around the leaves
+    may_overlap: tuple[bool, ...]  # one flag for each leaf; see OverlapRule
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ class StateView:
     """The tracked state at one moment. ``cached`` stays the same object while only values change."""
 
     cached: CachedState
-    uncached_leaves: tuple[Leaf, ...]  # copy them at once: next time there may be others
+    uncached_leaves: tuple[Leaf, ...]  # copied at once, because the next state may have others
     dynamic_skeleton: dict[str, Any]  # slots.merge_state lays it over cached.static_skeleton
 
     @property
@@ -147,9 +153,10 @@ class _StateCache:
         self._cached_leaves: list[Leaf] = []
         self._uncached_collector = TensorCollector(self._find_cached_name)
         self._uncached_readers: list[tuple[int, str, Callable[[TensorCollector], Any]]] = []
-        self._current_index = 0  # of the object that is read
+        self._current_index = 0  # index of the tracked object that is being read
         self._optimizers: list[Optimizer] = []
-        self._grouped_optimizers: list[Optimizer] = []  # whose groups decide a cached state
+        # A change of their param groups makes the cached state invalid.
+        self._grouped_optimizers: list[Optimizer] = []
         self._bucket_orders: list[BucketOrder] = []
         self._checked_tensors: list[Tensor] = []  # parameters, buffers, and complex optimizer state
         self._dicts: list[dict[Any, Any]] = []

@@ -22,8 +22,8 @@ from pathlib import Path
 from elastic_resume import constants, failpoints
 from elastic_resume.errors import MachineError
 
-_WRITE_CHUNK_BYTES = 16 << 20  # per write(2), and per writeback request
-DIRECT_IO_ALIGNMENT = 4096  # of address, offset and length for O_DIRECT; no device needs more
+_WRITE_CHUNK_BYTES = 16 << 20  # bytes of one write(2) and of one writeback request
+DIRECT_IO_ALIGNMENT = 4096  # alignment of address, offset and length for O_DIRECT; no device needs more
 _ADVICE_BY_ERRNO = {
     errno.ENOSPC: "free space there, or lower --keep",
     errno.EDQUOT: "the quota is used up: free space there, or lower --keep",
@@ -80,7 +80,7 @@ class Disk:
             try:
                 self.mkdir(path)
             except MachineError:
-                if not path.is_dir():  # another node may have created it meanwhile
+                if not path.is_dir():  # another node may have just created it
                     raise
         if path.parent != path and os.access(path.parent, os.R_OK):
             self.sync_dir(path.parent)
@@ -206,5 +206,5 @@ def _start_writeback(descriptor: int, written: int) -> None:
     end = os.lseek(descriptor, 0, os.SEEK_CUR)
     start = (end - written) // _WRITE_CHUNK_BYTES * _WRITE_CHUNK_BYTES
     if end - start >= _WRITE_CHUNK_BYTES and hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):  # advice only
+        with contextlib.suppress(OSError):  # the call only advises the kernel
             os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_DONTNEED)

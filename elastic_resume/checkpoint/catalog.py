@@ -35,7 +35,7 @@ from elastic_resume.checkpoint.reader import deep_check, parse_checkpoint_name, 
 from elastic_resume.errors import CheckpointError, CorruptError, TornError
 
 MIN_KEEP = 2  # the newest checkpoint may turn out bad when it is needed
-MAX_ENTRIES = 1000  # newest first; older ones are ignored
+MAX_ENTRIES = 1000  # the newest entries are listed; older ones are ignored
 _WRITER_PID_PATTERN = re.compile(r"-(\d{1,10})-[0-9a-f]{8}\Z")
 
 
@@ -197,7 +197,7 @@ class Catalog:
     def _delete(self, path: Path) -> None:
         unnamed = path.with_name(temporary_name(f"pruned-{path.name}"))
         self._disk.rename(path, unnamed)
-        self._disk.sync_dir(self._node_dir)  # else a crash could bring the name back without its files
+        self._disk.sync_dir(self._node_dir)  # otherwise a crash could bring the name back without its files
         self._disk.remove_tree(unnamed)
 
 

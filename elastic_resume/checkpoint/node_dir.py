@@ -1,4 +1,4 @@
-"""Own a node's directory ``CKPT_DIR/RUN_ID/NODE`` and keep the node's small durable records in it.
+"""Lock a node's directory ``CKPT_DIR/RUN_ID/NODE``, and read and write its small JSON files.
 
 - ``lock``: one process owns the directory at a time; a fork of the owner cannot release it.
 - ``identity.json``: a random id, written once. Hosts with equal node names but different disks have different
@@ -6,12 +6,12 @@
 - ``generation.json``: the greatest generation seen; it never decreases.
 - ``job-start.json``: the launcher (agent or torchrun) under which the node last entered a generation, and the
   greatest generation known when that job started. ``--resume never`` ignores checkpoints up to that
-  generation, but not those saved since. A crash between two writes leaves the record of another launcher,
-  which ignores nothing that this job has saved.
+  generation, but not those saved since. A crash before the first write leaves an earlier launcher's record.
+  The job has saved nothing by then, so none of its own checkpoints is ignored.
 - ``script-arguments.json``: the script's last arguments, secrets masked, to report what changed. It is never
   relied upon.
-- ``committed.json``: the newest generation with a commit. A node without checkpoints is new or has lost its
-  disk, unless this file shows that they were removed.
+- ``committed.json``: the newest generation with a commit. It tells a node whose checkpoints were deleted from
+  a new node.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ SCRIPT_ARGUMENTS_FILE = "script-arguments.json"
 COMMITTED_FILE = "committed.json"
 LOCK_POLL_S = 0.05
 MASK = "***"
-# --api-key, HF_TOKEN, db.password, apiKey; not --tokenizer, --max-tokens or --keypoints.
+# Matches --api-key, HF_TOKEN, db.password and apiKey, but not --tokenizer, --max-tokens or --keypoints.
 _SECRET_NAME_PATTERN = re.compile(r"(?i:keys?|token|secrets?|passwords?)(?![a-z])[^=]*(=|\Z)", re.DOTALL)
 _MAX_SMALL_FILE_BYTES = 64 * 1024
 _MAX_GENERATION = 1 << 53
-_lock_descriptors: dict[Path, int] = {}  # of the directories that this process owns
+_lock_descriptors: dict[Path, int] = {}  # directories that this process owns -> locks
 
 
 class NodeDir:
@@ -54,7 +54,7 @@ class NodeDir:
         """Use `claim` or `attach`."""
         self.path = path
         self._disk = disk
-        self._lock_key = lock_key  # of the owner, in `_lock_descriptors`
+        self._lock_key = lock_key  # key of the owner in `_lock_descriptors`
 
     @staticmethod
     def claim(ckpt_dir: Path, run_id: str, node: str, timeout_s: float = 2.0, disk: Disk = DISK) -> NodeDir:
@@ -336,5 +336,6 @@ def record_committed_generation(node_dir: Path, generation: int, disk: Disk = DI
 
 def read_committed_generation(node_dir: Path) -> int:
     """Return the newest generation with a commit by this node; 0 if unknown."""
-    record = _read_json(node_dir / COMMITTED_FILE) or {}  # only a safety check depends on it
+    # A damaged file counts as missing, because only a safety check uses it.
+    record = _read_json(node_dir / COMMITTED_FILE) or {}
     return int(record["generation"]) if _is_generation(record.get("generation")) else 0

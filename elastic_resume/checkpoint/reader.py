@@ -31,10 +31,10 @@ from elastic_resume.errors import CheckpointError, CorruptError, ForeignError, T
 
 _NAME_PATTERN = re.compile(r"g(\d{6,16})-s(\d{10,16})")
 _MAX_COUNT = 1 << 53  # limit of generation and step, as in the manifest
-_READ_THREADS = 2  # one digests while the other waits for the device
+_READ_THREADS = 2  # one computes a digest while the other waits for the device
 _CACHED_FRACTION = 0.9
 _MAX_BOUNCE_BUFFER_BYTES = 32 << 20
-_MADV_POPULATE_READ = 22  # of linux/mman.h; Python's mmap lacks it
+_MADV_POPULATE_READ = 22  # from linux/mman.h; Python's mmap lacks it
 _thread_local = threading.local()
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -48,7 +48,7 @@ def open_regular(path: Path) -> Iterator[int]:
         OSError: as `os.open`.
 
     """
-    # O_NONBLOCK, because opening a named pipe would block for ever.
+    # Use O_NONBLOCK, because opening a named pipe would block for ever.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -137,7 +137,7 @@ def _classify_read_error(path: Path, error: OSError | MemoryError) -> Checkpoint
     if isinstance(error, OSError) and error.filename:
         file = Path(error.filename)
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
-        # os.path, because methods of Path may raise.
+        # Use os.path, because methods of Path may raise.
         for link in (path, file):
             if os.path.islink(link) and not os.path.exists(link):  # noqa: PTH110, PTH114
                 return UnreadableError(f"{path}: {link.name} is a dangling link; is its file system mounted?")

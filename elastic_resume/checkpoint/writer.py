@@ -1,13 +1,13 @@
 """Write checkpoints so that each exists whole or not at all, and keep the configured number of them.
 
-The commit protocol, as in bbolt; the rename is the commit:
+The commit protocol; the rename is the commit:
 
     write data under a temporary name -> fsync data -> write and fsync manifest -> fsync temporary directory
       -> rename to the final name -> fsync node directory
 
 Invariants, after a crash or an error at any point: a directory with a final name is whole, and older
-checkpoints are untouched. `Disk` operations are the only effects, so tests crash between any two. Only
-checkpoints whose bytes this node wrote or verified count as reasons to prune others.
+checkpoints are untouched. All effects go through `Disk`, so tests can simulate a crash between any two
+operations. An older checkpoint is pruned only when enough newer ones exist that this node wrote or verified.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class CheckpointTransaction:
         self._hit_failpoint("commit.after-rename")
         self._disk.sync_dir(self._node_dir)
         if self._superseded is not None:
-            with contextlib.suppress(MachineError):  # it then stays in quarantine
+            with contextlib.suppress(MachineError):  # the superseded checkpoint then stays in quarantine
                 self._catalog.delete_quarantined(self._superseded)
 
     def _is_already_committed(self, manifest: Manifest) -> bool:
@@ -224,7 +224,7 @@ class CheckpointWriter:
     def start_generation(self, retention: RetentionPolicy) -> None:
         """Apply the retention policy of workers that have resumed, and trust all steps again."""
         self._retention = retention
-        self._last_trusted_steps.clear()  # the majority's state, from now on, may be of the same step
+        self._last_trusted_steps.clear()  # the majority's state may reach the same step again
         if retention.trusted_version is not None:
             self._trusted_versions.add(retention.trusted_version)
 

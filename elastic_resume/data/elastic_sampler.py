@@ -1,4 +1,4 @@
-"""Provides `ElasticSampler`, and recognises what a script passes as ``data=``.
+"""Provide `ElasticSampler`, and recognise the kind of object that a script passes as ``data=``.
 
 `ElasticSampler` replaces DistributedSampler in scripts that keep ``batch_size=``. It gives each rank its
 shares of global batches of ``batch_size`` times the number of ranks, one after the other. So the loader's
@@ -70,7 +70,7 @@ class ElasticSampler(Sampler[int]):
         self.seed = check_integer("seed", seed, least=-(2**63))
         self.batch_size = None if batch_size is None else check_integer("batch_size", batch_size, least=1)
         self.epoch = 0
-        self._carries_epoch = isinstance(dataset, SeededDataset)  # needs the epoch on each index
+        self._carries_epoch = isinstance(dataset, SeededDataset)  # then indices carry the epoch
         self._batches: LocalBatches | None = None
 
     def set_epoch(self, epoch: int) -> None:

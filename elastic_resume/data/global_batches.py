@@ -1,4 +1,4 @@
-"""Decides which samples each rank reads at each step, for any world size.
+"""Decide which samples each rank reads at each step, for any world size.
 
 Step k of an epoch is one slice of one permutation of the dataset. The permutation depends on (seed, epoch)
 only. The slice is divided into one share per rank. A position is therefore (epoch, step) and nothing else:
@@ -41,7 +41,7 @@ from elastic_resume.errors import ConfigError, MismatchError
 
 # Arguments that decide the order; the checkpoint uses the same names.
 ORDER_ARGUMENTS = ("dataset_size", "global_batch", "seed", "shuffle", "drop_last")
-SIZING_KEY = "cut"  # in the checkpoint: the sizing after a change of the world
+SIZING_KEY = "cut"  # key in the checkpoint of the sizing after a change of the world
 
 
 class GlobalBatches(Sampler[list[int]]):
@@ -83,7 +83,7 @@ class GlobalBatches(Sampler[list[int]]):
         """
         self.dataset_size = check_integer("dataset_size", dataset_size, least=1)
         self._requested_global_batch = check_integer("global_batch", global_batch, least=1)
-        self._initial_global_batch = self._requested_global_batch  # in the job's first world
+        self._initial_global_batch = self._requested_global_batch  # global batch of the job's first world
         self.seed = check_integer("seed", seed, least=-(2**63))
         self.shuffle = check_bool("shuffle", shuffle)
         self.drop_last = check_bool("drop_last", drop_last)

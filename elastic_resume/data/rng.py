@@ -1,10 +1,10 @@
-"""Seeds random numbers, so that a resumed run draws the same ones as the uninterrupted run.
+"""Seed random numbers, so that a resumed run draws the same ones as the uninterrupted run.
 
 Mode ``derived``: nothing but the seed is stored. At each step boundary, and again when the next batch is
 requested, every rank seeds its generators from (seed, rank, step). A new rank therefore has its own
 stream. Numbers that a script draws in between, for an evaluation or a new DataLoader, do not change later
-steps. At any step no two ranks have the same seed, although torch's CPU generator and numpy use only 32
-bits of it; streams of different steps may coincide.
+steps. At one step all ranks have different seeds. Different steps may share a seed, because torch's CPU
+generator and numpy use only 32 bits.
 
 Mode ``off``: random numbers are left alone.
 
@@ -13,7 +13,7 @@ depend on the worker, on the samples that the worker read before, and on where a
 seeds the generators from (seed, epoch, index) before each sample instead. Seed and epoch are sent with each
 batch of indices, so prefetching and persistent workers change nothing.
 
-Promise: the same sample in the same epoch draws the same numbers in the main process and in any worker, at
+Invariant: the same sample in the same epoch draws the same numbers in the main process and in any worker, at
 any world size, before and after a resume. Reading does not change the generators of the main process.
 
 Not covered: generators that the dataset makes itself (``numpy.random.default_rng()``). Make them in

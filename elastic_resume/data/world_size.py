@@ -1,8 +1,9 @@
-"""Computes how an epoch is divided into steps, and what another number of ranks changes about that.
+"""Compute the samples of each step, rank and micro-batch, also after the number of ranks has changed.
 
 A step's samples are a slice of the epoch's order. Each rank's share is a slice of the step, and each
-micro-batch a slice of the share. All of it is pure arithmetic on (samples read, global batch, ranks), so a
-world of another size continues with the next sample, whether the global batch changes or not.
+micro-batch a slice of the share. This is pure arithmetic on (samples read, global batch, ranks);
+`global_batches` applies it. So a world of another size continues with the next sample, whether the global
+batch changes or not.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ class BatchSizing:
         names = [field.name for field in fields(BatchSizing)]
         if not isinstance(state, Mapping) or set(state) != set(names):
             raise MismatchError(
-                f"the checkpoint's data/cut has other fields than this version: {str(state)[:200]}."
+                "the checkpoint's batch division (data/cut) has other fields than this version: "
+                f"{str(state)[:200]}."
             )
         at_least, at_most = {"global_batch": 1, "multiple": 1}, {"first_sample": dataset_size}
         try:
@@ -129,7 +131,9 @@ class BatchSizing:
             }
             return BatchSizing(**values)
         except ConfigError as error:
-            raise MismatchError(f"the checkpoint's data/cut is impossible: {error}") from error
+            raise MismatchError(
+                f"the checkpoint's batch division (data/cut) is impossible: {error}"
+            ) from error
 
 
 def compute_share(samples: int, rank: int, world_size: int) -> range:
@@ -176,8 +180,8 @@ class WorldChange:
         """The new global batch divided by the old one: a factor for the learning rate."""
         if self.old_global_batch is None or self.global_batch is None:
             raise UsageError(
-                "the global batch is not known, so there is no factor. Pass a GlobalBatches, or a loader "
-                "with an ElasticSampler, as data= to resume()."
+                "the global batch is not known, so a learning-rate factor cannot be computed. Pass a "
+                "GlobalBatches, or a loader with an ElasticSampler, as data= to resume()."
             )
         return self.global_batch / self.old_global_batch
 

@@ -21,14 +21,14 @@ from dataclasses import dataclass
 from elastic_resume.errors import ConfigError
 from elastic_resume.units import parse_duration
 
-# Before a job has seen failures of its own: one in four hours, the order of Llama 3's 16k-GPU run
-# (one in 2.7 h) and of flaky spot pools. An interval depends on its square root only.
+# Assumed until the job has had failures: one in four hours, similar to Llama 3's 16k-GPU run (one in 2.7 h)
+# and to unreliable spot instances. An interval depends on the square root only.
 ASSUMED_MTBF_S = 4 * 3600.0
-MAX_OVERHEAD_SHARE = 0.01  # of the training time, for snapshots
-MAX_SNAPSHOT_INTERVAL_S = 60.0  # a failure repeats no more than a minute
-MAX_SAVE_INTERVAL_S = 600.0  # the same for the loss of all nodes at once
-MAX_DISK_DUTY = 0.1  # of a disk's time; it is shared with the data loader, the logs and other jobs
-_MAX_S = 1e12  # 30,000 years: infinity that can be multiplied
+MAX_OVERHEAD_SHARE = 0.01  # share of the training time that snapshots may take
+MAX_SNAPSHOT_INTERVAL_S = 60.0  # at most one minute of steps is recomputed after a failure
+MAX_SAVE_INTERVAL_S = 600.0  # at most ten minutes after the loss of all nodes at once
+MAX_DISK_DUTY = 0.1  # share of the disk's time; the data loader, logs and other jobs need the rest
+_MAX_S = 1e12  # 30,000 years; stands for infinity, since infinity times 0 would be NaN
 _MIN_STEP_S = 1e-9
 
 
@@ -62,7 +62,7 @@ class IntervalSetting:
             return cls(is_off=True)
         if re.fullmatch(r"\d{1,12}", text) and int(text) > 0:
             return cls(steps=int(text))
-        if allow_seconds and text[-1:].isalpha():  # without a unit a number is one of steps
+        if allow_seconds and text[-1:].isalpha():  # a number without a unit counts steps
             with contextlib.suppress(ConfigError):
                 return cls(seconds=parse_duration(setting, text, min_s=0.001))
         times, off = ["a time (30s, 5m)"] * allow_seconds, ["off"] * allow_off

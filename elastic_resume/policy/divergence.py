@@ -1,12 +1,13 @@
-"""Decide at which steps nodes digest their state, and which nodes are wrong when digests differ.
+"""Detect replicas that have drifted apart.
 
-Nodes have different budgets and must send digests of common steps, so intervals are powers of two: an
-interval divides every larger one. If a heartbeat can carry only one of several steps, it carries the one that
-is divisible by the highest power of two (`choose_common_step`).
+Choose the steps at which nodes hash their state, and find the nodes whose hash (*digest*) differs from the
+majority's. Nodes have different budgets and must send digests of common steps. So intervals are powers of
+two: an interval divides every larger one. If a heartbeat can carry only one of several steps, it carries the
+one that is divisible by the highest power of two (`choose_common_step`).
 
 A difference proves that a node is wrong, but not which. A strict majority of all members with equal digests
-is right; every other node is wrong. Without a strict majority nobody is named. The majority can continue, but
-its state is not that of an undisturbed run: the wrong node's gradients have entered everybody's average.
+is right; every other node is wrong. Without a strict majority no node is blamed. The majority can continue,
+but its state differs from an undisturbed run, because the wrong node's gradients are in every node's average.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ MIXED_HARDWARE_HINT = (
     "Machines of different kinds round differently: with --check-replicas off they go on, and one node's "
     "values count at each resume."
 )
-MAX_NAMED = 4  # nodes of one group, and groups, in a message
+MAX_NAMED = 4  # limit of nodes in a group, and of groups, in a message
 _MAX_NAME_CHARACTERS = 200
 
-Digest = NewType("Digest", str)  # of a node's whole state: 128 bits in lower-case hexadecimal
+Digest = NewType("Digest", str)  # hash of a node's whole state: 128 bits in lower-case hexadecimal
 _DIGEST_PATTERN = re.compile(r"[0-9a-f]{32}")
 
 
@@ -119,9 +120,10 @@ def describe_divergence(verdict: DivergenceVerdict, *, continues: bool = False) 
         )
     else:
         then = (
-            f"There is no majority to say who is wrong ({since}). Look for what nodes do not share: random "
-            "numbers, samples, a broken device, state that changes between run.step() and optimizer.step() "
-            "(run.verify_copies finds it). To go on from an older checkpoint move the newer ones elsewhere."
+            f"No majority: it is unknown which node is wrong ({since}). Look for what nodes do not share: "
+            "random numbers, samples, a broken device, state that changes between run.step() and "
+            "optimizer.step() (run.verify_copies finds it). To go on from an older checkpoint move "
+            "the newer ones elsewhere."
         )
     diff_hint = "`elastic-resume diff` of two nodes' checkpoints names the tensors."
     return f"{summarize_divergence(verdict)}. {then} {MIXED_HARDWARE_HINT} {diff_hint}"

@@ -35,16 +35,16 @@ _SECONDARY_PATTERN = re.compile(
     re.IGNORECASE,
 )
 _OWN_DISK_ERRORS = frozenset({"MachineError", "NodeLockedError", "NodeFileError"})
-# ENOSPC, EDQUOT, EROFS, EIO: what Python's OSError begins with.
+# Python's OSError begins its text so for ENOSPC, EDQUOT, EROFS and EIO.
 _DISK_ERROR_PATTERN = re.compile(r"\[Errno (28|122|30|5)\]")
-# How torch's @record and Python itself begin the text of an exception.
+# torch's @record and Python itself begin the text of an exception so.
 _EXCEPTION_PATTERN = re.compile(
     r"([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning)): ?(.*)", re.DOTALL
 )
-_SIGKILL_EXIT_CODE = 137  # 128 + SIGKILL: what a shell makes of a child's death
+_SIGKILL_EXIT_CODE = 137  # a shell reports a child that SIGKILL ended as 128 + 9
 _CHILD_KILLED_PATTERN = re.compile(r"killed by signal: Killed|SIGKILL")
 _NUMBER_PATTERN = re.compile(r"0x[0-9a-f]+|\d+")
-_WAITED_FOR_PEER = "waited in vain for the others"  # if all ranks of a node hung because of another node
+_WAITED_FOR_PEER = "timed out waiting for other ranks"  # all ranks of a node hung because of another node
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ gap at most.
 
 A rank that hangs makes all others wait in their next collective. So a rank that waits in a collective is a
 victim, and a rank that stands anywhere else is a suspect. If all wait, but in different collectives, the
-smaller group is suspect: it left one out. If all wait in the same collective, the suspect is on another node,
-whose agent sees it.
+smaller group is suspect, because it skipped a collective. If all wait in the same collective, the suspect is
+on another node, whose agent sees it.
 
 Two facts show that a rank waits: torch's flight recorder has a collective that has begun and not ended, or
 the innermost frames of the main thread are in torch.distributed. Stacks alone are weak evidence: DDP waits
@@ -28,13 +28,13 @@ from dataclasses import dataclass, replace
 MIN_THRESHOLD_S = 30.0
 LONGEST_STEP_FACTOR = 10.0
 MAX_SAMPLE_GAP_S = 1.0
-# Between two epochs scripts evaluate, often without saying that they are busy. Ten times as long as a step
-# may take is still noticed, and costs nobody the run.
+# Between two epochs scripts evaluate, often without saying that they are busy. With ten times the limit of a
+# step a hang is still noticed, and an evaluation is rarely mistaken for one.
 BETWEEN_EPOCHS_FACTOR = 10.0
 # DDP rebuilds its buckets in the second step, and torch.compile knows dynamic shapes after the second.
 CALIBRATION_STEPS = 3
-# Of a node that sees only ranks which wait for others: the node of the culprit acts, and these with it. Where
-# no node can name one, all of them wait so long; where one is busy and did not tell, it has this long.
+# A node whose ranks all wait for other nodes acts after this time. Normally the culprit's node acts earlier.
+# A rank that is busy and did not say so has this long to finish.
 PEER_WAIT_S = 300.0
 
 
@@ -178,7 +178,7 @@ def _is_exempt(progress: RankProgress, threshold: HangThreshold) -> bool:
 
 
 COLLECTIVE, BACKWARD, OPTIMIZER, DATA = "collective", "backward", "optimizer", "data"
-# Of frames that are not the user's, from the innermost one on; the first that matches tells.
+# Search the library frames from the innermost one outward; the first match decides.
 _FRAME_KINDS = (
     (re.compile(r"/torch/distributed/|/elastic_resume/restore/(collectives|transfer)\.py$"), COLLECTIVE),
     (re.compile(r"/torch/autograd/|/torch/_tensor\.py$"), BACKWARD),
@@ -189,7 +189,7 @@ _LIBRARY_PATTERN = re.compile(
     r"^<frozen|/lib(64)?/python3[^/]*/|/(site|dist)-packages/"
     r"|/elastic_resume/(agent|capture|checkpoint|data|policy|restore|snapshot|state|training)/(\w+/)?\w+\.py$"
 )
-_IDLE_CPU_SHARE = 0.5  # of a core: below it a thread in backward() rather waits than computes
+_IDLE_CPU_SHARE = 0.5  # share of a core; a thread in backward() that uses less is taken to be waiting
 
 
 @dataclass(frozen=True)
@@ -322,7 +322,7 @@ def describe_diagnosis(diagnosis: HangDiagnosis) -> str:
         return f"{_describe_waiting_ranks(victims)} for a rank of another node: {victims[0].reason}"
     if diagnosis.victims:
         return (
-            f"all ranks wait in the same collective, and none is missing ({diagnosis.victims[0].reason}): "
+            f"all ranks have entered the same collective ({diagnosis.victims[0].reason}): "
             "look at the network between them"
         )
     return "no rank can be named"
@@ -391,7 +391,7 @@ def _diagnose_groups(groups: Sequence[Sequence[RankEvidence]]) -> HangDiagnosis:
     most = [group for group in groups if len(group) == len(groups[0])]
     rest = [group for group in groups if len(group) < len(groups[0])]
     if len(most) > 1:
-        # As many wait here as there: those that have begun fewer collectives keep the others waiting.
+        # The largest groups are equal in size; the one that has begun fewer collectives keeps others waiting.
         progress = [_progress_key(group[0]) for group in most]
         if len(set(progress)) == 1:
             everybody = [item for group in groups for item in group]

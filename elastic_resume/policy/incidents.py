@@ -1,13 +1,12 @@
 """Derive why each generation of a job ended, and what its end cost. Pure.
 
 `IncidentTracker` folds events into one `GenerationState` for each generation. `analyze_end` compares it
-with the next generation's state and names the root cause:
+with the next generation's state and names the root cause. Sources in order of preference:
 
-1. The agents' verdict, if there is one. It rests on the order in which the leader received failures, not on
-   clocks.
-2. Otherwise the failures in the events. A death or an exception without another explanation comes before a
+1. The agents' verdict. It uses the order in which the leader received failures, not clocks.
+2. The failures in the events. A death or an exception without another explanation comes before a
    node that became silent, and both come before secondary failures.
-3. Otherwise the reason that the leader gave for the restart.
+3. The reason that the leader gave for the restart.
 
 Exits of workers that their agent stopped are no failures. A live status records one event at a time, in
 any order, and keeps the newest `MAX_GENERATIONS` generations; its totals include those that it dropped. A
@@ -130,7 +129,7 @@ class _NodePosition:
     generation: int
     since_t: float
     last_event_t: float
-    pid: int | None  # of its agent; None: unknown
+    pid: int | None  # pid of its agent; None: unknown
 
 
 @dataclass(slots=True)

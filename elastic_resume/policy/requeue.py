@@ -1,7 +1,10 @@
 """Decide whether a job that has ended is queued again, and which node asks the scheduler.
 
-Three things must not happen: nobody asks, and an unfinished job stays ended; a job returns that somebody
-cancelled or that fails each time; a job that still runs on other nodes is stopped.
+Three errors must be prevented:
+
+1. No node requeues an unfinished job.
+2. A job is requeued that was cancelled or that fails every time.
+3. A requeue stops a job that still runs on other nodes.
 
 Slurm 22.05 behaves as follows. A job that ends by itself within the grace of a preemption has failed and is
 not queued again, even with PreemptMode=REQUEUE. A requeue request brings a cancelled job back.
@@ -16,9 +19,9 @@ from enum import Enum
 from elastic_resume import constants
 from elastic_resume.events import Event
 
-# Starts in a row without a new step, after which the job is left to people.
+# After so many starts in a row without a new step the job is not requeued any more.
 MAX_STARTS_WITHOUT_PROGRESS = 3
-# Time for the delivery of signals, the farewell to the leader, and the request itself.
+# Time to deliver signals, to take leave of the leader, and to send the request.
 SIGNAL_SLACK_S = 5.0
 SCHEDULER_ENDS_JOB = "the scheduler has been told to end or to requeue it"
 
@@ -28,9 +31,9 @@ class AgentEnd(Enum):
 
     DONE = "done"
     DETERMINISTIC_FAILURE = "at fault"
-    NO_QUORUM = "lost"  # no world can be formed any more; other nodes may have one
+    NO_QUORUM = "lost"  # this node can form no world any more; other nodes may continue
     NODE_UNFIT = "left"  # this node is unfit; the others continue
-    INTERRUPTED = "interrupted"  # SIGINT, SIGHUP, SIGQUIT: somebody at a keyboard
+    INTERRUPTED = "interrupted"  # SIGINT, SIGHUP, SIGQUIT: a person at a keyboard
     TERMINATED = "terminated"  # SIGTERM, whose sender is unknown
     PREEMPTION_NOTICE = "notice"  # a signal announced the end ahead of time
     DEADLINE = "deadline"  # the time limit is near
@@ -39,8 +42,8 @@ class AgentEnd(Enum):
 class TerminationReason(Enum):
     """Why the processes of a job got SIGTERM, according to the scheduler."""
 
-    UNKNOWN = "nothing"  # it cannot be asked, or does not answer
-    RUNNING = "running"  # the scheduler knows of no reason to end it
+    UNKNOWN = "nothing"  # the scheduler cannot be asked, or does not answer
+    RUNNING = "running"  # the scheduler has no reason to end the job
     PREEMPTED = "preempted"
     TIME_LIMIT = "time limit"
     JOB_ENDING = "ending"  # cancelled, or requeued by somebody else
@@ -80,7 +83,7 @@ def drain_margin_s(grace_s: float, commit_s: float, time_to_limit_s: float) -> f
         time_to_limit_s: from this agent's start to the limit; training gets at least half of it.
     """
     commit = 10.0
-    while commit < min(2 * commit_s, 3600.0):  # all nodes may write to one disk then
+    while commit < min(2 * commit_s, 3600.0):  # twice: at the end all nodes may write to one disk
         commit *= 2
     return min(grace_s + commit + SIGNAL_SLACK_S, max(0.0, time_to_limit_s) // 2)
 
@@ -175,7 +178,7 @@ def _why_not_again(facts: RequeueFacts) -> str | None:
     if facts.end is AgentEnd.TERMINATED and not explained:
         if facts.scheduler == "slurm" and not (facts.is_requester or facts.is_single_node):
             return "the node of rank 0 asks Slurm why SIGTERM came"
-        return "whoever sent SIGTERM decides whether it is to be run again"
+        return "the sender of SIGTERM decides about a restart"
     others_go_on = facts.end is AgentEnd.NODE_UNFIT and not facts.is_single_node
     if facts.starts_without_progress > MAX_STARTS_WITHOUT_PROGRESS and not others_go_on:
         return f"it has lived {facts.starts_without_progress} times without a new step"
@@ -191,7 +194,7 @@ def _why_others_requeue(facts: RequeueFacts) -> str | None:
     if facts.is_disabled:
         return "--requeue is off"
     if facts.scheduler != "slurm":
-        return "who started this agent sees by its exit code that it is to run again"
+        return f"exit code {constants.EXIT_REQUEUE} asks the launcher to run the job again"
     if not facts.is_single_node and facts.only_this_node_ends:
         return "the other nodes of the job go on"
     if not facts.is_single_node and not facts.is_requester:

@@ -30,8 +30,8 @@ from elastic_resume.policy.failure_classification import (
     separate_root_causes,
 )
 
-MAX_NO_PROGRESS = 3  # as NVRx
-MAX_SAME_FAILURES = 3  # chance is ruled out by then
+MAX_NO_PROGRESS = 3  # the same limit as in the NVIDIA Resiliency Extension
+MAX_SAME_FAILURES = 3  # three in a row are no coincidence
 UNLIMITED = 1 << 30
 MAX_RESTART_DELAY_S = 60.0
 # A wrong environment or script raises these; no transient fault does.
@@ -75,7 +75,7 @@ class RoundResult:
     """
 
     failed: bool
-    start_step: int | None = None  # the step that it resumed from
+    start_step: int | None = None  # the step from which the generation resumed
     newest_step: int | None = None
     failures: tuple[Failure, ...] = ()
     num_nodes: int = 1

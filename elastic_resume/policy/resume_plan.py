@@ -55,7 +55,7 @@ class RejectedState:
     node: str
     name: str
     reason: str
-    version: tuple[int, int] = (0, 0)  # from its directory name; (0, 0) if the name is unreadable
+    version: tuple[int, int] = (0, 0)  # (generation, step) by its name; (0, 0) if unreadable
     kind: str = "corrupt"
 
     @property

@@ -93,8 +93,8 @@ def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
             raise ConfigError(f"--rdzv-endpoint: {part} is there twice: name each candidate once.")
         if endpoint.port == 0 and len(parts) > 1:
             raise ConfigError(
-                f"--rdzv-endpoint: {part} leaves the port open (0), which the other candidates cannot know: "
-                f"give one, such as {DEFAULT_PORT}."
+                f"--rdzv-endpoint: {part} has port 0 (chosen by the kernel), which other nodes cannot know: "
+                f"give a port, such as {DEFAULT_PORT}."
             )
         endpoints[endpoint] = None
     return tuple(endpoints)
@@ -204,7 +204,7 @@ class _Hosts:
 
     def match(self) -> list[int]:
         """Return the indexes of the candidates on this node, whatever their ports."""
-        # An open port means that there is one agent, on this machine, whatever its address is.
+        # Port 0 means that there is one agent, on this machine, whatever its address is.
         if self.local_host is None or self.endpoints[0].port == 0:
             return [index for index, endpoint in enumerate(self.endpoints) if self.is_own(endpoint.host)]
         own = self.expand(self.local_host)
@@ -311,8 +311,8 @@ def open_listen_endpoint(
     matches = hosts.match()
     if not matches and endpoints[0].port == 0:
         raise ConfigError(
-            f"--rdzv-endpoint {endpoints[0]} is not this machine, and no other can know a port that is left "
-            f"open (0): give the port."
+            f"--rdzv-endpoint {endpoints[0]} is not this machine, and this node cannot know a port that the "
+            "kernel chooses there (0): give the port."
         )
     try:
         candidate = _listen_as_candidate(hosts, matches, single_node=single_node) if matches else None
@@ -347,7 +347,7 @@ def _listen_as_candidate(
                 if error.errno not in {errno.EADDRINUSE, errno.EADDRNOTAVAIL}:
                     raise
                 continue
-            # No other node knows an open port yet, so the address may be --local-addr.
+            # No other node knows a port that the kernel has just chosen, so the address may be --local-addr.
             address = candidate if candidate.port else Endpoint(host, listener.getsockname()[1])
             return ListenEndpoint(listener, host, str(address), index)
         if time.monotonic() >= deadline:
@@ -376,7 +376,7 @@ def _find_source_address(hosts: _Hosts) -> Address:
                 if source and (target.is_loopback or not (source.is_loopback or source.is_link_local)):
                     return source
     raise ConfigError(
-        f"no network leads from this machine to {hosts.endpoints[0]}, nor to any other candidate: "
+        f"there is no network route from this machine to {hosts.endpoints[0]}, nor to any other candidate: "
         "check its network, or say with --local-addr where others reach it."
     )
 

@@ -20,9 +20,9 @@ from elastic_resume.report.event_log import EventTimeline, ParsedEvent
 from elastic_resume.report.formatting import format_count, format_seconds, strip_path
 
 BAD, NOTE, INFO = "bad", "note", "info"
-_SLOW_FACTOR = 5  # times the median commit of the node
+_SLOW_FACTOR = 5  # a commit is slow if it takes this many times the node's median
 _MIN_SLOW_S = 1.0
-_MIN_COMMITS = 4  # fewer give no typical duration
+_MIN_COMMITS = 4  # fewer commits have no typical duration
 
 
 @dataclass(frozen=True)

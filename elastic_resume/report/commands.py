@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 EXIT_OK, EXIT_BAD, EXIT_UNREADABLE = constants.EXIT_SUCCESS, constants.EXIT_JOB_ERROR, constants.EXIT_USAGE
-MAX_SHOWN = 20  # differences
+MAX_SHOWN = 20  # limit of differences shown
 RISK_NOTE = (
     "If any of them is still alive, two worlds train at the same time. Once they can reach each other, the "
     "one with the lower generation stops, and its steps since then are lost."

@@ -46,17 +46,17 @@ from elastic_resume.report.summary import (
     format_since_start,
 )
 
-MAX_TEXT = 4000  # characters of one value
+MAX_TEXT = 4000  # limit of characters in one value
 MAX_STACK = 64 * 1024
 MAX_TABLE_ROWS = 100  # longer tables are cut into several that unfold
 MAX_CHECKPOINT_STEPS = 200
 MAX_LANES = 64
-MAX_GENERATIONS = 100  # in the timeline
-MAX_MARKS = 60  # of one kind in one lane
+MAX_GENERATIONS = 100  # limit of generations in the timeline
+MAX_MARKS = 60  # limit of marks of one kind in one lane
 AXIS_HEIGHT, WORLD_HEIGHT = 20, 40  # pixels
 
 INCIDENT, FAULT, ALERT, CHECKPOINT = "incident", "fault", "alert", "checkpoint"
-MARK_Y = {CHECKPOINT: 4, ALERT: 3, FAULT: 11, INCIDENT: 7}  # in a swatch; later kinds cover earlier ones
+MARK_Y = {CHECKPOINT: 4, ALERT: 3, FAULT: 11, INCIDENT: 7}  # pixels in a swatch; later kinds cover earlier
 LEGEND = {
     **GOODPUT_LABELS,
     "offline": "offline",

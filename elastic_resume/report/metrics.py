@@ -172,7 +172,7 @@ def _collect_incident_metrics(totals: Mapping[str, Any]) -> Iterator[Metric]:
         "Generations that ended by a failure, by kind of the root cause.",
         labels=["kind"],
     )
-    for kind in INCIDENT_KINDS:  # all from the start: a rate needs a 0 to rise from
+    for kind in INCIDENT_KINDS:  # list all kinds from the start, because a rate needs an initial 0
         incidents.add_metric([kind], totals["incidents"].get(kind, 0))
     yield incidents
     yield CounterMetricFamily(

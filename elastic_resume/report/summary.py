@@ -51,9 +51,9 @@ from elastic_resume.report.goodput import (
 from elastic_resume.report.incidents import FailedStart, Generation, RunHistory, SavedStateRecord
 
 MAX_HINTS = 6
-MAX_MESSAGE_CHARS = 500  # of an exception, in a sentence
+MAX_MESSAGE_CHARS = 500  # limit of an exception's text within a sentence
 _WORST_ALERTS = ("replicas-differ", "hang", "commit-failed", "quarantine")
-_MIN_REPEATED_FAILURES = 3  # of one node
+_MIN_REPEATED_FAILURES = 3  # failures of one node
 _LOW_GOODPUT, _LONG_RUN_S = 0.9, 600.0  # a run this long with less goodput gets a hint
 MAX_SILENCE_S = 60.0  # a running job records a step more often
 GOODPUT_LABELS = {
@@ -72,8 +72,8 @@ PHASE_LABELS = {
     "restored": "restore",
     "step": "first step",
 }
-MAX_ROWS, MAX_NOTES, MAX_ALERTS, MAX_OTHERS = 40, 40, 20, 4  # in a terminal
-MAX_NOTE_CHARS = 600  # of one note; --json has all of it
+MAX_ROWS, MAX_NOTES, MAX_ALERTS, MAX_OTHERS = 40, 40, 20, 4  # limits of the output in a terminal
+MAX_NOTE_CHARS = 600  # limit of one note; --json has all of it
 _COLUMNS = ("gen", "nodes", "world", "steps", "ended because", "recomputed", "recovery")
 
 

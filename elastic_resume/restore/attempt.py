@@ -1,4 +1,6 @@
-"""One attempt to execute a resume plan: every rank has loaded the state, or all ranks know whose copy failed.
+"""Execute a resume plan once.
+
+Afterwards either every rank has loaded the state, or every rank knows which nodes' copies failed.
 
 The local leader of each node brings the bytes of the state into its node's memory. All ranks of the node load
 each tensor as soon as the watermark (`transfer.py`) has passed it. The bytes come from one of four places:
@@ -6,9 +8,9 @@ each tensor as soon as the watermark (`transfer.py`) has passed it. The bytes co
 - A snapshot in the node's memory: all bytes are there. They have no digest to check.
 - A checkpoint on disk: a thread reads it into a slot and verifies it.
 - Another node: a thread receives it into a slot and verifies it.
-- No slot is free: the local leader and each other rank map the checkpoint. If the node has none, the leader
-  receives into private memory and commits that to disk, and the node's other ranks then read the committed
-  checkpoint.
+- No slot is free: the local leader and each other rank map the checkpoint. If the node has
+  none, its local leader receives the state into private memory and commits it to disk. The node's other
+  ranks then read the committed checkpoint.
 
 Parameters and optimizer state are equal in all copies. Other state may differ between ranks: BatchNorm's
 buffers, schedulers, other tracked objects. All ranks load the source's values of it (`SourceValues`). A
@@ -65,7 +67,7 @@ from elastic_resume.state import load_state
 
 VALUES_BLOCK_BYTES = 1 << 20
 PROVEN_INVALID_KINDS = {TornError.kind, CorruptError.kind}
-_MIN_PREFETCH_BYTES = 8 << 20  # below this the prefetch threads cost more than they save
+_MIN_PREFETCH_BYTES = 8 << 20  # prefetching a smaller state costs more than it saves
 
 NodeFailures = Mapping[str, tuple[str, str]]  # node -> kind of CheckpointError, reason
 
@@ -109,19 +111,20 @@ class RestoreAttempt:
     """One attempt, on one rank. All ranks call `open`, `load`, then `publish_slot` or `close`, together."""
 
     def __init__(self, context: RankContext, plan: ResumePlan) -> None:
-        self.manifest: Manifest | None = None  # the source's, set by `load` on every rank
-        self.on_disk = False  # this node's own disk holds the copy, verified
+        self.manifest: Manifest | None = None  # manifest of the source's copy; `load` sets it on every rank
+        self.on_disk = False  # this node's own disk holds the verified copy
         self._context = context
         self._plan = plan
         self._slot_client = context.slot_client
         self._copy = plan.saved_state_for(context.node)
-        self._local_manifest: Manifest | None = None  # of this node's copy, read or received
+        self._local_manifest: Manifest | None = None  # manifest of this node's copy, read or received
         self._buffer: StreamingBuffer | None = None
         self._slot: Slot | None = None  # the slot from which this node's ranks load
         self._fills_slot = False  # the slot does not count as a snapshot yet
-        self._error: ElasticResumeError | None = None  # of this rank, not reported yet
-        self._loads_after_commit = False  # on some node ranks wait for their leader's commit
-        self._values_layout = Layout.build(())  # of the values that all ranks take from this node's copy
+        self._error: ElasticResumeError | None = None  # error of this rank that is not reported yet
+        self._loads_after_commit = False  # on some node the ranks wait until their local leader has committed
+        # Layout of the values that all ranks take from the source, as this node's copy has them.
+        self._values_layout = Layout.build(())
         self._source_values = SourceValues(self._values_layout)
         self._tasks: list[BackgroundTask] = []
 
@@ -192,7 +195,7 @@ class RestoreAttempt:
         if buffer is not None:
             fill = functools.partial(reader.read_image, path, manifest, buffer.memory, buffer.advance)
         else:
-            mapping = reader.map_unverified(path, manifest)  # no memory is allocated for it
+            mapping = reader.map_unverified(path, manifest)  # the mapping needs no memory of its own
             buffer = StreamingBuffer(memoryview(mapping), LocalWatermark())
             fill = functools.partial(reader.verify_mapping, path, manifest, mapping, buffer.advance)
         self._buffer = buffer
@@ -349,7 +352,7 @@ class RestoreAttempt:
         self.on_disk = True
 
     def _attach_receivers(self) -> None:
-        """Map, on the other ranks of each receiving node, the slot into which their leader receives."""
+        """Map, on the other ranks of each receiving node, the slot into which their local leader receives."""
         context = self._context
         slot_ids = context.collectives.gather(self._slot_id())
         for node in self._plan.receiving_nodes:
@@ -370,7 +373,7 @@ class RestoreAttempt:
             if failure is None:
                 continue
             if not isinstance(failure, ElasticResumeError):
-                raise failure  # a peer is dead, and this generation ends
+                raise failure  # a peer is dead, so this generation ends
             if self._error is None or (is_local_copy_error(failure) and not is_local_copy_error(self._error)):
                 self._error = failure
 
@@ -400,7 +403,7 @@ class RestoreAttempt:
             prefetcher.close()
 
     def _load_committed(self, tracked: Mapping[str, Any]) -> None:
-        """On a rank whose leader received without a slot: load the checkpoint that it has committed."""
+        """On a rank whose local leader received without a slot: load the checkpoint that it has committed."""
         if self._buffer is None and self.manifest is not None:
             path = self._context.checkpoint_path(SavedState(self._context.node, *self._plan.version, 0))
             manifest = reader.quick_check(path, self._context.settings.run_id)

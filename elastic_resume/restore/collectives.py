@@ -170,4 +170,4 @@ def _destroy_process_groups(groups: list[dist.ProcessGroup], destroy_default: bo
     while groups:
         with contextlib.suppress(RuntimeError, ValueError, AssertionError):
             dist.destroy_process_group(groups[-1])
-        groups.pop()  # the last reference: this joins the group's threads
+        groups.pop()  # dropping the last reference joins the group's threads

@@ -1,4 +1,4 @@
-"""The start of a generation: every rank ends with the same state, the newest one that any node holds.
+"""Restore the job's state at the start of a generation: load the newest valid copy on every rank.
 
 All ranks run the same steps::
 
@@ -6,7 +6,7 @@ All ranks run the same steps::
                                                          ▲                   │
           exclude and quarantine the failed copies ──────┘◄── failed ── open, transfer, load (attempt.py)
                                                          ▲                   │ loaded
-                                                         └◄── outvoted ── compare replicas (replica_check.py)
+                                                         └◄── minority ── compare replicas (replica_check.py)
                                                                              │ equal
                                         record the generation on every node ◄┘
 
@@ -73,7 +73,7 @@ class ResumeResult:
     flat_state: FlatState
     nodes: tuple[str, ...]
     duration_s: float
-    on_disk: bool = False  # on a local leader: its node's own disk holds the state, fully verified
+    on_disk: bool = False  # on a local leader: the node's own disk holds the fully verified state
     earlier_command: tuple[str, ...] | None = None
 
     @property

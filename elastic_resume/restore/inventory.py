@@ -23,8 +23,8 @@ from elastic_resume.restore.rank_context import RankContext
 from elastic_resume.snapshot import slots
 from elastic_resume.snapshot.progress_page import ProgressPage
 
-_STARTTIME_FIELD = 19  # of /proc/PID/stat, counted after the name: proc(5) calls it starttime
-MAX_LISTED_COPIES = 64  # per directory, newest first; an older one matters only after 64 corrupt ones
+_STARTTIME_FIELD = 19  # index in /proc/PID/stat of proc(5)'s starttime, counted after the name
+MAX_LISTED_COPIES = 64  # limit per directory, newest first; older ones matter only after 64 corrupt ones
 
 
 def list_snapshots_and_checkpoints(
@@ -36,7 +36,8 @@ def list_snapshots_and_checkpoints(
     unreadable now, of a newer format or of another job stay in place.
 
     Rank 0's node also lists the directories of other nodes that it sees on a shared file system, because a
-    job may restart on other machines. It only reads them. A single node does so, to spare the file server.
+    job may restart on other machines. It never writes there. No other node does this, to limit the load on
+    the file server.
     """
     for entry in context.catalog.list_entries():
         if entry.is_damaged:

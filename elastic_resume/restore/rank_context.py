@@ -60,8 +60,8 @@ class RankContext:
     def check_node_names_unique(self, directory_id: str) -> None:
         """Raise if two ranks have the same node name and different directories under it.
 
-        Two hosts named "localhost" with a disk each have no lock in common, and each would miss the
-        checkpoints of the other. ``directory_id`` is the random id in this node's directory.
+        Two hosts named "localhost" that have separate disks would both take the lock, and neither would see
+        the other's checkpoints. ``directory_id`` is the random id in this node's directory.
         """
         ids = self.collectives.gather(directory_id)
         for rank, node in enumerate(self.node_by_rank):

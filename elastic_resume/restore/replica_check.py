@@ -22,7 +22,7 @@ from elastic_resume.state import state_dict
 from elastic_resume.state.load import iter_leaves
 from elastic_resume.state.state_dict import BUFFER, EMA_NAME, REPLICATED, SCRIPT_OWNED, Leaf
 
-MAX_NAMED_GROUPS, MAX_NAMED_RANKS = 4, 8  # in a message; a thousand different ranks still make one line
+MAX_NAMED_GROUPS, MAX_NAMED_RANKS = 4, 8  # limits in a message, so that a thousand ranks make one line
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Difference:
     """The first name under which ranks hold different values."""
 
     name: str
-    ranks_text: str  # as "rank 0, 2 against rank 1"
+    ranks_text: str  # for example "rank 0, 2 against rank 1"
     digest_by_rank: tuple[str, ...]  # each rank's digest of all values
 
 

@@ -1,7 +1,7 @@
 """Send a state's bytes from one rank to the nodes that lack them, while they arrive and are loaded.
 
 A `StreamingBuffer` is a buffer that one thread of one process fills from the front: it reads a file, or
-receives from the network. Behind it moves a watermark: the bytes below are in place and verified. The
+receives from the network. A watermark follows it: all bytes below the watermark are written and verified. The
 watermark is an integer in the slot's control block, which all ranks of the node see (`snapshot/slots.py`), or
 a private integer. Readers wait until the watermark passes a tensor. So reading, sending and loading overlap,
 and each byte is written once.
@@ -44,8 +44,8 @@ WATERMARK_FAILED = (1 << 64) - 1
 STALL_TIMEOUT_S = 1800.0  # the same as `collectives.COLLECTIVE_TIMEOUT`
 FRAME_BLOCKS = 2  # a frame costs 0.2 ms, two blocks 12 ms
 _MAX_BLOCKS_IN_FLIGHT = 2  # 2.6 to 3.4 GB/s; one at a time reaches 2.6
-_PREFETCH_THREADS = 2  # beside the thread that loads
-_POLL_INTERVAL_S = 0.0005  # for another process's watermark; a disk takes about 8 ms for a block of 16 MiB
+_PREFETCH_THREADS = 2  # in addition to the thread that loads
+_POLL_INTERVAL_S = 0.0005  # interval to read another process's watermark; a disk reads 16 MiB in about 8 ms
 _DIGEST_BYTES = 16
 _FRAME_BYTES = 8 + FRAME_BLOCKS * _DIGEST_BYTES
 _STATUS_OK, _STATUS_FAILED = 1, 2

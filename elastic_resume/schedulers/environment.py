@@ -27,8 +27,8 @@ SLURM_VARIABLES: dict[str, tuple[str, ...]] = {
     "nodes": ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"),
     "peers": ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
     "workers": ("SLURM_GPUS_ON_NODE",),
-    "restarts": ("SLURM_RESTART_COUNT",),  # not set in a job's first life
-    "deadline": ("SLURM_JOB_END_TIME",),  # since Slurm 23.02; else `slurm.find_deadline` asks
+    "restarts": ("SLURM_RESTART_COUNT",),  # not set before the first restart
+    "deadline": ("SLURM_JOB_END_TIME",),  # set since Slurm 23.02; otherwise `slurm.find_deadline` asks
 }
 KUBERNETES_VARIABLES: dict[str, tuple[str, ...]] = {
     # An Indexed Job gives its pods stable host names (JOB-INDEX); POD_NAME is the downward API's usual name,
@@ -52,7 +52,7 @@ PET_VARIABLES: dict[str, tuple[str, ...]] = {
 }
 MAX_CANDIDATES = 3  # any one of them may be absent
 DEFAULT_PORT = 29400  # torchrun's own
-SLURM_PORTS = range(20000, 30000)  # below those that Linux hands out by itself (32768 and up)
+SLURM_PORTS = range(20000, 30000)  # below the ports that Linux chooses itself (32768 and up)
 PORT_STRIDE_PER_STEP = 101  # a job's steps do not collide with the next jobs
 
 
@@ -280,7 +280,7 @@ def _read_kubernetes(reader: _VariableReader) -> SchedulerContext:
         min_nodes=least,
         peers=peers,
         # The domain is left to the pod's search path: it need not be cluster.local. The full name in the
-        # pod's own /etc/hosts begins with this one, so it knows itself before DNS does.
+        # pod's own /etc/hosts begins with this name, so the pod resolves itself before DNS does.
         candidates=tuple(f"{peer}{domain}:{DEFAULT_PORT}" for peer in peers[:MAX_CANDIDATES])
         if nodes > 1
         else (),

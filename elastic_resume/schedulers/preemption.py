@@ -37,13 +37,13 @@ from elastic_resume.schedulers.slurm import run_command
 TIMEOUT_S = 2.0
 MAX_BYTES = 64 * 1024
 MAX_QUOTED_CHARS = 200
-POLL_S = 5.0  # as AWS advises; the shortest notice of any cloud is 30 s
+POLL_S = 5.0  # AWS advises 5 s; the shortest notice of any cloud is 30 s
 FILE_POLL_S = 1.0
-OLD_FILE_S = 60.0  # for an older file the notice has its age
+OLD_FILE_S = 60.0  # a notice states the age of a file that is older than this
 COMMAND_TIMEOUT_S = 5.0
-EC2_TOKEN_TTL_S = 21600  # the longest that EC2 accepts
+EC2_TOKEN_TTL_S = 21600  # the longest lifetime that EC2 accepts
 MAX_SOURCES = 8
-METADATA_URL = "http://169.254.169.254"  # of all three clouds
+METADATA_URL = "http://169.254.169.254"  # the address is the same on all three clouds
 SOURCE_FORMATS = "aws, gcp, azure (each also NAME:http://ADDRESS), file:PATH or command:COMMAND"
 _SOURCE_SEPARATOR = re.compile(r",\s*(?=(?:aws|gcp|azure)\s*(?:$|[,:])|file:|command:)")
 """Commas between sources; others belong to a path or a command."""
@@ -152,7 +152,7 @@ def _parse_source(word: str) -> NoticeSource:
         try:
             argv = shlex.split(rest)
         except ValueError as error:
-            raise ConfigError(f"--preemption-notice: {rest!r} is no command: {error}.") from error
+            raise ConfigError(f"--preemption-notice: {rest!r} is not a command: {error}.") from error
         if not argv or shutil.which(argv[0]) is None:
             raise ConfigError(f"--preemption-notice: there is no program {argv[0] if argv else rest!r} here.")
         return NoticeSource(word, lambda: poll_command(argv))
@@ -163,7 +163,7 @@ def _parse_base_url(word: str, text: str) -> str:
     try:
         parts = urlsplit(text)
         is_plain = parts.port != 0 and not (parts.query or parts.fragment or parts.username)
-    except ValueError:  # the port is no number
+    except ValueError:  # the port is not a number
         parts, is_plain = urlsplit(""), False
     if parts.scheme != "http" or not parts.hostname or not is_plain or not re.fullmatch(r"[!-~]+", text):
         raise ConfigError(f"--preemption-notice is {word!r}: its address must be http://HOST[:PORT][/PATH].")
@@ -198,7 +198,7 @@ class Ec2Metadata:
                 "a token",
             ).text
             if not re.fullmatch(r"[!-~]{1,4096}", token):
-                raise NoticeQueryError("the answer to the request for a token is no token")
+                raise NoticeQueryError("the metadata server returned no valid token")
             self._token = token
         headers = {"X-aws-ec2-metadata-token": self._token}
         return request_metadata(f"{self.base_url}/latest/meta-data/spot/instance-action", headers=headers)
@@ -307,7 +307,7 @@ def poll_file(path: Path) -> PreemptionNotice | None:
     if status.st_mtime < psutil.boot_time():
         raise NoticeQueryError(f"{path} is older than this machine's start, and no notice: remove it")
     text = ""
-    if stat.S_ISREG(status.st_mode):  # opening a pipe would wait
+    if stat.S_ISREG(status.st_mode):  # opening a named pipe would block
         with contextlib.suppress(OSError), open(path, "rb") as file:
             text = file.read(MAX_BYTES).decode(errors="replace")
     age_s = time.time() - status.st_mtime

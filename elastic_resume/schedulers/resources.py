@@ -90,7 +90,7 @@ class MemoryCgroup:
             stat = read_fields(directory / "memory.stat")
         except (OSError, ValueError):
             return None
-        if not limit.isdigit() or int(limit) >= 1 << 60:  # "max", or the number that says so in version 1
+        if not limit.isdigit() or int(limit) >= 1 << 60:  # "max"; cgroup version 1 has a huge number instead
             return None
         cached, shared = self.cache_fields
         return current - max(0, stat.get(cached, 0) - stat.get(shared, 0)), int(limit)
@@ -144,7 +144,7 @@ def read_fields(path: Path) -> dict[str, int]:
 
 
 SHARED_MEMORY_DIR = Path("/dev/shm")  # noqa: S108 - only looked at
-MIN_SHARED_MEMORY_BYTES = 128 << 20  # a pod's or container's /dev/shm has 64 MB unless somebody gives it more
+MIN_SHARED_MEMORY_BYTES = 128 << 20  # by default /dev/shm of a pod or container has 64 MB
 MAX_ENTRIES = 1_000_000  # looked at; a folder of checkpoints has hundreds
 
 
@@ -199,7 +199,7 @@ def used_disk_bytes(path: Path) -> int:
             entries += 1
             if entries > MAX_ENTRIES:
                 return total
-            with contextlib.suppress(OSError):  # gone meanwhile
+            with contextlib.suppress(OSError):  # the file was just removed
                 found = os.lstat(os.path.join(folder, name))  # noqa: PTH118 - a million Paths are slow
                 if stat.S_ISREG(found.st_mode) and (found.st_dev, found.st_ino) not in seen:
                     seen.add((found.st_dev, found.st_ino))

@@ -27,7 +27,7 @@ from pathlib import Path
 from elastic_resume.errors import ConfigError
 from elastic_resume.policy.requeue import SCHEDULER_ENDS_JOB, TerminationReason
 
-# What Slurm itself expands at most, of one bracket and of one list.
+# Slurm itself expands at most this many names, of one bracket and of one list.
 MAX_NAMES = 65536
 _NUMBER_PATTERN = r"[0-9]{1,18}"
 _RANGE_PATTERN = re.compile(rf"({_NUMBER_PATTERN})(?:-({_NUMBER_PATTERN}))?")
@@ -126,7 +126,7 @@ REQUEUE_TIMEOUT_S = 60.0  # a controller that is restarted, or fails over, is ba
 RETRY_DELAY_S = 3.0
 MAX_QUERY_ATTEMPTS = 3  # why a job got SIGTERM; its processes live for KillWait at least, 30 s by default
 MAX_OUTPUT_BYTES = 64 * 1024
-# Times in UTC and in full, whatever the user has set for people.
+# Print times in UTC and in full, whatever format the user has set.
 TIME_FORMAT_ENVIRONMENT = {"SLURM_TIME_FORMAT": "standard", "TZ": "UTC"}
 _TIME_PATTERN = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d")
 # A retry would be refused again. "Unexpected message received" means that the controller is away.
@@ -405,7 +405,7 @@ class SharedDir:
         with contextlib.suppress(OSError):
             for path in self.path.iterdir():
                 path.unlink(missing_ok=True)
-            self.path.rmdir()  # and not its parent, in which another job may be making its own
+            self.path.rmdir()  # keep its parent: another job may be creating its own directory there
 
 
 def _exists_on_server(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Read a node's snapshots in the background: commit them to disk, and digest them to compare replicas.
+"""Commit a node's snapshots from memory to disk in a thread, and compute digests to compare replicas.
 
 The committer owns the slots. It runs in the node's agent, or under plain torchrun or python in the local
 leader's worker. Workers write snapshots into slots and mark the ones to commit; one low-priority thread
@@ -9,9 +9,9 @@ Invariants: each committed snapshot was complete and was not overwritten while i
 never waits for a worker. A worker waits for it only in `CheckpointCommitter.commit`. Workers reach it through
 `ipc`.
 
-A second thread digests the snapshots that `SnapshotDigester.enqueue` names, while they lie in their slots. It
-skips a snapshot that is overwritten meanwhile, and leaves out tensors that may differ between ranks
-(`Manifest.follows_rank0`).
+A second thread computes digests of the snapshots that `SnapshotDigester.enqueue` names, while they lie in
+their slots. It skips a snapshot that is overwritten meanwhile, and leaves out tensors that may differ between
+ranks (`Manifest.follows_rank0`).
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from elastic_resume.snapshot.slots import Slot, SlotState, decode_snapshot_id
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.003  # while local ranks still copy their shares of a requested snapshot
-COPY_TIMEOUT_S = 30.0  # then these ranks count as dead or blocked
+POLL_S = 0.003  # poll interval while local ranks copy their shares of a requested snapshot
+COPY_TIMEOUT_S = 30.0  # ranks that copy for longer count as dead or blocked
 FIRST_RETRY_S = 5.0
 MAX_RETRY_S = 60.0
 LOG_REPEAT_S = 60.0
 NICENESS = 5
-DIGEST_TIMEOUT_S = 1.0  # while local ranks still copy their shares of a snapshot to digest
-DIGEST_CHUNK_BYTES = 16 << 20  # takes 2 ms; `is_current` is checked for each
+DIGEST_TIMEOUT_S = 1.0  # how long to wait for local ranks that copy a snapshot to digest
+DIGEST_CHUNK_BYTES = 16 << 20  # hashing one takes 2 ms; `is_current` is checked for each
 
 
 @dataclass
@@ -85,9 +85,10 @@ class CheckpointCommitter:
         self._writer = CheckpointWriter(node_dir, run_id, emit, disk)
         self._node_dir = node_dir
         self._emit = emit
-        self._last_commit: tuple[int, Path | None] = (0, None)  # snapshot id, path
+        self._last_commit: tuple[int, Path | None] = (0, None)  # (snapshot id, path)
         self._requests: list[_CommitRequest] = []
-        self._incomplete_request: _CommitRequest | None = None  # of `request_commit`
+        # The newest request of `request_commit`, until it is fulfilled.
+        self._incomplete_request: _CommitRequest | None = None
         self.last_error = ""  # why the last commit failed; empty if it succeeded
         self._needs_prune = False
         self._logged_at = self._retry_at = 0.0
@@ -140,10 +141,10 @@ class CheckpointCommitter:
         Workers that are still alive may write more of them; `commit_newest` discards those.
         """
         try:
-            self._writer.distrust_after(generation, step)  # first, because `commit_newest` reads it
+            self._writer.distrust_after(generation, step)  # call it first: `commit_newest` reads its result
         finally:
             self.slot_pool.distrust_after(generation, step)
-            self._last_commit = (0, None)  # it may be one of the quarantined checkpoints
+            self._last_commit = (0, None)  # the last commit may be one of the quarantined checkpoints
 
     def commit_newest(self) -> None:
         """Have the newest trusted snapshot committed after the workers exited; do not wait."""
@@ -215,7 +216,7 @@ class CheckpointCommitter:
             self._complete_request(request, newest)
         elif (state := slots.next_to_commit(states)) is not None or self._is_retry_due():
             self._retry_at = 0.0  # `_handle_failure` sets it again
-            with contextlib.suppress(MachineError):  # already logged
+            with contextlib.suppress(MachineError):  # the error is already logged
                 self._commit(state or newest)
         elif self._requests:
             time.sleep(POLL_S)
@@ -237,7 +238,8 @@ class CheckpointCommitter:
         committed_id, path = self._last_commit
         if path is not None and not path.is_dir():
             committed_id = 0  # a resume quarantined it and received the same step from another node
-        if committed_id < state.target:  # else e.g. the first of two snapshots of an epoch's last step
+        # False for example for the first of the two snapshots of an epoch's last step.
+        if committed_id < state.target:
             try:
                 with self.slot_pool.pin(state) as slot:
                     result = self._write(slot, state.target) if slot is not None else None
@@ -252,7 +254,7 @@ class CheckpointCommitter:
             if result is None:
                 if not self._writer.is_trusted((generation, step)):
                     time.sleep(POLL_S)  # `start_generation` will trust it in a moment
-                return None  # otherwise it was overwritten by a newer snapshot
+                return None  # or a newer snapshot has overwritten it
             path, self._needs_prune = result.path, True
             self._last_commit = (state.target, path)
             if result.seconds:
@@ -276,7 +278,7 @@ class CheckpointCommitter:
         except CorruptError:
             if is_current():
                 raise
-            return None  # it was overwritten meanwhile
+            return None  # a newer snapshot has overwritten it
         if self._writer.has_trusted(manifest.version, manifest.position):  # loaded from this disk
             return CommitResult(self._node_dir / checkpoint_name(*manifest.version), 0.0, 0.0)
         return self._writer.commit(manifest, [image], is_current=is_current)

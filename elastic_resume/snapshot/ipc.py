@@ -57,7 +57,7 @@ class SnapshotServer:
         self.socket_name = f"elastic_resume-snapshots-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind("\0" + self.socket_name)
-        self._listener.listen(2 * MAX_LOCAL_RANKS)  # a worker's connection and its successor's
+        self._listener.listen(2 * MAX_LOCAL_RANKS)  # each worker's connection and its successor's
         self._thread = threading.Thread(
             target=self._accept, name="elastic-resume-snapshot-server", daemon=True
         )

@@ -189,7 +189,7 @@ def read_records(path: Path, local_ranks: int) -> list[ProgressRecord]:
     read twice before acting on one.
     """
     count = min(local_ranks, MAX_LOCAL_RANKS)
-    with contextlib.suppress(OSError):  # no worker has created it, or the disk fails
+    with contextlib.suppress(OSError):  # no worker has created the file, or the disk fails
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             steps = os.pread(descriptor, count * _STEP_WORDS * 8, 0)
@@ -207,7 +207,7 @@ def _parse_record(local_rank: int, step_words: bytes, detail_words: bytes) -> Pr
     words = struct.unpack_from(f"={len(_DETAIL_FIELDS)}Q", detail_words, local_rank * _DETAIL_WORDS * 8)
     details = dict(zip(_DETAIL_FIELDS, words, strict=True))
     if not 0 < details["pid"] < 1 << 22 or max(generation, step, world_size, details["rank"]) > _MAX_COUNT:
-        return None  # not started, or damaged
+        return None  # the rank has not started, or the record is damaged
     if max(details["stack_output_fd"], details["stack_request_fd"]) >= 1 << 30:
         return None
     worker = WorkerProcess(**{name: details.pop(name) for name in WorkerProcess.__dataclass_fields__})

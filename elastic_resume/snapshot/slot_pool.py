@@ -62,7 +62,7 @@ def describe_budget(
 class _OwnedSlot:
     descriptor: int
     slot: Slot
-    pins: Counter[str] = field(default_factory=Counter)  # by field of the record
+    pins: Counter[str] = field(default_factory=Counter)  # field of the record -> number of pins
 
 
 class SlotPool:
@@ -85,7 +85,7 @@ class SlotPool:
         self._measure_free_bytes = measure_free_bytes
         self.control_descriptor = ControlBlock.create()
         self.control_block = ControlBlock(self.control_descriptor)
-        # The path under which worker supervisors open it, since torchelastic passes no descriptors on.
+        # Worker supervisors open it under this path, since torchelastic passes no descriptors on.
         self.control_path = f"/proc/{os.getpid()}/fd/{self.control_descriptor}"
         self._owned: dict[int, _OwnedSlot] = {}
         self._last_serial = 0
@@ -126,7 +126,8 @@ class SlotPool:
     def pin(self, state: SlotState, *, hard: bool = True) -> Iterator[Slot | None]:
         """Keep the local leader from overwriting the slot; yield None if that happened already.
 
-        With ``hard`` false the leader may overwrite it if it has no other slot; the memory then stays mapped.
+        With ``hard`` false the local leader may overwrite it if no other slot is free. The memory then stays
+        mapped.
         """
         pin_field = "pinned" if hard else "soft_pinned"
         with self._lock:

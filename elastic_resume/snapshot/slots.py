@@ -1,6 +1,7 @@
-"""Hold a node's snapshots in memory that outlives its workers, shared without locks.
+"""Define the memory layout and the lock-free protocol of slots, the shared memory of a node's snapshots.
 
-A *slot* is an anonymous file (memfd) that the committer owns and the workers map. It describes itself:
+The memory outlives the workers. A *slot* is an anonymous file (memfd) that the committer owns and the workers
+map. It describes itself:
 
     [0, image_bytes)   the image: byte for byte the safetensors file of a checkpoint
     static             JSON that changes with the layout only: run_id, node, rank, world_size, writer,
@@ -17,9 +18,9 @@ Writing a snapshot:
     each local rank: copies its share of the tensors -> stores id as its own word
     complete: target and the words of all ranks are equal
 
-So a slot whose writer died is never complete. Readers do not lock either. The committer stores the id it
-reads as ``pinned``, so that the leader chooses another slot, and checks again after reading that the slot is
-still complete. This needs stores to become visible in program order. x86 guarantees that; elsewhere each
+So a slot whose writer died is never complete. Readers do not lock either. The committer stores the id that it
+reads as ``pinned``, so that the local leader does not reuse the slot. After reading, it checks that the slot
+is still complete. This needs stores to become visible in program order. x86 guarantees that; elsewhere each
 access of a word has a barrier before and after it.
 """
 
@@ -43,7 +44,7 @@ from elastic_resume.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, Pos
 from elastic_resume.errors import CorruptError
 from elastic_resume.snapshot.progress_page import MAX_LOCAL_RANKS
 
-MAX_SLOTS = 8  # three in use, and three more while larger ones replace them
+MAX_SLOTS = 8  # three in use, three larger ones that replace them, and two spare
 PAGE_BYTES = 4096
 SMALL_SLOT_BYTES = 64 << 20  # created, mapped and populated in some 50 ms, so no thread is needed
 COPY_FAILED = 1  # stored as a rank's snapshot id when its copy failed; never a valid id
@@ -60,7 +61,7 @@ _SLOT_FIELDS = (
 )  # fmt: skip
 _DECISION_FIELDS = ("commit_requested", "pinned", "committed", "soft_pinned")
 _FIELD_INDEX = {name: at for at, name in enumerate(_SLOT_FIELDS)}
-_RANK_IDS_START = len(_SLOT_FIELDS)  # within a record
+_RANK_IDS_START = len(_SLOT_FIELDS)  # index within a record
 _RECORD_WORDS = _RANK_IDS_START + MAX_LOCAL_RANKS
 # The snapshot id that each local rank is copying. The worker supervisor reads these words at this offset, to
 # let a copy finish before it ends the worker.
@@ -68,7 +69,7 @@ COPYING_START = _HEADER_WORDS
 AWAITING_SLOT = 1 << 63  # flag on a copying word: the rank has no slot yet, so do not wait for its copy
 _RECORDS_START = COPYING_START + MAX_LOCAL_RANKS
 CONTROL_BLOCK_BYTES = -(-(_RECORDS_START + MAX_SLOTS * _RECORD_WORDS) * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
-_MADV_POPULATE_WRITE = 23  # of linux/mman.h; Python's mmap lacks it
+_MADV_POPULATE_WRITE = 23  # from linux/mman.h; Python's mmap lacks it
 _POPULATE_CHUNK_BYTES = 32 << 20
 _MFD_NOEXEC_SEAL = 0x0008
 _F_SEAL_SHRINK_GROW = 0x0002 | 0x0004
@@ -215,7 +216,7 @@ class ControlBlock:
         return create_memory_file("elastic_resume-control", CONTROL_BLOCK_BYTES)
 
     def get(self, name: str) -> int:
-        """Read a header word; the leader writes ``decided_id`` and ``next_snapshot_step``."""
+        """Read a header word; the local leader writes ``decided_id`` and ``next_snapshot_step``."""
         return int(self._words[_HEADER_FIELDS.index(name)])
 
     def set(self, name: str, value: int) -> None:
@@ -223,7 +224,7 @@ class ControlBlock:
         self._words[_HEADER_FIELDS.index(name)] = value
 
     def record_commit_cost(self, seconds: float, cpu_s: float) -> None:
-        """Record the last commit's time, from which the leader derives the checkpoint interval."""
+        """Record the last commit's time, from which the local leader derives the checkpoint interval."""
         self.set("commit_us", int(seconds * 1e6))
         self.set("commit_cpu_us", int(cpu_s * 1e6))
         self.set("commits", self.get("commits") + 1)

@@ -1,4 +1,4 @@
-"""Compares two checkpoints: tensors by name, and every other value by its path.
+"""Compare two checkpoints: tensors by name, and every other value by its path.
 
 Tensors are compared in pieces, so memory does not grow with the checkpoints. Tensors are equal if dtype,
 shape and bits are: -0.0 differs from 0.0, and a NaN equals only a NaN with the same bits.
@@ -20,7 +20,7 @@ from elastic_resume.state import load
 from elastic_resume.state.load import OpenCheckpoint, iter_leaves
 from elastic_resume.state.load_state import describe_tensor
 
-_CHUNK_ELEMENTS = 1 << 20  # compared at a time
+_CHUNK_ELEMENTS = 1 << 20  # elements that are compared at a time
 _INTEGER_DTYPE_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -1,6 +1,6 @@
-"""Exports a checkpoint as a safetensors file, a torch.save file or a directory of torch's DCP.
+"""Export a checkpoint as a safetensors file, a torch.save file or a directory of torch's DCP.
 
-Promise: every written byte was verified when it was read. The target appears whole or not at all, and
+Invariant: every written byte was verified when it was read. The target appears whole or not at all, and
 replaces an existing file only with ``force``. ``torch.load(weights_only=True)`` reads the torch file.
 
 Tied tensors are stored under each of their names, as in a ``state_dict()``. A torch file shares them; the

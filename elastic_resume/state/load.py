@@ -1,6 +1,6 @@
-"""Reads checkpoints outside of a run: ``er.load``, and the readers that ``diff`` and ``export`` share.
+"""Read checkpoints outside of a run: ``er.load``, and the readers that ``diff`` and ``export`` share.
 
-Promise: every byte is verified before any of it is returned.
+Invariant: every byte is verified before any of it is returned.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from elastic_resume.errors import (
 from elastic_resume.state import load_state
 from elastic_resume.state.state_dict import COMPLEX_KINDS, TensorBuffer
 
-INTERNAL_PREFIX = "elastic_resume."  # of the names of objects that a run tracks for itself
+INTERNAL_PREFIX = "elastic_resume."  # prefix of the names of objects that a run tracks for itself
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""Loads a stored state into live objects, after checking that all of it fits.
+"""Load a stored state into live objects, after checking that all of it fits.
 
-Promise: names, shapes and dtypes are compared before anything is changed, and every difference is listed.
+Invariant: names, shapes and dtypes are compared before anything is changed, and every difference is listed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Flattens the tracked objects to named tensors and plain data.
+"""Flatten the tracked objects to named tensors and plain data.
 
 Flattening reads each object's ``state_dict()``. Each tensor gets a name (``model/conv1.weight``,
 ``optimizer/state/0/exp_avg``) and is replaced by a reference; the rest must be plain data. Names never
@@ -148,7 +148,7 @@ def is_tensor_container(item: Any) -> bool:
 
 
 REPLICATED = "replicated"  # equal on every rank after every step
-BUFFER = "buffer"  # of a module; DDP uses rank 0's
+BUFFER = "buffer"  # a module's buffer; DDP uses rank 0's
 SCRIPT_OWNED = "own"  # the script's own tensors and averages; start with rank 0's values, as the weights do
 OTHER = "other"
 # An object of this name is an average of the model. It may differ between ranks, since it often includes
@@ -351,7 +351,7 @@ class TensorCollector:
             if name is not None:
                 return TensorRef(name, stored_as)
         name = path
-        while name in self._used_names:  # keys 1 and "1" of one dict give the same path
+        while name in self._used_names:  # keys 1 and "1" of one dict have the same path
             name += "~"
         self._used_names.add(name)
         self.name_by_key[key] = name

@@ -69,7 +69,7 @@ __all__ = [
 
 MARK_NAME = "elastic_resume"
 SNAPSHOT_EVERY_STEP = ("--snapshot-every", "1")
-TAIL_LINES = 40  # of each node's output, beside a test that failed
+TAIL_LINES = 40  # lines of each node's output that are shown for a failed test
 _FAILED = pytest.StashKey[bool]()
 _CLUSTERS = pytest.StashKey[list["Cluster"]]()
 
@@ -133,7 +133,7 @@ def _build_cluster(directory: Path, options: Mapping[str, Any]) -> Cluster:
         pytest.skip(f'hosts="namespaces": {why}')
     nodes = options.get("nodes", 3)
     defaults = {"nodes": nodes, "min_nodes": max(1, nodes - 1)}
-    flags = [*SNAPSHOT_EVERY_STEP, *options.get("flags", ())]  # the last of two equal flags counts
+    flags = [*SNAPSHOT_EVERY_STEP, *options.get("flags", ())]  # if a flag is given twice, the last one counts
     return Cluster(directory, **{**defaults, **options, "flags": flags})
 
 

@@ -1,4 +1,4 @@
-"""Provide what simulated nodes run on: addresses, ports, networks and disks.
+"""Create the addresses, ports, networks and disks of simulated nodes.
 
 `LoopbackBackend` gives each node a loopback address. `NetnsBackend` gives each node a network namespace,
 whose links can be cut, and a small tmpfs as its disk (`TmpfsDisk`); it needs root. A backend that lacks a
@@ -145,7 +145,7 @@ def find_free_port(address: str) -> int:
 
 
 Hosts = Literal["loopback", "namespaces"]
-AGENT_PORT = 29400  # each node has all ports of its network for itself
+AGENT_PORT = 29400  # fixed, because each node has a network with all ports of its own
 REQUIRES_NAMESPACES = (
     'these nodes are processes that share {}: make the Cluster with hosts="namespaces", which takes root.'
 )

@@ -50,10 +50,10 @@ DEFAULT_MTBF_S = 15.0
 TARGET_WIDTH = 24  # characters of a fault's target in the table
 RUN_ID = "chaos"
 POLL_S, EVENT_POLL_S = 0.02, 0.25
-MAX_FAULT_WINDOW_S = 86400.0  # of random faults without --for
+MAX_FAULT_WINDOW_S = 86400.0  # random faults without --for fall within this time
 STALL_TIMEOUT_S = 300.0
-LATE_NODE_GRACE_S = 30.0  # for a node that was restarting when the job ended on the others
-STEP_EVENT_INTERVAL_S = 1.0  # between the step events of each rank
+LATE_NODE_GRACE_S = 30.0  # extra time for a node that was restarting when the job ended on the others
+STEP_EVENT_INTERVAL_S = 1.0  # time between the step events of each rank
 STEPS_FOR_ALL_RANKS = 2  # steps of one rank in which every other rank has finished one
 MAX_TAIL_BYTES = 1 << 20
 REPLACED_RUN_FLAGS = {
@@ -117,7 +117,7 @@ class _StdoutHandler(logging.Handler):
         lines = wrap_text(record.getMessage(), indent=" " * len(elapsed))
         for number, line in enumerate(lines):
             if not formatting.write_stdout(f"{'' if number else elapsed}{line}\n"):
-                signal.raise_signal(signal.SIGTERM)  # the reader is gone, as in `| head`
+                signal.raise_signal(signal.SIGTERM)  # the reader of the output has ended, as in `| head`
 
 
 def parse_command(words: Sequence[str]) -> tuple[Experiment, Path | None]:
@@ -277,7 +277,7 @@ def _interrupt_on_signals(caught: list[int]) -> Iterator[None]:
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
-        if handler != signal.SIG_IGN:  # as nohup has it
+        if handler != signal.SIG_IGN:  # nohup sets SIG_IGN; keep it
             signal.signal(number, interrupt)
     try:
         yield
@@ -591,7 +591,7 @@ def _fault_table(result: ExperimentResult) -> list[str]:
             )
             then = followed.get(fate.number, otherwise)
         elif fate.is_random:
-            continue  # those go on beyond any job's end
+            continue  # random faults are planned beyond the end of any job
         else:
             then = f"never came: {fate.reason}"
         often = f", {format_count(fate.injection_count, 'time')}" if fate.injection_count > 1 else ""
@@ -638,7 +638,7 @@ def _consequences(result: ExperimentResult) -> dict[int | None, str]:
     for row in rest:
         found.setdefault(None, []).append(_format_incident(row))
     for fate in done:
-        if fate.fault.what == "preemption":  # where all nodes left, which is no failure
+        if fate.fault.what == "preemption":  # all nodes left, which is not a failure
             found.setdefault(fate.number, []).extend(
                 map(_format_incident, _generations_stopped_at(_injection_time(fate), rows))
             )

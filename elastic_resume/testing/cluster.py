@@ -3,7 +3,8 @@
 A node is a process of this machine, or lives in a network namespace with a link and a small disk of its own
 (``hosts="namespaces"``). Each has a name, an address and a directory. It can be killed, cut off, wiped,
 damaged and started again; the kernel does each fault for real. A test waits for facts in the nodes' event
-logs and never sleeps for a guess. When the process that made the cluster ends, the kernel ends the nodes.
+logs and never sleeps for a guessed time. When the process that made the cluster ends, the kernel ends the
+nodes.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Node:
     directory: Path
     log: Path
     agent: fork_server.AgentProcess | None = None
-    killed: bool = False  # by the test, since the last start
+    killed: bool = False  # the test has killed it since the last start
     exit_collected: bool = False  # `wait_exit` has returned its exit code, since the last start
 
     @property
@@ -152,12 +153,12 @@ class Cluster:
         self._start_fresh = fresh
         self._triggers = TriggerWatcher(self.rank_progress)
         self.failpoints = FailpointController(self.directory / "armed")
-        self._disk_failpoint_ids: dict[tuple[int, str], str] = {}  # by node and action
+        self._disk_failpoint_ids: dict[tuple[int, str], str] = {}  # (node index, action) -> failpoint id
         self.nodes = [self._build_node(index, shared_disk=shared_disk) for index in range(nodes)]
         low, high = min_nodes or nodes, max_nodes or nodes
         self._nnodes = f"{low}:{high}" if low != high else str(high)
         self._flags = list(flags)
-        self.env = {  # of every node; a change holds for later starts
+        self.env = {  # environment of every node; a change takes effect at later starts
             **{k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC_", "ELASTIC_RESUME_"))},
             "GLOO_SOCKET_IFNAME": self._backend.interface,
             "OMP_NUM_THREADS": "1",
@@ -532,7 +533,7 @@ class Cluster:
         node = self.nodes[index]
         if node.alive:
             raise UsageError(f"node {node.name} is running: kill it before its disk is wiped.")
-        with contextlib.suppress(OSError):  # it has no events, or its disk fails
+        with contextlib.suppress(OSError):  # the node has no events, or its disk fails
             lines = (node.directory / constants.EVENTS_FILE).read_bytes().splitlines()
             with open(self.run_dir / constants.PEER_EVENTS_FILE, "ab") as log:
                 log.writelines(line + b"\n" for line in lines)

@@ -81,7 +81,7 @@ class RunSpec:
         ) as cluster:
             cluster.start(self.script, *self.args)
             _Run(self, cluster, faults).run_to_end()
-            cluster.stop()  # what is left to be read then stays
+            cluster.stop()  # no process writes any more, so the results can be read
             return self._read_result(cluster, logs)
 
     def _read_result(self, cluster: Cluster, logs: Path) -> RunResult:

@@ -41,11 +41,11 @@ import os, socket, sys
 address = sys.argv[1], int(sys.argv[2])
 socket.create_connection(address, {GARBAGE_TIMEOUT_S}).sendall(os.urandom(4096) + bytes([10]))
 """
-_LINK_CUTS = ("cut", "cut-out", "cut-in", "partition")  # each ends for itself
-_SINGLE_VALUE_FAULTS = ("packet-loss", "slow-link", "slow-disk")  # a node has one at a time
+_LINK_CUTS = ("cut", "cut-out", "cut-in", "partition")  # each cut has its own end time
+_SINGLE_VALUE_FAULTS = ("packet-loss", "slow-link", "slow-disk")  # a node has at most one of each at a time
 RESTART_DELAY_S = 2.0  # the shortest time in which a scheduler restarts a node that ended by itself
-ALL_RANKS_WINDOW_S = 5.0  # within which all ranks reach a failpoint that one rank has passed
-MAX_RESTARTS = 1000  # of all nodes: a job that ends at each start would be restarted for ever
+ALL_RANKS_WINDOW_S = 5.0  # after one rank has passed a failpoint, all others reach it within this time
+MAX_RESTARTS = 1000  # for all nodes together; limits a job that ends at each start
 INJECTION_ERRORS = (ElasticResumeError, OSError, subprocess.SubprocessError, psutil.Error)
 WAITING, ARMED, DONE, FAILED = "waiting", "armed", "done", "failed"
 
@@ -61,7 +61,7 @@ class Target:
     node: int | None
     local_rank: int | None = None
     rank: int | None = None
-    pid: int | None = None  # as its node knows it, of a worker that stands at a point
+    pid: int | None = None  # a worker that waits at a failpoint: its pid in the node's pid namespace
 
     def __str__(self) -> str:
         if self.node is None:
@@ -199,7 +199,7 @@ def _find_workers(cluster: Cluster) -> dict[int, Target]:
 def _matches_target(fault: Fault, worker: Target) -> bool:
     if fault.role == "all":
         return True
-    if fault.node is not None:  # of a node, its lead
+    if fault.node is not None:  # a fault of a node hits its local rank 0
         return worker.node == fault.node and worker.local_rank == 0
     return worker.rank == (0 if fault.role == "rank-0" else fault.rank)
 
@@ -264,7 +264,7 @@ def _damage_checkpoint(cluster: Cluster, fault: Fault, target: Target) -> None:
     damage = cluster.truncate_newest if fault.what == "torn-write" else cluster.corrupt
     try:
         damage(target.node_index, fault.fraction or 0.0)
-    except (UsageError, OSError) as error:  # there is none yet, or it was pruned just now
+    except (UsageError, OSError) as error:  # there is no checkpoint yet, or it was just pruned
         raise TargetUnavailableError(str(error)) from error
 
 
@@ -338,16 +338,16 @@ class FaultOutcome:
 
     number: int
     fault: Fault
-    is_random: bool = False  # and not written in the plan
+    is_random: bool = False  # chosen at random, not written in the plan
     state: str = WAITING
     injection_count: int = 0
     injected_at: float | None = None
     target: str = ""
-    nodes: tuple[str, ...] = ()  # that it hit, by name; none of several
-    rank: int | None = None  # that it hit, whomever it names
-    reason: str = ""  # it has not come, or could not be done
-    generation: int = 0  # that it hit last
-    failpoint_ids: list[str] = field(default_factory=list)  # of what is armed for it
+    nodes: tuple[str, ...] = ()  # names of the nodes that were hit; empty for several
+    rank: int | None = None  # the rank that was hit, also if the plan names another target
+    reason: str = ""  # why the fault was not injected
+    generation: int = 0  # the generation that was hit last
+    failpoint_ids: list[str] = field(default_factory=list)  # failpoints that are armed for this fault
     repeats: list[tuple[float, tuple[str, ...], int | None]] = field(default_factory=list)
 
 
@@ -358,7 +358,7 @@ class _LastingEffect:
     due_at: float
     description: str
     action: Callable[[], object]
-    shared_key: tuple[object, ...] = ()  # the last of those that share it calls the action
+    shared_key: tuple[object, ...] = ()  # when effects share a key, only the last to end calls its action
     node: int | None = None
     reapply: Callable[[], object] = lambda: None
 
@@ -385,9 +385,9 @@ class FaultInjector:
                 ScheduledAction(str(outcome.fault), partial(self._is_due, outcome), self._advance)
             )
         self._lasting_effects: list[_LastingEffect] = []
-        self._restart_delays_s: dict[int, float] = {}  # by node; from the time at which it is down
-        self._down_since: dict[int, float] = {}  # by node
-        self._repeating_failpoints: list[str] = []  # they fire in every process that reaches them
+        self._restart_delays_s: dict[int, float] = {}  # node index -> delay after its end
+        self._down_since: dict[int, float] = {}  # node index -> time at which the node went down
+        self._repeating_failpoints: list[str] = []  # these fire in every process that reaches them
         self._restart_count = 0
 
     @property
@@ -454,7 +454,7 @@ class FaultInjector:
         """Return the outcome if its fault is due, or if its armed failpoint is to be polled."""
         fault = outcome.fault
         if outcome.state == DONE and self._generation <= outcome.generation:
-            return None  # it repeats in each later generation
+            return None  # a fault that repeats is due again in each later generation
         if outcome.state == ARMED or _is_armed_for_step(fault):  # a worker counts its own steps
             return outcome
         if fault.step is not None:
@@ -514,7 +514,7 @@ class FaultInjector:
                 for other in outcome.failpoint_ids:  # another process may wait at another of them by now
                     self._failpoints.release(other)
                 self._disarm(outcome)
-                if outcome.state == ARMED:  # the wrong process, or no target: try the next time
+                if outcome.state == ARMED:  # this process was not a target: wait for the next
                     outcome.state = WAITING
                 return
 

@@ -55,7 +55,7 @@ class FaultKind:
     settings: Mapping[str, Any] = field(default_factory=dict)
     needs_namespaces: bool = False
     weight: int = 0
-    in_process: bool = False  # it happens in the process itself, at a failpoint
+    in_process: bool = False  # the fault happens in the process itself, at a failpoint
 
 
 def _build_kinds() -> dict[str, FaultKind]:
@@ -113,7 +113,7 @@ ROLES = {
     "all": "every one of them, in the same moment",
 }
 
-# What a person calls a moment, and the failpoint that it is.
+# Names of moments for people -> the failpoints that they mean.
 PHASES = {
     "in rendezvous": "rendezvous.record",
     "in resume": "resume.planned",
@@ -220,11 +220,11 @@ class Fault:
             if given is None:
                 object.__setattr__(self, name, self.kind.settings.get(name))
         for name in ("at_s", "for_s", "back_after_s", "delay_s"):
-            if getattr(self, name) is not None:  # milliseconds: what is written down is what is meant
+            if getattr(self, name) is not None:  # round to milliseconds, the precision of plan files
                 object.__setattr__(self, name, round(float(getattr(self, name)), 3))
                 if not math.isfinite(getattr(self, name)):
                     raise ConfigError(f"{self.what}: {plan_key(name)} must be a time, as 5s.")
-        if self.role == "random":  # the same as nobody named
+        if self.role == "random":  # an empty role means random too
             object.__setattr__(self, "role", "")
         object.__setattr__(self, "groups", tuple(tuple(group) for group in self.groups))
         _check_target(self)
@@ -402,7 +402,7 @@ def _is_raisable_exception(name: str | None) -> bool:
         return False
     try:
         kind("text")
-    except TypeError:  # UnicodeDecodeError has five things to say
+    except TypeError:  # some constructors need more arguments; UnicodeDecodeError needs five
         return False
     return True
 
@@ -415,7 +415,7 @@ def _describe_settings(kind_name: str) -> str:
 # ---- plans ---------------------------------------------------------------------------------------------
 
 MAX_FAULTS = 10_000
-MIN_RANDOM_GAP_S = 1.0  # less, and two faults are one: nothing can have happened between them
+MIN_RANDOM_GAP_S = 1.0  # with a shorter gap nothing could happen between two faults
 
 
 @dataclass(frozen=True)

@@ -235,7 +235,7 @@ def start(
             kept = {k: v for k, v in env.items() if not k.startswith("ELASTIC_RESUME_") and k != "TMPDIR"}
             kept.update(
                 {k: v for k, v in os.environ.items() if k == "TMPDIR"}
-            )  # it outlives the temporary directory of these nodes
+            )  # the fork server outlives the temporary directory of these nodes
             server = _servers[frozenset(interpreter_env.items())] = AgentForkServer(kept)
             atexit.register(server.close)
     with contextlib.suppress(OSError, EOFError):

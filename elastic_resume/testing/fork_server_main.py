@@ -41,7 +41,7 @@ PR_SET_PDEATHSIG = 1
 CLONE_NEWNET = 0x40000000
 LENGTH_BYTES = 4
 MAX_REQUEST_BYTES = 16 << 20
-POLL_S = 0.005  # where the kernel has no pidfd
+POLL_S = 0.005  # poll interval on kernels without pidfd
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -53,7 +53,7 @@ class ForkedProcess:
         self.pid = pid
         self.returncode: int | None = None
         self._reap = reap
-        self._lock = threading.Lock()  # it can be reaped once
+        self._lock = threading.Lock()  # guards the reaping, which succeeds only once
 
     def poll(self) -> int | None:
         """Return the exit code, or None while it runs."""
@@ -80,7 +80,7 @@ class ForkedProcess:
     def send_signal(self, number: int) -> None:
         """Send a signal, unless it is known to have ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)  # not reaped, so the number is still its own
+            os.kill(self.pid, number)  # the process is not reaped, so its pid is not reused
 
     def terminate(self) -> None:
         """Send SIGTERM."""
@@ -160,7 +160,7 @@ def main() -> None:
     run_main.set_process_name("er-agent-forks")
     before = forkserver.read_environment()
     gc.disable()
-    level = os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as `elastic-resume run` has it
+    level = os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # `elastic-resume run` sets the same level
     for name in (
         "elastic_resume.agent.torchelastic",
         "elastic_resume.agent.main",
@@ -186,7 +186,7 @@ def _die_with_parent(parent: int) -> bool:
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of native threads: see forkserver.py
+        warnings.simplefilter("ignore", DeprecationWarning)  # about native threads: see forkserver.py
         return os.fork()
 
 
@@ -197,7 +197,7 @@ def _serve(connection: socket.socket, import_environment: dict[str, str]) -> Cal
         try:
             request, descriptors = receive(connection, 1)
         except (EOFError, OSError):
-            os._exit(0)  # the kernel ends what was forked
+            os._exit(0)  # the kernel ends the forked processes
         if "reap" in request:
             send(connection, {"code": reap(request["reap"])})
             continue
@@ -222,7 +222,7 @@ def _set_up_agent(
     os.close(empty)
     os.close(output)
     _replace_environment({**import_environment, **request["env"]})
-    tempfile.tempdir = None  # which follows the environment
+    tempfile.tempdir = None  # computed anew from the changed environment
     failpoints.arm()
     if request["network"]:
         _enter_network(request["network"])
@@ -237,7 +237,7 @@ def _set_up_agent(
     forkserver_manager.spawn = _PreforkedForkServer(pid, ours)
     command = request["command"]
     run_main.set_process_name("er-agent")
-    command[1:1] = ["-u"]  # as this process is; the environment asks for the same
+    command[1:1] = ["-u"]  # this process runs with -u too; the environment asks for the same
     run_main.set_argv_and_path(command)
     return lambda: _run_command(command)
 

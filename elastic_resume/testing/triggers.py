@@ -1,4 +1,4 @@
-"""Run actions when their condition holds, and arm failpoints of running processes.
+"""Schedule test actions, such as faults, for a step or condition, and arm failpoints in running processes.
 
 `ActionQueue` is the one engine: `Cluster.at` and `FaultInjector` both schedule their actions in such a queue.
 `TriggerWatcher` serves the queue of `Cluster.at` in a thread, milliseconds after a step. An action that
@@ -201,7 +201,7 @@ class FailpointController:
         failpoint_id = f"f{self._count}"
         settings = {"once": failpoint_id, **{key.rstrip("_"): value for key, value in conditions.items()}}
         entry = ";".join([failpoint, *(f"{k}={v}" for k, v in settings.items() if v not in (None, ""))])
-        failpoints.validate(entry)  # each process validates it too, but cannot say who wrote it
+        failpoints.validate(entry)  # each process validates it too, but cannot name the caller
         self._entries[failpoint_id] = entry
         self._write()
         return failpoint_id

@@ -10,8 +10,8 @@ taken down fails with ENETUNREACH at once.)
 Packet loss and rate limits are applied on the bridge with nft and tc, as a switch would. A sender whose own
 machine dropped packets would get EPERM.
 
-Nothing is named, mounted or configured on the host. Namespaces live by descriptors of the process that made
-them, so the kernel removes everything when it ends, and any number of networks exist side by side. The
+Nothing is named, mounted or configured on the host. Open descriptors of the creating process keep the
+namespaces alive, so the kernel removes them when it ends. Any number of networks exist side by side. The
 network carries IPv4 between nodes; it has no route out, and a process on the host cannot reach a node.
 """
 
@@ -46,10 +46,10 @@ _MAX_QUEUE_MS = 400  # packets that would wait longer are dropped
 class SilencedLinks:
     """The faults that silence links. Each ends by itself; a link works when none of them names it."""
 
-    partition_sides: list[int]  # side of the partition, by node
+    partition_sides: list[int]  # node -> its side of the partition
     cut_nodes: set[int] = field(default_factory=set)
     cut_links: set[NodePair] = field(default_factory=set)
-    temporary_cuts: list[frozenset[NodePair]] = field(default_factory=list)  # of `silence_links`
+    temporary_cuts: list[frozenset[NodePair]] = field(default_factory=list)  # cuts by `silence_links`
 
     def silent_pairs(self) -> set[NodePair]:
         """Return the pairs (sender, receiver) between which packets are dropped."""
@@ -77,7 +77,7 @@ def assign_sides(groups: Sequence[Collection[int]], nodes: int) -> list[int]:
 
 def nft_rules(losses: Mapping[str, float]) -> Iterator[str]:
     """Format the lost fraction of each bridge port as an `nft` script that replaces all rules atomically."""
-    yield "table bridge losses"  # so that there is one to delete
+    yield "table bridge losses"  # the next line can delete the table only if it exists
     yield "delete table bridge losses"
     yield "table bridge losses {"
     yield "chain forward {"
@@ -105,7 +105,7 @@ _MAX_HOST_NUMBER = 254
 _MAX_KILL_ROUNDS, _KILL_INTERVAL_S = 1000, 0.01  # a process may sleep in the kernel for longer
 _UNUSED_HARDWARE_ADDRESS = "02:65:72:ff:ff:ff"
 _REQUIRED_TOOLS = {"ip": "iproute2", "nsenter": "util-linux", "unshare": "util-linux"}
-_TOOL_PACKAGES = {**_REQUIRED_TOOLS, "nft": "nftables", "tc": "iproute2"}  # for loss and rates
+_TOOL_PACKAGES = {**_REQUIRED_TOOLS, "nft": "nftables", "tc": "iproute2"}  # nft, tc: loss and rates
 _STDIN_FLAGS = {"nft": ["-f", "-"]}
 _PROBE_COMMANDS = [
     "link add hub type bridge",
@@ -146,11 +146,11 @@ class VirtualNetwork:
         why = unavailable_reason()
         if why:
             raise MachineError(f"simulated hosts: {why}.")
-        # Random, so that a process of one cluster that looks for a node of another finds none.
+        # Chosen at random, so that a process of one cluster does not find nodes of another.
         self._network_prefix = f"10.{secrets.randbelow(256)}.{secrets.randbelow(256)}"
         self._host_numbers = list(range(1, nodes + 1))  # the last part of each node's address
         self._next_host_number = nodes + 1
-        self._namespaces: list[int] = []  # one for each node, then the bridge's
+        self._namespaces: list[int] = []  # descriptors: one for each node, then the bridge's
         self._silenced_links = SilencedLinks([0] * nodes)
         self._applied_silent_pairs: set[NodePair] = set()
         self._packet_losses: dict[int, float] = {}
@@ -400,7 +400,7 @@ def _make_namespace() -> int:
             raise RuntimeError("Popen made no pipes")
         with contextlib.suppress(BrokenPipeError):
             first.stdin.write(b"\n")
-        # Its echo comes from inside: before, the process may be in the namespace of this one.
+        # The echo shows that the process has entered its namespace; before, it may be in ours.
         if not first.stdout.read(1):
             raise MachineError(f"no network namespace: {_last_line(first.stderr.read().decode())}.")
         return os.open(f"/proc/{first.pid}/ns/net", os.O_RDONLY)
@@ -434,7 +434,7 @@ def _kill_in_namespaces(namespaces: Collection[tuple[int, int]]) -> bool:
         raise RuntimeError("this process would kill all processes of its own namespace")
     found = False
     for pid in psutil.pids():
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             if _namespace_id(f"/proc/{pid}/ns/net") in namespaces:
                 os.kill(pid, signal.SIGKILL)
                 found = True

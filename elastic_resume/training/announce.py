@@ -18,7 +18,7 @@ from elastic_resume.units import format_count
 logger = logging.getLogger(__name__)
 
 START_FRESH_HINT = "To start from scratch: --resume never, or ELASTIC_RESUME_RESUME=never."
-MAX_COMMAND_CHARS = 300  # of a script's arguments in a line
+MAX_COMMAND_CHARS = 300  # limit of a script's arguments in one line
 
 
 def resume_event_fields(result: ResumeResult, position: Position, world_size: int) -> dict[str, Any]:

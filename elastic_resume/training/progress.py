@@ -28,7 +28,7 @@ T = TypeVar("T")
 class RunOptions:
     """The arguments of `er.resume` that are no `Settings`. ``rng`` is one of `rng.MODES`."""
 
-    seed: int | None  # None: rank 0's
+    seed: int | None  # None: use the seed of rank 0
     rng: str
     on_world_change: str | None = None
 

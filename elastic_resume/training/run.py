@@ -75,7 +75,7 @@ class Run:
             coordinator.PARAMETERS: ParameterOrder(tracked),
         }
         self._drain_request = worker_exit.DrainRequest()
-        self._start_hooks: list[Callable[[], object]] | None = []  # None: they have run
+        self._start_hooks: list[Callable[[], object]] | None = []  # None after the hooks have run
         self._closed = False
         self._pid = os.getpid()
         self._step_event_interval_s = context.settings.step_mark_s
@@ -99,7 +99,7 @@ class Run:
         except BaseException:
             if connection is not None:
                 connection.close()
-            self._node_dir.release()  # a notebook may try again
+            self._node_dir.release()  # a later cell of a notebook may call resume again
             raise
         if options.seed is not None:
             self._random_numbers.seed = options.seed  # an explicit seed overrides the checkpoint's
@@ -114,7 +114,8 @@ class Run:
             waiting_for_disk=self._heartbeat.busy,
         )
         self._snapshot_scheduler.reserve_memory(coordinator.estimate_state_bytes(result.flat_state, tracked))
-        context.run_on_all_ranks(lambda: None)  # no step before the local leader has scheduled snapshots
+        # Wait for all ranks: no rank may step before its local leader has scheduled snapshots.
+        context.run_on_all_ranks(lambda: None)
         worker_exit.set_generation(generation=self.generation, read_step=lambda: self.position.step)
         self._untracked_check = UntrackedOptimizerCheck(self._tracked) if self.rank == 0 else None
         self._start_generation(result)

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from typing import Any
 
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
-    del sys.path[0]  # this directory: the names in it are not for scripts
+    del sys.path[0]  # scripts must not import the modules of this directory
 
 from elastic_resume.agent.workers import run_main, supervisor
 
@@ -52,7 +52,7 @@ PROCESS_START_ENV_PREFIXES = (
     "ELASTIC_RESUME_FAILPOINTS",
 )  # fmt: skip
 MAX_REQUEST_BYTES = 16 << 20
-REQUEST_TIMEOUT_S = 1.0  # a launcher shim sends its request at once, and others wait meanwhile
+REQUEST_TIMEOUT_S = 1.0  # a launcher shim sends its request at once; other shims wait for it
 FORK_TEST_TIMEOUT_S = 10.0
 OLD_TORCH_SEED = 67280421310721  # initial seed of each process in versions of torch that do not draw it
 
@@ -86,18 +86,18 @@ def main() -> None:
     libc.prctl(supervisor.PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != agent:
         return
-    libc.prctl(supervisor.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # to adopt leftovers of a killed supervisor
+    libc.prctl(supervisor.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # adopt the leftovers of a killed supervisor
     run_main.set_process_name("er-fork-server")
     for own in (listener, control):
         own.set_inheritable(False)  # a process that a module starts would keep them open
     for number in supervisor.IGNORED_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # signals to the whole job are the agent's to handle
+        signal.signal(number, signal.SIG_IGN)  # only the agent handles signals to the whole job
     run_main.set_argv_and_path(spec["command"])
     environ = read_environment()
-    gc.disable()  # imported objects stay, and are frozen below
+    gc.disable()  # imported objects are never freed, and are frozen below
     _import_modules(spec["preload"], control)
     gc.collect()
-    gc.freeze()  # so that a worker's garbage collector does not copy these pages
+    gc.freeze()  # a worker's garbage collector then does not copy these pages
     changed = {name: value for name, value in read_environment().items() if environ.get(name) != value}
     request = serve_requests(listener, control, environ, changed)
     gc.enable()
@@ -271,7 +271,8 @@ def receive_request(connection: socket.socket, environ: dict[str, str]) -> Worke
         differing = list_differing_variables(environ, request.environ)
         if differing:
             raise RequestRefusedError(  # noqa: TRY301
-                f"only a new process can take on its values of {', '.join(differing)}"
+                "these variables differ from the fork server's and take effect only in a new process: "
+                + ", ".join(differing)
             )
     except BaseException:
         connection.close()

@@ -31,9 +31,9 @@ from elastic_resume.background import BackgroundThread
 logger = logging.getLogger(__name__)
 
 FORK_SERVER_PATH = Path(__file__).with_name("forkserver.py")
-MAX_FAILURES = 3  # consecutive fork servers that ended before they were ready
-BACKLOG = 1024  # launcher shims of one node that may wait while the fork server imports
-POLL_INTERVAL_S = 1.0  # between checks for its end, and before the next one is started
+MAX_FAILURES = 3  # limit of consecutive fork servers that ended before they were ready
+BACKLOG = 1024  # limit of launcher shims that wait while the fork server imports
+POLL_INTERVAL_S = 1.0  # time between checks of the fork server, and before the next one starts
 SLOW_IMPORT_S = 15.0  # imports that take longer are logged, since workers wait for them
 spawn: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen  # simulated nodes replace it
 
@@ -129,7 +129,7 @@ class ForkServerManager:
         waited_s = stopped_s = 0.0
         with control:
             while True:
-                # Checked before reading: what the process sent before its end is then there to be read.
+                # Check the end before reading: all that the process sent before its end can then be read.
                 has_ended = process.poll() is not None
                 readable, _, _ = select.select([control], [], [], 0 if has_ended else POLL_INTERVAL_S)
                 if readable:

@@ -1,9 +1,9 @@
-"""The launcher shim: the process that torchelastic starts for each local rank.
+"""The launcher shim: the small process that torchelastic starts in place of a worker.
 
-It gets a worker and then mirrors it: it forwards signals to the worker's supervisor (`supervisor.py`) and
-exits with the worker's exit code, or by the worker's signal, after all leftovers of the worker are dead. A
-warm worker comes from the agent's fork server (`forkserver.py`). If that refuses or is missing, the launcher
-shim forks a supervisor which starts the command cold::
+It obtains a worker, forwards signals to the worker's supervisor (`supervisor.py`), and exits with the
+worker's exit code or signal. It exits only after all processes that the worker left are dead. A warm worker
+comes from the agent's fork server (`forkserver.py`). If that refuses or is missing, the launcher shim forks a
+supervisor which starts the command cold::
 
     warm: launcher shim --request--> fork server --fork--> supervisor --fork--> worker
     cold: launcher shim --fork--> supervisor --fork--> worker, which executes the command
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> None:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)
     agent = int(os.environ.get(ENV_AGENT_PID) or os.getppid())
     libc = ctypes.CDLL(None)
-    libc.prctl(supervisor.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # to adopt leftovers of a killed supervisor
+    libc.prctl(supervisor.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # adopt the leftovers of a killed supervisor
     # SIGKILL works on a stopped process too.
     libc.prctl(supervisor.PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != agent:
@@ -100,7 +100,7 @@ def start_warm(
             "nice": os.nice(0),
         }
     ).encode()
-    # The fork server may import for minutes. Until it answers nothing runs, so a stop signal may simply kill.
+    # The fork server may import for minutes. No worker runs until it answers, so a stop signal may kill.
     for number in STOP_SIGNALS:
         if not _is_ignored(number):
             signal.signal(number, signal.SIG_DFL)
@@ -159,7 +159,7 @@ def exec_worker(command: list[str]) -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no KeyboardInterrupt before exec
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a SIGINT before exec must not raise KeyboardInterrupt
     try:
         os.execvp(command[0], command)  # noqa: S606 - the user's own command
     except OSError as error:
@@ -189,7 +189,8 @@ def forward_until_exit(
     while True:
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
-            supervisor.kill(supervisor_pid)  # it was stopped; the kernel kills its worker
+            # The supervisor is stopped. When it is killed, the kernel kills its worker.
+            supervisor.kill(supervisor_pid)
             deadline = remaining_s = supervisor.INFINITY
         for descriptor, _ in poll.poll(None if remaining_s == supervisor.INFINITY else remaining_s * 1000):
             if descriptor == wakeup_read:
@@ -235,7 +236,7 @@ def exit_like_worker(wait_status: int) -> None:
     number = os.WTERMSIG(wait_status)
     import resource  # noqa: PLC0415 - needed here only
 
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # only the worker's core file is of use
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # only the worker's core file is useful
     if number not in {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})

@@ -177,7 +177,7 @@ class Candidate:
             )
             state.start_new_incarnation()
             for conn_id in {*self.pending_calls, *self.redirect_waits} - {link.conn_id}:
-                self._drop_call(state.links[conn_id])  # it would be answered for the former incarnation
+                self._drop_call(state.links[conn_id])  # the answer would concern the former incarnation
             state.send(link, state.make_hello())
             self.pending_calls[link.conn_id] = state.now
             return
@@ -229,7 +229,7 @@ class Candidate:
         """End calls that timed out, make the next one, and lead if no other node can."""
         state = self.state
         if state.is_disk_stalled:
-            # A leader with all its followers would wait in vain for this node's acknowledgements.
+            # The leader and all its followers would wait for acknowledgements that never come.
             self._drop_all_calls()
             self._start_round()
             self.next_call_at = state.now + state.settings.heartbeat_interval_s

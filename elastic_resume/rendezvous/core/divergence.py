@@ -27,7 +27,7 @@ from elastic_resume.rendezvous.core.quorum import Incarnation, View
 from elastic_resume.rendezvous.core.state import NodeState
 
 MAX_STEPS_KEPT = 64  # steps without digests of all members: 20 s with a heartbeat every 0.3 s
-MAJORITY_NODE_TIMEOUTS = 20  # to wait for a step that shows which node is wrong: one minute
+MAJORITY_NODE_TIMEOUTS = 20  # wait this long for a step that shows which node is wrong: one minute
 
 
 class DivergenceDetector:
@@ -92,7 +92,7 @@ class DivergenceDetector:
 
     def _report_divergence(self, view: View, step: int) -> str:
         groups = [
-            [member.node for member in view.members if member in group]  # in rank order
+            [member.node for member in view.members if member in group]  # names in rank order
             for group in self.digests_by_step[step].values()
         ]
         verdict = find_diverged_nodes(groups, len(view.members), step=step, agreed_step=self.agreed_step)

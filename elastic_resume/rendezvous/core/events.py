@@ -153,9 +153,9 @@ class Persisted:
     version: int
 
 
-# A request of this node has the same form as the message by which a follower passes it on to its leader:
-# `JoinRequest` when its workers are stopped, `FailureReport` before that, `FailJob`, `StateDigest`, and
-# `ForceQuorumRequest`, which the leader ignores while a view runs or if it knows a later generation.
+# Requests of this node's client are message objects, of the same classes that a follower sends to its leader.
+# A `FailureReport`, if any, precedes the `JoinRequest`, which says that the workers are stopped. The leader
+# ignores a `ForceQuorumRequest` while a view runs or if it knows a later generation.
 Event = (
     PeerConnected
     | PeerDisconnected

@@ -48,7 +48,7 @@ class Admission:
             return messages.Refused("dead")
         if self._is_name_taken(hello):
             return messages.Refused(
-                f"another live agent is called {hello.sender.node}: give one another --node-name"
+                f"another live agent is called {hello.sender.node}: give one of them a different --node-name"
             )
         return None
 
@@ -189,7 +189,7 @@ class LeaderDiscovery:
                 self.call(message.address)
 
     def handle_leave_notice(self, link: Link, sender: Incarnation, message: messages.LeaveNotice) -> bool:
-        """Mark a called node dead that takes no part; return whether a view may depend on that."""
+        """Mark a called node dead that does not take part; return whether a view may depend on that."""
         state = self.state
         self.end_call(link.conn_id)
         if sender.address != link.address:
@@ -198,7 +198,7 @@ class LeaderDiscovery:
         if sender not in state.find_absent_members([]):
             return False
         state.set_quorum_state(state.quorum_state.with_dead([sender]))
-        state.emit_event("lost", f"{sender} takes no part ({message.reason})")
+        state.emit_event("lost", f"{sender} does not take part ({message.reason})")
         return True
 
     def end_call(self, conn_id: int) -> None:
@@ -582,8 +582,8 @@ class Leader:
     def _is_job_finished(self) -> bool:
         """Return whether every present node has finished and no absent one is worth waiting for.
 
-        If no member of the newest view has finished, the job has ended for nodes that finished an earlier
-        view in another part of a partition, once the members of the newest view are lost.
+        A partition may leave nodes that finished an earlier view. For them the job ends when all members of
+        the newest view are lost, even if none of those finished.
         """
         state, newest = self.state, self.state.quorum_state.installed
         if newest is None or self.view_change.pending:

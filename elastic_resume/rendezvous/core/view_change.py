@@ -208,7 +208,7 @@ class ViewChange:
             if not absent <= state.unreachable:
                 until = max(until, self.started_at + settings.node_timeout_s)
         if last is None and not state.quorum_state.proposals and settings.max_nodes > 1:
-            # If disks were lost, a view may run that no present node knows. Its leader calls soon.
+            # If disks were lost, a view may run that no present node knows. Its leader connects soon.
             until = max(until, self.started_at + 2 * settings.announce_interval_s)
         has_survivors = last is not None and any(
             member in present for member in state.quorum_state.live_members(last)
@@ -274,7 +274,7 @@ class ViewChange:
         if self.state.now < proposal.proposed_at + limit_s:
             return
         self.abort(f"{format_node_names(proposal.awaiting_ack)} did not acknowledge within {limit_s:g} s")
-        for peer in self.peers:  # in table order: the order of a set differs from process to process
+        for peer in self.peers:  # keep the table's order; the order of a set differs between processes
             if peer.incarnation in proposal.awaiting_ack:
                 self.peers.remove(peer.incarnation)
                 self.state.redirect(peer.link, "")

@@ -39,11 +39,11 @@ class ConnectionLimits:
 
     max_connections: int = 16_384  # members of the largest job, with room to reconnect
     max_unauthenticated: int = 2048  # connections in the handshake: all of a large job, when its leader dies
-    handshake_timeout_s: float = 5.0  # for the whole handshake
-    max_queued_bytes: int = 64 * 1024 * 1024  # queued to a peer that does not read
-    idle_timeout_s: float = 30.0  # for an authenticated peer that sends nothing
+    handshake_timeout_s: float = 5.0  # limit for the whole handshake
+    max_queued_bytes: int = 64 * 1024 * 1024  # limit of bytes queued for a peer that does not read
+    idle_timeout_s: float = 30.0  # an authenticated peer that sends nothing is disconnected after this time
     max_status_clients: int = 32
-    log_interval_s: float = 10.0  # between two log lines about dropped connections
+    log_interval_s: float = 10.0  # minimum time between two log lines about dropped connections
 
 
 class ConnectionHandler(Protocol):

@@ -128,8 +128,8 @@ class RendezvousServer:
         self._core = RendezvousNode(
             settings, incarnation, state_file.state, read_boottime_s(), max_generation
         )
-        self._connections: dict[int, Connection] = {}  # those that the state machine knows
-        self._open_connections: set[Connection] = set()  # all that have a socket, closing ones included
+        self._connections: dict[int, Connection] = {}  # connections that the state machine knows
+        self._open_connections: set[Connection] = set()  # all that have a socket, also closing ones
         self._all_sockets_closed = asyncio.Event()
         self._handshake_limiter = HandshakeLimiter(self._limits.max_unauthenticated)
         self._rejection_log = LogThrottle(
@@ -261,7 +261,7 @@ class RendezvousServer:
         write = functools.partial(self._state_file.write, effect.persistent_state)
         while True:
             try:
-                # In a thread: a slow disk must not stop heartbeats.
+                # Write in a thread, because a slow disk must not stop heartbeats.
                 await self._loop.run_in_executor(self._disk_thread, write)
                 break
             except MachineError as error:
@@ -304,7 +304,7 @@ class RendezvousServer:
             self._last_body = (effect.message, protocol.encode_body(effect.message))
         connection.send(protocol.encode_line(effect.header, self._last_body[1]))
         if connection.queued_bytes > self._limits.max_queued_bytes:
-            # Later, because the remaining effects of this event come first.
+            # Handle it later, because the remaining effects of this event come first.
             self._loop.call_soon(self._drop_slow_reader, connection)
 
     def _drop_slow_reader(self, connection: Connection) -> None:

@@ -1,4 +1,4 @@
-"""How the job looks from one agent, served to commands such as ``elastic-resume status``.
+"""Serve one agent's view of the job's status over TCP, for commands such as ``elastic-resume status``.
 
 A client proves that it holds the status key (`protocol.derive_status_key`), reads one line of JSON, and the
 connection is closed. The state machine never learns of such clients.
@@ -25,7 +25,7 @@ from elastic_resume.rendezvous.core.quorum import Incarnation, View
 from elastic_resume.rendezvous.net import protocol
 from elastic_resume.rendezvous.net.connection import Connection, ConnectionLimits
 
-MAX_REPLY_BYTES = 16 << 20  # for a job of 10,000 nodes
+MAX_REPLY_BYTES = 16 << 20  # enough for a job of 10,000 nodes
 
 
 # ---- the status ----------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ TABLE = [
     (facts(End.DETERMINISTIC_FAILURE), LEAVE, 1, "at fault"),
     (facts(End.INTERRUPTED), LEAVE, 130, "interrupted"),
     # SIGTERM: what the scheduler says decides
-    (facts(End.TERMINATED), LEAVE, 143, "whoever sent SIGTERM"),
+    (facts(End.TERMINATED), LEAVE, 143, "the sender of SIGTERM"),
     (facts(End.TERMINATED, is_requester=False), LEAVE, 143, "asks Slurm why"),
     (facts(End.TERMINATED, Reason.JOB_ENDING), LEAVE, 143, "told to end or to requeue"),
     (facts(End.TERMINATED, Reason.PREEMPTED), REQUEUE, 75, "preempted"),
@@ -46,7 +46,7 @@ TABLE = [
     (notice(termination_reason=Reason.RUNNING), REQUEUE, 75, "ahead of time"),
     (notice(termination_reason=Reason.JOB_ENDING), LEAVE, 1, "told to end"),
     (facts(End.DEADLINE, Reason.JOB_ENDING), LEAVE, 1, "told to end"),
-    (facts(End.TERMINATED, Reason.RUNNING), LEAVE, 143, "whoever sent SIGTERM"),
+    (facts(End.TERMINATED, Reason.RUNNING), LEAVE, 143, "the sender of SIGTERM"),
     (notice(is_requester=False, is_single_node=True), REQUEUE, 75, "ahead of time"),
     (notice(only_this_node_ends=True), TELL, 75, "go on"),  # of rank 0: perhaps the last of all
     (notice(**ALONE), OVER, 0, "go on"),

@@ -179,7 +179,7 @@ def test_parse_endpoints_reads_names_and_addresses(text: str, expected: list[tup
         ("::1:29400", "[ADDRESS]:PORT"),
         ("a,b,A:29400", "A:29400 is there twice"),
         ("::1,[0::1]", "[0::1] is there twice"),
-        ("a:0,b", "a:0 leaves the port open"),
+        ("a:0,b", "a:0 has port 0"),
     ],
 )
 def test_parse_endpoints_names_the_wrong_entry(text: str, named: str) -> None:
@@ -367,7 +367,7 @@ def test_no_route_to_any_candidate_asks_for_local_addr(
 ) -> None:
     """The error names the first candidate."""
     raise_on_open(monkeypatch, errno.ENETUNREACH)
-    with pytest.raises(ConfigError, match=rf"no network leads from this machine to {ELSEWHERE}.*local-addr"):
+    with pytest.raises(ConfigError, match=rf"no network route from this machine to {ELSEWHERE}.*local-addr"):
         listen(ELSEWHERE)
 
 
