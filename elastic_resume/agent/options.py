@@ -203,7 +203,7 @@ def check_script(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"there is no module {top!r} in {Path.cwd()} or on Python's path (-m {script})."
             )
-    elif Path(script).is_dir() and not (Path(script) / "__main__.py").is_file():
-        raise ConfigError(f"{script[:200]!r} is a directory without a __main__.py.")
     elif not os.access(script, os.R_OK):
         raise ConfigError(f"there is no training script {script[:200]!r} in {Path.cwd()} that can be read.")
+    elif Path(script).is_dir() and not (Path(script) / "__main__.py").is_file():
+        raise ConfigError(f"the training script {script[:200]!r} is a directory without a __main__.py.")

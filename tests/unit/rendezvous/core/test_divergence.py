@@ -149,7 +149,7 @@ def test_two_halves_name_no_node_and_end_the_job(on: str) -> None:
         setting.add_digest(name, 64, digest)
     assert not setting.wait(0)
     assert has_reported(setting, 64, ("ac", "bd"), "", continues=False)
-    assert "no majority" in setting.state.job_failure
+    assert "No majority" in setting.state.job_failure
 
 
 def test_majority_counts_all_members() -> None:
@@ -187,7 +187,7 @@ def test_leader_without_a_majority_ends_the_job_after_a_limit() -> None:
         assert len(setting.detector.digests_by_step) <= MAX_STEPS_KEPT
     assert not setting.wait(MAJORITY_NODE_TIMEOUTS)
     assert has_reported(setting, 96, ("a", "b"), "", continues=False)
-    assert "no majority" in setting.state.job_failure
+    assert "No majority" in setting.state.job_failure
     assert not setting.wait(0)
 
 
