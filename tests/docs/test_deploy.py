@@ -218,7 +218,8 @@ def test_the_example_of_the_job_is_in_the_image() -> None:
 # ---- Slurm -------------------------------------------------------------------------------------------
 
 STAND_IN = """#!/bin/bash
-printf '%s\\n' "$@" '' >> "$CALLS/$(basename "$0")"
+# bash writes line by line: without a lock the lines of two calls at the same time would mix.
+{ flock 9; printf '%s\\n' "$@" '' >&9; } 9>> "$CALLS/$(basename "$0")"
 case "$(basename "$0") $1" in
   "srun --overlap") ;;
   "srun "*) exit "$SRUN_EXIT" ;;
