@@ -15,7 +15,7 @@ PACKAGE_LOGGER = logging.getLogger("elastic_resume")
 
 
 class StderrHandler(logging.Handler):
-    """Prints each record as one line after a prefix; a full disk or a closed pipe costs the line only."""
+    """Prints each record after a prefix; a full disk or a closed pipe costs the line only."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class StderrHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """See base class."""
         with contextlib.suppress(OSError, ValueError):
-            print(f"{self._prefix}{record.getMessage()}", file=sys.stderr, flush=True)
+            print(f"{self._prefix}{self.format(record)}", file=sys.stderr, flush=True)
 
 
 def show_log(prefix: str) -> None:

@@ -12,7 +12,8 @@ the hooks of all optimizers ran in the previous step. The step during which it r
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
@@ -166,6 +167,13 @@ def _is_hookable(optimizer: Optimizer) -> bool:
 def _collect_addresses(optimizer: Optimizer) -> set[int]:
     """Return the addresses of an optimizer's parameters and of their state."""
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    states = (entries for entries in optimizer.state.values() if isinstance(entries, dict))
-    values = chain.from_iterable(map(dict.values, states))
-    return {item.data_ptr() for item in chain(parameters, values) if isinstance(item, Tensor)}
+    return {tensor.data_ptr() for tensor in chain(parameters, _iter_tensors(optimizer.state))}
+
+
+def _iter_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield all tensors in nested containers, such as the lists of LBFGS."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple, deque)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _iter_tensors(item)
