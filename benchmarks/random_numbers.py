@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from elastic_resume.data import rng
-from elastic_resume.data.seeded_dataset import SeededIndices, attach_epoch
+from elastic_resume.data.rng import SeededIndices, attach_epoch
 
 TARGET_US = 50.0
 REPETITIONS = 30

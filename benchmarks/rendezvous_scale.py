@@ -44,16 +44,8 @@ from typing import Any
 
 import psutil
 
-from elastic_resume.rendezvous.core.events import (
-    Effect,
-    JoinRequested,
-    KillWorkers,
-    PersistentState,
-    RestartWorkers,
-    Settings,
-    StartWorkers,
-)
-from elastic_resume.rendezvous.core.messages import JoinSpec
+from elastic_resume.rendezvous.core.events import Effect, PersistentState, Settings, StartWorkers, StopWorkers
+from elastic_resume.rendezvous.core.messages import JoinRequest, JoinSpec
 from elastic_resume.rendezvous.core.quorum import Incarnation
 from elastic_resume.rendezvous.net import protocol
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
@@ -159,7 +151,7 @@ class Member:
         self.generation = 0
         self.rank = -1
         address = job.addresses[index]
-        self.join = JoinRequested(JoinSpec(address, WORKERS, index))
+        self.join = JoinRequest(JoinSpec(address, WORKERS, index))
         self.node = RendezvousServer(
             job.settings,
             Incarnation(f"node{index:05}", secrets.token_hex(8), address, index if index < 3 else None),
@@ -182,7 +174,7 @@ class Member:
             self.generation, self.rank = effect.generation, effect.rank
             self.job.begun[effect.generation].add(self.index)
             self.job.changed.set()
-        elif isinstance(effect, (RestartWorkers, KillWorkers)):
+        elif isinstance(effect, StopWorkers):
             self.job.told[effect.generation].add(self.index)
             self.job.changed.set()
             asyncio.get_running_loop().call_soon(self.node.handle_event, self.join)

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from elastic_resume.checkpoint.manifest import Position as Position
     from elastic_resume.data.elastic_sampler import ElasticSampler as ElasticSampler
     from elastic_resume.data.global_batches import GlobalBatches as GlobalBatches
-    from elastic_resume.data.seeded_dataset import seeded as seeded
+    from elastic_resume.data.rng import seeded as seeded
     from elastic_resume.data.world_size import WorldChange as WorldChange
     from elastic_resume.policy.resume_plan import ResumePlan as ResumePlan
     from elastic_resume.state.load import load as load
-    from elastic_resume.training.api import resume as resume
     from elastic_resume.training.run import Run as Run
+    from elastic_resume.training.run import resume as resume
 
 __version__ = "0.1.0"
 
@@ -37,8 +37,8 @@ _MODULE_BY_NAME = {
     "Run": "elastic_resume.training.run",
     "WorldChange": "elastic_resume.data.world_size",
     "load": "elastic_resume.state.load",
-    "resume": "elastic_resume.training.api",
-    "seeded": "elastic_resume.data.seeded_dataset",
+    "resume": "elastic_resume.training.run",
+    "seeded": "elastic_resume.data.rng",
 }
 
 __all__ = [

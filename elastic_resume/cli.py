@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROG}: error: {error}", file=sys.stderr)
         if words[:1] == ["run"]:
             return exit_code_before_start(error)
-        # Their own 1 means that two files differ, or that a job failed.
+        # These commands use 1 to report that two files differ, or that a job failed.
         return constants.EXIT_USAGE if words[:1] in (["diff"], ["chaos"]) else constants.EXIT_JOB_ERROR
     except KeyboardInterrupt:
         return constants.EXIT_SIGNAL_BASE + signal.SIGINT
@@ -43,13 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def exit_code_before_start(error: ElasticResumeError) -> int:
     """Return the exit code of a ``run`` that failed before it started anything."""
     if isinstance(error, MachineError):
-        return constants.EXIT_MACHINE_ERROR  # it may work on another machine
+        return constants.EXIT_MACHINE_ERROR  # the command may succeed on another machine
     return constants.EXIT_USAGE if isinstance(error, ConfigError) else constants.EXIT_JOB_ERROR
 
 
 def _build_parser() -> argparse.ArgumentParser:
     from elastic_resume.config import Parser  # noqa: PLC0415 - `run` reports a broken set-up without it
-    from elastic_resume.report import commands, doctor, force_quorum, status  # noqa: PLC0415
+    from elastic_resume.report import commands, doctor, status  # noqa: PLC0415
 
     parser = Parser(
         prog=PROG, description="Wraps a PyTorch DDP job so that it survives the death of workers and nodes."
@@ -64,8 +64,7 @@ def _build_parser() -> argparse.ArgumentParser:
     subparsers.add_parser(
         "chaos", help="run a job on simulated nodes and inject faults by a plan", add_help=False
     )
-    commands.register_diff(subparsers)
-    for module in (commands, doctor, status, force_quorum):
+    for module in (commands, doctor, status):
         module.register(subparsers)
     return parser
 
@@ -79,9 +78,6 @@ def chaos(arguments: Sequence[str]) -> int:
 
 def run(arguments: Sequence[str]) -> int:
     """Run ``elastic-resume run [flags] script args…``."""
-    from elastic_resume.agent.workers import supervisor  # noqa: PLC0415
-
-    supervisor.record_early_signals()
     from elastic_resume import config  # noqa: PLC0415
     from elastic_resume.schedulers import environment  # noqa: PLC0415
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 # ---- exit codes of `elastic-resume run`; schedulers have rules for them -----------------------------------
 EXIT_SUCCESS = 0
-EXIT_JOB_ERROR = 1  # the job itself is wrong: do not requeue
+EXIT_JOB_ERROR = 1  # the job itself has an error: do not requeue
 EXIT_USAGE = 2  # wrong flags, settings or script name; argparse's own code for a malformed command line
 EXIT_PLAN_INCOMPLETE = 3  # `chaos`: the job ended right, but some faults of the plan were not injected
 EXIT_MACHINE_ERROR = 74  # EX_IOERR: this machine's disk or directory prevented the start
@@ -16,7 +16,7 @@ EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: run the same job again
 EXIT_SIGNAL_BASE = 128  # plus the signal's number: 143 after SIGTERM
 
 # ---- environment, agent -> worker. A user may set the variables marked (user). ----------------------------
-ENV_PREFIX = "ELASTIC_RESUME_"
+ENV_PREFIX = "ELASTIC_RESUME_"  # before the name of each setting in config.py
 ENV_CKPT_DIR = "ELASTIC_RESUME_CKPT_DIR"  # (user) root of all checkpoints
 ENV_RUN_ID = "ELASTIC_RESUME_RUN_ID"  # (user) the job's name
 ENV_NODE_NAME = "ELASTIC_RESUME_NODE_NAME"  # (user) this node's name
@@ -25,8 +25,6 @@ ENV_SNAPSHOT_EVERY = "ELASTIC_RESUME_SNAPSHOT_EVERY"  # (user) N, TIME, auto or 
 ENV_SNAPSHOT_MEMORY = "ELASTIC_RESUME_SNAPSHOT_MEMORY"  # (user) auto, off or a size: 4GB, 512MiB, 1.5G
 ENV_CHECK_REPLICAS = "ELASTIC_RESUME_CHECK_REPLICAS"  # (user) N, auto or off
 ENV_ON_DIVERGENCE = "ELASTIC_RESUME_ON_DIVERGENCE"  # (user) stop or resume-from-majority
-ENV_KEEP = "ELASTIC_RESUME_KEEP"  # (user) checkpoints kept on each node, >= 2
-ENV_RESUME = "ELASTIC_RESUME_RESUME"  # (user) auto, must or never
 ENV_STEP_MARK_S = "ELASTIC_RESUME_STEP_MARK_S"  # (user) least time between two `step` events of a rank
 ENV_SHARED_DIR = "ELASTIC_RESUME_SHARED_DIR"  # (user) Slurm: a directory that all nodes see, or off
 ENV_PREEMPTION_NOTICE = "ELASTIC_RESUME_PREEMPTION_NOTICE"  # (user) off, aws, file:PATH, … with commas
@@ -37,29 +35,28 @@ ENV_FAULTS_DIR = "ELASTIC_RESUME_FAULTS_DIR"  # tests: where the fault injector 
 ENV_AGENT_PID = "ELASTIC_RESUME_AGENT_PID"  # set when an agent holds the node's directory for the worker
 ENV_EVENTS_PATH = "ELASTIC_RESUME_EVENTS_PATH"  # the node's event file, for the launcher shim
 ENV_ROUND_EVENTS = "ELASTIC_RESUME_ROUND_EVENTS"  # a memfd of the agent for the events that it decides by
-ENV_ROUND = "ELASTIC_RESUME_ROUND"  # how many rendezvous this agent has completed
+ENV_ROUND = "ELASTIC_RESUME_ROUND"  # number of rendezvous that this agent has completed
 ENV_GENERATION = "ELASTIC_RESUME_GENERATION"  # the generation that the rendezvous assigned
 ENV_LEASE_PAGE = "ELASTIC_RESUME_LEASE_PAGE"  # path of the page with the lease, for worker supervisors
 ENV_FORK_SERVER = "ELASTIC_RESUME_FORK_SERVER"  # abstract unix socket at which launcher shims request workers
-ENV_LOCAL_RANK = "ELASTIC_RESUME_LOCAL_RANK"  # the real one: --virtual-local-rank sets LOCAL_RANK to 0
+ENV_LOCAL_RANK = "ELASTIC_RESUME_LOCAL_RANK"  # the true local rank: --virtual-local-rank sets LOCAL_RANK to 0
 ENV_COMMITTER = "ELASTIC_RESUME_COMMITTER"  # abstract unix socket of the agent's committer
 ENV_SLOTS = "ELASTIC_RESUME_SLOTS"  # path of the slots' control block, for worker supervisors
 ENV_MTBF_S = "ELASTIC_RESUME_MTBF_S"  # mean seconds between failures, as the agent has measured them
 ENV_DRAIN_SIGNALS = "ELASTIC_RESUME_DRAIN_SIGNALS"  # (user) signals that drain a node, with commas
-ENV_REQUEUE = "ELASTIC_RESUME_REQUEUE"  # (user) auto or off
 ENV_GRACE_S = "ELASTIC_RESUME_GRACE_S"  # (user) TIME between SIGTERM and SIGKILL; in seconds for supervisors
 ENV_TERMINATION_GRACE_S = "ELASTIC_RESUME_TERMINATION_GRACE_S"  # (user) a pod's terminationGracePeriodSeconds
 ENV_CKPT_LIMIT = "ELASTIC_RESUME_CKPT_LIMIT"  # (user) size limit of ENV_CKPT_DIR's volume: 4Gi
 
 # ---- names on disk, under CKPT_DIR/RUN_ID/NODE/ ----------------------------------------------------------
 EVENTS_FILE = "events.jsonl"  # appended by the agent, its worker supervisors and its workers
-PEER_EVENTS_FILE = "peers.jsonl"  # events that other nodes sent while this node led or was next to lead
+PEER_EVENTS_FILE = "peers.jsonl"  # events that other nodes sent while this node was leader or deputy
 AGENT_ENDPOINT_FILE = "agent-endpoint.json"  # 0600: the agent's status address and its read-only key
-FAULTS_FILE = "faults.jsonl"  # beside the nodes' directories: injected faults, as events
+FAULTS_FILE = "faults.jsonl"  # events of injected faults; lies beside the nodes' directories
 GENERATION_FILE = "generation.json"  # the greatest generation this node has been part of
 LOCK_FILE = "lock"  # held by the node's agent, or by its local rank 0 when there is no agent
 LOCK_OWNER_FILE = "lock-owner.json"  # the lock's owner, for the message to a second process
-IDENTITY_FILE = "identity.json"  # a random id: tells this directory from another node's of the same name
+IDENTITY_FILE = "identity.json"  # a random id that distinguishes nodes of the same name
 PROGRESS_FILE = "progress"  # memory-mapped: the last step each local rank finished
 QUARANTINE_DIR = "quarantine"  # checkpoints that failed verification, kept for a person
 HANGS_DIR = "hangs"  # one file per hang: the stacks of all ranks of the node
@@ -69,5 +66,5 @@ MANIFEST_FILE = "manifest.json"
 
 SAFE_NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"  # names that become directories and shell words
 
-STATUS_VERSION = 2
+STATUS_VERSION = 3
 """Version of the `elastic-resume status --json` document; it grows when a member changes or goes."""

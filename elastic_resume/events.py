@@ -21,25 +21,24 @@ Kinds, their writers and their own fields::
                                      end), message (from torch's @record), lease_expired, stuck (it could
                                      not be killed)
     hang                  agent      generation, step, suspects [{rank, local_rank, worker_pid, reason}],
-                                     victims [rank], waiting {rank: reason}, elsewhere (all ranks here wait
-                                     for another node), threshold_s, seconds (without a step), steps {rank:
-                                     step}, report (a path)
+                                     victims [rank], waiting {rank: reason}, waits_for_other_node (all ranks
+                                     here do), threshold_s, seconds (without a step), steps {rank: step},
+                                     report (a path)
     hang-ended            agent      generation, step; ranks that waited for another node continued
     hang-detector-failed  agent      error; a bug of ours, hang detection continues
-    drain                 agent      cause (SIGTERM, SIGUSR1, ..., deadline, a preemption notice), alone
-                                     (other nodes continue)
-    requeue               agent      action (requeue | exit code | leave alone), why; after a request to
-                                     Slurm also job, done, tries, message (Slurm's last one)
+    drain                 agent      cause (SIGTERM, SIGUSR1, ..., deadline, a preemption notice),
+                                     others_continue
+    requeue               agent      action (requeue | exit code | leave alone), reason; after a request to
+                                     Slurm also job, done, attempts, message (Slurm's last one)
     preemption-notice     agent      source, reason, deadline (seconds since the epoch, or null)
-    verdict               agent      generation, causes, cascade: root causes and secondary failures of its
-                                     end
+    verdict               agent      generation, root_causes, secondary_failures
     replicas-differ       agent      generation, step, agreed_step (the newest step with equal replicas),
-                                     nodes [groups of equal nodes, largest first], wrong [node], goes_on
-                                     (from the majority's state; otherwise the job ends)
+                                     nodes [groups of equal nodes, largest first], diverged_nodes [node],
+                                     continues_from_majority (otherwise the job ends)
     agent-end             agent      outcome (done | failed | signalled | left), exit_code, message
     resume                rank 0     generation, step, epoch, world_size, previous_world_size (or null),
                                      nodes, kind (cold | checkpoint), source_node, source_tier (memory |
-                                     disk | ""), source_generation, lacking [node], rejected [{node,
+                                     disk | ""), source_generation, receiving_nodes [node], rejected [{node,
                                      generation, step, reason}], recomputed_steps, seconds
     worker-start          worker     generation, rank, local_rank, world_size, step; the state is loaded
     step                  worker     generation, rank, step, epoch, stalled_s (time that this rank has
@@ -80,12 +79,12 @@ Event = dict[str, Any]
 
 MAX_LINE_BYTES = 64 * 1024  # enough for the ends of a traceback
 MAX_COUNT_VALUE = 1 << 53
-MAX_TIME_S = 1e12  # the year 33658
-# The agent decides by these what follows the end of a round, so they are also kept in its memory.
+MAX_TIME_S = 1e12  # Unix time of the year 33658
+# The agent uses these events to decide what follows a round, so its memory keeps them too.
 ROUND_END_KINDS = frozenset({"worker-start", "failure", "worker-exit", "hang", "hang-ended"})
-MAX_PENDING_LINES = 1000  # of a few hundred bytes each
+MAX_PENDING_LINES = 1000  # each has a few hundred bytes
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
-_MEMFD_LINK_PREFIX = "/memfd:elastic_resume-round-events"  # target of the /proc link to `agent.round_events`
+_MEMFD_LINK_PREFIX = "/memfd:elastic_resume-round-events"  # link of `agent.round_evidence` in /proc
 _EVENT_PREFIX = b'{"t":'  # every event begins so; inside a JSON string the quotes would be escaped
 
 

@@ -222,7 +222,7 @@ def _claim_once(once_name: str) -> bool:
         descriptor = os.open(
             Path(_faults_dir) / (once_name + FIRED_SUFFIX), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644
         )
-    except OSError:  # it exists, or the fault injector has removed the directory
+    except OSError:  # the file exists, or the fault injector has removed the directory
         return False
     os.write(descriptor, json.dumps(claimant).encode())
     os.close(descriptor)

@@ -10,10 +10,12 @@ import re
 
 from elastic_resume.errors import ConfigError
 
-MAX_DURATION_S = 1e9  # about thirty years: a longer one is a typing error
+MAX_DURATION_S = 1e9  # about thirty years; a longer one is surely a typo
 _DURATION = re.compile(r"((?:[0-9]{1,18}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?)(ms|s|m|h|d)?")
 _UNIT_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _SIZE = re.compile(r"(\d{1,19}(?:\.\d{1,9})?) ?(?:([kmgt])(i?b|i)?)?", re.IGNORECASE)
+_QUANTITY = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,9})?)([kMGTPE]|[KMGTPE]i)?")
+_QUANTITY_POWERS = ("", "K", "M", "G", "T", "P", "E")
 _POWER_BY_UNIT = {unit: power for power, unit in enumerate("kmgt", start=1)}
 
 
@@ -67,13 +69,31 @@ def parse_size(setting: str, text: object, *, hint: str = "write a size (4GB, 51
     """
     given = str(text).strip()
     match = None if isinstance(text, bool) else _SIZE.fullmatch(given)
-    if match is None or (match[2] is None and "." in given):  # half a byte is a typing error
+    if match is None or (match[2] is None and "." in given):  # half a byte is surely a typo
         raise ConfigError(f"{setting} is {given[:100]!r}: {hint}")
     base = 1000 if (match[3] or "").lower() == "b" else 1024
     power = _POWER_BY_UNIT[match[2].lower()] if match[2] else 0
     # An integer stays exact: it may be a byte count that `Settings.to_env` wrote.
     number = float(match[1]) if "." in match[1] else int(match[1])
     return int(number * base**power)
+
+
+def parse_kubernetes_quantity(setting: str, text: str) -> int:
+    """Return the bytes in a size as Kubernetes reads it: ``4Gi`` (4 * 2³⁰) or ``4G`` (4 * 10⁹).
+
+    Raises:
+        ConfigError: the text is not such a size, or less than one byte.
+
+    """
+    match = _QUANTITY.fullmatch(text)
+    size = 0
+    if match is not None:
+        base = 1024 if (match[2] or "").endswith("i") else 1000
+        power = _QUANTITY_POWERS.index((match[2] or "")[:1].upper())
+        size = int((float(match[1]) if "." in match[1] else int(match[1])) * base**power)
+    if not 1 <= size < 1 << 63:
+        raise ConfigError(f"{setting} is {text[:100]!r}: write a size as 4Gi, 512Mi or 2G, below 8Ei.")
+    return size
 
 
 def format_bytes(count: int | None) -> str:

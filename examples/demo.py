@@ -35,7 +35,9 @@ def wait_world(cluster: Cluster, size: int, after: int) -> Event:
         f"a world of {size} after generation {after}",
     )
     sent = (
-        f", sent by {resumed['source_node']} to {', '.join(resumed['lacking'])}" if resumed["lacking"] else ""
+        f", sent by {resumed['source_node']} to {', '.join(resumed['receiving_nodes'])}"
+        if resumed["receiving_nodes"]
+        else ""
     )
     lost = resumed["recomputed_steps"]
     say(

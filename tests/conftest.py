@@ -1,15 +1,29 @@
-"""What holds for all tests."""
+"""Settings and fixtures of all tests."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
-# Others run beside: how long an example takes tells nothing.
+from elastic_resume.console import PACKAGE_LOGGER
+
+# Other tests run at the same time, so the duration of one example means nothing.
 settings.register_profile("patient", parent=settings.default, deadline=None)
 settings.load_profile("patient")
 
-# A node whose processes stand still for seconds, for want of a processor, is not lost. Deaths are seen at
-# once all the same, since connections end; of silence --node-timeout says more, which wins over this.
+# On a busy machine a node may stand still for seconds without being lost. A death is still detected at
+# once, because connections end. A test about unreachable nodes sets --node-timeout, which takes precedence.
 os.environ.setdefault("PET_RDZV_CONF", "node_timeout=10")
+
+
+@pytest.fixture(autouse=True)
+def restore_logging() -> Iterator[None]:
+    """Restore the package's logger: `er.resume` adds a handler for the rest of the process."""
+    handlers, level, propagate = PACKAGE_LOGGER.handlers[:], PACKAGE_LOGGER.level, PACKAGE_LOGGER.propagate
+    yield
+    PACKAGE_LOGGER.handlers[:] = handlers
+    PACKAGE_LOGGER.setLevel(level)
+    PACKAGE_LOGGER.propagate = propagate

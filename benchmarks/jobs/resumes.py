@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import elastic_resume as er
 from elastic_resume import constants
 from elastic_resume.checkpoint.catalog import Catalog
-from elastic_resume.training import api as _start  # noqa: F401  the zygote of an agent has imported it too
+from elastic_resume.training import run as _run  # noqa: F401  the fork server has imported it too
 from jobs.trained import (
     BLOCK_BYTES,
     NODE,

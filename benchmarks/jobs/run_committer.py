@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from elastic_resume import console
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.snapshot.committer import CheckpointCommitter
 from elastic_resume.snapshot.ipc import SnapshotServer
@@ -17,13 +18,9 @@ from elastic_resume.snapshot.slot_pool import SlotPool
 def main() -> None:
     node_dir, run_id = Path(sys.argv[1]), sys.argv[2]
 
-    def log(text: str) -> None:
-        print(f"committer: {text}", file=sys.stderr, flush=True)
-
+    console.show_log("committer: ")
     with NodeDir.claim(node_dir.parent.parent, run_id, node_dir.name):
-        committer = CheckpointCommitter(
-            node_dir, run_id, SlotPool(None, log=log), log=log, emit=lambda *_, **__: None
-        )
+        committer = CheckpointCommitter(node_dir, run_id, SlotPool(None), emit=lambda *_, **__: None)
         server = SnapshotServer(committer)
         committer.start()
         server.start()

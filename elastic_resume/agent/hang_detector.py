@@ -1,4 +1,4 @@
-"""Detects hung workers of this node, names the suspects, and kills stalled workers so that training restarts.
+"""Detect hung workers of this node, name the suspects, and kill stalled workers so that training restarts.
 
 A thread of the agent reads the progress page of the workers four times a second::
 
@@ -18,6 +18,7 @@ disk that hangs, perhaps the cause, delays a kill by at most `EVENT_WRITE_TIMEOU
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import threading
@@ -44,6 +45,8 @@ from elastic_resume.policy.hangs import (
 from elastic_resume.snapshot.progress_page import ProgressRecord, read_records
 from elastic_resume.units import parse_duration
 
+logger = logging.getLogger(__name__)
+
 POLL_INTERVAL_S = 0.25
 MIN_POLL_INTERVAL_S = 0.02
 EVENT_WRITE_TIMEOUT_S = 0.5
@@ -52,7 +55,7 @@ MAX_REPORTS = 20
 MAX_REPORT_BYTES = 1 << 20
 MAX_REASON_CHARS = 300
 MAX_ERROR_CHARS = 500
-MAX_LISTED_RANKS = 64  # ranks of a node in one event
+MAX_LISTED_RANKS = 64  # limit of ranks in one event
 
 
 def parse_hang_timeout(text: str | None) -> HangThreshold | None:
@@ -73,15 +76,13 @@ def detect_hangs(
     node_dir: Path,
     local_world_size: int,
     hang_threshold: HangThreshold | None,
-    *,
-    log: Callable[[str], None],
     emit: Callable[..., Any],
 ) -> Iterator[Callable[[], None]]:
     """Run a `HangDetector` within the context, unless the threshold is None. Yield its `pause`."""
     if hang_threshold is None:
         yield lambda: None
         return
-    detector = HangDetector(node_dir, local_world_size, hang_threshold, log=log, emit=emit)
+    detector = HangDetector(node_dir, local_world_size, hang_threshold, emit)
     detector.start()
     try:
         yield detector.pause
@@ -90,40 +91,25 @@ def detect_hangs(
 
 
 class HangDetector:
-    """Looks for hung workers of one node from `start` to `close`."""
+    """Look for hung workers of one node from `start` to `close`."""
 
     def __init__(
         self,
         node_dir: Path,
         local_world_size: int,
         hang_threshold: HangThreshold,
-        *,
-        log: Callable[[str], None],
         emit: Callable[..., Any],
         disk: Disk = DISK,
     ) -> None:
-        """Prepare the detector.
-
-        Args:
-            node_dir: directory of the progress page and of the reports.
-            local_world_size: number of workers of this node.
-            hang_threshold: how long a rank may take for a step.
-            log: logs a line for people.
-            emit: emits an event by kind and fields.
-            disk: writes the reports.
-
-        """
+        """``node_dir`` has the progress page and the reports; ``emit`` takes an event's kind and fields."""
         self._node_dir = node_dir
         self._local_world_size = local_world_size
         self._hang_threshold = hang_threshold
-        self._log = log
         self._emit = emit
         self._disk = disk
         self._progress: dict[int, RankProgress] = {}
         self._handled_workers: set[tuple[int, ...]] = set()  # incarnations whose hang was reported
         self._deferred_kill: _DeferredKill | None = None
-        self._page_id = (0, 0, 0)  # round, device and inode of the progress page
-        self._is_page_replaced = False
         self._polled_at = time.monotonic()
         self._report_thread: threading.Thread | None = None
         self._paused = threading.Event()
@@ -177,30 +163,11 @@ class HangDetector:
         text, agent = os.environ.get(constants.ENV_ROUND, ""), os.getpid()  # the environment of new workers
         this_round = int(text) if text.isdigit() else 0
         path = self._node_dir / constants.PROGRESS_FILE
-        if not this_round or not self._is_current_page(path, this_round):
-            return []
         return [
             record
             for record in read_records(path, self._local_world_size)
-            if record.worker.round == this_round and record.worker.agent_pid == agent
+            if record.worker.round == this_round > 0 and record.worker.agent_pid == agent
         ]
-
-    def _is_current_page(self, path: Path, this_round: int) -> bool:
-        """Return whether this round's workers write to this file.
-
-        A disk that was mounted anew during the round shows an older page.
-        """
-        try:
-            status = path.stat()
-        except OSError:
-            return False
-        page_id = (this_round, status.st_dev, status.st_ino)
-        if self._page_id[0] != this_round:
-            self._page_id = page_id
-        elif self._page_id != page_id and not self._is_page_replaced:
-            self._log(f"hang detection is off until the next restart: {path} was replaced by another file.")
-        self._is_page_replaced = self._page_id != page_id
-        return not self._is_page_replaced
 
     def _judge_live_workers(self, records: Sequence[ProgressRecord]) -> HangDecision:
         """Judge again the live workers whose hang was not reported yet.
@@ -265,12 +232,14 @@ class HangDetector:
             self._deferred_kill = None
             self._handled_workers = set()
             self._emit("hang-ended", generation=deferred.hang.generation, step=deferred.hang.step)
-            self._log(f"training continues after the hang of step {deferred.hang.step}.")
+            logger.info("training continues after the hang of step %d.", deferred.hang.step)
         elif not self._paused.is_set() and all(
             entry.no_progress_s >= deferred.kill_after_s for entry in progress.values()
         ):
             self._deferred_kill = None
-            self._log(f"no node has ended the hang after step {deferred.hang.step}: killing our own workers.")
+            logger.info(
+                "no node has ended the hang after step %d: killing our own workers.", deferred.hang.step
+            )
             self._kill_workers(deferred.records)
 
     def _kill_workers(self, records: Sequence[ProgressRecord]) -> None:
@@ -285,7 +254,7 @@ class HangDetector:
         def write() -> None:
             try:
                 self._emit("hang", **hang.event_fields(), report=str(path))
-                self._log(hang.format_headline(path))
+                logger.info(hang.format_headline(path))
             finally:
                 is_logged.set()
             try:
@@ -293,7 +262,7 @@ class HangDetector:
                 self._disk.write_atomic(path, hang.format_report().encode()[:MAX_REPORT_BYTES])
                 self._prune_reports(path.parent)
             except (MachineError, OSError) as error:
-                self._log(f"cannot write the report of the hang: {error}")
+                logger.warning("cannot write the report of the hang: %s", error)
 
         self._report_thread = threading.Thread(target=write, name="hang-report", daemon=True)
         self._report_thread.start()
@@ -343,7 +312,7 @@ class Hang:
                 str(victim.rank): victim.reason[:MAX_REASON_CHARS]
                 for victim in self.diagnosis.victims[:MAX_LISTED_RANKS]
             },
-            "elsewhere": self.diagnosis.waits_for_other_node,
+            "waits_for_other_node": self.diagnosis.waits_for_other_node,
             "threshold_s": round(self.limit_s, 3),
             "seconds": round(self.no_progress_s, 3),
             "steps": {

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 import shlex
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,12 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from elastic_resume import config, constants
-from elastic_resume.agent import shutdown, torchelastic, validation
+from elastic_resume import config, console, constants
+from elastic_resume.agent import options, shutdown, torchelastic
 from elastic_resume.agent.hang_detector import detect_hangs, parse_hang_timeout
-from elastic_resume.agent.memory_pressure import MemoryMonitor
 from elastic_resume.agent.restart_controller import RestartController
-from elastic_resume.agent.round_events import RoundEvents
+from elastic_resume.agent.round_evidence import MemoryMonitor, RoundEvents
 from elastic_resume.agent.shutdown import ShutdownController
 from elastic_resume.agent.snapshots import SnapshotService, serve_snapshots
 from elastic_resume.agent.status import EventTail, StatusReporter, StatusSampler
@@ -71,11 +69,7 @@ def run_agent(
 ) -> int:
     """Run the job's part on this node and return the command's exit code.
 
-    Args:
-        settings: elastic_resume's own settings.
-        args: torchrun's flags, from `config.parse_flags_and_file`.
-        given_flags: names of the flags that the user gave.
-        scheduler_context: what the scheduler says about this node.
+    ``args`` are torchrun's flags, and ``given_flags`` the names of those that the user gave.
 
     Raises:
         ElasticResumeError: nothing was started.
@@ -85,7 +79,9 @@ def run_agent(
     if "node_rank" in given_flags:
         scheduler_context = replace(scheduler_context, node_index=args.node_rank)
     with (
-        _log_to_stderr(settings.node_name),
+        console.log_handler(
+            console.PACKAGE_LOGGER, console.StderrHandler(f"elastic_resume[{settings.node_name}] ")
+        ),
         torchelastic.prepare_launch(args, given_flags, settings.run_id, scheduler_context) as spec,
         NodeDir.claim(settings.ckpt_dir, settings.run_id, settings.node_name) as node_dir,
         contextlib.closing(LeasePage()) as lease_page,
@@ -153,26 +149,22 @@ class _Agent:
     def run(self) -> int:
         """Run the job, requeue it where that is decided, and return the exit code."""
         self._log_start()
-        log, emit = logger.info, self.event_log.emit
+        emit = self.event_log.emit
         with self.shutdown_controller.handle_signals():
             with (
-                serve_snapshots(self.node_dir.path, self.settings, log=log, emit=emit) as snapshots,
+                serve_snapshots(self.node_dir.path, self.settings, emit) as snapshots,
                 self._start_fork_server() as fork_server,
                 detect_hangs(
                     self.node_dir.path,
                     self.spec.config.nproc_per_node,
                     self.flags.hang_threshold,
-                    log=log,
-                    emit=emit,
+                    emit,
                 ) as pause_hang_detector,
                 shutdown.watch_stop_signals(
                     self.controller.end_round, pause_hang_detector, self.shutdown_controller.on_signal
                 ),
                 shutdown.watch_preemption_notices(
-                    self.flags.notice_sources,
-                    log=log,
-                    emit=emit,
-                    drain=self.shutdown_controller.drain_node,
+                    self.flags.notice_sources, emit=emit, drain=self.shutdown_controller.drain_node
                 ),
             ):
                 committer = snapshots.committer
@@ -199,8 +191,6 @@ class _Agent:
             local_world_size=config.nproc_per_node,
         )
         logger.info("job %s, checkpoints in %s", config.run_id, self.node_dir.path)
-        if self.spec.notice:
-            logger.info(self.spec.notice)
         shared_memory_problem = resources.check_shared_memory()
         if shared_memory_problem:
             logger.warning("%s.", shared_memory_problem)
@@ -209,14 +199,10 @@ class _Agent:
     def _start_fork_server(self) -> Iterator[ForkServerManager | None]:
         """Run a fork server within the context; yield None where workers must start cold."""
         if self.spec.worker_command is None:
-            if self.spec.cold_start_reason:
-                logger.info("workers start cold: %s.", self.spec.cold_start_reason)
             yield None
             return
         preload = [name.strip() for name in (self.args.preload or "").split(",") if name.strip()]
-        fork_server = ForkServerManager(
-            self.spec.worker_command, preload, log=logger.info, emit=self.event_log.emit
-        )
+        fork_server = ForkServerManager(self.spec.worker_command, preload, self.event_log.emit)
         fork_server.start()
         try:
             yield fork_server
@@ -251,12 +237,13 @@ class _Agent:
             ) as session:
                 client = session.client
                 self._serve_metrics(client.address)
-                snapshots.start_replica_comparison(client, log=logger.info, emit=self.event_log.emit)
+                snapshots.start_replica_comparison(client, self.event_log.emit)
                 try:
                     torchelastic.run_workers(spec, self.controller, session)
                 finally:
-                    self.controller.record_failures(client.worker_failures)
-                return _Outcome("done", constants.EXIT_SUCCESS, f"{client.end_reason}.")
+                    end = client.job_end
+                    self.controller.record_failures(end.failures if end else ())
+                return _Outcome("done", constants.EXIT_SUCCESS, f"{end.reason if end else ''}.")
         except torchelastic.StoppedError as stop:
             self.shutdown_controller.begin_shutdown(stop.signal)
             exit_code = constants.EXIT_SIGNAL_BASE + stop.signal
@@ -275,10 +262,8 @@ class _Agent:
         rendezvous_config = self.spec.rendezvous_config
         key = derive_status_key(rendezvous_config.token)
         status = partial(fetch_status, agent_address, rendezvous_config.run_id, key)
-        threading.Thread(  # it resolves the name of this host, which may take long
-            target=metrics.serve_metrics,
-            args=(self.flags.metrics_address, status, logger.info),
-            daemon=True,
+        threading.Thread(  # a thread, because resolving the name of this host may take long
+            target=metrics.serve_metrics, args=(self.flags.metrics_address, status), daemon=True
         ).start()
 
     def _finish(self, outcome: _Outcome) -> int:
@@ -296,48 +281,12 @@ class _Agent:
         return self.shutdown_controller.requeue_if_decided(decision, exit_code)
 
 
-class _StderrHandler(logging.Handler):
-    """Print each record as one line with the node's name; a closed pipe or terminal costs the line only."""
-
-    def __init__(self, node: str) -> None:
-        super().__init__()
-        self._node = node
-
-    def createLock(self) -> None:  # noqa: N802 - the name in logging.Handler
-        """Use no lock: a signal handler that raises could leave it locked. Each line is one print."""
-        self.lock = None
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """See base class."""
-        with contextlib.suppress(OSError, ValueError):
-            print(f"elastic_resume[{self._node}] {record.getMessage()}", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _log_to_stderr(node: str) -> Iterator[None]:
-    """Print what elastic_resume logs at level INFO and above, within the context."""
-    package_logger = logging.getLogger("elastic_resume")
-    level, propagate = package_logger.level, package_logger.propagate
-    handler = _StderrHandler(node)
-    package_logger.addHandler(handler)
-    package_logger.setLevel(logging.INFO)
-    package_logger.propagate = False  # a library's handler on the root logger would print the line again
-    try:
-        yield
-    finally:
-        package_logger.removeHandler(handler)
-        package_logger.setLevel(level)
-        package_logger.propagate = propagate
-
-
 def _parse_flags(args: argparse.Namespace, given_flags: set[str]) -> _ParsedFlags:
-    requeue = args.requeue or os.environ.get(constants.ENV_REQUEUE) or "auto"
-    notice = args.preemption_notice or os.environ.get(constants.ENV_PREEMPTION_NOTICE)
     return _ParsedFlags(
         limits=_parse_limits(args, given_flags),
         hang_threshold=parse_hang_timeout(args.hang_timeout),
-        requeue_mode=config.parse_choice("requeue", requeue, config.REQUEUE_MODES),
-        notice_sources=parse_sources(notice),
+        requeue_mode=config.parse_choice("requeue", args.requeue or "auto", config.REQUEUE_MODES),
+        notice_sources=parse_sources(args.preemption_notice),
         metrics_address=metrics.parse_listen_address(args.metrics, os.environ),
     )
 
@@ -350,10 +299,10 @@ def _parse_limits(args: argparse.Namespace, given_flags: set[str]) -> restart.Re
     limits = restart.RestartLimits()
     if "max_restarts" in given_flags or "PET_MAX_RESTARTS" in os.environ:
         limits = replace(limits, max_no_progress=restart.UNLIMITED, max_same_failures=restart.UNLIMITED)
-    max_no_progress = validation.parse_count("--max-no-progress", args.max_no_progress, minimum=1)
+    max_no_progress = options.parse_count("--max-no-progress", args.max_no_progress, minimum=1)
     if max_no_progress is not None:
         limits = replace(limits, max_no_progress=max_no_progress)
-    exclude_after = validation.parse_count("--exclude-after", args.exclude_after, minimum=0)
+    exclude_after = options.parse_count("--exclude-after", args.exclude_after, minimum=0)
     if exclude_after is not None:
         limits = replace(limits, exclude_after=exclude_after)
     return limits
@@ -374,9 +323,8 @@ def _set_environment(
     os.environ[constants.ENV_EVENTS_PATH] = str(events_path)
     os.environ[constants.ENV_ROUND_EVENTS] = round_events.path
     os.environ[constants.ENV_LEASE_PAGE] = lease_page.path
-    drain_signals = args.drain_signals or os.environ.get(constants.ENV_DRAIN_SIGNALS)
-    os.environ[constants.ENV_DRAIN_SIGNALS] = ",".join(validation.parse_drain_signals(drain_signals))
-    grace_s = validation.resolve_grace_s(args, os.environ)
+    os.environ[constants.ENV_DRAIN_SIGNALS] = ",".join(options.parse_drain_signals(args.drain_signals))
+    grace_s = options.resolve_grace_s(args, os.environ)
     if grace_s is not None:
         os.environ[constants.ENV_GRACE_S] = f"{grace_s:g}"
     elif getattr(args, "shutdown_timeout", None) is not None:

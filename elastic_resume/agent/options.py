@@ -1,28 +1,43 @@
-"""Fill in the flags of ``run`` that the user left to the scheduler: nodes, workers, rendezvous, token.
+"""Check the flags of ``run``, and fill in those that the user left to the scheduler.
 
 A flag, the file of ``--config`` and torchrun's own variables take precedence over the scheduler. If the
 scheduler's variables contradict each other and the job depends on them, the start fails with a ConfigError.
+
+torchelastic finds most wrong flags too, but later: by an assertion, or by starting workers that cannot run.
+The checks read files and change nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.machinery
 import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from elastic_resume import constants
-from elastic_resume.agent import validation
 from elastic_resume.errors import ConfigError
 from elastic_resume.rendezvous.endpoint import local_addresses, parse_address
+from elastic_resume.schedulers import environment
 from elastic_resume.schedulers.environment import SchedulerContext
-from elastic_resume.schedulers.shared_dir import SharedDir
+from elastic_resume.schedulers.slurm import SharedDir
+from elastic_resume.units import parse_duration
 
 SHARED_DIR_OFF = "off"
 # Each of these flags names the rendezvous, or says that there is one node only.
 RENDEZVOUS_FLAGS = {"rdzv_endpoint", "standalone", "master_addr", "master_port", "node_rank"}
 # CoreDNS caches an answer for 30 s, so nodes may need that long to find candidates that were all replaced.
 LAST_CALL_TIMEOUT_S = "35"
+ALLOWED_DRAIN_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
+
+
+# ---- filling in --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -52,11 +67,11 @@ def fill_from_scheduler(
     ):
         return FilledOptions(frozenset(filled))
     # Also where the scheduler says one node: if it misreads the number, each node would be a job of its own.
-    if context.problems and ("nnodes" not in given_flags or validation.parse_nnodes(args.nnodes)[1] > 1):
+    if context.problems and ("nnodes" not in given_flags or parse_nnodes(args.nnodes)[1] > 1):
         raise _scheduler_error(context)
     if "nnodes" not in given_flags and context.max_nodes > 1:
         args.nnodes = f"{context.min_nodes}:{context.max_nodes}"
-    if validation.parse_nnodes(args.nnodes)[1] == 1 or not context.candidates:
+    if parse_nnodes(args.nnodes)[1] == 1 or not context.candidates:
         return FilledOptions(frozenset(filled))
     args.rdzv_endpoint = ",".join(context.candidates)
     # The address may belong to another node; then this node finds its own by name.
@@ -85,7 +100,7 @@ def _share_token_in_slurm(
     args: argparse.Namespace, given_flags: set[str], scheduler_context: SchedulerContext
 ) -> FilledOptions:
     """Share a generated token between the nodes of a Slurm job, unless the user gave one."""
-    root = args.shared_dir or os.environ.get(constants.ENV_SHARED_DIR) or ""
+    root = args.shared_dir or ""
     if root == SHARED_DIR_OFF or "rdzv_token_file" in given_flags or constants.ENV_TOKEN in os.environ:
         return FilledOptions(frozenset(given_flags))
     root_path = Path(root or os.environ.get("SLURM_SUBMIT_DIR") or ".").absolute()
@@ -94,3 +109,101 @@ def _share_token_in_slurm(
     # Only node 0 creates the token: if the directory is not shared, the other nodes fail with that message.
     args.rdzv_token_file = str(shared_dir.wait_for_token(create=scheduler_context.node_index == 0))
     return FilledOptions(frozenset(given_flags | {"rdzv_token_file"}), shared_dir)
+
+
+# ---- checking ----------------------------------------------------------------------------------------
+
+
+def parse_nnodes(text: str) -> tuple[int, int]:
+    """Parse ``--nnodes`` into the smallest and the greatest number of nodes."""
+    match = re.fullmatch(r"\s*(\d{1,9})(?::(\d{1,9}))?\s*", text)
+    low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= low <= high:
+        raise ConfigError(f"--nnodes is {text!r}: write N or MIN:MAX with 1 <= MIN <= MAX.")
+    return low, high
+
+
+def check_launch_config(config: Any) -> None:
+    """Check the values of a torchelastic ``LaunchConfig`` that torchelastic does not check itself."""
+    if config.nproc_per_node < 1:
+        raise ConfigError(
+            f"--nproc-per-node comes to {config.nproc_per_node}: a node needs one worker at least."
+        )
+    if not 0 < config.monitor_interval < 1e9:  # nan and inf too
+        raise ConfigError(
+            f"--monitor-interval is {config.monitor_interval:g}: write a number of seconds > 0."
+        )
+    names = getattr(config, "signals_to_handle", "")  # older torch has no such flag
+    for name in filter(None, map(str.strip, names.split(","))):
+        if name not in signal.Signals.__members__:
+            raise ConfigError(f"--signals-to-handle names {name!r}, which is not a signal.")
+
+
+def resolve_grace_s(args: argparse.Namespace, environ: Mapping[str, str]) -> float | None:
+    """Return how many seconds workers have to end after SIGTERM; None if neither user nor pod says.
+
+    Workers get half of a pod's termination grace period. In the other half the agent commits the last step
+    and leaves the rendezvous.
+    """
+    if args.grace is not None:
+        return parse_duration("--grace", args.grace, max_s=86400)
+    if environ.get(constants.ENV_GRACE_S):
+        return parse_duration(constants.ENV_GRACE_S, environ[constants.ENV_GRACE_S], max_s=86400)
+    pod_grace_s = environment.read_termination_grace_s(environ)
+    return None if pod_grace_s is None else pod_grace_s / 2
+
+
+def parse_drain_signals(text: str | None) -> list[str]:
+    """Parse ``--drain-signals`` into names of signals; the first is always SIGTERM.
+
+    SIGINT, SIGHUP and SIGQUIT keep torchrun's meaning. Python or torch use the other signals themselves.
+    """
+    words = [word.strip().upper() for word in (text or "SIGTERM,SIGUSR1").split(",")]
+    names = [word if word.startswith("SIG") else f"SIG{word}" for word in words if word]
+    wrong = [name for name in names if name not in ALLOWED_DRAIN_SIGNALS]
+    if wrong or not names:
+        raise ConfigError(
+            f"--drain-signals is {str(text)[:100]!r}: write one or more of "
+            f"{', '.join(ALLOWED_DRAIN_SIGNALS)}, separated by commas."
+        )
+    return list(dict.fromkeys(["SIGTERM", *names]))
+
+
+def parse_count(flag: str, text: str | None, *, minimum: int) -> int | None:
+    """Parse a whole number; return None if the flag was not given."""
+    if text is None:
+        return None
+    if not re.fullmatch(r"\d{1,9}", str(text)) or int(text) < minimum:
+        raise ConfigError(f"{flag} is {text!r}: write a whole number, {minimum} or more.")
+    return int(text)
+
+
+def cold_start_reason(args: argparse.Namespace, entrypoint: object) -> str:
+    """Return why the fork server cannot start this job's workers; empty if it can."""
+    if args.run_path:
+        return "with --run-path torchelastic forks them itself"
+    if args.no_python:
+        return "--no-python allows any program, not only Python"
+    if entrypoint != sys.executable:
+        return f"PYTHON_EXEC names another interpreter, {entrypoint}"
+    return ""
+
+
+def check_script(args: argparse.Namespace) -> None:
+    """Raise ConfigError unless the training script, module or program exists."""
+    script = args.training_script
+    if args.no_python and not args.run_path:
+        if shutil.which(script) is None:
+            raise ConfigError(f"there is no program {script!r} on PATH that can be run (--no-python).")
+    elif args.module:
+        top = script.partition(".")[0]
+        # `python -m` searches the working directory too.
+        spec = importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd()), *sys.path])
+        if spec is None and top not in sys.builtin_module_names and "PYTHON_EXEC" not in os.environ:
+            raise ConfigError(
+                f"there is no module {top!r} in {Path.cwd()} or on Python's path (-m {script})."
+            )
+    elif not os.access(script, os.R_OK):
+        raise ConfigError(f"there is no training script {script[:200]!r} in {Path.cwd()} that can be read.")
+    elif Path(script).is_dir() and not (Path(script) / "__main__.py").is_file():
+        raise ConfigError(f"the training script {script[:200]!r} is a directory without a __main__.py.")

@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from elastic_resume import constants, events
-from elastic_resume.agent.memory_pressure import MemoryMonitor
-from elastic_resume.agent.round_events import RoundEvents
+from elastic_resume.agent.round_evidence import MemoryMonitor, RoundEvents
 from elastic_resume.agent.status import file_size
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.errors import JobFailedError, NodeExcludedError
@@ -39,7 +38,7 @@ from elastic_resume.policy.failure_classification import (
     separate_root_causes,
 )
 from elastic_resume.policy.requeue import count_starts_without_progress
-from elastic_resume.rendezvous.core.events import EmitEvent
+from elastic_resume.rendezvous.core.events import EmitEvent, StartWorkers
 from elastic_resume.snapshot.progress_page import MAX_LOCAL_RANKS, ProgressRecord, WorkerProcess, read_records
 
 logger = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ class RestartController:
     ) -> None:
         self.on_workers_dead: Callable[[], object] = lambda: None  # called when a round's workers are dead
         self.is_spare = False  # a view runs without this node
-        self.node_rank: int | None = None  # in the newest view; None before the first
+        self.node_rank: int | None = None  # this node's rank in the newest view; None before the first view
         self._started_at = time.monotonic()
         self._node = node
         self._event_log = event_log
@@ -87,11 +86,12 @@ class RestartController:
         self._generation: int | None = None
         self._num_nodes = 1
         self._world = restart.WorldSummary()
-        self._round_offset = 0  # in the event log's file, where the round begins
-        self._stale_workers: frozenset[WorkerProcess] = frozenset()  # on the page before the round began
+        self._round_offset = 0  # offset in the event log at which the round begins
+        # Workers that were on the progress page before the round began.
+        self._stale_workers: frozenset[WorkerProcess] = frozenset()
         self._end_reason = ""
-        self._last_verdict = FailureVerdict()  # of the last round in which any node failed
-        self._pending_traceback = ""  # of this node's failure in that round
+        self._last_verdict = FailureVerdict()  # verdict about the last round in which any node failed
+        self._pending_traceback = ""  # traceback of this node's failure in that round
         self._printed_traceback = ""
 
     def starts_without_progress(self, restarts: int) -> int:
@@ -162,39 +162,22 @@ class RestartController:
             plan += f" in {delay_s:g} s, because training made no progress"
         logger.info("%s%s.", describe_failure(root_cause), plan)
 
-    def after_rendezvous(
-        self,
-        *,
-        node_rank: int,
-        num_nodes: int,
-        generation: int,
-        membership_changed: bool = False,
-        nodes: Sequence[str] = (),
-        step: int = 0,
-        failures: Sequence[Failure] = (),
-    ) -> None:
+    def after_rendezvous(self, world: StartWorkers, *, membership_changed: bool = False) -> None:
         """Decide about the last round from all nodes' failures, then begin the next; its workers start now.
 
-        Args:
-            node_rank: this node's rank in the view.
-            num_nodes: how many nodes the view has.
-            generation: the view's generation.
-            membership_changed: whether agents joined or left since the last view.
-            nodes: names of the members.
-            step: the newest step that any member has finished.
-            failures: the last round's failures, collected by the leader.
+        ``membership_changed``: agents have joined or left since the last view.
 
         Raises:
             JobFailedError: the job is to end.
             NodeExcludedError: this node is to leave the job.
 
         """
-        self._world = restart.WorldSummary(tuple(nodes), step)
+        self._world = restart.WorldSummary(tuple(member.node for member in world.members), world.newest_step)
         if self._history:
-            self._judge_round(failures, membership_changed=membership_changed)
+            self._judge_round(world.failures, membership_changed=membership_changed)
         self._round += 1
-        self._num_nodes, self.node_rank, self.is_spare = num_nodes, node_rank, False
-        self._generation = generation
+        self._num_nodes, self.node_rank, self.is_spare = len(world.members), world.rank, False
+        self._generation = world.generation
         self._round_offset = file_size(self._events_path)
         # In a container every agent has the same pid, and the page may be on a volume that outlives the pod.
         self._stale_workers = frozenset(record.worker for record in self._read_progress())
@@ -206,11 +189,15 @@ class RestartController:
         # torchelastic passes its environment on to workers.
         os.environ[constants.ENV_MTBF_S] = f"{mtbf_s:.3f}"
         os.environ[constants.ENV_ROUND] = str(self._round)
-        os.environ[constants.ENV_GENERATION] = str(generation)
+        os.environ[constants.ENV_GENERATION] = str(world.generation)
         self._event_log.emit(
-            "round", round=self._round, node_rank=node_rank, num_nodes=num_nodes, generation=generation
+            "round",
+            round=self._round,
+            node_rank=world.rank,
+            num_nodes=self._num_nodes,
+            generation=world.generation,
         )
-        logger.info("generation %d: node %d of %d.", generation, node_rank, num_nodes)
+        logger.info("generation %d: node %d of %d.", world.generation, world.rank, self._num_nodes)
 
     def _judge_round(self, failures: Sequence[Failure], *, membership_changed: bool) -> None:
         own_root_cause = self._history[-1].verdict.root_cause
@@ -223,8 +210,8 @@ class RestartController:
             self._event_log.emit(
                 "verdict",
                 generation=self._generation,
-                causes=[asdict(failure) for failure in result.verdict.root_causes],
-                cascade=[asdict(failure) for failure in result.verdict.secondary_failures],
+                root_causes=[asdict(failure) for failure in result.verdict.root_causes],
+                secondary_failures=[asdict(failure) for failure in result.verdict.secondary_failures],
             )
             self._log_remote_root_cause(result.verdict.root_cause, own_root_cause)
         decision = restart.decide_restart(self._history, self._limits, self._world)

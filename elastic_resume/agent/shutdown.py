@@ -22,14 +22,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from elastic_resume import constants
-from elastic_resume.agent.workers.supervisor import (
-    read_drain_signals,
-    read_grace_s,
-    restore_default_handlers,
-)
+from elastic_resume.agent.workers.supervisor import read_drain_signals, read_grace_s
+from elastic_resume.background import BackgroundThread
 from elastic_resume.events import EventLog
 from elastic_resume.policy import requeue
 from elastic_resume.policy.requeue import (
@@ -41,7 +39,7 @@ from elastic_resume.policy.requeue import (
 )
 from elastic_resume.schedulers import slurm
 from elastic_resume.schedulers.environment import SchedulerContext
-from elastic_resume.schedulers.preemption import NoticeQueryError, NoticeSource, PreemptionNotice
+from elastic_resume.schedulers.preemption import NoticeQueryError, NoticeSource
 
 logger = logging.getLogger(__name__)
 
@@ -70,14 +68,19 @@ class ShutdownController:
         self._requeue_disabled = requeue_mode == "off"
         self._event_log = event_log
         self._drain_signal = (read_drain_signals() or [signal.SIGTERM])[0]
-        self._drain_request = ""  # the cause of a drain that no foreign signal started
-        self._node_only = False  # the cause concerns this node, and the job goes on
-        self._pending_signal: int | None = None  # a signal that came while it had no handler
+        self._drain_request = ""  # the cause of a drain that this agent started itself
+        self._node_only = False  # the cause concerns this node only; the job continues
+        self._pending_signal: int | None = None  # a signal that arrived before its handler was set
         self._first_signal: int | None = None  # the signal that began the end
         self._lock = threading.Lock()
-        self._closed = threading.Event()
+        self._thread = BackgroundThread("elastic-resume-shutdown", self._poll)
+        self._started_at = time.time()
+        self._end_time: float | None = None  # end of the Slurm job, in seconds since the epoch
+        # Nodes query one after the other: a controller must not get all queries in one moment.
+        self._query_delay_s = min(MAX_QUERY_DELAY_S, scheduler_context.node_index / 50)
+        self._queried_at = time.monotonic() - END_TIME_QUERY_INTERVAL_S + self._query_delay_s
         self._known_commit_s = 0.0
-        self.last_commit_s: Callable[[], float] = lambda: 0.0  # how long the last commit took
+        self.last_commit_s: Callable[[], float] = lambda: 0.0  # returns the duration of the last commit
 
     # ---- causes ----------------------------------------------------------------------------------------
 
@@ -103,18 +106,17 @@ class ShutdownController:
                 return
             self._first_signal = int(signal_number)
         cause = self._drain_cause() or signal.Signals(signal_number).name
-        self._event_log.emit("drain", cause=cause, alone=self._node_only)
+        self._event_log.emit("drain", cause=cause, others_continue=self._node_only)
 
     @contextlib.contextmanager
     def handle_signals(self) -> Iterator[None]:
         """Keep drain signals from killing the agent, and watch its time limit, within the context."""
         previous = {number: signal.signal(number, self._record_signal) for number in read_drain_signals()}
-        self._pending_signal = restore_default_handlers(previous)
-        threading.Thread(target=self._run, name="elastic-resume-shutdown", daemon=True).start()
+        self._thread.start()
         try:
             yield
         finally:
-            self._closed.set()
+            self._thread.request_close()
             for number, action in previous.items():
                 if signal.getsignal(number) == self._record_signal:
                     signal.signal(number, action)
@@ -124,44 +126,38 @@ class ShutdownController:
         del frame
         self._pending_signal = signal_number
 
-    def _run(self) -> None:
-        """Send pending signals again, and drain ahead of Slurm's time limit."""
-        # Nodes query one after the other: a controller must not get all queries in one moment.
-        spread_s = min(MAX_QUERY_DELAY_S, self._scheduler_context.node_index / 50)
-        started_at, poll_s = time.time(), POLL_INTERVAL_S
-        queried_at = time.monotonic() - END_TIME_QUERY_INTERVAL_S + spread_s
-        end_time: float | None = None
-        while not self._closed.wait(poll_s):
-            self._resend_pending_signal()
-            is_ending = bool(self._drain_request) or self._first_signal is not None
-            if self._scheduler_context.scheduler != "slurm" or is_ending:
-                poll_s = POLL_INTERVAL_S
-                continue
-            remaining_s = self._remaining_s(started_at, end_time)
-            age_s = time.monotonic() - queried_at
-            is_near = remaining_s < END_TIME_RECHECK_S + spread_s
-            if age_s > END_TIME_QUERY_INTERVAL_S or (is_near and age_s > END_TIME_RECHECK_S + spread_s):
-                end_time, queried_at = self._query_end_time(end_time), time.monotonic()
-                remaining_s = self._remaining_s(started_at, end_time)
-            if remaining_s <= 0:
-                logger.info("the time limit is near: this node drains.")
-                self._request_drain(DEADLINE, node_only=False)
-            poll_s = min(POLL_INTERVAL_S, max(0.01, remaining_s))
+    def _poll(self) -> float:
+        """Send a pending signal again, and drain ahead of Slurm's time limit; return the seconds to wait."""
+        self._resend_pending_signal()
+        is_ending = bool(self._drain_request) or self._first_signal is not None
+        if self._scheduler_context.scheduler != "slurm" or is_ending:
+            return POLL_INTERVAL_S
+        remaining_s = self._remaining_s()
+        recheck_s = END_TIME_RECHECK_S + self._query_delay_s
+        max_age_s = recheck_s if remaining_s < recheck_s else END_TIME_QUERY_INTERVAL_S
+        if time.monotonic() - self._queried_at > max_age_s:
+            self._end_time, self._queried_at = self._query_end_time(), time.monotonic()
+            remaining_s = self._remaining_s()
+        if remaining_s <= 0:
+            logger.info("the time limit is near: this node drains.")
+            self._request_drain(DEADLINE, node_only=False)
+        return min(POLL_INTERVAL_S, max(0.01, remaining_s))
 
-    def _remaining_s(self, started_at: float, end_time: float | None) -> float:
+    def _remaining_s(self) -> float:
         """Return how many seconds are left until this node must drain."""
-        if end_time is None:
+        if self._end_time is None:
             return math.inf
         with contextlib.suppress(AttributeError):  # the agent is closing and has released the slots
             self._known_commit_s = self.last_commit_s()
-        margin_s = requeue.drain_margin_s(read_grace_s(), self._known_commit_s, end_time - started_at)
-        return end_time - time.time() - margin_s
+        job_s = self._end_time - self._started_at
+        margin_s = requeue.drain_margin_s(read_grace_s(), self._known_commit_s, job_s)
+        return self._end_time - time.time() - margin_s
 
-    def _query_end_time(self, previous: float | None) -> float | None:
+    def _query_end_time(self) -> float | None:
         """Ask Slurm when the job ends (seconds since the epoch); keep the last answer if it gives none."""
         end_time = slurm.query_end_time(self._scheduler_context.requeue_id)
         if end_time is None:
-            return previous if previous is not None else self._scheduler_context.deadline
+            return self._end_time if self._end_time is not None else self._scheduler_context.deadline
         return end_time if math.isfinite(end_time) else None
 
     def _resend_pending_signal(self) -> None:
@@ -226,7 +222,7 @@ class ShutdownController:
         """Requeue the job if ``decision`` says so; return the exit code, another one if it was cancelled."""
         if decision is None or self._scheduler_context.scheduler != "slurm":
             return exit_code
-        fields: dict[str, object] = {"action": decision.action.value, "why": decision.reason}
+        fields: dict[str, object] = {"action": decision.action.value, "reason": decision.reason}
         if decision.action is not RequeueAction.REQUEUE:
             self._event_log.emit("requeue", **fields)
             logger.info("not requeued by this node: %s.", decision.reason)
@@ -235,7 +231,12 @@ class ShutdownController:
         logger.info("%s: asking Slurm to requeue job %s.", decision.reason, job)
         result = slurm.request_requeue(job)
         self._event_log.emit(
-            "requeue", **fields, job=job, done=result.succeeded, tries=result.attempts, message=result.message
+            "requeue",
+            **fields,
+            job=job,
+            done=result.succeeded,
+            attempts=result.attempts,
+            message=result.message,
         )
         if result.succeeded:
             logger.info("job %s is requeued.", job)
@@ -322,61 +323,50 @@ def watch_stop_signals(
 
 @contextlib.contextmanager
 def watch_preemption_notices(
-    sources: Sequence[NoticeSource],
-    *,
-    log: Callable[[str], None],
-    emit: Callable[..., Any],
-    drain: Callable[[], None],
+    sources: Sequence[NoticeSource], *, emit: Callable[..., Any], drain: Callable[[], None]
 ) -> Iterator[None]:
     """Poll each source of preemption notices in a thread of its own, within the context.
 
-    The first notice emits an event and calls ``drain`` once; the other threads stop. A query that fails is
-    logged once and repeated.
-
-    Args:
-        sources: from `preemption.parse_sources`.
-        log: takes one line for people.
-        emit: takes an event's kind and fields.
-        drain: drains this node; called in a thread.
-
+    The first notice emits an event and calls ``drain`` once; then polling ends. A query that fails is logged
+    once and repeated.
     """
-    closed = threading.Event()
     lock = threading.Lock()
+    failed_sources: set[str] = set()
 
-    def handle_notice(source: NoticeSource, notice: PreemptionNotice) -> None:
+    def poll_source(source: NoticeSource) -> float | None:
+        notice = source.poll()
+        if notice is None:
+            return source.poll_interval_s
         with lock:
-            if closed.is_set():
-                return
-            closed.set()
+            if threads[0].is_closing:
+                return None
+            for thread in threads:
+                thread.request_close()
         emit("preemption-notice", source=source.name, reason=notice.reason, deadline=notice.deadline)
         when = "" if notice.deadline is None else f", in {notice.deadline - time.time():.0f} s"
-        log(
-            f"preemption notice ({source.name}): {notice.reason}{when}: "
-            "this node commits its newest step and leaves."
+        logger.info(
+            "preemption notice (%s): %s%s: this node commits its newest step and leaves.",
+            source.name,
+            notice.reason,
+            when,
         )
         drain()
+        return None
 
-    def poll_source(source: NoticeSource) -> None:
-        failure_logged = False
-        while not closed.is_set():
-            try:
-                notice = source.poll()
-            except Exception as error:  # noqa: BLE001 - a thread that ends would never see the notice
-                notice = None
-                if not failure_logged:
-                    failure_logged = True
-                    reason = str(error) if isinstance(error, NoticeQueryError) else repr(error)
-                    log(
-                        f"--preemption-notice {source.name}: {reason}. It is polled again; "
-                        "further errors are not logged."
-                    )
-            if notice is not None:
-                handle_notice(source, notice)
-                return
-            closed.wait(source.poll_interval_s)
+    def log_error(source: NoticeSource, error: Exception) -> None:
+        if source.name not in failed_sources:
+            failed_sources.add(source.name)
+            reason = str(error) if isinstance(error, NoticeQueryError) else repr(error)
+            text = "--preemption-notice %s: %s. It is polled again; further errors are not logged."
+            logger.warning(text, source.name, reason)
 
     threads = [
-        threading.Thread(target=poll_source, args=(source,), name=f"notice-{source.name[:20]}", daemon=True)
+        BackgroundThread(
+            f"notice-{source.name[:20]}",
+            partial(poll_source, source),
+            retry_s=source.poll_interval_s,
+            on_error=partial(log_error, source),
+        )
         for source in sources
     ]
     for thread in threads:
@@ -384,6 +374,7 @@ def watch_preemption_notices(
     try:
         yield
     finally:
-        closed.set()
         for thread in threads:
-            thread.join(NOTICE_CLOSE_TIMEOUT_S)  # a poll in progress may take longer
+            thread.request_close()
+        for thread in threads:
+            thread.close(NOTICE_CLOSE_TIMEOUT_S)  # a poll in progress may take longer

@@ -8,6 +8,7 @@ snapshot first, if the disk accepts it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,11 +21,12 @@ from elastic_resume.errors import ElasticResumeError, MachineError
 from elastic_resume.policy.divergence import describe_divergence
 from elastic_resume.rendezvous.client import RendezvousClient
 from elastic_resume.rendezvous.core.messages import ReplicasDiverged
-from elastic_resume.snapshot.committer import CheckpointCommitter
-from elastic_resume.snapshot.digests import SnapshotDigester
+from elastic_resume.snapshot.committer import CheckpointCommitter, SnapshotDigester
 from elastic_resume.snapshot.ipc import SnapshotServer
 from elastic_resume.snapshot.slot_pool import SlotPool
 from elastic_resume.snapshot.slots import decode_snapshot_id
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,7 @@ class SnapshotService:
     committer: CheckpointCommitter
     digester: SnapshotDigester
 
-    def start_replica_comparison(
-        self, client: RendezvousClient, *, log: Callable[[str], None], emit: Callable[..., Any]
-    ) -> None:
+    def start_replica_comparison(self, client: RendezvousClient, emit: Callable[..., Any]) -> None:
         """Compare this node's state with the other nodes' state, through ``client``, from now on.
 
         If this node has diverged and the job continues, its later snapshots of that generation are
@@ -62,22 +62,20 @@ class SnapshotService:
                 step=verdict.step,
                 agreed_step=verdict.agreed_step,
                 nodes=[list(group) for group in verdict.groups],
-                wrong=list(verdict.diverged),
-                goes_on=report.continues_from_majority,
+                diverged_nodes=list(verdict.diverged),
+                continues_from_majority=report.continues_from_majority,
             )
             if not report.continues_from_majority:
-                return  # the message at the job's end says it
-            log(describe_divergence(verdict, continues=True))
+                return  # the message at the end of the job reports it
+            logger.warning(describe_divergence(verdict, continues=True))
             if client.node in verdict.diverged:
                 worker_generation = worker_generations.get(report.generation, report.generation)
                 try:
                     committer.distrust_after(worker_generation, verdict.agreed_step)
                 except ElasticResumeError as error:
                     # The next generation compares the states it resumed from, and finds the difference again.
-                    log(
-                        f"diverged checkpoints after step {verdict.agreed_step} of generation "
-                        f"{worker_generation} could not be set aside: {error}"
-                    )
+                    text = "diverged checkpoints after step %d of generation %d could not be set aside: %s"
+                    logger.warning(text, verdict.agreed_step, worker_generation, error)
 
         client.set_divergence_handler(handle_divergence)
         digester.on_digest = send_digest
@@ -86,19 +84,14 @@ class SnapshotService:
 
 @contextlib.contextmanager
 def serve_snapshots(
-    node_dir: Path, settings: Settings, *, log: Callable[[str], None], emit: Callable[..., Any]
+    node_dir: Path, settings: Settings, emit: Callable[..., Any]
 ) -> Iterator[SnapshotService]:
     """Serve snapshots within the context; workers find the service by their environment.
 
-    Args:
-        node_dir: the node's directory, claimed by this process.
-        settings: the job's settings.
-        log: takes one line for people.
-        emit: takes an event's kind and fields.
-
+    This process owns ``node_dir``. ``emit`` takes an event's kind and fields.
     """
-    slot_pool = SlotPool(settings.snapshot_memory, log=log)
-    committer = CheckpointCommitter(node_dir, settings.run_id, slot_pool, log=log, emit=emit)
+    slot_pool = SlotPool(settings.snapshot_memory)
+    committer = CheckpointCommitter(node_dir, settings.run_id, slot_pool, emit=emit)
     digester = SnapshotDigester(slot_pool)
     server = SnapshotServer(committer)
     os.environ[constants.ENV_COMMITTER] = server.socket_name
@@ -111,10 +104,11 @@ def serve_snapshots(
     finally:
         os.environ.pop(constants.ENV_COMMITTER, None)
         os.environ.pop(constants.ENV_SLOTS, None)
-        with contextlib.suppress(MachineError):  # the committer has logged it
+        with contextlib.suppress(MachineError):  # the committer has logged the error
             committer.commit()
         if committer.last_error:
-            log(f"the newest snapshot was not committed and is lost with this agent: {committer.last_error}")
+            text = "the newest snapshot was not committed and is lost with this agent: %s"
+            logger.error(text, committer.last_error)
         server.close()
         digester.close()
         committer.close()

@@ -1,4 +1,4 @@
-"""Collects the state of this node's workers in a hang: Python stacks, pending collectives, kernel state.
+"""Collect the state of this node's workers in a hang: Python stacks, pending collectives, data from /proc.
 
 The worker offers two descriptors on the progress page. A byte into the request pipe makes a Python thread of
 the worker write one line of JSON about collectives (`training/heartbeat.py`); a worker that holds the GIL
@@ -8,7 +8,8 @@ cannot answer. `STACKS_SIGNAL` makes the interpreter write the stacks of all thr
     request to all workers --ANSWER_TIMEOUT_S--> answers
     STACKS_SIGNAL to workers that answered, then to the others --STACKS_TIMEOUT_S each--> stacks
 
-A stopped worker has to run for a moment to answer, and is stopped again. The caller means to kill it.
+A worker that SIGSTOP has stopped is continued for a moment so that it can answer, and then stopped again. The
+caller is about to kill it, so this does no harm.
 
 Invariants: every signal and every read is for the process that started at the time in its record, so a
 recycled process ID is never hit. A collection takes less than three seconds, whatever the processes do.
@@ -31,9 +32,9 @@ from elastic_resume.snapshot.progress_page import STACKS_SIGNAL, ProgressRecord
 
 ANSWER_TIMEOUT_S = 0.5  # a healthy interpreter passes its GIL on after 5 ms
 STACKS_TIMEOUT_S = 0.6
-MIN_CPU_SAMPLE_S = 0.05  # between two readings of the CPU time of a process
+MIN_CPU_SAMPLE_S = 0.05  # minimum time between two readings of a process's CPU time
 POLL_INTERVAL_S = 0.005
-MAX_STACK_BYTES = 128 * 1024  # per rank; faulthandler writes at most 100 threads of 100 levels
+MAX_STACK_BYTES = 128 * 1024  # limit for one rank; faulthandler writes at most 100 threads of 100 levels
 MAX_CHILDREN = 20
 MAX_KERNEL_LINES = 20
 _STACKS_MEMFD = "/memfd:elastic_resume-stacks"
@@ -65,13 +66,7 @@ def kill(record: ProgressRecord) -> bool:
 def collect_rank_states(
     records: Sequence[ProgressRecord], is_stalled: Callable[[ProgressRecord], bool]
 ) -> list[RankState]:
-    """Collect the state of all ranks at once.
-
-    Args:
-        records: the records of the ranks of this node.
-        is_stalled: whether a rank makes no progress.
-
-    """
+    """Collect the state of all ranks at once. ``is_stalled``: whether a rank makes no progress."""
     queries = [_RankQuery(record) for record in records]
     start = time.monotonic()
     for query in queries:
@@ -239,9 +234,8 @@ def _sample_process(record: ProgressRecord) -> _ProcessSample | None:
     """Read the state of the record's process; None if it has ended."""
     pid = record.worker.pid
     try:
-        fields = (
-            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        )  # from field 3 on, see proc(5)
+        # From field 3 on, see proc(5).
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if int(fields[19]) != record.worker.start_ticks:
             return None
         cpu_ns = int((_read_proc_line(record, "schedstat") or "0").split()[0])

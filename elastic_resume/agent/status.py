@@ -22,16 +22,13 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from elastic_resume import constants
-from elastic_resume.checkpoint.atomic_io import DISK, Disk
-from elastic_resume.errors import MachineError
-from elastic_resume.events import Event, age_s, get_count, parse_line
+from elastic_resume.events import Event, age_s, get_count, get_seconds, parse_line
 from elastic_resume.policy.incidents import RECOVERY_BUCKETS_S, IncidentTracker
 from elastic_resume.rendezvous.client import RendezvousClient
 from elastic_resume.rendezvous.core.events import DeliverPeerStatus
@@ -45,24 +42,20 @@ from elastic_resume.snapshot.slots import SlotState, decode_snapshot_id
 logger = logging.getLogger(__name__)
 
 UPDATE_INTERVAL_S = 1.0
-DOCUMENT_MAX_AGE_S = 0.3  # how long a rendered document is served again
+DOCUMENT_MAX_AGE_S = 0.3  # a rendered document is served again for this time
 CLOSE_TIMEOUT_S = 2.0
 MAX_SLOT_READS = 3
 RATE_WINDOW_S = 10.0  # steps per second are averaged over this time, within one generation
 MAX_LISTED_INCIDENTS = 10
 STALE_NODE_S = 60.0  # a node outside the view is dropped from the document after this time without a status
 MAX_GENERATION_LEAD = 8  # a peer's events may be this far ahead of the newest generation known here
-MAX_RECEIVED_BYTES = 8 << 20  # peers' events that wait for a slow disk
-MAX_OWN_LINES = 1000  # this process's events between two updates; it writes a few in a second
-MAX_READ_BYTES = 1 << 20  # of the event log, in one update
+MAX_RECEIVED_BYTES = 8 << 20  # limit of peers' events that wait for a slow disk
+MAX_OWN_LINES = 1000  # limit of this process's events between two updates; it writes a few each second
+MAX_READ_BYTES = 1 << 20  # limit of the event log that one update reads
 MAX_PEERS_BYTES = 16 << 20
-# Between two attempts to write: a full disk accepts a part each time, and the part is given back.
-MIN_RETRY_DELAY_S = 1.0
-MAX_RETRY_DELAY_S = 30.0
 STEP_EVENT_INTERVAL_S = 60.0
 # Half a day of one rank: most lines are `step` events, at most ten a second and rank.
 MAX_HISTORY_BYTES = 64 << 20
-MAX_HISTORY_READ_S = 2.0
 # Events that a report needs and that are rare.
 FORWARDED_KINDS = frozenset({
     "agent-start", "round", "rendezvous", "fork-server-exit", "worker-exit", "hang", "hang-ended", "drain",
@@ -91,7 +84,6 @@ class StatusSampler:
         *,
         read_slot_states: Callable[[], list[SlotState]],
         describe_problem: Callable[[], str],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``describe_problem`` describes what is wrong with the node's disk or memory; "" for nothing."""
         self._progress_page_path = node_dir / constants.PROGRESS_FILE
@@ -99,11 +91,10 @@ class StatusSampler:
         self._local_world_size = local_world_size
         self._read_slot_states = read_slot_states
         self._describe_problem = describe_problem
-        self._clock = clock
         self._steps: deque[tuple[float, int]] = deque()
         self._generation = 0
-        self._snapshot: tuple[int, float] | None = None  # snapshot id, and when it was first seen
-        self._checkpoint: tuple[int, float] | None = None  # step, and when it was committed
+        self._snapshot: tuple[int, float] | None = None  # (snapshot id, time at which it was first seen)
+        self._checkpoint: tuple[int, float] | None = None  # (step, time of the commit)
         self._commits = self._commit_failures = self._commit_bytes = 0
         self._commit_s = 0.0
 
@@ -111,15 +102,15 @@ class StatusSampler:
         """Count this node's commits."""
         if event["event"] == "commit":
             self._commits += 1
-            self._commit_bytes += int(_parse_number(event.get("bytes")))
-            self._commit_s += _parse_number(event.get("seconds"))
-            self._checkpoint = (int(_parse_number(event.get("step"))), self._clock() - age_s(event))
+            self._commit_bytes += get_count(event, "bytes") or 0
+            self._commit_s += get_seconds(event, "seconds") or 0.0
+            self._checkpoint = (get_count(event, "step") or 0, time.monotonic() - age_s(event))
         elif event["event"] == "commit-failed":
             self._commit_failures += 1
 
     def sample(self, incidents: int) -> NodeStatus:
         """Return the node's status now; ``incidents`` is how many this node knows of."""
-        now = self._clock()
+        now = time.monotonic()
         records = [
             record
             for record in read_records(self._progress_page_path, self._local_world_size)
@@ -170,10 +161,6 @@ class StatusSampler:
         return (step - first_step) / (now - first_time) if now > first_time else 0.0
 
 
-def _parse_number(value: object) -> float:
-    return float(value) if isinstance(value, (int, float)) and 0 <= value < 1 << 53 else 0.0
-
-
 # ---- events on their way -----------------------------------------------------------------------------------
 
 
@@ -185,7 +172,7 @@ class EventTail:
 
     def __init__(self, path: Path) -> None:
         """Begin at the present end of the file."""
-        self._path = path
+        self.path = path
         self._offset = self.start_offset = file_size(path)
         self._own_lines: deque[str] = deque(maxlen=MAX_OWN_LINES)
 
@@ -206,7 +193,7 @@ class EventTail:
     def _read_appended(self) -> list[str]:
         """Return the file's new complete lines; beyond `MAX_READ_BYTES` the oldest are skipped."""
         try:
-            with open(self._path, "rb") as file:
+            with open(self.path, "rb") as file:
                 end = os.fstat(file.fileno()).st_size
                 skips = end - self._offset > MAX_READ_BYTES
                 self._offset = end - MAX_READ_BYTES if skips else min(self._offset, end)
@@ -240,72 +227,37 @@ class EventFilter:
 
 
 class PeerEventLog:
-    """The file of peers' events; lines that the disk refuses wait in memory.
+    """The file of peers' events. Lines that the disk refuses are lost and counted."""
 
-    After a failed write the next attempt waits, twice as long each time. A successful write resets the delay.
-    A file that would exceed ``max_bytes`` loses its older half; so do the waiting lines.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        max_bytes: int = MAX_PEERS_BYTES,
-        disk: Disk = DISK,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, path: Path, max_bytes: int = MAX_PEERS_BYTES) -> None:
+        """``max_bytes`` is the limit of the file, and at least twice the size of an `append`."""
+        self.lost_lines = 0
         self._path = path
         self._max_bytes = max_bytes
-        self._disk = disk
-        self._clock = clock
-        self._unwritten: deque[bytes] = deque()
-        self._unwritten_bytes = 0
-        self._dropped = 0
-        self._retry_delay_s = 0.0
-        self._retry_at = float("-inf")
 
-    @property
-    def lost_lines(self) -> int:
-        """How many lines are not on the disk."""
-        return self._dropped + len(self._unwritten)
-
-    def append(self, lines: Iterable[str], *, is_last: bool = False) -> None:
-        """Append the lines, or keep them for a later attempt unless ``is_last``."""
-        for line in lines:
-            self._unwritten.append(line.encode(errors="replace") + b"\n")
-            self._unwritten_bytes += len(self._unwritten[-1])
-        while self._unwritten_bytes > self._max_bytes // 2:
-            self._unwritten_bytes -= len(self._unwritten.popleft())
-            self._dropped += 1
-        if not self._unwritten or (self._clock() < self._retry_at and not is_last):
-            return
-        if self._write():
-            self._unwritten.clear()
-            self._unwritten_bytes = 0
-            self._retry_delay_s = 0.0
-        else:
-            self._retry_delay_s = min(max(2 * self._retry_delay_s, MIN_RETRY_DELAY_S), MAX_RETRY_DELAY_S)
-            self._retry_at = self._clock() + self._retry_delay_s
-
-    def _write(self) -> bool:
-        """Write all waiting lines or none; return whether the disk has accepted them."""
+    def append(self, lines: Sequence[str]) -> None:
+        """Append all lines or none; a file that would grow beyond its limit loses its older half first."""
+        data = "".join(f"{line}\n" for line in lines).encode(errors="replace")
         size = file_size(self._path)
         try:
-            if size + self._unwritten_bytes > self._max_bytes:
-                self._halve(size)
-                size = file_size(self._path)
+            if size + len(data) > self._max_bytes:
+                size = self._drop_older_half()
             with open(self._path, "ab") as file:
-                file.write(b"".join(self._unwritten))
-        except (OSError, MachineError):
+                file.write(data)
+        except OSError:
+            self.lost_lines += len(lines)
             with contextlib.suppress(OSError):
                 os.truncate(self._path, size)
-            return False
-        return True
 
-    def _halve(self, size: int) -> None:
-        with open(self._path, "rb") as file:
-            file.seek(size - self._max_bytes // 2)
-            data = file.read(self._max_bytes // 2)
-        self._disk.write_atomic(self._path, data[data.find(b"\n") + 1 :])
+    def _drop_older_half(self) -> int:
+        """Rewrite the file in place, which works on a full disk too; return its new size in bytes."""
+        with open(self._path, "r+b") as file:
+            file.seek(-(self._max_bytes // 2), os.SEEK_END)
+            file.readline()  # the rest of a line whose start is dropped
+            newer = file.read()
+            file.seek(0)
+            file.write(newer)
+            return file.truncate()
 
 
 def parse_events(lines: Iterable[str]) -> Iterator[tuple[str, Event]]:
@@ -324,62 +276,30 @@ def file_size(path: Path) -> int:
         return 0
 
 
-# ---- incidents before this agent's start -------------------------------------------------------------------
+def load_past_incidents(path: Path, end_offset: int, max_bytes: int = MAX_HISTORY_BYTES) -> IncidentTracker:
+    """Return the incidents in a node's event log, so that a new leader counts from the job's beginning.
 
-
-def load_past_incidents(
-    node_dir: Path,
-    end_offset: int,
-    *,
-    max_bytes: int = MAX_HISTORY_BYTES,
-    max_read_s: float = MAX_HISTORY_READ_S,
-) -> IncidentTracker:
-    """Return the incidents in the node's files, so that a new leader counts from the job's beginning.
-
-    Args:
-        node_dir: the directory with the event log and with peers' events.
-        end_offset: where in the event log this agent's own events begin.
-        max_bytes: how much of each file is read, newest first; incidents before that are not counted.
-        max_read_s: how long reading may take in all.
-
+    This agent's own events begin at byte ``end_offset``. Of the log before, the last ``max_bytes`` are read.
     """
-    deadline = time.monotonic() + max_read_s
-    tracker, newest_generation = IncidentTracker(), 0
-    since = float("-inf") if end_offset <= max_bytes else float("inf")
-    for event in _read_past_events(node_dir / constants.EVENTS_FILE, end_offset, max_bytes, deadline):
-        since = min(since, event["t"])
-        newest_generation = max(newest_generation, get_count(event, "generation") or 0)
-        tracker.record(event)
-    for event in _read_past_events(node_dir / constants.PEER_EVENTS_FILE, None, max_bytes, deadline):
-        # Peers' events alone do not say why a generation ended, so skip the time that the own log misses.
-        if event["t"] >= since:
-            tracker.record(event, newest_generation)
+    tracker = IncidentTracker()
+    known_generation = b""  # of the last step event, as JSON; to parse all events would take seconds
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        if end_offset > max_bytes:
+            file.seek(end_offset - max_bytes)
+            file.readline()
+        offset = file.tell()
+        for line in file:
+            offset += len(line)
+            if offset > end_offset:
+                break
+            if known_generation and _STEP_MARKER in line and known_generation in line:
+                continue
+            event = parse_line(line)
+            if event is not None:
+                tracker.record(event)
+                if event["event"] == "step":
+                    known_generation = b'"generation":%d,' % (get_count(event, "generation") or 0)
     return tracker
-
-
-def _read_past_events(path: Path, end_offset: int | None, max_bytes: int, deadline: float) -> Iterator[Event]:
-    """Yield a log's events up to byte ``end_offset``; of each generation's steps only the first."""
-    known_generation = b""  # as JSON, of the last step that was yielded
-    try:
-        with open(path, "rb") as file:
-            end_offset = path.stat().st_size if end_offset is None else end_offset
-            if end_offset > max_bytes:
-                file.seek(end_offset - max_bytes)
-                file.readline()
-            offset = file.tell()
-            for line in file:
-                offset += len(line)
-                if offset > end_offset or time.monotonic() > deadline:
-                    return
-                if known_generation and _STEP_MARKER in line and known_generation in line:
-                    continue
-                event = parse_line(line)
-                if event is not None:
-                    yield event
-                    if event["event"] == "step":
-                        known_generation = b'"generation":%d,' % (get_count(event, "generation") or 0)
-    except OSError:
-        return
 
 
 # ---- the document ------------------------------------------------------------------------------------------
@@ -405,15 +325,8 @@ def build_status_document(
 
     A leader's document covers all nodes; a follower's covers itself and names the leader. The time to build
     it grows with the number of nodes, up to 10,000. Members may be added; any other change increases
-    `constants.STATUS_VERSION`.
-
-    Args:
-        view: the rendezvous as this agent sees it.
-        statuses: each node's last status, by name.
-        tracker: the incidents known here.
-        run_id: the job's name.
-        lost_event_lines: how many lines of peers' events did not arrive or are not on disk.
-
+    `constants.STATUS_VERSION`. ``statuses`` is by node name. ``lost_event_lines`` counts lines of peers that
+    did not arrive or are not on disk.
     """
     world, totals = view.view, tracker.totals()
     ranks = {member.node: rank for rank, member in enumerate(world.members)} if world else {}
@@ -428,7 +341,7 @@ def build_status_document(
         "t": round(time.time(), 3),
         "node": view.incarnation.node,
         "address": view.incarnation.address,
-        "leads": view.is_leader,
+        "is_leader": view.is_leader,
         "leader": _describe_member(view.leader) if view.leader else None,
         "generation": view.generation,
         "world": {
@@ -442,7 +355,7 @@ def build_status_document(
         "spares": list(view.spares),
         "missing": list(view.missing),
         "waiting": view.waiting_reason,
-        "over": view.end_reason,
+        "end_reason": view.end_reason,
         "step": furthest["step"] if furthest else max((int(node["step"]) for node in nodes), default=0),
         "steps_per_s": furthest["steps_per_s"] if furthest else 0.0,
         "nodes": nodes,
@@ -451,7 +364,7 @@ def build_status_document(
             "incidents": dict(totals.incidents),
             "recomputed_steps": totals.recomputed_steps,
             "recovery_bounds_s": list(RECOVERY_BUCKETS_S),
-            "recoveries": totals.recovery_buckets,
+            "recovery_counts": totals.recovery_buckets,
             "recovery_s": round(totals.recovery_s, 3),
         },
         "lost_event_lines": lost_event_lines,
@@ -499,7 +412,6 @@ class StatusReporter:
 
     def __init__(self, node_dir: Path, run_id: str, sampler: StatusSampler, event_tail: EventTail) -> None:
         self._run_id = run_id
-        self._node_dir = node_dir
         self._endpoint_file = node_dir / constants.AGENT_ENDPOINT_FILE
         self._sampler = sampler
         self._client: RendezvousClient | None = None
@@ -508,22 +420,22 @@ class StatusReporter:
         self._peer_events = PeerEventLog(node_dir / constants.PEER_EVENTS_FILE)
         self._tracker = IncidentTracker()
         self._statuses: dict[str, ReceivedStatus] = {}
-        self._received: deque[str] = deque()  # peers' lines that are not yet handled
+        self._received: deque[str] = deque()  # lines from peers that are not handled yet
         self._received_bytes = 0
-        self._newest_generation = 0  # that the rendezvous knows of
-        self._next_line: dict[str, int] = {}  # by incarnation of a peer: the number of its next line
+        self._newest_generation = 0  # the newest generation that the rendezvous knows
+        self._next_line: dict[str, int] = {}  # incarnation of a peer -> number of its next line
         self._lost_lines = 0
         self._last_document: tuple[float, bytes] = (float("-inf"), b"")
         self._last_error = ""
-        self._lock = threading.Lock()  # of what the rendezvous thread changes; held for microseconds only
-        self._document_lock = threading.Lock()  # of the tracker and the last document
+        self._lock = threading.Lock()  # guards what the rendezvous thread changes; held for microseconds
+        self._document_lock = threading.Lock()  # guards the tracker and the last document
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elastic-resume-status", daemon=True)
 
     def start(self, client: RendezvousClient, key: bytes) -> None:
         """Start to report through ``client``, and publish the read-only ``key`` for status clients."""
         self._client = client
-        with contextlib.suppress(OSError):  # those that must write to the disk report that it fails
+        with contextlib.suppress(OSError):  # other code, which depends on the disk, reports its failure
             _write_private(
                 self._endpoint_file,
                 {
@@ -583,7 +495,7 @@ class StatusReporter:
         is_last = False
         while not is_last:
             is_last = self._closing.wait(UPDATE_INTERVAL_S)
-            self._run_and_log_errors(partial(self._update, is_last=is_last))
+            self._run_and_log_errors(self._update)
         with contextlib.suppress(OSError):
             self._endpoint_file.unlink(missing_ok=True)
 
@@ -598,11 +510,11 @@ class StatusReporter:
                 )
 
     def _load_past_incidents(self) -> None:
-        tracker = load_past_incidents(self._node_dir, self._event_tail.start_offset)
+        tracker = load_past_incidents(self._event_tail.path, self._event_tail.start_offset)
         with self._document_lock:
             self._tracker = tracker
 
-    def _update(self, *, is_last: bool) -> None:
+    def _update(self) -> None:
         """Handle new events of this node and its peers, and send this node's status."""
         own_events = self._event_tail.read()
         with self._lock:
@@ -612,8 +524,8 @@ class StatusReporter:
         try:
             self._record_events(own_events, peer_events, max_generation)
             self._send_status(own_events)
-        finally:  # an error must not have the lines written twice, or not at all
-            self._peer_events.append((line for line, _ in peer_events), is_last=is_last)
+        finally:  # also after a bug in this package
+            self._peer_events.append([line for line, _ in peer_events])
 
     def _record_events(
         self, own_events: list[tuple[str, Event]], peer_events: list[tuple[str, Event]], max_generation: int

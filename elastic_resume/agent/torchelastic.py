@@ -40,9 +40,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torch.distributed.run import config_from_args, get_args_parser
 
-from elastic_resume import config, constants
-from elastic_resume.agent import validation
-from elastic_resume.agent.options import fill_from_scheduler
+from elastic_resume import config
+from elastic_resume.agent import options
 from elastic_resume.agent.restart_controller import RestartController
 from elastic_resume.agent.status import StatusReporter
 from elastic_resume.agent.workers.lease_page import LeasePage
@@ -58,7 +57,7 @@ from elastic_resume.rendezvous.endpoint import Endpoint, open_listen_endpoint
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
 from elastic_resume.rendezvous.net.protocol import derive_status_key
 from elastic_resume.schedulers.environment import SchedulerContext
-from elastic_resume.schedulers.shared_dir import SharedDir
+from elastic_resume.schedulers.slurm import SharedDir
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +131,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         self._store_server = None
         self._store_server = _start_store_server(self._host)
         join_spec = JoinSpec(
-            _format_address(self._host, self._store_server.port),
+            str(Endpoint(self._host, self._store_server.port)),
             self._local_world_size,
             self._node_order,
             newest_step,
@@ -144,15 +143,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
         if world.rank != 0:
             self._store_server = None  # only the store of rank 0 is used
         self._world = world
-        self._controller.after_rendezvous(
-            node_rank=world.rank,
-            num_nodes=len(world.members),
-            generation=world.generation,
-            membership_changed=last_world is None or set(last_world.members) != set(world.members),
-            nodes=[member.node for member in world.members],
-            step=world.newest_step,
-            failures=world.failures,
-        )
+        changed = last_world is None or set(last_world.members) != set(world.members)
+        self._controller.after_rendezvous(world, membership_changed=changed)
         os.environ[ENV_WORKERS_IDENTICAL] = str(int(len(set(world.workers_per_node)) == 1))
         store: Any = _RoundStore(_create_rank_store(world.workers_per_node), self._client)
         bootstrap = RendezvousStoreInfo(*_split_address(world.store_address))
@@ -242,10 +234,6 @@ def _start_store_server(host: str) -> TCPStore:
         ) from error
 
 
-def _format_address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 @dataclass(frozen=True)
 class RendezvousSession:
     """This node's membership: its client, its address for workers, its place in the scheduler's order."""
@@ -267,15 +255,9 @@ def open_rendezvous(
 ) -> Iterator[RendezvousSession]:
     """Listen for other nodes and hold this node's membership within the context.
 
-    However the context ends, short of SIGKILL, the other nodes are told that this node leaves.
-
-    Args:
-        rendezvous_config: the job's settings.
-        node_dir: claimed by this process; the directory's name is the node's.
-        lease_page: the lease of this node's workers, which the rendezvous renews from now on.
-        scheduler_context: what the scheduler says about this node.
-        on_log: takes each event of the rendezvous, in a thread of its own.
-        status_reporter: runs as long as the membership.
+    However the context ends, short of SIGKILL, the other nodes are told that this node leaves. The name of
+    ``node_dir`` is the node's, and this process owns it. ``on_log`` takes each event of the rendezvous, in a
+    thread of its own.
 
     Raises:
         ConfigError: an address is wrong, or another program uses its port.
@@ -288,10 +270,7 @@ def open_rendezvous(
         rendezvous_config.endpoints,
         rendezvous_config.local_addr,
         single_node=rendezvous_config.max_nodes == 1,
-        log=logger.info,
     )
-    if listen_endpoint.warning:
-        logger.warning(listen_endpoint.warning)
     if not rendezvous_config.has_user_token and rendezvous_config.max_nodes > 1:
         logger.warning(
             "no token is set: any host that reaches this node's port and knows the job's name can join. Set "
@@ -324,9 +303,8 @@ def open_rendezvous(
 class LaunchSpec:
     """What `run_workers` starts, and the settings of its rendezvous.
 
-    ``worker_command`` is for the fork server; it is None if workers start cold, and ``cold_start_reason``
-    says why (empty if the user asked for it). ``shared_dir`` is a directory that all nodes of a Slurm job
-    see. ``notice`` lists flags of torch's rendezvous that have another meaning here.
+    ``worker_command`` is for the fork server; it is None if workers start cold. ``shared_dir`` is a directory
+    that all nodes of a Slurm job see.
     """
 
     config: LaunchConfig
@@ -334,9 +312,7 @@ class LaunchSpec:
     args: list[str]
     rendezvous_config: RendezvousConfig
     worker_command: list[str] | None = None
-    cold_start_reason: str = ""
     shared_dir: SharedDir | None = None
-    notice: str = ""
 
 
 def build_parser() -> config.Parser:
@@ -361,21 +337,23 @@ def prepare_launch(
 ) -> Iterator[LaunchSpec]:
     """Check ``args`` and build a `LaunchSpec` from them, valid within the context.
 
+    Flags with another meaning than torchrun's are logged.
+
     Raises:
         ConfigError: a value is wrong, or the script does not exist.
 
     """
     args = argparse.Namespace(**vars(args))
-    validation.check_script(args)
+    options.check_script(args)
     args.rdzv_id = run_id
     # torchrun's parser has used PET_* variables as defaults.
     given_flags = given_flags | {
         name.removeprefix("PET_").lower() for name in os.environ if name.startswith("PET_")
     }
-    filled = fill_from_scheduler(args, given_flags, scheduler_context)
+    filled = options.fill_from_scheduler(args, given_flags, scheduler_context)
     given_flags = set(filled.given_flags)
-    one_node = validation.parse_nnodes(args.nnodes) == (1, 1)
-    notice = _choose_rendezvous(args, given_flags, one_node=one_node)
+    one_node = options.parse_nnodes(args.nnodes) == (1, 1)
+    _choose_rendezvous(args, given_flags, one_node=one_node)
     if "max_restarts" not in given_flags:
         args.max_restarts = UNLIMITED_RESTARTS
     if "monitor_interval" not in given_flags:
@@ -388,43 +366,45 @@ def prepare_launch(
             config, entrypoint, entrypoint_args = config_from_args(args)
         except (AssertionError, RuntimeError, ValueError, OSError) as error:
             raise ConfigError(str(error) or f"torchrun rejects these flags: {error!r}") from error
-        validation.check_launch_config(config)
+        options.check_launch_config(config)
         _check_event_log_handler(config)
         ignored = sorted(TORCH_RENDEZVOUS_KEYS & config.rdzv_configs.keys() - {"timeout"})
         if ignored:
-            notice = f"{notice} --rdzv-conf {', '.join(ignored)}: ignored.".lstrip()
+            logger.info("--rdzv-conf %s: ignored.", ", ".join(ignored))
         rendezvous_config = _read_rendezvous_config(config, args, given_flags)
         _configure_drain(config, args)
-        cold_start_reason = validation.cold_start_reason(args, entrypoint)
+        cold_start_reason = options.cold_start_reason(args, entrypoint)
         worker_command = None
+        if isinstance(entrypoint, str) and not cold_start_reason and not args.no_warm:
+            worker_command = [entrypoint, *entrypoint_args]
+        if cold_start_reason:
+            logger.info("workers start cold: %s.", cold_start_reason)
         if isinstance(entrypoint, str):
-            if not cold_start_reason and not args.no_warm:
-                worker_command = [entrypoint, *entrypoint_args]
             # "${local_rank}" is a macro of torchelastic.
             shim = ["-I", "-S", str(LAUNCHER_SHIM_PATH), "${local_rank}"]
             entrypoint_args = [*shim, entrypoint, *entrypoint_args]
             entrypoint = sys.executable
         yield LaunchSpec(
-            config,
-            entrypoint,
-            entrypoint_args,
-            rendezvous_config,
-            worker_command,
-            cold_start_reason,
-            filled.shared_dir,
-            notice,
+            config, entrypoint, entrypoint_args, rendezvous_config, worker_command, filled.shared_dir
         )
+
+
+def _check_event_log_handler(config: LaunchConfig) -> None:
+    try:
+        get_logging_handler(config.event_log_handler)
+    except KeyError as error:
+        raise ConfigError(
+            f"--event-log-handler is {config.event_log_handler!r}, which torch does not have."
+        ) from error
 
 
 def _configure_drain(config: LaunchConfig, args: argparse.Namespace) -> None:
     """Let torchelastic handle the drain signals too, and give supervisors time to end workers."""
     if hasattr(config, "signals_to_handle"):
         signals = [name.strip() for name in config.signals_to_handle.split(",") if name.strip()]
-        drain_signals = validation.parse_drain_signals(
-            args.drain_signals or os.environ.get(constants.ENV_DRAIN_SIGNALS)
-        )
+        drain_signals = options.parse_drain_signals(args.drain_signals)
         config.signals_to_handle = ",".join(dict.fromkeys([*signals, *drain_signals]))
-    grace_s = validation.resolve_grace_s(args, os.environ)
+    grace_s = options.resolve_grace_s(args, os.environ)
     timeout_s = getattr(config, "shutdown_timeout", None)
     if grace_s is not None and timeout_s is not None:
         # torchelastic kills launcher shims after it; they end some seconds after their workers.
@@ -476,8 +456,9 @@ def run_workers(spec: LaunchSpec, controller: RestartController, session: Rendez
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    if session.client.job_failure:
-        raise JobFailedError(session.client.job_failure)
+    job_end = session.client.job_end
+    if job_end is not None and job_end.failed:
+        raise JobFailedError(job_end.reason)
 
 
 @contextlib.contextmanager
@@ -532,8 +513,8 @@ def _flag_to_dest(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-def _choose_rendezvous(args: argparse.Namespace, given_flags: set[str], *, one_node: bool) -> str:
-    """Fill in the endpoint of our rendezvous; return a notice if the flags name torch's own.
+def _choose_rendezvous(args: argparse.Namespace, given_flags: set[str], *, one_node: bool) -> None:
+    """Fill in the endpoint of our rendezvous; log a line if the flags name torch's own.
 
     A single node without an endpoint listens on the loopback address only.
     """
@@ -560,19 +541,9 @@ def _choose_rendezvous(args: argparse.Namespace, given_flags: set[str], *, one_n
             f"--nnodes is {args.nnodes}, so nodes need an endpoint: give --rdzv-endpoint HOST,HOST,… with "
             "the same value on each node. Name some of the nodes, such as three; the job outlives each one."
         )
-    if backend == RENDEZVOUS_BACKEND and not by_master:
-        return ""
-    flag = "--master-addr" if by_master and backend == RENDEZVOUS_BACKEND else f"--rdzv-backend {backend}"
-    return f"{flag}: nodes meet in elastic_resume's own rendezvous, at {args.rdzv_endpoint}."
-
-
-def _check_event_log_handler(config: LaunchConfig) -> None:
-    try:
-        get_logging_handler(config.event_log_handler)
-    except KeyError as error:
-        raise ConfigError(
-            f"--event-log-handler is {config.event_log_handler!r}, which torch does not have."
-        ) from error
+    if backend != RENDEZVOUS_BACKEND or by_master:
+        flag = "--master-addr" if backend == RENDEZVOUS_BACKEND else f"--rdzv-backend {backend}"
+        logger.info("%s: nodes meet in elastic_resume's own rendezvous, at %s.", flag, args.rdzv_endpoint)
 
 
 def _filter_torchelastic_logs() -> None:

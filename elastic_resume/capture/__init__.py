@@ -1,1 +1,1 @@
-"""Copies the state into slots while training continues."""
+"""Copy the state into slots while training continues."""

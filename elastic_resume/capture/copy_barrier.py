@@ -1,4 +1,4 @@
-"""Keeps a background copy and ``optimizer.step()`` apart: the copy barrier.
+"""Delay ``optimizer.step()`` until the background copy has read the parameters: the copy barrier.
 
 A snapshot is copied while forward and backward run. The barrier is a hook before each ``optimizer.step()``.
 It waits until the copy has read its sources. `OverlapRule` decides which tensors may be copied that way:
@@ -42,8 +42,8 @@ class CopyBarrier(Generic[T]):
         self._step = -1
         self._hooked_ids: set[int] = set()  # ids of optimizers that stepped since the last step boundary
         self._background_copy: T | None = None
-        self.skipped_optimizers: list[Optimizer] = []  # whose hook did not run in the last step
-        self.all_hooks_ran = False  # in the last step
+        self.skipped_optimizers: list[Optimizer] = []  # optimizers whose hook did not run in the last step
+        self.all_hooks_ran = False  # whether the hooks of all optimizers ran in the last step
 
     @property
     def unprotected_addresses(self) -> Collection[int] | None:
@@ -51,11 +51,8 @@ class CopyBarrier(Generic[T]):
         if len(self.skipped_optimizers) == len(self._optimizers):
             return None
         others = [optimizer for optimizer in self._optimizers if optimizer not in self.skipped_optimizers]
-        return (
-            set[int]()
-            .union(*map(_collect_addresses, self.skipped_optimizers))
-            .difference(*map(_collect_addresses, others))
-        )
+        unprotected = set[int]().union(*map(_collect_addresses, self.skipped_optimizers))
+        return unprotected.difference(*map(_collect_addresses, others))
 
     @property
     def has_hooks(self) -> bool:
@@ -71,7 +68,7 @@ class CopyBarrier(Generic[T]):
 
         A script may skip an optimizer's step on purpose, as a GradScaler does after an overflow.
         """
-        if step == self._step:  # the last step of an epoch ends twice
+        if step == self._step:  # the last step of an epoch reaches a boundary twice
             return None
         self._step = step
         self.skipped_optimizers = [
@@ -168,12 +165,13 @@ def _is_hookable(optimizer: Optimizer) -> bool:
 
 
 def _collect_addresses(optimizer: Optimizer) -> set[int]:
-    """Return the addresses of an optimizer's parameters and state."""
+    """Return the addresses of an optimizer's parameters and of their state."""
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     return {tensor.data_ptr() for tensor in chain(parameters, _iter_tensors(optimizer.state))}
 
 
 def _iter_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield all tensors in nested containers, such as the lists of LBFGS."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (Mapping, list, tuple, deque)):

@@ -1,4 +1,4 @@
-"""Copies tensors into a slot in a background thread; on CUDA in a stream of its own.
+"""Copy tensors into a slot in a background thread; on CUDA in a stream of its own.
 
 One call of ``torch._foreach_copy_`` copies thousands of tensors and holds the GIL only briefly. A Python loop
 would take the GIL for each tensor and wait up to 5 ms each time.
@@ -30,7 +30,7 @@ from torch import Tensor
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.snapshot.progress_page import STACKS_SIGNAL
 from elastic_resume.snapshot.slots import Slot
-from elastic_resume.state.tensor_buffer import DTYPE_BY_NAME
+from elastic_resume.state.state_dict import DTYPE_BY_NAME
 
 _get_dtype = attrgetter("dtype")
 TENSORS_PER_CALL = 4096  # such a call holds the GIL for half a millisecond
@@ -75,10 +75,11 @@ class CopyJob:
     """One rank's share of one snapshot, which runs in the copy thread."""
 
     work: Callable[[CopyJob], None]
-    peer_timeout_s: float = 0.0  # for other ranks' part of the snapshot, while training waits
+    peer_timeout_s: float = 0.0  # how long to wait for other ranks' shares while training waits
     error: BaseException | None = None
-    copy_events: list[Any] = field(default_factory=list)  # of CUDA; complete once sources_read is set
-    # Host tensors were read, and all device copies are in their streams.
+    # CUDA events of the copies; the list is complete once sources_read is set.
+    copy_events: list[Any] = field(default_factory=list)
+    # Set when host tensors have been read and all device copies are in their streams.
     sources_read: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     wait_started_at: float = math.inf  # time.monotonic(); infinite until training waits

@@ -1,4 +1,4 @@
-"""Decides at each step boundary whether to take a snapshot, and whether to commit it to disk.
+"""Decide at each step boundary whether to take a snapshot, and whether to commit it to disk.
 
 The local leader decides for its node, from the measured cost of earlier copies. It stores the step of the
 next snapshot in the control block, so the other local ranks know it before they finish that step. On a
@@ -11,17 +11,17 @@ A failing disk costs checkpoints but never stops training; the committer logs th
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from elastic_resume import __version__, console, constants
+from elastic_resume import __version__, constants
 from elastic_resume.capture.snapshotter import PEER_TIMEOUT_S, Snapshotter
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import Manifest, Position
-from elastic_resume.checkpoint.reader import allocate_memory
 from elastic_resume.checkpoint.writer import CheckpointWriter, CommitResult, RetentionPolicy
 from elastic_resume.errors import MachineError
 from elastic_resume.policy import checkpoint_interval, divergence
@@ -29,17 +29,18 @@ from elastic_resume.policy.checkpoint_interval import SaveCost
 from elastic_resume.policy.resume_plan import ResumePlan
 from elastic_resume.restore import rank_context
 from elastic_resume.restore.rank_context import RankContext
-from elastic_resume.snapshot.slot_client import SlotClient
+from elastic_resume.snapshot.ipc import SlotClient
+from elastic_resume.snapshot.slots import encode_snapshot_id
 from elastic_resume.state import state_dict
-from elastic_resume.state.state_dict import REPLICATED, FlatState
-from elastic_resume.state.tensor_buffer import make_spec, view_bytes
+from elastic_resume.state.state_dict import REPLICATED, FlatState, make_spec, view_bytes
+
+logger = logging.getLogger(__name__)
 
 NEVER = 1 << 62  # a step
 METADATA_HEADROOM_BYTES = 1 << 18  # reserved for metadata while its size is unknown
 WARM_UP_SNAPSHOTS = 3  # the first snapshot in each slot is slower than all later ones
-SMOOTHING_WEIGHT = 0.3  # of the newest measurement
-BUFFER_BYTES = 16 << 20
-_CHUNK_ELEMENTS = 1 << 20  # of one tensor that are copied to the host, or made contiguous, at a time
+SMOOTHING_WEIGHT = 0.3  # weight of the newest measurement
+_CHUNK_ELEMENTS = 1 << 20  # elements of a tensor that are copied or made contiguous at a time
 
 
 def build_layout(flat_state: FlatState) -> Layout:
@@ -67,26 +68,7 @@ def build_manifest(
 
 
 def iter_state_chunks(flat_state: FlatState, layout: Layout) -> Iterator[memoryview]:
-    """Yield the image of ``flat_state`` in pieces of one buffer.
-
-    Each piece is valid until the next one is requested.
-    """
-    buffer = allocate_memory(BUFFER_BYTES)
-    used = 0
-    for source in _iter_tensor_bytes(flat_state, layout):
-        rest = source
-        while rest:
-            piece, rest = rest[: BUFFER_BYTES - used], rest[BUFFER_BYTES - used :]
-            buffer[used : used + len(piece)] = piece
-            used += len(piece)
-            if used == BUFFER_BYTES:
-                yield buffer
-                used = 0
-    if used:
-        yield buffer[:used]
-
-
-def _iter_tensor_bytes(flat_state: FlatState, layout: Layout) -> Iterator[memoryview]:
+    """Yield the image of ``flat_state`` in pieces, each valid until the next one is requested."""
     yield memoryview(layout.header)
     by_name = {leaf.name: leaf.tensor for leaf in flat_state.leaves}
     for name, extent in layout.extents.items():
@@ -121,8 +103,8 @@ class SnapshotScheduler:
         ``waiting_for_disk`` tells the hang detector that training waits for the disk.
         """
         settings = context.settings
-        self.saved_step = saved_step  # of the newest commit, requested or done
-        self.committed_path: Path | None = None  # of the last commit that this process waited for
+        self.saved_step = saved_step  # step of the newest commit, requested or done
+        self.committed_path: Path | None = None  # path of the last commit that this process waited for
         self.snapshotter = Snapshotter(tracked, slot_client, context, plan.generation)
         self.total_stall_s = 0.0  # time that training waited for copies in this generation
         self._counted_stall_s = 0.0
@@ -141,13 +123,11 @@ class SnapshotScheduler:
         self._save_stall_s: float | None = None
         self._snapshot_count = 0
         self._last_direct_write: CommitResult | None = None
-        # Nodes compare replicas through their agents.
-        self._compares_replicas = (
-            constants.ENV_AGENT_PID in os.environ and len(context.local_leader_by_node) > 1
-        )
+        has_agent = constants.ENV_AGENT_PID in os.environ  # nodes compare replicas through their agents
+        self._compares_replicas = has_agent and len(context.local_leader_by_node) > 1
         if not context.is_local_leader:
             return
-        # For _write_directly. All other commits are made by the committer.
+        # Only _write_directly uses it. The committer makes all other commits.
         self._checkpoint_writer = CheckpointWriter(context.node_dir, settings.run_id, context.events.emit)
         version = (plan.source_generation, plan.step)
         # State loaded from memory or a peer does not verify a checkpoint on this disk.
@@ -169,15 +149,10 @@ class SnapshotScheduler:
         """Prepare slots for ``state_bytes`` before the first snapshot needs them. Local leader only."""
         if self._slot_client.is_local_leader:
             # The size is an estimate: slots filled by a restore or an earlier generation are kept.
-            capacities = [
-                slot.capacity
-                for slot in self._slot_client.control_block.read_slots()
-                if slot.capacity > state_bytes
-            ]
-            self._slot_client.prepare_slots(
-                min(capacities, default=state_bytes + state_bytes // 64 + METADATA_HEADROOM_BYTES),
-                is_estimate=True,
-            )
+            states = self._slot_client.control_block.read_slots()
+            capacities = [slot.capacity for slot in states if slot.capacity > state_bytes]
+            default = state_bytes + state_bytes // 64 + METADATA_HEADROOM_BYTES
+            self._slot_client.prepare_slots(min(capacities, default=default), is_estimate=True)
 
     def after_step(self, position: Position, *, may_save: bool = True, epoch_over: bool = False) -> None:
         """Take the snapshot and the commit that are due at this step boundary.
@@ -195,12 +170,12 @@ class SnapshotScheduler:
 
     def _take_due_snapshot(self, position: Position, *, may_save: bool, epoch_over: bool) -> None:
         control, step = self._slot_client.control_block, position.step
+        snapshot_id = encode_snapshot_id(self._generation, step)
         self._update_costs()
         if not self._slot_client.is_local_leader:
             # The local leader may have passed this step already and announced the next snapshot.
-            if not epoch_over and (
-                step >= control.get("next_snapshot_step") or self.snapshotter.is_decided(position)
-            ):
+            is_decided = control.get("decided_id") == snapshot_id
+            if not epoch_over and (is_decided or step >= control.get("next_snapshot_step")):
                 self.snapshotter.start_snapshot(position)
             return
         save = may_save and self._is_save_due(step)
@@ -208,7 +183,7 @@ class SnapshotScheduler:
         if self._slot_client.slot_count <= 1 or self._context.settings.snapshot_every.is_off:
             if announced != NEVER:
                 control.set("next_snapshot_step", NEVER)
-                self.snapshotter.announce_skip(position)
+                control.set("decided_id", snapshot_id)  # the other local ranks must not wait for it
             if save and self._slot_client.slot_count == 0:
                 self._write_directly(position)
             elif save:
@@ -238,9 +213,9 @@ class SnapshotScheduler:
             if not self._ensure_snapshot(position, epoch_over=epoch_over):
                 self._write_directly(position)
                 return self.committed_path
-            answer = self._slot_client.commit(self.snapshotter.snapshot_id)
-            self.committed_path = Path(answer["path"]) if answer.get("path") else None
-            if self.committed_path is not None:
+            path = self._slot_client.commit(self.snapshotter.snapshot_id).get("path")
+            self.committed_path = Path(path) if path else None
+            if path:
                 self.saved_step, self._last_save_at = position.step, time.monotonic()
             return self.committed_path
 
@@ -318,9 +293,7 @@ class SnapshotScheduler:
             return False
         digest_s = self._slot_client.control_block.get("digest_cpu_us") / 1e6 or None
         if digest_s is not None and self._snapshot_cost_s is not None:
-            digest_s += (
-                self._snapshot_cost_s * self._cpu_count
-            )  # the snapshot may be taken only for the comparison
+            digest_s += self._snapshot_cost_s * self._cpu_count  # the snapshot may be taken only for it
         gap = divergence.digest_interval_steps(
             self._context.settings.check_replicas, cost_s=digest_s, step_s=self._step_s, cores=self._cpu_count
         )
@@ -352,7 +325,7 @@ class SnapshotScheduler:
             try:
                 result = self._checkpoint_writer.commit(manifest, iter_state_chunks(flat_state, layout))
             except MachineError as error:
-                console.say(
+                logger.warning(
                     f"node {self._context.node}: step {position.step} was not saved: {error} "
                     "Training goes on; older checkpoints are untouched."
                 )

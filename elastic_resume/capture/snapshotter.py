@@ -1,4 +1,4 @@
-"""Copies the state of one node into a slot while training continues.
+"""Copy the state of one node into a slot while training continues.
 
 At a step boundary::
 
@@ -25,9 +25,10 @@ replaced.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +37,7 @@ import xxhash
 from torch import Tensor
 from torch.optim import Optimizer
 
-from elastic_resume import __version__, console, failpoints
+from elastic_resume import __version__, failpoints
 from elastic_resume.capture.copy_barrier import UNHOOKED_CHANGE_MESSAGE, CopyBarrier
 from elastic_resume.capture.copy_engine import (
     CopyJob,
@@ -53,40 +54,32 @@ from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.errors import UsageError
 from elastic_resume.restore.rank_context import RankContext
 from elastic_resume.snapshot import slots
-from elastic_resume.snapshot.slot_client import SlotClient
+from elastic_resume.snapshot.ipc import SlotClient
 from elastic_resume.snapshot.slots import Slot, encode_snapshot_id
 from elastic_resume.state import state_dict
-from elastic_resume.state.state_dict import REPLICATED, Leaf, digest_leaves
-from elastic_resume.state.tensor_buffer import make_spec
+from elastic_resume.state.state_dict import REPLICATED, Leaf, digest_leaves, make_spec
+
+logger = logging.getLogger(__name__)
 
 # The local leader copies smaller states alone: another rank's thread would cost more than it saves.
 MIN_BYTES_TO_SHARD = 32 << 20
-MAX_VERSIONS_CHECKED = 64  # of one group; reading a version takes 60 ns
+MAX_VERSIONS_CHECKED = 64  # limit for one group; reading a version takes 60 ns
 # The other local ranks finish the same step at about the same time, or have died.
 PEER_TIMEOUT_S = 2.0
-# For synchronous copies: the local leader may still evaluate before it ends the same step.
+# Used for synchronous copies: the local leader may still evaluate before it ends the same step.
 LONG_PEER_TIMEOUT_S = 60.0
 POLL_S = 0.0002
-SLOW_POLL_S = 0.005  # after PEER_TIMEOUT_S
+SLOW_POLL_S = 0.005  # poll interval after PEER_TIMEOUT_S
 
 
 class TensorGroup:
-    """Tensors that are copied together, with lists that would take 40 ms of each step for 80,000 tensors."""
+    """Tensors that are copied together. For 80,000 tensors new lists would take 40 ms of each step."""
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self.leaves = tuple(leaves)
         self.tensors = [leaf.tensor for leaf in leaves]
         self._version_checked = self.leaves[:: 1 + len(self.leaves) // MAX_VERSIONS_CHECKED]
         self.devices = frozenset(tensor.device for tensor in self.tensors if tensor.is_cuda)
-        self._targets_by_slot: dict[tuple[int, int], list[Tensor]] = {}
-
-    def get_targets(self, slot: Slot, get_views: Callable[[], Mapping[str, Tensor]]) -> list[Tensor]:
-        """Return the tensors' targets in ``slot``; ``get_views`` returns its tensors by name."""
-        key = (slot.index, slot.serial)
-        if key not in self._targets_by_slot:
-            by_name = get_views()
-            self._targets_by_slot[key] = [by_name[leaf.name] for leaf in self.leaves]
-        return self._targets_by_slot[key]
 
     def read_versions(self) -> list[int]:
         """Return the in-place version of a sample of the tensors."""
@@ -111,29 +104,17 @@ class TensorGroup:
         copied = digest_leaves(replace(leaf, tensor=copied_tensors[leaf.name]) for leaf in leaves)
         return [name for name, now in digest_leaves(leaves).items() if now != copied[name]]
 
-    def drop_stale_slots(self, live_slots: Collection[tuple[int, int]]) -> None:
-        """Drop the targets in all slots but ``live_slots``, so that their memory is freed."""
-        self._targets_by_slot = {
-            key: targets for key, targets in self._targets_by_slot.items() if key in live_slots
-        }
-
 
 @dataclass(frozen=True)
 class SnapshotPlan:
     """Layout and division of a snapshot."""
 
     layout: Layout
-    static_metadata: bytes  # encoded; does not change from step to step
+    static_metadata: bytes  # encoded JSON that is the same for all steps
     plan_id: int  # digest of layout, static metadata and division
     immediate: TensorGroup  # copied in run.step() by the local leader
-    shards: tuple[TensorGroup, ...]  # by local rank, copied behind the copy barrier
-    overlapped: TensorGroup  # all shards together
-
-    def preferred_slot_bytes(self, dynamic_metadata: bytes) -> int:
-        """Return the size that a new slot should have."""
-        return slots.required_slot_bytes(
-            self.layout.total_bytes, len(self.static_metadata), len(dynamic_metadata)
-        )
+    shards: tuple[TensorGroup, ...]  # one for each local rank, copied behind the copy barrier
+    overlapped: TensorGroup  # the tensors of all shards
 
     def min_slot_bytes(self, dynamic_metadata: bytes) -> int:
         """Return the size that a slot must have at least."""
@@ -145,10 +126,23 @@ class SnapshotPlan:
         """Return the same plan with everything in the local leader's shard."""
         return self if len(self.shards) == 1 else replace(self, shards=(self.overlapped,))
 
-    def drop_stale_slots(self, live_slots: Collection[tuple[int, int]]) -> None:
-        """See `TensorGroup.drop_stale_slots`."""
-        for group in (self.immediate, self.overlapped, *self.shards):
-            group.drop_stale_slots(live_slots)
+
+class SlotViews:
+    """The tensors of a plan in one slot, and the targets of the groups that are copied again and again."""
+
+    def __init__(self, slot: Slot, plan: SnapshotPlan) -> None:
+        self.by_name = make_tensor_views(slot.memory, plan.layout)
+        self._targets_by_group: dict[TensorGroup, list[Tensor]] = {}
+
+    def get_targets(self, group: TensorGroup) -> list[Tensor]:
+        """Return the targets of one of the plan's groups."""
+        if group not in self._targets_by_group:
+            self._targets_by_group[group] = self.find_targets(group.leaves)
+        return self._targets_by_group[group]
+
+    def find_targets(self, leaves: Iterable[Leaf]) -> list[Tensor]:
+        """Return the targets of some leaves."""
+        return [self.by_name[leaf.name] for leaf in leaves]
 
 
 @dataclass(frozen=True)
@@ -159,7 +153,7 @@ class CopyTask:
     slot: Slot | None
     snapshot_id: int
     shard: TensorGroup
-    device_clones: list[tuple[str, Tensor]]  # of immediate tensors on devices
+    device_clones: list[tuple[str, Tensor]]  # clones of immediate tensors that are on devices
     start_events: dict[torch.device, Any]
 
 
@@ -223,13 +217,13 @@ class Snapshotter:
         self._generation = generation
         self._local_world_size = context.node_by_rank.count(context.node)
         self._cached_plan: tuple[tuple[Any, ...], SnapshotPlan] | None = None
-        self._tensor_views: dict[tuple[int, int, int], dict[str, torch.Tensor]] = {}
+        self._views_by_slot: dict[tuple[int, int, int], SlotViews] = {}
         self._cuda_streams = CudaCopyStreams()
         self._copy_thread = CopyThread()
         self._job: CopyJob | None = None
         self._digests: dict[str, str] = {}
-        self._digested_leaves: tuple[state_dict.Leaf, ...] = ()  # the leaves of _digests
-        self._failed_plan_id = 0  # of the plan whose shards did not all arrive
+        self._digested_leaves: tuple[state_dict.Leaf, ...] = ()  # leaves that _digests describes
+        self._failed_plan_id = 0  # id of the plan whose shards did not all arrive
         self._is_sharded = False  # whether other ranks copy a shard of the newest snapshot
         self._device_clones: list[tuple[str, torch.Tensor]] = []
         self._torn_names: list[str] = []  # tensors that changed while they were copied
@@ -244,7 +238,7 @@ class Snapshotter:
         self.stall_s = 0.0  # time that the newest snapshot has taken from the training thread
         self.cpu_s = 0.0  # CPU time of this rank's shard
         self.problem = ""  # why the newest snapshot failed; "" if it did not
-        self.snapshot_id = 0  # of the newest snapshot that this rank took part in
+        self.snapshot_id = 0  # id of the newest snapshot in which this rank took part
 
     def end_step(self, step: int) -> None:
         """End a step. Check the copy that ran during it if a hook did not run, and discard a torn one."""
@@ -309,16 +303,6 @@ class Snapshotter:
     def has_snapshot(self, position: Position, *, epoch_over: bool = False) -> bool:
         """Return whether the newest snapshot that was started is of that step."""
         return self.snapshot_id == encode_snapshot_id(self._generation, position.step, epoch_ended=epoch_over)
-
-    def is_decided(self, position: Position) -> bool:
-        """Return whether the local leader has decided about a snapshot of that step."""
-        return self._slot_client.control_block.get("decided_id") == encode_snapshot_id(
-            self._generation, position.step
-        )
-
-    def announce_skip(self, position: Position) -> None:
-        """Tell the other local ranks that there is no snapshot of that step. Local leader only."""
-        self._slot_client.control_block.set("decided_id", encode_snapshot_id(self._generation, position.step))
 
     def wait_for_copy(self) -> None:
         """Wait until this rank's shard is copied. Return at once if no copy is running.
@@ -385,13 +369,9 @@ class Snapshotter:
                 "world_size": self._context.collectives.size,
                 "writer": __version__,
             }
-            self._cached_plan = (
-                key,
-                make_plan(
-                    state_view, base_metadata, self._local_world_size if self._barrier.has_hooks else 1
-                ),
-            )
-            self._tensor_views = {}
+            shard_count = self._local_world_size if self._barrier.has_hooks else 1
+            self._cached_plan = key, make_plan(state_view, base_metadata, shard_count)
+            self._views_by_slot = {}
         return self._cached_plan[1]
 
     def _fill_leader_part(
@@ -411,9 +391,8 @@ class Snapshotter:
         slot = self._choose_slot(plan, dynamic_metadata, snapshot_id)
         if slot is not None:
             slot.record.set("target", 0)
-            # A peer that read the target before it was cleared may be writing into this slot.
-            slot = None if self._is_peer_behind(snapshot_id) else slot
-        if slot is None:
+        # A peer that read the target before it was cleared may be writing into this slot.
+        if slot is None or self._is_peer_behind(snapshot_id):
             control.set("decided_id", snapshot_id)
             return None
         record = slot.record
@@ -421,9 +400,7 @@ class Snapshotter:
         slot.write_metadata(
             plan.layout.header, plan.layout.total_bytes, plan.static_metadata, dynamic_metadata, plan.plan_id
         )
-        self._copy_immediate(
-            slot, plan, TensorGroup([leaf for leaf in state_view.uncached_leaves if leaf.tensor.numel()])
-        )
+        self._copy_immediate(slot, plan, state_view.uncached_leaves)
         failpoints.hit("snapshot.written")
         record.set("parts", len(plan.shards))
         record.set("commit_requested", snapshot_id if commit_requested else 0)
@@ -439,7 +416,9 @@ class Snapshotter:
         min_bytes = plan.min_slot_bytes(dynamic_metadata)
         states = self._slot_client.list_writable(min_bytes)
         if not states or self._slot_client.reserved_bytes < min_bytes:  # the first reservation was a guess
-            needed = plan.preferred_slot_bytes(dynamic_metadata)
+            needed = slots.required_slot_bytes(
+                plan.layout.total_bytes, len(plan.static_metadata), len(dynamic_metadata)
+            )
             if needed > slots.SMALL_SLOT_BYTES:
                 self._slot_client.prepare_slots(needed)
             elif self._slot_client.reserve(needed):
@@ -476,10 +455,14 @@ class Snapshotter:
         self.problem = "a local rank is still copying its shard of the previous snapshot"
         return True
 
-    def _copy_immediate(self, slot: Slot, plan: SnapshotPlan, uncached: TensorGroup) -> None:
+    def _copy_immediate(self, slot: Slot, plan: SnapshotPlan, uncached_leaves: Iterable[Leaf]) -> None:
         """Copy the tensors that the next forward pass may change; clone those on devices."""
-        for group in (plan.immediate, uncached):
-            targets = group.get_targets(slot, lambda: self._get_views(slot, plan)) if group.tensors else []
+        uncached = TensorGroup([leaf for leaf in uncached_leaves if leaf.tensor.numel()])
+        views = self._get_views(slot, plan)
+        for group, targets in (
+            (plan.immediate, views.get_targets(plan.immediate)),
+            (uncached, views.find_targets(uncached.leaves)),
+        ):
             copy_tensors(*_select_host_pairs(targets, group.tensors, group.devices))
             on_device = [leaf for leaf in group.leaves if leaf.tensor.is_cuda] if group.devices else []
             self._device_clones += [(leaf.name, leaf.tensor.detach().clone()) for leaf in on_device]
@@ -529,7 +512,7 @@ class Snapshotter:
         self._context.events.emit("snapshot-failed", generation=self._generation, reason=problem)
         if not self._failure_logged:
             self._failure_logged = True
-            console.say(
+            logger.warning(
                 f"rank {self._context.collectives.rank}: a snapshot failed ({problem}). Training goes on; "
                 "older snapshots are untouched."
             )
@@ -549,7 +532,7 @@ class Snapshotter:
                 self._slot_client.control_block.set_copying(rank, task.snapshot_id)
             if slot is not None and rank < slot.record.get(
                 "parts"
-            ):  # else the local leader copies everything
+            ):  # otherwise the local leader copies everything
                 self._copy_into_slot(slot, task, job)
                 slot.record.set_copied(rank, task.snapshot_id)
                 failpoints.hit("snapshot.confirmed")
@@ -566,13 +549,11 @@ class Snapshotter:
             raise RuntimeError(
                 f"local rank {self._context.local_rank} tracks or freezes other tensors than local rank 0"
             )
-        sources, targets = task.shard.tensors, []
-        if sources:
-            targets = task.shard.get_targets(slot, lambda: self._get_views(slot, task.plan))
+        views = self._get_views(slot, task.plan)
+        sources, targets = task.shard.tensors, views.get_targets(task.shard)
         if task.start_events:
-            by_name = self._get_views(slot, task.plan)
             sources = sources + [tensor for _, tensor in task.device_clones]
-            targets = targets + [by_name[name] for name, _ in task.device_clones]
+            targets = targets + [views.by_name[name] for name, _ in task.device_clones]
             self._cuda_streams.pin_slot(slot)
             self._cuda_streams.enqueue_copies(targets, sources, task.start_events, job)
             targets, sources = _select_host_pairs(targets, sources, task.start_events)
@@ -591,8 +572,9 @@ class Snapshotter:
         slot = self._slot_client.find_slot(snapshot_id)
         try:
             if slot is not None:
+                copied_tensors = self._get_views(slot, plan).by_name
                 self._torn_names = rewritten or self._get_shard(plan).find_differing(
-                    self._get_views(slot, plan), addresses
+                    copied_tensors, addresses
                 )
             is_intact = not self._torn_names
         finally:
@@ -618,19 +600,16 @@ class Snapshotter:
             time.sleep(POLL_S if now < began + PEER_TIMEOUT_S else SLOW_POLL_S)
         return self._slot_client.find_slot(snapshot_id)
 
-    def _get_views(self, slot: Slot, plan: SnapshotPlan) -> dict[str, torch.Tensor]:
+    def _get_views(self, slot: Slot, plan: SnapshotPlan) -> SlotViews:
         key = (slot.index, slot.serial, plan.plan_id)
-        views = self._tensor_views.get(key)
-        if views is None:
+        if key not in self._views_by_slot:
             # A view of a replaced slot would keep all of its memory.
-            live_slots = {
-                (state.index, state.serial) for state in self._slot_client.control_block.read_slots()
-            }
-            self._tensor_views = {k: kept for k, kept in self._tensor_views.items() if k[:2] in live_slots}
-            plan.drop_stale_slots(live_slots)
+            states = self._slot_client.control_block.read_slots()
+            live_slots = {(state.index, state.serial) for state in states}
+            kept = {k: views for k, views in self._views_by_slot.items() if k[:2] in live_slots}
             self._cuda_streams.unpin_stale_slots(live_slots)
-            views = self._tensor_views[key] = make_tensor_views(slot.memory, plan.layout)
-        return views
+            self._views_by_slot = {**kept, key: SlotViews(slot, plan)}
+        return self._views_by_slot[key]
 
 
 def _select_host_pairs(

@@ -1,33 +1,38 @@
 # ruff: noqa: SLF001  a module's own dicts are what state_dict() reads; no public way is as fast
-"""Caches the names and tensors of the tracked state, so that a snapshot need not call every state_dict().
+"""Cache the names and tensors of the tracked state, so that a snapshot need not call every state_dict().
 
-Most of a state changes in values only, so names, tensors and the JSON around them are found once
-(`CachedState`). Each `StateTracker.read_state` checks that the cache is still valid. Every entry of every
-dict that a state_dict() reads must be the same object. Every parameter and buffer must have the same
-address, dtype and shape, because ``p.data = x`` exchanges these behind the object's back. If anything
-differs, the whole state is flattened again.
+Between two snapshots usually only values change. So names, tensors and the JSON around them are found once
+(`CachedState`). The cache is valid while every entry of every dict that a state_dict() reads is the same
+object, and every parameter and buffer has the same address, dtype and shape (``p.data = x`` exchanges
+these). After any other change the whole state is flattened again.
 
 The cache holds the objects' own tensors, so no old tensor is ever copied. If an optimizer's state changes
 its dtype or size in place, the copy fails (`copy_engine.copy_tensors`) and the next snapshot flattens
 again. Objects with a state_dict() of their own or with state_dict hooks, and the hyperparameters of
 optimizers, are read every time.
 
-Promise: the tensors of a `StateView`, and `slots.merge_state` of its two pieces of JSON, equal the result of
-`state_dict.flatten` at that moment: same names, dtypes, shapes, kinds and ties, and the same errors.
+Invariant: a `StateView` equals the result of `state_dict.flatten` at that moment. Its tensors have the same
+names, dtypes, shapes, kinds and ties; `slots.merge_state` of its two pieces of JSON gives the same state.
+Errors are the same too.
 
-Not noticed: a module whose whole ``_parameters`` dict is exchanged, and a state_dict method that is assigned
-to a submodule after the model was flattened. Use it in the training thread, at a step boundary.
+Changes that the cache does not detect:
+
+- an exchanged ``_parameters`` dict;
+- a state_dict method that was assigned to an instance after it was flattened;
+- new strides at an old address;
+- a new name of a module's last entry, without any other change.
+
+Use it in the training thread, at a step boundary.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import chain, islice, starmap
-from operator import attrgetter, eq, getitem, is_
+from itertools import chain, islice
+from operator import attrgetter, eq, is_
 from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor, nn
@@ -44,7 +49,6 @@ from elastic_resume.state.state_dict import (
     TensorKey,
     flatten_object,
     make_key,
-    to_stored_form,
 )
 
 P = ParamSpec("P")
@@ -54,9 +58,7 @@ _MODULE_METHODS = (
     "state_dict", "_save_to_state_dict", "get_extra_state",
     "named_parameters", "named_modules", "_named_members", "named_children",
 )  # fmt: skip
-_get_module_dicts = attrgetter(
-    "_parameters", "_buffers", "_modules", "_state_dict_hooks", "_state_dict_pre_hooks"
-)
+_get_module_dicts = attrgetter("_parameters", "_modules", "_state_dict_hooks", "_state_dict_pre_hooks")
 _get_optimizer_hooks = attrgetter("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
 _STATIC_GROUP_KEYS = {"params", "param_names"}  # entries of a param group that follow from its parameters
 _get_dtype_and_shape = attrgetter("dtype", "shape")
@@ -67,10 +69,10 @@ _get_requires_grad = attrgetter("requires_grad")
 class CachedState:
     """The part of a state that changes in values only. Any other change makes a new one."""
 
-    version: int  # grows with each new one
+    version: int  # grows with each new cached state
     leaves: tuple[Leaf, ...]  # the objects' own tensors, not detached
-    static_skeleton: dict[str, Any]  # typed JSON around them, by tracked name
-    may_overlap: tuple[bool, ...]  # for each leaf; see OverlapRule
+    static_skeleton: dict[str, Any]  # tracked name -> typed JSON around the leaves
+    may_overlap: tuple[bool, ...]  # one flag for each leaf; see OverlapRule
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class StateView:
     """The tracked state at one moment. ``cached`` stays the same object while only values change."""
 
     cached: CachedState
-    uncached_leaves: tuple[Leaf, ...]  # copy them at once: next time there may be others
+    uncached_leaves: tuple[Leaf, ...]  # copied at once, because the next state may have others
     dynamic_skeleton: dict[str, Any]  # slots.merge_state lays it over cached.static_skeleton
 
     @property
@@ -113,7 +115,6 @@ class StateTracker:
         self._tracked = dict(tracked)
         self._cache: _StateCache | None = None
         self._version = 0
-        self._uncacheable_names: set[str] = set()  # objects that share memory with uncached ones
         # Parameters once seen without requires_grad. A GAN switches it at each step; the cache must settle.
         self._frozen_names: set[str] = set()
 
@@ -134,13 +135,8 @@ class StateTracker:
     @without_garbage_collection
     def _flatten(self) -> StateView:
         self._version += 1
-        while True:
-            cache = _StateCache(self._tracked, self._uncacheable_names, self._frozen_names, self._version)
-            if not cache.uncacheable_names:
-                break
-            self._uncacheable_names |= cache.uncacheable_names
-        self._cache = cache
-        return StateView(cache.cached, tuple(cache.uncached_leaves), cache.dynamic_skeleton)
+        self._cache = _StateCache(self._tracked, self._frozen_names, self._version)
+        return self._cache.first_view
 
 
 class _StaleCacheError(Exception):
@@ -150,58 +146,69 @@ class _StaleCacheError(Exception):
 class _StateCache:
     """A `CachedState`, and everything that is compared to decide whether it is still valid."""
 
-    def __init__(
-        self, tracked: dict[str, Any], uncacheable_names: set[str], frozen_names: set[str], version: int
-    ) -> None:
-        self.uncached_leaves: list[Leaf] = []
-        self.dynamic_skeleton: dict[str, Any] = {}
-        self.uncacheable_names: set[str] = set()  # cached objects with a tensor that an uncached one named
-        self._static_skeleton: dict[str, Any] = {}
-        self._cached_leaves: list[Leaf] = []
+    def __init__(self, tracked: dict[str, Any], frozen_names: set[str], version: int) -> None:
+        self._is_reusable = True
         self._cached_names: dict[TensorKey, tuple[int, str]] = {}  # (index of the object, leaf name)
+        self._cached_collector = TensorCollector(self._find_uncached_name)
+        self._cached_leaves: list[Leaf] = []
+        self._uncached_collector = TensorCollector(self._find_cached_name)
         self._uncached_readers: list[tuple[int, str, Callable[[TensorCollector], Any]]] = []
-        self._current_index = 0
-        self._dict_identities = _DictIdentities()
+        self._current_index = 0  # index of the tracked object that is being read
         self._optimizers: list[Optimizer] = []
-        self._group_optimizers: list[Optimizer] = []
+        # A change of their param groups makes the cached state invalid.
+        self._grouped_optimizers: list[Optimizer] = []
         self._bucket_orders: list[BucketOrder] = []
         self._checked_tensors: list[Tensor] = []  # parameters, buffers, and complex optimizer state
-        collector = TensorCollector()
+        self._dicts: list[dict[Any, Any]] = []
+        self._modules: list[nn.Module] = []
+        static_skeleton: dict[str, Any] = {}
+        dynamic_skeleton: dict[str, Any] = {}
         for index, (name, item) in enumerate(tracked.items()):
-            if name not in uncacheable_names and _is_cacheable(item):
-                self._add_cached(collector, index, name, item)
-            else:
-                self._add_uncached(collector, index, name, item)
+            self._current_index = index
+            is_cacheable = _is_cacheable(item)
+            static_skeleton[name] = self._add_cached(name, item) if is_cacheable else None
+            if not is_cacheable or isinstance(item, Optimizer):
+                read = functools.partial(
+                    _flatten_groups if is_cacheable else flatten_object, name=name, item=item
+                )
+                self._uncached_readers.append((index, name, read))
+                dynamic_skeleton[name] = read(self._uncached_collector)
         overlap_rule = OverlapRule(tracked, self._optimizers, frozen_names)
         self._trained_parameters = overlap_rule.trained_parameters
         may_overlap = tuple(overlap_rule.may_overlap(leaf.name) for leaf in self._cached_leaves)
-        self.cached = CachedState(version, tuple(self._cached_leaves), self._static_skeleton, may_overlap)
+        self._cached = CachedState(version, tuple(self._cached_leaves), static_skeleton, may_overlap)
+        self.first_view = StateView(self._cached, tuple(self._uncached_collector.leaves), dynamic_skeleton)
         self._record_expectations()
 
     def _record_expectations(self) -> None:
-        tensors = self._checked_tensors
-        self._complex_tensors = list(filter(Tensor.is_complex, tensors))
-        self._expected_addresses = list(map(Tensor.data_ptr, tensors))
-        self._expected_specs = list(map(_get_dtype_and_shape, tensors))
-        # Tensors at one address are tied only while their strides agree.
-        counts = Counter(self._expected_addresses)
-        self._aliased_tensors = [tensor for tensor in tensors if counts[tensor.data_ptr()] > 1]
-        self._aliased_strides = list(map(Tensor.stride, self._aliased_tensors))
-        self._optimizer_states = [(item, item.state, list(item.state.values())) for item in self._optimizers]
-        self._expected_group_lists = list(map(list, self._collect_group_lists()))
-        self._bucket_revisions = [order.revision for order in self._bucket_orders]
+        self._complex_tensors = list(filter(Tensor.is_complex, self._checked_tensors))
+        self._expected_addresses = list(map(Tensor.data_ptr, self._checked_tensors))
+        self._expected_specs = list(map(_get_dtype_and_shape, self._checked_tensors))
+        dicts = self._collect_dicts()
+        self._expected_sizes = list(map(len, dicts))
+        self._expected_values = list(chain.from_iterable(map(dict.values, dicts)))
+        self._partial_modules = [part for part in self._modules if part._non_persistent_buffers_set]
+        self._full_sets = [
+            part._non_persistent_buffers_set for part in self._modules if not part._non_persistent_buffers_set
+        ]
+        self._expected_buffers = list(map(_identify_persistent_buffers, self._partial_modules))
+        self._expected_groups = list(map(_describe_groups, self._grouped_optimizers))
+        self._expected_revisions = [order.revision for order in self._bucket_orders]
 
     def is_valid(self) -> bool:
         """Return whether flattening would still give the same tensors under the same names."""
+        dicts = self._collect_dicts()
         try:
             return (
-                self._dict_identities.are_unchanged()
-                and all(starmap(_is_same_state, self._optimizer_states))
-                and _have_same_items(self._collect_group_lists(), self._expected_group_lists)
-                and [order.revision for order in self._bucket_orders] == self._bucket_revisions
+                self._is_reusable
+                and list(map(len, dicts)) == self._expected_sizes
+                and all(map(is_, chain.from_iterable(map(dict.values, dicts)), self._expected_values))
+                and not any(self._full_sets)
+                and list(map(_identify_persistent_buffers, self._partial_modules)) == self._expected_buffers
+                and list(map(_describe_groups, self._grouped_optimizers)) == self._expected_groups
+                and [order.revision for order in self._bucket_orders] == self._expected_revisions
                 and list(map(Tensor.data_ptr, self._checked_tensors)) == self._expected_addresses
                 and all(map(eq, map(_get_dtype_and_shape, self._checked_tensors), self._expected_specs))
-                and list(map(Tensor.stride, self._aliased_tensors)) == self._aliased_strides
                 and all(map(_get_requires_grad, self._trained_parameters))
                 and not any(map(Tensor.is_conj, self._complex_tensors))
             )
@@ -220,7 +227,7 @@ class _StateCache:
         for index, name, read in self._uncached_readers:
             self._current_index = index
             dynamic_skeleton[name] = read(collector)
-        return StateView(self.cached, tuple(collector.leaves), dynamic_skeleton)
+        return StateView(self._cached, tuple(collector.leaves), dynamic_skeleton)
 
     def _find_cached_name(self, key: TensorKey) -> str | None:
         """Return the name of a cached tensor. The first of several tied tensors gives the name."""
@@ -229,144 +236,89 @@ class _StateCache:
             raise _StaleCacheError
         return name
 
-    def _add_uncached(self, collector: TensorCollector, index: int, name: str, item: Any) -> None:
-        self._static_skeleton[name] = None  # keeps its place in the order of names
-        read = functools.partial(flatten_object, name=name, item=item)
-        self._uncached_readers.append((index, name, read))
-        before = len(collector.leaves)
-        self.dynamic_skeleton[name] = read(collector)
-        self.uncached_leaves += collector.leaves[before:]
+    def _find_uncached_name(self, key: TensorKey) -> str | None:
+        """Return the name that an uncached object gave a tensor. The next read must flatten again."""
+        name = self._uncached_collector.name_by_key.get(key)
+        self._is_reusable = self._is_reusable and name is None
+        return name
 
-    def _add_cached(self, collector: TensorCollector, index: int, name: str, item: Any) -> None:
-        tensors = _list_tensors(item)
-        tensor_by_key = {key: tensor for tensor in tensors if (key := _make_stored_key(tensor)) is not None}
-        uncached_names = {leaf.name for leaf in self.uncached_leaves}
+    def _add_cached(self, name: str, item: Any) -> Any:
+        """Collect a cacheable object; return the static part of its skeleton."""
+        tensors, collector = _list_tensors(item), self._cached_collector
         leaf_count, key_count = len(collector.leaves), len(collector.name_by_key)
-        encoded = flatten_object(collector, name, item)
-        if not uncached_names.isdisjoint(map(collector.name_by_key.get, tensor_by_key)):
-            self.uncacheable_names.add(name)
-        leaves = collector.leaves[leaf_count:]
-        if isinstance(item, nn.Module):
-            for part in item.modules():
-                self._dict_identities.add_module(part)
-            self._checked_tensors += tensors
-        elif isinstance(item, Optimizer):
-            for entries in (*item.state.values(), *_get_optimizer_hooks(item)):
-                self._dict_identities.add_dict(entries)
-            self._checked_tensors += filter(Tensor.is_complex, tensors)
+        if isinstance(item, Optimizer):
+            encoded = _flatten_static_part(collector, name, item)
             self._optimizers.append(item)
-            self._group_optimizers.append(item)
-            self._uncached_readers.append((index, name, _make_group_reader(name, item)))
-            self.dynamic_skeleton[name], encoded = _split_param_groups(encoded)
-            group_prefix = f"{name}/param_groups/"
-            self.uncached_leaves += [leaf for leaf in leaves if leaf.name.startswith(group_prefix)]
-            leaves = [leaf for leaf in leaves if not leaf.name.startswith(group_prefix)]
-        elif isinstance(item, ParameterOrder):
-            self._group_optimizers += item.optimizers
+            self._grouped_optimizers.append(item)
+            self._dicts += [*item.state.values(), *_get_optimizer_hooks(item)]
+            self._checked_tensors += filter(Tensor.is_complex, tensors)
         else:
+            encoded = flatten_object(collector, name, item)
+        if isinstance(item, nn.Module):
+            self._checked_tensors += tensors
+            for part in item.modules():
+                self._modules.append(part)
+                self._dicts += _get_module_dicts(part)
+                self._dicts += [] if part._non_persistent_buffers_set else [part._buffers]
+        elif isinstance(item, ParameterOrder):
+            self._grouped_optimizers += item.optimizers
+        elif isinstance(item, BucketOrder):
             self._bucket_orders.append(item)
-        self._static_skeleton[name] = encoded
-        leaf_names = {leaf.name for leaf in leaves}
         for key, leaf_name in islice(collector.name_by_key.items(), key_count, None):
-            if leaf_name in leaf_names:
-                self._cached_names[key] = (index, leaf_name)
-        for leaf in leaves:  # keep the object's own tensor, so that ``p.data = x`` frees the old memory
-            original = tensor_by_key.get(make_key(leaf.tensor, "tensor"), leaf.tensor)
-            self._cached_leaves.append(Leaf(leaf.name, original, leaf.kind))
+            self._cached_names[key] = (self._current_index, leaf_name)
+        # Keep the object's own tensors, so that ``p.data = x`` frees the old memory.
+        originals = {make_key(tensor, "tensor"): tensor for tensor in tensors}
+        for leaf in collector.leaves[leaf_count:]:
+            tensor = originals.get(make_key(leaf.tensor, "tensor"), leaf.tensor)
+            self._cached_leaves.append(Leaf(leaf.name, tensor, leaf.kind))
+        return encoded
 
-    def _collect_group_lists(self) -> list[Sequence[Any]]:
-        optimizers = dict.fromkeys(self._group_optimizers)
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        names = [group["param_names"] for group in groups if "param_names" in group]
-        params = [group["params"] for group in groups]
-        return [*(optimizer.param_groups for optimizer in optimizers), *params, *names]
-
-
-class _DictIdentities:
-    """Objects that must stay under their keys, in dicts that must not grow.
-
-    Compared without a Python loop: 34 ns for each entry.
-    """
-
-    def __init__(self) -> None:
-        self._dicts: list[dict[Any, Any]] = []
-        self._expected_sizes: list[int] = []
-        self._dict_of_each_key: list[dict[Any, Any]] = []  # parallel to the next two lists
-        self._expected_keys: list[Any] = []
-        self._expected_values: list[Any] = []
-        self._sets: list[set[str]] = []
-        self._expected_sets: list[set[str]] = []
-
-    def add_module(self, module: nn.Module) -> None:
-        non_persistent = module._non_persistent_buffers_set
-        self._sets.append(non_persistent)
-        self._expected_sets.append(set(non_persistent))
-        for entries in _get_module_dicts(module):
-            self.add_dict(entries, non_persistent if entries is module._buffers else ())
-
-    def add_dict(self, entries: dict[Any, Any], excluded_keys: Collection[str] = ()) -> None:
-        """Expect ``entries`` to stay as they are. The values of ``excluded_keys`` may be replaced."""
-        kept = [key for key in entries if key not in excluded_keys]
-        self._dicts.append(entries)
-        self._expected_sizes.append(len(entries))
-        self._dict_of_each_key += [entries] * len(kept)
-        self._expected_keys += kept
-        self._expected_values += map(entries.__getitem__, kept)
-
-    def are_unchanged(self) -> bool:
-        """Return whether nothing changed. Raises KeyError if a key is gone."""
-        values = map(getitem, self._dict_of_each_key, self._expected_keys)
-        return (
-            list(map(len, self._dicts)) == self._expected_sizes
-            and self._sets == self._expected_sets
-            and all(map(is_, values, self._expected_values))
-        )
+    def _collect_dicts(self) -> list[dict[Any, Any]]:
+        """Return all dicts that must keep their entries. An optimizer may exchange its state's dict."""
+        return [*self._dicts, *(optimizer.state for optimizer in self._optimizers)]
 
 
-def _is_same_state(optimizer: Optimizer, state: Mapping[Any, Any], entries: list[Any]) -> bool:
-    same = optimizer.state is state and len(state) == len(entries) and all(map(is_, state.values(), entries))
-    return same and _has_own_state_dict(optimizer)
+def _identify_persistent_buffers(module: nn.Module) -> dict[str, int]:
+    """Return the ids of a module's persistent buffers: a forward pass may replace the others."""
+    excluded = module._non_persistent_buffers_set
+    return {key: id(value) for key, value in module._buffers.items() if key not in excluded}
 
 
-def _have_same_items(now: list[Sequence[Any]], before: list[list[Any]]) -> bool:
-    """Return whether two lists of lists hold the same objects."""
-    return list(map(len, now)) == list(map(len, before)) and all(map(is_, chain(*now), chain(*before)))
+def _describe_groups(optimizer: Optimizer) -> list[tuple[list[str], list[int], list[str]]]:
+    """Return the keys of each param group, the ids of its parameters, and their names."""
+    return [
+        (list(group), list(map(id, group["params"])), list(group.get("param_names", ())))
+        for group in optimizer.param_groups
+    ]
 
 
 # ---- the hyperparameters of optimizers, which schedulers and scripts change --------------------------------
 
 
-def _split_param_groups(encoded: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split an optimizer's encoded state into the hyperparameters and the rest."""
-    groups = encoded["param_groups"]
-    dynamic = [{k: v for k, v in group.items() if k not in _STATIC_GROUP_KEYS} for group in groups]
-    static = [{k: v if k in _STATIC_GROUP_KEYS else None for k, v in group.items()} for group in groups]
-    return {"param_groups": dynamic}, {**encoded, "param_groups": static}
+def _flatten_groups(collector: TensorCollector, name: str, item: Optimizer) -> dict[str, Any]:
+    """Encode an optimizer's hyperparameters."""
+    groups = [{k: v for k, v in group.items() if k not in _STATIC_GROUP_KEYS} for group in item.param_groups]
+    plain = collector.replace_tensors(groups, f"{name}/param_groups", REPLICATED)
+    return {"param_groups": json_codec.encode(plain, f"{name}['param_groups']")}
 
 
-def _make_group_reader(name: str, optimizer: Optimizer) -> Callable[[TensorCollector], dict[str, Any]]:
-    """Return a function that encodes them. It raises _StaleCacheError if the groups have other keys."""
-    expected_keys = [list(group) for group in optimizer.param_groups]
-
-    def read_groups(collector: TensorCollector) -> dict[str, Any]:
-        groups = optimizer.param_groups
-        if [list(group) for group in groups] != expected_keys:
-            raise _StaleCacheError
-        plain = [{k: v for k, v in group.items() if k not in _STATIC_GROUP_KEYS} for group in groups]
-        plain = collector.replace_tensors(plain, f"{name}/param_groups", REPLICATED)
-        return {"param_groups": json_codec.encode(plain, f"{name}['param_groups']")}
-
-    return read_groups
+def _flatten_static_part(collector: TensorCollector, name: str, optimizer: Optimizer) -> Any:
+    """Encode an optimizer's state without the values of its hyperparameters."""
+    state = optimizer.state_dict()
+    groups = state["param_groups"]
+    state["param_groups"] = [
+        {k: v if k in _STATIC_GROUP_KEYS else None for k, v in g.items()} for g in groups
+    ]
+    return json_codec.encode(collector.replace_tensors(state, name, REPLICATED), name)
 
 
 # ---- which objects can be cached ---------------------------------------------------------------------------
 
 
 def _is_cacheable(item: Any) -> bool:
-    if isinstance(item, nn.Module):
-        return _is_plain_module(item) and not any(map(_is_lazy_view, _list_tensors(item)))
-    if isinstance(item, Optimizer):
-        return _is_plain_optimizer(item) and not any(map(_is_lazy_view, _list_tensors(item)))
+    if isinstance(item, (nn.Module, Optimizer)):
+        is_plain = _is_plain_module(item) if isinstance(item, nn.Module) else _is_plain_optimizer(item)
+        return is_plain and not any(map(_is_lazy_view, _list_tensors(item)))
     return type(item) in {ParameterOrder, BucketOrder}
 
 
@@ -382,7 +334,8 @@ def _is_plain_optimizer(optimizer: Optimizer) -> bool:
     """Return whether state_dict() is torch's own, and the state of each parameter holds tensors only."""
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return (
-        _has_own_state_dict(optimizer)
+        type(optimizer).state_dict is Optimizer.state_dict
+        and "state_dict" not in optimizer.__dict__
         and not any(_get_optimizer_hooks(optimizer))
         and all(
             type(group) is dict and json_codec.TAG not in group and all(type(key) is str for key in group)
@@ -395,10 +348,6 @@ def _is_plain_optimizer(optimizer: Optimizer) -> bool:
             for parameter, entries in optimizer.state.items()
         )
     )
-
-
-def _has_own_state_dict(optimizer: Optimizer) -> bool:
-    return type(optimizer).state_dict is Optimizer.state_dict and "state_dict" not in optimizer.__dict__
 
 
 def _list_tensors(item: Any) -> list[Tensor]:
@@ -418,11 +367,3 @@ def _list_tensors(item: Any) -> list[Tensor]:
 def _is_lazy_view(tensor: Tensor) -> bool:
     """Return whether the stored form of ``tensor`` is a copy of it."""
     return type(tensor) in {Tensor, nn.Parameter} and (tensor.is_conj() or tensor.is_neg())
-
-
-def _make_stored_key(tensor: Tensor) -> TensorKey | None:
-    try:
-        stored_as, tensor = to_stored_form(tensor)
-        return make_key(tensor, stored_as)
-    except (RuntimeError, ValueError):  # no address; flattening refuses it
-        return None

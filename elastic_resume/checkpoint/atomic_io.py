@@ -22,8 +22,8 @@ from pathlib import Path
 from elastic_resume import constants, failpoints
 from elastic_resume.errors import MachineError
 
-_WRITE_CHUNK_BYTES = 16 << 20  # per write(2), and per writeback request
-DIRECT_IO_ALIGNMENT = 4096  # of address, offset and length for O_DIRECT; no device needs more
+_WRITE_CHUNK_BYTES = 16 << 20  # bytes of one write(2) and of one writeback request
+DIRECT_IO_ALIGNMENT = 4096  # alignment of address, offset and length for O_DIRECT; no device needs more
 _ADVICE_BY_ERRNO = {
     errno.ENOSPC: "free space there, or lower --keep",
     errno.EDQUOT: "the quota is used up: free space there, or lower --keep",
@@ -39,8 +39,6 @@ _ADVICE_BY_ERRNO = {
 }
 # Some network file systems cannot fsync a directory; their rename is as durable as they allow.
 _ERRNOS_NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
-_ERRNOS_NO_EXCHANGE = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}  # NFS, 9p and others
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
 @contextlib.contextmanager
@@ -75,21 +73,17 @@ class Disk:
 
     def make_dirs(self, path: Path) -> None:
         """Create a directory and its missing parents durably; an existing directory is synced too."""
-        missing = []
-        top = path
         with translate_os_errors("make directory", path):
-            while not top.exists() and top != top.parent:
-                missing.append(top)
-                top = top.parent
-        for directory in reversed(missing):
+            is_missing = not path.exists()
+        if is_missing and path.parent != path:
+            self.make_dirs(path.parent)
             try:
-                self.mkdir(directory)
+                self.mkdir(path)
             except MachineError:
-                if not directory.is_dir():  # another node may have created it meanwhile
+                if not path.is_dir():  # another node may have just created it
                     raise
-        for directory in [*reversed(missing), path]:
-            if directory.parent != directory and os.access(directory.parent, os.R_OK):
-                self.sync_dir(directory.parent)
+        if path.parent != path and os.access(path.parent, os.R_OK):
+            self.sync_dir(path.parent)
 
     def create(self, path: Path) -> int:
         """Create a new file for appending and return its descriptor."""
@@ -133,36 +127,6 @@ class Disk:
         """Rename ``source`` to ``target`` atomically; an existing file is replaced."""
         with translate_os_errors("rename to", target):
             os.rename(source, target)  # noqa: PTH104  the crash test records this call
-
-    def exchange(self, source: Path, target: Path) -> None:
-        """Swap two existing names atomically; this is how a directory is replaced.
-
-        Raises:
-            MachineError: the rename failed, or the kernel or file system has no exchange.
-
-        """
-        with translate_os_errors("exchange names with", target):
-            number = _exchange(os.fsencode(source), os.fsencode(target))
-            if number in _ERRNOS_NO_EXCHANGE:
-                raise MachineError(_exchange_unsupported_message(target))
-            if number:
-                raise OSError(number, os.strerror(number))
-
-    def require_exchange(self, target: Path) -> None:
-        """Check, before anything large is written, that `exchange` works beside ``target``.
-
-        Raises:
-            MachineError: the kernel or the file system cannot exchange names.
-
-        """
-        with contextlib.ExitStack() as cleanup:
-            pair = [target.with_name(temporary_name("try")) for _ in range(2)]
-            for path in pair:
-                self.mkdir(path)
-                cleanup.callback(self.rmdir, path)
-            number = _exchange(*map(os.fsencode, pair))
-        if number in _ERRNOS_NO_EXCHANGE:
-            raise MachineError(_exchange_unsupported_message(target))
 
     def unlink(self, path: Path) -> None:
         """Remove a file."""
@@ -214,23 +178,6 @@ class Disk:
 DISK = Disk()
 
 
-def _exchange_unsupported_message(target: Path) -> str:
-    return (
-        f"cannot replace {target}: its file system cannot exchange two names in one step; remove it first, "
-        "or choose another name."
-    )
-
-
-def _exchange(source: bytes, target: bytes) -> int:
-    """Call renameat2(2) with RENAME_EXCHANGE; return the error number, 0 on success."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    try:
-        failed = libc.renameat2(_AT_FDCWD, source, _AT_FDCWD, target, _RENAME_EXCHANGE)
-    except AttributeError:  # glibc before 2.28
-        return errno.ENOSYS
-    return ctypes.get_errno() if failed else 0
-
-
 def _write_direct(descriptor: int, view: memoryview) -> int:
     """Write the aligned prefix of ``view`` with O_DIRECT; return its size, 0 where that is impossible.
 
@@ -259,5 +206,5 @@ def _start_writeback(descriptor: int, written: int) -> None:
     end = os.lseek(descriptor, 0, os.SEEK_CUR)
     start = (end - written) // _WRITE_CHUNK_BYTES * _WRITE_CHUNK_BYTES
     if end - start >= _WRITE_CHUNK_BYTES and hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):  # advice only
+        with contextlib.suppress(OSError):  # the call only advises the kernel
             os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_DONTNEED)

@@ -16,6 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -33,47 +34,9 @@ from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.reader import deep_check, parse_checkpoint_name, quick_check
 from elastic_resume.errors import CheckpointError, CorruptError, TornError
 
-_MAX_NAME_ATTEMPTS = 100_000
-
-
-def quarantine(node_dir: Path, path: Path, reason: str, disk: Disk = DISK) -> Path:
-    """Move ``path`` to ``node_dir/quarantine/`` and record ``reason``; return the new path."""
-    directory = node_dir / constants.QUARANTINE_DIR
-    disk.make_dirs(directory)
-    target = _find_unused_path(directory, path.name)
-    disk.rename(path, target)
-    disk.sync_dir(directory)  # the new name must be durable before the old one disappears
-    disk.sync_dir(path.parent)
-    record = {"was": path.name, "reason": reason, "at": round(time.time(), 3)}
-    disk.write_atomic(_reason_path(target), (json.dumps(record, indent=1) + "\n").encode())
-    return target
-
-
-def delete_quarantined(path: Path, disk: Disk = DISK) -> None:
-    """Remove a quarantined checkpoint and its reason.
-
-    Raises:
-        MachineError: the disk refuses.
-
-    """
-    unfinished = path.parent.parent / temporary_name(path.name)  # removed by the next owner after a crash
-    disk.rename(path, unfinished)
-    disk.unlink(_reason_path(path))
-    disk.sync_dir(path.parent)
-    disk.sync_dir(unfinished.parent)
-    disk.remove_tree(unfinished)
-
-
-def list_quarantined(node_dir: Path) -> list[Path]:
-    """Return the quarantined directories, sorted by name."""
-    directory = node_dir / constants.QUARANTINE_DIR
-    with translate_os_errors("list", directory):
-        paths = list(directory.iterdir()) if directory.is_dir() else []
-    return sorted(
-        path
-        for path in paths
-        if not path.name.endswith(".reason.json") and not path.name.startswith(constants.TEMPORARY_PREFIX)
-    )
+MIN_KEEP = 2  # the newest checkpoint may turn out bad when it is needed
+MAX_ENTRIES = 1000  # the newest entries are listed; older ones are ignored
+_WRITER_PID_PATTERN = re.compile(r"-(\d{1,10})-[0-9a-f]{8}\Z")
 
 
 def read_quarantine_reason(path: Path) -> str:
@@ -86,30 +49,13 @@ def read_quarantine_reason(path: Path) -> str:
         return "unknown: the file with the reason cannot be read"
 
 
-def _find_unused_path(directory: Path, name: str) -> Path:
-    # Only the owner of the node's lock renames to here, so no name is taken between check and rename.
-    for number in range(_MAX_NAME_ATTEMPTS):
-        target = directory / (f"{name}.{number}" if number else name)
-        if not os.path.lexists(target) and not os.path.lexists(_reason_path(target)):
-            return target
-    raise ValueError(
-        f"{directory}: holds {_MAX_NAME_ATTEMPTS} quarantined checkpoints named {name}; remove some."
-    )
-
-
 def _reason_path(quarantined_path: Path) -> Path:
     return quarantined_path.with_name(f"{quarantined_path.name}.reason.json")
 
 
-MIN_KEEP = 2  # the newest checkpoint may turn out bad when it is needed
-MAX_ENTRIES = 1000  # newest first; older ones are ignored
-MAX_NODES = 10_000
-_WRITER_PID_PATTERN = re.compile(r"-(\d{1,10})-[0-9a-f]{8}\Z")
-
-
 @dataclass(frozen=True)
 class CatalogEntry:
-    """Hold one directory with a checkpoint's name: its manifest, or the error that keeps it from loading."""
+    """A directory with a checkpoint's name: its manifest, or the error that keeps it from loading."""
 
     path: Path
     generation: int
@@ -187,17 +133,45 @@ class Catalog:
         return removed
 
     def quarantine(self, path: Path, reason: str) -> Path:
-        """Move a bad checkpoint to quarantine; return its new path."""
-        return quarantine(self._node_dir, path, reason, self._disk)
+        """Move ``path`` to ``quarantine/`` and record ``reason``; return the new path."""
+        directory = self._node_dir / constants.QUARANTINE_DIR
+        self._disk.make_dirs(directory)
+        # Only the owner of the node's lock renames to here: no name is taken between check and rename.
+        names = itertools.chain([path.name], (f"{path.name}.{number}" for number in itertools.count(1)))
+        target = next(
+            directory / name
+            for name in names
+            if not os.path.lexists(directory / name) and not os.path.lexists(_reason_path(directory / name))
+        )
+        self._disk.rename(path, target)
+        self._disk.sync_dir(directory)  # the new name must be durable before the old one disappears
+        self._disk.sync_dir(path.parent)
+        record = {"was": path.name, "reason": reason, "at": round(time.time(), 3)}
+        self._disk.write_atomic(_reason_path(target), (json.dumps(record, indent=1) + "\n").encode())
+        return target
+
+    def delete_quarantined(self, path: Path) -> None:
+        """Remove a quarantined checkpoint and its reason."""
+        unfinished = self._node_dir / temporary_name(path.name)  # removed by the next owner after a crash
+        self._disk.rename(path, unfinished)
+        self._disk.unlink(_reason_path(path))
+        self._disk.sync_dir(path.parent)
+        self._disk.sync_dir(self._node_dir)
+        self._disk.remove_tree(unfinished)
 
     def list_quarantined(self) -> list[Path]:
         """Return the quarantined directories, sorted by name."""
-        return list_quarantined(self._node_dir)
+        directory = self._node_dir / constants.QUARANTINE_DIR
+        return [
+            path
+            for path in _list_directory(directory)
+            if not path.name.endswith(".reason.json") and not path.name.startswith(constants.TEMPORARY_PREFIX)
+        ]
 
     def remove_unfinished(self) -> list[Path]:
         """Remove and return what dead writers left; only the owner of the node's lock may call this."""
         removed = []
-        for path in self._list_directory():
+        for path in _list_directory(self._node_dir):
             if not path.name.startswith(constants.TEMPORARY_PREFIX) or _has_live_writer(path):
                 continue
             if not _is_missing(path):  # its writer may have renamed it since it was listed
@@ -215,36 +189,34 @@ class Catalog:
     def _list_checkpoint_paths(self) -> list[tuple[tuple[int, int], Path]]:
         checkpoints = [
             (version, path)
-            for path in self._list_directory()
+            for path in _list_directory(self._node_dir)
             if (version := parse_checkpoint_name(path.name)) is not None and _may_be_checkpoint(path)
         ]
         return sorted(checkpoints, reverse=True)
 
-    def _list_directory(self) -> list[Path]:
-        with translate_os_errors("list", self._node_dir):
-            try:
-                return sorted(self._node_dir.iterdir())
-            except FileNotFoundError:
-                return []
-
     def _delete(self, path: Path) -> None:
         unnamed = path.with_name(temporary_name(f"pruned-{path.name}"))
         self._disk.rename(path, unnamed)
-        self._disk.sync_dir(self._node_dir)  # else a crash could bring the name back without its files
+        self._disk.sync_dir(self._node_dir)  # otherwise a crash could bring the name back without its files
         self._disk.remove_tree(unnamed)
+
+
+def _list_directory(directory: Path) -> list[Path]:
+    with translate_os_errors("list", directory):
+        try:
+            return sorted(directory.iterdir())
+        except FileNotFoundError:
+            return []
 
 
 def scan_run(run_dir: Path, run_id: str | None, limit: int = 64) -> dict[str, list[CatalogEntry]]:
     """Return the newest ``limit`` entries of each node whose directory is visible here."""
     entries: dict[str, list[CatalogEntry]] = {}
-    with translate_os_errors("list", run_dir):
-        names = sorted(os.listdir(run_dir)) if run_dir.is_dir() else []  # noqa: PTH208  names only
-    for name in names[:MAX_NODES]:
-        node_dir = run_dir / name
+    for node_dir in _list_directory(run_dir):
         with translate_os_errors("read", node_dir):
-            is_node = re.fullmatch(constants.SAFE_NAME_PATTERN, name) is not None and node_dir.is_dir()
+            is_node = re.fullmatch(constants.SAFE_NAME_PATTERN, node_dir.name) and node_dir.is_dir()
         if is_node:
-            entries[name] = Catalog(node_dir, run_id).list_entries(limit=limit)
+            entries[node_dir.name] = Catalog(node_dir, run_id).list_entries(limit=limit)
     return entries
 
 

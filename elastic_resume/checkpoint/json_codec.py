@@ -51,16 +51,16 @@ def encode(value: Any, path: str = "") -> Any:
 
 
 def decode(encoded: Any) -> Any:
-    """Return the value that `encode` was given.
-
-    Raises:
-        CorruptError: the data is not what `encode` writes.
-
-    """
+    """Return the value that `encode` was given; raise CorruptError for data that it does not write."""
     try:
         return _decode(encoded, 0)
     except RecursionError as error:
         raise CorruptError("state: nested too deeply.") from error
+
+
+def reject_constant(constant: str) -> NoReturn:
+    """Refuse NaN and Infinity, as the ``parse_constant`` of `json.loads`."""
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _encode(value: Any, path: str, ancestors: tuple[int, ...]) -> Any:
@@ -92,14 +92,6 @@ def _encode_float(value: float, _path: str) -> Any:
     return value if math.isfinite(value) else {TAG: "float", "bits": struct.pack(">d", value).hex()}
 
 
-def _encode_complex(value: complex, _path: str) -> Any:
-    return {TAG: "complex", "bits": struct.pack(">2d", value.real, value.imag).hex()}
-
-
-def _encode_bytes(value: bytes, _path: str) -> Any:
-    return {TAG: "bytes", "base64": base64.b64encode(value).decode()}
-
-
 def _encode_tensor_ref(value: TensorRef, path: str) -> Any:
     if type(value.name) is not str or type(value.kind) is not str:
         _reject(value, path)
@@ -126,16 +118,15 @@ def _encode_dict(value: dict[Any, Any], path: str, ancestors: tuple[int, ...]) -
 
 def _encode_sorted(value: Iterable[Any], path: str, ancestors: tuple[int, ...]) -> list[Any]:
     # The order of a set depends on the process's hash seed, so digests of two nodes would differ.
-    return sorted(
-        (_encode(item, f"{path}{{{_abbreviate(item)}}}", ancestors) for item in value), key=json.dumps
-    )
+    items = (_encode(item, f"{path}{{{_abbreviate(item)}}}", ancestors) for item in value)
+    return sorted(items, key=json.dumps)
 
 
 _SCALAR_ENCODERS: dict[type, Callable[[Any, str], Any]] = {
     int: _encode_int,
     float: _encode_float,
-    complex: _encode_complex,
-    bytes: _encode_bytes,
+    complex: lambda v, _: {TAG: "complex", "bits": struct.pack(">2d", v.real, v.imag).hex()},
+    bytes: lambda v, _: {TAG: "bytes", "base64": base64.b64encode(v).decode()},
     TensorRef: _encode_tensor_ref,
 }
 
@@ -156,10 +147,8 @@ def _reject(value: Any, path: str) -> NoReturn:
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     known_types = _CONTAINER_ENCODERS | _SCALAR_ENCODERS
     base = next((known.__name__ for known in known_types if isinstance(value, known)), None)
-    advice = (
-        f"convert it to {base} in state_dict()" if base else "return tensors and plain data from state_dict()"
-    )
-    raise UntrackableError(f"{path}: a {name} cannot be stored; {advice}, or leave it out.")
+    advice = f"convert it to {base} in" if base else "return tensors and plain data from"
+    raise UntrackableError(f"{path}: a {name} cannot be stored; {advice} state_dict(), or leave it out.")
 
 
 def _abbreviate(key: Any) -> str:
@@ -191,30 +180,14 @@ def _decode(encoded: Any, depth: int) -> Any:
 def _decode_int(fields: dict[str, Any], _depth: int) -> int:
     text = _require_text(fields["hex"])
     value = int(text, 16)
-    if (
-        hex(value) != text
-        or -_PLAIN_INT_LIMIT <= value < _PLAIN_INT_LIMIT
-        or value.bit_length() > MAX_INT_BITS
-    ):
+    is_plain = -_PLAIN_INT_LIMIT <= value < _PLAIN_INT_LIMIT
+    if hex(value) != text or is_plain or value.bit_length() > MAX_INT_BITS:
         raise ValueError("not as written")
     return value
 
 
-def _decode_float(fields: dict[str, Any], _depth: int) -> float:
-    (value,) = struct.unpack(">d", bytes.fromhex(_require_text(fields["bits"])))
-    return float(value)
-
-
-def _decode_complex(fields: dict[str, Any], _depth: int) -> complex:
-    return complex(*struct.unpack(">2d", bytes.fromhex(_require_text(fields["bits"]))))
-
-
-def _decode_bytes(fields: dict[str, Any], _depth: int) -> bytes:
-    return base64.b64decode(_require_text(fields["base64"]), validate=True)
-
-
-def _decode_tensor_ref(fields: dict[str, Any], _depth: int) -> TensorRef:
-    return TensorRef(_require_text(fields["name"]), _require_text(fields["kind"]))
+def _decode_bits(fields: dict[str, Any], layout: str) -> tuple[float, ...]:
+    return struct.unpack(layout, bytes.fromhex(_require_text(fields["bits"])))
 
 
 def _decode_items(fields: dict[str, Any], depth: int) -> list[Any]:
@@ -236,10 +209,9 @@ def _decode_pairs(fields: dict[str, Any], depth: int) -> dict[Any, Any]:
 
 def _decode_set(fields: dict[str, Any], depth: int) -> set[Any]:
     items = _decode_items(fields, depth)
-    unique = set(items)
-    if len(unique) != len(items):
+    if len(set(items)) != len(items):
         raise ValueError("an item occurs twice")
-    return unique
+    return set(items)
 
 
 def _decode_counter(fields: dict[str, Any], depth: int) -> Counter[Any]:
@@ -263,10 +235,13 @@ def _require_text(value: Any) -> str:
 
 _DECODERS: dict[str, tuple[set[str], Callable[[dict[str, Any], int], Any]]] = {
     "int": ({"hex"}, _decode_int),
-    "float": ({"bits"}, _decode_float),
-    "complex": ({"bits"}, _decode_complex),
-    "bytes": ({"base64"}, _decode_bytes),
-    "tensor": ({"name", "kind"}, _decode_tensor_ref),
+    "float": ({"bits"}, lambda fields, _: _decode_bits(fields, ">d")[0]),
+    "complex": ({"bits"}, lambda fields, _: complex(*_decode_bits(fields, ">2d"))),
+    "bytes": ({"base64"}, lambda fields, _: base64.b64decode(_require_text(fields["base64"]), validate=True)),
+    "tensor": (
+        {"name", "kind"},
+        lambda fields, _: TensorRef(_require_text(fields["name"]), _require_text(fields["kind"])),
+    ),
     "tuple": ({"items"}, lambda fields, depth: tuple(_decode_items(fields, depth))),
     "dict": ({"items"}, _decode_pairs),
     "OrderedDict": ({"items"}, lambda fields, depth: OrderedDict(_decode_pairs(fields, depth))),

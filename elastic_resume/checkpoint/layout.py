@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
+from elastic_resume.checkpoint.json_codec import reject_constant
 from elastic_resume.errors import CorruptError, TornError
 
 ALIGNMENT = 4096  # a page, so that the data can be mapped and registered as pinned memory
@@ -27,28 +28,14 @@ MAX_TENSOR_DIMENSIONS = 64  # torch's own limit
 FORMAT_NAME = "elastic_resume.image/1"
 METADATA_KEY = "__metadata__"
 
+_DTYPES_BY_ITEM_BYTES = {
+    8: "C64 F64 I64 U64",
+    4: "F32 I32 U32",
+    2: "F16 BF16 I16 U16",
+    1: "F8_E4M3 F8_E5M2 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ I8 U8 BOOL",
+}
 ITEM_BYTES: Mapping[str, int] = MappingProxyType(
-    {
-        "C64": 8,
-        "F64": 8,
-        "I64": 8,
-        "U64": 8,
-        "F32": 4,
-        "I32": 4,
-        "U32": 4,
-        "F16": 2,
-        "BF16": 2,
-        "I16": 2,
-        "U16": 2,
-        "F8_E4M3": 1,
-        "F8_E5M2": 1,
-        "F8_E8M0": 1,
-        "F8_E4M3FNUZ": 1,
-        "F8_E5M2FNUZ": 1,
-        "I8": 1,
-        "U8": 1,
-        "BOOL": 1,
-    }
+    {dtype: size for size, dtypes in _DTYPES_BY_ITEM_BYTES.items() for dtype in dtypes.split()}
 )
 
 
@@ -76,29 +63,13 @@ class Extent:
     stop: int
 
 
+@dataclass(frozen=True)
 class Layout:
-    """The parsed header of an image; equal layouts have equal headers, byte for byte."""
+    """The header of an image, from `build` or `parse`; equal layouts have equal headers, byte for byte."""
 
-    __slots__ = ("extents", "header", "total_bytes")
-
-    header: bytes
-    extents: Mapping[str, Extent]
-    total_bytes: int
-
-    def __init__(self, header: bytes, extents: Mapping[str, Extent], total_bytes: int) -> None:
-        """Hold the given parts; use `build` or `parse`."""
-        self.header = header
-        self.extents = MappingProxyType(dict(extents))
-        self.total_bytes = total_bytes
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layout) and self.header == other.header
-
-    def __hash__(self) -> int:
-        return hash(self.header)
-
-    def __repr__(self) -> str:
-        return f"Layout({len(self.extents)} tensors, {self.total_bytes} bytes)"
+    header: bytes = field(repr=False)
+    extents: Mapping[str, Extent] = field(compare=False, repr=False)
+    total_bytes: int = field(compare=False)
 
     @staticmethod
     def build(specs: Iterable[TensorSpec]) -> Layout:
@@ -119,7 +90,9 @@ class Layout:
                 "data_offsets": [relative, stop],
             }
             relative = stop
-        header = _frame_header(json.dumps(table, separators=(",", ":"), ensure_ascii=True).encode())
+        text = json.dumps(table, separators=(",", ":"), ensure_ascii=True).encode()
+        padded = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT - 8
+        header = padded.to_bytes(8, "little") + text.ljust(padded)
         if len(header) > MAX_HEADER_BYTES or len(header) + relative > MAX_FILE_BYTES:
             raise ValueError(
                 f"{len(ordered)} tensors of {relative} bytes do not fit into one safetensors file."
@@ -143,7 +116,7 @@ class Layout:
         header = bytes(prefix[:size])
         try:
             table = json.loads(
-                header[8:], object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant
+                header[8:], object_pairs_hook=_reject_duplicates, parse_constant=reject_constant
             )
         except (ValueError, RecursionError) as error:
             raise CorruptError(f"header: not the JSON of a safetensors file ({error}).") from error
@@ -188,23 +161,13 @@ def _sort_specs(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
     return sorted(valid, key=lambda spec: -ITEM_BYTES[spec.dtype])
 
 
-def _frame_header(text: bytes) -> bytes:
-    padded = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT - 8
-    return padded.to_bytes(8, "little") + text.ljust(padded)
-
-
-def _absolute_extents(table: Mapping[str, Any], data_start: int) -> dict[str, Extent]:
-    extents = {
-        name: Extent(
-            entry["dtype"],
-            tuple(entry["shape"]),
-            data_start + entry["data_offsets"][0],
-            data_start + entry["data_offsets"][1],
-        )
-        for name, entry in table.items()
-        if name != METADATA_KEY
-    }
-    return dict(sorted(extents.items(), key=lambda item: (item[1].start, item[1].stop)))
+def _absolute_extents(table: Mapping[str, Any], data_start: int) -> Mapping[str, Extent]:
+    extents = []
+    for name, entry in table.items():
+        if name != METADATA_KEY:
+            start, stop = (data_start + offset for offset in entry["data_offsets"])
+            extents.append((name, Extent(entry["dtype"], tuple(entry["shape"]), start, stop)))
+    return MappingProxyType(dict(sorted(extents, key=lambda item: (item[1].start, item[1].stop))))
 
 
 def _check_entry(name: str, entry: Any) -> None:
@@ -212,17 +175,18 @@ def _check_entry(name: str, entry: Any) -> None:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise CorruptError(f"header: entry {name!r} is not dtype, shape and data_offsets.")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise CorruptError(f"header: tensor {name!r} has the unknown dtype {dtype!r}.")
-    if not _is_size_list(shape) or len(shape) > MAX_TENSOR_DIMENSIONS or prod(filter(None, shape)) >= 1 << 53:
-        raise CorruptError(f"header: tensor {name!r} has an impossible shape.")
-    if not _is_size_list(offsets) or len(offsets) != 2:
-        raise CorruptError(f"header: tensor {name!r} has impossible data_offsets.")
-    if offsets[1] - offsets[0] != prod(shape) * ITEM_BYTES[dtype]:
-        raise CorruptError(
-            f"header: tensor {name!r} of dtype {dtype} and shape {shape} does not fill "
-            f"bytes {offsets[0]} to {offsets[1]}."
-        )
+    is_valid = (
+        isinstance(dtype, str)
+        and dtype in ITEM_BYTES
+        and _is_size_list(shape)
+        and len(shape) <= MAX_TENSOR_DIMENSIONS
+        and prod(filter(None, shape)) < 1 << 53
+        and _is_size_list(offsets)
+        and len(offsets) == 2
+        and offsets[1] - offsets[0] == prod(shape) * ITEM_BYTES[dtype]
+    )
+    if not is_valid:
+        raise CorruptError(f"header: tensor {name!r} has an impossible dtype, shape or data_offsets.")
 
 
 def _check_tiling(extents: Mapping[str, Extent], data_start: int, file_bytes: int) -> None:
@@ -250,7 +214,3 @@ def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(table) != len(pairs):
         raise ValueError("a name occurs twice")
     return table
-
-
-def _reject_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")

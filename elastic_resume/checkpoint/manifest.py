@@ -13,12 +13,13 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, fields
-from typing import Any, NoReturn
+from typing import Any
 
 import xxhash
 
 from elastic_resume import constants
-from elastic_resume.errors import CheckpointError, CorruptError, ForeignError, NewerFormatError, TornError
+from elastic_resume.checkpoint.json_codec import reject_constant
+from elastic_resume.errors import CorruptError, ForeignError, NewerFormatError, TornError
 
 FORMAT_VERSION = 1
 BLOCK_BYTES = 16 << 20  # large enough for full disk speed, small enough for a reusable buffer
@@ -26,6 +27,7 @@ MAX_MANIFEST_BYTES = 256 << 20  # non-tensor state is usually kilobytes
 _MAX_COUNT = 1 << 53
 _MIN_BLOCK_BYTES = 1 << 10
 _MAX_BLOCK_BYTES = 1 << 30
+_COUNT_FIELDS = ("rank", "world_size", "generation", "file_bytes", "block_bytes")
 _KIND = "elastic_resume checkpoint"
 _MANIFEST_PREFIX = f'{{"kind":"{_KIND}"'.encode()
 _DIGEST_SUFFIX = re.compile(rb',"digest":"([0-9a-f]{32})"}\n\Z')
@@ -89,12 +91,7 @@ class Manifest:
         return digest.hexdigest()
 
     def to_bytes(self) -> bytes:
-        """Encode the manifest file.
-
-        Raises:
-            ValueError: a field is out of range or not JSON.
-
-        """
+        """Encode the manifest file; raise ValueError if a field is out of range or not JSON."""
         record = {field.name: getattr(self, field.name) for field in fields(self)}
         record["position"] = vars(self.position)
         invalid = _find_invalid_field(self)
@@ -144,13 +141,15 @@ def _decode_verified(data: bytes) -> dict[str, Any]:
     if len(data) > MAX_MANIFEST_BYTES:
         raise CorruptError(f"manifest: {len(data)} bytes, more than the limit of {MAX_MANIFEST_BYTES}.")
     try:
-        record = json.loads(data, parse_constant=_reject_constant)
+        record = json.loads(data, parse_constant=reject_constant)
     except (ValueError, RecursionError) as error:
         if not data or (data.startswith(_MANIFEST_PREFIX) and not data.endswith(b"}\n")):
             raise TornError(f"manifest: ends after {len(data)} bytes.") from error
         raise CorruptError("manifest: not JSON.") from error
     if not isinstance(record, dict) or record.pop("kind", None) != _KIND:
-        raise _classify_invalid(data)
+        if _DIGEST_SUFFIX.search(data) and b'"format":' in data and b'"blocks":' in data:
+            raise CorruptError("manifest: its digest does not match its bytes.")
+        raise ForeignError("manifest: JSON, but not an elastic_resume manifest.")
     number = record.pop("format", None)
     if type(number) is int and number > FORMAT_VERSION:
         raise NewerFormatError(
@@ -168,58 +167,36 @@ def _decode_verified(data: bytes) -> dict[str, Any]:
     return record
 
 
-def _classify_invalid(data: bytes) -> CheckpointError:
-    end = _DIGEST_SUFFIX.search(data)
-    if end and b'"format":' in data and b'"blocks":' in data:
-        return CorruptError("manifest: its digest does not match its bytes.")
-    return ForeignError("manifest: JSON, but not an elastic_resume manifest.")
-
-
 def _find_invalid_field(manifest: Manifest) -> str | None:
     """Describe the first field that is out of range; None if all are valid."""
-    position = manifest.position
-    counts = {
-        "rank": manifest.rank,
-        "world_size": manifest.world_size,
-        "generation": manifest.generation,
-        "file_bytes": manifest.file_bytes,
-        "block_bytes": manifest.block_bytes,
-        **{f"position.{field.name}": getattr(position, field.name) for field in fields(Position)},
-    }
+    counts = {name: getattr(manifest, name) for name in _COUNT_FIELDS}
+    counts |= {f"position.{name}": count for name, count in vars(manifest.position).items()}
     for name, count in counts.items():
         if type(count) is not int or not 0 <= count <= _MAX_COUNT:
             return f"{name} is {count!r}, not a count."
-    if manifest.rank >= manifest.world_size:
-        return f"rank {manifest.rank} is not below the world size {manifest.world_size}."
     for name in ("run_id", "node"):
         value = getattr(manifest, name)
         if type(value) is not str or not re.fullmatch(constants.SAFE_NAME_PATTERN, value):
             return f"{name} is {value!r}, not a safe name."
-    if type(manifest.writer) is not str or len(manifest.writer) > 256:
-        return "writer is not a short string."
-    if type(manifest.written_at) not in {int, float}:
-        return "written_at is not a number of seconds."
-    return _find_invalid_block(manifest)
-
-
-def _find_invalid_block(manifest: Manifest) -> str | None:
-    if not _MIN_BLOCK_BYTES <= manifest.block_bytes <= _MAX_BLOCK_BYTES:
-        return f"block_bytes is {manifest.block_bytes}."
-    if len(manifest.blocks) != -(-manifest.file_bytes // manifest.block_bytes):
-        return (
-            f"{len(manifest.blocks)} digests for {manifest.file_bytes} bytes "
-            f"in blocks of {manifest.block_bytes}."
-        )
-    if not all(_DIGEST_PATTERN.fullmatch(block) for block in manifest.blocks):
-        return "a block's digest is not 32 hexadecimal digits."
-    return None
+    block_count = -(-manifest.file_bytes // max(1, manifest.block_bytes))
+    checks = {
+        f"rank {manifest.rank} is not below the world size {manifest.world_size}.": (
+            manifest.rank < manifest.world_size
+        ),
+        "writer is not a short string.": type(manifest.writer) is str and len(manifest.writer) <= 256,
+        "written_at is not a number of seconds.": type(manifest.written_at) in {int, float},
+        f"block_bytes is {manifest.block_bytes}.": (
+            _MIN_BLOCK_BYTES <= manifest.block_bytes <= _MAX_BLOCK_BYTES
+        ),
+        f"{len(manifest.blocks)} digests for {block_count} blocks.": len(manifest.blocks) == block_count,
+        "a block's digest is not 32 hexadecimal digits.": all(
+            map(_DIGEST_PATTERN.fullmatch, manifest.blocks)
+        ),
+    }
+    return next((defect for defect, is_valid in checks.items() if not is_valid), None)
 
 
 def _require_strings(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(type(item) is str for item in value):
         raise CorruptError("manifest: a list of names or digests holds another type.")
     return tuple(value)
-
-
-def _reject_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")

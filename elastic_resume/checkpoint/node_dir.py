@@ -1,4 +1,4 @@
-"""Own a node's directory ``CKPT_DIR/RUN_ID/NODE`` and keep the node's small durable records in it.
+"""Lock a node's directory ``CKPT_DIR/RUN_ID/NODE``, and read and write its small JSON files.
 
 - ``lock``: one process owns the directory at a time; a fork of the owner cannot release it.
 - ``identity.json``: a random id, written once. Hosts with equal node names but different disks have different
@@ -6,12 +6,12 @@
 - ``generation.json``: the greatest generation seen; it never decreases.
 - ``job-start.json``: the launcher (agent or torchrun) under which the node last entered a generation, and the
   greatest generation known when that job started. ``--resume never`` ignores checkpoints up to that
-  generation, but not those saved since. A crash between two writes leaves the record of another launcher,
-  which ignores nothing that this job has saved.
+  generation, but not those saved since. A crash before the first write leaves an earlier launcher's record.
+  The job has saved nothing by then, so none of its own checkpoints is ignored.
 - ``script-arguments.json``: the script's last arguments, secrets masked, to report what changed. It is never
   relied upon.
-- ``committed.json``: the newest generation with a commit. A node without checkpoints is new or has lost its
-  disk, unless this file shows that they were removed.
+- ``committed.json``: the newest generation with a commit. It tells a node whose checkpoints were deleted from
+  a new node.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ import secrets
 import socket
 import sys
 import time
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,25 +40,25 @@ SCRIPT_ARGUMENTS_FILE = "script-arguments.json"
 COMMITTED_FILE = "committed.json"
 LOCK_POLL_S = 0.05
 MASK = "***"
-# --api-key, HF_TOKEN, db.password, apiKey; not --tokenizer, --max-tokens or --keypoints.
+# Matches --api-key, HF_TOKEN, db.password and apiKey, but not --tokenizer, --max-tokens or --keypoints.
 _SECRET_NAME_PATTERN = re.compile(r"(?i:keys?|token|secrets?|passwords?)(?![a-z])[^=]*(=|\Z)", re.DOTALL)
 _MAX_SMALL_FILE_BYTES = 64 * 1024
 _MAX_GENERATION = 1 << 53
-_lock_pids: dict[Path, int] = {}  # locked directory -> pid that locked it; a fork has another pid
+_lock_descriptors: dict[Path, int] = {}  # directories that this process owns -> locks
 
 
 class NodeDir:
     """A node's directory, opened by its owner (`claim`) or by a worker of the owner (`attach`)."""
 
-    def __init__(self, path: Path, lock: _Lock | None, disk: Disk) -> None:
+    def __init__(self, path: Path, disk: Disk = DISK, *, lock_key: Path | None = None) -> None:
         """Use `claim` or `attach`."""
         self.path = path
-        self._lock = lock
         self._disk = disk
+        self._lock_key = lock_key  # key of the owner in `_lock_descriptors`
 
     @staticmethod
     def claim(ckpt_dir: Path, run_id: str, node: str, timeout_s: float = 2.0, disk: Disk = DISK) -> NodeDir:
-        """Create the directory if necessary and become its owner.
+        """Create the directory if necessary and own it until `release` or the end of this process.
 
         Raises:
             NodeLockedError: another process owns it for ``timeout_s`` more; the message names the owner.
@@ -70,16 +69,15 @@ class NodeDir:
 
         """
         path = _node_path(ckpt_dir, run_id, node)
-        if _lock_pids.get(path.resolve()) == os.getpid():
+        if path.resolve() in _lock_descriptors:
             raise UsageError(
                 f"this process has already resumed job {run_id!r} under node name {node!r}; "
                 "call run.close() first."
             )
         disk.make_dirs(path)
-        lock = _Lock.acquire(path / constants.LOCK_FILE, timeout_s)
-        if lock is None:
+        if not _acquire_lock(path, timeout_s):
             raise NodeLockedError(_node_taken_message(path, node))
-        node_dir = NodeDir(path, lock, disk)
+        node_dir = NodeDir(path, disk, lock_key=path.resolve())
         try:
             disk.write_atomic(path / constants.LOCK_OWNER_FILE, _encode_lock_owner())
             if not node_dir.read_identity():
@@ -95,13 +93,15 @@ class NodeDir:
         """Open the directory for a worker whose agent holds the lock; create it if necessary."""
         path = _node_path(ckpt_dir, run_id, node)
         disk.make_dirs(path)
-        return NodeDir(path, None, disk)
+        return NodeDir(path, disk)
 
     def release(self) -> None:
         """Give up ownership; does nothing on a second call, in a fork, or after `attach`."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            lock.release()
+        lock_key, self._lock_key = self._lock_key, None
+        descriptor = _lock_descriptors.pop(lock_key, None) if lock_key is not None else None
+        if descriptor is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a fork may still have the file open
+            os.close(descriptor)
 
     def __enter__(self) -> NodeDir:  # noqa: PYI034  typing.Self needs Python 3.11
         return self
@@ -110,52 +110,30 @@ class NodeDir:
         self.release()
 
     def read_identity(self) -> str:
-        """Return the directory's random id of 32 hexadecimal digits; empty before its first owner.
-
-        Raises:
-            NodeFileError: the file is damaged.
-
-        """
-        path = self.path / constants.IDENTITY_FILE
-        with translate_os_errors("read", path):
-            try:
-                data = path.read_bytes()[:_MAX_SMALL_FILE_BYTES]
-            except FileNotFoundError:
-                return ""
-        match = re.fullmatch(rb'\s*\{\s*"id"\s*:\s*"([0-9a-f]{32})"\s*\}\s*', data)
-        if match is None:
-            raise NodeFileError(
-                f"{path}: does not hold an identity. If no other process of this job runs, remove the file; "
-                "the next start writes a new one."
-            )
-        return match[1].decode()
+        """Return the directory's random id of 32 hexadecimal digits; empty before its first owner."""
+        record = _read_required(
+            self.path / constants.IDENTITY_FILE,
+            lambda record: re.fullmatch("[0-9a-f]{32}", record["id"]) is not None,
+            "If no other process of this job runs, remove the file; the next start writes a new one.",
+        )
+        return record["id"] if record is not None else ""
 
     def read_generation(self) -> int:
         """Return the greatest persisted generation, 0 if there is none.
 
-        Raises:
-            NodeFileError: the file is damaged; to assume 0 would let an outdated node take part.
-            MachineError: it cannot be read.
-
+        A damaged file is an error: to assume 0 would let an outdated node take part.
         """
-        path = self.path / constants.GENERATION_FILE
-        with translate_os_errors("read", path):
-            try:
-                data = path.read_bytes()[:_MAX_SMALL_FILE_BYTES]
-            except FileNotFoundError:
-                return 0
-        record = _parse_json(data)
-        number = record.get("generation") if record is not None else None
-        if type(number) is not int or not 0 <= number <= _MAX_GENERATION:
-            raise NodeFileError(
-                f"{path}: does not hold a generation. If no other process of this job runs, remove the file; "
-                "the generation then follows from the checkpoints."
-            )
-        return number
+        record = _read_required(
+            self.path / constants.GENERATION_FILE,
+            lambda record: _is_generation(record["generation"]),
+            "If no other process of this job runs, remove the file; the generation then follows from the "
+            "checkpoints.",
+        )
+        return record["generation"] if record is not None else 0
 
     def persist_generation(self, generation: int) -> int:
         """Make ``generation`` durable unless a greater one is; return the greatest."""
-        if not 0 <= generation <= _MAX_GENERATION:
+        if not _is_generation(generation):
             raise ValueError(f"generation {generation} is out of range")
         known = self.read_generation()
         if generation <= known:
@@ -167,11 +145,8 @@ class NodeDir:
     def ensure_free_space(self, bytes_needed: int) -> None:
         """Raise MachineError if a file cannot be created here, or ``bytes_needed`` are not free."""
         probe = self.path / temporary_name("probe")
-        try:
-            self._disk.write_file(probe, b"probe")
-        finally:
-            if probe.exists():
-                self._disk.unlink(probe)
+        self._disk.write_atomic(probe, b"probe")
+        self._disk.unlink(probe)
         with translate_os_errors("read", self.path):
             free = resources.free_disk_bytes(self.path, os.environ)
         if free < bytes_needed:
@@ -184,53 +159,25 @@ class NodeDir:
             )
 
 
-class _Lock:
-    """Hold an flock on a file until `release` or the end of this process.
+def _acquire_lock(directory: Path, timeout_s: float) -> bool:
+    """Lock ``directory`` for this process; return false if another one holds the lock for ``timeout_s`` more.
 
-    A fork shares the open file and with it the lock, so each fork closes its descriptor: otherwise a child
+    A fork shares the open file and with it the flock, so each fork closes its descriptor: otherwise a child
     would hold the lock of a dead owner. filelock is not used: it resolves ``/proc/PID/fd/N/lock`` to a file
     of the host, so simulated nodes with a disk each would share one lock.
     """
-
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self._key = path.parent.resolve()
-        self._descriptor = descriptor
-        self._pid = os.getpid()
-        _lock_pids[self._key] = self._pid
-        _held_locks.add(self)
-
-    @classmethod
-    def acquire(cls, path: Path, timeout_s: float) -> _Lock | None:
-        """Take the lock; return None if another process holds it for ``timeout_s`` more."""
-        deadline = time.monotonic() + timeout_s
-        with translate_os_errors("lock", path):
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                while not _try_lock(descriptor):
-                    if time.monotonic() >= deadline:
-                        os.close(descriptor)
-                        return None
-                    time.sleep(LOCK_POLL_S)
-            except OSError:
-                os.close(descriptor)
-                raise
-        return cls(path, descriptor)
-
-    def release(self) -> None:
-        """Unlock in the process that locked; do nothing in a fork and on a second call."""
-        if os.getpid() == self._pid and self._descriptor >= 0:
-            _lock_pids.pop(self._key, None)
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-            self.close()
-
-    def close(self) -> None:
-        """Close the descriptor; the lock stays if another process has the file open."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
-    def __del__(self) -> None:
-        self.release()
+    path = directory / constants.LOCK_FILE
+    deadline = time.monotonic() + timeout_s
+    with translate_os_errors("lock", path), contextlib.ExitStack() as cleanup:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        cleanup.callback(os.close, descriptor)
+        while not _try_lock(descriptor):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(LOCK_POLL_S)
+        cleanup.pop_all()
+    _lock_descriptors[directory.resolve()] = descriptor
+    return True
 
 
 def _try_lock(descriptor: int) -> bool:
@@ -242,12 +189,11 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _close_locks_of_parent() -> None:
-    for lock in list(_held_locks):
-        lock.close()
-    _held_locks.clear()
+    for descriptor in _lock_descriptors.values():
+        os.close(descriptor)
+    _lock_descriptors.clear()
 
 
-_held_locks: weakref.WeakSet[_Lock] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_close_locks_of_parent)
 
 
@@ -286,48 +232,53 @@ def _node_taken_message(path: Path, node: str) -> str:
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     """Read a small JSON object; return None if it is missing or invalid."""
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-        return _parse_json(file.read(_MAX_SMALL_FILE_BYTES))
-    return None
-
-
-def _parse_json(data: bytes) -> dict[str, Any] | None:
-    with contextlib.suppress(ValueError, RecursionError):
-        record = json.loads(data)
+    with contextlib.suppress(OSError, ValueError, RecursionError), open(path, "rb") as file:
+        record = json.loads(file.read(_MAX_SMALL_FILE_BYTES))
         return record if isinstance(record, dict) else None
     return None
+
+
+def _read_required(
+    path: Path, is_valid: Callable[[dict[str, Any]], bool], advice: str
+) -> dict[str, Any] | None:
+    """Read a record whose content must not be guessed; return None if the file is missing.
+
+    Raises:
+        NodeFileError: the file is damaged.
+        MachineError: it cannot be read.
+
+    """
+    with translate_os_errors("read", path):
+        try:
+            data = path.read_bytes()[:_MAX_SMALL_FILE_BYTES]
+        except FileNotFoundError:
+            return None
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+        record = json.loads(data)
+        if isinstance(record, dict) and is_valid(record):
+            return record
+    raise NodeFileError(f"{path}: is damaged. {advice}")
+
+
+def _is_generation(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_GENERATION
 
 
 def read_min_generation(node_dir: Path, launcher_id: str, generation: int) -> tuple[int, bool]:
     """Return the generation up to which checkpoints predate this job, and whether the launcher is known.
 
-    Args:
-        node_dir: the node's directory.
-        launcher_id: "pid start-time" of the agent or torchrun.
-        generation: the greatest generation this node knows now.
-
-    Raises:
-        NodeFileError: the record is damaged.
-        MachineError: it cannot be read.
-
+    ``launcher_id`` is "pid start-time" of the agent or torchrun, ``generation`` the greatest generation that
+    this node knows now.
     """
-    path = node_dir / JOB_START_FILE
-    with translate_os_errors("read", path):
-        if not os.path.lexists(path):
-            return generation, False
-        with open(path, "rb") as file:
-            data = file.read(_MAX_SMALL_FILE_BYTES)
-    try:
-        record = json.loads(data)
-        recorded_id, min_generation = record["launcher_id"], record["floor"]
-        if type(recorded_id) is not str or type(min_generation) is not int:
-            raise ValueError("launcher_id or floor has a wrong type")  # noqa: TRY301
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise NodeFileError(
-            f"{path}: is damaged ({type(error).__name__}: {error}). It records which checkpoints are older "
-            "than this start of the job. Remove the file; all checkpoints that exist now then count as older."
-        ) from error
-    return (min_generation, True) if recorded_id == launcher_id else (generation, False)
+    record = _read_required(
+        node_dir / JOB_START_FILE,
+        lambda record: type(record["launcher_id"]) is str and type(record["floor"]) is int,
+        "It records which checkpoints are older than this start of the job. Remove the file; all checkpoints "
+        "that exist now then count as older.",
+    )
+    if record is None or record["launcher_id"] != launcher_id:
+        return generation, False
+    return record["floor"], True
 
 
 def record_job_start(node_dir: Path, launcher_id: str, min_generation: int, disk: Disk = DISK) -> None:
@@ -353,28 +304,22 @@ def record_script_arguments(
     masked = mask_secrets(arguments)
     if read_script_arguments(node_dir) == (launcher_id, masked):
         return  # a restart, which must not wait for the disk
-    data = json.dumps({"launcher_id": launcher_id, "words": masked}).encode()
+    data = json.dumps({"launcher_id": launcher_id, "words": masked})
     if len(data) > _MAX_SMALL_FILE_BYTES:
-        data = json.dumps({"launcher_id": launcher_id, "words": []}).encode()
+        data = json.dumps({"launcher_id": launcher_id, "words": []})
     with contextlib.suppress(MachineError):
-        disk.write_atomic(node_dir / SCRIPT_ARGUMENTS_FILE, data)
+        disk.write_atomic(node_dir / SCRIPT_ARGUMENTS_FILE, data.encode())
 
 
 def mask_secrets(arguments: Sequence[str]) -> list[str]:
     """Mask the values of arguments with secret names, as in ``--token=VALUE`` and ``--token VALUE``."""
-    masked: list[str] = []
-    may_be_secret_value = False
-    for argument in arguments:
-        name = _SECRET_NAME_PATTERN.search(argument)
-        if may_be_secret_value and not argument.startswith("-"):
+    masked = []
+    for previous, argument in zip(["", *arguments], arguments):  # noqa: B905  the first is longer
+        flag, name = _SECRET_NAME_PATTERN.search(previous), _SECRET_NAME_PATTERN.search(argument)
+        if previous.startswith("-") and flag and not flag[1] and not argument.startswith("-"):
             masked.append(MASK)
-            may_be_secret_value = False
-        elif name is not None and name[1]:
-            masked.append(argument[: name.end()] + MASK)
-            may_be_secret_value = False
         else:
-            masked.append(argument)
-            may_be_secret_value = name is not None and argument.startswith("-")
+            masked.append(argument[: name.end()] + MASK if name and name[1] else argument)
     return masked
 
 
@@ -391,6 +336,6 @@ def record_committed_generation(node_dir: Path, generation: int, disk: Disk = DI
 
 def read_committed_generation(node_dir: Path) -> int:
     """Return the newest generation with a commit by this node; 0 if unknown."""
-    record = _read_json(node_dir / COMMITTED_FILE) or {}  # only a safety check depends on it
-    generation = record.get("generation")
-    return generation if type(generation) is int and 0 <= generation <= _MAX_GENERATION else 0
+    # A damaged file counts as missing, because only a safety check uses it.
+    record = _read_json(node_dir / COMMITTED_FILE) or {}
+    return int(record["generation"]) if _is_generation(record.get("generation")) else 0

@@ -31,10 +31,10 @@ from elastic_resume.errors import CheckpointError, CorruptError, ForeignError, T
 
 _NAME_PATTERN = re.compile(r"g(\d{6,16})-s(\d{10,16})")
 _MAX_COUNT = 1 << 53  # limit of generation and step, as in the manifest
-_READ_THREADS = 2  # one digests while the other waits for the device
+_READ_THREADS = 2  # one computes a digest while the other waits for the device
 _CACHED_FRACTION = 0.9
 _MAX_BOUNCE_BUFFER_BYTES = 32 << 20
-_MADV_POPULATE_READ = 22  # of linux/mman.h; Python's mmap lacks it
+_MADV_POPULATE_READ = 22  # from linux/mman.h; Python's mmap lacks it
 _thread_local = threading.local()
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -48,7 +48,7 @@ def open_regular(path: Path) -> Iterator[int]:
         OSError: as `os.open`.
 
     """
-    # O_NONBLOCK, because opening a named pipe would block for ever.
+    # Use O_NONBLOCK, because opening a named pipe would block for ever.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -56,17 +56,6 @@ def open_regular(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def read_small_file(path: Path, limit: int) -> bytes:
-    """Read a whole file of at most ``limit`` bytes."""
-    with open_regular(path) as descriptor:
-        size = os.fstat(descriptor).st_size
-        if size > limit:
-            raise CorruptError(f"{path.name} has {size} bytes, more than the limit of {limit}.")
-        data = bytearray(size)
-        read_exact(descriptor, 0, memoryview(data))
-        return bytes(data)
 
 
 def read_exact(descriptor: int, offset: int, into: memoryview) -> None:
@@ -79,52 +68,34 @@ def read_exact(descriptor: int, offset: int, into: memoryview) -> None:
         done += count
 
 
-@contextlib.contextmanager
-def open_direct(path: Path) -> Iterator[int]:
-    """Open a file with O_DIRECT; yield -1 where the file system refuses, as tmpfs does."""
-    descriptor = -1
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
+def _open_direct(path: Path) -> int:
+    """Open a file with O_DIRECT; return -1 where the file system refuses, as tmpfs does."""
     try:
-        yield descriptor
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
-
-
-def read_exact_large(descriptor: int, direct_descriptor: int, offset: int, into: memoryview) -> None:
-    """Fill ``into`` like `read_exact`, from the page cache if the bytes are there, else past it.
-
-    Past the cache, a cold read need not allocate cache pages first. It goes through a buffer of the thread,
-    because direct reads into the scattered pages of shared memory are slower.
-    """
-    done = 0
-    end = len(into) // DIRECT_IO_ALIGNMENT * DIRECT_IO_ALIGNMENT
-    fits = not offset % DIRECT_IO_ALIGNMENT and 0 < end <= _MAX_BOUNCE_BUFFER_BYTES
-    if direct_descriptor >= 0 and fits and not _is_cached(descriptor, offset, end):
-        done = _read_direct(direct_descriptor, offset, into[:end])
-    read_exact(descriptor, offset + done, into[done:])
+        return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError:
+        return -1
 
 
 def _read_direct(descriptor: int, offset: int, into: memoryview) -> int:
-    """Read as much as O_DIRECT allows; return the number of bytes. `read_exact` reads the rest."""
+    """Read whole pages past the page cache; return the number of bytes, 0 where that is impossible.
+
+    A cold read then need not allocate cache pages first. It goes through a buffer of the thread, because
+    direct reads into the scattered pages of shared memory are slower.
+    """
+    size = len(into) // DIRECT_IO_ALIGNMENT * DIRECT_IO_ALIGNMENT
+    if offset % DIRECT_IO_ALIGNMENT or not 0 < size <= _MAX_BOUNCE_BUFFER_BYTES:
+        return 0
     buffer = getattr(_thread_local, "buffer", None)
-    if buffer is None or len(buffer) < len(into):
-        buffer = _thread_local.buffer = allocate_memory(len(into))
-    done = 0
-    while done < len(into):
-        try:
-            count = os.preadv(descriptor, [buffer[done : len(into)]], offset + done)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            break
-        if count == 0 or count % DIRECT_IO_ALIGNMENT:
-            break
-        done += count
-    if done:
-        ctypes.memmove(_address(into), _address(buffer), done)  # a slice assignment would hold the GIL
-    return done
+    if buffer is None or len(buffer) < size:
+        buffer = _thread_local.buffer = allocate_memory(size)
+    try:
+        count = os.preadv(descriptor, [buffer[:size]], offset)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return 0
+    ctypes.memmove(_address(into), _address(buffer), count)  # a slice assignment would hold the GIL
+    return count
 
 
 def _is_cached(descriptor: int, offset: int, size: int) -> bool:
@@ -166,7 +137,7 @@ def _classify_read_error(path: Path, error: OSError | MemoryError) -> Checkpoint
     if isinstance(error, OSError) and error.filename:
         file = Path(error.filename)
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
-        # os.path, because methods of Path may raise.
+        # Use os.path, because methods of Path may raise.
         for link in (path, file):
             if os.path.islink(link) and not os.path.exists(link):  # noqa: PTH110, PTH114
                 return UnreadableError(f"{path}: {link.name} is a dangling link; is its file system mounted?")
@@ -204,7 +175,13 @@ def quick_check(path: Path, run_id: str | None) -> Manifest:
 
     """
     with translate_read_errors(path):
-        manifest = Manifest.parse(read_small_file(path / constants.MANIFEST_FILE, MAX_MANIFEST_BYTES))
+        with open_regular(path / constants.MANIFEST_FILE) as descriptor:
+            size = os.fstat(descriptor).st_size
+            if size > MAX_MANIFEST_BYTES:
+                raise CorruptError(f"manifest: {size} bytes, more than the limit of {MAX_MANIFEST_BYTES}.")
+            data = bytearray(size)
+            read_exact(descriptor, 0, memoryview(data))
+        manifest = Manifest.parse(bytes(data))
         if parse_checkpoint_name(path.name) != manifest.version:
             raise ForeignError(
                 f"its manifest is that of {checkpoint_name(*manifest.version)}; "
@@ -219,10 +196,13 @@ def quick_check(path: Path, run_id: str | None) -> Manifest:
 def deep_check(path: Path, run_id: str | None) -> Manifest:
     """Run `quick_check`, then read everything and verify every digest and the layout."""
     manifest = quick_check(path, run_id)
-    buffer = allocate_memory(min(manifest.block_bytes, max(manifest.file_bytes, 1)))
-    for _ in iter_blocks(path, manifest, buffer):
-        pass
+    buffer = allocate_memory(min(manifest.block_bytes, manifest.file_bytes))
     with translate_read_errors(path), _open_image(path, manifest) as descriptor:
+        for index in range(len(manifest.blocks)):
+            start = index * manifest.block_bytes
+            block = buffer[: min(manifest.block_bytes, manifest.file_bytes - start)]
+            read_exact(descriptor, start, block)
+            _verify_block(descriptor, manifest, index, block)
         _read_layout(descriptor, manifest.file_bytes)
     return manifest
 
@@ -251,15 +231,21 @@ def read_image(
     with (
         translate_read_errors(path),
         _open_image(path, manifest) as descriptor,
-        open_direct(path / constants.STATE_FILE) as direct_descriptor,
-        ThreadPoolExecutor(_READ_THREADS, "elastic-resume-read") as readers,
+        contextlib.ExitStack() as cleanup,
     ):
+        direct_descriptor = _open_direct(path / constants.STATE_FILE)
+        if direct_descriptor >= 0:
+            cleanup.callback(os.close, direct_descriptor)
+        readers = cleanup.enter_context(ThreadPoolExecutor(_READ_THREADS, "elastic-resume-read"))
 
         def read(index: int) -> int:
-            block = _block_view(image, manifest, index)
-            read_exact_large(descriptor, direct_descriptor, index * manifest.block_bytes, block)
+            start, block = index * manifest.block_bytes, _block_view(image, manifest, index)
+            done = 0
+            if direct_descriptor >= 0 and not _is_cached(descriptor, start, len(block)):
+                done = _read_direct(direct_descriptor, start, block)
+            read_exact(descriptor, start + done, block[done:])
             _verify_block(descriptor, manifest, index, block)
-            return index * manifest.block_bytes + len(block)
+            return start + len(block)
 
         try:
             for end in readers.map(read, range(len(manifest.blocks))):
@@ -308,20 +294,6 @@ def verify_mapping(
         Layout.parse(image, manifest.file_bytes)
 
 
-def iter_blocks(path: Path, manifest: Manifest, buffer: memoryview) -> Iterator[memoryview]:
-    """Yield the verified blocks of the image, each in ``buffer`` until the next is requested."""
-    memory = buffer.cast("B")
-    if len(memory) < min(manifest.block_bytes, manifest.file_bytes):
-        raise ValueError(f"a buffer of {len(memory)} bytes for blocks of {manifest.block_bytes}")
-    with translate_read_errors(path), _open_image(path, manifest) as descriptor:
-        for index in range(len(manifest.blocks)):
-            start = index * manifest.block_bytes
-            block = memory[: min(manifest.block_bytes, manifest.file_bytes - start)]
-            read_exact(descriptor, start, block)
-            _verify_block(descriptor, manifest, index, block)
-            yield block
-
-
 def allocate_memory(size: int) -> memoryview:
     """Return page-aligned zeroed private memory.
 
@@ -357,11 +329,10 @@ def _verify_block(descriptor: int, manifest: Manifest, index: int, block: memory
 
 
 def _read_layout(descriptor: int, file_bytes: int) -> Layout:
-    prefix = bytearray(min(8, file_bytes))
-    read_exact(descriptor, 0, memoryview(prefix))
-    prefix = bytearray(layouts.header_size(prefix, file_bytes))
-    read_exact(descriptor, 0, memoryview(prefix))
-    return Layout.parse(prefix, file_bytes)
+    prefix = os.pread(descriptor, 8, 0)
+    header = bytearray(layouts.header_size(prefix, file_bytes))
+    read_exact(descriptor, 0, memoryview(header))
+    return Layout.parse(header, file_bytes)
 
 
 def _describe_range(descriptor: int, manifest: Manifest, start: int, stop: int) -> str:

@@ -1,13 +1,13 @@
 """Write checkpoints so that each exists whole or not at all, and keep the configured number of them.
 
-The commit protocol, as in bbolt; the rename is the commit:
+The commit protocol; the rename is the commit:
 
     write data under a temporary name -> fsync data -> write and fsync manifest -> fsync temporary directory
       -> rename to the final name -> fsync node directory
 
 Invariants, after a crash or an error at any point: a directory with a final name is whole, and older
-checkpoints are untouched. `Disk` operations are the only effects, so tests crash between any two. Only
-checkpoints whose bytes this node wrote or verified count as reasons to prune others.
+checkpoints are untouched. All effects go through `Disk`, so tests can simulate a crash between any two
+operations. An older checkpoint is pruned only when enough newer ones exist that this node wrote or verified.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import xxhash
 from elastic_resume import constants, failpoints
 from elastic_resume.checkpoint import node_dir
 from elastic_resume.checkpoint.atomic_io import DISK, Disk, temporary_name, translate_os_errors
-from elastic_resume.checkpoint.catalog import MIN_KEEP, Catalog, delete_quarantined, quarantine
+from elastic_resume.checkpoint.catalog import MIN_KEEP, Catalog
 from elastic_resume.checkpoint.manifest import BLOCK_BYTES, Manifest, Position
 from elastic_resume.checkpoint.reader import checkpoint_name, deep_check, quick_check
 from elastic_resume.errors import (
@@ -42,23 +42,16 @@ from elastic_resume.errors import (
 class CheckpointTransaction:
     """Write one checkpoint; as a context manager, remove everything that was not committed.
 
-    Raises:
-        MachineError: the disk refuses; nothing stays behind, and older checkpoints are whole.
-
+    If the disk refuses, a MachineError is raised, nothing stays behind, and older checkpoints are whole.
     """
 
     def __init__(
-        self,
-        node_dir: Path,
-        generation: int,
-        step: int,
-        disk: Disk = DISK,
-        *,
-        block_bytes: int = BLOCK_BYTES,
+        self, node_dir: Path, generation: int, step: int, disk: Disk = DISK, *, block_bytes: int = BLOCK_BYTES
     ) -> None:
         """Create a temporary directory in ``node_dir``."""
         self._disk = disk
         self._node_dir = node_dir
+        self._catalog = Catalog(node_dir, None, disk)
         self._version = (generation, step)
         self._final_path = node_dir / checkpoint_name(generation, step)
         self._temporary_path = node_dir / temporary_name(self._final_path.name)
@@ -154,8 +147,8 @@ class CheckpointTransaction:
         self._hit_failpoint("commit.after-rename")
         self._disk.sync_dir(self._node_dir)
         if self._superseded is not None:
-            with contextlib.suppress(MachineError):  # it then stays in quarantine
-                delete_quarantined(self._superseded, self._disk)
+            with contextlib.suppress(MachineError):  # the superseded checkpoint then stays in quarantine
+                self._catalog.delete_quarantined(self._superseded)
 
     def _is_already_committed(self, manifest: Manifest) -> bool:
         """Whether the final name holds this content; anything else there is quarantined."""
@@ -166,7 +159,7 @@ class CheckpointTransaction:
         except (ForeignError, NewerFormatError) as error:
             raise MachineError(f"cannot commit: the name is taken. {error} Move it elsewhere.") from error
         except CheckpointError as error:
-            quarantine(self._node_dir, self._final_path, str(error), self._disk)
+            self._catalog.quarantine(self._final_path, str(error))
             return False
         if present.content_digest == manifest.content_digest and present.position == manifest.position:
             self._disk.sync_dir(self._node_dir)  # its writer may have died before this sync
@@ -174,7 +167,7 @@ class CheckpointTransaction:
         # The last step of an epoch has two positions, before and after the script's end-of-epoch code.
         is_later = manifest.epoch_position > present.epoch_position
         reason = "written again at the end of its epoch" if is_later else "written again with other content"
-        quarantined = quarantine(self._node_dir, self._final_path, reason, self._disk)
+        quarantined = self._catalog.quarantine(self._final_path, reason)
         self._superseded = quarantined if is_later else None
         return False
 
@@ -231,7 +224,7 @@ class CheckpointWriter:
     def start_generation(self, retention: RetentionPolicy) -> None:
         """Apply the retention policy of workers that have resumed, and trust all steps again."""
         self._retention = retention
-        self._last_trusted_steps.clear()  # the majority's state, from now on, may be of the same step
+        self._last_trusted_steps.clear()  # the majority's state may reach the same step again
         if retention.trusted_version is not None:
             self._trusted_versions.add(retention.trusted_version)
 
@@ -263,12 +256,7 @@ class CheckpointWriter:
         return list(self._last_trusted_steps.items())
 
     def distrust_after(self, generation: int, step: int) -> None:
-        """Quarantine this node's checkpoints of later steps of that generation, and accept no more of them.
-
-        Raises:
-            MachineError: the disk refuses.
-
-        """
+        """Quarantine this node's checkpoints of later steps of that generation, and refuse further ones."""
         with self._commit_lock:
             self._last_trusted_steps[generation] = min(step, self._last_trusted_steps.get(generation, step))
             for entry in self._catalog.list_entries():

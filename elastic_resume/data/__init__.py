@@ -1,1 +1,1 @@
-"""Which sample is read when, on any number of ranks; random numbers that follow the step."""
+"""Assign samples to steps and ranks for any world size, and seed random numbers for each step."""

@@ -1,4 +1,4 @@
-"""Provides `ElasticSampler`, and recognises what a script passes as ``data=``.
+"""Provide `ElasticSampler`, and recognise the kind of object that a script passes as ``data=``.
 
 `ElasticSampler` replaces DistributedSampler in scripts that keep ``batch_size=``. It gives each rank its
 shares of global batches of ``batch_size`` times the number of ranks, one after the other. So the loader's
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from elastic_resume.data.global_batches import GlobalBatches, make_permutation
-from elastic_resume.data.seeded_dataset import SeededDataset, attach_epoch
+from elastic_resume.data.rng import SeededDataset, attach_epoch
 from elastic_resume.data.world_size import KEEP_GLOBAL, BatchSizing, check_bool, check_integer
 from elastic_resume.errors import ConfigError, MismatchError
 from elastic_resume.units import format_count
@@ -70,7 +70,7 @@ class ElasticSampler(Sampler[int]):
         self.seed = check_integer("seed", seed, least=-(2**63))
         self.batch_size = None if batch_size is None else check_integer("batch_size", batch_size, least=1)
         self.epoch = 0
-        self._carries_epoch = isinstance(dataset, SeededDataset)  # needs the epoch on each index
+        self._carries_epoch = isinstance(dataset, SeededDataset)  # then indices carry the epoch
         self._batches: LocalBatches | None = None
 
     def set_epoch(self, epoch: int) -> None:
@@ -82,9 +82,7 @@ class ElasticSampler(Sampler[int]):
     def attach(self, batch_size: int, drop_last: bool) -> GlobalBatches:
         """Use the loader's batches from now on. Return the batches that a Run binds and seeks.
 
-        Raises:
-            ConfigError: the sampler was made for batches of another size.
-
+        Raise ConfigError if the sampler was made for batches of another size.
         """
         if self.batch_size not in {None, batch_size}:
             raise ConfigError(
@@ -98,11 +96,9 @@ class ElasticSampler(Sampler[int]):
         """Yield this rank's samples from the position of `resume` to the end of the epoch."""
         if self._batches is not None:
             return (index for share in self._batches for index in self._attach_epoch(share, share.epoch))
-        order = (
-            make_permutation(self.dataset_size, self.seed, self.epoch).tolist()
-            if self.shuffle
-            else list(range(self.dataset_size))
-        )
+        order = list(range(self.dataset_size))
+        if self.shuffle:
+            order = make_permutation(self.dataset_size, self.seed, self.epoch).tolist()
         rank, size = self._rank_and_world_size()
         count = len(self)
         order += (order * -(-count * size // len(order)))[: max(0, count * size - len(order))]
@@ -205,9 +201,7 @@ class LocalBatches(GlobalBatches):
 def find_batches(data: Any) -> GlobalBatches | None:
     """Return the batches behind the ``data=`` of a script, or None if it keeps its own position.
 
-    Raises:
-        ConfigError: it is a loader whose position in an epoch cannot be restored.
-
+    Raise ConfigError for a loader whose position in an epoch cannot be restored.
     """
     batches = getattr(data, "batch_sampler", data)
     if isinstance(batches, GlobalBatches):
@@ -230,11 +224,9 @@ def find_batches(data: Any) -> GlobalBatches | None:
 
 
 def check_no_per_rank_state(data: Any, world_size: int) -> None:
-    """Refuse a loader with a state of its own (torchdata's) if there are several ranks.
+    """Raise ConfigError for a loader with a state of its own (torchdata's) if there are several ranks.
 
-    Raises:
-        ConfigError: a checkpoint would hold one rank's state, and all ranks would continue from it.
-
+    A checkpoint would hold one rank's state, and all ranks would continue from it.
     """
     if world_size > 1 and _has_own_state(data):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Decides which samples each rank reads at each step, for any world size.
+"""Decide which samples each rank reads at each step, for any world size.
 
 Step k of an epoch is one slice of one permutation of the dataset. The permutation depends on (seed, epoch)
 only. The slice is divided into one share per rank. A position is therefore (epoch, step) and nothing else:
@@ -28,7 +28,7 @@ from torch.utils.data import Sampler
 
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.data import world_size
-from elastic_resume.data.seeded_dataset import SeededIndices
+from elastic_resume.data.rng import SeededIndices
 from elastic_resume.data.world_size import (
     KEEP_LOCAL,
     BatchSizing,
@@ -41,17 +41,16 @@ from elastic_resume.errors import ConfigError, MismatchError
 
 # Arguments that decide the order; the checkpoint uses the same names.
 ORDER_ARGUMENTS = ("dataset_size", "global_batch", "seed", "shuffle", "drop_last")
-SIZING_KEY = "cut"  # in the checkpoint: the sizing after a change of the world
+SIZING_KEY = "cut"  # key in the checkpoint of the sizing after a change of the world
 
 
 class GlobalBatches(Sampler[list[int]]):
     """A batch sampler: ``DataLoader(dataset, batch_sampler=GlobalBatches(len(dataset), 256))``.
 
     ``global_batch`` is the number of samples of one optimizer step over all ranks. It stays the same when
-    the world changes; only the shares change. With ``on_world_change="keep_local_batch"`` in `resume` it
-    is the batch of the job's first world, and grows with the number of ranks. Shares of one batch differ
-    by at most one sample. Multiply the loss by ``run.loss_weight``: DDP's mean over the ranks is then the
-    exact mean over the batch.
+    the world changes. With ``on_world_change="keep_local_batch"`` in `resume` it is the batch of the job's
+    first world, and grows with the number of ranks. Shares of one batch differ by at most one sample.
+    Multiply the loss by ``run.loss_weight``: DDP's mean over the ranks is then the exact mean over the batch.
 
     ``micro_batch`` is the largest number of samples in one forward pass of a rank. Each share is split
     evenly into as many parts as the step's largest share needs, so all ranks do the same number of passes.
@@ -79,14 +78,12 @@ class GlobalBatches(Sampler[list[int]]):
         """Sizes are in samples.
 
         Raises:
-            ConfigError: a size is not a positive integer, a flag is not a bool, or ``drop_last`` drops the
-                only batch
-                of an epoch.
+            ConfigError: a size or flag is of the wrong kind, or ``drop_last`` drops the only batch.
 
         """
         self.dataset_size = check_integer("dataset_size", dataset_size, least=1)
         self._requested_global_batch = check_integer("global_batch", global_batch, least=1)
-        self._initial_global_batch = self._requested_global_batch  # in the job's first world
+        self._initial_global_batch = self._requested_global_batch  # global batch of the job's first world
         self.seed = check_integer("seed", seed, least=-(2**63))
         self.shuffle = check_bool("shuffle", shuffle)
         self.drop_last = check_bool("drop_last", drop_last)
@@ -148,12 +145,7 @@ class GlobalBatches(Sampler[list[int]]):
         return before.global_batch
 
     def seek(self, epoch: int, step_in_epoch: int) -> None:
-        """Make the next ``iter()`` start at this step. At ``steps`` nothing is left of the epoch.
-
-        Raises:
-            ConfigError: there is no such step.
-
-        """
+        """Make the next ``iter()`` start at this step, at most ``steps``. Raises ConfigError for others."""
         epoch = check_integer("epoch", epoch, least=0)
         plan = self._sizing.plan_epoch(self.dataset_size, epoch)
         step = check_integer("step_in_epoch", step_in_epoch, least=plan.first_step, most=plan.steps)
@@ -248,12 +240,7 @@ class GlobalBatches(Sampler[list[int]]):
         return self._epoch_plan().end_sample
 
     def samples(self, step_in_epoch: int) -> int:
-        """Return the number of samples of a step. The last step of an epoch may be smaller.
-
-        Raises:
-            ConfigError: there is no such step, or another world took it.
-
-        """
+        """Return the number of samples of a step. Raises ConfigError if this world does not take it."""
         plan = self._epoch_plan()
         step = check_integer("step_in_epoch", step_in_epoch, least=plan.first_step, most=plan.steps - 1)
         return plan.sample_count(step)
@@ -291,9 +278,8 @@ class GlobalBatches(Sampler[list[int]]):
         """Return how this world divides epochs. ``before`` is the previous sizing, None in a new job."""
         if self._policy != KEEP_LOCAL:
             return self._make_sizing(self._initial_global_batch)
-        first_world = (
-            before and before.of_world
-        ) or old_world_size  # of_world is 0 if the batch was the same in any world
+        # of_world is 0 if the batch was the same in any world
+        first_world = (before and before.of_world) or old_world_size
         size = world_size.scale_global_batch(self._initial_global_batch, first_world, self._world_size)
         return self._make_sizing(size, reference_world_size=first_world)
 
@@ -354,7 +340,7 @@ class GlobalBatches(Sampler[list[int]]):
 
 
 class _NotifyingIterator(Iterator[SeededIndices]):
-    """Calls back before each batch is requested, also when nothing is left."""
+    """Calls back before each request, also those that a prefetching loader makes after the last batch."""
 
     def __init__(self, inner: Iterator[SeededIndices], on_batch_request: Callable[[bool], None]) -> None:
         self._indices, self._on_batch_request, self._is_first = inner, on_batch_request, True

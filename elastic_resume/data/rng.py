@@ -1,12 +1,23 @@
-"""Seeds random numbers by step, so that a resumed run draws the same ones as the uninterrupted run.
+"""Seed random numbers, so that a resumed run draws the same ones as the uninterrupted run.
 
 Mode ``derived``: nothing but the seed is stored. At each step boundary, and again when the next batch is
 requested, every rank seeds its generators from (seed, rank, step). A new rank therefore has its own
 stream. Numbers that a script draws in between, for an evaluation or a new DataLoader, do not change later
-steps. At any step no two ranks have the same seed, although torch's CPU generator and numpy use only 32
-bits of it; streams of different steps may coincide.
+steps. At one step all ranks have different seeds. Different steps may share a seed, because torch's CPU
+generator and numpy use only 32 bits.
 
 Mode ``off``: random numbers are left alone.
+
+A DataLoader seeds its workers by their number and by a draw of its own. What ``__getitem__`` draws would
+depend on the worker, on the samples that the worker read before, and on where a resume began. `seeded`
+seeds the generators from (seed, epoch, index) before each sample instead. Seed and epoch are sent with each
+batch of indices, so prefetching and persistent workers change nothing.
+
+Invariant: the same sample in the same epoch draws the same numbers in the main process and in any worker, at
+any world size, before and after a resume. Reading does not change the generators of the main process.
+
+Not covered: generators that the dataset makes itself (``numpy.random.default_rng()``). Make them in
+``__getitem__`` from ``torch.initial_seed()``, which is the sample's seed.
 
 Generators are seeded directly, since `torch.manual_seed` formats the stack and takes ten times as long. It is
 called only if there is a device that is not in use yet.
@@ -20,15 +31,20 @@ import random
 import struct
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 import xxhash
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from elastic_resume.errors import ConfigError, UsageError
 
 DERIVED, OFF = MODES = ("derived", "off")
 _LOW_32_BITS = 0xFFFFFFFF
-_RANK_SALT = 2  # seeded_dataset uses 1 for samples
+_SAMPLE_SALT, _RANK_SALT = 1, 2  # a sample must not get the seed of a step
+
+T = TypeVar("T")
 
 
 class RandomNumbers:
@@ -128,3 +144,105 @@ def preserve_cpu_generators() -> Iterator[None]:
         random.setstate(plain)
         if numpy is not None:
             numpy.random.set_state(arrays)
+
+
+# ---- samples ------------------------------------------------------------------------------------------
+
+
+class SeededIndices(list[int]):
+    """The indices of one batch, with the seed and the epoch of their order."""
+
+    __slots__ = ("epoch", "seed")
+
+    def __init__(self, indices: Iterable[int], seed: int, epoch: int) -> None:
+        super().__init__(indices)
+        self.seed = seed
+        self.epoch = epoch
+
+
+class SeededIndex(int):
+    """One index with its seed and epoch, for a sampler whose batches a DataLoader makes.
+
+    Slower than `SeededIndices`: for 10,000 indices 45 ms instead of 0.04 ms to send.
+    """
+
+    seed: int
+    epoch: int
+
+
+def attach_epoch(indices: Iterable[int], seed: int, epoch: int) -> Iterator[SeededIndex]:
+    """Yield each index with the seed and epoch of its order."""
+    for plain_index in indices:
+        index = SeededIndex(plain_index)
+        index.seed, index.epoch = seed, epoch
+        yield index
+
+
+class SeededDataset(Dataset[T]):
+    """A dataset whose samples draw the same random numbers wherever they are read. Made by `seeded`."""
+
+    def __init__(self, dataset: Dataset[T]) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: Any) -> T:
+        if isinstance(index, SeededIndex):
+            return self.__getitems__([index])[0]
+        raise UsageError(
+            _NO_EPOCH_MESSAGE.format(got=f"the index {index!r}" if type(index) is int else "no batch")
+        )
+
+    def __getitems__(self, indices: list[int]) -> list[T]:
+        """Read a batch. A DataLoader calls this."""
+        if get_worker_info() is not None:
+            return _read_samples(self.dataset, indices)
+        with preserve_cpu_generators():
+            return _read_samples(self.dataset, indices)
+
+
+def seeded(dataset: Dataset[T]) -> SeededDataset[T]:
+    """Make each sample of ``dataset`` draw its random numbers from (seed, epoch, index).
+
+    Use ``DataLoader(er.seeded(dataset), batch_sampler=batches, num_workers=4)`` with a `GlobalBatches`,
+    which has the seed; or ``sampler=er.ElasticSampler(seeded)``, made from the seeded dataset. The samples
+    are then the same for any ``num_workers``, 0 included, any world size, and after a resume within an
+    epoch. Use another ``seed`` there for other augmentation. torch's CPU generator, `random` and numpy's
+    global generator are seeded before each ``dataset[index]``. Samples are read one by one, even if the
+    dataset has ``__getitems__``.
+
+    A ``collate_fn`` that draws continues with its batch's last sample in a worker, and with the numbers of
+    the step in the main process (``num_workers=0``).
+
+    Raises:
+        ConfigError: the dataset is iterable, so its samples have no index.
+
+    """
+    if isinstance(dataset, SeededDataset):
+        return dataset
+    if isinstance(dataset, IterableDataset):
+        raise ConfigError(
+            f"er.seeded: {type(dataset).__name__} is an IterableDataset, whose samples have no index to seed "
+            "from. Make it a map-style dataset with __getitem__ and __len__, or seed in its __iter__."
+        )
+    return SeededDataset(dataset)
+
+
+_NO_EPOCH_MESSAGE = (
+    "a seeded dataset got {got} without an epoch. Read it through "
+    "DataLoader(er.seeded(dataset), batch_sampler=er.GlobalBatches(...)), with seeded() around all other "
+    "wrappers of the dataset, or with an ElasticSampler made from the seeded dataset. To look at one sample, "
+    "index the dataset itself."
+)
+
+
+def _read_samples(dataset: Any, indices: list[int]) -> list[Any]:
+    samples = []
+    for index in indices:
+        origin = indices if isinstance(indices, SeededIndices) else index
+        if not isinstance(origin, (SeededIndices, SeededIndex)):
+            raise UsageError(_NO_EPOCH_MESSAGE.format(got=f"a plain {type(indices).__name__} of indices"))
+        seed_cpu_generators(mix_words(origin.seed, origin.epoch, index, _SAMPLE_SALT))
+        samples.append(dataset[int(index)])
+    return samples

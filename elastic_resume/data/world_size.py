@@ -1,19 +1,22 @@
-"""Computes how an epoch is divided into steps, and what another number of ranks changes about that.
+"""Compute the samples of each step, rank and micro-batch, also after the number of ranks has changed.
 
 A step's samples are a slice of the epoch's order. Each rank's share is a slice of the step, and each
-micro-batch a slice of the share. All of it is pure arithmetic on (samples read, global batch, ranks), so a
-world of another size continues with the next sample, whether the global batch changes or not.
+micro-batch a slice of the share. This is pure arithmetic on (samples read, global batch, ranks);
+`global_batches` applies it. So a world of another size continues with the next sample, whether the global
+batch changes or not.
 """
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from elastic_resume import console
 from elastic_resume.errors import ConfigError, MismatchError, UsageError, WorldChangedError
 from elastic_resume.units import format_count
+
+logger = logging.getLogger(__name__)
 
 MAX_INT64 = 2**63 - 1  # seeds and epochs are mixed as 64-bit words
 
@@ -117,7 +120,8 @@ class BatchSizing:
         names = [field.name for field in fields(BatchSizing)]
         if not isinstance(state, Mapping) or set(state) != set(names):
             raise MismatchError(
-                f"the checkpoint's data/cut has other fields than this version: {str(state)[:200]}."
+                "the checkpoint's batch division (data/cut) has other fields than this version: "
+                f"{str(state)[:200]}."
             )
         at_least, at_most = {"global_batch": 1, "multiple": 1}, {"first_sample": dataset_size}
         try:
@@ -127,7 +131,9 @@ class BatchSizing:
             }
             return BatchSizing(**values)
         except ConfigError as error:
-            raise MismatchError(f"the checkpoint's data/cut is impossible: {error}") from error
+            raise MismatchError(
+                f"the checkpoint's batch division (data/cut) is impossible: {error}"
+            ) from error
 
 
 def compute_share(samples: int, rank: int, world_size: int) -> range:
@@ -171,23 +177,18 @@ class WorldChange:
 
     @property
     def factor(self) -> float:
-        """The new global batch divided by the old one: a factor for the learning rate.
-
-        Raises:
-            UsageError: the global batches are not known.
-
-        """
+        """The new global batch divided by the old one: a factor for the learning rate."""
         if self.old_global_batch is None or self.global_batch is None:
             raise UsageError(
-                "the global batch is not known, so there is no factor. Pass a GlobalBatches, or a loader "
-                "with an ElasticSampler, as data= to resume()."
+                "the global batch is not known, so a learning-rate factor cannot be computed. Pass a "
+                "GlobalBatches, or a loader with an ElasticSampler, as data= to resume()."
             )
         return self.global_batch / self.old_global_batch
 
     def log(self) -> None:
         """Log a change of the global batch."""
         if self.old_global_batch != self.global_batch:
-            console.say(
+            logger.info(
                 f"global batch {self.old_global_batch} -> {self.global_batch}, world {self.old_world_size} "
                 f"-> {self.world_size}. The learning rate is unchanged; scale it in run.on_world_change if "
                 "it should follow."
@@ -195,11 +196,9 @@ class WorldChange:
 
 
 def check_change_allowed(policy: str | None, old_world_size: int | None, world_size: int) -> None:
-    """Enforce ``on_world_change="error"``. ``old_world_size`` is None after a cold start.
+    """Raise WorldChangedError if the policy is ``error`` and another number of ranks made the saved state.
 
-    Raises:
-        WorldChangedError: another number of ranks made the newest saved state.
-
+    ``old_world_size`` is None after a cold start.
     """
     if policy == ERROR and old_world_size not in {None, world_size}:
         old = format_count(old_world_size or 0, "rank")

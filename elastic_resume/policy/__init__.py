@@ -1,1 +1,1 @@
-"""Pure decisions: frozen values in, a frozen decision out."""
+"""Pure decision functions: resume, restart, requeue, hangs, failures, divergence and intervals."""

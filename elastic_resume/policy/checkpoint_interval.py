@@ -21,14 +21,14 @@ from dataclasses import dataclass
 from elastic_resume.errors import ConfigError
 from elastic_resume.units import parse_duration
 
-# Before a job has seen failures of its own: one in four hours, the order of Llama 3's 16k-GPU run
-# (one in 2.7 h) and of flaky spot pools. An interval depends on its square root only.
+# Assumed until the job has had failures: one in four hours, similar to Llama 3's 16k-GPU run (one in 2.7 h)
+# and to unreliable spot instances. An interval depends on the square root only.
 ASSUMED_MTBF_S = 4 * 3600.0
-MAX_OVERHEAD_SHARE = 0.01  # of the training time: what snapshots may cost though failures be rare
-MAX_SNAPSHOT_INTERVAL_S = 60.0  # whatever a snapshot costs, a failure repeats no more than a minute
-MAX_SAVE_INTERVAL_S = 600.0  # the same for what the memory tier cannot save: the loss of all nodes at once
-MAX_DISK_DUTY = 0.1  # of a disk's time; it is shared with the data loader, the logs and other jobs
-_MAX_S = 1e12  # 30,000 years: infinity that can be multiplied
+MAX_OVERHEAD_SHARE = 0.01  # share of the training time that snapshots may take
+MAX_SNAPSHOT_INTERVAL_S = 60.0  # at most one minute of steps is recomputed after a failure
+MAX_SAVE_INTERVAL_S = 600.0  # at most ten minutes after the loss of all nodes at once
+MAX_DISK_DUTY = 0.1  # share of the disk's time; the data loader, logs and other jobs need the rest
+_MAX_S = 1e12  # 30,000 years; stands for infinity, since infinity times 0 would be NaN
 _MIN_STEP_S = 1e-9
 
 
@@ -49,12 +49,11 @@ class IntervalSetting:
         Args:
             text: the value.
             setting: name of the setting, for the error.
-            off: whether ``off`` is allowed.
-            seconds: whether a time is allowed; nodes do not measure time alike.
+            allow_off: whether ``off`` is allowed.
+            allow_seconds: whether a time is allowed; nodes do not measure time alike.
 
         Raises:
             ConfigError: the text has another form, or is not positive.
-
         """
         text = str(text).strip()
         if text == "auto":
@@ -63,15 +62,11 @@ class IntervalSetting:
             return cls(is_off=True)
         if re.fullmatch(r"\d{1,12}", text) and int(text) > 0:
             return cls(steps=int(text))
-        if allow_seconds and text[-1:].isalpha():  # without a unit a number is one of steps
+        if allow_seconds and text[-1:].isalpha():  # a number without a unit counts steps
             with contextlib.suppress(ConfigError):
                 return cls(seconds=parse_duration(setting, text, min_s=0.001))
-        forms = [
-            "a number of steps (100)",
-            *["a time (30s, 5m)"] * allow_seconds,
-            "auto",
-            *["off"] * allow_off,
-        ]
+        times, off = ["a time (30s, 5m)"] * allow_seconds, ["off"] * allow_off
+        forms = ["a number of steps (100)", *times, "auto", *off]
         raise ConfigError(f"{setting} is {text[:100]!r}: write {', '.join(forms[:-1])} or {forms[-1]}.")
 
     def __str__(self) -> str:
@@ -102,9 +97,8 @@ class SaveCost:
     @property
     def training_cost_s(self) -> float:
         """Return the seconds of training that a save costs: the stall, and its share of the cores."""
-        return _clamp_seconds(self.stall_s) + _clamp_seconds(self.cpu_s) / max(
-            _clamp_seconds(self.cores), 1.0
-        )
+        cores = max(_clamp_seconds(self.cores), 1.0)
+        return _clamp_seconds(self.stall_s) + _clamp_seconds(self.cpu_s) / cores
 
 
 def estimate_mtbf_s(failures: int, uptime_s: float) -> float:
@@ -135,17 +129,15 @@ def snapshot_interval_steps(
     The result is a power of two, unless a number of steps is given. So nodes that measure different costs
     still share steps: after a failure they load the same step, and nothing is sent.
 
-    Args:
-        every: the setting. A number of steps is returned as it is and means its multiples. Seconds are an
-            upper bound,
-            except when one step takes longer.
-        step_s: seconds per step without a snapshot; None if not measured yet.
-        cost_s: seconds that a snapshot adds to training; None if not measured yet.
-        mtbf: mean time between failures in seconds, from `estimate_mtbf_s`.
-
     ``auto`` takes the shorter of two intervals: the one at which snapshots cost `MAX_OVERHEAD_SHARE`, and
     Young's optimum. It never exceeds `MAX_SNAPSHOT_INTERVAL_S`, or one step if that takes longer.
 
+    Args:
+        setting: a number of steps is returned as it is. Seconds are an upper bound, except when one step
+            takes longer.
+        step_s: seconds per step without a snapshot; None if not measured yet.
+        cost_s: seconds that a snapshot adds to training; None if not measured yet.
+        mtbf_s: mean time between failures in seconds, from `estimate_mtbf_s`.
     """
     if setting.steps is not None:
         return setting.steps
@@ -188,17 +180,16 @@ def is_save_due(
 ) -> bool:
     """Whether to save to disk after ``step``.
 
-    Args:
-        every: the setting.
-        step: steps finished so far.
-        saved_step: the step last saved by this process, or resumed from.
-        since_s: seconds since that save or resume.
-        cost: cost of the last save; None before the first one.
-        mtbf: mean time between failures in seconds.
-
     A number of steps means its multiples, the same on every node. So after a failure all nodes hold the same
     step and nothing is sent. A multiple that passed while the disk was busy is saved afterwards.
 
+    Args:
+        setting: how often to save.
+        step: steps finished so far.
+        last_saved_step: the step last saved by this process, or resumed from.
+        elapsed_s: seconds since that save or resume.
+        cost: cost of the last save; None before the first one.
+        mtbf_s: mean time between failures in seconds.
     """
     if step <= last_saved_step or setting.is_off:
         return False
@@ -206,7 +197,7 @@ def is_save_due(
         return step // setting.steps > last_saved_step // setting.steps
     if setting.seconds is not None:
         return elapsed_s >= setting.seconds
-    # The first save comes after the first step: what cannot be stored is told now, not in an hour.
+    # The first save comes after the first step, so that a state that cannot be stored fails early.
     return cost is None or elapsed_s >= save_interval_s(cost, mtbf_s)
 
 

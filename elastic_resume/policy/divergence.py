@@ -1,12 +1,13 @@
-"""Decide at which steps nodes digest their state, and which nodes are wrong when digests differ.
+"""Detect replicas that have drifted apart.
 
-Nodes have different budgets and must send digests of common steps, so intervals are powers of two: an
-interval divides every larger one. If a heartbeat can carry only one of several steps, it carries the one that
-is divisible by the highest power of two (`choose_common_step`).
+Choose the steps at which nodes hash their state, and find the nodes whose hash (*digest*) differs from the
+majority's. Nodes have different budgets and must send digests of common steps. So intervals are powers of
+two: an interval divides every larger one. If a heartbeat can carry only one of several steps, it carries the
+one that is divisible by the highest power of two (`choose_common_step`).
 
 A difference proves that a node is wrong, but not which. A strict majority of all members with equal digests
-is right; every other node is wrong. Without a strict majority nobody is named. The majority can continue, but
-its state is not that of an undisturbed run: the wrong node's gradients have entered everybody's average.
+is right; every other node is wrong. Without a strict majority no node is blamed. The majority can continue,
+but its state differs from an undisturbed run, because the wrong node's gradients are in every node's average.
 """
 
 from __future__ import annotations
@@ -20,38 +21,27 @@ from typing import Any, NewType
 from elastic_resume.policy.checkpoint_interval import MAX_OVERHEAD_SHARE, IntervalSetting
 from elastic_resume.policy.failure_classification import to_printable
 
-STOP, RESUME_FROM_MAJORITY = "stop", "resume-from-majority"
-"""What ``--on-divergence`` may be."""
+STOP, RESUME_FROM_MAJORITY = "stop", "resume-from-majority"  # values of --on-divergence
 MAX_DIGEST_INTERVAL = 1 << 30
 MIXED_HARDWARE_HINT = (
     "Machines of different kinds round differently: with --check-replicas off they go on, and one node's "
     "values count at each resume."
 )
-MAX_NAMED = 4
-"""So many nodes of one side are named in a sentence."""
-_MAX_NAME = 200
+MAX_NAMED = 4  # limit of nodes in a group, and of groups, in a message
+_MAX_NAME_CHARACTERS = 200
 
-Digest = NewType("Digest", str)
-"""Of a node's whole state: 128 bits in hexadecimal, lower case."""
-
+Digest = NewType("Digest", str)  # hash of a node's whole state: 128 bits in lower-case hexadecimal
 _DIGEST_PATTERN = re.compile(r"[0-9a-f]{32}")
 
 
 def digest_interval_steps(
     setting: IntervalSetting, *, cost_s: float | None, step_s: float | None, cores: float = 1.0
 ) -> int:
-    """Return the steps between two digests; 0 means none.
+    """Return the steps between two digests for ``--check-replicas``; 0 means none.
 
-    Args:
-        every: the setting. A number of steps is returned as it is and means its multiples.
-        cost_s: processor seconds per digest; None if not measured yet.
-        step_s: seconds per step; None if not measured yet.
-        cores: cores that this node may use.
-
-    ``auto`` is the smallest power of two at which digests take at most `MAX_OVERHEAD_SHARE` of the cores'
-    time. Before anything is measured it is 1, so nodes that start with different states are found at their
-    first step.
-
+    ``cost_s`` is processor seconds per digest and ``step_s`` seconds per step, None before they are measured.
+    ``auto`` is the smallest power of two at which digests take at most `MAX_OVERHEAD_SHARE` of the time of
+    the ``cores``. Before anything is measured it is 1, so different initial states are found at once.
     """
     if setting.is_off:
         return 0
@@ -84,9 +74,8 @@ def is_digest(value: Any) -> bool:
 class DivergenceVerdict:
     """How the digests of one step differ.
 
-    Each group holds the nodes with one digest, the largest group first. The diverged nodes are those outside
-    a strict majority; empty without one. The agreed step is the newest at which all were equal, 0 if there
-    was none.
+    Each group holds the nodes with one digest, the largest group first. Without a strict majority no node is
+    ``diverged``. ``agreed_step`` is the newest step at which all were equal, 0 if there was none.
     """
 
     step: int
@@ -98,11 +87,11 @@ class DivergenceVerdict:
 def find_diverged_nodes(
     groups: Collection[Sequence[str]], num_nodes: int, *, step: int, agreed_step: int = 0
 ) -> DivergenceVerdict:
-    """Return the nodes outside the strict majority; the last argument is the number of all members."""
+    """Find the nodes outside a strict majority of all ``num_nodes`` members."""
     ordered = sorted(map(tuple, groups), key=len, reverse=True)
-    strict = 2 * len(ordered[0]) > num_nodes
-    wrong = tuple(name for camp in ordered[1:] for name in camp) if strict else ()
-    return DivergenceVerdict(step, agreed_step, tuple(ordered), wrong)
+    has_majority = 2 * len(ordered[0]) > num_nodes
+    diverged = tuple(name for group in ordered[1:] for name in group) if has_majority else ()
+    return DivergenceVerdict(step, agreed_step, tuple(ordered), diverged)
 
 
 def summarize_divergence(verdict: DivergenceVerdict) -> str:
@@ -110,10 +99,10 @@ def summarize_divergence(verdict: DivergenceVerdict) -> str:
     if verdict.diverged:
         verb = "is" if len(verdict.diverged) == 1 else "are"
         majority = _format_nodes(next(iter(verdict.groups), ()))
-        told = f"{_format_nodes(verdict.diverged)} {verb} not as {majority}, the majority"
+        text = f"{_format_nodes(verdict.diverged)} {verb} not as {majority}, the majority"
     else:
-        told = " against ".join(_format_nodes(camp) for camp in verdict.groups[:MAX_NAMED])
-    return f"replicas differ at step {verdict.step}: {told}"
+        text = " against ".join(_format_nodes(group) for group in verdict.groups[:MAX_NAMED])
+    return f"replicas differ at step {verdict.step}: {text}"
 
 
 def describe_divergence(verdict: DivergenceVerdict, *, continues: bool = False) -> str:
@@ -122,26 +111,26 @@ def describe_divergence(verdict: DivergenceVerdict, *, continues: bool = False) 
     since = f"all were equal at step {agreed}" if agreed else "no step of this generation was seen equal"
     if continues:
         then = f"The majority's state counts, and no later copy of the others does ({since})."
-    elif verdict.diverged:
+        return f"{summarize_divergence(verdict)}. {then}"
+    if verdict.diverged:
         then = (
             f"Look at what that machine computes (memory, device), or at what the script does only there "
             f"({since}). Start again without it. With --on-divergence {RESUME_FROM_MAJORITY} the job goes on "
-            "by itself. "
-            f"{MIXED_HARDWARE_HINT}"
+            "by itself."
         )
     else:
         then = (
-            f"There is no majority to say who is wrong ({since}). Look for what nodes do not share: random "
-            "numbers, samples, a broken device, state that changes between run.step() and optimizer.step() "
-            "(run.verify_copies finds it). To go on from an older checkpoint move the newer ones elsewhere. "
-            f"{MIXED_HARDWARE_HINT}"
+            f"No majority: it is unknown which node is wrong ({since}). Look for what nodes do not share: "
+            "random numbers, samples, a broken device, state that changes between run.step() and "
+            "optimizer.step() (run.verify_copies finds it). To go on from an older checkpoint move "
+            "the newer ones elsewhere."
         )
-    tensors = "" if continues else " `elastic-resume diff` of two nodes' checkpoints names the tensors."
-    return f"{summarize_divergence(verdict)}. {then}{tensors}"
+    diff_hint = "`elastic-resume diff` of two nodes' checkpoints names the tensors."
+    return f"{summarize_divergence(verdict)}. {then} {MIXED_HARDWARE_HINT} {diff_hint}"
 
 
 def _format_nodes(names: Sequence[str]) -> str:
-    words = [to_printable(name, _MAX_NAME) for name in names[:MAX_NAMED]]
-    words += [f"{len(names) - MAX_NAMED} more"] if len(names) > MAX_NAMED else []
-    listed = " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    shown = [to_printable(name, _MAX_NAME_CHARACTERS) for name in names[:MAX_NAMED]]
+    shown += [f"{len(names) - MAX_NAMED} more"] if len(names) > MAX_NAMED else []
+    listed = " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
     return ("node " if len(names) == 1 else "nodes ") + listed

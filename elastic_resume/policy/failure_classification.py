@@ -35,18 +35,16 @@ _SECONDARY_PATTERN = re.compile(
     re.IGNORECASE,
 )
 _OWN_DISK_ERRORS = frozenset({"MachineError", "NodeLockedError", "NodeFileError"})
-# ENOSPC, EDQUOT, EROFS, EIO: what Python's OSError begins with.
+# Python's OSError begins its text so for ENOSPC, EDQUOT, EROFS and EIO.
 _DISK_ERROR_PATTERN = re.compile(r"\[Errno (28|122|30|5)\]")
-# How torch's @record and Python itself begin the text of an exception.
+# torch's @record and Python itself begin the text of an exception so.
 _EXCEPTION_PATTERN = re.compile(
     r"([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning)): ?(.*)", re.DOTALL
 )
-_SIGKILL_EXIT_CODE = 137  # 128 + SIGKILL: what a shell makes of a child's death
+_SIGKILL_EXIT_CODE = 137  # a shell reports a child that SIGKILL ended as 128 + 9
 _CHILD_KILLED_PATTERN = re.compile(r"killed by signal: Killed|SIGKILL")
 _NUMBER_PATTERN = re.compile(r"0x[0-9a-f]+|\d+")
-_WAITED_FOR_PEER = (
-    "waited in vain for the others"  # of a node whose ranks all hung for want of another node's
-)
+_WAITED_FOR_PEER = "timed out waiting for other ranks"  # all ranks of a node hung because of another node
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +59,15 @@ class Failure:
     type: str = ""
     """The exception's class."""
     message: str = ""
-    """The first line of what it said."""
+    """The first line of its message."""
     frame: str = ""
     """Where in the user's code it was raised."""
     step: int | None = None
-    """The last step that the worker had finished; None where it had not begun to train."""
+    """The last step that the worker had finished; None before training began."""
     is_deterministic: bool = False
-    """The worker itself says that a restart would meet the same."""
+    """The worker reported that a restart would meet the same error."""
     nodes: int = 1
-    """On how many nodes the like of it happened."""
+    """The number of nodes with a like failure."""
 
     @property
     def is_secondary(self) -> bool:
@@ -83,18 +81,17 @@ class Failure:
     @property
     def signature(self) -> tuple[str, str, str, str]:
         """Return a key that ignores numbers: ranks, addresses, process ids."""
-        told = self.message or self.text
-        return (self.kind, self.type, self.frame, _NUMBER_PATTERN.sub("#", told))
+        return (self.kind, self.type, self.frame, _NUMBER_PATTERN.sub("#", self.message or self.text))
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPressure:
-    """The memory of this node during a generation, as `agent.memory_pressure` measured it."""
+    """The memory of this node during a generation, as `agent.round_evidence` measured it."""
 
     oom_kills: int = 0
-    """By how much the kernel's count of processes killed for memory rose."""
+    """The increase of the kernel's count of processes killed for memory."""
     description: str = ""
-    """How near to its end memory was; empty when it was not."""
+    """How short memory was; empty if it was not short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +117,11 @@ def separate_root_causes(failures: Iterable[Failure]) -> FailureVerdict:
 
     Deterministic failures come before all others.
     """
-    listed = sorted(failures, key=lambda one: not one.is_deterministic)
-    causes = [one for one in listed if one.is_deterministic or not one.is_secondary]
+    listed = sorted(failures, key=lambda failure: not failure.is_deterministic)
+    causes = [failure for failure in listed if failure.is_deterministic or not failure.is_secondary]
     if not causes:
         causes = listed[:1]
-    return FailureVerdict(tuple(causes), tuple(one for one in listed if one not in causes))
+    return FailureVerdict(tuple(causes), tuple(failure for failure in listed if failure not in causes))
 
 
 def make_node_failure(node: str, reason: str, *, announced: bool = False) -> Failure:
@@ -159,14 +156,14 @@ def describe_failure(failure: Failure | None, *, with_node: bool = False) -> str
         return "a worker exited without reporting an error"
     if failure.kind in NODE_FAILURE_KINDS:
         return f"node {failure.node} {failure.text}"
-    who = "a worker" if failure.rank is None else f"rank {failure.rank}"
+    subject = "a worker" if failure.rank is None else f"rank {failure.rank}"
     if with_node:
-        who += f" on node {failure.node}"
+        subject += f" on node {failure.node}"
     if failure.nodes > 1:
-        who += f" (and alike on {failure.nodes - 1} more)"
-    said = ": ".join(part for part in (failure.type, failure.message.rstrip(".")) if part)
+        subject += f" (and alike on {failure.nodes - 1} more)"
+    error = ": ".join(part for part in (failure.type, failure.message.rstrip(".")) if part)
     where = f" ({failure.frame})" if failure.frame else ""
-    return f"{who} {failure.text}" + (f": {said}{where}" if said else where)
+    return f"{subject} {failure.text}" + (f": {error}{where}" if error else where)
 
 
 def explain_verdict(verdict: FailureVerdict) -> list[str]:
@@ -177,7 +174,7 @@ def explain_verdict(verdict: FailureVerdict) -> list[str]:
     if verdict.root_causes[1:]:
         lines.append(f"also: {_list_failures(verdict.root_causes[1:])}.")
     if verdict.secondary_failures:
-        count = sum(one.nodes for one in verdict.secondary_failures)
+        count = sum(failure.nodes for failure in verdict.secondary_failures)
         lines.append(
             f"as a consequence, on {count} node{'s' * (count > 1)}: "
             f"{_list_failures(verdict.secondary_failures)}."
@@ -186,9 +183,9 @@ def explain_verdict(verdict: FailureVerdict) -> list[str]:
 
 
 def _list_failures(failures: Sequence[Failure]) -> str:
-    told = [describe_failure(one, with_node=True) for one in failures[:MAX_NAMED]]
+    shown = [describe_failure(failure, with_node=True) for failure in failures[:MAX_NAMED]]
     more = len(failures) - MAX_NAMED
-    return "; ".join(told) + (f"; and {more} more" if more > 0 else "")
+    return "; ".join(shown) + (f"; and {more} more" if more > 0 else "")
 
 
 # ---- from the events of one node -----------------------------------------------------------------------
@@ -208,53 +205,46 @@ def classify_with_times(
 
     A worker that was told to stop did not fail. A worker that was killed for a hang is covered by the hang.
     """
-    events = list(events)
-    words = [event for event in events if event["event"] == "failure"]
+    events, memory_pressure = list(events), memory_pressure or MemoryPressure()
+    reports = [event for event in events if event["event"] == "failure"]
     hangs = _unresolved_hangs(events)
     found: list[tuple[float, Failure]] = []
-    taken: set[int] = set()
-    for event in hangs:
-        found += [(event["t"], _hang_failure(event, suspect, node)) for suspect in _parse_suspects(event)]
-        if not _parse_suspects(event) and any(_was_killed_for(event, one) for one in events):
-            failure = Failure(
-                HANG,
-                node,
-                next(iter(_hang_ranks(event))),
-                _WAITED_FOR_PEER,
-                step=_count_or_none(event.get("step")),
-            )
-            found.append((event["t"], failure))
+    for hang in hangs:
+        suspects, step = _parse_suspects(hang), _count_or_none(hang.get("step"))
+        found += [(hang["t"], _hang_failure(suspect, step, node)) for suspect in suspects]
+        if not suspects and any(_was_killed_for(hang, event) for event in events):
+            found.append((hang["t"], Failure(HANG, node, _hang_ranks(hang)[0], _WAITED_FOR_PEER, step=step)))
     for end in events:
         if end["event"] != "worker-exit" or not (end.get("stuck") or _failed_by_itself(end)):
             continue
-        word = next((one for one in words if id(one) not in taken and _is_same_worker(one, end)), None)
-        if word is not None:
-            taken.add(id(word))
-        if any(_was_killed_for(event, end) for event in hangs):
+        report = next((report for report in reports if _is_same_worker(report, end)), None)
+        if report is not None:
+            reports.remove(report)
+        if any(_was_killed_for(hang, end) for hang in hangs):
             continue
-        t = end["t"] if word is None else min(word["t"], end["t"])
-        found.append((t, _classify_exit(end, word or {}, node, memory_pressure or MemoryPressure())))
-    found += [(one["t"], _classify_exception(one, {}, node)) for one in words if id(one) not in taken]
+        t = end["t"] if report is None else min(report["t"], end["t"])
+        found.append((t, _classify_exit(end, report or {}, node, memory_pressure)))
+    found += [(report["t"], _classify_exception(report, {}, node, memory_pressure)) for report in reports]
     found.sort(key=lambda pair: (not pair[1].is_deterministic, pair[1].is_secondary, pair[0]))
     return tuple((t, truncate_failure(failure)) for t, failure in found)
 
 
 def _classify_exit(
-    exit_event: Event, failure_event: Mapping[str, Any], node: str, memory_pressure: MemoryPressure
+    exit_event: Event, report: Mapping[str, Any], node: str, memory_pressure: MemoryPressure
 ) -> Failure:
     rank = _count_or_none(exit_event.get("rank"))
     if exit_event.get("stuck"):
         text = "does not die of SIGKILL: it sleeps in the kernel (state D), on a device or a file system"
         return Failure(STUCK, node, rank, text)
-    if failure_event:
-        return _classify_exception(failure_event, exit_event, node, memory_pressure)
+    if report:
+        return _classify_exception(report, exit_event, node, memory_pressure)
     code, signal = _count_or_none(exit_event.get("exit_code")), exit_event.get("signal")
     kind, name, message = (SIGNAL if signal else EXIT), "", _first_line(exit_event.get("message"))
     text = f"was killed by {signal}" if signal else _describe_exit_code(code)
     if signal == "SIGKILL" or code == _SIGKILL_EXIT_CODE:
-        why = _describe_oom(memory_pressure)
-        if why:
-            return Failure(OOM, node, rank, f"{text} for want of memory: {why}", message=message)
+        reason = _describe_oom(memory_pressure)
+        if reason:
+            return Failure(OOM, node, rank, f"{text} for want of memory: {reason}", message=message)
     typed = _EXCEPTION_PATTERN.fullmatch(message) if not signal else None
     if typed:
         kind, name, message = EXCEPTION, typed[1].rpartition(".")[2], typed[2]
@@ -262,45 +252,35 @@ def _classify_exit(
 
 
 def _classify_exception(
-    failure_event: Mapping[str, Any],
-    exit_event: Mapping[str, Any],
-    node: str,
-    memory_pressure: MemoryPressure | None = None,
+    report: Mapping[str, Any], exit_event: Mapping[str, Any], node: str, memory_pressure: MemoryPressure
 ) -> Failure:
-    rank = _count_or_none(failure_event.get("rank"))
+    rank = _count_or_none(report.get("rank"))
     signal, code = exit_event.get("signal"), _count_or_none(exit_event.get("exit_code"))
-    text = f"was killed by {signal}" if signal else "failed" if code is None else _describe_exit_code(code)
     failure = Failure(
         EXCEPTION,
         node,
         _count_or_none(exit_event.get("rank")) if rank is None else rank,
-        text,
-        str(failure_event.get("type") or ""),
-        _first_line(failure_event.get("message")),
-        str(failure_event.get("frame") or ""),
-        _count_or_none(failure_event.get("step")),
-        bool(failure_event.get("deterministic")),
+        f"was killed by {signal}" if signal else _describe_exit_code(code),
+        str(report.get("type") or ""),
+        _first_line(report.get("message")),
+        str(report.get("frame") or ""),
+        _count_or_none(report.get("step")),
+        bool(report.get("deterministic")),
     )
-    return _refine_kind(failure, memory_pressure or MemoryPressure())
+    return _refine_kind(failure, memory_pressure)
 
 
 def _refine_kind(failure: Failure, memory_pressure: MemoryPressure) -> Failure:
-    """Replace the kind of an exception by the one that its text proves."""
+    """Replace the kind of an exception by the kind that its text proves."""
     if failure.type == "DivergenceError":
         return replace(failure, kind=DIVERGENCE)
-    if failure.type in _OWN_DISK_ERRORS or (
-        failure.kind == EXCEPTION and _DISK_ERROR_PATTERN.match(failure.message)
-    ):
+    is_exception = failure.kind == EXCEPTION
+    if failure.type in _OWN_DISK_ERRORS or (is_exception and _DISK_ERROR_PATTERN.match(failure.message)):
         return replace(failure, kind=DISK)
-    if (
-        failure.kind == EXCEPTION
-        and memory_pressure.oom_kills
-        and _CHILD_KILLED_PATTERN.search(failure.message)
-    ):
-        # The kernel took a process that the worker had started: one of a DataLoader's, say.
-        return replace(
-            failure, kind=OOM, text=f"{failure.text} for want of memory: {_describe_oom(memory_pressure)}"
-        )
+    if is_exception and memory_pressure.oom_kills and _CHILD_KILLED_PATTERN.search(failure.message):
+        # The kernel killed a child process of the worker, for instance of a DataLoader.
+        text = f"{failure.text} for want of memory: {_describe_oom(memory_pressure)}"
+        return replace(failure, kind=OOM, text=text)
     return failure
 
 
@@ -320,19 +300,18 @@ def _was_killed_for(hang: Event, end: Event) -> bool:
     return killed and not end.get("stuck") and _count_or_none(end.get("rank")) in _hang_ranks(hang)
 
 
-def _hang_failure(event: Event, suspect: Mapping[str, Any], node: str) -> Failure:
+def _hang_failure(suspect: Mapping[str, Any], step: int | None, node: str) -> Failure:
     reason = str(suspect.get("reason") or "made no progress").removeprefix("it ")
-    rank, step = _count_or_none(suspect.get("rank")), _count_or_none(event.get("step"))
-    return Failure(HANG, node, rank, f"hung: it {reason}", step=step)
+    return Failure(HANG, node, _count_or_none(suspect.get("rank")), f"hung: it {reason}", step=step)
 
 
 def _describe_oom(memory_pressure: MemoryPressure) -> str:
-    if memory_pressure.oom_kills:
-        times = "a process" if memory_pressure.oom_kills == 1 else f"{memory_pressure.oom_kills} processes"
-        return f"the kernel killed {times} of this node's control group" + (
-            f"; {memory_pressure.description}" if memory_pressure.description else ""
-        )
-    return memory_pressure.description
+    kills, description = memory_pressure.oom_kills, memory_pressure.description
+    if not kills:
+        return description
+    processes = "a process" if kills == 1 else f"{kills} processes"
+    text = f"the kernel killed {processes} of this node's control group"
+    return f"{text}; {description}" if description else text
 
 
 def _describe_exit_code(code: int | None) -> str:
@@ -344,23 +323,22 @@ def _first_line(text: object) -> str:
 
 
 def _parse_suspects(event: Event) -> list[Mapping[str, Any]]:
-    listed = event.get("suspects")
-    return [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    suspects = event.get("suspects")
+    return [item for item in suspects if isinstance(item, dict)] if isinstance(suspects, list) else []
 
 
 def _hang_ranks(event: Event) -> list[int]:
     victims = event.get("victims")
-    listed = [one.get("rank") for one in _parse_suspects(event)] + (
-        victims if isinstance(victims, list) else []
-    )
-    return [rank for rank in listed if isinstance(rank, int)]
+    ranks = [suspect.get("rank") for suspect in _parse_suspects(event)]
+    ranks += victims if isinstance(victims, list) else []
+    return [rank for rank in ranks if isinstance(rank, int)]
 
 
-def _is_same_worker(word: Event, end: Event) -> bool:
+def _is_same_worker(report: Event, end: Event) -> bool:
     """Whether both events are of one worker; it may have written the first before it knew its rank."""
-    if word.get("rank") is None:
-        return "pid" in word and bool(word["pid"] == end.get("worker_pid"))
-    return bool(word["rank"] == end.get("rank"))
+    if report.get("rank") is None:
+        return "pid" in report and bool(report["pid"] == end.get("worker_pid"))
+    return bool(report["rank"] == end.get("rank"))
 
 
 def _failed_by_itself(end: Event) -> bool:

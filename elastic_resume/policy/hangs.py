@@ -11,8 +11,8 @@ gap at most.
 
 A rank that hangs makes all others wait in their next collective. So a rank that waits in a collective is a
 victim, and a rank that stands anywhere else is a suspect. If all wait, but in different collectives, the
-smaller group is suspect: it left one out. If all wait in the same collective, the suspect is on another node,
-whose agent sees it.
+smaller group is suspect, because it skipped a collective. If all wait in the same collective, the suspect is
+on another node, whose agent sees it.
 
 Two facts show that a rank waits: torch's flight recorder has a collective that has begun and not ended, or
 the innermost frames of the main thread are in torch.distributed. Stacks alone are weak evidence: DDP waits
@@ -28,13 +28,13 @@ from dataclasses import dataclass, replace
 MIN_THRESHOLD_S = 30.0
 LONGEST_STEP_FACTOR = 10.0
 MAX_SAMPLE_GAP_S = 1.0
-# Between two epochs scripts evaluate, often without saying that they are busy. Ten times as long as a step
-# may take is still noticed, and costs nobody the run.
+# Between two epochs scripts evaluate, often without saying that they are busy. With ten times the limit of a
+# step a hang is still noticed, and an evaluation is rarely mistaken for one.
 BETWEEN_EPOCHS_FACTOR = 10.0
 # DDP rebuilds its buckets in the second step, and torch.compile knows dynamic shapes after the second.
 CALIBRATION_STEPS = 3
-# Of a node that sees only ranks which wait for others: the node of the culprit acts, and these with it. Where
-# no node can name one, all of them wait so long; where one is busy and did not tell, it has this long.
+# A node whose ranks all wait for other nodes acts after this time. Normally the culprit's node acts earlier.
+# A rank that is busy and did not say so has this long to finish.
 PEER_WAIT_S = 300.0
 
 
@@ -98,7 +98,7 @@ class RankProgress:
 
 
 def update_progress(progress: RankProgress | None, sample: ProgressSample, elapsed_s: float) -> RankProgress:
-    """Add one sample; ``since_s`` is the time since the last one."""
+    """Add one sample; ``elapsed_s`` is the time since the last one."""
     if progress is None or progress.sample.incarnation != sample.incarnation:
         return RankProgress(sample)
     quiet_s = progress.no_progress_s + min(max(elapsed_s, 0.0), MAX_SAMPLE_GAP_S)
@@ -122,9 +122,9 @@ def pause_while_peer_busy(progress_by_rank: Mapping[int, RankProgress]) -> dict[
     When that rank stops being busy, the others need as long as before until it reaches the collective that
     they wait in.
     """
-    if not any(pulse.sample.is_busy for pulse in progress_by_rank.values()):
+    if not any(progress.sample.is_busy for progress in progress_by_rank.values()):
         return dict(progress_by_rank)
-    return {rank: replace(pulse, no_progress_s=0.0) for rank, pulse in progress_by_rank.items()}
+    return {rank: replace(progress, no_progress_s=0.0) for rank, progress in progress_by_rank.items()}
 
 
 @dataclass(frozen=True)
@@ -137,19 +137,19 @@ class HangDecision:
 
 
 def find_hung_ranks(progress_by_rank: Mapping[int, RankProgress], threshold: HangThreshold) -> HangDecision:
-    """Find the ranks of one node and one generation that hang; ``pulses`` are those of living ranks."""
+    """Find the ranks of one node and one generation that hang; ``progress_by_rank`` has living ranks."""
     judged = {
-        rank: pulse
-        for rank, pulse in progress_by_rank.items()
-        if pulse.sample.progress_counter and pulse.finished_steps >= threshold.calibration_steps
+        rank: progress
+        for rank, progress in progress_by_rank.items()
+        if progress.sample.progress_counter and progress.finished_steps >= threshold.calibration_steps
     }
-    longest_s = max((pulse.longest_step_s for pulse in progress_by_rank.values()), default=0.0)
-    between = any(pulse.sample.is_between_epochs for pulse in progress_by_rank.values())
+    longest_s = max((progress.longest_step_s for progress in progress_by_rank.values()), default=0.0)
+    between = any(progress.sample.is_between_epochs for progress in progress_by_rank.values())
     limit_s = threshold.limit_s(longest_s, between_epochs=between)
-    if not judged or any(_is_exempt(pulse, threshold) for pulse in progress_by_rank.values()):
+    if not judged or any(_is_exempt(progress, threshold) for progress in progress_by_rank.values()):
         return HangDecision((), limit_s, limit_s)
-    hung = tuple(sorted(rank for rank, pulse in judged.items() if pulse.no_progress_s >= limit_s))
-    next_s = limit_s - max(pulse.no_progress_s for pulse in judged.values())
+    hung = tuple(sorted(rank for rank, progress in judged.items() if progress.no_progress_s >= limit_s))
+    next_s = limit_s - max(progress.no_progress_s for progress in judged.values())
     return HangDecision(hung, limit_s, max(next_s, 0.0))
 
 
@@ -163,8 +163,10 @@ def find_stalled_ranks(
     return tuple(
         sorted(
             rank
-            for rank, pulse in progress_by_rank.items()
-            if rank in decision.hung_ranks or pulse.is_finished or pulse.no_progress_s >= decision.limit_s / 2
+            for rank, progress in progress_by_rank.items()
+            if rank in decision.hung_ranks
+            or progress.is_finished
+            or progress.no_progress_s >= decision.limit_s / 2
         )
     )
 
@@ -176,7 +178,7 @@ def _is_exempt(progress: RankProgress, threshold: HangThreshold) -> bool:
 
 
 COLLECTIVE, BACKWARD, OPTIMIZER, DATA = "collective", "backward", "optimizer", "data"
-# Of frames that are not the user's, from the innermost one on; the first that matches tells.
+# Search the library frames from the innermost one outward; the first match decides.
 _FRAME_KINDS = (
     (re.compile(r"/torch/distributed/|/elastic_resume/restore/(collectives|transfer)\.py$"), COLLECTIVE),
     (re.compile(r"/torch/autograd/|/torch/_tensor\.py$"), BACKWARD),
@@ -187,7 +189,7 @@ _LIBRARY_PATTERN = re.compile(
     r"^<frozen|/lib(64)?/python3[^/]*/|/(site|dist)-packages/"
     r"|/elastic_resume/(agent|capture|checkpoint|data|policy|restore|snapshot|state|training)/(\w+/)?\w+\.py$"
 )
-_IDLE_CPU_SHARE = 0.5  # of a core: below it a thread in backward() rather waits than computes
+_IDLE_CPU_SHARE = 0.5  # share of a core; a thread in backward() that uses less is taken to be waiting
 
 
 @dataclass(frozen=True)
@@ -295,92 +297,92 @@ def waits_in_collective(evidence: RankEvidence) -> bool:
 
 def diagnose_hang(evidence: Sequence[RankEvidence], world_size: int) -> HangDiagnosis:
     """Find suspects and victims among the ranks of one node."""
-    standing = [one for one in evidence if one.is_stalled]
-    faults = {one.rank: _describe_own_fault(one, has_no_peers=world_size == 1) for one in standing}
-    waiting = [one for one in standing if not faults[one.rank]]
-    suspects = [_make_finding(one, faults[one.rank]) for one in standing if faults[one.rank]]
+    standing = [item for item in evidence if item.is_stalled]
+    faults = {item.rank: _describe_own_fault(item, has_no_peers=world_size == 1) for item in standing}
+    waiting = [item for item in standing if not faults[item.rank]]
+    suspects = [_make_finding(item, faults[item.rank]) for item in standing if faults[item.rank]]
     if suspects:
         return HangDiagnosis(
-            tuple(suspects), tuple(_make_finding(one, _describe_wait(one)) for one in waiting)
+            tuple(suspects), tuple(_make_finding(item, _describe_wait(item)) for item in waiting)
         )
     groups = _group_by_collective(waiting)
     if len(groups) > 1:
         return _diagnose_groups(groups)
-    victims = tuple(_make_finding(one, _describe_wait(one)) for one in waiting)
+    victims = tuple(_make_finding(item, _describe_wait(item)) for item in waiting)
     return HangDiagnosis((), victims, waits_for_other_node=bool(victims) and len(evidence) < world_size)
 
 
 def describe_diagnosis(diagnosis: HangDiagnosis) -> str:
     """Describe the suspects with their reasons, then the victims."""
     if diagnosis.suspects:
-        told = "; ".join(f"rank {one.rank} {one.reason}" for one in diagnosis.suspects)
-        return told + (f". {_describe_waiting_ranks(diagnosis.victims)} for it" if diagnosis.victims else "")
+        text = "; ".join(f"rank {item.rank} {item.reason}" for item in diagnosis.suspects)
+        return text + (f". {_describe_waiting_ranks(diagnosis.victims)} for it" if diagnosis.victims else "")
     if diagnosis.waits_for_other_node:
         victims = diagnosis.victims
         return f"{_describe_waiting_ranks(victims)} for a rank of another node: {victims[0].reason}"
     if diagnosis.victims:
         return (
-            f"all ranks wait in the same collective, and none is missing ({diagnosis.victims[0].reason}): "
+            f"all ranks have entered the same collective ({diagnosis.victims[0].reason}): "
             "look at the network between them"
         )
     return "no rank can be named"
 
 
 def _describe_waiting_ranks(named: Sequence[RankFinding] | Sequence[RankEvidence]) -> str:
-    listed = ", ".join(str(one.rank) for one in named)
+    listed = ", ".join(str(item.rank) for item in named)
     return f"rank {listed} waits" if len(named) == 1 else f"ranks {listed} wait"
 
 
-def _make_finding(one: RankEvidence, reason: str) -> RankFinding:
-    return RankFinding(one.rank, one.local_rank, reason)
+def _make_finding(evidence: RankEvidence, reason: str) -> RankFinding:
+    return RankFinding(evidence.rank, evidence.local_rank, reason)
 
 
-def _describe_own_fault(one: RankEvidence, *, has_no_peers: bool) -> str:
+def _describe_own_fault(evidence: RankEvidence, *, has_no_peers: bool) -> str:
     """Describe why a rank cannot be waiting for others; empty if it can."""
-    at = innermost_user_frame(one.frames)
+    at = innermost_user_frame(evidence.frames)
     where = f" at {at}" if at else ""
-    if one.process_state in {"", "Z", "X"}:
+    if evidence.process_state in {"", "Z", "X"}:
         return "has ended, while others of its generation go on"
-    if one.process_state in {"T", "t"}:
-        by = "by a signal (SIGSTOP)" if one.process_state == "T" else "by a debugger"
+    if evidence.process_state in {"T", "t"}:
+        by = "by a signal (SIGSTOP)" if evidence.process_state == "T" else "by a debugger"
         return f"is stopped {by}{where}"
-    if one.process_state == "D":
-        sleeps = f" ({one.kernel_function})" if one.kernel_function else ""
+    if evidence.process_state == "D":
+        sleeps = f" ({evidence.kernel_function})" if evidence.kernel_function else ""
         return f"sleeps in the kernel{sleeps} and cannot be woken: a disk or a device hangs{where}"
-    if not has_no_peers and waits_in_collective(one):
+    if not has_no_peers and waits_in_collective(evidence):
         return ""
-    if one.is_finished:
+    if evidence.is_finished:
         return f"has done its last step, and is{where or ' still there'}"
-    if one.python_responded is False:
+    if evidence.python_responded is False:
         main = f" (its main thread is{where})" if where else ""
         return f"does not let its Python run: native code of one of its threads holds the GIL{main}"
     doing = {
         DATA: "waits for data",
         BACKWARD: "is in backward()",
         OPTIMIZER: "is in the optimizer's step",
-    }.get(classify_frames(one.frames), "stands still")
-    busy = f", using {one.cpu_share:.0%} of a core" if one.cpu_share >= _IDLE_CPU_SHARE else ""
+    }.get(classify_frames(evidence.frames), "stands still")
+    busy = f", using {evidence.cpu_share:.0%} of a core" if evidence.cpu_share >= _IDLE_CPU_SHARE else ""
     return f"{doing}{where}{busy}"
 
 
-def _describe_wait(one: RankEvidence) -> str:
-    what = f"in {one.pending_collectives[0]}" if one.pending_collectives else "in a collective"
-    at = innermost_user_frame(one.frames)
+def _describe_wait(evidence: RankEvidence) -> str:
+    what = f"in {evidence.pending_collectives[0]}" if evidence.pending_collectives else "in a collective"
+    at = innermost_user_frame(evidence.frames)
     return f"waits {what}" + (f" at {at}" if at else "")
 
 
 def _group_by_collective(waiting: Sequence[RankEvidence]) -> list[list[RankEvidence]]:
     """Group ranks that wait in the same collective; the largest group comes first."""
-    known = all(one.pending_collectives for one in waiting)
+    known = all(item.pending_collectives for item in waiting)
     found: dict[Hashable, list[RankEvidence]] = {}
-    for one in waiting:
-        at = innermost_user_frame(one.frames)
+    for item in waiting:
+        at = innermost_user_frame(item.frames)
         call: Hashable = (
-            one.pending_collectives[0]
-            if known and one.pending_collectives
-            else (one.step, one.num_collectives, at)
+            item.pending_collectives[0]
+            if known and item.pending_collectives
+            else (item.step, item.num_collectives, at)
         )
-        found.setdefault(call, []).append(one)
+        found.setdefault(call, []).append(item)
     return sorted(found.values(), key=len, reverse=True)
 
 
@@ -389,28 +391,32 @@ def _diagnose_groups(groups: Sequence[Sequence[RankEvidence]]) -> HangDiagnosis:
     most = [group for group in groups if len(group) == len(groups[0])]
     rest = [group for group in groups if len(group) < len(groups[0])]
     if len(most) > 1:
-        # As many wait here as there: those that have begun fewer collectives keep the others waiting.
+        # The largest groups are equal in size; the one that has begun fewer collectives keeps others waiting.
         progress = [_progress_key(group[0]) for group in most]
         if len(set(progress)) == 1:
-            everybody = [one for group in groups for one in group]
+            everybody = [item for group in groups for item in group]
             return HangDiagnosis(
-                tuple(_make_finding(one, f"{_describe_wait(one)}, others elsewhere") for one in everybody)
+                tuple(_make_finding(item, f"{_describe_wait(item)}, others elsewhere") for item in everybody)
             )
         ahead = max(range(len(most)), key=lambda index: progress[index])
         rest += [group for index, group in enumerate(most) if index != ahead]
         most = [most[ahead]]
     right = most[0]
-    told = f"and {_describe_waiting_ranks(right)} {_describe_wait(right[0]).removeprefix('waits ')}"
+    text = f"and {_describe_waiting_ranks(right)} {_describe_wait(right[0]).removeprefix('waits ')}"
     suspects = [
-        _make_finding(one, f"{_describe_wait(one)}, {told}: it left out a collective, or called one too many")
+        _make_finding(
+            item, f"{_describe_wait(item)}, {text}: it left out a collective, or called one too many"
+        )
         for group in rest
-        for one in group
+        for item in group
     ]
-    return HangDiagnosis(tuple(suspects), tuple(_make_finding(one, _describe_wait(one)) for one in right))
+    return HangDiagnosis(tuple(suspects), tuple(_make_finding(item, _describe_wait(item)) for item in right))
 
 
-def _progress_key(one: RankEvidence) -> tuple[int, int]:
+def _progress_key(evidence: RankEvidence) -> tuple[int, int]:
     return (
-        one.pending_collectives[0].sequence_number if one.pending_collectives else one.num_collectives,
-        one.step,
+        evidence.pending_collectives[0].sequence_number
+        if evidence.pending_collectives
+        else evidence.num_collectives,
+        evidence.step,
     )

@@ -1,13 +1,12 @@
 """Derive why each generation of a job ended, and what its end cost. Pure.
 
 `IncidentTracker` folds events into one `GenerationState` for each generation. `analyze_end` compares it
-with the next generation's state and names the root cause:
+with the next generation's state and names the root cause. Sources in order of preference:
 
-1. The agents' verdict, if there is one. It rests on the order in which the leader received failures, not on
-   clocks.
-2. Otherwise the failures in the events. A death or an exception without another explanation comes before a
+1. The agents' verdict. It uses the order in which the leader received failures, not clocks.
+2. The failures in the events. A death or an exception without another explanation comes before a
    node that became silent, and both come before secondary failures.
-3. Otherwise the reason that the leader gave for the restart.
+3. The reason that the leader gave for the restart.
 
 Exits of workers that their agent stopped are no failures. A live status records one event at a time, in
 any order, and keeps the newest `MAX_GENERATIONS` generations; its totals include those that it dropped. A
@@ -16,6 +15,7 @@ report records all events at once, in order (`track_incidents`).
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,6 +48,7 @@ NODES_JOINED_REASON = "newcomers are here"
 """The reason in a leader's restart message if no failure ended the generation."""
 _RESTART_PATTERN = re.compile(r"generation (\d{1,16}) is over: (.*)", re.DOTALL)
 _WORKER_EVENT_KINDS = frozenset({"failure", "worker-exit", "hang", "hang-ended"})
+_TEXT_FIELDS = tuple(member.name for member in fields(Failure) if member.type == "str")
 _LOST, _STILL_RUNNING, _SIGNALLED, _FAILED, _DONE = "lost", "stays", "signalled", "failed", "done"
 _STATUS_BY_OUTCOME = {"signalled": _SIGNALLED, "left": _SIGNALLED, "failed": _FAILED, "done": _DONE}
 
@@ -128,7 +129,7 @@ class _NodePosition:
     generation: int
     since_t: float
     last_event_t: float
-    pid: int | None  # of its agent; None: unknown
+    pid: int | None  # pid of its agent; None: unknown
 
 
 @dataclass(slots=True)
@@ -218,17 +219,19 @@ class IncidentTracker:
             return
         elif kind == "round":
             self._record_round(event, node, generation, t)
-        elif kind == "resume":
-            _record_resume(self._get_or_create_state(generation), event, t)
         elif kind == "worker-start":
             self._record_membership(node, generation, t)
             state = self._get_or_create_state(generation)
             if state.start_step is None:
                 state.start_step = get_count(event, "step")
+        elif kind == "resume":
+            _record_resume(self._get_or_create_state(generation), event, t)
         elif kind == "verdict":
             state = self._get_or_create_state(generation)
-            state.root_causes = state.root_causes or _parse_failures(event.get("causes"))
-            state.secondary_failures = state.secondary_failures or _parse_failures(event.get("cascade"))
+            state.root_causes = state.root_causes or _parse_failures(event.get("root_causes"))
+            state.secondary_failures = state.secondary_failures or _parse_failures(
+                event.get("secondary_failures")
+            )
         elif kind in {"step", "commit", "run-end"}:
             self._record_step(event, node, generation, t)
 
@@ -309,8 +312,7 @@ class IncidentTracker:
             self._get_or_create_state(position.generation).agent_statuses.setdefault(
                 node, _AgentStatus(_LOST, position.last_event_t)
             )
-        started = (n for n, one in self._generations.items() if one.start_t is not None and one.start_t < t)
-        newest = max(started, default=0)
+        newest = max((n for n in self._started() if (self._generations[n].start_t or 0.0) < t), default=0)
         if position and position.generation >= newest:
             return
         if newest and node in self._generations[newest].listed_nodes:  # its log was lost with its disk
@@ -345,9 +347,14 @@ class IncidentTracker:
 
     def incidents(self) -> list[Incident]:
         """Return the remembered incidents, in order."""
-        known = sorted(number for number, state in self._generations.items() if state.start_t is not None)
-        found = [self._judge_incident(number, next_number) for number, next_number in pairwise(known)]
+        found = [
+            self._judge_incident(number, next_number) for number, next_number in pairwise(self._started())
+        ]
         return [incident for incident in found if incident is not None]
+
+    def _started(self) -> list[int]:
+        """Return the numbers of the generations whose start is known, in order."""
+        return sorted(number for number, state in self._generations.items() if state.start_t is not None)
 
     def _judge_incident(self, number: int, next_number: int) -> Incident | None:
         """Return the failure that ended a generation, or None; cached until either state changes."""
@@ -361,13 +368,7 @@ class IncidentTracker:
 
     def totals(self) -> IncidentTotals:
         """Return the sums over all incidents, including those of dropped generations."""
-        evicted = self._evicted_totals
-        totals = IncidentTotals(
-            Counter(evicted.incidents),
-            evicted.recomputed_steps,
-            list(evicted.recovery_buckets),
-            evicted.recovery_s,
-        )
+        totals = copy.deepcopy(self._evicted_totals)
         for incident in self.incidents():
             totals.add(incident)
         return totals
@@ -387,12 +388,9 @@ class IncidentTracker:
     def _evict_oldest(self) -> None:
         """Add the oldest generation to the totals and drop it. Later events of it are ignored."""
         oldest = min(self._generations)
-        next_number = min(
-            (n for n, state in self._generations.items() if state.start_t is not None and n > oldest),
-            default=None,
-        )
-        if next_number is not None and self._generations[oldest].start_t is not None:
-            incident = self._judge_incident(oldest, next_number)
+        started = self._started()
+        if len(started) > 1 and started[0] == oldest:
+            incident = self._judge_incident(*started[:2])
             if incident is not None:
                 self._evicted_totals.add(incident)
         del self._generations[oldest]
@@ -491,12 +489,10 @@ def _complete_statuses(state: GenerationState, next_state: GenerationState | Non
     """Add nodes without a status: a node is lost if the others continued, or gave up, without it."""
     statuses = dict(state.agent_statuses)
     gave_up = next_state is None and any(status.kind == _FAILED for status in statuses.values())
-    missing = (
-        state.members - next_state.members
-        if next_state is not None and next_state.knows_all_members
-        else set()
-    )
-    for node in sorted(state.members if gave_up else missing):
+    missing = state.members if gave_up else frozenset()
+    if next_state is not None and next_state.knows_all_members:
+        missing = state.members - next_state.members
+    for node in sorted(missing):
         statuses.setdefault(node, _AgentStatus(_LOST, None))
     return statuses
 
@@ -504,29 +500,31 @@ def _complete_statuses(state: GenerationState, next_state: GenerationState | Non
 def _collect_signs(state: GenerationState, statuses: Mapping[str, _AgentStatus]) -> _FailureSigns:
     """Collect every failure that the events show, the likeliest root cause first."""
     dated: set[str] = set()
-    found: list[tuple[int, float, float | None, Failure]] = []
+    found: list[tuple[int, float, float | None, Failure]] = []  # class, order, time, failure
     for node, events in state.events.items():
         was_lost = node in statuses and statuses[node].kind == _LOST
-        kills = [one for one in events if one["event"] == "worker-exit" and one.get("signal") == "SIGKILL"]
-        kept = [one for one in events if not (was_lost and one in kills)]
-        for t, failure in classify_with_times(kept, node):
+        kills = [
+            event
+            for event in events
+            if was_lost and event["event"] == "worker-exit" and event.get("signal") == "SIGKILL"
+        ]
+        for t, failure in classify_with_times([event for event in events if event not in kills], node):
             found.append((_SECONDARY if failure.is_secondary else _DEFINITE, t, t, failure))
-        if was_lost and kills:  # the launcher shim saw its agent die
-            killed_t = kills[0]["t"]
-            found.append((_DEFINITE, killed_t, killed_t, make_node_failure(node, "was lost")))
+        if kills:  # the launcher shim saw its agent die
+            t = kills[0]["t"]
+            found.append((_DEFINITE, t, t, make_node_failure(node, "was lost")))
             dated.add(node)
     for node, status in statuses.items():
         if status.kind == _LOST and node not in dated:
             # No rank can finish a step without it, so it was alive at the others' last step.
-            alive = max((t for t in (state.last_step_t, status.t) if t is not None), default=None)
-            order = float("inf") if alive is None else alive
-            found.append((_UNREACHABLE, order, alive, make_node_failure(node, "was lost")))
+            alive_t = max((t for t in (state.last_step_t, status.t) if t is not None), default=None)
+            order = float("inf") if alive_t is None else alive_t
+            found.append((_UNREACHABLE, order, alive_t, make_node_failure(node, "was lost")))
         elif status.kind == _SIGNALLED:
             text = f"left: {status.text or 'stopped by a signal.'}"
-            found.append(
-                (_DEFINITE, status.t or 0.0, status.t, make_node_failure(node, text, announced=True))
-            )
-    found.sort(key=lambda one: (not one[3].is_deterministic, *one[:2]))
+            failure = make_node_failure(node, text, announced=True)
+            found.append((_DEFINITE, status.t or 0.0, status.t, failure))
+    found.sort(key=lambda sign: (not sign[3].is_deterministic, *sign[:2]))
     return [(t, failure) for _, _, t, failure in found]
 
 
@@ -583,37 +581,31 @@ def _whole_job_end(
 ) -> GenerationEnd | None:
     """Return the end of a generation whose nodes all stopped or died, so that none could continue."""
     kinds = {status.kind for status in statuses.values()}
-    if (
-        not kinds
-        or kinds - {_LOST, _SIGNALLED}
-        or any(failure.kind not in NODE_FAILURE_KINDS for _, failure in causes)
-    ):
+    if not kinds or kinds - {_LOST, _SIGNALLED}:
+        return None
+    if any(failure.kind not in NODE_FAILURE_KINDS for _, failure in causes):
         return None
     is_known = state.knows_all_members and state.members <= statuses.keys()
     if not is_known and (_SIGNALLED not in kinds or next_state is None or state.root_causes):
         return None
-    first = min((t for t, _ in signs if t is not None), default=None)
+    first_t = min((t for t, _ in signs if t is not None), default=None)
     secondary = tuple(_describe(failure) for _, failure in signs if failure.is_secondary)
+    kind, text = WHOLE_JOB, "whole job killed"
     if _SIGNALLED in kinds:
-        reasons = sorted(
-            {status.text for status in statuses.values() if status.kind == _SIGNALLED and status.text}
-        )
-        return GenerationEnd(
-            STOPPED, reasons[0].rstrip(".") if reasons else "stopped", t=first, secondary_failures=secondary
-        )
-    return GenerationEnd(WHOLE_JOB, "whole job killed", t=first, secondary_failures=secondary)
+        reasons = [status.text for status in statuses.values() if status.kind == _SIGNALLED and status.text]
+        kind, text = STOPPED, min(reasons, default="stopped").rstrip(".")
+    return GenerationEnd(kind, text, t=first_t, secondary_failures=secondary)
 
 
 def _failure_end(causes: _FailureSigns, secondary: _FailureSigns) -> GenerationEnd:
     (t, root), *others = causes
-    others_text = tuple(_describe(failure) for _, failure in others)
     return GenerationEnd(
         root.kind,
         _describe(root),
         t,
         root.node,
         root.rank,
-        others_text,
+        tuple(_describe(failure) for _, failure in others),
         tuple(_describe(failure) for _, failure in secondary),
     )
 
@@ -639,6 +631,3 @@ def _parse_failures(listed: Any) -> tuple[Failure, ...]:
         for entry in (listed if isinstance(listed, list) else [])
         if isinstance(entry, Mapping) and entry.get("kind") in FAILURE_KINDS
     )
-
-
-_TEXT_FIELDS = tuple(one.name for one in fields(Failure) if one.type == "str")

@@ -1,7 +1,10 @@
 """Decide whether a job that has ended is queued again, and which node asks the scheduler.
 
-Three things must not happen: nobody asks, and an unfinished job stays ended; a job returns that somebody
-cancelled or that fails each time; a job that still runs on other nodes is stopped.
+Three errors must be prevented:
+
+1. No node requeues an unfinished job.
+2. A job is requeued that was cancelled or that fails every time.
+3. A requeue stops a job that still runs on other nodes.
 
 Slurm 22.05 behaves as follows. A job that ends by itself within the grace of a preemption has failed and is
 not queued again, even with PreemptMode=REQUEUE. A requeue request brings a cancelled job back.
@@ -16,9 +19,9 @@ from enum import Enum
 from elastic_resume import constants
 from elastic_resume.events import Event
 
-# How often a job is started again after a life without a new step, before it is left to people.
+# After so many starts in a row without a new step the job is not requeued any more.
 MAX_STARTS_WITHOUT_PROGRESS = 3
-# For what neither takes: the signals' way, goodbyes, the request itself.
+# Time to deliver signals, to take leave of the leader, and to send the request.
 SIGNAL_SLACK_S = 5.0
 SCHEDULER_ENDS_JOB = "the scheduler has been told to end or to requeue it"
 
@@ -28,19 +31,19 @@ class AgentEnd(Enum):
 
     DONE = "done"
     DETERMINISTIC_FAILURE = "at fault"
-    NO_QUORUM = "lost"  # no world can be formed any more; other nodes may have one
-    NODE_UNFIT = "left"  # this node is unfit; the others go on
-    INTERRUPTED = "interrupted"  # SIGINT, SIGHUP, SIGQUIT: somebody at a keyboard
-    TERMINATED = "terminated"  # SIGTERM, which tells nothing of who sent it
-    PREEMPTION_NOTICE = "notice"  # told ahead of time that the end will come
+    NO_QUORUM = "lost"  # this node can form no world any more; other nodes may continue
+    NODE_UNFIT = "left"  # this node is unfit; the others continue
+    INTERRUPTED = "interrupted"  # SIGINT, SIGHUP, SIGQUIT: a person at a keyboard
+    TERMINATED = "terminated"  # SIGTERM, whose sender is unknown
+    PREEMPTION_NOTICE = "notice"  # a signal announced the end ahead of time
     DEADLINE = "deadline"  # the time limit is near
 
 
 class TerminationReason(Enum):
     """Why the processes of a job got SIGTERM, according to the scheduler."""
 
-    UNKNOWN = "nothing"  # it cannot be asked, or does not answer
-    RUNNING = "running"  # and knows of no reason to end it
+    UNKNOWN = "nothing"  # the scheduler cannot be asked, or does not answer
+    RUNNING = "running"  # the scheduler has no reason to end the job
     PREEMPTED = "preempted"
     TIME_LIMIT = "time limit"
     JOB_ENDING = "ending"  # cancelled, or requeued by somebody else
@@ -77,11 +80,10 @@ def drain_margin_s(grace_s: float, commit_s: float, time_to_limit_s: float) -> f
     Args:
         grace_s: grace of a worker.
         commit_s: time of a commit; 0 if there has been none.
-        life_s: time from this agent's start to the limit; training gets at least half of it.
-
+        time_to_limit_s: from this agent's start to the limit; training gets at least half of it.
     """
     commit = 10.0
-    while commit < min(2 * commit_s, 3600.0):  # all nodes may write to one disk then
+    while commit < min(2 * commit_s, 3600.0):  # twice: at the end all nodes may write to one disk
         commit *= 2
     return min(grace_s + commit + SIGNAL_SLACK_S, max(0.0, time_to_limit_s) // 2)
 
@@ -92,7 +94,6 @@ def count_starts_without_progress(events: Iterable[Event], restarts: int) -> int
     Args:
         events: all events of the node's log.
         restarts: how often the scheduler has restarted the job. Earlier starts belong to other jobs.
-
     """
     idle = 0
     start: int | None = None
@@ -108,11 +109,11 @@ def count_starts_without_progress(events: Iterable[Event], restarts: int) -> int
 
 
 class RequeueAction(Enum):
-    """The possible actions; ``TELL`` leaves the requeue to the reader of the exit code."""
+    """The possible actions; ``EXIT_CODE`` leaves the requeue to the reader of the exit code."""
 
     REQUEUE = "requeue"
     EXIT_CODE = "exit code"
-    NODE_DONE = "over"  # this node's part is; the others' is not
+    NODE_DONE = "over"  # the part of this node is over; the other nodes continue
     LEAVE_ALONE = "leave alone"
 
 
@@ -124,7 +125,7 @@ class RequeueDecision:
     reason: str
 
     def exit_code(self, default: int) -> int:
-        """Return the exit code of an agent that would otherwise end with ``otherwise``."""
+        """Return the exit code of an agent that would otherwise end with ``default``."""
         if self.action is RequeueAction.NODE_DONE:
             return constants.EXIT_SUCCESS
         return default if self.action is RequeueAction.LEAVE_ALONE else constants.EXIT_REQUEUE
@@ -132,12 +133,19 @@ class RequeueDecision:
 
 def decide_requeue(facts: RequeueFacts) -> RequeueDecision:
     """Decide about one end of one agent."""
-    told = _decide_for_single_node(facts) or _decide_against(facts) or _decide_left_to_others(facts)
-    return told or RequeueDecision(RequeueAction.REQUEUE, _describe_cause(facts))
+    for action, find_reason in (
+        (RequeueAction.NODE_DONE, _why_only_this_node_is_done),
+        (RequeueAction.LEAVE_ALONE, _why_not_again),
+        (RequeueAction.EXIT_CODE, _why_others_requeue),
+    ):
+        reason = find_reason(facts)
+        if reason is not None:
+            return RequeueDecision(action, reason)
+    return RequeueDecision(RequeueAction.REQUEUE, _describe_cause(facts))
 
 
-def _decide_for_single_node(facts: RequeueFacts) -> RequeueDecision | None:
-    """Decide if this node's end says nothing about the job.
+def _why_only_this_node_is_done(facts: RequeueFacts) -> str | None:
+    """Return the reason if this node's end says nothing about the job.
 
     srun returns the highest exit code of all nodes, even of a node that left long ago. With 75 it would queue
     a job again that its other nodes have finished. A node that speaks for all is excepted: it may be the last
@@ -145,81 +153,64 @@ def _decide_for_single_node(facts: RequeueFacts) -> RequeueDecision | None:
     """
     if facts.scheduler != "slurm" or facts.is_single_node or facts.is_requester:
         return None
-    if facts.termination_reason is TerminationReason.JOB_ENDING or facts.end not in {
-        AgentEnd.NODE_UNFIT,
-        AgentEnd.PREEMPTION_NOTICE,
-    }:
+    if facts.termination_reason is TerminationReason.JOB_ENDING:
         return None
-    if facts.end is AgentEnd.NODE_UNFIT or facts.only_this_node_ends:
-        return RequeueDecision(RequeueAction.NODE_DONE, "the other nodes of the job go on")
-    return RequeueDecision(
-        RequeueAction.NODE_DONE, "the node of rank 0 asks for the requeue, if all were told"
-    )
+    has_left = facts.end is AgentEnd.NODE_UNFIT
+    if has_left or (facts.end is AgentEnd.PREEMPTION_NOTICE and facts.only_this_node_ends):
+        return "the other nodes of the job go on"
+    if facts.end is AgentEnd.PREEMPTION_NOTICE:
+        return "the node of rank 0 asks for the requeue, if all were told"
+    return None
 
 
-def _decide_against(facts: RequeueFacts) -> RequeueDecision | None:
-    """Return a decision if the job must not run again, as far as this node knows."""
+def _why_not_again(facts: RequeueFacts) -> str | None:
+    """Return the reason if the job must not run again, as far as this node knows."""
     plain = {
         AgentEnd.DONE: "the job is done",
         AgentEnd.DETERMINISTIC_FAILURE: "the job is at fault and would end like this again",
         AgentEnd.INTERRUPTED: "somebody interrupted it",
     }
     if facts.end in plain:
-        return RequeueDecision(RequeueAction.LEAVE_ALONE, plain[facts.end])
+        return plain[facts.end]
     if facts.termination_reason is TerminationReason.JOB_ENDING:
-        return RequeueDecision(RequeueAction.LEAVE_ALONE, SCHEDULER_ENDS_JOB)
-    if facts.end is AgentEnd.TERMINATED and facts.termination_reason not in {
-        TerminationReason.PREEMPTED,
-        TerminationReason.TIME_LIMIT,
-    }:
+        return SCHEDULER_ENDS_JOB
+    explained = facts.termination_reason in {TerminationReason.PREEMPTED, TerminationReason.TIME_LIMIT}
+    if facts.end is AgentEnd.TERMINATED and not explained:
         if facts.scheduler == "slurm" and not (facts.is_requester or facts.is_single_node):
-            return RequeueDecision(
-                RequeueAction.LEAVE_ALONE, "the node of rank 0 asks Slurm why SIGTERM came"
-            )
-        return RequeueDecision(
-            RequeueAction.LEAVE_ALONE, "whoever sent SIGTERM decides whether it is to be run again"
-        )
+            return "the node of rank 0 asks Slurm why SIGTERM came"
+        return "the sender of SIGTERM decides about a restart"
     others_go_on = facts.end is AgentEnd.NODE_UNFIT and not facts.is_single_node
     if facts.starts_without_progress > MAX_STARTS_WITHOUT_PROGRESS and not others_go_on:
-        return RequeueDecision(
-            RequeueAction.LEAVE_ALONE,
-            f"it has lived {facts.starts_without_progress} times without a new step",
-        )
+        return f"it has lived {facts.starts_without_progress} times without a new step"
     return None
 
 
-def _decide_left_to_others(facts: RequeueFacts) -> RequeueDecision | None:
-    """Return a decision if another node or program asks the scheduler."""
+def _why_others_requeue(facts: RequeueFacts) -> str | None:
+    """Return the reason if another node or program asks the scheduler."""
     if facts.end in {AgentEnd.NO_QUORUM, AgentEnd.NODE_UNFIT} and not facts.is_single_node:
-        return RequeueDecision(RequeueAction.EXIT_CODE, "other nodes of the job may go on")
+        return "other nodes of the job may go on"
     if facts.other_requeuer:
-        return RequeueDecision(RequeueAction.EXIT_CODE, f"{facts.other_requeuer} requeues it")
+        return f"{facts.other_requeuer} requeues it"
     if facts.is_disabled:
-        return RequeueDecision(RequeueAction.EXIT_CODE, "--requeue is off")
+        return "--requeue is off"
     if facts.scheduler != "slurm":
-        return RequeueDecision(
-            RequeueAction.EXIT_CODE, "who started this agent sees by its exit code that it is to run again"
-        )
+        return f"exit code {constants.EXIT_REQUEUE} asks the launcher to run the job again"
     if not facts.is_single_node and facts.only_this_node_ends:
-        return RequeueDecision(RequeueAction.EXIT_CODE, "the other nodes of the job go on")
+        return "the other nodes of the job go on"
     if not facts.is_single_node and not facts.is_requester:
-        return RequeueDecision(RequeueAction.EXIT_CODE, "the node of rank 0 asks for the requeue")
+        return "the node of rank 0 asks for the requeue"
     if not facts.has_scontrol:
-        return RequeueDecision(
-            RequeueAction.EXIT_CODE,
+        return (
             "there is no scontrol here: the batch script has to requeue the job, as exit code "
-            f"{constants.EXIT_REQUEUE} tells it",
+            f"{constants.EXIT_REQUEUE} tells it"
         )
     return None
 
 
 def _describe_cause(facts: RequeueFacts) -> str:
     if facts.end is AgentEnd.TERMINATED:
-        return (
-            "it is preempted"
-            if facts.termination_reason is TerminationReason.PREEMPTED
-            else "its time limit is reached"
-        )
+        is_preempted = facts.termination_reason is TerminationReason.PREEMPTED
+        return "it is preempted" if is_preempted else "its time limit is reached"
     return {
         AgentEnd.PREEMPTION_NOTICE: "a signal told ahead of time that it will end",
         AgentEnd.DEADLINE: "its time limit is near",

@@ -30,8 +30,8 @@ from elastic_resume.policy.failure_classification import (
     separate_root_causes,
 )
 
-MAX_NO_PROGRESS = 3  # as NVRx
-MAX_SAME_FAILURES = 3  # chance is ruled out by then
+MAX_NO_PROGRESS = 3  # the same limit as in the NVIDIA Resiliency Extension
+MAX_SAME_FAILURES = 3  # three in a row are no coincidence
 UNLIMITED = 1 << 30
 MAX_RESTART_DELAY_S = 60.0
 # A wrong environment or script raises these; no transient fault does.
@@ -75,7 +75,7 @@ class RoundResult:
     """
 
     failed: bool
-    start_step: int | None = None  # the step that it resumed from
+    start_step: int | None = None  # the step from which the generation resumed
     newest_step: int | None = None
     failures: tuple[Failure, ...] = ()
     num_nodes: int = 1
@@ -176,30 +176,33 @@ def decide_restart(
     if not last.failed:
         return CONTINUE
     if root is not None and root.is_deterministic:
-        return RestartDecision(
-            RestartAction.GIVE_UP, f"{describe_failure(root)}. Starting again would meet the same error."
-        )
-    hopeless = _decide_unstartable(history, limits, world) or _decide_deterministic_failure(history, limits)
+        return _give_up_on_same_error(root)
+    hopeless = _decide_unstartable(last, limits, world) or _decide_deterministic_failure(history, limits)
     if hopeless is not None:
         return hopeless
-    counted = [this for this in history if not this.failed or _has_cause_in_world(this, world)]
+    counted = [result for result in history if not result.failed or _has_cause_in_world(result, world)]
     stuck = count_rounds_without_progress(counted)
     alone = _single_node_failures(history)
-    node = alone[0].node if alone else ""
-    enough = _has_enough_without(node, limits, world)
-    if alone and enough and 0 < limits.exclude_after <= len(alone):
-        return RestartDecision(RestartAction.EXCLUDE, _describe_exclusion(alone, node), node)
+    can_exclude = bool(alone) and _has_enough_without(alone[0].node, limits, world)
+    is_excluded_early = 0 < limits.exclude_after <= len(alone)
+    if can_exclude and (is_excluded_early or limits.max_no_progress <= stuck <= len(alone)):
+        times = f"the last {len(alone)} failures were" if len(alone) > 1 else "the failure was"
+        node = alone[0].node
+        reason = f"{times} caused by node {node} alone. Last: {describe_failure(alone[0])}."
+        return RestartDecision(RestartAction.EXCLUDE, reason, node)
     if stuck < limits.max_no_progress:
         return CONTINUE
-    if enough and stuck <= len(alone):
-        return RestartDecision(RestartAction.EXCLUDE, _describe_exclusion(alone, node), node)
-    reached = max((r.newest_step for r in history if r.newest_step is not None), default=None)
+    reached = max((result.newest_step for result in history if result.newest_step is not None), default=None)
     where = "before the first step" if not reached else f"at step {reached}"
     starts = f"{stuck} starts in a row" if stuck > 1 else "a start"
     return RestartDecision(
-        RestartAction.GIVE_UP,
-        f"{starts} failed without progress, {where}. Last: {describe_failure(root)}.",
+        RestartAction.GIVE_UP, f"{starts} failed without progress, {where}. Last: {describe_failure(root)}."
     )
+
+
+def _give_up_on_same_error(failure: Failure) -> RestartDecision:
+    reason = f"{describe_failure(failure)}. Starting again would meet the same error."
+    return RestartDecision(RestartAction.GIVE_UP, reason)
 
 
 def restart_delay_s(history: Sequence[RoundResult]) -> float:
@@ -217,42 +220,38 @@ def count_rounds_without_progress(history: Sequence[RoundResult]) -> int:
     best: int | None = None
     started: int | None = None
     stuck = 0
-    for this in history:
-        if this.start_step is not None:
-            if started is not None and this.start_step < started:
-                best = this.start_step
-            started = this.start_step
-        base = best if best is not None else this.start_step
-        if this.newest_step is not None and (base is None or this.newest_step > base):
+    for result in history:
+        if result.start_step is not None:
+            if started is not None and result.start_step < started:
+                best = result.start_step
+            started = result.start_step
+        base = best if best is not None else result.start_step
+        if result.newest_step is not None and (base is None or result.newest_step > base):
             stuck = 0
-        elif this.failed:
+        elif result.failed:
             stuck += 1
-        if this.newest_step is not None:
-            best = this.newest_step if best is None else max(best, this.newest_step)
+        if result.newest_step is not None:
+            best = result.newest_step if best is None else max(best, result.newest_step)
     return stuck
 
 
 def find_newest_step(history: Sequence[RoundResult]) -> int:
     """Return the newest step finished in these generations, or 0."""
-    return max((this.newest_step or 0 for this in history if this.finished_a_step), default=0)
+    return max((result.newest_step or 0 for result in history if result.finished_a_step), default=0)
 
 
 def _decide_unstartable(
-    history: Sequence[RoundResult], limits: RestartLimits, world: WorldSummary
+    last: RoundResult, limits: RestartLimits, world: WorldSummary
 ) -> RestartDecision | None:
     """Give up, or exclude a node, if the script cannot start."""
-    last, root = history[-1], history[-1].verdict.root_cause
+    root = last.verdict.root_cause
     if root is None or last.finished_a_step or root.kind != failure_classification.EXCEPTION:
         return None
     if root.type in _UNSTARTABLE_ERRORS:
-        if world.newest_step and _has_enough_without(root.node, limits, world):
-            reason = (
-                f"{describe_failure(root)}. The other nodes have trained: this node's environment is wrong."
-            )
-            return RestartDecision(RestartAction.EXCLUDE, reason, root.node)
-        return RestartDecision(
-            RestartAction.GIVE_UP, f"{describe_failure(root)}. Starting again would meet the same error."
-        )
+        if not (world.newest_step and _has_enough_without(root.node, limits, world)):
+            return _give_up_on_same_error(root)
+        reason = f"{describe_failure(root)}. The other nodes have trained: this node's environment is wrong."
+        return RestartDecision(RestartAction.EXCLUDE, reason, root.node)
     # On a single node it is unknown whether the script or the machine is at fault.
     if not world.newest_step and 1 < last.num_nodes <= root.nodes:
         return RestartDecision(
@@ -266,7 +265,7 @@ def _decide_deterministic_failure(
     history: Sequence[RoundResult], limits: RestartLimits
 ) -> RestartDecision | None:
     """Give up if one step has failed with the same exception again and again."""
-    roots = [this.verdict.root_cause for this in history if this.failed][-limits.max_same_failures :]
+    roots = [result.verdict.root_cause for result in history if result.failed][-limits.max_same_failures :]
     first = roots[0]
     if len(roots) < limits.max_same_failures or first is None or first.step is None:
         return None
@@ -289,10 +288,10 @@ def _decide_deterministic_failure(
 def _single_node_failures(history: Sequence[RoundResult]) -> list[Failure]:
     """Return the newest consecutive failures that one node alone caused, newest first."""
     found: list[Failure] = []
-    for this in reversed(history):
-        if not this.failed:
+    for result in reversed(history):
+        if not result.failed:
             continue
-        causes = this.verdict.root_causes
+        causes = result.verdict.root_causes
         if len(causes) != 1 or causes[0].nodes > 1 or causes[0].is_secondary:
             break
         if found and causes[0].node != found[0].node:
@@ -304,16 +303,13 @@ def _single_node_failures(history: Sequence[RoundResult]) -> list[Failure]:
 def _has_cause_in_world(result: RoundResult, world: WorldSummary) -> bool:
     """Whether a failed generation has a root cause on a node that is still a member."""
     causes = result.verdict.root_causes
-    return not world.nodes or not causes or any(one.nodes > 1 or one.node in world.nodes for one in causes)
+    return (
+        not world.nodes or not causes or any(cause.nodes > 1 or cause.node in world.nodes for cause in causes)
+    )
 
 
 def _has_enough_without(node: str, limits: RestartLimits, world: WorldSummary) -> bool:
     return node in world.nodes and len(world.nodes) - 1 >= limits.min_nodes
-
-
-def _describe_exclusion(failures: Sequence[Failure], node: str) -> str:
-    times = f"the last {len(failures)} failures were" if len(failures) > 1 else "the failure was"
-    return f"{times} caused by node {node} alone. Last: {describe_failure(failures[0])}."
 
 
 def _step_or_none(event: Event) -> int | None:

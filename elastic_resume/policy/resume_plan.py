@@ -55,7 +55,7 @@ class RejectedState:
     node: str
     name: str
     reason: str
-    version: tuple[int, int] = (0, 0)  # from its directory name; (0, 0) if the name is unreadable
+    version: tuple[int, int] = (0, 0)  # (generation, step) by its name; (0, 0) if unreadable
     kind: str = "corrupt"
 
     @property
@@ -95,8 +95,8 @@ class ResumePlan:
     """The state that a generation starts from.
 
     ``kind`` is "checkpoint" or "cold". The source of a cold start is rank 0 with its live state. ``holders``
-    maps node names to the state that each node reads; ``lacking`` names the nodes that receive it. ``--resume
-    never`` ignored generations up to ``min_generation`` (-1: none).
+    maps node names to the state that each node reads; ``receiving_nodes`` get it sent. ``--resume never``
+    ignored generations up to ``min_generation`` (-1: none).
     """
 
     kind: str
@@ -106,7 +106,7 @@ class ResumePlan:
     source_rank: int = 0
     source_generation: int = 0
     holders: tuple[tuple[str, SavedState], ...] = ()
-    lacking: tuple[str, ...] = ()
+    receiving_nodes: tuple[str, ...] = ()
     rejected: tuple[RejectedState, ...] = ()
     recomputed_steps: int = 0
     previous_world_size: int | None = None
@@ -124,14 +124,14 @@ class ResumePlan:
     @property
     def source_tier(self) -> str:
         """Return "memory" or "disk", the tier of the source; "" for a cold start."""
-        copy = self.saved_state_for(self.source_node)
-        return copy.tier if copy else ""
+        source = self.saved_state_for(self.source_node)
+        return source.tier if source else ""
 
     @property
     def nbytes(self) -> int:
         """Return the size in bytes of the state that every rank loads."""
-        copy = self.saved_state_for(self.source_node)
-        return copy.nbytes if copy else 0
+        source = self.saved_state_for(self.source_node)
+        return source.nbytes if source else 0
 
 
 @dataclass(frozen=True)
@@ -151,13 +151,13 @@ def plan_broadcasts(plan: ResumePlan) -> tuple[Broadcast, ...]:
     equally fast numbers of sources the smallest is chosen, because sending costs the source time too. Memory
     sends before a disk, which is slower than most links.
     """
-    if not plan.lacking or plan.kind == "cold":
+    if not plan.receiving_nodes or plan.kind == "cold":
         return ()
     holders = sorted(plan.holders, key=lambda held: (held[1].tier != MEMORY, held[0] != plan.source_node))
-    most = min(len(holders), len(plan.lacking))
-    longest = [math.ceil(len(plan.lacking) / count) for count in range(1, most + 1)]
+    most = min(len(holders), len(plan.receiving_nodes))
+    longest = [math.ceil(len(plan.receiving_nodes) / count) for count in range(1, most + 1)]
     count = 1 + min(range(most), key=lambda i: longest[i].bit_length())
-    return tuple(Broadcast(holders[i][0], plan.lacking[i::count]) for i in range(count))
+    return tuple(Broadcast(holders[i][0], plan.receiving_nodes[i::count]) for i in range(count))
 
 
 def find_minority_holders(plan: ResumePlan, digests_by_node: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
@@ -167,7 +167,6 @@ def find_minority_holders(plan: ResumePlan, digests_by_node: Mapping[str, Sequen
         plan: the plan that the ranks have executed.
         digests_by_node: digests of what the ranks of each node have loaded. Each holder has one vote. Nodes
             that received the state have none, and two nodes that read one copy have one together.
-
     """
     votes: dict[str, set[str]] = {}
     for node, copy in plan.holders:
@@ -191,7 +190,6 @@ def choose_resume_plan(inventories: Sequence[Inventory], mode: str) -> ResumePla
     Raises:
         NoValidCheckpointError: saved states exist and none may be loaded; the newest has a newer format; none
             exists and mode is "must"; or none exists now and a node is known to have had one.
-
     """
     nodes = sorted(inventories, key=lambda inventory: inventory.local_leader_rank)
     floor = _min_generation(nodes) if mode == "never" else -1
@@ -201,7 +199,12 @@ def choose_resume_plan(inventories: Sequence[Inventory], mode: str) -> ResumePla
         plan = _plan_from_newest(nodes, readable)
     else:
         _refuse_to_start_over(nodes, floor)
-        plan = _plan_cold_start(nodes, mode)
+        if mode == "must":
+            raise NoValidCheckpointError(
+                "--resume must: no node has a checkpoint of this job. "
+                "Check --ckpt-dir and --rdzv-id, or start fresh with --resume auto."
+            )
+        plan = ResumePlan("cold", source_node=nodes[0].node, source_rank=nodes[0].local_leader_rank)
     lived = max(nodes, key=lambda i: (i.last_generation, i.last_step))
     return replace(
         plan,
@@ -220,7 +223,15 @@ def _plan_from_newest(nodes: Sequence[Inventory], readable: Mapping[str, Sequenc
     for node in nodes:
         same = [copy for copy in readable.get(node.node, ()) if (copy.version, copy.epoch) == newest]
         if same:
-            held[node.node] = min(same, key=lambda c: _preference_key(c, node.node))
+            held[node.node] = min(
+                same,
+                key=lambda copy: (  # a node's own directory first, then memory
+                    copy.owner_node != node.node,
+                    copy.tier != MEMORY,
+                    copy.writer_rank,
+                    copy.owner_node,
+                ),
+            )
     # BatchNorm's buffers may differ between replicas; rank 0's count, as in DDP. Two states of one writer
     # have the same bytes: the faster tier is used.
     source = min(
@@ -234,27 +245,8 @@ def _plan_from_newest(nodes: Sequence[Inventory], readable: Mapping[str, Sequenc
         source_rank=source.local_leader_rank,
         source_generation=newest[0][0],
         holders=tuple(held.items()),
-        lacking=tuple(node.node for node in nodes if node.node not in held),
+        receiving_nodes=tuple(node.node for node in nodes if node.node not in held),
     )
-
-
-def _preference_key(saved_state: SavedState, node: str) -> tuple[bool, bool, int, str]:
-    """Return the key by which ``node`` chooses among equal states: its own first, then memory."""
-    return (
-        saved_state.owner_node != node,
-        saved_state.tier != MEMORY,
-        saved_state.writer_rank,
-        saved_state.owner_node,
-    )
-
-
-def _plan_cold_start(nodes: Sequence[Inventory], mode: str) -> ResumePlan:
-    if mode == "must":
-        raise NoValidCheckpointError(
-            "--resume must: no node has a checkpoint of this job. "
-            "Check --ckpt-dir and --rdzv-id, or start fresh with --resume auto."
-        )
-    return ResumePlan("cold", source_node=nodes[0].node, source_rank=nodes[0].local_leader_rank)
 
 
 def _min_generation(nodes: Sequence[Inventory]) -> int:
@@ -292,7 +284,7 @@ def _refuse_to_go_back(
 def _refuse_to_start_over(nodes: Sequence[Inventory], min_generation: int) -> None:
     """Raise if states newer than ``min_generation`` exist or existed: a fresh start would lose them."""
     found = [rejected for node in nodes for rejected in node.rejected if rejected.version[0] > min_generation]
-    if min_generation >= 0:  # `--resume never` ignores an earlier history, and states of other jobs with it
+    if min_generation >= 0:  # `--resume never` also ignores states of other jobs
         found = [rejected for rejected in found if rejected.kind != "foreign"]
     if found:
         error = NoValidCheckpointError(

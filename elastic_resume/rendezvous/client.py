@@ -22,25 +22,7 @@ from elastic_resume.errors import ConfigError, JobFailedError, RendezvousLostErr
 from elastic_resume.policy.divergence import Digest, is_digest
 from elastic_resume.policy.failure_classification import Failure
 from elastic_resume.rendezvous.config import RendezvousConfig
-from elastic_resume.rendezvous.core.events import (
-    DeliverPeerStatus,
-    Effect,
-    EmitEvent,
-    EndJob,
-    GiveUp,
-    JobFailed,
-    JoinRequested,
-    KillWorkers,
-    Leave,
-    ReportDivergence,
-    RestartWorkers,
-    StartWorkers,
-    StateDigested,
-    StatusPublished,
-    WorkerFailed,
-    WorkersFinished,
-)
-from elastic_resume.rendezvous.core.messages import JoinSpec, ReplicasDiverged, StateDigest
+from elastic_resume.rendezvous.core import events, messages
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.quorum import Incarnation
 from elastic_resume.rendezvous.core.status import NodeStatus
@@ -80,8 +62,8 @@ class RendezvousClient:
         state_file: DurableStateFile,
         max_generation: int,
         lease: WorkerLease,
-        on_log: Callable[[EmitEvent], None],
-        on_peer_status: Callable[[DeliverPeerStatus], None] = lambda _: None,
+        on_log: Callable[[events.EmitEvent], None],
+        on_peer_status: Callable[[events.DeliverPeerStatus], None] = lambda _: None,
         render_status: Callable[[RendezvousStatus], bytes] | None = None,
     ) -> None:
         """Set up the membership; `start` begins it.
@@ -107,11 +89,14 @@ class RendezvousClient:
         self._end_timeout_s = max(SHUTDOWN_TIMEOUT_S, 2 * config.node_timeout_s + 1)
         self._can_announce_leave = True  # written by the rendezvous thread
         self._condition = threading.Condition()
-        self._view: StartWorkers | None = None
-        self._restart_reason = ""
-        self._outcome: EndJob | GiveUp | None = None
-        self._callback_queue: queue.SimpleQueue[EmitEvent | ReportDivergence | None] = queue.SimpleQueue()
-        self._on_divergence: Callable[[ReplicasDiverged], None] = lambda _: None
+        self._view: events.StartWorkers | None = None
+        self.restart_reason = ""
+        """Why other nodes ended the last view; empty if this node's workers did."""
+        self._outcome: events.EndJob | events.GiveUp | None = None
+        self._callback_queue: queue.SimpleQueue[events.EmitEvent | messages.ReplicasDiverged | None] = (
+            queue.SimpleQueue()
+        )
+        self._on_divergence: Callable[[messages.ReplicasDiverged], None] = lambda _: None
         self._unhandled_divergences = 0
         """Divergences whose handler has not returned."""
         self._callback_thread = threading.Thread(
@@ -145,7 +130,7 @@ class RendezvousClient:
 
     # ---- the torchelastic thread ---------------------------------------------------------------------
 
-    def join(self, request: JoinSpec) -> StartWorkers:
+    def join(self, request: messages.JoinSpec) -> events.StartWorkers:
         """Wait for a view with this node in it. Its workers must be dead.
 
         Raises:
@@ -157,21 +142,17 @@ class RendezvousClient:
         """
         with self._condition:
             while True:
-                self._view, self._restart_reason = None, ""
+                self._view, self.restart_reason = None, ""
                 self._wait_for_divergence_handling()
-                self._server.submit(JoinRequested(request))
+                self._server.submit(messages.JoinRequest(request))
                 view = self._wait_for_view()
                 self._wait_for_divergence_handling()
                 if not self.restart_requested:
                     return view
 
-    def raise_if_over(self) -> None:
-        """Raise what `join` would raise, if the job or this membership has ended."""
-        self._raise_outcome()
-
-    def _wait_for_view(self) -> StartWorkers:
+    def _wait_for_view(self) -> events.StartWorkers:
         while True:
-            self._raise_outcome()
+            self.raise_if_over()
             if self._view is not None:
                 return self._view
             self._wait_for_change()
@@ -179,28 +160,23 @@ class RendezvousClient:
     def _wait_for_divergence_handling(self) -> None:
         """Wait until the handler has returned for every divergence."""
         while self._unhandled_divergences and self._callback_thread.is_alive():
-            self._raise_outcome()
+            self.raise_if_over()
             self._wait_for_change()
 
     @property
     def restart_requested(self) -> bool:
         """Return whether the running view has ended: stop the workers, and `join` again."""
-        return bool(self._restart_reason) or self._outcome is not None or not self._server.is_alive
-
-    @property
-    def restart_reason(self) -> str:
-        """Return why other nodes ended the last view; empty if this node's workers did."""
-        return self._restart_reason
+        return bool(self.restart_reason) or self._outcome is not None or not self._server.is_alive
 
     def finish_and_wait(self) -> None:
         """Report that this node's workers have succeeded; return when the job is over."""
-        self._server.submit(WorkersFinished())
+        self._server.submit(events.WorkersFinished())
         with self._condition:
             if self._outcome is None:
                 self._wait_for_change()
             if self._outcome is None:
                 self._callback_queue.put(
-                    EmitEvent(
+                    events.EmitEvent(
                         "workers-finished", "this node's workers have finished; waiting for the others'"
                     )
                 )
@@ -209,7 +185,7 @@ class RendezvousClient:
 
     def report_failure(self, generation: int, failure: Failure) -> None:
         """Report how a worker of this node failed. Call it before `join`."""
-        self._server.submit(WorkerFailed(generation, failure))
+        self._server.submit(messages.FailureReport(generation, failure))
 
     def sleep_unless_over(self, duration_s: float) -> None:
         """Sleep until the time has passed or the job is over."""
@@ -219,31 +195,18 @@ class RendezvousClient:
 
     def fail_job(self, reason: str) -> None:
         """End the job on all nodes; return when the leader has confirmed it, or after a timeout."""
-        self._server.submit(JobFailed(reason))
+        self._server.submit(messages.FailJob(reason))
         with self._condition:
             self._condition.wait_for(lambda: self._outcome is not None, self._end_timeout_s)
 
     @property
-    def job_failure(self) -> str:
-        """Return why the job failed; empty if it has not."""
-        outcome = self._outcome
-        return outcome.reason if isinstance(outcome, EndJob) and outcome.failed else ""
-
-    @property
-    def worker_failures(self) -> tuple[Failure, ...]:
-        """Return the failures of the last view, which the leader sent with the job's end."""
-        outcome = self._outcome
-        return outcome.failures if isinstance(outcome, EndJob) else ()
-
-    @property
-    def end_reason(self) -> str:
-        """Return how the job ended; empty if it has not."""
-        outcome = self._outcome
-        return outcome.reason if isinstance(outcome, EndJob) else ""
+    def job_end(self) -> events.EndJob | None:
+        """Return how the job ended, with the failures of the last view; None if it has not."""
+        return self._outcome if isinstance(self._outcome, events.EndJob) else None
 
     def send_status(self, status: NodeStatus | None, event_lines: Sequence[str]) -> None:
         """Send this node's status and events with the next heartbeats; from any thread."""
-        self._server.submit(StatusPublished(status, tuple(event_lines)))
+        self._server.submit(events.StatusPublished(status, tuple(event_lines)))
 
     def leave(self, reason: str) -> None:
         """Send a leave notice and close.
@@ -260,7 +223,7 @@ class RendezvousClient:
         ):
             time.sleep(0.01)
         if self._outcome is None:
-            self._server.submit(Leave(reason))
+            self._server.submit(events.Leave(reason))
         self.close()
 
     def close(self) -> None:
@@ -275,20 +238,21 @@ class RendezvousClient:
         # The timeout also lets signal handlers run, which may raise.
         self._condition.wait(LIVENESS_CHECK_S)
         if self._outcome is None and not self._server.is_alive:
-            self._outcome = GiveUp(
+            self._outcome = events.GiveUp(
                 "the rendezvous thread ended, which is an internal error of elastic_resume"
             )
 
-    def _raise_outcome(self) -> None:
+    def raise_if_over(self) -> None:
+        """Raise what `join` would raise, if the job or this membership has ended."""
         outcome = self._outcome
-        if isinstance(outcome, EndJob):
+        if isinstance(outcome, events.EndJob):
             raise JobFailedError(outcome.reason) if outcome.failed else JobCompleted(outcome.reason)
-        if isinstance(outcome, GiveUp):
+        if isinstance(outcome, events.GiveUp):
             raise ConfigError(outcome.reason) if outcome.is_permanent else RendezvousLostError(outcome.reason)
 
     # ---- replicas: any thread --------------------------------------------------------------------------
 
-    def set_divergence_handler(self, handler: Callable[[ReplicasDiverged], None]) -> None:
+    def set_divergence_handler(self, handler: Callable[[messages.ReplicasDiverged], None]) -> None:
         """Set what the callback thread calls when replicas diverge; `join` waits until it returns."""
         self._on_divergence = handler
 
@@ -303,7 +267,7 @@ class RendezvousClient:
         """
         if not is_digest(digest):
             raise ValueError(f"not a digest of 32 hexadecimal digits: {digest!r}")
-        self._server.submit(StateDigested(StateDigest(generation, step, Digest(digest))))
+        self._server.submit(messages.StateDigest(generation, step, Digest(digest)))
 
     # ---- the rendezvous thread -----------------------------------------------------------------------
 
@@ -315,35 +279,35 @@ class RendezvousClient:
         else:
             self._lease.set(math.inf if self._single_node and node.is_leader else node.lease_until)
 
-    def _handle_effect(self, effect: Effect) -> None:
-        if isinstance(effect, EmitEvent):
+    def _handle_effect(self, effect: events.Effect) -> None:
+        if isinstance(effect, events.EmitEvent):
             self._callback_queue.put(effect)
             return
-        if isinstance(effect, DeliverPeerStatus):
+        if isinstance(effect, events.DeliverPeerStatus):
             self._on_peer_status(effect)
             return
         with self._condition:
-            if isinstance(effect, ReportDivergence):
+            if isinstance(effect, messages.ReplicasDiverged):
                 self._unhandled_divergences += 1
                 self._callback_queue.put(effect)
-            elif isinstance(effect, StartWorkers):
+            elif isinstance(effect, events.StartWorkers):
                 self._view = effect
-            elif isinstance(effect, (RestartWorkers, KillWorkers)):
+            elif isinstance(effect, events.StopWorkers):
                 if self._view is not None and self._view.generation == effect.generation:
-                    self._restart_reason = effect.reason
-            elif isinstance(effect, (EndJob, GiveUp)):
+                    self.restart_reason = effect.reason
+            elif isinstance(effect, (events.EndJob, events.GiveUp)):
                 self._outcome = effect
             self._condition.notify_all()
 
     # ---- the callback thread -------------------------------------------------------------------------
 
-    def _run_callbacks(self, on_log: Callable[[EmitEvent], None]) -> None:
+    def _run_callbacks(self, on_log: Callable[[events.EmitEvent], None]) -> None:
         while (effect := self._callback_queue.get()) is not None:
-            if isinstance(effect, EmitEvent):
+            if isinstance(effect, events.EmitEvent):
                 on_log(effect)
                 continue
             try:
-                self._on_divergence(effect.divergence)
+                self._on_divergence(effect)
             finally:
                 with self._condition:
                     self._unhandled_divergences -= 1

@@ -40,11 +40,9 @@ class RendezvousConfig:
     token: bytes = field(repr=False)
     has_user_token: bool
     node_timeout_s: float = 3.0  # ten times the heartbeat interval
-    last_call_s: float = (
-        3.0  # at the first start: how long to wait for another node after the last one joined
-    )
+    last_call_s: float = 3.0  # how long the first start waits for another node
     join_timeout_s: float = 600.0
-    on_divergence: str = STOP  # or RESUME_FROM_MAJORITY; the leader's setting counts
+    on_divergence: str = STOP  # STOP or RESUME_FROM_MAJORITY; the leader's setting counts
 
     @classmethod
     def parse(

@@ -8,7 +8,10 @@ Pure.
 from __future__ import annotations
 
 import bisect
+import functools
+import math
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import PurePath
@@ -17,9 +20,9 @@ from elastic_resume.report.event_log import EventTimeline, ParsedEvent
 from elastic_resume.report.formatting import format_count, format_seconds, strip_path
 
 BAD, NOTE, INFO = "bad", "note", "info"
-_SLOW_FACTOR = 5  # times the median commit of the node
+_SLOW_FACTOR = 5  # a commit is slow if it takes this many times the node's median
 _MIN_SLOW_S = 1.0
-_MIN_COMMITS = 4  # fewer give no typical duration
+_MIN_COMMITS = 4  # fewer commits have no typical duration
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,9 @@ def find_alerts(timeline: EventTimeline) -> tuple[Alert, ...]:
         for event in timeline.select(kind):
             text = describe(event)
             if text:
-                is_elsewhere = event.raw.get("elsewhere") is True  # a hang that another node caused
+                is_elsewhere = (
+                    event.raw.get("waits_for_other_node") is True
+                )  # a hang that another node caused
                 found.append(_make_alert(kind, NOTE if is_elsewhere else severity, event, text))
     for event in timeline.select("rendezvous"):
         kind = event.get_text("what")
@@ -66,58 +71,54 @@ def _make_alert(kind: str, severity: str, event: ParsedEvent, text: str) -> Aler
 
 def _merge_repeated(alerts: Iterable[Alert], timeline: EventTimeline) -> list[Alert]:
     """Merge repeated alerts of a node; a commit between two failed commits separates them."""
-    commits: dict[str, list[float]] = {}
+    commits: dict[str, list[float]] = defaultdict(list)
     for event in timeline.select("commit"):
-        commits.setdefault(event.node, []).append(event.t)
+        commits[event.node].append(event.t)
     open_alerts: dict[tuple[str, str, str], Alert] = {}
     merged = []
     for alert in sorted(alerts, key=lambda alert: alert.t):
         text = alert.text if alert.kind != "commit-failed" else ""
         key = (alert.kind, alert.node, text)
         last = open_alerts.get(key)
-        if last is not None and not _has_time_between(commits.get(alert.node, []), last.last_t, alert.t):
+        if last is not None and _next_after(commits[alert.node], last.last_t) >= alert.t:
             open_alerts[key] = replace(last, last_t=alert.t, count=last.count + 1)
             continue
-        if last is not None:
-            merged.append(last)
+        merged += [last] if last is not None else []
         open_alerts[key] = alert
     merged += open_alerts.values()
-    return [_resolve_alert(event, commits.get(event.node, [])) for event in merged]
+    return [
+        _resolve(alert, _next_after(commits[alert.node], alert.last_t))
+        if alert.kind == "commit-failed"
+        else alert
+        for alert in merged
+    ]
 
 
-def _resolve_alert(alert: Alert, commits: list[float]) -> Alert:
-    if alert.kind != "commit-failed":
-        return alert
-    next_commit_t = next((t for t in commits if t > alert.last_t), None)
-    return replace(
-        alert,
-        is_resolved=next_commit_t is not None,
-        last_t=alert.last_t if next_commit_t is None else next_commit_t,
-    )
+def _resolve(alert: Alert, next_commit_t: float) -> Alert:
+    is_resolved = next_commit_t < math.inf
+    return replace(alert, is_resolved=is_resolved, last_t=next_commit_t if is_resolved else alert.last_t)
 
 
-def _has_time_between(times: list[float], since: float, until: float) -> bool:
-    index = bisect.bisect_right(times, since)
-    return index < len(times) and times[index] < until
+def _next_after(times: list[float], t: float) -> float:
+    """Return the first of the sorted ``times`` after ``t``; infinity if there is none."""
+    index = bisect.bisect_right(times, t)
+    return times[index] if index < len(times) else math.inf
 
 
 def _find_slow_commits(commits: list[ParsedEvent]) -> list[Alert]:
     """Find commits that took much longer than is typical for their node."""
-    by_node: dict[str, list[tuple[ParsedEvent, float]]] = {}
+    by_node: dict[str, list[tuple[ParsedEvent, float]]] = defaultdict(list)
     for event in commits:
         seconds = event.get_seconds("seconds")
         if seconds is not None:
-            by_node.setdefault(event.node, []).append((event, seconds))
+            by_node[event.node].append((event, seconds))
     alerts = []
-    for node, node_commits in by_node.items():
+    for node_commits in by_node.values():
         typical_s = statistics.median(seconds for _, seconds in node_commits)
         for event, seconds in node_commits:
             if len(node_commits) >= _MIN_COMMITS and seconds > max(_MIN_SLOW_S, _SLOW_FACTOR * typical_s):
                 text = f"a commit took {format_seconds(seconds)}, typically {format_seconds(typical_s)}"
-                alert = Alert(
-                    "slow-disk", BAD, node, event.t - seconds, event.t, 1, text, event.generation, event.step
-                )
-                alerts.append(alert)
+                alerts.append(replace(_make_alert("slow-disk", BAD, event, text), t=event.t - seconds))
     return alerts
 
 
@@ -128,22 +129,28 @@ def _first_text(event: ParsedEvent, *names: str) -> str:
     return next((strip_path(text) for name in names if (text := event.get_text(name))), "no reason recorded")
 
 
+def _describe_with_reason(prefix: str, event: ParsedEvent) -> str:
+    return f"{prefix}: {_first_text(event, 'error', 'reason')}"
+
+
 def _describe_quarantine(event: ParsedEvent) -> str:
     name = PurePath(event.get_text("path")).name
     return f"a checkpoint was quarantined ({name}): {_first_text(event, 'reason')}"
 
 
 def _describe_divergence(event: ParsedEvent) -> str:
-    nodes = event.get_texts("wrong")
+    nodes = event.get_texts("diverged_nodes")
     which = f"of {', '.join(nodes)} differ from the majority" if nodes else "differ, and there is no majority"
     consequence = (
-        "training continues from the majority's state" if event.raw.get("goes_on") is True else "the job ends"
+        "training continues from the majority's state"
+        if event.raw.get("continues_from_majority") is True
+        else "the job ends"
     )
     return f"replicas {which}; {consequence}"
 
 
 def _describe_drain(event: ParsedEvent) -> str:
-    others = "; the others continue" if event.raw.get("alone") is True else ""
+    others = "; the others continue" if event.raw.get("others_continue") is True else ""
     return f"{_first_text(event, 'cause')}: this node saves a checkpoint and leaves{others}"
 
 
@@ -156,7 +163,7 @@ def _describe_notice(event: ParsedEvent) -> str:
 
 def _describe_requeue(event: ParsedEvent) -> str:
     result = ", done" if event.raw.get("done") is True else ", refused" if "done" in event.raw else ""
-    detail = ": ".join(filter(None, [event.get_text("why"), event.get_text("message")]))
+    detail = ": ".join(filter(None, [event.get_text("reason"), event.get_text("message")]))
     return f"{_first_text(event, 'action')}{result}" + (f" ({detail})" if detail else "")
 
 
@@ -184,31 +191,18 @@ def _describe_stuck_worker(event: ParsedEvent) -> str:
 
 
 _DESCRIPTIONS: dict[str, tuple[str, Callable[[ParsedEvent], str]]] = {
-    "commit-failed": (
-        BAD,
-        lambda event: f"the checkpoint could not be written: {_first_text(event, 'error')}",
-    ),
-    "snapshot-failed": (BAD, lambda event: f"no snapshot was taken: {_first_text(event, 'reason')}"),
-    "snapshot-ignored": (
-        BAD,
-        lambda event: f"an invalid snapshot was ignored: {_first_text(event, 'reason')}",
-    ),
-    "committer-failed": (
-        BAD,
-        lambda event: f"internal error in the committer: {_first_text(event, 'error')}",
-    ),
-    "hang-detector-failed": (
-        BAD,
-        lambda event: f"internal error in the hang detector: {_first_text(event, 'error')}",
-    ),
-    "prune-failed": (
-        BAD,
-        lambda event: f"old checkpoints could not be pruned: {_first_text(event, 'error')}",
-    ),
-    "progress-page-ignored": (
-        BAD,
-        lambda event: f"the progress page was damaged: {_first_text(event, 'reason')}",
-    ),
+    **{
+        kind: (BAD, functools.partial(_describe_with_reason, prefix))
+        for kind, prefix in {
+            "commit-failed": "the checkpoint could not be written",
+            "snapshot-failed": "no snapshot was taken",
+            "snapshot-ignored": "an invalid snapshot was ignored",
+            "committer-failed": "internal error in the committer",
+            "hang-detector-failed": "internal error in the hang detector",
+            "prune-failed": "old checkpoints could not be pruned",
+            "progress-page-ignored": "the progress page was damaged",
+        }.items()
+    },
     "quarantine": (BAD, _describe_quarantine),
     "replicas-differ": (BAD, _describe_divergence),
     "hang": (BAD, _describe_hang),

@@ -1,26 +1,27 @@
-"""List, check and trace checkpoints: ``ls`` and ``verify``, and the table of checkpoints in a report.
+"""Find, list and check checkpoints: ``ls`` and ``verify``.
 
-`list_checkpoints` only reads. Each checkpoint gets an entry, and one that cannot be read has its reason.
-It does not say which one a job would resume from: that takes all nodes (`policy.resume_plan`).
+`find_node_dirs` finds the node directories below a path that a person typed: a checkpoint, a node's
+directory, a run's directory (it holds nodes) or CKPT_DIR (it holds runs). The contents decide which, so
+directories that were moved elsewhere are found too. A directory that cannot be read becomes a `NodeDir`
+with a problem, not an exception.
 
-`build_saved_state_records` follows every snapshot and checkpoint through a run's events, by node, step
-and tier. A snapshot is known only if a generation started from it. A checkpoint is known from its commit
-until it was pruned, quarantined or lost with its disk. Entries found on disk override the events.
+`list_checkpoints` gives each checkpoint an entry; one that cannot be read has its reason. It does not say
+which one a job would resume from: that takes all nodes (`policy.resume_plan`). This module only reads.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from elastic_resume import constants
 from elastic_resume.checkpoint.catalog import Catalog, CatalogEntry, read_quarantine_reason
 from elastic_resume.checkpoint.reader import deep_check, parse_checkpoint_name, quick_check
-from elastic_resume.errors import CheckpointError, ElasticResumeError
-from elastic_resume.report.event_log import EventTimeline, ParsedEvent
+from elastic_resume.errors import CheckpointError, ElasticResumeError, UsageError
 from elastic_resume.report.formatting import (
     format_bytes,
     format_count,
@@ -28,13 +29,127 @@ from elastic_resume.report.formatting import (
     format_table,
     wrap_text,
 )
-from elastic_resume.report.incidents import RunHistory
-from elastic_resume.report.paths import FoundPath, NodeDir
 
-MEMORY, DISK = "memory", "disk"
-COMMITTED, PRUNED, QUARANTINED, LOST = "committed", "pruned", "quarantined", "lost"
-VALID, BAD, USED = "valid", "bad", "used"
+VALID, BAD, QUARANTINED = "valid", "bad", "quarantined"
 _COLUMNS = ("node", "gen", "step", "world", "size", "age", "valid")
+_NODE_DIR_FILES = (
+    constants.EVENTS_FILE,
+    constants.GENERATION_FILE,
+    constants.LOCK_FILE,
+    constants.PROGRESS_FILE,
+)
+_MAX_CHILDREN = 10_000
+
+
+@dataclass(frozen=True)
+class NodeDir:
+    """One node's directory.
+
+    ``run_id`` is the name of the run's directory above it; None if the node's own directory was given.
+    """
+
+    path: Path
+    run_id: str | None
+    node: str
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class FoundPath:
+    """What lies at a path: one checkpoint, or nodes. ``level`` is checkpoint, node, run or root."""
+
+    path: Path
+    level: str
+    node_dirs: tuple[NodeDir, ...]
+
+    @property
+    def run_ids(self) -> tuple[str, ...]:
+        """The names of the runs, sorted."""
+        return tuple(sorted({node_dir.run_id for node_dir in self.node_dirs if node_dir.run_id is not None}))
+
+
+def find_node_dirs(path_argument: Path) -> FoundPath:
+    """Find the node directories at or below a path.
+
+    Raises:
+        UsageError: there is no such directory, or it cannot be read.
+    """
+    path = _resolve(path_argument)
+    names = _list_names(path)
+    if isinstance(names, OSError):
+        reason = "is not a directory" if path.exists() else names.strerror or str(names)
+        raise UsageError(
+            f"{path_argument}: {reason}. Give a checkpoint, or the directory of a node, a run, or all runs."
+        )
+    if parse_checkpoint_name(path.name) is not None or constants.MANIFEST_FILE in names:
+        return FoundPath(path, "checkpoint", ())
+    if _is_node_dir(path, names):
+        return FoundPath(path, "node", (NodeDir(path, None, path.name),))
+    children = _list_children(path, names)
+    nodes = _find_nodes(children, path.name)
+    if any(not node.problem for node in nodes):
+        return FoundPath(path, "run", nodes)
+    node_dirs: list[NodeDir] = []
+    for child in children:
+        names = _list_names(child)
+        if isinstance(names, OSError):
+            node_dirs.append(NodeDir(child, None, child.name, _describe_problem(names, child)))
+        else:
+            node_dirs += _find_nodes(_list_children(child, names), child.name)
+    return FoundPath(path, "root", tuple(node_dirs))
+
+
+def _resolve(typed: Path) -> Path:
+    try:
+        return typed.expanduser().resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, no home, an embedded null
+        raise UsageError(f"{typed}: {error}.") from error
+
+
+def _find_nodes(paths: Iterable[Path], run: str) -> tuple[NodeDir, ...]:
+    """Return the node directories of ``run`` among ``paths``."""
+    nodes = []
+    for path in paths:
+        names = _list_names(path)
+        if isinstance(names, OSError):
+            nodes.append(NodeDir(path, run, path.name, _describe_problem(names, path)))
+        elif _is_node_dir(path, names):
+            nodes.append(NodeDir(path, run, path.name))
+    return tuple(nodes)
+
+
+def _is_node_dir(path: Path, names: list[str]) -> bool:
+    if any(parse_checkpoint_name(name) is not None for name in names):
+        return True
+    if constants.QUARANTINE_DIR in names:
+        inside = _list_names(path / constants.QUARANTINE_DIR)
+        if not isinstance(inside, OSError) and any(name.endswith(".reason.json") for name in inside):
+            return True
+    # os.path.isfile is False for a file that may not be looked at; Path.is_file would raise
+    return any(name in names and os.path.isfile(path / name) for name in _NODE_DIR_FILES)  # noqa: PTH113
+
+
+def _list_children(path: Path, names: list[str]) -> list[Path]:
+    """Return the directories in ``path`` whose names could be a run's or a node's."""
+    found = []
+    for name in names[:_MAX_CHILDREN]:
+        child = path / name
+        try:
+            if re.fullmatch(constants.SAFE_NAME_PATTERN, name) and child.is_dir():
+                found.append(child)
+        except OSError:  # the directory may be listed but not entered
+            continue
+    return found
+
+
+def _list_names(path: Path) -> list[str] | OSError:
+    try:
+        return sorted(os.listdir(path))  # noqa: PTH208  names only
+    except OSError as error:
+        return error
+
+
+# ---- the list ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -59,7 +174,9 @@ class CheckpointEntry:
 def list_checkpoints(found: FoundPath, *, deep: bool = False) -> Iterator[CheckpointEntry]:
     """Yield every checkpoint, node by node, newest first, then the quarantined ones."""
     if found.level == "checkpoint":
-        yield _inspect_checkpoint(found.path, deep)
+        path = found.path
+        entry = CatalogEntry(path, *(parse_checkpoint_name(path.name) or (0, 0)), None, None)
+        yield _make_entry(_check(entry, None, deep=deep), path.parent.parent.name, path.parent.name)
     # Below CKPT_DIR, checkpoints of another run are bad, since a job that resumes there refuses them.
     # A directory that was copied elsewhere may be of any run.
     for node_dir in found.node_dirs:
@@ -79,7 +196,7 @@ def format_checkpoints(found: FoundPath, now: float) -> str:
         lines += format_table(_COLUMNS, rows, right_aligned=(1, 2, 3, 4, 5), shrinkable=6)
         shown = "\n".join(lines)
         for entry in entries:
-            if entry.run_id == run and entry.state == "bad" and entry.reason not in shown:
+            if entry.run_id == run and entry.state == BAD and entry.reason not in shown:
                 lines += wrap_text(f"{entry.node}/{entry.path.name}: {entry.reason}")
     return (
         "\n".join(lines).lstrip("\n") + "\n" + _summarize_quarantined(entries) + _summarize_unfinished(found)
@@ -88,7 +205,7 @@ def format_checkpoints(found: FoundPath, now: float) -> str:
 
 def _summarize_quarantined(entries: Sequence[CheckpointEntry]) -> str:
     """Describe the quarantined checkpoints, which only a person removes, in one line."""
-    quarantined = [entry for entry in entries if entry.state == "quarantined"]
+    quarantined = [entry for entry in entries if entry.state == QUARANTINED]
     if not quarantined:
         return ""
     size = format_bytes(sum(entry.bytes or 0 for entry in quarantined))
@@ -96,31 +213,22 @@ def _summarize_quarantined(entries: Sequence[CheckpointEntry]) -> str:
     return f"{count}, {size}: kept for inspection; runs never remove them\n"
 
 
-def _inspect_checkpoint(path: Path, deep: bool) -> CheckpointEntry:
-    version = parse_checkpoint_name(path.name)
-    try:
-        manifest = (deep_check if deep else quick_check)(path, None)
-        entry = CatalogEntry(path, *manifest.version, manifest, None)
-    except CheckpointError as error:
-        entry = CatalogEntry(path, *(version or (0, 0)), None, error)
-    return _make_entry(entry, path.parent.parent.name, path.parent.name)
-
-
 def _list_node(node_dir: NodeDir, deep: bool) -> Iterator[CheckpointEntry]:
     run_id = node_dir.run_id if node_dir.run_id is not None else node_dir.path.parent.name
     if node_dir.problem:
-        yield CheckpointEntry(node_dir.path, run_id, node_dir.node, "bad", node_dir.problem)
+        yield CheckpointEntry(node_dir.path, run_id, node_dir.node, BAD, node_dir.problem)
         return
     catalog = Catalog(node_dir.path, node_dir.run_id)
     reading = node_dir.path
     try:
         for entry in catalog.list_entries():
-            yield _make_entry(_check_deeply(entry, node_dir.run_id) if deep else entry, run_id, node_dir.node)
+            checked = _check(entry, node_dir.run_id, deep=True) if deep and entry.error is None else entry
+            yield _make_entry(checked, run_id, node_dir.node)
         reading = node_dir.path / constants.QUARANTINE_DIR
         quarantined = catalog.list_quarantined()
     except (ElasticResumeError, OSError) as error:
         reason = _describe_problem(error, node_dir.path)
-        yield CheckpointEntry(reading, run_id, node_dir.node, "bad", reason)
+        yield CheckpointEntry(reading, run_id, node_dir.node, BAD, reason)
         return
     for path in quarantined:
         name = path.name.partition(".")[0]  # a second one is NAME.1
@@ -129,22 +237,21 @@ def _list_node(node_dir: NodeDir, deep: bool) -> Iterator[CheckpointEntry]:
             path=path,
             run_id=run_id,
             node=node_dir.node,
-            state="quarantined",
+            state=QUARANTINED,
             reason=_describe_problem(read_quarantine_reason(path), node_dir.path / name),
             generation=generation,
             step=step,
             bytes=_directory_bytes(path),
-            written_at=_modified_at(path),
+            written_at=modified_at(path),
         )
 
 
-def _check_deeply(entry: CatalogEntry, run_id: str | None) -> CatalogEntry:
-    if entry.error is not None:
-        return entry
+def _check(entry: CatalogEntry, run_id: str | None, *, deep: bool) -> CatalogEntry:
     try:
-        return CatalogEntry(entry.path, *entry.version, deep_check(entry.path, run_id), None)
+        manifest = (deep_check if deep else quick_check)(entry.path, run_id)
+        return CatalogEntry(entry.path, *manifest.version, manifest, None)
     except CheckpointError as error:
-        return CatalogEntry(entry.path, *entry.version, None, error)
+        return replace(entry, manifest=None, error=error)
 
 
 def _make_entry(entry: CatalogEntry, run_id: str, node: str) -> CheckpointEntry:
@@ -153,13 +260,13 @@ def _make_entry(entry: CatalogEntry, run_id: str, node: str) -> CheckpointEntry:
         path=entry.path,
         run_id=run_id,
         node=node,
-        state="bad" if manifest is None else "valid",
+        state=BAD if manifest is None else VALID,
         reason=_describe_problem(entry.error, entry.path) if manifest is None else "",
         generation=entry.generation,
         step=entry.step,
         world_size=manifest.world_size if manifest else None,
         bytes=manifest.file_bytes if manifest else _directory_bytes(entry.path),
-        written_at=manifest.written_at if manifest else _modified_at(entry.path),
+        written_at=manifest.written_at if manifest else modified_at(entry.path),
     )
 
 
@@ -172,7 +279,7 @@ def _describe_problem(error: object, path: Path) -> str:
 
 def _table_row(entry: CheckpointEntry, now: float) -> tuple[str, ...]:
     age_s = None if entry.written_at is None else max(0.0, now - entry.written_at)
-    state = {"valid": "yes", "bad": f"NO: {entry.reason}", "quarantined": f"quarantined: {entry.reason}"}
+    state = {VALID: "yes", BAD: f"NO: {entry.reason}", QUARANTINED: f"quarantined: {entry.reason}"}
     figures = (entry.generation, entry.step, entry.world_size)
     return (
         entry.node,
@@ -193,7 +300,8 @@ def _directory_bytes(path: Path) -> int | None:
     return sum(status.st_size for status in stats if stat.S_ISREG(status.st_mode))
 
 
-def _modified_at(path: Path) -> float | None:
+def modified_at(path: Path) -> float | None:
+    """Return the time of the last change in Unix seconds; None if the file is gone."""
     try:
         return path.lstat().st_mtime
     except OSError:
@@ -213,121 +321,3 @@ def _summarize_unfinished(found: FoundPath) -> str:
         return ""
     writes = format_count(count, "unfinished write")
     return f"{writes}: in progress, or left by a crash and removed at the next start\n"
-
-
-@dataclass(frozen=True)
-class SavedStateRecord:
-    """One snapshot or checkpoint of one node.
-
-    ``state``: committed (by the events), valid or bad (inspected on disk), pruned, quarantined, lost
-    (with its disk), or used (a snapshot that a generation started from). ``verified``: a generation read
-    its every byte. ``loaded_by`` are the generations that started from it. It existed from ``t`` to
-    ``removed_t``.
-    """
-
-    node: str
-    generation: int
-    step: int
-    tier: str
-    state: str
-    verified: bool
-    loaded_by: tuple[int, ...] = ()
-    t: float | None = None
-    removed_t: float | None = None
-    bytes: int | None = None
-    commit_s: float | None = None
-    reason: str = ""
-
-
-def build_saved_state_records(
-    timeline: EventTimeline, history: RunHistory, entries: Sequence[CheckpointEntry] = ()
-) -> tuple[SavedStateRecord, ...]:
-    """Return all records by generation, step, node and tier; ``entries`` lie on disk now."""
-    records: _Records = {}
-    for item in timeline.select("commit", "prune", "quarantine"):
-        if item.kind == "commit":
-            _record_commit(records, item)
-        else:
-            _record_removal(records, item)
-    _record_loads(records, timeline, history)
-    _apply_disk_entries(records, entries, timeline.generation_offset)
-    return tuple(
-        sorted(
-            records.values(), key=lambda record: (record.generation, record.step, record.node, record.tier)
-        )
-    )
-
-
-_Records = dict[tuple[str, int, int, str], SavedStateRecord]
-
-
-def _record_commit(records: _Records, event: ParsedEvent) -> None:
-    if event.generation is None or event.step is None:
-        return
-    records[event.node, event.generation, event.step, DISK] = SavedStateRecord(
-        event.node,
-        event.generation,
-        event.step,
-        DISK,
-        COMMITTED,
-        verified=False,
-        t=event.t,
-        bytes=event.get_count("bytes"),
-        commit_s=event.get_seconds("seconds"),
-    )
-
-
-def _record_removal(records: _Records, event: ParsedEvent) -> None:
-    """Record a prune or a quarantine event."""
-    version = parse_checkpoint_name(PurePath(event.get_text("path")).name.partition(".")[0])
-    if version is None:
-        return
-    key = (event.node, *version, DISK)
-    known = records.get(key, SavedStateRecord(event.node, *version, DISK, COMMITTED, verified=False))
-    state = PRUNED if event.kind == "prune" else QUARANTINED
-    records[key] = replace(known, state=state, removed_t=event.t, reason=event.get_text("reason"))
-
-
-def _record_loads(records: _Records, timeline: EventTimeline, history: RunHistory) -> None:
-    resumes = {event.generation: event for event in timeline.select("resume")}
-    for row in history.generations:
-        event = resumes.get(row.number)
-        if event is None or not row.source_node or row.source_generation is None or row.start_step is None:
-            continue
-        tier = event.get_text("source_tier")
-        if row.resume_kind != "checkpoint" or tier not in {MEMORY, DISK}:
-            continue
-        key = (row.source_node, row.source_generation, row.start_step, tier)
-        record = SavedStateRecord(*key, USED if tier == MEMORY else COMMITTED, verified=True, t=event.t)
-        known = records.get(key, record)
-        records[key] = replace(known, verified=True, loaded_by=(*known.loaded_by, row.number))
-
-
-def _apply_disk_entries(
-    records: _Records, entries: Iterable[CheckpointEntry], generation_offset: int
-) -> None:
-    seen = set()
-    inspected_nodes = set()
-    for entry in entries:
-        inspected_nodes.add(entry.node)
-        if entry.generation is None or entry.step is None:
-            continue
-        key = (entry.node, entry.generation + generation_offset, entry.step, DISK)
-        if key in seen and entry.state == QUARANTINED:  # a newer one has its name
-            key = (*key[:3], f"{DISK}, {entry.path.name} quarantined")
-        record = SavedStateRecord(
-            *key[:3], DISK, COMMITTED, verified=False, t=entry.written_at, bytes=entry.bytes
-        )
-        known = records.get(key, record)
-        records[key] = replace(
-            known, state=entry.state, reason=entry.reason, bytes=known.bytes or entry.bytes
-        )
-        seen.add(key)
-    for key, record in records.items():
-        if (
-            record.node in inspected_nodes
-            and record.tier == DISK
-            and record.state == COMMITTED
-            and key not in seen
-        ):
-            records[key] = replace(record, state=LOST, reason="no longer on disk")

@@ -1,4 +1,4 @@
-"""The subcommands that inspect a run: report, ls, verify, export and diff.
+"""The subcommands that work on a run's directories: report, ls, verify, export, diff and force-quorum.
 
 Each is a function from parsed arguments to an exit code. Only ``export`` and ``diff`` import torch. The
 exit codes of ``diff`` are those of diff(1): 0 the same, 1 different, 2 a checkpoint could not be read.
@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_resume import constants, events
-from elastic_resume.errors import CheckpointError, ElasticResumeError, UsageError
-from elastic_resume.report import checkpoints, paths, summary, text_report
+from elastic_resume.errors import CheckpointError, ElasticResumeError, RendezvousLostError, UsageError
+from elastic_resume.rendezvous.core.quorum import QuorumState
+from elastic_resume.rendezvous.core.quorum import format_node_names as format_members
+from elastic_resume.rendezvous.net.durable_state import RENDEZVOUS_STATE_FILE, DurableStateFile
+from elastic_resume.report import checkpoints, status, summary
 from elastic_resume.report.checkpoints import CheckpointEntry
 from elastic_resume.report.formatting import (
     format_bytes,
@@ -35,12 +38,25 @@ if TYPE_CHECKING:
     from elastic_resume.state.diff import ComparedCheckpoint, Comparison, Difference
 
 
-EXIT_OK = constants.EXIT_SUCCESS
-EXIT_BAD = constants.EXIT_JOB_ERROR
+EXIT_OK, EXIT_BAD, EXIT_UNREADABLE = constants.EXIT_SUCCESS, constants.EXIT_JOB_ERROR, constants.EXIT_USAGE
+MAX_SHOWN = 20  # limit of differences shown
+RISK_NOTE = (
+    "If any of them is still alive, two worlds train at the same time. Once they can reach each other, the "
+    "one with the lower generation stops, and its steps since then are lost."
+)
 
 
 def register(subparsers: argparse._SubParsersAction[Any]) -> None:
-    """Add the parsers of report, ls, verify and export; each sets ``function``."""
+    """Add the parsers of these commands; each sets ``function``."""
+    parser = subparsers.add_parser(
+        "diff", help="compare two checkpoints; exit 0 same, 1 different, 2 unreadable"
+    )
+    parser.add_argument("a", type=Path, metavar="A", help="a checkpoint, or a directory for its newest")
+    parser.add_argument("b", type=Path, metavar="B", help="the other checkpoint")
+    parser.add_argument("--all", action="store_true", help=f"list all differences, not only {MAX_SHOWN}")
+    parser.add_argument("--json", action="store_true", help="all differences, as one JSON object")
+    parser.set_defaults(function=diff)
+
     parser = subparsers.add_parser("report", help="explain a run: root causes, downtime, goodput")
     parser.add_argument(
         "paths", type=Path, nargs="+", metavar="RUN_DIR", help="CKPT_DIR/RUN_ID, or directories of its nodes"
@@ -88,6 +104,18 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--force", action="store_true", help="replace TARGET if it exists")
     parser.set_defaults(function=export)
 
+    parser = subparsers.add_parser(
+        "force-quorum", help="declare a job's missing nodes dead, so that the others continue without them"
+    )
+    parser.add_argument(
+        "run_dir",
+        type=Path,
+        metavar="RUN_DIR",
+        help="CKPT_DIR/RUN_ID on a remaining node; one node's directory if it holds several",
+    )
+    parser.add_argument("--yes", action="store_true", help="without it, only print which nodes are missing")
+    parser.set_defaults(function=force_quorum)
+
 
 # ---- report --------------------------------------------------------------------------------------------
 
@@ -111,7 +139,7 @@ def report(args: argparse.Namespace) -> int:
         _write_page(args.html, html.render_page(run_report))
         write_stdout("\n".join(wrap_text(run_report.verdict.text)) + f"\nwritten to {args.html}\n")
     else:
-        write_stdout(summary.format_json(run_report) if args.json else text_report.format_text(run_report))
+        write_stdout(summary.format_json(run_report) if args.json else summary.format_text(run_report))
     return EXIT_OK
 
 
@@ -129,7 +157,7 @@ def _write_page(path: Path, text: str) -> None:
 
 def ls(args: argparse.Namespace) -> int:
     """Print the table of checkpoints; the exit code is always 0."""
-    write_stdout(checkpoints.format_checkpoints(paths.find_node_dirs(args.path), time.time()))
+    write_stdout(checkpoints.format_checkpoints(checkpoints.find_node_dirs(args.path), time.time()))
     return EXIT_OK
 
 
@@ -138,7 +166,7 @@ def verify(args: argparse.Namespace) -> int:
 
     Quarantined checkpoints are listed, but are no failure.
     """
-    found = paths.find_node_dirs(args.path)
+    found = checkpoints.find_node_dirs(args.path)
     counts = {"valid": 0, "bad": 0, "quarantined": 0}
     for entry in checkpoints.list_checkpoints(found, deep=args.deep):
         counts[entry.state] += 1
@@ -164,7 +192,7 @@ def _verify_line(entry: CheckpointEntry, base: Path) -> str:
 
 def export(args: argparse.Namespace) -> int:
     """Write the tensors of one object, or everything, to a plain file."""
-    found = paths.find_node_dirs(args.path)
+    found = checkpoints.find_node_dirs(args.path)
     from elastic_resume.state import export as exporting  # noqa: PLC0415  imports torch, seconds
 
     file_format = args.format or exporting.guess_format(args.target)
@@ -200,7 +228,7 @@ def export(args: argparse.Namespace) -> int:
     raise UsageError(f"{args.path}: holds no valid checkpoint; `elastic-resume ls` shows why.")
 
 
-def _export_sources(found: paths.FoundPath) -> Iterator[tuple[Path, Manifest]]:
+def _export_sources(found: checkpoints.FoundPath) -> Iterator[tuple[Path, Manifest]]:
     """Yield the named checkpoint, or those of the nodes, newest first."""
     from elastic_resume.checkpoint.reader import quick_check  # noqa: PLC0415
 
@@ -219,20 +247,7 @@ def _export_sources(found: paths.FoundPath) -> Iterator[tuple[Path, Manifest]]:
             print(f"not used: {error}", file=sys.stderr)
 
 
-SAME, DIFFERENT, READ_FAILED = constants.EXIT_SUCCESS, constants.EXIT_JOB_ERROR, constants.EXIT_USAGE
-MAX_SHOWN = 20
-
-
-def register_diff(subparsers: argparse._SubParsersAction[Any]) -> None:
-    """Add the parser of diff; it sets ``function``."""
-    parser = subparsers.add_parser(
-        "diff", help="compare two checkpoints; exit 0 same, 1 different, 2 unreadable"
-    )
-    parser.add_argument("a", type=Path, metavar="A", help="a checkpoint, or a directory for its newest")
-    parser.add_argument("b", type=Path, metavar="B", help="the other checkpoint")
-    parser.add_argument("--all", action="store_true", help=f"list all differences, not only {MAX_SHOWN}")
-    parser.add_argument("--json", action="store_true", help="all differences, as one JSON object")
-    parser.set_defaults(function=diff)
+# ---- diff --------------------------------------------------------------------------------------------
 
 
 def diff(args: argparse.Namespace) -> int:
@@ -243,17 +258,16 @@ def diff(args: argparse.Namespace) -> int:
         comparison = compare(args.a, args.b)
     except ElasticResumeError as error:
         print(f"elastic-resume diff: {error}", file=sys.stderr)
-        return READ_FAILED
+        return EXIT_UNREADABLE
     except Exception as error:  # noqa: BLE001  whatever it is: Python's own exit code would say "different"
         print(f"elastic-resume diff: internal error: {error!r}", file=sys.stderr)
-        return READ_FAILED
-    lines = (
-        [format_diff_json(comparison)]
-        if args.json
-        else format_diff_text(comparison, len(comparison.differences) if args.all else MAX_SHOWN)
-    )
-    write_stdout("\n".join(lines) + "\n")
-    return DIFFERENT if comparison.differences else SAME
+        return EXIT_UNREADABLE
+    if args.json:
+        write_stdout(format_diff_json(comparison) + "\n")
+    else:
+        max_shown = len(comparison.differences) if args.all else MAX_SHOWN
+        write_stdout("\n".join(format_diff_text(comparison, max_shown)) + "\n")
+    return EXIT_BAD if comparison.differences else EXIT_OK
 
 
 def format_diff_json(comparison: Comparison) -> str:
@@ -268,22 +282,18 @@ def format_diff_json(comparison: Comparison) -> str:
 def format_diff_text(comparison: Comparison, max_shown: int) -> list[str]:
     """Return lines for a terminal: both checkpoints, the differences, and a count."""
     lines = [f"A: {_format_side(comparison.checkpoint_a)}", f"B: {_format_side(comparison.checkpoint_b)}"]
-    lines += [
-        replace_unprintable(_format_difference(difference))
-        for difference in comparison.differences[:max_shown]
-    ]
+    lines += [_format_difference(difference) for difference in comparison.differences[:max_shown]]
     hidden = len(comparison.differences) - max_shown
     if hidden > 0:
         lines.append(f"and {format_count(hidden, 'more difference')}; --all lists them")
-    tensors = format_count(comparison.tensor_count, "tensor")
-    compared = f"{tensors} and {format_count(comparison.other_count, 'other value')} compared"
-    if not comparison.differences:
-        return [*lines, f"the same: {compared}"]
-    return [*lines, f"{format_count(len(comparison.differences), 'difference')}: {compared}"]
+    compared = f"{format_count(comparison.tensor_count, 'tensor')} and "
+    compared += f"{format_count(comparison.other_count, 'other value')} compared"
+    found = format_count(len(comparison.differences), "difference") if comparison.differences else "the same"
+    return [*(replace_unprintable(line) for line in lines), f"{found}: {compared}"]
 
 
 def _format_side(side: ComparedCheckpoint) -> str:
-    return replace_unprintable(f"{side.path} (generation {side.generation}, step {side.step})")
+    return f"{side.path} (generation {side.generation}, step {side.step})"
 
 
 def _format_difference(difference: Difference) -> str:
@@ -299,3 +309,73 @@ def _format_difference(difference: Difference) -> str:
     if kind == "values":
         return f"  {name} {difference.value_a}: {extent}"
     return f"  {name}: {kind} {values}{f'; {extent}' if kind == 'dtype' else ''}"
+
+
+# ---- force-quorum ------------------------------------------------------------------------------------
+
+
+def force_quorum(args: argparse.Namespace) -> int:
+    """Print the missing members; with ``--yes``, declare them dead. Return 1 if nothing was done.
+
+    If more than half of a view's members are unreachable, the others wait, because the missing ones may
+    still train. An operator who knows that they are dead declares it. The command writes a small file
+    into a node's directory. That node's agent, running or started later, reads it and informs the leader.
+    """
+    node_dir = _find_node_dir(args.run_dir)
+    state_file = DurableStateFile(node_dir)
+    quorum_state = state_file.state.quorum_state if state_file.state else QuorumState(0)
+    if not quorum_state.newest_generation:
+        raise UsageError(f"{node_dir}: this node has been in no world yet, so there is no quorum to force.")
+    write_stdout(_describe_situation(node_dir, quorum_state))
+    if not args.yes:
+        write_stdout(
+            "Nothing was changed. If all of them are dead for good, run this command again with --yes.\n"
+        )
+        return EXIT_BAD
+    state_file.request_force_quorum(quorum_state.newest_generation)
+    write_stdout(
+        f"Declared dead: the missing members of generation {quorum_state.newest_generation}. "
+        "The agent logs the result.\n"
+    )
+    return EXIT_OK
+
+
+def _find_node_dir(path: Path) -> Path:
+    """Return the directory of the one node at ``path``."""
+    if (path / RENDEZVOUS_STATE_FILE).is_file():
+        return path
+    found = sorted(file.parent for file in path.glob(f"*/{RENDEZVOUS_STATE_FILE}"))
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise UsageError(
+            f"{path}: no node has taken part in a rendezvous here. Give CKPT_DIR/RUN_ID of a node of the job."
+        )
+    names = ", ".join(file.name for file in found[:5])
+    raise UsageError(f"{path}: {len(found)} nodes are here ({names}): give the directory of one of them.")
+
+
+def _describe_situation(node_dir: Path, known: QuorumState) -> str:
+    """Describe which members are missing.
+
+    Raises:
+        UsageError: a world runs, so there is no quorum to force.
+    """
+    members = dict.fromkeys(member for world in known.voting_views for member in known.live_members(world))
+    text = f"Generation {known.newest_generation}, as {node_dir.name} knows it: {format_members(members)}.\n"
+    endpoint = status.read_agent_endpoint(node_dir / constants.AGENT_ENDPOINT_FILE)
+    try:
+        document = endpoint.query_leader() if endpoint else None
+    except RendezvousLostError:
+        document = None
+    if document is None:
+        return text + (
+            f"No agent of {node_dir.name} answers. When it starts again, members that have not joined "
+            f"count as dead.\n{RISK_NOTE}\n"
+        )
+    if document["world"]:
+        raise UsageError(
+            f"{node_dir}: generation {document['generation']} runs, so there is no quorum to force."
+        )
+    missing = ", ".join(map(str, document.get("missing", []))) or document.get("waiting")
+    return text + f"Missing: {missing or 'members unknown to this node'}.\n{RISK_NOTE}\n"

@@ -26,7 +26,7 @@ from elastic_resume.errors import ConfigError
 from elastic_resume.rendezvous.endpoint import local_addresses, parse_address, resolve_name
 from elastic_resume.rendezvous.net.protocol import load_token
 from elastic_resume.report.formatting import format_bytes, write_stdout
-from elastic_resume.schedulers import environment, kubernetes, preemption, resources, slurm
+from elastic_resume.schedulers import environment, preemption, resources, slurm
 from elastic_resume.schedulers.environment import SchedulerContext
 
 LOOKUP_TIMEOUT_S = 5.0
@@ -186,7 +186,7 @@ def _check_shared_memory() -> Finding:
 
 def _check_grace(environ: Mapping[str, str]) -> list[Finding]:
     try:
-        grace_s = kubernetes.read_termination_grace_s(environ)
+        grace_s = environment.read_termination_grace_s(environ)
     except ConfigError as error:
         return [Finding("grace", "unknown", constants.ENV_TERMINATION_GRACE_S, problem=str(error))]
     if grace_s is None:

@@ -1,27 +1,35 @@
-"""Type and index the events of a run: by time, by generation, by node and by kind.
+"""Type, align and index the events of a run: by time, by generation, by node and by kind.
 
 No event makes this module raise. A field of a wrong type counts as absent. An event without a usable time
 is left out. Unknown kinds are kept, but prove no generation.
 
-A job whose nodes all lost their disks starts again at generation 1. `number_restarts` continues the
-numbers, so that no two generations share one.
+All times are put on one axis, although wall clocks jump or differ. Each event has CLOCK_BOOTTIME (``b``)
+and its boot beside the wall clock (``t``). Within a boot, ``b`` gives every duration. Boots of different
+machines are aligned by the generations they share, because all nodes see the start of a generation within
+milliseconds. A boot that shares none keeps its wall clock.
+
+A job whose nodes all lost their disks starts again at generation 1. `number_restarts` continues the earlier
+numbers, so that reports count the lost steps. Pure.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
 from elastic_resume.checkpoint.reader import checkpoint_name, parse_checkpoint_name
-from elastic_resume.events import Event, get_count, get_seconds
+from elastic_resume.events import Event, get_boot_time, get_count, get_seconds
+from elastic_resume.report.formatting import format_seconds
 
 # Kinds of events that prove that their generation ran.
 GENERATION_EVENT_KINDS = frozenset(
     {"resume", "worker-start", "step", "commit", "commit-failed", "busy", "failure", "run-end", "worker-exit"}
 )
+MIN_REPORTED_OFFSET_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -55,24 +63,40 @@ class ParsedEvent:
         value = self.raw.get(name)
         return tuple(item for item in value if isinstance(item, str)) if isinstance(value, list) else ()
 
+
+@dataclass(frozen=True)
+class ClockOffset:
+    """A node's wall clock that was off by more than `MIN_REPORTED_OFFSET_S`, since ``t``.
+
+    ``ahead_s`` is the greatest offset.
+    """
+
+    node: str
+    ahead_s: float
+    t: float
+
     @property
-    def exited_with_failure(self) -> bool:
-        """Whether this worker exit was a failure."""
-        return bool(self.get_text("signal") or self.get_count("exit_code"))
+    def text(self) -> str:
+        """Describe the difference in a sentence without a full stop."""
+        off = "ahead" if self.ahead_s > 0 else "behind"
+        return f"the clock of {self.node} was up to {format_seconds(abs(self.ahead_s))} {off}"
 
 
 @dataclass(frozen=True)
 class EventTimeline:
     """All events by time, and the same events by generation, by node and by kind.
 
-    ``generation_offset`` was added to generations of the job's last start; it is 0 unless the job started
-    anew.
+    ``boot_times`` gives the Unix time of each boot on the common axis; ``clocks`` are the wall clocks that
+    were off. ``generation_offset`` was added to generations of the job's last start; it is 0 unless the job
+    started again at generation 1.
     """
 
     events: tuple[ParsedEvent, ...]
-    by_generation: Mapping[int, tuple[ParsedEvent, ...]]
-    by_node: Mapping[str, tuple[ParsedEvent, ...]]
-    by_kind: Mapping[str, tuple[ParsedEvent, ...]]
+    by_generation: Mapping[int, Sequence[ParsedEvent]]
+    by_node: Mapping[str, Sequence[ParsedEvent]]
+    by_kind: Mapping[str, Sequence[ParsedEvent]]
+    boot_times: Mapping[str, float]
+    clocks: tuple[ClockOffset, ...]
     generation_offset: int = 0
 
     def select(self, *names: str) -> list[ParsedEvent]:
@@ -82,9 +106,11 @@ class EventTimeline:
 
 
 def build_timeline(events: Iterable[Event]) -> EventTimeline:
-    """Sort ``events`` by time, type their fields and find the generation of each worker's exit."""
-    events, offset = number_restarts(events)
-    parsed = [event for event in map(_parse_event, events) if event is not None]
+    """Align and sort ``events``, type their fields and find the generation of each worker's exit."""
+    events, generation_offset = number_restarts(events)
+    boot_times = _estimate_boot_times(events)
+    aligned, clocks = _align_events(events, boot_times)
+    parsed = [event for event in map(_parse_event, aligned) if event is not None]
     parsed.sort(key=lambda event: event.t)  # stable: lines of one file stay in order
     parsed = _assign_generations(parsed)
     by_generation: dict[int, list[ParsedEvent]] = defaultdict(list)
@@ -97,10 +123,12 @@ def build_timeline(events: Iterable[Event]) -> EventTimeline:
             by_generation[event.generation].append(event)
     return EventTimeline(
         events=tuple(parsed),
-        by_generation={number: tuple(by_generation[number]) for number in sorted(by_generation)},
-        by_node={name: tuple(node_events) for name, node_events in by_node.items()},
-        by_kind={name: tuple(node_events) for name, node_events in by_kind.items()},
-        generation_offset=offset,
+        by_generation=dict(sorted(by_generation.items())),
+        by_node=dict(by_node),
+        by_kind=dict(by_kind),
+        boot_times=boot_times,
+        clocks=clocks,
+        generation_offset=generation_offset,
     )
 
 
@@ -181,9 +209,8 @@ def _assign_generations(events: list[ParsedEvent]) -> list[ParsedEvent]:
         worker = event.get_count("worker_pid") if event.kind == "worker-exit" else None
         if worker is not None:
             process = (event.node, worker)
-            complete.append(replace(event, generation=newest.get(process, first.get(process)), pid=worker))
-        else:
-            complete.append(event)
+            event = replace(event, generation=newest.get(process, first.get(process)), pid=worker)  # noqa: PLW2901
+        complete.append(event)
     return complete
 
 
@@ -206,3 +233,75 @@ def _parse_event(event: Event) -> ParsedEvent | None:
 def _text_or_empty(raw: Mapping[str, Any], name: str) -> str:
     value = raw.get(name)
     return value if isinstance(value, str) else ""
+
+
+# ---- one time axis -------------------------------------------------------------------------------------
+
+
+def _align_events(
+    events: Iterable[Event], boot_times: Mapping[str, float]
+) -> tuple[list[Event], tuple[ClockOffset, ...]]:
+    """Return the events with times from CLOCK_BOOTTIME, and the wall clocks that were off.
+
+    Events without a boot keep their times.
+    """
+    aligned: list[Event] = []
+    offsets: dict[str, ClockOffset] = {}
+    for event in events:
+        t, boot_time, node = get_seconds(event), get_boot_time(event), event.get("node")
+        if t is None or boot_time is None:
+            aligned.append(event)
+            continue
+        aligned_t = round(boot_times[boot_time[0]] + boot_time[1], 3)
+        aligned.append({**event, "t": aligned_t})
+        ahead_s = round(t - aligned_t, 3)
+        if isinstance(node, str) and event.get("event") != "fault" and abs(ahead_s) > MIN_REPORTED_OFFSET_S:
+            known = offsets.setdefault(node, ClockOffset(node, ahead_s, aligned_t))
+            if abs(ahead_s) > abs(known.ahead_s):
+                offsets[node] = replace(known, ahead_s=ahead_s)
+    return aligned, tuple(sorted(offsets.values(), key=lambda clock: clock.t))
+
+
+def _estimate_boot_times(events: Iterable[Event]) -> dict[str, float]:
+    """Return the time of each boot in Unix seconds, on one common axis.
+
+    Boots that share a generation, directly or through others, are placed relative to one another. The
+    median of their wall clocks then places the group.
+    """
+    wall_estimates: dict[str, list[float]] = defaultdict(list)
+    starts: dict[str, dict[int, float]] = defaultdict(dict)  # seconds since each boot, by generation
+    for event in events:
+        t, boot_time = get_seconds(event), get_boot_time(event)
+        if t is None or boot_time is None:
+            continue
+        boot, b = boot_time
+        wall_estimates[boot].append(t - b)
+        generation = get_count(event, "generation")
+        if event.get("event") == "round" and generation is not None:
+            starts[boot].setdefault(generation, b)
+    median_walls = {boot: statistics.median_low(values) for boot, values in wall_estimates.items()}
+    boot_times: dict[str, float] = {}
+    for seed in sorted(median_walls, key=lambda boot: (-len(starts[boot]), boot)):
+        if seed not in boot_times:
+            others = {boot: times for boot, times in starts.items() if boot not in boot_times}
+            placed = _place_boots(seed, median_walls[seed], others)
+            shift = statistics.median_low(median_walls[boot] - zero for boot, zero in placed.items())
+            boot_times |= {boot: zero + shift for boot, zero in placed.items()}
+    return boot_times
+
+
+def _place_boots(seed: str, zero: float, starts: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
+    """Place the boots that share generations with ``seed``, then those that share with these, and so on."""
+    placed, newly_placed = {seed: zero}, [seed]
+    generation_times: dict[int, float] = {}
+    while newly_placed:
+        for boot in newly_placed:
+            for generation, b in starts.get(boot, {}).items():
+                generation_times.setdefault(generation, placed[boot] + b)
+        newly_placed = []
+        for boot in [boot for boot in starts if boot not in placed]:
+            shared = starts[boot].keys() & generation_times.keys()
+            if shared:
+                newly_placed.append(boot)
+                placed[boot] = statistics.median_low(generation_times[n] - starts[boot][n] for n in shared)
+    return placed

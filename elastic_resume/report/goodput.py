@@ -19,9 +19,9 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
-from elastic_resume.report.event_log import EventTimeline, ParsedEvent
+from elastic_resume.report.event_log import EventTimeline
 from elastic_resume.report.incidents import Generation, GenerationFacts, RunHistory, collect_facts
 
 
@@ -108,23 +108,20 @@ class RecoveryPhases:
     @property
     def known(self) -> list[tuple[str, float]]:
         """The known phases by name, in order."""
-        named = zip(PHASE_NAMES, (getattr(self, f"{name}_s") for name in PHASE_NAMES), strict=True)
-        return [(name, value) for name, value in named if value is not None]
-
-
-PHASE_NAMES = ("detected", "stopped", "rendezvous", "started", "restored", "step")
+        phases = ((phase.name[:-2], getattr(self, phase.name)) for phase in fields(self))
+        return [(name, value) for name, value in phases if value is not None]
 
 
 def measure_generations(timeline: EventTimeline, history: RunHistory) -> tuple[GenerationTimes, ...]:
     """Measure the moments of each generation of the history, in its order."""
-    rounds: dict[int | None, list[ParsedEvent]] = defaultdict(list)
+    rounds: dict[int | None, list[float]] = defaultdict(list)
     for event in timeline.select("round"):
-        rounds[event.generation].append(event)
+        rounds[event.generation].append(event.t)
     every = collect_facts(timeline)
-    starts = [min([facts.start_t, *(event.t for event in rounds[facts.number])]) for facts in every]
+    starts = [min([facts.start_t, *rounds[facts.number]]) for facts in every]
     ends = [*starts[1:], timeline.events[-1].t] if every else []
     times = [
-        _measure_generation(facts, row, rounds[facts.number], next_start_t)
+        _measure_generation(facts, row, max(rounds[facts.number], default=None), next_start_t)
         for facts, row, next_start_t in zip(every, history.generations, ends, strict=True)
     ]
     typical_step_s = _typical_step_s(times, history.generations)
@@ -170,39 +167,32 @@ def _estimate_last_step(times: GenerationTimes, row: Generation, typical_step_s:
 
 
 def _measure_generation(
-    facts: GenerationFacts, row: Generation, rounds: Sequence[ParsedEvent], next_start_t: float
+    facts: GenerationFacts, row: Generation, rendezvous_done_t: float | None, next_start_t: float
 ) -> GenerationTimes:
-    starts = [event.t for event in facts.events if event.kind == "worker-start"]
-    resume = facts.resume
-    restored_t = max(starts, default=resume.t if resume else facts.start_t)
+    times: dict[str, list[float]] = defaultdict(list)
+    for event in facts.events:
+        times[event.kind].append(event.t)
+    exits, resume = times["worker-exit"], facts.resume
+    restored_t = max(times["worker-start"], default=resume.t if resume else facts.start_t)
     resume_s = resume.get_seconds("seconds") if resume is not None else None
-    workers_started_t = resume.t - resume_s if resume is not None and resume_s is not None else None
     step_timing = _step_timing(facts, row, restored_t)
-    exits = [event.t for event in facts.events if event.kind == "worker-exit"]
-    ends = [event.t for event in facts.events if event.kind == "run-end"]
-    rendezvous_done_t = max((event.t for event in rounds), default=None)
-    last_step_t = (
-        step_timing.time_of_step(row.last_step)
-        if row.last_step is not None and row.first_step is not None
-        else None
-    )
+    steps, last_step_t = step_timing.step_times, None
     detected_t = min(exits, default=None) if row.detected_t is None else max(row.detected_t, restored_t)
-    if last_step_t is not None and detected_t is not None and not ends:
-        last_step_t = min(last_step_t, max(detected_t, step_timing.step_times[-1][1]))  # an estimate
+    if row.last_step is not None and row.first_step is not None:
+        last_step_t = step_timing.time_of_step(row.last_step)
+    if last_step_t is not None and detected_t is not None and not times["run-end"]:
+        last_step_t = min(last_step_t, max(detected_t, steps[-1][1]))  # an estimate
+    last_event_t = max([restored_t, *(event.t for event in facts.events if event.t <= next_start_t)])
     return GenerationTimes(
         number=facts.number,
-        rendezvous_done_t=rendezvous_done_t
-        if rendezvous_done_t is None or rendezvous_done_t <= restored_t
-        else None,
-        workers_started_t=workers_started_t,
+        rendezvous_done_t=None if (rendezvous_done_t or 0.0) > restored_t else rendezvous_done_t,
+        workers_started_t=resume.t - resume_s if resume is not None and resume_s is not None else None,
         restored_t=restored_t,
-        first_step_t=step_timing.step_times[1][1] if len(step_timing.step_times) > 1 else None,
+        first_step_t=steps[1][1] if len(steps) > 1 else None,
         last_step_t=last_step_t,
         detected_t=detected_t,
         workers_stopped_t=max((t for t in exits if t <= next_start_t), default=None),
-        end_t=max(
-            ends, default=max([restored_t, *(event.t for event in facts.events if event.t <= next_start_t)])
-        ),
+        end_t=max(times["run-end"], default=last_event_t),
         stalled_s=_stalled_s(facts),
         step_timing=step_timing,
     )
@@ -215,12 +205,9 @@ def _step_timing(facts: GenerationFacts, row: Generation, restored_t: float) -> 
             first_times[event.step] = min(event.t, first_times.get(event.step, event.t))
     if row.start_step is not None:
         first_times.setdefault(row.start_step, restored_t)
-    step_times: list[tuple[int, float]] = []
-    for step in sorted(first_times):  # clocks of nodes differ a little; time must not run backwards
-        step_times.append(
-            (step, max(first_times[step], step_times[-1][1] if step_times else first_times[step]))
-        )
-    return StepTiming(tuple(step_times))
+    # Clocks of nodes differ a little; time must not run backwards.
+    steps = sorted(first_times)
+    return StepTiming(tuple(zip(steps, accumulate((first_times[step] for step in steps), max), strict=True)))
 
 
 def _stalled_s(facts: GenerationFacts) -> float:
@@ -239,31 +226,22 @@ def recovery_phases(previous: GenerationTimes, following: GenerationTimes) -> Re
     if cursor is None or following.first_step_t is None:
         return None
     phases: list[float | None] = []
-    moments = (
+    for moment in (
         previous.detected_t,
         previous.workers_stopped_t,
         following.rendezvous_done_t,
         following.workers_started_t,
         following.restored_t,
         following.first_step_t,
-    )
-    for moment in moments:
-        if moment is None:
-            phases.append(None)
-            continue
-        end_t = min(max(cursor, moment), following.first_step_t)
-        phases.append(round(max(0.0, end_t - cursor), 3))
+    ):
+        end_t = cursor if moment is None else min(max(cursor, moment), following.first_step_t)
+        phases.append(None if moment is None else round(max(0.0, end_t - cursor), 3))
         cursor = max(cursor, end_t)
     return RecoveryPhases(*phases)
 
 
-PRODUCTIVE, RECOMPUTED, STARTING, RESTORING, WAITING = (
-    "productive",
-    "recomputed",
-    "starting",
-    "restoring",
-    "waiting",
-)
+PRODUCTIVE, RECOMPUTED = "productive", "recomputed"
+STARTING, RESTORING, WAITING = "starting", "restoring", "waiting"
 
 
 @dataclass(frozen=True)
@@ -296,7 +274,7 @@ class Goodput:
     @property
     def parts(self) -> list[tuple[str, float]]:
         """The parts of the total by name."""
-        return [(one.name[:-2], getattr(self, one.name)) for one in fields(self) if one.name != "total_s"]
+        return [(part.name[:-2], getattr(self, part.name)) for part in fields(self) if part.name != "total_s"]
 
 
 def sum_goodput(slices: Sequence[TimeSlice], generation_times: Sequence[GenerationTimes]) -> Goodput:
@@ -325,30 +303,19 @@ def slice_time(
     writer = _SliceWriter(min(event_times))
     last_kept_steps = _last_kept_steps(history)
     for times, row, last_kept in zip(generation_times, history.generations, last_kept_steps, strict=True):
-        writer.add_waiting(
-            timeline,
-            next(
-                t
-                for t in (times.rendezvous_done_t, times.workers_started_t, times.restored_t)
-                if t is not None
-            ),
-        )
-        writer.add_until(
-            STARTING, times.workers_started_t if times.workers_started_t is not None else times.restored_t
-        )
+        known = (times.rendezvous_done_t, times.workers_started_t, times.restored_t)
+        ready_t = next(t for t in known if t is not None)
+        writer.add_waiting(timeline, ready_t)
+        writer.add_until(STARTING, known[1] if known[1] is not None else times.restored_t)
         writer.add_until(RESTORING, times.restored_t)
+        step_s = times.step_timing.step_s or 0.0
         if times.first_step_t is not None and times.last_step_t is not None:
             # The first step includes one-time work; only a normal step's length counts as training.
-            writer.add_until(STARTING, times.first_step_t - (times.step_timing.step_s or 0.0), row.number)
-            start_step = row.start_step if row.start_step is not None else -1
-            if last_kept > start_step:
-                writer.add_until(
-                    PRODUCTIVE,
-                    times.step_timing.time_of_step(last_kept)
-                    if last_kept < (row.last_step or 0)
-                    else times.last_step_t,
-                    row.number,
-                )
+            writer.add_until(STARTING, times.first_step_t - step_s, row.number)
+            if row.start_step is None or last_kept > row.start_step:
+                is_all_kept = last_kept >= (row.last_step or 0)
+                kept_t = times.last_step_t if is_all_kept else times.step_timing.time_of_step(last_kept)
+                writer.add_until(PRODUCTIVE, kept_t, row.number)
             writer.add_until(RECOMPUTED, times.last_step_t, row.number)
         if row.end.kind == "finished":
             writer.add_until(PRODUCTIVE, times.end_t, row.number)
@@ -356,11 +323,7 @@ def slice_time(
         if row.end.kind == "open":
             writer.add_until(PRODUCTIVE, max(event_times), row.number)
         elif times.detected_t is not None and times.last_step_t is not None:  # the interrupted step
-            writer.add_until(
-                RECOMPUTED,
-                min(times.detected_t, times.last_step_t + (times.step_timing.step_s or 0.0)),
-                row.number,
-            )
+            writer.add_until(RECOMPUTED, min(times.detected_t, times.last_step_t + step_s), row.number)
     writer.add_waiting(timeline, max(event_times))
     return writer.cut_at(max(event_times))
 
@@ -376,20 +339,16 @@ def measure_downtimes(
     """
     downtimes: dict[int, float] = {}
     first_steps = [
-        (index, times.first_step_t)
-        for index, times in enumerate(generation_times)
-        if times.first_step_t is not None
+        (i, t) for i, times in enumerate(generation_times) if (t := times.first_step_t) is not None
     ]
     first_steps.append((len(generation_times), max((item.end_t for item in slices), default=0.0)))
-    oldest = 0
+    ends = [item.end_t for item in slices]
     for (first, start_t), (following, end_t) in pairwise(first_steps):
         failed = [row for row in history.generations[first:following] if row.end.is_failure]
-        while oldest < len(slices) and slices[oldest].end_t <= start_t:
-            oldest += 1
         if not failed:
             continue
         total_s = 0.0
-        for item in itertools.islice(slices, oldest, None):
+        for item in itertools.islice(slices, bisect.bisect_right(ends, start_t), None):
             if item.start_t >= end_t:
                 break
             if item.activity != PRODUCTIVE:
@@ -442,16 +401,10 @@ def _preload_times(timeline: EventTimeline, start_t: float, end_t: float) -> lis
     """Return when agents that started in this time imported torch, as start and end."""
     ready_events = timeline.select("fork-server-ready")
     preloads = []
-    for event in timeline.select("agent-start"):
-        if start_t <= event.t < end_t:
-            ready_t = min(
-                (
-                    ready_event.t
-                    for ready_event in ready_events
-                    if ready_event.node == event.node and ready_event.t >= event.t
-                ),
-                default=None,
-            )
+    for start in timeline.select("agent-start"):
+        if start_t <= start.t < end_t:
+            later = (event.t for event in ready_events if event.node == start.node and event.t >= start.t)
+            ready_t = min(later, default=None)
             if ready_t is not None:
-                preloads.append((event.t, ready_t))
+                preloads.append((start.t, ready_t))
     return preloads

@@ -11,61 +11,18 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from elastic_resume import constants, events
-from elastic_resume.errors import ElasticResumeError, UsageError
+from elastic_resume.errors import UsageError
 from elastic_resume.events import Event
 from elastic_resume.report import checkpoints
-from elastic_resume.report.checkpoints import CheckpointEntry
-from elastic_resume.report.paths import FoundPath, find_node_dirs
+from elastic_resume.report.checkpoints import CheckpointEntry, FoundPath, NodeDir
 
 MAX_STACK_FILES = 50  # the newest hang reports are read
 MAX_STACKS_BYTES = 256 * 1024
-_LOG_FILES = (constants.EVENTS_FILE, constants.PEER_EVENTS_FILE)
-
-
-@dataclass
-class _LogNames:
-    """The names of runs and nodes as the logs give them."""
-
-    runs: dict[str, Path] = field(default_factory=dict)  # each with one of its logs
-    nodes: dict[Path, str] = field(default_factory=dict)
-
-    def learn(self, event: Event, log: Path) -> None:
-        """Take the names from one event of a log."""
-        run = event.get("run_id")
-        if event["event"] == "agent-start" and isinstance(run, str):
-            self.runs.setdefault(run, log)
-        node = event.get("node")
-        if log.name == constants.EVENTS_FILE and isinstance(node, str) and node:
-            self.nodes.setdefault(log.parent.resolve(), node)
-
-    def run_id(self) -> str | None:
-        """Return the run's name; None if no log gives it.
-
-        Raises:
-            UsageError: the logs are of several runs.
-        """
-        if len(self.runs) > 1:
-            named_runs = "; ".join(f"{run!r} ({log})" for run, log in list(self.runs.items())[:20])
-            raise UsageError(f"events of {len(self.runs)} runs: {named_runs}. Give those of one run.")
-        return next(iter(self.runs), None)
-
-    def rename_found(self, found: FoundPath) -> FoundPath:
-        """Return the same node directories with the names in their logs."""
-        run_id = self.run_id()
-        node_dirs = [
-            replace(
-                node_dir,
-                run_id=node_dir.run_id if run_id is None else run_id,
-                node=self.nodes.get(node_dir.path.resolve(), node_dir.node),
-            )
-            for node_dir in found.node_dirs
-        ]
-        return replace(found, node_dirs=tuple(node_dirs))
 
 
 @dataclass
@@ -85,98 +42,88 @@ def load_run(paths: Sequence[Path]) -> LoadedRun:
         UsageError: there are no events, or they are of several runs.
     """
     loaded = LoadedRun()
-    directories = [directory for path in paths for directory in _run_directories(path)]
-    logs = list(dict.fromkeys(log for directory in directories for log in _find_logs(directory)))
-    names = _LogNames()
-    loaded.events = _merge_events(logs, loaded.problems, names)
-    names.run_id()
-    for directory in dict.fromkeys(directories):
-        _load_stacks(directory, loaded, names)
-        try:
-            entries = list(checkpoints.list_checkpoints(names.rename_found(find_node_dirs(directory))))
-        except (ElasticResumeError, OSError) as error:
-            loaded.problems.append(str(error))
-            continue
-        loaded.checkpoints += entries
-        unread = [entry for entry in entries if entry.generation is None and entry.state == "bad"]
-        loaded.problems += [f"{entry.path}: left out: {entry.reason}" for entry in unread]
+    found = {node_dir.path: node_dir for path in paths for node_dir in _find_node_dirs(path)}
+    run_id, node_names = _load_events(
+        dict.fromkeys(log for path in found for log in _find_logs(path)), loaded
+    )
+    node_dirs = tuple(
+        replace(
+            node_dir,
+            run_id=node_dir.run_id if run_id is None else run_id,
+            node=node_names.get(node_dir.path, node_dir.node),
+        )
+        for node_dir in found.values()
+    )
+    _load_stacks(node_dirs, loaded)
+    loaded.checkpoints = list(checkpoints.list_checkpoints(FoundPath(Path(), "run", node_dirs)))
+    unread = [entry for entry in loaded.checkpoints if entry.generation is None and entry.state == "bad"]
+    loaded.problems += [f"{entry.path}: left out: {entry.reason}" for entry in unread]
     return loaded
 
 
-def _run_directories(path: Path) -> list[Path]:
-    """Return the directories of the one run at ``path``."""
-    try:
-        if any((path / name).is_file() for name in _LOG_FILES):
-            return [path]
-        if any(True for _ in _node_logs(path)):
-            return [path]
-        runs = sorted(
-            child for child in path.iterdir() if child.is_dir() and any(True for _ in _node_logs(child))
-        )
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror or error}.") from error
+def _find_node_dirs(path: Path) -> tuple[NodeDir, ...]:
+    """Return the node directories of the one run at ``path``."""
+    node_dirs = checkpoints.find_node_dirs(path).node_dirs
+    runs = sorted({node_dir.path.parent.name for node_dir in node_dirs if _find_logs(node_dir.path)})
     if len(runs) > 1:
-        names = ", ".join(run.name for run in runs[:20])
-        raise UsageError(f"{path}: holds {len(runs)} runs; give one of them: {names}.")
+        raise UsageError(f"{path}: holds {len(runs)} runs; give one of them: {', '.join(runs[:20])}.")
     if not runs:
         raise UsageError(f"{path}: no events of a run here; give CKPT_DIR/RUN_ID.")
-    return runs
+    return node_dirs
 
 
-def _find_logs(directory: Path) -> list[Path]:
-    """Return the event files of a run or of a node, a node's own log first."""
-    own_logs = [
-        directory / name for name in (*_LOG_FILES, constants.FAULTS_FILE) if (directory / name).is_file()
+def _find_logs(node_dir: Path) -> list[Path]:
+    """Return the event files of a node, and those beside its directory."""
+    beside = (constants.PEER_EVENTS_FILE, constants.FAULTS_FILE)
+    paths = [
+        *(node_dir / name for name in (constants.EVENTS_FILE, constants.PEER_EVENTS_FILE)),
+        *(node_dir.parent / name for name in beside),
     ]
-    shared_faults = directory.parent / constants.FAULTS_FILE
-    of_node = any((directory / name).is_file() for name in _LOG_FILES)
-    return [
-        *own_logs,
-        *_node_logs(directory),
-        *([shared_faults] if of_node and shared_faults.is_file() else []),
-    ]
+    return [path for path in paths if os.path.isfile(path)]  # noqa: PTH113 - Path.is_file may raise
 
 
-def _node_logs(directory: Path) -> Iterator[Path]:
-    for name in _LOG_FILES:
-        yield from sorted(path for path in directory.glob(f"*/{name}") if path.is_file())
+def _load_events(logs: Iterable[Path], loaded: LoadedRun) -> tuple[str | None, dict[Path, str]]:
+    """Load each event once: first from nodes' own logs, then from other nodes' copies of them.
 
-
-def _merge_events(logs: Iterable[Path], problems: list[str], names: _LogNames) -> list[Event]:
-    """Read each event once: first from nodes' own logs, then from other nodes' copies of them."""
-    own: list[Event] = []
-    others: list[Event] = []
+    Return the names of the run and of its nodes by directory, as the logs give them.
+    """
+    runs: dict[str, Path] = {}
+    nodes: dict[Path, str] = {}
     seen: set[str] = set()
     for log in sorted(logs, key=lambda path: path.name == constants.PEER_EVENTS_FILE):
-        is_forwarded = log.name == constants.PEER_EVENTS_FILE
         try:
             for event in events.read(log):
                 line = repr(event)
-                if line not in seen:
-                    seen.add(line)
-                    names.learn(event, log)
-                    (others if is_forwarded else own).append(event)
+                if line in seen:
+                    continue
+                seen.add(line)
+                loaded.events.append(event)
+                run, node = event.get("run_id"), event.get("node")
+                if event["event"] == "agent-start" and isinstance(run, str):
+                    runs.setdefault(run, log)
+                if log.name == constants.EVENTS_FILE and isinstance(node, str) and node:
+                    nodes.setdefault(log.parent, node)
         except (OSError, RecursionError) as error:
-            problems.append(f"{log}: left out: {error}")
-    return own + others
+            loaded.problems.append(f"{log}: left out: {error}")
+    if len(runs) > 1:
+        named_runs = "; ".join(f"{run!r} ({log})" for run, log in list(runs.items())[:20])
+        raise UsageError(f"events of {len(runs)} runs: {named_runs}. Give those of one run.")
+    return next(iter(runs), None), nodes
 
 
-def _load_stacks(directory: Path, loaded: LoadedRun, names: _LogNames) -> None:
-    is_node_dir = (directory / constants.HANGS_DIR).is_dir()
-    pattern = f"{constants.HANGS_DIR}/*.txt" if is_node_dir else f"*/{constants.HANGS_DIR}/*.txt"
-    try:
-        files = sorted(directory.glob(pattern), key=lambda path: path.lstat().st_mtime)[-MAX_STACK_FILES:]
-    except OSError as error:
-        loaded.problems.append(f"{directory}: {error}")
-        return
-    for path in files:
+def _load_stacks(node_dirs: Iterable[NodeDir], loaded: LoadedRun) -> None:
+    files = [
+        (path, node_dir.node)
+        for node_dir in node_dirs
+        for path in node_dir.path.glob(f"{constants.HANGS_DIR}/*.txt")
+    ]
+    files.sort(key=lambda item: checkpoints.modified_at(item[0]) or 0.0)
+    for path, node in files[-MAX_STACK_FILES:]:
         try:
             text = _read_stack_file(path)
         except OSError as error:
             loaded.problems.append(f"{path}: left out: {error.strerror or error}")
             continue
-        node_dir = path.parent.parent
-        node = names.nodes.get(node_dir.resolve(), node_dir.name)
         loaded.stacks[f"{node}/{path.name}"] = text.decode(errors="replace")
 
 

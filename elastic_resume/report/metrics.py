@@ -11,6 +11,7 @@ prometheus_client is an optional dependency: it is imported only if metrics are 
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,10 @@ from elastic_resume.rendezvous.net.protocol import ProtocolError
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
 
+logger = logging.getLogger(__name__)
+
 PREFIX = "elastic_resume_"
-# name -> description, and member of a node in the document
+# The description of each metric, and the member of a node in the document.
 NODE_GAUGES = {
     "node_step": ("The newest step that the node's workers have finished.", "step"),
     "node_steps_per_second": ("Steps per second, over the last ten seconds.", "steps_per_s"),
@@ -68,9 +71,7 @@ def parse_listen_address(value: str | None, environ: Mapping[str, str]) -> tuple
     return address
 
 
-def serve_metrics(
-    listen_address: tuple[str, int], get_status: Callable[[], Mapping[str, Any]], say: Callable[[str], None]
-) -> None:
+def serve_metrics(listen_address: tuple[str, int], get_status: Callable[[], Mapping[str, Any]]) -> None:
     """Serve metrics from daemon threads until this process ends.
 
     ``get_status`` returns the agent's document for each scrape. If the port is taken, training continues
@@ -82,10 +83,11 @@ def serve_metrics(
     try:
         server, _ = start_http_server(port, address, make_registry(get_status))
     except OSError as error:
-        say(f"no metrics at {address} port {port}: {error.strerror or error}. Training continues.")
+        reason = error.strerror or error
+        logger.info("no metrics at %s port %d: %s. Training continues.", address, port, reason)
         return
     shown = f"[{address}]" if ":" in address else address
-    say(f"metrics at http://{shown}:{server.server_port}/metrics")
+    logger.info("metrics at http://%s:%d/metrics", shown, server.server_port)
 
 
 def make_registry(get_status: Callable[[], Mapping[str, Any]]) -> CollectorRegistry:
@@ -113,10 +115,10 @@ def collect_metrics(status: Mapping[str, Any]) -> Iterator[Metric]:
     is_leader = GaugeMetricFamily(
         f"{PREFIX}is_leader", "1 if this agent is the leader, which exports the metrics of the job."
     )
-    is_leader.add_metric([], float(status["leads"]))
+    is_leader.add_metric([], float(status["is_leader"]))
     yield is_leader
     yield from _collect_node_metrics(status["nodes"])
-    if status["leads"]:
+    if status["is_leader"]:
         yield from _collect_job_metrics(status)
         yield from _collect_incident_metrics(status["totals"])
 
@@ -170,7 +172,7 @@ def _collect_incident_metrics(totals: Mapping[str, Any]) -> Iterator[Metric]:
         "Generations that ended by a failure, by kind of the root cause.",
         labels=["kind"],
     )
-    for kind in INCIDENT_KINDS:  # all from the start: a rate needs a 0 to rise from
+    for kind in INCIDENT_KINDS:  # list all kinds from the start, because a rate needs an initial 0
         incidents.add_metric([kind], totals["incidents"].get(kind, 0))
     yield incidents
     yield CounterMetricFamily(
@@ -178,7 +180,7 @@ def _collect_incident_metrics(totals: Mapping[str, Any]) -> Iterator[Metric]:
     )
     total, buckets = 0, []
     for bound, count in zip(
-        [*map(str, totals["recovery_bounds_s"]), "+Inf"], totals["recoveries"], strict=True
+        [*map(str, totals["recovery_bounds_s"]), "+Inf"], totals["recovery_counts"], strict=True
     ):
         total += count
         buckets.append((bound, float(total)))

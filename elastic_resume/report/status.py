@@ -31,7 +31,6 @@ from elastic_resume.report.formatting import (
     format_count,
     format_seconds,
     format_table,
-    replace_unprintable,
     truncate,
     wrap_text,
     write_stdout,
@@ -52,6 +51,7 @@ _CLEAR = "\x1b[H\x1b[J"
 MAX_NODES = 24
 MAX_INCIDENTS = 5
 MAX_SPARES = 24
+_INCIDENT_COLUMNS = ("UTC", "generation", "cause", "recomputed", "recovery")
 _COLUMNS = ("rank", "node", "step", "steps/s", "snapshot", "checkpoint", "updated", "")
 
 
@@ -81,29 +81,24 @@ def format_screen(status: Mapping[str, Any], max_nodes: int = MAX_NODES) -> list
 
 
 def _format_headline(status: Mapping[str, Any]) -> list[str]:
-    world, leader = status["world"], status["leader"]
+    world, leader, job = status["world"], status["leader"], f"job {status['run_id']}"
     leader_text = f"led by {leader['node']}" if leader else "no leader"
-    if status["over"]:
-        return wrap_text(f"job {status['run_id']}: {status['over']}")
+    if status["end_reason"]:
+        return wrap_text(f"{job}: {status['end_reason']}")
     if world is None:
-        lines = wrap_text(f"job {status['run_id']}: no world, {leader_text}")
-        if status["waiting"]:
-            lines += wrap_text(f"waiting: {status['waiting']}")
-        if status["missing"]:
-            lines += wrap_text(f"missing: {', '.join(status['missing'])}")
-        return lines
+        lines = wrap_text(f"{job}: no world, {leader_text}")
+        lines += wrap_text(f"waiting: {status['waiting']}") if status["waiting"] else []
+        return lines + (wrap_text(f"missing: {', '.join(status['missing'])}") if status["missing"] else [])
     size = f"{format_count(len(world['nodes']), 'node')}, {format_count(world['ranks'], 'rank')}"
-    lines = wrap_text(f"job {status['run_id']}: generation {world['generation']}, {size}, {leader_text}")
-    if not status["leads"]:
-        lines.append(f"(as {replace_unprintable(status['node'])} knows it: the leader did not answer)")
+    lines = wrap_text(f"{job}: generation {world['generation']}, {size}, {leader_text}")
+    if not status["is_leader"]:
+        lines += wrap_text(f"(as {status['node']} knows it: the leader did not answer)")
     return [*lines, f"step {status['step']}, {status['steps_per_s']:.3g} steps/s"]
 
 
 def _format_spares(names: Sequence[str]) -> list[str]:
-    if not names:
-        return []
     more = f" and {len(names) - MAX_SPARES} more" if len(names) > MAX_SPARES else ""
-    return ["", *wrap_text(f"spares: {', '.join(map(replace_unprintable, names[:MAX_SPARES]))}{more}")]
+    return ["", *wrap_text(f"spares: {', '.join(names[:MAX_SPARES])}{more}")] if names else []
 
 
 def _format_nodes(status: Mapping[str, Any], max_nodes: int) -> list[str]:
@@ -136,14 +131,12 @@ def _format_saved_state(step: int | None, age_s: float | None) -> str:
 
 def _format_incidents(status: Mapping[str, Any]) -> list[str]:
     totals = status["totals"]
-    kinds = ", ".join(
-        f"{count} {replace_unprintable(kind)}" for kind, count in sorted(totals["incidents"].items())
-    )
+    by_kind = sorted(totals["incidents"].items())
     count = sum(totals["incidents"].values())
     if not count:
         return ["no incidents"]
+    kinds = ", ".join(f"{number} {kind}" for kind, number in by_kind)
     steps = format_count(totals["recomputed_steps"], "step")
-    summary = f"{format_count(count, 'incident')} ({kinds}), {steps} recomputed"
     rows = [
         (
             "-" if incident["t"] is None else time.strftime("%H:%M:%S", time.gmtime(incident["t"])),
@@ -155,10 +148,8 @@ def _format_incidents(status: Mapping[str, Any]) -> list[str]:
         for incident in status["incidents"][-MAX_INCIDENTS:]
     ]
     return [
-        *wrap_text(summary),
-        *format_table(
-            ("UTC", "generation", "cause", "recomputed", "recovery"), rows, right_aligned=(1, 3), shrinkable=2
-        ),
+        *wrap_text(f"{format_count(count, 'incident')} ({kinds}), {steps} recomputed"),
+        *format_table(_INCIDENT_COLUMNS, rows, right_aligned=(1, 3), shrinkable=2),
     ]
 
 
@@ -181,7 +172,7 @@ class JobEndpoint:
             document = self._query(address, errors)
             for _ in range(MAX_HOPS):
                 leader = document and document["leader"]
-                if not document or document["leads"] or not leader or leader["address"] in errors:
+                if not document or document["is_leader"] or not leader or leader["address"] in errors:
                     break
                 document = self._query(leader["address"], errors) or document
             if document:
@@ -252,10 +243,8 @@ def find_job(
     if not wanted:
         raise UsageError("--rdzv-endpoint needs the name of the job: add --rdzv-id.")
     token, _ = load_token(token_file, os.environ, wanted)
-    addresses = (
-        [str(address) for address in parse_endpoints(endpoint)] if endpoint else list(context.candidates)
-    )
-    return JobEndpoint(wanted, derive_status_key(token), addresses)
+    addresses = map(str, parse_endpoints(endpoint)) if endpoint else context.candidates
+    return JobEndpoint(wanted, derive_status_key(token), list(addresses))
 
 
 def _matches_scheduler_job(context: SchedulerContext, run_id: str) -> bool:
@@ -298,30 +287,30 @@ def read_agent_endpoint(path: Path) -> JobEndpoint | None:
 
 
 def _parse_document(line: bytes) -> dict[str, Any]:
+    """Parse an agent's answer, and check the members that lead to other agents."""
     try:
         document = json.loads(line)
     except RecursionError:
         document = None
-    if not isinstance(document, dict) or "error" in document:
-        raise ProtocolError(
-            str(document.get("error"))[:500]
-            if isinstance(document, dict)
-            else "its answer is not a status document"
-        )
-    if document.get("version") != constants.STATUS_VERSION:
+    if isinstance(document, dict) and "error" in document:
+        raise ProtocolError(str(document["error"])[:500])
+    if isinstance(document, dict) and document.get("version") != constants.STATUS_VERSION:
         raise ProtocolError(
             f"its status has version {str(document.get('version'))[:16]!r}; "
             f"this command reads version {constants.STATUS_VERSION}"
         )
-    leader, world = document.get("leader"), document.get("world")
-    agents = [document, *([leader] if leader is not None else [])]
-    addresses = [agent.get("address") if isinstance(agent, dict) else None for agent in agents]
-    if world is not None:
-        members = world.get("addresses") if isinstance(world, dict) else None
-        addresses += members if isinstance(members, list) else [None]
-    if not all(isinstance(agent, str) for agent in addresses) or not isinstance(document.get("leads"), bool):
+    try:
+        leader, world = document["leader"], document["world"]
+        addresses = [document["address"], *([leader["address"]] if leader is not None else [])]
+        addresses += list(world["addresses"]) if world is not None else []
+        is_valid = isinstance(document["is_leader"], bool) and all(
+            isinstance(text, str) for text in addresses
+        )
+    except (KeyError, TypeError):
+        is_valid = False
+    if not is_valid:
         raise ProtocolError("its answer is not a status document")
-    return document
+    return dict(document)
 
 
 def register(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -329,29 +318,17 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser = subparsers.add_parser(
         "status", help="show a running job: world, steps, snapshots, checkpoints, incidents"
     )
-    parser.add_argument(
-        "path",
-        type=Path,
-        nargs="?",
-        metavar="CKPT_DIR",
-        help="CKPT_DIR, or a run's or node's directory in it",
-    )
+    path_help = "CKPT_DIR, or a run's or node's directory in it"
+    parser.add_argument("path", type=Path, nargs="?", metavar="CKPT_DIR", help=path_help)
     parser.add_argument("--rdzv-endpoint", metavar="HOST,...", help="as for run; any agent of the job")
     parser.add_argument("--rdzv-id", metavar="NAME", help="as for run: the job's name")
-    parser.add_argument(
-        "--rdzv-token-file", type=Path, metavar="FILE", help="as for run (or ELASTIC_RESUME_TOKEN)"
-    )
-    parser.add_argument(
-        "--once", action="store_true", help="print once; the default if stdout is no terminal"
-    )
+    file_help = "as for run (or ELASTIC_RESUME_TOKEN)"
+    parser.add_argument("--rdzv-token-file", type=Path, metavar="FILE", help=file_help)
+    once_help = "print once; the default if stdout is no terminal"
+    parser.add_argument("--once", action="store_true", help=once_help)
     parser.add_argument("--json", action="store_true", help="print everything once, as one JSON object")
-    parser.add_argument(
-        "--interval",
-        type=_parse_interval,
-        default=1.0,
-        metavar="TIME",
-        help="time between two refreshes (default 1s)",
-    )
+    interval_help = "time between two refreshes (default 1s)"
+    parser.add_argument("--interval", type=_parse_interval, default=1.0, metavar="TIME", help=interval_help)
     parser.set_defaults(function=status)
 
 

@@ -1,8 +1,8 @@
-"""Build the report of one run from its events: history, goodput, alerts, checkpoints, and a verdict.
+"""Build the report of one run from its events, and format it for a terminal or as JSON.
 
-`build_run_report` computes everything once; the terminal (`text_report`), the page (`html`) and programs
-(`format_json`) show it. Any list of events gives a report. Checkpoints on disk, hang reports and read
-errors are arguments, because events do not contain them.
+`build_run_report` computes everything once: history, goodput, alerts, checkpoints, and a verdict with
+hints. `format_text`, the page (`html`) and `format_json` show it. Any list of events gives a report.
+Checkpoints on disk, hang reports and read errors are arguments, because events do not contain them.
 
 `attribute_ends` says which failures followed from which injected fault. Each failure follows from one
 fault at most. A fault that came after the failure was detected did not cause it, nor did a fault of
@@ -16,21 +16,30 @@ import bisect
 import itertools
 import json
 import math
+import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from elastic_resume.events import Event, get_boot_time
 from elastic_resume.policy.failure_classification import NODE_LOST
 from elastic_resume.policy.incidents import WHOLE_JOB
-from elastic_resume.report import alerts, checkpoints, clock_alignment, event_log, goodput, incidents
-from elastic_resume.report.alerts import BAD, Alert
-from elastic_resume.report.checkpoints import CheckpointEntry, SavedStateRecord
-from elastic_resume.report.clock_alignment import ClockOffset
-from elastic_resume.report.event_log import EventTimeline
-from elastic_resume.report.formatting import format_count, format_percent, format_seconds, truncate
+from elastic_resume.report import alerts, checkpoints, event_log, goodput, incidents
+from elastic_resume.report.alerts import BAD, INFO, Alert, describe_recurrence
+from elastic_resume.report.checkpoints import CheckpointEntry
+from elastic_resume.report.event_log import ClockOffset, EventTimeline
+from elastic_resume.report.formatting import (
+    format_count,
+    format_node_names,
+    format_percent,
+    format_seconds,
+    format_table,
+    truncate,
+    wrap_text,
+)
 from elastic_resume.report.goodput import (
     GenerationTimes,
     Goodput,
@@ -39,13 +48,33 @@ from elastic_resume.report.goodput import (
     measure_generations,
     recovery_phases,
 )
-from elastic_resume.report.incidents import Generation, RunHistory
+from elastic_resume.report.incidents import FailedStart, Generation, RunHistory, SavedStateRecord
 
 MAX_HINTS = 6
-MAX_MESSAGE_CHARS = 500  # of an exception, in a sentence
-_MIN_REPEATED_FAILURES = 3  # of one node
+MAX_MESSAGE_CHARS = 500  # limit of an exception's text within a sentence
+_WORST_ALERTS = ("replicas-differ", "hang", "commit-failed", "quarantine")
+_MIN_REPEATED_FAILURES = 3  # failures of one node
 _LOW_GOODPUT, _LONG_RUN_S = 0.9, 600.0  # a run this long with less goodput gets a hint
 MAX_SILENCE_S = 60.0  # a running job records a step more often
+GOODPUT_LABELS = {
+    "productive": "goodput",
+    "starting": "startup",
+    "restoring": "restore",
+    "stalled": "snapshot stalls",
+    "recomputed": "recomputed or interrupted steps",
+    "waiting": "rendezvous",
+}
+PHASE_LABELS = {
+    "detected": "detection",
+    "stopped": "stopping workers",
+    "rendezvous": "rendezvous",
+    "started": "starting workers",
+    "restored": "restore",
+    "step": "first step",
+}
+MAX_ROWS, MAX_NOTES, MAX_ALERTS, MAX_OTHERS = 40, 40, 20, 4  # limits of the output in a terminal
+MAX_NOTE_CHARS = 600  # limit of one note; --json has all of it
+_COLUMNS = ("gen", "nodes", "world", "steps", "ended because", "recomputed", "recovery")
 
 
 @dataclass(frozen=True)
@@ -56,7 +85,7 @@ class RunVerdict:
     hints: tuple[str, ...]
 
 
-def summarize_run(
+def _summarize_run(
     history: RunHistory,
     goodput: Goodput,
     downtime_s: float,
@@ -83,13 +112,11 @@ def summarize_run(
 def _describe_state(history: RunHistory, goodput: Goodput) -> str:
     when = f" at step {history.last_step}" if history.last_step is not None else " before its first step"
     when += f" after {format_seconds(goodput.total_s)}" if goodput.total_s else ""
-    message = truncate(history.message.rstrip("."), MAX_MESSAGE_CHARS)
+    message = truncate(history.message.rstrip("."), MAX_MESSAGE_CHARS) or "no reason recorded"
     if history.outcome == "finished":
         return f"Finished{when}."
-    if history.outcome == "failed":
-        return f"FAILED{when}: {message or 'no reason recorded'}."
-    if history.outcome == "stopped":
-        return f"Stopped{when}: {message or 'no reason recorded'}."
+    if history.outcome in {"failed", "stopped"}:
+        return f"{'FAILED' if history.outcome == 'failed' else 'Stopped'}{when}: {message}."
     if not history.generations:
         return "No training yet."
     end = history.generations[-1].end
@@ -122,23 +149,18 @@ def _hints_from_end(history: RunHistory, silent_s: float | None) -> list[str]:
 
 
 def _hints_from_alerts(alerts: Sequence[Alert]) -> list[str]:
-    hints = []
-    counts: Counter[tuple[str, str]] = Counter()
-    examples: dict[tuple[str, str], Alert] = {}
+    groups: dict[tuple[str, str], list[Alert]] = defaultdict(list)
     for alert in alerts:
         if alert.severity == BAD:
-            counts[alert.kind, alert.node] += alert.count
-            examples.setdefault((alert.kind, alert.node), alert)
-    order = ["replicas-differ", "hang", "commit-failed", "quarantine"]
-    ordered = sorted(
-        counts, key=lambda key: (order.index(key[0]) if key[0] in order else len(order), -counts[key])
-    )
-    for key in ordered:
-        alert = examples[key]
-        times = f" ({format_count(counts[key], 'time')})" if counts[key] > 1 else ""
-        unresolved = "" if alert.is_resolved else "; not resolved"
-        hints.append(f"{alert.node or 'a node'}: {alert.text}{times}{unresolved}")
-    return hints
+            groups[alert.kind, alert.node].append(alert)
+    hints = []
+    for group in groups.values():
+        first, count = group[0], sum(alert.count for alert in group)
+        times = f" ({format_count(count, 'time')})" if count > 1 else ""
+        unresolved = "" if first.is_resolved else "; not resolved"
+        rank = _WORST_ALERTS.index(first.kind) if first.kind in _WORST_ALERTS else len(_WORST_ALERTS)
+        hints.append((rank, -count, f"{first.node or 'a node'}: {first.text}{times}{unresolved}"))
+    return [hint for *_, hint in sorted(hints, key=itemgetter(0, 1))]
 
 
 def _hints_from_totals(history: RunHistory, goodput: Goodput, clocks: Sequence[ClockOffset]) -> list[str]:
@@ -158,14 +180,6 @@ def _hints_from_totals(history: RunHistory, goodput: Goodput, clocks: Sequence[C
     return hints
 
 
-GOODPUT_LABELS = {
-    "productive": "goodput",
-    "starting": "startup",
-    "restoring": "restore",
-    "stalled": "snapshot stalls",
-    "recomputed": "recomputed or interrupted steps",
-    "waiting": "rendezvous",
-}
 REPORT_SCHEMA = 1
 
 
@@ -225,6 +239,14 @@ class RunReport:
     slices: tuple[TimeSlice, ...] = field(repr=False)
     generation_times: tuple[GenerationTimes, ...] = field(repr=False)
 
+    @property
+    def present_checkpoints(self) -> list[SavedStateRecord]:
+        """The usable checkpoints on disk, oldest first."""
+        usable = {incidents.COMMITTED, checkpoints.VALID}
+        return [
+            record for record in self.saved_states if record.tier == incidents.DISK and record.state in usable
+        ]
+
     def describe_after_fault(self, t: float) -> str:
         """Describe what followed a fault at ``t`` after which no generation ended."""
         has_continued = any(
@@ -248,13 +270,10 @@ def build_run_report(
     may still be running; ``boot_stamp`` is the present as `events.boot_fields` gives it, used if the run
     is on this machine.
     """
-    events = list(events)
-    boot_times = clock_alignment.estimate_boot_times(events)
+    timeline = event_log.build_timeline(events)
     boot_time = get_boot_time(boot_stamp or {})
-    if now is not None and boot_time is not None and boot_time[0] in boot_times:
-        now = boot_times[boot_time[0]] + boot_time[1]
-    aligned_events, offsets = clock_alignment.align_events(events, boot_times)
-    timeline = event_log.build_timeline(aligned_events)
+    if now is not None and boot_time is not None and boot_time[0] in timeline.boot_times:
+        now = timeline.boot_times[boot_time[0]] + boot_time[1]
     history = incidents.build_history(timeline)
     generation_times = measure_generations(timeline, history)
     slices = goodput.slice_time(timeline, history, generation_times)
@@ -274,8 +293,8 @@ def build_run_report(
         start_t=min(event_times, default=None),
         end_t=max(event_times, default=None),
         silent_s=silent_s,
-        verdict=summarize_run(
-            history, total, sum(downtimes.values()), alert_list, offsets, silent_s=silent_s
+        verdict=_summarize_run(
+            history, total, sum(downtimes.values()), alert_list, timeline.clocks, silent_s=silent_s
         ),
         history=history,
         recoveries={number: item for number, item in recoveries if item is not None},
@@ -283,8 +302,8 @@ def build_run_report(
         goodput=total,
         alerts=alert_list,
         faults=_collect_faults(timeline, generation_times),
-        saved_states=checkpoints.build_saved_state_records(timeline, history, checkpoint_entries),
-        clocks=offsets,
+        saved_states=incidents.build_saved_state_records(timeline, history, checkpoint_entries),
+        clocks=timeline.clocks,
         stacks=dict(stacks or {}),
         problems=tuple(problems),
         timeline=timeline,
@@ -346,6 +365,165 @@ def format_json(run_report: RunReport) -> str:
         "problems": list(run_report.problems),
     }
     return json.dumps(members, indent=1, allow_nan=False) + "\n"
+
+
+# ---- in a terminal -----------------------------------------------------------------------------------
+
+
+def format_text(report: RunReport) -> str:
+    """Format a report for a terminal, at most `WIDTH` columns wide.
+
+    The verdict and what to look at come first, then a row for each generation and notes that do not fit
+    in it. Alerts, injected faults, goodput and checkpoints follow.
+    """
+    lines = wrap_text(report.verdict.text)
+    for hint in report.verdict.hints:
+        lines += wrap_text(truncate(f"look at: {hint}", MAX_NOTE_CHARS))
+    rows = report.history.generations
+    if rows:
+        lines.append("")
+        if len(rows) > MAX_ROWS:
+            hidden = format_count(len(rows) - MAX_ROWS, "earlier generation")
+            lines.append(f"{hidden}: see --html or --json")
+        table = [_generation_row(generation) for generation in rows[-MAX_ROWS:]]
+        lines += format_table(_COLUMNS, table, right_aligned=(0, 2, 3, 5, 6), shrinkable=4)
+    shown = "\n".join(lines)
+    notes = []
+    for row in rows:
+        name = f"generation {row.number}"
+        notes += [f"{name} ended: {row.end.text}"] if row.end.text not in shown else []
+        notes += [f"{name}: {detail}" for detail in describe_details(row)]
+    lines += _limit_notes([*notes, *_describe_failed_starts(report.history.failed_starts)], MAX_NOTES)
+    dated_notes = [*_format_alerts(report), *_format_faults(report)]
+    dated_notes = [*sorted(dated_notes[:MAX_ALERTS], key=itemgetter(0)), *dated_notes[MAX_ALERTS:]]
+    side_notes = [*(text for _, text in dated_notes), *map(describe_clock_offset, report.clocks)]
+    lines += ["", *_limit_notes(side_notes, MAX_ALERTS)] if side_notes else []
+    totals = (_describe_goodput(report), _describe_recoveries(report), _describe_checkpoints(report))
+    wrapped = [line for text in totals if text for line in wrap_text(text)]
+    lines += ["", *wrapped] if wrapped else []
+    return "\n".join(lines) + "\n"
+
+
+def _limit_notes(notes: Sequence[str], limit: int) -> list[str]:
+    lines = [line for note in notes[:limit] for line in wrap_text(truncate(note, MAX_NOTE_CHARS))]
+    num_hidden = len(notes) - limit
+    return [*lines, *([f"and {num_hidden} more: see --html or --json"] if num_hidden > 0 else [])]
+
+
+def _generation_row(generation: Generation) -> tuple[str, ...]:
+    return (
+        str(generation.number),
+        format_node_names(generation.nodes),
+        "-" if generation.world_size is None else str(generation.world_size),
+        format_step_range(generation),
+        generation.end.text,
+        "-" if generation.recomputed_steps is None else str(generation.recomputed_steps),
+        format_seconds(generation.recovery_s),
+    )
+
+
+def format_step_range(generation: Generation) -> str:
+    """Format the steps that a generation ran."""
+    if generation.first_step is not None and generation.last_step is not None:
+        return f"{generation.first_step}-{generation.last_step}"
+    if generation.start_step is not None:
+        return "none"
+    return "?" if generation.last_step is None else f"?-{generation.last_step}"
+
+
+def describe_details(generation: Generation) -> list[str]:
+    """Describe other failures at its end, the nodes that received its state, and rejected states."""
+    others, details = generation.end.other_failures, []
+    if others:
+        more = f"; and {len(others) - MAX_OTHERS} more" if len(others) > MAX_OTHERS else ""
+        details.append(f"also {'; '.join(others[:MAX_OTHERS])}{more}")
+    if generation.receiving_nodes:
+        receivers = format_node_names(generation.receiving_nodes, 40)
+        details.append(f"{generation.source_node} sent its state to {receivers}")
+    for record in generation.rejected:
+        version = f"generation {record.generation}, step {record.step}"
+        details.append(f"rejected {record.node}'s state of {version}: {record.reason}")
+    return details
+
+
+def _describe_failed_starts(starts: Sequence[FailedStart]) -> list[str]:
+    """Describe the workers that ended before they trained, one line for each gap between generations."""
+    by_gap: dict[int | None, list[FailedStart]] = {}
+    for start in starts:
+        by_gap.setdefault(start.next_generation, []).append(start)
+    notes = []
+    for number, failed in by_gap.items():
+        first = min(failed, key=lambda start: (start.is_secondary, start.t))
+        where = "after the last generation" if number is None else f"before generation {number}"
+        workers = format_count(len(failed), "worker")
+        notes.append(f"{where}, {workers} ended before training; first: {first.text}")
+    return notes
+
+
+def format_since_start(report: RunReport, t: float) -> str:
+    """Format a time, counted from the run's first event."""
+    return format_seconds(max(0.0, t - report.start_t)) if report.start_t is not None else "-"
+
+
+def _format_alerts(report: RunReport) -> Iterator[tuple[float, str]]:
+    for alert in report.alerts:
+        if alert.severity != INFO:
+            recurrence = describe_recurrence(alert)
+            text = f"{alert.node or '-'}: {alert.text}" + (f" ({recurrence})" if recurrence else "")
+            yield alert.t, f"at {format_since_start(report, alert.t)}  {text}"
+
+
+def _format_faults(report: RunReport) -> Iterator[tuple[float, str]]:
+    for fault in report.faults:
+        place = f", in generation {fault.generation}" if fault.generation is not None else ""
+        yield fault.t, f"at {format_since_start(report, fault.t)}  injected: {fault.text}{place}"
+
+
+def describe_clock_offset(offset: ClockOffset) -> str:
+    """Describe a wall clock that was off, in one sentence."""
+    return f"{offset.text}; durations here do not depend on it"
+
+
+def _describe_goodput(report: RunReport) -> str:
+    total_s = report.goodput.total_s
+    if total_s <= 0:
+        return ""
+    shown = [
+        f"{format_percent(value / total_s)} {GOODPUT_LABELS[name]}"
+        for name, value in report.goodput.parts
+        if name != "productive" and value >= total_s / 1e4
+    ]
+    share = format_percent(report.goodput.productive_s / total_s)
+    return "; ".join(filter(None, [f"goodput {share} of {format_seconds(total_s)}", ", ".join(shown)]))
+
+
+def median_phases(report: RunReport) -> dict[str, float]:
+    """Return the median of each known phase of the recoveries, by name."""
+    values: dict[str, list[float]] = {name: [] for name in PHASE_LABELS}
+    for phases in report.recoveries.values():
+        for name, value in phases.known:
+            values[name].append(value)
+    return {name: statistics.median(found) for name, found in values.items() if found}
+
+
+def _describe_recoveries(report: RunReport) -> str:
+    medians, count = median_phases(report), len(report.recoveries)
+    parts = ", ".join(f"{PHASE_LABELS[name]} {format_seconds(value)}" for name, value in medians.items())
+    subject = "recovery" if count == 1 else f"{count} recoveries (medians)"
+    return f"{subject}: {parts}" if parts else ""
+
+
+def _describe_checkpoints(report: RunReport) -> str:
+    states = Counter(record.state for record in report.saved_states if record.tier == incidents.DISK)
+    if not states:
+        return ""
+    present = report.present_checkpoints
+    holders = format_node_names(sorted({record.node for record in present}), 40) or "no node"
+    parts = [f"{format_count(states.total(), 'checkpoint')} written, {len(present)} present on {holders}"]
+    parts += [f"newest: step {present[-1].step}"] if present else []
+    for state, text in ((checkpoints.BAD, "bad"), (checkpoints.QUARANTINED, "in quarantine")):
+        parts += [f"{states[state]} {text}"] if states[state] else []
+    return ", ".join(parts)
 
 
 # ---- which failures followed from an injected fault ----------------------------------------------------

@@ -1,1 +1,1 @@
-"""The start of a generation: inventory, plan, transfer, load, compare."""
+"""Restore the job's state when a generation starts: inventory, plan, transfer, load, compare."""

@@ -1,4 +1,6 @@
-"""One attempt to execute a resume plan: every rank has loaded the state, or all ranks know whose copy failed.
+"""Execute a resume plan once.
+
+Afterwards either every rank has loaded the state, or every rank knows which nodes' copies failed.
 
 The local leader of each node brings the bytes of the state into its node's memory. All ranks of the node load
 each tensor as soon as the watermark (`transfer.py`) has passed it. The bytes come from one of four places:
@@ -6,9 +8,9 @@ each tensor as soon as the watermark (`transfer.py`) has passed it. The bytes co
 - A snapshot in the node's memory: all bytes are there. They have no digest to check.
 - A checkpoint on disk: a thread reads it into a slot and verifies it.
 - Another node: a thread receives it into a slot and verifies it.
-- No slot is free: the local leader and each other rank map the checkpoint. If the node has none, the leader
-  receives into private memory and commits that to disk, and the node's other ranks then read the committed
-  checkpoint.
+- No slot is free: the local leader and each other rank map the checkpoint. If the node has
+  none, its local leader receives the state into private memory and commits it to disk. The node's other
+  ranks then read the committed checkpoint.
 
 Parameters and optimizer state are equal in all copies. Other state may differ between ranks: BatchNorm's
 buffers, schedulers, other tracked objects. All ranks load the source's values of it (`SourceValues`). A
@@ -26,17 +28,16 @@ Invariants:
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 import xxhash
 from torch import Tensor, nn
 
 from elastic_resume.checkpoint import reader
-from elastic_resume.checkpoint.layout import MAX_FILE_BYTES, MAX_TENSOR_DIMENSIONS, Layout, TensorSpec
+from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.reader import allocate_memory
 from elastic_resume.checkpoint.writer import CheckpointWriter
@@ -52,7 +53,7 @@ from elastic_resume.policy import resume_plan
 from elastic_resume.policy.resume_plan import MEMORY, Broadcast, ResumePlan, SavedState
 from elastic_resume.restore import transfer
 from elastic_resume.restore.collectives import Channel
-from elastic_resume.restore.rank_context import RankContext
+from elastic_resume.restore.rank_context import RankContext, raise_if_set
 from elastic_resume.restore.transfer import (
     BackgroundTask,
     LocalWatermark,
@@ -63,13 +64,10 @@ from elastic_resume.restore.transfer import (
 )
 from elastic_resume.snapshot.slots import Slot
 from elastic_resume.state import load_state
-from elastic_resume.state.tensor_buffer import DTYPE_BY_NAME, view_bytes
 
-MAX_PACKED_TENSOR_BYTES = 1 << 20  # tensors up to this size are broadcast together, larger ones alone
+VALUES_BLOCK_BYTES = 1 << 20
 PROVEN_INVALID_KINDS = {TornError.kind, CorruptError.kind}
-_ALIGNMENT = 16
-_STATUS_OK, _STATUS_FAILED = 1, 2
-_MIN_PREFETCH_BYTES = 8 << 20  # below this the prefetch threads cost more than they save
+_MIN_PREFETCH_BYTES = 8 << 20  # prefetching a smaller state costs more than it saves
 
 NodeFailures = Mapping[str, tuple[str, str]]  # node -> kind of CheckpointError, reason
 
@@ -77,141 +75,33 @@ NodeFailures = Mapping[str, tuple[str, str]]  # node -> kind of CheckpointError,
 # ---- values that all ranks take from the source ------------------------------------------------------
 
 
-def describe_tensors(layout: Layout, names: Sequence[str]) -> list[list[Any]]:
-    """Describe the tensors ``names`` as JSON, so that ranks without the state can allocate them.
-
-    Raises:
-        CorruptError: the layout has no such tensor.
-
-    """
+def build_values_layout(layout: Layout, names: Sequence[str]) -> Layout:
+    """Lay out the tensors ``names`` of ``layout`` alone. Raises CorruptError if it has no such tensor."""
     try:
-        return [[name, layout.extents[name].dtype, list(layout.extents[name].shape)] for name in names]
+        extents = {name: layout.extents[name] for name in names}
     except KeyError as error:
         raise CorruptError(f"the manifest names a tensor that the state file lacks: {error}.") from error
+    return Layout.build(TensorSpec(name, extent.dtype, extent.shape) for name, extent in extents.items())
 
 
-def parse_tensor_specs(described: Any, limit_bytes: int) -> list[TensorSpec]:
-    """Parse what `describe_tensors` returned on another rank. Raises CorruptError."""
-    try:
-        specs = [
-            TensorSpec(str(name), str(dtype), tuple(map(int, shape))) for name, dtype, shape in described
-        ]
-    except (TypeError, ValueError) as error:
-        raise CorruptError(
-            f"the source rank sent an invalid description of its tensors ({error})."
-        ) from error
-    valid = all(
-        spec.dtype in DTYPE_BY_NAME
-        and len(spec.shape) <= MAX_TENSOR_DIMENSIONS
-        and all(0 <= size <= MAX_FILE_BYTES for size in spec.shape)
-        for spec in specs
-    )
-    if not valid or sum(spec.nbytes for spec in specs) > limit_bytes:
-        raise CorruptError("the source rank described tensors of impossible dtypes or sizes.")
-    return specs
+class SourceValues(StreamingBuffer):
+    """The source's values of some tensors, while they arrive. The header is there from the beginning."""
 
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(allocate_memory(layout.total_bytes), LocalWatermark())
+        self.memory[: len(layout.header)] = layout.header
+        self.names = frozenset(layout.extents)
+        self.advance(len(layout.header))
 
-class SourceValues:
-    """The source's values of some tensors, while they arrive."""
+    def fail(self, error: BaseException) -> None:
+        """See StreamingBuffer. Values that do not arrive say nothing about this rank's own copy."""
+        super().fail(PeerFailedError(f"the values that all ranks load did not arrive: {error}"))
 
-    def __init__(self, specs: Sequence[TensorSpec]) -> None:
-        self._specs = {spec.name: spec for spec in specs}
-        self._tensors: dict[str, Tensor] = {}
-        self._error: BaseException | None = None
-        self._changed = threading.Condition()
-
-    def __bool__(self) -> bool:
-        return bool(self._specs)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._specs
-
-    def get_tensor(self, name: str) -> Tensor:
-        """Wait for a tensor and return it. Raises the error of `broadcast`."""
-        with self._changed:
-            self._changed.wait_for(lambda: name in self._tensors or self._error is not None)
-            if self._error is not None:
-                raise self._error
-            return self._tensors[name]
-
-    def make_tensor(self, name: str) -> Tensor:
-        """Wait for a tensor; return one that the caller owns."""
-        tensor = self.get_tensor(name)  # a large one has its own memory
-        return tensor if self._specs[name].nbytes > MAX_PACKED_TENSOR_BYTES else tensor.clone()
-
-    def peek_tensor(self, name: str) -> Tensor:
-        """Return an uninitialized tensor of the same shape and dtype."""
-        spec = self._specs[name]
-        return torch.empty(spec.shape, dtype=DTYPE_BY_NAME[spec.dtype])
-
-    def broadcast(self, channel: Channel, buffer: StreamingBuffer | None, source_rank: int) -> None:
-        """Broadcast all values; every rank calls it. Only the source has a ``buffer``."""
-        try:
-            for batch in _split_into_batches(list(self._specs.values())):
-                self._broadcast_batch(channel, batch, buffer, source_rank)
-        except BaseException as error:
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
-            raise
-
-    def _broadcast_batch(
-        self, channel: Channel, batch: list[TensorSpec], buffer: StreamingBuffer | None, source_rank: int
-    ) -> None:
-        packed = torch.empty(sum(_padded_bytes(spec) for spec in batch), dtype=torch.uint8)
-        status = torch.tensor([_STATUS_OK], dtype=torch.uint8)
-        failure: CheckpointError | None = None
-        if buffer is not None:
-            try:
-                _pack(packed, batch, buffer)
-            except CheckpointError as error:
-                status[0], failure = _STATUS_FAILED, error
-        channel.broadcast(status, source_rank)
-        if int(status) != _STATUS_OK:
-            raise failure or PeerFailedError(
-                f"rank {source_rank} could not send the values that all ranks load"
-            )
-        if packed.numel():
-            channel.broadcast(packed, source_rank)
-        with self._changed:
-            self._tensors.update(_unpack(packed, batch))
-            self._changed.notify_all()
-
-
-def _pack(packed: Tensor, batch: Sequence[TensorSpec], buffer: StreamingBuffer) -> None:
-    memory, offset = view_bytes(packed), 0
-    for spec in batch:
-        memory[offset : offset + spec.nbytes] = buffer.tensor_bytes(spec.name)
-        offset += _padded_bytes(spec)
-
-
-def _unpack(packed: Tensor, batch: Sequence[TensorSpec]) -> dict[str, Tensor]:
-    tensors, offset = {}, 0
-    for spec in batch:
-        flat = packed[offset : offset + spec.nbytes].view(DTYPE_BY_NAME[spec.dtype])
-        tensors[spec.name] = flat.view(spec.shape)
-        offset += _padded_bytes(spec)
-    return tensors
-
-
-def _padded_bytes(spec: TensorSpec) -> int:
-    return -(-spec.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _split_into_batches(specs: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
-    batches: list[list[TensorSpec]] = []
-    free_bytes = 0
-    for spec in specs:
-        if spec.nbytes > MAX_PACKED_TENSOR_BYTES:
-            batches.append([spec])
-            free_bytes = 0
-            continue
-        if not batches or _padded_bytes(spec) > free_bytes:
-            batches.append([])
-            free_bytes = MAX_PACKED_TENSOR_BYTES
-        batches[-1].append(spec)
-        free_bytes -= _padded_bytes(spec)
-    return batches
+    def copy_from(self, buffer: StreamingBuffer) -> None:
+        """On the source: copy the tensors from ``buffer`` as they arrive there. Raises its errors."""
+        for name, extent in self.layout.extents.items():
+            self.memory[extent.start : extent.stop] = buffer.tensor_bytes(name)
+            self.advance(extent.stop)
 
 
 # ---- the attempt -------------------------------------------------------------------------------------
@@ -221,20 +111,21 @@ class RestoreAttempt:
     """One attempt, on one rank. All ranks call `open`, `load`, then `publish_slot` or `close`, together."""
 
     def __init__(self, context: RankContext, plan: ResumePlan) -> None:
-        self.manifest: Manifest | None = None  # the source's, set by `load` on every rank
-        self.on_disk = False  # this node's own disk holds the copy, verified
+        self.manifest: Manifest | None = None  # manifest of the source's copy; `load` sets it on every rank
+        self.on_disk = False  # this node's own disk holds the verified copy
         self._context = context
         self._plan = plan
         self._slot_client = context.slot_client
         self._copy = plan.saved_state_for(context.node)
-        self._local_manifest: Manifest | None = None  # of this node's copy, read or received
+        self._local_manifest: Manifest | None = None  # manifest of this node's copy, read or received
         self._buffer: StreamingBuffer | None = None
         self._slot: Slot | None = None  # the slot from which this node's ranks load
         self._fills_slot = False  # the slot does not count as a snapshot yet
-        self._error: ElasticResumeError | None = None  # of this rank, not reported yet
-        self._loads_after_commit = False  # on some node ranks wait for their leader's commit
-        self._non_replicated: list[list[Any]] = []  # on the source: description of `_source_values`
-        self._source_values = SourceValues(())
+        self._error: ElasticResumeError | None = None  # error of this rank that is not reported yet
+        self._loads_after_commit = False  # on some node the ranks wait until their local leader has committed
+        # Layout of the values that all ranks take from the source, as this node's copy has them.
+        self._values_layout = Layout.build(())
+        self._source_values = SourceValues(self._values_layout)
         self._tasks: list[BackgroundTask] = []
 
     @property
@@ -281,7 +172,7 @@ class RestoreAttempt:
         if self._plan.nbytes != copy.nbytes or len(buffer.memory) != copy.nbytes:
             raise UnreadableError(f"{copy.nbytes} bytes were expected, and {len(buffer.memory)} were found")
         if self._local_manifest is not None:
-            self._non_replicated = describe_tensors(buffer.layout, self._local_manifest.follows_rank0)
+            self._values_layout = build_values_layout(buffer.layout, self._local_manifest.follows_rank0)
         return xxhash.xxh3_128_hexdigest(buffer.layout.header)
 
     def _open_snapshot(self, copy: SavedState) -> None:
@@ -300,18 +191,15 @@ class RestoreAttempt:
         self.on_disk = copy.owner_node == self._context.node
         self._local_manifest = manifest
         buffer = self._reserve_slot(manifest) if self._context.is_local_leader else None
+        fill: Callable[[], object]
         if buffer is not None:
-            memory, advance = buffer.memory, buffer.advance
-            task = BackgroundTask("fill", lambda: reader.read_image(path, manifest, memory, advance), buffer)
+            fill = functools.partial(reader.read_image, path, manifest, buffer.memory, buffer.advance)
         else:
-            mapping = reader.map_unverified(path, manifest)  # no memory is allocated for it
+            mapping = reader.map_unverified(path, manifest)  # the mapping needs no memory of its own
             buffer = StreamingBuffer(memoryview(mapping), LocalWatermark())
-            advance = buffer.advance
-            task = BackgroundTask(
-                "fill", lambda: reader.verify_mapping(path, manifest, mapping, advance), buffer
-            )
+            fill = functools.partial(reader.verify_mapping, path, manifest, mapping, buffer.advance)
         self._buffer = buffer
-        self._tasks.append(task)
+        self._tasks.append(BackgroundTask("fill", fill, buffer))
 
     def _reserve_slot(self, manifest: Manifest) -> StreamingBuffer | None:
         """Reserve a slot for a state that arrives; None if the node has no free slot."""
@@ -366,20 +254,12 @@ class RestoreAttempt:
             context.run_on_all_ranks(self._describe_source), plan.source_rank
         )
         self.manifest = Manifest.parse(described[0].encode())
-        specs = parse_tensor_specs(described[1], plan.nbytes)
-        # Ranks that load the same copy have the same values.
-        self._source_values = SourceValues(specs if len(plan.holders) > 1 else ())
+        self._source_values = SourceValues(_parse_values_layout(described[1], described[2], plan.nbytes))
         for broadcast in resume_plan.plan_broadcasts(plan):
             self._start_transfer(broadcast)
-        if plan.lacking:
+        if plan.receiving_nodes:
             self._attach_receivers()
-        channel = context.collectives.all_ranks_channel()
-        if channel is not None and self._source_values:
-            buffer = self._buffer if context.collectives.rank == plan.source_rank else None
-            task = BackgroundTask(
-                "values", lambda: self._source_values.broadcast(channel, buffer, plan.source_rank)
-            )
-            self._tasks.append(task)
+        self._start_source_values()
         self._load_and_join_tasks(tracked, self.manifest)
         failures = self._gather_failures()
         if not failures and self._loads_after_commit:
@@ -408,7 +288,25 @@ class RestoreAttempt:
         """On the source: return its manifest without digests, and the description of its own values."""
         if self._context.collectives.rank != self._plan.source_rank or self._local_manifest is None:
             return None
-        return [_strip_digests(self._local_manifest).to_bytes().decode(), self._non_replicated]
+        # Ranks that load the same copy have the same values.
+        layout = self._values_layout if len(self._plan.holders) > 1 else Layout.build(())
+        header = layout.header.decode("latin-1")
+        return [_strip_digests(self._local_manifest).to_bytes().decode(), header, layout.total_bytes]
+
+    def _start_source_values(self) -> None:
+        """Send or receive the source's values in a thread."""
+        values, source_rank = self._source_values, self._plan.source_rank
+        channel = self._context.collectives.all_ranks_channel()
+        if channel is None or not values.names:
+            return
+        if self._context.collectives.rank != source_rank:
+            action = functools.partial(transfer.receive, channel, values, VALUES_BLOCK_BYTES, source_rank)
+            self._tasks.append(BackgroundTask("values", action, values))
+            return
+        buffer = self._require_buffer()
+        self._tasks.append(BackgroundTask("collect-values", lambda: values.copy_from(buffer), values))
+        action = functools.partial(transfer.send, channel, values, (), VALUES_BLOCK_BYTES, source_rank)
+        self._tasks.append(BackgroundTask("values", action))
 
     def _start_transfer(self, broadcast: Broadcast) -> None:
         """Send or receive in a thread if this rank takes part. All ranks create the channel."""
@@ -422,11 +320,10 @@ class RestoreAttempt:
         elif self._local_manifest is not None:
             buffer, manifest = self._require_buffer(), self._local_manifest
             channel.broadcast_json(_strip_digests(manifest).to_bytes().decode(), source_rank)
-            task = BackgroundTask(
-                "send",
-                lambda: transfer.send(channel, buffer, manifest.blocks, manifest.block_bytes, source_rank),
+            send = functools.partial(
+                transfer.send, channel, buffer, manifest.blocks, manifest.block_bytes, source_rank
             )
-            self._tasks.append(task)
+            self._tasks.append(BackgroundTask("send", send))
 
     def _start_receiving(self, channel: Channel, source_rank: int) -> None:
         received = Manifest.parse(channel.broadcast_json(None, source_rank).encode())
@@ -434,12 +331,11 @@ class RestoreAttempt:
         slot_buffer = self._reserve_slot(manifest)
         buffer = slot_buffer or StreamingBuffer(allocate_memory(manifest.file_bytes), LocalWatermark())
         self._local_manifest, self._buffer = manifest, buffer
-        task = BackgroundTask(
-            "receive", lambda: transfer.receive(channel, buffer, manifest.block_bytes, source_rank), buffer
-        )
-        self._tasks.append(task)
+        receive = functools.partial(transfer.receive, channel, buffer, manifest.block_bytes, source_rank)
+        self._tasks.append(BackgroundTask("receive", receive, buffer))
         if slot_buffer is None:
-            self._tasks.append(BackgroundTask("commit", lambda: self._commit_received(manifest, buffer)))
+            commit = functools.partial(self._commit_received, manifest, buffer)
+            self._tasks.append(BackgroundTask("commit", commit))
 
     def _commit_received(self, manifest: Manifest, buffer: StreamingBuffer) -> None:
         """Commit a state that arrives in private memory. A failing disk does not stop the transfer."""
@@ -456,10 +352,10 @@ class RestoreAttempt:
         self.on_disk = True
 
     def _attach_receivers(self) -> None:
-        """Map, on the other ranks of each receiving node, the slot into which their leader receives."""
+        """Map, on the other ranks of each receiving node, the slot into which their local leader receives."""
         context = self._context
         slot_ids = context.collectives.gather(self._slot_id())
-        for node in self._plan.lacking:
+        for node in self._plan.receiving_nodes:
             slot_id = slot_ids[context.local_leader_by_node[node]]
             self._loads_after_commit |= slot_id is None and context.node_by_rank.count(node) > 1
             if node == context.node and slot_id is not None:
@@ -477,7 +373,7 @@ class RestoreAttempt:
             if failure is None:
                 continue
             if not isinstance(failure, ElasticResumeError):
-                raise failure  # a peer is dead, and this generation ends
+                raise failure  # a peer is dead, so this generation ends
             if self._error is None or (is_local_copy_error(failure) and not is_local_copy_error(self._error)):
                 self._error = failure
 
@@ -485,22 +381,29 @@ class RestoreAttempt:
         values, extents = self._source_values, buffer.layout.extents
         # Modules copy tensors into their own memory; other objects keep the tensors that they are given.
         keepers = tuple(f"{name}/" for name, item in tracked.items() if not isinstance(item, nn.Module))
-        names = [name for name in extents if name.startswith(keepers) and name not in values]
+        names = [name for name in extents if name.startswith(keepers) and name not in values.names]
         is_large = sum(extents[name].stop - extents[name].start for name in names) > _MIN_PREFETCH_BYTES
-        prefetcher = Prefetcher(names if is_large else (), buffer.get_tensor)
+
+        def get_tensor(name: str) -> Tensor:
+            return (values if name in values.names else buffer).get_tensor(name)
+
+        def peek_tensor(name: str) -> Tensor:
+            return (values if name in values.names else buffer).peek_tensor(name)
+
+        prefetcher = Prefetcher(names if is_large else (), get_tensor)
         try:
             load_state.load_into(
                 tracked,
                 manifest.state,
-                lambda name: (values if name in values else buffer).get_tensor(name),
-                peek_tensor=lambda name: (values if name in values else buffer).peek_tensor(name),
-                make_tensor=lambda name: (values if name in values else prefetcher).make_tensor(name),
+                get_tensor,
+                peek_tensor=peek_tensor,
+                make_tensor=prefetcher.make_tensor,
             )
         finally:
             prefetcher.close()
 
     def _load_committed(self, tracked: Mapping[str, Any]) -> None:
-        """On a rank whose leader received without a slot: load the checkpoint that it has committed."""
+        """On a rank whose local leader received without a slot: load the checkpoint that it has committed."""
         if self._buffer is None and self.manifest is not None:
             path = self._context.checkpoint_path(SavedState(self._context.node, *self._plan.version, 0))
             manifest = reader.quick_check(path, self._context.settings.run_id)
@@ -514,12 +417,8 @@ class RestoreAttempt:
         own = self._error if self._copy is not None and is_local_copy_error(self._error) else None
         failures = self._group_failures_by_node(self._context.collectives.gather(_encode_failure(own)))
         if not failures:
-            self._context.run_on_all_ranks(self._raise_error)
+            self._context.run_on_all_ranks(lambda: raise_if_set(self._error))
         return failures
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
 
     def _group_failures_by_node(self, failure_by_rank: Sequence[list[str] | None]) -> NodeFailures:
         failures: dict[str, tuple[str, str]] = {}
@@ -538,6 +437,13 @@ class RestoreAttempt:
         if self._buffer is None:
             raise UnreadableError("no copy was opened")
         return self._buffer
+
+
+def _parse_values_layout(header: str, nbytes: int, max_bytes: int) -> Layout:
+    """Parse the layout of the source's values, which are part of a state of ``max_bytes``."""
+    if not 0 < nbytes <= max_bytes:
+        raise CorruptError(f"the source rank announced {nbytes} of {max_bytes} bytes of the state.")
+    return Layout.parse(header.encode("latin-1"), nbytes)
 
 
 def _encode_failure(error: ElasticResumeError | None) -> list[str] | None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic_resume.errors import CorruptError
-from elastic_resume.state.tensor_buffer import view_bytes
+from elastic_resume.state.state_dict import view_bytes
 
 MAX_JSON_BYTES = 256 * 1024 * 1024  # the manifest of a model with a million tensors
 # A large state is read and sent between two collectives. A dead peer closes its connection, so this bounds
@@ -170,4 +170,4 @@ def _destroy_process_groups(groups: list[dist.ProcessGroup], destroy_default: bo
     while groups:
         with contextlib.suppress(RuntimeError, ValueError, AssertionError):
             dist.destroy_process_group(groups[-1])
-        groups.pop()  # the last reference: this joins the group's threads
+        groups.pop()  # dropping the last reference joins the group's threads

@@ -1,4 +1,4 @@
-"""The start of a generation: every rank ends with the same state, the newest one that any node holds.
+"""Restore the job's state at the start of a generation: load the newest valid copy on every rank.
 
 All ranks run the same steps::
 
@@ -6,7 +6,7 @@ All ranks run the same steps::
                                                          ▲                   │
           exclude and quarantine the failed copies ──────┘◄── failed ── open, transfer, load (attempt.py)
                                                          ▲                   │ loaded
-                                                         └◄── outvoted ── compare replicas (replica_check.py)
+                                                         └◄── minority ── compare replicas (replica_check.py)
                                                                              │ equal
                                         record the generation on every node ◄┘
 
@@ -20,6 +20,7 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from elastic_resume import console, failpoints
+from elastic_resume import failpoints
 from elastic_resume.checkpoint import reader
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.node_dir import NodeDir, record_job_start
@@ -39,13 +40,21 @@ from elastic_resume.policy.divergence import MIXED_HARDWARE_HINT, RESUME_FROM_MA
 from elastic_resume.policy.resume_plan import MEMORY, Inventory, ResumePlan
 from elastic_resume.restore import inventory
 from elastic_resume.restore.attempt import PROVEN_INVALID_KINDS, NodeFailures, RestoreAttempt
-from elastic_resume.restore.rank_context import RankContext
+from elastic_resume.restore.rank_context import RankContext, raise_if_set
 from elastic_resume.restore.replica_check import find_first_difference
 from elastic_resume.snapshot.progress_page import ProgressPage
 from elastic_resume.state import load_state, state_dict
 from elastic_resume.state.load import INTERNAL_PREFIX
-from elastic_resume.state.state_dict import BUFFER, REPLICATED, SCRIPT_OWNED, FlatState
-from elastic_resume.state.tensor_buffer import DTYPE_BY_NAME, make_spec
+from elastic_resume.state.state_dict import (
+    BUFFER,
+    DTYPE_BY_NAME,
+    REPLICATED,
+    SCRIPT_OWNED,
+    FlatState,
+    make_spec,
+)
+
+logger = logging.getLogger(__name__)
 
 DATA = "data"
 PARAMETERS = "elastic_resume.parameters"
@@ -64,7 +73,7 @@ class ResumeResult:
     flat_state: FlatState
     nodes: tuple[str, ...]
     duration_s: float
-    on_disk: bool = False  # on a local leader: its node's own disk holds the state, fully verified
+    on_disk: bool = False  # on a local leader: the node's own disk holds the fully verified state
     earlier_command: tuple[str, ...] | None = None
 
     @property
@@ -95,7 +104,7 @@ def restore(
     while True:
         plan = resume_plan.choose_resume_plan(inventories, mode)
         if plan.kind == "cold":
-            context.run_on_all_ranks(lambda: _raise_if_set(disk_error))
+            context.run_on_all_ranks(lambda: raise_if_set(disk_error))
             _broadcast_rank_0_state(context, flat, tracked)
             flat = context.run_on_all_ranks(lambda: state_dict.flatten(tracked))
             manifest, on_disk = None, False
@@ -115,7 +124,7 @@ def restore(
     context.run_on_all_ranks(lambda: _record_generation(context, node_dir, plan))
     earlier_command = _find_earlier_command(plan, inventories) if mode != "never" else None
     if disk_error is not None and manifest is not None:
-        console.say(
+        logger.warning(
             f"node {context.node}: {disk_error} Training goes on: memory or other nodes hold the state."
         )
     nodes = tuple(context.local_leader_by_node)
@@ -144,20 +153,14 @@ def _check_disk_space(
 
     The error prevents a cold start only. A job with saved state continues: that state may be in memory alone.
     """
-    if not context.is_local_leader:
-        return None
-    size = estimate_state_bytes(flat, tracked)
-    missing = context.settings.keep + 1 - sum(not entry.is_link for entry in context.catalog.list_entries())
-    try:
-        node_dir.ensure_free_space(size * max(1, missing))
-    except MachineError as error:
-        return error
+    if context.is_local_leader:
+        size = estimate_state_bytes(flat, tracked)
+        present = sum(not entry.is_link for entry in context.catalog.list_entries())
+        try:
+            node_dir.ensure_free_space(size * max(1, context.settings.keep + 1 - present))
+        except MachineError as error:
+            return error
     return None
-
-
-def _raise_if_set(error: MachineError | None) -> None:
-    if error is not None:
-        raise error
 
 
 def estimate_state_bytes(flat: FlatState, tracked: Mapping[str, Any]) -> int:
@@ -232,15 +235,11 @@ def _exclude_failed_copies(
 def _quarantine_local_copy(context: RankContext, plan: ResumePlan, failures: NodeFailures) -> None:
     copy = plan.saved_state_for(context.node)
     kind, reason = failures.get(context.node, ("", ""))
-    if (
-        context.is_local_leader
-        and copy is not None
-        and copy.owner_node == context.node
-        and copy.tier != MEMORY
-        and kind in PROVEN_INVALID_KINDS
-        and not context.checkpoint_path(copy).is_symlink()
-    ):
-        context.quarantine(context.checkpoint_path(copy), reason)
+    if copy is None or not context.is_local_leader or kind not in PROVEN_INVALID_KINDS:
+        return
+    path = context.checkpoint_path(copy)
+    if copy.owner_node == context.node and copy.tier != MEMORY and not path.is_symlink():
+        context.quarantine(path, reason)
 
 
 # ---- comparison of replicas --------------------------------------------------------------------------
@@ -265,9 +264,9 @@ def _find_outvoted_copies(context: RankContext, plan: ResumePlan, flat: FlatStat
     if difference is None:
         return {}
     name = difference.name
-    digests_by_node: dict[str, list[str]] = {node: [] for node in context.local_leader_by_node}
+    digests_by_node: dict[str, list[str]] = {}
     for digest, node in zip(difference.digest_by_rank, context.node_by_rank, strict=True):
-        digests_by_node[node].append(digest)
+        digests_by_node.setdefault(node, []).append(digest)
     minority = resume_plan.find_minority_holders(plan, digests_by_node)
     if minority and context.settings.on_divergence == RESUME_FROM_MAJORITY:
         reason = f"its values differ from those of most nodes, first in {name}"
@@ -302,13 +301,15 @@ def _broadcast_rank_0_state(context: RankContext, flat: FlatState, tracked: Mapp
     modules = tuple(f"{name}/" for name, item in tracked.items() if isinstance(item, nn.Module))
     leaves = {leaf.name: leaf.tensor.detach() for leaf in flat.select_kinds(REPLICATED, BUFFER, SCRIPT_OWNED)}
     shapes = {name: f"{t.dtype}{list(t.shape)}" for name, t in leaves.items() if name.startswith(modules)}
-    difference = find_first_difference(context.collectives, shapes)
+    orders = {name: state_dict.combine_digests({"": flat.skeleton.get(name)}) for name in (DATA, PARAMETERS)}
+    difference = find_first_difference(context.collectives, {**shapes, **orders})
     if difference is not None:
+        order_texts = {DATA: "the order of samples", PARAMETERS: "the order of the optimizer's parameters"}
         raise MismatchError(
-            f"the ranks built different models: {difference.name!r} differs on {difference.ranks_text}. "
-            "Build the model from the same arguments on every rank."
+            f"the ranks built different objects: {order_texts.get(difference.name, 'the model')} "
+            f"({difference.name}) differs on {difference.ranks_text}. Give every rank the same arguments. "
+            "GlobalBatches gives each rank its own share by itself."
         )
-    _check_same_order(context, flat)
     others = {
         name: item
         for name, item in tracked.items()
@@ -326,16 +327,15 @@ def _broadcast_rank_0_state(context: RankContext, flat: FlatState, tracked: Mapp
     is_source = context.collectives.rank == 0
     with torch.no_grad():
         for name, dtype, shape in specs:
-            tensor = (
-                values[name].cpu().contiguous()
-                if is_source
-                else torch.empty(shape, dtype=DTYPE_BY_NAME[dtype])
-            )
+            if is_source:
+                channel.broadcast(values[name].cpu().contiguous(), 0)
+                continue
+            tensor = torch.empty(shape, dtype=DTYPE_BY_NAME[dtype])
             channel.broadcast(tensor, 0)
-            if not name.startswith(modules):
-                values[name] = tensor
-            elif not is_source:
+            if name.startswith(modules):
                 values[name].copy_(tensor)
+            else:
+                values[name] = tensor
     context.run_on_all_ranks(lambda: None if is_source else _load_rank_0_state(others, skeletons, values))
 
 
@@ -349,18 +349,3 @@ def _load_rank_0_state(
             "the ranks built different objects, and this one cannot take rank 0's state. Build the same "
             f"objects on every rank. {error}"
         ) from error
-
-
-def _check_same_order(context: RankContext, flat: FlatState) -> None:
-    """Raise if ranks order samples or parameters differently; the first resume would fail otherwise."""
-    for name, description in (
-        (DATA, "the order of samples"),
-        (PARAMETERS, "the order of the optimizer's parameters"),
-    ):
-        digests = context.collectives.gather(state_dict.combine_digests({"": flat.skeleton.get(name)}))
-        unlike = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        if unlike:
-            raise MismatchError(
-                f"{description} ({name}) on rank {unlike[0]} is not that of rank 0: give every rank the same "
-                "arguments. GlobalBatches gives each rank its own share by itself."
-            )

@@ -14,7 +14,7 @@ from typing import Any
 
 from elastic_resume import constants
 from elastic_resume.checkpoint import node_dir, reader
-from elastic_resume.checkpoint.catalog import CatalogEntry, list_quarantined, read_quarantine_reason, scan_run
+from elastic_resume.checkpoint.catalog import Catalog, CatalogEntry, read_quarantine_reason, scan_run
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.errors import CheckpointError, ElasticResumeError, ForeignError, NodeFileError
 from elastic_resume.policy.resume_plan import DISK, MEMORY, Inventory, RejectedState, SavedState
@@ -23,8 +23,8 @@ from elastic_resume.restore.rank_context import RankContext
 from elastic_resume.snapshot import slots
 from elastic_resume.snapshot.progress_page import ProgressPage
 
-_STARTTIME_FIELD = 19  # of /proc/PID/stat, counted after the name: proc(5) calls it starttime
-MAX_LISTED_COPIES = 64  # per directory, newest first; an older one matters only after 64 corrupt ones
+_STARTTIME_FIELD = 19  # index in /proc/PID/stat of proc(5)'s starttime, counted after the name
+MAX_LISTED_COPIES = 64  # limit per directory, newest first; older ones matter only after 64 corrupt ones
 
 
 def list_snapshots_and_checkpoints(
@@ -36,7 +36,8 @@ def list_snapshots_and_checkpoints(
     unreadable now, of a newer format or of another job stay in place.
 
     Rank 0's node also lists the directories of other nodes that it sees on a shared file system, because a
-    job may restart on other machines. It only reads them. A single node does so, to spare the file server.
+    job may restart on other machines. It never writes there. No other node does this, to limit the load on
+    the file server.
     """
     for entry in context.catalog.list_entries():
         if entry.is_damaged:
@@ -44,18 +45,12 @@ def list_snapshots_and_checkpoints(
     entries_by_owner = {context.node: context.catalog.list_entries()}
     if context.collectives.rank == 0:
         entries_by_owner = scan_run(context.run_dir, context.settings.run_id) | entries_by_owner
-    checkpoints = [
-        _to_saved_state(owner, entry.manifest)
-        for owner, entries in entries_by_owner.items()
-        for entry in entries[:MAX_LISTED_COPIES]
-        if entry.manifest is not None and entry.error is None
-    ]
-    rejected_checkpoints = [
-        state
-        for owner, entries in entries_by_owner.items()
-        for state in _list_rejected(context, owner, entries)
-    ]
-    snapshots, rejected_snapshots = _list_snapshots(context)
+    saved_states, rejected = _list_snapshots(context)
+    for owner, entries in entries_by_owner.items():
+        listed = entries[:MAX_LISTED_COPIES]
+        valid = [entry.manifest for entry in listed if entry.manifest is not None and entry.error is None]
+        saved_states += [_to_saved_state(owner, manifest) for manifest in valid]
+        rejected += _list_rejected(context, owner, entries)
     min_generation, has_joined_world = 0, False
     if context.settings.resume == "never":
         min_generation, has_joined_world = node_dir.read_min_generation(
@@ -66,10 +61,9 @@ def list_snapshots_and_checkpoints(
     return Inventory(
         node=context.node,
         local_leader_rank=context.collectives.rank,
-        saved_states=tuple(snapshots + checkpoints),
-        rejected=tuple(rejected_snapshots + rejected_checkpoints),
-        # Generations that ended before their first step left nothing on disk, but the agents have counted
-        # them.
+        saved_states=tuple(saved_states),
+        rejected=tuple(rejected),
+        # Generations that ended before their first step left nothing on disk, but agents have counted them.
         generation=max(generation, rank_context.assigned_generation() - 1),
         min_generation=min_generation,
         has_joined_world=has_joined_world,
@@ -144,7 +138,7 @@ def _list_rejected(
         for entry in entries
         if entry.error is not None
     ]
-    for path in list_quarantined(context.run_dir / owner_node):
+    for path in Catalog(context.run_dir / owner_node, None).list_quarantined():
         version = reader.parse_checkpoint_name(path.name.split(".")[0]) or (0, 0)
         rejected.append(RejectedState(owner_node, path.name, read_quarantine_reason(path), version, "aside"))
     return rejected
@@ -167,19 +161,12 @@ def _list_snapshots(context: RankContext) -> tuple[list[SavedState], list[Reject
             rejected.append(RejectedState(context.node, name, str(error), version, error.kind))
             client.discard(state.index)
             continue
-        return [
-            _to_saved_state(context.node, snapshot.manifest, MEMORY)
-        ] if snapshot is not None else [], rejected
+        if snapshot is not None:
+            return [_to_saved_state(context.node, snapshot.manifest, MEMORY)], rejected
+        break
     return [], rejected
 
 
 def _to_saved_state(owner_node: str, manifest: Manifest, tier: str = DISK) -> SavedState:
-    return SavedState(
-        owner_node,
-        manifest.generation,
-        manifest.step,
-        manifest.rank,
-        tier,
-        manifest.file_bytes,
-        manifest.position.epoch,
-    )
+    version, size, epoch = (manifest.generation, manifest.step), manifest.file_bytes, manifest.position.epoch
+    return SavedState(owner_node, *version, manifest.rank, tier, size, epoch)

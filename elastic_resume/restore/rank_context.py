@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from elastic_resume import console, constants
+from elastic_resume import constants
 from elastic_resume.checkpoint import reader
 from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.node_dir import NodeDir
@@ -23,8 +23,7 @@ from elastic_resume.events import EventLog
 from elastic_resume.policy.resume_plan import SavedState
 from elastic_resume.restore.collectives import Collectives
 from elastic_resume.snapshot.committer import CheckpointCommitter
-from elastic_resume.snapshot.ipc import SnapshotServer
-from elastic_resume.snapshot.slot_client import SlotClient
+from elastic_resume.snapshot.ipc import SlotClient, SnapshotServer
 from elastic_resume.snapshot.slot_pool import SlotPool
 
 T = TypeVar("T")
@@ -61,8 +60,8 @@ class RankContext:
     def check_node_names_unique(self, directory_id: str) -> None:
         """Raise if two ranks have the same node name and different directories under it.
 
-        Two hosts named "localhost" with a disk each have no lock in common, and each would miss the
-        checkpoints of the other. ``directory_id`` is the random id in this node's directory.
+        Two hosts named "localhost" that have separate disks would both take the lock, and neither would see
+        the other's checkpoints. ``directory_id`` is the random id in this node's directory.
         """
         ids = self.collectives.gather(directory_id)
         for rank, node in enumerate(self.node_by_rank):
@@ -100,6 +99,12 @@ class RankContext:
                 peer_failure.is_deterministic = bool(failed[1])
                 raise peer_failure
         return result  # type: ignore[return-value]
+
+
+def raise_if_set(error: ElasticResumeError | None) -> None:
+    """Raise ``error`` unless it is None; for `RankContext.run_on_all_ranks`."""
+    if error is not None:
+        raise error
 
 
 def open_node_dir(context: RankContext) -> NodeDir:
@@ -153,12 +158,9 @@ class CommitterConnection:
             self._snapshot_server = None
 
     def _start_committer(self, context: RankContext) -> str:
-        def log(text: str) -> None:
-            console.say(f"node {context.node}: {text}")
-
-        pool = SlotPool(context.settings.snapshot_memory, log=log)
+        pool = SlotPool(context.settings.snapshot_memory)
         self._committer = CheckpointCommitter(
-            context.node_dir, context.settings.run_id, pool, log=log, emit=context.events.emit
+            context.node_dir, context.settings.run_id, pool, emit=context.events.emit
         )
         self._snapshot_server = SnapshotServer(self._committer)
         self._committer.start()

@@ -1,7 +1,7 @@
 """Send a state's bytes from one rank to the nodes that lack them, while they arrive and are loaded.
 
 A `StreamingBuffer` is a buffer that one thread of one process fills from the front: it reads a file, or
-receives from the network. Behind it moves a watermark: the bytes below are in place and verified. The
+receives from the network. A watermark follows it: all bytes below the watermark are written and verified. The
 watermark is an integer in the slot's control block, which all ranks of the node see (`snapshot/slots.py`), or
 a private integer. Readers wait until the watermark passes a tensor. So reading, sending and loading overlap,
 and each byte is written once.
@@ -26,6 +26,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import torch
@@ -37,14 +38,14 @@ from elastic_resume import failpoints
 from elastic_resume.checkpoint.layout import Layout, header_size
 from elastic_resume.errors import CheckpointError, CorruptError, UnreadableError
 from elastic_resume.restore.collectives import Channel
-from elastic_resume.state.tensor_buffer import TensorBuffer
+from elastic_resume.state.state_dict import TensorBuffer
 
 WATERMARK_FAILED = (1 << 64) - 1
 STALL_TIMEOUT_S = 1800.0  # the same as `collectives.COLLECTIVE_TIMEOUT`
 FRAME_BLOCKS = 2  # a frame costs 0.2 ms, two blocks 12 ms
 _MAX_BLOCKS_IN_FLIGHT = 2  # 2.6 to 3.4 GB/s; one at a time reaches 2.6
-_PREFETCH_THREADS = 2  # beside the thread that loads
-_POLL_INTERVAL_S = 0.0005  # for another process's watermark; a disk takes about 8 ms for a block of 16 MiB
+_PREFETCH_THREADS = 2  # in addition to the thread that loads
+_POLL_INTERVAL_S = 0.0005  # interval to read another process's watermark; a disk reads 16 MiB in about 8 ms
 _DIGEST_BYTES = 16
 _FRAME_BYTES = 8 + FRAME_BLOCKS * _DIGEST_BYTES
 _STATUS_OK, _STATUS_FAILED = 1, 2
@@ -213,53 +214,22 @@ class Prefetcher:
     def __init__(self, names: Iterable[str], get_tensor: Callable[[str], Tensor]) -> None:
         """Start copying ``names``, in that order; ``get_tensor`` waits for a tensor and returns a view."""
         self._get_tensor = get_tensor
-        self._pending = dict.fromkeys(names)
-        self._in_progress: set[str] = set()
-        self._finished: dict[str, Tensor] = {}
-        self._error: BaseException | None = None
-        self._changed = threading.Condition()
-        self._tasks = [
-            BackgroundTask("copy", self._copy_pending)
-            for _ in range(_PREFETCH_THREADS if self._pending else 0)
-        ]
+        self._executor = ThreadPoolExecutor(_PREFETCH_THREADS, "elastic-resume-copy")
+        self._copies = {name: self._executor.submit(self._copy, name) for name in names}
 
     def make_tensor(self, name: str) -> Tensor:
         """Return a copy of a tensor, which the caller owns. Raises the errors of ``get_tensor``."""
-        with self._changed:
-            self._pending.pop(name, None)
-            self._changed.wait_for(lambda: name not in self._in_progress or self._error is not None)
-            if self._error is not None:
-                raise self._error
-            if name in self._finished:
-                return self._finished.pop(name)
-        return self._get_tensor(name).clone()
+        copy = self._copies.pop(name, None)
+        if copy is None or copy.cancel():  # no thread has begun with it
+            return self._copy(name)
+        return copy.result()
 
     def close(self) -> None:
         """Stop copying, and join the threads."""
-        with self._changed:
-            self._pending.clear()
-        for task in self._tasks:
-            task.join()
+        self._executor.shutdown(cancel_futures=True)
 
-    def _copy_pending(self) -> None:
-        while True:
-            with self._changed:
-                name = next(iter(self._pending), None)
-                if name is None or self._error is not None:
-                    return
-                del self._pending[name]
-                self._in_progress.add(name)
-            try:
-                copy = self._get_tensor(name).clone()
-            except BaseException as error:
-                with self._changed:
-                    self._error = error
-                    self._changed.notify_all()
-                raise
-            with self._changed:
-                self._finished[name] = copy
-                self._in_progress.discard(name)
-                self._changed.notify_all()
+    def _copy(self, name: str) -> Tensor:
+        return self._get_tensor(name).clone()
 
 
 # ---- transfer ----------------------------------------------------------------------------------------
@@ -272,14 +242,9 @@ def send(
     block_bytes: int,
     source_rank: int,
 ) -> None:
-    """Send all blocks of ``buffer`` as they arrive here.
+    """Send all blocks of ``buffer`` as they arrive here, in ``channel`` of this rank and the receivers.
 
-    Args:
-        channel: among the source and the receivers.
-        buffer: the state.
-        known_digests: the digests of all blocks from a manifest, or nothing.
-        block_bytes: the size of a block.
-        source_rank: this rank.
+    ``known_digests`` has the digests of all blocks from a manifest, or nothing.
 
     Raises:
         CheckpointError: the buffer failed; the receivers have been informed.

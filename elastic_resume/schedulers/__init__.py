@@ -1,1 +1,1 @@
-"""What Slurm, Kubernetes and clouds tell a node, and what is asked of them."""
+"""Read settings, limits and preemption notices from Slurm, Kubernetes and clouds; ask Slurm to requeue."""

@@ -2,8 +2,8 @@
 
 One dict per scheduler maps each concept to its variable, and `SchedulerContext.sources` says where each value
 came from. A node keeps its name when it comes back, so it finds its own checkpoints. A job keeps its name
-over requeues. Only the environment and the host's name are read, and reading never fails: an odd value is
-listed in ``problems``, which end a start that has to rely on it.
+over requeues. `read_context` never fails: it lists an invalid value in ``problems``, and a start that
+relies on the value is refused.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from elastic_resume import constants
 from elastic_resume.errors import ConfigError
 from elastic_resume.schedulers import slurm
+from elastic_resume.units import parse_duration
 
 # Concept -> variables that may hold it, the first that is set wins.
 SLURM_VARIABLES: dict[str, tuple[str, ...]] = {
@@ -25,8 +27,8 @@ SLURM_VARIABLES: dict[str, tuple[str, ...]] = {
     "nodes": ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"),
     "peers": ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
     "workers": ("SLURM_GPUS_ON_NODE",),
-    "restarts": ("SLURM_RESTART_COUNT",),  # not set in a job's first life
-    "deadline": ("SLURM_JOB_END_TIME",),  # since Slurm 23.02; else `slurm.find_deadline` asks
+    "restarts": ("SLURM_RESTART_COUNT",),  # not set before the first restart
+    "deadline": ("SLURM_JOB_END_TIME",),  # set since Slurm 23.02; otherwise `slurm.find_deadline` asks
 }
 KUBERNETES_VARIABLES: dict[str, tuple[str, ...]] = {
     # An Indexed Job gives its pods stable host names (JOB-INDEX); POD_NAME is the downward API's usual name,
@@ -48,17 +50,10 @@ PET_VARIABLES: dict[str, tuple[str, ...]] = {
     "job": ("PET_RDZV_ID",),
     "workers": ("PET_NPROC_PER_NODE",),
 }
-VARIABLES_BY_SCHEDULER = {
-    "slurm": SLURM_VARIABLES,
-    "kubernetes": KUBERNETES_VARIABLES,
-    "pet": PET_VARIABLES,
-    "host": {},
-}
-
 MAX_CANDIDATES = 3  # any one of them may be absent
 DEFAULT_PORT = 29400  # torchrun's own
-SLURM_PORTS = range(20000, 30000)  # below those that Linux hands out by itself (32768 and up)
-PORT_STRIDE_PER_STEP = 101  # apart from each other: the next jobs' steps are not met
+SLURM_PORTS = range(20000, 30000)  # below the ports that Linux chooses itself (32768 and up)
+PORT_STRIDE_PER_STEP = 101  # a job's steps do not collide with the next jobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +76,7 @@ class SchedulerContext:
             empty.
         requeue_id: the scheduler's name for the part of the job that a requeue of this node concerns; else
             empty.
-        deadline: Unix time at which the scheduler ends the job, if a variable tells.
+        deadline: Unix time at which the scheduler ends the job, if a variable has it.
         tasks_per_node: number of tasks started on one node; more than one is a mistake.
         problems: why a start without flags would fail.
         sources: maps each concept to where its value comes from.
@@ -108,10 +103,10 @@ class SchedulerContext:
 
 def read_context(environ: Mapping[str, str]) -> SchedulerContext:
     """Read what the scheduler tells this node."""
-    found = detect_scheduler(environ)
-    told = _VariableReader(environ, VARIABLES_BY_SCHEDULER[found])
-    node = _READERS[found](told)
-    return replace(node, sources=MappingProxyType(told.sources))
+    read, variables = _READERS[detect_scheduler(environ)]
+    reader = _VariableReader(environ, variables)
+    context = read(reader)
+    return replace(context, sources=MappingProxyType(reader.sources), problems=tuple(reader.problems))
 
 
 def detect_scheduler(environ: Mapping[str, str]) -> str:
@@ -126,6 +121,18 @@ def detect_scheduler(environ: Mapping[str, str]) -> str:
 def default_node_name(environ: Mapping[str, str]) -> str:
     """Return this node's name if the user gives none."""
     return read_context(environ).name
+
+
+def read_termination_grace_s(environ: Mapping[str, str]) -> float | None:
+    """Return the seconds between SIGTERM and SIGKILL for this pod; None if unknown.
+
+    Raises:
+        ConfigError: the value is no duration.
+
+    """
+    text = environ.get(constants.ENV_TERMINATION_GRACE_S, "").strip()
+    setting = f"{constants.ENV_TERMINATION_GRACE_S} (the pod's terminationGracePeriodSeconds)"
+    return parse_duration(setting, text, max_s=1e6) if text else None
 
 
 def sanitize_name(text: str, fallback: str) -> str:
@@ -190,7 +197,6 @@ def _read_slurm(reader: _VariableReader) -> SchedulerContext:
     peers = _read_slurm_peers(reader)
     nodes = reader.read_number("nodes", max(1, len(peers)))
     restarts = reader.read_number("restarts", 0)
-    # Two steps may run at once, on the same nodes.
     port = derive_slurm_port(environ["SLURM_JOB_ID"], environ.get("SLURM_STEP_ID", ""))
     reader.problems.extend(_find_slurm_problems(environ, nodes))
     return SchedulerContext(
@@ -205,14 +211,13 @@ def _read_slurm(reader: _VariableReader) -> SchedulerContext:
         restarts=restarts,
         launch_id=f"slurm {number} {restarts}",
         requeue_id=number,
-        deadline=_read_deadline(reader),
+        deadline=reader.read_number("deadline", 0) or None,
         tasks_per_node=_count_tasks_per_node(reader.environ),
-        problems=tuple(reader.problems),
     )
 
 
 def derive_slurm_port(job: str, step: str) -> int:
-    """Derive the rendezvous port from the job id: equal on all nodes, different from most other jobs."""
+    """Derive the rendezvous port from job and step: equal on all nodes, different from most other jobs."""
     numbers = [int(re.sub(r"\D", "", text)[-9:] or "0") for text in (job, step)]
     return SLURM_PORTS[(numbers[0] + PORT_STRIDE_PER_STEP * numbers[1]) % len(SLURM_PORTS)]
 
@@ -244,12 +249,8 @@ def _find_slurm_problems(environ: Mapping[str, str], nodes: int) -> list[str]:
 
 def _count_tasks_per_node(environ: Mapping[str, str]) -> int:
     """Return the largest number of tasks on a node; ``2(x3),1`` gives 2."""
-    told = re.findall(r"(?:^|,)(\d{1,6})", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    return max(map(int, told), default=1)
-
-
-def _read_deadline(reader: _VariableReader) -> float | None:
-    return reader.read_number("deadline", 0) or None
+    counts = re.findall(r"(?:^|,)(\d{1,6})", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return max(map(int, counts), default=1)
 
 
 # ---- Kubernetes and others -----------------------------------------------------------------------------
@@ -269,9 +270,7 @@ def _read_kubernetes(reader: _VariableReader) -> SchedulerContext:
             "deploy/kubernetes)"
         )
     if nodes > 1 and index >= nodes:
-        reader.problems.append(
-            f"JOB_COMPLETION_INDEX is {index}, and ELASTIC_RESUME_NODES tells of {nodes} nodes"
-        )
+        reader.problems.append(f"JOB_COMPLETION_INDEX is {index}, and ELASTIC_RESUME_NODES is {nodes} nodes")
     return SchedulerContext(
         "kubernetes",
         name,
@@ -281,13 +280,12 @@ def _read_kubernetes(reader: _VariableReader) -> SchedulerContext:
         min_nodes=least,
         peers=peers,
         # The domain is left to the pod's search path: it need not be cluster.local. The full name in the
-        # pod's own /etc/hosts begins with this one, so it knows itself before DNS does.
+        # pod's own /etc/hosts begins with this name, so the pod resolves itself before DNS does.
         candidates=tuple(f"{peer}{domain}:{DEFAULT_PORT}" for peer in peers[:MAX_CANDIDATES])
         if nodes > 1
         else (),
         address=reader.read_text("address"),
         workers_per_node=reader.read_number("workers", 0) or None,
-        problems=tuple(reader.problems),
     )
 
 
@@ -314,7 +312,6 @@ def _read_pet(reader: _VariableReader) -> SchedulerContext:
         min_nodes=least,
         peers=(host,) if host else (),
         candidates=(f"{host}:{port}",) if host else (),
-        problems=tuple(reader.problems),
     )
 
 
@@ -322,9 +319,9 @@ def _read_host(reader: _VariableReader) -> SchedulerContext:
     return SchedulerContext("host", reader.read_name())
 
 
-_READERS: dict[str, Callable[[_VariableReader], SchedulerContext]] = {
-    "slurm": _read_slurm,
-    "kubernetes": _read_kubernetes,
-    "pet": _read_pet,
-    "host": _read_host,
+_READERS: dict[str, tuple[Callable[[_VariableReader], SchedulerContext], dict[str, tuple[str, ...]]]] = {
+    "slurm": (_read_slurm, SLURM_VARIABLES),
+    "kubernetes": (_read_kubernetes, KUBERNETES_VARIABLES),
+    "pet": (_read_pet, PET_VARIABLES),
+    "host": (_read_host, {}),
 }

@@ -6,42 +6,47 @@ answer everything with HTML. Advice to move, such as EC2's rebalance recommendat
 
 The formats are those of the clouds' documentation: EC2's instance metadata service with session tokens
 (IMDSv2, ``spot/instance-action``), Compute Engine's ``instance/preempted``, Azure's scheduled events. A
-request has a time limit and at most `MAX_BYTES` for headers and body together, uses no proxy, and follows no
-redirect. Only the resolver's time to look up a name is not bounded. `agent.shutdown` acts on a notice.
+request uses no proxy and follows no redirect. Its time limit holds for each wait for data, and a response has
+at most `MAX_BYTES`. `agent.shutdown` acts on a notice.
 """
 
 from __future__ import annotations
 
 import contextlib
 import http.client
-import io
 import json
-import os
 import re
-import select
 import shlex
 import shutil
-import signal
-import socket
 import stat
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
+
+import psutil
 
 from elastic_resume.errors import ConfigError
+from elastic_resume.schedulers.slurm import run_command
 
 TIMEOUT_S = 2.0
 MAX_BYTES = 64 * 1024
-CHUNK_BYTES = 16 * 1024
 MAX_QUOTED_CHARS = 200
-_REQUEST_TARGET_PATTERN = re.compile(r"[!-~]+")
-"""Of a request's line: a space or a line's end in it would begin another request."""
+POLL_S = 5.0  # AWS advises 5 s; the shortest notice of any cloud is 30 s
+FILE_POLL_S = 1.0
+OLD_FILE_S = 60.0  # a notice states the age of a file that is older than this
+COMMAND_TIMEOUT_S = 5.0
+EC2_TOKEN_TTL_S = 21600  # the longest lifetime that EC2 accepts
+MAX_SOURCES = 8
+METADATA_URL = "http://169.254.169.254"  # the address is the same on all three clouds
+SOURCE_FORMATS = "aws, gcp, azure (each also NAME:http://ADDRESS), file:PATH or command:COMMAND"
+_SOURCE_SEPARATOR = re.compile(r",\s*(?=(?:aws|gcp|azure)\s*(?:$|[,:])|file:|command:)")
+"""Commas between sources; others belong to a path or a command."""
 
 
 class NoticeQueryError(Exception):
@@ -67,37 +72,6 @@ def quote_briefly(text: str) -> str:
     return " ".join(line.split())[:MAX_QUOTED_CHARS]
 
 
-class _BoundedStream(io.RawIOBase):
-    """Reads a socket up to a deadline and a number of bytes; a slow drip outlasts any socket timeout."""
-
-    def __init__(self, connection: socket.socket, until: float, budget: int) -> None:
-        self._connection = connection
-        self._until = until
-        self._budget = budget
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any, /) -> int:
-        self._connection.settimeout(_remaining_s(self._until))
-        count = self._connection.recv_into(buffer)
-        self._budget -= count
-        if self._budget < 0:
-            raise NoticeQueryError("it answers more than it may")
-        return count
-
-    def makefile(self, _mode: str) -> io.BufferedReader:
-        """Return itself, as `http.client` expects of a socket."""
-        return io.BufferedReader(self, 8192)
-
-
-def _remaining_s(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    return left
-
-
 def request_metadata(
     url: str,
     *,
@@ -111,61 +85,24 @@ def request_metadata(
         NoticeQueryError: there is no answer in time, or no valid one.
 
     """
-    until = time.monotonic() + timeout_s
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
     try:
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
-            raise NoticeQueryError(f"{url!r} is no address to ask")
-        request = _build_request(method, parts, headers or {})
-        address = (parts.hostname, parts.port or 80)
-        with socket.create_connection(address, _remaining_s(until)) as connection:
-            connection.settimeout(_remaining_s(until))
-            connection.sendall(request)
-            return _read_response(_BoundedStream(connection, until, MAX_BYTES), method)
+        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        connection.request(method, target, headers=dict(headers or {}))
+        with connection.getresponse() as response:
+            body = response.read(MAX_BYTES + 1)
+            if len(body) > MAX_BYTES:
+                raise NoticeQueryError(f"the answer has more than {MAX_BYTES} bytes")
+            if response.length:
+                raise NoticeQueryError("the answer breaks off")
+            return HttpResponse(response.status, body)
     except TimeoutError:
         raise NoticeQueryError(f"no answer within {timeout_s:g} s") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise NoticeQueryError(quote_briefly(str(error)) or type(error).__name__) from error
-
-
-def _build_request(method: str, parts: SplitResult, headers: Mapping[str, str]) -> bytes:
-    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    lines = [f"Host: {parts.netloc}", "Connection: close", *(f"{k}: {v}" for k, v in headers.items())]
-    if method != "GET":
-        lines.append("Content-Length: 0")
-    if not _REQUEST_TARGET_PATTERN.fullmatch(target) or any("\r" in line or "\n" in line for line in lines):
-        raise NoticeQueryError("the question is no line of text")
-    return "\r\n".join([f"{method} {target} HTTP/1.1", *lines, "", ""]).encode("latin-1")
-
-
-def _read_response(stream: _BoundedStream, method: str) -> HttpResponse:
-    # It asks a socket for nothing but its file.
-    with http.client.HTTPResponse(stream, method=method) as response:  # type: ignore[arg-type]
-        response.begin()
-        body = b""
-        # In pieces: for a whole body as much memory is taken at once as its sender says that it has.
-        while piece := response.read(CHUNK_BYTES):
-            body += piece
-        if response.length:
-            raise NoticeQueryError("the answer breaks off")
-        return HttpResponse(response.status, body)
-
-
-POLL_S = 5.0  # as AWS advises; the shortest notice of any cloud is 30 s
-FILE_POLL_S = 1.0
-OLD_FILE_S = 60.0  # and the notice says for how long the file has been there
-COMMAND_TIMEOUT_S = 5.0  # and then it is killed
-COMMAND_POLL_S = 0.02  # between two looks at whether it has ended
-EC2_TOKEN_TTL_S = 21600  # the longest that EC2 gives a session's token for
-MAX_SOURCES = 8
-METADATA_URLS = {
-    "aws": "http://169.254.169.254",
-    "gcp": "http://169.254.169.254",
-    "azure": "http://169.254.169.254",
-}
-SOURCE_FORMATS = "aws, gcp, azure (each also NAME:http://ADDRESS), file:PATH or command:COMMAND"
-_SOURCE_SEPARATOR = re.compile(r",\s*(?=(?:aws|gcp|azure)\s*(?:$|[,:])|file:|command:)")
-"""Commas between sources; others belong to a path or a command."""
+    finally:
+        connection.close()
 
 
 @dataclass(frozen=True)
@@ -196,17 +133,18 @@ def parse_sources(text: str | None) -> list[NoticeSource]:
         return []
     words = [word.strip() for word in _SOURCE_SEPARATOR.split(text)]
     if len(words) > MAX_SOURCES:
-        raise ConfigError(f"--preemption-notice names {len(words)} places; {MAX_SOURCES} are enough.")
+        raise ConfigError(
+            f"--preemption-notice names {len(words)} sources; at most {MAX_SOURCES} are allowed."
+        )
     return [_parse_source(word) for word in words]
 
 
 def _parse_source(word: str) -> NoticeSource:
     kind, colon, rest = word.partition(":")
     rest = rest.strip()
-    if kind in METADATA_URLS and bool(colon) == bool(rest):
-        base = _parse_base_url(word, rest) if rest else METADATA_URLS[kind]
-        poll = {"aws": Ec2Metadata, "gcp": ComputeEngineMetadata, "azure": AzureMetadata}[kind](base).poll
-        return NoticeSource(word, poll)
+    cloud = {"aws": Ec2Metadata, "gcp": ComputeEngineMetadata, "azure": AzureMetadata}.get(kind)
+    if cloud is not None and bool(colon) == bool(rest):
+        return NoticeSource(word, cloud(_parse_base_url(word, rest) if rest else METADATA_URL).poll)
     if kind == "file" and rest:
         path = Path(rest).expanduser().absolute()
         return NoticeSource(word, lambda: poll_file(path), FILE_POLL_S)
@@ -214,7 +152,7 @@ def _parse_source(word: str) -> NoticeSource:
         try:
             argv = shlex.split(rest)
         except ValueError as error:
-            raise ConfigError(f"--preemption-notice: {rest!r} is no command: {error}.") from error
+            raise ConfigError(f"--preemption-notice: {rest!r} is not a command: {error}.") from error
         if not argv or shutil.which(argv[0]) is None:
             raise ConfigError(f"--preemption-notice: there is no program {argv[0] if argv else rest!r} here.")
         return NoticeSource(word, lambda: poll_command(argv))
@@ -224,11 +162,10 @@ def _parse_source(word: str) -> NoticeSource:
 def _parse_base_url(word: str, text: str) -> str:
     try:
         parts = urlsplit(text)
-        port_is_right = parts.port is None or parts.port > 0
-    except ValueError:
-        parts, port_is_right = urlsplit(""), False
-    plain = re.fullmatch(r"[!-~]+", text) and not (parts.query or parts.fragment or parts.username)
-    if parts.scheme != "http" or not parts.hostname or not port_is_right or not plain:
+        is_plain = parts.port != 0 and not (parts.query or parts.fragment or parts.username)
+    except ValueError:  # the port is not a number
+        parts, is_plain = urlsplit(""), False
+    if parts.scheme != "http" or not parts.hostname or not is_plain or not re.fullmatch(r"[!-~]+", text):
         raise ConfigError(f"--preemption-notice is {word!r}: its address must be http://HOST[:PORT][/PATH].")
     return text.rstrip("/")
 
@@ -261,7 +198,7 @@ class Ec2Metadata:
                 "a token",
             ).text
             if not re.fullmatch(r"[!-~]{1,4096}", token):
-                raise NoticeQueryError("what it gives as a token is none")
+                raise NoticeQueryError("the metadata server returned no valid token")
             self._token = token
         headers = {"X-aws-ec2-metadata-token": self._token}
         return request_metadata(f"{self.base_url}/latest/meta-data/spot/instance-action", headers=headers)
@@ -269,15 +206,14 @@ class Ec2Metadata:
 
 def parse_ec2_notice(text: str) -> PreemptionNotice:
     """Parse ``{"action": "terminate", "time": "2017-09-18T08:22:00Z"}``."""
-    told = _parse_object(text)
-    action = str(told.get("action"))
+    fields = _parse_object(text)
+    action = str(fields.get("action"))
     if action not in {"terminate", "stop", "hibernate"}:
-        raise NoticeQueryError(f"spot/instance-action says {quote_briefly(text)!r}")
-    when = str(told.get("time", ""))
+        raise NoticeQueryError(f"spot/instance-action is {quote_briefly(text)!r}")
     deadline = None
     with contextlib.suppress(ValueError):
-        at = datetime.strptime(when, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
-        deadline = at.timestamp()
+        time_utc = datetime.strptime(str(fields.get("time", "")), "%Y-%m-%dT%H:%M:%SZ")
+        deadline = time_utc.replace(tzinfo=timezone.utc).timestamp()
     return PreemptionNotice(f"EC2 will {action} this spot instance", deadline)
 
 
@@ -290,19 +226,15 @@ class ComputeEngineMetadata:
     def poll(self) -> PreemptionNotice | None:
         """Ask for a notice; Compute Engine gives it 30 s ahead."""
         url = f"{self.base_url}/computeMetadata/v1/instance/preempted"
-        return parse_gcp_notice(
-            _require_ok(
-                request_metadata(url, headers={"Metadata-Flavor": "Google"}), "instance/preempted"
-            ).text
-        )
+        answer = request_metadata(url, headers={"Metadata-Flavor": "Google"})
+        return parse_gcp_notice(_require_ok(answer, "instance/preempted").text)
 
 
 def parse_gcp_notice(text: str) -> PreemptionNotice | None:
     """Parse ``TRUE`` or ``FALSE``."""
-    word = text.upper()
-    if word not in {"TRUE", "FALSE"}:
-        raise NoticeQueryError(f"instance/preempted says {quote_briefly(text)!r}")
-    return PreemptionNotice("Compute Engine preempts this instance") if word == "TRUE" else None
+    if text.upper() not in {"TRUE", "FALSE"}:
+        raise NoticeQueryError(f"instance/preempted is {quote_briefly(text)!r}")
+    return PreemptionNotice("Compute Engine preempts this instance") if text.upper() == "TRUE" else None
 
 
 @dataclass
@@ -319,22 +251,21 @@ class AzureMetadata:
             url = f"{self.base_url}/metadata/instance/compute/name?api-version=2021-02-01&format=text"
             self._name = _require_ok(request_metadata(url, headers=headers), "this machine's name").text
         url = f"{self.base_url}/metadata/scheduledevents?api-version=2020-07-01"
-        return parse_azure_notice(
-            _require_ok(request_metadata(url, headers=headers), "scheduledevents").text, self._name
-        )
+        answer = request_metadata(url, headers=headers)
+        return parse_azure_notice(_require_ok(answer, "scheduledevents").text, self._name)
 
 
 def parse_azure_notice(text: str, name: str) -> PreemptionNotice | None:
     """Parse the list of events; Preempt and Terminate of this machine are notices."""
-    told = _parse_object(text).get("Events")
-    if not isinstance(told, list):
-        raise NoticeQueryError(f"scheduledevents says {quote_briefly(text)!r}")
-    for event in told:
+    events = _parse_object(text).get("Events")
+    if not isinstance(events, list):
+        raise NoticeQueryError(f"scheduledevents is {quote_briefly(text)!r}")
+    for event in events:
         if not isinstance(event, dict) or str(event.get("EventType")) not in {"Preempt", "Terminate"}:
             continue
         machines = event.get("Resources")
-        named = [str(one).lower() for one in machines] if isinstance(machines, list) else []
-        if name.lower() not in named or str(event.get("EventStatus")) in {"Canceled", "Completed"}:
+        names = [str(machine).lower() for machine in machines] if isinstance(machines, list) else []
+        if name.lower() not in names or str(event.get("EventStatus")) in {"Canceled", "Completed"}:
             continue
         deadline = None
         with contextlib.suppress(ValueError, TypeError, IndexError, OverflowError):
@@ -343,32 +274,23 @@ def parse_azure_notice(text: str, name: str) -> PreemptionNotice | None:
     return None
 
 
-def _require_ok(answer: HttpResponse, what: str) -> HttpResponse:
+def _require_ok(answer: HttpResponse, requested: str) -> HttpResponse:
     if answer.status != 200:
-        raise NoticeQueryError(f"asked for {what} it answers {answer.status}")
+        raise NoticeQueryError(f"the answer to the request for {requested} is {answer.status}")
     return answer
 
 
 def _parse_object(text: str) -> dict[str, Any]:
     try:
-        told = json.loads(text)
+        fields = json.loads(text)
     except (ValueError, RecursionError):
-        told = None
-    if not isinstance(told, dict):
-        raise NoticeQueryError(f"what it says is no JSON object: {quote_briefly(text)!r}")
-    return told
+        fields = None
+    if not isinstance(fields, dict):
+        raise NoticeQueryError(f"the answer is no JSON object: {quote_briefly(text)!r}")
+    return fields
 
 
 # ---- files and commands --------------------------------------------------------------------------------
-
-
-def read_boot_time(proc: Path = Path("/proc")) -> int:
-    """Return the Unix time at which this machine booted; 0 if unknown."""
-    try:
-        match = re.search(r"^btime ([0-9]{1,12})$", (proc / "stat").read_text(), re.MULTILINE)
-    except OSError:
-        return 0
-    return int(match[1]) if match else 0
 
 
 def poll_file(path: Path) -> PreemptionNotice | None:
@@ -377,72 +299,27 @@ def poll_file(path: Path) -> PreemptionNotice | None:
     A file from before this machine booted is left over from an earlier notice and is ignored.
     """
     try:
-        told = path.stat()
+        status = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise NoticeQueryError(f"{error.strerror}") from error
-    if told.st_mtime < read_boot_time():
+    if status.st_mtime < psutil.boot_time():
         raise NoticeQueryError(f"{path} is older than this machine's start, and no notice: remove it")
     text = ""
-    if stat.S_ISREG(told.st_mode):  # to open a pipe would wait
+    if stat.S_ISREG(status.st_mode):  # opening a named pipe would block
         with contextlib.suppress(OSError), open(path, "rb") as file:
             text = file.read(MAX_BYTES).decode(errors="replace")
-    age_s = time.time() - told.st_mtime
-    old = f"; {path} has been there for {age_s / 60:.0f} min" if age_s > OLD_FILE_S else ""
-    return PreemptionNotice((quote_briefly(text) or f"{path} is there") + old)
+    age_s = time.time() - status.st_mtime
+    age = f"; {path} has been there for {age_s / 60:.0f} min" if age_s > OLD_FILE_S else ""
+    return PreemptionNotice((quote_briefly(text) or f"{path} is there") + age)
 
 
 def poll_command(argv: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S) -> PreemptionNotice | None:
     """Return a notice if the command exits with 0; its first line is the reason."""
-    try:
-        process = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise NoticeQueryError(f"it cannot be started: {error.strerror}") from error
-    said = b""
-    try:
-        for data in _read_output(process, time.monotonic() + timeout_s):
-            said = (said + data)[:MAX_BYTES]
-    finally:
-        with contextlib.suppress(OSError):  # gone, or another user's by now
-            os.killpg(process.pid, signal.SIGKILL)
-        if process.stdout is not None:
-            process.stdout.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout_s)
-    lines = said.decode(errors="replace").splitlines()
-    found = PreemptionNotice(quote_briefly(lines[0] if lines else "") or f"{argv[0]} says so")
-    return found if process.returncode == 0 else None
-
-
-def _read_output(process: subprocess.Popen[bytes], deadline: float) -> Iterator[bytes]:
-    """Read the output until the command has ended; a child that it leaves behind may keep the pipe open.
-
-    Raises:
-        NoticeQueryError: it has not ended in time.
-
-    """
-    if process.stdout is None:
-        return
-    os.set_blocking(process.stdout.fileno(), False)
-    is_open = True
-    while True:
-        ended = process.poll() is not None
-        with contextlib.suppress(BlockingIOError):
-            data = os.read(process.stdout.fileno(), MAX_BYTES) if is_open else b""
-            is_open = bool(data)
-            yield data
-        if ended:
-            return
-        if time.monotonic() > deadline:
-            raise NoticeQueryError("it did not end in time, and was killed")
-        if is_open:
-            select.select([process.stdout], [], [], COMMAND_POLL_S)
-        else:
-            time.sleep(COMMAND_POLL_S)
+    result = run_command(argv, timeout_s, stderr=subprocess.DEVNULL)
+    if result.exit_code is None:
+        raise NoticeQueryError(result.output)
+    lines = result.output.splitlines()
+    reason = quote_briefly(lines[0]) if lines else ""
+    return PreemptionNotice(reason or f"{argv[0]} exited with 0") if result.exit_code == 0 else None

@@ -1,12 +1,11 @@
 """Measure the memory and the disk space that a job may use.
 
-Memory is what the control groups of this process leave, or the whole machine. The limit of any ancestor group
+The control groups of this process limit memory, or the whole machine does. The limit of any ancestor group
 counts: Slurm sets it on the job or the step, and the task's own group has none.
 
-Disk space is what the file system tells, with one exception. A pod's emptyDir on the node's disk shows the
-whole disk, and kubelet evicts a pod that exceeds the volume's limit. So ``ELASTIC_RESUME_CKPT_LIMIT`` tells
-that limit. A value that cannot be read is no limit and no error, except for a malformed
-``ELASTIC_RESUME_CKPT_LIMIT``.
+The file system limits disk space, with one exception. A pod's emptyDir on the node's disk shows the whole
+disk, and kubelet evicts a pod that exceeds the volume's limit, which ``ELASTIC_RESUME_CKPT_LIMIT`` gives. A
+file that cannot be read means no limit.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_resume import constants
-from elastic_resume.schedulers import kubernetes
+from elastic_resume.units import parse_kubernetes_quantity
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class MemoryCgroup:
     def from_directory(
         cls, directory: Path, *, version: int, mount_point: Path | None = None
     ) -> MemoryCgroup:
-        """Return the group with its files in this directory; ``top`` is the mount point of its hierarchy."""
+        """Return the group with its files in this directory."""
         if version == 1:
             names = ("memory.oom_control", "memory.usage_in_bytes", "memory.limit_in_bytes")
             return cls(
@@ -76,14 +75,13 @@ class MemoryCgroup:
         return read_fields(self.directory / self.events_file).get("oom_kill", 0)
 
     def read_usage(self) -> tuple[int, int] | None:
-        """Return the unreclaimable bytes in use and their limit, None if there is no limit.
+        """Return the unreclaimable bytes in use and their limit; None if there is no limit.
 
-        It is that of the group or ancestor that leaves the least.
+        Of the group and its ancestors, the group with the least free memory counts.
         """
-        found = (
-            self._read_usage_in(directory) for directory in _list_ancestors(self.directory, self.mount_point)
-        )
-        return min((one for one in found if one is not None), key=lambda one: one[1] - one[0], default=None)
+        directories = _list_ancestors(self.directory, self.mount_point)
+        usages = filter(None, map(self._read_usage_in, directories))
+        return min(usages, key=lambda usage: usage[1] - usage[0], default=None)
 
     def _read_usage_in(self, directory: Path) -> tuple[int, int] | None:
         try:
@@ -92,7 +90,7 @@ class MemoryCgroup:
             stat = read_fields(directory / "memory.stat")
         except (OSError, ValueError):
             return None
-        if not limit.isdigit() or int(limit) >= 1 << 60:  # "max", or the number that says so in version 1
+        if not limit.isdigit() or int(limit) >= 1 << 60:  # "max"; cgroup version 1 has a huge number instead
             return None
         cached, shared = self.cache_fields
         return current - max(0, stat.get(cached, 0) - stat.get(shared, 0)), int(limit)
@@ -128,7 +126,7 @@ def _find_group_dir(
 
 
 def _list_ancestors(directory: Path, mount_point: Path | None) -> list[Path]:
-    """List the directory and its parents up to ``top``; only itself if it is not below ``top``."""
+    """List the directory and its parents up to the mount point; only itself if it is not below that."""
     if mount_point is None or not directory.is_relative_to(mount_point):
         return [directory]
     return [directory, *(above for above in directory.parents if above.is_relative_to(mount_point))]
@@ -146,23 +144,23 @@ def read_fields(path: Path) -> dict[str, int]:
 
 
 SHARED_MEMORY_DIR = Path("/dev/shm")  # noqa: S108 - only looked at
-MIN_SHARED_MEMORY_BYTES = 128 << 20  # a pod's or container's /dev/shm has 64 MB unless somebody gives it more
+MIN_SHARED_MEMORY_BYTES = 128 << 20  # by default /dev/shm of a pod or container has 64 MB
 MAX_ENTRIES = 1_000_000  # looked at; a folder of checkpoints has hundreds
 
 
 def check_shared_memory(path: Path = SHARED_MEMORY_DIR) -> str:
     """Describe what is wrong with /dev/shm and what to do; empty if it is large enough."""
-    what_to_do = (
+    remedy = (
         "make it larger (in Kubernetes an emptyDir with medium: Memory, docker run --shm-size 1g), or "
-        "DataLoader workers and NCCL die of SIGBUS when it is full"
+        "SIGBUS kills DataLoader workers and NCCL when it is full"
     )
     try:
         total = shutil.disk_usage(path).total
     except OSError:
-        return f"there is no {path}: {what_to_do}"
+        return f"there is no {path}: {remedy}"
     if total >= MIN_SHARED_MEMORY_BYTES:
         return ""
-    return f"{path} has {total >> 20} MiB, a container's default: {what_to_do}"
+    return f"{path} has {total >> 20} MiB, a container's default: {remedy}"
 
 
 def read_checkpoint_limit(environ: Mapping[str, str]) -> int | None:
@@ -173,7 +171,7 @@ def read_checkpoint_limit(environ: Mapping[str, str]) -> int | None:
 
     """
     text = environ.get(constants.ENV_CKPT_LIMIT, "").strip()
-    return kubernetes.parse_quantity_bytes(text, constants.ENV_CKPT_LIMIT) if text else None
+    return parse_kubernetes_quantity(constants.ENV_CKPT_LIMIT, text) if text else None
 
 
 def free_disk_bytes(path: Path, environ: Mapping[str, str]) -> int:
@@ -184,13 +182,13 @@ def free_disk_bytes(path: Path, environ: Mapping[str, str]) -> int:
         ConfigError: ``ELASTIC_RESUME_CKPT_LIMIT`` is no size.
 
     """
-    left = shutil.disk_usage(path).free
+    free = shutil.disk_usage(path).free
     volume = Path(environ.get(constants.ENV_CKPT_DIR) or path).absolute()
-    most = read_checkpoint_limit(environ)
-    # The limit is the volume's, and says nothing of a folder elsewhere.
-    if most is None or not path.absolute().is_relative_to(volume):
-        return left
-    return min(left, max(0, most - used_disk_bytes(volume)))
+    limit = read_checkpoint_limit(environ)
+    # The limit is for the volume only.
+    if limit is None or not path.absolute().is_relative_to(volume):
+        return free
+    return min(free, max(0, limit - used_disk_bytes(volume)))
 
 
 def used_disk_bytes(path: Path) -> int:
@@ -201,7 +199,7 @@ def used_disk_bytes(path: Path) -> int:
             entries += 1
             if entries > MAX_ENTRIES:
                 return total
-            with contextlib.suppress(OSError):  # gone meanwhile
+            with contextlib.suppress(OSError):  # the file was just removed
                 found = os.lstat(os.path.join(folder, name))  # noqa: PTH118 - a million Paths are slow
                 if stat.S_ISREG(found.st_mode) and (found.st_dev, found.st_ino) not in seen:
                     seen.add((found.st_dev, found.st_ino))

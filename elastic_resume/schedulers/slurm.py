@@ -1,29 +1,33 @@
-"""Talk to Slurm: expand node lists, ask about the running job, request a requeue.
+"""Talk to Slurm: expand node lists, query the running job, request a requeue, share the job's token.
 
-A node list that is not understood is a ConfigError that shows it, and no list expands to more than
-`MAX_NAMES` names. That part needs no ``scontrol``, which containers often lack.
+Node lists are expanded without ``scontrol``, which containers often lack. Commands have time limits. A
+command that is missing, refuses, or cannot reach the controller raises nothing and gives no answer. Fields
+and texts are those of Slurm 22.05. `policy.requeue` decides; this module only queries.
 
-Questions and requests have time limits. A command that is missing, refuses, or cannot reach the controller
-raises nothing: there is no answer then. Fields and texts are those of Slurm 22.05. `policy.requeue` decides;
-this module only asks.
+Slurm gives a job no secret of its own. ``ROOT/.elastic_resume/JOB.STEP/token`` (mode 0600), in a directory
+that all nodes see, holds one.
 """
 
 from __future__ import annotations
 
 import calendar
+import contextlib
 import math
 import os
 import re
+import secrets
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
 from elastic_resume.errors import ConfigError
 from elastic_resume.policy.requeue import SCHEDULER_ENDS_JOB, TerminationReason
 
-# What Slurm itself expands at most, of one bracket and of one list.
+# Slurm itself expands at most this many names, of one bracket and of one list.
 MAX_NAMES = 65536
 _NUMBER_PATTERN = r"[0-9]{1,18}"
 _RANGE_PATTERN = re.compile(rf"({_NUMBER_PATTERN})(?:-({_NUMBER_PATTERN}))?")
@@ -47,11 +51,11 @@ def expand_node_list(text: str) -> list[str]:
     for word in _split_node_list(text):
         literals, ranges = _split_brackets(word, text)
         count = 1
-        for one in ranges:
-            count *= sum(last - first + 1 for first, last, _ in one)
+        for bracket in ranges:
+            count *= sum(last - first + 1 for first, last, _ in bracket)
         if len(names) + count > MAX_NAMES:
             raise _node_list_error(text, f"it stands for more than {MAX_NAMES} names")
-        names += _expand_names(literals, [list(_expand_ranges(one)) for one in ranges])
+        names += _expand_names(literals, [list(_expand_ranges(bracket)) for bracket in ranges])
     return names
 
 
@@ -122,10 +126,10 @@ REQUEUE_TIMEOUT_S = 60.0  # a controller that is restarted, or fails over, is ba
 RETRY_DELAY_S = 3.0
 MAX_QUERY_ATTEMPTS = 3  # why a job got SIGTERM; its processes live for KillWait at least, 30 s by default
 MAX_OUTPUT_BYTES = 64 * 1024
-# Times in UTC and in full, whatever the user has set for people.
+# Print times in UTC and in full, whatever format the user has set.
 TIME_FORMAT_ENVIRONMENT = {"SLURM_TIME_FORMAT": "standard", "TZ": "UTC"}
 _TIME_PATTERN = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d")
-# Slurm says no, and would say no again. "Unexpected message received" is a controller that is away.
+# A retry would be refused again. "Unexpected message received" means that the controller is away.
 _REFUSED_PATTERN = re.compile(
     r"invalid job id|disabled|only batch jobs|denied|permission|not supported|invalid user|cannot be run",
     re.IGNORECASE,
@@ -144,78 +148,75 @@ class CommandResult:
 CommandRunner = Callable[[Sequence[str], float], CommandResult]
 
 
-def run_command(argv: Sequence[str], timeout_s: float) -> CommandResult:
-    """Run a Slurm command; its errors are part of the output.
-
-    It inherits the ignored signals. A requeue sends SIGTERM to every process of the step, and so to the
-    command itself.
-    """
+def run_command(
+    argv: Sequence[str],
+    timeout_s: float,
+    environ: Mapping[str, str] | None = None,
+    stderr: int = subprocess.STDOUT,
+) -> CommandResult:
+    """Run a command in a session of its own; kill it and its children when it has ended or time is over."""
     try:
-        # In memory: disks may be full when a job ends.
-        with open(os.memfd_create("answer"), "w+b") as output:
-            code = _run_with_timeout(argv, output.fileno(), timeout_s)
-            if code is None:
-                return CommandResult(None, f"{argv[0]} did not answer within {timeout_s:.0f} s")
+        # The output goes to memory: disks may be full, and a child that stays must not keep a pipe open.
+        with open(os.memfd_create("output"), "w+b") as output:
+            process = subprocess.Popen(
+                list(argv),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=stderr,
+                env=environ,
+                start_new_session=True,
+            )
+            try:
+                exit_code = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                return CommandResult(None, f"{argv[0]} did not end within {timeout_s:g} s")
+            finally:
+                with contextlib.suppress(OSError):  # the whole group has ended
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
             output.seek(0)
-            return CommandResult(code, output.read(MAX_OUTPUT_BYTES).decode(errors="replace").strip())
+            return CommandResult(exit_code, output.read(MAX_OUTPUT_BYTES).decode(errors="replace").strip())
     except OSError as error:
         return CommandResult(None, f"{argv[0]} cannot be run: {error.strerror}")
 
 
-def _run_with_timeout(argv: Sequence[str], output: int, timeout_s: float) -> int | None:
-    process = subprocess.Popen(
-        list(argv),
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        env={**_without_user_formats(os.environ), **TIME_FORMAT_ENVIRONMENT},
-    )
-    try:
-        return process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        return None
+def run_slurm_command(argv: Sequence[str], timeout_s: float) -> CommandResult:
+    """Run a Slurm command without the user's variables for display.
 
-
-def _without_user_formats(environ: Mapping[str, str]) -> dict[str, str]:
-    """Remove variables that a user sets for display: SQUEUE_STATES=PENDING hides a running job."""
-    return {name: text for name, text in environ.items() if not name.startswith(("SQUEUE_", "SCONTROL_"))}
-
-
-# ---- until when ----------------------------------------------------------------------------------------
-
-
-def query_end_time(job: str, runner: CommandRunner = run_command) -> float | None:
-    """Ask for the Unix time at which Slurm ends a job: infinite without a limit, None without an answer.
-
-    Args:
-        job: its number, or ``ARRAY_ELEMENT``.
-        run: runs a command.
-
+    SQUEUE_STATES=PENDING, for example, hides a running job. The command inherits the ignored signals: a
+    requeue sends SIGTERM to every process of the step.
     """
+    shown = {name: text for name, text in os.environ.items() if not name.startswith(("SQUEUE_", "SCONTROL_"))}
+    return run_command(argv, timeout_s, {**shown, **TIME_FORMAT_ENVIRONMENT})
+
+
+# ---- the job's end -------------------------------------------------------------------------------------
+
+
+def query_end_time(job: str, runner: CommandRunner = run_slurm_command) -> float | None:
+    """Query the Unix time at which Slurm ends a job: infinite without a limit, None without an answer."""
     answer = runner(["squeue", "-h", "-j", job, "-o", "%e|%l"], QUERY_TIMEOUT_S)
     end, separator, limit = answer.output.partition("|")
     if answer.exit_code != 0 or not separator:
         return None
-    # Without a limit 22.05 tells NONE, or a moment in a year.
+    # Without a limit 22.05 gives NONE, or a time in a year.
     if limit.strip().upper() in {"UNLIMITED", "INFINITE", "NOT_SET"}:
         return math.inf
     return parse_utc_time(end)
 
 
 def find_deadline(
-    job: str, runner: CommandRunner = run_command, environ: Mapping[str, str] = os.environ
+    job: str, runner: CommandRunner = run_slurm_command, environ: Mapping[str, str] = os.environ
 ) -> float | None:
     """Return the Unix time at which Slurm ends a job; None without a limit or an answer.
 
     If ``squeue`` does not answer, SLURM_JOB_END_TIME of later versions counts. A limit may change while the
     job runs.
     """
-    asked = query_end_time(job, runner)
-    if asked is None and re.fullmatch(r"[0-9]{1,12}", environ.get("SLURM_JOB_END_TIME", "")):
-        asked = float(environ["SLURM_JOB_END_TIME"])
-    return asked if asked is not None and math.isfinite(asked) else None
+    end_time = query_end_time(job, runner)
+    if end_time is None and re.fullmatch(r"[0-9]{1,12}", environ.get("SLURM_JOB_END_TIME", "")):
+        end_time = float(environ["SLURM_JOB_END_TIME"])
+    return end_time if end_time is not None and math.isfinite(end_time) else None
 
 
 def parse_utc_time(text: str) -> float | None:
@@ -228,13 +229,13 @@ def parse_utc_time(text: str) -> float | None:
         return None
 
 
-# ---- why -----------------------------------------------------------------------------------------------
+# ---- why the job ends -----------------------------------------------------------------------------------
 
 
 def query_termination_reason(
-    job: str, runner: CommandRunner = run_command, *, sleep: Callable[[float], None] = time.sleep
+    job: str, runner: CommandRunner = run_slurm_command, *, sleep: Callable[[float], None] = time.sleep
 ) -> TerminationReason:
-    """Ask why the processes of a job got SIGTERM.
+    """Query why the processes of a job got SIGTERM.
 
     A job that is preempted with a grace still runs and has a PreemptTime. Without a grace it ends in the
     second of its PreemptTime. A job that is cancelled or requeued is completing, even within such a grace. At
@@ -274,7 +275,7 @@ def _parse_termination_reason(result: CommandResult) -> TerminationReason:
 class RequeueResult:
     """The result of a request, and Slurm's last answer.
 
-    ``is_ending``: the request was not made, because the job is being cancelled or requeued by somebody else.
+    ``job_is_ending``: no request was made, because the job is being cancelled or requeued already.
     """
 
     succeeded: bool
@@ -285,7 +286,7 @@ class RequeueResult:
 
 def request_requeue(
     job: str,
-    runner: CommandRunner = run_command,
+    runner: CommandRunner = run_slurm_command,
     *,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
@@ -298,25 +299,122 @@ def request_requeue(
     Args:
         job: its number; for an element of an array ``ARRAY_ELEMENT``, since the bare number means all
             elements.
-        run: runs a command.
+        runner: runs a command.
         clock: a monotonic clock in seconds.
         sleep: sleeps for so many seconds.
 
     """
-    until, tries = clock() + REQUEUE_TIMEOUT_S, 0
+    deadline, attempts = clock() + REQUEUE_TIMEOUT_S, 0
     while True:
-        tries += 1
-        answer = runner(_show_job_argv(job), min(QUERY_TIMEOUT_S, max(1.0, until - clock())))
-        heard = _parse_termination_reason(answer)
-        if heard is TerminationReason.JOB_ENDING:
-            return RequeueResult(False, SCHEDULER_ENDS_JOB, tries, job_is_ending=True)
-        if heard is not TerminationReason.UNKNOWN:
-            answer = runner(["scontrol", "requeue", job], min(2 * QUERY_TIMEOUT_S, max(1.0, until - clock())))
+        attempts += 1
+        answer = runner(_show_job_argv(job), min(QUERY_TIMEOUT_S, max(1.0, deadline - clock())))
+        reason = _parse_termination_reason(answer)
+        if reason is TerminationReason.JOB_ENDING:
+            return RequeueResult(False, SCHEDULER_ENDS_JOB, attempts, job_is_ending=True)
+        if reason is not TerminationReason.UNKNOWN:
+            timeout_s = min(2 * QUERY_TIMEOUT_S, max(1.0, deadline - clock()))
+            answer = runner(["scontrol", "requeue", job], timeout_s)
         elif answer.exit_code == 0:
-            answer = CommandResult(None, "scontrol show job says nothing of its state")
+            answer = CommandResult(None, "scontrol show job did not give the job's state")
         text = answer.output.splitlines()[0][:200] if answer.output else ""
         if answer.exit_code == 0 or _REQUEUED_PATTERN.search(text):
-            return RequeueResult(True, text, tries)
-        if _REFUSED_PATTERN.search(text) or clock() + RETRY_DELAY_S >= until:
-            return RequeueResult(False, text or f"exit code {answer.exit_code}", tries)
+            return RequeueResult(True, text, attempts)
+        if _REFUSED_PATTERN.search(text) or clock() + RETRY_DELAY_S >= deadline:
+            return RequeueResult(False, text or f"exit code {answer.exit_code}", attempts)
         sleep(RETRY_DELAY_S)
+
+
+# ---- the shared token ----------------------------------------------------------------------------------
+
+SHARED_DIR_NAME = ".elastic_resume"
+TOKEN_FILE_NAME = "token"  # noqa: S105 - the file's name
+TOKEN_TIMEOUT_S = 60.0
+TOKEN_POLL_S = 0.25
+
+
+class SharedDir:
+    """The shared directory of one job."""
+
+    def __init__(self, root: Path, job: str) -> None:
+        """Create the directory.
+
+        Raises:
+            ConfigError: it cannot be created, or belongs to another user.
+
+        """
+        self.path = root / SHARED_DIR_NAME / job
+        need = f"the nodes of {job} need a directory that all of them see, and"
+        if not root.is_dir():  # a new root would be another one on each node
+            raise ConfigError(f"{need} there is no {root} on this one. Name another with --shared-dir.")
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            owner = self.path.stat().st_uid
+        except OSError as error:
+            raise ConfigError(
+                f"{need} {self.path} cannot be made: {error.strerror}. Name another with --shared-dir."
+            ) from error
+        if owner != os.geteuid():
+            raise ConfigError(
+                f"{self.path} belongs to another user (uid {owner}), who would know the job's token. Name "
+                "another directory with --shared-dir."
+            )
+
+    def wait_for_token(self, *, create: bool, timeout_s: float = TOKEN_TIMEOUT_S) -> Path:
+        """Return the path of the token's file; with ``create``, create the token if there is none.
+
+        Several nodes may create it at once; all get the same token.
+
+        Raises:
+            ConfigError: it cannot be created, or does not appear in time.
+
+        """
+        path = self.path / TOKEN_FILE_NAME
+        try:
+            if create:
+                self._create_token(path)
+            limit = time.monotonic() + timeout_s
+            while not _exists_on_server(path):
+                if time.monotonic() >= limit:
+                    raise ConfigError(
+                        f"no {path} after {timeout_s:.0f} s: either the first node of the job does not run, "
+                        "or this directory is not the same on all nodes. Name one that is with --shared-dir, "
+                        "or set ELASTIC_RESUME_TOKEN to a secret before srun."
+                    )
+                time.sleep(TOKEN_POLL_S)
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be made: {error.strerror}. Name another directory with --shared-dir, or set "
+                "ELASTIC_RESUME_TOKEN to a secret before srun."
+            ) from error
+        return path
+
+    def _create_token(self, path: Path) -> None:
+        """Create the token's file whole under its name: other nodes may read it at any moment."""
+        mine = path.with_name(f"{TOKEN_FILE_NAME}.{secrets.token_hex(8)}")
+        descriptor = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with open(descriptor, "w") as file:
+                file.write(secrets.token_hex(32) + "\n")
+            with contextlib.suppress(FileExistsError):
+                os.link(mine, path)
+        finally:
+            mine.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Remove the directory when the job is done. Other nodes may do so at the same time."""
+        with contextlib.suppress(OSError):
+            for path in self.path.iterdir():
+                path.unlink(missing_ok=True)
+            self.path.rmdir()  # keep its parent: another job may be creating its own directory there
+
+
+def _exists_on_server(path: Path) -> bool:
+    """Check existence by opening the file, which makes an NFS client ask the server."""
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
+    except FileNotFoundError:
+        # The client caches that a name is absent; reading the directory refreshes the cache.
+        with contextlib.suppress(OSError):
+            list(path.parent.iterdir())
+        return False
+    return True

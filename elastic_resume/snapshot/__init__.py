@@ -1,1 +1,1 @@
-"""One node's memory that outlives its workers: slots, the process that owns them, commits from them."""
+"""Keep snapshots in shared memory that survives worker crashes, and commit them from there to disk."""

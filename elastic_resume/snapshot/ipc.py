@@ -1,4 +1,4 @@
-"""Connect workers to their node's committer over a unix socket.
+"""Give workers access to their node's slots and committer, over a unix socket and shared memory.
 
 A request is one line with a JSON object ``{"operation": ..., ...}``. Its answer, if it has one, is a line
 too, with a file descriptor beside it where one was requested. The socket has an abstract name of 128 random
@@ -13,6 +13,10 @@ bits. Each side asks the kernel whether the other runs as the same user. One con
     request_commit     snapshot_id             none
     compare            snapshot_id world       none; compare the snapshot in that generation
     discard            index                   none; the slot's snapshot no longer counts
+
+`SlotClient` reserves, maps, fills and reads slots for one local rank. Mapping and populating a large slot
+takes a moment, so a thread does it, and `SlotClient.list_writable` returns only slots that are ready.
+`capture` writes snapshots through it, and `restore` fills slots with received ones.
 """
 
 from __future__ import annotations
@@ -25,17 +29,22 @@ import socket
 import struct
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any
 
+from elastic_resume.checkpoint.layout import Layout
+from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.writer import RetentionPolicy
-from elastic_resume.errors import ElasticResumeError, MachineError
+from elastic_resume.errors import CheckpointError, ElasticResumeError, MachineError
+from elastic_resume.snapshot import slot_pool, slots
 from elastic_resume.snapshot.committer import CheckpointCommitter
-from elastic_resume.snapshot.slots import MAX_SLOTS
+from elastic_resume.snapshot.progress_page import MAX_LOCAL_RANKS
+from elastic_resume.snapshot.slots import MAX_SLOTS, ControlBlock, Slot, SlotState
 
 MAX_MESSAGE_BYTES = 64 * 1024
-MAX_CONNECTIONS = 2048  # two per local rank: a worker's and its successor's
 MAX_COUNT = 1 << 53
 ACCEPT_RETRY_S = 0.1
+RESERVE_RETRY_S = 1.0  # a second slot may fit only after a smaller one was dropped
 RESPONSE_TIMEOUT_S = 120.0  # allocating a large slot takes long
 
 
@@ -48,8 +57,7 @@ class SnapshotServer:
         self.socket_name = f"elastic_resume-snapshots-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind("\0" + self.socket_name)
-        self._listener.listen(MAX_CONNECTIONS)
-        self._connection_permits = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._listener.listen(2 * MAX_LOCAL_RANKS)  # each worker's connection and its successor's
         self._thread = threading.Thread(
             target=self._accept, name="elastic-resume-snapshot-server", daemon=True
         )
@@ -75,43 +83,32 @@ class SnapshotServer:
                     return
                 time.sleep(ACCEPT_RETRY_S)  # e.g. out of descriptors for a moment
                 continue
-            if not is_same_user(connection) or not self._connection_permits.acquire(blocking=False):
+            if not is_same_user(connection):
                 connection.close()
                 continue
+            name = "elastic-resume-snapshot-connection"
+            thread = threading.Thread(
+                target=self._serve_connection, args=(connection,), name=name, daemon=True
+            )
             try:
-                threading.Thread(
-                    target=self._serve_connection,
-                    args=(connection,),
-                    name="elastic-resume-snapshot-connection",
-                    daemon=True,
-                ).start()
+                thread.start()
             except RuntimeError:  # the process may start no more threads
                 connection.close()
-                self._connection_permits.release()
 
     def _serve_connection(self, connection: socket.socket) -> None:
-        try:
-            with (
-                connection,
-                connection.makefile("rb") as lines,
-                contextlib.suppress(OSError, ValueError, RecursionError),
-            ):
-                while request := lines.readline(MAX_MESSAGE_BYTES):
-                    if not request.endswith(b"\n"):
-                        return  # too long or cut off
-                    answer, descriptor = self._handle_request(json.loads(request))
-                    if answer is not None:
-                        _send_response(connection, answer, descriptor)
-        finally:
-            self._connection_permits.release()
+        with (
+            connection,
+            connection.makefile("rb") as lines,
+            contextlib.suppress(OSError, ValueError, RecursionError),
+        ):
+            while (request := lines.readline(MAX_MESSAGE_BYTES)).endswith(b"\n"):  # else too long or cut off
+                answer, descriptor = self._handle_request(json.loads(request))
+                if answer is not None:
+                    data = json.dumps(answer).encode() + b"\n"
+                    socket.send_fds(connection, [data], [] if descriptor is None else [descriptor])
 
     def _handle_request(self, request: Any) -> tuple[dict[str, Any] | None, int | None]:
-        """Execute a request; return the answer and a descriptor to pass.
-
-        Raises:
-            ValueError: the request is invalid.
-
-        """
+        """Return the answer to a request and a descriptor to pass; raise ValueError if it is invalid."""
         if not isinstance(request, dict):
             raise ValueError("not a request")  # noqa: TRY004
         operation, pool = request.get("operation"), self._committer.slot_pool
@@ -149,29 +146,25 @@ class SnapshotServer:
 
 
 class SnapshotClient:
-    """A worker's side; its threads may share it, but a fork must create its own."""
+    """A worker's connection; its threads may share it, but a fork must create its own."""
 
     def __init__(self, socket_name: str) -> None:
-        """Connect to the committer's socket.
-
-        Raises:
-            ElasticResumeError: nothing answers there.
-
-        """
+        """Connect to the committer's socket; raise ElasticResumeError if nothing answers there."""
         self._call_lock = threading.Lock()
         self._send_lock = threading.Lock()  # separate, so that `send` never waits for an answer to `call`
         self._socket_name = socket_name
         self._socket: socket.socket | None = None
         self._received = b""
         try:
-            _, descriptor = self.call("hello", expect_descriptor=True)
+            _, self.control_descriptor = self.call("hello")
+            if self.control_descriptor < 0:
+                raise OSError("it sent no descriptor")  # noqa: TRY301
         except OSError as error:
             self.close()
             raise ElasticResumeError(
                 f"this node's snapshot server does not answer ({error}): has the agent ended, or does this "
                 "worker run in another network namespace? --snapshot-memory off works without it."
             ) from error
-        self.control_descriptor = descriptor
 
     def send(self, operation: str, **fields: Any) -> None:
         """Send a request without an answer; errors are ignored, because a dead committer ends its workers."""
@@ -179,24 +172,15 @@ class SnapshotClient:
             self._ensure_connected().sendall(json.dumps({"operation": operation, **fields}).encode() + b"\n")
 
     def call(
-        self,
-        operation: str,
-        *,
-        expect_descriptor: bool = False,
-        timeout_s: float | None = RESPONSE_TIMEOUT_S,
-        **fields: Any,
+        self, operation: str, *, timeout_s: float | None = RESPONSE_TIMEOUT_S, **fields: Any
     ) -> tuple[dict[str, Any], int]:
         """Send a request; return its answer and the descriptor that came with it, or -1.
 
-        Raises:
-            OSError: the committer exited, or did not answer within ``timeout_s``.
-
+        An OSError means that the committer exited, or did not answer within ``timeout_s``.
         """
         with self._call_lock:
             try:
-                return self._send_and_receive(
-                    {"operation": operation, **fields}, timeout_s, expect_descriptor=expect_descriptor
-                )
+                return self._send_and_receive({"operation": operation, **fields}, timeout_s)
             except OSError:
                 # A late answer would be taken for the answer to the next request.
                 with self._send_lock:
@@ -204,7 +188,7 @@ class SnapshotClient:
                 raise
 
     def _send_and_receive(
-        self, request: dict[str, Any], timeout_s: float | None, *, expect_descriptor: bool
+        self, request: dict[str, Any], timeout_s: float | None
     ) -> tuple[dict[str, Any], int]:
         with self._send_lock:
             connection = self._ensure_connected()
@@ -218,10 +202,7 @@ class SnapshotClient:
             if not data or len(self._received) > MAX_MESSAGE_BYTES:
                 raise OSError("the committer closed the connection")
         line, _, self._received = self._received.partition(b"\n")
-        answer = json.loads(line)
-        if expect_descriptor and not descriptors and not answer.get("missing"):
-            raise OSError("the committer sent no descriptor")
-        return answer, descriptors[0] if descriptors else -1
+        return json.loads(line), descriptors[0] if descriptors else -1
 
     def _ensure_connected(self) -> socket.socket:
         """Return the connection, reconnecting after a failure; hold ``_send_lock``."""
@@ -253,18 +234,200 @@ class SnapshotClient:
             del self.control_descriptor
 
 
+@dataclass(frozen=True)
+class LocalSnapshot:
+    """A complete snapshot of this node; its manifest's blocks have no digests yet."""
+
+    slot: Slot
+    snapshot_id: int
+    manifest: Manifest
+    image: memoryview
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """(generation, step)."""
+        return self.manifest.version
+
+
+class SlotClient:
+    """The slots of this node, for one of its local ranks."""
+
+    def __init__(self, socket_name: str, local_rank: int, *, is_local_leader: bool) -> None:
+        """Connect to the committer's socket; raise ElasticResumeError if it does not answer."""
+        self.is_local_leader = is_local_leader
+        self.local_rank = local_rank
+        self.slot_count = slot_pool.SLOT_COUNT  # existing or planned; exact after `reserve`
+        self.reserved_bytes = 0  # slot size for which `slot_count` is exact
+        self._reserved_at = 0.0
+        self._client = SnapshotClient(socket_name)
+        self.control_block = ControlBlock(self._client.control_descriptor)
+        self._slots: dict[tuple[int, int], Slot] = {}
+        self._populated: set[tuple[int, int]] = set()
+        self._lock = threading.Lock()
+        self._prepare_thread: threading.Thread | None = None
+
+    # ---- for snapshots ---------------------------------------------------------------------------------
+
+    def prepare_slots(self, nbytes: int, *, is_estimate: bool = False) -> None:
+        """Reserve (as local leader), map and populate slots of ``nbytes`` in a thread.
+
+        ``is_estimate``: the true size is unknown, so do not record how many slots fit.
+        """
+        if self._prepare_thread is None or not self._prepare_thread.is_alive():
+            self._reserved_at = time.monotonic()
+            self._prepare_thread = threading.Thread(
+                target=self._prepare, args=(nbytes, is_estimate), name="elastic-resume-slots", daemon=True
+            )
+            self._prepare_thread.start()
+
+    def reserve(self, nbytes: int, *, is_estimate: bool = False, all_now: bool = True) -> int:
+        """Reserve slots of ``nbytes`` and return how many there will be; one exists on return.
+
+        Only the local leader calls this. ``all_now``: create the others at once, in the background.
+        """
+        count = 0
+        with contextlib.suppress(OSError, KeyError, TypeError, ValueError):
+            answer, _ = self._client.call("reserve", bytes=nbytes, all=all_now)
+            count = int(answer["slots"])
+        if not is_estimate:
+            self.slot_count, self.reserved_bytes = count, nbytes
+        return count
+
+    def list_writable(self, nbytes: int) -> list[SlotState]:
+        """Return the slots of at least ``nbytes`` that can be written without waiting."""
+        fitting = [state for state in self.control_block.read_slots() if state.capacity >= nbytes]
+        if nbytes <= slots.SMALL_SLOT_BYTES:
+            for state in fitting:
+                self._map_and_populate(state)
+        elif any((state.index, state.serial) not in self._populated for state in fitting):
+            # The present capacity, so that the metadata has room to grow.
+            self.prepare_slots(min(state.capacity for state in fitting))
+        may_retry = time.monotonic() > self._reserved_at + RESERVE_RETRY_S
+        if fitting and len(fitting) < self.slot_count and may_retry:
+            self.prepare_slots(min(state.capacity for state in fitting))
+        return [state for state in fitting if (state.index, state.serial) in self._populated]
+
+    def map_slot(self, index: int, serial: int | None = None) -> Slot | None:
+        """Map slot ``index``; return None if it no longer exists or the committer does not answer."""
+        serial = self.control_block.slot_record(index).get("serial") if serial is None else serial
+        with self._lock:
+            if (index, serial) not in self._slots:
+                self._unmap_stale()
+                try:
+                    answer, descriptor = self._client.call("slot", index=index, serial=serial)
+                except OSError:
+                    return None
+                if descriptor < 0:
+                    return None
+                try:
+                    record = self.control_block.slot_record(index)
+                    self._slots[index, serial] = Slot(descriptor, int(answer["capacity"]), serial, record)
+                finally:
+                    os.close(descriptor)
+            return self._slots[index, serial]
+
+    def find_slot(self, snapshot_id: int) -> Slot | None:
+        """Map the slot assigned to ``snapshot_id``; return None if there is none."""
+        for state in self.control_block.read_slots():
+            if state.target == snapshot_id:
+                return self.map_slot(state.index, state.serial)
+        return None
+
+    def send(self, operation: str, **fields: Any) -> None:
+        """Send the committer a request without an answer; see `ipc`."""
+        self._client.send(operation, **fields)
+
+    def commit(self, snapshot_id: int) -> dict[str, Any]:
+        """Wait until the committer has committed ``snapshot_id``; return its answer."""
+        answer, _ = self._client.call("commit", timeout_s=None, snapshot_id=snapshot_id)
+        return answer
+
+    # ---- for resuming ----------------------------------------------------------------------------------
+
+    def find_newest(self) -> LocalSnapshot | None:
+        """Return the newest complete snapshot or None; raise CheckpointError if it is damaged."""
+        state = slots.newest_complete(self.control_block.read_slots())
+        slot = self.map_slot(state.index, state.serial) if state is not None else None
+        if state is None or slot is None:
+            return None
+        manifest, image = slot.read_snapshot(state.target)
+        Layout.parse(image, len(image))
+        return LocalSnapshot(slot, state.target, manifest, image)
+
+    def discard(self, index: int) -> None:
+        """Make the slot's snapshot incomplete."""
+        self._client.send("discard", index=index)
+        self.control_block.slot_record(index).set("target", 0)
+
+    def acquire_slot(self, image_bytes: int, manifest: Manifest) -> Slot | None:
+        """Return a slot into which an image can be received; None if none is free.
+
+        Only one slot is created now; creating the others would delay the transfer.
+        """
+        needed = slots.required_slot_bytes(image_bytes, *map(len, _encode_manifest(manifest)))
+        if self.reserve(needed, is_estimate=True, all_now=False) == 0:
+            return None
+        # This never chooses the only snapshot: the source rank may die while it sends.
+        state = slots.choose_overwritable(
+            [state for state in self.control_block.read_slots() if state.capacity >= needed]
+        )
+        return self.map_slot(state.index, state.serial) if state is not None else None
+
+    def populate(self, slot: Slot) -> None:
+        """Map all pages of a slot; another thread may fill it meanwhile."""
+        slot.populate()
+        self._populated.add((slot.index, slot.serial))
+
+    def begin_fill(self, slot: Slot) -> None:
+        """Make the slot incomplete until `finish_fill`."""
+        for name in ("target", "layout", "watermark"):
+            slot.record.set(name, 0)
+
+    def finish_fill(self, slot: Slot, manifest: Manifest, *, on_disk: bool) -> None:
+        """Make the verified image in ``slot`` this node's snapshot; request its commit unless ``on_disk``."""
+        snapshot_id = slots.encode_snapshot_id(*manifest.version)
+        static, dynamic = _encode_manifest(manifest)
+        slot.write_metadata(b"", manifest.file_bytes, static, dynamic, secrets.randbits(63) | 1)
+        slot.record.set("parts", 1)
+        slot.record.set_copied(0, snapshot_id)
+        slot.record.set("committed" if on_disk else "commit_requested", snapshot_id)
+        slot.record.set("target", snapshot_id)
+        if not on_disk:
+            self._client.send("request_commit", snapshot_id=snapshot_id)
+
+    def close(self) -> None:
+        """Close the connection; mapped slots stay mapped."""
+        self._client.close()
+
+    # ---- inside ----------------------------------------------------------------------------------------
+
+    def _prepare(self, nbytes: int, is_estimate: bool) -> None:
+        if self.is_local_leader:
+            self.reserve(nbytes, is_estimate=is_estimate)
+        with contextlib.suppress(CheckpointError, OSError):
+            for state in self.control_block.read_slots():
+                if state.capacity >= nbytes:
+                    self._map_and_populate(state)
+
+    def _map_and_populate(self, state: SlotState) -> None:
+        key = (state.index, state.serial)
+        if key in self._populated:
+            return
+        slot = self.map_slot(*key)
+        if slot is not None:
+            self.populate(slot)
+
+    def _unmap_stale(self) -> None:
+        existing = {(state.index, state.serial) for state in self.control_block.read_slots()}
+        for key in self._slots.keys() - existing:
+            self._populated.discard(key)
+            del self._slots[key]
+
+
 def is_same_user(connection: socket.socket) -> bool:
     """Whether the peer process runs as this user."""
     _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return bool(uid == os.getuid())
-
-
-def _send_response(connection: socket.socket, response: dict[str, Any], descriptor: int | None) -> None:
-    data = json.dumps(response).encode() + b"\n"
-    if descriptor is None:
-        connection.sendall(data)
-    else:
-        socket.send_fds(connection, [data], [descriptor])
 
 
 def _parse_retention(request: dict[str, Any]) -> RetentionPolicy:
@@ -286,3 +449,17 @@ def _parse_count(request: dict[str, Any], name: str, maximum: int = MAX_COUNT, m
     if type(value) is not int or not minimum <= value <= maximum:
         raise ValueError(f"{name} is {value!r}")
     return value
+
+
+def _encode_manifest(manifest: Manifest) -> tuple[bytes, bytes]:
+    static = {
+        "run_id": manifest.run_id,
+        "node": manifest.node,
+        "rank": manifest.rank,
+        "world_size": manifest.world_size,
+        "writer": manifest.writer,
+        "follows_rank0": list(manifest.follows_rank0),
+        "state": manifest.state,
+    }
+    dynamic = slots.dynamic_metadata(manifest.generation, manifest.position, manifest.written_at, {})
+    return slots.encode_metadata(static), slots.encode_metadata(dynamic)

@@ -32,17 +32,19 @@ MAX_LOCAL_RANKS = 1024
 # Makes a worker with a ``stack_output_fd`` write the stacks of its threads; not used by known schedulers,
 # launchers or libraries.
 STACKS_SIGNAL = signal.SIGRTMIN + 11
-_STEP_WORDS = 4  # generation, step, world size, busy
-_DETAIL_WORDS = 16
+_STEP_FIELDS = ("generation", "step", "world_size", "busy")
 _DETAIL_FIELDS = (
     "rank", "agent_pid", "round", "pid", "start_ticks", "first_step",
     "last_progress_ns", "collectives", "busy_until_ns", "epoch_end_step",
     "stack_output_fd", "stack_request_fd",
 )  # fmt: skip
-_FIELD_INDEX = {name: at for at, name in enumerate(_DETAIL_FIELDS)}
-_LAST_PROGRESS_NS, _COLLECTIVES = _FIELD_INDEX["last_progress_ns"], _FIELD_INDEX["collectives"]
+_STEP_WORDS, _DETAIL_WORDS = len(_STEP_FIELDS), 16
 _DETAIL_START = MAX_LOCAL_RANKS * _STEP_WORDS
 _PAGE_BYTES = MAX_LOCAL_RANKS * (_STEP_WORDS + _DETAIL_WORDS) * 8
+# Field -> index of local rank 0's word, and words between two ranks.
+_WORDS = {name: (at, _STEP_WORDS) for at, name in enumerate(_STEP_FIELDS)} | {
+    name: (_DETAIL_START + at, _DETAIL_WORDS) for at, name in enumerate(_DETAIL_FIELDS)
+}
 _MAX_COUNT = 1 << 53
 
 
@@ -92,12 +94,7 @@ class ProgressPage:
     """The page of one node, opened by any of its processes."""
 
     def __init__(self, path: Path) -> None:
-        """Open or create the page at ``path``.
-
-        Raises:
-            MachineError: the path is not a file, or the disk is full.
-
-        """
+        """Open or create the page; raise MachineError if ``path`` is not a file, or the disk is full."""
         self._path = path
         with translate_os_errors("open", path):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
@@ -120,58 +117,45 @@ class ProgressPage:
         worker: WorkerProcess | None = None,
     ) -> None:
         """Record that ``local_rank`` starts ``generation`` at ``step`` in process ``worker``."""
-        words, at, detail = self._words, local_rank * _STEP_WORDS, _detail_start(local_rank)
-        # pid is cleared first and stored last, because a record without it is invalid
-        for name in ("pid", "last_progress_ns", "busy_until_ns", "epoch_end_step", "collectives"):
-            words[detail + _FIELD_INDEX[name]] = 0
-        words[detail + _FIELD_INDEX["first_step"]] = step
-        words[at + 1] = 0
-        words[at + 3] = 0
-        words[at + 2] = world_size
-        words[at] = generation
-        words[at + 1] = step
+        # A record without a pid is invalid, so the pid is cleared first and stored last.
+        self._store(local_rank, pid=0, last_progress_ns=0, busy_until_ns=0, epoch_end_step=0, collectives=0)
+        self._store(local_rank, first_step=step, step=0, busy=0)
+        self._store(local_rank, world_size=world_size, generation=generation)
+        self._store(local_rank, step=step)
         if worker is not None:
-            for name in ("rank", "agent_pid", "round", "start_ticks", "stack_output_fd", "stack_request_fd"):
-                words[detail + _FIELD_INDEX[name]] = getattr(worker, name)
-            words[detail + _FIELD_INDEX["pid"]] = worker.pid
+            details = {name: value for name, value in vars(worker).items() if name != "pid"}
+            self._store(local_rank, **details, pid=worker.pid)
 
     def finish_step(self, local_rank: int, step: int, collectives: int = 0) -> None:
         """Record that ``local_rank`` finished ``step``."""
-        words, detail = self._words, _DETAIL_START + local_rank * _DETAIL_WORDS
-        words[local_rank * _STEP_WORDS + 1] = step
-        words[detail + _COLLECTIVES] = collectives
-        words[detail + _LAST_PROGRESS_NS] = time.monotonic_ns()
+        self._store(local_rank, step=step, collectives=collectives, last_progress_ns=time.monotonic_ns())
 
     def end_epoch(self, local_rank: int, step: int) -> None:
         """Record that ``step`` ended an epoch."""
-        self._words[_detail_start(local_rank) + _FIELD_INDEX["epoch_end_step"]] = step
+        self._store(local_rank, epoch_end_step=step)
 
     def set_idle(self, local_rank: int) -> None:
         """Record that ``local_rank`` need not finish a step until it finishes the next one."""
-        self._words[_detail_start(local_rank) + _LAST_PROGRESS_NS] = 0
+        self._store(local_rank, last_progress_ns=0)
 
     def set_busy(self, local_rank: int, busy: bool, limit_s: float = 0.0) -> None:
         """Record that ``local_rank`` starts or ends long work outside a step.
 
         ``limit_s``: it counts as busy for at most this long; 0: no limit.
         """
-        detail = _detail_start(local_rank)
+        at, stride = _WORDS["last_progress_ns"]
         if busy:
             until_ns = time.monotonic_ns() + int(limit_s * 1e9) if limit_s > 0 else 0
-            self._words[detail + _FIELD_INDEX["busy_until_ns"]] = until_ns
-        elif self._words[detail + _LAST_PROGRESS_NS]:
-            self._words[detail + _LAST_PROGRESS_NS] = time.monotonic_ns()
-        self._words[local_rank * _STEP_WORDS + 3] = int(busy)
+            self._store(local_rank, busy_until_ns=until_ns)
+        elif self._words[at + local_rank * stride]:
+            self._store(local_rank, last_progress_ns=time.monotonic_ns())
+        self._store(local_rank, busy=int(busy))
 
     def newest_progress(self, known_generation: int) -> tuple[int, int, int]:
         """Return (generation, step, world size) of the most advanced local rank; zeros if there is none.
 
-        Args:
-            known_generation: the node's own, which is durable before any of its steps.
-
-        Raises:
-            NodeFileError: the page is damaged.
-
+        Raise NodeFileError if the page is damaged: ``known_generation`` is the node's own, which is durable
+        before any of its steps.
         """
         words = self._words
         progress = [
@@ -191,6 +175,12 @@ class ProgressPage:
         """Zero the page; only before the node's ranks call `start_generation`."""
         self._map[:] = bytes(_PAGE_BYTES)
 
+    def _store(self, local_rank: int, **values: int) -> None:
+        """Store words of ``local_rank`` in the given order."""
+        for name, value in values.items():
+            at, stride = _WORDS[name]
+            self._words[at + local_rank * stride] = value
+
 
 def read_records(path: Path, local_ranks: int) -> list[ProgressRecord]:
     """Read the records of the first ``local_ranks``, without invalid ones.
@@ -199,7 +189,7 @@ def read_records(path: Path, local_ranks: int) -> list[ProgressRecord]:
     read twice before acting on one.
     """
     count = min(local_ranks, MAX_LOCAL_RANKS)
-    with contextlib.suppress(OSError):  # no worker has created it, or the disk fails
+    with contextlib.suppress(OSError):  # no worker has created the file, or the disk fails
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             steps = os.pread(descriptor, count * _STEP_WORDS * 8, 0)
@@ -212,16 +202,12 @@ def read_records(path: Path, local_ranks: int) -> list[ProgressRecord]:
     return []
 
 
-def _detail_start(local_rank: int) -> int:
-    return _DETAIL_START + local_rank * _DETAIL_WORDS
-
-
 def _parse_record(local_rank: int, step_words: bytes, detail_words: bytes) -> ProgressRecord | None:
     generation, step, world_size, busy = struct.unpack_from("=4Q", step_words, local_rank * _STEP_WORDS * 8)
     words = struct.unpack_from(f"={len(_DETAIL_FIELDS)}Q", detail_words, local_rank * _DETAIL_WORDS * 8)
     details = dict(zip(_DETAIL_FIELDS, words, strict=True))
     if not 0 < details["pid"] < 1 << 22 or max(generation, step, world_size, details["rank"]) > _MAX_COUNT:
-        return None  # not started, or damaged
+        return None  # the rank has not started, or the record is damaged
     if max(details["stack_output_fd"], details["stack_request_fd"]) >= 1 << 30:
         return None
     worker = WorkerProcess(**{name: details.pop(name) for name in WorkerProcess.__dataclass_fields__})

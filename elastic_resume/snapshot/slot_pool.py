@@ -7,6 +7,7 @@ complete snapshot and not one that is being read. `count_fitting_slots` and `des
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections import Counter
@@ -16,7 +17,9 @@ from dataclasses import dataclass, field
 from elastic_resume.schedulers import resources
 from elastic_resume.snapshot import slots
 from elastic_resume.snapshot.slots import ControlBlock, Slot, SlotState
-from elastic_resume.units import format_bytes
+from elastic_resume.units import format_bytes, format_count
+
+logger = logging.getLogger(__name__)
 
 SLOT_COUNT = 3  # the newest complete one, one being written, one being committed
 FREE_MEMORY_FRACTION = 0.5  # training may still need the other half
@@ -41,28 +44,25 @@ def describe_budget(
     """Describe in one line what the node's snapshots get, and what follows from it."""
     allowed = int(free_bytes * FREE_MEMORY_FRACTION) if allowed_bytes is None else allowed_bytes
     source = f"half of the {format_bytes(free_bytes)} free" if allowed_bytes is None else "--snapshot-memory"
-    size = format_bytes(slot_bytes)
-    budget = f"({format_bytes(allowed)} allowed, {source})"
-    if slot_count >= SLOT_COUNT:
-        return f"snapshots: {slot_count} slots of {size} {budget}"
-    if slot_count == 2:
-        return f"snapshots: 2 slots of {size} {budget}; no snapshot is taken during a commit of the older one"
-    if slot_count == 1:
-        return (
-            f"snapshots: 1 slot of {size} {budget}; it serves commits only, and a failure costs "
-            "the steps since the last checkpoint"
-        )
-    return (
-        f"snapshots: none, a slot of {size} does not fit {budget}; training waits for the disk at each "
-        "checkpoint, and a failure costs the steps since"
+    consequences = {
+        0: "; training waits for the disk at each checkpoint, and a failure costs the steps since",
+        1: "; it serves commits only, and a failure costs the steps since the last checkpoint",
+        2: "; no snapshot is taken during a commit of the older one",
+    }
+    size, budget = format_bytes(slot_bytes), f"({format_bytes(allowed)} allowed, {source})"
+    count = (
+        f"{format_count(slot_count, 'slot')} of {size}"
+        if slot_count
+        else f"none, a slot of {size} does not fit"
     )
+    return f"snapshots: {count} {budget}{consequences.get(slot_count, '')}"
 
 
 @dataclass
 class _OwnedSlot:
     descriptor: int
     slot: Slot
-    pins: Counter[str] = field(default_factory=Counter)  # by field of the record
+    pins: Counter[str] = field(default_factory=Counter)  # field of the record -> number of pins
 
 
 class SlotPool:
@@ -72,23 +72,20 @@ class SlotPool:
         self,
         allowed_bytes: int | None,
         *,
-        log: Callable[[str], None],
         measure_free_bytes: Callable[[], int] = resources.available_memory_bytes,
     ) -> None:
         """Create the control block; `reserve` creates slots.
 
         Args:
             allowed_bytes: limit for all slots; None: half of the free memory; 0: no slots.
-            log: gets one line whenever the number or size of slots changes.
             measure_free_bytes: returns the memory the node could still take.
 
         """
         self._allowed_bytes = allowed_bytes
-        self._log = log
         self._measure_free_bytes = measure_free_bytes
         self.control_descriptor = ControlBlock.create()
         self.control_block = ControlBlock(self.control_descriptor)
-        # The path under which worker supervisors open it, since torchelastic passes no descriptors on.
+        # Worker supervisors open it under this path, since torchelastic passes no descriptors on.
         self.control_path = f"/proc/{os.getpid()}/fd/{self.control_descriptor}"
         self._owned: dict[int, _OwnedSlot] = {}
         self._last_serial = 0
@@ -129,7 +126,8 @@ class SlotPool:
     def pin(self, state: SlotState, *, hard: bool = True) -> Iterator[Slot | None]:
         """Keep the local leader from overwriting the slot; yield None if that happened already.
 
-        With ``hard`` false the leader may overwrite it if it has no other slot; the memory then stays mapped.
+        With ``hard`` false the local leader may overwrite it if no other slot is free. The memory then stays
+        mapped.
         """
         pin_field = "pinned" if hard else "soft_pinned"
         with self._lock:
@@ -153,8 +151,8 @@ class SlotPool:
     def distrust_after(self, generation: int, step: int) -> None:
         """Discard snapshots of that generation with a later step."""
         for state in self.control_block.read_slots():
-            slot_generation, slot_step = slots.decode_snapshot_id(state.target)
-            if slot_generation == generation and slot_step > step:
+            found_generation, found_step = slots.decode_snapshot_id(state.target)
+            if found_generation == generation and found_step > step:
                 self.discard(state.index)
 
     def discard(self, index: int) -> None:
@@ -200,7 +198,7 @@ class SlotPool:
                 # A smaller request that existing slots satisfy changes nothing.
                 last_count, last_capacity = self._last_plan
                 if last_count != planned or (last_capacity != capacity and fitting < planned):
-                    self._log(describe_budget(planned, capacity, free_bytes=free, allowed_bytes=allowed))
+                    logger.info(describe_budget(planned, capacity, free_bytes=free, allowed_bytes=allowed))
                 self._last_plan = (planned, capacity)
             while fitting < (min(min_count, possible) if min_count else possible):
                 if not self._create_slot(capacity):
@@ -230,7 +228,7 @@ class SlotPool:
         except OSError as error:
             if self._failed_capacity != capacity:  # log once; workers repeat the request
                 self._failed_capacity = capacity
-                self._log(f"snapshots: no memory for another slot of {format_bytes(capacity)}: {error}")
+                logger.info(f"snapshots: no memory for another slot of {format_bytes(capacity)}: {error}")
             return False
         with self._lock:
             self._last_serial += 1

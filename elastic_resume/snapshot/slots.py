@@ -1,13 +1,14 @@
-"""Hold a node's snapshots in memory that outlives its workers, shared without locks.
+"""Define the memory layout and the lock-free protocol of slots, the shared memory of a node's snapshots.
 
-A *slot* is an anonymous file (memfd) that the committer owns and the workers map. It describes itself:
+The memory outlives the workers. A *slot* is an anonymous file (memfd) that the committer owns and the workers
+map. It describes itself:
 
     [0, image_bytes)   the image: byte for byte the safetensors file of a checkpoint
     static             JSON that changes with the layout only: run_id, node, rank, world_size, writer,
                        follows_rank0, and the constant part of the state
     dynamic            JSON of this snapshot: generation, position, written_at, and the rest of the state
 
-`build_manifest` merges the two into a checkpoint's manifest. Beside the slots lies the *control block*, a
+`Slot.read_snapshot` merges the two into a checkpoint's manifest. Beside the slots lies the *control block*, a
 page of aligned 8-byte words. Each word has one writer, so a reader sees the old or the new value. A *snapshot
 id* is one word made of generation and step; a greater id is newer.
 
@@ -17,9 +18,9 @@ Writing a snapshot:
     each local rank: copies its share of the tensors -> stores id as its own word
     complete: target and the words of all ranks are equal
 
-So a slot whose writer died is never complete. Readers do not lock either. The committer stores the id it
-reads as ``pinned``, so that the leader chooses another slot, and checks again after reading that the slot is
-still complete. This needs stores to become visible in program order. x86 guarantees that; elsewhere each
+So a slot whose writer died is never complete. Readers do not lock either. The committer stores the id that it
+reads as ``pinned``, so that the local leader does not reuse the slot. After reading, it checks that the slot
+is still complete. This needs stores to become visible in program order. x86 guarantees that; elsewhere each
 access of a word has a barrier before and after it.
 """
 
@@ -43,7 +44,7 @@ from elastic_resume.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, Pos
 from elastic_resume.errors import CorruptError
 from elastic_resume.snapshot.progress_page import MAX_LOCAL_RANKS
 
-MAX_SLOTS = 8  # three in use, and three more while larger ones replace them
+MAX_SLOTS = 8  # three in use, three larger ones that replace them, and two spare
 PAGE_BYTES = 4096
 SMALL_SLOT_BYTES = 64 << 20  # created, mapped and populated in some 50 ms, so no thread is needed
 COPY_FAILED = 1  # stored as a rank's snapshot id when its copy failed; never a valid id
@@ -51,20 +52,16 @@ _STEP_BITS = 40
 _MAX_GENERATION = 1 << 23
 _HEADER_WORDS = 16
 _HEADER_FIELDS = (
-    "decided_id",
-    "next_snapshot_step",
-    "commits",
-    "commit_us",
-    "commit_cpu_us",
-    "digest_cpu_us",
-)
+    "decided_id", "next_snapshot_step", "commits", "commit_us", "commit_cpu_us", "digest_cpu_us",
+)  # fmt: skip
 _SLOT_FIELDS = (
     "serial", "capacity", "target", "parts", "image_bytes", "static_offset", "static_bytes",
     "dynamic_offset", "dynamic_bytes", "layout", "watermark", "commit_requested", "pinned", "committed",
     "static_digest", "dynamic_digest", "soft_pinned",
 )  # fmt: skip
+_DECISION_FIELDS = ("commit_requested", "pinned", "committed", "soft_pinned")
 _FIELD_INDEX = {name: at for at, name in enumerate(_SLOT_FIELDS)}
-_RANK_IDS_START = len(_SLOT_FIELDS)  # within a record
+_RANK_IDS_START = len(_SLOT_FIELDS)  # index within a record
 _RECORD_WORDS = _RANK_IDS_START + MAX_LOCAL_RANKS
 # The snapshot id that each local rank is copying. The worker supervisor reads these words at this offset, to
 # let a copy finish before it ends the worker.
@@ -72,7 +69,7 @@ COPYING_START = _HEADER_WORDS
 AWAITING_SLOT = 1 << 63  # flag on a copying word: the rank has no slot yet, so do not wait for its copy
 _RECORDS_START = COPYING_START + MAX_LOCAL_RANKS
 CONTROL_BLOCK_BYTES = -(-(_RECORDS_START + MAX_SLOTS * _RECORD_WORDS) * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
-_MADV_POPULATE_WRITE = 23  # of linux/mman.h; Python's mmap lacks it
+_MADV_POPULATE_WRITE = 23  # from linux/mman.h; Python's mmap lacks it
 _POPULATE_CHUNK_BYTES = 32 << 20
 _MFD_NOEXEC_SEAL = 0x0008
 _F_SEAL_SHRINK_GROW = 0x0002 | 0x0004
@@ -108,10 +105,10 @@ def decode_snapshot_id(snapshot_id: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class SlotState:
-    """The state of one slot at one moment.
+    """The state of one slot at one moment; the fields from ``commit_requested`` on hold snapshot ids.
 
     ``complete``: it holds a whole snapshot. ``pinned``: it is being committed or sent. ``soft_pinned``: it is
-    only being digested for a comparison. These and the other fields hold snapshot ids.
+    only being digested for a comparison.
     """
 
     index: int
@@ -219,7 +216,7 @@ class ControlBlock:
         return create_memory_file("elastic_resume-control", CONTROL_BLOCK_BYTES)
 
     def get(self, name: str) -> int:
-        """Read a header word; the leader writes ``decided_id`` and ``next_snapshot_step``."""
+        """Read a header word; the local leader writes ``decided_id`` and ``next_snapshot_step``."""
         return int(self._words[_HEADER_FIELDS.index(name)])
 
     def set(self, name: str, value: int) -> None:
@@ -227,22 +224,19 @@ class ControlBlock:
         self._words[_HEADER_FIELDS.index(name)] = value
 
     def record_commit_cost(self, seconds: float, cpu_s: float) -> None:
-        """Record the last commit's time, from which the leader derives the checkpoint interval."""
+        """Record the last commit's time, from which the local leader derives the checkpoint interval."""
         self.set("commit_us", int(seconds * 1e6))
         self.set("commit_cpu_us", int(cpu_s * 1e6))
         self.set("commits", self.get("commits") + 1)
 
     def set_copying(self, local_rank: int, snapshot_id: int, *, awaiting_slot: bool = False) -> None:
         """Record which snapshot ``local_rank`` copies, 0 for none; it may still await its slot."""
-        self._words[COPYING_START + local_rank] = (
-            snapshot_id | AWAITING_SLOT if awaiting_slot else snapshot_id
-        )
+        self._words[COPYING_START + local_rank] = snapshot_id | (AWAITING_SLOT if awaiting_slot else 0)
 
     def is_copying_older(self, local_ranks: Iterable[int], snapshot_id: int) -> bool:
         """Whether one of these ranks still copies an older snapshot than ``snapshot_id``."""
-        return any(
-            0 < self._words[COPYING_START + rank] & ~AWAITING_SLOT < snapshot_id for rank in local_ranks
-        )
+        copying = (self._words[COPYING_START + rank] & ~AWAITING_SLOT for rank in local_ranks)
+        return any(0 < copied_id < snapshot_id for copied_id in copying)
 
     def slot_record(self, index: int) -> SlotRecord:
         """Return the words of slot ``index``; raise ValueError after `close`."""
@@ -301,17 +295,9 @@ class SlotRecord:
     def read_state(self) -> SlotState:
         """Read the fields on which decisions depend."""
         target = self.get("target")
-        return SlotState(
-            self.index,
-            self.get("serial"),
-            self.get("capacity"),
-            target,
-            complete=target != 0 and self.complete_snapshot_id() == target,
-            commit_requested=self.get("commit_requested"),
-            pinned=self.get("pinned"),
-            committed=self.get("committed"),
-            soft_pinned=self.get("soft_pinned"),
-        )
+        complete = target != 0 and self.complete_snapshot_id() == target
+        words = {name: self.get(name) for name in ("serial", "capacity", *_DECISION_FIELDS)}
+        return SlotState(index=self.index, target=target, complete=complete, **words)
 
     def reset(self) -> None:
         """Clear the slot; only the committer may call this, for a slot that no process uses."""
@@ -336,12 +322,11 @@ class Slot:
 
     @property
     def watermark(self) -> int:
-        """Bytes of the image that are in place and verified, while a resume fills the slot."""
+        """Verified bytes from the image's start, while a resume fills the slot."""
         return self.record.get("watermark")
 
     @watermark.setter
     def watermark(self, count: int) -> None:
-        """Verified bytes from the image's start, while a resume fills the slot."""
         self.record.set("watermark", count)
 
     def write_metadata(
@@ -371,23 +356,14 @@ class Slot:
         record.set("dynamic_digest", xxhash.xxh3_64_intdigest(dynamic))
 
     def image(self) -> memoryview:
-        """Return the image.
-
-        Raises:
-            ValueError: the recorded size exceeds the slot.
-
-        """
+        """Return the image; raise ValueError if the recorded size exceeds the slot."""
         return self._view(0, self.record.get("image_bytes"))
 
     def read_metadata(self) -> tuple[bytes, bytes]:
-        """Return static and dynamic JSON after checking their digests.
+        """Return static and dynamic JSON; raise ValueError if a digest does not match.
 
         The image has no digest before it is sent or committed. The metadata has one, because all ranks take
         it from the source rank and could not tell its damage from their own.
-
-        Raises:
-            ValueError: header or metadata are damaged.
-
         """
         get = self.record.get
         static = bytes(self._view(get("static_offset"), get("static_bytes")))
@@ -396,6 +372,22 @@ class Slot:
         if digests != (get("static_digest"), get("dynamic_digest")):
             raise ValueError("its header or metadata does not match its digest")
         return static, dynamic
+
+    def read_snapshot(self, snapshot_id: int) -> tuple[Manifest, memoryview]:
+        """Return manifest and image of the slot's snapshot; the manifest's blocks have no digests yet.
+
+        Raises:
+            CorruptError: words or metadata are damaged, or those of another snapshot.
+
+        """
+        try:
+            image = self.image()
+            manifest = _build_manifest(*self.read_metadata(), len(image))
+        except ValueError as error:
+            raise CorruptError(f"snapshot: {error}.") from error
+        if manifest.version != decode_snapshot_id(snapshot_id):
+            raise CorruptError(f"snapshot: its metadata is of {manifest.version}, its id {snapshot_id:#x}.")
+        return manifest, image
 
     def populate(self) -> None:
         """Map all pages now, without the GIL; a store into an unmapped page is thirty times slower."""
@@ -423,11 +415,7 @@ def round_up_to_page(count: int) -> int:
 
 def required_slot_bytes(image_bytes: int, static_bytes: int, dynamic_bytes: int) -> int:
     """Return the slot size for such snapshots, with room for the dynamic part to double."""
-    return (
-        round_up_to_page(image_bytes)
-        + round_up_to_page(static_bytes)
-        + round_up_to_page(2 * dynamic_bytes + (64 << 10))
-    )
+    return sum(map(round_up_to_page, (image_bytes, static_bytes, 2 * dynamic_bytes + (64 << 10))))
 
 
 def create_memory_file(name: str, size: int) -> int:
@@ -455,24 +443,22 @@ def create_memory_file(name: str, size: int) -> int:
     return descriptor
 
 
-def merge_state(static: Mapping[str, Any], dynamic: Mapping[str, Any]) -> dict[str, Any]:
+def merge_state(
+    static: Mapping[str, Any], dynamic: Mapping[str, Any], depth: int = _MERGE_DEPTH
+) -> dict[str, Any]:
     """Merge the typed JSON of a state's static and dynamic parts; the dynamic part takes precedence.
 
-    Plain objects present in both are merged in the static order, as are lists of equal length: in a param
-    group the parameter numbers are static and the learning rate is dynamic. The result shares parts of both
-    inputs.
+    Plain objects present in both are merged in the static order, as are lists of equal length, down to
+    ``depth`` levels: in a param group the parameter numbers are static and the learning rate is dynamic. The
+    result shares parts of both inputs.
     """
-    return _merge_objects(static, dynamic, _MERGE_DEPTH)
-
-
-def _merge_objects(static: Mapping[str, Any], dynamic: Mapping[str, Any], depth: int) -> dict[str, Any]:
     merged = {key: _merge(static[key], v, depth) if key in static else v for key, v in dynamic.items()}
     return {**static, **merged}
 
 
 def _merge(static: Any, dynamic: Any, depth: int) -> Any:
     if depth and type(static) is type(dynamic) is dict and TAG not in static and TAG not in dynamic:
-        return _merge_objects(static, dynamic, depth - 1)
+        return merge_state(static, dynamic, depth - 1)
     if depth and type(static) is type(dynamic) is list and len(static) == len(dynamic):
         return [_merge(s, d, depth - 1) for s, d in zip(static, dynamic, strict=True)]
     return dynamic
@@ -490,29 +476,16 @@ def dynamic_metadata(
     return {"generation": generation, "position": vars(position), "written_at": written_at, "state": state}
 
 
-def build_manifest(static: bytes, dynamic: bytes, image_bytes: int) -> Manifest:
-    """Build a snapshot's manifest; its blocks have no digests yet.
-
-    Raises:
-        CorruptError: the metadata is invalid.
-
-    """
-    if len(static) + len(dynamic) > MAX_MANIFEST_BYTES:
-        raise CorruptError(
-            f"snapshot: {len(static) + len(dynamic)} bytes of metadata; the limit is {MAX_MANIFEST_BYTES}."
-        )
+def _build_manifest(static: bytes, dynamic: bytes, image_bytes: int) -> Manifest:
+    size = len(static) + len(dynamic)
+    if size > MAX_MANIFEST_BYTES:
+        raise CorruptError(f"snapshot: {size} bytes of metadata; the limit is {MAX_MANIFEST_BYTES}.")
     try:
         fields, dynamic_fields = json.loads(static), json.loads(dynamic)
-        state = merge_state(fields.pop("state"), dynamic_fields.pop("state"))
-        position = Position(**dynamic_fields.pop("position"))
-        follows = tuple(fields.pop("follows_rank0"))
-        return Manifest(
-            **fields,
-            **dynamic_fields,
-            position=position,
-            follows_rank0=follows,
-            state=state,
-            file_bytes=image_bytes,
-        )
+        state = merge_state(fields["state"], dynamic_fields["state"])
+        fields |= dynamic_fields | {"state": state, "file_bytes": image_bytes}
+        fields["position"] = Position(**fields["position"])
+        fields["follows_rank0"] = tuple(fields["follows_rank0"])
+        return Manifest(**fields)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(f"snapshot: its metadata is invalid ({error!r}).") from error

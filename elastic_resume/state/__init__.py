@@ -1,1 +1,1 @@
-"""From live objects to named tensors and back."""
+"""Convert tracked objects to named tensors and back; compare and export checkpoints."""

@@ -1,4 +1,4 @@
-"""Records the order of DDP's gradient buckets, and replays it in a resumed run.
+"""Record the order of DDP's gradient buckets, and replay it in a resumed run.
 
 After the first backward pass of a process, DDP assigns gradients to buckets in the order in which they became
 ready. A gradient's place in its bucket decides the order in which the ranks' values are added. With three or
@@ -6,8 +6,8 @@ more ranks a resumed run would therefore round its first steps differently from 
 
 The order is recorded once and kept in the checkpoint. Before the first resumed step, one backward pass of
 zeros makes the gradients ready in that order, and DDP rebuilds its buckets as it always does. The pass
-goes through the bare parameters: a stand-in replaces the model inside DDP, so compiled code and hooks do
-not run.
+goes through the bare parameters: a dummy module replaces the model inside DDP for its duration, so compiled
+code and hooks do not run.
 """
 
 from __future__ import annotations

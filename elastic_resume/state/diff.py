@@ -1,8 +1,7 @@
-"""Compares two checkpoints: tensors by name, and every other value by its path.
+"""Compare two checkpoints: tensors by name, and every other value by its path.
 
-Promise: tensors are read one pair at a time and compared in pieces, so memory does not grow with the
-checkpoints. Tensors are equal if dtype, shape and bits are: -0.0 differs from 0.0, and a NaN equals only a
-NaN with the same bits.
+Tensors are compared in pieces, so memory does not grow with the checkpoints. Tensors are equal if dtype,
+shape and bits are: -0.0 differs from 0.0, and a NaN equals only a NaN with the same bits.
 """
 
 from __future__ import annotations
@@ -21,8 +20,15 @@ from elastic_resume.state import load
 from elastic_resume.state.load import OpenCheckpoint, iter_leaves
 from elastic_resume.state.load_state import describe_tensor
 
-_CHUNK_ELEMENTS = 1 << 20  # compared at a time
+_CHUNK_ELEMENTS = 1 << 20  # elements that are compared at a time
 _INTEGER_DTYPE_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class _Absent:
+    """Marks a name that one checkpoint lacks; None is a value."""
+
+
+_ABSENT = _Absent()
 
 
 @dataclass(frozen=True)
@@ -94,33 +100,20 @@ def _iter_state(checkpoint: OpenCheckpoint) -> Iterator[tuple[str, Any]]:
         yield name, checkpoint.tensor(leaf) if isinstance(leaf, TensorRef) else leaf
 
 
-class _Absent:
-    """Marks a name that one checkpoint lacks; None is a value."""
-
-
-_ABSENT = _Absent()
-
-
-# ---- one name ------------------------------------------------------------------------------------------
-
-
 def _find_differences(name: str, a: Any, b: Any) -> Iterator[Difference]:
     if isinstance(a, _Absent) or isinstance(b, _Absent):
         kind = "only in B" if isinstance(a, _Absent) else "only in A"
         yield Difference(name, kind, describe_value(a), describe_value(b))
     elif not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        if type(a) is not type(b) or not _are_equal(a, b):
+        are_nan = isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b)
+        if type(a) is not type(b) or not (are_nan or a == b):
             yield Difference(name, "value", describe_value(a), describe_value(b))
     elif a.shape != b.shape:
         yield Difference(name, "shape", describe_value(a), describe_value(b))
     elif a.dtype != b.dtype:
         yield _measure_difference(name, "dtype", a, b)
-    elif not _have_same_bits(a, b):
+    elif not all(torch.equal(_view_as_integers(x), _view_as_integers(y)) for x, y in _iter_chunks(a, b)):
         yield _measure_difference(name, "values", a, b)
-
-
-def _are_equal(a: Any, b: Any) -> bool:
-    return bool(a == b) or (isinstance(a, float) and math.isnan(a) and math.isnan(b))
 
 
 def describe_value(value: Any) -> str:
@@ -131,10 +124,6 @@ def describe_value(value: Any) -> str:
         return describe_tensor(value)
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _have_same_bits(a: Tensor, b: Tensor) -> bool:
-    return all(torch.equal(_view_as_integers(x), _view_as_integers(y)) for x, y in _iter_chunks(a, b))
 
 
 def _iter_chunks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -163,10 +152,9 @@ def _measure_difference(name: str, kind: str, a: Tensor, b: Tensor) -> Differenc
             continue
         distance = (x - y).abs()
         distance[x.isnan() & y.isnan()] = 0.0  # NaNs with different bits
-        distance = distance.nan_to_num(nan=math.inf, posinf=math.inf)
-        scale = torch.maximum(x.abs(), y.abs())
-        relative = torch.where(distance == 0, 0.0, distance / scale).nan_to_num(nan=math.inf, posinf=math.inf)
-        max_abs, max_rel = max(max_abs, float(distance.max())), max(max_rel, float(relative.max()))
+        relative = torch.where(distance == 0, 0.0, distance / torch.maximum(x.abs(), y.abs()))
+        max_abs = max(max_abs, float(distance.nan_to_num(nan=math.inf, posinf=math.inf).max()))
+        max_rel = max(max_rel, float(relative.nan_to_num(nan=math.inf, posinf=math.inf).max()))
     return Difference(name, kind, describe_value(a), describe_value(b), count, total, max_abs, max_rel)
 
 

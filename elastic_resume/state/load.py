@@ -1,6 +1,6 @@
-"""Reads checkpoints outside of a run: ``er.load``, and the readers that ``diff`` and ``export`` share.
+"""Read checkpoints outside of a run: ``er.load``, and the readers that ``diff`` and ``export`` share.
 
-Promise: every byte is verified before any of it is returned.
+Invariant: every byte is verified before any of it is returned.
 """
 
 from __future__ import annotations
@@ -30,11 +30,9 @@ from elastic_resume.errors import (
     UsageError,
 )
 from elastic_resume.state import load_state
-from elastic_resume.state.state_dict import COMPLEX_KINDS
-from elastic_resume.state.tensor_buffer import TensorBuffer
+from elastic_resume.state.state_dict import COMPLEX_KINDS, TensorBuffer
 
-INTERNAL_PREFIX = "elastic_resume."  # of the names of objects that a run tracks for itself
-_MAX_RUNS = 1000
+INTERNAL_PREFIX = "elastic_resume."  # prefix of the names of objects that a run tracks for itself
 
 
 @dataclass(frozen=True)
@@ -60,8 +58,7 @@ def load(path: str | os.PathLike[str], name: str | None = "model") -> Any:
     Args:
         path: a checkpoint, or the directory of a node or a run, which means its newest valid checkpoint.
         name: the object to read. "model" returns its state_dict, without ``module.`` and ``_orig_mod.``;
-            "optimizer", "scheduler" … return the argument of their ``load_state_dict``. None returns all, by
-                name.
+            "optimizer", "scheduler" … return the argument of their ``load_state_dict``. None returns all.
 
     Raises:
         UsageError: there is no such object; the text lists the existing ones.
@@ -87,7 +84,6 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
     Raises:
         CheckpointError: there is nothing readable, or its bytes are damaged.
         NoValidCheckpointError: no checkpoint of the directory is valid.
-        UsageError: the directory holds several runs.
 
     """
     if path.name in {constants.MANIFEST_FILE, constants.STATE_FILE}:
@@ -143,7 +139,7 @@ def open_image(path: Path, manifest: Manifest, memory: memoryview) -> OpenCheckp
 
 
 def _list_checkpoints(path: Path) -> list[CatalogEntry]:
-    """List the checkpoints of a node, of a run, or of the only run in ``path``; [] for a checkpoint."""
+    """List the checkpoints of a node or of a run; [] for a checkpoint."""
     if not os.path.lexists(path):
         raise ForeignError("there is no such file or directory.")
     if not path.is_dir():
@@ -152,19 +148,9 @@ def _list_checkpoints(path: Path) -> list[CatalogEntry]:
         )
     if (path / constants.MANIFEST_FILE).is_file() or reader.parse_checkpoint_name(path.name) is not None:
         return []
-    entries = Catalog(path, None).list_entries() or _list_run_checkpoints(path)
-    if entries:
-        return entries
-    runs = {
-        child: _list_run_checkpoints(child) for child in sorted(path.iterdir())[:_MAX_RUNS] if child.is_dir()
-    }
-    names = [child.name for child, checkpoints in runs.items() if checkpoints]
-    if len(names) > 1:
-        raise UsageError(f"{path}: holds {len(names)} runs; give one of them: {', '.join(names[:20])}.")
-    if not names:
-        raise ForeignError("holds no checkpoint of elastic_resume.")
-    return [entry for checkpoints in runs.values() for entry in checkpoints]
-
-
-def _list_run_checkpoints(path: Path) -> list[CatalogEntry]:
-    return [entry for entries in catalog.scan_run(path, None).values() for entry in entries]
+    entries = Catalog(path, None).list_entries() or [
+        entry for entries in catalog.scan_run(path, None).values() for entry in entries
+    ]
+    if not entries:
+        raise ForeignError("holds no checkpoint of elastic_resume. Give the directory of one run.")
+    return entries

@@ -1,6 +1,6 @@
-"""Loads a stored state into live objects, after checking that all of it fits.
+"""Load a stored state into live objects, after checking that all of it fits.
 
-Promise: names, shapes and dtypes are compared before anything is changed, and every difference is listed.
+Invariant: names, shapes and dtypes are compared before anything is changed, and every difference is listed.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ def load_into(
         make_tensor: returns a tensor for an object to keep; default is a copy from ``get_tensor``.
 
     Raises:
-        MismatchError: objects, names, shapes or dtypes differ. The text lists every difference, and nothing
-            was
-            changed.
+        MismatchError: objects, names, shapes or dtypes differ, and nothing was changed.
 
     """
     stored = {name: json_codec.decode(part) for name, part in skeleton.items()}

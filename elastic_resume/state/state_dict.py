@@ -1,4 +1,4 @@
-"""Flattens the tracked objects to named tensors and plain data.
+"""Flatten the tracked objects to named tensors and plain data.
 
 Flattening reads each object's ``state_dict()``. Each tensor gets a name (``model/conv1.weight``,
 ``optimizer/state/0/exp_avg``) and is replaced by a reference; the rest must be plain data. Names never
@@ -12,8 +12,10 @@ for the others the job uses the values of one rank.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,19 +30,86 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from elastic_resume import console
 from elastic_resume.checkpoint import json_codec
 from elastic_resume.checkpoint.json_codec import TensorRef
+from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.errors import ConfigError, UntrackableError
-from elastic_resume.state.tensor_buffer import NAME_BY_DTYPE, view_bytes
+
+logger = logging.getLogger(__name__)
+
+# safetensors' name of each dtype. Complex tensors are stored as pairs of reals.
+NAME_BY_DTYPE: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+DTYPE_BY_NAME = {name: dtype for dtype, name in NAME_BY_DTYPE.items()}
+
+
+def make_spec(name: str, tensor: Tensor) -> TensorSpec:
+    """Describe ``tensor`` under ``name``."""
+    return TensorSpec(name, NAME_BY_DTYPE[tensor.dtype], tuple(tensor.shape))
+
+
+def view_bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor, without a copy and without numpy.
+
+    The tensor must outlive the view.
+    """
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+
+
+class TensorBuffer:
+    """Views a block of host memory as named tensors, without copying.
+
+    The block is byte for byte the safetensors file of a checkpoint. The same block is filled by a save,
+    written to disk, read and verified by a restore, and sent to ranks that lack it.
+    """
+
+    def __init__(self, layout: Layout, memory: memoryview) -> None:
+        """Take ``memory`` of ``layout.total_bytes`` bytes, header included."""
+        self.layout = layout
+        self.memory = memory
+
+    def tensor(self, name: str) -> Tensor:
+        """Return the tensor ``name`` as a view of the memory.
+
+        Raises:
+            KeyError: no such tensor.
+
+        """
+        extent = self.layout.extents[name]
+        dtype = DTYPE_BY_NAME[extent.dtype]
+        if extent.start == extent.stop:
+            return torch.empty(extent.shape, dtype=dtype)
+        count = (extent.stop - extent.start) // dtype.itemsize
+        flat = torch.frombuffer(self.memory, dtype=dtype, count=count, offset=extent.start)
+        return flat.view(extent.shape)
+
+    def tensor_bytes(self, name: str) -> memoryview:
+        """Return the bytes of the tensor ``name``."""
+        extent = self.layout.extents[name]
+        return self.memory[extent.start : extent.stop]
 
 
 class TrackedTensors:
     """Tensors that a script keeps itself, with ``state_dict`` and ``load_state_dict``.
 
-    An average of the weights, say: ``ema=shadow`` or ``ema={"shadow": shadow, "updates": count}``. The
-    given tensor, list, tuple or dict is tracked. Tensors in it may be changed in place or replaced;
-    another list that replaces it is not noticed. Loading copies into the existing tensors.
+    An average of the weights, say: ``ema=shadow`` or ``ema={"shadow": shadow, "updates": count}``. Tensors in
+    the given container may be changed in place or replaced; another container is not noticed.
     """
 
     def __init__(self, name: str, container: Any) -> None:
@@ -48,12 +117,7 @@ class TrackedTensors:
         self._name, self._container = name, container
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the current tensors by key or index.
-
-        Raises:
-            UntrackableError: the container has come to hold something that is no tensor.
-
-        """
+        """Return the current tensors by key or index. Raise UntrackableError for another value."""
         container = self._container
         if isinstance(container, Tensor):
             return {"value": container}
@@ -84,7 +148,7 @@ def is_tensor_container(item: Any) -> bool:
 
 
 REPLICATED = "replicated"  # equal on every rank after every step
-BUFFER = "buffer"  # of a module; DDP uses rank 0's
+BUFFER = "buffer"  # a module's buffer; DDP uses rank 0's
 SCRIPT_OWNED = "own"  # the script's own tensors and averages; start with rank 0's values, as the weights do
 OTHER = "other"
 # An object of this name is an average of the model. It may differ between ranks, since it often includes
@@ -287,7 +351,7 @@ class TensorCollector:
             if name is not None:
                 return TensorRef(name, stored_as)
         name = path
-        while name in self._used_names:  # keys 1 and "1" of one dict give the same path
+        while name in self._used_names:  # keys 1 and "1" of one dict have the same path
             name += "~"
         self._used_names.add(name)
         self.name_by_key[key] = name
@@ -313,14 +377,8 @@ def to_stored_form(tensor: Tensor) -> tuple[str, Tensor]:
 
 def make_key(tensor: Tensor, stored_as: str) -> TensorKey:
     """Return a key that tied tensors share: the same memory, viewed in the same way."""
-    return (
-        tensor.device,
-        tensor.data_ptr(),
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.dtype,
-        stored_as,
-    )
+    place = tensor.device, tensor.data_ptr()
+    return *place, tuple(tensor.shape), tensor.stride(), tensor.dtype, stored_as
 
 
 def _rebuild_dict(original: dict[Any, Any], items: dict[Any, Any]) -> Any:
@@ -442,9 +500,7 @@ class ParameterOrder:
             stored_groups = stored.get(name, groups)
             sizes, stored_sizes = list(map(len, groups)), list(map(len, stored_groups))
             if sizes != stored_sizes:
-                problems.append(
-                    f"{name}: groups of {sizes} parameters now, of {stored_sizes} in the checkpoint"
-                )
+                problems.append(f"{name}: groups of {sizes} parameters now, {stored_sizes} in the checkpoint")
                 continue
             pairs = zip(chain.from_iterable(groups), chain.from_iterable(stored_groups), strict=True)
             here, there = next(((a, b) for a, b in pairs if a != b), ("", ""))
@@ -456,9 +512,8 @@ class ParameterOrder:
 class UntrackedOptimizerCheck:
     """Warns once about each optimizer that steps tracked parameters while its own state is not tracked.
 
-    Such an optimizer was built after `er.resume`, or is hidden in one whose state_dict() lacks its state.
-    A resume would lose that state. The check runs after the optimizer's first step that leaves tensors in
-    its state.
+    Such an optimizer was built after `er.resume`, or is hidden in one whose state_dict() lacks its state. The
+    check runs after the first step that leaves tensors in the optimizer's state.
     """
 
     def __init__(self, tracked: Mapping[str, Any]) -> None:
@@ -482,20 +537,16 @@ class UntrackedOptimizerCheck:
             for value in (entries.values() if isinstance(entries, dict) else ())
             if isinstance(value, Tensor) and value.numel()
         }
-        name = self._find_stepped_model(optimizer)
-        if not addresses or name is None:
+        stepped_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        models = {name: item for name, item in self._tracked.items() if isinstance(item, nn.Module)}
+        stepped = [name for name in models if any(id(p) in stepped_ids for p in models[name].parameters())]
+        if not addresses or not stepped:
             return
         # A tracked optimizer that wraps this one may include its state.
         tracked_addresses = {leaf.tensor.data_ptr() for leaf in flatten(self._tracked).leaves}
         if not addresses <= tracked_addresses:
-            console.say(
-                f"WARNING: {type_name(optimizer)} steps parameters of {name!r}, but its state is untracked. "
-                "A resume would start without it. Build it before er.resume() and pass it as optimizer=."
+            logger.warning(
+                f"WARNING: {type_name(optimizer)} steps parameters of {stepped[0]!r}, but its state is "
+                "untracked. A resume would start without it. Build it before er.resume() and pass it as "
+                "optimizer=."
             )
-
-    def _find_stepped_model(self, optimizer: Optimizer) -> str | None:
-        stepped_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        modules = ((name, item) for name, item in self._tracked.items() if isinstance(item, nn.Module))
-        return next(
-            (name for name, item in modules if any(id(p) in stepped_ids for p in item.parameters())), None
-        )

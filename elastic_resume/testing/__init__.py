@@ -1,7 +1,7 @@
-"""What a test of a training script needs: simulated nodes, and the proof that a killed run is the same run.
+"""Test a training script on simulated nodes, and compare a killed run with an undisturbed one.
 
-The package is a pytest plugin, so ``elastic_cluster`` is there as a fixture: three nodes that can be killed,
-cut off, and started again, each step with a snapshot::
+The package is a pytest plugin. Its fixture ``elastic_cluster`` has three nodes that can be killed, cut off
+and started again; each step has a snapshot::
 
     def test_my_training_survives(elastic_cluster):
         elastic_cluster.start("train.py", "--epochs", "2")
@@ -10,12 +10,12 @@ cut off, and started again, each step with a snapshot::
         assert elastic_cluster.wait_exit() == [0, 0]
         assert elastic_cluster.lost_steps == 0
 
-Other nodes are asked for with a mark, ``@pytest.mark.elastic_resume(nodes=4, hosts="namespaces")``, whose
-arguments are those of `Cluster`; several clusters with the fixture ``make_cluster``. `assert_same_run` runs a
-script undisturbed and with faults, and fails unless both end bit for bit alike. docs/testing.md has more.
+The mark ``@pytest.mark.elastic_resume(nodes=4, hosts="namespaces")`` takes the arguments of `Cluster`. The
+fixture ``make_cluster`` makes several clusters. `assert_same_run` fails unless a run under faults ends bit
+for bit like an undisturbed run. docs/testing.md has more.
 
-Promise: tests side by side (pytest-xdist) never meet, and nothing is left of a test's nodes however it ends.
-A test run that uses none of this pays for no import but this module's.
+Tests may run side by side (pytest-xdist), and nothing is left of a test's nodes however it ends. A test run
+without these fixtures imports only this module.
 """
 
 from __future__ import annotations
@@ -38,14 +38,13 @@ if TYPE_CHECKING:
         TriggerError,
     )
     from elastic_resume.testing.equivalence import assert_same_run
-    from elastic_resume.testing.fault_plan import FaultPlan
-    from elastic_resume.testing.faults import Fault
+    from elastic_resume.testing.faults import Fault, FaultPlan
 
 _CLUSTER_MODULE, _EQUIVALENCE_MODULE = "elastic_resume.testing.cluster", "elastic_resume.testing.equivalence"
 _LAZY_EXPORTS = {
     "Cluster": _CLUSTER_MODULE,
     "Fault": "elastic_resume.testing.faults",
-    "FaultPlan": "elastic_resume.testing.fault_plan",
+    "FaultPlan": "elastic_resume.testing.faults",
     "ClusterTimeoutError": _CLUSTER_MODULE,
     "Trigger": _CLUSTER_MODULE,
     "TriggerError": _CLUSTER_MODULE,
@@ -70,7 +69,7 @@ __all__ = [
 
 MARK_NAME = "elastic_resume"
 SNAPSHOT_EVERY_STEP = ("--snapshot-every", "1")
-TAIL_LINES = 40  # of each node's output, beside a test that failed
+TAIL_LINES = 40  # lines of each node's output that are shown for a failed test
 _FAILED = pytest.StashKey[bool]()
 _CLUSTERS = pytest.StashKey[list["Cluster"]]()
 
@@ -82,16 +81,16 @@ def __getattr__(name: str) -> Any:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the mark known."""
-    words = (
+    """Register the mark."""
+    description = (
         f'{MARK_NAME}(nodes=3, min_nodes=2, hosts="loopback", …): the nodes of the fixture `elastic_cluster`'
     )
-    config.addinivalue_line("markers", words)
+    config.addinivalue_line("markers", description)
 
 
 @pytest.fixture
 def make_cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
-    """Make simulated nodes, with the arguments of `Cluster` but its directory; they end with the test."""
+    """Return a function that makes a `Cluster` in the test's directory; the clusters end with the test."""
     made: list[Cluster] = []
     request.node.stash[_CLUSTERS], request.node.stash[_FAILED] = made, False
 
@@ -102,18 +101,18 @@ def make_cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cal
 
     with contextlib.ExitStack() as stack:
         yield make
-        for one in made:
+        for cluster in made:
             if request.node.stash[_FAILED]:
-                stack.callback(one.stop)
+                stack.callback(cluster.stop)
             else:
-                stack.push(one)  # which minds whether all that was planned has come
+                stack.push(cluster)  # its end raises if a planned action never ran
 
 
 @pytest.fixture
 def elastic_cluster(request: pytest.FixtureRequest, make_cluster: Callable[..., Cluster]) -> Cluster:
-    """Three simulated nodes, two of which suffice, or those of the mark; nothing runs before `start`."""
+    """Return three simulated nodes, two of which suffice, or the nodes of the mark. `start` starts them."""
     options: dict[str, Any] = {}
-    for mark in reversed(list(request.node.iter_markers(MARK_NAME))):  # the nearest is the last word
+    for mark in reversed(list(request.node.iter_markers(MARK_NAME))):  # the nearest mark wins
         if mark.args:
             pytest.fail(f"@pytest.mark.{MARK_NAME}: give names: nodes=4, hosts='namespaces'.", pytrace=False)
         options.update(mark.kwargs)
@@ -134,22 +133,22 @@ def _build_cluster(directory: Path, options: Mapping[str, Any]) -> Cluster:
         pytest.skip(f'hosts="namespaces": {why}')
     nodes = options.get("nodes", 3)
     defaults = {"nodes": nodes, "min_nodes": max(1, nodes - 1)}
-    flags = [*SNAPSHOT_EVERY_STEP, *options.get("flags", ())]  # of two that say the same the last one counts
+    flags = [*SNAPSHOT_EVERY_STEP, *options.get("flags", ())]  # if a flag is given twice, the last one counts
     return Cluster(directory, **{**defaults, **options, "flags": flags})
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, None]:
-    """Show what befell the nodes, and what they printed last, beside a test that failed."""
+    """Add the report of the run and the last output of each node to a test that failed."""
     report: pytest.TestReport = (yield).get_result()
     if not report.failed:
         return
     item.stash[_FAILED] = True
-    for one in item.stash.get(_CLUSTERS, []):
-        report.sections.append((f"elastic-resume report {one.run_dir}", one.report_text()))
-        # A wait that timed out has told the rest.
+    for cluster in item.stash.get(_CLUSTERS, []):
+        report.sections.append((f"elastic-resume report {cluster.run_dir}", cluster.report_text()))
+        # The error of a wait that timed out contains the output.
         shown = call.excinfo is not None and call.excinfo.typename == "ClusterTimeoutError"
-        for index, node in enumerate(one.nodes if not shown else ()):
-            lines = one.output(index).splitlines()
+        for index, node in enumerate(cluster.nodes if not shown else ()):
+            lines = cluster.output(index).splitlines()
             text = "\n".join(lines[-TAIL_LINES:])
             report.sections.append((f"node {node.name}: its last lines, of {len(lines)}", text))

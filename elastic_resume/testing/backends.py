@@ -1,4 +1,4 @@
-"""Provide what simulated nodes run on: addresses, ports, networks and disks.
+"""Create the addresses, ports, networks and disks of simulated nodes.
 
 `LoopbackBackend` gives each node a loopback address. `NetnsBackend` gives each node a network namespace,
 whose links can be cut, and a small tmpfs as its disk (`TmpfsDisk`); it needs root. A backend that lacks a
@@ -30,7 +30,7 @@ from elastic_resume.testing import fork_server
 from elastic_resume.testing.virtual_network import INTERFACE, VirtualNetwork
 
 DISK_BYTES = 256 << 20
-_MOUNT_POINT = "/tmp"  # noqa: S108  where it is mounted for a moment, in a namespace that nobody else sees
+_MOUNT_POINT = "/tmp"  # noqa: S108  in a mount namespace of its own
 _MOUNT_SCRIPT = f'mount -t tmpfs -o "size=$1" tmpfs {_MOUNT_POINT} && echo && cat'
 _FILLER_FILE = ".ballast"
 _MIN_FILL_BYTES = 1 << 12
@@ -55,10 +55,10 @@ class TmpfsDisk:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         ) as holder:
             if holder.stdout is None or holder.stderr is None:
-                raise RuntimeError("pipes were asked for")
+                raise RuntimeError("Popen made no pipes")
             if not holder.stdout.readline():
-                why = holder.stderr.read().decode(errors="replace").strip()
-                raise MachineError(f"a disk of a simulated node cannot be mounted: {why}.")
+                reason = holder.stderr.read().decode(errors="replace").strip()
+                raise MachineError(f"a disk of a simulated node cannot be mounted: {reason}.")
             self._root_fd = os.open(
                 f"/proc/{holder.pid}/root{_MOUNT_POINT}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
             )
@@ -135,7 +135,7 @@ def find_free_port(address: str) -> int:
     try:
         end = int(_EPHEMERAL_PORTS_FILE.read_text().split()[0])
     except (OSError, ValueError, IndexError):
-        end = 32768  # Linux' own choice
+        end = 32768  # the default of Linux
     for _ in range(_MAX_ATTEMPTS):
         port = _FIRST_PORT + secrets.randbelow(max(1, end - _FIRST_PORT))
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -145,7 +145,7 @@ def find_free_port(address: str) -> int:
 
 
 Hosts = Literal["loopback", "namespaces"]
-AGENT_PORT = 29400  # each node has all ports of its network for itself
+AGENT_PORT = 29400  # fixed, because each node has a network with all ports of its own
 REQUIRES_NAMESPACES = (
     'these nodes are processes that share {}: make the Cluster with hosts="namespaces", which takes root.'
 )
@@ -156,7 +156,7 @@ class LoopbackBackend:
 
     interface = "lo"
     has_disks = False
-    """Whether each node has a disk of its own, which goes with the ground."""
+    """Whether each node has a disk of its own, which `close` removes."""
 
     def __init__(self) -> None:
         """Claim a network of loopback addresses."""
@@ -207,7 +207,7 @@ class LoopbackBackend:
         for index in indices:
             if index in self._agents:
                 self._agents[index].wait()
-        # What was started between the two looks has lost its parent and ends by the kernel's hand.
+        # The kernel kills processes that were started since: they have lost their parent.
         for process in doomed:
             fork_server.wait_for_exit(process)
 

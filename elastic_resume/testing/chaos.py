@@ -15,39 +15,47 @@ import argparse
 import contextlib
 import functools
 import itertools
+import logging
 import math
 import secrets
 import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from elastic_resume import constants
-from elastic_resume.agent import validation
+from elastic_resume import console, constants
+from elastic_resume.agent import options
 from elastic_resume.config import Parser, Settings, add_flags, parse_flags_and_file
-from elastic_resume.errors import ConfigError
-from elastic_resume.report import formatting, summary, text_report
+from elastic_resume.errors import ConfigError, UsageError
+from elastic_resume.events import Event, parse_line
+from elastic_resume.report import formatting, summary
 from elastic_resume.report.formatting import format_count, format_seconds, format_table, truncate, wrap_text
 from elastic_resume.report.incidents import Generation
-from elastic_resume.testing import fault_plan, faults, virtual_network
-from elastic_resume.testing.cluster import Hosts
-from elastic_resume.testing.experiment import (
-    STALL_TIMEOUT_S,
-    Experiment,
-    ExperimentInterrupted,
-    ExperimentResult,
-    run,
-)
-from elastic_resume.testing.fault_plan import FaultPlan, RandomFaults
-from elastic_resume.testing.fault_runner import DONE, FaultOutcome
-from elastic_resume.units import parse_duration, parse_size
+from elastic_resume.report.loader import LoadedRun, load_run
+from elastic_resume.report.summary import RunReport
+from elastic_resume.testing import faults, virtual_network
+from elastic_resume.testing.cluster import Cluster, Hosts
+from elastic_resume.testing.fault_runner import DONE, FaultInjector, FaultOutcome
+from elastic_resume.testing.faults import FaultPlan, JobShape, RandomFaults
+from elastic_resume.units import choose_verb, parse_duration, parse_size
+
+logger = logging.getLogger(__name__)
+_PACKAGE_LOGGER = logging.getLogger(__name__.rpartition(".")[0])
 
 PROG = "elastic-resume chaos"
 DEFAULT_MTBF_S = 15.0
-TARGET_WIDTH = 24  # characters of whom a fault hit, beside what followed
+TARGET_WIDTH = 24  # characters of a fault's target in the table
+RUN_ID = "chaos"
+POLL_S, EVENT_POLL_S = 0.02, 0.25
+MAX_FAULT_WINDOW_S = 86400.0  # random faults without --for fall within this time
+STALL_TIMEOUT_S = 300.0
+LATE_NODE_GRACE_S = 30.0  # extra time for a node that was restarting when the job ended on the others
+STEP_EVENT_INTERVAL_S = 1.0  # time between the step events of each rank
+STEPS_FOR_ALL_RANKS = 2  # steps of one rank in which every other rank has finished one
+MAX_TAIL_BYTES = 1 << 20
 REPLACED_RUN_FLAGS = {
     "--nnodes": "--nodes and --min-nodes",
     "--nproc-per-node": "--workers-per-node",
@@ -72,37 +80,44 @@ def main(args: Sequence[str]) -> int:
         MachineError: these nodes are not available here.
 
     """
-    job, saved = parse_command(args)
-    began = time.monotonic()
-
-    def say(text: str) -> None:
-        for at, line in enumerate(wrap_text(text, indent=" " * 10)):
-            if not formatting.write_stdout(
-                f"{line}\n" if at else f"{time.monotonic() - began:7.1f} s  {line}\n"
-            ):
-                signal.raise_signal(signal.SIGTERM)  # `| head` has had what it wanted
-
-    if saved is not None:
-        _write_plan(saved, fault_plan.to_text(job.plan))
+    experiment, plan_path = parse_command(args)
+    if plan_path is not None:
+        _write_plan(plan_path, faults.format_plan(experiment.plan))
     try:
-        job.directory.mkdir(parents=True, exist_ok=True)
+        experiment.directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--dir {job.directory}: cannot be made: {error.strerror}.") from error
-    formatting.write_stdout(f"{shlex.join(job.script)} on {_describe_nodes(job)}; seed {job.plan.seed}\n")
+        raise ConfigError(f"--dir {experiment.directory}: cannot be made: {error.strerror}.") from error
+    script = shlex.join(experiment.script)
+    formatting.write_stdout(f"{script} on {_describe_nodes(experiment)}; seed {experiment.plan.seed}\n")
     caught: list[int] = []
     try:
-        with _interrupt_on_signals(caught):
-            outcome = run(job, say)
-    except (ExperimentInterrupted, KeyboardInterrupt) as ended:  # the latter before there was a job
-        if isinstance(ended, ExperimentInterrupted):
-            formatting.write_stdout(f"\n{format_result(job, ended.result)}\n")
+        with console.log_handler(_PACKAGE_LOGGER, _StdoutHandler()), _interrupt_on_signals(caught):
+            result = run(experiment)
+    except (ExperimentInterrupted, KeyboardInterrupt) as interrupt:  # the latter before the job started
+        if isinstance(interrupt, ExperimentInterrupted):
+            formatting.write_stdout(f"\n{format_result(experiment, interrupt.result)}\n")
         return constants.EXIT_SIGNAL_BASE + (caught[0] if caught else signal.SIGINT)
-    formatting.write_stdout(f"\n{format_result(job, outcome)}\n")
-    if outcome.failure:
+    formatting.write_stdout(f"\n{format_result(experiment, result)}\n")
+    if result.failure:
         return constants.EXIT_JOB_ERROR
-    if outcome.missed_faults or _has_no_random_fault(job, outcome):
+    if result.missed_faults or _has_no_random_fault(experiment, result):
         return constants.EXIT_PLAN_INCOMPLETE
     return constants.EXIT_SUCCESS
+
+
+class _StdoutHandler(logging.Handler):
+    """Prints each message with the seconds since the handler was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._began = time.monotonic()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        elapsed = f"{time.monotonic() - self._began:7.1f} s  "
+        lines = wrap_text(record.getMessage(), indent=" " * len(elapsed))
+        for number, line in enumerate(lines):
+            if not formatting.write_stdout(f"{'' if number else elapsed}{line}\n"):
+                signal.raise_signal(signal.SIGTERM)  # the reader of the output has ended, as in `| head`
 
 
 def parse_command(words: Sequence[str]) -> tuple[Experiment, Path | None]:
@@ -120,8 +135,7 @@ def parse_command(words: Sequence[str]) -> tuple[Experiment, Path | None]:
             )
     plan = _build_plan(args)
     chosen: Hosts = args.hosts or ("loopback" if virtual_network.unavailable_reason() else "namespaces")
-    shape = {"nodes": args.nodes, "workers_per_node": args.workers_per_node}
-    plan.validate(**shape, node_resources=faults.NODE_RESOURCES[chosen])
+    plan.validate(JobShape(args.nodes, args.workers_per_node, chosen))
     if not 1 <= args.min_nodes <= args.nodes:
         raise ConfigError(f"--min-nodes is {args.min_nodes}: write 1 to {args.nodes}.")
     if args.disk is not None and chosen != "namespaces":
@@ -130,21 +144,21 @@ def parse_command(words: Sequence[str]) -> tuple[Experiment, Path | None]:
         )
         raise ConfigError(f"--disk takes nodes that have one of their own (--hosts namespaces): {why}.")
     _validate_run_flags(flags, after)
-    job = Experiment(
+    experiment = Experiment(
         _require_empty(args.dir.absolute()),
-        **shape,
+        nodes=args.nodes,
+        workers_per_node=args.workers_per_node,
         min_nodes=args.min_nodes,
         hosts=chosen,
         flags=tuple(flags),
         script=tuple(after),
         plan=plan,
-        node_resources=faults.NODE_RESOURCES[chosen],
         disk_bytes=args.disk,
         fault_window_s=args.for_s,
         drain=args.drain,
         stall_timeout_s=args.patience,
     )
-    return job, args.save_plan
+    return experiment, args.save_plan
 
 
 def _validate_run_flags(flags: Sequence[str], script: Sequence[str]) -> None:
@@ -159,7 +173,7 @@ def _validate_run_flags(flags: Sequence[str], script: Sequence[str]) -> None:
     else:
         plain = {"module": False, "no_python": False, "run_path": False, "rdzv_id": "none", "run_id": None}
         args = argparse.Namespace(**vars(args), training_script=script[0], **plain)
-    validation.check_script(args)
+    options.check_script(args)
     Settings.for_agent(args, {})
 
 
@@ -187,7 +201,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog=PROG,
         usage=f"{PROG} [flags] [flags of `elastic-resume run`] -- script [its arguments]",
-        description="Run a training script on simulated nodes, break them by a plan, tell what came of it.",
+        description="Run a training script on simulated nodes, inject faults, print what came of them.",
         epilog="Exit codes: 0 the job ended right, 1 wrong, 2 nothing was started, 3 right, but a fault that "
         "the plan names never came.",
     )
@@ -206,7 +220,7 @@ def _build_parser() -> argparse.ArgumentParser:
         metavar="TIME")  # fmt: skip
     add("--drain", "then drain the job, whose script has no end", action="store_true")
     add("--hosts", "namespaces: a network and a disk in memory for each node, as root (default where that "
-        "can be); loopback: processes only", choices=sorted(faults.NODE_RESOURCES))  # fmt: skip
+        "can be); loopback: processes only", choices=("loopback", "namespaces"))  # fmt: skip
     add("--disk", "size of each node's disk, in namespaces (default 256MB)", type=_parse_size, metavar="SIZE")
     add("--dir", "logs, checkpoints and events go there (default ./chaos-run)", type=Path,
         default=Path("chaos-run"))  # fmt: skip
@@ -236,7 +250,7 @@ def _parse_size(text: str) -> int:
 
 def _build_plan(args: argparse.Namespace) -> FaultPlan:
     """Build the plan of the command line: from a file, random, or both."""
-    plan = fault_plan.read(args.plan) if args.plan else FaultPlan(seed=secrets.randbelow(1 << 31))
+    plan = faults.read_plan(args.plan) if args.plan else FaultPlan(seed=secrets.randbelow(1 << 31))
     if args.seed is not None:
         plan = replace(plan, seed=args.seed)
     if args.mtbf is not None or args.plan is None:
@@ -263,7 +277,7 @@ def _interrupt_on_signals(caught: list[int]) -> Iterator[None]:
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
-        if handler != signal.SIG_IGN:  # as nohup has it
+        if handler != signal.SIG_IGN:  # nohup sets SIG_IGN; keep it
             signal.signal(number, interrupt)
     try:
         yield
@@ -272,12 +286,287 @@ def _interrupt_on_signals(caught: list[int]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-# ---- what is told at the end ---------------------------------------------------------------------------
+# ---- the run -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """The job, its nodes and its faults."""
+
+    directory: Path
+    nodes: int
+    min_nodes: int
+    workers_per_node: int
+    hosts: Hosts
+    flags: tuple[str, ...]
+    script: tuple[str, ...]
+    plan: FaultPlan
+    disk_bytes: int | None = None
+    fault_window_s: float | None = None
+    drain: bool = False
+    stall_timeout_s: float = STALL_TIMEOUT_S
+
+
+@dataclass(frozen=True)
+class ExperimentResult:
+    """The result of an experiment.
+
+    ``failure`` says why the job ended wrong; empty if it ended well. ``exit_codes`` are those of the agents
+    (None: still running). ``drained_at`` is the Unix time at which the job was asked to end.
+    """
+
+    failure: str
+    exit_codes: tuple[int | None, ...]
+    fault_outcomes: tuple[FaultOutcome, ...]
+    run_report: RunReport
+    drained_at: float | None = None
+
+    @property
+    def missed_faults(self) -> list[FaultOutcome]:
+        """List the faults of the plan that never happened. Random faults do not count."""
+        return [outcome for outcome in self.fault_outcomes if outcome.state != DONE and not outcome.is_random]
+
+    @property
+    def had_no_fault(self) -> bool:
+        """Whether no fault happened at all."""
+        return not any(outcome.state == DONE for outcome in self.fault_outcomes)
+
+
+class ExperimentInterrupted(Exception):  # noqa: N818  it is no error, like KeyboardInterrupt
+    """The experiment was interrupted. It carries the result so far."""
+
+    def __init__(self, result: ExperimentResult) -> None:
+        super().__init__("interrupted")
+        self.result = result
+
+
+def run(experiment: Experiment) -> ExperimentResult:
+    """Run the job to its end and log what happens. Then the nodes are gone, and their files stay.
+
+    Raises:
+        MachineError: these nodes are not available here.
+        UsageError: these nodes have no disk of their own.
+        ExperimentInterrupted: by a KeyboardInterrupt.
+
+    """
+    with Cluster(
+        experiment.directory,
+        nodes=experiment.nodes,
+        min_nodes=experiment.min_nodes,
+        workers_per_node=experiment.workers_per_node,
+        run_id=RUN_ID,
+        candidates=experiment.nodes,
+        hosts=experiment.hosts,
+        disk_bytes=experiment.disk_bytes,
+        flags=experiment.flags,
+        env={constants.ENV_STEP_MARK_S: str(STEP_EVENT_INTERVAL_S)},
+    ) as cluster:
+        experiment_run = _ExperimentRun(experiment, cluster)
+        try:
+            failure = experiment_run.run_to_end()
+        except KeyboardInterrupt:
+            raise ExperimentInterrupted(experiment_run.result("it was interrupted")) from None
+        finally:
+            experiment_run.injector.close()
+        return experiment_run.result(failure)
+
+
+class _ExperimentRun:
+    """An experiment in progress."""
+
+    def __init__(self, experiment: Experiment, cluster: Cluster) -> None:
+        self._experiment, self._cluster = experiment, cluster
+        shape = JobShape(experiment.nodes, experiment.workers_per_node, experiment.hosts)
+        until_s = MAX_FAULT_WINDOW_S if experiment.fault_window_s is None else experiment.fault_window_s
+        schedule = experiment.plan.schedule(shape, until_s=until_s)
+        self.injector = FaultInjector(cluster, schedule, written_count=len(experiment.plan.faults))
+        self._event_tails = [_EventTail(node.directory / constants.EVENTS_FILE) for node in cluster.nodes]
+        self._last_progress_at = time.monotonic()
+        self._latest_progress = (0, 0)
+        self._progress_when_idle: tuple[int, int] | None = None  # when the last fault was over
+        self._job_ended_at: float | None = None
+        self._drained_at: float | None = None
+
+    def run_to_end(self) -> str:
+        """Start the job and wait for its end; return why it failed, or nothing."""
+        script, *args = self._experiment.script
+        nodes = self._experiment.nodes
+        logger.info("%s %s", format_count(nodes, "node"), choose_verb(nodes, "starts", "start"))
+        self._cluster.start(script, *args)
+        next_event_poll = 0.0
+        while not self.injector.is_over:
+            self.injector.poll()
+            now = time.monotonic()
+            if now >= next_event_poll:
+                next_event_poll = now + EVENT_POLL_S
+                self._log_new_events()
+                stall = self._stall_message(now)
+                if stall:
+                    return stall
+                self._finish_faults()
+                self._kill_late_nodes(now)
+            time.sleep(POLL_S)
+        self._log_new_events()
+        return self._failure_message()
+
+    def result(self, failure: str) -> ExperimentResult:
+        """Return all that is known now."""
+        try:
+            found = load_run([self._cluster.run_dir])
+        except UsageError:  # no agent has written an event
+            found = LoadedRun()
+        run_report = summary.build_run_report(found.events, checkpoint_entries=found.checkpoints)
+        if not failure and run_report.history.last_step is None:
+            failure = "no rank finished a step: does the script call er.resume() and run.step()?"
+        outcomes = tuple(self.injector.outcomes)
+        return ExperimentResult(failure, tuple(self._exit_codes()), outcomes, run_report, self._drained_at)
+
+    def _log_new_events(self) -> None:
+        for tail in self._event_tails:
+            for message in tail.read_new_messages():
+                logger.info("%s", message)
+
+    def _stall_message(self, now: float) -> str:
+        furthest = max(
+            ((line.generation, line.step) for _, line in self._cluster.rank_progress()), default=(0, 0)
+        )
+        if furthest != self._latest_progress:
+            self._latest_progress, self._last_progress_at = furthest, now
+        if now < self._last_progress_at + self._experiment.stall_timeout_s:
+            return ""
+        return (
+            f"no rank finished a step for {self._experiment.stall_timeout_s:.0f} s "
+            f"(generation {furthest[0]}, step {furthest[1]}).\n{self._cluster.output_tails()}"
+        )
+
+    def _finish_faults(self) -> None:
+        for_s = self._experiment.fault_window_s
+        if for_s is None or self.injector.elapsed_s < for_s:
+            return
+        self.injector.cancel_pending("faults were to come no longer")
+        if not self._experiment.drain or self._drained_at is not None:
+            return
+        if not self.injector.is_idle:
+            self._progress_when_idle = None
+        elif self._progress_when_idle is None:
+            self._progress_when_idle = self._latest_progress
+        elif self._has_progressed_past(*self._progress_when_idle):
+            self._drained_at = time.time()
+            self.injector.disable_restarts()
+            logger.info("all faults have come: the job is drained")
+            for index in range(self._experiment.nodes):
+                self._cluster.kill_agent(index, signal.SIGTERM)
+
+    def _has_progressed_past(self, generation: int, step: int) -> bool:
+        """Whether all living ranks have finished a step since then."""
+        least = (generation, step + STEPS_FOR_ALL_RANKS)  # or any step of a later generation
+        return any(
+            line.step > line.first_step and (line.generation, line.step) >= least
+            for _, line in self._cluster.rank_progress()
+        )
+
+    def _kill_late_nodes(self, now: float) -> None:
+        """Kill nodes that were restarting when the job ended: they would wait for members for ever."""
+        if not {constants.EXIT_SUCCESS, constants.EXIT_JOB_ERROR, constants.EXIT_USAGE} & {
+            *self._exit_codes()
+        }:
+            self._job_ended_at = None
+            return
+        self._job_ended_at = self._job_ended_at or now
+        for index, node in enumerate(self._cluster.nodes):
+            if now > self._job_ended_at + LATE_NODE_GRACE_S and node.alive:
+                logger.info("%s is left of a job that has ended, and is stopped", node.name)
+                self._cluster.kill_node(index)
+
+    def _exit_codes(self) -> list[int | None]:
+        return [node.agent.poll() if node.agent else None for node in self._cluster.nodes]
+
+    def _failure_message(self) -> str:
+        """Describe why this end is wrong; empty if it is right."""
+        codes = self._exit_codes()
+        drained = self._drained_at is not None
+        wrong = {constants.EXIT_JOB_ERROR, constants.EXIT_USAGE} & {*codes}
+        if (constants.EXIT_SUCCESS in codes or drained) and not wrong:
+            return ""
+        ends = self._cluster.events("agent-end")
+        messages = [
+            str(end["message"]) for end in ends if end.get("outcome") == "failed" and end.get("message")
+        ]
+        reason = messages[0].rstrip(".") if messages else "no agent reported a reason"
+        listed = ", ".join(str(code) for code in codes)
+        tails = self._cluster.output_tails()
+        return f"the job did not get to its end: {reason} (exit codes {listed}).\n{tails}"
+
+
+class _EventTail:
+    """Reads the new lines of a node's event log, each once.
+
+    Neither time nor position alone identifies a line: clocks jump, and a disk may be wiped.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
+        self._logged_lines: set[bytes] = set()
+
+    def read_new_messages(self) -> Iterator[str]:
+        """Return the messages of the lines that are new since the last call."""
+        try:
+            with open(self._path, "rb") as file:
+                if file.seek(0, 2) < self._offset:
+                    self._offset = 0
+                file.seek(self._offset)
+                data = file.read(MAX_TAIL_BYTES)
+        except OSError:  # the disk fails or is wiped; the file may come back shorter
+            self._offset = 0
+            return
+        whole = data.rfind(b"\n") + 1
+        self._offset += whole
+        for line in data[:whole].splitlines():
+            event = parse_line(line)
+            message = _format_event(event) if event is not None else ""
+            if message and line not in self._logged_lines:
+                self._logged_lines.add(line)
+                yield message
+
+
+def _format_event(event: Event) -> str:
+    """Format an event for the terminal; empty for most kinds."""
+    kind, node = event.get("event"), event.get("node")
+    if kind == "resume":
+        receivers = event.get("receiving_nodes") or []
+        sent = f", sent by {event.get('source_node')} to {', '.join(receivers)}" if receivers else ""
+        lost = event.get("recomputed_steps")
+        again = f"; {format_count(lost, 'step')} {choose_verb(lost, 'is', 'are')} run again" if lost else ""
+        step = int(event.get("step", 0)) + 1
+        size = int(event.get("world_size") or 0)
+        ranks = f"{format_count(size, 'rank')} {choose_verb(size, 'trains', 'train')}"
+        return f"generation {event.get('generation')}: {ranks} from step {step} on{sent}{again}"
+    if kind == "hang":
+        suspects = _format_suspects(event.get("suspects"))
+        return f"{node}: a hang at step {event.get('step')}, suspected: {suspects}"
+    if kind == "commit-failed":
+        return f"{node}: {event.get('error')}"
+    if kind == "replicas-differ":
+        diverged = ", ".join(event.get("diverged_nodes") or ["?"])
+        return f"replicas differ at step {event.get('step')}: wrong on {diverged}"
+    if kind == "quarantine":
+        return f"{node}: {event.get('path')} is set aside: {event.get('reason')}"
+    if kind == "agent-end":
+        return f"{node} has ended: {event.get('outcome')} {event.get('message') or ''}".rstrip()
+    return ""
+
+
+def _format_suspects(suspects: Sequence[object] | None) -> str:
+    found = [str(one.get("rank")) for one in suspects or () if isinstance(one, dict)]
+    return f"rank {', '.join(found)}" if found else "nobody here"
+
+
+# ---- the result ----------------------------------------------------------------------------------------
 
 
 def format_result(experiment: Experiment, result: ExperimentResult) -> str:
     """Format the report's table, the outcome of each fault, and the conclusion."""
-    lines = [text_report.format_text(result.run_report).rstrip(), "", *_fault_table(result), ""]
+    lines = [summary.format_text(result.run_report).rstrip(), "", *_fault_table(result), ""]
     lines += wrap_text(_summarize(experiment, result))
     why, *tails = result.failure.splitlines() or [""]
     del why
@@ -302,7 +591,7 @@ def _fault_table(result: ExperimentResult) -> list[str]:
             )
             then = followed.get(fate.number, otherwise)
         elif fate.is_random:
-            continue  # those go on beyond any job's end
+            continue  # random faults are planned beyond the end of any job
         else:
             then = f"never came: {fate.reason}"
         often = f", {format_count(fate.injection_count, 'time')}" if fate.injection_count > 1 else ""
@@ -349,7 +638,7 @@ def _consequences(result: ExperimentResult) -> dict[int | None, str]:
     for row in rest:
         found.setdefault(None, []).append(_format_incident(row))
     for fate in done:
-        if fate.fault.what == "preemption":  # where all nodes left, which is no failure
+        if fate.fault.what == "preemption":  # all nodes left, which is not a failure
             found.setdefault(fate.number, []).extend(
                 map(_format_incident, _generations_stopped_at(_injection_time(fate), rows))
             )

@@ -3,7 +3,8 @@
 A node is a process of this machine, or lives in a network namespace with a link and a small disk of its own
 (``hosts="namespaces"``). Each has a name, an address and a directory. It can be killed, cut off, wiped,
 damaged and started again; the kernel does each fault for real. A test waits for facts in the nodes' event
-logs and never sleeps for a guess. When the process that made the cluster ends, the kernel ends the nodes.
+logs and never sleeps for a guessed time. When the process that made the cluster ends, the kernel ends the
+nodes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, overload
@@ -27,12 +29,17 @@ from elastic_resume import constants, events
 from elastic_resume.checkpoint.catalog import Catalog, CatalogEntry
 from elastic_resume.errors import UsageError
 from elastic_resume.events import Event
-from elastic_resume.report import incidents, summary, text_report
+from elastic_resume.report import incidents, summary
 from elastic_resume.snapshot import progress_page
-from elastic_resume.snapshot.progress_page import ProgressRecord
 from elastic_resume.testing import fork_server
 from elastic_resume.testing.backends import Hosts, LoopbackBackend, make_backend
-from elastic_resume.testing.triggers import FailpointController, ScheduledAction, TriggerError, TriggerWatcher
+from elastic_resume.testing.triggers import (
+    FailpointController,
+    RankProgress,
+    StepCondition,
+    TriggerError,
+    TriggerWatcher,
+)
 from elastic_resume.testing.virtual_network import VirtualNetwork
 
 T = TypeVar("T")
@@ -62,7 +69,7 @@ class Node:
     directory: Path
     log: Path
     agent: fork_server.AgentProcess | None = None
-    killed: bool = False  # by the test, since the last start
+    killed: bool = False  # the test has killed it since the last start
     exit_collected: bool = False  # `wait_exit` has returned its exit code, since the last start
 
     @property
@@ -146,12 +153,12 @@ class Cluster:
         self._start_fresh = fresh
         self._triggers = TriggerWatcher(self.rank_progress)
         self.failpoints = FailpointController(self.directory / "armed")
-        self._disk_failpoint_ids: dict[tuple[int, str], str] = {}  # by node and action
+        self._disk_failpoint_ids: dict[tuple[int, str], str] = {}  # (node index, action) -> failpoint id
         self.nodes = [self._build_node(index, shared_disk=shared_disk) for index in range(nodes)]
         low, high = min_nodes or nodes, max_nodes or nodes
         self._nnodes = f"{low}:{high}" if low != high else str(high)
         self._flags = list(flags)
-        self.env = {  # of every node; a change holds for later starts
+        self.env = {  # environment of every node; a change takes effect at later starts
             **{k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC_", "ELASTIC_RESUME_"))},
             "GLOO_SOCKET_IFNAME": self._backend.interface,
             "OMP_NUM_THREADS": "1",
@@ -259,7 +266,7 @@ class Cluster:
         """Return a node's process, or None if it has ended."""
         return next((one for one in self.processes(index) if one.pid == pid), None)
 
-    def rank_progress(self) -> Iterator[tuple[int, progress_page.ProgressRecord]]:
+    def rank_progress(self) -> Iterator[RankProgress]:
         """Yield the node's index and the progress of each rank."""
         for index, node in enumerate(self.nodes):
             path = node.directory / constants.PROGRESS_FILE
@@ -283,7 +290,7 @@ class Cluster:
 
     def report_text(self) -> str:
         """Return what `elastic-resume report` prints for the run so far."""
-        return text_report.format_text(summary.build_run_report(self.events()))
+        return summary.format_text(summary.build_run_report(self.events()))
 
     def output_tails(self) -> str:
         """Return the end of each node's output."""
@@ -526,7 +533,7 @@ class Cluster:
         node = self.nodes[index]
         if node.alive:
             raise UsageError(f"node {node.name} is running: kill it before its disk is wiped.")
-        with contextlib.suppress(OSError):  # it has no events, or its disk fails
+        with contextlib.suppress(OSError):  # the node has no events, or its disk fails
             lines = (node.directory / constants.EVENTS_FILE).read_bytes().splitlines()
             with open(self.run_dir / constants.PEER_EVENTS_FILE, "ab") as log:
                 log.writelines(line + b"\n" for line in lines)
@@ -572,11 +579,7 @@ class Cluster:
             node: of a rank on this node; default: on any.
 
         """
-        return Trigger(self, step, rank, node)
-
-    def schedule(self, action: ScheduledAction) -> None:
-        """Run an action when its step has come; its error is raised where the test waits."""
-        self._triggers.schedule(action)
+        return Trigger(self, self._triggers, StepCondition(step, rank, node))
 
     # ---- internals -----------------------------------------------------------------------------------
 
@@ -629,64 +632,33 @@ class Cluster:
 class Trigger:
     """A step of a job at which actions happen. Each method plans one action and returns at once."""
 
-    def __init__(self, cluster: Cluster, step: int, rank: int | None, node: int | None) -> None:
+    def __init__(self, cluster: Cluster, watcher: TriggerWatcher, condition: StepCondition) -> None:
         """See `Cluster.at`."""
-        self._cluster, self._step, self._rank, self._node = cluster, step, rank, node
+        self._cluster, self._watcher, self._condition = cluster, watcher, condition
 
     def do(self, action: Callable[..., object], *args: object) -> None:
         """Call ``action(*args)`` in a thread: a method of the cluster or any other function."""
 
-        def call(*_: object) -> None:
+        def call(_: object) -> None:
             action(*args)
 
-        self._schedule(getattr(action, "__name__", str(action)), call)
+        self._watcher.schedule(getattr(action, "__name__", str(action)), self._condition, call)
 
     def kill(self, sig: signal.Signals = signal.SIGKILL) -> None:
         """Kill the worker of ``rank=`` by this signal, or the whole node of ``node=``."""
-        if self._rank is not None:
-            self._schedule(f"{sig.name}", lambda index, line: self._signal_worker(index, line, sig))
-        elif self._node is not None and sig == signal.SIGKILL:
-            self._schedule("the kill", lambda index, _: self._cluster.kill_node(index))
+        if self._condition.rank is not None:
+            signal_worker = partial(self._signal_worker, sig)
+            self._watcher.schedule(sig.name, self._condition, signal_worker)
+        elif self._condition.node is not None and sig == signal.SIGKILL:
+            self.do(self._cluster.kill_node, self._condition.node)
         else:
             raise UsageError(
                 "at(…).kill() takes rank= (one worker, any signal) or node= (the whole node, SIGKILL)."
             )
 
-    def poweroff(self) -> None:
-        """Cut the power of the node of ``node=``, or of the one that runs ``rank=``."""
-        self._schedule_on_node("poweroff", self._cluster.poweroff)
-
-    def cut(self) -> None:
-        """Drop all packets of the node."""
-        self._schedule_on_node("cut", self._cluster.cut)
-
-    def fill_disk(self) -> None:
-        """Fill the node's disk."""
-        self._schedule_on_node("fill_disk", self._cluster.fill_disk)
-
-    def corrupt(self) -> None:
-        """Flip a bit in the node's newest checkpoint."""
-        self._schedule_on_node("corrupt", self._cluster.corrupt)
-
-    def partition(self, *groups: Collection[int]) -> None:
-        """Let nodes reach only those of their own group."""
-        self._schedule("partition", lambda _, __: self._cluster.partition(*groups))
-
-    def heal(self) -> None:
-        """Let every node reach every other again."""
-        self._schedule("heal", lambda _, __: self._cluster.heal())
-
-    def _schedule_on_node(self, description: str, action: Callable[[int], object]) -> None:
-        if self._rank is None and self._node is None:
-            raise UsageError(f"at(…).{description}() needs rank= or node=.")
-
-        def act(index: int, _: ProgressRecord) -> None:
-            action(index)
-
-        self._schedule(description, act)
-
-    def _signal_worker(self, index: int, progress: ProgressRecord, sig: signal.Signals) -> bool:
+    def _signal_worker(self, sig: signal.Signals, match: RankProgress) -> bool:
         """Send a signal to a worker; return False if it is ending, so that its successor gets it."""
+        index, progress = match
         process = self._cluster.process(index, progress.worker.pid)
         try:
             if process is not None:
@@ -694,6 +666,3 @@ class Trigger:
         except psutil.NoSuchProcess:
             return False
         return process is not None
-
-    def _schedule(self, description: str, action: Callable[[int, ProgressRecord], object]) -> None:
-        self._cluster.schedule(ScheduledAction(description, self._step, self._rank, self._node, action))

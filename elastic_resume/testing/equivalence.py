@@ -2,20 +2,15 @@
 
 The end of a run is the newest checkpoint of rank 0's node: position, tensors bit for bit, and all other
 tracked state. If the script prints a line per step (samples, loss), these lines are compared too. When
-`assert_same_run` returns or raises, the nodes are gone and the files are removed. If its process is killed,
-the next call removes the files.
+`assert_same_run` returns or raises, the nodes are gone and the files are removed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
 import re
-import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -26,9 +21,8 @@ from elastic_resume.errors import ConfigError
 from elastic_resume.events import Event
 from elastic_resume.testing import fault_runner
 from elastic_resume.testing.cluster import Cluster, Hosts
-from elastic_resume.testing.fault_plan import FaultPlan
 from elastic_resume.testing.fault_runner import DONE, FaultInjector, FaultOutcome
-from elastic_resume.testing.faults import NODE_RESOURCES, Fault
+from elastic_resume.testing.faults import Fault, FaultPlan, JobShape
 
 if TYPE_CHECKING:
     from elastic_resume.state.diff import Difference
@@ -39,8 +33,6 @@ IDLE_POLL_S, EVENT_POLL_S = 0.05, 0.5
 INTERNAL_PREFIX, SEED_NAME = "elastic_resume.", "elastic_resume.seed"
 SEED_HINT = "the seed that random numbers come from: give er.resume() a seed, or torch.manual_seed one"
 FOLLOWS_RANK0_HINT = " (follows rank 0, and may be another rank's after its node is gone)"
-DIRECTORY_PREFIX = "same-run-"
-MARKER_FILE = ".elastic_resume-same-run"  # in a folder of ours; its process holds a lock on the folder
 MAX_SHOWN_DIFFERENCES = 8  # differences in an error
 
 
@@ -89,7 +81,7 @@ class RunSpec:
         ) as cluster:
             cluster.start(self.script, *self.args)
             _Run(self, cluster, faults).run_to_end()
-            cluster.stop()  # what is left to be read then stays
+            cluster.stop()  # no process writes any more, so the results can be read
             return self._read_result(cluster, logs)
 
     def _read_result(self, cluster: Cluster, logs: Path) -> RunResult:
@@ -134,14 +126,13 @@ class _Run:
 
     def __init__(self, spec: RunSpec, cluster: Cluster, faults: Sequence[Fault]) -> None:
         self._spec, self._cluster, self._faults = spec, cluster, faults
-        self._injector = FaultInjector(cluster, faults, cluster.failpoints)
-        # Whoever is the first to have finished that step waits until it has been looked at: a small job goes
-        # on for a hundred steps while this process has to wait for a processor.
-        at_steps = (
-            fault.step for fault in faults if not fault.phase and not fault_runner.failpoint_entry(fault)
-        )
+        self._injector = FaultInjector(cluster, faults)
+        # The first rank that finishes the step waits for the injector: on a busy machine a small job takes a
+        # hundred steps before this process runs again.
         self._step_waits = [
-            cluster.failpoints.arm("step=wait", step=step) for step in at_steps if step is not None
+            cluster.failpoints.arm("step=wait", step=fault.step)
+            for fault in faults
+            if fault.step is not None and not fault.phase and not fault_runner.failpoint_entry(fault)
         ]
         self._deadline = time.monotonic() + spec.timeout_s
         self._next_event_poll = 0.0
@@ -150,26 +141,28 @@ class _Run:
         """Inject the faults, and return when all nodes have ended well."""
         try:
             while not self._injector.is_over:
-                held = [mark for mark in self._step_waits if self._cluster.failpoints.is_waiting(mark)]
+                waiting = [one for one in self._step_waits if self._cluster.failpoints.is_waiting(one)]
                 self._injector.poll()
-                for mark in held:
-                    self._step_waits.remove(mark)
-                    self._cluster.failpoints.release(mark)
+                for failpoint_id in waiting:
+                    self._step_waits.remove(failpoint_id)
+                    self._cluster.failpoints.release(failpoint_id)
                 if time.monotonic() > self._next_event_poll:
                     self._next_event_poll = time.monotonic() + EVENT_POLL_S
                     self._poll_events()
                 time.sleep(POLL_S if self._injector.pending else IDLE_POLL_S)
         finally:
-            fates = [replace(fate) for fate in self._injector.outcomes]
+            outcomes = [replace(outcome) for outcome in self._injector.outcomes]
             self._injector.close()
         codes = self._cluster.wait_exit(only=range(self._spec.nodes))
         if any(codes):
             raise self._make_error(f"ended with exit codes {codes}")
-        for fate in fates:
-            if fate.state != DONE:
-                why = f" ({fate.reason})" if fate.reason else ""
-                raise self._make_error(f"was over before this came: {fate.fault}{why}; let it come earlier")
-        self._require_resumes([fate for fate in fates if fate.fault.what in KILL_FAULTS])
+        for outcome in outcomes:
+            if outcome.state != DONE:
+                reason = f" ({outcome.reason})" if outcome.reason else ""
+                raise self._make_error(
+                    f"was over before this came: {outcome.fault}{reason}; let it come earlier"
+                )
+        self._require_resumes([outcome for outcome in outcomes if outcome.fault.what in KILL_FAULTS])
 
     def _poll_events(self) -> None:
         """Fail early on an error of the script itself, which would otherwise be tried again."""
@@ -182,16 +175,16 @@ class _Run:
         ended = [event for event in self._cluster.events("worker-exit") if not event.get("stopped")]
         failed = [event for event in ended if event.get("exit_code") or event.get("signal")]
         if failed:
-            how = failed[0].get("signal") or f"exit code {failed[0].get('exit_code')}"
-            told = next(iter(self._cluster.events("failure")), {})
-            why = str(told.get("traceback") or told.get("message") or "")
+            end = failed[0].get("signal") or f"exit code {failed[0].get('exit_code')}"
+            failure = next(iter(self._cluster.events("failure")), {})
+            text = failure.get("traceback") or failure.get("message") or ""
             raise self._make_error(
-                f"failed undisturbed: rank {failed[0].get('rank')} ended with {how}\n{why}"
+                f"failed undisturbed: rank {failed[0].get('rank')} ended with {end}\n{text}"
             )
 
     def _require_resumes(self, kills: Sequence[FaultOutcome]) -> None:
         later = [event for event in self._cluster.events("resume") if event["generation"] > 1]
-        last = max(kills, key=lambda fate: fate.generation, default=None)
+        last = max(kills, key=lambda outcome: outcome.generation, default=None)
         if last is not None and (not later or later[-1]["generation"] <= last.generation):
             raise self._make_error(f"was over before it noticed {last.fault}: let it come earlier")
         if any(event["kind"] != "checkpoint" for event in later):
@@ -205,7 +198,7 @@ class _Run:
 
 
 def make_error(cluster: Cluster, message: str) -> AssertionError:
-    """Make an error with ``what`` and the nodes' output."""
+    """Make an error with ``message`` and the nodes' output."""
     return AssertionError(f"{message}.\n{cluster.output_tails()}")
 
 
@@ -232,21 +225,17 @@ def assert_same_run(
         *words: its arguments. A `FaultPlan` among them is taken as ``plan``.
         plan: the faults: ``FaultPlan.from_faults("worker 1 at step 20", "cut node 2 at step 35 for 5s")``.
         kills: further faults in short form: "worker 1 at step 20", "agent 0 at step 9", "node 2 at step 35".
-            A
-            killed node or agent is restarted at once, with its disk.
+            A killed node or agent is restarted at once, with its disk.
         nodes: number of simulated nodes. The job trains on all of them and waits for those that are down.
         workers_per_node: ranks on each.
         hosts: "namespaces" (as root) for faults of links and disks; see `Cluster`.
         flags: further flags of ``elastic-resume run``. Each step has a snapshot unless they say otherwise.
         env: added to the environment.
         lines: regular expression. Each matching line that the script prints must also be a line of the
-            undisturbed
-            run. So print the step's number with the loss or the samples:
+            undisturbed run. So print the step's number with the loss or the samples:
             ``print(f"step {run.position.step + 1}: {loss.item()}")``. A recomputed step prints its line
-            again, and
-            each fault may cost each rank one line.
-        ignore: names that need not be equal, with * and ?: ``"*running_*"``; ``"timer"`` is all of that
-            object.
+            again, and each fault may cost each rank one line.
+        ignore: names that need not be equal, with * and ?: ``"*running_*"``; ``"timer"`` is the whole object.
         timeout_s: limit for each of the two runs.
 
     Raises:
@@ -255,69 +244,36 @@ def assert_same_run(
 
     """
     plans = [one for one in (plan, *words) if isinstance(one, FaultPlan)]
-    kills_too = FaultPlan(tuple(map(_parse_kill, kills)))
-    faults = _schedule([*plans, kills_too], nodes, workers_per_node, NODE_RESOURCES[hosts])
-    size = nodes * workers_per_node
-    texts = tuple(word for word in words if not isinstance(word, FaultPlan))
+    plans.append(FaultPlan(tuple(map(_parse_kill, kills))))
+    shape = JobShape(nodes, workers_per_node, hosts)
+    for each in plans:
+        each.validate(shape)
+    faults = tuple(fault for each in plans for fault in each.schedule(shape))
     job = RunSpec(
-        *(Path(script), texts, nodes, workers_per_node, hosts),
-        *(tuple(flags), dict(env or {}), lines, timeout_s),
+        script=Path(script),
+        args=tuple(word for word in words if not isinstance(word, FaultPlan)),
+        nodes=nodes,
+        workers_per_node=workers_per_node,
+        hosts=hosts,
+        flags=tuple(flags),
+        env=dict(env or {}),
+        line_pattern=lines,
+        timeout_s=timeout_s,
     )
-    _remove_stale_dirs()
-    with _locked_temporary_dir() as directory:
+    with tempfile.TemporaryDirectory(prefix="same-run-") as temporary:
+        directory = Path(temporary)
         undisturbed = job.run(directory / "undisturbed", [])
         steps = undisturbed.manifest.step
         late = [fault for fault in faults if fault.step is not None and fault.step >= steps]
         if late:
             raise ConfigError(f"{late[0]} cannot come: {job.script.name} ends with step {steps}.")
         disturbed = job.run(directory / "disturbed", faults)
-        found = compare_lines(undisturbed.lines, disturbed.lines, max_missing=len(faults) * size)
+        found = compare_lines(
+            undisturbed.lines, disturbed.lines, max_missing=len(faults) * nodes * workers_per_node
+        )
         found += compare_state(undisturbed, disturbed, ignore)
     if found:
         raise AssertionError(_format_failure(job, faults, disturbed, found))
-
-
-@contextlib.contextmanager
-def _locked_temporary_dir() -> Iterator[Path]:
-    """Create a directory that is removed at the end; no other process removes it while this one lives."""
-    folder = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
-    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks: nobody else will ever remove it
-            fcntl.flock(held, fcntl.LOCK_EX)
-            (folder / MARKER_FILE).touch()  # after the lock: whoever sees the one finds the other
-        yield folder
-    finally:
-        shutil.rmtree(folder)
-        os.close(held)
-
-
-def _remove_stale_dirs() -> None:
-    """Remove the directories of runs whose process was killed.
-
-    The marker file proves that a directory is ours, and the free lock that its process is dead. A process id
-    proves neither, because another container may share the temporary directory.
-    """
-    for folder in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*"):
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # alive, or just gone
-            if not (folder / MARKER_FILE).is_file() or folder.stat().st_uid != os.getuid():
-                continue
-            held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            stack.callback(os.close, held)
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _schedule(
-    plans: Sequence[FaultPlan], nodes: int, workers_per_node: int, node_resources: Sequence[str]
-) -> tuple[Fault, ...]:
-    for plan in plans:
-        plan.validate(nodes=nodes, workers_per_node=workers_per_node, node_resources=node_resources)
-    made = [
-        plan.schedule(nodes=nodes, workers_per_node=workers_per_node, node_resources=node_resources)
-        for plan in plans
-    ]
-    return tuple(fault for faults in made for fault in faults)
 
 
 def _parse_kill(kill: Fault | str) -> Fault:
@@ -347,16 +303,15 @@ def compare_state(undisturbed: RunResult, disturbed: RunResult, ignore: Sequence
 
     found = diff.compare(undisturbed.path, disturbed.path).differences
     follows = {*undisturbed.manifest.follows_rank0, *disturbed.manifest.follows_rank0}
-    told = [SEED_HINT] if any(one.name.startswith(SEED_NAME) for one in found) else []
-    for one in found:
-        if one.name.startswith(INTERNAL_PREFIX) or any(
-            _matches_pattern(one.name, pattern) for pattern in ignore
-        ):
+    lines = [SEED_HINT] if any(one.name.startswith(SEED_NAME) for one in found) else []
+    for difference in found:
+        name = difference.name
+        if name.startswith(INTERNAL_PREFIX) or any(_matches_pattern(name, pattern) for pattern in ignore):
             continue
-        if one.name == "position/step_in_epoch" and "data" not in disturbed.manifest.state:
-            continue  # a resume that knows no data counts the steps of an epoch from its own start
-        told.append(_format_difference(one) + (FOLLOWS_RANK0_HINT if one.name in follows else ""))
-    return told
+        if name == "position/step_in_epoch" and "data" not in disturbed.manifest.state:
+            continue  # without data=, a resumed run counts the steps of an epoch from its own start
+        lines.append(_format_difference(difference) + (FOLLOWS_RANK0_HINT if name in follows else ""))
+    return lines
 
 
 def _matches_pattern(name: str, pattern: str) -> bool:

@@ -13,9 +13,8 @@ step. A fault with a phase is due when a process waits at the failpoint of that 
 from __future__ import annotations
 
 import contextlib
-import os
+import logging
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,20 +27,27 @@ import psutil
 from elastic_resume import constants
 from elastic_resume.errors import ElasticResumeError, UsageError
 from elastic_resume.events import EventLog
-from elastic_resume.snapshot.progress_page import ProgressRecord
 from elastic_resume.testing import virtual_network
 from elastic_resume.testing.cluster import Cluster
 from elastic_resume.testing.faults import NODES, WORKER, WORKER_FAILPOINTS, Fault, format_duration
-from elastic_resume.testing.triggers import FailpointController
+from elastic_resume.testing.triggers import ActionQueue, RankProgress, ScheduledAction
+
+logger = logging.getLogger(__name__)
 
 Undo = Callable[[], object]
-GARBAGE_BYTES = 4096
 GARBAGE_TIMEOUT_S = 2.0
-_SEND_GARBAGE_SCRIPT = (
-    "import socket,sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), {s}).sendall({junk})"
-)
-_LINK_CUTS = ("cut", "cut-out", "cut-in", "partition")  # each ends for itself
-_SINGLE_VALUE_FAULTS = ("packet-loss", "slow-link", "slow-disk")  # a node has one at a time
+_SEND_GARBAGE_SCRIPT = f"""
+import os, socket, sys
+address = sys.argv[1], int(sys.argv[2])
+socket.create_connection(address, {GARBAGE_TIMEOUT_S}).sendall(os.urandom(4096) + bytes([10]))
+"""
+_LINK_CUTS = ("cut", "cut-out", "cut-in", "partition")  # each cut has its own end time
+_SINGLE_VALUE_FAULTS = ("packet-loss", "slow-link", "slow-disk")  # a node has at most one of each at a time
+RESTART_DELAY_S = 2.0  # the shortest time in which a scheduler restarts a node that ended by itself
+ALL_RANKS_WINDOW_S = 5.0  # after one rank has passed a failpoint, all others reach it within this time
+MAX_RESTARTS = 1000  # for all nodes together; limits a job that ends at each start
+INJECTION_ERRORS = (ElasticResumeError, OSError, subprocess.SubprocessError, psutil.Error)
+WAITING, ARMED, DONE, FAILED = "waiting", "armed", "done", "failed"
 
 
 class TargetUnavailableError(Exception):
@@ -55,7 +61,7 @@ class Target:
     node: int | None
     local_rank: int | None = None
     rank: int | None = None
-    pid: int | None = None  # as its node knows it, of a worker that stands at a point
+    pid: int | None = None  # a worker that waits at a failpoint: its pid in the node's pid namespace
 
     def __str__(self) -> str:
         if self.node is None:
@@ -135,6 +141,10 @@ def inject(cluster: Cluster, fault: Fault, target: Target) -> Undo | None:
         TargetUnavailableError: the target has just gone, or lacks what the fault needs.
 
     """
+    if fault.what in _LASTING_FAULTS:
+        begin, end = _LASTING_FAULTS[fault.what]
+        begin(cluster, target.node_index, fault)
+        return partial(end, cluster, target.node_index)
     return _INJECT_FUNCTIONS[fault.what](cluster, fault, target)
 
 
@@ -189,7 +199,7 @@ def _find_workers(cluster: Cluster) -> dict[int, Target]:
 def _matches_target(fault: Fault, worker: Target) -> bool:
     if fault.role == "all":
         return True
-    if fault.node is not None:  # of a node, its lead
+    if fault.node is not None:  # a fault of a node hits its local rank 0
         return worker.node == fault.node and worker.local_rank == 0
     return worker.rank == (0 if fault.role == "rank-0" else fault.rank)
 
@@ -212,7 +222,7 @@ def _signal_worker(cluster: Cluster, target: Target, signal_name: str) -> None:
             cluster.kill_worker(target.node_index, target.local_rank or 0, signal.Signals[signal_name])
         else:
             cluster.signal_process(target.node_index, target.pid, signal.Signals[signal_name])
-    except (UsageError, OSError, psutil.NoSuchProcess) as error:  # it is dying of something else
+    except (UsageError, OSError, psutil.NoSuchProcess) as error:  # the worker is ending for another reason
         raise TargetUnavailableError(str(error)) from error
 
 
@@ -224,17 +234,11 @@ def _stop_worker(cluster: Cluster, fault: Fault, target: Target) -> Undo:
     del fault
     _signal_worker(cluster, target, "SIGSTOP")
 
-    def go_on() -> None:
-        with contextlib.suppress(TargetUnavailableError):  # it has been killed for it
+    def resume() -> None:
+        with contextlib.suppress(TargetUnavailableError):  # the hang detector has killed it
             _signal_worker(cluster, target, "SIGCONT")
 
-    return go_on
-
-
-def _stop_agent(cluster: Cluster, fault: Fault, target: Target) -> Undo:
-    del fault
-    cluster.kill_agent(target.node_index, signal.SIGSTOP)
-    return lambda: cluster.kill_agent(target.node_index, signal.SIGCONT)
+    return resume
 
 
 def _wipe_disk(cluster: Cluster, fault: Fault, target: Target) -> None:
@@ -252,48 +256,15 @@ def _cut_links(cluster: Cluster, fault: Fault, target: Target) -> Undo:
 
 def _partition(cluster: Cluster, fault: Fault, target: Target) -> Undo:
     del target
-    return cluster.network.silence_links(
-        virtual_network.SilencedLinks(
-            virtual_network.assign_sides(fault.groups, len(cluster.nodes))
-        ).silent_pairs()
-    )
-
-
-def _lose_packets(cluster: Cluster, fault: Fault, target: Target) -> Undo:
-    cluster.lose_packets(target.node_index, fault.percent or 0)
-    return lambda: cluster.lose_packets(target.node_index, 0)
-
-
-def _limit_rate(cluster: Cluster, fault: Fault, target: Target) -> Undo:
-    cluster.limit_rate(target.node_index, fault.bytes_per_s or 0)
-    return lambda: cluster.limit_rate(target.node_index, 0)
-
-
-def _fill_disk(cluster: Cluster, fault: Fault, target: Target) -> Undo:
-    del fault
-    cluster.fill_disk(target.node_index)
-    return lambda: cluster.free_disk(target.node_index)
-
-
-def _break_disk(cluster: Cluster, fault: Fault, target: Target) -> Undo:
-    del fault
-    cluster.break_disk(target.node_index)
-    return lambda: cluster.mend_disk(target.node_index)
-
-
-def _slow_disk(cluster: Cluster, fault: Fault, target: Target) -> Undo:
-    cluster.slow_disk(target.node_index, fault.delay_s or 0)
-    return lambda: cluster.slow_disk(target.node_index, 0)
+    sides = virtual_network.assign_sides(fault.groups, len(cluster.nodes))
+    return cluster.network.silence_links(virtual_network.SilencedLinks(sides).silent_pairs())
 
 
 def _damage_checkpoint(cluster: Cluster, fault: Fault, target: Target) -> None:
-    fraction = fault.fraction or 0.0
+    damage = cluster.truncate_newest if fault.what == "torn-write" else cluster.corrupt
     try:
-        if fault.what == "torn-write":
-            cluster.truncate_newest(target.node_index, fraction)
-        else:
-            cluster.corrupt(target.node_index, fraction)
-    except (UsageError, OSError) as error:  # there is none yet, or it was pruned just now
+        damage(target.node_index, fault.fraction or 0.0)
+    except (UsageError, OSError) as error:  # there is no checkpoint yet, or it was just pruned
         raise TargetUnavailableError(str(error)) from error
 
 
@@ -301,26 +272,10 @@ def _send_garbage(cluster: Cluster, fault: Fault, target: Target) -> None:
     """Send garbage to the node's agent without authentication, from another node if nodes have networks."""
     del fault
     host, _, port = cluster.endpoints[target.node_index].rpartition(":")
-    junk = os.urandom(GARBAGE_BYTES) + b"\n"
-    others = [index for index, node in enumerate(cluster.nodes) if node.alive and index != target.node_index]
-    try:
-        networks = cluster.network
-    except UsageError:
-        with (
-            contextlib.suppress(OSError),
-            socket.create_connection((host, int(port)), GARBAGE_TIMEOUT_S) as call,
-        ):
-            call.sendall(junk)
-        return
-    code = _SEND_GARBAGE_SCRIPT.format(s=GARBAGE_TIMEOUT_S, junk=junk)
-    command = [sys.executable, "-I", "-S", "-c", code, host, port]
-    if others:
-        subprocess.run(
-            networks.wrap_command(others[0], command),
-            capture_output=True,
-            check=False,
-            timeout=4 * GARBAGE_TIMEOUT_S,
-        )
+    command = [sys.executable, "-I", "-S", "-c", _SEND_GARBAGE_SCRIPT, host, port]
+    with contextlib.suppress(UsageError):  # loopback nodes share the network of this process
+        command = cluster.network.wrap_command((target.node_index + 1) % len(cluster.nodes), command)
+    subprocess.run(command, capture_output=True, check=False, timeout=4 * GARBAGE_TIMEOUT_S)
 
 
 _INJECT_FUNCTIONS: Mapping[str, Callable[[Cluster, Fault, Target], Undo | None]] = {
@@ -329,31 +284,48 @@ _INJECT_FUNCTIONS: Mapping[str, Callable[[Cluster, Fault, Target], Undo | None]]
     "kill-node": lambda cluster, _, target: cluster.kill_node(target.node_index),
     "poweroff": lambda cluster, _, target: cluster.poweroff(target.node_index),
     "stop-worker": _stop_worker,
-    "stop-agent": _stop_agent,
     "preemption": lambda cluster, _, target: cluster.give_notice(target.node_index),
     "cut": _cut_links,
     "cut-out": _cut_links,
     "cut-in": _cut_links,
     "partition": _partition,
-    "packet-loss": _lose_packets,
-    "slow-link": _limit_rate,
-    "disk-full": _fill_disk,
-    "disk-error": _break_disk,
-    "slow-disk": _slow_disk,
     "torn-write": _damage_checkpoint,
     "bit-flip": _damage_checkpoint,
     "wipe-disk": _wipe_disk,
     "corrupt-message": _send_garbage,
 }
+_LASTING_FAULTS: Mapping[
+    str, tuple[Callable[[Cluster, int, Fault], object], Callable[[Cluster, int], object]]
+] = {
+    "stop-agent": (
+        lambda cluster, node, _: cluster.kill_agent(node, signal.SIGSTOP),
+        lambda cluster, node: cluster.kill_agent(node, signal.SIGCONT),
+    ),
+    "packet-loss": (
+        lambda cluster, node, fault: cluster.lose_packets(node, fault.percent or 0),
+        lambda cluster, node: cluster.lose_packets(node, 0),
+    ),
+    "slow-link": (
+        lambda cluster, node, fault: cluster.limit_rate(node, fault.bytes_per_s or 0),
+        lambda cluster, node: cluster.limit_rate(node, 0),
+    ),
+    "slow-disk": (
+        lambda cluster, node, fault: cluster.slow_disk(node, fault.delay_s or 0),
+        lambda cluster, node: cluster.slow_disk(node, 0),
+    ),
+    "disk-full": (
+        lambda cluster, node, _: cluster.fill_disk(node),
+        lambda cluster, node: cluster.free_disk(node),
+    ),
+    "disk-error": (
+        lambda cluster, node, _: cluster.break_disk(node),
+        lambda cluster, node: cluster.mend_disk(node),
+    ),
+}
+"""Faults of a node that last: what begins one, and what ends it."""
 
 
-RESTART_DELAY_S = (
-    2.0  # as long as a scheduler takes, at the least, to start a node again that ended by itself
-)
-ALL_RANKS_WINDOW_S = 5.0  # within which all ranks have come to a point that one has passed
-MAX_RESTARTS = 1000  # of one node: a job that ends at each start would be started for ever
-INJECTION_ERRORS = (ElasticResumeError, OSError, subprocess.SubprocessError, psutil.Error)
-WAITING, ARMED, DONE, FAILED = "waiting", "armed", "done", "failed"
+# ---- when ----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -366,27 +338,27 @@ class FaultOutcome:
 
     number: int
     fault: Fault
-    is_random: bool = False  # and not written in the plan
+    is_random: bool = False  # chosen at random, not written in the plan
     state: str = WAITING
     injection_count: int = 0
     injected_at: float | None = None
     target: str = ""
-    nodes: tuple[str, ...] = ()  # that it hit, by name; none of several
-    rank: int | None = None  # that it hit, whomever it names
-    reason: str = ""  # it has not come, or could not be done
-    generation: int = 0  # that it hit last
-    failpoint_ids: list[str] = field(default_factory=list)  # of what is armed for it
+    nodes: tuple[str, ...] = ()  # names of the nodes that were hit; empty for several
+    rank: int | None = None  # the rank that was hit, also if the plan names another target
+    reason: str = ""  # why the fault was not injected
+    generation: int = 0  # the generation that was hit last
+    failpoint_ids: list[str] = field(default_factory=list)  # failpoints that are armed for this fault
     repeats: list[tuple[float, tuple[str, ...], int | None]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class _DelayedAction:
-    """An action that is due at a time."""
+class _LastingEffect:
+    """An action that ends a lasting fault at a time."""
 
     due_at: float
     description: str
     action: Callable[[], object]
-    undo_key: tuple[object, ...] = ()  # until the last of those that have this in common is over
+    shared_key: tuple[object, ...] = ()  # when effects share a key, only the last to end calls its action
     node: int | None = None
     reapply: Callable[[], object] = lambda: None
 
@@ -395,28 +367,27 @@ class FaultInjector:
     """Injects the faults of a plan into one job."""
 
     def __init__(
-        self,
-        cluster: Cluster,
-        schedule: Sequence[Fault],
-        failpoints: FailpointController,
-        log: Callable[[str], None] = lambda _: None,
-        written_count: int | None = None,
+        self, cluster: Cluster, schedule: Sequence[Fault], *, written_count: int | None = None
     ) -> None:
-        """Prepare the faults of a plan for a started cluster."""
+        """Prepare the faults of a plan for a started cluster; those after ``written_count`` are random."""
         last = len(schedule) if written_count is None else written_count
         self.outcomes = [
             FaultOutcome(number, fault, number > last) for number, fault in enumerate(schedule, 1)
         ]
         self._cluster = cluster
-        self._failpoints = failpoints
-        self._log_message = log
+        self._failpoints = cluster.failpoints
         self._event_log = EventLog(cluster.run_dir / constants.FAULTS_FILE)
         self._first_step_at: float | None = None
         self._generation = 0
-        self._delayed_actions: list[_DelayedAction] = []
-        self._restart_delays_s: dict[int, float] = {}  # node → seconds that it stays down, once it is
-        self._down_since: dict[int, float] = {}  # node → since when
-        self._repeating_failpoints: list[str] = []  # marks of what hits every process that comes by
+        self._queue = ActionQueue()
+        for outcome in self.outcomes:
+            self._queue.schedule(
+                ScheduledAction(str(outcome.fault), partial(self._is_due, outcome), self._advance)
+            )
+        self._lasting_effects: list[_LastingEffect] = []
+        self._restart_delays_s: dict[int, float] = {}  # node index -> delay after its end
+        self._down_since: dict[int, float] = {}  # node index -> time at which the node went down
+        self._repeating_failpoints: list[str] = []  # these fire in every process that reaches them
         self._restart_count = 0
 
     @property
@@ -427,50 +398,39 @@ class FaultInjector:
     @property
     def pending(self) -> list[FaultOutcome]:
         """List the faults that are not due yet."""
-        return [fate for fate in self.outcomes if fate.state in {WAITING, ARMED}]
+        return [outcome for outcome in self.outcomes if outcome.state in {WAITING, ARMED}]
 
     @property
     def is_idle(self) -> bool:
         """Whether no fault lasts and no node is about to be restarted."""
-        return not self._delayed_actions and not self._restart_delays_s
+        return not self._lasting_effects and not self._restart_delays_s
 
     @property
     def is_over(self) -> bool:
         """Whether no agent runs and none will be started."""
-        return not any(node.alive for node in self._cluster.nodes) and not self._any_restart_pending()
+        nodes = self._cluster.nodes
+        return not any(node.alive or self._should_restart(index) for index, node in enumerate(nodes))
 
     def poll(self) -> None:
         """Do everything that is due."""
-        lines = [line for _, line in self._cluster.rank_progress()]
-        self._generation = max((line.generation for line in lines), default=0)
-        if self._first_step_at is None and any(line.step > 0 for line in lines):
+        progress = list(self._cluster.rank_progress())
+        self._generation = max((record.generation for _, record in progress), default=0)
+        if self._first_step_at is None and any(record.step > 0 for _, record in progress):
             self._first_step_at = time.monotonic()
-        for later in [one for one in self._delayed_actions if time.monotonic() >= one.due_at]:
-            self._delayed_actions.remove(later)
-            still = [
-                one for one in self._delayed_actions if later.undo_key and one.undo_key == later.undo_key
-            ]
-            if not still:
-                self._log_message(later.description)
-            self._run_and_log_failure(later.description, still[-1].reapply if still else later.action)
+        self._undo_expired_faults()
         self._restart_nodes()
-        for fate in self.outcomes:
-            again = fate.fault.repeat and not failpoint_entry(fate.fault)  # those that are armed stay so
-            if fate.state == DONE and again and self._generation > fate.generation:
-                fate.state = WAITING
-            if fate.state == WAITING and self._is_due(fate.fault, lines):
-                self._start_fault(fate)
-            if fate.state == ARMED:
-                self._poll_armed(fate)
+        self._queue.run_due(progress)
 
     def cancel_pending(self, reason: str) -> None:
         """Cancel the faults that are not due yet. Nodes that are down are still restarted."""
+        self._queue.clear()
         while self._repeating_failpoints:
             self._failpoints.disarm(self._repeating_failpoints.pop())
-        for fate in self.pending:
-            self._disarm(fate)
-            # One that repeats has come; it is the next time that does not.
-            fate.state, fate.reason = (DONE, "") if fate.injection_count else (FAILED, fate.reason or reason)
+        for outcome in self.pending:
+            self._disarm(outcome)
+            # A fault that repeats has happened; only its next repetition is cancelled.
+            happened = outcome.injection_count > 0
+            outcome.state, outcome.reason = (DONE, "") if happened else (FAILED, outcome.reason or reason)
 
     def disable_restarts(self) -> None:
         """Restart no node from now on."""
@@ -478,9 +438,9 @@ class FaultInjector:
 
     def undo_lasting_faults(self) -> None:
         """Undo the faults that last. Nodes that are down are still restarted."""
-        for later in self._delayed_actions:
-            self._run_and_log_failure(later.description, later.action)
-        self._delayed_actions = []
+        for undo in self._lasting_effects:
+            self._run_and_log_failure(undo.description, undo.action)
+        self._lasting_effects = []
 
     def close(self) -> None:
         """Cancel and undo everything."""
@@ -490,75 +450,90 @@ class FaultInjector:
 
     # ---- when ----------------------------------------------------------------------------------------
 
-    def _is_due(self, fault: Fault, progress: Sequence[ProgressRecord]) -> bool:
+    def _is_due(self, outcome: FaultOutcome, progress: Sequence[RankProgress]) -> FaultOutcome | None:
+        """Return the outcome if its fault is due, or if its armed failpoint is to be polled."""
+        fault = outcome.fault
+        if outcome.state == DONE and self._generation <= outcome.generation:
+            return None  # a fault that repeats is due again in each later generation
+        if outcome.state == ARMED or _is_armed_for_step(fault):  # a worker counts its own steps
+            return outcome
         if fault.step is not None:
-            # A worker looks at its steps itself, and hits that very one.
-            return _is_armed_for_step(fault) or any(line.step >= fault.step for line in progress)
-        if fault.at_s is not None:
-            return self._first_step_at is not None and self.elapsed_s >= fault.at_s
-        return True
+            is_due = any(record.step >= fault.step for _, record in progress)
+        elif fault.at_s is not None:
+            is_due = self._first_step_at is not None and self.elapsed_s >= fault.at_s
+        else:
+            is_due = True
+        return outcome if is_due else None
+
+    def _advance(self, outcome: FaultOutcome) -> bool:
+        """Start a fault that is due, or poll its failpoint; return whether nothing is left to do."""
+        if outcome.state != ARMED:
+            self._start_fault(outcome)
+        if outcome.state == ARMED:
+            self._poll_armed(outcome)
+        repeats = outcome.fault.repeat and not failpoint_entry(outcome.fault)  # armed ones repeat themselves
+        return outcome.state == FAILED or (outcome.state == DONE and not repeats)
 
     def _start_fault(self, outcome: FaultOutcome) -> None:
         """Inject a fault, or arm the failpoint of the process that injects it into itself."""
-        fault = outcome.fault
+        fault, nodes = outcome.fault, len(self._cluster.nodes)
         entry = failpoint_entry(fault)
         outcome.generation = self._generation
         if entry:
-            for conditions in _target_conditions(
-                fault, len(self._cluster.nodes), self._cluster.workers_per_node
-            ):
-                step = fault.step if _is_armed_for_step(fault) else None
-                mark = self._failpoints.arm(entry, step=step, for_=_failpoint_duration_s(fault), **conditions)
-                outcome.failpoint_ids.append(mark)
+            step = fault.step if _is_armed_for_step(fault) else None
+            for conditions in _target_conditions(fault, nodes, self._cluster.workers_per_node):
+                failpoint_id = self._failpoints.arm(
+                    entry, step=step, for_=_failpoint_duration_s(fault), **conditions
+                )
+                outcome.failpoint_ids.append(failpoint_id)
                 if fault.repeat:
-                    self._repeating_failpoints.append(
-                        self._failpoints.arm(entry, step=step, once="", **conditions)
-                    )
+                    repeating = self._failpoints.arm(entry, step=step, once="", **conditions)
+                    self._repeating_failpoints.append(repeating)
             outcome.state = ARMED
         elif fault.phase:
-            places = _phase_conditions(fault, len(self._cluster.nodes))
-            outcome.failpoint_ids += [
-                self._failpoints.arm(f"{fault.failpoint}=wait", **place) for place in places
-            ]
+            for conditions in _phase_conditions(fault, nodes):
+                outcome.failpoint_ids.append(self._failpoints.arm(f"{fault.failpoint}=wait", **conditions))
             outcome.state = ARMED
         else:
             self._inject_into_targets(outcome)
 
     def _poll_armed(self, outcome: FaultOutcome) -> None:
-        for mark in list(outcome.failpoint_ids):
+        for failpoint_id in list(outcome.failpoint_ids):
             if failpoint_entry(outcome.fault):
-                who = self._failpoints.read_fired(mark)
-                if who is not None:
+                fired = self._failpoints.read_fired(failpoint_id)
+                if fired is not None:
                     self._schedule_disarm(outcome)
-                    rank = int(who["rank"]) if str(who.get("rank", "")).isdecimal() else None
-                    node = str(who.get("node", ""))
-                    whom = f"rank {rank} on {node}" if rank is not None else node
-                    self._record_injection(outcome, whom, (node,), rank, float(who.get("t", time.time())))
+                    rank = int(fired["rank"]) if str(fired.get("rank", "")).isdecimal() else None
+                    node = str(fired.get("node", ""))
+                    target = f"rank {rank} on {node}" if rank is not None else node
+                    injected_at = float(fired.get("t", time.time()))
+                    self._record_injection(outcome, target, (node,), rank, injected_at)
                     return
-            elif self._failpoints.is_waiting(mark):
-                self._inject_into_targets(outcome, self._failpoints.read_fired(mark))
-                for one in outcome.failpoint_ids:  # who stands at another by now, too
-                    self._failpoints.release(one)
+            elif self._failpoints.is_waiting(failpoint_id):
+                self._inject_into_targets(outcome, self._failpoints.read_fired(failpoint_id))
+                for other in outcome.failpoint_ids:  # another process may wait at another of them by now
+                    self._failpoints.release(other)
                 self._disarm(outcome)
-                if outcome.state == ARMED:  # not now: nobody is held for it, and the next time may be
+                if outcome.state == ARMED:  # this process was not a target: wait for the next
                     outcome.state = WAITING
                 return
 
     def _schedule_disarm(self, outcome: FaultOutcome) -> None:
         """Disarm a failpoint after the fault's duration, or after all ranks had the time to reach it."""
-        lasts_s = _failpoint_duration_s(outcome.fault) or (
-            ALL_RANKS_WINDOW_S if outcome.fault.role == "all" else 0.0
-        )
+        window_s = ALL_RANKS_WINDOW_S if outcome.fault.role == "all" else 0.0
+        lasts_s = _failpoint_duration_s(outcome.fault) or window_s
         if lasts_s:
-            marks, outcome.failpoint_ids = outcome.failpoint_ids, []
-            what = f"fault {outcome.number} is over: {outcome.fault.what}"
-            acts = (partial(self._failpoints.disarm, mark) for mark in marks)
-            self._delayed_actions += [_DelayedAction(time.monotonic() + lasts_s, what, act) for act in acts]
+            ids, outcome.failpoint_ids = outcome.failpoint_ids, []
+            description = f"fault {outcome.number} is over: {outcome.fault.what}"
+            self._lasting_effects += [
+                _LastingEffect(time.monotonic() + lasts_s, description, partial(self._failpoints.disarm, one))
+                for one in ids
+            ]
         self._disarm(outcome)
 
     def _disarm(self, outcome: FaultOutcome) -> None:
-        for mark in outcome.failpoint_ids:
-            self._failpoints.disarm(mark)
+        for failpoint_id in outcome.failpoint_ids:
+            self._failpoints.disarm(failpoint_id)
         outcome.failpoint_ids = []
 
     # ---- what ----------------------------------------------------------------------------------------
@@ -579,11 +554,10 @@ class FaultInjector:
             return
         hit = [target for target in targets if self._inject_into(outcome, target)]
         if hit:
-            indices = [one.node for one in hit if one.node is not None]
-            nodes = [
-                node.name for index, node in enumerate(self._cluster.nodes) if index in indices or not indices
-            ]
-            self._record_injection(outcome, ", ".join(map(str, hit)), tuple(nodes), hit[0].rank, now)
+            indices = [target.node for target in hit if target.node is not None]
+            nodes = self._cluster.nodes
+            names = tuple(node.name for index, node in enumerate(nodes) if index in indices or not indices)
+            self._record_injection(outcome, ", ".join(map(str, hit)), names, hit[0].rank, now)
 
     def _inject_into(self, outcome: FaultOutcome, target: Target) -> bool:
         """Inject a fault into one target; return False if it is not possible now."""
@@ -595,16 +569,20 @@ class FaultInjector:
             return False
         except INJECTION_ERRORS as error:
             outcome.state, outcome.reason = FAILED, str(error)
-            self._log_message(f"fault {outcome.number}: {fault.what} could not be done: {error}")
+            logger.info("fault %d: %s could not be done: %s", outcome.number, fault.what, error)
             return False
         if fault.back_after_s is not None:
             self._restart_delays_s[target.node_index] = fault.back_after_s
         if fault.for_s is not None and undo is not None:
-            what = f"fault {outcome.number} is over: {fault.what} {target}"
-            shared = shared_undo_key(fault, target)
-            renew = partial(reapply, self._cluster, fault, target)
-            self._delayed_actions.append(
-                _DelayedAction(time.monotonic() + fault.for_s, what, undo, shared, target.node, renew)
+            self._lasting_effects.append(
+                _LastingEffect(
+                    time.monotonic() + fault.for_s,
+                    f"fault {outcome.number} is over: {fault.what} {target}",
+                    undo,
+                    shared_undo_key(fault, target),
+                    target.node,
+                    partial(reapply, self._cluster, fault, target),
+                )
             )
         return True
 
@@ -615,21 +593,16 @@ class FaultInjector:
         outcome.state, outcome.reason = DONE, ""
         outcome.injection_count += 1
         outcome.generation = self._generation
-        target = target if fault.groups == () else fault.target_text
+        target = fault.target_text if fault.groups else target
         if outcome.injected_at is None:
-            outcome.injected_at, outcome.target, outcome.nodes, outcome.rank = (
-                injected_at,
-                target,
-                nodes,
-                rank,
-            )
+            outcome.injected_at, outcome.target = injected_at, target
+            outcome.nodes, outcome.rank = nodes, rank
         else:
             outcome.repeats.append((injected_at, nodes, rank))
-        set_to = describe_settings(fault)
-        message = f"{fault.what} {target}" + (f" ({set_to})" if set_to else "")
-        self._log_message(
-            f"fault {outcome.number}: {message}" + ("" if fault.at_s is not None else fault.time_text)
-        )
+        settings = describe_settings(fault)
+        message = f"{fault.what} {target}" + (f" ({settings})" if settings else "")
+        when = "" if fault.at_s is not None else fault.time_text
+        logger.info("fault %d: %s%s", outcome.number, message, when)
         self._event_log.emit(
             "fault",
             number=outcome.number,
@@ -641,30 +614,32 @@ class FaultInjector:
             message=message,
         )
 
+    def _undo_expired_faults(self) -> None:
+        for undo in [one for one in self._lasting_effects if time.monotonic() >= one.due_at]:
+            self._lasting_effects.remove(undo)
+            key = undo.shared_key
+            lasting = [one for one in self._lasting_effects if key and one.shared_key == key]
+            if not lasting:
+                logger.info(undo.description)
+            self._run_and_log_failure(undo.description, lasting[-1].reapply if lasting else undo.action)
+
     def _run_and_log_failure(self, description: str, action: Callable[[], object]) -> None:
-        """Run an action and log its failure, so that the job is never left in the midst of a fault."""
+        """Run an action and log its failure, so that no other fault of the job stays in force."""
         try:
             action()
         except INJECTION_ERRORS as error:
-            self._log_message(f"{description}: {error}")
+            logger.info("%s: %s", description, error)
 
-    # ---- who is started again ------------------------------------------------------------------------
-
-    def _any_restart_pending(self) -> bool:
-        return any(self._should_restart(index) for index in range(len(self._cluster.nodes)))
+    # ---- restarts of nodes ---------------------------------------------------------------------------
 
     def _should_restart(self, index: int) -> bool:
-        if any(self._exit_code(other) == constants.EXIT_SUCCESS for other in range(len(self._cluster.nodes))):
-            return False  # the job is over, and would be another one
-        code = self._exit_code(index)
-        if code is None or self._restart_count >= MAX_RESTARTS:
+        codes = [None if node.agent is None else node.agent.poll() for node in self._cluster.nodes]
+        if constants.EXIT_SUCCESS in codes:
+            return False  # the job is over; a restarted node would begin another job
+        if codes[index] is None or self._restart_count >= MAX_RESTARTS:
             return False
-        return index in self._restart_delays_s or code not in {constants.EXIT_JOB_ERROR, constants.EXIT_USAGE}
-
-    def _exit_code(self, index: int) -> int | None:
-        """Return the exit code of a node's agent; None while it runs or before its first start."""
-        agent = self._cluster.nodes[index].agent
-        return None if agent is None else agent.poll()
+        failed = codes[index] in {constants.EXIT_JOB_ERROR, constants.EXIT_USAGE}
+        return index in self._restart_delays_s or not failed
 
     def _restart_nodes(self) -> None:
         """Restart the nodes that have been down for their time."""
@@ -674,18 +649,17 @@ class FaultInjector:
                 continue
             since = self._down_since.setdefault(index, time.monotonic())
             wait_s = self._restart_delays_s.get(index, RESTART_DELAY_S)
-            if time.monotonic() >= since + wait_s:
-                self._restart_count += 1
-                self._restart_delays_s.pop(index, None)
-                self._down_since.pop(index, None)
-                self._log_message(f"{node.name} is started again, {format_duration(wait_s)} after its end")
-                self._run_and_log_failure(
-                    f"{node.name} could not be started", partial(self._cluster.start_node, index)
-                )
-                for later in [
-                    one for one in self._delayed_actions if one.node == index
-                ]:  # a start mends the link
-                    self._run_and_log_failure(later.description, later.reapply)
+            if time.monotonic() < since + wait_s:
+                continue
+            self._restart_count += 1
+            self._restart_delays_s.pop(index, None)
+            self._down_since.pop(index, None)
+            logger.info("%s is started again, %s after its end", node.name, format_duration(wait_s))
+            start = partial(self._cluster.start_node, index)
+            self._run_and_log_failure(f"{node.name} could not be started", start)
+            for undo in self._lasting_effects:
+                if undo.node == index:  # the start has restored the node's link
+                    self._run_and_log_failure(undo.description, undo.reapply)
 
 
 def _phase_conditions(fault: Fault, nodes: int) -> list[dict[str, object]]:

@@ -1,47 +1,61 @@
-"""Define the kinds of faults and the form of one fault.
+"""Define the kinds of faults, one fault, and plans of faults.
 
 A `Fault` says what happens, to which target, and when. It is validated when it is made: a wrong value is a
 ConfigError that says what to write. A fault happens once, unless it has ``repeat``. A fault that ends by
 itself, such as a partition or a full disk, has a default duration that a job can survive. `fault_runner`
 injects faults.
+
+A `FaultPlan` is a list of faults, a rule for random faults, and a seed. The seed decides everything that the
+plan leaves open, so the same plan with the same seed is the same schedule on every machine. Plans are
+written in Python, or in YAML::
+
+    seed: 7
+    faults:
+      - worker 1 at step 20
+      - {what: cut, node: 2, step: 35, for: 5s}
+      - {what: kill-agent, role: leader, phase: in commit}
+    every:
+      mtbf: 15s
+      kinds: {kill-worker: 3, kill-node: 1}
 """
 
 from __future__ import annotations
 
 import builtins
 import math
+import random
 import re
 import signal
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
 
 from elastic_resume import config
 from elastic_resume.errors import ConfigError
-from elastic_resume.units import parse_duration
+from elastic_resume.units import parse_duration, parse_size
 
 WORKER, NODE, NODES = "worker", "node", "nodes"
-PROCESSES, NETWORK, DISK = "", "a network", "a disk"
-NODE_RESOURCES = {"loopback": (), "namespaces": (NETWORK, DISK)}
-"""The resources that each node has of its own, by kind of backend."""
+NAMESPACES = True  # the kind needs nodes with a network and a disk of their own
 
 
 @dataclass(frozen=True)
 class FaultKind:
     """One kind of fault.
 
-    ``target`` is a worker, a node, or several nodes. ``required_resource`` is what each node must have;
-    loopback nodes have no resource of their own. ``settings`` maps fields of `Fault` to their defaults (None:
-    for ever, or never). ``weight`` is the relative frequency in a random plan; 0 excludes kinds that a job
-    need not survive or that show no effect.
+    ``target`` is a worker, a node, or several nodes. ``settings`` maps fields of `Fault` to their defaults
+    (None: for ever, or never). ``weight`` is the relative frequency in a random plan; 0 excludes kinds that a
+    job need not survive or that show no effect.
     """
 
     target: str
     description: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    required_resource: str = PROCESSES
+    needs_namespaces: bool = False
     weight: int = 0
-    in_process: bool = False  # it happens in the process itself, at a failpoint
+    in_process: bool = False  # the fault happens in the process itself, at a failpoint
 
 
 def _build_kinds() -> dict[str, FaultKind]:
@@ -50,7 +64,7 @@ def _build_kinds() -> dict[str, FaultKind]:
         "kill-worker": FaultKind(WORKER, "the worker gets a signal", {"signal": "SIGKILL"}, weight=5),
         "kill-agent": FaultKind(NODE, "SIGKILL to the agent alone", {"back_after_s": 1.0}, weight=2),
         "kill-node": FaultKind(NODE, "SIGKILL to all of the node", {"back_after_s": 2.0}, weight=4),
-        "poweroff": FaultKind(NODE, "silence, then death", {"back_after_s": 6.0}, NETWORK, 2),
+        "poweroff": FaultKind(NODE, "silence, then death", {"back_after_s": 6.0}, NAMESPACES, 2),
         "stop-worker": FaultKind(WORKER, "SIGSTOP to the worker: a hang", {"for_s": None}),
         "stop-agent": FaultKind(NODE, "SIGSTOP to the agent", {"for_s": 6.0}, weight=1),
         "preemption": FaultKind(
@@ -68,16 +82,16 @@ def _build_kinds() -> dict[str, FaultKind]:
         "skip-collective": FaultKind(WORKER, "one all-reduce without this rank", in_process=True),
         "out-of-memory": FaultKind(WORKER, "memory runs out", {"limit_bytes": 1 << 30}, in_process=True),
         # Links.
-        "cut": FaultKind(NODE, "the node's link is silent, both ways", {"for_s": 6.0}, NETWORK, 2),
-        "cut-out": FaultKind(NODE, "what the node sends is lost", {"for_s": 6.0}, NETWORK, 1),
-        "cut-in": FaultKind(NODE, "what is sent to the node is lost", {"for_s": 6.0}, NETWORK, 1),
-        "partition": FaultKind(NODES, "groups that cannot reach each other", {"for_s": 6.0}, NETWORK, 1),
-        "packet-loss": FaultKind(NODE, "packets are lost", {"percent": 5.0, "for_s": 5.0}, NETWORK, 1),
+        "cut": FaultKind(NODE, "the node's link is silent, both ways", {"for_s": 6.0}, NAMESPACES, 2),
+        "cut-out": FaultKind(NODE, "what the node sends is lost", {"for_s": 6.0}, NAMESPACES, 1),
+        "cut-in": FaultKind(NODE, "what is sent to the node is lost", {"for_s": 6.0}, NAMESPACES, 1),
+        "partition": FaultKind(NODES, "groups that cannot reach each other", {"for_s": 6.0}, NAMESPACES, 1),
+        "packet-loss": FaultKind(NODE, "packets are lost", {"percent": 5.0, "for_s": 5.0}, NAMESPACES, 1),
         "slow-link": FaultKind(
-            NODE, "the link carries less", {"bytes_per_s": 1_000_000, "for_s": 5.0}, NETWORK, 1
+            NODE, "the link carries less", {"bytes_per_s": 1_000_000, "for_s": 5.0}, NAMESPACES, 1
         ),
         # Disks.
-        "disk-full": FaultKind(NODE, "no byte is left (ENOSPC)", {"for_s": 5.0}, DISK, 1),
+        "disk-full": FaultKind(NODE, "no byte is left (ENOSPC)", {"for_s": 5.0}, NAMESPACES, 1),
         "disk-error": FaultKind(NODE, "the disk fails (EIO)", {"for_s": 5.0}, weight=1),
         "slow-disk": FaultKind(NODE, "each request takes longer", {"delay_s": 0.2, "for_s": 5.0}, weight=1),
         "torn-write": FaultKind(NODE, "the newest checkpoint loses its end", {"fraction": 0.5}, weight=1),
@@ -99,7 +113,7 @@ ROLES = {
     "all": "every one of them, in the same moment",
 }
 
-# What a person calls a moment, and the failpoint that it is.
+# Names of moments for people -> the failpoints that they mean.
 PHASES = {
     "in rendezvous": "rendezvous.record",
     "in resume": "resume.planned",
@@ -206,11 +220,11 @@ class Fault:
             if given is None:
                 object.__setattr__(self, name, self.kind.settings.get(name))
         for name in ("at_s", "for_s", "back_after_s", "delay_s"):
-            if getattr(self, name) is not None:  # milliseconds: what is written down is what is meant
+            if getattr(self, name) is not None:  # round to milliseconds, the precision of plan files
                 object.__setattr__(self, name, round(float(getattr(self, name)), 3))
                 if not math.isfinite(getattr(self, name)):
                     raise ConfigError(f"{self.what}: {plan_key(name)} must be a time, as 5s.")
-        if self.role == "random":  # the same as nobody named
+        if self.role == "random":  # an empty role means random too
             object.__setattr__(self, "role", "")
         object.__setattr__(self, "groups", tuple(tuple(group) for group in self.groups))
         _check_target(self)
@@ -388,11 +402,355 @@ def _is_raisable_exception(name: str | None) -> bool:
         return False
     try:
         kind("text")
-    except TypeError:  # UnicodeDecodeError has five things to say
+    except TypeError:  # some constructors need more arguments; UnicodeDecodeError needs five
         return False
     return True
 
 
 def _describe_settings(kind_name: str) -> str:
-    known: Sequence[str] = [plan_key(name) for name in KINDS[kind_name].settings]
+    known = [plan_key(name) for name in KINDS[kind_name].settings]
     return f" It has: {', '.join(known)}." if known else " Nothing of it can be set."
+
+
+# ---- plans ---------------------------------------------------------------------------------------------
+
+MAX_FAULTS = 10_000
+MIN_RANDOM_GAP_S = 1.0  # with a shorter gap nothing could happen between two faults
+
+
+@dataclass(frozen=True)
+class RandomFaults:
+    """Random faults: one per ``mtbf_s`` seconds on average.
+
+    ``kinds`` gives a weight to each kind; empty means all kinds that a job survives and the nodes support.
+    ``from_s`` and ``until_s`` are seconds after the first step (None: as long as faults are wanted);
+    ``count`` limits the number.
+    """
+
+    mtbf_s: float
+    kinds: tuple[tuple[str, float], ...] = ()
+    from_s: float = 0.0
+    until_s: float | None = None
+    count: int | None = None
+
+    def __post_init__(self) -> None:
+        given = self.kinds.items() if isinstance(self.kinds, Mapping) else self.kinds
+        object.__setattr__(self, "kinds", tuple((str(what), float(weight)) for what, weight in given))
+        for what, weight in self.kinds:
+            Fault(what, at_s=0.0)
+            if not 0 < weight < float("inf"):
+                raise ConfigError(f"the weight of {what} is {weight:g}: write a number above 0.")
+        for name in ("mtbf_s", "from_s", "until_s"):
+            given_s = getattr(self, name)
+            if given_s is not None:
+                object.__setattr__(self, name, round(float(given_s), 3))
+        if not 0 < self.mtbf_s < float("inf"):
+            raise ConfigError("mtbf, the mean time between faults, must be above 0, as in 15s.")
+        if self.count is not None and not 1 <= self.count <= MAX_FAULTS:
+            raise ConfigError(f"count is {self.count}: write 1 to {MAX_FAULTS}.")
+
+
+@dataclass(frozen=True)
+class JobShape:
+    """The nodes of a job. With ``hosts="namespaces"`` each has a network and a disk of its own."""
+
+    nodes: int
+    workers_per_node: int = 1
+    hosts: str = "loopback"
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return self.nodes * self.workers_per_node
+
+
+@dataclass(frozen=True)
+class FaultPlan:
+    """Faults, random faults, and the seed that decides what they leave open."""
+
+    faults: tuple[Fault, ...] = ()
+    every: RandomFaults | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.seed) is not int or not 0 <= self.seed < 2**63:
+            raise ConfigError(f"the seed is {self.seed!r}: write a whole number from 0 on.")
+
+    @classmethod
+    def from_faults(cls, *faults: Fault | str, every: RandomFaults | None = None, seed: int = 0) -> FaultPlan:
+        """Make a plan of faults; each may be a line of text (see `Fault.parse`)."""
+        listed = (Fault.parse(one) if isinstance(one, str) else one for one in faults)
+        return cls(tuple(listed), every, seed)
+
+    def validate(self, shape: JobShape) -> None:
+        """Raise a ConfigError for a fault that cannot happen on these nodes."""
+        for number, fault in enumerate(self.faults, 1):
+            _require_possible(fault, shape, f"fault {number} ({fault})")
+        for what, _ in self.every.kinds if self.every else ():
+            _require_possible(Fault(what, at_s=0.0), shape, f"every: {what}")
+
+    def schedule(self, shape: JobShape, *, until_s: float | None = None) -> tuple[Fault, ...]:
+        """Return all faults, the written and the random ones. Only roles are still unresolved.
+
+        ``until_s`` bounds the random faults. A written fault that is not due by then is reported by
+        `FaultInjector`.
+        """
+        rng = random.Random(self.seed)  # noqa: S311  no secret
+        written = [_draw_target(fault, shape, rng) for fault in self.faults]
+        return (*written, *self._draw_random_faults(shape, until_s, rng))
+
+    def _draw_random_faults(
+        self, shape: JobShape, until_s: float | None, rng: random.Random
+    ) -> Iterable[Fault]:
+        every = self.every
+        if every is None:
+            return
+        ends = [end for end in (every.until_s, until_s) if end is not None]
+        if not ends and every.count is None:
+            raise ConfigError("faults are drawn without an end: give --for, or until or count in `every`.")
+        weights = dict(every.kinds) or default_weights(shape)
+        at = every.from_s
+        for _ in range(every.count or MAX_FAULTS):
+            at += max(MIN_RANDOM_GAP_S, rng.expovariate(1 / every.mtbf_s))
+            what = rng.choices(list(weights), list(weights.values()))[0]
+            if at > min(ends, default=float("inf")):
+                return
+            yield _draw_target(Fault(what, at_s=at), shape, rng)
+
+
+def default_weights(shape: JobShape) -> dict[str, float]:
+    """Return the weights of the kinds that a job survives and the nodes support."""
+    return {
+        what: float(kind.weight)
+        for what, kind in KINDS.items()
+        if kind.weight
+        and (shape.hosts == "namespaces" or not kind.needs_namespaces)
+        and not (kind.target == NODES and shape.nodes < 3)
+    }
+
+
+def _draw_target(fault: Fault, shape: JobShape, rng: random.Random) -> Fault:
+    if not fault.has_random_target:
+        return fault
+    if fault.kind.target == NODES:
+        order = list(range(shape.nodes))
+        rng.shuffle(order)
+        few = rng.randint(1, max(1, (shape.nodes - 1) // 2))
+        return replace(fault, groups=(tuple(sorted(order[:few])), tuple(sorted(order[few:]))))
+    if fault.role == "lead" or fault.kind.target != WORKER:
+        return replace(fault, node=rng.randrange(shape.nodes), role="lead" if fault.role == "lead" else "")
+    return replace(fault, rank=rng.randrange(shape.world_size), role="")
+
+
+def _require_possible(fault: Fault, shape: JobShape, where: str) -> None:
+    nodes = shape.nodes
+    reason = ""
+    if fault.node is not None and fault.node >= nodes:
+        reason = f"there is no node {fault.node}: {nodes} nodes are 0 to {nodes - 1}."
+    elif fault.rank is not None and fault.rank >= shape.world_size:
+        last = shape.world_size - 1
+        reason = f"there is no rank {fault.rank}: {shape.world_size} workers are 0 to {last}."
+    elif fault.groups and sorted(node for group in fault.groups for node in group) != list(range(nodes)):
+        reason = f"{GROUPS_HELP}, 0 to {nodes - 1}."
+    elif fault.kind.target == NODES and nodes < 2:
+        reason = "it takes two nodes at least."
+    elif fault.kind.needs_namespaces and shape.hosts != "namespaces":
+        reason = "it takes nodes with a network and a disk of their own: --hosts namespaces (as root)."
+    if reason:
+        raise ConfigError(f"{where}: {reason}")
+
+
+# ---- plan files ----------------------------------------------------------------------------------------
+
+MAX_PLAN_BYTES = 1 << 20
+_DURATION_FIELDS = ("at_s", "for_s", "back_after_s", "delay_s", "mtbf_s", "from_s", "until_s")
+_SIZE_FIELDS = ("bytes_per_s", "limit_bytes")
+_WHOLE_NUMBER_FIELDS = ("node", "rank", "step", "code", "count", "seed")
+_RANDOM_FAULTS_KEYS = {
+    "mtbf": "mtbf_s",
+    "kinds": "kinds",
+    "from": "from_s",
+    "until": "until_s",
+    "count": "count",
+}
+T = TypeVar("T")
+
+
+def read_plan(path: Path) -> FaultPlan:
+    """Read a plan from a file."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_PLAN_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"the plan {path} cannot be read: {error.strerror}.") from error
+    if len(data) > MAX_PLAN_BYTES:
+        raise ConfigError(f"the plan {path} has more than {MAX_PLAN_BYTES} bytes.")
+    try:
+        return parse_plan(data.decode(), str(path))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the plan {path} is not text.") from error
+
+
+def parse_plan(text: str, source_name: str = "plan") -> FaultPlan:
+    """Parse a plan; ``source_name`` names it in errors.
+
+    An unknown key, a key that is given twice, or a value of the wrong form is a ConfigError that names file,
+    line and entry.
+    """
+    try:
+        root = _add_location(lambda: yaml.compose(text, Loader=_Loader), source_name)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{source_name}: is not YAML: {' '.join(str(error).split())[:200]}") from error
+    if root is None:
+        return FaultPlan()
+    keys = ("seed", "faults", "every")
+    values = _parse_mapping(root, source_name, dict(zip(keys, keys, strict=True)))
+    return _add_location(lambda: FaultPlan(**values), source_name)
+
+
+def format_plan(plan: FaultPlan) -> str:
+    """Format a plan as YAML; `parse_plan` returns an equal plan."""
+    content: dict[str, Any] = {"seed": plan.seed}
+    if plan.faults:
+        content["faults"] = [_fault_to_mapping(fault) for fault in plan.faults]
+    if plan.every is not None:
+        content["every"] = {
+            key: _format_value(name, getattr(plan.every, name))
+            for key, name in _RANDOM_FAULTS_KEYS.items()
+            if getattr(plan.every, name) not in (None, ())
+        }
+    return yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=100)
+
+
+class _Loader(yaml.SafeLoader):
+    """A YAML loader without aliases: nested aliases make 40 kB take minutes."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()  # type: ignore[no-untyped-call]
+            line = event.start_mark.line + 1
+            raise ConfigError(f"line {line}: *{event.anchor} stands for what is elsewhere: write it out.")
+        return super().compose_node(parent, index)
+
+
+def _parse_value(name: str, node: yaml.Node, source: str, where: str) -> Any:
+    """Parse the value of a key; ``where`` names the key in errors."""
+    if name == "faults":
+        if not isinstance(node, yaml.SequenceNode):
+            raise ConfigError(f"{where} is a list: one line for each, with a dash.")
+        if len(node.value) > MAX_FAULTS:
+            raise ConfigError(f"{where}: {len(node.value)} faults; there may be {MAX_FAULTS}.")
+        return tuple(_parse_fault(one, source, number) for number, one in enumerate(node.value, 1))
+    if name == "every":
+        values = _parse_mapping(node, source, _RANDOM_FAULTS_KEYS, where)
+        if "mtbf_s" not in values:
+            raise ConfigError(f"{where}: mtbf, the mean time between faults, is missing: write mtbf: 15s.")
+        return _add_location(lambda: RandomFaults(**values), where)
+    if name == "groups":
+        lists = [node, *(node.value if isinstance(node, yaml.SequenceNode) else ())]
+        if not all(isinstance(one, yaml.SequenceNode) for one in lists):
+            raise ConfigError(f"{where} is a list of lists, as in [[0], [1, 2]].")
+        return tuple(tuple(_parse_whole_number(one, where) for one in group.value) for group in node.value)
+    if name == "kinds":
+        if isinstance(node, yaml.SequenceNode):
+            return tuple((_parse_scalar(one, where), 1.0) for one in node.value)
+        weights = _parse_pairs(node, where).items()
+        return tuple((what, _parse_number(one, f"{where}: {what}")) for what, one in weights)
+    if name in _WHOLE_NUMBER_FIELDS:
+        return _parse_whole_number(node, where)
+    text = _parse_scalar(node, where)
+    if name == "repeat":
+        if text.lower() not in {"true", "false"}:
+            raise ConfigError(f"{where} is {text!r}: write true or false.")
+        return text.lower() == "true"
+    if name in _DURATION_FIELDS:
+        return parse_duration(where, text)
+    if name in _SIZE_FIELDS:
+        return parse_size(where, text.removesuffix("/s"))
+    return _parse_number(node, where) if name in {"percent", "fraction"} else text
+
+
+def _parse_fault(node: yaml.Node, source: str, number: int) -> Fault:
+    where = f"{_location(source, node)}: fault {number}"
+    if isinstance(node, yaml.ScalarNode):
+        return _add_location(lambda: Fault.parse(str(node.value)), where)
+    values = _parse_mapping(node, source, PLAN_KEYS, where)
+    if "what" not in values:
+        raise ConfigError(f"{where}: say what: one of the faults, as in {{what: kill-worker, step: 20}}.")
+    return _add_location(lambda: Fault(**values), where)
+
+
+def _parse_mapping(node: yaml.Node, source: str, known: Mapping[str, str], where: str = "") -> dict[str, Any]:
+    """Return the values of a mapping by field name; refuse unknown keys."""
+    values: dict[str, Any] = {}
+    for key, value in _parse_pairs(node, where or source).items():
+        name = known.get(key.replace("_", "-"))
+        entry = where or _location(source, value)
+        if name is None:
+            similar = config.suggest_similar(key, known)
+            raise ConfigError(f"{entry}: there is no {key!r}.{similar} There are: {', '.join(known)}.")
+        if name in values:
+            raise ConfigError(f"{entry}: {key!r} is given twice.")
+        values[name] = _parse_value(name, value, source, f"{entry}: {key}")
+    return values
+
+
+def _parse_pairs(node: yaml.Node, where: str) -> dict[str, yaml.Node]:
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{where}: must be lines of the form NAME: VALUE.")
+    found: dict[str, yaml.Node] = {}
+    for key_node, value in node.value:
+        key = _parse_scalar(key_node, f"{where}: a key")
+        if key in found:
+            raise ConfigError(f"{where}: {key!r} is given twice.")
+        found[key] = value
+    return found
+
+
+def _parse_scalar(node: yaml.Node, where: str) -> str:
+    if not isinstance(node, yaml.ScalarNode) or not node.value:
+        raise ConfigError(f"{where} must be one value.")
+    return str(node.value)
+
+
+def _parse_whole_number(node: yaml.Node, where: str) -> int:
+    text = _parse_scalar(node, where)
+    if not text.isascii() or not text.isdecimal() or len(text) > 19:
+        raise ConfigError(f"{where} is {text[:100]!r}: write a whole number.")
+    return int(text)
+
+
+def _parse_number(node: yaml.Node, where: str) -> float:
+    text = _parse_scalar(node, where)
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigError(f"{where} is {text[:100]!r}: write a number.") from error
+
+
+def _add_location(make: Callable[[], T], where: str) -> T:
+    try:
+        return make()
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _location(source: str, node: yaml.Node) -> str:
+    return f"{source}:{node.start_mark.line + 1}"
+
+
+def _fault_to_mapping(fault: Fault) -> dict[str, Any]:
+    defaults = {field.name: field.default for field in fields(Fault)} | dict(fault.kind.settings)
+    return {
+        key: _format_value(name, getattr(fault, name))
+        for key, name in PLAN_KEYS.items()
+        if name == "what" or getattr(fault, name) != defaults[name]
+    }
+
+
+def _format_value(name: str, value: Any) -> Any:
+    if name in _DURATION_FIELDS and value is not None:
+        return format_duration(value)
+    if name == "groups":
+        return [list(group) for group in value]
+    return dict(value) if name == "kinds" else value

@@ -21,38 +21,23 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeVar
+from typing import IO, Any, TypeVar
 
 import psutil
 
 from elastic_resume import constants
-from elastic_resume.agent import validation
+from elastic_resume.agent.workers import forkserver
 from elastic_resume.errors import MachineError
 from elastic_resume.testing import fork_server_main
 
-KILL_TIMEOUT_S = 30.0  # one that sleeps in the kernel for longer is left to it
+KILL_TIMEOUT_S = 30.0  # a process may sleep in the kernel for longer
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 _start_requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] | None = None
 _starter_lock = threading.Lock()
 T = TypeVar("T")
-
-
-class AgentProcess(Protocol):
-    """A process of a simulated node, with the methods of `subprocess.Popen` that end it."""
-
-    @property
-    def pid(self) -> int:
-        """Return its process id on this machine."""
-
-    def poll(self) -> int | None:
-        """Return the exit code, or None while it runs."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end, at most ``timeout`` seconds."""
-
-    def send_signal(self, sig: int) -> None:
-        """Send a signal, unless it is known to have ended."""
+AgentProcess = subprocess.Popen[bytes] | fork_server_main.ForkedProcess
+"""A process of a simulated node."""
 
 
 def start_with_lasting_parent(start: Callable[[], T]) -> T:
@@ -68,10 +53,10 @@ def start_with_lasting_parent(start: Callable[[], T]) -> T:
     global _start_requests  # noqa: PLW0603  one for the process
     with _starter_lock:
         if _start_requests is None:
-            births: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+            requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
             thread = threading.Thread(
                 target=_serve_start_requests,
-                args=(births,),
+                args=(requests,),
                 name="elastic-resume-process-starter",
                 daemon=True,
             )
@@ -79,20 +64,20 @@ def start_with_lasting_parent(start: Callable[[], T]) -> T:
                 thread.start()
             except RuntimeError as error:
                 raise MachineError(f"no process can be started: {error}.") from error
-            _start_requests = births
-    born: Future[T] = Future()
-    _start_requests.put((start, born))
-    return born.result()
+            _start_requests = requests
+    result: Future[T] = Future()
+    _start_requests.put((start, result))
+    return result.result()
 
 
 def _serve_start_requests(requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> None:
     while True:
-        start, born = requests.get()
+        start, result = requests.get()
         try:
-            born.set_result(start())
-        except BaseException as error:  # noqa: BLE001  it is raised where it was asked for
-            born.set_exception(error)
-        del start, born  # what a process stands on is kept by whoever has it, and not here until the next
+            result.set_result(start())
+        except BaseException as error:  # noqa: BLE001  the caller raises it
+            result.set_exception(error)
+        del start, result  # do not keep a process alive until the next request
 
 
 def _reset_after_fork() -> None:
@@ -122,7 +107,7 @@ def wait_for_exit(process: psutil.Process) -> None:
             return
         descriptor = os.pidfd_open(process.pid)
         try:
-            waiting = select.poll()  # which takes descriptors of any number
+            waiting = select.poll()  # select() refuses descriptors above 1023
             waiting.register(descriptor, select.POLLIN)
             waiting.poll(KILL_TIMEOUT_S * 1000)
         finally:
@@ -130,8 +115,8 @@ def wait_for_exit(process: psutil.Process) -> None:
 
 
 SERVER_PROGRAM = Path(fork_server_main.__file__)
-MAX_SERVERS = 3  # of one process, 300 MB each; one for each set of what only a new process heeds
-REPLY_TIMEOUT_S = 120.0  # for the first agent, which waits for the imports
+MAX_SERVERS = 3  # 300 MB each; one for each set of variables that only a new interpreter reads
+REPLY_TIMEOUT_S = 120.0  # the first agent waits for the imports
 
 
 class AgentForkServer:
@@ -139,13 +124,13 @@ class AgentForkServer:
 
     def __init__(self, env: Mapping[str, str], program: Path | None = None) -> None:
         """Start it; ``program`` replaces `fork_server_main`."""
-        self._connection, its = socket.socketpair()
+        self._connection, child = socket.socketpair()
         self._lock = threading.Lock()
-        with its:
+        with child:
             self._process = start_with_lasting_parent(
                 lambda: subprocess.Popen(
-                    [sys.executable, "-u", program or SERVER_PROGRAM, str(its.fileno()), str(os.getpid())],
-                    pass_fds=(its.fileno(),),
+                    [sys.executable, "-u", program or SERVER_PROGRAM, str(child.fileno()), str(os.getpid())],
+                    pass_fds=(child.fileno(),),
                     stdin=subprocess.DEVNULL,
                     env=env,
                     start_new_session=True,
@@ -169,7 +154,7 @@ class AgentForkServer:
             OSError, EOFError: the fork server is gone.
 
         """
-        asked = {
+        request = {
             "command": command,
             "env": {
                 os.fsencode(k).decode("latin-1"): os.fsencode(v).decode("latin-1") for k, v in env.items()
@@ -178,7 +163,7 @@ class AgentForkServer:
             "network": network,
             **more,
         }
-        return fork_server_main.ForkedProcess(int(self._request(asked, [output])["pid"]), self._reap)
+        return fork_server_main.ForkedProcess(int(self._request(request, [output])["pid"]), self._reap)
 
     def _reap(self, pid: int) -> int | None:
         if self.alive and fork_server_main.has_ended(pid) is False:  # cheaper than a request
@@ -186,7 +171,7 @@ class AgentForkServer:
         try:
             code: int | None = self._request({"reap": pid})["code"]
         except (OSError, EOFError):
-            return -9  # the fork server has died, and all its forks with it
+            return -9  # the fork server has ended, and the kernel has killed its forks
         return code
 
     def _request(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
@@ -240,7 +225,7 @@ def start(
     interpreter_env = {
         name: value
         for name, value in env.items()
-        if name.startswith(validation.PROCESS_START_ENV_PREFIXES) and name != constants.ENV_FAILPOINTS
+        if name.startswith(forkserver.PROCESS_START_ENV_PREFIXES) and name != constants.ENV_FAILPOINTS
     }
     with _servers_lock:
         server = _servers.get(frozenset(interpreter_env.items()))
@@ -248,7 +233,9 @@ def start(
             if server is None and len(_servers) >= MAX_SERVERS:
                 return None
             kept = {k: v for k, v in env.items() if not k.startswith("ELASTIC_RESUME_") and k != "TMPDIR"}
-            kept.update({k: v for k, v in os.environ.items() if k == "TMPDIR"})  # it outlives those nodes
+            kept.update(
+                {k: v for k, v in os.environ.items() if k == "TMPDIR"}
+            )  # the fork server outlives the temporary directory of these nodes
             server = _servers[frozenset(interpreter_env.items())] = AgentForkServer(kept)
             atexit.register(server.close)
     with contextlib.suppress(OSError, EOFError):

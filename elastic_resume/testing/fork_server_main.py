@@ -6,7 +6,7 @@ server; on one machine all nodes share them. A forked agent runs `elastic_resume
 environment, directory, network and output. Its first workers' fork server is forked with it, before it has
 any thread.
 
-Variables that only a new interpreter reads (`validation.PROCESS_START_ENV_PREFIXES`) must be equal in all;
+Variables that only a new interpreter reads (`forkserver.PROCESS_START_ENV_PREFIXES`) must be equal in all;
 the caller checks that.
 """
 
@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
-    del sys.path[0]  # this directory: the names in it are not for scripts
+    del sys.path[0]  # scripts must not import the modules of this directory
 
 from elastic_resume import failpoints
 from elastic_resume.agent.workers import forkserver, forkserver_manager, run_main
@@ -41,7 +41,7 @@ PR_SET_PDEATHSIG = 1
 CLONE_NEWNET = 0x40000000
 LENGTH_BYTES = 4
 MAX_REQUEST_BYTES = 16 << 20
-POLL_S = 0.005  # between two looks at a child, where the kernel has no pidfd
+POLL_S = 0.005  # poll interval on kernels without pidfd
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -53,7 +53,7 @@ class ForkedProcess:
         self.pid = pid
         self.returncode: int | None = None
         self._reap = reap
-        self._lock = threading.Lock()  # it can be reaped once
+        self._lock = threading.Lock()  # guards the reaping, which succeeds only once
 
     def poll(self) -> int | None:
         """Return the exit code, or None while it runs."""
@@ -80,7 +80,7 @@ class ForkedProcess:
     def send_signal(self, number: int) -> None:
         """Send a signal, unless it is known to have ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)  # not reaped, so the number is still its own
+            os.kill(self.pid, number)  # the process is not reaped, so its pid is not reused
 
     def terminate(self) -> None:
         """Send SIGTERM."""
@@ -114,7 +114,7 @@ def reap(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
-# ---- the line ------------------------------------------------------------------------------------------
+# ---- messages ------------------------------------------------------------------------------------------
 
 
 def send(connection: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
@@ -153,14 +153,14 @@ def receive(connection: socket.socket, max_descriptors: int = 0) -> tuple[dict[s
 
 def main() -> None:
     """Import, then serve until the socket is closed. It returns only in a fork, at the fork's end."""
-    line, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    connection, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     if not _die_with_parent(parent):
         return
-    line.set_inheritable(False)
+    connection.set_inheritable(False)
     run_main.set_process_name("er-agent-forks")
     before = forkserver.read_environment()
     gc.disable()
-    level = os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as `elastic-resume run` has it
+    level = os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # `elastic-resume run` sets the same level
     for name in (
         "elastic_resume.agent.torchelastic",
         "elastic_resume.agent.main",
@@ -173,7 +173,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     imported = {k: v for k, v in forkserver.read_environment().items() if before.get(k) != v}
-    become = _serve(line, imported)
+    become = _serve(connection, imported)
     gc.enable()
     become()
 
@@ -186,7 +186,7 @@ def _die_with_parent(parent: int) -> bool:
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of native threads: see forkserver.py
+        warnings.simplefilter("ignore", DeprecationWarning)  # about native threads: see forkserver.py
         return os.fork()
 
 
@@ -195,16 +195,16 @@ def _serve(connection: socket.socket, import_environment: dict[str, str]) -> Cal
     server_pid = os.getpid()
     while True:
         try:
-            asked, descriptors = receive(connection, 1)
+            request, descriptors = receive(connection, 1)
         except (EOFError, OSError):
-            os._exit(0)  # the kernel ends what was forked
-        if "reap" in asked:
-            send(connection, {"code": reap(asked["reap"])})
+            os._exit(0)  # the kernel ends the forked processes
+        if "reap" in request:
+            send(connection, {"code": reap(request["reap"])})
             continue
         pid = _fork()
         if pid == 0:
             connection.close()
-            return _set_up_agent(server_pid, asked, descriptors[0], import_environment)
+            return _set_up_agent(server_pid, request, descriptors[0], import_environment)
         os.close(descriptors[0])
         send(connection, {"pid": pid})
 
@@ -222,22 +222,22 @@ def _set_up_agent(
     os.close(empty)
     os.close(output)
     _replace_environment({**import_environment, **request["env"]})
-    tempfile.tempdir = None  # which follows the environment
+    tempfile.tempdir = None  # computed anew from the changed environment
     failpoints.arm()
     if request["network"]:
         _enter_network(request["network"])
     os.chdir(request["cwd"])
-    ours, its = socket.socketpair()
+    ours, child = socket.socketpair()
     agent = os.getpid()
     pid = _fork()
     if pid == 0:
         ours.close()
-        return lambda: _become_fork_server(its, agent)
-    its.close()
+        return lambda: _become_fork_server(child, agent)
+    child.close()
     forkserver_manager.spawn = _PreforkedForkServer(pid, ours)
     command = request["command"]
     run_main.set_process_name("er-agent")
-    command[1:1] = ["-u"]  # as this process is; the environment asks for the same
+    command[1:1] = ["-u"]  # this process runs with -u too; the environment asks for the same
     run_main.set_argv_and_path(command)
     return lambda: _run_command(command)
 
@@ -281,12 +281,12 @@ class _PreforkedForkServer:
 
     def __call__(self, argv: list[str], *, pass_fds: tuple[int, ...], **others: Any) -> Any:
         """Start the fork server, with the signature of `subprocess.Popen`."""
-        line, self._connection = self._connection, None
+        connection, self._connection = self._connection, None
         environ = forkserver.read_environment()
-        if line is None or forkserver.list_differing_variables(self._environ, environ):
+        if connection is None or forkserver.list_differing_variables(self._environ, environ):
             return subprocess.Popen(argv, pass_fds=pass_fds, **others)
-        with line:
-            send(line, {"argv": argv[2:], "env": environ}, pass_fds)
+        with connection:
+            send(connection, {"argv": argv[2:], "env": environ}, pass_fds)
         return ForkedProcess(self._pid, reap)
 
 
@@ -294,13 +294,13 @@ def _become_fork_server(connection: socket.socket, agent: int) -> None:
     if not _die_with_parent(agent):
         return
     try:
-        asked, descriptors = receive(connection, 2)
+        request, descriptors = receive(connection, 2)
     except (EOFError, OSError):
         os._exit(0)
     connection.close()
     os.setsid()
-    _replace_environment(asked["env"])
-    name, *numbers_and_rest = asked["argv"]
+    _replace_environment(request["env"])
+    name, *numbers_and_rest = request["argv"]
     sys.argv = [name, *map(str, descriptors), *numbers_and_rest[len(descriptors) :]]
     forkserver.main()
 

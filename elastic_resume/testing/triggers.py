@@ -1,7 +1,7 @@
-"""Run actions when a rank has finished a step, and arm failpoints of running processes.
+"""Schedule test actions, such as faults, for a step or condition, and arm failpoints in running processes.
 
-`TriggerWatcher` is a thread that reads the progress pages of all ranks hundreds of times a second and runs
-the actions that `Cluster.at` has planned, milliseconds after the step. Each action runs once. An action that
+`ActionQueue` is the one engine: `Cluster.at` and `FaultInjector` both schedule their actions in such a queue.
+`TriggerWatcher` serves the queue of `Cluster.at` in a thread, milliseconds after a step. An action that
 fails, or whose step never comes, is an error of the test (`raise_error`, `require_all_done`).
 
 `FailpointController` writes a directory that all processes of a job see. The list of armed failpoints is
@@ -13,67 +13,127 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from elastic_resume import constants, failpoints
+from elastic_resume.background import BackgroundThread
 from elastic_resume.failpoints import ARMED_FILE, DONE_SUFFIX, FIRED_SUFFIX, REACHED_SUFFIX
 from elastic_resume.snapshot.progress_page import ProgressRecord
 
 POLL_S = 0.002  # a step of a small model takes a few milliseconds
+IDLE_POLL_S = 0.01
+RankProgress = tuple[int, ProgressRecord]
+"""The index of a node, and the progress of one of its ranks."""
 
 
 class TriggerError(AssertionError):
-    """An action that was planned with `Cluster.at` failed, or its step never came."""
+    """A scheduled action failed, or its step never came."""
 
 
 @dataclass(frozen=True)
-class ScheduledAction:
-    """One planned action. It gets the node and the progress of the rank; False means "not yet"."""
+class StepCondition:
+    """A rank has finished a step: this rank, or any; on this node, or on any."""
 
-    description: str
     step: int
-    rank: int | None
-    node: int | None
-    action: Callable[[int, ProgressRecord], object] = field(repr=False)
+    rank: int | None = None
+    node: int | None = None
+
+    def __call__(self, progress: Iterable[RankProgress]) -> RankProgress | None:
+        """Return the newest progress record that fulfils the condition."""
+        matches = [
+            (index, record)
+            for index, record in progress
+            if record.step >= self.step
+            and self.rank in (None, record.worker.rank)
+            and self.node in (None, index)
+        ]
+        return max(matches, key=lambda match: (match[1].generation, match[1].step), default=None)
 
     def __str__(self) -> str:
-        whose = "" if self.rank is None else f" of rank {self.rank}"
-        on = "" if self.node is None else f" on n{self.node}"
-        return f"{self.description} at step {self.step}{whose}{on}"
+        rank = "" if self.rank is None else f" of rank {self.rank}"
+        node = "" if self.node is None else f" on n{self.node}"
+        return f"step {self.step}{rank}{node}"
 
-    def find_match(self, progress: Iterable[tuple[int, ProgressRecord]]) -> tuple[int, ProgressRecord] | None:
-        """Return the newest progress record that fulfils the condition."""
-        fitting = [
-            (index, line)
-            for index, line in progress
-            if line.step >= self.step and self.rank in (None, line.worker.rank) and self.node in (None, index)
-        ]
-        return max(fitting, key=lambda one: (one[1].generation, one[1].step), default=None)
+
+@dataclass(eq=False)
+class ScheduledAction:
+    """One action. It gets the true value that its condition returned; if it returns False, it runs again."""
+
+    description: str
+    condition: Callable[[Sequence[RankProgress]], Any]
+    action: Callable[[Any], object]
+
+
+class ActionQueue:
+    """Scheduled actions. Several threads may schedule; one thread runs what is due."""
+
+    def __init__(self) -> None:
+        self._actions: list[ScheduledAction] = []
+        self._lock = threading.Lock()
+
+    @property
+    def pending(self) -> list[ScheduledAction]:
+        """List the actions that have not run, in the order in which they were scheduled."""
+        with self._lock:
+            return list(self._actions)
+
+    def schedule(self, action: ScheduledAction) -> None:
+        """Add an action."""
+        with self._lock:
+            self._actions.append(action)
+
+    def clear(self) -> list[ScheduledAction]:
+        """Remove all actions, and return them."""
+        with self._lock:
+            removed, self._actions = self._actions, []
+        return removed
+
+    def run_due(self, progress: Sequence[RankProgress]) -> None:
+        """Run each action whose condition holds, and remove it.
+
+        Raises:
+            TriggerError: an action failed; it is removed, and the actions behind it run the next time.
+
+        """
+        for scheduled in self.pending:
+            match = scheduled.condition(progress)
+            if not match:
+                continue
+            try:
+                is_done = scheduled.action(match) is not False
+            except Exception as error:
+                self._remove(scheduled)
+                raise TriggerError(f"{scheduled.description}: {error}") from error
+            if is_done:
+                self._remove(scheduled)
+
+    def _remove(self, action: ScheduledAction) -> None:
+        with self._lock:
+            if action in self._actions:
+                self._actions.remove(action)
 
 
 class TriggerWatcher:
-    """Runs the planned actions of one cluster."""
+    """Runs the actions that a test has planned for one cluster, in a thread."""
 
-    def __init__(self, read_progress: Callable[[], Iterable[tuple[int, ProgressRecord]]]) -> None:
+    def __init__(self, read_progress: Callable[[], Iterable[RankProgress]]) -> None:
         """Prepare the watcher; ``read_progress`` returns each rank's node and progress."""
         self._read_progress = read_progress
-        self._pending: list[ScheduledAction] = []
-        self._error: TriggerError | None = None
-        self._changed = threading.Condition()
-        self._closed = False
-        self._thread: threading.Thread | None = None
+        self._queue = ActionQueue()
+        self._error: Exception | None = None
+        self._thread: BackgroundThread | None = None
 
-    def schedule(self, action: ScheduledAction) -> None:
+    def schedule(
+        self, description: str, condition: StepCondition, action: Callable[[RankProgress], object]
+    ) -> None:
         """Add an action and start the thread."""
-        with self._changed:
-            self._pending = sorted([*self._pending, action], key=lambda one: one.step)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="triggers", daemon=True)
-                self._thread.start()
-            self._changed.notify()
+        self._queue.schedule(ScheduledAction(f"{description} at {condition}", condition, action))
+        if self._thread is None:
+            self._thread = BackgroundThread("triggers", self._poll, retry_s=POLL_S, on_error=self._keep_error)
+            self._thread.start()
 
     def raise_error(self) -> None:
         """Raise the error of a failed action, once.
@@ -93,47 +153,26 @@ class TriggerWatcher:
             TriggerError: it names the actions that have not run.
 
         """
-        left, self._pending = self._pending, []
+        left = ", ".join(action.description for action in self._queue.clear())
         if left:
-            names = ", ".join(map(str, left))
             raise TriggerError(
-                f"{names}: never came. Plan it earlier, train longer, or wait for it (wait_exit)."
+                f"{left}: never came. Plan it earlier, train longer, or wait for it (wait_exit)."
             )
 
     def close(self) -> None:
         """Discard the remaining actions and end the thread. A second call does nothing."""
-        with self._changed:
-            self._closed = True
-            self._pending = []
-            self._changed.notify()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        self._queue.clear()
+        if self._thread is not None:
+            self._thread.close()
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._pending or self._closed)
-                if self._closed:
-                    return
-                pending = list(self._pending)
-            self._run_due(pending)
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed, POLL_S)
+    def _poll(self) -> float:
+        if not self._queue.pending:
+            return IDLE_POLL_S
+        self._queue.run_due(list(self._read_progress()))
+        return POLL_S
 
-    def _run_due(self, pending: Iterable[ScheduledAction]) -> None:
-        """Run all actions that are due; their errors are raised where the test waits."""
-        lines = list(self._read_progress())
-        for planned in pending:
-            found = planned.find_match(lines)
-            try:
-                done = found is not None and planned.action(*found) is not False
-            except Exception as error:  # noqa: BLE001
-                self._error = TriggerError(f"{planned}: {error}")
-                self._error.__cause__ = error
-                done = True
-            if done:
-                with self._changed:
-                    self._pending = [one for one in self._pending if one is not planned]
+    def _keep_error(self, error: Exception) -> None:
+        self._error = error
 
 
 class FailpointController:
@@ -159,13 +198,13 @@ class FailpointController:
 
         """
         self._count += 1
-        mark = f"f{self._count}"
-        told = {"once": mark, **{key.rstrip("_"): value for key, value in conditions.items()}}
-        entry = ";".join([failpoint, *(f"{k}={v}" for k, v in told.items() if v not in (None, ""))])
-        failpoints.validate(entry)  # as each process does, too late to tell who wrote it
-        self._entries[mark] = entry
+        failpoint_id = f"f{self._count}"
+        settings = {"once": failpoint_id, **{key.rstrip("_"): value for key, value in conditions.items()}}
+        entry = ";".join([failpoint, *(f"{k}={v}" for k, v in settings.items() if v not in (None, ""))])
+        failpoints.validate(entry)  # each process validates it too, but cannot name the caller
+        self._entries[failpoint_id] = entry
         self._write()
-        return mark
+        return failpoint_id
 
     def disarm(self, failpoint_id: str) -> None:
         """Disarm a failpoint. A process that has reached it already continues its action."""
@@ -173,12 +212,12 @@ class FailpointController:
             self._write()
 
     def read_fired(self, failpoint_id: str) -> dict[str, Any] | None:
-        """Return who fired it first (t, pid, node, rank, local rank); None if nobody has."""
+        """Return the process that fired it first (t, pid, node, rank, local); None if none has."""
         try:
-            told = json.loads((self.directory / (failpoint_id + FIRED_SUFFIX)).read_bytes())
+            record = json.loads((self.directory / (failpoint_id + FIRED_SUFFIX)).read_bytes())
         except (FileNotFoundError, ValueError):  # being written
             return None
-        return told if isinstance(told, dict) else None
+        return record if isinstance(record, dict) else None
 
     def is_waiting(self, failpoint_id: str) -> bool:
         """Whether a process waits at a failpoint that was armed with ``wait``."""

@@ -10,8 +10,8 @@ taken down fails with ENETUNREACH at once.)
 Packet loss and rate limits are applied on the bridge with nft and tc, as a switch would. A sender whose own
 machine dropped packets would get EPERM.
 
-Nothing is named, mounted or configured on the host. Namespaces live by descriptors of the process that made
-them, so the kernel removes everything when it ends, and any number of networks exist side by side. The
+Nothing is named, mounted or configured on the host. Open descriptors of the creating process keep the
+namespaces alive, so the kernel removes them when it ends. Any number of networks exist side by side. The
 network carries IPv4 between nodes; it has no route out, and a process on the host cannot reach a node.
 """
 
@@ -29,28 +29,27 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
 
 import psutil
 
 from elastic_resume.errors import MachineError, UsageError
 
-NodePair = tuple[int, int]  # of nodes: who sends, and to whom
+NodePair = tuple[int, int]  # sender and receiver
 
-_LOSS_RESOLUTION = 100_000  # chances are counted in these
+_LOSS_RESOLUTION = 100_000
 _BURST_S = 0.02
 _MIN_BURST_BYTES = 3200  # two packets of Ethernet
-_MAX_QUEUE_MS = 400  # what waits for longer than that is dropped, as a router does
+_MAX_QUEUE_MS = 400  # packets that would wait longer are dropped
 
 
 @dataclass
 class SilencedLinks:
     """The faults that silence links. Each ends by itself; a link works when none of them names it."""
 
-    partition_sides: list[int]  # of a partition, by node
-    cut_nodes: set[int] = field(default_factory=set)  # nodes
+    partition_sides: list[int]  # node -> its side of the partition
+    cut_nodes: set[int] = field(default_factory=set)
     cut_links: set[NodePair] = field(default_factory=set)
-    temporary_cuts: list[frozenset[NodePair]] = field(default_factory=list)  # by whoever lets go of it later
+    temporary_cuts: list[frozenset[NodePair]] = field(default_factory=list)  # cuts by `silence_links`
 
     def silent_pairs(self) -> set[NodePair]:
         """Return the pairs (sender, receiver) between which packets are dropped."""
@@ -76,26 +75,17 @@ def assign_sides(groups: Sequence[Collection[int]], nodes: int) -> list[int]:
     return [next(side for side, group in enumerate(groups) if node in group) for node in range(nodes)]
 
 
-@dataclass(frozen=True)
-class PacketLoss:
-    """The fractions of packets to and from a node that are dropped, 0 to 1."""
-
-    incoming: float
-    outgoing: float
-
-
-def nft_rules(losses: Mapping[str, PacketLoss]) -> Iterator[str]:
-    """Format these losses as an `nft` script that replaces all former ones atomically."""
-    yield "table bridge losses"  # so that there is one to delete
+def nft_rules(losses: Mapping[str, float]) -> Iterator[str]:
+    """Format the lost fraction of each bridge port as an `nft` script that replaces all rules atomically."""
+    yield "table bridge losses"  # the next line can delete the table only if it exists
     yield "delete table bridge losses"
     yield "table bridge losses {"
     yield "chain forward {"
     yield "type filter hook forward priority 0;"
-    for port, loss in losses.items():
-        for side, share in (("oifname", loss.incoming), ("iifname", loss.outgoing)):
-            parts = round(share * _LOSS_RESOLUTION)
-            if parts:
-                yield f'{side} "{port}" numgen random mod {_LOSS_RESOLUTION} <= {parts - 1} drop'
+    for port, fraction in losses.items():
+        parts = round(fraction * _LOSS_RESOLUTION)
+        for side in ("oifname", "iifname") if parts else ():
+            yield f'{side} "{port}" numgen random mod {_LOSS_RESOLUTION} <= {parts - 1} drop'
     yield "}"
     yield "}"
 
@@ -109,16 +99,13 @@ def tc_command(device: str, bytes_per_s: float) -> str:
     return f"qdisc replace dev {device} root tbf {rate}"
 
 
-INTERFACE = "net0"  # not eth0: /sys still shows the host's interfaces, and one name must not mean two things
+INTERFACE = "net0"  # not eth0: /sys shows the host's interfaces too
 MAX_NODES = 250
 _MAX_HOST_NUMBER = 254
-_MAX_KILL_ROUNDS, _KILL_INTERVAL_S = (
-    1000,
-    0.01,
-)  # one that sleeps in the kernel past ten seconds is left to it
+_MAX_KILL_ROUNDS, _KILL_INTERVAL_S = 1000, 0.01  # a process may sleep in the kernel for longer
 _UNUSED_HARDWARE_ADDRESS = "02:65:72:ff:ff:ff"
 _REQUIRED_TOOLS = {"ip": "iproute2", "nsenter": "util-linux", "unshare": "util-linux"}
-_TOOL_PACKAGES = {**_REQUIRED_TOOLS, "nft": "nftables", "tc": "iproute2"}  # these two only for loss and rates
+_TOOL_PACKAGES = {**_REQUIRED_TOOLS, "nft": "nftables", "tc": "iproute2"}  # nft, tc: loss and rates
 _STDIN_FLAGS = {"nft": ["-f", "-"]}
 _PROBE_COMMANDS = [
     "link add hub type bridge",
@@ -159,14 +146,14 @@ class VirtualNetwork:
         why = unavailable_reason()
         if why:
             raise MachineError(f"simulated hosts: {why}.")
-        # Chance makes it seen when a process of one cluster looks for a node of another.
+        # Chosen at random, so that a process of one cluster does not find nodes of another.
         self._network_prefix = f"10.{secrets.randbelow(256)}.{secrets.randbelow(256)}"
         self._host_numbers = list(range(1, nodes + 1))  # the last part of each node's address
         self._next_host_number = nodes + 1
-        self._namespaces: list[int] = []  # one for each node, then the bridge's
+        self._namespaces: list[int] = []  # descriptors: one for each node, then the bridge's
         self._silenced_links = SilencedLinks([0] * nodes)
-        self._applied_silent_pairs: set[NodePair] = set()  # which the kernel has been told
-        self._packet_losses: dict[int, PacketLoss] = {}
+        self._applied_silent_pairs: set[NodePair] = set()
+        self._packet_losses: dict[int, float] = {}
         self._rate_limited: set[int] = set()
         try:
             self._namespaces.extend(_make_namespace() for _ in range(nodes))
@@ -236,7 +223,7 @@ class VirtualNetwork:
             )
         return self.address(index)
 
-    # ---- what befalls the links ----------------------------------------------------------------------
+    # ---- faults of links ----------------------------------------------------------------------
 
     def cut(self, index: int) -> None:
         """Drop all packets to and from a node."""
@@ -244,15 +231,8 @@ class VirtualNetwork:
         self._silenced_links.cut_nodes.add(index)
         self._apply_silence()
 
-    def lose_packets(
-        self, index: int, percent: float, *, one_way: Literal["in", "out"] | None = None
-    ) -> None:
-        """Drop a fraction of a node's packets at random; it replaces the former fraction.
-
-        Args:
-            index: index of the node.
-            percent: of the packets, 0 to 100.
-            one_way: only packets to the node ("in"), or from it ("out").
+    def lose_packets(self, index: int, percent: float) -> None:
+        """Drop 0 to 100 percent of the packets to and from a node at random.
 
         Raises:
             MachineError: nft is not installed.
@@ -261,10 +241,7 @@ class VirtualNetwork:
         self._require_open(index)
         if not 0 <= percent <= 100:
             raise UsageError(f"a link loses 0 to 100 percent of its packets; got {percent}.")
-        share = percent / 100
-        self._packet_losses[index] = PacketLoss(
-            0 if one_way == "out" else share, 0 if one_way == "in" else share
-        )
+        self._packet_losses[index] = percent / 100
         self._apply_losses()
 
     def limit_rate(self, index: int, bytes_per_s: float) -> None:
@@ -288,17 +265,17 @@ class VirtualNetwork:
 
         Other faults of these links, and `restore_link`, do not affect it.
         """
-        held = frozenset(pairs)
-        self._require_open(*{index for pair in held for index in pair})
-        self._silenced_links.temporary_cuts.append(held)
+        cut = frozenset(pairs)
+        self._require_open(*{index for pair in cut for index in pair})
+        self._silenced_links.temporary_cuts.append(cut)
         self._apply_silence()
 
-        def let_go() -> None:
-            if held in self._silenced_links.temporary_cuts:  # else `heal` was before it
-                self._silenced_links.temporary_cuts.remove(held)
+        def restore() -> None:
+            if cut in self._silenced_links.temporary_cuts:  # `heal` removes it too
+                self._silenced_links.temporary_cuts.remove(cut)
                 self._apply_silence()
 
-        return let_go
+        return restore
 
     def restore_link(self, index: int) -> None:
         """Undo `cut`, `cut_link`, loss and rate of a node. A partition and `silence_links` stay."""
@@ -338,7 +315,7 @@ class VirtualNetwork:
         """Kill all processes on the nodes and remove the network. A second call does nothing."""
         spaces, self._namespaces = self._namespaces, []
         inside = {_namespace_id(_descriptor_path(space)) for space in spaces}
-        for _ in range(_MAX_KILL_ROUNDS):  # what had just been forked is found by the next look
+        for _ in range(_MAX_KILL_ROUNDS):  # the next round finds processes that were just forked
             if not _kill_in_namespaces(inside):
                 break
             time.sleep(_KILL_INTERVAL_S)
@@ -363,7 +340,7 @@ class VirtualNetwork:
         except BaseException:
             os.close(hub)
             raise
-        # The bridge is the last to be left: with it go all links, whatever still runs on the nodes.
+        # It is closed last: with the bridge all links end, whatever still runs on the nodes.
         self._namespaces.append(hub)
         for index in range(len(self)):
             _run_ip(self._namespaces[index], self._interface_commands(index))
@@ -420,10 +397,10 @@ def _make_namespace() -> int:
         unshare, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as first:
         if first.stdin is None or first.stdout is None or first.stderr is None:
-            raise RuntimeError("pipes were asked for")
+            raise RuntimeError("Popen made no pipes")
         with contextlib.suppress(BrokenPipeError):
             first.stdin.write(b"\n")
-        # Its echo comes from inside: before, the process may be in the namespace of this one.
+        # The echo shows that the process has entered its namespace; before, it may be in ours.
         if not first.stdout.read(1):
             raise MachineError(f"no network namespace: {_last_line(first.stderr.read().decode())}.")
         return os.open(f"/proc/{first.pid}/ns/net", os.O_RDONLY)
@@ -454,11 +431,10 @@ def _run_with_input(command: list[str], lines: Iterable[str]) -> subprocess.Comp
 def _kill_in_namespaces(namespaces: Collection[tuple[int, int]]) -> bool:
     """Send SIGKILL to every process of these namespaces; return whether there was one."""
     if _namespace_id("/proc/self/ns/net") in namespaces:
-        raise RuntimeError("the namespace of this process is none of a node's")
+        raise RuntimeError("this process would kill all processes of its own namespace")
     found = False
     for pid in psutil.pids():
-        # Gone meanwhile, or a zombie, which is in no namespace.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the process has ended
             if _namespace_id(f"/proc/{pid}/ns/net") in namespaces:
                 os.kill(pid, signal.SIGKILL)
                 found = True
@@ -471,7 +447,6 @@ def _namespace_id(path: str) -> tuple[int, int]:
 
 
 def _descriptor_path(namespace: int) -> str:
-    # Not /proc/self: another process is to open it.
     return f"/proc/{os.getpid()}/fd/{namespace}"
 
 

@@ -1,1 +1,1 @@
-"""What a script holds: er.resume, Run and DDP."""
+"""The API that training scripts use: `resume()`, `Run` and the wrapping in DDP."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from elastic_resume import console
 from elastic_resume.checkpoint import node_dir
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.policy.resume_plan import DISK
@@ -15,8 +15,10 @@ from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.restore.rank_context import RankContext
 from elastic_resume.units import format_count
 
+logger = logging.getLogger(__name__)
+
 START_FRESH_HINT = "To start from scratch: --resume never, or ELASTIC_RESUME_RESUME=never."
-MAX_COMMAND_CHARS = 300  # of a script's arguments in a line
+MAX_COMMAND_CHARS = 300  # limit of a script's arguments in one line
 
 
 def resume_event_fields(result: ResumeResult, position: Position, world_size: int) -> dict[str, Any]:
@@ -33,7 +35,7 @@ def resume_event_fields(result: ResumeResult, position: Position, world_size: in
         "source_node": plan.source_node,
         "source_tier": plan.source_tier,
         "source_generation": plan.source_generation,
-        "lacking": list(plan.lacking),
+        "receiving_nodes": list(plan.receiving_nodes),
         "rejected": [
             {"node": r.node, "generation": r.version[0], "step": r.version[1], "reason": r.reason}
             for r in plan.rejected
@@ -49,7 +51,7 @@ def format_resume_lines(result: ResumeResult, position: Position, world_size: in
     state = "no checkpoint found, starting fresh"
     if plan.kind == "checkpoint":
         tier = "checkpoint" if plan.source_tier == DISK else "snapshot in memory"
-        sent = f", sent to {', '.join(plan.lacking)}" if plan.lacking else ""
+        sent = f", sent to {', '.join(plan.receiving_nodes)}" if plan.receiving_nodes else ""
         state = (
             f"resumed at step {position.step} (epoch {position.epoch}) from {plan.source_node}'s {tier} "
             f"of generation {plan.source_generation}{sent}"
@@ -92,7 +94,7 @@ class EarlierRunNotice:
         text, self._text = self._text, ""
         if text:
             finished = f" NOTHING IS LEFT TO TRAIN: {finished_reason}." if finished_reason else ""
-            console.say(f"{text}{finished} {START_FRESH_HINT}")
+            logger.info(f"{text}{finished} {START_FRESH_HINT}")
 
     def record_start(self) -> None:
         """Record this start's command at the first call, so that its later generations log no notice.

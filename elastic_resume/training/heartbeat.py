@@ -30,7 +30,7 @@ from elastic_resume import constants
 from elastic_resume.restore.rank_context import RankContext
 from elastic_resume.snapshot.progress_page import STACKS_SIGNAL, ProgressPage, WorkerProcess
 
-MAX_PENDING_COLLECTIVES = 8  # in one answer, the oldest first
+MAX_PENDING_COLLECTIVES = 8  # limit of collectives in one answer, oldest first
 
 
 class Heartbeat:
@@ -104,7 +104,7 @@ def get_collective_counter() -> Callable[[], int]:
     """Return a function that counts the default group's collectives; a call takes 0.3 µs."""
     if not dist.is_available() or not dist.is_initialized():
         return _count_none
-    # Not public; a group of several backends has no such number. Without it a hang report lacks the count.
+    # Not a public attribute; a group of several backends lacks it. Then a hang report has no count.
     count: Callable[[], int] | None = getattr(dist.group.WORLD, "_get_sequence_number_for_group", None)
     try:
         return count if count is not None and type(count()) is int else _count_none
@@ -118,7 +118,7 @@ def _count_none() -> int:
 
 # ---- answers to the hang detector ----------------------------------------------------------------------
 
-_responder: tuple[int, int, int] | None = None  # pid of the process that answers, its memfd, its pipe
+_responder: tuple[int, int, int] | None = None  # (pid of the process that answers, its memfd, its pipe)
 
 
 def _describe_worker(rank: int) -> WorkerProcess:
@@ -161,13 +161,13 @@ def describe_collectives() -> dict[str, Any]:
     recorder.
     """
     answer: dict[str, Any] = {"collectives": get_collective_counter()(), "pending": None}
-    c10d = sys.modules.get("torch._C._distributed_c10d")  # not public, and not in every build
+    c10d = sys.modules.get("torch._C._distributed_c10d")  # a private module that not every build has
     nccl_dump: Callable[[], bytes] | None = getattr(c10d, "_dump_nccl_trace_json", None)
     dump: Callable[[], bytes] | None = getattr(c10d, "_dump_fr_trace_json", nccl_dump)
     with contextlib.suppress(RuntimeError, ValueError, KeyError, TypeError, AttributeError):
         if dump is not None:
             entries = json.loads(dump()).get("entries", [])
-            if entries:  # empty if the recorder is off
+            if entries:  # there are no entries if the recorder is off
                 pending = [_describe_pending(entry) for entry in entries if not entry["retired"]]
                 answer["pending"] = pending[:MAX_PENDING_COLLECTIVES]
     return answer

@@ -6,11 +6,11 @@ never count.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from elastic_resume import console
 from elastic_resume.checkpoint.manifest import Manifest, Position
 from elastic_resume.data import world_size
 from elastic_resume.data.global_batches import GlobalBatches
@@ -19,6 +19,8 @@ from elastic_resume.errors import UsageError
 from elastic_resume.restore.collectives import Collectives
 from elastic_resume.units import format_count
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 
@@ -26,7 +28,7 @@ T = TypeVar("T")
 class RunOptions:
     """The arguments of `er.resume` that are no `Settings`. ``rng`` is one of `rng.MODES`."""
 
-    seed: int | None  # None: rank 0's
+    seed: int | None  # None: use the seed of rank 0
     rng: str
     on_world_change: str | None = None
 
@@ -99,7 +101,7 @@ class TrainingProgress:
         if self._batches is not None:
             self._batches.seek(self.position.epoch, self.position.step_in_epoch)
         if self.repeated_steps and self._may_warn:
-            console.say(
+            logger.info(
                 f"no data= was given to resume(): epoch {self.position.epoch} starts over, and repeats "
                 f"{format_count(self.repeated_steps, 'finished step')}"
             )
@@ -177,7 +179,7 @@ class TrainingProgress:
         """Warn that positions are wrong. It is no error, because a script may leave the loop early."""
         if self._may_warn:
             self._may_warn = False
-            console.say(
+            logger.warning(
                 f"WARNING: the loader was read to its end ({format_count(batches, 'batch', 'batches')}), "
                 f"and run.step() counted {steps}: a resume within an epoch would repeat samples. If one "
                 "optimizer step reads several batches, give GlobalBatches all samples of a step as "

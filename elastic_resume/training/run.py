@@ -1,19 +1,19 @@
-"""`Run`: the object that a training script holds. It restores, counts steps, saves, and builds DDP.
+"""`resume` and `Run`: what a training script holds. A run restores, counts steps, saves, and builds DDP.
 
-`er.resume` creates one `Run` per rank and generation. `Run.step` is the commit point: a finished step may be
-copied to memory and saved to disk from there on.
+`resume` checks the script's arguments and creates one `Run` per rank and generation. `Run.step` is the commit
+point: a finished step may be copied to memory and saved to disk from there on.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -24,22 +24,25 @@ from torch.nn.parallel import DistributedDataParallel
 from elastic_resume import console, constants, failpoints
 from elastic_resume.capture.schedule import SnapshotScheduler
 from elastic_resume.checkpoint.manifest import Position
-from elastic_resume.data import rng
+from elastic_resume.config import Settings
+from elastic_resume.data import elastic_sampler, rng, world_size
 from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.data.world_size import WorldChange
-from elastic_resume.errors import MachineError, UsageError
+from elastic_resume.errors import ConfigError, ElasticResumeError, MachineError, UsageError
 from elastic_resume.policy.resume_plan import ResumePlan
 from elastic_resume.restore import coordinator, replica_check
+from elastic_resume.restore.collectives import Collectives
 from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.restore.rank_context import CommitterConnection, RankContext, open_node_dir
 from elastic_resume.snapshot.progress_page import ProgressPage
 from elastic_resume.state import state_dict
 from elastic_resume.state.bucket_order import BucketOrder
 from elastic_resume.state.state_dict import ParameterOrder, UntrackedOptimizerCheck
-from elastic_resume.training import announce, crash_reporting
-from elastic_resume.training.graceful_shutdown import DrainRequest
+from elastic_resume.training import announce, worker_exit
 from elastic_resume.training.heartbeat import Heartbeat
 from elastic_resume.training.progress import RunOptions, TrainingProgress
+
+logger = logging.getLogger(__name__)
 
 Hook = Callable[["Run"], object]
 H = TypeVar("H", bound=Hook)
@@ -47,28 +50,7 @@ W = TypeVar("W", bound=Callable[[WorldChange], object])
 T = TypeVar("T")
 
 MAX_FINAL_SAVE_ATTEMPTS = 3
-
-
-class StartHooks:
-    """The script's hooks; they run before the generation's first epoch, step or save."""
-
-    def __init__(self) -> None:
-        self._pending: list[Callable[[], object]] = []
-        self._started = False
-
-    def add(self, hook: Callable[[], object]) -> None:
-        """Register a hook, or run it now if the generation has started training."""
-        if self._started:
-            hook()
-        else:
-            self._pending.append(hook)
-
-    def run_pending(self) -> None:
-        """Run the hooks at the first call, in the order of registration."""
-        if not self._started:
-            self._started = True
-            for hook in self._pending:
-                hook()
+RETRY_S = 1.0
 
 
 class Run:
@@ -92,8 +74,8 @@ class Run:
             "elastic_resume.seed": self._random_numbers,
             coordinator.PARAMETERS: ParameterOrder(tracked),
         }
-        self._drain_request = DrainRequest()
-        self._start_hooks = StartHooks()
+        self._drain_request = worker_exit.DrainRequest()
+        self._start_hooks: list[Callable[[], object]] | None = []  # None after the hooks have run
         self._closed = False
         self._pid = os.getpid()
         self._step_event_interval_s = context.settings.step_mark_s
@@ -117,7 +99,7 @@ class Run:
         except BaseException:
             if connection is not None:
                 connection.close()
-            self._node_dir.release()  # a notebook may try again
+            self._node_dir.release()  # a later cell of a notebook may call resume again
             raise
         if options.seed is not None:
             self._random_numbers.seed = options.seed  # an explicit seed overrides the checkpoint's
@@ -132,8 +114,9 @@ class Run:
             waiting_for_disk=self._heartbeat.busy,
         )
         self._snapshot_scheduler.reserve_memory(coordinator.estimate_state_bytes(result.flat_state, tracked))
-        context.run_on_all_ranks(lambda: None)  # no step before the local leader has scheduled snapshots
-        crash_reporting.set_generation(generation=self.generation, read_step=lambda: self.position.step)
+        # Wait for all ranks: no rank may step before its local leader has scheduled snapshots.
+        context.run_on_all_ranks(lambda: None)
+        worker_exit.set_generation(generation=self.generation, read_step=lambda: self.position.step)
         self._untracked_check = UntrackedOptimizerCheck(self._tracked) if self.rank == 0 else None
         self._start_generation(result)
 
@@ -216,7 +199,7 @@ class Run:
         epoch: a save that is due at its last step is made when the script asks for the next epoch. After the
         last epoch the final state is committed on every node.
         """
-        self._start_hooks.run_pending()
+        self._run_start_hooks()
         finished = self.position.epoch >= count
         self._earlier_run_notice.log_once(
             f"epoch {self.position.epoch} of {count} is over" if finished else ""
@@ -226,8 +209,10 @@ class Run:
                 self._random_numbers.start_at(self.position.step)
                 yield self._progress.start_epoch()
                 self._progress.end_epoch()
-                self._save_if_due()
-            self._finish_training()
+                if self._save_if_due():
+                    self._drain_request.terminate_process()
+            self._save_final_state()
+            self._context.events.emit("run-end", **self._position_fields(), **self._progress_fields())
 
     def step(self) -> None:
         """Count the step that just finished. Call it once after each optimizer step.
@@ -239,23 +224,32 @@ class Run:
         """
         if self._closed:
             raise UsageError("run.step() was called after run.close(); close the run when training is over.")
-        self._start_hooks.run_pending()
+        self._run_start_hooks()
         self._earlier_run_notice.log_once()
         self._earlier_run_notice.record_start()
         position = self._progress.finish_step()
         self._bucket_order.end_step()
-        self._heartbeat.finish_step(position.step)
         failpoints.hit("step", position.step)
         self._random_numbers.after_step(position.step)
+        is_drained = False
+        if self._progress.has_no_batch_left:
+            self._snapshot_scheduler.after_step(position, may_save=False)
+        else:
+            is_drained = self._save_if_due()
+        # A step counts as finished only now, when its snapshot has begun: a process that dies earlier leaves
+        # no copy of it, and its peers may be stopped before they have one.
+        self._record_step(position)
+        if is_drained:
+            self._drain_request.terminate_process()
+
+    def _record_step(self, position: Position) -> None:
+        self._heartbeat.finish_step(position.step)
+        if self._progress.has_no_batch_left:
+            self._heartbeat.end_epoch(position.step)
         now = time.monotonic()
         if now >= self._next_step_event_s:
             self._next_step_event_s = now + self._step_event_interval_s
             self._context.events.emit("step", **self._position_fields(), **self._progress_fields())
-        if self._progress.has_no_batch_left:
-            self._heartbeat.end_epoch(position.step)
-            self._snapshot_scheduler.after_step(position, may_save=False)
-        else:
-            self._save_if_due()
 
     def micro_batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield the batches of ``loader`` if one optimizer step reads several of them (see README).
@@ -272,7 +266,7 @@ class Run:
         because a resume from it begins with the next epoch. Return None on other ranks, if this generation
         started with the same step on disk, and if the disk failed (which is logged).
         """
-        self._start_hooks.run_pending()  # the state must include the hooks' changes for this world
+        self._run_start_hooks()  # the state must include the hooks' changes for this world
         if not self._context.is_local_leader:
             return None
         position, epoch_over = self._progress.position_to_resume_from()
@@ -315,7 +309,8 @@ class Run:
 
         Hooks run in the order of registration. Usable as a decorator.
         """
-        self._start_hooks.add(lambda: hook(self) if self._plan.kind == "checkpoint" else None)
+        if self._plan.kind == "checkpoint":
+            self._add_start_hook(lambda: hook(self))
         return hook
 
     def on_world_change(self, hook: W) -> W:
@@ -325,7 +320,7 @@ class Run:
         that hooks made before. Runs in order with the hooks of `on_resume`. Usable as a decorator.
         """
         if (change := self.world_change) is not None:
-            self._start_hooks.add(lambda: hook(change))
+            self._add_start_hook(lambda: hook(change))
         return hook
 
     @contextlib.contextmanager
@@ -349,7 +344,7 @@ class Run:
 
         """
         if not self._closed and sys.exc_info()[0] is not None:
-            console.say(
+            logger.info(
                 f"the run was closed at step {self.position.step} while an exception was being handled: "
                 "nothing more was saved."
             )
@@ -360,9 +355,7 @@ class Run:
     def __enter__(self) -> Run:  # noqa: PYI034  typing.Self needs Python 3.11
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self._release()
         else:
@@ -385,20 +378,35 @@ class Run:
             self._context.events.emit(
                 "resume", **announce.resume_event_fields(result, self.position, self.world_size)
             )
-            console.say(announce.format_resume_lines(result, self.position, self.world_size))
+            logger.info(announce.format_resume_lines(result, self.position, self.world_size))
             if self.world_change is not None:
                 self.world_change.log()
         atexit.register(self._release)
 
+    def _add_start_hook(self, hook: Callable[[], object]) -> None:
+        """Register a hook, or run it now if the generation has started training."""
+        if self._start_hooks is None:
+            hook()
+        else:
+            self._start_hooks.append(hook)
+
+    def _run_start_hooks(self) -> None:
+        """Run the script's hooks once, before the generation's first epoch, step or save."""
+        hooks, self._start_hooks = self._start_hooks or [], None
+        for hook in hooks:
+            hook()
+
     def _before_batch(self, first: bool) -> None:
         self._random_numbers.before_batch(self.position.step, first=first)
 
-    def _save_if_due(self) -> None:
+    def _save_if_due(self) -> bool:
+        """Take a snapshot or save if one is due. Return True if the process must end, for a drain."""
         if self._drain_request.requested and self._context.is_local_leader:
             with self._heartbeat.busy():
                 self._snapshot_scheduler.preserve(self.position, epoch_over=self._progress.is_epoch_over)
-            self._drain_request.terminate_process()
+            return True
         self._snapshot_scheduler.after_step(self.position, epoch_over=self._progress.is_epoch_over)
+        return False
 
     def _position_fields(self) -> dict[str, int]:
         return {"generation": self.generation, "step": self.position.step}
@@ -413,17 +421,13 @@ class Run:
         finally:
             self._release()
 
-    def _finish_training(self) -> None:
-        self._save_final_state()
-        self._context.events.emit("run-end", **self._position_fields(), **self._progress_fields())
-
     def _save_final_state(self) -> None:
-        """Commit the final state; try three times, a second apart."""
+        """Commit the final state, in several attempts."""
         for _ in range(MAX_FINAL_SAVE_ATTEMPTS):
             self.save()
             if not self._context.is_local_leader or self._snapshot_scheduler.has_saved(self.position):
                 break
-            time.sleep(1.0)
+            time.sleep(RETRY_S)
         else:
             if len(self._context.local_leader_by_node) == 1:  # other nodes hold the final state too
                 raise MachineError(
@@ -464,3 +468,125 @@ def _broadcast_seed(context: RankContext) -> int:
     """Return rank 0's seed; scripts may have given torch.manual_seed different numbers on each rank."""
     seed = torch.initial_seed()  # 64 bits, unsigned
     return int(context.collectives.broadcast_json(seed if seed < 1 << 63 else seed - (1 << 64), 0))
+
+
+def resume(
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    ema: Any = None,
+    data: Any = None,
+    ckpt_dir: str | os.PathLike[str] | None = None,
+    run_id: str | None = None,
+    node_name: str | None = None,
+    save_every: str | int | None = None,
+    snapshot_every: str | int | None = None,
+    keep: int | None = None,
+    resume: str | None = None,
+    seed: int | None = None,
+    rng: str = "derived",
+    on_world_change: str | None = None,
+    **named: Any,
+) -> Run:
+    """Restore the newest valid state that any node holds into the given objects, or start fresh.
+
+    A fresh start takes rank 0's values, including anything that the script loaded into them before.
+
+    Call it once on every rank, after the objects are built, before or after wrapping in DDP. It joins the
+    process group of torchrun's environment, unless the script has done so.
+
+    Args:
+        model: a module, bare or wrapped; or a dict of several (``{"g": G, "d": D}``).
+        optimizer: an optimizer, or a dict of several.
+        scheduler: a learning rate scheduler, or a dict of several.
+        scaler: a GradScaler.
+        ema: an averaged model, any object with ``state_dict`` and ``load_state_dict``, or tensors: one, a
+            list, or a dict by name. Tensors are changed in place, or replaced in their container.
+        data: a `GlobalBatches` or the DataLoader around one, or the DataLoader around an `ElasticSampler`,
+            so that an interrupted epoch continues at its next sample.
+        ckpt_dir: root of the checkpoints; default ``./checkpoints``. Flags of ``elastic-resume run`` override
+            this and the next two arguments, because the agent has locked that directory.
+        run_id: the job's name; default from torchrun's ``--rdzv-id``, else the script's name.
+        node_name: this node's name; default from the scheduler, else the host name.
+        save_every: interval between checkpoints: a number of steps, a time ("30s"), or "auto".
+        snapshot_every: interval between snapshots in memory: the same forms, or "off".
+        keep: how many checkpoints each node keeps, at least 2.
+        resume: "auto", "must" or "never".
+        seed: the seed from which random numbers are derived, with rank and step. The default is rank 0's
+            ``torch.manual_seed`` at the first start; it stays the same over restarts.
+        rng: "derived" seeds torch, `random` and numpy (global) at each step boundary, so that a resumed run
+            draws the same numbers as an uninterrupted one; "off" leaves random numbers alone. For
+            augmentation see `er.seeded`.
+        on_world_change: the policy if the number of ranks differs from the checkpoint's. "keep_global_batch"
+            keeps the batch of an optimizer step, the default with `GlobalBatches`. "keep_local_batch" keeps
+            each rank's share, the default with an `ElasticSampler`. "error" raises. The learning rate is
+            never changed: see `Run.on_world_change`.
+        **named: further objects to track, by name.
+
+    Raises:
+        ElasticResumeError: a subclass in `elastic_resume.errors`, on all ranks, before anything was loaded.
+
+    """
+    console.show_log("elastic_resume: ")
+    try:
+        _check_random_options(seed, rng)
+        batches = elastic_sampler.find_batches(data)
+        _check_world_change_policy(batches, on_world_change)
+        settings = Settings.for_worker(
+            os.environ,
+            sys.argv[0],
+            ckpt_dir=ckpt_dir,
+            run_id=run_id,
+            node_name=node_name,
+            save_every=save_every,
+            snapshot_every=snapshot_every,
+            keep=keep,
+            resume=resume,
+        )
+        objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+        objects |= {"ema": ema, "data": data if batches is None else batches}
+        tracked = state_dict.collect_objects({**objects, **named})
+        _check_single_data_order(tracked, batches)
+    except ElasticResumeError:
+        worker_exit.install_startup_hook()  # the node's name is not known yet
+        raise
+    collectives = Collectives.join()
+    node_dir = settings.ckpt_dir / settings.run_id / settings.node_name
+    events = worker_exit.open_event_log(
+        node_dir / constants.EVENTS_FILE, settings.node_name, collectives.rank
+    )
+    worker_exit.install_hook(events)
+    if batches is None:
+        elastic_sampler.check_no_per_rank_state(data, collectives.size)
+    context = RankContext(collectives, settings, events)
+    return Run(context, tracked, batches, RunOptions(seed, rng, on_world_change))
+
+
+def _check_random_options(seed: object, rng_mode: object) -> None:
+    if rng_mode not in rng.MODES:
+        raise ConfigError(f"rng is {rng_mode!r}: use 'derived' or 'off'.")
+    if seed is not None and (type(seed) is not int or not -(2**63) <= seed < 2**63):
+        raise ConfigError(f"seed is {seed!r}: use an integer of at most 64 bits.")
+
+
+def _check_world_change_policy(batches: GlobalBatches | None, policy: object) -> None:
+    if policy is not None and policy not in world_size.POLICIES:
+        policies = ", ".join(map(repr, world_size.POLICIES))
+        raise ConfigError(f"on_world_change is {policy!r}: use one of {policies}.")
+    if batches is None and policy not in {None, world_size.ERROR}:
+        raise ConfigError(
+            f"on_world_change is {policy!r}, but without data= batches cannot be divided: pass a "
+            "GlobalBatches or a loader with an ElasticSampler as data=."
+        )
+
+
+def _check_single_data_order(tracked: Mapping[str, Any], batches: GlobalBatches | None) -> None:
+    """Refuse a second order of samples: it would get no position, and every rank would read all of it."""
+    for name, item in tracked.items():
+        if isinstance(item, (GlobalBatches, elastic_sampler.ElasticSampler)) and item is not batches:
+            raise ConfigError(
+                f"{name}: a run keeps its place in one order of samples, data=, and this is another one. "
+                "Leave it out of resume(): read it with torch's DistributedSampler, or bind() and seek() it."
+            )

@@ -1,4 +1,4 @@
-"""What docs/checkpointing-ddp.md says is so: each block of code is run, on the ranks that it speaks of."""
+"""Each block of code in docs/checkpointing-ddp.md runs, and the documents name only existing flags."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FOREIGN = {
     "--privileged", "--selector", "--signal", "--step-delay", "--wait",
 }  # fmt: skip
 
-# Around the script of the short answer: what each rank read in which step, and a death of all in mid-epoch.
+# Before the script: record what each rank reads in each step, and end all ranks within an epoch.
 AROUND = """
 import json, os
 from elastic_resume.training.run import Run
@@ -48,13 +48,13 @@ Run.step = counted
 diary = os.open(f"read-{os.environ['RANK']}-{os.environ['WORLD_SIZE']}", os.O_WRONLY | os.O_CREAT)
 """
 
-SAYS = """
+PRINT_RATE = """
 print(optimizer.param_groups[0].get("initial_lr", optimizer.param_groups[0]["lr"]))
 """
 
 
 def blocks() -> list[tuple[int, str]]:
-    """Each block of Python: the number of the line that opens it, and its text."""
+    """Return line number and text of each Python block."""
     text = PAGE.read_text()
     found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [(text[: match.start()].count("\n") + 1, match[1]) for match in found]
@@ -62,10 +62,12 @@ def blocks() -> list[tuple[int, str]]:
 
 @pytest.mark.slow
 def test_every_block_runs_on_three_ranks(tmp_path: Path) -> None:
-    """One after another in one world, each in a folder of its own."""
+    """The blocks run one after another in one world, each in its own folder."""
     (tmp_path / "blocks").write_text(json.dumps(blocks()))
     done = launch_ranks.run_ranks(3, JOB, str(PAGE), str(tmp_path / "blocks"), str(tmp_path))
-    assert [process.returncode for process in done] == [0, 0, 0], "\n".join(one.stderr for one in done)
+    assert [process.returncode for process in done] == [0, 0, 0], "\n".join(
+        process.stderr for process in done
+    )
     assert {process.stdout.splitlines()[-1] for process in done} == {f"all {len(blocks()) - 1} blocks"}
 
 
@@ -74,15 +76,15 @@ def test_every_block_runs_on_three_ranks(tmp_path: Path) -> None:
     ("which", "steps", "rate"),
     [("er.GlobalBatches(len(samples), 12", 18, 0.1), ("er.ElasticSampler(", 25, 0.1 * 8 / 12)],
 )
-def test_each_sample_is_read_once_though_the_world_shrinks(
+def test_documented_script_reads_each_sample_once_after_world_shrinks(
     which: str, steps: int, rate: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three ranks die in mid-epoch, two go on; with the learning rate that the page says."""
+    """Three ranks end within an epoch, and two continue with the documented learning rate."""
     monkeypatch.chdir(tmp_path)
     preface, *others = (code for _, code in blocks())
     (code,) = (code for code in others if which in code)
     script = tmp_path / "train.py"
-    script.write_text(AROUND + preface + code + SAYS)
+    script.write_text(AROUND + preface + code + PRINT_RATE)
     died = launch_ranks.run_ranks(3, script, env=[{"DIES_AFTER": "5"}] * 3)
     assert [process.returncode for process in died] == [9, 9, 9], died[0].stderr
     went_on = launch_ranks.run_ranks(2, script)
@@ -95,22 +97,17 @@ def test_each_sample_is_read_once_though_the_world_shrinks(
     assert float(went_on[0].stdout) == pytest.approx(rate)
 
 
-def test_the_readme_leads_to_the_page() -> None:
-    """Nobody finds a page that nothing points to."""
-    assert "docs/checkpointing-ddp.md" in README.read_text()
-
-
 def flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Every flag of a parser and of its subcommands."""
+    """Yield every flag of a parser and of its subcommands."""
     for action in parser._actions:  # argparse has no public way to ask
         yield from action.option_strings
         if isinstance(action, argparse._SubParsersAction):
-            for one in action.choices.values():
-                yield from flags_of(one)
+            for subparser in action.choices.values():
+                yield from flags_of(subparser)
 
 
 def test_documents_name_only_flags_that_exist() -> None:
-    """`--wrapped ddp` stood there, which is `--for ddp`."""
+    """README and docs."""
     known = {
         flag
         for make in (torchelastic.build_parser, cli._build_parser, chaos._build_parser)

@@ -22,7 +22,8 @@ from kubernetes_validate.utils import all_versions
 
 from elastic_resume import config, constants
 from elastic_resume.agent import torchelastic
-from elastic_resume.schedulers import environment, kubernetes
+from elastic_resume.schedulers import environment
+from elastic_resume.units import parse_kubernetes_quantity
 from tests.support import manifests
 from tests.support.paths import ROOT
 
@@ -155,11 +156,10 @@ def test_values_that_stand_in_two_places_agree() -> None:
     disk, shared = volumes[mounts[env[constants.ENV_CKPT_DIR]]], volumes[mounts["/dev/shm"]]  # noqa: S108
     assert (disk["sizeLimit"], shared["medium"]) == (env[constants.ENV_CKPT_LIMIT], "Memory")
     limits = {
-        name: kubernetes.parse_quantity_bytes(size, name)
-        for name, size in agent["resources"]["limits"].items()
+        name: parse_kubernetes_quantity(name, size) for name, size in agent["resources"]["limits"].items()
     }
-    assert kubernetes.parse_quantity_bytes(shared["sizeLimit"], "shm") < limits["memory"]
-    assert kubernetes.parse_quantity_bytes(disk["sizeLimit"], "disk") < limits["ephemeral-storage"]
+    assert parse_kubernetes_quantity("shm", shared["sizeLimit"]) < limits["memory"]
+    assert parse_kubernetes_quantity("disk", disk["sizeLimit"]) < limits["ephemeral-storage"]
 
 
 def test_every_variable_that_a_pod_reads_is_set() -> None:
@@ -180,7 +180,7 @@ def test_every_variable_that_a_pod_reads_is_set() -> None:
     assert (here.name, here.job, here.node_index) == ("elastic-resume-train-2", "elastic-resume-train", 2)
     assert (here.min_nodes, here.max_nodes, here.workers_per_node) == (2, 3, 1)
     assert here.candidates[0] == "elastic-resume-train-0.elastic-resume-train.ml.svc:29400"
-    assert kubernetes.read_termination_grace_s(env) == 120
+    assert environment.read_termination_grace_s(env) == 120
 
 
 def test_exit_codes_mean_what_the_contract_says() -> None:
@@ -218,7 +218,8 @@ def test_the_example_of_the_job_is_in_the_image() -> None:
 # ---- Slurm -------------------------------------------------------------------------------------------
 
 STAND_IN = """#!/bin/bash
-printf '%s\\n' "$@" '' >> "$CALLS/$(basename "$0")"
+# bash writes line by line: without a lock the lines of two calls at the same time would mix.
+{ flock 9; printf '%s\\n' "$@" '' >&9; } 9>> "$CALLS/$(basename "$0")"
 case "$(basename "$0") $1" in
   "srun --overlap") ;;
   "srun "*) exit "$SRUN_EXIT" ;;

@@ -1,4 +1,4 @@
-"""The examples run as a reader would type them, and the two of each pair differ by what they teach."""
+"""The examples run as documented, and each pair differs only by what elastic_resume adds."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ EXAMPLES = ROOT / "examples"
 PYTHON = [sys.executable, "-W", "error"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 ELASTIC = [sys.executable, "-m", "elastic_resume", "run", "--nproc-per-node", "2", "--rdzv-id", "digits"]
-SMALL_TEXT = ["--characters", "30000", "--epochs", "2"]
 PAIRS = [("digits_ddp.py", "digits.py"), ("char_lm_ddp.py", "char_lm.py")]
 
 
 def run(launcher: list[str], example: str, *words: str, cwd: Path) -> str:
-    """What the example prints; an exit code other than 0 ends the test."""
+    """Return the output of the example. An exit code other than 0 ends the test."""
     command = [*launcher, str(EXAMPLES / example), *words]
-    # Two threads that spin for each other on two cores that others use took 36 s for what takes 5.
+    # Two spinning threads on two busy cores take 36 s instead of 5 s.
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=cwd, env=environ, capture_output=True, text=True, check=False, timeout=120
@@ -38,15 +37,15 @@ def run(launcher: list[str], example: str, *words: str, cwd: Path) -> str:
 
 
 def accuracy(output: str) -> float:
-    """The last line's percentage."""
+    """Return the percentage of the last line."""
     found = re.fullmatch(r"test accuracy ([\d.]+)%", output.splitlines()[-1])
     assert found is not None, output
     return float(found[1])
 
 
 @pytest.mark.parametrize(("plain", "elastic"), PAIRS)
-def test_the_pair_differs_by_a_screen_at_most(plain: str, elastic: str) -> None:
-    """What elastic_resume adds is less than what it takes the place of."""
+def test_example_pair_differs_by_few_lines(plain: str, elastic: str) -> None:
+    """elastic_resume adds fewer lines than it replaces."""
     before, after = ((EXAMPLES / name).read_text().splitlines() for name in (plain, elastic))
     changes = [line for line in difflib.ndiff(before, after) if line.startswith(("+ ", "- "))]
     added = [line for line in changes if line.startswith("+ ")]
@@ -55,36 +54,32 @@ def test_the_pair_differs_by_a_screen_at_most(plain: str, elastic: str) -> None:
 
 
 @pytest.mark.cluster
-def test_plain_python_learns_the_digits(tmp_path: Path) -> None:
-    """No launcher, no process group, no warning."""
-    assert accuracy(run(PYTHON, "digits_ddp.py", cwd=tmp_path)) >= 95
-
-
-@pytest.mark.cluster
-def test_plain_python_learns_some_characters(tmp_path: Path) -> None:
-    """Fewer bits than the 7 of a uniform guess, and fewer after the second epoch than after the first."""
-    lines = run(PYTHON, "char_lm.py", *SMALL_TEXT, cwd=tmp_path).splitlines()
-    first, second, last = (float(line.split()[-4]) for line in lines)
-    assert 7 > first > second == last
-
-
-@pytest.mark.cluster
-def test_torchrun_learns_the_digits(tmp_path: Path) -> None:
-    """Two workers, one model; only rank 0 prints."""
-    output = run(TORCHRUN, "digits_ddp.py", "--seed", "1", cwd=tmp_path)
+@pytest.mark.parametrize(("launcher", "seed"), [(PYTHON, "0"), (TORCHRUN, "1")], ids=["python", "torchrun"])
+def test_digits_example_learns_under_launcher(launcher: list[str], seed: str, tmp_path: Path) -> None:
+    """Without a warning. Of two workers only rank 0 prints."""
+    output = run(launcher, "digits_ddp.py", "--seed", seed, cwd=tmp_path)
     assert accuracy(output) >= 95
     assert len(output.splitlines()) == 11
 
 
 @pytest.mark.cluster
-def test_torchrun_learns_some_characters(tmp_path: Path) -> None:
-    """Tied weights and a GPU where there is one."""
-    lines = run(TORCHRUN, "char_lm_ddp.py", *SMALL_TEXT, cwd=tmp_path).splitlines()
-    assert float(lines[-1].split()[0]) < 7
+@pytest.mark.parametrize(
+    ("launcher", "example"),
+    [(PYTHON, "char_lm.py"), (TORCHRUN, "char_lm_ddp.py")],
+    ids=["python", "torchrun"],
+)
+def test_character_example_learns_under_launcher(launcher: list[str], example: str, tmp_path: Path) -> None:
+    """Fewer bits than the 7 of a uniform guess; tied weights, and a GPU where there is one."""
+    lines = run(launcher, example, "--characters", "30000", "--epochs", "2", cwd=tmp_path).splitlines()
+    if example == "char_lm.py":
+        first, second, last = (float(line.split()[-4]) for line in lines)
+        assert 7 > first > second == last
+    else:
+        assert float(lines[-1].split()[0]) < 7
 
 
 @pytest.mark.cluster
-def test_python_torchrun_and_elastic_resume_continue_each_others_run(tmp_path: Path) -> None:
+def test_launchers_continue_the_run_of_each_other(tmp_path: Path) -> None:
     """Four epochs by python, three by torchrun, three by elastic-resume: one training of ten."""
     lines: list[str] = []
     for launcher, epochs in ((PYTHON, 4), (TORCHRUN, 7), (ELASTIC, 10)):

@@ -1,4 +1,4 @@
-"""Three scripts as their users wrote them, ported; each is killed and ends as it does undisturbed."""
+"""Three ported scripts end with the same state after a kill as without."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PORTS = ROOT / "examples" / "ports"
 
 
 @pytest.mark.parametrize(("name", "most"), [("toy", 9), ("imagenet", 25), ("ema", 10)])
-def test_a_port_adds_few_lines_to_what_it_takes_away(name: str, most: int) -> None:
-    """Not counted: the text at the top of the file."""
+def test_port_adds_few_lines(name: str, most: int) -> None:
+    """The docstring at the top of the file is not counted."""
     before, after = (
         (PORTS / file).read_text().split('"""', 2)[2].splitlines()
         for file in (f"{name}_before.py", f"{name}.py")
@@ -35,27 +35,25 @@ def test_a_port_adds_few_lines_to_what_it_takes_away(name: str, most: int) -> No
     ("name", "nodes", "kill"),
     [
         ("toy", 1, "worker 0 at step 20"),
-        # Not rank 0: BatchNorm's buffers are its own, and one update older where its last copy is lost.
+        # Not rank 0: if its last copy is lost, BatchNorm's buffers are one update older.
         ("imagenet", 1, "worker 1 at step 20"),
         ("ema", 2, "node 1 at step 20"),
     ],
 )
-def test_a_killed_port_ends_as_it_does_undisturbed(
+def test_killed_port_ends_with_state_of_undisturbed_run(
     name: str, nodes: int, kill: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights, optimizer, scheduler, average, best accuracy, and what is printed of each epoch or step."""
+    """Weights, optimizer, scheduler, average, best accuracy, and the output of each epoch or step."""
     monkeypatch.chdir(tmp_path)
     if name == "toy":
-        monkeypatch.setattr(equivalence, "POLL_S", 1.2)  # in which all of its steps would be over
+        monkeypatch.setattr(equivalence, "POLL_S", 1.2)  # longer than the whole script
     script = PORTS / f"{name}.py"
     assert_same_run(script, kills=[kill], nodes=nodes, workers_per_node=2 // nodes, lines=r"^(step|epoch) \d")
 
 
 @pytest.mark.cluster
-def test_what_the_scripts_saved_before_can_be_the_first_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All three train and save as they are; the classifier's file, of a DDP model, begins the port's."""
+def test_port_continues_from_file_of_original_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All three originals train and save. The port of the classifier starts from the file of a DDP model."""
     monkeypatch.chdir(tmp_path)
     for name, *words in (("toy", "--steps", "20"), ("imagenet", "--epochs", "1"), ("ema", "--epochs", "1")):
         done = launch_ranks.run_ranks(1, PORTS / f"{name}_before.py", *words)[0]

@@ -1,4 +1,4 @@
-"""What a worker prints and writes of the exception that ends it: real processes, each dying of one."""
+"""The text and the event of the exception that ends a worker: one real process for each."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Any
 import pytest
 
 from elastic_resume import constants, events
-from elastic_resume.agent.round_events import RoundEvents
+from elastic_resume.agent.round_evidence import RoundEvents
 from elastic_resume.events import MAX_LINE_BYTES
 
 pytestmark = pytest.mark.cluster
 
 SCRIPT = """
 import sys
-from elastic_resume.training import crash_reporting
-crash_reporting.install_startup_hook()
-crash_reporting.install_startup_hook()  # as er.resume does after the start did
+from elastic_resume.training import worker_exit
+worker_exit.install_startup_hook()
+worker_exit.install_startup_hook()  # the fork server and er.resume both install it
 {body}
 """
 
 
-def die(tmp_path: Path, body: str, **environ: str) -> tuple[str, list[dict[str, Any]]]:
-    """Run a script to its end: what it printed and its events."""
+def crash(tmp_path: Path, body: str, **environ: str) -> tuple[str, list[dict[str, Any]]]:
+    """Run a script to its end; return its output and its events."""
     script, log, path = tmp_path / "train.py", tmp_path / "log", tmp_path / "events.jsonl"
     script.write_text(SCRIPT.format(body=body))
     clean = {k: v for k, v in os.environ.items() if not k.startswith("ELASTIC_RESUME_")}
@@ -44,15 +44,11 @@ def die(tmp_path: Path, body: str, **environ: str) -> tuple[str, list[dict[str, 
 
 def test_crash_without_agent_prints_traceback_and_one_event(tmp_path: Path) -> None:
     """The event has the same traceback."""
-    printed, (event,) = die(tmp_path, "raise ValueError('boom')")
+    printed, (event,) = crash(tmp_path, "raise ValueError('boom')")
     assert printed.startswith("Traceback (most recent call last)")
     assert printed.endswith("ValueError: boom\n")
-    assert (event["event"], event["rank"], event["type"], event["message"]) == (
-        "failure",
-        3,
-        "ValueError",
-        "boom",
-    )
+    assert (event["event"], event["rank"]) == ("failure", 3)
+    assert (event["type"], event["message"]) == ("ValueError", "boom")
     assert event["traceback"] == printed
 
 
@@ -60,62 +56,54 @@ def test_crash_through_two_hooks_emits_one_event(tmp_path: Path) -> None:
     """Torch wraps the startup hook, and er.resume wraps torch's hook."""
     body = (
         "inner = sys.excepthook; sys.excepthook = lambda *error: inner(*error)\n"
-        "crash_reporting.install_startup_hook(); raise ValueError('boom')"
+        "worker_exit.install_startup_hook(); raise ValueError('boom')"
     )
-    printed, (event,) = die(tmp_path, body)
+    printed, (event,) = crash(tmp_path, body)
     assert event["message"] == "boom"
     assert printed.count("ValueError: boom") == 1
 
 
-def agent_of(log: Path) -> subprocess.Popen[bytes]:
-    """A process that prints to that file, for an agent."""
-    with open(log, "a") as output:
-        return subprocess.Popen(["sleep", "60"], stderr=output)
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_crash_prints_one_line_if_agent_shares_stderr(tmp_path: Path, shared: bool) -> None:
-    """Otherwise the full traceback is printed."""
-    agent = agent_of(tmp_path / ("log" if shared else "other"))
-    with agent:
+@pytest.mark.parametrize(
+    ("agent_log", "events_path", "is_short"),
+    [
+        ("log", "events.jsonl", True),
+        ("another log", "events.jsonl", False),
+        ("log", "no such directory/events.jsonl", False),  # the event was not written
+    ],
+)
+def test_crash_prints_one_line_if_agent_prints_traceback(
+    tmp_path: Path, agent_log: str, events_path: str, is_short: bool
+) -> None:
+    """The agent shares standard error and can read the event. Otherwise the full traceback is printed."""
+    with (
+        open(tmp_path / agent_log, "a") as output,
+        subprocess.Popen(["sleep", "60"], stderr=output) as agent,
+    ):
         environ = {constants.ENV_AGENT_PID: str(agent.pid), constants.ENV_ROUND: "1"}
-        printed, (event,) = die(tmp_path, "raise ValueError('boom')", **environ)
+        environ[constants.ENV_EVENTS_PATH] = str(tmp_path / events_path)
+        printed, _ = crash(tmp_path, "raise ValueError('boom')", **environ)
         agent.kill()
-    assert "Traceback" in event["traceback"]
-    if shared:
+    if is_short:
         (line,) = printed.splitlines()
         assert line.startswith("elastic_resume: rank 3: ValueError: boom (")
     else:
-        assert printed == event["traceback"]
+        assert printed.startswith("Traceback")
+        assert printed.endswith("ValueError: boom\n")
 
 
-def test_nothing_is_hidden_that_could_not_be_written(tmp_path: Path) -> None:
-    """The disk refuses the event, so the traceback is printed."""
-    agent = agent_of(tmp_path / "log")
-    with agent:
-        environ = {constants.ENV_AGENT_PID: str(agent.pid), constants.ENV_ROUND: "1"}
-        environ[constants.ENV_EVENTS_PATH] = str(tmp_path / "no such directory" / "events.jsonl")
-        printed, _ = die(tmp_path, "raise ValueError('boom')", **environ)
-        agent.kill()
-    assert printed.endswith("ValueError: boom\n")
-
-
-def test_an_exception_is_in_the_agents_memory_though_the_disk_is_full(tmp_path: Path) -> None:
-    """With all that decides what follows."""
-    with contextlib.closing(RoundEvents()) as told:
-        die(
-            tmp_path,
-            "raise ValueError('boom')",
-            **{constants.ENV_EVENTS_PATH: "/dev/full", constants.ENV_ROUND_EVENTS: told.path},
-        )
-        (event,) = told.read()
+def test_crash_event_reaches_agents_memory_if_disk_is_full(tmp_path: Path) -> None:
+    """It has everything that decides about a restart."""
+    with contextlib.closing(RoundEvents()) as memory:
+        environ = {constants.ENV_EVENTS_PATH: "/dev/full", constants.ENV_ROUND_EVENTS: memory.path}
+        crash(tmp_path, "raise ValueError('boom')", **environ)
+        (event,) = memory.read()
     assert (event["event"], event["rank"], event["message"]) == ("failure", 3, "boom")
     assert event["traceback"].endswith("ValueError: boom\n")
 
 
-def test_a_long_traceback_keeps_its_ends_and_fits_a_line(tmp_path: Path) -> None:
-    """Of an error text of a megabyte, in characters that JSON writes as six bytes."""
-    _, (event,) = die(tmp_path, "raise ValueError('first\\n' + '\\u4f60' * 1_000_000 + 'last')")
+def test_long_traceback_keeps_its_ends_and_fits_a_line(tmp_path: Path) -> None:
+    """The error text has a megabyte, in characters that JSON writes as six bytes."""
+    _, (event,) = crash(tmp_path, "raise ValueError('first\\n' + '\\u4f60' * 1_000_000 + 'last')")
     assert event["message"] == "first"
     assert event["traceback"].startswith("Traceback")
     assert event["traceback"].endswith("last\n")
@@ -136,12 +124,12 @@ def test_a_long_traceback_keeps_its_ends_and_fits_a_line(tmp_path: Path) -> None
 )
 def test_crash_event_names_frame_of_user_code(tmp_path: Path, body: str, frame: str) -> None:
     """Frames of libraries are skipped."""
-    _, (event,) = die(tmp_path, body)
+    _, (event,) = crash(tmp_path, body)
     assert frame in event["frame"]
 
 
-def test_an_interrupt_is_no_failure(tmp_path: Path) -> None:
-    """Somebody wanted it."""
-    printed, told = die(tmp_path, "raise KeyboardInterrupt")
-    assert told == []
+def test_interrupt_is_no_failure(tmp_path: Path) -> None:
+    """A person asked for it."""
+    printed, found = crash(tmp_path, "raise KeyboardInterrupt")
+    assert found == []
     assert "KeyboardInterrupt" in printed

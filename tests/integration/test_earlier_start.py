@@ -1,4 +1,4 @@
-"""A start of a job that goes on with an earlier one says so: from where, what differs, how to start anew."""
+"""A start that resumes an earlier run logs where that run is, what differs, and how to start from scratch."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ for epoch in run.epochs(int(sys.argv[1])):
 """
 
 
-def started(directory: Path, *args: str, size: int = 1, **env: str) -> list[str]:
-    """Run a world by hand; give the lines about an earlier start that all of its ranks have printed."""
-    done = launch_ranks.run_ranks(size, directory / "train.py", *args, env=[env] * size)
-    assert [one.returncode for one in done] == [0] * size, done[0].stderr
-    return lines_of("".join(one.stderr for one in done))
+def run(directory: Path, *args: str, size: int = 1, **env: str) -> list[str]:
+    """Run a world without an agent; return the notices that its ranks have printed."""
+    ranks = launch_ranks.run_ranks(size, directory / "train.py", *args, env=[env] * size)
+    assert [rank.returncode for rank in ranks] == [0] * size, ranks[0].stderr
+    return find_notices("".join(rank.stderr for rank in ranks))
 
 
-def lines_of(text: str) -> list[str]:
-    """The lines about an earlier start."""
+def find_notices(text: str) -> list[str]:
+    """Return the lines about an earlier run."""
     return [line for line in text.splitlines() if "AN EARLIER RUN" in line]
 
 
@@ -48,21 +48,21 @@ def test_start_on_earlier_run_logs_difference_once(tmp_path: Path, monkeypatch: 
     """Without the notice a second start might silently train nothing."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
-    assert started(tmp_path, "1", "--lr", "0.1") == []
+    assert run(tmp_path, "1", "--lr", "0.1") == []
 
-    (line,) = started(tmp_path, "1", "--lr", "0.1")
+    (line,) = run(tmp_path, "1", "--lr", "0.1")
     assert f"from {tmp_path / 'checkpoints' / 'train'} at step 3 (epoch 1)" in line
     assert "Same arguments and number of ranks. NOTHING IS LEFT TO TRAIN: epoch 1 of 1 is over." in line
     assert line.endswith("To start from scratch: --resume never, or ELASTIC_RESUME_RESUME=never.")
 
-    (line,) = started(tmp_path, "2", "--lr", "0.5", size=2)
+    (line,) = run(tmp_path, "2", "--lr", "0.5", size=2)
     assert (
         "at step 3 (epoch 1). Arguments then: 1 --lr 0.1; now: 2 --lr 0.5. Ranks then: 1; now: 2. To" in line
     )
 
-    assert started(tmp_path, "1", ELASTIC_RESUME_RESUME="never") == []
+    assert run(tmp_path, "1", ELASTIC_RESUME_RESUME="never") == []
     monkeypatch.setenv("SECRET_OF_THE_USER", "hunter2")
-    (line,) = started(tmp_path, "3")
+    (line,) = run(tmp_path, "3")
     assert "Arguments then: 1; now: 3. To start" in line
     kept = (tmp_path / "checkpoints" / "train" / "n0" / node_dir.SCRIPT_ARGUMENTS_FILE).read_text()
     assert '"3"' in kept
@@ -77,12 +77,12 @@ def test_restart_logs_no_notice_and_next_start_does(tmp_path: Path) -> None:
     with testing.Cluster(tmp_path / "cluster", nodes=2, flags=flags, workers_per_node=2) as cluster:
         cluster.start(str(tmp_path / "train.py"), "2", "once")
         assert cluster.wait_exit(120) == [0, 0]
-        assert lines_of(cluster.output(0) + cluster.output(1)) == []
+        assert find_notices(cluster.output(0) + cluster.output(1)) == []
         resumes = [event["kind"] for event in cluster.events("resume")]
         assert resumes == ["cold", "checkpoint"]
         cluster.start(str(tmp_path / "train.py"), "2", "once")
         assert cluster.wait_exit(120) == [0, 0]
-        (line,) = lines_of(cluster.output(0) + cluster.output(1))
+        (line,) = find_notices(cluster.output(0) + cluster.output(1))
     assert "Same arguments and number of ranks. NOTHING IS LEFT TO TRAIN: epoch 2 of 2 is over." in line
 
 
@@ -109,18 +109,16 @@ def test_crash_before_first_step_keeps_earlier_run_notice(
     """The restarted generation resumes the same earlier run."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(CRASHES)
-    agent = {
-        constants.ENV_AGENT_PID: str(os.getpid())
-    }  # the supervisor, who lives; else each rank is its own
+    agent = {constants.ENV_AGENT_PID: str(os.getpid())}  # the same in both starts, as in a restart
     ends = []
     for env in ({}, agent, agent):
-        [one] = launch_ranks.run_ranks(1, tmp_path / "train.py", env=[env])
-        ends.append((one.returncode, len(lines_of(one.stderr))))
+        (rank,) = launch_ranks.run_ranks(1, tmp_path / "train.py", env=[env])
+        ends.append((rank.returncode, len(find_notices(rank.stderr))))
     assert ends == [(0, 0), (9, 0), (0, 1)]
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "sizes", "said"),
+    ("before", "now", "sizes", "expected"),
     [
         (["t.py", "--lr", "1"], ["t.py", "--lr", "1"], (2, 2), "Same arguments and number of ranks"),
         (["t.py"], ["t.py", "a b"], (2, 2), "Arguments then: (none); now: 'a b'"),
@@ -137,10 +135,10 @@ def test_crash_before_first_step_keeps_earlier_run_notice(
     ],
 )
 def test_describe_difference_names_command_and_ranks(
-    before: Sequence[str], now: Sequence[str], sizes: tuple[int | None, int], said: str
+    before: Sequence[str], now: Sequence[str], sizes: tuple[int | None, int], expected: str
 ) -> None:
     """Equal parts are left out."""
-    assert describe_difference(before, now, *sizes) == said
+    assert describe_difference(before, now, *sizes) == expected
 
 
 @pytest.mark.parametrize(
@@ -152,13 +150,13 @@ def test_damaged_script_arguments_file_is_ignored(tmp_path: Path, text: str) -> 
     assert node_dir.read_script_arguments(tmp_path) == ("", [])
 
 
-class Counting(Disk):
-    """Counts how often it has synced a file."""
+class CountingDisk(Disk):
+    """Count synced files."""
 
     syncs = 0
 
     def sync_file(self, descriptor: int, path: Path) -> None:
-        """Count."""
+        """See base class."""
         self.syncs += 1
         super().sync_file(descriptor, path)
 
@@ -167,7 +165,7 @@ def test_script_arguments_file_drops_oversized_arguments(tmp_path: Path) -> None
     """A command line may be 2 MB long."""
     node_dir.record_script_arguments(tmp_path, "1 2 boot", ["t.py", "ä \udcff"])
     assert node_dir.read_script_arguments(tmp_path) == ("1 2 boot", ["t.py", "ä \udcff"])
-    disk = Counting()
+    disk = CountingDisk()
     for words in (["t.py"], ["t.py"], ["t.py"]):
         node_dir.record_script_arguments(tmp_path, "1 2 boot", words, disk)
     assert disk.syncs == 1  # a restart does not wait for the disk

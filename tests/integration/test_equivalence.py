@@ -1,10 +1,8 @@
-"""Whether a script survives its kills unchanged: what is found to differ, and what is told of a mistake."""
+"""`assert_same_run`: the differences that it finds, and the errors that it reports."""
 
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +16,7 @@ from torch import nn
 from elastic_resume.checkpoint.manifest import Manifest, Position
 from elastic_resume.errors import ConfigError
 from elastic_resume.state import state_dict
-from elastic_resume.testing import Fault, FaultPlan, assert_same_run, equivalence
+from elastic_resume.testing import Fault, FaultPlan, assert_same_run
 from elastic_resume.testing.equivalence import (
     FOLLOWS_RANK0_HINT,
     SEED_HINT,
@@ -40,28 +38,28 @@ class Kept:
         self.value = value
 
     def state_dict(self) -> dict[str, Any]:
-        """Give it."""
+        """Return the state."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it."""
+        """Load the state."""
         self.value = state["value"]
 
 
-def end_of(
-    place: Path, *, step: int = 5, at: int = 5, follows: tuple[str, ...] = (), **tracked: Any
+def make_result(
+    directory: Path, *, step: int = 5, at: int = 5, follows: tuple[str, ...] = (), **tracked: Any
 ) -> RunResult:
-    """The end of a run that leaves these objects."""
+    """Make the result of a run that ends with these objects."""
     flat = state_dict.flatten(state_dict.collect_objects(tracked))
     image = copy_to_image(flat)
     position = Position(0, at, step, 8 * step)
     manifest = Manifest("job", "n0", 0, 1, 1, position, 1.0, "test", flat.skeleton, follows)
-    place.mkdir()
-    return RunResult(checkpoint_samples.save_image(place, manifest, image.memory), manifest, (), ())
+    directory.mkdir()
+    return RunResult(checkpoint_samples.save_image(directory, manifest, image.memory), manifest, (), ())
 
 
 def net(bump: float = 0.0) -> nn.Module:
-    """A layer, of which the bias's first number may be another."""
+    """Make a model; ``bump`` changes the first number of the bias."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     with torch.no_grad():
@@ -69,48 +67,8 @@ def net(bump: float = 0.0) -> nn.Module:
     return model
 
 
-HOLDER = (
-    "from elastic_resume.testing import equivalence as same_run\n"
-    "with same_run._locked_temporary_dir() as folder:\n"
-    "    (folder / 'undisturbed').mkdir()\n"
-    "    print(folder, flush=True)\n"
-    "    input()\n"
-)
-
-
-def test_only_what_is_proved_to_be_of_a_dead_run_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not a user's folder, not one whose process lives elsewhere, not a run that goes on."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    others = [
-        tmp_path / "same-run-results-v2",
-        tmp_path / "same-run-4194305-x7",
-    ]  # no process has that number
-    for one in others:
-        one.mkdir()
-        (one / "results").write_text("of weeks")
-    command = [sys.executable, "-c", HOLDER]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        folder = Path(process.stdout.readline().strip())
-        equivalence._remove_stale_dirs()
-        assert {*tmp_path.iterdir()} == {*others, folder}, "it goes on"
-        process.kill()
-        process.wait()
-    assert (folder / "undisturbed").is_dir()
-    equivalence._remove_stale_dirs()
-    assert {*tmp_path.iterdir()} == {*others}, "it is dead"
-    with equivalence._locked_temporary_dir() as own:
-        assert own.parent == tmp_path
-        equivalence._remove_stale_dirs()
-        assert own.is_dir()
-    assert {*tmp_path.iterdir()} == {*others}
-
-
 @pytest.mark.parametrize(
-    ("kill", "told"),
+    ("kill", "message"),
     [
         ("worker 1", "say when"),
         ("rank 1 at step 5", "no fault 'rank'"),
@@ -121,14 +79,14 @@ def test_only_what_is_proved_to_be_of_a_dead_run_is_removed(
         (Fault("kill-worker", rank=6, step=5), "no rank 6"),
     ],
 )
-def test_a_kill_that_cannot_come_is_refused_before_anything_runs(kill: str | Fault, told: str) -> None:
-    """What is no kill, and what hits nobody among three nodes and six workers."""
-    with pytest.raises(ConfigError, match=told):
+def test_impossible_kill_is_refused_before_start(kill: str | Fault, message: str) -> None:
+    """It is no kill, or has no target among three nodes and six workers."""
+    with pytest.raises(ConfigError, match=message):
         assert_same_run("no-script.py", kills=[kill], workers_per_node=2)
 
 
-def test_a_plan_may_stand_among_the_scripts_words_and_needs_its_hosts() -> None:
-    """Links and disks are a matter of namespaces."""
+def test_plan_among_arguments_needs_hosts_with_links_and_disks() -> None:
+    """Loopback nodes have neither."""
     for plan in (
         FaultPlan.from_faults("cut node 1 at step 5"),
         FaultPlan.from_faults("disk-full node 0 at 3s"),
@@ -137,15 +95,15 @@ def test_a_plan_may_stand_among_the_scripts_words_and_needs_its_hosts() -> None:
             assert_same_run("no-script.py", "--epochs", plan, "2")
 
 
-def test_equal_ends_differ_in_nothing(tmp_path: Path) -> None:
-    """A nan is equal to itself; where the data is not known the step within the epoch says nothing."""
-    one = end_of(tmp_path / "one", model=net(), notes=Kept([1, float("nan")]))
-    other = end_of(tmp_path / "other", model=net(), notes=Kept([1, float("nan")]), at=2)
+def test_compare_state_of_equal_ends_finds_nothing(tmp_path: Path) -> None:
+    """A nan equals itself; without data= the step within the epoch is ignored."""
+    one = make_result(tmp_path / "one", model=net(), notes=Kept([1, float("nan")]))
+    other = make_result(tmp_path / "other", model=net(), notes=Kept([1, float("nan")]), at=2)
     assert compare_state(one, other, []) == []
 
 
-def test_what_differs_is_told_in_the_order_of_the_tracked_objects(tmp_path: Path) -> None:
-    """The seed first, then position, tensors and values by their paths; nothing of what is our own."""
+def test_compare_state_lists_differences_in_order(tmp_path: Path) -> None:
+    """The seed comes first, then position, tensors and values; internal entries are left out."""
     mine: dict[str, Any] = {
         name: Kept(1) for name in ("data", "elastic_resume.seed", "elastic_resume.buckets")
     }
@@ -154,8 +112,10 @@ def test_what_differs_is_told_in_the_order_of_the_tracked_objects(tmp_path: Path
     model = net(1.0)
     model.get_buffer("1.running_mean")[1] = 4
     notes = Kept({"a": [1, 2], "gone": 3}), Kept({"a": [1, 2.0], "new": torch.ones(2)})
-    one = end_of(tmp_path / "one", model=net(), notes=notes[0], follows=follows, **mine)
-    other = end_of(tmp_path / "other", model=model, notes=notes[1], follows=follows, step=6, at=2, **theirs)
+    one = make_result(tmp_path / "one", model=net(), notes=notes[0], follows=follows, **mine)
+    other = make_result(
+        tmp_path / "other", model=model, notes=notes[1], follows=follows, step=6, at=2, **theirs
+    )
     assert compare_state(one, other, []) == [
         SEED_HINT,
         "position/step_in_epoch: 2, undisturbed 5",
@@ -173,8 +133,8 @@ def test_what_differs_is_told_in_the_order_of_the_tracked_objects(tmp_path: Path
     ]
 
 
-def test_lines_may_come_twice_and_be_cut_off_but_say_nothing_else() -> None:
-    """A line that the undisturbed run does not print is told first, then those that are missing."""
+def test_compare_lines_allows_repeated_and_torn_lines_only() -> None:
+    """An unknown line is reported first, then missing lines."""
     lines = [f"step {number}: {number * 0.5}" for number in range(1, 7)]
     assert compare_lines(lines, lines[::-1], max_missing=0) == []
     assert compare_lines(lines, [*lines[:3], "step 4: 2", *lines[4:]], max_missing=1) == []
@@ -183,8 +143,8 @@ def test_lines_may_come_twice_and_be_cut_off_but_say_nothing_else() -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where temporary files are made; nothing is left there, and no process of a run."""
+def clean_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Yield a directory; afterwards no temporary file and no process of the run is left."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     yield tmp_path
@@ -197,25 +157,27 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.cluster
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mistake", "kills", "told"),
+    ("mistake", "kills", "messages"),
     [
         ("optimizer", ["worker 0 at step 9"], ["it printed 'step ", "model/weight float32", "went on after"]),
         ("seed", [], ["the seed that random numbers come from", "Two undisturbed runs differ"]),
     ],
 )
-def test_a_mistake_is_found(mistake: str, kills: list[str], told: list[str], place: Path) -> None:
-    """An optimizer that is not restored; a seed that is another one at each start."""
+def test_assert_same_run_finds_mistake(
+    mistake: str, kills: list[str], messages: list[str], clean_tmp: Path
+) -> None:
+    """An optimizer is not restored; the seed differs at each start."""
     with pytest.raises(AssertionError) as caught:
         assert_same_run(SCRIPT, mistake, kills=kills, nodes=1, lines="^step")
-    for text in told:
+    for text in messages:
         assert text in str(caught.value)
-    assert place.exists()
+    assert clean_tmp.exists()
 
 
 @pytest.mark.cluster
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "told"),
+    ("script", "messages"),
     [
         (
             "raise ValueError('there is no data')",
@@ -224,11 +186,13 @@ def test_a_mistake_is_found(mistake: str, kills: list[str], told: list[str], pla
         ("print('trained')", ["never called er.resume()", "trained"]),
     ],
 )
-def test_a_script_that_cannot_be_compared_is_told_at_once(script: str, told: list[str], place: Path) -> None:
-    """With what it printed."""
-    path = place / "script.py"
+def test_script_that_cannot_be_compared_fails_with_output(
+    script: str, messages: list[str], clean_tmp: Path
+) -> None:
+    """It fails undisturbed, or never calls er.resume()."""
+    path = clean_tmp / "script.py"
     path.write_text(script)
     with pytest.raises(AssertionError) as caught:
         assert_same_run(path, kills=["worker 0 at step 9"], nodes=1)
-    for text in told:
+    for text in messages:
         assert text in str(caught.value)

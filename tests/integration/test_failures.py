@@ -1,4 +1,4 @@
-"""What agents make of failures: real agents, real deaths, workers that only pretend to train."""
+"""How real agents judge failures of workers that only pretend to train."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ Make = Callable[..., Cluster]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """Make a cluster whose node n1 gets into a kind of trouble, and start it."""
+    """Return a function that starts a cluster whose node n1 has one kind of trouble."""
     made: list[Cluster] = []
 
-    def build(what: str, nodes: int = 3, min_nodes: int = 2, flags: tuple[str, ...] = ()) -> Cluster:
-        # These workers need no torch: a zygote that imports it would only take seconds from two cores.
-        own = ("--no-warm", "--settle", "60")  # and none begins without one that is slow to start
-        cluster = Cluster(tmp_path, nodes=nodes, min_nodes=min_nodes, flags=(*own, *flags))
+    def build(trouble: str, nodes: int = 3, flags: tuple[str, ...] = ()) -> Cluster:
+        # These workers need no torch, so a fork server would only take processor time. With a long last-call
+        # timeout all nodes are in the first world.
+        defaults = ("--no-warm", "--settle", "60")
+        cluster = Cluster(tmp_path, nodes=nodes, min_nodes=2, flags=(*defaults, *flags))
         made.append(cluster)
         (tmp_path / "job").mkdir()
-        cluster.start(SCRIPT, str(tmp_path / "job"), what, "n1")
+        cluster.start(SCRIPT, str(tmp_path / "job"), trouble, "n1")
         return cluster
 
     yield build
@@ -45,42 +46,47 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 def finish(cluster: Cluster) -> None:
-    """Let the workers end well."""
+    """Let the workers finish, and wait for nodes n0 and n2."""
     (cluster.directory / "job" / "stop").touch()
+    assert cluster.wait_exit(60) == [0, 0]
 
 
 def verdicts(cluster: Cluster, index: int) -> list[dict[str, Any]]:
-    """How a node saw the ends of generations."""
+    """Return a node's verdict events."""
     return cluster.node_events(index, "verdict")
 
 
 def wait_for_three(cluster: Cluster) -> None:
-    """Wait until every node knows that it is in a world of three: only then has it a round to judge."""
+    """Wait until every node has begun a round of three nodes, which it can judge."""
     cluster.wait(lambda: all(rounds(cluster, index)[-1:] == [3] for index in range(3)), "a world of three")
 
 
+def wait_for_two(cluster: Cluster) -> None:
+    """Wait until nodes n0 and n2 continue without n1."""
+    cluster.wait(lambda: rounds(cluster, 0)[-1:] == rounds(cluster, 2)[-1:] == [2], "a world of two")
+
+
 def is_stopped(cluster: Cluster, index: int) -> bool:
-    """Whether a node's agent stands still."""
+    """Return whether a node's agent is stopped."""
     agent = cluster.nodes[index].agent
     return agent is not None and psutil.Process(agent.pid).status() == psutil.STATUS_STOPPED
 
 
 def rounds(cluster: Cluster, index: int) -> list[int]:
-    """How many nodes took part in each of a node's rounds."""
+    """Return the number of nodes in each of a node's rounds."""
     return [event["num_nodes"] for event in cluster.node_events(index, "round")]
 
 
 def last_line(cluster: Cluster, index: int) -> str:
-    """What a node said last."""
+    """Return the last line of a node's output."""
     return cluster.output(index).strip().splitlines()[-1]
 
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_import_error_fails_job_at_once_with_one_traceback(tmp_path: Path, *, alone: bool) -> None:
-    """One round on each of two nodes with two workers, exit code 1, one traceback of a node at the most.
+    """There is one round on each node, exit code 1, and at most one traceback per node.
 
-    A node on which nothing was wrong points to the other; where both fail, one that has not heard of the
-    other in time prints its own.
+    A node without a failure points to the other. If both fail, each may print its own traceback.
     """
     script = tmp_path / "train.py"
     wait = 'import os, time\nos.environ["GROUP_RANK"] == "1" and time.sleep(600)\n' if alone else ""
@@ -103,19 +109,19 @@ def test_import_error_fails_job_at_once_with_one_traceback(tmp_path: Path, *, al
 
 @pytest.mark.parametrize("disk", ["full", "broken"])
 def test_import_error_ends_job_when_disk_loses_events(tmp_path: Path, disk: str) -> None:
-    """The exit is in the agent's memory; the log on disk is for people."""
+    """The worker's exit is in the agent's memory too."""
     (tmp_path / "train.py").write_text(
         f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.02)\n"
         "import nothing_of_that_name\n"
     )
     with MachineCluster(tmp_path, nodes=1) as cluster:
         cluster.start(tmp_path / "train.py")
-        cluster.wait(lambda: "generation 1: node 0 of 1" in cluster.output(0), "its first world")
+        cluster.wait(lambda: "generation 1: node 0 of 1" in cluster.output(0), "the first world")
         with (cluster.nodes[0].directory / constants.EVENTS_FILE).open("rb") as log:
-            os.fsync(log.fileno())  # so that a disk that breaks forgets what memory holds of it
+            os.fsync(log.fileno())  # the broken disk then forgets what the page cache has
         cluster.fill_disk(0) if disk == "full" else cluster.break_disk(0)
         (tmp_path / "go").touch()
-        cluster.wait(lambda: "trying again" in cluster.output(0), "the disk to hold the next world up")
+        cluster.wait(lambda: "trying again" in cluster.output(0), "the disk to delay the next world")
         cluster.free_disk(0) if disk == "full" else cluster.mend_disk(0)
         assert cluster.wait_exit(60) == [1]
         output = cluster.output(0)
@@ -126,7 +132,7 @@ def test_import_error_ends_job_when_disk_loses_events(tmp_path: Path, disk: str)
 
 
 def test_same_error_on_all_nodes_before_first_step_fails_job(make: Make) -> None:
-    """Nothing has ever worked, and no single machine is the cause."""
+    """No single machine is the cause."""
     cluster = make("raises", nodes=2)
     script = cluster.directory / "all.py"
     script.write_text(
@@ -149,7 +155,7 @@ def test_deterministic_failure_of_one_step_is_named(make: Make) -> None:
             cluster, index
         )
         assert rounds(cluster, index) == [2, 2, 2]
-    (root,) = verdicts(cluster, 0)[-1]["causes"]
+    (root,) = verdicts(cluster, 0)[-1]["root_causes"]
     assert (root["node"], root["rank"], root["kind"], root["step"]) == ("n1", 1, "exception", 5)
 
 
@@ -161,10 +167,9 @@ def test_node_that_fails_alone_is_excluded(make: Make) -> None:
         cluster, 1
     )
     assert "restarting in 1 s, because training made no progress" in cluster.output(1)
-    cluster.wait(lambda: rounds(cluster, 0)[-1:] == rounds(cluster, 2)[-1:] == [2], "a world of two")
+    wait_for_two(cluster)
     assert "node n1 is excluded" in cluster.output(0)
     finish(cluster)
-    assert cluster.wait_exit(60) == [0, 0]
     (end,) = cluster.node_events(1, "agent-end")
     assert (end["outcome"], end["exit_code"]) == ("left", 75)
 
@@ -174,9 +179,8 @@ def test_exclude_after_counts_failures_despite_progress(make: Make) -> None:
     cluster = make("late-segfault", flags=("--exclude-after", "2"))
     assert cluster.wait_exit(90, only=[1]) == [75]
     assert "the last 2 failures were caused by node n1 alone" in last_line(cluster, 1)
-    cluster.wait(lambda: rounds(cluster, 0)[-1:] == rounds(cluster, 2)[-1:] == [2], "a world of two")
+    wait_for_two(cluster)
     finish(cluster)
-    assert cluster.wait_exit(60) == [0, 0]
 
 
 def test_needed_node_is_not_excluded(make: Make) -> None:
@@ -193,10 +197,9 @@ def test_node_with_unkillable_worker_leaves(make: Make) -> None:
     cluster = make("stuck")
     assert cluster.wait_exit(60, only=[1]) == [75]
     assert "does not die of SIGKILL" in last_line(cluster, 1)
-    cluster.wait(lambda: rounds(cluster, 0)[-1:] == rounds(cluster, 2)[-1:] == [2], "a world of two")
-    assert [one["kind"] for one in verdicts(cluster, 0)[-1]["causes"]] == ["stuck"]
+    wait_for_two(cluster)
+    assert [cause["kind"] for cause in verdicts(cluster, 0)[-1]["root_causes"]] == ["stuck"]
     finish(cluster)
-    assert cluster.wait_exit(60) == [0, 0]
 
 
 def test_verdict_separates_secondary_failures(make: Make) -> None:
@@ -205,11 +208,11 @@ def test_verdict_separates_secondary_failures(make: Make) -> None:
     cluster.wait(lambda: all(len(verdicts(cluster, index)) >= 2 for index in range(3)), "two verdicts each")
     for index in range(3):
         for verdict in verdicts(cluster, index):
-            (root,) = verdict["causes"]
+            (root,) = verdict["root_causes"]
             assert (root["kind"], root["node"], root["rank"]) == ("signal", "n1", 1)
-            assert {one["node"] for one in verdict["cascade"]} <= {"n0", "n2"}
-    followed = [one for verdict in verdicts(cluster, 0) for one in verdict["cascade"]]
-    assert followed, "a connection was lost before the agent was told of the death"
+            assert {failure["node"] for failure in verdict["secondary_failures"]} <= {"n0", "n2"}
+    followed = [failure for verdict in verdicts(cluster, 0) for failure in verdict["secondary_failures"]]
+    assert followed, "no secondary failure: a connection must break before the agent learns of the death"
     assert "rank 1 on node n1 was killed by SIGKILL." in cluster.output(0)
     assert "The failure on this node was secondary." in cluster.output(0) + cluster.output(2)
 
@@ -224,19 +227,18 @@ def test_secondary_failures_of_lost_node_do_not_count(make: Make) -> None:
     for index in range(3):
         cluster.kill_agent(index, signal.SIGSTOP)
     for index in range(3):
-        cluster.wait(lambda of=index: is_stopped(cluster, of), "a stopped agent")  # type: ignore[misc]
+        cluster.wait(lambda node=index: is_stopped(cluster, node), "a stopped agent")  # type: ignore[misc]
     (cluster.directory / "job" / "dead-1").touch()
     for index in (0, 2):
-        cluster.wait(lambda of=index: cluster.node_events(of, "failure"), "its error")  # type: ignore[misc]
+        cluster.wait(lambda node=index: cluster.node_events(node, "failure"), "its error")  # type: ignore[misc]
     cluster.kill_node(1)
     for index in (0, 2):
         cluster.kill_agent(index, signal.SIGCONT)
-    cluster.wait(lambda: rounds(cluster, 0)[-1:] == rounds(cluster, 2)[-1:] == [2], "a world of two")
+    wait_for_two(cluster)
     finish(cluster)
-    assert cluster.wait_exit(60) == [0, 0]
     (verdict,) = verdicts(cluster, 0)
-    assert [(one["kind"], one["node"]) for one in verdict["causes"]] == [("node-lost", "n1")]
-    assert {one["type"] for one in verdict["cascade"]} == {"RuntimeError"}
+    assert [(failure["kind"], failure["node"]) for failure in verdict["root_causes"]] == [("node-lost", "n1")]
+    assert {failure["type"] for failure in verdict["secondary_failures"]} == {"RuntimeError"}
 
 
 def test_drained_node_is_preempted_and_not_lost(make: Make) -> None:
@@ -245,11 +247,10 @@ def test_drained_node_is_preempted_and_not_lost(make: Make) -> None:
     wait_for_three(cluster)
     cluster.kill_agent(1, signal.SIGTERM)
     assert cluster.wait_exit(60, only=[1]) == [143]
-    cluster.wait(lambda: rounds(cluster, 0)[-1:] == rounds(cluster, 2)[-1:] == [2], "a world of two")
+    wait_for_two(cluster)
     finish(cluster)
-    assert cluster.wait_exit(60) == [0, 0]
     (verdict,) = verdicts(cluster, 2)
-    assert [(one["kind"], one["node"]) for one in verdict["causes"]] == [("preempted", "n1")]
+    assert [(failure["kind"], failure["node"]) for failure in verdict["root_causes"]] == [("preempted", "n1")]
 
 
 def test_max_restarts_counts_restarts_only(tmp_path: Path) -> None:
@@ -280,7 +281,7 @@ def test_invalid_limit_is_rejected_before_start(
     assert not (tmp_path / "checkpoints").exists()
 
 
-# ---- want of memory ------------------------------------------------------------------------------------
+# ---- out of memory -------------------------------------------------------------------------------------
 
 LIMIT_BYTES = 700 << 20
 GREEDY = "held = []\nwhile True:\n    held.append(bytearray(16 << 20))\n"
@@ -288,7 +289,7 @@ GREEDY = "held = []\nwhile True:\n    held.append(bytearray(16 << 20))\n"
 
 @pytest.fixture
 def small_group() -> Iterator[Path]:
-    """A control group with little memory, below the one of this process."""
+    """Create a control group with little memory, below the one of this process."""
     made: Path | None = None
     try:
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -300,7 +301,7 @@ def small_group() -> Iterator[Path]:
     except OSError as error:
         pytest.skip(f"no control group can be made here: {error}")
     if made is None:
-        pytest.skip("no control group of memory of version 1 here; files of version 2 are in test_pressure")
+        pytest.skip("this machine has no control group of memory of version 1")
     yield made
     group = made
     wait_for(lambda: not (group / "cgroup.procs").read_text(), "the group's last process to leave it")
@@ -333,4 +334,4 @@ def test_oom_kill_is_reported_as_out_of_memory(small_group: Path, tmp_path: Path
         for event in events.read(tmp_path / "checkpoints/train/a/events.jsonl")
         if event["event"] == "verdict"
     ]
-    assert verdict["causes"][0]["kind"] == "oom"
+    assert verdict["root_causes"][0]["kind"] == "oom"

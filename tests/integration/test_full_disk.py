@@ -1,4 +1,4 @@
-"""Test that a full disk stops a new job at its run_two_steps, but not a job that has made progress."""
+"""Test that a full disk stops a new job at its start, but not a job that has made progress."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import signal
@@ -19,8 +18,8 @@ import pytest
 from elastic_resume import constants
 from elastic_resume.agent import shutdown, stack_dump
 from elastic_resume.agent.hang_detector import MAX_REPORTS, HangDetector, detect_hangs, parse_hang_timeout
-from elastic_resume.checkpoint.atomic_io import Disk
-from elastic_resume.errors import ConfigError, MachineError
+from elastic_resume.checkpoint.atomic_io import DISK, Disk
+from elastic_resume.errors import MachineError
 from elastic_resume.events import Event
 from elastic_resume.policy.hangs import HangThreshold
 from elastic_resume.snapshot.progress_page import (
@@ -80,9 +79,7 @@ WAYS = {
 
 
 @pytest.mark.cluster
-def test_hung_rank_is_named_and_training_continues(
-    make_cluster: Callable[..., Cluster],
-) -> None:
+def test_hung_rank_is_named_and_training_continues(make_cluster: Callable[..., Cluster]) -> None:
     """One job hangs differently in each generation. Event, log line and report name rank 1."""
     cluster = make_cluster()
     cluster.start(HANG, *WAYS)
@@ -106,7 +103,7 @@ def check_hang(hang: Event, reason: str) -> None:
     assert hang["victims"] == [0, 2]
     for waiting in hang["waiting"].values():
         assert re.fullmatch(r"waits in all_reduce \(number \d+\) at hang\.py:\d+ in main", waiting)
-    assert (hang["step"], hang["elsewhere"]) == (6 * hang["generation"] - 1, False)
+    assert (hang["step"], hang["waits_for_other_node"]) == (6 * hang["generation"] - 1, False)
     assert hang["seconds"] >= LIMIT_S == hang["threshold_s"]
 
 
@@ -119,8 +116,7 @@ def check_report(hang: Event, stack: str) -> None:
     parts = report.split("-" * 80)
     assert [re.findall(r"rank (\d)", part)[0] for part in parts[1:]] == ["0", "1", "2"]
     assert stack in parts[2]
-    # The request may have set rank 1 going, and so the others out of all_reduce; the flight recorder shows
-    # it.
+    # The request may set rank 1 going, which lets the others leave all_reduce; the flight recorder shows it.
     assert all("hang.py" in parts[index] and "all_reduce (number" in parts[index] for index in (1, 3))
 
 
@@ -131,23 +127,15 @@ def test_excused_rank_is_not_hung(make_cluster: Callable[..., Cluster], tmp_path
     cluster.start(HANG, "patience")
     for name in ("first", "busy", "after"):
         cluster.wait((tmp_path / f"{name}-waits").exists, f"the rank takes its time: {name}")
-        over = time.monotonic() + 2 * LIMIT_S
-        cluster.wait(functools.partial(has_passed, over), "twice the limit")
+        time.sleep(2 * LIMIT_S)  # nothing must happen in this time
         (tmp_path / name).touch()
     assert cluster.wait_exit(120) == [0], cluster.output(0)
     assert cluster.events("hang") == []
     assert {e["generation"] for e in cluster.events("worker-start")} == {1}
 
 
-def has_passed(moment: float) -> bool:
-    """Return whether the moment has passed."""
-    return time.monotonic() > moment
-
-
 @pytest.mark.cluster
-def test_node_that_waits_kills_its_ranks_after_delay(
-    make_cluster: Callable[..., Cluster],
-) -> None:
+def test_node_that_waits_kills_its_ranks_after_delay(make_cluster: Callable[..., Cluster]) -> None:
     """The rank of n1 is stopped, and n1 runs no hang detector."""
     cluster = make_cluster(nodes=2, workers=1)
     cluster.start(HANG, "slow", only=[0])
@@ -156,7 +144,12 @@ def test_node_that_waits_kills_its_ranks_after_delay(
     cluster.kill_worker(1, sig=signal.SIGSTOP)
     assert cluster.wait_exit(120) == [0, 0], cluster.output(0)
     (hang,) = cluster.events("hang")
-    assert (hang["node"], hang["suspects"], hang["victims"], hang["elsewhere"]) == ("n0", [], [0], True)
+    assert (hang["node"], hang["suspects"], hang["victims"], hang["waits_for_other_node"]) == (
+        "n0",
+        [],
+        [0],
+        True,
+    )
     assert "rank 0 waits for a rank of another node: waits in all_reduce" in cluster.output(0)
     assert "no node has ended the hang" in cluster.output(0)
     assert cluster.wait(generation=2)
@@ -215,21 +208,13 @@ class Stage:
     """A hang detector without its thread, a progress page, and a worker that does nothing."""
 
     def __init__(
-        self, path: Path, pid: int, disk: Disk | None = None, emit: Callable[..., Any] | None = None
+        self, path: Path, pid: int, disk: Disk = DISK, emit: Callable[..., Any] | None = None
     ) -> None:
         self.path = path
         self.pid = pid
         self.events: list[tuple[str, dict[str, Any]]] = []
-        self.log_lines: list[str] = []
         self.page = ProgressPage(path / constants.PROGRESS_FILE)
-        self.detector = HangDetector(
-            path,
-            1,
-            HangThreshold(LIMIT_S),
-            log=self.log_lines.append,
-            emit=emit or self.emit,
-            disk=disk or Disk(),
-        )
+        self.detector = HangDetector(path, 1, HangThreshold(LIMIT_S), emit or self.emit, disk)
 
     def emit(self, event: str, **fields: Any) -> None:
         """Keep an event."""
@@ -297,25 +282,6 @@ def test_detector_judges_nothing_between_rounds_or_while_paused(
     assert (stage.is_killed, stage.events) == (False, [])
 
 
-def test_replaced_page_proves_no_hang(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that was mounted anew has an older page; workers write to the one that is gone."""
-    stage.hang(polls=2)
-    path = stage.path / constants.PROGRESS_FILE
-    copy = stage.path / "copy"
-    copy.write_bytes(path.read_bytes())
-    copy.replace(path)
-    for _ in range(8):
-        stage.detector.poll(1.0)
-    assert (stage.is_killed, stage.events) == (False, [])
-    assert stage.log_lines == [
-        f"hang detection is off until the next restart: {path} was replaced by another file."
-    ]
-    monkeypatch.setenv(constants.ENV_ROUND, "8")
-    stage.page = ProgressPage(path)
-    stage.hang(polls=5, round=8)
-    wait_for(lambda: stage.is_killed, "a kill in the next round")
-
-
 def test_stop_signal_pauses_detector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that are drained save and make no steps."""
     monkeypatch.setenv(constants.ENV_DRAIN_SIGNALS, "SIGTERM,SIGUSR1")
@@ -323,8 +289,8 @@ def test_stop_signal_pauses_detector(tmp_path: Path, monkeypatch: pytest.MonkeyP
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
         with (
-            detect_hangs(tmp_path, 1, None, log=print, emit=print) as nothing,
-            shutdown.watch_stop_signals(nothing, paused.set),
+            detect_hangs(tmp_path, 1, None, print) as pause,
+            shutdown.watch_stop_signals(pause, paused.set),
         ):
             os.kill(os.getpid(), signal.SIGUSR1)
             wait_for(paused.is_set, "the detector to be paused")
@@ -352,7 +318,7 @@ def test_hanging_disk_does_not_prevent_kill(stage: Stage) -> None:
     disk_recovers.set()
 
 
-def test_unwritable_report_is_logged(stage: Stage) -> None:
+def test_unwritable_report_is_logged(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     """The event is emitted."""
 
     class Full(Disk):
@@ -361,8 +327,7 @@ def test_unwritable_report_is_logged(stage: Stage) -> None:
 
     full = Stage(stage.path, stage.pid, disk=Full())
     full.hang()
-    wait_for(lambda: len(full.log_lines) == 2, "two log lines")
-    assert "cannot write the report of the hang: cannot make" in full.log_lines[1]
+    wait_for(lambda: "cannot write the report of the hang: cannot make" in caplog.text, "the log line")
     assert [kind for kind, _ in full.events] == ["hang"]
 
 
@@ -388,37 +353,23 @@ def test_worker_without_handlers_is_not_disturbed(stage: Stage, child: subproces
         ({"stack_output_fd": stacks_fd, "stack_request_fd": request_fd}, False),
     ):
         stage.hang(polls=0, **fields)
-        (found,) = stack_dump.collect_rank_states(stage.records, lambda record: record.step == 11)
-        assert (
-            found.evidence.python_responded,
-            found.evidence.pending_collectives,
-            found.evidence.frames,
-        ) == (
-            answered,
-            None,
-            (),
-        )
+        (state,) = stack_dump.collect_rank_states(stage.records, lambda record: record.step == 11)
+        evidence = state.evidence
+        assert (evidence.python_responded, evidence.pending_collectives) == (answered, None)
+        assert evidence.frames == ()
         assert not stage.is_killed
     os.kill(stage.pid, STACKS_SIGNAL)
     wait_for(lambda: stage.is_killed, "the signal to kill it")
 
 
 @pytest.mark.parametrize(
-    ("text", "threshold"),
-    [(None, HangThreshold()), ("0", None), ("2.5", HangThreshold(2.5)), ("1.5m", HangThreshold(90.0))],
+    ("text", "threshold"), [(None, HangThreshold()), ("0", None), ("1.5m", HangThreshold(90.0))]
 )
 def test_hang_timeout_sets_threshold_or_turns_detector_off(
     text: str | None, threshold: HangThreshold | None
 ) -> None:
     """Without the flag the default rule holds."""
     assert parse_hang_timeout(text) == threshold
-
-
-@pytest.mark.parametrize("text", ["", "-1", "nan", "inf", "2 s", "1e99"])
-def test_invalid_hang_timeout_is_refused(text: str) -> None:
-    """Nothing is started."""
-    with pytest.raises(ConfigError, match=r"--hang-timeout is .* write a time "):
-        parse_hang_timeout(text)
 
 
 def test_parse_main_thread_takes_last_thread() -> None:
@@ -429,5 +380,5 @@ def test_parse_main_thread_takes_last_thread() -> None:
         '  File "/a/e.py", line 7 in <module>\n'
     )
     frames = stack_dump.parse_main_thread(text)
-    assert [str(one) for one in frames] == ["c d.py:5 in <lambda>", "e.py:7 in <module>"]
+    assert [str(frame) for frame in frames] == ["c d.py:5 in <lambda>", "e.py:7 in <module>"]
     assert stack_dump.parse_main_thread("") == ()

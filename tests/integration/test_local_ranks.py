@@ -19,7 +19,7 @@ from elastic_resume import failpoints
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.capture import schedule, snapshotter
 from elastic_resume.state import state_dict
-from elastic_resume.state.tensor_buffer import TensorBuffer
+from elastic_resume.state.state_dict import TensorBuffer
 snapshotter.MIN_BYTES_TO_SHARD = 0
 snapshotter.PEER_TIMEOUT_S = schedule.PEER_TIMEOUT_S = 60  # longer than any rank is delayed
 torch.manual_seed(1)

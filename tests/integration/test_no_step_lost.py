@@ -1,6 +1,6 @@
-"""With a snapshot at every step, no death costs a step that was finished, whenever it comes.
+"""With a snapshot at every step, no single failure costs a finished step, at whichever moment it happens.
 
-`make soak` plans fifty deaths; `make test` fewer. ELASTIC_RESUME_SOAK_SEED chooses other ones.
+`make soak` plans fifty kills, `make test` fewer. ELASTIC_RESUME_SOAK_SEED chooses others.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ pytestmark = pytest.mark.cluster
 SCRIPT = SCRIPTS / "doomed.py"
 KILLS = int(os.environ.get("ELASTIC_RESUME_SOAK_KILLS", "6"))
 SEED = int(os.environ.get("ELASTIC_RESUME_SOAK_SEED", "1"))
-GAP = 4  # steps between two deaths
+GAP = 4  # steps between two kills
 STEPS = GAP * (KILLS + 2)
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    """Three nodes that all have to be there: other numbers would give other weights."""
+    """Three nodes, all required: other world sizes would give other weights."""
     flags = ["--snapshot-every", "1", "--save-every", "1000", "--max-no-progress", "1000"]
     with Cluster(tmp_path, nodes=3, min_nodes=3, flags=flags) as made:
         yield made
 
 
 def plan_of(seed: int) -> list[dict[str, Any]]:
-    """One death every few steps, each moment in turn, mostly of workers since those are quick."""
+    """Plan a kill every few steps, each moment in turn. Most kill a worker, which restarts quickly."""
     rng = random.Random(seed)
     return [
         {
@@ -51,7 +51,7 @@ def plan_of(seed: int) -> list[dict[str, Any]]:
 
 
 def run(cluster: Cluster, plan: list[dict[str, Any]], name: str) -> Path:
-    """Run the job to its end, starting nodes again as they die; give its diary."""
+    """Run the job to its end, and restart nodes that end; return its diary."""
     kept = cluster.directory / name
     kept.mkdir()
     (kept / "plan.json").write_text(json.dumps(plan))
@@ -71,13 +71,13 @@ def run(cluster: Cluster, plan: list[dict[str, Any]], name: str) -> Path:
 
 
 def digest(kept: Path) -> str:
-    """What all ranks ended with."""
+    """Return the digest of the final state, equal on all ranks."""
     (found,) = {json.loads(path.read_text())["digest"] for path in kept.glob("end-*.json")}
     return str(found)
 
 
 def finished_by_all(kept: Path) -> dict[int, list[int]]:
-    """For each step, the generations in which all three ranks finished it."""
+    """Return for each step the generations in which all three ranks finished it."""
     ranks = defaultdict(set)
     for path in kept.glob("g*-r*.jsonl"):
         for line in path.read_text().splitlines():
@@ -95,7 +95,7 @@ def test_no_finished_step_is_recomputed(cluster: Cluster, tmp_path: Path) -> Non
     plan = plan_of(SEED)
     kept = run(cluster, plan, "diary")
     assert len(list(kept.glob("done-*"))) == len(plan)
-    twice = {step: told for step, told in finished_by_all(kept).items() if len(told) > 1}
-    assert not twice, (twice, plan)
+    repeated = {step: found for step, found in finished_by_all(kept).items() if len(found) > 1}
+    assert not repeated, (repeated, plan)
     with Cluster(tmp_path / "calm", nodes=3, min_nodes=3, flags=["--save-every", "1000"]) as calm:
         assert digest(run(calm, [], "diary")) == digest(kept)

@@ -1,4 +1,4 @@
-"""The pytest plugin, in a pytest of a user's: what passes, what fails and why, and what is told then."""
+"""The pytest plugin in a user's test run: its fixtures, its marks, and what it adds to a failure report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ pytestmark = pytest.mark.slow
 
 EXAMPLES = ROOT / "examples"
 PAGE = ROOT / "docs" / "testing.md"
-RESUME = "    run = er.resume("  # with which the line begins
 SMALL = """
 import pytest
 from elastic_resume.testing import Cluster
@@ -55,14 +54,14 @@ class TestMarks:
 """
 
 
-def run(place: Path, *words: str, env: dict[str, str] | None = None) -> tuple[dict[str, str], str]:
-    """Run pytest in a folder; what became of each test, and all that it printed."""
+def run_pytest(directory: Path, *args: str, env: dict[str, str] | None = None) -> tuple[dict[str, str], str]:
+    """Run pytest in a directory; return the outcome of each test, and all output."""
     command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", "--import-mode", "importlib"]
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "COLUMNS"))}
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "COLUMNS"))}
     done = subprocess.run(
-        [*command, "--basetemp", str(place / "base"), *words],
-        cwd=place,
-        env={**kept, "COLUMNS": "200", **(env or {})},
+        [*command, "--basetemp", str(directory / "base"), *args],
+        cwd=directory,
+        env={**environ, "COLUMNS": "200", **(env or {})},
         capture_output=True,
         text=True,
         timeout=400,
@@ -73,8 +72,8 @@ def run(place: Path, *words: str, env: dict[str, str] | None = None) -> tuple[di
     return {name: end for end, name in ends}, done.stdout + done.stderr
 
 
-def test_the_plugin_costs_a_run_that_does_not_use_it_nothing() -> None:
-    """Neither torch nor anything of the laboratory is imported before a test asks for nodes."""
+def test_plugin_import_loads_only_itself() -> None:
+    """Neither torch nor a module of simulated nodes is imported before a test asks for nodes."""
     code = (
         "import pytest, sys; known = set(sys.modules); import elastic_resume.testing; "
         "print(*set(sys.modules) - known)"
@@ -85,10 +84,10 @@ def test_the_plugin_costs_a_run_that_does_not_use_it_nothing() -> None:
     assert not {"torch", "psutil", "yaml", "xxhash"} & set(done.stdout.split())
 
 
-def test_marks_and_errors_say_what_to_do(tmp_path: Path) -> None:
-    """Nodes are described, and never started; on a machine that has no tools for namespaces."""
+def test_fixture_with_wrong_options_fails_with_advice(tmp_path: Path) -> None:
+    """No node is started; the machine has no tools for namespaces."""
     (tmp_path / "test_small.py").write_text(SMALL)
-    ends, text = run(tmp_path, "-p", "no:xdist", env={"PATH": "/nowhere"})
+    ends, text = run_pytest(tmp_path, "-p", "no:xdist", env={"PATH": "/nowhere"})
     assert ends == {
         "test_small.py::test_strange": "ERROR",
         "test_small.py::test_nameless": "ERROR",
@@ -101,7 +100,7 @@ def test_marks_and_errors_say_what_to_do(tmp_path: Path) -> None:
     }
     assert "a cluster has no nodez; it has nodes, min_nodes, " in text
     assert "give names: nodes=4" in text
-    assert "fixture 'cluster' not found" in text, "many projects have one of their own, which ours would hide"
+    assert "fixture 'cluster' not found" in text, "ours would hide the fixture of many projects"
     assert 'hosts="namespaces": no ' in text
     assert "SIGKILL at step 7 of rank 1: never came" in text
     assert 'disk_bytes: nodes have disks of their own with hosts="namespaces"' in text
@@ -114,27 +113,20 @@ def test_marks_and_errors_say_what_to_do(tmp_path: Path) -> None:
     assert f"elastic-resume report {tmp_path}/base/test_fails0/cluster-2/checkpoints/job" in text
 
 
-def project(place: Path, script: str) -> None:
-    """A user's folder: a script, and the tests of the example for it."""
-    place.mkdir()
-    (place / "digits.py").write_text(script)
-    (place / "test_my_training.py").write_text((EXAMPLES / "test_my_training.py").read_text())
-
-
 def blocks() -> list[str]:
-    """Those of the page."""
+    """Return the Python blocks of the page."""
     return re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def statements(source: str) -> list[str]:
-    """Those of its functions, without docstrings, the script called train.py."""
+    """Return the statements of all functions, without docstrings, with train.py as the script."""
     functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
     found = [ast.unparse(each) for function in functions for each in function.body]
     return [each.replace("SCRIPT", "'train.py'") for each in found if not each.startswith(("'", '"'))]
 
 
-def test_the_pages_ten_lines_are_the_examples() -> None:
-    """Which are run; the readme leads there."""
+def test_page_ten_lines_equal_example() -> None:
+    """The example is run below; the README links the page."""
     example = (EXAMPLES / "test_my_training.py").read_text()
     assert statements(blocks()[0]) == statements(example)
     assert len(statements(example)) <= 10
@@ -142,33 +134,19 @@ def test_the_pages_ten_lines_are_the_examples() -> None:
 
 
 @pytest.mark.cluster
-@pytest.mark.slow
-def test_a_users_tests_pass_and_fail_for_the_right_reason(tmp_path: Path) -> None:
-    """The example's and the page's pass, side by side; where nothing is resumed, or not all, they fail."""
+def test_example_and_page_pass_side_by_side(tmp_path: Path) -> None:
+    """The tests of the example and of the page pass. test_equivalence.py has the scripts that must fail."""
     script = (EXAMPLES / "digits.py").read_text()
-    (line,) = (line for line in script.splitlines(keepends=True) if line.startswith(RESUME))
-    project(tmp_path / "good", script)
+    (tmp_path / "good").mkdir()
+    (tmp_path / "good" / "digits.py").write_text(script)
+    (tmp_path / "good" / "test_my_training.py").write_text((EXAMPLES / "test_my_training.py").read_text())
     (tmp_path / "train.py").write_text(script)
-    for number, block in enumerate(blocks()[1:]):
-        (tmp_path / f"test_page{number}.py").write_text(block)
-    project(tmp_path / "no_resume", script.replace(line, ""))
-    project(tmp_path / "no_optimizer", script.replace("optimizer=optimizer, ", ""))
-    survives, ends_the_same = "test_my_training_survives", "test_my_training_ends_as_if_nothing_had_happened"
-    bad = [
-        f"no_resume/test_my_training.py::{survives}",
-        f"no_optimizer/test_my_training.py::{ends_the_same}",
-    ]
-    ends, text = run(
+    pages = [f"test_page{number}.py" for number in range(len(blocks()) - 1)]
+    for page, block in zip(pages, blocks()[1:], strict=True):
+        (tmp_path / page).write_text(block)
+    ends, text = run_pytest(
         tmp_path,
-        *("-n", "2", "--dist", "worksteal", "good", *(f"test_page{n}.py" for n in range(3)), *bad),
+        *("-n", "2", "--dist", "worksteal", "good", *pages),
         env={"PYTHONPATH": write_fake_sklearn(tmp_path)},
     )
-    assert {name for name, end in ends.items() if end == "FAILED"} == set(bad), text
-    assert [*ends.values()].count("PASSED") == 2 + 3, text
-    assert "assert [1, 1, 1] == [0, 0]" in text
-    assert "NameError: name 'run' is not defined" in text
-    assert (
-        "digits.py does not end as it ends undisturbed (kill-worker rank 1 at step 8, kill-node node 2"
-        in text
-    )
-    assert "What er.resume() was not given is not restored" in text
+    assert [*ends.values()] == ["PASSED"] * (2 + 3), text

@@ -1,4 +1,4 @@
-"""Three members over real sockets, one of which has a diverged replica: what each of them does."""
+"""Three members over real sockets react to the diverged replica of one of them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from elastic_resume import constants
+from elastic_resume.agent import snapshots
 from elastic_resume.agent.snapshots import SnapshotService, serve_snapshots
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.config import Settings as NodeSettings
@@ -24,7 +25,7 @@ from elastic_resume.policy.divergence import RESUME_FROM_MAJORITY, STOP, Diverge
 from elastic_resume.policy.failure_classification import DIVERGENCE
 from elastic_resume.rendezvous.client import RendezvousClient
 from elastic_resume.rendezvous.config import RendezvousConfig
-from elastic_resume.rendezvous.core.events import EmitEvent, Settings, StartWorkers
+from elastic_resume.rendezvous.core.events import Settings, StartWorkers
 from elastic_resume.rendezvous.core.messages import JoinSpec, ReplicasDiverged
 from elastic_resume.rendezvous.endpoint import Endpoint, ListenEndpoint
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
@@ -69,20 +70,18 @@ class FakeNode:
             state_file=DurableStateFile(directory),
             max_generation=0,
             lease=RecordingLease(),
-            on_log=self.on_log,
+            on_log=lambda entry: self.log_entries.append(entry.text),
         )
         committer: Any = self
-        SnapshotService(committer, committer).start_replica_comparison(
-            self.member, log=self.log, emit=self.emit
-        )
         self.history: list[str] = []
-        self.news: list[str] = []
-        self.lines: list[str] = []
+        self.log_entries: list[str] = []  # of the rendezvous
         self.events: list[dict[str, Any]] = []
         self.views: list[StartWorkers] = []
         self.end = ""
         self.may_discard = threading.Event()
         self.refuses = ""
+        comparison = SnapshotService(committer, committer)
+        comparison.start_replica_comparison(self.member, self.emit)
         self.thread = threading.Thread(target=self.live, daemon=True)
 
     def live(self) -> None:
@@ -95,14 +94,6 @@ class FakeNode:
                 wait_until(lambda: self.member.restart_requested, "the view ends", timeout_s=60)
         except JobFailedError as error:
             self.end = str(error)
-
-    def on_log(self, entry: EmitEvent) -> None:
-        """Keep a log entry of the rendezvous."""
-        self.news.append(entry.text)
-
-    def log(self, line: str) -> None:
-        """Keep a log line."""
-        self.lines.append(line)
 
     def emit(self, event: str, /, **fields: object) -> None:
         """Keep an event."""
@@ -133,89 +124,103 @@ def nodes(
 ) -> Iterator[list[FakeNode]]:
     """Give nodes a, b and c in their first view.
 
-    Their node timeout is long: they are threads of one process, which may wait for a processor.
+    Their node timeout is long: they are threads of node process, which may wait for a processor.
     """
-    own, beats = RendezvousConfig.settings, round(NODE_TIMEOUT_S / HEARTBEAT_S)
+    make_settings, heartbeats = RendezvousConfig.settings, round(NODE_TIMEOUT_S / HEARTBEAT_S)
 
     def patient_settings(config: RendezvousConfig, own_address: str) -> Settings:
-        return replace(own(config, own_address), node_timeout_s=NODE_TIMEOUT_S, heartbeats_per_timeout=beats)
+        settings = make_settings(config, own_address)
+        return replace(settings, node_timeout_s=NODE_TIMEOUT_S, heartbeats_per_timeout=heartbeats)
 
     monkeypatch.setattr(RendezvousConfig, "settings", patient_settings)
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
-    endpoints = tuple(Endpoint("127.0.0.1", one.getsockname()[1]) for one in listeners)
+    endpoints = tuple(Endpoint("127.0.0.1", listener.getsockname()[1]) for listener in listeners)
     config = RendezvousConfig(**{**vars(config), "endpoints": endpoints})
     built = []
     for place, name in enumerate("abc"):
         (tmp_path / name).mkdir()
         built.append(FakeNode(name, place, listeners[place], config, tmp_path / name))
-    for one in built:
-        one.member.start()
-        one.thread.start()
-    wait_until(lambda: all(one.views for one in built), "the first view starts on all nodes")
+    for node in built:
+        node.member.start()
+        node.thread.start()
+    wait_until(lambda: all(node.views for node in built), "the first view starts on all nodes")
     yield built
-    for one in built:
-        one.may_discard.set()
+    for node in built:
+        node.may_discard.set()
     built[0].member.fail_job("the test is over")
-    for one in built:
-        one.thread.join(30)
-        one.member.close()
+    for node in built:
+        node.thread.join(30)
+        node.member.close()
 
 
 def diverge(nodes: list[FakeNode]) -> int:
     """Let node c diverge at step 128 and all agree at step 64; return the generation."""
     generation = nodes[0].views[0].generation
-    for one in nodes:
-        one.train(generation, 64)
-    leader = next(one for one in nodes if one.member._server._server._core.is_leader)  # type: ignore[union-attr]
+    for node in nodes:
+        node.train(generation, 64)
+    leader = next(node for node in nodes if node.member._server._server._core.is_leader)  # type: ignore[union-attr]
     comparer = leader.member._server._server._core.role.divergence  # type: ignore[union-attr]
     wait_until(lambda: comparer.agreed_step == 64, "step 64 was compared")
-    for one in nodes:
-        one.train(generation, 128, (1.0, 2.5, 3.0) if one.name == "c" else STATE)
+    for node in nodes:
+        node.train(generation, 128, (1.0, 2.5, 3.0) if node.name == "c" else STATE)
     return generation
 
 
-def check_event(one: FakeNode, generation: int, *, goes_on: bool) -> None:
+def check_event(node: FakeNode, generation: int, *, continues_from_majority: bool) -> None:
     """Check the event of a node."""
-    (event,) = one.events
+    (event,) = node.events
     assert event == {
         "event": "replicas-differ",
         "generation": generation,
         "step": 128,
         "agreed_step": 64,
         "nodes": [["a", "b"], ["c"]],
-        "wrong": ["c"],
-        "goes_on": goes_on,
+        "diverged_nodes": ["c"],
+        "continues_from_majority": continues_from_majority,
     }
 
 
+def agent_log(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the lines that the replica comparisons of all nodes have logged."""
+    return [record.getMessage() for record in caplog.records if record.name == snapshots.__name__]
+
+
 @pytest.mark.parametrize("config", [STOP], indirect=True)
-def test_diverged_replicas_end_the_job_on_all_nodes(nodes: list[FakeNode]) -> None:
+def test_diverged_replicas_end_the_job_on_all_nodes(
+    nodes: list[FakeNode], caplog: pytest.LogCaptureFixture
+) -> None:
     """The reason names step and node; no copy is discarded."""
     generation = diverge(nodes)
-    wait_until(lambda: all(one.end and one.events for one in nodes), "the job has ended everywhere")
-    for one in nodes:
-        assert one.end.startswith("replicas differ at step 128: node c is not as nodes a and b, the majority")
-        check_event(one, generation, goes_on=False)
-        assert not one.lines, "the end of the job has the reason"
-        assert one.history == [f"view {generation}"]
-        assert [(failure.kind, failure.node) for failure in one.member.worker_failures] == [(DIVERGENCE, "c")]
+    wait_until(lambda: all(node.end and node.events for node in nodes), "the job has ended everywhere")
+    for node in nodes:
+        assert node.end.startswith(
+            "replicas differ at step 128: node c is not as nodes a and b, the majority"
+        )
+        check_event(node, generation, continues_from_majority=False)
+        assert node.history == [f"view {generation}"]
+        assert node.member.job_end is not None
+        failures = node.member.job_end.failures
+        assert [(failure.kind, failure.node) for failure in failures] == [(DIVERGENCE, "c")]
+    assert not agent_log(caplog), "the end of the job has the reason"
 
 
 @pytest.mark.parametrize("refuses", ["", "the disk is full"])
 @pytest.mark.parametrize("config", [RESUME_FROM_MAJORITY], indirect=True)
-def test_diverged_node_discards_its_copies_before_the_next_view(nodes: list[FakeNode], refuses: str) -> None:
+def test_diverged_node_discards_its_copies_before_the_next_view(
+    nodes: list[FakeNode], refuses: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """If discarding fails, the node logs it; the next start compares what the nodes resume from."""
     wrong = nodes[2]
     wrong.refuses = refuses
     generation = diverge(nodes)
     wait_until(
-        lambda: any("the workers of c have not stopped" in text for text in nodes[0].news), "c is late"
+        lambda: any("the workers of c have not stopped" in text for text in nodes[0].log_entries), "c is late"
     )
-    assert all(len(one.views) == 1 for one in nodes)
+    assert all(len(node.views) == 1 for node in nodes)
     wrong.may_discard.set()
-    wait_until(lambda: all(len(one.views) == 2 for one in nodes), "the next view starts on all nodes")
+    wait_until(lambda: all(len(node.views) == 2 for node in nodes), "the next view starts on all nodes")
     then = nodes[0].views[1]
-    assert [str(member) for member in then.members] == [str(one) for one in nodes[0].views[0].members]
+    assert [str(member) for member in then.members] == [str(node) for node in nodes[0].views[0].members]
     assert [(failure.kind, failure.node, failure.step) for failure in then.failures] == [
         (DIVERGENCE, "c", 128)
     ]
@@ -224,15 +229,15 @@ def test_diverged_node_discards_its_copies_before_the_next_view(nodes: list[Fake
         f"distrusts {generation} after 64",
         f"view {then.generation}",
     ]
-    for one in nodes:
-        check_event(one, generation, goes_on=True)
-        assert "node c is not as nodes a and b" in one.lines[0]
-        assert one is wrong or one.history == [f"view {generation}", f"view {then.generation}"]
-    assert wrong.lines[1:] == (
-        [f"diverged checkpoints after step 64 of generation {generation} could not be set aside: {refuses}"]
-        if refuses
-        else []
+    for node in nodes:
+        check_event(node, generation, continues_from_majority=True)
+        assert node is wrong or node.history == [f"view {generation}", f"view {then.generation}"]
+    lines = agent_log(caplog)
+    assert sum("node c is not as nodes a and b" in line for line in lines) == 3
+    refusal = (
+        f"diverged checkpoints after step 64 of generation {generation} could not be set aside: {refuses}"
     )
+    assert (refusal in lines, len(lines)) == ((True, 4) if refuses else (False, 3))
 
 
 @pytest.mark.parametrize("config", [STOP], indirect=True)
@@ -267,10 +272,11 @@ def test_digest_is_sent_under_the_generation_of_the_view(tmp_path: Path) -> None
     client: Any = FakeClient()
     with (
         NodeDir.claim(tmp_path, "job", "a") as node_dir,
-        serve_snapshots(node_dir.path, settings, log=nothing, emit=nothing) as one,
+        serve_snapshots(node_dir.path, settings, nothing) as service,
     ):
-        one.start_replica_comparison(client, log=nothing, emit=nothing)
-        slot_pool, connection = one.committer.slot_pool, SnapshotClient(os.environ[constants.ENV_COMMITTER])
+        service.start_replica_comparison(client, nothing)
+        slot_pool = service.committer.slot_pool
+        connection = SnapshotClient(os.environ[constants.ENV_COMMITTER])
         slot_pool.reserve(NEEDED)
         snapshot_id = snapshot(slot_pool._owned[0].slot, 9, generation=51)
         connection.send("compare", snapshot_id=snapshot_id, world=1)

@@ -22,8 +22,8 @@ MAX_ELEMENTS = 120_000
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """Start one browser for all of these tests."""
-    with browser.start_browser(tmp_path_factory.mktemp("chromium")) as one:
-        yield one
+    with browser.start_browser(tmp_path_factory.mktemp("chromium")) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +58,8 @@ def test_page_shows_every_part_of_the_report(chromium: Browser, page: Path, repo
     chromium.open(page)
     rows = texts(chromium, ".generations tbody tr")
     assert len(rows) == len(report.history.generations) == 6
-    for one, row in zip(report.history.generations, rows, strict=True):
-        assert " ".join(replace_unprintable(one.end.text).split()) in row
+    for item, row in zip(report.history.generations, rows, strict=True):
+        assert " ".join(replace_unprintable(item.end.text).split()) in row
     said = " ".join(texts(chromium, ".alerts tbody tr"))
     assert len(report.alerts) > 10
     for alert in report.alerts:

@@ -16,7 +16,7 @@ from elastic_resume.testing.cluster import Cluster
 from tests.support.agents import Agents, wait_for
 from tests.support.agents import agents as agents  # noqa: PLC0414  pytest finds fixtures by name
 from tests.support.paths import SCRIPTS
-from tests.unit.schedulers.test_slurm_job import RECORDED, script, shown
+from tests.support.slurm_answers import JOB_RECORDS, format_job_record, write_command
 
 pytestmark = pytest.mark.cluster
 
@@ -32,7 +32,7 @@ class Slurm:
         self.directory = directory / "slurm"
         self.directory.mkdir()
         here = self.directory
-        script(
+        write_command(
             here,
             "scontrol",
             f'echo "$PPID $*" >> {here}/calls\n'
@@ -40,7 +40,7 @@ class Slurm:
             f"[ -e {here}/away ] || exit 0\n"
             f'rm {here}/away; echo "Unexpected message received for job $2"; exit 1',
         )
-        script(here, "squeue", f"cat {here}/end")
+        write_command(here, "squeue", f"cat {here}/end")
         self.ends("NONE|UNLIMITED")
         self.shows(RUNS)
 
@@ -50,7 +50,7 @@ class Slurm:
 
     def shows(self, done: str) -> None:
         """Let the job's record be that of a job with which this was done."""
-        (self.directory / "shown").write_text(shown(RECORDED[done][0]))
+        (self.directory / "shown").write_text(format_job_record(JOB_RECORDS[done][0]))
 
     def requeues(self) -> list[tuple[int, str]]:
         """Who asked for which requeue since the last time; forget it."""
@@ -146,7 +146,7 @@ def test_job_of_several_nodes_is_requeued_once(tmp_path: Path, slurm: Slurm) -> 
         ends = cluster.events("worker-exit")
         assert all(end["stopped"] or end.get("lease_expired") for end in ends)  # and none of the signal
         told = cluster.node_events(0, "requeue")[-1]
-        assert (told["action"], told["done"], told["tries"]) == ("requeue", True, 2)
+        assert (told["action"], told["done"], told["attempts"]) == ("requeue", True, 2)
 
         # preempted within a grace: Slurm would let the job end for good
         slurm.shows("preempted with a grace")

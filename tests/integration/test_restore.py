@@ -1,4 +1,4 @@
-"""Resume from every tier, in worlds of a few real ranks with slots: what is read, sent, loaded and kept."""
+"""A few real ranks resume from every tier."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from tests.support.paths import SCRIPTS
 JOB = SCRIPTS / "resumer.py"
 
 
-def resumed(directory: Path, nodes: list[str], wanted: dict[str, Any], **more: str) -> list[dict[str, Any]]:
+def resume(directory: Path, nodes: list[str], wanted: dict[str, Any], **more: str) -> list[dict[str, Any]]:
     """Run tests/support/scripts/resumer.py with a rank on each of ``nodes``; ``more`` are variables."""
-    each = [
+    env = [
         {
             "ELASTIC_RESUME_CKPT_DIR": str(directory / node),  # no node sees the disk of another
             "ELASTIC_RESUME_NODE_NAME": node,
@@ -40,54 +40,54 @@ def resumed(directory: Path, nodes: list[str], wanted: dict[str, Any], **more: s
         }
         for rank, node in enumerate(nodes)
     ]
-    done = launch_ranks.run_ranks(len(nodes), JOB, json.dumps(wanted), env=each)
-    return [json.loads(one.stdout) if one.returncode == 0 else {"stderr": one.stderr} for one in done]
+    done = launch_ranks.run_ranks(len(nodes), JOB, json.dumps(wanted), env=env)
+    return [json.loads(rank.stdout) if rank.returncode == 0 else {"stderr": rank.stderr} for rank in done]
 
 
 @pytest.mark.cluster
 def test_restore_loads_all_local_ranks_from_slot_filled_from_disk(tmp_path: Path) -> None:
     """Two ranks of one node: the checkpoint is read once, and is a snapshot afterwards."""
-    for told in resumed(tmp_path, ["a", "a"], {"a": {"disk": [[1, 9]]}}):
-        assert (told["source_node"], told["source_tier"]) == ("a", "disk")
-        assert (told["values"], told["buffer"], told["held"]) == ([9.0], 100.0, [1, 9])
+    for result in resume(tmp_path, ["a", "a"], {"a": {"disk": [[1, 9]]}}):
+        assert (result["source_node"], result["source_tier"]) == ("a", "disk")
+        assert (result["values"], result["buffer"], result["held"]) == ([9.0], 100.0, [1, 9])
 
 
 @pytest.mark.cluster
 def test_restore_sends_snapshot_to_lacking_node_which_commits_it(tmp_path: Path) -> None:
     """Its two ranks load while it arrives; older checkpoints are passed over."""
     wanted = {"a": {"memory": [2, 9], "disk": [[2, 5]]}, "b": {"disk": [[1, 5]]}}
-    ends = resumed(tmp_path, ["a", "b", "b"], wanted)
-    for told in ends:
-        assert (told["step"], told["source_tier"], told["lacking"]) == (9, "memory", ["b"])
-        assert (told["values"], told["buffer"], told["held"]) == ([9.0], 100.0, [2, 9])
-    assert ends[1]["disk"] == [[2, 9], [1, 5]]
+    results = resume(tmp_path, ["a", "b", "b"], wanted)
+    for result in results:
+        assert (result["step"], result["source_tier"], result["receiving_nodes"]) == (9, "memory", ["b"])
+        assert (result["values"], result["buffer"], result["held"]) == ([9.0], 100.0, [2, 9])
+    assert results[1]["disk"] == [[2, 9], [1, 5]]
 
 
 @pytest.mark.cluster
 def test_restore_spreads_lacking_nodes_over_holders_and_broadcasts_buffers(tmp_path: Path) -> None:
     """Each holder sends to one node; buffers come from the lowest rank that wrote."""
     wanted = {"a": {"disk": [[1, 9]]}, "b": {"memory": [1, 9]}}
-    for told in resumed(tmp_path, ["a", "b", "c", "d"], wanted):
-        assert (told["source_node"], told["lacking"]) == ("a", ["c", "d"])
-        assert (told["values"], told["buffer"], told["held"]) == ([9.0], 100.0, [1, 9])
+    for result in resume(tmp_path, ["a", "b", "c", "d"], wanted):
+        assert (result["source_node"], result["receiving_nodes"]) == ("a", ["c", "d"])
+        assert (result["values"], result["buffer"], result["held"]) == ([9.0], 100.0, [1, 9])
 
 
 @pytest.mark.cluster
 def test_restore_without_slots_maps_checkpoints_and_commits_received_state(tmp_path: Path) -> None:
     """The lacking node's second rank reads the committed checkpoint."""
     none = {"slots": False}
-    ends = resumed(tmp_path, ["a", "a", "b", "b"], {"a": {"disk": [[1, 9]], **none}, "b": none})
-    for told in ends:
-        assert (told["values"], told["buffer"], told["held"]) == ([9.0], 100.0, None)
-    assert (ends[2]["disk"], ends[2]["on_disk"]) == ([[1, 9]], True)
+    results = resume(tmp_path, ["a", "a", "b", "b"], {"a": {"disk": [[1, 9]], **none}, "b": none})
+    for result in results:
+        assert (result["values"], result["buffer"], result["held"]) == ([9.0], 100.0, None)
+    assert (results[2]["disk"], results[2]["on_disk"]) == ([[1, 9]], True)
 
 
 @pytest.mark.cluster
 def test_restore_without_slot_fails_on_all_ranks_if_disk_fails(tmp_path: Path) -> None:
     """The transfer completes first, because other ranks take part; no file is left."""
     wanted = {"a": {"disk": [[1, 9]]}, "b": {"slots": False, "fail": "commit.before-rename=raise"}}
-    for told in resumed(tmp_path, ["a", "b"], wanted):
-        assert "the device fails" in told["error"]
+    for result in resume(tmp_path, ["a", "b"], wanted):
+        assert "the device fails" in result["error"]
     assert not list((tmp_path / "b" / "job" / "b").glob("*s000*"))
 
 
@@ -100,40 +100,38 @@ def test_restore_switches_to_second_holder_after_corrupt_block(tmp_path: Path, s
         "b": {"disk": [[1, 9]], "slots": slots},
         "c": {"slots": slots},
     }
-    for told in resumed(tmp_path, ["a", "b", "c"], wanted):
-        assert (told["source_node"], told["lacking"]) == ("b", ["a", "c"])
-        assert [(one["node"], "digest" in one["reason"]) for one in told["rejected"]] == [("a", True)]
-        assert (told["values"], told["buffer"]) == ([9.0], 101.0)
-        assert told["held"] == ([1, 9] if slots else None)
+    for result in resume(tmp_path, ["a", "b", "c"], wanted):
+        assert (result["source_node"], result["receiving_nodes"]) == ("b", ["a", "c"])
+        assert [(copy["node"], "digest" in copy["reason"]) for copy in result["rejected"]] == [("a", True)]
+        assert (result["values"], result["buffer"]) == ([9.0], 101.0)
+        assert result["held"] == ([1, 9] if slots else None)
     aside = [path.name for path in (tmp_path / "a" / "job" / "a" / "quarantine").iterdir()]
     assert reader.checkpoint_name(1, 9) in aside
 
 
 @pytest.mark.cluster
-def test_restore_falls_back_to_older_checkpoint_after_corrupt_block(tmp_path: Path) -> None:
-    """Tensors loaded from the newer one are overwritten, and no slot holds it."""
-    wanted = {"a": {"disk": [[1, 5], [1, 9]], "flip": 0.9}, "b": {}}
-    for told in resumed(tmp_path, ["a", "b"], wanted):
-        assert (told["step"], [one["step"] for one in told["rejected"]]) == (5, [9])
-        assert (told["values"], told["held"]) == ([5.0], [1, 5])
-
-
-@pytest.mark.cluster
-def test_restore_fails_on_all_ranks_if_only_checkpoint_is_corrupt(tmp_path: Path) -> None:
-    """No rank waits, and no rank starts fresh."""
-    for told in resumed(tmp_path, ["a", "b"], {"a": {"disk": [[1, 9]], "flip": 0.9}}):
-        assert "none can be loaded" in told["error"]
-        assert told["held"] is None
+@pytest.mark.parametrize("older", [[[1, 5]], []])
+def test_restore_after_corrupt_block_uses_older_checkpoint_or_fails(
+    tmp_path: Path, older: list[list[int]]
+) -> None:
+    """Tensors of the corrupt one are overwritten, and no slot holds it. No rank waits or starts fresh."""
+    for result in resume(tmp_path, ["a", "b"], {"a": {"disk": [*older, [1, 9]], "flip": 0.9}, "b": {}}):
+        if older:
+            assert (result["step"], [copy["step"] for copy in result["rejected"]]) == (5, [9])
+            assert (result["values"], result["held"]) == ([5.0], [1, 5])
+        else:
+            assert "none can be loaded" in result["error"]
+            assert result["held"] is None
 
 
 @pytest.mark.cluster
 def test_restore_rejects_damaged_snapshot_and_uses_other_copy(tmp_path: Path) -> None:
     """Its metadata is invalid, and no other node's copy is blamed."""
     wanted = {"a": {"memory": [2, 9], "disk": [[2, 5]], "hurt": "static_offset"}, "b": {"disk": [[2, 9]]}}
-    for told in resumed(tmp_path, ["a", "b"], wanted):
-        assert (told["source_node"], told["lacking"], told["values"]) == ("b", ["a"], [9.0])
-        assert [(one["node"], one["step"]) for one in told["rejected"]] == [("a", 9)]
-        assert told["held"] == [2, 9]
+    for result in resume(tmp_path, ["a", "b"], wanted):
+        assert (result["source_node"], result["receiving_nodes"], result["values"]) == ("b", ["a"], [9.0])
+        assert [(copy["node"], copy["step"]) for copy in result["rejected"]] == [("a", 9)]
+        assert result["held"] == [2, 9]
 
 
 @pytest.mark.cluster
@@ -142,43 +140,45 @@ def test_restore_discards_minority_replica_under_resume_from_majority(tmp_path: 
     """The minority includes the lowest rank. Otherwise an error names the flag."""
     order = {"memory": [2, 9]} if tier == "memory" else {"disk": [[2, 9]]}
     wanted = {"a": {**order, "value": 7.0}, "b": order, "c": order}
-    for told in resumed(tmp_path / "stop", ["a", "b", "c"], wanted):
-        assert "rank 0 against rank 1, 2" in told["error"]
-        assert "--on-divergence resume-from-majority" in told["error"]
+    for result in resume(tmp_path / "stop", ["a", "b", "c"], wanted):
+        assert "rank 0 against rank 1, 2" in result["error"]
+        assert "--on-divergence resume-from-majority" in result["error"]
     majority = {constants.ENV_ON_DIVERGENCE: "resume-from-majority"}
-    for told in resumed(tmp_path / "go", ["a", "b", "c"], wanted, **majority):
-        assert (told["source_node"], told["lacking"], told["values"]) == ("b", ["a"], [9.0])
-        assert [(one["node"], "most nodes" in one["reason"]) for one in told["rejected"]] == [("a", True)]
-        assert told["held"] == [2, 9]
+    for result in resume(tmp_path / "go", ["a", "b", "c"], wanted, **majority):
+        assert (result["source_node"], result["receiving_nodes"], result["values"]) == ("b", ["a"], [9.0])
+        assert [(copy["node"], "most nodes" in copy["reason"]) for copy in result["rejected"]] == [
+            ("a", True)
+        ]
+        assert result["held"] == [2, 9]
 
 
 @pytest.mark.cluster
 def test_restore_uses_source_values_with_check_replicas_off(tmp_path: Path) -> None:
     """Nodes that round differently always differ; nothing is called corrupt."""
     wanted = {"a": {"disk": [[2, 9]], "value": 7.0}, "b": {"disk": [[2, 9]]}}
-    for told in resumed(tmp_path, ["a", "b"], wanted, **{constants.ENV_CHECK_REPLICAS: "off"}):
-        assert (told["source_node"], told["lacking"], told["values"]) == ("a", ["b"], [7.0])
-        assert told["disk"] == [[2, 9]]
+    for result in resume(tmp_path, ["a", "b"], wanted, **{constants.ENV_CHECK_REPLICAS: "off"}):
+        assert (result["source_node"], result["receiving_nodes"], result["values"]) == ("a", ["b"], [7.0])
+        assert result["disk"] == [[2, 9]]
 
 
 @pytest.mark.cluster
 def test_restore_ends_receivers_if_source_is_killed(tmp_path: Path) -> None:
     """The receivers fail with a connection error."""
     wanted = {"a": {"disk": [[1, 9]], "fail": "transfer.send=kill@9"}}
-    ends = resumed(tmp_path, ["a", "b", "c"], wanted)
-    for told in ends[1:]:
-        assert "onnection" in told["stderr"]
+    results = resume(tmp_path, ["a", "b", "c"], wanted)
+    for result in results[1:]:
+        assert "onnection" in result["stderr"]
 
 
-# ---- an image that arrives -------------------------------------------------------------------------------
+# ---- a buffer that is being filled ------------------------------------------------------------
 
 
 @pytest.fixture
 def arriving() -> Iterator[StreamingBuffer]:
-    """An image of which nothing has arrived."""
-    one = StreamingBuffer(memoryview(bytearray(make_image(1))), LocalWatermark())
-    yield one
-    one.fail(PeerFailedError("over"))
+    """Give a buffer of which nothing has arrived."""
+    buffer = StreamingBuffer(memoryview(bytearray(make_image(1))), LocalWatermark())
+    yield buffer
+    buffer.fail(PeerFailedError("over"))
 
 
 def test_streaming_buffer_returns_tensor_after_its_last_byte(arriving: StreamingBuffer) -> None:
@@ -199,14 +199,12 @@ def test_streaming_buffer_returns_tensor_after_its_last_byte(arriving: Streaming
     assert len(seen) == 2
 
 
-def test_streaming_buffer_raises_fillers_error_in_all_readers(
-    arriving: StreamingBuffer,
-) -> None:
+def test_streaming_buffer_raises_fillers_error_in_all_readers(arriving: StreamingBuffer) -> None:
     """Other processes see the failed watermark and raise a PeerFailedError."""
-    met = CorruptError("block 3")
+    error = CorruptError("block 3")
     readers = [BackgroundTask("test", lambda: arriving.get_tensor("model.mask")) for _ in range(2)]
-    arriving.fail(met)
-    assert [reader.join() for reader in readers] == [met, met]
+    arriving.fail(error)
+    assert [reader.join() for reader in readers] == [error, error]
     elsewhere = StreamingBuffer(arriving.memory, LocalWatermark(WATERMARK_FAILED))
     with pytest.raises(PeerFailedError, match="local leader"):
         elsewhere.wait_for_bytes(1)
@@ -231,16 +229,16 @@ def test_read_image_reports_progress_and_stops_at_corrupt_block(tmp_path: Path) 
     before = set(threading.enumerate())
     path = save_checkpoint(tmp_path, 1, 1)
     found = reader.quick_check(path, RUN)
-    told: list[int] = []
+    progress: list[int] = []
     into = memoryview(bytearray(found.file_bytes))
-    reader.read_image(path, found, into, told.append)
-    assert told == [*range(2048, found.file_bytes, 2048), found.file_bytes]
+    reader.read_image(path, found, into, progress.append)
+    assert progress == [*range(2048, found.file_bytes, 2048), found.file_bytes]
     assert into == make_image(1)
     flip_bits(path / "state.safetensors", 4 * 2048)
-    told.clear()
+    progress.clear()
     with pytest.raises(CorruptError, match="bytes 8192 to 8977"):
-        reader.read_image(path, found, into, told.append)
-    assert told == [2048, 4096, 6144, 8192]
+        reader.read_image(path, found, into, progress.append)
+    assert progress == [2048, 4096, 6144, 8192]
     stopped = StreamingBuffer(into, LocalWatermark())
     stopped.cancel()
     with pytest.raises(PeerFailedError):

@@ -1,4 +1,4 @@
-"""Random deaths at random moments, one after the other, and then: right weights, and nothing left behind.
+"""Random kills at random moments, then the right weights and nothing left behind.
 
 `make soak` kills a hundred times; `make test` fewer. ELASTIC_RESUME_SOAK_SEED chooses other moments.
 """
@@ -25,14 +25,14 @@ pytestmark = pytest.mark.cluster
 SOAK = "ELASTIC_RESUME_SOAK_KILLS" in os.environ
 KILLS = int(os.environ.get("ELASTIC_RESUME_SOAK_KILLS", "6"))
 SEED = int(os.environ.get("ELASTIC_RESUME_SOAK_SEED", "10"))
-EPOCHS = 4 + KILLS // 2  # ten steps each: some are left when the last kill has come
+EPOCHS = 4 + KILLS // 2  # of ten steps: some are left after the last kill
 STEP_S = 0.05
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only looked at
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Digest of weights and optimizer after a run of three nodes that nothing befell."""
+    """Return the digest of weights and optimizer after an undisturbed run of three nodes."""
     directory = tmp_path_factory.mktemp("undisturbed")
     with Cluster(directory, nodes=3, flags=["--save-every", "1000"]) as cluster:
         kept = directory / "diary"
@@ -41,20 +41,22 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
         return check_end(kept, world_size=3, epochs=EPOCHS)
 
 
-def test_a_job_survives_every_death(tmp_path: Path, undisturbed: str) -> None:
-    """Workers, guards, stubs, zygotes, agents and whole nodes, whoever leads, amidst restarts too."""
+def test_job_survives_random_kills(tmp_path: Path, undisturbed: str) -> None:
+    """Kills hit workers, supervisors, shims, fork servers, agents and whole nodes, also during restarts."""
     rng = random.Random(SEED)
     shared = set(SHARED_MEMORY.iterdir())
-    # Three deaths may come before the next step is finished: that is the soak's doing, not the job's.
+    # Three kills may come before the next step is finished.
     flags = ["--save-every", "1", "--max-no-progress", "1000"]
-    with Cluster(tmp_path, nodes=3, flags=flags, fresh=SOAK) as cluster:  # by night as on nodes of their own
+    with Cluster(
+        tmp_path, nodes=3, flags=flags, fresh=SOAK
+    ) as cluster:  # the long soak starts agents as real nodes do
         kept = tmp_path / "diary"
         words = ["--diary", str(kept), "--epochs", str(EPOCHS), "--step-delay", str(STEP_S)]
         cluster.start(SCRIPT, *words)
         cluster.wait(commit=1, node=0)
         for number in range(KILLS):
-            strike(cluster, rng)
-            if number % 5 == 4:  # now and then it gets so far that steps are finished in between
+            kill_something(cluster, rng)
+            if number % 5 == 4:  # sometimes steps are finished in between
                 newest = max(event["generation"] for event in cluster.events("resume"))
                 cluster.wait(generation=newest)
                 cluster.wait(lambda: all(node.alive for node in cluster.nodes), "all nodes")
@@ -67,8 +69,8 @@ def test_a_job_survives_every_death(tmp_path: Path, undisturbed: str) -> None:
     assert not [path for path in tmp_path.rglob("*") if path.is_socket()]
 
 
-def strike(cluster: Cluster, rng: random.Random) -> None:
-    """Kill something somewhere; what an agent's end took along is started again."""
+def kill_something(cluster: Cluster, rng: random.Random) -> None:
+    """Kill a process or a node, and restart a node whose agent has ended."""
     index = rng.randrange(3)
     kind = rng.choice(["worker", "supervisor", "shim", "fork-server", "agent", "node", "node"])
     if kind == "node":
@@ -89,7 +91,7 @@ def strike(cluster: Cluster, rng: random.Random) -> None:
 
 
 def kind_of(process: psutil.Process) -> str:
-    """What a process under an agent is, by the name that it shows to people."""
+    """Return the kind of a process below an agent, from its name."""
     try:
         name, words = process.name(), process.cmdline()
     except psutil.NoSuchProcess:
@@ -100,32 +102,34 @@ def kind_of(process: psutil.Process) -> str:
 
 
 def commits(cluster: Cluster, generation: int) -> list[Event]:
-    """What a generation has brought to disk."""
+    """Return the commits of a generation."""
     return [event for event in cluster.events("commit") if event["generation"] == generation]
 
 
 def test_restarts_leak_no_descriptor(tmp_path: Path) -> None:
-    """Neither the agent's nor the zygote's: after five restarts no more than each has had open after one."""
+    """After five restarts agent and fork server have no more open descriptors than after one."""
     with Cluster(tmp_path, nodes=1, flags=["--save-every", "1"]) as cluster:
         cluster.start(SCRIPT, "--diary", str(tmp_path / "diary"), "--epochs", "100000")
         before: tuple[int, int] = (0, 0)
         for generation in range(1, 8):
             cluster.wait(partial(commits, cluster, generation), f"a commit of generation {generation}")
             agent, *others = cluster.processes(0)
-            zygote = next(process for process in others if kind_of(process) == "fork-server")
-            if generation == 2:  # the first restart may open something for good
-                before = most(agent, zygote)
+            fork_server = next(process for process in others if kind_of(process) == "fork-server")
+            if generation == 2:  # the first restart may open files that stay open
+                before = most(agent, fork_server)
             if generation < 7:
                 cluster.kill_worker(0)
-        # Files and connections of the moment come on top, two or three, and go.
+        # Files and connections of the moment come and go.
         wait_for(lambda: agent.num_fds() <= before[0], "the agent to have no more open than before")
-        wait_for(lambda: zygote.num_fds() <= before[1], "the zygote to have no more open than before")
+        wait_for(
+            lambda: fork_server.num_fds() <= before[1], "the fork server to have no more open than before"
+        )
 
 
-def most(agent: psutil.Process, zygote: psutil.Process) -> tuple[int, int]:
-    """How many each has open at most, within half a second."""
+def most(agent: psutil.Process, fork_server: psutil.Process) -> tuple[int, int]:
+    """Return the greatest number of open descriptors of each within half a second."""
     counts = []
     for _ in range(50):
         time.sleep(0.01)
-        counts.append((agent.num_fds(), zygote.num_fds()))
+        counts.append((agent.num_fds(), fork_server.num_fds()))
     return max(one for one, _ in counts), max(one for _, one in counts)

@@ -36,22 +36,22 @@ Build = Callable[[Any], Any]
 @pytest.mark.cluster
 @pytest.mark.slow
 def test_every_kind_of_model_resumes_bit_for_bit(tmp_path: Path) -> None:
-    """Three ranks, some thirty kinds: weights, optimizer, average and losses on every rank.
+    """Three ranks, many kinds: weights, optimizer, average and losses on every rank.
 
     Ranks and both halves of the run have different seeds, so equal values were synchronised or loaded.
     """
-    told = []
+    results = []
     for done in launch_ranks.run_ranks(3, JOB, str(tmp_path)):
         assert done.returncode == 0, done.stderr
-        told.append(json.loads(done.stdout.splitlines()[-1]))
-    assert len(told[0]) >= 30
-    for kind in told[0]:
-        for rank, one in enumerate(told):
-            assert "error" not in one[kind], f"{kind}, rank {rank}: {one[kind]['error']}"
-            assert one[kind]["began"] == 3, f"{kind}: not resumed in its middle"
-            assert not one[kind]["differ"], f"{kind}, rank {rank}: {one[kind]['differ']}"
-            assert one[kind]["losses"], f"{kind}, rank {rank}: another loss"
-        assert len({one[kind]["common"] for one in told}) == 1, f"{kind}: ranks differ"
+        results.append(json.loads(done.stdout.splitlines()[-1]))
+    assert len(results[0]) > 25
+    for kind in results[0]:
+        for rank, result in enumerate(ranks[kind] for ranks in results):
+            assert "error" not in result, f"{kind}, rank {rank}: {result['error']}"
+            assert result["began"] == 3, f"{kind}: not resumed in its middle"
+            assert not result["differ"], f"{kind}, rank {rank}: {result['differ']}"
+            assert result["losses"], f"{kind}, rank {rank}: another loss"
+        assert len({ranks[kind]["common"] for ranks in results}) == 1, f"{kind}: ranks differ"
 
 
 # ---- optimizers and schedulers -----------------------------------------------------------------------
@@ -217,14 +217,6 @@ def test_optimizers_with_sharded_or_local_state_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_torch_refuses_sync_batchnorm_on_cpu() -> None:
-    """It can be tested on GPUs only. If torch comes to allow it on CPUs, test it here."""
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    with pytest.raises(ValueError, match="only work with GPU modules"):
-        nn.parallel.DistributedDataParallel(model)
-
-
-@pytest.mark.usefixtures("alone")
 def test_bucket_order_is_replayed_to_ddp_with_device_ids() -> None:
     """With device_ids, as on GPUs, DDP fails if it is called without any input."""
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
@@ -332,7 +324,7 @@ def test_unstorable_buffer_is_refused_with_path(buffer: Callable[[], Tensor], to
     with pytest.raises(UntrackableError, match=rf"model/0\.extra: .*{told}"):
         state_dict.flatten({"model": model})
     model[0].register_buffer("extra", buffer(), persistent=False)
-    assert len(state_dict.flatten({"model": model}).leaves) == 2, "what is not persistent is the script's own"
+    assert len(state_dict.flatten({"model": model}).leaves) == 2, "a non-persistent buffer is not stored"
 
 
 def test_lazy_module_is_refused_until_it_has_shapes() -> None:
@@ -382,7 +374,7 @@ class Wrapping(torch.optim.Optimizer):
         return self.inner.state_dict() if self.tells else super().state_dict()
 
 
-def test_untracked_optimizer_is_warned_about_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_untracked_optimizer_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
     """Built after resume(), or hidden in one without its state; no warning without state."""
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizers = {
@@ -396,12 +388,15 @@ def test_untracked_optimizer_is_warned_about_once(capsys: pytest.CaptureFixture[
     innocent = [torch.optim.SGD(model.parameters()), torch.optim.Adam(other.parameters())]
     for part in (model, other):
         part(torch.ones(1, 2)).sum().backward()
-    told = {}
-    for name, one in {**optimizers, "late": late, "no state": innocent[0], "no part": innocent[1]}.items():
+    warnings_by_name = {}
+    others = {"late": late, "no state": innocent[0], "no part": innocent[1]}
+    for name, optimizer in {**optimizers, **others}.items():
+        caplog.clear()
         for _ in range(2):
-            one.step()
-        told[name] = capsys.readouterr().err.count("WARNING")
-    assert told == {"silent": 1, "telling": 0, "own": 0, "late": 1, "no state": 0, "no part": 0}
+            optimizer.step()
+        warnings_by_name[name] = caplog.text.count("WARNING: ")
+    assert warnings_by_name == {"silent": 1, "telling": 0, "own": 0, "late": 1, "no state": 0, "no part": 0}
     watch.close()
+    caplog.clear()
     torch.optim.Adagrad(model.parameters()).step()
-    assert not capsys.readouterr().err
+    assert not caplog.messages

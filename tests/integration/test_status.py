@@ -83,9 +83,9 @@ def figures(text: str) -> dict[str, float]:
     """What a scrape tells, by the name of the metric and a node."""
     families = text_string_to_metric_families(text)
     return {
-        f"{one.name}{one.labels.get('node', '')}{one.labels.get('kind', '')}": one.value
+        f"{item.name}{item.labels.get('node', '')}{item.labels.get('kind', '')}": item.value
         for family in families
-        for one in family.samples
+        for item in family.samples
     }
 
 
@@ -96,10 +96,12 @@ def test_status_tells_the_same_whoever_is_asked(cluster: Cluster) -> None:
         told = status(str(cluster.run_dir), "--json")
         said: dict[str, Any] = json.loads(told.stdout) if told.returncode == 0 else {"steps_per_s": 0}
         # A rate needs two pulses, and the first may tell of a checkpoint.
-        return said if said["steps_per_s"] and all(one["checkpoint_step"] for one in said["nodes"]) else None
+        return (
+            said if said["steps_per_s"] and all(item["checkpoint_step"] for item in said["nodes"]) else None
+        )
 
     said = cluster.wait(settled, "all nodes have told of a checkpoint, and of steps since")
-    assert said["leads"]
+    assert said["is_leader"]
     assert (said["world"]["nodes"], said["world"]["ranks"]) == (["n0", "n1", "n2"], 3)
     row = r"\n +2  n2 +\d+ +[\d.]+  \d+, [\d.]+ m?s old +\d+, [\d.]+ m?s old  "
     for index in (0, 2):
@@ -198,7 +200,7 @@ def test_a_job_that_was_killed_as_a_whole_goes_on_counting(cluster: Cluster) -> 
     cluster.kill_nodes([1, 2])
     for index in (1, 2):
         cluster.start_node(index, flags=["--settle", "0.5"])  # the third does not come
-    cluster.wait(lambda: max(one["generation"] for one in cluster.events("round")) >= 3, "a third world")
+    cluster.wait(lambda: max(item["generation"] for item in cluster.events("round")) >= 3, "a third world")
 
     def told() -> str:
         said = status(*by_name(cluster, 1), "--once").stdout

@@ -1,4 +1,4 @@
-"""What is left of a test's nodes when its pytest is interrupted or killed: nothing."""
+"""Nothing is left of a test's nodes when its pytest is interrupted or killed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elastic_resume.testing import fork_server
 from tests.support.fake_sklearn import write_fake_sklearn
 from tests.support.paths import ROOT
 
-WORD = "LEFT_BEHIND"  # in the environment of all that a test starts
+WORD = "LEFT_BEHIND"  # in the environment of all processes of a test
 SCRIPT = ROOT / "examples" / "digits.py"
 TESTS = """
 import os, time
@@ -48,7 +48,7 @@ def test_both(make_cluster):
 
 @dataclass
 class Traces:
-    """What a test run has on this machine, known by words in the environment of its processes."""
+    """The traces of a test run on this machine, found by variables in its processes' environment."""
 
     place: str
     words: set[str]
@@ -56,18 +56,18 @@ class Traces:
     namespaces: set[str] = field(default_factory=set)
 
     def processes(self) -> list[int]:
-        """All processes of it that run."""
+        """Return its running processes."""
         words = {word.encode() for word in self.words}
         return [pid for pid in _pids() if words <= set(_read(f"/proc/{pid}/environ").split(b"\0"))]
 
     def note(self, *also: int) -> None:
-        """Take down which namespaces it has now; ``also`` of these processes."""
+        """Record the namespaces of its processes and of ``also``."""
         own = {kind: _link(f"/proc/self/ns/{kind}") for kind in ("net", "mnt", "pid", "uts", "ipc")}
         for pid in (*self.processes(), *also):
             self.namespaces |= {_link(f"/proc/{pid}/ns/{kind}") for kind in own} - set(own.values()) - {""}
 
     def left(self) -> list[str]:
-        """What there still is."""
+        """Return the traces that are left."""
         held = {_link(f"/proc/{pid}/ns/{kind}") for pid in _pids() for kind in ("net", "mnt", "pid", "uts")}
         found = [f"process {pid}: {_read(f'/proc/{pid}/cmdline')!r}" for pid in self.processes()]
         found += [f"namespace {one}" for one in self.namespaces & held]
@@ -101,7 +101,7 @@ def _link(path: str) -> str:
 
 
 def _is_open(path: str) -> bool:
-    """Whether a process that lives has it: then it is another test's."""
+    """Return whether a living process, so another test, uses the file."""
     return any(path.encode() in _read(f"/proc/{pid}/maps") for pid in _pids()) or any(
         _link(str(one)) == path for pid in _pids() for one in _descriptors(pid)
     )
@@ -115,13 +115,13 @@ def _descriptors(pid: int) -> list[Path]:
 
 
 def _as_at_a_terminal() -> None:
-    """End with the parent, and let Ctrl-C through: a shell has what it starts in the background ignore it."""
+    """End with the parent, and accept SIGINT, which background processes of a shell ignore."""
     fork_server.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Run:
-    """A pytest of a user's, in a folder of its own."""
+    """A test run of a user, in a directory of its own."""
 
     def __init__(self, place: Path, *words: str) -> None:
         self.place = place
@@ -142,32 +142,32 @@ class Run:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_as_at_a_terminal,  # noqa: PLW1509  as in `lab`
+                preexec_fn=_as_at_a_terminal,  # noqa: PLW1509  two system calls
             )
 
     def traces_of(self, worker: str = "") -> Traces:
-        """Those of the whole run, or of one worker of pytest-xdist."""
+        """Return the traces of the whole run, or of one worker of pytest-xdist."""
         words = {f"{WORD}={self.place}", *([f"PYTEST_XDIST_WORKER={worker}"] if worker else [])}
         return Traces(str(self.place), words)
 
     def ready(self, test: str) -> tuple[int, str]:
-        """Wait until a test's nodes train; give the process that runs it, and its name at pytest-xdist."""
+        """Wait until a test's nodes train; return its process id, and its worker of pytest-xdist."""
         self.wait((self.place / test).exists, f"{test} to train")
         self.traces.note()
         pid, _, worker = (self.place / test).read_text().partition(" ")
         return int(pid), worker
 
     def wait(self, look: Callable[[], object], what: str) -> None:
-        """Wait until that is so."""
+        """Wait until ``look`` returns a true value."""
         limit = time.monotonic() + 150
         while not look():
             assert time.monotonic() < limit, f"{what}\n{self.traces.left()}\n{self.output.read_text()}"
             time.sleep(0.05)
 
     def nothing_is_left(self) -> None:
-        """Wait until the kernel has cleared everything away; of files, only the test's own are there."""
+        """Wait until no trace is left, and check that only the test's own files exist."""
         self.wait(lambda: not self.traces.left(), "something is left")
-        # torch makes itself a folder for what it compiles when it is imported, wherever that is.
+        # torch makes this directory when it is imported.
         assert not [one for one in (self.place / "tmp").iterdir() if one.name != "torchinductor_root"]
         names = {path.name.split(".")[0] for path in self.place.iterdir()}
         assert names <= {"tmp", "base", "output", "test_it", "test_both", "test_machines"}, names
@@ -175,7 +175,7 @@ class Run:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    """Start such a run; what a failure leaves of it is ended."""
+    """Yield a function that starts a run; the run ends with the test."""
     with contextlib.ExitStack() as stack:
 
         def run(*words: str) -> Run:
@@ -189,8 +189,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_nothing_is_left_of_a_worker_nor_of_a_run_that_is_killed(start: Callable[..., Run]) -> None:
-    """SIGKILL to a worker of pytest-xdist, whose neighbour trains on, and then to pytest itself."""
+def test_killed_worker_and_run_leave_nothing(start: Callable[..., Run]) -> None:
+    """SIGKILL to a worker of pytest-xdist, while another worker trains on, and then to pytest itself."""
     run = start("-n", "2")
     run.ready("test_both")
     pid, worker = run.ready("test_machines")
@@ -208,8 +208,8 @@ def test_nothing_is_left_of_a_worker_nor_of_a_run_that_is_killed(start: Callable
 
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_nothing_is_left_of_a_run_that_is_interrupted(start: Callable[..., Run]) -> None:
-    """Ctrl-C, with nodes of both kinds; pytest ends as it does."""
+def test_interrupted_run_leaves_nothing(start: Callable[..., Run]) -> None:
+    """Ctrl-C, with nodes of both kinds; pytest's exit code is unchanged."""
     run = start("-k", "test_both")
     run.ready("test_both")
     assert run.traces.namespaces

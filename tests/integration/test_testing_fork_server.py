@@ -1,4 +1,4 @@
-"""Agents that are forked for simulated nodes, beside ones that are started as new processes."""
+"""Agents forked for simulated nodes, compared with agents started as new processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ sys.exit(7)
 
 @pytest.fixture
 def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Of a simulated node, in a folder with the module `probed`; its nursery is that of other tests."""
+    """Return the environment of a simulated node, in a directory with the module `probed`."""
     (tmp_path / "probed.py").write_text(PROBE)
     monkeypatch.chdir(tmp_path)
     return {**Cluster(tmp_path, nodes=1).env, "ELASTIC_RESUME_X": "é\udcff"}
@@ -49,42 +49,42 @@ def fork(env: Mapping[str, str], *words: str) -> ForkedProcess:
     return forked
 
 
-def told(output: str) -> tuple[dict[str, Any], list[str]]:
-    """What `probed` printed: facts as JSON, and its last words."""
+def parse(output: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the facts that `probed` printed as JSON, and its other lines."""
     facts, *words = output.splitlines()
     return json.loads(facts), words
 
 
 @pytest.mark.cluster
-def test_a_fork_is_what_a_new_process_is_and_ends_the_same(env: dict[str, str]) -> None:
-    """Words, search path, folder, environment, session, streams, signals, threads and exit code."""
+def test_forked_agent_equals_new_process(env: dict[str, str]) -> None:
+    """Arguments, search path, directory, environment, session, streams, signals, threads and exit code."""
     command = [sys.executable, "-m", "probed", "a b", "é"]
     new = subprocess.run(
         command, env=env, stdin=subprocess.DEVNULL, capture_output=True, start_new_session=True, check=False
     )
     forked = fork(env, "a b", "é")
     assert forked.wait(60) == new.returncode == 7
-    assert told(Path("out").read_text()) == told(new.stdout.decode())
+    assert parse(Path("out").read_text()) == parse(new.stdout.decode())
 
     waiting = fork(env, "wait")
     assert waiting.poll() is None
     waiting.kill()
     assert waiting.wait(60) == waiting.poll() == waiting.returncode == -signal.SIGKILL
-    waiting.send_signal(signal.SIGTERM)  # to nobody
+    waiting.send_signal(signal.SIGTERM)  # it has ended
 
 
 @pytest.mark.cluster
-def test_a_nursery_outlives_the_thread_that_began_it(
+def test_fork_server_outlives_thread_that_started_it(
     env: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel takes the thread that forks for the parent; clusters of other threads have forks too."""
-    begun: dict[frozenset[tuple[str, str]], fork_server.AgentForkServer] = {}
-    monkeypatch.setattr(fork_server, "_servers", begun)
+    """The kernel sends the parent-death signal when the forking thread ends."""
+    servers: dict[frozenset[tuple[str, str]], fork_server.AgentForkServer] = {}
+    monkeypatch.setattr(fork_server, "_servers", servers)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(fork, env, "wait").result()
     with pytest.raises(subprocess.TimeoutExpired):
         waiting.wait(0.5)
-    for one in begun.values():
+    for one in servers.values():
         one.close()
     assert waiting.wait(60) == -signal.SIGKILL
 
@@ -98,16 +98,16 @@ signal.pause()
 """
 
 
-def test_an_interrupt_between_question_and_answer_ends_the_nursery(
+def test_interrupt_during_request_ends_fork_server(
     env: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The next question would get that answer; and what was forked for the first would be left behind."""
+    """Otherwise the next request would get that answer, and the forked process would be left behind."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    begun: dict[frozenset[tuple[str, str]], fork_server.AgentForkServer] = {}
-    monkeypatch.setattr(fork_server, "_servers", begun)
+    servers: dict[frozenset[tuple[str, str]], fork_server.AgentForkServer] = {}
+    monkeypatch.setattr(fork_server, "_servers", servers)
     monkeypatch.setattr(fork_server, "SERVER_PROGRAM", tmp_path / "impatient.py")
     fork_server.SERVER_PROGRAM.write_text(IMPATIENT)
     before = signal.signal(signal.SIGUSR1, interrupt)
@@ -116,7 +116,7 @@ def test_an_interrupt_between_question_and_answer_ends_the_nursery(
             fork(env)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    (interrupted,) = begun.values()
+    (interrupted,) = servers.values()
     assert not interrupted.alive
 
 
@@ -140,18 +140,18 @@ atexit.register(lambda: print("at exit", first.poll(), start().poll()))
 """
 
 
-def test_what_is_to_end_with_this_process_does_not_end_before() -> None:
-    """Not before the threads that outlive the main one, nor before what is done at exit; then with it."""
+def test_process_with_lasting_parent_ends_after_exit_handlers() -> None:
+    """It also outlives the threads that outlive the main thread."""
     done = subprocess.run(
         [sys.executable, "-c", LAST], capture_output=True, text=True, timeout=50, check=True
     )
     assert done.stdout.splitlines() == ["in a fork None", "after None", "at exit None None"], done.stderr
 
 
-def test_beyond_the_limit_agents_are_started_as_new_processes(
+def test_start_beyond_server_limit_returns_none(
     env: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What only a new process heeds asks for a nursery of its own, and those are few."""
+    """Each set of variables that only a new interpreter reads needs a fork server of its own."""
     monkeypatch.setattr(fork_server, "MAX_SERVERS", 0)
     with open(tmp_path / "out", "wb") as out:
         other = {**env, "OMP_NUM_THREADS": "3"}

@@ -17,11 +17,10 @@ from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.snapshot.committer import CheckpointCommitter
-from elastic_resume.snapshot.ipc import SnapshotServer
-from elastic_resume.snapshot.slot_client import SlotClient
+from elastic_resume.snapshot.ipc import SlotClient, SnapshotServer
 from elastic_resume.snapshot.slot_pool import SlotPool
 from elastic_resume.state import state_dict
-from elastic_resume.state.tensor_buffer import TensorBuffer
+from elastic_resume.state.state_dict import TensorBuffer
 from tests.support import launch_ranks
 from tests.support.paths import ROOT
 
@@ -52,9 +51,9 @@ from elastic_resume.snapshot.committer import CheckpointCommitter
 from elastic_resume.snapshot.slot_pool import SlotPool
 from tests.support.snapshot_samples import SLOT_BYTES, write_snapshot
 with NodeDir.claim(Path(sys.argv[1]), "job", "a") as node_dir:
-    pool = SlotPool(3 * SLOT_BYTES, log=print)
+    pool = SlotPool(3 * SLOT_BYTES)
     pool.reserve(SLOT_BYTES)
-    committer = CheckpointCommitter(node_dir.path, "job", pool, log=print, emit=lambda *_, **__: None)
+    committer = CheckpointCommitter(node_dir.path, "job", pool, emit=lambda *_, **__: None)
     committer.start()
     for step in range(1, 6):
         committer.commit(write_snapshot(pool._owned[step % 3].slot, step))
@@ -65,8 +64,8 @@ with NodeDir.claim(Path(sys.argv[1]), "job", "a") as node_dir:
 def server(tmp_path: Path) -> Iterator[SnapshotServer]:
     """Yield the snapshot server of a node's agent."""
     with NodeDir.claim(tmp_path, "job", "n0") as node_dir:
-        pool = SlotPool(1 << 26, log=print)
-        committer = CheckpointCommitter(node_dir.path, "job", pool, log=print, emit=lambda *_, **__: None)
+        pool = SlotPool(1 << 26)
+        committer = CheckpointCommitter(node_dir.path, "job", pool, emit=lambda *_, **__: None)
         snapshot_server = SnapshotServer(committer)
         committer.start()
         snapshot_server.start()

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +24,39 @@ pytestmark = pytest.mark.cluster
 PROBE = SCRIPTS / "probe.py"
 
 
+def environments(ckpt: Path, *nodes: str, **env: str) -> list[dict[str, str]]:
+    """Return the environment of one rank on each of ``nodes``."""
+    return [{"ELASTIC_RESUME_CKPT_DIR": str(ckpt), "ELASTIC_RESUME_NODE_NAME": node, **env} for node in nodes]
+
+
 def probe(
-    ckpt: Path, what: str, steps: int = 6, size: int = 2, nodes: str = "n", **env: str
+    ckpt: Path, behaviour: str, steps: int = 6, nodes: Sequence[str] = ("n0", "n1"), **env: str
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run tests/support/scripts/probe.py on ``size`` ranks; node names are ``nodes`` with the rank."""
-    each = [
-        {"ELASTIC_RESUME_CKPT_DIR": str(ckpt), "ELASTIC_RESUME_NODE_NAME": f"{nodes}{rank}", **env}
-        for rank in range(size)
-    ]
-    return launch_ranks.run_ranks(size, PROBE, what, str(steps), env=each)
+    """Run tests/support/scripts/probe.py with one rank on each of ``nodes``."""
+    each = environments(ckpt, *nodes, **env)
+    return launch_ranks.run_ranks(len(nodes), PROBE, behaviour, str(steps), env=each)
 
 
-def told(done: subprocess.CompletedProcess[str]) -> Any:
-    """What a rank printed at its end."""
-    assert done.returncode == 0, done.stderr
-    result: Any = json.loads(done.stdout.splitlines()[-1])
-    return result
+def read_results(ranks: Iterable[subprocess.CompletedProcess[str]]) -> list[Any]:
+    """Return what each rank printed at its end."""
+    results = []
+    for done in ranks:
+        assert done.returncode == 0, done.stderr
+        results.append(json.loads(done.stdout.splitlines()[-1]))
+    return results
+
+
+def assert_refused(ranks: Iterable[subprocess.CompletedProcess[str]], *texts: str) -> None:
+    """Check that every rank ended with exit code 1 and an error with ``texts``, without a traceback."""
+    for done in ranks:
+        assert done.returncode == 1
+        assert [text for text in texts if text not in done.stderr] == []
+        assert "Traceback" not in done.stderr
 
 
 def test_cold_start_gives_all_ranks_weights_of_rank_0(tmp_path: Path) -> None:
     """DDP would have broadcast them; run.ddp() does not."""
-    ends = [told(done) for done in probe(tmp_path, "other-seeds")]
+    ends = read_results(probe(tmp_path, "other-seeds"))
     assert ends[0]["weight"] == ends[1]["weight"]
     assert ends[0]["hooks"] == [], "hooks are for generations that start from a checkpoint"
 
@@ -93,12 +106,12 @@ def test_cold_start_broadcasts_state_that_rank_0_loaded(
     state = {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
     torch.save({"state_dict": nn.DataParallel(model).state_dict(), **state}, "model.pt")
     Path("train.py").write_text(MADE_ELSEWHERE)
-    first = [told(done) for done in launch_ranks.run_ranks(2, "train.py")]
+    first = read_results(launch_ranks.run_ranks(2, "train.py"))
     moments = [kept["exp_avg"].tolist() for kept in optimizer.state_dict()["state"].values()]
     rate = optimizer.param_groups[0]["lr"]
     assert first == [[0, model.state_dict()["0.weight"].tolist(), moments, rate, 1, [5.0] * 3]] * 2
-    again = [told(done) for done in launch_ranks.run_ranks(2, "train.py", "again")]
-    assert [one[0] for one in again] == [1, 1]
+    again = read_results(launch_ranks.run_ranks(2, "train.py", "again"))
+    assert [result[0] for result in again] == [1, 1]
     assert again[0][2:] == first[0][2:]
 
 
@@ -106,32 +119,29 @@ def test_cold_start_refuses_different_optimizers(tmp_path: Path, monkeypatch: py
     """Rank 0's state fits its own kind only."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(MADE_ELSEWHERE)
-    for done in launch_ranks.run_ranks(2, "train.py", "other"):
-        assert done.returncode == 1
-        assert "the ranks built different objects" in done.stderr
+    assert_refused(launch_ranks.run_ranks(2, "train.py", "other"), "the ranks built different objects")
 
 
-def test_cold_start_refuses_different_shapes_and_names_first(tmp_path: Path) -> None:
-    """On every rank, before the first step, with exit code 1."""
-    for done in probe(tmp_path, "other-shapes"):
-        assert done.returncode == 1
-        assert "different models: 'model/0.weight'" in done.stderr
-        assert "Traceback" not in done.stderr
-
-
-def test_untrackable_object_on_one_rank_fails_all_ranks(tmp_path: Path) -> None:
-    """Each message has the rank, path and type; otherwise the others would wait for ever."""
-    for done in probe(tmp_path, "odd"):
-        assert done.returncode == 1
-        assert "odd" in done.stderr
-        assert "builtin_function_or_method" in done.stderr
+@pytest.mark.parametrize(
+    ("behaviour", "texts"),
+    [
+        ("other-shapes", ["the model (model/0.weight) differs on"]),
+        ("other-order", ["the order of samples (data) differs on rank 0 against rank 1"]),
+        ("odd", ["odd", "builtin_function_or_method"]),  # on rank 1 only: rank 0 must not wait for ever
+    ],
+)
+def test_different_or_untrackable_objects_fail_all_ranks(
+    tmp_path: Path, behaviour: str, texts: list[str]
+) -> None:
+    """Before the first step, with the difference."""
+    assert_refused(probe(tmp_path, behaviour), *texts)
 
 
 def test_resumed_run_calls_hooks_and_equals_uninterrupted_run(tmp_path: Path) -> None:
     """All ranks die at step 5, the last checkpoint is of step 4."""
-    whole = [told(done) for done in probe(tmp_path / "whole", "plain")]
+    whole = read_results(probe(tmp_path / "whole", "plain"))
     assert [done.returncode for done in probe(tmp_path / "parts", "die")] == [9, 9]
-    ends = [told(done) for done in probe(tmp_path / "parts", "plain")]
+    ends = read_results(probe(tmp_path / "parts", "plain"))
     assert [end["hooks"] for end in ends] == [[4], [4]]
     assert [end["generation"] for end in ends] == [2, 2]
     assert [end["weight"] for end in ends] == [end["weight"] for end in whole]
@@ -139,70 +149,63 @@ def test_resumed_run_calls_hooks_and_equals_uninterrupted_run(tmp_path: Path) ->
 
 def test_resume_gives_all_ranks_batchnorm_buffers_of_rank_0(tmp_path: Path) -> None:
     """They differ between the nodes' own copies; rank 0's is DDP's rule."""
-    first = [told(done) for done in probe(tmp_path, "plain")]
+    first = read_results(probe(tmp_path, "plain"))
     assert first[0]["mean"] != first[1]["mean"]
-    again = [told(done) for done in probe(tmp_path, "plain")]
+    again = read_results(probe(tmp_path, "plain"))
     assert [end["mean"] for end in again] == [first[0]["mean"]] * 2
 
 
 def test_resume_refuses_diverged_replicas_and_names_tensor(tmp_path: Path) -> None:
     """One rank's weights drift; the next resume names the tensor and the ranks."""
     assert [done.returncode for done in probe(tmp_path, "diverge")] == [0, 0]
-    for done in probe(tmp_path, "plain", steps=9):
-        assert done.returncode == 1
-        assert "'model/0.weight'" in done.stderr
-        assert "rank 0 against rank 1" in done.stderr
+    assert_refused(probe(tmp_path, "plain", steps=9), "'model/0.weight'", "rank 0 against rank 1")
 
 
 def test_resume_refuses_other_model_width_without_disk_changes(tmp_path: Path) -> None:
     """The message has every differing name with both shapes, on all ranks."""
     probe(tmp_path, "plain")
     before = sorted(path.name for path in (tmp_path / "probe" / "n0").iterdir())
-    for done in probe(tmp_path, "wider"):
-        assert done.returncode == 1
-        assert "model/0.weight: float32[9, 3] in the model, float32[5, 3] in the checkpoint" in done.stderr
-        assert "model/1.running_mean: float32[9] in the model, float32[5] in the checkpoint" in done.stderr
+    assert_refused(
+        probe(tmp_path, "wider"),
+        "model/0.weight: float32[9, 3] in the model, float32[5, 3] in the checkpoint",
+        "model/1.running_mean: float32[9] in the model, float32[5] in the checkpoint",
+    )
     assert sorted(path.name for path in (tmp_path / "probe" / "n0").iterdir()) == before
 
 
 def test_resume_on_shared_file_system_reads_other_nodes_checkpoints(tmp_path: Path) -> None:
     """A requeued job may run on other machines."""
-    first = told(probe(tmp_path, "plain", nodes="old")[0])
-    again = [told(done) for done in probe(tmp_path, "plain", nodes="new")]
-    assert [end["weight"] for end in again] == [first["weight"]] * 2
+    first = read_results(probe(tmp_path, "plain", nodes=("old0", "old1")))
+    again = read_results(probe(tmp_path, "plain", nodes=("new0", "new1")))
+    assert [end["weight"] for end in again] == [end["weight"] for end in first]
     assert Catalog(tmp_path / "probe" / "new1", "probe").list_valid(read_data=True)
 
 
 def test_only_local_leader_commits_for_two_ranks_of_a_node(tmp_path: Path) -> None:
     """Both ranks are on node n0."""
     for _ in range(2):
-        ends = [told(done) for done in probe(tmp_path, "plain", ELASTIC_RESUME_NODE_NAME="n0")]
+        ends = read_results(probe(tmp_path, "plain", nodes=("n0", "n0")))
         assert len({end["weight"] for end in ends}) == 1
     assert {e["rank"] for e in events.read_run(tmp_path / "probe") if e["event"] == "commit"} == {0}
 
 
 def test_node_with_two_ranks_receives_lost_checkpoint_once(tmp_path: Path) -> None:
     """Three ranks, n1 has two: one receives, the other loads from its slot."""
-    names = [
-        {"ELASTIC_RESUME_CKPT_DIR": str(tmp_path), "ELASTIC_RESUME_NODE_NAME": n} for n in ("n0", "n1", "n1")
-    ]
-    first = [told(done) for done in launch_ranks.run_ranks(3, PROBE, "plain", "4", env=names)]
+    first = read_results(probe(tmp_path, "plain", 4, nodes=("n0", "n1", "n1")))
     shutil.rmtree(tmp_path / "probe" / "n1")
-    again = [told(done) for done in launch_ranks.run_ranks(3, PROBE, "plain", "4", env=names)]
+    again = read_results(probe(tmp_path, "plain", 4, nodes=("n0", "n1", "n1")))
     assert [end["weight"] for end in again] == [end["weight"] for end in first]
     resumed = [e for e in events.read_run(tmp_path / "probe") if e["event"] == "resume"][-1]
-    assert (resumed["lacking"], resumed["source_node"]) == (["n1"], "n0")
+    assert (resumed["receiving_nodes"], resumed["source_node"]) == (["n1"], "n0")
     assert Catalog(tmp_path / "probe" / "n1", "probe").list_valid(read_data=True)
 
 
 def test_resume_never_keeps_old_checkpoints_and_must_refuses_empty_disk(tmp_path: Path) -> None:
     """Never ignores the old checkpoints without touching them."""
-    for done in probe(tmp_path, "plain", ELASTIC_RESUME_RESUME="must"):
-        assert done.returncode == 1
-        assert "no node has a checkpoint" in done.stderr
+    assert_refused(probe(tmp_path, "plain", ELASTIC_RESUME_RESUME="must"), "no node has a checkpoint")
     probe(tmp_path, "plain")
     kept = [entry.path.name for entry in Catalog(tmp_path / "probe" / "n0", "probe").list_valid()]
-    ends = [told(done) for done in probe(tmp_path, "plain", steps=12, ELASTIC_RESUME_RESUME="never")]
+    ends = read_results(probe(tmp_path, "plain", steps=12, ELASTIC_RESUME_RESUME="never"))
     assert [end["hooks"] for end in ends] == [[], []]
     left = [entry.path.name for entry in Catalog(tmp_path / "probe" / "n0", "probe").list_valid()]
     assert set(kept) < set(left), "the old lineage is set aside, not pruned"
@@ -211,90 +214,53 @@ def test_resume_never_keeps_old_checkpoints_and_must_refuses_empty_disk(tmp_path
 
 def test_failing_disk_costs_checkpoints_and_not_training(tmp_path: Path) -> None:
     """For four steps nothing large can be written; the next save works."""
-    done = probe(tmp_path, "full-disk", steps=10, size=1, EVERY="1000")[0]
-    assert told(done)["step"] == 10
+    (done,) = probe(tmp_path, "full-disk", steps=10, nodes=["n0"], EVERY="1000")
+    assert read_results([done])[0]["step"] == 10
     assert "was not saved" in done.stderr
     assert "Training goes on" in done.stderr
     kinds = [(e["event"], e["step"]) for e in events.read_run(tmp_path / "probe") if "commit" in e["event"]]
     refused = [("commit-failed", 4), ("commit-failed", 6)]
     # The last step is saved by the script, and again when its epoch is over.
     assert kinds == [("commit", 2), *refused, ("commit", 8), ("commit", 10), ("commit", 10)]
-    assert [
-        entry.step for entry in Catalog(tmp_path / "probe" / "n0", "probe").list_valid(read_data=True)
-    ] == [
-        10,
-        8,
-        2,
-    ]
+    entries = Catalog(tmp_path / "probe" / "n0", "probe").list_valid(read_data=True)
+    assert [entry.step for entry in entries] == [10, 8, 2]
 
 
 def test_unwritable_directory_fails_before_first_step(tmp_path: Path) -> None:
     """A file has the directory's name: one line, exit code 1, on every rank."""
     (tmp_path / "probe").write_text("not a directory")
-    for done in probe(tmp_path, "plain"):
-        assert done.returncode == 1
-        assert str(tmp_path / "probe") in done.stderr
-        assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("what", ["plain", "patched", "compiled", "sparse", "stepper", "own-ddp"])
-def test_run_ddp_keeps_unusual_models_unchanged(tmp_path: Path, what: str) -> None:
-    """Wrapped forward, torch.compile, sparse gradients, steps inside backward, the script's own DDP."""
-    each = [
-        {"ELASTIC_RESUME_CKPT_DIR": str(tmp_path), "ELASTIC_RESUME_NODE_NAME": f"n{rank}"}
-        for rank in range(2)
-    ]
-    for generation in (1, 2):
-        for done in launch_ranks.run_ranks(2, PROBE.with_name("odd_models.py"), what, env=each):
-            end = told(done)
-            assert end["generation"] == generation
-            assert end["same"], "building DDP changed the weights"
-            assert end["patched"] is (what == "patched")
+    assert_refused(probe(tmp_path, "plain"), str(tmp_path / "probe"))
 
 
 def test_receiver_without_slot_and_with_failing_disk_fails_all_ranks(tmp_path: Path) -> None:
-    """The source and the other receivers are in the same broadcasts: nobody may be left waiting in one.
+    """The source and the other receivers are in the same broadcasts, so no rank may keep waiting in one.
 
     With a slot to receive into the disk would cost only a checkpoint.
     """
-    probe(tmp_path, "plain", size=3)
+    probe(tmp_path, "plain", nodes=("n0", "n1", "n2"))
     shutil.rmtree(tmp_path / "probe" / "n1")
     shutil.rmtree(tmp_path / "probe" / "n2")
-    each = [
-        {"ELASTIC_RESUME_CKPT_DIR": str(tmp_path), "ELASTIC_RESUME_NODE_NAME": f"n{rank}"}
-        for rank in range(3)
-    ]
+    each = environments(tmp_path, "n0", "n1", "n2")
     each[1] |= {
         "ELASTIC_RESUME_FAILPOINTS": "commit.before-data=raise",
         "ELASTIC_RESUME_SNAPSHOT_MEMORY": "off",
     }
-    for done in launch_ranks.run_ranks(3, PROBE, "plain", "9", env=each, timeout_s=60):
-        assert done.returncode == 1
-        assert "failpoint commit.before-data" in done.stderr
-
-
-def test_cold_start_refuses_different_sample_orders(tmp_path: Path) -> None:
-    """Another seed on each rank would repeat some samples and skip others."""
-    for done in probe(tmp_path, "other-order"):
-        assert done.returncode == 1
-        assert "the order of samples (data) on rank 1" in done.stderr
+    ranks = launch_ranks.run_ranks(3, PROBE, "plain", "9", env=each, timeout_s=60)
+    assert_refused(ranks, "failpoint commit.before-data")
 
 
 def test_two_hosts_with_same_node_name_are_refused(tmp_path: Path) -> None:
     """Each has its own disk, so no lock sees both; nothing is quarantined."""
-    each = [
-        {"ELASTIC_RESUME_CKPT_DIR": str(tmp_path / str(rank)), "ELASTIC_RESUME_NODE_NAME": "ubuntu"}
-        for rank in range(2)
-    ]
-    for done in launch_ranks.run_ranks(2, PROBE, "plain", "3", env=each):
-        assert done.returncode == 1
-        assert "--node-name" in done.stderr
+    each = environments(tmp_path / "0", "ubuntu") + environments(tmp_path / "1", "ubuntu")
+    assert_refused(launch_ranks.run_ranks(2, PROBE, "plain", "3", env=each), "--node-name")
 
 
 def test_wrong_argument_is_one_line_and_deterministic_failure_event(tmp_path: Path) -> None:
     """The agent reads the event and does not restart."""
     log = tmp_path / "events.jsonl"
-    done = probe(tmp_path, "plain", size=1, ELASTIC_RESUME_KEEP="1", ELASTIC_RESUME_EVENTS_PATH=str(log))[0]
+    (done,) = probe(
+        tmp_path, "plain", nodes=["n0"], ELASTIC_RESUME_KEEP="1", ELASTIC_RESUME_EVENTS_PATH=str(log)
+    )
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
     failure = next(events.read(log))
@@ -314,6 +280,6 @@ def test_script_resumes_across_python_and_torchrun(tmp_path: Path) -> None:
         done = subprocess.run(
             [*command, str(PROBE), "plain", str(steps)], env=env, capture_output=True, text=True, check=False
         )
-        end = told(done)
+        (end,) = read_results([done])
         assert end["step"] == steps
         assert end["hooks"] == ([steps - 4] if steps > 4 else [])

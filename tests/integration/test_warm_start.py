@@ -35,13 +35,13 @@ DIFFERING_VARIABLES = {
 }  # fmt: skip
 
 
-def run(way: str, directory: Path, *words: str, code: int = 0) -> str:
-    """Run a job of two workers in a directory of its own; return the error output of the agent."""
-    directory.mkdir()
+def run(way: str, directory: Path, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run a job of two workers in ``directory``; return what it printed."""
+    directory.mkdir(exist_ok=True)
     command = [*WAYS[way], "--nproc-per-node=2", "--max-restarts=0", *words]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == code, done.stderr
-    return done.stderr
+    return done
 
 
 def read_logs(directory: Path, name: str) -> list[str]:
@@ -54,7 +54,7 @@ def test_script_behaves_the_same_warm_cold_and_under_torchrun(tmp_path: Path) ->
     facts: dict[str, list[dict[str, Any]]] = {}
     for way in WAYS:
         here = tmp_path / way
-        log = run(way, here, "--redirects=3", "--log-dir=logs", str(MIRROR), "chance-${local_rank}", "0")
+        done = run(way, here, "--redirects=3", "--log-dir=logs", str(MIRROR), "chance-${local_rank}", "0")
         out = read_logs(here, "stdout.log")
         assert [text.splitlines()[1:] for text in out] == [["a thread's last word", "at exit"]] * 2
         assert [without_leaks(text) for text in read_logs(here, "stderr.log")] == ["", ""]
@@ -63,7 +63,7 @@ def test_script_behaves_the_same_warm_cold_and_under_torchrun(tmp_path: Path) ->
             kinds = [event["event"] for event in events.read(next(here.rglob("events.jsonl")))]
             # A node that joined earlier would stop the other workers and have them wait for its imports.
             assert kinds.index("fork-server-ready") < kinds.index("round")
-            assert "starts cold" not in log
+            assert "starts cold" not in done.stderr
         for rank, seen in enumerate(facts[way]):
             seen["cwd"] = seen["cwd"].replace(way, "")
             environ = seen.pop("environ")
@@ -120,16 +120,8 @@ def test_logs_tee_error_files_and_virtual_ranks_work(way: str, tmp_path: Path) -
     here = tmp_path / way
     here.mkdir()
     (here / "fails.py").write_text(FAILS)
-    words = ["--tee=3", "--log-dir=logs", "--virtual-local-rank", "-m", "fails"]
-    done = subprocess.run(
-        [*WAYS[way], "--nproc-per-node=2", "--max-restarts=0", *words],
-        cwd=here,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
-    assert done.returncode == 1
+    flags = ["--tee=3", "--log-dir=logs", "--virtual-local-rank", "-m", "fails"]
+    done = run(way, here, *flags, code=1)
     assert "[default1]:rank 1 local 0" in done.stdout
     assert [text.splitlines()[0] for text in read_logs(here, "stdout.log")] == [
         "rank 0 local 0",
@@ -142,9 +134,6 @@ def test_logs_tee_error_files_and_virtual_ranks_work(way: str, tmp_path: Path) -
 @pytest.mark.parametrize("way", ["cold", "warm"])
 def test_no_python_worker_starts_cold(way: str, tmp_path: Path) -> None:
     """One log line says so."""
-    here = tmp_path / way
-    here.mkdir()
-    command = [*WAYS[way], "--nproc-per-node=2", "--no-python", "/bin/sh", "-c", "echo rank $RANK; exit 0"]
-    done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True, timeout=200)
+    done = run(way, tmp_path, "--no-python", "/bin/sh", "-c", "echo rank $RANK; exit 0")
     assert sorted(done.stdout.split()) == ["0", "1", "rank", "rank"]
     assert done.stderr.count("workers start cold: --no-python") == 1

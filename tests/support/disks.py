@@ -37,10 +37,7 @@ from tests.support import mounts
 
 FileSystem = Literal["ext4", "xfs"]
 MB = 1 << 20
-MIN_BYTES: Mapping[str, int] = {
-    "ext4": 16 * MB,
-    "xfs": 300 * MB,
-}  # mkfs.xfs refuses less; images are sparse
+MIN_BYTES = {"ext4": 16 * MB, "xfs": 300 * MB}  # mkfs.xfs refuses less; images are sparse
 _MKFS: Mapping[str, list[str]] = {
     "ext4": ["mkfs.ext4", "-q", "-F", "-m", "0", "-E", "lazy_itable_init=1,nodiscard"],
     "xfs": ["mkfs.xfs", "-q", "-f", "-K"],
@@ -49,7 +46,7 @@ _PACKAGES: Mapping[str, str] = {"ext4": "e2fsprogs", "xfs": "xfsprogs"}
 # As Debian mounts them; and no work in the background.
 _MOUNT_OPTIONS: Mapping[str, Mapping[str, str]] = {
     "ext4": {"errors": "remount-ro", "noinit_itable": ""},
-    "xfs": {"nouuid": ""},  # the former mount of it may still be there, in use by somebody
+    "xfs": {"nouuid": ""},  # its former mount may still be in use
 }
 _DRIVE_PROGRAM = Path(__file__).with_name("fuse_disk.py")
 _MOUNT_PROGRAM = Path(mounts.__file__)
@@ -100,9 +97,7 @@ class SimulatedDisk:
         self._drive_connection, line = socket.socketpair()
         self._lock = threading.Lock()  # one command at a time
         self._is_broken = False
-        self._keep_free_bytes: int | None = (
-            None  # of a disk that is to be full, whether or not it can be just now
-        )
+        self._is_full = False  # also of a broken disk, which is filled when mended
         # Descriptors: the drive's file system, with the disk as its root; the device; the mount.
         self._fuse_fd = self._device_fd = self._mount_fd = -1
         with line, self._machine_error("made"):
@@ -140,61 +135,52 @@ class SimulatedDisk:
 
         """
         self._require_open()
-        place = _MountPoint(pid, _mount_namespace(pid), target)
-        if place.namespace == _mount_namespace(os.getpid()):
-            raise UsageError(
-                f"process {pid} has the host's mounts: a disk is put into namespaces of their own."
-            )
-        with self._machine_error("put in place"):
-            self._attach(place)
-        self._mount_points.append(place)
+        mount_point = _MountPoint(pid, _mount_namespace(pid), target)
+        if mount_point.namespace == _mount_namespace(os.getpid()):
+            raise UsageError(f"process {pid} has the host's mounts; it needs its own mount namespace.")
+        with self._machine_error("mounted"):
+            self._attach(mount_point)
+        self._mount_points.append(mount_point)
 
-    # ---- what befalls it -----------------------------------------------------------------------------
+    # ---- faults --------------------------------------------------------------------------------------
 
-    def fill(self, keep_free_bytes: int = 0) -> None:
-        """Fill the disk up to ``keep_free_bytes``; a broken disk is filled when mended."""
+    def fill(self) -> None:
+        """Fill the disk; a broken disk is filled when mended."""
         self._require_open()
-        self._keep_free_bytes = keep_free_bytes
+        self._is_full = True
         if self._is_broken:
             return
-        with self._machine_error("filled"):
-            ballast = os.open(self.path / _FILLER_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                piece = self.size_bytes
-                while piece >= _MIN_FILL_BYTES:
-                    stat = os.fstatvfs(ballast)
-                    wanted = min(piece, stat.f_bavail * stat.f_frsize - keep_free_bytes)
-                    try:
-                        if wanted > 0:
-                            os.posix_fallocate(ballast, os.fstat(ballast).st_size, wanted)
-                    except OSError as error:
-                        if error.errno != errno.ENOSPC:
-                            raise
-                    piece //= 2
-            finally:
-                os.close(ballast)
+        with self._machine_error("filled"), open(self.path / _FILLER_FILE, "ab") as filler:
+            piece = self.size_bytes
+            while piece >= _MIN_FILL_BYTES:
+                stat = os.fstatvfs(filler.fileno())
+                size = min(piece, stat.f_bavail * stat.f_frsize)
+                try:
+                    if size:
+                        os.posix_fallocate(filler.fileno(), os.fstat(filler.fileno()).st_size, size)
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+                piece //= 2
 
     def free(self) -> None:
         """Undo `fill`."""
         self._require_open()
-        self._keep_free_bytes = None
-        if self._is_broken:
-            return
-        with self._machine_error("freed"):
-            (self.path / _FILLER_FILE).unlink(missing_ok=True)
+        self._is_full = False
+        if not self._is_broken:
+            with self._machine_error("freed"):
+                (self.path / _FILLER_FILE).unlink(missing_ok=True)
 
-    def fail(self, *, reads: bool = True, writes: bool = True) -> None:
+    def fail(self) -> None:
         """Fail reads and writes with EIO from now on, and drop the page cache."""
         self._drop_page_cache()
         self._is_broken = True
-        self._send_command("fail", *(["read"] if reads else []), *(["write"] if writes else []))
+        self._send_command("fail")
 
     def turn_read_only(self) -> None:
         """Turn the file system read-only (EROFS) as after an error; ext4 only."""
         if self.kind != "ext4":
-            raise UsageError(
-                f"{self.kind} does not go read-only after an error, it shuts down: `fail` does that."
-            )
+            raise UsageError(f"{self.kind} shuts down after an error: use `fail`.")
         self._is_broken = True
         with self._machine_error("turned read-only"):
             name = f"loop{os.minor(os.fstat(self._device_fd).st_rdev)}"
@@ -203,7 +189,7 @@ class SimulatedDisk:
     def limit_rate(self, bytes_per_s: float) -> None:
         """Limit reads and writes to this rate."""
         if bytes_per_s <= 0:
-            raise UsageError(f"{bytes_per_s} bytes a second: a disk is as slow as a number above 0 says.")
+            raise UsageError(f"{bytes_per_s} bytes a second: the limit must be above 0.")
         self._send_command("pace", str(bytes_per_s))
 
     def remove_rate_limit(self) -> None:
@@ -235,11 +221,11 @@ class SimulatedDisk:
             os.close(self._device_fd)
             self._device_fd = -1
             self._mount_device()
-            self._mount_points = [place for place in self._mount_points if place.exists()]
-            for place in self._mount_points:
-                self._attach(place)
+            self._mount_points = [point for point in self._mount_points if point.exists()]
+            for mount_point in self._mount_points:
+                self._attach(mount_point)
         self._is_broken = False
-        self.free() if self._keep_free_bytes is None else self.fill(self._keep_free_bytes)
+        self.fill() if self._is_full else self.free()
 
     def close(self) -> None:
         """Remove the disk; a second call does nothing."""
@@ -263,7 +249,7 @@ class SimulatedDisk:
             image.truncate(self.size_bytes)
             _make_file_system(self.kind, image.fileno())
             options = {"fd": str(fuse), "rootmode": "100600", "user_id": "0", "group_id": "0"}
-            # First, since a drive that is quick would find that it has nothing to serve, and end.
+            # Before the drive starts: it exits when it has nothing to serve.
             self._fuse_fd = mounts.make_detached_mount("fuse", options)
             handed = (fuse, image.fileno(), connection.fileno())
             self._drive = subprocess.Popen(
@@ -319,7 +305,7 @@ class SimulatedDisk:
 
     def _shut_down_file_system(self) -> None:
         """Stop all writes of the file system, including its log."""
-        with contextlib.suppress(OSError):  # it may have done so by itself: then xfs opens nothing
+        with contextlib.suppress(OSError):  # after an error xfs may have shut down already
             root = os.open(f"/proc/self/fd/{self._mount_fd}", os.O_RDONLY | os.O_CLOEXEC)
             try:
                 fcntl.ioctl(root, _SHUTDOWN, struct.pack("I", _NO_LOG_FLUSH))
@@ -336,9 +322,7 @@ class SimulatedDisk:
         except OSError:
             answer = b""
         if not answer:
-            raise MachineError(
-                f"the simulated disk in {self._directory}: the process that is its drive has died."
-            )
+            raise MachineError(f"the simulated disk in {self._directory}: its drive process has ended.")
         return int(answer)
 
     def _require_open(self) -> None:
@@ -346,13 +330,13 @@ class SimulatedDisk:
             raise UsageError("this simulated disk is closed.")
 
     @contextlib.contextmanager
-    def _machine_error(self, what: str) -> Iterator[None]:
+    def _machine_error(self, action: str) -> Iterator[None]:
         """Turn an OSError into a MachineError that names the disk and the requirements."""
         try:
             yield
         except OSError as error:
             raise MachineError(
-                f"the simulated disk in {self._directory} cannot be {what}: {error.strerror}. "
+                f"the simulated disk in {self._directory} cannot be {action}: {error.strerror}. "
                 "It takes root with CAP_SYS_ADMIN, and a kernel with loop, fuse and its file system."
             ) from error
 

@@ -1,7 +1,6 @@
-"""A stand-in for scikit-learn, of which examples/digits.py needs two functions: numbers of the same shapes.
+"""A stand-in for the two functions of scikit-learn that examples/digits.py needs.
 
-Importing the real one takes more than a second of a processor in each worker, which is most of what a test
-costs that starts dozens of them. tests/docs/test_examples.py runs the examples with the real one.
+Importing the real package takes each worker more than a second. tests/docs/test_examples.py uses it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def train_test_split(images, labels, test_size, **_):
 
 
 def write_fake_sklearn(directory: Path) -> str:
-    """Write it below ``place``; what PYTHONPATH has to say."""
+    """Write it below ``directory``; return the value of PYTHONPATH."""
     package = directory / "stand-in" / "sklearn"
     package.mkdir(parents=True)
     for name, text in FILES.items():

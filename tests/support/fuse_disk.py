@@ -106,7 +106,7 @@ class FuseDisk:
         self._connections = [connection]  # empty when the maker is gone
         self._last_handle = 0
         self._last_dead_handle = 0  # handles up to this one were open when the power went
-        self._failing_operations: set[int] = set()
+        self._is_failing = False
         self._bytes_per_s = 0.0
         self._idle_at = 0.0  # when a paced disk is done with what it was given
         self._handlers: dict[int, Callable[[memoryview], bytes]] = {
@@ -169,22 +169,22 @@ class FuseDisk:
 
     def _read(self, body: memoryview) -> bytes:
         handle, offset, size = IO_REQUEST.unpack_from(body)
-        self._delay_or_fail(READ, handle, size)
+        self._delay_or_fail(handle, size)
         return self._media.read(offset, min(size, self._media.size - offset))
 
     def _write(self, body: memoryview) -> bytes:
         handle, offset, size = IO_REQUEST.unpack_from(body)
-        self._delay_or_fail(WRITE, handle, size)
+        self._delay_or_fail(handle, size)
         self._media.write(offset, body[WRITE_HEADER_BYTES : WRITE_HEADER_BYTES + size])
         return struct.pack("<II", size, 0)
 
     def _sync(self, body: memoryview) -> bytes:
         handle: int = struct.unpack_from("<Q", body)[0]
-        self._delay_or_fail(WRITE, handle, 0)
+        self._delay_or_fail(handle, 0)
         self._media.flush()
         return b""
 
-    def _delay_or_fail(self, kind: int, handle: int, size: int) -> None:
+    def _delay_or_fail(self, handle: int, size: int) -> None:
         """Delay by the rate limit, or raise EIO."""
         now = time.monotonic()
         self._idle_at = max(self._idle_at, now - BURST_S)
@@ -194,26 +194,26 @@ class FuseDisk:
             ready, _, _ = select.select(self._connections, [], [], max(0.0, self._idle_at - time.monotonic()))
             if ready:
                 self._run_command()
-        if handle <= self._last_dead_handle or kind in self._failing_operations:
+        if handle <= self._last_dead_handle or self._is_failing:
             raise OSError(errno.EIO, "the disk does not work")
 
     def _run_command(self) -> None:
         """Execute a command; after the maker's exit, remove the rate limit to finish quickly."""
         line = self._connections[0]
-        said = line.recv(256).decode().split()
-        if not said:
+        words = line.recv(256).decode().split()
+        if not words:
             self._connections, self._bytes_per_s = [], 0.0
             return
-        verb, value = said[0], said[1] if len(said) > 1 else ""
+        verb, value = words[0], words[1] if len(words) > 1 else ""
         answer = 0
         if verb == "fail":
-            self._failing_operations = {{"read": READ, "write": WRITE}[word] for word in said[1:]}
+            self._is_failing = True
         elif verb == "pace":
             self._bytes_per_s = float(value)
             self._idle_at = 0.0
         elif verb == "swap":
             self._last_dead_handle = self._last_handle
-            self._failing_operations = set()
+            self._is_failing = False
         elif verb == "off":
             self._last_dead_handle = self._last_handle
             answer = self._media.lose_power(int(value))

@@ -84,7 +84,7 @@ class HeartbeatJob:
         )
 
     def wait_for_output(self, index: int, text: str) -> None:
-        """Wait until a node has printed that."""
+        """Wait until a node has printed ``text``."""
         self.cluster.wait(lambda: text in self.cluster.output(index), f"n{index} to say {text!r}")
 
     def wait_idle(self, index: int) -> None:

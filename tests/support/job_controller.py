@@ -1,8 +1,7 @@
-"""What Kubernetes' Job controller makes of the ends of pods: a pure model of an Indexed Job's rules.
+"""A pure model of the rules by which Kubernetes' Job controller judges the ends of an Indexed Job's pods.
 
-Promise: the same ends in the same order give the same verdicts. After the API reference of batch/v1 and the
-KEPs 3329 (podFailurePolicy), 3850 (backoffLimitPerIndex) and 3998 (successPolicy); not the controller's code,
-and no API server was asked. Does not know pods, time or machines.
+It follows the API reference of batch/v1 and the KEPs 3329 (podFailurePolicy), 3850 (backoffLimitPerIndex) and
+3998 (successPolicy). It was not compared with the controller's code or with an API server.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ Verdict = Literal["replace", "index done", "index failed", "job done", "job fail
 
 @dataclass
 class JobController:
-    """One Indexed Job: its ``spec``, and what has come of its indexes so far."""
+    """One Indexed Job: its ``spec``, and the outcomes of its indexes so far."""
 
     spec: Mapping[str, Any]
     failures_by_index: Counter[int] = field(default_factory=Counter)
@@ -27,7 +26,7 @@ class JobController:
 
     @property
     def completions(self) -> int:
-        """How many indexes there are."""
+        """Return the number of indexes."""
         return int(self.spec.get("completions", 1))
 
     def handle_pod_end(
@@ -36,8 +35,8 @@ class JobController:
         """Judge a pod's end.
 
         Args:
-            index: the pod's.
-            codes: exit codes by container; of one that a signal killed, 128 and its number.
+            index: index of the pod.
+            exit_codes: exit codes by container; 128 + n if signal n killed it.
             disrupted: whether the pod has the condition DisruptionTarget.
 
         """
@@ -74,7 +73,7 @@ class JobController:
         return "replace"
 
     def _policy_action(self, codes: Mapping[str, int], *, disrupted: bool) -> str:
-        """What the first rule that matches says; Count where none does."""
+        """Return the action of the first rule that matches; Count if none matches."""
         for rule in self.spec.get("podFailurePolicy", {}).get("rules", []):
             if _rule_matches(rule, codes, disrupted=disrupted):
                 return str(rule["action"])
@@ -97,8 +96,10 @@ def _rule_matches(rule: Mapping[str, Any], codes: Mapping[str, int], *, disrupte
             (one["type"], str(one.get("status", "True"))) == ("DisruptionTarget", "True")
             for one in rule["onPodConditions"]
         )
-    asked = rule["onExitCodes"]
-    found = [code for name, code in codes.items() if code != 0 and asked.get("containerName", name) == name]
-    if asked["operator"] == "In":
-        return any(code in asked["values"] for code in found)
-    return any(code not in asked["values"] for code in found)
+    condition = rule["onExitCodes"]
+    found = [
+        code for name, code in codes.items() if code != 0 and condition.get("containerName", name) == name
+    ]
+    if condition["operator"] == "In":
+        return any(code in condition["values"] for code in found)
+    return any(code not in condition["values"] for code in found)

@@ -1,7 +1,7 @@
-"""Starts the ranks of a world by hand, as N nodes, without any agent.
+"""Start the ranks of a world as N nodes without any agent.
 
-They are forked from a zygote, as an agent's workers are: what a script does is the same
-(tests/integration/test_forkserver.py), and minutes do not go into importing torch again and again.
+They are forked from a fork server, like an agent's workers (tests/integration/test_forkserver.py), which
+saves the import of torch.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from elastic_resume.agent.workers import launcher_shim
 from elastic_resume.agent.workers.forkserver_manager import ForkServerManager
 from elastic_resume.testing.backends import find_free_port
 
-THREAD_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # which only a new process heeds: the zygote has to have it too
+THREAD_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # only a new process reads it, so the fork server needs it too
 
 
 @functools.cache
 def start_fork_server() -> str:
-    """Start this process's zygote; give its name."""
+    """Start the fork server of this process; return its name."""
     before = dict(os.environ)
     os.environ.update(THREAD_ENVIRONMENT)
-    warmth = ForkServerManager([sys.executable, "-u", "x.py"], [], log=print, emit=lambda *_, **__: None)
-    warmth.start()
-    atexit.register(warmth.close)
+    manager = ForkServerManager([sys.executable, "-u", "x.py"])
+    manager.start()
+    atexit.register(manager.close)
     name = os.environ[constants.ENV_FORK_SERVER]
     os.environ.clear()
     os.environ.update(before)
@@ -37,7 +37,7 @@ def start_fork_server() -> str:
 
 
 def rank_environment(rank: int, world_size: int, port: int, **more: str) -> dict[str, str]:
-    """What torchrun would set for ``rank`` of ``size``, each on a node of its own."""
+    """Return the variables that torchrun sets for a rank that is alone on its node."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("ELASTIC_RESUME_", "TORCHELASTIC_"))}
     return {
         **kept,
@@ -61,24 +61,15 @@ def run_ranks(
     stderr: Mapping[int, int] | None = None,
     timeout_s: float = 120,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run ``script`` on every rank to its end; give what each printed.
+    """Run ``script`` on every rank to its end; return the output of each.
 
-    ``env``: more for each rank; ``stderr``: a descriptor in the place of a rank's, which is not read then.
+    ``env``: further variables of each rank. ``stderr``: descriptors that replace a rank's stderr.
     """
-    port = find_free_port("")  # where rank 0's store listens, at all addresses
+    port = find_free_port("")  # rank 0's store listens at all addresses
+    shim = [sys.executable, "-I", "-S", launcher_shim.__file__, "0"]
     started = [
         subprocess.Popen(
-            [
-                sys.executable,
-                "-I",
-                "-S",
-                launcher_shim.__file__,
-                "0",
-                sys.executable,
-                "-u",
-                str(script),
-                *args,
-            ],
+            [*shim, sys.executable, "-u", str(script), *args],
             env={
                 **rank_environment(rank, world_size, port, **(env[rank] if env else {})),
                 constants.ENV_FORK_SERVER: start_fork_server(),

@@ -1,4 +1,4 @@
-"""Drops the reports of leaks that triton prints at exit from torch 2.15 on: they are nobody's output."""
+"""Remove the leak reports that triton prints at exit from torch 2.15 on."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ _REPORT = re.compile(
 
 
 def without_leaks(stderr: str) -> str:
-    """Return ``stderr`` without nanobind's reports, and with everything else as it is."""
+    """Return ``stderr`` without nanobind's reports."""
     return _REPORT.sub("", stderr)

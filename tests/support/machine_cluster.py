@@ -64,7 +64,7 @@ class MachineBackend(LoopbackBackend):
                 Machines(
                     names,
                     disks={"/dev/shm": shm_bytes, TEMPORARY_DIR: DISK_BYTES},  # noqa: S108  the machine's own
-                    bind={"/tmp": "/tmp", str(directory): directory},  # noqa: S108  where tests lay scripts
+                    bind={"/tmp": "/tmp", str(directory): directory},  # noqa: S108  tests write scripts there
                 )
             )
             self._disks = [stack.enter_context(SimulatedDisk(directory, disk_bytes)) for _ in names]
@@ -99,11 +99,11 @@ class MachineBackend(LoopbackBackend):
         try:
             if down:
                 self._machines.boot(*down, memory_bytes=self._memory_bytes)
-            for index in down if self._ckpt_dirs else ():  # else they share a folder of the host
+            for index in down if self._ckpt_dirs else ():  # otherwise they share a directory of the host
                 self._disks[index].mount_in_namespace(
                     self._machines.init_pid(index), str(self._ckpt_dirs[index])
                 )
-        except BaseException:  # older kernels put no disk in place that has failed, and the host's is none
+        except BaseException:  # older kernels cannot mount a failed disk
             self._machines.crash(*down)
             raise
 
@@ -125,7 +125,7 @@ class MachineBackend(LoopbackBackend):
         with contextlib.suppress(psutil.NoSuchProcess):
             found += [psutil.Process(pid) for pid in roots]
             found += found[0].children(recursive=True) if found else []
-        with contextlib.suppress(psutil.NoSuchProcess):  # who has lost a parent there
+        with contextlib.suppress(psutil.NoSuchProcess):  # processes without their parent
             found += psutil.Process(self._machines.init_pid(index)).children(recursive=True)
         return found
 
@@ -135,7 +135,7 @@ class MachineBackend(LoopbackBackend):
 
     @property
     def network(self) -> VirtualNetwork:
-        """The links, which can be cut."""
+        """Return the virtual network of the machines."""
         return self._machines.network
 
     def poweroff(self, indices: Collection[int]) -> None:
@@ -146,9 +146,9 @@ class MachineBackend(LoopbackBackend):
             self._disks[index].lose_power(secrets.randbelow(1 << 30))
         self.crash(indices)
         for index in indices:
-            self._disks[index].mend()  # nobody is there to use it; so it can be read
+            self._disks[index].mend()  # so that this process can read it
 
-    def disk(self, index: int) -> SimulatedDisk:  # type: ignore[override]  # it can do more
+    def disk(self, index: int) -> SimulatedDisk:  # type: ignore[override]  # it has more methods
         """Return the node's disk."""
         return self._disks[index]
 
@@ -244,8 +244,8 @@ class MachineCluster(Cluster):
         with contextlib.suppress(OSError):
             path = self.nodes[index].directory / constants.EVENTS_FILE
             there = set(path.read_bytes().splitlines(keepends=True))
-        told = self._events_before_fault.pop(index, b"").splitlines(keepends=True)
-        lost = [line for line in told if line not in there and line.endswith(b"\n")]
+        written = self._events_before_fault.pop(index, b"").splitlines(keepends=True)
+        lost = [line for line in written if line not in there and line.endswith(b"\n")]
         if lost:
             with open(self.run_dir / constants.PEER_EVENTS_FILE, "ab") as log:
                 log.writelines(lost)

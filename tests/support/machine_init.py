@@ -18,9 +18,9 @@ from typing import Any
 MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE = 4096, 8192, 16384, 1 << 18
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_STAGING_DIR = "/tmp"  # noqa: S108  a folder that every system has; what is mounted there, only this process sees
+_STAGING_DIR = "/tmp"  # noqa: S108  it exists on every system; only this process sees the mounts
 
-_OWN_DEVICES: set[int] = set()  # devices of the file systems that were made here
+_OWN_DEVICES: set[int] = set()  # of the file systems mounted here
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
@@ -39,7 +39,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 def make_root(config: dict[str, Any]) -> None:
     """Build this machine's root above the host's and change to it."""
     mount("none", "/", flags=MS_REC | MS_PRIVATE)
-    # Held open: what lies below /tmp is out of sight from here on.
+    # Held open, because the new mount hides everything below /tmp.
     held = {target: os.open(source, os.O_PATH) for target, source in config["bind"].items()}
     top = list(os.scandir("/"))
     _mount_tmpfs(_STAGING_DIR, 16 << 20, "755")
@@ -61,12 +61,9 @@ def make_root(config: dict[str, Any]) -> None:
     for target, descriptor in held.items():
         source = f"/proc/self/fd/{descriptor}"
         _create_mount_point(_STAGING_DIR + target, is_dir=Path(source).is_dir())
-        # With all that is mounted below it, but for this stage itself.
-        mount(
-            source,
-            _STAGING_DIR + target,
-            flags=MS_BIND if config["bind"][target] == _STAGING_DIR else MS_BIND | MS_REC,
-        )
+        # With the mounts below it, except for the staging directory itself.
+        recursive = 0 if config["bind"][target] == _STAGING_DIR else MS_REC
+        mount(source, _STAGING_DIR + target, flags=MS_BIND | recursive)
         os.close(descriptor)
     os.chdir(_STAGING_DIR)
     mount(".", "/", flags=MS_MOVE)
@@ -81,10 +78,10 @@ def _mount_tmpfs(target: str, size_bytes: int, mode: str) -> None:
 
 def _write_hosts(text: str) -> None:
     """Mount a writable nameless file in memory over /etc/hosts."""
-    nursery = _STAGING_DIR + "/.hosts"
-    Path(nursery).write_text(text)
-    mount(nursery, _STAGING_DIR + "/etc/hosts", flags=MS_BIND)
-    Path(nursery).unlink()
+    file = Path(_STAGING_DIR, ".hosts")
+    file.write_text(text)
+    mount(str(file), _STAGING_DIR + "/etc/hosts", flags=MS_BIND)
+    file.unlink()
 
 
 def _create_mount_point(target: str, *, is_dir: bool) -> None:
@@ -116,24 +113,24 @@ def reap_orphans() -> None:
 
 def main() -> None:
     """Set up the machine, then run its command or reap orphans."""
-    told = json.loads(sys.argv[1])
-    line = told["line"]
+    config = json.loads(sys.argv[1])
+    status_fd = config["line"]
     try:
         _LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if told["group"]:
-            Path(told["group"], "cgroup.procs").write_text("0")  # whoever writes
-        name = told["name"].encode()
+        if config["group"]:
+            Path(config["group"], "cgroup.procs").write_text("0")
+        name = config["name"].encode()
         _LIBC.sethostname(name, len(name))
-        make_root(told)
+        make_root(config)
     except OSError as error:
-        os.write(line, f"{error.filename}: {error.strerror}\n".encode())
+        os.write(status_fd, f"{error.filename}: {error.strerror}\n".encode())
         sys.exit(1)
-    os.write(line, b"ready\n")
-    os.close(line)
-    if told["argv"]:
+    os.write(status_fd, b"ready\n")
+    os.close(status_fd)
+    if config["argv"]:
         with contextlib.suppress(OSError):
-            os.chdir(told["cwd"])
-        os.execvp(told["argv"][0], told["argv"])  # noqa: S606
+            os.chdir(config["cwd"])
+        os.execvp(config["argv"][0], config["argv"])  # noqa: S606
     reap_orphans()
 
 

@@ -31,17 +31,13 @@ from tests.support.namespaces import MemoryLimit
 from tests.support.paths import ROOT
 
 MB = 1 << 20
-DISKS = {"/tmp": 256 * MB, "/scratch": 256 * MB, "/dev/shm": 64 * MB}  # noqa: S108  the machine's own
-"""Folders in memory and their sizes in bytes; /dev/shm as containers have it."""
+DISKS = {"/tmp": 256 * MB, "/scratch": 256 * MB, "/dev/shm": 64 * MB}  # noqa: S108  of the machine
+"""Directories in memory and their sizes in bytes; /dev/shm has the size that containers have."""
 
 _INIT_PROGRAM = Path(__file__).with_name("machine_init.py")
-_NAMESPACE_KINDS = (
-    "mnt",
-    "uts",
-    "ipc",
-)  # and net, which is there before the machine is; pid is entered by a fork
+_NAMESPACE_KINDS = ("mnt", "uts", "ipc")  # `VirtualNetwork` makes net; a fork enters pid
 _UNSHARE_FLAGS = {"mnt": "mount", "uts": "uts", "ipc": "ipc"}
-# Words: folder, control group or nothing, command.
+# Arguments: working directory, control group or "", command.
 _ENTER_SCRIPT = """
 cd / && cd "$1" 2>/dev/null
 [ -z "$2" ] || echo 0 > "$2/cgroup.procs" || exit 126
@@ -57,10 +53,10 @@ class _RunningMachine:
 
     init_process: subprocess.Popen[bytes]
     namespaces: dict[str, int]
-    hosts_file_fd: int | None  # its file of names; None where it ended before that could be opened
+    hosts_file_fd: int | None  # None if the machine ended before the file could be opened
     memory_limit: MemoryLimit
     started_processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    """What came from outside: process 1 ends only when their parents have waited for them."""
+    """Processes of `Machines.run`. Process 1 ends only when this process has waited for them."""
 
 
 class Machines:
@@ -73,29 +69,25 @@ class Machines:
         disks: Mapping[str, int] | None = None,
         bind: Mapping[str, str | Path] | None = None,
     ) -> None:
-        """Lay the network; `boot` starts a machine.
+        """Create the network; `boot` starts a machine.
 
         Args:
-            names: the machines' host names; they are known to each other by them.
-            disks: folders in memory with their sizes in bytes, of every machine; default: `DISKS`.
-            bind: path inside -> file or folder of the host that is to be there, of every machine.
+            names: the machines' host names, which all machines can resolve.
+            disks: directories in memory of every machine, with their sizes in bytes; default: `DISKS`.
+            bind: path inside every machine -> file or directory of the host.
 
         Raises:
-            MachineError: `hosts.available` says why not.
+            MachineError: `virtual_network.unavailable_reason` says why.
 
         """
         self._names = list(names)
         self._disks = dict(DISKS if disks is None else disks)
-        self._bind = {
-            **_interpreter_dirs(self._disks),
-            **{to: str(source) for to, source in (bind or {}).items()},
-        }
+        self._bind = {**_interpreter_dirs(self._disks), **_as_text(bind)}
         self._running_machines: dict[int, _RunningMachine] = {}
         self._name_tables: dict[int, str] = {}
         self.network = VirtualNetwork(len(self._names))
-        """The machines' network, for partitions and links that are lost in one direction."""
-        # The kernel binds a process's life to the thread that made it, and a namespace for process ids to
-        # the thread that entered it: so one thread makes all processes, and lives as long as the machines.
+        # The kernel kills a process when the thread that forked it ends, and a thread enters a pid namespace
+        # for its children only. So one thread starts all processes and lasts as long as the machines.
         self._process_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="machines")
         namespaces.remove_stale_groups()
 
@@ -111,17 +103,17 @@ class Machines:
         self.close()
 
     def name(self, index: int) -> str:
-        """The machine's host name."""
+        """Return the machine's host name."""
         return self._names[index]
 
     def address(self, index: int) -> str:
-        """The machine's IPv4 address."""
+        """Return the machine's IPv4 address."""
         return self.network.address(index)
 
     def is_up(self, index: int) -> bool:
         """Whether the machine runs."""
-        up = self._running_machines.get(index)
-        return up is not None and up.init_process.poll() is None
+        running = self._running_machines.get(index)
+        return running is not None and running.init_process.poll() is None
 
     # ---- life ----------------------------------------------------------------------------------------
 
@@ -139,23 +131,23 @@ class Machines:
         stdout: _File = subprocess.DEVNULL,
         stderr: _File = subprocess.DEVNULL,
     ) -> list[subprocess.Popen[bytes]]:
-        """Start machines that are down (all, where none is named), with empty disks; give their process 1.
+        """Start machines that are down (default: all) with empty disks; return their first processes.
 
         Args:
-            indices: which.
-            name: a host name other than before; it stays.
-            new_address: take an address that no machine had; the former one answers no more.
-            disks: folders in memory, added to those of all machines; size 0 takes one of those away.
-            bind: path inside -> file or folder of the host, added to that of all machines.
-            memory_bytes: what its processes may use together; the kernel kills one that takes more.
-            argv: what is to be process 1 in the reaper's place, as in a container; with it, the machine ends.
-            env: the environment of ``argv``; default: of this process.
-            cwd: the folder of ``argv``; default: this process's where it is seen inside, else /.
-            stdout: where ``argv`` prints to, as for Popen.
-            stderr: likewise.
+            indices: indices of the machines.
+            name: new host name.
+            new_address: take an address that no machine had; the former one no longer answers.
+            disks: further directories in memory; size 0 removes one of `DISKS`.
+            bind: further paths inside -> file or directory of the host.
+            memory_bytes: memory limit of all processes together; the kernel kills one that exceeds it.
+            argv: command that runs as process 1, as in a container; the machine ends with it.
+            env: environment of ``argv``; default: of this process.
+            cwd: directory of ``argv``; default: of this process if it exists inside, else /.
+            stdout: output of ``argv``, as for Popen.
+            stderr: as for Popen.
 
         Raises:
-            MachineError: what could not be made, and why; the others are up.
+            MachineError: a machine could not be started; the others are up.
 
         """
         started, found, failures = [], [], []
@@ -168,16 +160,19 @@ class Machines:
             if new_address:
                 self.network.change_address(index)
             self.network.restore_link(index)
-            told = {
+            config = {
                 "disks": {to: size for to, size in {**self._disks, **(disks or {})}.items() if size},
-                "bind": {**self._bind, **{to: str(source) for to, source in (bind or {}).items()}},
+                "bind": {**self._bind, **_as_text(bind)},
                 "argv": list(argv),
                 "cwd": str(cwd or Path.cwd()),
                 "name": self.name(index),
             }
             files = (stdout, stderr) if argv else (subprocess.DEVNULL, None)
             started.append(
-                (index, self._process_thread.submit(self._start_init, index, told, memory_bytes, files, env))
+                (
+                    index,
+                    self._process_thread.submit(self._start_init, index, config, memory_bytes, files, env),
+                )
             )
         for index, future in started:
             try:
@@ -202,34 +197,28 @@ class Machines:
         stdout: _File = None,
         stderr: _File = None,
     ) -> subprocess.Popen[bytes]:
-        """Start a process on a machine; the id that is given back is the one to signal.
+        """Start a process on a machine; signals to the returned process reach the command itself.
 
-        Args:
-            index: where.
-            argv: the command, found on the machine; exit code 127 says that there is none.
-            env: its environment; default: of this process.
-            cwd: its folder; default: this process's where it is seen on the machine, else /.
-            stdin: as for Popen.
-            stdout: as for Popen.
-            stderr: as for Popen.
+        Exit code 127: the machine has no such command. ``cwd`` defaults to the directory of this process if
+        it exists inside, else /. The other arguments are those of Popen.
 
         Raises:
             UsageError: the machine is down.
 
         """
-        up = self._require_running(index)
-        # No Python runs between fork and exec: one fork in thousands of a process with threads would hang.
+        running = self._require_running(index)
+        # No Python runs between fork and exec: one of thousands of forks of a threaded process would hang.
         nsenter, network, _ = self.network.wrap_command(index, [])
-        doors = [
-            f"--{_UNSHARE_FLAGS[kind]}=/proc/{os.getpid()}/fd/{up.namespaces[kind]}"
+        entered = [
+            f"--{_UNSHARE_FLAGS[kind]}=/proc/{os.getpid()}/fd/{running.namespaces[kind]}"
             for kind in _NAMESPACE_KINDS
         ]
-        words = [str(cwd or Path.cwd()), up.memory_limit.group_path, *argv]
+        words = [str(cwd or Path.cwd()), running.memory_limit.group_path, *argv]
 
         def start() -> subprocess.Popen[bytes]:
-            with namespaces.children_in_pid_namespace(up.namespaces["pid"]):
+            with namespaces.children_in_pid_namespace(running.namespaces["pid"]):
                 return subprocess.Popen(
-                    [nsenter, network, *doors, "--", "/bin/sh", "-c", _ENTER_SCRIPT, "sh", *words],
+                    [nsenter, network, *entered, "--", "/bin/sh", "-c", _ENTER_SCRIPT, "sh", *words],
                     env=None if env is None else dict(env),
                     stdin=stdin,
                     stdout=stdout,
@@ -237,13 +226,13 @@ class Machines:
                     start_new_session=True,
                 )
 
-        up.started_processes = [each for each in up.started_processes if each.poll() is None]
+        running.started_processes = [each for each in running.started_processes if each.poll() is None]
         started = self._process_thread.submit(start).result()
-        up.started_processes.append(started)
+        running.started_processes.append(started)
         return started
 
     def init_pid(self, index: int) -> int:
-        """Give the id of a machine's process 1.
+        """Return the process id of a machine's process 1.
 
         Raises:
             UsageError: the machine is down.
@@ -260,28 +249,28 @@ class Machines:
             self._reap_machine(index)
 
     def poweroff(self, *indices: int) -> None:
-        """Cut the power of machines: links become silent, then all processes end, and peers get no packet."""
+        """Drop all packets of machines, then kill their processes; peers see no connection end."""
         for index in indices:
             self.network.cut(index)
         self.crash(*indices)
 
     def cut(self, index: int) -> None:
-        """Make a machine's link silent."""
+        """Drop all packets of a machine."""
         self.network.cut(index)
 
     def path(self, index: int, path_inside: str) -> Path:
-        """Return where the maker finds a file of a running machine."""
+        """Return the path of a running machine's file for this process."""
         if not self.is_up(index):
             raise UsageError(f"{self.name(index)} is down, and its disks are gone.")
         return Path(f"/proc/{self._running_machines[index].init_process.pid}/root") / path_inside.lstrip("/")
 
     def oom_kill_count(self, index: int) -> int:
         """Return how many processes the kernel killed for exceeding the machine's memory limit."""
-        up = self._running_machines.get(index)
-        return up.memory_limit.oom_kill_count() if up is not None else 0
+        running = self._running_machines.get(index)
+        return running.memory_limit.oom_kill_count() if running is not None else 0
 
     def set_known_names(self, index: int, names: Mapping[str, str]) -> None:
-        """Make a machine know these names (name -> address) and no others, also after it boots again."""
+        """Let a machine resolve these names (name -> address) and no others, also after a reboot."""
         self._name_tables[index] = "".join(f"{address} {name}\n" for name, address in names.items())
         self._write_hosts_file(index)
 
@@ -305,12 +294,8 @@ class Machines:
         limit = namespaces.MemoryLimit(memory_bytes)
         here, there = os.pipe()
         config = {**config, "line": there, "hosts": self._hosts_file_text(index), "group": limit.group_path}
-        unshare = [
-            "unshare",
-            *(f"--{_UNSHARE_FLAGS[kind]}" for kind in _NAMESPACE_KINDS),
-            "--propagation",
-            "unchanged",
-        ]
+        flags = (f"--{_UNSHARE_FLAGS[kind]}" for kind in _NAMESPACE_KINDS)
+        unshare = ["unshare", *flags, "--propagation", "unchanged"]
         python = [sys.executable, "-I", "-S", str(_INIT_PROGRAM), json.dumps(config)]
         try:
             with namespaces.children_in_pid_namespace(None):
@@ -334,13 +319,13 @@ class Machines:
     def _wait_until_ready(
         self, index: int, init_process: subprocess.Popen[bytes], status_fd: int, limit: namespaces.MemoryLimit
     ) -> subprocess.Popen[bytes]:
-        with open(status_fd, "rb") as said:
-            word = said.readline().decode().strip()
-        if word != "ready":
+        with open(status_fd, "rb") as pipe:
+            status = pipe.readline().decode().strip()
+        if status != "ready":
             init_process.kill()
             init_process.wait()
             limit.close()
-            raise MachineError(f"{self.name(index)} does not start: {word or 'its first process died'}.")
+            raise MachineError(f"{self.name(index)} does not start: {status or 'its first process died'}.")
         spaces = {
             kind: os.open(f"/proc/{init_process.pid}/ns/{kind}", os.O_RDONLY)
             for kind in (*_NAMESPACE_KINDS, "pid")
@@ -356,33 +341,31 @@ class Machines:
         return self._running_machines[index]
 
     def _reap_machine(self, index: int) -> None:
-        up = self._running_machines.pop(index, None)
-        if up is None:
+        running = self._running_machines.pop(index, None)
+        if running is None:
             return
         try:
-            for each in (*up.started_processes, up.init_process):
+            for each in (*running.started_processes, running.init_process):
                 each.wait(fork_server.KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             raise MachineError(
                 f"{self.name(index)}: a process sleeps in the kernel and does not end."
             ) from None
-        for descriptor in (
-            *up.namespaces.values(),
-            *([] if up.hosts_file_fd is None else [up.hosts_file_fd]),
-        ):
-            os.close(descriptor)
-        up.memory_limit.close()
+        for descriptor in (*running.namespaces.values(), running.hosts_file_fd):
+            if descriptor is not None:
+                os.close(descriptor)
+        running.memory_limit.close()
 
     def _write_hosts_file(self, index: int) -> None:
         """Write the machine's /etc/hosts if it runs."""
-        up = self._running_machines.get(index)
-        if up is not None and up.hosts_file_fd is not None:
+        running = self._running_machines.get(index)
+        if running is not None and running.hosts_file_fd is not None:
             text = self._hosts_file_text(index).encode()
-            os.pwrite(up.hosts_file_fd, text, 0)
-            os.ftruncate(up.hosts_file_fd, len(text))
+            os.pwrite(running.hosts_file_fd, text, 0)
+            os.ftruncate(running.hosts_file_fd, len(text))
 
     def _hosts_file_text(self, index: int) -> str:
-        # No machine is 127.0.1.1, as Debian has it: who asks for its own name is to get what others get.
+        # Unlike Debian, without 127.0.1.1: a machine resolves its own name to the address that others use.
         known = self._name_tables.get(index)
         if known is None:
             known = "".join(f"{self.address(each)} {self.name(each)}\n" for each in range(len(self)))
@@ -399,10 +382,14 @@ def _open_hosts_file(init_process: subprocess.Popen[bytes]) -> int | None:
         found = os.open(f"/proc/{init_process.pid}/root/etc/hosts", os.O_RDWR | os.O_CLOEXEC)
     except OSError:  # a container may end at any moment
         return None
-    if os.fstat(found).st_nlink:  # `pid1` takes the name of its own away: this is the host's
+    if os.fstat(found).st_nlink:  # the machine's own file has no name: this is the host's
         os.close(found)
         return None
     return found
+
+
+def _as_text(bind: Mapping[str, str | Path] | None) -> dict[str, str]:
+    return {target: str(source) for target, source in (bind or {}).items()}
 
 
 def _interpreter_dirs(disks: Mapping[str, int]) -> dict[str, str]:

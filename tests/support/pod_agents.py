@@ -1,8 +1,8 @@
-"""In simulated pods: `elastic-resume` starts in a moment, forked from a process that has imported torch.
+"""Start `elastic-resume` in simulated pods as a fork of a process that has imported torch.
 
-A pod's PATH leads to `SHIM` as tini: it is process 1, and does what tini does. Its child comes from the
-nursery, in all of the pod's namespaces and its control group. What is left out of a real start is seconds of
-importing. A host named by `Agents.really` starts the real command, once.
+A pod's PATH leads to `SHIM` as tini: it is process 1, and does what tini does. Its child is forked by
+`pod_fork_server_main` into the pod's namespaces and control group, which saves seconds of imports.
+`use_real_start` makes the next start on a host a real one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class PodAgentServer:
     """Forks agents for the pods of one job."""
 
     def __init__(self, fork_server: AgentForkServer, control_dir: Path) -> None:
-        """``control`` is each pod's /control."""
+        """Serve ``control_dir``, which is /control in each pod."""
         self._fork_server, self._control_dir = fork_server, control_dir
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(control_dir / "agents"))
@@ -69,10 +69,10 @@ class PodAgentServer:
         (control_dir / "tini").chmod(0o755)
         threading.Thread(target=self._serve, daemon=True).start()
         self.image_environment = {"PATH": f"/control:{IMAGE_ENVIRONMENT['PATH']}"}
-        """Of the pods."""
+        """Variables of the pods' image."""
 
     def use_real_start(self, host: str) -> None:
-        """Let the next start there be a real one."""
+        """Make the next start on this host a real one."""
         (self._control_dir / f"really-{host}").touch()
 
     def _serve(self) -> None:
@@ -81,28 +81,28 @@ class PodAgentServer:
             threading.Thread(target=self._handle_request, args=[line], daemon=True).start()
 
     def _handle_request(self, connection: socket.socket) -> None:
-        """Let an agent be born beside who asks; say so when it is that one's child."""
+        """Fork an agent into the caller's pod; answer when it is the caller's child."""
         with connection:
             try:
-                told, (output,) = fork_server_main.receive(connection, 1)
+                request, (output,) = fork_server_main.receive(connection, 1)
             except (OSError, EOFError):  # the pod has ended already
                 return
             (pod, _, _) = struct.unpack(
                 "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             )
-            command = [sys.executable, "-m", "elastic_resume", *told["argv"]]
-            cwd = Path(told["cwd"])
-            between = self._fork_server.fork(
-                command, told["env"], output, cwd=cwd, beside=pod, group=find_control_group(pod)
+            command = [sys.executable, "-m", "elastic_resume", *request["argv"]]
+            cwd = Path(request["cwd"])
+            middle = self._fork_server.fork(
+                command, request["env"], output, cwd=cwd, beside=pod, group=find_control_group(pod)
             )
             os.close(output)
-            between.wait()
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+            middle.wait()
+            with contextlib.suppress(OSError):  # the pod has ended
                 connection.sendall(b"!")
 
 
 def find_control_group(pid: int) -> str:
-    """The control group that limits the memory of a machine of ours."""
+    """Return the control group of the simulated machine that has this process; empty if none."""
     own = MemoryCgroup.find_own()
     for group in own.directory.glob(f"*-{os.getpid()}-*") if own else ():
         with contextlib.suppress(OSError):  # the group of a pod that has just ended

@@ -1,4 +1,4 @@
-"""The nursery of simulated pods: what it forks moves in beside a pod's first process, as that one's child."""
+"""The fork server of simulated pods: its forks enter a pod as children of the pod's first process."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _set_up_agent = fork_server_main._set_up_agent
 def set_up_agent_in_pod(
     parent: int, request: dict[str, Any], output: int, import_environment: dict[str, str]
 ) -> Callable[[], None]:
-    """Go to where the pod's first process is, become its child, and be born there."""
+    """Enter the namespaces of the pod's first process and become its child."""
     del parent
     if request["group"]:
-        Path(request["group"], "cgroup.procs").write_text("0")  # whoever writes
+        Path(request["group"], "cgroup.procs").write_text("0")
     kinds = ("net", "uts", "ipc", "pid", "mnt")
     spaces = [os.open(f"/proc/{request['beside']}/ns/{kind}", os.O_RDONLY) for kind in kinds]
     for space in spaces:
@@ -35,7 +35,7 @@ def set_up_agent_in_pod(
     if inside:
         os.waitpid(inside, 0)
         os._exit(0)
-    # An orphan goes to the first process of the namespace in which its parent was: so that is one more.
+    # An orphan gets the first process of its parent's pid namespace as parent, so the parent must be inside.
     if fork_server_main._fork():
         os._exit(0)
     while os.getppid() != 1:

@@ -1,14 +1,13 @@
-"""The Job of a Kubernetes manifest, run on simulated machines: one for each pod.
+"""Run the Job of a Kubernetes manifest on simulated machines, one per pod.
 
-Reads the YAML that a cluster would be given and does what kubelet and the Job controller would do with it:
-the environment with fieldRef, Secrets and $(NAME); host names; names in DNS for pods that are not ready, late
-if wanted; each emptyDir as a file system in memory of its size; 64 MB of /dev/shm unless something is
-mounted there; the memory limit; a pod's end by SIGTERM, grace and SIGKILL; a new pod with a new address and
-empty disks, when the policies say so.
+`SimulatedPods` reads the YAML and does what kubelet and the Job controller do: the environment with fieldRef,
+Secrets and $(NAME); host names; DNS names also for pods that are not ready; each emptyDir as a file system in
+memory of its size; 64 MB of /dev/shm unless something is mounted there; the memory limit; a pod's end by
+SIGTERM, grace and SIGKILL; a new pod with a new address and empty disks, when the policies say so.
 
-**Not simulated**: images (the host's files are seen, in ``cwd``), users and security contexts, the scheduler,
-quotas, probes, init containers, eviction for a full disk. The controller's delay before a replacement is
-``backoff_s``. No API server was asked how it does things: see `job_controller` for what this follows.
+**Not simulated**: images (pods see the host's files, in ``cwd``), users and security contexts, the scheduler,
+quotas, probes, init containers, eviction for a full disk. The sources are named in `job_controller`; nothing
+was compared with an API server.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from typing import Any, TypeVar
 import yaml
 
 from elastic_resume.errors import UsageError
-from elastic_resume.schedulers import kubernetes
+from elastic_resume.units import parse_kubernetes_quantity
 from tests.support import job_controller
 from tests.support.machines import Machines
 
 T = TypeVar("T")
 POLL_S = 0.02
-UNLIMITED_BYTES = 1 << 30  # of an emptyDir without a sizeLimit
+UNLIMITED_BYTES = 1 << 30  # size of an emptyDir without a sizeLimit
 DOMAIN = "cluster.local"
 _VARIABLE_REFERENCE = re.compile(r"\$(\$|\(([A-Za-z_][A-Za-z0-9_.-]*)\))")
-# What an image would say: where the interpreter and the command line tool are, and that lines come at once.
+# Variables that an image would set.
 IMAGE_ENVIRONMENT = {
     "PATH": f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin",
     "PYTHONUNBUFFERED": "1",
@@ -46,12 +45,12 @@ IMAGE_ENVIRONMENT = {
 
 
 class PodsTimeoutError(AssertionError):
-    """What was waited for did not happen; the text ends with what the pods printed last."""
+    """A wait failed. The text ends with the last output of each pod."""
 
 
 @dataclass
 class Pod:
-    """One pod that was started. ``code`` is None while it runs."""
+    """One pod that was started. ``exit_code`` is None while it runs."""
 
     index: int
     name: str
@@ -60,9 +59,9 @@ class Pod:
     address: str
     process: subprocess.Popen[bytes]
     exit_code: int | None = None
-    reason: str = ""  # as `kubectl describe` words it: OOMKilled, or the disruption's
+    reason: str = ""  # as in `kubectl describe`: OOMKilled, or the reason of a disruption
     disrupted: bool = False
-    is_tracked: bool = True  # whether the controller still knows it: not after `force_delete`
+    is_tracked: bool = True  # the controller knows it: not after `force_delete`
     kill_at: float = field(default=float("inf"))
 
 
@@ -80,23 +79,18 @@ class SimulatedPods:
         image: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         namespace: str = "default",
-        backoff_s: float = 0.0,
-        whole_container: bool = True,
     ) -> None:
-        """Lay the network for the manifest ``text``; `start` starts the pods.
+        """Create the network; `start` starts the pods.
 
         Args:
-            text: YAML with a Job (and its Service), or a JobSet of one.
+            manifest: YAML with a Job (and its Service), or a JobSet with one job.
             directory: gets a log for each pod.
             secrets: Secrets by name, each with its keys.
-            claims: PersistentVolumeClaim -> folder of the host.
-            bind: more folders of the host by their paths inside.
-            image: variables that the image sets, beside `IMAGE`.
-            cwd: the image's working directory; default: this process's.
-            namespace: of all.
-            backoff_s: between a pod's end and its replacement.
-            whole_container: a container that exceeds its memory is killed as a whole, as kubelet has it done
-                since 1.28 where cgroup v2 is; else only the process that the kernel chooses.
+            claims: PersistentVolumeClaim -> directory of the host.
+            bind: further path inside -> directory of the host.
+            image: variables that the image sets, beside `IMAGE_ENVIRONMENT`.
+            cwd: working directory of the image; default: of this process.
+            namespace: namespace of all objects.
 
         """
         kinds = {str(one["kind"]): one for one in yaml.safe_load_all(manifest)}
@@ -113,15 +107,14 @@ class SimulatedPods:
         self._image = {**IMAGE_ENVIRONMENT, **(image or {})}
         self._cwd = cwd or Path.cwd()
         self._directory = directory
-        self._backoff_s, self._whole_container = backoff_s, whole_container
         slots = self.job.completions + 2
         self._machines = Machines([f"machine{slot}" for slot in range(slots)])
         self.pods: list[Pod] = []
-        """All pods that were ever started, in that order."""
+        """All pods that were started, in this order."""
         self.dns_paused = False
-        """While this is true, new pods get no name in DNS."""
+        """If true, new pods get no name in DNS."""
         self._dns: dict[str, str] = {}
-        self._due_starts: list[tuple[float, int]] = []
+        self._due_starts: list[int] = []
 
     def __enter__(self) -> SimulatedPods:  # noqa: PYI034  typing.Self needs Python 3.11
         return self
@@ -135,7 +128,7 @@ class SimulatedPods:
         """End everything."""
         self._machines.close()
 
-    # ---- what befalls them ---------------------------------------------------------------------------
+    # ---- act -----------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start a pod for each index."""
@@ -143,17 +136,17 @@ class SimulatedPods:
             self._create_pod(index)
 
     def newest_pod(self, index: int) -> Pod:
-        """Give the newest pod of an index."""
+        """Return the newest pod of an index."""
         return next(pod for pod in reversed(self.pods) if pod.index == index)
 
     def delete(self, index: int, *, disruption: str = "") -> Pod:
-        """Delete a pod: SIGTERM, and SIGKILL after its grace. ``disruption``: the reason of an eviction."""
+        """Delete a pod: SIGTERM, then SIGKILL after its grace period. ``disruption``: why it is evicted."""
         pod = self.newest_pod(index)
         pod.disrupted, pod.reason = bool(disruption), disruption
         pod.kill_at = time.monotonic() + float(self._pod_spec.get("terminationGracePeriodSeconds", 30))
         pod.process.send_signal(signal.SIGTERM)
         if self.job.spec.get("podReplacementPolicy", "TerminatingOrFailed") != "Failed":
-            self._due_starts.append((time.monotonic(), index))
+            self._due_starts.append(index)
             pod.is_tracked = False
         return pod
 
@@ -162,14 +155,14 @@ class SimulatedPods:
         return self.delete(index, disruption="EvictionByEvictionAPI")
 
     def lose_node(self, index: int) -> Pod:
-        """Let a pod's machine lose its power. The controller learns of it by `forget_node`."""
+        """Cut the power of a pod's machine. `give_up_node` tells the controller."""
         pod = self.newest_pod(index)
         self._machines.poweroff(pod.machine_index)
         pod.is_tracked = False
         return pod
 
     def give_up_node(self, index: int) -> None:
-        """Let the node be given up (after five minutes, or by a taint): its pod has failed by disruption."""
+        """Give up a lost node, as after five minutes or by a taint: its pod failed by disruption."""
         pod = self.newest_pod(index)
         pod.exit_code, pod.disrupted, pod.reason = 137, True, "DeletionByTaintManager"
         pod.is_tracked = True
@@ -179,34 +172,34 @@ class SimulatedPods:
         """Delete the object alone, as ``--force --grace-period=0`` does: two pods of one index may run."""
         pod = self.newest_pod(index)
         pod.is_tracked = False
-        self._due_starts.append((time.monotonic(), index))
+        self._due_starts.append(index)
         return pod
 
     def kill(self, pod: Pod) -> None:
-        """Let a pod's container die at once."""
+        """Kill a pod's container."""
         pod.process.kill()
 
     def cut(self, pod: Pod) -> None:
-        """Let the link of a pod's machine go silent."""
+        """Drop all packets of a pod's machine."""
         self._machines.cut(pod.machine_index)
 
     def update_dns(self) -> None:
-        """Let DNS know every pod that runs."""
+        """Give every running pod its name in DNS."""
         self.dns_paused = False
         self._update_names()
 
-    # ---- what can be seen ----------------------------------------------------------------------------
+    # ---- observe -------------------------------------------------------------------------------------
 
     def read_log(self, pod: Pod) -> str:
-        """All that a pod has printed."""
+        """Return all output of a pod."""
         return self._log_path(pod.name).read_text(errors="replace")
 
     def path(self, pod: Pod, path_inside: str) -> Path:
-        """Where a file of a pod that runs can be found."""
+        """Return the path of a running pod's file for this process."""
         return self._machines.path(pod.machine_index, path_inside)
 
     def wait(self, condition: Callable[[], T | None], description: str, timeout_s: float = 60.0) -> T:
-        """Do what kubelet and the controller do until ``look`` gives something true, and return that.
+        """Act as kubelet and the controller until ``condition`` returns a true value; return it.
 
         Raises:
             PodsTimeoutError: not within ``timeout_s``.
@@ -226,7 +219,7 @@ class SimulatedPods:
             time.sleep(POLL_S)
 
     def wait_for_exit(self, pod: Pod, timeout_s: float = 60.0) -> int:
-        """Wait for a pod's end; give its exit code as Kubernetes would show it."""
+        """Wait for a pod's end; return its exit code as Kubernetes shows it."""
         self.wait(lambda: pod.exit_code is not None, f"the end of {pod.name}", timeout_s)
         return -1 if pod.exit_code is None else pod.exit_code
 
@@ -238,21 +231,20 @@ class SimulatedPods:
                 continue
             if time.monotonic() > pod.kill_at:
                 pod.process.kill()
-            if self._whole_container and self._machines.oom_kill_count(pod.machine_index):
+            # Since Kubernetes 1.28 with cgroup v2, kubelet has the whole container killed.
+            if self._machines.oom_kill_count(pod.machine_index):
                 pod.reason = "OOMKilled"
                 pod.process.kill()
             code = pod.process.poll()
             if code is not None:
                 pod.exit_code = 128 - code if code < 0 else code
-                self._machines.crash(pod.machine_index)  # what is left of it, its disks too
+                self._machines.crash(pod.machine_index)  # the rest of its processes, and its disks
                 self._apply_verdict(pod)
-        now = time.monotonic()
-        for due in [one for one in self._due_starts if one[0] <= now]:
-            self._due_starts.remove(due)
-            self._create_pod(due[1])
+        while self._due_starts:
+            self._create_pod(self._due_starts.pop(0))
 
     def _owns_machine(self, pod: Pod) -> bool:
-        """Whether its machine is still its own."""
+        """Whether no later pod runs on the pod's machine."""
         return all(
             other.machine_index != pod.machine_index for other in self.pods[self.pods.index(pod) + 1 :]
         )
@@ -263,7 +255,7 @@ class SimulatedPods:
         codes = {self._container["name"]: int(pod.exit_code or 0)}
         verdict = self.job.handle_pod_end(pod.index, codes, disrupted=pod.disrupted)
         if verdict == "replace":
-            self._due_starts.append((time.monotonic() + self._backoff_s, pod.index))
+            self._due_starts.append(pod.index)
         elif self.job.outcome:
             self._due_starts.clear()
             for other in self.pods:
@@ -275,7 +267,7 @@ class SimulatedPods:
     def _create_pod(self, index: int) -> None:
         used = {pod.machine_index for pod in self.pods if pod.exit_code is None}
         free = [slot for slot in range(len(self._machines)) if slot not in used]
-        # Not the machine that was used last, where another is free.
+        # Take the free machine that was used least recently.
         slot = min(
             free,
             key=lambda one: max(
@@ -293,13 +285,13 @@ class SimulatedPods:
             if "emptyDir" in volume:
                 size = (volume["emptyDir"] or {}).get("sizeLimit")
                 disks[mount["mountPath"]] = (
-                    kubernetes.parse_quantity_bytes(size, "sizeLimit") if size else UNLIMITED_BYTES
+                    parse_kubernetes_quantity("sizeLimit", size) if size else UNLIMITED_BYTES
                 )
             else:
                 bind[mount["mountPath"]] = str(self._claims[volume["persistentVolumeClaim"]["claimName"]])
         memory = self._container.get("resources", {}).get("limits", {}).get("memory")
         env = self._environment(index, name, uid, address)
-        words = [*self._container["command"], *self._container.get("args", [])]
+        command = [*self._container["command"], *self._container.get("args", [])]
         self._machines.set_known_names(slot, self._resolvable_names(index, address))
         with open(self._log_path(name), "ab") as log:
             (process,) = self._machines.boot(
@@ -307,8 +299,8 @@ class SimulatedPods:
                 name=host,
                 disks=disks,
                 bind=bind,
-                memory_bytes=kubernetes.parse_quantity_bytes(memory, "memory") if memory else 0,
-                argv=[expand_variables(str(word), env) for word in words],
+                memory_bytes=parse_kubernetes_quantity("memory", memory) if memory else 0,
+                argv=[expand_variables(str(word), env) for word in command],
                 env=env,
                 cwd=self._cwd,
                 stdout=log,
@@ -318,7 +310,7 @@ class SimulatedPods:
         self._update_names()
 
     def _environment(self, index: int, name: str, uid: str, address: str) -> dict[str, str]:
-        """What the container is given: the image's, Kubernetes' own, and the manifest's."""
+        """Return the variables of the image, of Kubernetes and of the manifest."""
         labels = {
             **self._template.get("metadata", {}).get("labels", {}),
             **dict.fromkeys(("batch.kubernetes.io/job-name", "job-name"), self.prefix),
@@ -337,30 +329,30 @@ class SimulatedPods:
             "KUBERNETES_SERVICE_HOST": "10.96.0.1",
             "KUBERNETES_SERVICE_PORT": "443",
         }
-        told = {"JOB_COMPLETION_INDEX": str(index)}
+        given = {"JOB_COMPLETION_INDEX": str(index)}
         for one in self._container.get("env", []):
             source = one.get("valueFrom", {})
             if "fieldRef" in source:
-                told[one["name"]] = fields[source["fieldRef"]["fieldPath"]]
+                given[one["name"]] = fields[source["fieldRef"]["fieldPath"]]
             elif "secretKeyRef" in source:
                 ref = source["secretKeyRef"]
-                told[one["name"]] = self._secrets[ref["name"]][ref["key"]]
+                given[one["name"]] = self._secrets[ref["name"]][ref["key"]]
             else:
-                told[one["name"]] = expand_variables(str(one["value"]), told)
-        return {**env, **told}
+                given[one["name"]] = expand_variables(str(one["value"]), given)
+        return {**env, **given}
 
     def _log_path(self, name: str) -> Path:
         self._directory.mkdir(parents=True, exist_ok=True)
         return self._directory / f"{name}.log"
 
     def _resolvable_names(self, index: int, address: str) -> dict[str, str]:
-        """What a pod's resolver knows: its own line of /etc/hosts, and DNS."""
+        """Return the names that a pod resolves: its own line of /etc/hosts, and DNS."""
         own = self._host_names(f"{self.prefix}-{index}")
         dns = {line: at for line, at in self._dns.items() if line != own}
         return {f"{own} {self.prefix}-{index}": address, **dns}
 
     def _host_names(self, host: str) -> str:
-        """A pod's names, the full one first; the others as the search path makes them."""
+        """Return a pod's names: the full name first, then the forms of the search path."""
         if not self._has_dns:
             return host
         short = f"{host}.{self._pod_spec['subdomain']}.{self._namespace}.svc"
@@ -378,7 +370,7 @@ class SimulatedPods:
 
 
 def _job_spec(kinds: Mapping[str, Mapping[str, Any]]) -> tuple[Mapping[str, Any] | None, str]:
-    """Return the Job's spec, and the beginning of its pods' host names."""
+    """Return the Job's spec, and the prefix of its pods' host names."""
     if "JobSet" not in kinds:
         job = kinds.get("Job")
         return (job["spec"], job["metadata"]["name"]) if job else (None, "")
@@ -388,7 +380,7 @@ def _job_spec(kinds: Mapping[str, Mapping[str, Any]]) -> tuple[Mapping[str, Any]
 
 
 def expand_variables(text: str, env: Mapping[str, str]) -> str:
-    """Fill in $(NAME) as Kubernetes does: what is not known stays, and two dollars make one."""
+    """Expand $(NAME) as Kubernetes does: an unknown name stays, and $$ becomes $."""
 
     def value(match: re.Match[str]) -> str:
         return "$" if match[1] == "$" else env.get(match[2], match[0])

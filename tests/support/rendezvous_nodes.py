@@ -1,4 +1,4 @@
-"""Nodes of one job on this machine, whose workers stop at once, and other peers that connect to them."""
+"""Rendezvous nodes of one job in threads of this process, and test peers that connect to them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from elastic_resume.rendezvous.core.events import (
-    Effect,
-    EmitEvent,
-    JoinRequested,
-    KillWorkers,
-    RestartWorkers,
-    Settings,
-    StartWorkers,
-)
-from elastic_resume.rendezvous.core.messages import Header, JoinSpec, Message
+from elastic_resume.rendezvous.core.events import Effect, EmitEvent, Settings, StartWorkers, StopWorkers
+from elastic_resume.rendezvous.core.messages import Header, JoinRequest, JoinSpec, Message
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.quorum import Incarnation
 from elastic_resume.rendezvous.endpoint import ResolveFunction, resolve_name
@@ -61,7 +53,7 @@ class SocketNode:
         self,
         index: int,
         listeners: list[socket.socket],
-        record: DurableStateFile,
+        state_file: DurableStateFile,
         *,
         limits: ConnectionLimits,
         settings: Settings,
@@ -71,10 +63,11 @@ class SocketNode:
         self.name = f"n{index}"
         self.index = index
         self.address = listener_address(listeners[index], host)
-        place = settings.candidates.index(self.address) if self.address in settings.candidates else None
-        self.incarnation = Incarnation(self.name, f"life-of-{index}", self.address, place)
+        candidates = settings.candidates
+        candidate_index = candidates.index(self.address) if self.address in candidates else None
+        self.incarnation = Incarnation(self.name, f"process-{index}", self.address, candidate_index)
         self.worlds: queue.Queue[StartWorkers] = queue.Queue()
-        self.stop_effects: list[RestartWorkers | KillWorkers] = []
+        self.stop_effects: list[StopWorkers] = []
         self.logs: list[EmitEvent] = []
         self.lease_expires_at = 0.0
         self.link_count = 0
@@ -86,7 +79,7 @@ class SocketNode:
             listener=listeners[index],
             run_id=RUN,
             token=TOKEN,
-            state_file=record,
+            state_file=state_file,
             on_effect=self.carry_out,
             on_core_change=self.watch,
             limits=limits,
@@ -102,20 +95,20 @@ class SocketNode:
 
     def join(self) -> None:
         """Ask for a view."""
-        self.thread.submit(JoinRequested(JoinSpec(f"{self.address}/store", 1, self.index)))
+        self.thread.submit(JoinRequest(JoinSpec(f"{self.address}/store", 1, self.index)))
 
     def carry_out(self, effect: Effect) -> None:
         """Keep views and log entries; join again when the view ends."""
         if isinstance(effect, StartWorkers):
             self.worlds.put(effect)
-        elif isinstance(effect, (RestartWorkers, KillWorkers)):
+        elif isinstance(effect, StopWorkers):
             self.stop_effects.append(effect)
             self.join()
         elif isinstance(effect, EmitEvent):
             self.logs.append(effect)
 
     def watch(self, agent: RendezvousNode) -> None:
-        """Keep what an agent reads of the state machine."""
+        """Store what an agent reads from the state machine."""
         self.lease_expires_at, self.is_leader, self.link_count = (
             agent.lease_until,
             agent.is_leader,
@@ -124,12 +117,12 @@ class SocketNode:
 
     def render_status(self, view: RendezvousStatus) -> bytes:
         """Render the status for status clients."""
-        nodes = [one.node for one in view.view.members] if view.view else []
+        nodes = [member.node for member in view.view.members] if view.view else []
         return json.dumps({"node": view.incarnation.node, "leads": view.is_leader, "nodes": nodes}).encode()
 
     def log_lines(self, kind: str, text: str = "") -> list[str]:
         """Return the log lines of a kind that contain a text."""
-        return [one.text for one in list(self.logs) if one.kind == kind and text in one.text]
+        return [event.text for event in list(self.logs) if event.kind == kind and text in event.text]
 
 
 class RendezvousNodes:
@@ -156,9 +149,10 @@ class RendezvousNodes:
         The nodes know each other by the name ``host``, which ``resolve`` resolves.
         """
         listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-        for one in listeners:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the kernel queues little
-        candidates = (*first_candidates, *(listener_address(one, host) for one in listeners[:3]))
+        for listener in listeners:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the kernel queues little
+        addresses = (listener_address(listener, host) for listener in listeners[:3])
+        candidates = (*first_candidates, *addresses)
         settings = Settings(
             candidates,
             max_nodes=count,
@@ -167,12 +161,12 @@ class RendezvousNodes:
             heartbeats_per_timeout=max(4, round(node_timeout_s / HEARTBEAT_S)),
         )
         for index in range(count):
-            place = self.directory / f"n{index}"
-            place.mkdir(exist_ok=True)
+            node_dir = self.directory / f"n{index}"
+            node_dir.mkdir(exist_ok=True)
             node = node_class(
                 index,
                 listeners,
-                record(place),
+                record(node_dir),
                 limits=self.limits,
                 settings=settings,
                 host=host,
@@ -185,8 +179,8 @@ class RendezvousNodes:
 
     def stop(self) -> None:
         """Stop all nodes."""
-        for one in self.nodes:
-            one.thread.stop()
+        for node in self.nodes:
+            node.thread.stop()
 
 
 def count_open_descriptors() -> int:

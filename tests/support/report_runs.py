@@ -34,21 +34,25 @@ class Job:
 
     def begin(self, t: float, step: int, *nodes: str, **resume: Any) -> None:
         """Start a generation on ``nodes`` that finishes its first step 0.5 s later."""
+        self.restore(t - 2, t, step, *nodes, **resume)
+        self.steps(t + 0.5, step + 1)
+
+    def restore(self, formed_t: float, t: float, step: int, *nodes: str, **resume: Any) -> None:
+        """Start a generation with its rendezvous at ``formed_t`` and its state at ``t``."""
         self.generation += 1
         self.nodes = nodes
         about = {"generation": self.generation, "step": step, "world_size": len(nodes)}
-        told = {
+        for rank, node in enumerate(nodes):
+            self.add(formed_t, "round", node, round=self.generation, generation=self.generation)
+            self.add(t, "worker-start", node, **about, rank=rank, **self.pid(rank))
+        fields = {
             "kind": "checkpoint",
             "nodes": list(nodes),
             "recomputed_steps": 0,
-            "lacking": [],
+            "receiving_nodes": [],
             "rejected": [],
         }
-        for rank, node in enumerate(nodes):
-            self.add(t - 2, "round", node, round=self.generation, generation=self.generation)
-            self.add(t, "worker-start", node, **about, rank=rank, **self.pid(rank))
-        self.add(t, "resume", nodes[0], **{**told, **about, "rank": 0, **resume})
-        self.steps(t + 0.5, step + 1)
+        self.add(t, "resume", nodes[0], **{**fields, **about, "rank": 0, **resume})
 
     def pid(self, rank: int) -> dict[str, int]:
         """Return a rank's process id in this generation."""
@@ -125,10 +129,10 @@ def agent_killed() -> Job:
 def node_killed_and_wiped() -> Job:
     """Bring n2 back with an empty directory before the next world."""
     job = node_killed()
-    job.events = [one for one in job.events if one["node"] != "n2" and one.get("generation") != 2]
+    job.events = [event for event in job.events if event["node"] != "n2" and event.get("generation") != 2]
     job.generation = 1
     job.agents(113, "n2")
-    job.begin(115, 10, "n0", "n1", "n2", recomputed_steps=2, lacking=["n2"], source_node="n0")
+    job.begin(115, 10, "n0", "n1", "n2", recomputed_steps=2, receiving_nodes=["n2"], source_node="n0")
     return job
 
 
@@ -154,7 +158,7 @@ def node_returns() -> Job:
     job.stop(110.1, 0)
     job.fail(110.15, 1, "RuntimeError", GLOO)
     job.stop(110.2, 1)
-    job.begin(112, 10, "n0", "n1", "n2", lacking=["n2"], source_node="n0")
+    job.begin(112, 10, "n0", "n1", "n2", receiving_nodes=["n2"], source_node="n0")
     return job
 
 
@@ -207,7 +211,7 @@ def node_told_to_leave() -> Job:
 def rank0_node_wiped() -> Job:
     """Lose the node that wrote the resume event of the second generation."""
     job = worker_killed()
-    job.events = [one for one in job.events if one["node"] != "n0"]
+    job.events = [event for event in job.events if event["node"] != "n0"]
     return job
 
 
@@ -215,7 +219,9 @@ def without_agents() -> Job:
     """Run under plain torchrun, where no event says how a worker ended."""
     job = Job().begun()
     job.begin(130, 5, "n0", "n1", "n2", recomputed_steps=5)
-    job.events = [one for one in job.events if one["event"] not in {"agent-start", "round", "worker-exit"}]
+    job.events = [
+        event for event in job.events if event["event"] not in {"agent-start", "round", "worker-exit"}
+    ]
     return job
 
 
@@ -239,22 +245,9 @@ def run_steps(*steps: Any) -> Job:
     return job
 
 
-def begin_at(job: Job, formed: float, restored: float, step: int, **resume: Any) -> None:
-    """Start a generation with its rendezvous at ``formed`` and its state at ``restored``."""
-    job.generation += 1
-    job.nodes = ("n0", "n1", "n2")
-    about = {"generation": job.generation, "step": step, "world_size": 3}
-    told = {
-        "kind": "checkpoint",
-        "nodes": list(job.nodes),
-        "recomputed_steps": 0,
-        "lacking": [],
-        "rejected": [],
-    }
-    for rank, node in enumerate(job.nodes):
-        job.add(formed, "round", node, round=1, generation=job.generation)
-        job.add(restored, "worker-start", node, **about, rank=rank, **job.pid(rank))
-    job.add(restored, "resume", "n0", **{**told, **about, "rank": 0, **resume})
+def begin_at(job: Job, formed_t: float, restored_t: float, step: int, **resume: Any) -> None:
+    """Start a generation of three nodes."""
+    job.restore(formed_t, restored_t, step, "n0", "n1", "n2", **resume)
 
 
 def record_steps(job: Job, t: float, *steps: int) -> None:
@@ -296,28 +289,16 @@ class EventfulRun(Job):
 
     def start_generation(self, *nodes: str, recomputed_steps: int = 0, **resume: Any) -> None:
         """Start a generation that recomputes some steps."""
-        self.generation += 1
-        self.nodes = nodes
         self.step -= recomputed_steps
-        about = {"generation": self.generation, "step": self.step, "world_size": len(nodes)}
-        told = {
-            "kind": "checkpoint",
-            "nodes": list(nodes),
-            "recomputed_steps": recomputed_steps,
-            "lacking": [],
-            "rejected": [],
-        }
         source = {
             "source_node": nodes[0],
             "source_tier": "memory",
-            "source_generation": self.generation - 1,
+            "source_generation": self.generation,
             "seconds": 0.15,
         }
-        for rank, node in enumerate(nodes):
-            self.add(self.now, "round", node, round=self.generation, generation=self.generation)
-            self.add(self.now + 0.4, "worker-start", node, **about, rank=rank, **self.pid(rank))
-        self.add(self.now + 0.4, "resume", nodes[0], **{**told, **source, **about, "rank": 0, **resume})
         self.now += 0.4
+        fields = {**source, "recomputed_steps": recomputed_steps, **resume}
+        self.restore(self.now - 0.4, self.now, self.step, *nodes, **fields)
 
     def train(self, steps: int, step_s: float = 0.5, save_every: int = 10) -> None:
         """Finish some steps; commit every tenth and prune an old checkpoint."""
@@ -383,7 +364,7 @@ def _add_worker_and_disk_faults(job: EventfulRun) -> None:
     job.inject_fault(1, "kill-worker", "n1", 1)
     job.kill_worker(1)
     bad = {"node": "n3", "generation": 1, "step": 23, "reason": TORN_WRITE_REASON}
-    job.start_generation(*ALL_NODES, lacking=["n3"], rejected=[bad])
+    job.start_generation(*ALL_NODES, receiving_nodes=["n3"], rejected=[bad])
     job.add(job.now, "quarantine", "n3", path="/d/quarantine/g000001-s0000000020", reason=TORN_WRITE_REASON)
     job.train(18)
     job.inject_fault(2, "disk-full", "n2")
@@ -405,10 +386,10 @@ def _add_node_failures(job: EventfulRun) -> None:
     job.train(44)
     job.commit_checkpoint(job.step, seconds=4.2)
     job.add(job.now, "preemption-notice", "n1", source="aws", reason="spot", deadline=None)
-    job.add(job.now, "drain", "n1", cause="a preemption notice", alone=True)
+    job.add(job.now, "drain", "n1", cause="a preemption notice", others_continue=True)
     job.stop(job.now + 0.5, 1)
-    told = "aws takes this node away; step 133 is saved."
-    job.add(job.now + 0.9, "agent-end", "n1", outcome="signalled", exit_code=75, message=told)
+    message = "aws takes this node away; step 133 is saved."
+    job.add(job.now + 0.9, "agent-end", "n1", outcome="signalled", exit_code=75, message=message)
     job.add(job.now + 0.6, "rendezvous", "n0", what="restart", message="n1 leaves")
     job.stop(job.now + 0.6, 0, 2)
     job.now += 1.0
@@ -419,7 +400,15 @@ def _add_node_failures(job: EventfulRun) -> None:
 def _add_hang(job: EventfulRun) -> None:
     suspects = [{"rank": 1, "local_rank": 0, "worker_pid": 1, "reason": "holds the GIL in <module 'PIL'>"}]
     about = {"generation": job.generation, "step": job.step, "suspects": suspects, "victims": [0]}
-    job.add(job.now + 31, "hang", "n2", **about, seconds=30.5, elsewhere=False, report="hangs/g5-s148.txt")
+    job.add(
+        job.now + 31,
+        "hang",
+        "n2",
+        **about,
+        seconds=30.5,
+        waits_for_other_node=False,
+        report="hangs/g5-s148.txt",
+    )
     job.now += 31
     job.kill_worker(1)
     job.agents(job.now - 9, "n1", "n3")
@@ -428,7 +417,7 @@ def _add_hang(job: EventfulRun) -> None:
     early = {"rank": 0, "worker_pid": 4242, "exit_code": 1, "signal": None, "stopped": False}
     job.add(job.now + 0.1, "worker-exit", "n0", **early)
     job.now += 2
-    job.start_generation("n0", "n2", "n1", "n3", lacking=["n1", "n3"])
+    job.start_generation("n0", "n2", "n1", "n3", receiving_nodes=["n1", "n3"])
 
 
 def _add_other_events(job: EventfulRun) -> None:
@@ -440,8 +429,13 @@ def _add_other_events(job: EventfulRun) -> None:
         message="10.0.0.9:4 said nothing that we understand",
     )
     job.train(40)
-    differ = {"generation": job.generation, "step": job.step, "agreed_step": job.step - 8, "wrong": ["n2"]}
-    job.add(job.now, "replicas-differ", "n0", **differ, goes_on=True)
+    differ = {
+        "generation": job.generation,
+        "step": job.step,
+        "agreed_step": job.step - 8,
+        "diverged_nodes": ["n2"],
+    }
+    job.add(job.now, "replicas-differ", "n0", **differ, continues_from_majority=True)
     job.add(job.now, "hang-detector-failed", "n0", error="KeyError('x')")
     job.train(30)
 
@@ -449,10 +443,15 @@ def _add_other_events(job: EventfulRun) -> None:
 def shift_clock(events: list[Event], node: str, offset_s: float) -> list[Event]:
     """Return the events on machines of their own; the wall clock of ``node`` is ahead."""
     return [
-        {**one, "t": one["t"] + offset_s * (one["node"] == node), "b": one["t"] - 1.6e9, "boot": one["node"]}
-        if one["event"] != "fault"
-        else one
-        for one in events
+        {
+            **event,
+            "t": event["t"] + offset_s * (event["node"] == node),
+            "b": event["t"] - 1.6e9,
+            "boot": event["node"],
+        }
+        if event["event"] != "fault"
+        else event
+        for event in events
     ]
 
 
@@ -462,12 +461,12 @@ STACKS = {"n2/g5-s148.txt": HANG_REPORT}
 
 def remaining_checkpoints(job: Job) -> list[CheckpointEntry]:
     """Return what lies on the disks at the end: what was committed and not pruned."""
-    pruned = {(one["node"], one["path"]) for one in job.events if one["event"] == "prune"}
+    pruned = {(event["node"], event["path"]) for event in job.events if event["event"] == "prune"}
     found = []
-    for one in job.events:
-        if one["event"] == "commit" and (one["node"], one["path"]) not in pruned:
-            where = {"generation": one["generation"], "step": one["step"], "bytes": one["bytes"]}
-            found.append(CheckpointEntry(Path(one["path"]), "r", one["node"], "valid", **where))
+    for event in job.events:
+        if event["event"] == "commit" and (event["node"], event["path"]) not in pruned:
+            where = {"generation": event["generation"], "step": event["step"], "bytes": event["bytes"]}
+            found.append(CheckpointEntry(Path(event["path"]), "r", event["node"], "valid", **where))
     return found
 
 

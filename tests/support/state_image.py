@@ -12,8 +12,7 @@ from elastic_resume.capture import schedule
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import Manifest, Position
 from elastic_resume.state import state_dict
-from elastic_resume.state.state_dict import FlatState
-from elastic_resume.state.tensor_buffer import TensorBuffer
+from elastic_resume.state.state_dict import FlatState, TensorBuffer
 from tests.support import checkpoint_samples
 
 

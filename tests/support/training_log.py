@@ -1,4 +1,4 @@
-"""Reads what tests/support/scripts/train.py wrote."""
+"""Read the files of tests/support/scripts/train.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def samples_by_epoch(log_dir: Path) -> dict[int, Counter[int]]:
-    """How often each sample was read in each epoch, in the lineage that counts.
+    """Count the reads of each sample in each epoch, without steps that were recomputed later.
 
     A step that several generations ran counts in the last of them: the others' results were lost.
     """
@@ -25,7 +25,7 @@ def samples_by_epoch(log_dir: Path) -> dict[int, Counter[int]]:
 
 
 def repeated_steps(log_dir: Path) -> int:
-    """How many steps were begun by more than one generation."""
+    """Count the steps that more than one generation began."""
     ran: dict[int, set[int]] = defaultdict(set)
     for path in log_dir.glob("g*.jsonl"):
         for line in path.read_text().splitlines():
@@ -35,6 +35,6 @@ def repeated_steps(log_dir: Path) -> int:
 
 
 def final_states(log_dir: Path) -> list[dict[str, Any]]:
-    """What each rank held at the end, by rank."""
+    """Return the final state of each rank, by rank."""
     found = [json.loads(path.read_text()) for path in log_dir.glob("end-*.json")]
     return sorted(found, key=lambda end: end["rank"])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-import functools
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -14,7 +14,6 @@ import pytest
 from tests.support.paths import ROOT
 
 PACKAGE = ROOT / "elastic_resume"
-SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # Imports go from a later layer to an earlier one, or stay within a package.
 LAYERS = """
@@ -47,190 +46,166 @@ IMPURE = frozenset(
 )
 MAX_FUNCTION_LINES = 70
 MAX_MODULE_LINES = 800
-# Private words of former versions, each with a standard one in its place: see the table in CHANGELOG.md.
+# Private words of former versions; CHANGELOG.md has the standard words.
 RETIRED = frozenset(
-    [
-        "zygote",
-        "brood",
-        "tidings",
-        "nursery",
-        "mishap",
-        "mishaps",
-        "bury",
-        "buried",
-        "elders",
-        "heed",
-        "heeded",
-    ]
+    "zygote brood tidings nursery mishap mishaps bury buried elders heed heeded".split()  # noqa: SIM905
 )
 
 
-def relative(path: Path) -> str:
-    """Return a file's path below elastic_resume/."""
-    return path.relative_to(PACKAGE).as_posix()
+@dataclass
+class Module:
+    """What the rules need of one source file."""
+
+    path: str
+    text: str
+    package: str
+    imports: set[str] = field(default_factory=set)
+    """Dotted names, also of imports inside functions."""
+    words: dict[str, int] = field(default_factory=dict)
+    """Identifiers and texts, each with its first line."""
+    long_functions: list[str] = field(default_factory=list)
+    torch_loads: list[str] = field(default_factory=list)
+    has_docstring: bool = False
+
+    @property
+    def name(self) -> str:
+        """The dotted name."""
+        return "elastic_resume." + self.path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
 
-def part_of(path: Path) -> str:
-    """Return the package of a file, or the name of a module at the root."""
-    return relative(path).split("/")[0].removesuffix(".py")
+@pytest.fixture(scope="module")
+def modules() -> list[Module]:
+    """All modules of the package, each parsed once."""
+    return [read_module(path) for path in sorted(PACKAGE.rglob("*.py"))]
 
 
-@functools.cache
-def tree_of(path: Path) -> ast.Module:
-    """Parse a file once."""
-    return ast.parse(path.read_text())
-
-
-def imports(path: Path) -> Iterator[str]:
-    """Yield each module that a file imports, also inside functions."""
-    for node in ast.walk(tree_of(path)):
+def read_module(path: Path) -> Module:
+    """Parse a file and collect what the rules need."""
+    relative, text = path.relative_to(PACKAGE).as_posix(), path.read_text()
+    tree = ast.parse(text)
+    module = Module(relative, text, relative.split("/")[0].removesuffix(".py"))
+    module.has_docstring = bool(ast.get_docstring(tree))
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            module.imports |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            module.imports |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+            keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            if keywords.get("weights_only") != "True":
+                module.torch_loads.append(f"{relative}:{node.lineno}")
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            documented = (ast.get_docstring(node, clean=False) or "").count("\n")
+            if (node.end_lineno or 0) - node.lineno + 1 - documented > MAX_FUNCTION_LINES:
+                module.long_functions.append(f"{relative}:{node.lineno}: {node.name}")
+        for word in list_words(node):
+            module.words.setdefault(word, getattr(node, "lineno", 0))
+    return module
 
 
-def module_name(path: Path) -> str:
-    """Return the dotted name of a file."""
-    dotted = relative(path).removesuffix(".py").replace("/", ".").removesuffix("__init__").rstrip(".")
-    return f"elastic_resume.{dotted}".rstrip(".")
+def list_words(node: ast.AST) -> Iterator[str]:
+    """Yield the name that a node defines or uses, or its text."""
+    for attribute in ("name", "id", "attr", "arg", "value"):
+        word = getattr(node, attribute, None)
+        if isinstance(word, str):
+            yield word
 
 
-def test_every_module_belongs_to_a_layer() -> None:
-    """A new package is put into LAYERS, or its imports would go unchecked."""
-    assert {part_of(path) for path in SOURCES} - {"__init__", "__main__"} == set(LEVEL)
+def test_every_module_belongs_to_layer(modules: list[Module]) -> None:
+    """The imports of a package that is not in LAYERS would go unchecked."""
+    assert {module.package for module in modules} - {"__init__", "__main__"} == set(LEVEL)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_imports_go_down_only(path: Path) -> None:
+def test_imports_go_down_only(modules: list[Module]) -> None:
     """An agent and a training script share what lies below both; neither imports the other."""
-    own = part_of(path)
-    if own in {"__init__", "__main__"}:
-        return
-    for name in imports(path):
-        match = re.match(r"elastic_resume\.(\w+)", name)
-        if match is None or match[1] not in LEVEL or match[1] == own:
-            continue
-        allowed = LEVEL[match[1]] < LEVEL[own] or (match[1], own) == ("constants", "errors")
-        assert allowed, f"{relative(path)} imports {name}, which is not below it"
-        assert own != "agent" or match[1] not in WORKER_PACKAGES, f"{relative(path)} imports {name}"
+    wrong = []
+    for module in modules:
+        own = module.package
+        for name in module.imports if own in LEVEL else ():
+            match = re.match(r"elastic_resume\.(\w+)", name)
+            other = match[1] if match else own
+            if other == own or other not in LEVEL or (other, own) == ("constants", "errors"):
+                continue
+            if LEVEL[other] >= LEVEL[own] or (own == "agent" and other in WORKER_PACKAGES):
+                wrong.append(f"{module.path} imports {name}")
+    assert wrong == []
 
 
-def test_no_modules_import_each_other() -> None:
+def test_no_modules_import_each_other(modules: list[Module]) -> None:
     """No module is on a circle of imports, whether at its top or inside functions."""
-    names = {module_name(path) for path in SOURCES}
+    names = {module.name for module in modules}
     graph = {
-        module_name(path): {name for name in imports(path) if name in names} - {module_name(path)}
-        for path in SOURCES
-        if relative(path) != "__init__.py"  # it imports everything when asked for a name
+        module.name: module.imports & names - {module.name, "elastic_resume"}
+        for module in modules
+        if module.path != "__init__.py"  # it imports a module when a name of it is used
     }
     for imported in graph.values():  # `from package import module` imports the module
-        imported.difference_update({name.rpartition(".")[0] for name in imported} | {"elastic_resume"})
+        imported -= {name.rpartition(".")[0] for name in imported}
     try:
         tuple(TopologicalSorter(graph).static_order())
     except CycleError as error:
         pytest.fail(f"modules import each other: {error.args[1]}")
 
 
-def test_torch_is_imported_by_worker_packages_and_two_modules_of_the_agent() -> None:
+def test_torch_is_imported_by_worker_packages_and_two_modules_of_agent(modules: list[Module]) -> None:
     """`elastic-resume ls` and `verify` work on machines without torch."""
-    for path in SOURCES:
-        if not relative(path).startswith(MAY_IMPORT_TORCH):
-            assert not [name for name in imports(path) if name.split(".")[0] == "torch"], relative(path)
+    users = {m.path for m in modules if "torch" in {name.split(".")[0] for name in m.imports}}
+    assert [path for path in sorted(users) if not path.startswith(MAY_IMPORT_TORCH)] == []
 
 
-def test_only_one_module_imports_torchelastic() -> None:
+def test_only_one_module_imports_torchelastic(modules: list[Module]) -> None:
     """It uses public extension points."""
-    users = {relative(path) for path in SOURCES for name in imports(path) if "distributed.elastic" in name}
-    assert users == {"agent/torchelastic.py"}
-    assert "LocalElasticAgent" not in (PACKAGE / "agent" / "torchelastic.py").read_text()
+    users = [m for m in modules if any("distributed.elastic" in name for name in m.imports)]
+    assert [module.path for module in users] == ["agent/torchelastic.py"]
+    assert "LocalElasticAgent" not in users[0].text
 
 
-def test_decisions_are_pure() -> None:
+def test_decisions_are_pure(modules: list[Module]) -> None:
     """No clock, file, socket, process or random number in policy and in the core of the rendezvous."""
-    for path in SOURCES:
-        if relative(path).startswith(PURE):
-            assert not [name for name in imports(path) if name.split(".")[0] in IMPURE], relative(path)
+    pure = [module for module in modules if module.path.startswith(PURE)]
+    assert pure
+    assert {m.path: impure for m in pure if (impure := {n.split(".")[0] for n in m.imports} & IMPURE)} == {}
 
 
-def test_only_atomic_io_makes_files_durable() -> None:
+def test_only_atomic_io_makes_files_durable(modules: list[Module]) -> None:
     """fsync, rename and removal of checkpoints go through one module."""
     others = {"checkpoint/atomic_io.py", "testing/cluster.py", "testing/equivalence.py"}
-    for path in SOURCES:
-        if relative(path) not in others:
-            calls = re.findall(
-                r"os\.(fsync|rename|replace|unlink|rmdir|remove)\(|shutil\.(?:rmtree|move)\(",
-                path.read_text(),
-            )
-            assert not calls, f"{relative(path)} calls {calls}"
+    pattern = r"os\.(?:fsync|rename|replace|unlink|rmdir|remove)\(|shutil\.(?:rmtree|move)\("
+    calls = {m.path: re.findall(pattern, m.text) for m in modules if m.path not in others}
+    assert {path: found for path, found in calls.items() if found} == {}
 
 
-def test_nothing_is_unpickled_or_executed() -> None:
+def test_nothing_is_unpickled_or_executed(modules: list[Module]) -> None:
     """Nothing received from network or disk is code."""
-    words = (r"\bpickle\b", r"broadcast_object", r"all_gather_object", r"\beval\(", r"\bexec\(")
-    for path in SOURCES:
-        text = re.sub(r'"""[\s\S]*?"""|#.*', "", path.read_text())
-        for word in words:
-            if word == r"\bexec\(" and relative(path) == "agent/workers/run_main.py":
-                continue  # it runs the script that the user named
-            assert not re.search(word, text), f"{relative(path)}: {word}"
+    pattern = r"\bpickle\b|broadcast_object|all_gather_object|\beval\(|\bexec\("
+    found = {m.path: re.findall(pattern, re.sub(r'"""[\s\S]*?"""|#.*', "", m.text)) for m in modules}
+    assert found.pop("agent/workers/run_main.py") == ["exec("]  # it runs the user's script
+    assert {path: calls for path, calls in found.items() if calls} == {}
 
 
-def test_torch_files_are_read_as_data_only() -> None:
-    """Each call of torch.load says so, whatever the default of torch is."""
-    for path in SOURCES:
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
-                keywords = {word.arg: ast.unparse(word.value) for word in node.keywords}
-                assert keywords.get("weights_only") == "True", f"{relative(path)}:{node.lineno}"
+def test_torch_files_are_read_as_data_only(modules: list[Module]) -> None:
+    """Each call of torch.load has weights_only=True, whatever torch's default is."""
+    assert [call for module in modules for call in module.torch_loads] == []
 
 
-def test_modules_and_functions_are_not_too_long() -> None:
+def test_modules_and_functions_are_not_too_long(modules: list[Module]) -> None:
     """The docstring of a function does not count."""
-    for path in SOURCES:
-        assert path.read_text().count("\n") <= MAX_MODULE_LINES, relative(path)
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                documented = ast.get_docstring(node, clean=False) or ""
-                lines = (node.end_lineno or 0) - node.lineno + 1 - documented.count("\n")
-                assert lines <= MAX_FUNCTION_LINES, (
-                    f"{relative(path)}:{node.lineno} {node.name}: {lines} lines"
-                )
+    assert [m.path for m in modules if m.text.count("\n") > MAX_MODULE_LINES] == []
+    assert [function for module in modules for function in module.long_functions] == []
 
 
-def test_every_module_has_a_docstring() -> None:
-    """Its first paragraph says what the module is for."""
-    assert [relative(path) for path in SOURCES if not ast.get_docstring(tree_of(path))] == []
+def test_every_module_has_docstring(modules: list[Module]) -> None:
+    """Its first paragraph gives the module's purpose."""
+    assert [module.path for module in modules if not module.has_docstring] == []
 
 
-def words_of(identifier: str) -> set[str]:
-    """Split snake_case and CamelCase into lower-case words."""
-    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", identifier)}
-
-
-def identifiers(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield every name that a module defines or uses, and the text of its messages."""
-    for node in ast.walk(tree):
-        line = getattr(node, "lineno", 0)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            yield line, node.name
-        elif isinstance(node, ast.Name):
-            yield line, node.id
-        elif isinstance(node, ast.Attribute):
-            yield line, node.attr
-        elif isinstance(node, ast.arg):
-            yield line, node.arg
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield line, node.value
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_no_identifier_or_message_uses_a_retired_word(path: Path) -> None:
-    """One concept has one name, the one that the field uses."""
+def test_no_identifier_or_message_uses_retired_word(modules: list[Module]) -> None:
+    """One concept has one name, the field's own."""
+    pattern = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # the parts of snake_case and CamelCase
     found = [
-        f"{relative(path)}:{line}: {word}"
-        for line, text in identifiers(tree_of(path))
-        for word in sorted(words_of(text) & RETIRED)
+        f"{module.path}:{line}: {word}"
+        for module in modules
+        for text, line in module.words.items()
+        for word in sorted({part.lower() for part in pattern.findall(text)} & RETIRED)
     ]
     assert found == []

@@ -37,17 +37,22 @@ from dataclasses import dataclass
 from typing import Any
 
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
-    del sys.path[0]  # this directory: the names in it are not for scripts
+    del sys.path[0]  # scripts must not import the modules of this directory
 
-from elastic_resume.agent.validation import PROCESS_START_ENV_PREFIXES
 from elastic_resume.agent.workers import run_main, supervisor
 
 # Imports of every training script. DistributedDataParallel's constructor imports torch._dynamo, in 1.1 to
 # 1.8 s.
 TORCH_MODULES = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.utils.data")
-OWN_MODULES = ("elastic_resume.training.api",)
+OWN_MODULES = ("elastic_resume.training.run",)
+# The interpreter, the dynamic loader, a library or torch reads these once, when the process starts.
+PROCESS_START_ENV_PREFIXES = (
+    "PYTHON", "LD_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_", "LANG", "LC_",
+    "TORCH_LOGS", "TORCH_SHOW", "TORCH_DISTRIBUTED_DEBUG", "TORCH_CPP_LOG_LEVEL", "PYTORCH_",
+    "ELASTIC_RESUME_FAILPOINTS",
+)  # fmt: skip
 MAX_REQUEST_BYTES = 16 << 20
-REQUEST_TIMEOUT_S = 1.0  # a launcher shim sends its request at once, and others wait meanwhile
+REQUEST_TIMEOUT_S = 1.0  # a launcher shim sends its request at once; other shims wait for it
 FORK_TEST_TIMEOUT_S = 10.0
 OLD_TORCH_SEED = 67280421310721  # initial seed of each process in versions of torch that do not draw it
 
@@ -81,18 +86,18 @@ def main() -> None:
     libc.prctl(supervisor.PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != agent:
         return
-    libc.prctl(supervisor.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # to adopt leftovers of a killed supervisor
+    libc.prctl(supervisor.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # adopt the leftovers of a killed supervisor
     run_main.set_process_name("er-fork-server")
     for own in (listener, control):
         own.set_inheritable(False)  # a process that a module starts would keep them open
     for number in supervisor.IGNORED_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # signals to the whole job are the agent's to handle
+        signal.signal(number, signal.SIG_IGN)  # only the agent handles signals to the whole job
     run_main.set_argv_and_path(spec["command"])
     environ = read_environment()
-    gc.disable()  # imported objects stay, and are frozen below
+    gc.disable()  # imported objects are never freed, and are frozen below
     _import_modules(spec["preload"], control)
     gc.collect()
-    gc.freeze()  # so that a worker's garbage collector does not copy these pages
+    gc.freeze()  # a worker's garbage collector then does not copy these pages
     changed = {name: value for name, value in read_environment().items() if environ.get(name) != value}
     request = serve_requests(listener, control, environ, changed)
     gc.enable()
@@ -110,7 +115,7 @@ def _import_modules(preload: list[str], control: socket.socket) -> None:
             skipped[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
         obstacle = find_fork_obstacle() or (_test_fork() if name in preload else "")
         if obstacle:
-            _send_status(control, {"fork_unsafe_module": name, "why": obstacle})
+            _send_status(control, {"fork_unsafe_module": name, "reason": obstacle})
             supervisor.kill_leftovers(supervisor.LeaseView(None), at_once=True)
             os._exit(1)  # sys.exit would wait for the module's threads
     _send_status(control, {"ready": round(time.monotonic() - start, 3), "skipped_modules": skipped})
@@ -170,12 +175,8 @@ def serve_requests(
 ) -> WorkerRequest:
     """Fork a supervisor with a worker for each request. Return in a worker only.
 
-    Args:
-        listener: socket at which launcher shims connect.
-        control: socket to the agent.
-        environ: environment with which this process started.
-        changed_by_imports: variables that imports have changed.
-
+    Launcher shims connect to ``listener``; ``control`` leads to the agent. This process started with
+    ``environ``, and imports have changed the variables ``changed_by_imports``.
     """
     wakeup_read, wakeup_write = os.pipe()
     for descriptor in (wakeup_read, wakeup_write):
@@ -270,7 +271,8 @@ def receive_request(connection: socket.socket, environ: dict[str, str]) -> Worke
         differing = list_differing_variables(environ, request.environ)
         if differing:
             raise RequestRefusedError(  # noqa: TRY301
-                f"only a new process can take on its values of {', '.join(differing)}"
+                "these variables differ from the fork server's and take effect only in a new process: "
+                + ", ".join(differing)
             )
     except BaseException:
         connection.close()
@@ -334,9 +336,9 @@ def become_worker(request: WorkerRequest) -> list[str]:
     torch = sys.modules.get("torch")
     if torch is not None and torch.initial_seed() != OLD_TORCH_SEED:
         torch.default_generator.seed()
-    crash_reporting = sys.modules.get("elastic_resume.training.crash_reporting")
-    if crash_reporting is not None:
-        crash_reporting.install_startup_hook()  # a script may fail before it calls er.resume
+    worker_exit = sys.modules.get("elastic_resume.training.worker_exit")
+    if worker_exit is not None:
+        worker_exit.install_startup_hook()  # a script may fail before it calls er.resume
     return command
 
 

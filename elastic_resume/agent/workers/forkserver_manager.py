@@ -1,16 +1,17 @@
-"""The agent's side of the fork server: starts it, and starts another when it dies.
+"""Start the fork server from the agent, and start another when it dies.
 
 Workers start in any case: without a fork server they start cold. The fork server sends lines of JSON::
 
     {"ready": SECONDS, "skipped_modules": {NAME: REASON}}    it has imported everything
     {"refused": REASON}                                      a worker has to start cold
-    {"fork_unsafe_module": NAME, "why": REASON}              it exits, since no worker can be forked any more
+    {"fork_unsafe_module": NAME, "reason": REASON}           it exits, since no worker can be forked any more
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import select
@@ -18,7 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,32 +28,28 @@ import psutil
 from elastic_resume import constants
 from elastic_resume.background import BackgroundThread
 
+logger = logging.getLogger(__name__)
+
 FORK_SERVER_PATH = Path(__file__).with_name("forkserver.py")
-MAX_FAILURES = 3  # consecutive fork servers that ended before they were ready
-BACKLOG = 1024  # launcher shims of one node that may wait while the fork server imports
-POLL_INTERVAL_S = 1.0  # between checks for a stopped fork server, and before the next one is started
+MAX_FAILURES = 3  # limit of consecutive fork servers that ended before they were ready
+BACKLOG = 1024  # limit of launcher shims that wait while the fork server imports
+POLL_INTERVAL_S = 1.0  # time between checks of the fork server, and before the next one starts
 SLOW_IMPORT_S = 15.0  # imports that take longer are logged, since workers wait for them
 spawn: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen  # simulated nodes replace it
 
 
 class ForkServerManager:
-    """Keeps a fork server running from `start` to `close`, or gives it up, so that workers start cold."""
+    """Keep a fork server running from `start` to `close`, or give it up, so that workers start cold."""
 
     def __init__(
-        self, command: list[str], preload: list[str], *, log: Callable[[str], None], emit: Callable[..., Any]
+        self,
+        command: list[str],
+        preload: Sequence[str] = (),
+        emit: Callable[..., Any] = lambda *_, **__: None,
     ) -> None:
-        """Prepare the fork server.
-
-        Args:
-            command: command of the workers.
-            preload: modules that it imports besides torch.
-            log: logs a line for people.
-            emit: emits an event by kind and fields.
-
-        """
+        """Prepare a fork server for workers of ``command``. It imports torch and the ``preload`` modules."""
         self._command = command
-        self._preload = preload
-        self._log = log
+        self._preload = list(preload)
         self._emit = emit
         self._socket_name = f"elastic_resume-{secrets.token_hex(16)}"
         self._process: subprocess.Popen[bytes] | None = None
@@ -98,7 +95,7 @@ class ForkServerManager:
             status, exit_code = self._wait_for_exit(process, control)
             restarts = not self._thread.is_closing and self._handle_exit(status, exit_code)
         except OSError as error:
-            self._log(f"workers start cold: the fork server cannot be started: {error}.")
+            logger.warning("workers start cold: the fork server cannot be started: %s.", error)
         finally:
             self._listening.set()
             if not restarts:
@@ -129,10 +126,10 @@ class ForkServerManager:
         """Handle the messages of the fork server until it ends; return their fields and its exit code."""
         fields: dict[str, Any] = {}
         unread = b""
-        stopped_s = waited_s = 0.0
+        waited_s = stopped_s = 0.0
         with control:
             while True:
-                # Checked before reading: what the process sent before its end is then there to be read.
+                # Check the end before reading: all that the process sent before its end can then be read.
                 has_ended = process.poll() is not None
                 readable, _, _ = select.select([control], [], [], 0 if has_ended else POLL_INTERVAL_S)
                 if readable:
@@ -149,7 +146,7 @@ class ForkServerManager:
                 waited_s += POLL_INTERVAL_S
                 if waited_s == SLOW_IMPORT_S and "ready" not in fields:
                     names = ", ".join(["torch", *self._preload])
-                    self._log(f"workers wait until {names} are imported, {SLOW_IMPORT_S:.0f} s so far.")
+                    logger.info("workers wait until %s are imported, %.0f s so far.", names, SLOW_IMPORT_S)
                 stopped_s = stopped_s + POLL_INTERVAL_S if _is_stopped(process.pid) else 0.0
                 # Launcher shims would wait for a stopped fork server.
                 if stopped_s > 2 * POLL_INTERVAL_S or self._thread.is_closing:
@@ -163,11 +160,11 @@ class ForkServerManager:
                 "fork-server-ready", seconds=message["ready"], skipped_modules=message["skipped_modules"]
             )
             for name, reason in message["skipped_modules"].items():
-                self._log(f"the fork server cannot import {name}, so it is left out: {reason}")
+                logger.info("the fork server cannot import %s, so it is left out: %s", name, reason)
         refusal = message.get("refused", "")
         if refusal and refusal not in self._logged_refusals:
             self._logged_refusals.add(refusal)
-            self._log(f"a worker starts cold: {refusal}.")
+            logger.info("a worker starts cold: %s.", refusal)
 
     def _handle_exit(self, status: dict[str, Any], exit_code: int) -> bool:
         """Log why the fork server ended; return whether to start another."""
@@ -176,17 +173,19 @@ class ForkServerManager:
             name = str(status["fork_unsafe_module"])
             if name in self._preload:
                 self._preload.remove(name)
-                self._log(f"--preload {name} is left out: {status['why']}.")
+                logger.info("--preload %s is left out: %s.", name, status["reason"])
                 return True
-            self._log(f"workers start cold: they cannot share an imported {name}, since {status['why']}.")
+            logger.info(
+                "workers start cold: they cannot share an imported %s, since %s.", name, status["reason"]
+            )
             return False
         how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
         self._emit("fork-server-exit", exit_code=exit_code)
         if self._failures >= MAX_FAILURES:
-            text = f"{self._failures} fork servers in a row failed; the last {how}"
-            self._log(f"workers start cold from now on: {text}.")
+            text = "workers start cold from now on: %d fork servers in a row failed; the last %s."
+            logger.warning(text, self._failures, how)
             return False
-        self._log(f"the fork server {how}: workers start cold until another is ready.")
+        logger.info("the fork server %s: workers start cold until another is ready.", how)
         return True
 
 

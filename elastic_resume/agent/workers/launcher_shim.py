@@ -1,9 +1,9 @@
-"""The launcher shim: the process that torchelastic starts for each local rank.
+"""The launcher shim: the small process that torchelastic starts in place of a worker.
 
-It gets a worker and then mirrors it: it forwards signals to the worker's supervisor (`supervisor.py`) and
-exits with the worker's exit code, or by the worker's signal, after all leftovers of the worker are dead. A
-warm worker comes from the agent's fork server (`forkserver.py`). If that refuses or is missing, the launcher
-shim forks a supervisor which starts the command cold::
+It obtains a worker, forwards signals to the worker's supervisor (`supervisor.py`), and exits with the
+worker's exit code or signal. It exits only after all processes that the worker left are dead. A warm worker
+comes from the agent's fork server (`forkserver.py`). If that refuses or is missing, the launcher shim forks a
+supervisor which starts the command cold::
 
     warm: launcher shim --request--> fork server --fork--> supervisor --fork--> worker
     cold: launcher shim --fork--> supervisor --fork--> worker, which executes the command
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> None:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)
     agent = int(os.environ.get(ENV_AGENT_PID) or os.getppid())
     libc = ctypes.CDLL(None)
-    libc.prctl(supervisor.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # to adopt leftovers of a killed supervisor
+    libc.prctl(supervisor.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # adopt the leftovers of a killed supervisor
     # SIGKILL works on a stopped process too.
     libc.prctl(supervisor.PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != agent:
@@ -73,26 +73,34 @@ def start_warm(
     socket_name: "str | None", command: list[str], signal_mask: "set[int | signal.Signals]"
 ) -> "_socket.socket | None":
     """Request a worker from the fork server; return the socket to its supervisor, None if there is none."""
-    if socket_name is None or not _has_standard_streams():
+    if socket_name is None:
         return None
+    try:
+        working_directory = os.getcwdb()  # noqa: PTH109 - no pathlib here
+        for number in range(3):
+            os.fstat(number)
+    except OSError:
+        return None  # a removed directory has no name, and a closed standard stream cannot be sent
     import json  # noqa: PLC0415 - a cold start does not need these two
     import resource  # noqa: PLC0415
 
+    umask = os.umask(0o077)
+    os.umask(umask)
     # latin-1 maps each byte to a character: arguments and variables need not be valid text.
     request = json.dumps(
         {
             "command": [os.fsencode(argument).decode("latin-1") for argument in command],
             "environ": {k.decode("latin-1"): v.decode("latin-1") for k, v in os.environb.items()},
-            "cwd": _working_directory(),
+            "cwd": working_directory.decode("latin-1"),
             "mask": sorted(int(number) for number in signal_mask),
             "ignored": sorted(int(number) for number in STOP_SIGNALS if _is_ignored(number)),  # as by nohup
-            "umask": _read_umask(),
+            "umask": umask,
             "cpus": sorted(os.sched_getaffinity(0)),
             "limits": {kind: resource.getrlimit(kind) for kind in range(resource.RLIMIT_NOFILE + 1)},
             "nice": os.nice(0),
         }
     ).encode()
-    # The fork server may import for minutes. Until it answers nothing runs, so a stop signal may simply kill.
+    # The fork server may import for minutes. No worker runs until it answers, so a stop signal may kill.
     for number in STOP_SIGNALS:
         if not _is_ignored(number):
             signal.signal(number, signal.SIG_DFL)
@@ -122,22 +130,6 @@ def _request_worker(socket_name: str, request: bytes) -> "_socket.socket | None"
     return None
 
 
-def _has_standard_streams() -> bool:
-    """Return whether stdin, stdout and stderr are open. A closed one cannot be sent to the fork server."""
-    try:
-        return all(os.fstat(number) for number in range(3))
-    except OSError:
-        return False
-
-
-def _working_directory() -> str:
-    """Return the working directory; empty, which the fork server refuses, if it has been removed."""
-    try:
-        return os.getcwdb().decode("latin-1")  # noqa: PTH109 - no pathlib here
-    except OSError:
-        return ""
-
-
 def _is_same_user(connection: "_socket.socket") -> bool:
     """Return whether the peer runs as our user: any user may bind an abstract socket name."""
     peer = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 12)  # struct ucred: pid, uid, gid
@@ -146,12 +138,6 @@ def _is_same_user(connection: "_socket.socket") -> bool:
 
 def _is_ignored(number: signal.Signals) -> bool:
     return signal.getsignal(number) is signal.SIG_IGN
-
-
-def _read_umask() -> int:
-    value = os.umask(0o077)
-    os.umask(value)
-    return value
 
 
 def start_cold(command: list[str], signal_mask: "set[int | signal.Signals]") -> "_socket.socket":
@@ -173,7 +159,7 @@ def exec_worker(command: list[str]) -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no KeyboardInterrupt before exec
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a SIGINT before exec must not raise KeyboardInterrupt
     try:
         os.execvp(command[0], command)  # noqa: S606 - the user's own command
     except OSError as error:
@@ -203,7 +189,8 @@ def forward_until_exit(
     while True:
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
-            supervisor.kill(supervisor_pid)  # it was stopped; the kernel kills its worker
+            # The supervisor is stopped. When it is killed, the kernel kills its worker.
+            supervisor.kill(supervisor_pid)
             deadline = remaining_s = supervisor.INFINITY
         for descriptor, _ in poll.poll(None if remaining_s == supervisor.INFINITY else remaining_s * 1000):
             if descriptor == wakeup_read:
@@ -249,7 +236,7 @@ def exit_like_worker(wait_status: int) -> None:
     number = os.WTERMSIG(wait_status)
     import resource  # noqa: PLC0415 - needed here only
 
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # only the worker's core file is of use
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # only the worker's core file is useful
     if number not in {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})

@@ -6,8 +6,8 @@ lock, system call or disk, so it never delays the thread that does it.
 
 Words of the page, native doubles::
 
-    0  end of the lease, in seconds of CLOCK_BOOTTIME, which goes on in suspend as the other nodes' clocks do.
-       Infinity: no lease is needed. Minus infinity or NaN: no worker may run.
+    0  end of the lease, in seconds of CLOCK_BOOTTIME, which continues while this machine is suspended, like
+       the clocks of the other nodes. Infinity: no lease is needed. Minus infinity or NaN: no worker may run.
     1  newest round that has ended. A supervisor stores the round of its failed worker; the agent stores a
        round that nodes have joined or left. Workers of that round are killed without grace.
 
@@ -64,5 +64,5 @@ def create_anonymous_file(name: str) -> int:
     """Create an unnamed file in memory, not executable: hardened kernels refuse others (memfd_noexec=2)."""
     try:
         return os.memfd_create(name, os.MFD_CLOEXEC | MFD_NOEXEC_SEAL)
-    except OSError:  # Linux before 6.3 does not know the flag
+    except OSError:  # Linux before 6.3 lacks the flag
         return os.memfd_create(name, os.MFD_CLOEXEC)

@@ -1,4 +1,4 @@
-"""Runs a script or module in this process as `python -u` would run it in a new one, and ends the same way.
+"""Run a script or module in this process as `python -u` would run it in a new one, and end the same way.
 
 A process that was forked from the fork server calls this: it has imported modules, but has run no script
 yet. The script must see the same ``__main__``, arguments and search path, and uncaught exceptions must print

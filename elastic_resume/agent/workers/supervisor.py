@@ -2,8 +2,8 @@
 
 It stops the worker when torchelastic asks for that, when the lease expires or when the launcher shim ends.
 Then it kills every process that the worker leaves behind. The fork server forks it for a warm worker, the
-launcher shim for a cold one. A socket joins it to the launcher shim, which is the process that torchelastic
-knows::
+launcher shim for a cold one. A socket connects it to the launcher shim, the process that torchelastic
+started::
 
     launcher shim --signal number, one byte--> supervisor    torchelastic stops the worker
     supervisor --line of text--> launcher shim               started PID SUPERVISOR, stuck PID, ended STATUS
@@ -28,8 +28,8 @@ After a failure on this node, a signal means a restart: workers are killed at on
 drain. Then SIGTERM goes to the worker alone, because it may need its DataLoader workers and subprocesses to
 save. They are killed after the worker.
 
-A worker whose lease expired is reported only after torchelastic signals, or after the agent renews the lease
-without noticing. An earlier report would count as a failure of the script.
+When a lease expires, the supervisor kills the worker but delays the report. It reports when torchelastic has
+sent a signal, or when the agent has renewed the lease. An earlier report would look like a script failure.
 
 This module imports little and only the standard library: the launcher shim must start in 30 ms, and it
 imports this module without site-packages. Its literals repeat those of `constants.py`; a test compares them.
@@ -45,7 +45,6 @@ import time
 
 TYPE_CHECKING = False  # importing typing would cost a third of the start
 if TYPE_CHECKING:
-    from collections.abc import Collection
     from typing import NoReturn
 
 ENV_ROUND = "ELASTIC_RESUME_ROUND"
@@ -57,11 +56,11 @@ ENV_SLOTS = "ELASTIC_RESUME_SLOTS"
 ENV_EVENTS_PATH = "ELASTIC_RESUME_EVENTS_PATH"
 ENV_ROUND_EVENTS = "ELASTIC_RESUME_ROUND_EVENTS"
 ENV_DRAIN_SIGNALS = "ELASTIC_RESUME_DRAIN_SIGNALS"
-ROUND_EVENTS_MEMFD = "/memfd:elastic_resume-round-events"  # as in `events`
+ROUND_EVENTS_MEMFD = "/memfd:elastic_resume-round-events"  # the same literal as in `events`
 MAX_ERROR_CHARS = 1024
 
-COPYING_START = 16  # as in `slots`: from this word on, the snapshot that each local rank is copying
-AWAITING_SLOT = 1 << 63  # as in `slots`: the rank waits for its local leader and copies nothing yet
+COPYING_START = 16  # same as in `slots`: the first of the words that name each local rank's copy
+AWAITING_SLOT = 1 << 63  # same as in `slots`: the rank waits for its local leader and copies nothing yet
 MAX_LOCAL_RANKS = 1024
 # A worker that is copying its last step into a slot may finish the copy within its lease; otherwise that step
 # would be lost. 3 GB take 0.3 s.
@@ -141,7 +140,7 @@ def fork_supervised_worker(connection: "_socket.socket", signal_mask: "set[int |
 
 
 class WorkerSupervisor:
-    """Supervises one worker until the worker and all its leftovers have ended."""
+    """Supervise one worker until the worker and all its leftovers have ended."""
 
     def __init__(
         self,
@@ -343,7 +342,7 @@ def open_lease(connection: "_socket.socket") -> LeaseView:
 
 
 class SnapshotCopyMonitor:
-    """Tells whether the worker is copying its state into a slot, which outlives the worker."""
+    """Tell whether the worker is copying its state into a slot, which outlives the worker."""
 
     def __init__(self) -> None:
         """Map the control block of the agent's slots, where there is one."""
@@ -426,7 +425,7 @@ def list_children() -> "list[int]":
     for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208 - see `send`
         try:
             with open(f"/proc/{name}/stat") as file:
-                # The command's name stands in parentheses and may hold anything; state and parent follow it.
+                # The command's name is in parentheses and may contain any text; state and parent follow.
                 if int(file.read().rpartition(")")[2].split()[1]) == os.getpid():
                     children.append(int(name))
         except (OSError, ValueError, IndexError):
@@ -532,32 +531,3 @@ def read_drain_signals() -> "list[signal.Signals]":
     known = signal.Signals.__members__
     names = os.environ.get(ENV_DRAIN_SIGNALS, "").split(",")
     return [known[name] for name in names if name in known and name != "SIGTERM"]
-
-
-_early_signals: "list[int]" = []
-
-
-def record_early_signals() -> None:
-    """Record drain signals from now on: an agent imports for seconds before it can read its flags."""
-    for number in CATCHABLE_DRAIN_SIGNALS:
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _record_early_signal)
-
-
-def _record_early_signal(number: int, frame: object) -> None:
-    del frame
-    _early_signals.append(number)
-
-
-def restore_default_handlers(handled: "Collection[int]") -> "int | None":
-    """Stop recording; return the first recorded signal that is in ``handled``, if any.
-
-    A recorded signal that is not in ``handled`` is raised again, now with its default action.
-    """
-    for number in CATCHABLE_DRAIN_SIGNALS:
-        if signal.getsignal(number) is _record_early_signal:
-            signal.signal(number, signal.SIG_DFL)
-    relevant = [number for number in _early_signals if number in handled]
-    for other in set(_early_signals).difference(handled):
-        signal.raise_signal(other)
-    return relevant[0] if relevant else None

@@ -16,9 +16,9 @@ Roles. A node has one role at a time; each role is a module::
       │        or stepped down                             │
       └── another leader has priority, or disk is stuck ───┘
 
-    workers:  stopped ── JoinRequested ──▶ joined ── proposed, acknowledged, installed ──▶ running
-                 ▲                                                                           │
-                 └── EndView or leader lost (RestartWorkers), lease expired (KillWorkers) ───┘
+    workers:  stopped ── JoinRequest ──▶ joined ── proposed, acknowledged, installed ──▶ running
+                 ▲                                                                         │
+                 └── EndView, leader lost, or lease expired (StopWorkers) ─────────────────┘
 
 The members of the newest view have priority by rank, then the candidates (the addresses that the user lists)
 in their order. A node leads when every node before it has failed to answer. Two nodes may lead at once. That
@@ -46,30 +46,33 @@ A view change has two durable steps (`view_change`):
    start. If a follower is lost before, the leader aborts the proposal. No other node may declare it aborted.
 
 Leases. Workers run only until a lease expires. A follower's lease counts from when it *sent* the newest
-message that the leader acknowledged. The leader grants no more than the time for which a quorum surely
-follows it. A node that waits for another's lease counts a node timeout from when it *received* the last
-message. So workers stop before their successors start, whatever the delay, if clock rates differ by less than
-`Settings.clock_drift`. Clock readings of two nodes are never compared.
+message that the leader acknowledged. The leases that the leader grants end no later than the time until which
+a quorum is certain to follow it. A node that waits for another node's lease to expire waits one node timeout,
+measured from the last message that it *received* from that node. So workers stop before their successors
+start, whatever the delay, if clock rates differ by less than `Settings.clock_drift`. Clock readings of two
+nodes are never compared.
 
 Deaths. A broken connection proves nothing, so both sides dial again. A refused connection proves that the
-process has ended. It counts as a death only if the peer can have acknowledged nothing unknown to us
+process has ended. It counts as a death only if this node knows everything that the peer may have acknowledged
 (`state.NodeState.proves_death`, `mark_dead_at`). A `LeaveNotice`, and a new process on the same node, prove a
 death too. A node that does not answer is unreachable; it is excluded after the node timeout.
 
 Quorum rules (`quorum`), after Yeger Lotem, Keidar and Dolev, "Dynamic voting for consistent primary
-components", PODC 1997. Each view votes for its successor, so a job can shrink to one node by single deaths:
+components", PODC 1997. The members of a view vote on the next view. So a job can lose its nodes one at a time
+and continue on the last one:
 
 1. A member is one process (an `Incarnation`), not a node. Reason: a restarted node may have forgotten a view
    that its former process acknowledged, so it has no vote in its place.
 2. Every member stores a proposal before it acknowledges. Reason: a member that crashes must remember the view
    that it may belong to.
-3. The first view needs more than half of the candidates. A later view needs, of the newest installed view and
-   of every later proposal that any present node knows, more than half of the members not known dead. Exactly
-   half suffices with the lowest rank among them. If none is left, the first view's rule applies. Reason: two
-   such sets share a live member, and a proposal may have been installed elsewhere.
-4. A death is never passed on without what the dead node knew: a `QuorumState` is sent, merged and stored
-   whole. Reason: fewer votes suffice after a death, so the voters must know the views that the dead node
-   voted for.
+3. The first view needs more than half of the candidates. A later view needs a majority of the live members of
+   the newest installed view. It also needs a majority of the live members of every later proposal that any
+   present node knows, because a proposal may have been installed elsewhere. Live means not known dead. A
+   majority is more than half, or exactly half with the lowest rank among them. If no live member is left, the
+   first view's rule applies. Reason: two majorities share a live member.
+4. A death is never passed on alone: a `QuorumState`, all that its sender knows, is sent, merged and stored
+   whole. Reason: fewer votes suffice after a death, so the voters must know the views that the dead
+   node voted for.
 
 An operator may waive rule 3 with `force-quorum` for the views up to one generation.
 

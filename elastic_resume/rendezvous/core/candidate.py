@@ -11,17 +11,7 @@ from __future__ import annotations
 import itertools
 from enum import Enum
 
-from elastic_resume.rendezvous.core.messages import (
-    Header,
-    Hello,
-    JobEnd,
-    LeaderAnnouncement,
-    LeaveNotice,
-    Message,
-    Redirect,
-    Refused,
-    Welcome,
-)
+from elastic_resume.rendezvous.core import messages
 from elastic_resume.rendezvous.core.peers import Link
 from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState
 from elastic_resume.rendezvous.core.state import NodeState
@@ -49,11 +39,11 @@ class Candidate:
     def __init__(self, state: NodeState, first_address: str = "") -> None:
         self.state = state
         self.started_at = state.now
-        self.waiting_peers: dict[int, Hello] = {}
+        self.waiting_peers: dict[int, messages.Hello] = {}
         """Nodes that asked this one and wait for the result, by connection."""
         self.result = SearchResult.SEARCHING
         self.link: Link | None = None
-        self.welcome: Welcome | None = None
+        self.welcome: messages.Welcome | None = None
         self.refusal_reason = ""
         self.pending_calls: dict[int, float] = {}
         """When each unanswered call was made, by connection."""
@@ -130,34 +120,36 @@ class Candidate:
 
     # Messages.
 
-    def handle_message(self, link: Link, header: Header, message: Message) -> None:
+    def handle_message(self, link: Link, header: messages.Header, message: messages.Message) -> None:
         """Handle one message."""
         del header
-        if isinstance(message, Hello):
+        if isinstance(message, messages.Hello):
             self.waiting_peers[link.conn_id] = message
             link.peer = message.sender
-            self.state.send(link, Redirect())
-        elif isinstance(message, LeaderAnnouncement):
+            self.state.send(link, messages.Redirect())
+        elif isinstance(message, messages.LeaderAnnouncement):
             self._handle_announcement(link, message)
         elif link.conn_id not in self.pending_calls and link.conn_id not in self.redirect_waits:
             return
-        elif isinstance(message, Welcome):
+        elif isinstance(message, messages.Welcome):
             self.result, self.link, self.welcome = SearchResult.FOLLOW, link, message
-        elif isinstance(message, Redirect):
+        elif isinstance(message, messages.Redirect):
             self._handle_redirect(link, message.address)
-        elif isinstance(message, Refused):
+        elif isinstance(message, messages.Refused):
             self._handle_refusal(link, message)
-        elif isinstance(message, JobEnd):
+        elif isinstance(message, messages.JobEnd):
             self.state.job_end = message
 
-    def _handle_announcement(self, link: Link, message: LeaderAnnouncement) -> None:
+    def _handle_announcement(self, link: Link, message: messages.LeaderAnnouncement) -> None:
         """Call the leader that announced itself, unless this node's stuck disk would only delay it."""
         state = self.state
         state.record_announced_generation(message)
         if not state.is_disk_stalled:
             self._call(message.leader.address)
             return
-        notice = LeaveNotice("its disk does not complete writes", state.quorum_state, state.incarnation)
+        notice = messages.LeaveNotice(
+            "its disk does not complete writes", state.quorum_state, state.incarnation
+        )
         state.send(link, notice)
         if state.hello_sent or state.incarnation in state.find_absent_members([]):
             # Other nodes may know a view with this incarnation that this node does not know.
@@ -177,7 +169,7 @@ class Candidate:
         else:
             self._call(address)
 
-    def _handle_refusal(self, link: Link, message: Refused) -> None:
+    def _handle_refusal(self, link: Link, message: messages.Refused) -> None:
         state = self.state
         if message.reason == "dead":
             state.emit_event(
@@ -185,7 +177,7 @@ class Candidate:
             )
             state.start_new_incarnation()
             for conn_id in {*self.pending_calls, *self.redirect_waits} - {link.conn_id}:
-                self._drop_call(state.links[conn_id])  # it would be answered for the former incarnation
+                self._drop_call(state.links[conn_id])  # the answer would concern the former incarnation
             state.send(link, state.make_hello())
             self.pending_calls[link.conn_id] = state.now
             return
@@ -237,7 +229,7 @@ class Candidate:
         """End calls that timed out, make the next one, and lead if no other node can."""
         state = self.state
         if state.is_disk_stalled:
-            # A leader with all its followers would wait in vain for this node's acknowledgements.
+            # The leader and all its followers would wait for acknowledgements that never come.
             self._drop_all_calls()
             self._start_round()
             self.next_call_at = state.now + state.settings.heartbeat_interval_s

@@ -21,16 +21,13 @@ from elastic_resume.policy.divergence import (
     summarize_divergence,
 )
 from elastic_resume.policy.failure_classification import DIVERGENCE, Failure
-from elastic_resume.rendezvous.core.events import ReportDivergence
 from elastic_resume.rendezvous.core.messages import FailureReport, Message, ReplicasDiverged, StateDigest
 from elastic_resume.rendezvous.core.peers import Peer, PeerTable
 from elastic_resume.rendezvous.core.quorum import Incarnation, View
 from elastic_resume.rendezvous.core.state import NodeState
 
-MAX_STEPS_KEPT = 64
-"""Steps without digests of all members that are kept: 20 s with a heartbeat every 0.3 s."""
-MAJORITY_NODE_TIMEOUTS = 20
-"""Node timeouts to wait for a step that shows which node is wrong: one minute."""
+MAX_STEPS_KEPT = 64  # steps without digests of all members: 20 s with a heartbeat every 0.3 s
+MAJORITY_NODE_TIMEOUTS = 20  # wait this long for a step that shows which node is wrong: one minute
 
 
 class DivergenceDetector:
@@ -45,8 +42,7 @@ class DivergenceDetector:
         self.agreed_step = 0
         self.digests_by_step: dict[int, dict[Digest, set[Incarnation]]] = {}
         self.diverged_since: float | None = None
-        self.divergence: ReplicasDiverged | None = None
-        """The last result. Nodes that reconnect before the next view receive it again."""
+        self.divergence: ReplicasDiverged | None = None  # resent to nodes that reconnect before the next view
 
     def handle_view_installed(self, view: View) -> None:
         """Start the comparison of a new view."""
@@ -61,12 +57,7 @@ class DivergenceDetector:
     def add_digest(self, incarnation: Incarnation, state_digest: StateDigest | None) -> None:
         """Add the digest of a heartbeat."""
         view = self.view
-        if (
-            state_digest is None
-            or view is None
-            or self.divergence is not None
-            or view.rank(incarnation) is None
-        ):
+        if state_digest is None or view is None or self.divergence or view.rank(incarnation) is None:
             return
         if state_digest.generation != view.generation or state_digest.step <= self.agreed_step:
             return
@@ -85,7 +76,7 @@ class DivergenceDetector:
 
     def advance(self) -> str:
         """Decide when enough is known; return why the view has to restart, or an empty text."""
-        if self.view is None or self.diverged_since is None or self.divergence is not None:
+        if self.view is None or self.diverged_since is None or self.divergence:
             return ""
         members, timeout_s = len(self.view.members), self.state.settings.node_timeout_s
         waited_s = self.state.now - self.diverged_since
@@ -101,7 +92,7 @@ class DivergenceDetector:
 
     def _report_divergence(self, view: View, step: int) -> str:
         groups = [
-            [member.node for member in view.members if member in group]  # in rank order
+            [member.node for member in view.members if member in group]  # names in rank order
             for group in self.digests_by_step[step].values()
         ]
         verdict = find_diverged_nodes(groups, len(view.members), step=step, agreed_step=self.agreed_step)
@@ -110,7 +101,7 @@ class DivergenceDetector:
         for peer in self.peers:
             if peer.disconnected_at is None:
                 self.send(peer, self.divergence)
-        self.state.effects.append(ReportDivergence(self.divergence))
+        self.state.effects.append(self.divergence)
         # Recorded as a failure of each wrong node, so that a node which diverges repeatedly is excluded.
         text = f"held another state at step {step} than the majority of nodes"
         for member in view.members:
@@ -124,9 +115,6 @@ class DivergenceDetector:
 
     def resend_divergence(self, peer: Peer) -> None:
         """Send the result again to a wrong node that has reconnected and may have missed it."""
-        if (
-            self.divergence is not None
-            and self.divergence.continues_from_majority
-            and peer.incarnation.node in self.divergence.verdict.diverged
-        ):
-            self.send(peer, self.divergence)
+        result = self.divergence
+        if result and result.continues_from_majority and peer.incarnation.node in result.verdict.diverged:
+            self.send(peer, result)

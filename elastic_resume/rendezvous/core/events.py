@@ -10,8 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic_resume.policy.failure_classification import Failure
-from elastic_resume.rendezvous.core.messages import Header, JoinSpec, Message, ReplicasDiverged, StateDigest
-from elastic_resume.rendezvous.core.quorum import ALL_RULES, Incarnation, QuorumState, SafetyRules
+from elastic_resume.rendezvous.core.messages import (
+    FailJob,
+    FailureReport,
+    ForceQuorumRequest,
+    Header,
+    JoinRequest,
+    Message,
+    ReplicasDiverged,
+    StateDigest,
+)
+from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState
 from elastic_resume.rendezvous.core.status import NodeStatus, StatusUpdate
 
 UNCROWDED_NODES = 64
@@ -45,7 +54,6 @@ class Settings:
     """Share of a lease kept back for different clock rates and the time it takes to kill workers."""
     resume_from_majority: bool = False
     """If replicas diverge and a majority agrees, restart from its state; else end the job."""
-    rules: SafetyRules = ALL_RULES
 
     @property
     def heartbeat_interval_s(self) -> float:
@@ -119,37 +127,8 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
-class JoinRequested:
-    """This node's workers are stopped and torchelastic requests the next view."""
-
-    join: JoinSpec
-
-
-@dataclass(frozen=True, slots=True)
 class WorkersFinished:
     """Every worker of this node has succeeded."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerFailed:
-    """A worker of this node failed in that generation; precedes `JoinRequested`."""
-
-    generation: int
-    failure: Failure
-
-
-@dataclass(frozen=True, slots=True)
-class JobFailed:
-    """This node ends the job for all nodes, because a restart would fail again."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class StateDigested:
-    """The digest of this node's state after a step is ready."""
-
-    state_digest: StateDigest
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,36 +147,28 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
-class ForceQuorum:
-    """An operator declares the missing members of the newest view, of this generation, dead for good.
-
-    The leader ignores it while a view runs, or if it knows a later generation, whose missing members may be
-    others.
-    """
-
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
 class Persisted:
     """The state of the `Persist` effect with that version is on disk, fsynced."""
 
     version: int
 
 
+# Requests of this node's client are message objects, of the same classes that a follower sends to its leader.
+# A `FailureReport`, if any, precedes the `JoinRequest`, which says that the workers are stopped. The leader
+# ignores a `ForceQuorumRequest` while a view runs or if it knows a later generation.
 Event = (
     PeerConnected
     | PeerDisconnected
     | MessageReceived
     | Tick
-    | JoinRequested
+    | JoinRequest
     | WorkersFinished
-    | WorkerFailed
-    | JobFailed
-    | StateDigested
+    | FailureReport
+    | FailJob
+    | StateDigest
     | StatusPublished
     | Leave
-    | ForceQuorum
+    | ForceQuorumRequest
     | Persisted
 )
 
@@ -253,7 +224,7 @@ class Persist:
 
 @dataclass(frozen=True, slots=True)
 class StartWorkers:
-    """Start workers, as `JoinRequested` asked; `newest_step` and `failures` are those of `InstallView`."""
+    """Start workers, as `JoinRequest` asked; `newest_step` and `failures` are those of `InstallView`."""
 
     generation: int
     rank: int
@@ -265,26 +236,15 @@ class StartWorkers:
 
 
 @dataclass(frozen=True, slots=True)
-class RestartWorkers:
-    """The view has ended: stop the workers, then join again."""
+class StopWorkers:
+    """The view has ended: stop the workers, then join again.
+
+    If `immediately`, the lease has expired: kill the workers before anything else.
+    """
 
     generation: int
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class KillWorkers:
-    """The lease has expired: kill the workers before anything else, then join again."""
-
-    generation: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReportDivergence:
-    """Report that replicas differ. Other effects end the view or the job."""
-
-    divergence: ReplicasDiverged
+    immediately: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,15 +284,15 @@ class EmitEvent:
     text: str
 
 
+# `ReplicasDiverged` reports that replicas differ; other effects end the view or the job.
 Effect = (
     Connect
     | Disconnect
     | Send
     | Persist
     | StartWorkers
-    | RestartWorkers
-    | KillWorkers
-    | ReportDivergence
+    | StopWorkers
+    | ReplicasDiverged
     | DeliverPeerStatus
     | EndJob
     | GiveUp

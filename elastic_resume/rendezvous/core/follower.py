@@ -6,29 +6,8 @@ died; otherwise the leader counts as unreachable after the node timeout.
 
 from __future__ import annotations
 
-from elastic_resume.rendezvous.core.events import DeliverPeerStatus, ReportDivergence
-from elastic_resume.rendezvous.core.messages import (
-    EndView,
-    FailJob,
-    ForceQuorumRequest,
-    Header,
-    Heartbeat,
-    Hello,
-    InstallView,
-    JobEnd,
-    JoinRequest,
-    LeaderAnnouncement,
-    LeaveNotice,
-    Message,
-    NodeFinished,
-    ProposalAck,
-    ProposeView,
-    Redirect,
-    Refused,
-    ReplicasDiverged,
-    WaitReason,
-    Welcome,
-)
+from elastic_resume.rendezvous.core import messages
+from elastic_resume.rendezvous.core.events import DeliverPeerStatus
 from elastic_resume.rendezvous.core.peers import NEVER, Link
 from elastic_resume.rendezvous.core.quorum import Incarnation, View
 from elastic_resume.rendezvous.core.state import NodeState
@@ -67,12 +46,12 @@ class Follower:
         """When the call in progress times out; without one, when to make the next."""
         state.unreachable.discard(leader)
 
-    def handle_message(self, link: Link, header: Header, message: Message) -> None:
+    def handle_message(self, link: Link, header: messages.Header, message: messages.Message) -> None:
         """Handle one message; only the leader's has effects."""
-        if isinstance(message, (Hello, LeaderAnnouncement)):
-            if isinstance(message, LeaderAnnouncement):
+        if isinstance(message, (messages.Hello, messages.LeaderAnnouncement)):
+            if isinstance(message, messages.LeaderAnnouncement):
                 self.state.record_announced_generation(message)
-            self.state.send(link, Redirect(self.leader.address))
+            self.state.send(link, messages.Redirect(self.leader.address))
         elif link is self.redial_link:
             self._handle_redial_reply(link, message)
         elif link is self.link and not self.is_disconnected:
@@ -80,40 +59,38 @@ class Follower:
             self._renew_lease(header)
             self._extend_join_timeout(header)
 
-    def _handle_leader_message(self, header: Header, message: Message) -> None:
+    def _handle_leader_message(self, header: messages.Header, message: messages.Message) -> None:
         state = self.state
-        if isinstance(message, Heartbeat):
+        if isinstance(message, messages.Heartbeat):
             if message.status_update:
                 state.effects.append(
                     DeliverPeerStatus(self.leader, message.status_update, state.installed_generation)
                 )
-        elif isinstance(message, ProposeView):
+        elif isinstance(message, messages.ProposeView):
             state.merge_quorum_state(message.quorum_state)
             state.set_quorum_state(state.quorum_state.with_proposal(message.view))
             self.proposal, self.proposal_version = message.view, state.version
-        elif isinstance(message, InstallView):
+        elif isinstance(message, messages.InstallView):
             self._install_view(header, message)
-        elif isinstance(message, EndView):
+        elif isinstance(message, messages.EndView):
             state.merge_quorum_state(message.quorum_state)
             state.stop_workers(message.reason)
-        elif isinstance(message, WaitReason):
+        elif isinstance(message, messages.WaitReason):
             self.wait_reason = message.reason
             state.emit_event("waiting", message.reason)
-        elif isinstance(message, ReplicasDiverged):
-            state.effects.append(ReportDivergence(message))
-        elif isinstance(message, JobEnd):
+        elif isinstance(message, messages.ReplicasDiverged):
+            state.effects.append(message)
+        elif isinstance(message, messages.JobEnd):
             state.job_end = message
-        elif isinstance(message, (Redirect, Refused)):
-            self.next_leader_address = message.address if isinstance(message, Redirect) else ""
+        elif isinstance(message, (messages.Redirect, messages.Refused)):
+            self.next_leader_address = message.address if isinstance(message, messages.Redirect) else ""
             self._end_following("the leader stepped down")
-        elif isinstance(message, LeaveNotice):
+        elif isinstance(message, messages.LeaveNotice):
             state.merge_quorum_state(message.quorum_state)
             self._end_following(f"the leader {self.leader} left ({message.reason})", dead=True)
 
-    def _install_view(self, header: Header, message: InstallView) -> None:
+    def _install_view(self, header: messages.Header, message: messages.InstallView) -> None:
         state, view = self.state, self.acknowledged_proposal
-        if not state.settings.rules.two_phase:
-            view = view or self.proposal
         if view is None or view.generation != message.generation:
             return
         self.acknowledged_proposal = self.proposal = None
@@ -131,7 +108,7 @@ class Follower:
         elif state.join is not None:
             state.start_workers(view, message, lease_until)
 
-    def _extend_join_timeout(self, header: Header) -> None:
+    def _extend_join_timeout(self, header: messages.Header) -> None:
         """Restart the join timeout while a view runs without this node: a spare may wait for long."""
         state = self.state
         if not header.generation or state.running_view or state.join is None:
@@ -143,16 +120,16 @@ class Follower:
                 "spare", f"generation {header.generation} runs without this node, which stands by"
             )
 
-    def _compute_lease_until(self, header: Header) -> float:
+    def _compute_lease_until(self, header: messages.Header) -> float:
         return self.link.acked_sent_at + min(header.lease_s, self.state.settings.lease_s)
 
-    def _renew_lease(self, header: Header) -> None:
+    def _renew_lease(self, header: messages.Header) -> None:
         state = self.state
         if state.running_view and state.running_view.generation == header.generation:
             state.lease_until = max(state.lease_until, self._compute_lease_until(header))
 
-    def _handle_redial_reply(self, link: Link, message: Message) -> None:
-        if isinstance(message, Welcome):
+    def _handle_redial_reply(self, link: Link, message: messages.Message) -> None:
+        if isinstance(message, messages.Welcome):
             self.state.disconnect(self.link)
             link.acked_sent_at = link.leader_lease_until = NEVER
             if message.leader == self.leader:
@@ -164,11 +141,11 @@ class Follower:
             if not message.resumes_view:
                 self.state.stop_workers("the leader no longer runs the generation of this node")
             self.send_reports()
-        elif isinstance(message, JobEnd):
+        elif isinstance(message, messages.JobEnd):
             self.state.job_end = message
         else:
             self.next_leader_address = (
-                message.address if isinstance(message, Redirect) else self.leader.address
+                message.address if isinstance(message, messages.Redirect) else self.leader.address
             )
             self._end_following("the leader does not readmit this node")
 
@@ -260,10 +237,12 @@ class Follower:
                 self._redial_leader()
             return
         if self.proposal and state.durable_version >= self.proposal_version and not state.pending_closes:
-            state.send(self.link, ProposalAck(self.proposal.generation))
+            state.send(self.link, messages.ProposalAck(self.proposal.generation))
             self.acknowledged_proposal, self.proposal = self.proposal, None
         if state.now >= self.next_heartbeat_at:
-            state.send(self.link, Heartbeat(state.take_digest(), state.status_outbox.take(self.leader)))
+            state.send(
+                self.link, messages.Heartbeat(state.take_digest(), state.status_outbox.take(self.leader))
+            )
             self.next_heartbeat_at = state.now + state.settings.heartbeat_interval_s
 
     def send_reports(self) -> None:
@@ -271,7 +250,7 @@ class Follower:
         if self.state.failure_report and not self.is_disconnected:
             self.state.send(self.link, self.state.failure_report)
         if self.state.job_failure and not self.is_disconnected:
-            self.state.send(self.link, FailJob(self.state.job_failure))
+            self.state.send(self.link, messages.FailJob(self.state.job_failure))
         if self.state.join:
             self.handle_join_requested()
         elif self.state.finished_generation:
@@ -280,22 +259,22 @@ class Follower:
     def handle_join_requested(self) -> None:
         """Report that this node's workers are stopped and that it joins the next view."""
         if self.state.join and not self.is_disconnected:
-            self.state.send(self.link, JoinRequest(self.state.join))
+            self.state.send(self.link, messages.JoinRequest(self.state.join))
 
     def force_quorum(self, generation: int) -> None:
         """Pass an operator's request to the leader."""
         if not self.is_disconnected:
-            self.state.send(self.link, ForceQuorumRequest(generation))
+            self.state.send(self.link, messages.ForceQuorumRequest(generation))
 
     def handle_workers_finished(self) -> None:
         """Report that this node's workers have finished."""
         if not self.is_disconnected:
-            self.state.send(self.link, NodeFinished(self.state.finished_generation))
+            self.state.send(self.link, messages.NodeFinished(self.state.finished_generation))
 
     def leave(self, reason: str) -> None:
         """Send the leader a leave notice."""
         if not self.is_disconnected:
-            self.state.send(self.link, LeaveNotice(reason, self.state.quorum_state))
+            self.state.send(self.link, messages.LeaveNotice(reason, self.state.quorum_state))
 
     def next_deadline(self) -> float:
         """Return when to advance next."""

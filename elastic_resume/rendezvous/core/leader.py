@@ -10,37 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from elastic_resume.rendezvous.core import messages
 from elastic_resume.rendezvous.core.divergence import DivergenceDetector
 from elastic_resume.rendezvous.core.events import DeliverPeerStatus
-from elastic_resume.rendezvous.core.messages import (
-    EndView,
-    FailJob,
-    FailureReport,
-    ForceQuorumRequest,
-    Header,
-    Heartbeat,
-    Hello,
-    JobEnd,
-    JoinRequest,
-    LeaderAnnouncement,
-    LeaveNotice,
-    Message,
-    NodeFinished,
-    ProposalAck,
-    Redirect,
-    Refused,
-    WaitReason,
-    Welcome,
-)
 from elastic_resume.rendezvous.core.peers import NEVER, Link, Peer, PeerTable
-from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState, View
+from elastic_resume.rendezvous.core.quorum import Incarnation, View
 from elastic_resume.rendezvous.core.state import MAX_CANDIDATES_NAMED, NodeState
 from elastic_resume.rendezvous.core.status import find_deputy
 from elastic_resume.rendezvous.core.view_change import PendingWelcome, ViewChange
 
 MAX_PARALLEL_CALLS = 16
 """A job that lost 500 of 1,000 nodes must not dial 500 addresses every round."""
-EMPTY_HEARTBEAT = Heartbeat()
+EMPTY_HEARTBEAT = messages.Heartbeat()
 
 
 class Admission:
@@ -51,27 +32,27 @@ class Admission:
         self.state = state
         self.peers = peers
         self.remove_peer = remove_peer
-        self._indexed_state: QuorumState | None = None
-        self._incarnations_by_node: dict[str, set[Incarnation]] = {}
 
-    def check_hello(self, hello: Hello) -> Refused | None:
+    def check_hello(self, hello: messages.Hello) -> messages.Refused | None:
         """Merge what the node knows; return why it may not join, or None."""
         state = self.state
         mismatch = self._find_setting_mismatch(hello)
         if mismatch:
-            return Refused(mismatch, is_permanent=True)
+            return messages.Refused(mismatch, is_permanent=True)
         before = state.quorum_state
         state.merge_quorum_state(hello.quorum_state, hello.max_generation)
         if state.quorum_state != before:
             self._mark_former_incarnations_dead()
         state.extend_grace(hello.remaining_grace_s)
         if hello.sender in state.quorum_state.dead:
-            return Refused("dead")
+            return messages.Refused("dead")
         if self._is_name_taken(hello):
-            return Refused(f"another live agent is called {hello.sender.node}: give one another --node-name")
+            return messages.Refused(
+                f"another live agent is called {hello.sender.node}: give one of them a different --node-name"
+            )
         return None
 
-    def _find_setting_mismatch(self, hello: Hello) -> str:
+    def _find_setting_mismatch(self, hello: messages.Hello) -> str:
         """Name a setting that must be equal on all nodes and is not; empty if there is none."""
         settings = self.state.settings
         if hello.node_timeout_s != settings.node_timeout_s:
@@ -106,35 +87,27 @@ class Admission:
         former = [
             member for member in state.find_absent_members([]) if live.get(member.node, member) != member
         ]
-        if former and state.settings.rules.distinguish_incarnations:
-            state.set_quorum_state(state.quorum_state.with_dead(former))
+        if former:
+            state.mark_former_dead(former)
 
-    def _is_name_taken(self, hello: Hello) -> bool:
+    def _is_name_taken(self, hello: messages.Hello) -> bool:
         """Return whether a live agent has the sender's name; else mark its former processes dead."""
         state, sender = self.state, hello.sender
         if sender.node == state.incarnation.node:
             return True
-        former = {known for known in self._find_incarnations(sender.node) if known != sender}
+        views = state.quorum_state.voting_views
+        former = {known for view in views for known in view.find_incarnations(sender.node)} - {sender}
+        follower = self.peers.by_node.get(sender.node)
+        if follower and follower.incarnation != sender:
+            former.add(follower.incarnation)
         for incarnation in former:
             peer = self.peers.by_incarnation.get(incarnation)
             if peer and peer.disconnected_at is None and incarnation not in hello.quorum_state.dead:
                 return True
-        if state.settings.rules.distinguish_incarnations:
-            state.set_quorum_state(state.quorum_state.with_dead(former))
+        state.mark_former_dead(former)
         for incarnation in former & set(self.peers.by_incarnation):
             self.remove_peer(self.peers.by_incarnation[incarnation], f"{sender} is back as a new process")
         return False
-
-    def _find_incarnations(self, node: str) -> set[Incarnation]:
-        """Return every known incarnation of a node."""
-        if self._indexed_state is not self.state.quorum_state:
-            self._indexed_state = self.state.quorum_state
-            self._incarnations_by_node = {}
-            for view in self._indexed_state.voting_views:
-                for member in view.members:
-                    self._incarnations_by_node.setdefault(member.node, set()).add(member)
-        peer = self.peers.by_node.get(node)
-        return self._incarnations_by_node.get(node, set()) | ({peer.incarnation} if peer else set())
 
 
 class LeaderDiscovery:
@@ -143,16 +116,15 @@ class LeaderDiscovery:
     def __init__(
         self,
         state: NodeState,
-        make_announcement: Callable[[], LeaderAnnouncement],
+        make_announcement: Callable[[], messages.LeaderAnnouncement],
         list_follower_addresses: Callable[[], set[str]],
     ) -> None:
         self.state = state
         self.make_announcement = make_announcement
         self.list_follower_addresses = list_follower_addresses
         self.next_round_at = state.now
-        self.pending_calls: dict[int, float] = {}
-        """When each call was made, by connection, the oldest first."""
-        self._calls_by_address: dict[str, int] = {}
+        self.pending_calls: dict[int, Link] = {}
+        """Unanswered calls by connection, the oldest first."""
         self._next_target = 0
 
     def list_targets(self) -> list[str]:
@@ -184,9 +156,12 @@ class LeaderDiscovery:
 
     def call(self, address: str) -> None:
         """Call an address, unless a call to it is in progress."""
-        if address not in self._calls_by_address:
-            conn_id = self.state.dial(address).conn_id
-            self.pending_calls[conn_id], self._calls_by_address[address] = self.state.now, conn_id
+        if not self._is_calling(address):
+            link = self.state.dial(address)
+            self.pending_calls[link.conn_id] = link
+
+    def _is_calling(self, address: str) -> bool:
+        return any(link.address == address for link in self.pending_calls.values())
 
     def probe(self, addresses: Iterable[str]) -> None:
         """Call addresses round-robin, at most `MAX_PARALLEL_CALLS` at a time.
@@ -194,33 +169,27 @@ class LeaderDiscovery:
         A switch failure breaks many links at once.
         """
         targets = list(addresses)
-        room = MAX_PARALLEL_CALLS - sum(address in self._calls_by_address for address in targets)
         start = self._next_target % len(targets)
-        rotated = targets[start:] + targets[:start]
-        for address in [target for target in rotated if target not in self._calls_by_address][: max(0, room)]:
+        due = [target for target in targets[start:] + targets[:start] if not self._is_calling(target)]
+        in_progress = len(targets) - len(due)
+        for address in due[: max(0, MAX_PARALLEL_CALLS - in_progress)]:
             self.call(address)
             self._next_target += 1
-
-    def forget_call(self, link: Link) -> None:
-        """Forget a call that has ended."""
-        self.pending_calls.pop(link.conn_id, None)
-        if self._calls_by_address.get(link.address) == link.conn_id:
-            del self._calls_by_address[link.address]
 
     def handle_connected(self, link: Link) -> None:
         """Send the announcement on a call that was answered."""
         if link.conn_id in self.pending_calls:
             self.state.send(link, self.make_announcement())
 
-    def handle_redirect(self, link: Link, message: Redirect) -> None:
+    def handle_redirect(self, link: Link, message: messages.Redirect) -> None:
         """Call the other leader, whose address a node gave."""
         if link.conn_id in self.pending_calls:
             self.end_call(link.conn_id)
             if message.address not in {"", self.state.incarnation.address} | self.list_follower_addresses():
                 self.call(message.address)
 
-    def handle_leave_notice(self, link: Link, sender: Incarnation, message: LeaveNotice) -> bool:
-        """Mark a called node dead that takes no part; return whether a view may depend on that."""
+    def handle_leave_notice(self, link: Link, sender: Incarnation, message: messages.LeaveNotice) -> bool:
+        """Mark a called node dead that does not take part; return whether a view may depend on that."""
         state = self.state
         self.end_call(link.conn_id)
         if sender.address != link.address:
@@ -229,16 +198,14 @@ class LeaderDiscovery:
         if sender not in state.find_absent_members([]):
             return False
         state.set_quorum_state(state.quorum_state.with_dead([sender]))
-        state.emit_event("lost", f"{sender} takes no part ({message.reason})")
+        state.emit_event("lost", f"{sender} does not take part ({message.reason})")
         return True
 
     def end_call(self, conn_id: int) -> None:
         """End one call."""
-        link = self.state.links.get(conn_id)
+        link = self.pending_calls.pop(conn_id, None)
         if link:
-            self.forget_call(link)
             self.state.disconnect(link)
-        self.pending_calls.pop(conn_id, None)
 
     def close(self) -> None:
         """End all calls."""
@@ -250,13 +217,13 @@ class LeaderDiscovery:
         return min(self.next_round_at, self._first_timeout_at()) if self.pending_calls else self.next_round_at
 
     def _first_timeout_at(self) -> float:
-        return next(iter(self.pending_calls.values())) + self.state.settings.dial_timeout_s
+        return next(iter(self.pending_calls.values())).dialled_at + self.state.settings.dial_timeout_s
 
 
 class Leader:
     """The role of a node that leads. It is a member too, without a link to itself."""
 
-    def __init__(self, state: NodeState, waiting_peers: dict[int, Hello]) -> None:
+    def __init__(self, state: NodeState, waiting_peers: dict[int, messages.Hello]) -> None:
         self.state = state
         self.peers = PeerTable()
         self.view: View | None = None
@@ -282,16 +249,18 @@ class Leader:
 
     # Sending.
 
-    def make_announcement(self) -> LeaderAnnouncement:
+    def make_announcement(self) -> messages.LeaderAnnouncement:
         """Return an announcement of this leader with its priority."""
         state, installed = self.state, self.state.quorum_state.installed
         active = self.view.generation if self.view and self.lease_until > state.now else 0
         rank = installed.rank(state.incarnation) if installed else None
         if rank is None:
             rank = len(installed.members) if installed else 0
-        return LeaderAnnouncement(state.incarnation, active, state.quorum_state.newest_generation, rank)
+        return messages.LeaderAnnouncement(
+            state.incarnation, active, state.quorum_state.newest_generation, rank
+        )
 
-    def _send(self, peer: Peer, message: Message) -> None:
+    def _send(self, peer: Peer, message: messages.Message) -> None:
         state = self.state
         if self.view is None:
             state.send(peer.link, message)
@@ -299,7 +268,7 @@ class Leader:
         lease_s = max(0.0, min(state.settings.lease_s, self.lease_until - state.now))
         state.send(peer.link, message, self.view.generation, lease_s)
 
-    def _broadcast(self, message: Message) -> None:
+    def _broadcast(self, message: messages.Message) -> None:
         for peer in self.peers:
             if peer.disconnected_at is None:
                 self._send(peer, message)
@@ -308,17 +277,17 @@ class Leader:
 
     # Receiving.
 
-    def handle_message(self, link: Link, header: Header, message: Message) -> None:
+    def handle_message(self, link: Link, header: messages.Header, message: messages.Message) -> None:
         """Handle one message."""
         del header
-        if isinstance(message, Hello):
+        if isinstance(message, messages.Hello):
             self._handle_hello(link, message)
-        elif isinstance(message, LeaderAnnouncement):
+        elif isinstance(message, messages.LeaderAnnouncement):
             self._handle_announcement(link, message)
-        elif isinstance(message, Redirect):
+        elif isinstance(message, messages.Redirect):
             self.discovery.handle_redirect(link, message)
         elif (
-            isinstance(message, LeaveNotice)
+            isinstance(message, messages.LeaveNotice)
             and message.sender
             and link.conn_id in self.discovery.pending_calls
         ):
@@ -331,44 +300,44 @@ class Leader:
             if peer and peer.disconnected_at is None:
                 self._handle_follower_message(peer, message)
 
-    def _handle_follower_message(self, peer: Peer, message: Message) -> None:
+    def _handle_follower_message(self, peer: Peer, message: messages.Message) -> None:
         state = self.state
-        if isinstance(message, Heartbeat):
+        if isinstance(message, messages.Heartbeat):
             self._handle_heartbeat(peer, message)
-        elif isinstance(message, JoinRequest):
+        elif isinstance(message, messages.JoinRequest):
             peer.join, peer.running_generation = message.join, 0
             if self.view and peer.incarnation in self.view.members:
                 self.end_view(f"the workers of {peer.incarnation} stopped")
             self.view_change.handle_join(peer.incarnation, self.view)
-        elif isinstance(message, ProposalAck):
+        elif isinstance(message, messages.ProposalAck):
             self.view_change.handle_ack(peer.incarnation, message.generation)
-        elif isinstance(message, NodeFinished):
+        elif isinstance(message, messages.NodeFinished):
             peer.finished_generation, peer.running_generation = message.generation, 0
             self.finished_generation = max(self.finished_generation, message.generation)
             self.view_change.reevaluate()
-        elif isinstance(message, FailureReport):
+        elif isinstance(message, messages.FailureReport):
             state.record_failure_report(peer.incarnation, message)
-        elif isinstance(message, FailJob):
+        elif isinstance(message, messages.FailJob):
             state.job_failure = message.reason
-        elif isinstance(message, ForceQuorumRequest):
+        elif isinstance(message, messages.ForceQuorumRequest):
             state.force_quorum(message.generation, running=self.view is not None)
-        elif isinstance(message, LeaveNotice):
+        elif isinstance(message, messages.LeaveNotice):
             state.merge_quorum_state(message.quorum_state)
             self._remove_peer(peer, f"{peer.incarnation} left ({message.reason})", dead=True)
 
-    def _handle_heartbeat(self, peer: Peer, message: Heartbeat) -> None:
+    def _handle_heartbeat(self, peer: Peer, message: messages.Heartbeat) -> None:
         state = self.state
         update = None
         if peer.incarnation == find_deputy(self.view, state.incarnation, self.peers.by_incarnation):
             update = state.status_outbox.take(peer.incarnation)
-        self._send(peer, Heartbeat(None, update) if update else EMPTY_HEARTBEAT)
+        self._send(peer, messages.Heartbeat(None, update) if update else EMPTY_HEARTBEAT)
         self.divergence.add_digest(peer.incarnation, message.state_digest)
         if message.status_update:
             state.effects.append(
                 DeliverPeerStatus(peer.incarnation, message.status_update, state.installed_generation)
             )
 
-    def _handle_hello(self, link: Link, hello: Hello) -> None:
+    def _handle_hello(self, link: Link, hello: messages.Hello) -> None:
         refused = self.admission.check_hello(hello)
         link.peer = hello.sender
         if refused:
@@ -379,7 +348,7 @@ class Leader:
         if self.view and newest and newest.generation > self.view.generation:
             self.end_view(f"generation {newest.generation} was started elsewhere")
 
-    def _send_welcome(self, link: Link, hello: Hello) -> None:
+    def _send_welcome(self, link: Link, hello: messages.Hello) -> None:
         """Welcome a node; its first reply makes it a follower and proves that the link works both ways.
 
         Over a one-way link it would otherwise delay every view. A view change waits once for that reply.
@@ -394,7 +363,7 @@ class Leader:
         is_responsive = hello.sender not in self.unresponsive
         reply_until = state.now + state.settings.dial_timeout_s if is_responsive else NEVER
         self.pending_welcomes[link.conn_id] = PendingWelcome(hello, resumed, reply_until)
-        state.send(link, Welcome(state.incarnation, state.quorum_state, resumed))
+        state.send(link, messages.Welcome(state.incarnation, state.quorum_state, resumed))
 
     def _admit(self, link: Link) -> None:
         """Add a node that has replied to its welcome to the followers."""
@@ -419,7 +388,7 @@ class Leader:
             former_generation, peer.running_generation = peer.running_generation, hello.running_generation
             if welcome.resumed:
                 reason = f"generation {hello.running_generation} ended while this node was reconnecting"
-                self._send(peer, EndView(hello.running_generation, reason, state.quorum_state))
+                self._send(peer, messages.EndView(hello.running_generation, reason, state.quorum_state))
             # Neither running nor finished: its workers failed, or it never received InstallView.
             idle = (
                 self.view
@@ -430,12 +399,12 @@ class Leader:
                 self.end_view(f"the workers of {sender} stopped")
         self.divergence.resend_divergence(peer)
         if self.view is None and self.view_change.reported_reason:
-            self._send(peer, WaitReason(self.view_change.reported_reason))
+            self._send(peer, messages.WaitReason(self.view_change.reported_reason))
         if peer.join:
             self.view_change.handle_join(sender, self.view)
         self.view_change.reevaluate()
 
-    def _handle_announcement(self, link: Link, announcement: LeaderAnnouncement) -> None:
+    def _handle_announcement(self, link: Link, announcement: messages.LeaderAnnouncement) -> None:
         self.state.record_announced_generation(announcement)
         own = self.make_announcement()
         if announcement.leader == self.state.incarnation:
@@ -453,7 +422,7 @@ class Leader:
 
     def handle_disconnected(self, link: Link, *, refused: bool) -> None:
         """Handle a broken link or a failed call; only a refused call proves a death."""
-        self.discovery.forget_call(link)
+        self.discovery.pending_calls.pop(link.conn_id, None)
         if link.conn_id in self.pending_welcomes:
             self._handle_missing_reply(link)
         peer = self.peers.find_by_link(link)
@@ -509,7 +478,9 @@ class Leader:
         view = self.view
         if view is None:
             return
-        message = EndView(view.generation, reason, self.state.quorum_state)  # one, so that it is encoded once
+        message = messages.EndView(
+            view.generation, reason, self.state.quorum_state
+        )  # shared, so that it is encoded once
         for peer in self.peers:
             if peer.running_generation == view.generation and peer.disconnected_at is None:
                 self._send(peer, message)
@@ -556,7 +527,7 @@ class Leader:
         reason = self.view_change.take_wait_reason() if self.view is None else ""
         if reason:
             self.state.emit_event("waiting", reason)
-            self._broadcast(WaitReason(reason))
+            self._broadcast(messages.WaitReason(reason))
 
     def _renew_lease(self, *, force: bool = False) -> None:
         """Compute for how long a quorum surely follows; no lease that is granted lasts longer."""
@@ -611,8 +582,8 @@ class Leader:
     def _is_job_finished(self) -> bool:
         """Return whether every present node has finished and no absent one is worth waiting for.
 
-        If no member of the newest view has finished, the job has ended for nodes that finished an earlier
-        view in another part of a partition, once the members of the newest view are lost.
+        A partition may leave nodes that finished an earlier view. For them the job ends when all members of
+        the newest view are lost, even if none of those finished.
         """
         state, newest = self.state, self.state.quorum_state.installed
         if newest is None or self.view_change.pending:
@@ -632,7 +603,7 @@ class Leader:
         self.state.job_end = self._make_job_end(connected)
         self._broadcast(self.state.job_end)
 
-    def _make_job_end(self, connected: set[Incarnation]) -> JobEnd:
+    def _make_job_end(self, connected: set[Incarnation]) -> messages.JobEnd:
         """Describe the end of the job; it is final if no node outside `connected` can still run workers."""
         state, newest = self.state, self.state.quorum_state.installed
         absent = state.find_absent_members(connected | {state.incarnation})
@@ -640,7 +611,7 @@ class Leader:
         generation, members = (newest.generation, newest.members) if newest else (0, ())
         finished = {peer.incarnation for peer in self.peers if peer.finished_generation == generation}
         unfinished = [str(member) for member in members if member not in finished | {state.incarnation}]
-        return JobEnd(
+        return messages.JobEnd(
             generation,
             state.job_failure,
             is_final,
@@ -666,7 +637,7 @@ class Leader:
             else:
                 state.defer_close(peer.link)
         for conn_id in self.pending_welcomes:
-            state.send(state.links[conn_id], Redirect(self.new_leader_address))
+            state.send(state.links[conn_id], messages.Redirect(self.new_leader_address))
         state.emit_event("step-down", f"{state.incarnation} steps down: {reason}")
 
     def close(self) -> None:
@@ -686,7 +657,7 @@ class Leader:
     def leave(self, reason: str) -> None:
         """Send all followers a leave notice; they look for another leader at once."""
         self.view_change.abort("the leader leaves")
-        self._broadcast(LeaveNotice(reason, self.state.quorum_state))
+        self._broadcast(messages.LeaveNotice(reason, self.state.quorum_state))
 
     def next_deadline(self) -> float:
         """Return when to advance next."""

@@ -92,7 +92,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class JoinRequest:
-    """Report that the sender's workers are stopped and that it wants to be in the next view."""
+    """Report that the sender's workers are stopped, and ask for the next view."""
 
     join: JoinSpec
 
@@ -189,7 +189,7 @@ class FailJob:
 
 @dataclass(frozen=True, slots=True)
 class ForceQuorumRequest:
-    """Declare the missing members of that generation, the newest, dead for good, for an operator."""
+    """Declare the missing members of the newest view, of that generation, dead for good, for an operator."""
 
     generation: int
 

@@ -7,35 +7,15 @@ incarnation that starts from its `PersistentState`, which holds all that it ever
 
 from __future__ import annotations
 
+from elastic_resume.rendezvous.core import events, messages
 from elastic_resume.rendezvous.core.candidate import Candidate, SearchResult
-from elastic_resume.rendezvous.core.events import (
-    Effect,
-    EndJob,
-    Event,
-    ForceQuorum,
-    GiveUp,
-    JobFailed,
-    JoinRequested,
-    Leave,
-    MessageReceived,
-    PeerConnected,
-    PeerDisconnected,
-    Persisted,
-    PersistentState,
-    Settings,
-    StateDigested,
-    StatusPublished,
-    WorkerFailed,
-    WorkersFinished,
-)
 from elastic_resume.rendezvous.core.follower import Follower
 from elastic_resume.rendezvous.core.leader import Leader
-from elastic_resume.rendezvous.core.messages import FailureReport, Header, Hello, JobEnd
 from elastic_resume.rendezvous.core.peers import Link
 from elastic_resume.rendezvous.core.quorum import Incarnation, View
 from elastic_resume.rendezvous.core.state import NodeState, bound_failures
 
-EMPTY_HEADER = Header(0, 0)
+EMPTY_HEADER = messages.Header(0, 0)
 
 
 class RendezvousNode:
@@ -43,9 +23,9 @@ class RendezvousNode:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: events.Settings,
         incarnation: Incarnation,
-        persistent_state: PersistentState | None,
+        persistent_state: events.PersistentState | None,
         now: float,
         max_generation: int = 0,
     ) -> None:
@@ -60,7 +40,7 @@ class RendezvousNode:
         self.end_reason = ""
         """Why this node has left the rendezvous; empty before."""
 
-    def handle(self, event: Event, now: float) -> list[Effect]:
+    def handle(self, event: events.Event, now: float) -> list[events.Effect]:
         """Handle one event at the time `now`, in seconds since boot; return effects to carry out in order."""
         state = self.state
         self._advance_clock(now)
@@ -88,13 +68,13 @@ class RendezvousNode:
             for link in state.links.values():
                 link.last_received_at += late_s
 
-    def _dispatch(self, event: Event) -> None:
+    def _dispatch(self, event: events.Event) -> None:
         state, role = self.state, self.role
-        if isinstance(event, MessageReceived):
+        if isinstance(event, events.MessageReceived):
             self._handle_message(event)
-        elif isinstance(event, PeerConnected):
+        elif isinstance(event, events.PeerConnected):
             self._handle_connected(event)
-        elif isinstance(event, PeerDisconnected):
+        elif isinstance(event, events.PeerDisconnected):
             link = state.links.pop(event.conn_id, None)
             state.pending_closes.pop(event.conn_id, None)
             if link and link.address in state.settings.candidates:
@@ -103,37 +83,40 @@ class RendezvousNode:
                 state.mark_dead_at(link.address, link.state_at_dial)
             if link and role:
                 role.handle_disconnected(link, refused=event.refused)
-        elif isinstance(event, Persisted):
+        elif isinstance(event, events.Persisted):
             state.durable_version = max(state.durable_version, event.version)
-        elif isinstance(event, JoinRequested):
+        elif isinstance(event, messages.JoinRequest):
             state.stop_workers("torchelastic stopped its workers")
             state.join, state.join_since = event.join, state.now
             if isinstance(role, (Follower, Leader)):
                 role.handle_join_requested()
-        elif isinstance(event, WorkersFinished):
+        elif isinstance(event, events.WorkersFinished):
             self._handle_workers_finished()
-        elif isinstance(event, WorkerFailed):
-            self._handle_worker_failed(event)
-        elif isinstance(event, JobFailed):
+        elif isinstance(event, messages.FailureReport):
+            state.failure_report = event
+            state.record_failure_report(state.incarnation, event)  # this node may be the leader, now or later
+            if isinstance(role, Follower):
+                role.send_reports()
+        elif isinstance(event, messages.FailJob):
             state.job_failure = event.reason
             if isinstance(role, Follower):
                 role.send_reports()
-        elif isinstance(event, StateDigested):
-            state.queue_digest(event.state_digest)
-        elif isinstance(event, StatusPublished):
+        elif isinstance(event, messages.StateDigest):
+            state.queue_digest(event)
+        elif isinstance(event, events.StatusPublished):
             state.status_outbox.add(event.status, event.event_lines)
-        elif isinstance(event, ForceQuorum):
+        elif isinstance(event, messages.ForceQuorumRequest):
             self._force_quorum(event.generation)
-        elif isinstance(event, Leave):
+        elif isinstance(event, events.Leave):
             self._handle_leave(event)
 
-    def _handle_message(self, event: MessageReceived) -> None:
+    def _handle_message(self, event: events.MessageReceived) -> None:
         link = self.state.links.get(event.conn_id)
         if link and self.role:
             link.record_header(event.header, self.state.now)
             self.role.handle_message(link, event.header, event.message)
 
-    def _handle_connected(self, event: PeerConnected) -> None:
+    def _handle_connected(self, event: events.PeerConnected) -> None:
         state = self.state
         link = state.links.get(event.conn_id)
         if link is None and event.conn_id < 0:
@@ -152,14 +135,6 @@ class RendezvousNode:
         if isinstance(self.role, (Follower, Leader)):
             self.role.handle_workers_finished()
 
-    def _handle_worker_failed(self, event: WorkerFailed) -> None:
-        state = self.state
-        state.failure_report = FailureReport(event.generation, event.failure)
-        # This node may be the leader, now or later.
-        state.record_failure_report(state.incarnation, state.failure_report)
-        if isinstance(self.role, Follower):
-            self.role.send_reports()
-
     def _force_quorum(self, generation: int) -> None:
         if isinstance(self.role, Follower):
             self.role.force_quorum(generation)
@@ -167,7 +142,7 @@ class RendezvousNode:
             running = isinstance(self.role, Leader) and self.role.view is not None
             self.state.force_quorum(generation, running=running)
 
-    def _handle_leave(self, event: Leave) -> None:
+    def _handle_leave(self, event: events.Leave) -> None:
         if isinstance(self.role, (Follower, Leader)):
             self.role.leave(event.reason)
         self._close(f"left: {event.reason}")
@@ -187,7 +162,7 @@ class RendezvousNode:
             reason = f"no rendezvous within {state.settings.join_timeout_s:g} s: {self.role.explain_wait()}"
             if isinstance(self.role, (Follower, Leader)):
                 self.role.leave(reason)
-            state.effects.append(GiveUp(reason))
+            state.effects.append(events.GiveUp(reason))
             self._close(reason)
 
     def _change_role(self) -> None:
@@ -202,7 +177,7 @@ class RendezvousNode:
             role.close()
             self.role = Candidate(state, role.new_leader_address)
 
-    def _end_job(self, end: JobEnd) -> None:
+    def _end_job(self, end: messages.JobEnd) -> None:
         self.state.job_end = end
         if end.is_final:
             self.state.drop_all_views()
@@ -210,7 +185,7 @@ class RendezvousNode:
         if end.unfinished_nodes:
             done = f"all remaining nodes have finished; absent at the end: {', '.join(end.unfinished_nodes)}"
         self.state.effects.append(
-            EndJob(end.failure_reason or done, bool(end.failure_reason), bound_failures(end.failures))
+            events.EndJob(end.failure_reason or done, bool(end.failure_reason), bound_failures(end.failures))
         )
         self._close("ended")
 
@@ -233,10 +208,10 @@ class RendezvousNode:
             role.close()
             self.role = Leader(state, role.waiting_peers)
         elif role.result is SearchResult.REFUSED:
-            state.effects.append(GiveUp(role.refusal_reason, is_permanent=True))
+            state.effects.append(events.GiveUp(role.refusal_reason, is_permanent=True))
             self._close(role.refusal_reason)
         elif is_alone:
-            self._end_job(JobEnd(state.finished_generation))
+            self._end_job(messages.JobEnd(state.finished_generation))
 
     def _close(self, reason: str) -> None:
         """Leave the rendezvous."""
@@ -246,19 +221,19 @@ class RendezvousNode:
             self.role.close()
         self.role = None
 
-    def _handle_after_end(self, event: Event) -> None:
+    def _handle_after_end(self, event: events.Event) -> None:
         """Answer each hello with the end of the job, and close all connections."""
         state = self.state
-        if isinstance(event, Persisted):
+        if isinstance(event, events.Persisted):
             state.durable_version = max(state.durable_version, event.version)
             state.request_persist()
-        elif isinstance(event, PeerConnected):
+        elif isinstance(event, events.PeerConnected):
             state.links[event.conn_id] = Link(event.conn_id)
-        elif isinstance(event, PeerDisconnected):
+        elif isinstance(event, events.PeerDisconnected):
             state.links.pop(event.conn_id, None)
-        elif isinstance(event, MessageReceived) and event.conn_id in state.links:
+        elif isinstance(event, events.MessageReceived) and event.conn_id in state.links:
             link = state.links[event.conn_id]
-            if isinstance(event.message, Hello) and state.job_end:
+            if isinstance(event.message, messages.Hello) and state.job_end:
                 state.send(link, state.job_end)
             state.disconnect(link)
 
@@ -297,7 +272,7 @@ class RendezvousNode:
 
     @property
     def can_force_quorum(self) -> bool:
-        """Whether to send `ForceQuorum` now: not during a search that will end soon."""
+        """Whether to send `ForceQuorumRequest` now: not during a search that will end soon."""
         return not isinstance(self.role, Candidate) or self.role.find_higher_priority() is None
 
     @property

@@ -70,19 +70,6 @@ def _index_members(view: View) -> tuple[dict[Incarnation, int], dict[str, tuple[
 
 
 @dataclass(frozen=True, slots=True)
-class SafetyRules:
-    """The quorum rules as switches. Tests break one at a time to check the simulator's checkers."""
-
-    distinguish_incarnations: bool = True
-    two_phase: bool = True
-    count_later_proposals: bool = True
-    merge_state_with_deaths: bool = True
-
-
-ALL_RULES = SafetyRules()
-
-
-@dataclass(frozen=True, slots=True)
 class QuorumState:
     """What a node knows of views.
 
@@ -125,13 +112,6 @@ class QuorumState:
         floor = installed.generation if installed else self.closed_generation
         aborted = frozenset(proposal for proposal in self.aborted if proposal[0] > floor)
         forced = self.forced_generation if self.forced_generation >= floor else 0
-        if not self.proposals:
-            is_same = (
-                aborted == self.aborted and installed is self.installed and forced == self.forced_generation
-            )
-            if is_same:
-                return self
-            return replace(self, installed=installed, aborted=aborted, forced_generation=forced)
         later = {
             view
             for view in self.proposals
@@ -236,17 +216,12 @@ def format_node_names(incarnations: Iterable[Incarnation]) -> str:
     return ", ".join(heapq.nsmallest(MAX_NODES_NAMED, names)) + (f" and {more} more" if more > 0 else "")
 
 
-def find_missing_quorum(
-    present: Iterable[Incarnation], quorum_state: QuorumState, rules: SafetyRules = ALL_RULES
-) -> MissingQuorum | None:
+def find_missing_quorum(present: Iterable[Incarnation], quorum_state: QuorumState) -> MissingQuorum | None:
     """Return the newest view without a quorum of votes; None if the present nodes may form the next view."""
     nodes = frozenset(present)
-    views = quorum_state.voting_views
-    if not rules.count_later_proposals:
-        views = (quorum_state.installed,) if quorum_state.installed else ()
-    for view in reversed(views):
+    for view in reversed(quorum_state.voting_views):
         if view.generation > quorum_state.forced_generation:
-            missing = _check_view(view, nodes, quorum_state, rules)
+            missing = _check_view(view, nodes, quorum_state)
             if missing:
                 return missing
     if quorum_state.installed is None and not quorum_state.forced_generation:
@@ -254,11 +229,9 @@ def find_missing_quorum(
     return None
 
 
-def has_quorum(
-    present: Iterable[Incarnation], quorum_state: QuorumState, rules: SafetyRules = ALL_RULES
-) -> bool:
+def has_quorum(present: Iterable[Incarnation], quorum_state: QuorumState) -> bool:
     """Return whether the present nodes may form the next view."""
-    return find_missing_quorum(present, quorum_state, rules) is None
+    return find_missing_quorum(present, quorum_state) is None
 
 
 def _check_candidates(present: frozenset[Incarnation], quorum_state: QuorumState) -> MissingQuorum | None:
@@ -268,16 +241,12 @@ def _check_candidates(present: frozenset[Incarnation], quorum_state: QuorumState
 
 
 def _check_view(
-    view: View, present: frozenset[Incarnation], quorum_state: QuorumState, rules: SafetyRules
+    view: View, present: frozenset[Incarnation], quorum_state: QuorumState
 ) -> MissingQuorum | None:
     live = quorum_state.live_members(view)
     if not live:
         return _check_candidates(present, quorum_state)
-    if rules.distinguish_incarnations:
-        votes = [member for member in live if member in present]
-    else:
-        nodes = {member.node for member in present}
-        votes = [member for member in live if member.node in nodes]
+    votes = [member for member in live if member in present]
     if 2 * len(votes) > len(live) or (2 * len(votes) == len(live) and votes[0] is live[0]):
         return None
     missing = tuple(member for member in live if member not in present)

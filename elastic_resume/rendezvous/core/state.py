@@ -11,30 +11,7 @@ from dataclasses import replace
 
 from elastic_resume.policy.divergence import choose_common_step
 from elastic_resume.policy.failure_classification import Failure, make_node_failure, truncate_failure
-from elastic_resume.rendezvous.core.events import (
-    Connect,
-    Disconnect,
-    Effect,
-    EmitEvent,
-    KillWorkers,
-    Persist,
-    PersistentState,
-    RestartWorkers,
-    Send,
-    Settings,
-    StartWorkers,
-)
-from elastic_resume.rendezvous.core.messages import (
-    FailureReport,
-    Hello,
-    InstallView,
-    JobEnd,
-    JoinSpec,
-    LeaderAnnouncement,
-    Message,
-    Redirect,
-    StateDigest,
-)
+from elastic_resume.rendezvous.core import events, messages
 from elastic_resume.rendezvous.core.peers import NEVER, Link
 from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState, View
 from elastic_resume.rendezvous.core.status import StatusOutbox
@@ -97,9 +74,9 @@ class NodeState:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: events.Settings,
         incarnation: Incarnation,
-        persistent_state: PersistentState | None,
+        persistent_state: events.PersistentState | None,
         now: float,
         max_generation: int = 0,
     ) -> None:
@@ -111,8 +88,8 @@ class NodeState:
         self.max_generation = max_generation
         self.now = now
         self.links: dict[int, Link] = {}
-        self.effects: list[Effect] = []
-        self.join: JoinSpec | None = None
+        self.effects: list[events.Effect] = []
+        self.join: messages.JoinSpec | None = None
         self.join_since = now
         self.running_view: View | None = None
         self.last_view: View | None = None
@@ -122,12 +99,12 @@ class NodeState:
         """Why the last connection to a candidate failed, by address."""
         self.job_failure = ""
         """Why this node demands the end of the job."""
-        self.job_end: JobEnd | None = None
+        self.job_end: messages.JobEnd | None = None
         self.failure_log = FailureLog()
         self.status_outbox = StatusOutbox()
-        self.failure_report: FailureReport | None = None
+        self.failure_report: messages.FailureReport | None = None
         """The failure of a worker of this node, to be reported."""
-        self._unsent_digest: StateDigest | None = None
+        self._unsent_digest: messages.StateDigest | None = None
         self.lease_until = NEVER
         # The former process may have granted leases that have not expired.
         self.grace_until = now + settings.node_timeout_s if persistent_state else NEVER
@@ -148,11 +125,10 @@ class NodeState:
                 self.quorum_state, forced_generation=self.quorum_state.newest_generation
             )
 
-    def _restore(self, persistent_state: PersistentState) -> None:
+    def _restore(self, persistent_state: events.PersistentState) -> None:
         self.quorum_state = self.quorum_state.merge(persistent_state.quorum_state)
         self.max_generation = max(self.max_generation, persistent_state.max_generation)
-        if self.settings.rules.distinguish_incarnations:
-            self.quorum_state = self.quorum_state.with_dead([persistent_state.incarnation])
+        self.mark_former_dead([persistent_state.incarnation])
         self.version += 1
 
     # Knowledge.
@@ -160,28 +136,13 @@ class NodeState:
     def merge_quorum_state(self, quorum_state: QuorumState, max_generation: int = 0) -> None:
         """Merge what another node knows, always as a whole (rule 4)."""
         before = self.quorum_state
-        if self.settings.rules.merge_state_with_deaths:
-            self.quorum_state = before.merge(quorum_state)
-        else:
-            self.quorum_state = before.with_dead(quorum_state.dead)
-        if self.settings.rules.distinguish_incarnations and self.quorum_state is not before:
+        self.set_quorum_state(before.merge(quorum_state))
+        if self.quorum_state is not before:
             # A process that died before its first write left no trace on this disk, but maybe in a proposal.
-            own = (
-                member
-                for view in self.quorum_state.voting_views
-                for member in view.find_incarnations(self.incarnation.node)
-            )
-            self.quorum_state = self.quorum_state.with_dead(
-                member for member in own if member != self.incarnation
-            )
-        if self.quorum_state.dead - before.dead:
-            self.extend_grace(self.settings.node_timeout_s)
-        if self.quorum_state == before:
-            self.quorum_state = before  # the same object, because callers cache by identity
-        max_generation = max(max_generation, quorum_state.newest_generation, self.max_generation)
-        if self.quorum_state is not before or max_generation != self.max_generation:
-            self.max_generation = max_generation
-            self.version += 1
+            views = self.quorum_state.voting_views
+            own = {member for view in views for member in view.find_incarnations(self.incarnation.node)}
+            self.mark_former_dead(own - {self.incarnation})
+        self.record_generation(max(max_generation, quorum_state.newest_generation))
 
     def set_quorum_state(self, quorum_state: QuorumState) -> None:
         """Replace the quorum state by one derived from it."""
@@ -192,6 +153,10 @@ class NodeState:
             self.max_generation = max(self.max_generation, quorum_state.newest_generation)
             self.version += 1
 
+    def mark_former_dead(self, former: Iterable[Incarnation]) -> None:
+        """Mark former processes of a node dead, so that its new process does not vote for them (rule 1)."""
+        self.set_quorum_state(self.quorum_state.with_dead(former))
+
     def drop_all_views(self) -> None:
         """Forget all views, because the job has ended in each. Their generations stay used."""
         self.quorum_state = QuorumState(
@@ -199,11 +164,14 @@ class NodeState:
         )
         self.version += 1
 
-    def record_announced_generation(self, announcement: LeaderAnnouncement) -> None:
+    def record_announced_generation(self, announcement: messages.LeaderAnnouncement) -> None:
         """Note the generations that a leader knows, so that this node never reuses them."""
-        newest = max(announcement.active_generation, announcement.known_generation)
-        if newest > self.max_generation:
-            self.max_generation = newest
+        self.record_generation(max(announcement.active_generation, announcement.known_generation))
+
+    def record_generation(self, generation: int) -> None:
+        """Note that a generation is in use."""
+        if generation > self.max_generation:
+            self.max_generation = generation
             self.version += 1
 
     def mark_dead_at(self, address: str, state_at_dial: QuorumState) -> None:
@@ -269,8 +237,9 @@ class NodeState:
         if self.version > self.durable_version and self._persisting_version <= self.durable_version:
             self._persisting_version, self._persist_since = self.version, self.now
             self.effects.append(
-                Persist(
-                    self.version, PersistentState(self.incarnation, self.quorum_state, self.max_generation)
+                events.Persist(
+                    self.version,
+                    events.PersistentState(self.incarnation, self.quorum_state, self.max_generation),
                 )
             )
 
@@ -298,17 +267,19 @@ class NodeState:
         self._last_conn_id += 1
         link = Link(self._last_conn_id, address, state_at_dial=self.quorum_state, dialled_at=self.now)
         self.links[link.conn_id] = link
-        self.effects.append(Connect(link.conn_id, address, ip_address))
+        self.effects.append(events.Connect(link.conn_id, address, ip_address))
         return link
 
-    def send(self, link: Link, message: Message, generation: int = 0, lease_s: float = 0.0) -> None:
+    def send(self, link: Link, message: messages.Message, generation: int = 0, lease_s: float = 0.0) -> None:
         """Queue a message on an open link."""
-        self.effects.append(Send(link.conn_id, link.next_header(self.now, generation, lease_s), message))
+        self.effects.append(
+            events.Send(link.conn_id, link.next_header(self.now, generation, lease_s), message)
+        )
 
     def disconnect(self, link: Link) -> None:
         """Close a link."""
         if self.links.pop(link.conn_id, None):
-            self.effects.append(Disconnect(link.conn_id))
+            self.effects.append(events.Disconnect(link.conn_id))
 
     def redirect(self, link: Link, address: str) -> None:
         """Redirect a follower to another address.
@@ -316,7 +287,7 @@ class NodeState:
         Until it disconnects, or for a node timeout, it may treat a refused connection as proof that this node
         died knowing no further view. So meanwhile this node neither acknowledges nor installs a view.
         """
-        self.send(link, Redirect(address))
+        self.send(link, messages.Redirect(address))
         self.defer_close(link)
 
     def defer_close(self, link: Link) -> None:
@@ -341,12 +312,12 @@ class NodeState:
         """
         return refused and self.has_recent_ack(link)
 
-    def make_hello(self) -> Hello:
+    def make_hello(self) -> messages.Hello:
         """Describe this node to a possible leader."""
         self.hello_sent = True
         running = self.running_view.generation if self.running_view else 0
         settings = self.settings
-        return Hello(
+        return messages.Hello(
             self.incarnation,
             self.quorum_state,
             self.max_generation,
@@ -361,7 +332,7 @@ class NodeState:
 
     # Workers.
 
-    def start_workers(self, view: View, message: InstallView, lease_until: float) -> None:
+    def start_workers(self, view: View, message: messages.InstallView, lease_until: float) -> None:
         """Start workers if this node is a member of the view."""
         rank = view.rank(self.incarnation)
         if rank is None:
@@ -370,7 +341,7 @@ class NodeState:
         self.last_view = view
         self.failure_report = None
         self.effects.append(
-            StartWorkers(
+            events.StartWorkers(
                 view.generation,
                 rank,
                 view.members,
@@ -385,12 +356,11 @@ class NodeState:
         """End the running view on this node, if there is one."""
         if self.running_view is None:
             return
-        kind = KillWorkers if immediately else RestartWorkers
-        self.effects.append(kind(self.running_view.generation, reason))
+        self.effects.append(events.StopWorkers(self.running_view.generation, reason, immediately))
         self.running_view = None
         self.lease_until = NEVER
 
-    def record_failure_report(self, incarnation: Incarnation, report: FailureReport) -> None:
+    def record_failure_report(self, incarnation: Incarnation, report: messages.FailureReport) -> None:
         """Keep a node's failure if it ended the newest view."""
         view = self.quorum_state.installed
         if view and report.generation == view.generation and incarnation in view.members:
@@ -404,7 +374,7 @@ class NodeState:
             failure = make_node_failure(incarnation.node, reason, announced=announced)
             self.failure_log.record(view.generation, failure)
 
-    def queue_digest(self, state_digest: StateDigest) -> None:
+    def queue_digest(self, state_digest: messages.StateDigest) -> None:
         """Keep a digest for the next heartbeat; of two steps keep the one that more nodes digest.
 
         Digests are computed in the background, so one of an earlier view may arrive now. It is dropped.
@@ -419,7 +389,7 @@ class NodeState:
         ):
             self._unsent_digest = state_digest
 
-    def take_digest(self) -> StateDigest | None:
+    def take_digest(self) -> messages.StateDigest | None:
         """Return the digest for the next heartbeat, once."""
         digest, self._unsent_digest = self._unsent_digest, None
         return digest
@@ -449,4 +419,4 @@ class NodeState:
 
     def emit_event(self, kind: str, text: str) -> None:
         """Add an event to the event log."""
-        self.effects.append(EmitEvent(kind, text))
+        self.effects.append(events.EmitEvent(kind, text))

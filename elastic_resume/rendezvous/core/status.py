@@ -1,4 +1,6 @@
-"""What nodes report for people: a status and lines of the event log. No decision depends on them.
+"""Distribute each node's status and event lines to the leader, for display only.
+
+No decision depends on them.
 
 Followers send status updates to the leader with heartbeats. The leader sends its own to one member, the
 *deputy*, so that they survive the leader. A new status replaces the last. Event lines are numbered for the

@@ -177,7 +177,7 @@ class ViewChange:
         has_finished_nodes = len(present) > len(joins)
         if not joins or (len(joins) < settings.min_nodes and not has_finished_nodes):
             return self._set_wait_reason(f"{len(joins)} of at least {settings.min_nodes} nodes have joined")
-        missing = find_missing_quorum(present, state.quorum_state, settings.rules)
+        missing = find_missing_quorum(present, state.quorum_state)
         if missing:
             absent = "" if missing.generation else f"; not here: {state.format_absent_candidates(present)}"
             return self._set_wait_reason(f"{missing}{absent}")
@@ -208,7 +208,7 @@ class ViewChange:
             if not absent <= state.unreachable:
                 until = max(until, self.started_at + settings.node_timeout_s)
         if last is None and not state.quorum_state.proposals and settings.max_nodes > 1:
-            # If disks were lost, a view may run that no present node knows. Its leader calls soon.
+            # If disks were lost, a view may run that no present node knows. Its leader connects soon.
             until = max(until, self.started_at + 2 * settings.announce_interval_s)
         has_survivors = last is not None and any(
             member in present for member in state.quorum_state.live_members(last)
@@ -238,12 +238,7 @@ class ViewChange:
         state, proposal = self.state, self.pending
         if proposal is None:
             return None
-        ready = (
-            not proposal.awaiting_ack
-            and state.durable_version >= proposal.version
-            and not state.pending_closes
-        )
-        if not ready and state.settings.rules.two_phase:
+        if not self._may_install(proposal):
             self._detach_stalled_members(proposal)
             return None
         if not self._still_has_quorum(proposal):
@@ -260,23 +255,26 @@ class ViewChange:
             state.failure_log.get_failures(before.generation) if before else (),
         )
 
+    def _may_install(self, proposal: PendingProposal) -> bool:
+        """Return whether all nodes have stored the proposal and no redirected one is still connected."""
+        is_durable = not proposal.awaiting_ack and self.state.durable_version >= proposal.version
+        return is_durable and not self.state.pending_closes
+
     def _still_has_quorum(self, proposal: PendingProposal) -> bool:
         """Return whether followers with a recent acknowledgement have a quorum by all that is known now."""
-        if not self.state.settings.rules.two_phase:
-            return True
         following = {self.state.incarnation} | {
             peer.incarnation
             for peer in self.peers.by_incarnation.values()
             if peer.incarnation in proposal.present and self.state.has_recent_ack(peer.link)
         }
-        return has_quorum(following, self.state.quorum_state, self.state.settings.rules)
+        return has_quorum(following, self.state.quorum_state)
 
     def _detach_stalled_members(self, proposal: PendingProposal) -> None:
         limit_s = MAX_ACK_NODE_TIMEOUTS * self.state.settings.node_timeout_s
         if self.state.now < proposal.proposed_at + limit_s:
             return
         self.abort(f"{format_node_names(proposal.awaiting_ack)} did not acknowledge within {limit_s:g} s")
-        for peer in self.peers:  # in table order: the order of a set differs from process to process
+        for peer in self.peers:  # keep the table's order; the order of a set differs between processes
             if peer.incarnation in proposal.awaiting_ack:
                 self.peers.remove(peer.incarnation)
                 self.state.redirect(peer.link, "")
@@ -297,9 +295,7 @@ class ViewChange:
         followers = [incarnation for _, incarnation in leases]
 
         def suffices(count: int) -> bool:
-            return has_quorum(
-                {state.incarnation, *followers[:count]}, state.quorum_state, state.settings.rules
-            )
+            return has_quorum({state.incarnation, *followers[:count]}, state.quorum_state)
 
         if not suffices(len(followers)):
             return NEVER

@@ -3,11 +3,11 @@
 Fields stand in order, as a list. A value that is missing, surplus, ill-typed or out of range raises
 `ProtocolError` and nothing else.
 
-A view is one line of text, and it is cached. A view of a thousand members is 40 kB and is in every hello,
-welcome, proposal and restart; a leader reads it a thousand times when all followers come to it. As JSON that
-took 3 ms each time. The newest texts and their views are kept, so parsing is a lookup and equal views are the
-same object. Fields are quoted as in URLs (RFC 3986), so no name can contain a separator. A long text is
-compressed (zlib), which halves what a leader sends.
+A view is one line of text, and it is cached. A view of 1,000 members has 40 kB and is part of every hello,
+welcome and proposal. A new leader parses it once for each follower; as JSON this took 3 ms each. The newest
+texts and their views are kept, so parsing is a lookup and equal views are the same object. Fields are quoted
+as in URLs (RFC 3986), so no name can contain a separator. A long text is compressed (zlib), which halves what
+a leader sends.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ def _build_tuple_codec(kinds: tuple[Any, ...]) -> tuple[Encode, Decode]:
 
 
 def _build_dataclass_codec(kind: type) -> tuple[Encode, Decode]:
-    """Build the codec of a dataclass: a list of its fields in order,."""
+    """Build the codec of a dataclass: a list of its fields in order."""
     hints = typing.get_type_hints(kind)
     names = [field.name for field in dataclasses.fields(kind)]
     codecs = [_build_codec(hints[name]) for name in names]

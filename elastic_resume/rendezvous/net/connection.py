@@ -24,14 +24,12 @@ from typing import Protocol, cast
 from elastic_resume import failpoints
 from elastic_resume.rendezvous.endpoint import ResolveFunction, parse_address, resolve_name
 from elastic_resume.rendezvous.net import protocol
-from elastic_resume.units import format_count
 
 # A peer's kernel closed the connection. Other errors (no route, time-out) say nothing about the peer.
 _CLOSED_ERRNOS = {errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED}
 _READ_BYTES = 1 << 18
 _thread_local = threading.local()
 
-MAX_NAMED_HOSTS = 5  # in one log line
 MAX_PAUSE_FACTOR = 64
 
 
@@ -41,11 +39,11 @@ class ConnectionLimits:
 
     max_connections: int = 16_384  # members of the largest job, with room to reconnect
     max_unauthenticated: int = 2048  # connections in the handshake: all of a large job, when its leader dies
-    handshake_timeout_s: float = 5.0  # for the whole handshake
-    max_queued_bytes: int = 64 * 1024 * 1024  # queued to a peer that does not read
-    idle_timeout_s: float = 30.0  # for an authenticated peer that sends nothing
+    handshake_timeout_s: float = 5.0  # limit for the whole handshake
+    max_queued_bytes: int = 64 * 1024 * 1024  # limit of bytes queued for a peer that does not read
+    idle_timeout_s: float = 30.0  # an authenticated peer that sends nothing is disconnected after this time
     max_status_clients: int = 32
-    log_interval_s: float = 10.0  # between two log lines about dropped connections
+    log_interval_s: float = 10.0  # minimum time between two log lines about dropped connections
 
 
 class ConnectionHandler(Protocol):
@@ -109,7 +107,7 @@ class Connection(asyncio.BufferedProtocol):
         self._buffer = _get_thread_buffer()
         self._transport: asyncio.Transport | None = None
         self._handshake_timer = asyncio.get_running_loop().call_later(
-            handshake_timeout_s, self._on_handshake_timeout, handshake_timeout_s
+            handshake_timeout_s, self.drop, f"the handshake took more than {handshake_timeout_s:g} s"
         )
 
     # ---- called by the handler -----------------------------------------------------------------------
@@ -169,9 +167,6 @@ class Connection(asyncio.BufferedProtocol):
         self.is_ended = True
         self._handshake_timer.cancel()
 
-    def _on_handshake_timeout(self, handshake_timeout_s: float) -> None:
-        self.drop(f"the handshake took more than {handshake_timeout_s:g} s")
-
     # ---- called by asyncio ---------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -180,7 +175,7 @@ class Connection(asyncio.BufferedProtocol):
         if self.is_ended:  # given up while the kernel connected
             tcp.abort()
             return
-        host, port = (tcp.get_extra_info("peername") or ("an unknown address", 0))[:2]
+        host, port = (tcp.get_extra_info("peername") or (self.peer_address, 0))[:2]
         self.peer_host = str(host)
         self.peer_address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         # The kernel shall notice a vanished peer while nothing is sent. (asyncio sets TCP_NODELAY.)
@@ -364,7 +359,7 @@ class HandshakeLimiter:
 
 
 class LogThrottle:
-    """Logs dropped connections: the first at once, later ones summed up after a pause.
+    """Logs the first dropped connection at once, and the number of later ones after a pause.
 
     The pause doubles while connections keep being dropped: a port scanner may connect each second for months.
     """
@@ -381,18 +376,16 @@ class LogThrottle:
         self._call_later = call_later
         self._is_pausing = False
         self._suppressed = 0
-        self._suppressed_by_host: dict[str, tuple[int, str]] = {}
+        self._last_line = ""
 
     def add(self, peer: str, reason: str) -> None:
         """Log a drop of ``peer`` (host:port), or count it for the next summary."""
-        if not self._is_pausing:
-            self._log(f"{peer}: {reason}")
+        self._last_line = f"{peer}: {reason}"
+        if self._is_pausing:
+            self._suppressed += 1
+        else:
+            self._log(self._last_line)
             self._start_pause()
-            return
-        self._suppressed += 1
-        host = peer.rpartition(":")[0]
-        if host in self._suppressed_by_host or len(self._suppressed_by_host) < MAX_NAMED_HOSTS:
-            self._suppressed_by_host[host] = (self._suppressed_by_host.get(host, (0, ""))[0] + 1, reason)
 
     def _start_pause(self) -> None:
         self._is_pausing = True
@@ -403,14 +396,7 @@ class LogThrottle:
         if not self._suppressed:
             self._pause_s = self._first_pause_s
             return
-        by_host = "; ".join(
-            f"{host} ({format_count(count, 'time')}, last: {reason})"
-            for host, (count, reason) in self._suppressed_by_host.items()
-        )
-        others = self._suppressed - sum(count for count, _ in self._suppressed_by_host.values())
-        rest = f"; other hosts ({format_count(others, 'time')})" if others else ""
-        self._log(f"{self._suppressed} more in the last {self._pause_s:g} s: {by_host}{rest}")
+        self._log(f"{self._suppressed} more in the last {self._pause_s:g} s; the last: {self._last_line}")
         self._suppressed = 0
-        self._suppressed_by_host.clear()
         self._pause_s = min(2 * self._pause_s, MAX_PAUSE_FACTOR * self._first_pause_s)
         self._start_pause()

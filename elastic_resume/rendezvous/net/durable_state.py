@@ -1,10 +1,10 @@
 """The rendezvous state that a node keeps on disk across restarts of its agent.
 
-It is one small JSON file, replaced atomically and durably. The quorum rules rely on it, so a file that exists
-and cannot be read is an error: taking it for no knowledge could let both halves of a partition continue.
+It is one small JSON file, replaced atomically and durably. The quorum rules rely on it, so an unreadable file
+is an error. If it were treated as missing, both halves of a partition could continue.
 
-A scheduler that started the whole job again had ended all its processes before. Then earlier views no longer
-vote: their members may be other nodes now, and waiting for them would never end.
+When a scheduler restarts the whole job, all its old processes have ended. Earlier views then have no vote:
+their members may be other nodes now, and the job would wait for them for ever.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ from elastic_resume.rendezvous.net.codec import ProtocolError as ProtocolError  
 
 VERSION = 4
 DIGEST_HEX_CHARS = 32
-MAX_GREETING_BYTES = 4096  # a line of an unauthenticated peer
-MAX_LINE_BYTES = 8 * 1024 * 1024  # the quorum state of views with 10,000 members
+MAX_GREETING_BYTES = 4096  # limit of a line from an unauthenticated peer
+MAX_LINE_BYTES = 8 * 1024 * 1024  # enough for the quorum state of views with 10,000 members
 NONCE_HEX_CHARS = 64
 
 T = TypeVar("T")
@@ -307,7 +307,7 @@ def encode_body(message: Message) -> bytes:
 
 def encode_line(header: Header, body: bytes) -> bytes:
     """Return a whole line: a header, which each connection has its own of, and a body."""
-    # Formatted by hand: json would take too long for each heartbeat of a leader.
+    # Format by hand, because json takes too long for each heartbeat of a leader.
     head = f'{{"header":[{header.seq},{header.ack},{header.generation},{header.lease_s!r}],'
     return head.encode() + body + b"\n"
 

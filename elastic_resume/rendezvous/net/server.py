@@ -32,7 +32,6 @@ from elastic_resume.rendezvous.core.events import (
     Effect,
     EmitEvent,
     Event,
-    ForceQuorum,
     MessageReceived,
     PeerConnected,
     PeerDisconnected,
@@ -42,7 +41,7 @@ from elastic_resume.rendezvous.core.events import (
     Settings,
     Tick,
 )
-from elastic_resume.rendezvous.core.messages import Message
+from elastic_resume.rendezvous.core.messages import ForceQuorumRequest, Message
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.quorum import Incarnation
 from elastic_resume.rendezvous.endpoint import LISTEN_BACKLOG, ResolveFunction, resolve_name
@@ -129,8 +128,8 @@ class RendezvousServer:
         self._core = RendezvousNode(
             settings, incarnation, state_file.state, read_boottime_s(), max_generation
         )
-        self._connections: dict[int, Connection] = {}  # those that the state machine knows
-        self._open_connections: set[Connection] = set()  # all that have a socket, closing ones included
+        self._connections: dict[int, Connection] = {}  # connections that the state machine knows
+        self._open_connections: set[Connection] = set()  # all that have a socket, also closing ones
         self._all_sockets_closed = asyncio.Event()
         self._handshake_limiter = HandshakeLimiter(self._limits.max_unauthenticated)
         self._rejection_log = LogThrottle(
@@ -262,7 +261,7 @@ class RendezvousServer:
         write = functools.partial(self._state_file.write, effect.persistent_state)
         while True:
             try:
-                # In a thread: a slow disk must not stop heartbeats.
+                # Write in a thread, because a slow disk must not stop heartbeats.
                 await self._loop.run_in_executor(self._disk_thread, write)
                 break
             except MachineError as error:
@@ -290,7 +289,7 @@ class RendezvousServer:
         """
         generation = await self._loop.run_in_executor(self._disk_thread, self._state_file.read_force_request)
         if generation is not None:
-            self.handle_event(ForceQuorum(generation))
+            self.handle_event(ForceQuorumRequest(generation))
             await self._loop.run_in_executor(self._disk_thread, self._state_file.remove_force_request)
         self._force_timer = self._loop.call_later(FORCE_POLL_S, self._poll_force_request)
 
@@ -305,7 +304,7 @@ class RendezvousServer:
             self._last_body = (effect.message, protocol.encode_body(effect.message))
         connection.send(protocol.encode_line(effect.header, self._last_body[1]))
         if connection.queued_bytes > self._limits.max_queued_bytes:
-            # Later, because the remaining effects of this event come first.
+            # Handle it later, because the remaining effects of this event come first.
             self._loop.call_soon(self._drop_slow_reader, connection)
 
     def _drop_slow_reader(self, connection: Connection) -> None:

@@ -1,10 +1,10 @@
-"""How the job looks from one agent, served to commands such as ``elastic-resume status``.
+"""Serve one agent's view of the job's status over TCP, for commands such as ``elastic-resume status``.
 
 A client proves that it holds the status key (`protocol.derive_status_key`), reads one line of JSON, and the
 connection is closed. The state machine never learns of such clients.
 
 Clients must not slow down heartbeats. At most `ConnectionLimits.max_status_clients` are connected, and the
-oldest is disconnected first. At most `MAX_REPLIES_PER_S` replies are sent; a separate thread renders them.
+oldest is disconnected first. A separate thread renders the replies.
 """
 
 from __future__ import annotations
@@ -22,13 +22,10 @@ from elastic_resume.rendezvous.core.follower import Follower
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.quorum import Incarnation, View
-from elastic_resume.rendezvous.endpoint import ResolveFunction, resolve_name
 from elastic_resume.rendezvous.net import protocol
 from elastic_resume.rendezvous.net.connection import Connection, ConnectionLimits
 
-MAX_REPLIES_PER_S = 200
-"""For a leader with a thousand followers, one reply takes 0.3 ms of the event loop."""
-MAX_REPLY_BYTES = 16 << 20  # for a job of 10,000 nodes
+MAX_REPLY_BYTES = 16 << 20  # enough for a job of 10,000 nodes
 
 
 # ---- the status ----------------------------------------------------------------------------------------
@@ -97,22 +94,16 @@ class StatusServer:
         self._render_status = render_status or _render_unavailable
         self._clients: dict[Connection, tuple[asyncio.Task[None], asyncio.TimerHandle]] = {}
         self._executor: ThreadPoolExecutor | None = None
-        self._next_reply_at = 0.0
 
     def add(self, connection: Connection, get_status: Callable[[], RendezvousStatus]) -> None:
-        """Reply to an authenticated client when its turn comes."""
+        """Reply to an authenticated client."""
         while len(self._clients) >= self._limits.max_status_clients:
             oldest = next(iter(self._clients))
             oldest.abort()
             self.remove(oldest)
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self._limits.handshake_timeout_s, connection.abort)
-        now = loop.time()
-        # Disconnected clients free their turns: nobody waits longer than for all who are connected.
-        longest_s = self._limits.max_status_clients / MAX_REPLIES_PER_S
-        self._next_reply_at = min(max(self._next_reply_at + 1 / MAX_REPLIES_PER_S, now), now + longest_s)
-        reply = self._reply(connection, get_status, self._next_reply_at - now)
-        self._clients[connection] = (loop.create_task(reply), timer)
+        self._clients[connection] = (loop.create_task(self._reply(connection, get_status)), timer)
 
     def remove(self, connection: Connection) -> None:
         """Forget a connection that is closed."""
@@ -131,10 +122,7 @@ class StatusServer:
         if self._executor is not None:
             self._executor.shutdown(wait=False)
 
-    async def _reply(
-        self, connection: Connection, get_status: Callable[[], RendezvousStatus], delay_s: float
-    ) -> None:
-        await asyncio.sleep(delay_s)
+    async def _reply(self, connection: Connection, get_status: Callable[[], RendezvousStatus]) -> None:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "elastic-resume-status")
         try:
@@ -154,15 +142,8 @@ def _render_unavailable(_: RendezvousStatus) -> bytes:
 # ---- the client ----------------------------------------------------------------------------------------
 
 
-def query_agent(
-    address: str,
-    run_id: str,
-    status_key: bytes,
-    *,
-    timeout_s: float = 5.0,
-    resolve: ResolveFunction = resolve_name,
-) -> bytes:
-    """Ask the agent at ``host:port`` for its status line, within ``timeout_s``.
+def query_agent(address: str, run_id: str, status_key: bytes, *, timeout_s: float = 5.0) -> bytes:
+    """Ask the agent at ``host:port`` for its status line, within ``timeout_s`` for each of its addresses.
 
     Raises:
         ProtocolError: it is not an agent of that job, does not accept the key, or closed the connection.
@@ -172,18 +153,8 @@ def query_agent(
     """
     deadline = time.monotonic() + timeout_s
     host, _, port = address.rpartition(":")
-    error: OSError = OSError(f"{address} has no address")
-    for ip_address in resolve(host.strip("[]")):
-        try:
-            connection = socket.create_connection(
-                (ip_address, int(port)), timeout=_compute_remaining(deadline)
-            )
-        except OSError as reason:
-            error = reason
-            continue
-        with connection:
-            return _exchange(connection, run_id, status_key, deadline)
-    raise error
+    with socket.create_connection((host.strip("[]"), int(port)), timeout_s) as connection:
+        return _exchange(connection, run_id, status_key, deadline)
 
 
 def _exchange(connection: socket.socket, run_id: str, status_key: bytes, deadline: float) -> bytes:

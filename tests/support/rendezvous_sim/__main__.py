@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from tests.support.rendezvous_sim import batch
+from tests.support.rendezvous_sim.mutations import MUTATIONS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,16 +23,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--break",
-        dest="broken_rule",
+        dest="mutation",
         default="",
-        metavar="RULE",
-        choices=batch.BREAKABLE,
-        help="disable one rule or one bug fix, to test the checkers: %(choices)s",
+        metavar="MUTATION",
+        choices=MUTATIONS,
+        help="break one quorum rule or undo one bug fix, to test the checkers: %(choices)s",
     )
     args = parser.parse_args(argv)
     if args.seed is not None:
-        return batch.run_one(args.seed, args.broken_rule)
-    return batch.run_many(range(args.first, args.first + args.seeds), args.broken_rule, args.jobs)
+        return batch.run_one(args.seed, args.mutation)
+    return batch.run_many(range(args.first, args.first + args.seeds), args.mutation, args.jobs)
 
 
 def _parse_count(text: str) -> int:

@@ -1,107 +1,54 @@
 """Play many schedules on every core and report the result.
 
-A failing schedule is printed whole, with the command that plays it again. `simulate` plays the schedules and
-`checkers` judge them.
+A failing schedule is printed whole, with the command that plays it again.
 """
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from elastic_resume.rendezvous.core.quorum import ALL_RULES, SafetyRules
-from tests.support.rendezvous_sim.checkers import INVARIANTS
-from tests.support.rendezvous_sim.mutations import MUTATIONS, apply_mutation
-from tests.support.rendezvous_sim.schedule import WAIVED_INVARIANTS, Fault
-from tests.support.rendezvous_sim.simulate import Result, run_schedule, run_seed
+from tests.support.rendezvous_sim.invariants import INVARIANTS
+from tests.support.rendezvous_sim.mutations import apply_mutation
+from tests.support.rendezvous_sim.schedule import Fault
+from tests.support.rendezvous_sim.simulation import Result, run_schedule, run_seed
 
 COMMAND = "python -m tests.support.rendezvous_sim"
-BROKEN_RULES = {
-    "incarnations": SafetyRules(distinguish_incarnations=False),
-    "two-phase": SafetyRules(two_phase=False),
-    "later-proposals": SafetyRules(count_later_proposals=False),
-    "deaths-carry-state": SafetyRules(merge_state_with_deaths=False),
-}
-"""One quorum rule broken on purpose, by the name that `--break` takes."""
-BREAKABLE = (*BROKEN_RULES, *MUTATIONS)
-"""All that can be broken by name: the quorum rules and the bug fixes of `mutations`."""
 CHUNK_SIZE = 50
 """Schedules of one task: a quarter of a second of work, so that all cores finish together."""
 MAX_SHOWN = 3
 """Failing schedules printed in full."""
-PROGRESS_INTERVAL_S = 30.0
-"""How often a long run prints progress: some systems end a command that is silent for minutes."""
 
 
-@dataclass(slots=True)
-class BatchResult:
-    """The result of several schedules."""
-
-    schedules: int = 0
-    views: int = 0
-    events: int = 0
-    families: Counter[str] = field(default_factory=Counter)
-    failed: list[Result] = field(default_factory=list)
-
-    def add(self, other: BatchResult) -> None:
-        """Add another result."""
-        self.schedules += other.schedules
-        self.views += other.views
-        self.events += other.events
-        self.families += other.families
-        self.failed += other.failed
+def run_chunk(seeds: Sequence[int], mutation: str = "") -> list[Result]:
+    """Play several schedules in turn, with one mutation."""
+    with apply_mutation(mutation):
+        return [run_seed(seed) for seed in seeds]
 
 
-@contextlib.contextmanager
-def break_rule(name: str) -> Iterator[SafetyRules]:
-    """Break a rule or undo a bug fix, and return the rules that hold; an empty name breaks nothing."""
-    with apply_mutation("" if name in BROKEN_RULES else name):
-        yield BROKEN_RULES.get(name, ALL_RULES)
-
-
-def run_chunk(seeds: range, broken_rule: str = "") -> BatchResult:
-    """Play several schedules in turn, with one rule broken."""
-    tally = BatchResult()
-    with break_rule(broken_rule) as rules:
-        for seed in seeds:
-            result = run_seed(seed, rules)
-            tally.schedules += 1
-            tally.views += result.view_count
-            tally.events += result.event_count
-            tally.families[result.schedule.family] += 1
-            if result.violations:
-                tally.failed.append(result)
-    return tally
-
-
-def run_parallel(seeds: range, broken_rule: str = "", jobs: int | None = None) -> Iterator[BatchResult]:
+def run_parallel(seeds: range, mutation: str = "", jobs: int | None = None) -> Iterator[Result]:
     """Play schedules in `jobs` processes (one for each core); yield results in the order of seeds."""
     chunks = [seeds[start : start + CHUNK_SIZE] for start in range(0, len(seeds), CHUNK_SIZE)]
-    jobs = min(jobs or count_cores(), len(chunks))
+    jobs = min(jobs or len(os.sched_getaffinity(0)), len(chunks))
     if jobs <= 1:
-        yield from (run_chunk(chunk, broken_rule) for chunk in chunks)
+        for chunk in chunks:
+            yield from run_chunk(chunk, mutation)
         return
     # Spawned, not forked: the caller may have threads.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context, initializer=_ignore_sigint) as pool:
         try:
-            yield from pool.map(run_chunk, chunks, [broken_rule] * len(chunks))
+            for results in pool.map(run_chunk, chunks, [mutation] * len(chunks)):
+                yield from results
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-def count_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def _ignore_sigint() -> None:
@@ -111,79 +58,66 @@ def _ignore_sigint() -> None:
 # Output.
 
 
-def run_one(seed: int, broken_rule: str = "") -> int:
+def run_one(seed: int, mutation: str = "") -> int:
     """Play one schedule and print all that happens; return 1 if an invariant was violated."""
-    with break_rule(broken_rule) as rules:
-        result = run_seed(seed, rules, with_trace=True)
-    print(result)
+    with apply_mutation(mutation):
+        result = run_seed(seed, with_trace=True)
     failed = [result] if result.violations else []
+    print(result)
     print(f"\n{result.view_count} views started in {result.event_count:,} events; {format_verdict(failed)}")
-    return 1 if result.violations else 0
+    return len(failed)
 
 
-def run_many(seeds: range, broken_rule: str = "", jobs: int | None = None) -> int:
+def run_many(seeds: range, mutation: str = "", jobs: int | None = None) -> int:
     """Play schedules, print failing ones and a summary; return 1 if an invariant was violated."""
-    jobs = jobs or count_cores()
-    rule = f", with the rule {broken_rule} broken on purpose" if broken_rule else ""
-    span = f"{len(seeds):,} schedules, seeds {seeds.start} to {seeds.stop - 1}"
-    print(f"{span}, processes: {jobs}{rule}", flush=True)
-    start = printed_at = time.monotonic()
-    total = BatchResult()
-    for tally in run_parallel(seeds, broken_rule, jobs):
-        for result in tally.failed[: max(0, MAX_SHOWN - len(total.failed))]:
-            print(f"\n{format_failure(result, broken_rule)}\n", flush=True)
-        total.add(tally)
-        if time.monotonic() >= printed_at + PROGRESS_INTERVAL_S:
-            printed_at = time.monotonic()
-            print(f"{total.schedules:,} played, {len(total.failed):,} failed", file=sys.stderr, flush=True)
-    print(format_summary(total, time.monotonic() - start))
-    print(format_verdict(total.failed))
-    if len(total.failed) > MAX_SHOWN:
-        others = " ".join(str(result.schedule.seed) for result in total.failed[MAX_SHOWN:][:20])
-        print(f"seeds of others: {others}{' …' if len(total.failed) > MAX_SHOWN + 20 else ''}")
-    return 1 if total.failed else 0
+    suffix = f", with the mutation {mutation}" if mutation else ""
+    print(f"{len(seeds):,} schedules, seeds {seeds.start} to {seeds.stop - 1}{suffix}", flush=True)
+    start = time.monotonic()
+    failed: list[Result] = []
+    families: Counter[str] = Counter()
+    views = 0
+    for result in run_parallel(seeds, mutation, jobs):
+        families[result.schedule.family] += 1
+        views += result.view_count
+        if result.violations:
+            failed.append(result)
+            if len(failed) <= MAX_SHOWN:
+                print(f"\n{format_failure(result, mutation)}\n", flush=True)
+    for family, count in families.most_common():
+        print(f"{count:>9,}  {family}")
+    took_s = time.monotonic() - start
+    print(f"{views:,} views in {took_s:.1f} s, {len(seeds) / max(took_s, 1e-9):.0f} schedules/s")
+    print(format_verdict(failed))
+    return 1 if failed else 0
 
 
-def format_failure(result: Result, broken_rule: str = "") -> str:
+def format_failure(result: Result, mutation: str = "") -> str:
     """Format a failing schedule, the faults that suffice to fail, and the command that plays it again."""
     lines = [str(result)]
-    with break_rule(broken_rule) as rules:
-        needed = minimize_faults(result, rules)
+    with apply_mutation(mutation):
+        needed = minimize_faults(result)
     if len(needed) < len(result.schedule.faults):
         lines += ["  these faults suffice:", *map(str, needed)]
-    rule = f" --break {broken_rule}" if broken_rule else ""
-    return "\n".join([*lines, f"  again: {COMMAND} --seed {result.schedule.seed}{rule}"])
+    option = f" --break {mutation}" if mutation else ""
+    return "\n".join([*lines, f"  again: {COMMAND} --seed {result.schedule.seed}{option}"])
 
 
-def minimize_faults(result: Result, rules: SafetyRules) -> tuple[Fault, ...]:
+def minimize_faults(result: Result) -> tuple[Fault, ...]:
     """Leave out faults one by one, as long as the first violated invariant stays violated."""
-    checker = result.violations[0].invariant
     faults = result.schedule.faults
     for fault in faults:
-        fewer = tuple(one for one in faults if one is not fault)
-        violations = run_schedule(replace(result.schedule, faults=fewer), rules).violations
-        if checker in {violation.invariant for violation in violations}:
+        fewer = tuple(other for other in faults if other is not fault)
+        violated = run_schedule(replace(result.schedule, faults=fewer)).violated
+        if result.violations[0].invariant in violated:
             faults = fewer
     return faults
-
-
-def format_summary(total: BatchResult, took_s: float) -> str:
-    """Format what was played, and how fast."""
-    lines = []
-    for family, count in total.families.most_common():
-        waived = "; ".join(one for one in INVARIANTS if one in WAIVED_INVARIANTS.get(family, ()))
-        lines.append(f"{count:>9,}  {family}" + (f"  (may violate: {waived})" if waived else ""))
-    rate = total.schedules / max(took_s, 1e-9)
-    lines.append(
-        f"{total.views:,} views and {total.events:,} events in {took_s:.1f} s, {rate:.0f} schedules/s"
-    )
-    return "\n".join(lines)
 
 
 def format_verdict(failed: list[Result]) -> str:
     """Format which invariants were violated in how many schedules, or that all hold."""
     if not failed:
         return "all invariants hold: " + "; ".join(INVARIANTS)
-    counts = Counter(checker for result in failed for checker in {one.invariant for one in result.violations})
-    kinds = "; ".join(f"{checker} ({count})" for checker, count in counts.most_common())
-    return f"INVARIANTS WERE VIOLATED in {len(failed):,} of the schedules: {kinds}"
+    counts = Counter(invariant for result in failed for invariant in result.violated)
+    kinds = "; ".join(f"{invariant} ({count})" for invariant, count in counts.most_common())
+    seeds = " ".join(str(result.schedule.seed) for result in failed[:20])
+    return f"INVARIANTS WERE VIOLATED in {len(failed):,} of the schedules: {kinds}\nseeds: {seeds}"

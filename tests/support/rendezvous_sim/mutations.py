@@ -1,27 +1,74 @@
-"""Mutation tests of the simulator: undo one bug fix at a time and check that a checker reports it.
+"""Mutation tests of the simulator: break one quorum rule or undo one bug fix, and check that it is found.
 
-Each entry of `MUTATIONS` restores one former bug by patching one or two methods of the core inside a ``with``
-block. The core itself has no switch for any of them.
+Each entry of `MUTATIONS` patches a few functions of the core inside a ``with`` block. The core itself has no
+switch for any of them.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+from elastic_resume.rendezvous.core import view_change
 from elastic_resume.rendezvous.core.follower import Follower
 from elastic_resume.rendezvous.core.leader import Leader
-from elastic_resume.rendezvous.core.messages import LeaderAnnouncement
+from elastic_resume.rendezvous.core.messages import Header, InstallView, LeaderAnnouncement
 from elastic_resume.rendezvous.core.peers import Link
+from elastic_resume.rendezvous.core.quorum import Incarnation, MissingQuorum, QuorumState, find_missing_quorum
 from elastic_resume.rendezvous.core.state import NodeState
-from tests.support.rendezvous_sim.node import SimulatedNode
+from tests.support.rendezvous_sim.simulated_node import SimulatedNode
 
-Patch = tuple[type, str, Any]
-"""A class, the name of one of its attributes, and the attribute's value under the mutation."""
+Patch = tuple[object, str, Any]
+"""A class or module, the name of one of its attributes, and the attribute's value under the mutation."""
 RECONNECT_LIMIT_S = 0.2
 """Formerly a connection that stayed broken for so long proved a death."""
+
+
+def _patch_quorum(change: Callable[[set[Incarnation], QuorumState], QuorumState]) -> list[Patch]:
+    """Change the nodes and the knowledge by which a leader decides about a quorum."""
+
+    def find_missing(present: Iterable[Incarnation], known: QuorumState) -> MissingQuorum | None:
+        nodes = set(present)
+        return find_missing_quorum(nodes, change(nodes, known))
+
+    def has_quorum(present: Iterable[Incarnation], known: QuorumState) -> bool:
+        return find_missing(present, known) is None
+
+    return [(view_change, "find_missing_quorum", find_missing), (view_change, "has_quorum", has_quorum)]
+
+
+def _let_nodes_vote(present: set[Incarnation], known: QuorumState) -> QuorumState:
+    nodes = {member.node for member in present}
+    present.update(member for view in known.voting_views for member in view.members if member.node in nodes)
+    return known
+
+
+def _install_without_acknowledgement() -> list[Patch]:
+    install_view = Follower._install_view
+
+    def install_any(self: Follower, header: Header, message: InstallView) -> None:
+        proposal = self.acknowledged_proposal or self.proposal
+        if proposal and proposal.generation == message.generation:
+            self.acknowledged_proposal = proposal
+        install_view(self, header, message)
+
+    return [
+        (Follower, "_install_view", install_any),
+        (view_change.ViewChange, "_may_install", lambda *_: True),
+        (view_change.ViewChange, "_still_has_quorum", lambda *_: True),
+    ]
+
+
+def _merge_deaths_alone() -> list[Patch]:
+    merge = NodeState.merge_quorum_state
+
+    def merge_deaths(self: NodeState, known: QuorumState, max_generation: int = 0) -> None:
+        merge(self, self.quorum_state.with_dead(known.dead), max(max_generation, known.newest_generation))
+
+    return [(NodeState, "merge_quorum_state", merge_deaths)]
 
 
 def _count_from_receipt(self: Follower) -> float:
@@ -56,10 +103,7 @@ def _no_grace_after_leaving() -> list[Patch]:
         self.state.grace_until = before
         self.state.pending_closes.clear()
 
-    return [
-        (Follower, "_end_following", end_without_grace),
-        (Leader, "_step_down", step_down_without_grace),
-    ]
+    return [(Follower, "_end_following", end_without_grace), (Leader, "_step_down", step_down_without_grace)]
 
 
 def _ignore_announcement(self: NodeState, announcement: LeaderAnnouncement) -> None:
@@ -107,7 +151,20 @@ def _reset_kills_follower() -> list[Patch]:
     return [(Leader, "handle_disconnected", record), (Leader, "advance", give_up)]
 
 
-MUTATIONS: dict[str, Callable[[], list[Patch]]] = {
+BROKEN_RULES: dict[str, Callable[[], list[Patch]]] = {
+    # Rule 1: a new process votes in the place of the former one.
+    "incarnations": lambda: [
+        *_patch_quorum(_let_nodes_vote),
+        (NodeState, "mark_former_dead", lambda *_: None),
+    ],
+    # Rule 2: a view is installed before its members have stored it.
+    "two-phase": _install_without_acknowledgement,
+    # Rule 3: only the newest installed view has votes.
+    "later-proposals": lambda: _patch_quorum(lambda _, known: replace(known, proposals=())),
+    # Rule 4: a death is passed on without what the dead node knew.
+    "deaths-carry-state": _merge_deaths_alone,
+}
+BUGS: dict[str, Callable[[], list[Patch]]] = {
     # `view_current_until` counts from when this node read the leader's last message, not from sending.
     "currency-from-receipt": lambda: [(Follower, "compute_view_current_until", _count_from_receipt)],
     # `view_current_until` ignores whether the dead leader had a quorum.
@@ -127,12 +184,13 @@ MUTATIONS: dict[str, Callable[[], list[Patch]]] = {
     # The clock of leases stands still while a machine is suspended.
     "clock-stops-in-suspend": lambda: [(SimulatedNode, "clock_stops_in_suspend", True)],
 }
-"""The patches that undo a bug fix, by the name that `--break` takes."""
+MUTATIONS = BROKEN_RULES | BUGS
+"""The patches that break a rule or undo a bug fix, by the name that `--break` takes."""
 
 
 @contextlib.contextmanager
 def apply_mutation(name: str) -> Iterator[None]:
-    """Undo one bug fix; an empty name leaves the core as it is."""
+    """Apply one mutation; an empty name leaves the core as it is."""
     with contextlib.ExitStack() as stack:
         for owner, attribute, value in MUTATIONS[name]() if name else []:
             stack.enter_context(mock.patch.object(owner, attribute, value))

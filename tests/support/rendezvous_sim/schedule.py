@@ -1,6 +1,6 @@
-"""A schedule: one job and the faults that befall it, as plain data that prints readably.
+"""A schedule: one job and its faults, as plain data that prints readably.
 
-`draw` makes it from a seed and `simulate` plays it. A schedule belongs to a family, and the family says which
+`random_schedules` draws it from a seed and `simulation` plays it. The family of a schedule says which
 invariants it may violate: the known limits of the rendezvous, by name.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic_resume.rendezvous.core.events import Settings
-from tests.support.rendezvous_sim.checkers import (
+from tests.support.rendezvous_sim.invariants import (
     MONOTONIC_GENERATION,
     NO_FALSE_DEATH,
     ONE_RUNNING_VIEW,
@@ -36,7 +36,7 @@ LOST_DISKS = "lost disks"
 LOST_DISKS_AND_PARTITIONS = "lost disks and partitions"
 """Any node loses its disk while others are cut off, paused or without power."""
 FORCED_QUORUM = "forced quorum"
-"""An operator forces the quorum of the last live nodes: see `simulate.Operator`."""
+"""An operator forces the quorum of the last live nodes: see `simulation.Operator`."""
 REJECTING_FIREWALL = "rejecting firewall"
 """Partitions in which every connection is reset and every call refused, as if all nodes there were dead."""
 
@@ -65,8 +65,8 @@ class NodeSpec:
 
     def __str__(self) -> str:
         """Describe the node in one line."""
-        comes = "never comes" if self.start_s == float("inf") else f"comes at {self.start_s:.2f} s"
-        return f"{self.name} {comes}, order {self.order}, clock {self.clock_rate:.4f}"
+        start = "never starts" if self.start_s == float("inf") else f"starts at {self.start_s:.2f} s"
+        return f"{self.name} {start}, order {self.order}, clock {self.clock_rate:.4f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class JobSpec:
     @property
     def node_names(self) -> tuple[str, ...]:
         """The names of all nodes."""
-        return tuple(site.name for site in self.nodes)
+        return tuple(node.name for node in self.nodes)
 
     def __str__(self) -> str:
         """Describe the settings in one line, then each node in one."""
@@ -98,7 +98,7 @@ class JobSpec:
             words.append("an operator forces the quorum")
         if self.finishes_at_end:
             words.append("finishes at the end")
-        return "\n".join([", ".join(words), *(f"    {site}" for site in self.nodes)])
+        return "\n".join([", ".join(words), *(f"    {node}" for node in self.nodes)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class Noisy(Dataset[tuple[int, Tensor]]):
 
 
 def loaders(batches: er.GlobalBatches) -> list[DataLoader[tuple[int, Tensor]]]:
-    """One for each of LOADERS."""
+    """Return a loader for each of LOADERS."""
     wrapped = er.seeded(Noisy())
     return [
         DataLoader(wrapped, batch_sampler=batches),
@@ -51,7 +51,7 @@ def loaders(batches: er.GlobalBatches) -> list[DataLoader[tuple[int, Tensor]]]:
 
 
 def seen(batch: tuple[Tensor, Tensor]) -> list[list[int | str]]:
-    """Index and digest of each sample of a batch."""
+    """Return index and digest of each sample of a batch."""
     return [
         [int(index), hashlib.sha256(row.numpy().tobytes()).hexdigest()[:16]]
         for index, row in zip(*batch, strict=True)
@@ -59,7 +59,7 @@ def seen(batch: tuple[Tensor, Tensor]) -> list[list[int | str]]:
 
 
 def main() -> None:
-    """Train; after step ``--kill-in`` is begun this process kills itself."""
+    """Train; kill this process after step ``--kill-in`` has begun."""
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
     parser.add_argument("--kill-in", type=int, default=0)

@@ -1,4 +1,4 @@
-"""A training script in which somebody dies at a told moment of a told step; and a diary of finished steps.
+"""A training script that kills workers and nodes at planned moments, and records finished steps.
 
 ``--plan`` is a JSON list of ``{"step", "rank", "moment", "who"}``: at that moment of that step that rank
 kills its worker (itself), its agent, or both (the node). An entry that was carried out leaves a file.
@@ -24,7 +24,7 @@ MOMENTS = ("forward", "backward", "optimizer", "stepped", "copying", "copied", "
 
 
 class Doom:
-    """Who dies when."""
+    """Kills this rank's worker, agent or node as planned."""
 
     def __init__(self, plan: list[dict[str, Any]], rank: int, directory: Path) -> None:
         self._plan = [entry for entry in plan if entry["rank"] == rank]
@@ -32,7 +32,7 @@ class Doom:
         self.step = 0
 
     def comes(self, moment: str, step: int | None = None) -> None:
-        """Die, if that is the moment of that step; else of the one that is under way."""
+        """Kill if a kill is planned for ``moment`` of ``step``, by default of the running step."""
         entry = self._due(moment, self.step if step is None else step)
         if entry is None:
             return
@@ -51,7 +51,7 @@ class Doom:
 
 
 def main() -> None:
-    """Train until the last step, whoever dies."""
+    """Train until the last step."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--diary", type=Path, required=True)
     parser.add_argument("--plan", type=Path, required=True)

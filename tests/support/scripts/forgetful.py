@@ -1,4 +1,4 @@
-"""A training script with one mistake, which its first argument names: see test_equivalence.py."""
+"""A training script with the mistake that its first argument names, for test_equivalence.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import elastic_resume as er
 
 
 def main(mistake: str) -> None:
-    """Forty steps of Adam on random numbers."""
+    """Train forty steps with Adam on random numbers."""
     torch.set_num_threads(1)
     torch.manual_seed(time.time_ns() if mistake == "seed" else 1)
     model = nn.Linear(3, 2)

@@ -1,7 +1,4 @@
-"""A worker that costs nothing: it beats into a file of its own until it is told to stop.
-
-Where the question is which nodes form a world, and when their workers run, torch would only add seconds.
-"""
+"""A worker without torch: it writes heartbeats into a file of its own until the test stops it."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ BEAT_S = 0.02
 
 
 def main(directory: Path) -> None:
-    """Write the time of each beat, until `stop` is there."""
+    """Write the time of each heartbeat until the file `stop` exists."""
     generation, node = os.environ["ELASTIC_RESUME_GENERATION"], os.environ["ELASTIC_RESUME_NODE_NAME"]
     rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
     with open(directory / f"{int(generation):06d}-{node}-{rank}-{world_size}.beats", "a") as file:

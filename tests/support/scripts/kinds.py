@@ -7,7 +7,6 @@ tests/integration/test_state_kinds.py.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
@@ -32,7 +31,7 @@ WIDTH = 48
 
 
 class Net(nn.Module):
-    """Dropout, BatchNorm, and enough gradients for their places in a bucket to matter."""
+    """A net with dropout, BatchNorm, and enough gradients for their order in a bucket to matter."""
 
     def __init__(self, change: Callable[[nn.Module], nn.Module] = lambda layer: layer) -> None:
         super().__init__()
@@ -59,7 +58,7 @@ class Spare(Net):
 
 
 class Checkpointed(Net):
-    """Runs a block again in the backward pass."""
+    """A net that recomputes a block in the backward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Score four classes."""
@@ -113,64 +112,27 @@ class Counting(Net):
         return super().forward(x) * (1 + sum(self.seen))
 
     def get_extra_state(self) -> Tensor:
-        """Give what was counted, longer each time."""
+        """Return the counts, which grow at each step."""
         return torch.tensor(self.seen)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Take it."""
+        """Load it."""
         self.seen = state.tolist()
-
-
-class Replacing(torch.optim.Optimizer):
-    """Adafactor's way: factored second moments, new tensors at each step; in float32 for bfloat16 too."""
-
-    def __init__(self, parameters: Any, lr: float = 0.01) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Divide each gradient by the root of what its row and column have been."""
-        del closure
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                square = parameter.grad.detach().float().square() + 1e-8
-                rows = square.mean(-1, keepdim=True)
-                columns = square.mean(0, keepdim=True)
-                own = self.state[parameter]
-                own["steps"] = own.get("steps", 0) + 1
-                own["rows"] = 0.9 * own.get("rows", rows) + 0.1 * rows
-                own["columns"] = 0.9 * own.get("columns", columns) + 0.1 * columns
-                scale = (own["rows"] * own["columns"] / own["rows"].mean()).sqrt()
-                with torch.no_grad():
-                    parameter.sub_((group["lr"] * parameter.grad.float() / scale).to(parameter.dtype))
-
-
-def no_wrapper(run: er.Run, model: nn.Module) -> nn.Module:
-    """The usual order."""
-    return run.ddp(model)
-
-
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    """The usual optimizer."""
-    return torch.optim.AdamW(parameters, lr=0.01)
 
 
 @dataclass
 class Kind:
-    """How one kind builds and trains."""
+    """The way in which one kind builds and trains."""
 
     net: Callable[[], nn.Module] = Net
-    optimizer: Callable[[Any], torch.optim.Optimizer] = adam
-    # What is passed to resume() instead of the bare model, and what run.ddp() is then given.
+    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda parameters: torch.optim.AdamW(parameters, 0.01)
+    # Returns what is passed to resume() instead of the bare model.
     before: Callable[[nn.Module], nn.Module] = lambda model: model
-    wrap: Callable[[er.Run, nn.Module], nn.Module] = no_wrapper
+    wrap: Callable[[er.Run, nn.Module], nn.Module] = lambda run, model: run.ddp(model)
     ddp: dict[str, Any] = field(default_factory=dict)
     ema: Callable[[nn.Module], Any] = lambda _: None
     average: Callable[[Any, nn.Module], object] = lambda *_: None
-    scaler: bool = False
     autocast: bool = False
-    micro_batches: int = 1
     late_optimizer: bool = False
 
 
@@ -185,14 +147,14 @@ def compiled(model: nn.Module) -> nn.Module:
 
 
 def compressed(run: er.Run, model: nn.Module) -> nn.Module:
-    """Gradients travel as float16."""
+    """Send gradients as float16."""
     wrapped = run.ddp(model)
     cast("DistributedDataParallel", wrapped).register_comm_hook(None, fp16_compress_hook)
     return wrapped
 
 
 def add_little(parameter: Tensor) -> None:
-    """Stand for an optimizer that steps inside of the backward pass."""
+    """Change the parameter, like an optimizer that steps in the backward pass."""
     parameter.data.add_(0.01)
 
 
@@ -205,29 +167,30 @@ def hooked(run: er.Run, model: nn.Module) -> nn.Module:
     return run.ddp(model)
 
 
+class Doubled:
+    """Calls a module's forward and doubles the result, as some libraries wrap it."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __call__(self, *args: Any) -> Tensor:
+        """Return the doubled result."""
+        return 2 * self.inner(*args)  # type: ignore[no-any-return]
+
+
+def patched() -> nn.Module:
+    """Replace the method of an instance."""
+    net = Net()
+    net.__dict__["forward"] = Doubled(net.forward)
+    return net
+
+
 def materialised() -> nn.Module:
     """A lazy layer that has seen an input."""
     net = Net()
     net.first = nn.LazyLinear(WIDTH)
     net.eval()(torch.randn(2, 16))
     return net.train()
-
-
-def shadow(model: nn.Module) -> dict[str, Any]:
-    """A hand-made average: a list of tensors, what was averaged, how often."""
-    kept = [parameter.detach().clone() for parameter in model.parameters()]
-    return {"shadow": kept, "updates": torch.zeros((), dtype=torch.int64)}
-
-
-def average_by_hand(ema: dict[str, Any], model: nn.Module) -> None:
-    """Replace some of the tensors and change the others in place, as scripts do."""
-    ema["updates"] += 1
-    decay = min(0.9, (1 + int(ema["updates"])) / (10 + int(ema["updates"])))
-    for number, parameter in enumerate(model.parameters()):
-        if number % 2:
-            ema["shadow"][number] = decay * ema["shadow"][number] + (1 - decay) * parameter.detach()
-        else:
-            ema["shadow"][number].lerp_(parameter.detach(), 1 - decay)
 
 
 class Average:
@@ -239,17 +202,17 @@ class Average:
         self.updates = 0
 
     def update(self, model: nn.Module) -> None:
-        """Take part of the new weights."""
+        """Update the average with the new weights."""
         self.updates += 1
         for name, parameter in model.named_parameters():
             self.shadow[name] = 0.9 * self.shadow[name] + 0.1 * parameter.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Give copies."""
+        """Return copies."""
         return {"shadow": {key: t.clone() for key, t in self.shadow.items()}, "updates": self.updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what was given."""
+        """Load the average."""
         self.shadow, self.updates = dict(state["shadow"]), state["updates"]
 
 
@@ -285,13 +248,11 @@ KINDS = {
     "old weight norm": Kind(net=lambda: Net(cast("Any", torch.nn.utils.weight_norm))),
     "spectral norm": Kind(net=lambda: Net(spectral)),
     "old spectral norm": Kind(net=lambda: Net(torch.nn.utils.spectral_norm)),
+    "patched forward": Kind(net=patched),
     "materialised": Kind(net=materialised),
-    "scaler": Kind(scaler=True),
     "autocast": Kind(autocast=True),
-    "bfloat16": Kind(net=lambda: Net().bfloat16(), optimizer=Replacing),
-    "accumulated": Kind(micro_batches=2),
+    "bfloat16": Kind(net=lambda: Net().bfloat16(), optimizer=torch.optim.Adafactor),
     "averaged model": Kind(ema=averaged_model, average=lambda ema, model: ema.update_parameters(model)),
-    "average by hand": Kind(ema=shadow, average=average_by_hand),
     "average in an object": Kind(ema=Average, average=lambda ema, model: ema.update(model)),
     "optimizer built after": Kind(
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), late_optimizer=True
@@ -308,13 +269,11 @@ class Script:
         self.model = kind.net()
         given = kind.before(self.model)
         self.ema = kind.ema(self.model)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2) if kind.scaler else None
         optimizer = None if kind.late_optimizer else kind.optimizer(given.parameters())
         # A fixed seed: the numbers drawn while training must not follow from this one.
         self.run = er.resume(
-            model=given, optimizer=optimizer, ema=self.ema, scaler=self.scaler, seed=1,
-            ckpt_dir=directory, run_id=name.replace(" ", "-").replace(",", ""), save_every=10**6,
-            snapshot_every="off",
+            model=given, optimizer=optimizer, ema=self.ema, seed=1, ckpt_dir=directory,
+            run_id=name.replace(" ", "-").replace(",", ""), save_every=10**6, snapshot_every="off",
         )  # fmt: skip
         how = kind.ddp
         self.ddp = kind.wrap(self.run, given) if not how else self.run.ddp(given, **how)
@@ -324,46 +283,32 @@ class Script:
     def train(self, until: int, save_at: int) -> None:
         """Step until step ``until``."""
         while self.run.position.step < until:
-            for number in range(self.kind.micro_batches):
-                last = number + 1 == self.kind.micro_batches
-                wait = (
-                    contextlib.nullcontext() if last else cast("DistributedDataParallel", self.ddp).no_sync()
-                )
-                with wait:
-                    self._backward()
-            if self.scaler is not None:
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
-            else:
-                self.optimizer.step()
+            x = torch.randn(6, 16, dtype=next(self.model.parameters()).dtype)
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.kind.autocast):
+                loss: Tensor = self.ddp(x).float().square().mean()
+            self.losses.append(loss.item())
+            loss.backward()
+            self.optimizer.step()
             self.optimizer.zero_grad()
             self.kind.average(self.ema, self.model)
             self.run.step()
             if self.run.position.step == save_at:
                 self.run.save()
 
-    def _backward(self) -> None:
-        first = next(self.model.parameters())
-        x = torch.randn(6, 16, dtype=first.dtype)
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.kind.autocast):
-            loss: Tensor = self.ddp(x).float().square().mean()
-        self.losses.append(loss.item())
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-
     def leaves(self) -> list[state_dict.Leaf]:
-        """All tensors; but where running statistics follow rank 0's, only that rank's are the job's."""
-        tracked = {"model": self.model, "optimizer": self.optimizer, "ema": self.ema, "scaler": self.scaler}
+        """Return all tensors; running statistics only on rank 0, whose are the job's."""
+        tracked = {"model": self.model, "optimizer": self.optimizer, "ema": self.ema}
         flat = state_dict.flatten(state_dict.collect_objects(tracked))
         return [leaf for leaf in flat.leaves if self.run.rank == 0 or "norm.running" not in leaf.name]
 
     def common(self) -> str:
-        """Digest of what every rank must hold."""
+        """Return a digest of the state that is equal on every rank."""
         leaves = [leaf for leaf in self.leaves() if "norm.running" not in leaf.name]
         return state_dict.combine_digests(state_dict.digest_leaves(leaves))
 
-    def prints(self) -> dict[str, str]:
-        """Digest of each tensor, and of the rest."""
-        objects = {"optimizer": self.optimizer, "scaler": self.scaler, "ema": self.ema}
+    def digests(self) -> dict[str, str]:
+        """Return a digest of each tensor, and of the rest."""
+        objects = {"optimizer": self.optimizer, "ema": self.ema}
         rest = state_dict.flatten(state_dict.collect_objects(objects)).skeleton
         return {**state_dict.digest_leaves(self.leaves()), "rest": state_dict.combine_digests(rest)}
 
@@ -371,17 +316,17 @@ class Script:
 def main(directory: Path, names: list[str]) -> None:
     """Train each kind whole and in two parts."""
     torch.set_num_threads(1)
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for number, name in enumerate(names or KINDS):
         try:
-            told[name] = compare(name, directory, 100 * number + int(os.environ["RANK"]))
-        except Exception:  # noqa: BLE001  the others go on, and the test names this one
-            told[name] = {"error": traceback.format_exc()}
-    print(json.dumps(told))
+            results[name] = compare(name, directory, 100 * number + int(os.environ["RANK"]))
+        except Exception:  # noqa: BLE001  the other kinds continue, and the test names this one
+            results[name] = {"error": traceback.format_exc()}
+    print(json.dumps(results))
 
 
 def compare(name: str, directory: Path, seed: int) -> dict[str, Any]:
-    """Train one kind whole and in two parts; tell what differs."""
+    """Train one kind whole and in two parts; return the differences."""
     whole = Script(name, directory, seed)
     whole.train(END, SAVED)
     whole.run._release()  # a close() would save the end
@@ -389,10 +334,10 @@ def compare(name: str, directory: Path, seed: int) -> dict[str, Any]:
     began = again.run.position.step
     again.train(END, 0)
     again.run._release()
-    one, two = whole.prints(), again.prints()
+    first, second = whole.digests(), again.digests()
     return {
         "began": began,
-        "differ": [key for key in {**one, **two} if one.get(key) != two.get(key)],
+        "differ": [key for key in {**first, **second} if first.get(key) != second.get(key)],
         "losses": whole.losses[-len(again.losses) :] == again.losses,
         "common": again.common(),
     }

@@ -78,13 +78,13 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "lbfgs": lambda optimizer: schedulers.ReduceLROnPlateau(optimizer, patience=0, factor=0.7),
 }
 WAYS = ("plain", "dropout", "batchnorm", "average", "scaler", "accumulated", "compiled")
-# What torch itself refuses: a GradScaler takes no closure, and LBFGS needs one. (And SyncBatchNorm on a CPU.)
+# Torch refuses this pair: a GradScaler takes no closure, and LBFGS needs one.
 REFUSED = {("lbfgs", "scaler")}
 CELLS = [(how, way) for how in OPTIMIZERS for way in WAYS if (how, way) not in REFUSED]
 
 
 class Net(nn.Module):
-    """Two layers, and between them what the cell is about."""
+    """Two layers, and the cell's layer between them."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -100,14 +100,14 @@ class Net(nn.Module):
 
 
 class Shadow:
-    """A hand-made average: raw tensors and a counter, tracked as they are."""
+    """A hand-made average of raw tensors, with a counter."""
 
     def __init__(self, model: nn.Module) -> None:
         self.tensors = [parameter.detach().clone() for parameter in model.parameters()]
         self.updates = torch.zeros((), dtype=torch.int64)
 
     def update_parameters(self, model: nn.Module) -> None:
-        """Replace each by its mean with the new weights, warming up."""
+        """Average each tensor with the new weights; the decay warms up."""
         self.updates += 1
         decay = min(0.9, int(self.updates) / 10)
         for number, parameter in enumerate(model.parameters()):
@@ -134,25 +134,25 @@ class Cell:
 
     @property
     def ema(self) -> Any:
-        """What is tracked of the average."""
+        """The tracked form of the average."""
         if isinstance(self.average, Shadow):
             return {"shadow": self.average.tensors, "updates": self.average.updates}
         return self.average
 
     def wrap(self, run: er.Run) -> None:
-        """Build DDP around the model, or around what torch.compile makes of it."""
+        """Build DDP around the model, compiled or not."""
         compiled = torch.compile(self.model, backend="eager") if self.way == "compiled" else self.model
         self.ddp = run.ddp(cast("nn.Module", compiled))
 
     def train(self, inputs: Tensor, labels: Tensor, weight: float) -> str:
-        """One step; give this rank's loss, exactly."""
+        """Take one step; return this rank's losses, exactly."""
         seen: list[float] = []
 
         def evaluate() -> Tensor:
             self.optimizer.zero_grad()
             loss = self._backward(inputs, labels, weight)
             seen.append(loss.item())
-            # LBFGS decides by the loss: it has to be the same on all ranks, or they part.
+            # LBFGS decides by the loss, so the loss must be equal on all ranks.
             dist.all_reduce(loss)
             return loss / dist.get_world_size()
 
@@ -182,7 +182,7 @@ class Cell:
         return total
 
     def holds(self) -> dict[str, str]:
-        """Digest of each part of what the cell holds now."""
+        """Return a digest of each part of the cell's state."""
         parts = {
             "model": self.model,
             "optimizer": self.optimizer,
@@ -190,20 +190,19 @@ class Cell:
             "scaler": self.scaler,
             "ema": self.ema,
         }
-        told = {}
+        digests = {}
         for part, item in parts.items():
             flat = state_dict.flatten(state_dict.collect_objects({part: item}))
-            told[part] = state_dict.combine_digests(
-                {**state_dict.digest_leaves(flat.leaves), "": flat.skeleton}
-            )
-        return told
+            leaves = state_dict.digest_leaves(flat.leaves)
+            digests[part] = state_dict.combine_digests({**leaves, "": flat.skeleton})
+        return digests
 
 
 class Kill:
     """Kills a worker or a node once, at a given moment of a given step."""
 
-    def __init__(self, told: str, directory: Path, rank: int) -> None:
-        step, victim, self._moment, self._who = (told or "0:0:-:-").split(":")
+    def __init__(self, option: str, directory: Path, rank: int) -> None:
+        step, victim, self._moment, self._target = (option or "0:0:-:-").split(":")
         self._step = int(step) if rank == int(victim) else 0
         self._done = directory / "killed"
 
@@ -212,7 +211,7 @@ class Kill:
         if (step, moment) != (self._step, self._moment) or self._done.exists():
             return
         self._done.touch()
-        if self._who == "node":
+        if self._target == "node":
             os.kill(int(os.environ[constants.ENV_AGENT_PID]), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -235,7 +234,7 @@ def main() -> None:
     parser.add_argument("--kill", default="")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    torch.manual_seed(1 + int(os.environ["RANK"]))  # each its own: rank 0's weights are the job's
+    torch.manual_seed(1 + int(os.environ["RANK"]))  # the job takes rank 0's weights
     cells = [Cell(how, way) for how, way in CELLS]
     generator = torch.Generator().manual_seed(7)
     inputs = torch.randn(SAMPLES, 16, generator=generator)

@@ -1,4 +1,4 @@
-"""A script that does one odd thing, told by its first argument; for tests/integration/test_training.py."""
+"""A script with an unusual behaviour, named by its first argument, for integration/test_training.py."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from elastic_resume.snapshot import committer
 
 
 class Odd:
-    """Holds what cannot be stored."""
+    """An object whose state cannot be stored."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Give it."""
+        """Return a function."""
         return {"callback": print}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -35,18 +35,18 @@ def fill_disk(run: er.Run) -> None:
         run.save()
 
 
-def main(what: str, steps: int) -> None:
+def main(behaviour: str, steps: int) -> None:
     """Train ``steps`` steps on random numbers."""
     rank = int(os.environ.get("RANK", "0"))
-    torch.manual_seed(rank if what == "other-seeds" else 0)
-    width = 5 + rank if what == "other-shapes" else 9 if what == "wider" else 5
+    torch.manual_seed(rank if behaviour == "other-seeds" else 0)
+    width = 5 + rank if behaviour == "other-shapes" else 9 if behaviour == "wider" else 5
     model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
-    if what == "full-disk":
+    if behaviour == "full-disk":
         model.register_buffer("ballast", torch.zeros(1 << 18))
-        committer.FIRST_RETRY_S = 3600.0  # only the script's own saves are tried, however long a step takes
+        committer.FIRST_RETRY_S = 3600.0  # only the script's own saves are tried
     optimizer = torch.optim.Adam(model.parameters())
-    odd = Odd() if what == "odd" and rank == 1 else None
-    data = er.GlobalBatches(8, 2, seed=rank) if what == "other-order" else None
+    odd = Odd() if behaviour == "odd" and rank == 1 else None
+    data = er.GlobalBatches(8, 2, seed=rank) if behaviour == "other-order" else None
     run = er.resume(
         model=model, optimizer=optimizer, odd=odd, data=data, save_every=int(os.environ.get("EVERY", "2"))
     )
@@ -55,28 +55,28 @@ def main(what: str, steps: int) -> None:
     ddp = run.ddp(model)
     for _ in run.epochs(run.position.epoch + 1):
         while run.position.step < steps:
-            if what == "diverge" and rank == 1:
+            if behaviour == "diverge" and rank == 1:
                 with torch.no_grad():
                     model[0].weight.add_(1.0)  # type: ignore[operator]
             optimizer.zero_grad()
             ddp(torch.randn(4, 3)).square().mean().backward()
             optimizer.step()
             run.step()
-            if what == "full-disk":
+            if behaviour == "full-disk":
                 fill_disk(run)
-            if what == "die" and run.position.step == steps - 2:
-                run.save()  # waits for the disk: what this step saved is there when the next one dies
-            if what == "die" and run.position.step == steps - 1:
+            if behaviour == "die" and run.position.step == steps - 2:
+                run.save()  # waits for the disk, so that this step is saved when the next one dies
+            if behaviour == "die" and run.position.step == steps - 1:
                 os._exit(9)
     mean = model.get_buffer("1.running_mean")
-    told = {
+    result = {
         "step": run.position.step,
         "generation": run.generation,
         "hooks": seen,
         "weight": model.get_parameter("0.weight").double().sum().item(),
         "mean": mean.double().sum().item(),
     }
-    print(json.dumps(told))
+    print(json.dumps(result))
     run.close()
 
 

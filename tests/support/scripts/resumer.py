@@ -1,9 +1,9 @@
-"""Puts copies where its argument says, resumes from them, and tells what came of it.
+"""Write snapshots and checkpoints, resume from them, and print the result, for test_restore.py.
 
-For tests/integration/test_restore.py. The argument is JSON: node -> {"memory": [generation, step], "disk":
-[[generation, step], ...], "flip": where, 0 to 1, "slots": false, "fail": failpoints, "hurt": word that tells
-where the slot gets a flipped bit, "value": of all copies}. What a copy holds else follows from its step, and
-in BatchNorm's buffers from its node.
+The argument is JSON: node -> {"memory": [generation, step], "disk": [[generation, step], ...], "flip":
+position of a flipped bit in the checkpoint (0 to 1), "slots": false, "fail": failpoints, "hurt": word of the
+slot's record that holds the position of a flipped bit, "value": value of all tensors}. By default the values
+follow from the step; BatchNorm's buffers follow from the node.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from elastic_resume.restore import coordinator as resuming
 from elastic_resume.restore.collectives import Collectives
 from elastic_resume.restore.rank_context import RankContext
 from elastic_resume.snapshot.committer import CheckpointCommitter
-from elastic_resume.snapshot.ipc import SnapshotServer
+from elastic_resume.snapshot.ipc import SlotClient, SnapshotServer
 from elastic_resume.snapshot.progress_page import ProgressPage
-from elastic_resume.snapshot.slot_client import SlotClient
 from elastic_resume.snapshot.slot_pool import SlotPool
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import REPLICATED
@@ -42,22 +41,22 @@ BLOCK_BYTES = 1 << 20
 
 
 class Average:
-    """What is no module: an average of the weights, as some keep it."""
+    """A hand-made average of the weights."""
 
     def __init__(self, model: nn.Module) -> None:
         self.values = {name: value.detach().clone() for name, value in model.named_parameters()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Give it."""
+        """Return the average."""
         return self.values
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
-        """Take it."""
+        """Load the average."""
         self.values = values
 
 
 def objects(value: float, own: float) -> dict[str, Any]:
-    """A model, its optimizer and its average, all of whose tensors hold ``value``, buffers ``own``."""
+    """Make a model, its optimizer and its average, filled with ``value``, and buffers with ``own``."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
     optimizer = torch.optim.Adam(model.parameters())
     if value:
@@ -75,7 +74,7 @@ def objects(value: float, own: float) -> dict[str, Any]:
 
 
 def make(place: RankContext, memory: SlotClient | None, wanted: dict[str, Any]) -> None:
-    """Put the copies of this node where they are wanted."""
+    """Write the snapshots and checkpoints of this node."""
     rank = place.collectives.rank
     own = 100.0 + rank
     for order in [wanted["memory"]] if "memory" in wanted else []:
@@ -121,7 +120,7 @@ def _copy(place: RankContext, order: list[int], own: float, value: float) -> tup
 
 
 def main(wanted: dict[str, Any]) -> None:
-    """Do it on one rank."""
+    """Write, resume and print on one rank."""
     world = Collectives.join()
     settings = Settings.for_worker(os.environ, "resumer.py", run_id="job")
     events = settings.ckpt_dir / "job" / settings.node_name / constants.EVENTS_FILE
@@ -132,14 +131,14 @@ def main(wanted: dict[str, Any]) -> None:
     world.gather(None)
     if not place.is_local_leader:
         node_dir = NodeDir.attach(settings.ckpt_dir, "job", place.node)
-    memory = name = keeper = None
+    memory = name = committer = None
     if place.is_local_leader and mine.get("slots", True):
-        rack = SlotPool(int(mine.get("allowed", 1 << 30)), log=lambda _: None)
-        keeper = CheckpointCommitter(place.node_dir, "job", rack, log=print, emit=lambda *_, **__: None)
-        keeper.start()
-        desk = SnapshotServer(keeper)
-        desk.start()
-        name = desk.socket_name
+        slot_pool = SlotPool(int(mine.get("allowed", 1 << 30)))
+        committer = CheckpointCommitter(place.node_dir, "job", slot_pool, emit=lambda *_, **__: None)
+        committer.start()
+        server = SnapshotServer(committer)
+        server.start()
+        name = server.socket_name
     name = world.gather(name)[place.local_leader_by_node[place.node]]
     if name is not None:
         place.slot_client = memory = SlotClient(name, place.local_rank, is_local_leader=place.is_local_leader)
@@ -148,28 +147,28 @@ def main(wanted: dict[str, Any]) -> None:
     world.gather(None)
     failpoints._failpoints_by_name.update(failpoints._parse(mine.get("fail", "")))
     live = objects(0.0, 0.0)
-    told: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     try:
-        board = ProgressPage(place.node_dir / constants.PROGRESS_FILE)
-        resumed = resuming.restore(place, node_dir, board, live)
-        told = announce.resume_event_fields(
+        progress_page = ProgressPage(place.node_dir / constants.PROGRESS_FILE)
+        resumed = resuming.restore(place, node_dir, progress_page, live)
+        result = announce.resume_event_fields(
             resumed, Position(0, resumed.plan.step, resumed.plan.step, 0), world.size
         )
-        told["on_disk"] = resumed.on_disk
+        result["on_disk"] = resumed.on_disk
     except ElasticResumeError as error:
-        told["error"] = str(error)
+        result["error"] = str(error)
     model, moments = live["model"], [each["exp_avg"] for each in live["optimizer"].state.values()]
     values = [*model.parameters(), *moments, *live["average"].values.values()]
-    told["values"] = sorted({value for tensor in values for value in tensor.detach().unique().tolist()})
-    told["buffer"] = float(model[1].running_mean.mean())
+    result["values"] = sorted({value for tensor in values for value in tensor.detach().unique().tolist()})
+    result["buffer"] = float(model[1].running_mean.mean())
     held = memory.find_newest() if memory is not None else None
-    told["held"] = list(held.version) if held is not None else None
-    if keeper is not None and held is not None:
-        keeper.commit()
+    result["held"] = list(held.version) if held is not None else None
+    if committer is not None and held is not None:
+        committer.commit()
     world.gather(None)
     entries = Catalog(place.node_dir, "job").list_valid(read_data=True) if place.is_local_leader else []
-    told["disk"] = [list(entry.version) for entry in entries]
-    print(json.dumps(told))
+    result["disk"] = [list(entry.version) for entry in entries]
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

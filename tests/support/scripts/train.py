@@ -1,7 +1,7 @@
-"""The training script of the end-to-end tests: small, with dropout, and with a diary.
+"""The small training script of the end-to-end tests, with dropout and a diary.
 
-Each rank writes which samples it reads, before the all-reduce of the step: when any rank has finished a step,
-the diaries of all ranks have its line. At the end each rank writes digests of what it holds.
+Each rank writes the samples that it reads before the all-reduce of the step. So when a rank has finished a
+step, the diaries of all ranks have its line. At the end each rank writes a digest of its state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SAMPLES = 240
 
 
 class Numbered(Dataset[tuple[Tensor, Tensor, int]]):
-    """Made-up pictures that know their number."""
+    """Random pictures with labels and their index."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -38,7 +38,7 @@ class Numbered(Dataset[tuple[Tensor, Tensor, int]]):
 
 
 def main() -> None:
-    """Train, and write down what was read and what came of it."""
+    """Train, and write the samples and the final state."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--diary", type=Path, required=True)
     parser.add_argument("--epochs", type=int, default=4)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_resume import constants, events
-from elastic_resume.training import crash_reporting
+from elastic_resume.training import worker_exit
 
 GENERATION = int(os.environ["ELASTIC_RESUME_GENERATION"])
 NODE, RANK, WORLD = (
@@ -78,8 +78,8 @@ def main(directory: Path, what: str, node: str) -> None:
     newest = directory / "newest"
     step = int(newest.read_text()) if newest.exists() else 0
     log = log_of(rank=RANK)
-    crash_reporting.install_hook(log)
-    crash_reporting.set_generation(generation=GENERATION, read_step=lambda: step)
+    worker_exit.install_hook(log)
+    worker_exit.set_generation(generation=GENERATION, read_step=lambda: step)
     tell = sys.excepthook
     sys.excepthook = lambda *error: (tell(*error), let_go_on(directory))  # type: ignore[func-returns-value]
     log.emit("worker-start", generation=GENERATION, step=step, world_size=WORLD, local_rank=0)

@@ -1,6 +1,6 @@
-"""Ask for equal ranks in many states of a training, equal and not: for test_replica_check.py.
+"""Check ranks for equality in many states of a training, for test_replica_check.py.
 
-Each rank prints one JSON object: for each state what was raised, or nothing.
+Each rank prints one JSON object with the error of each state that raised one.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class Average:
         self.extra: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Give it."""
+        """Return the average."""
         return {"shadow": self.shadow, "extra": self.extra}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it."""
+        """Load the average."""
         self.shadow = state["shadow"]
 
 
 @contextlib.contextmanager
-def another(tensor: Tensor, *, here: bool) -> Iterator[None]:
-    """On this rank one bit of ``tensor`` is another, for a while."""
+def flipped_bit(tensor: Tensor, *, here: bool) -> Iterator[None]:
+    """Flip one bit of ``tensor`` for the duration of the context, if ``here``."""
     words = tensor.detach().view(torch.int32)
     if here:
         words.view(-1)[0] ^= 1
@@ -45,46 +45,46 @@ def another(tensor: Tensor, *, here: bool) -> Iterator[None]:
 
 
 def main() -> None:
-    """Train a few steps; ask before, between and after."""
+    """Train a few steps; check before, between and after."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     average = Average(model)
     run = er.resume(model=model, optimizer=optimizer, ema=average)
-    said: dict[str, str] = {}
+    errors: dict[str, str] = {}
 
-    def ask(what: str, check: Callable[[], None] = run.assert_ranks_equal) -> None:
+    def record(state: str, check: Callable[[], None] = run.assert_ranks_equal) -> None:
         try:
             check()
         except ElasticResumeError as error:
-            said[what] = f"{type(error).__name__}: {error}"
+            errors[state] = f"{type(error).__name__}: {error}"
 
-    ask("at first")
+    record("at first")
     ddp = run.ddp(model)
     for _ in range(2):
         optimizer.zero_grad()
         ddp(torch.randn(4, 3) + run.rank).square().mean().backward()
         optimizer.step()
         run.step()
-    ask("trained")
-    ask("buffers", lambda: run.assert_ranks_equal(buffers=True))
-    with another(model.get_parameter("2.weight"), here=run.rank == 1):
-        ask("weight")
-    with another(optimizer.state[model.get_parameter("0.bias")]["exp_avg"], here=run.rank == 0):
-        ask("optimizer")
-    with another(average.shadow[1], here=run.rank == 2):
-        ask("ema")
+    record("trained")
+    record("buffers", lambda: run.assert_ranks_equal(buffers=True))
+    with flipped_bit(model.get_parameter("2.weight"), here=run.rank == 1):
+        record("weight")
+    with flipped_bit(optimizer.state[model.get_parameter("0.bias")]["exp_avg"], here=run.rank == 0):
+        record("optimizer")
+    with flipped_bit(average.shadow[1], here=run.rank == 2):
+        record("ema")
     optimizer.param_groups[0]["lr"] = 0.1 + run.rank
-    ask("learning rate")
+    record("learning rate")
     optimizer.param_groups[0]["lr"] = 0.1
     average.extra = print if run.rank == 1 else None
-    ask("not to be stored")
+    record("not to be stored")
     average.extra = None
     if run.rank == 1:
         optimizer.state.clear()
-    ask("fewer tensors")
-    print(json.dumps(said))
+    record("fewer tensors")
+    print(json.dumps(errors))
 
 
 if __name__ == "__main__":

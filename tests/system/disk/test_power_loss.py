@@ -1,6 +1,6 @@
 """Test real power losses on ext4 and xfs at any moment of a node's disk operations.
 
-The file system is the kernel's. The simulated drive below it loses any part of what it was not told to flush.
+The file system is the kernel's. The simulated drive below it loses any part of its unflushed data.
 Power is cut at named points of the commit, before any disk operation, and at random microseconds while
 another process writes. `make soak` makes more cuts; ELASTIC_RESUME_POWER_SEED selects others.
 """
@@ -41,8 +41,8 @@ pytestmark = pytest.mark.slow
 CUTS = int(os.environ.get("ELASTIC_RESUME_POWER_CUTS", "100"))
 SEED = int(os.environ.get("ELASTIC_RESUME_POWER_SEED", "8"))
 POINTS = ("before-data", "after-data", "before-manifest", "before-rename", "after-rename")
-COMMIT_S = 0.01  # one takes 3 to 15 ms
-OPERATIONS = 150  # that is four commits with all that is before and behind them
+COMMIT_S = 0.01  # a commit takes 3 to 15 ms
+OPERATIONS = 150  # four commits and the operations around them
 
 
 class Node:
@@ -55,10 +55,10 @@ class Node:
         self._step = 1
         self._reports: list[list[Any]] = []
 
-    def cut(self, seed: int, behind: int | None = None, **options: object) -> None:
-        """Run a life until the power is cut: at its own end, or soon after ``behind`` reports."""
+    def cut(self, seed: int, after_reports: int | None = None, **options: object) -> None:
+        """Run a life until the power is cut: at its own end, or soon after ``after_reports`` reports."""
         if self._writer.stdin is None or self._writer.stdout is None:
-            raise RuntimeError("pipes were options for")
+            raise RuntimeError("the writer has no pipes")
         request = {"path": str(self.disk.path), "step": self._step, **options}
         self._writer.stdin.write(json.dumps(request) + "\n")
         self._writer.stdin.flush()
@@ -66,8 +66,8 @@ class Node:
         lines = iter(self._writer.stdout.readline, "\n")
         reports: list[list[Any]] = []
         off_at = math.inf
-        if behind is not None:
-            reports += map(json.loads, itertools.islice(lines, behind))
+        if after_reports is not None:
+            reports += map(json.loads, itertools.islice(lines, after_reports))
             time.sleep(Random(seed).random() * COMMIT_S)
             off_at = time.monotonic()
             self.disk.lose_power(seed)
@@ -75,14 +75,14 @@ class Node:
                 os.kill(pid, signal.SIGKILL)
         reports += map(json.loads, lines)
         # Drop reports from after the cut: after a shutdown, xfs lets fsync of an open directory succeed.
-        self._reports += [words for said_at, *words in reports if said_at < off_at]
-        if behind is None:
+        self._reports += [words for reported_at, *words in reports if reported_at < off_at]
+        if after_reports is None:
             self.disk.lose_power(seed)
         self.disk.mend()
         self._step += 100
 
     def broken(self) -> Iterator[str]:
-        """Yield each report that does not hold after the power is back."""
+        """Describe each reported operation that is not durable after the power is back."""
         path = self.disk.path / RUN / NODE
         catalog = Catalog(path, RUN)
         commits = sorted((rest[0], rest[1]) for word, *rest in self._reports if word == "commit")
@@ -96,8 +96,8 @@ class Node:
                 yield f"{order} was committed and is lost"
         for entry in entries:
             if entry.manifest is not None and entry.manifest.state != {"step": entry.step}:
-                yield f"{entry.path} is another's: {entry.manifest}"
-        if missing := set(quarantined) - {each.name for each in catalog.list_quarantined()}:
+                yield f"{entry.path} holds another step: {entry.manifest}"
+        if missing := set(quarantined) - {entry.name for entry in catalog.list_quarantined()}:
             yield f"quarantine has lost {missing}"
         for name in quarantined[-1:]:
             if read_quarantine_reason(path / QUARANTINE_DIR / name) != "found bad":
@@ -105,12 +105,12 @@ class Node:
         with NodeDir.claim(self.disk.path, RUN, NODE) as node:
             yield from self._broken_records(node, max(valid, default=(0, 0))[0])
             catalog.remove_unfinished()
-            if left := [each.name for each in path.iterdir() if each.name.startswith(TEMPORARY_PREFIX)]:
+            if left := [entry.name for entry in path.iterdir() if entry.name.startswith(TEMPORARY_PREFIX)]:
                 yield f"not removed: {left}"
             order = (node.read_generation(), self._step - 1)
             save_checkpoint(path, *order)
             # A cut between rename and report leaves a checkpoint that counts as kept.
-            self._reports += [["commit", *each] for each in (*valid, order) if each not in commits]
+            self._reports += [["commit", *version] for version in (*valid, order) if version not in commits]
             catalog.prune(MIN_KEEP)
             if order not in {entry.version for entry in catalog.list_valid()}:
                 yield f"a new commit does not work: {order}"
@@ -119,32 +119,24 @@ class Node:
         newest = {word: rest for word, *rest in self._reports}
         if node.read_generation() < newest.get("generation", [0])[0]:
             yield f"generation {node.read_generation()} after {newest['generation']}"
-        if (
-            "life" in newest
-            and node_dir.read_min_generation(node.path, "launcher_id", -1)[0] < newest["life"][0]
-        ):
-            yield f"life {node_dir.read_min_generation(node.path, 'launcher_id', -1)} after {newest['life']}"
-        memory = DurableStateFile(node.path).state
-        if "record" in newest and (memory is None or memory.max_generation < newest["record"][0]):
-            yield f"record {memory} after {newest['record']}"
-        if node_dir.read_committed_generation(node.path) > generation:
-            committed = node_dir.read_committed_generation(node.path)
+        min_generation, _ = node_dir.read_min_generation(node.path, "launcher_id", -1)
+        if min_generation < newest.get("life", [-1])[0]:
+            yield f"life {min_generation} after {newest['life']}"
+        state = DurableStateFile(node.path).state
+        if "record" in newest and (state is None or state.max_generation < newest["record"][0]):
+            yield f"record {state} after {newest['record']}"
+        committed = node_dir.read_committed_generation(node.path)
+        if committed > generation:
             yield f"committed.json says {committed}, the newest checkpoint is of {generation}"
 
 
 @contextlib.contextmanager
 def node_on(kind: FileSystem, directory: Path) -> Iterator[Node]:
     """Yield a node on a disk of this kind."""
-    command = [sys.executable, "-m", "tests.support.power_loss_writer"]
+    command, pipe = [sys.executable, "-m", "tests.support.power_loss_writer"], subprocess.PIPE
     with (
         SimulatedDisk(directory, MIN_BYTES[kind], kind) as disk,
-        subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        ) as writer,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT) as writer,
     ):
         yield Node(disk, writer)
 
@@ -164,7 +156,7 @@ def test_power_loss_keeps_committed_checkpoints_whole(kind: FileSystem, tmp_path
                 case 1:
                     node.cut(seed, operations=rng.randint(1, OPERATIONS))
                 case _:
-                    node.cut(seed, behind=rng.randint(3, 8))
+                    node.cut(seed, after_reports=rng.randint(3, 8))
             assert list(node.broken()) == [], f"cut {number} of seed {SEED}"
 
 
@@ -175,7 +167,7 @@ def test_power_loss_keeps_committed_checkpoints_whole(kind: FileSystem, tmp_path
         ("data", "torn: .*state.safetensors has"),
         ("manifest", "torn: .*manifest: ends after 0 bytes"),
         ("parent", "committed and is lost"),
-        ("record", "identity.json: does not hold"),
+        ("record", "identity.json: is damaged"),
     ],
 )
 def test_checker_finds_each_missing_sync(

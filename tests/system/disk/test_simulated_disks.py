@@ -33,20 +33,17 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SimulatedDi
     with SimulatedDisk(tmp_path, disks.MIN_BYTES[request.param], request.param) as made:
         yield made
         device = os.fstat(made._device_fd).st_rdev
-    for opened in Path("/proc/self/fd").iterdir():
+    for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the descriptor that lists them
-            assert os.fstat(int(opened.name)).st_dev != device
+            assert os.fstat(int(entry.name)).st_dev != device
 
 
 def write(path: Path, data: bytes, *, sync: bool = True) -> None:
     """Write a file, durably unless ``sync`` is false."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    try:
-        os.write(descriptor, data)
+    with path.open("wb", buffering=0) as file:
+        file.write(data)
         if sync:
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            os.fsync(file.fileno())
 
 
 def sync_dir(path: Path) -> None:
@@ -73,31 +70,28 @@ def page_aligned(data: bytes) -> memoryview:
 
 
 def test_full_disk_raises_enospc_until_freed(disk: SimulatedDisk) -> None:
-    """For a file's data and for a new directory; a number of bytes can be kept free."""
+    """Data that was there stays."""
     write(disk.path / "before", b"kept")
     disk.fill()
     assert error_name(lambda: write(disk.path / "more", bytes(100_000))) == "ENOSPC"
     assert (disk.path / "before").read_bytes() == b"kept"
     disk.free()
     write(disk.path / "more", bytes(100_000))
-    disk.fill(keep_free_bytes=2 * MB)
-    assert error_name(lambda: write(disk.path / "fits", bytes(MB))) == ""
-    assert error_name(lambda: write(disk.path / "not", bytes(2 * MB))) == "ENOSPC"
 
 
 def test_broken_disk_raises_eio_and_keeps_its_data(disk: SimulatedDisk) -> None:
     """After `mend`, files that were open keep their error, as with a real disk."""
     write(disk.path / "kept", b"k" * MB)
     sync_dir(disk.path)
-    held = os.open(disk.path / "kept", os.O_RDWR)
+    descriptor = os.open(disk.path / "kept", os.O_RDWR)
     disk.fail()
     assert error_name((disk.path / "kept").read_bytes) == "EIO"
     assert error_name(lambda: write(disk.path / "new", b"n" * MB)) in {"EIO", "EROFS"}
     disk.mend()
     assert (disk.path / "kept").read_bytes() == b"k" * MB
     assert error_name(lambda: write(disk.path / "new", b"n" * MB)) == ""
-    with open(held, "r+b", buffering=0) as former:
-        assert error_name(lambda: former.write(b"old") and former.truncate(0)) in {"EIO", "EROFS"}
+    with open(descriptor, "r+b", buffering=0) as file:
+        assert error_name(lambda: file.write(b"old") and file.truncate(0)) in {"EIO", "EROFS"}
     assert (disk.path / "kept").read_bytes() == b"k" * MB
 
 
@@ -114,17 +108,6 @@ def test_full_and_broken_are_independent(disk: SimulatedDisk) -> None:
     with (disk.path / "more").open("wb", buffering=0) as held:
         disk.mend()
         assert held.write(bytes(100_000)) == 100_000
-
-
-def test_reads_and_writes_can_fail_separately(disk: SimulatedDisk) -> None:
-    """Data written while only reads fail is kept."""
-    write(disk.path / "kept", b"k" * MB)
-    disk.fail(writes=False)
-    assert error_name((disk.path / "kept").read_bytes) == "EIO"
-    disk.mend()
-    disk.fail(reads=False)
-    assert (disk.path / "kept").read_bytes() == b"k" * MB
-    assert error_name(lambda: write(disk.path / "kept", b"n" * MB)) in {"EIO", "EROFS"}
 
 
 def test_ext4_turns_read_only_after_error(tmp_path: Path) -> None:
@@ -196,10 +179,7 @@ def test_machine_sees_disk_at_same_path_after_mend(tmp_path: Path) -> None:
         (first,) = machines.boot()
         disk.mount_in_namespace(first.pid, "/scratch/disk")
         for text in ("one", "two"):
-            command = f"echo {text} > /scratch/disk/file && sync && cat /scratch/disk/*.old; ls /disk"
-            machines.run(
-                0, ["sh", "-c", command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            ).wait()
+            machines.run(0, ["sh", "-c", f"echo {text} > /scratch/disk/file && sync"]).wait()
             assert (disk.path / "file").read_text() == f"{text}\n"
             disk.fail()
             disk.mend()

@@ -1,11 +1,10 @@
-"""Links of simulated hosts lose packets and are narrow, for real, and only those that are told to."""
+"""Packet loss and rate limits of simulated nodes' links, measured with real packets."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Literal
 
 import pytest
 
@@ -58,13 +57,13 @@ with socket.create_connection((sys.argv[1], 9001)) as line:
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[VirtualNetwork]:
-    """Three, for all tests; each puts right what it broke."""
+    """Yield three nodes for all tests; each test undoes its faults."""
     with VirtualNetwork(3) as made:
         yield made
 
 
 def carried(hosts: VirtualNetwork, sender: int, receiver: int, programs: tuple[str, str], size: int) -> int:
-    """What the second of two programs, one on each host, has seen of what the first one sent."""
+    """Run two programs, one on each node; return the number that the receiving program prints."""
     there = hosts.wrap_command(receiver, [sys.executable, "-I", "-S", "-c", programs[1]])
     here = hosts.wrap_command(sender, [sys.executable, "-I", "-S", "-c", programs[0]])
     with subprocess.Popen(there, stdout=subprocess.PIPE) as process:
@@ -75,30 +74,27 @@ def carried(hosts: VirtualNetwork, sender: int, receiver: int, programs: tuple[s
 
 
 def lost(hosts: VirtualNetwork, sender: int, receiver: int) -> float:
-    """The share of the packets that did not arrive."""
+    """Return the share of the packets that did not arrive."""
     return 1 - carried(hosts, sender, receiver, (SEND, COUNT), PACKETS) / PACKETS
 
 
 def rate(hosts: VirtualNetwork, sender: int, receiver: int, size: int) -> int:
-    """Bytes a second of a TCP connection."""
+    """Return the bytes per second of a TCP connection."""
     return carried(hosts, sender, receiver, (GIVE, TAKE), size)
 
 
-@pytest.mark.parametrize(("one_way", "out", "back"), [(None, 0.3, 0.3), ("in", 0, 0.3), ("out", 0.3, 0)])
-def test_a_link_loses_the_share_of_packets_that_it_is_told_to(
-    hosts: VirtualNetwork, one_way: Literal["in", "out"] | None, out: float, back: float
-) -> None:
-    """Both ways or one; what does not pass it loses none, and none is lost when it is restored."""
-    hosts.lose_packets(0, 30, one_way=one_way)
-    assert lost(hosts, 0, 1) == pytest.approx(out, abs=0.05)
-    assert lost(hosts, 1, 0) == pytest.approx(back, abs=0.05)
+def test_lose_packets_drops_this_share_both_ways(hosts: VirtualNetwork) -> None:
+    """Other links lose no packet, and the link loses none after it is restored."""
+    hosts.lose_packets(0, 30)
+    assert lost(hosts, 0, 1) == pytest.approx(0.3, abs=0.05)
+    assert lost(hosts, 1, 0) == pytest.approx(0.3, abs=0.05)
     assert lost(hosts, 1, 2) == 0
     hosts.restore_link(0)
     assert lost(hosts, 0, 1) == 0
 
 
-def test_a_narrow_link_carries_no_more_than_it_is_told_to(hosts: VirtualNetwork) -> None:
-    """Each way; not a time is asserted, but that it is never faster, and that others are."""
+def test_limit_rate_bounds_bytes_per_second_both_ways(hosts: VirtualNetwork) -> None:
+    """The link is never faster than its limit, and other links are."""
     hosts.limit_rate(0, 100_000)
     assert 0 < rate(hosts, 0, 1, 50_000) < 120_000
     assert 0 < rate(hosts, 1, 0, 50_000) < 120_000
@@ -107,18 +103,18 @@ def test_a_narrow_link_carries_no_more_than_it_is_told_to(hosts: VirtualNetwork)
     assert rate(hosts, 0, 1, 10 * MB) > 1_000_000
 
 
-def test_a_link_that_heals_is_neither_lossy_nor_narrow(hosts: VirtualNetwork) -> None:
-    """`heal` undoes all of them, of all nodes; a cut beside a loss is still a cut."""
-    hosts.lose_packets(0, 100, one_way="out")
-    hosts.lose_packets(1, 100, one_way="out")
+def test_heal_undoes_losses_rates_and_cuts_of_all_nodes(hosts: VirtualNetwork) -> None:
+    """Several faults of several nodes at once."""
+    hosts.lose_packets(0, 100)
+    hosts.lose_packets(1, 100)
     hosts.limit_rate(2, 1000)
     hosts.cut_link(2, 1)
     hosts.heal()
     assert lost(hosts, 0, 1) == lost(hosts, 1, 2) == lost(hosts, 2, 1) == 0
 
 
-def test_what_no_link_can_be_is_refused(hosts: VirtualNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shares and rates out of range; and a missing tool is named with its package."""
+def test_link_fault_out_of_range_is_refused(hosts: VirtualNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing tool is named with its package."""
     with pytest.raises(UsageError, match="0 to 100 percent"):
         hosts.lose_packets(0, 101)
     with pytest.raises(UsageError, match="0 for no limit"):

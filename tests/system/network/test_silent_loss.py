@@ -1,4 +1,4 @@
-"""Nodes whose link is cut without a packet: real agents on simulated hosts, workers that only beat."""
+"""Nodes whose links drop all packets: real agents in network namespaces, workers without torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Make = Callable[[int], HeartbeatJob]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """Make clusters of nodes with a network each, and stop them in the end."""
+    """Yield a function that makes a cluster with a network per node; the clusters end with the test."""
     made: list[tuple[Cluster, VirtualNetwork]] = []
 
     def build(nodes: int) -> HeartbeatJob:
@@ -42,9 +42,9 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 def end(hearts: HeartbeatJob) -> None:
-    """Let the job finish: all agents end well, at no moment there were two worlds, who went on was first.
+    """Let the job finish; check exit codes, that no worlds overlapped, and the ranks of survivors.
 
-    A busy machine makes a node silent too, for longer than this timeout: then there are worlds in between.
+    On a busy machine a node may exceed this node timeout, so there may be worlds in between.
     """
     hearts.stop()
     assert set(hearts.cluster.wait_exit(60)) == {0}, hearts.cluster.output(0)
@@ -53,8 +53,8 @@ def end(hearts: HeartbeatJob) -> None:
 
 
 @pytest.mark.parametrize("cut", [2, 0])
-def test_a_node_that_falls_silent_is_lost_and_comes_back(make: Make, cut: int) -> None:
-    """The survivors go on, its own workers end by themselves first; with the link back it is the last."""
+def test_node_with_cut_link_is_lost_and_rejoins_last(make: Make, cut: int) -> None:
+    """Its own workers end first; the survivors continue."""
     hearts = make(3)
     hearts.start()
     now = hearts.wait_for_world([0, 1, 2])
@@ -67,8 +67,8 @@ def test_a_node_that_falls_silent_is_lost_and_comes_back(make: Make, cut: int) -
     end(hearts)
 
 
-def test_of_a_job_cut_two_to_three_only_the_three_go_on(make: Make) -> None:
-    """The two say for whom they wait; healed, all five go on, the three first."""
+def test_partition_two_to_three_continues_majority_only(make: Make) -> None:
+    """The two log the nodes that they wait for; after `heal` all five continue, the three first."""
     hearts = make(5)
     hearts.start()
     now = hearts.wait_for_world([0, 1, 2, 3, 4])
@@ -83,7 +83,7 @@ def test_of_a_job_cut_two_to_three_only_the_three_go_on(make: Make) -> None:
     end(hearts)
 
 
-def test_of_a_job_cut_in_three_nobody_goes_on_until_it_heals(make: Make) -> None:
+def test_partition_without_majority_stops_all_until_heal(make: Make) -> None:
     """2|2|1: no side has a quorum. Nothing is lost."""
     hearts = make(5)
     hearts.start()
@@ -99,8 +99,8 @@ def test_of_a_job_cut_in_three_nobody_goes_on_until_it_heals(make: Make) -> None
     end(hearts)
 
 
-def test_the_last_one_that_is_not_silent_waits_until_its_quorum_is_forced(make: Make) -> None:
-    """Three of four are cut off, then killed: they might live. An operator has to say that they do not."""
+def test_last_reachable_node_waits_until_quorum_is_forced(make: Make) -> None:
+    """Three of four are cut off, then killed. They might live, so an operator forces the quorum."""
     hearts = make(4)
     hearts.start()
     now = hearts.wait_for_world([0, 1, 2, 3])
@@ -117,8 +117,8 @@ def test_the_last_one_that_is_not_silent_waits_until_its_quorum_is_forced(make: 
     end(hearts)
 
 
-def test_a_one_way_cut_is_silence_too(make: Make) -> None:
-    """n2 hears nobody and is heard: its lease ends; nobody trains with it until the link is whole."""
+def test_one_way_cut_excludes_node(make: Make) -> None:
+    """n2 sends but receives nothing: its lease expires, and it rejoins after `heal`."""
     hearts = make(3)
     hearts.start()
     now = hearts.wait_for_world([0, 1, 2])

@@ -1,7 +1,7 @@
-"""Simulated hosts: real namespaces, real sockets inside them, and links that go silent.
+"""The virtual network: real namespaces, real sockets inside them, and links that drop packets.
 
-A socket belongs to the network in which it was made. So each test has a process on a node make one and hand
-it over, and holds both ends of a connection itself.
+A socket belongs to the network in which it was made. So a process on a node makes each socket and sends it to
+the test, which holds both ends of a connection.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import socket
 import struct
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -24,6 +23,7 @@ import pytest
 from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.testing import Cluster
 from elastic_resume.testing.virtual_network import INTERFACE, VirtualNetwork, unavailable_reason
+from tests.support.processes import is_alive, wait_for
 
 pytestmark = pytest.mark.cluster
 
@@ -48,16 +48,8 @@ signal.pause()
 Pairs = set[tuple[int, int]]
 
 
-def wait_for(look: Callable[[], object], what: str) -> None:
-    """Wait until ``look`` gives something true."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not look():
-        assert time.monotonic() < deadline, f"waited in vain: {what}"
-        time.sleep(0.02)
-
-
 def open_socket(hosts: VirtualNetwork, index: int, kind: int = socket.SOCK_STREAM) -> socket.socket:
-    """Give a socket of a node's network."""
+    """Return a socket of a node's network."""
     here, there = socket.socketpair()
     with here, there:
         python = [sys.executable, "-S", "-c", MAKE_SOCKET, str(there.fileno()), str(int(kind))]
@@ -68,7 +60,7 @@ def open_socket(hosts: VirtualNetwork, index: int, kind: int = socket.SOCK_STREA
 
 
 def connect(hosts: VirtualNetwork, client: int, server: int) -> tuple[socket.socket, socket.socket]:
-    """Connect two nodes; give the client's end and the server's, which asks each second for life."""
+    """Connect two nodes; return the ends of client and server. The server sends keep-alive probes."""
     with open_socket(hosts, server) as listener:
         listener.bind((hosts.address(server), PORT))
         listener.listen()
@@ -79,12 +71,12 @@ def connect(hosts: VirtualNetwork, client: int, server: int) -> tuple[socket.soc
     far.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     far.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
     far.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-    far.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 100)  # however slow the test, it does not give up
+    far.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 100)
     return near, far
 
 
 def tcp(connection: socket.socket) -> tuple[int, int, int]:
-    """State, unanswered retransmissions and unanswered probes of a connection: tcp_info in linux/tcp.h."""
+    """Return state, unanswered retransmissions and probes of a connection (tcp_info in linux/tcp.h)."""
     state, _, retransmits, probes = struct.unpack(
         "4B", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)
     )
@@ -92,22 +84,14 @@ def tcp(connection: socket.socket) -> tuple[int, int, int]:
 
 
 def is_silent(connection: socket.socket, state: int = ESTABLISHED) -> bool:
-    """Nothing was received, no error is pending, and the connection is as it was."""
+    """Return whether nothing was received, no error is pending, and the state is unchanged."""
     readable, _, _ = select.select([connection], [], [], 0)
     error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     return not readable and error == 0 and tcp(connection)[0] == state
 
 
-def has_ended(process: psutil.Process) -> bool:
-    """Whether a process runs no more, reaped or not."""
-    try:
-        return bool(process.status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
-
-
 def open_namespaces() -> set[str]:
-    """What the descriptors of this process keep alive."""
+    """Return the network namespaces that descriptors of this process keep alive."""
     found = set()
     for each in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the descriptor that lists them
@@ -116,7 +100,7 @@ def open_namespaces() -> set[str]:
 
 
 class Shouts:
-    """A datagram socket on every node; `heard` tells later who could reach whom at each shout."""
+    """A datagram socket on every node; `heard` returns which node reached which at each shout."""
 
     def __init__(self, hosts: VirtualNetwork) -> None:
         self.hosts = hosts
@@ -125,14 +109,14 @@ class Shouts:
             each.bind((hosts.address(index), PORT))
 
     def shout(self, word: str) -> None:
-        """Let every node say the word to every other; what is said to nobody is no error."""
+        """Send the word from every node to every other."""
         for sender, each in enumerate(self.sockets):
             for receiver in range(len(self.sockets)):
                 if receiver != sender:
                     each.sendto(f"{word} {sender}".encode(), (self.hosts.address(receiver), PORT))
 
     def heard(self) -> dict[str, Pairs]:
-        """Heal the network, call the roll and listen up to that; give who reached whom, by word."""
+        """Heal the network, send "roll" and receive up to it; return the pairs that were reached, by word."""
         self.hosts.heal()
         self.shout("roll")
         found: dict[str, Pairs] = {}
@@ -151,13 +135,13 @@ class Shouts:
 
 
 def within(*groups: set[int]) -> Pairs:
-    """The pairs of nodes that are in one group."""
+    """Return the pairs of nodes that are in one group."""
     return {(a, b) for group in groups for a in group for b in group if a != b}
 
 
 @pytest.fixture(autouse=True)
 def possible() -> None:
-    """Skip where there can be no hosts; in CI that is a failure, so that nothing goes untested unseen."""
+    """Skip where namespaces are not available; in CI that is a failure."""
     why = unavailable_reason()
     if why and "CI" not in os.environ:
         pytest.skip(why)
@@ -166,21 +150,21 @@ def possible() -> None:
 
 @pytest.fixture
 def five() -> Iterator[VirtualNetwork]:
-    """Five hosts, new for each test."""
+    """Yield a network of five nodes."""
     with VirtualNetwork(5) as hosts:
         yield hosts
 
 
 @pytest.fixture
 def shouts(five: VirtualNetwork) -> Iterator[Shouts]:
-    """Sockets on five hosts."""
+    """Yield sockets on five nodes."""
     with contextlib.closing(Shouts(five)) as made:
         yield made
 
 
 @pytest.fixture
 def pair(five: VirtualNetwork) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """A connection of host 0 to host 1."""
+    """Yield a connection from node 0 to node 1."""
     near, far = connect(five, 0, 1)
     with near, far:
         yield near, far
@@ -191,10 +175,10 @@ def pair(five: VirtualNetwork) -> Iterator[tuple[socket.socket, socket.socket]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_cut_is_silent_and_the_connection_goes_on_when_the_link_is_back(
+def test_cut_keeps_connection_until_link_is_restored(
     five: VirtualNetwork, pair: tuple[socket.socket, socket.socket], lost: int
 ) -> None:
-    """Neither end sees a reset or an error, whichever is cut; what was sent meanwhile arrives."""
+    """Neither end gets a reset or an error, and data sent meanwhile arrives."""
     near, far = pair
     five.cut(lost)
     near.sendall(b"sent into silence")
@@ -209,8 +193,8 @@ def test_a_cut_is_silent_and_the_connection_goes_on_when_the_link_is_back(
 
 
 @pytest.mark.slow
-def test_a_new_connection_to_a_cut_node_waits_and_is_made_when_the_link_is_back(five: VirtualNetwork) -> None:
-    """No "no route to host", no "network is unreachable", no refusal."""
+def test_new_connection_to_cut_node_waits_for_link(five: VirtualNetwork) -> None:
+    """It is not refused, and neither host nor network is reported as unreachable."""
     with open_socket(five, 1) as listener, open_socket(five, 0) as near:
         listener.bind((five.address(1), PORT))
         listener.listen()
@@ -226,10 +210,10 @@ def test_a_new_connection_to_a_cut_node_waits_and_is_made_when_the_link_is_back(
 
 
 @pytest.mark.slow
-def test_what_a_cut_node_says_when_it_dies_does_not_arrive(
+def test_reset_of_cut_node_does_not_arrive(
     five: VirtualNetwork, pair: tuple[socket.socket, socket.socket]
 ) -> None:
-    """A reset behind a cut is lost like all else; after the cut the peer is told when it asks."""
+    """After the cut the peer gets a reset when it sends a probe."""
     near, far = pair
     five.cut(0)
     near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -241,8 +225,8 @@ def test_what_a_cut_node_says_when_it_dies_does_not_arrive(
         far.recv(1)
 
 
-def test_a_link_can_be_cut_in_one_direction(five: VirtualNetwork, shouts: Shouts) -> None:
-    """Of two nodes one hears the other; all others hear both."""
+def test_cut_link_one_way_drops_one_direction(five: VirtualNetwork, shouts: Shouts) -> None:
+    """All other links work."""
     five.cut_link(0, 1, one_way=True)
     shouts.shout("one")
     five.cut_link(1, 0, one_way=True)
@@ -257,8 +241,8 @@ def test_a_link_can_be_cut_in_one_direction(five: VirtualNetwork, shouts: Shouts
     assert everybody - heard["another"] == {(2, 3), (3, 2)}
 
 
-def test_of_two_who_silence_a_link_each_lets_go_for_itself(five: VirtualNetwork, shouts: Shouts) -> None:
-    """The link of 1 to 2 is held by both; what makes all others right leaves both."""
+def test_silence_links_twice_needs_both_to_be_undone(five: VirtualNetwork, shouts: Shouts) -> None:
+    """`restore_link` does not undo them."""
     one = five.silence_links({(1, 0), (1, 2)})
     other = five.silence_links({(1, 2), (3, 2)})
     five.restore_link(1)
@@ -275,10 +259,8 @@ def test_of_two_who_silence_a_link_each_lets_go_for_itself(five: VirtualNetwork,
 
 
 @pytest.mark.parametrize("groups", [[{0, 1}, {2, 3, 4}], [{0, 3}, {1, 4}, {2}], [{0}, {1}, {2}, {3}, {4}]])
-def test_a_partition_lets_only_its_groups_talk(
-    five: VirtualNetwork, shouts: Shouts, groups: Sequence[set[int]]
-) -> None:
-    """Within a group all hear all, between groups nobody does; afterwards everybody does."""
+def test_partition_separates_groups(five: VirtualNetwork, shouts: Shouts, groups: Sequence[set[int]]) -> None:
+    """Nodes reach all nodes of their group and no other, and all nodes after `heal`."""
     five.partition(groups)
     shouts.shout("parted")
     heard = shouts.heard()
@@ -286,10 +268,8 @@ def test_a_partition_lets_only_its_groups_talk(
     assert heard["roll"] == within({0, 1, 2, 3, 4})
 
 
-def test_a_partition_replaces_the_one_before_and_a_cut_goes_through_it(
-    five: VirtualNetwork, shouts: Shouts
-) -> None:
-    """`restore` gives a node back to its side of the partition, not to the other."""
+def test_partition_replaces_former_and_combines_with_cut(five: VirtualNetwork, shouts: Shouts) -> None:
+    """`restore_link` restores a node's links within its group."""
     five.partition([{0, 1}, {2, 3, 4}])
     five.partition([{0, 1, 2}, {3, 4}])
     five.cut(2)
@@ -301,8 +281,8 @@ def test_a_partition_replaces_the_one_before_and_a_cut_goes_through_it(
     assert heard["restored"] == within({0, 1, 2}, {3, 4})
 
 
-def test_two_networks_do_not_meet(shouts: Shouts) -> None:
-    """A cut in one is none in the other, whatever runs beside it."""
+def test_two_networks_are_independent(shouts: Shouts) -> None:
+    """A cut in one network does not affect the other."""
     with VirtualNetwork(5) as others, contextlib.closing(Shouts(others)) as theirs:
         others.cut(0)
         shouts.shout("here")
@@ -311,8 +291,8 @@ def test_two_networks_do_not_meet(shouts: Shouts) -> None:
         assert theirs.heard()["there"] == within({1, 2, 3, 4})
 
 
-def test_a_cluster_has_its_nodes_on_the_hosts(five: VirtualNetwork, shouts: Shouts, tmp_path: Path) -> None:
-    """The nodes' addresses are the hosts', and its words for cuts and partitions are theirs."""
+def test_cluster_uses_given_network(five: VirtualNetwork, shouts: Shouts, tmp_path: Path) -> None:
+    """Its nodes have the network's addresses, and its cuts and partitions act on the network."""
     with Cluster(tmp_path, nodes=5, hosts=five) as cluster:
         assert [node.address for node in cluster.nodes] == [five.address(index) for index in range(5)]
         cluster.partition({0, 1}, {2, 3, 4})
@@ -328,8 +308,8 @@ def test_a_cluster_has_its_nodes_on_the_hosts(five: VirtualNetwork, shouts: Shou
     assert heard["healed"] == heard["roll"]
 
 
-def test_a_cluster_without_hosts_says_how_to_have_them(tmp_path: Path) -> None:
-    """On loopback no link can be cut; a cluster larger than its network is refused too."""
+def test_cluster_without_network_refuses_cut(tmp_path: Path) -> None:
+    """A cluster larger than its network is refused too."""
     with Cluster(tmp_path) as cluster, pytest.raises(UsageError, match='hosts="namespaces", which takes'):
         cluster.cut(0)
     with VirtualNetwork(2) as hosts, pytest.raises(UsageError, match="0 to 1"):
@@ -339,8 +319,8 @@ def test_a_cluster_without_hosts_says_how_to_have_them(tmp_path: Path) -> None:
 # ---- processes ---------------------------------------------------------------------------------------
 
 
-def test_a_command_becomes_the_process_that_was_started(five: VirtualNetwork, tmp_path: Path) -> None:
-    """Its process id, its folder and its environment are those that were asked for; its network is not."""
+def test_wrap_command_keeps_process_id_and_environment(five: VirtualNetwork, tmp_path: Path) -> None:
+    """Process id, directory and environment are unchanged; the network is the node's."""
     script = "import os, socket; print(os.getpid(), os.getcwd(), os.environ['WORD'], socket.if_nameindex())"
     with subprocess.Popen(
         five.wrap_command(3, [sys.executable, "-S", "-c", script]),
@@ -356,8 +336,8 @@ def test_a_command_becomes_the_process_that_was_started(five: VirtualNetwork, tm
     assert INTERFACE not in dict(psutil.net_if_addrs())
 
 
-def test_when_the_owner_is_killed_its_processes_and_links_go() -> None:
-    """SIGKILL of the process that made the hosts: the kernel ends what was bound to it, and the network."""
+def test_killed_owner_takes_processes_and_links_along() -> None:
+    """The kernel ends the processes bound to the owner, and the network."""
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         bound = psutil.Process(int(owner.stdout.readline()))
@@ -368,15 +348,15 @@ def test_when_the_owner_is_killed_its_processes_and_links_go() -> None:
         try:
             assert subprocess.run(look, capture_output=True, check=False).returncode == 0
             owner.kill()
-            wait_for(lambda: has_ended(bound), "its end")
+            wait_for(lambda: not is_alive(bound.pid), "its end")
             # The namespace itself is held here; the other end of its link was held by the owner alone.
             wait_for(lambda: subprocess.run(look, capture_output=True, check=False).returncode, "its link")
         finally:
             os.close(kept)
 
 
-def test_closing_ends_what_still_runs_inside() -> None:
-    """Processes that nobody bound, and those that they started; a second close does nothing."""
+def test_close_kills_all_processes_inside() -> None:
+    """Also processes that were not started here; a second close does nothing."""
     hosts = VirtualNetwork(2)
     shell = ["sh", "-c", "setsid sleep 600 & echo $!; exec sleep 600"]
     with subprocess.Popen(hosts.wrap_command(1, shell), stdout=subprocess.PIPE, text=True) as process:
@@ -385,14 +365,14 @@ def test_closing_ends_what_still_runs_inside() -> None:
         hosts.close()
         assert process.wait() == -signal.SIGKILL
         # It has left its network, which may be a moment before it is seen to have ended.
-        wait_for(lambda: has_ended(started), "its end")
+        wait_for(lambda: not is_alive(started.pid), "its end")
     hosts.close()
     with pytest.raises(UsageError, match="closed"):
         hosts.wrap_command(0, ["true"])
 
 
-def test_nothing_is_seen_on_the_host_and_no_descriptor_is_left() -> None:
-    """No mount, no name and no interface while the hosts are there; no open namespace afterwards."""
+def test_network_leaves_no_trace_on_host() -> None:
+    """No mount, name or interface exists on the host, and no namespace stays open afterwards."""
     with VirtualNetwork(2) as hosts:
         inside = subprocess.check_output(hosts.wrap_command(0, ["readlink", "/proc/self/ns/net"]), text=True)
         assert inside.strip() not in Path("/proc/self/mountinfo").read_text()
@@ -406,8 +386,8 @@ def test_nothing_is_seen_on_the_host_and_no_descriptor_is_left() -> None:
 # ---- what cannot be ----------------------------------------------------------------------------------
 
 
-def test_without_its_tools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`available` names the tool and the package; making hosts fails with the same words."""
+def test_missing_tools_are_named_with_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`unavailable_reason` and the error name the tool and the package."""
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "nsenter" in unavailable_reason()
     assert "apt-get install" in unavailable_reason()
@@ -416,8 +396,8 @@ def test_without_its_tools_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
         VirtualNetwork(2)
 
 
-def test_without_capabilities_it_says_which() -> None:
-    """Root whose capabilities were taken away, as in a container."""
+def test_missing_capabilities_are_named() -> None:
+    """Root without capabilities, as in a container."""
     script = (
         "from elastic_resume.testing.virtual_network import unavailable_reason; print(unavailable_reason())"
     )
@@ -428,16 +408,14 @@ def test_without_capabilities_it_says_which() -> None:
 
 
 @pytest.mark.parametrize("groups", [[{0, 1}, {2, 3}], [{0, 1, 2}, {2, 3, 4}], [{0, 1, 2, 3, 4, 5}], []])
-def test_a_partition_that_does_not_name_each_node_once_is_refused(
-    five: VirtualNetwork, groups: list[set[int]]
-) -> None:
-    """A forgotten node would be on no side."""
+def test_partition_must_name_each_node_once(five: VirtualNetwork, groups: list[set[int]]) -> None:
+    """A missing node would be in no group."""
     with pytest.raises(UsageError, match="each once"):
         five.partition(groups)
 
 
-def test_a_node_that_does_not_exist_is_refused(five: VirtualNetwork) -> None:
-    """Python's negative indices would cut the last node; the count has bounds."""
+def test_node_out_of_range_is_refused(five: VirtualNetwork) -> None:
+    """Negative indices are refused too, and the number of nodes has bounds."""
     with pytest.raises(UsageError, match="0 to 4"):
         five.cut(-1)
     with pytest.raises(UsageError, match="0 to 4"):

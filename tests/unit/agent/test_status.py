@@ -1,4 +1,4 @@
-"""How a job stands, from events to a screen: pure parts."""
+"""The status of a job, from events to the screen."""
 
 from __future__ import annotations
 
@@ -20,18 +20,16 @@ from elastic_resume.agent.status import (
     PeerEventLog,
     ReceivedStatus,
     StatusReporter,
-    StatusSampler,
     load_past_incidents,
 )
-from elastic_resume.checkpoint.atomic_io import Disk
-from elastic_resume.errors import MachineError, RendezvousLostError, UsageError
+from elastic_resume.errors import RendezvousLostError, UsageError
 from elastic_resume.events import Event, EventLog, parse_line
 from elastic_resume.policy.incidents import MAX_GENERATIONS, RECOVERY_BUCKETS_S, IncidentTracker
 from elastic_resume.rendezvous.core.events import DeliverPeerStatus
 from elastic_resume.rendezvous.core.quorum import Incarnation, View
 from elastic_resume.rendezvous.core.status import EventLines, NodeStatus, StatusUpdate
 from elastic_resume.rendezvous.net.status import RendezvousStatus
-from elastic_resume.report import status as asking
+from elastic_resume.report import status as status_command
 from elastic_resume.report.status import MAX_NODES, fit_screen, format_screen
 
 A, B, C = (Incarnation(name, "1", f"{name}:1", None) for name in "abc")
@@ -40,7 +38,7 @@ A, B, C = (Incarnation(name, "1", f"{name}:1", None) for name in "abc")
 def kill(generation: int, t: float, *, lost: int = 0, after_s: float = 0.4) -> list[Event]:
     """Build the events of a node whose worker is killed in a generation and that starts the next."""
     cause = {"kind": "signal", "node": "b", "rank": 1, "text": "was killed by SIGKILL", "step": 7}
-    told: list[Event] = [
+    events: list[Event] = [
         {"event": "worker-exit", "t": t, "exit_code": -9, "signal": "SIGKILL", "stopped": False},
         {
             "event": "rendezvous",
@@ -48,84 +46,95 @@ def kill(generation: int, t: float, *, lost: int = 0, after_s: float = 0.4) -> l
             "what": "restart",
             "message": f"generation {generation} is over: the workers of b stopped",
         },
-        {"event": "verdict", "t": t + 0.2, "generation": generation, "causes": [cause], "cascade": []},
+        {
+            "event": "verdict",
+            "t": t + 0.2,
+            "generation": generation,
+            "root_causes": [cause],
+            "secondary_failures": [],
+        },
         {"event": "round", "t": t + 0.2, "generation": generation + 1},
         {"event": "resume", "t": t + 0.3, "generation": generation + 1, "recomputed_steps": lost},
         {"event": "step", "t": t + after_s, "generation": generation + 1, "step": 8},
         {"event": "step", "t": t + after_s + 9, "generation": generation + 1, "step": 9},
     ]
-    return [{"node": "b", **one} for one in told]
+    return [{"node": "b", **event} for event in events]
 
 
-BEGUN: Event = {"event": "round", "node": "b", "t": 1.0, "generation": 1}
+ROUND_1: Event = {"event": "round", "node": "b", "t": 1.0, "generation": 1}
 
 
 def test_tracker_reports_cause_and_cost_of_incident() -> None:
     """The recovery lasts from the first sign to the first step of the next generation."""
-    tally = IncidentTracker()
-    for event in [BEGUN, *kill(1, 100.0, lost=3)]:
-        tally.record(event)
-    (one,) = tally.incidents()
-    assert (one.generation, one.kind, one.t, one.recomputed_steps) == (1, "signal", 100.0, 3)
-    assert one.cause == "rank 1 on node b was killed by SIGKILL"
-    assert one.recovery_s == pytest.approx(0.4)
+    tracker = IncidentTracker()
+    for event in [ROUND_1, *kill(1, 100.0, lost=3)]:
+        tracker.record(event)
+    (incident,) = tracker.incidents()
+    assert (incident.generation, incident.kind, incident.t, incident.recomputed_steps) == (
+        1,
+        "signal",
+        100.0,
+        3,
+    )
+    assert incident.cause == "rank 1 on node b was killed by SIGKILL"
+    assert incident.recovery_s == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize("by", [-3600.0, 3600.0])
 def test_tracker_ignores_wall_clock_jumps(by: float) -> None:
     """Durations come from CLOCK_BOOTTIME; another boot is not compared."""
-    tally = IncidentTracker()
-    for event in [BEGUN, *kill(1, 100.0)]:
+    tracker = IncidentTracker()
+    for event in [ROUND_1, *kill(1, 100.0)]:
         jumped = by if event["event"] == "step" and event["generation"] == 2 else 0.0
-        tally.record({**event, "t": event["t"] + jumped, "b": event["t"] + 7000.0, "boot": "one"})
+        tracker.record({**event, "t": event["t"] + jumped, "b": event["t"] + 7000.0, "boot": "one"})
     other = {"event": "step", "node": "c", "t": 105.0, "generation": 2, "step": 1, "b": 3.0, "boot": "two"}
-    tally.record(other)
-    (one,) = tally.incidents()
-    assert one.recovery_s == pytest.approx(0.4)
+    tracker.record(other)
+    (incident,) = tracker.incidents()
+    assert incident.recovery_s == pytest.approx(0.4)
 
 
 def test_tracker_counts_steps_that_resume_did_not_find() -> None:
     """Peers have seen steps that the resume no longer finds."""
-    tally = IncidentTracker()
-    for event in [BEGUN, *kill(1, 100.0), *kill(2, 200.0)]:
-        tally.record(
+    tracker = IncidentTracker()
+    for event in [ROUND_1, *kill(1, 100.0), *kill(2, 200.0)]:
+        tracker.record(
             {**event, "step": 4} if event["event"] == "resume" and event["generation"] == 3 else event
         )
-    assert [one.recomputed_steps for one in tally.incidents()] == [0, 5]
+    assert [incident.recomputed_steps for incident in tracker.incidents()] == [0, 5]
 
 
 def test_tracker_takes_leader_reason_without_verdict() -> None:
     """A view that grew is no incident."""
-    tally = IncidentTracker()
-    tally.record(BEGUN)
+    tracker = IncidentTracker()
+    tracker.record(ROUND_1)
     for number, reason in ((1, "newcomers are here"), (2, "c is silent")):
         text = f"generation {number} is over: {reason}"
-        tally.record({"event": "rendezvous", "node": "b", "t": 5.0, "what": "restart", "message": text})
-        tally.record({"event": "round", "node": "b", "t": 6.0, "generation": number + 1})
-    assert [(one.generation, one.kind, one.cause) for one in tally.incidents()] == [
+        tracker.record({"event": "rendezvous", "node": "b", "t": 5.0, "what": "restart", "message": text})
+        tracker.record({"event": "round", "node": "b", "t": 6.0, "generation": number + 1})
+    assert [(incident.generation, incident.kind, incident.cause) for incident in tracker.incidents()] == [
         (2, "unknown", "c is silent")
     ]
 
 
 def test_tracker_totals_count_forgotten_incidents() -> None:
     """All incidents count; a bounded number is kept."""
-    tally = IncidentTracker()
-    tally.record(BEGUN)
+    tracker = IncidentTracker()
+    tracker.record(ROUND_1)
     for number in range(1, 3 * MAX_GENERATIONS):
         for event in kill(number, 100.0 * number, lost=2, after_s=number % 2 + 0.7):
-            tally.record(event)
-    sums = tally.totals()
-    assert sums.incidents == {"signal": 3 * MAX_GENERATIONS - 1}
-    assert sums.recomputed_steps == 2 * (3 * MAX_GENERATIONS - 1)
-    assert sum(sums.recovery_buckets) == 3 * MAX_GENERATIONS - 1
-    assert sums.recovery_buckets[RECOVERY_BUCKETS_S.index(1.0)] == MAX_GENERATIONS * 3 // 2 - 1
-    assert len(tally.incidents()) < MAX_GENERATIONS
+            tracker.record(event)
+    totals = tracker.totals()
+    assert totals.incidents == {"signal": 3 * MAX_GENERATIONS - 1}
+    assert totals.recomputed_steps == 2 * (3 * MAX_GENERATIONS - 1)
+    assert sum(totals.recovery_buckets) == 3 * MAX_GENERATIONS - 1
+    assert totals.recovery_buckets[RECOVERY_BUCKETS_S.index(1.0)] == MAX_GENERATIONS * 3 // 2 - 1
+    assert len(tracker.incidents()) < MAX_GENERATIONS
 
 
 def test_tracker_accepts_malformed_and_unordered_events() -> None:
     """Events come from other nodes."""
-    tally = IncidentTracker()
-    odd: list[Any] = [
+    tracker = IncidentTracker()
+    malformed: list[Any] = [
         None,
         -1,
         "x",
@@ -139,63 +148,63 @@ def test_tracker_accepts_malformed_and_unordered_events() -> None:
         [[]],
     ]
     events = [*kill(1, 100.0), *kill(2, 200.0)]
-    for event, value in itertools.product(events, odd):
+    for event, value in itertools.product(events, malformed):
         for key in event:
             if key != "event":
-                tally.record({**event, key: value})
-    tally = IncidentTracker()
+                tracker.record({**event, key: value})
+    tracker = IncidentTracker()
     random.Random(4).shuffle(events)
-    for event in [BEGUN, *events]:
-        tally.record(event)
-    assert tally.totals().incidents == {"signal": 2}
+    for event in [ROUND_1, *events]:
+        tracker.record(event)
+    assert tracker.totals().incidents == {"signal": 2}
 
 
 def test_tracker_ignores_repeated_events() -> None:
     """Every node sends its events again to a new leader."""
-    tally = IncidentTracker()
-    told = [
-        BEGUN,
+    tracker = IncidentTracker()
+    events = [
+        ROUND_1,
         *(event for number in range(1, 2 * MAX_GENERATIONS) for event in kill(number, 100.0 * number)),
     ]
-    for event in [*told, *told]:
-        tally.record(event)
-    assert tally.totals().incidents == {"signal": 2 * MAX_GENERATIONS - 1}
+    for event in [*events, *events]:
+        tracker.record(event)
+    assert tracker.totals().incidents == {"signal": 2 * MAX_GENERATIONS - 1}
 
 
 def test_tracker_ignores_generations_beyond_limit() -> None:
     """One broken member must not push real incidents out."""
-    tally = IncidentTracker()
-    for event in [BEGUN, *kill(1, 100.0)]:
-        tally.record(event, 2)
+    tracker = IncidentTracker()
+    for event in [ROUND_1, *kill(1, 100.0)]:
+        tracker.record(event, 2)
     for number in range(9 * 10**15, 9 * 10**15 + 2 * MAX_GENERATIONS):
         for event in kill(number, 100.0):
-            tally.record(event, 10)
-    assert [one.generation for one in tally.incidents()] == [1]
+            tracker.record(event, 10)
+    assert [incident.generation for incident in tracker.incidents()] == [1]
 
 
 def test_tracker_ignores_late_events_of_earlier_generation() -> None:
     """Lines may be repeated from the middle of a generation."""
-    tally = IncidentTracker()
-    for event in [BEGUN, *kill(1, 100.0), kill(1, 100.0)[0], *kill(2, 200.0)]:
-        tally.record(event)
-    assert [one.t for one in tally.incidents()] == [100.0, 200.0]
+    tracker = IncidentTracker()
+    for event in [ROUND_1, *kill(1, 100.0), kill(1, 100.0)[0], *kill(2, 200.0)]:
+        tracker.record(event)
+    assert [incident.t for incident in tracker.incidents()] == [100.0, 200.0]
 
 
 def test_tracker_infers_incident_from_missing_agent() -> None:
     """Only a leader writes the reason; an agent that disappears may have been killed."""
 
     def ended(*rounds: tuple[int, int | None], why: str = "") -> list[int]:
-        """Which generations had an incident; of each round is told which it was, and by which process."""
-        tally = IncidentTracker()
+        """Return the generations with an incident after these rounds: generation and agent's pid."""
+        tracker = IncidentTracker()
         for t, (number, pid) in enumerate(rounds):
-            tally.record({**BEGUN, "t": 10.0 * t, "generation": number, "pid": pid})
-        tally.record({**kill(1, 5.0)[1], "message": f"generation 1 is over: {why}"} if why else BEGUN)
-        return [one.generation for one in tally.incidents()]
+            tracker.record({**ROUND_1, "t": 10.0 * t, "generation": number, "pid": pid})
+        tracker.record({**kill(1, 5.0)[1], "message": f"generation 1 is over: {why}"} if why else ROUND_1)
+        return [incident.generation for incident in tracker.incidents()]
 
     assert ended((1, 7), (2, 7), (3, 8)) == [2]
     assert ended((1, 7), (2, 8), (3, 8)) == [1]
-    assert ended((1, None), (2, None), (3, None)) == [1, 2], "nobody says who told it"
-    assert ended((1, 7), (2, 7), (1, 7), (2, 7), (3, 8)) == [2], "some is told twice"
+    assert ended((1, None), (2, None), (3, None)) == [1, 2], "unknown processes"
+    assert ended((1, 7), (2, 7), (1, 7), (2, 7), (3, 8)) == [2], "repeated lines"
     assert ended((1, 7), (2, 7), why="the leader has lost its quorum") == [1]
 
 
@@ -204,53 +213,32 @@ def test_tracker_infers_incident_from_missing_agent() -> None:
 
 def lines(*events: Event) -> bytes:
     """As a log has them."""
-    return b"".join(json.dumps(one, separators=(",", ":")).encode() + b"\n" for one in events)
+    return b"".join(json.dumps(event, separators=(",", ":")).encode() + b"\n" for event in events)
 
 
-def test_load_past_incidents_reads_own_and_peer_events(tmp_path: Path) -> None:
-    """The own log is read up to the agent's start, and peers' events of earlier starts."""
-    assert load_past_incidents(tmp_path, 0).incidents() == []
+def test_load_past_incidents_reads_log_up_to_own_start(tmp_path: Path) -> None:
+    """Later events come through the event tail. A torn line is skipped."""
+    path = tmp_path / constants.EVENTS_FILE
+    assert load_past_incidents(path, 0).incidents() == []
     step: Event = {"event": "step", "node": "b", "t": 150.0, "generation": 2, "step": 9}
-    own = lines(BEGUN, *kill(1, 100.0, lost=2), *[step] * 5000) + b"torn\0\xff\n"
-    (tmp_path / constants.EVENTS_FILE).write_bytes(own + lines(*kill(2, 200.0)))
-    assert load_past_incidents(tmp_path, len(own)).totals().incidents == {"signal": 1}
-    whole = own + lines(*kill(2, 200.0))
-    heard = (BEGUN, *kill(1, 100.1), *kill(2, 199.0), *kill(3, 300.0))
-    told = [{**one, "node": "c"} for one in heard if one["event"] != "resume"]  # that tells rank 0 alone
-    (tmp_path / constants.PEER_EVENTS_FILE).write_bytes(lines(*told, {**BEGUN, "generation": 1 << 50}))
-    found = load_past_incidents(tmp_path, len(whole))
-    assert [(one.generation, one.t, one.recomputed_steps) for one in found.incidents()] == [
-        (1, 100.0, 2),
-        (2, 199.0, 0),
-    ], "a generation that it knows nothing of is left out"
-    assert found.totals().recovery_s == pytest.approx(0.8)
-    assert load_past_incidents(tmp_path, len(whole), max_read_s=-1.0).incidents() == []
-
-
-def test_load_past_incidents_skips_time_before_own_log(tmp_path: Path) -> None:
-    """Peers alone do not say why a generation ended, so that time does not count."""
-    grown = {**kill(1, 50.0)[1], "message": "generation 1 is over: newcomers are here"}
-    first = lines(BEGUN, grown, {**BEGUN, "t": 51.0, "generation": 2})
+    past = lines(ROUND_1, *kill(1, 100.0, lost=2), *[step] * 5000) + b"torn\0\xff\n"
     rest = lines(*kill(2, 200.0), *kill(3, 300.0))
-    (tmp_path / constants.EVENTS_FILE).write_bytes(first + rest)
-    told = [{**BEGUN, "node": "c", "t": 50.0 * number, "generation": number} for number in (1, 2)]
-    (tmp_path / constants.PEER_EVENTS_FILE).write_bytes(lines(*told))
-    for most_bytes, generations in ((1 << 20, [2, 3]), (len(rest) + 9, [3])):
-        found = load_past_incidents(tmp_path, len(first + rest), max_bytes=most_bytes)
-        assert [(one.generation, one.kind) for one in found.incidents()] == [
-            (generation, "signal") for generation in generations
-        ]
+    path.write_bytes(past + rest)
+    assert load_past_incidents(path, len(past)).totals().incidents == {"signal": 1}
+    assert load_past_incidents(path, len(past + rest)).totals().recomputed_steps == 2
+    newest = load_past_incidents(path, len(past + rest), max_bytes=len(rest) + 9)
+    assert [incident.generation for incident in newest.incidents()] == [3]
 
 
 @pytest.mark.parametrize(("end", "kinds"), [("done", {}), ("signalled", {}), ("failed", {"unknown": 1})])
 def test_tracker_sees_no_incident_in_finished_job(end: str, kinds: dict[str, int]) -> None:
     """A job that was done or stopped and starts again had no failure."""
-    tally = IncidentTracker()
+    tracker = IncidentTracker()
     over = {**kill(1, 50.0)[1], "message": "generation 1 is over: the workers of b stopped"}
     ended: Event = {"event": "agent-end", "node": "b", "t": 60.0, "outcome": end}
-    for event in [BEGUN, over, {**ended, "outcome": []}, ended, {**BEGUN, "t": 70.0, "generation": 2}]:
-        tally.record(event)
-    assert tally.totals().incidents == kinds
+    for event in [ROUND_1, over, {**ended, "outcome": []}, ended, {**ROUND_1, "t": 70.0, "generation": 2}]:
+        tracker.record(event)
+    assert tracker.totals().incidents == kinds
 
 
 # ---- lines on their way --------------------------------------------------------------------------------
@@ -299,128 +287,67 @@ def test_event_tail_returns_own_lines_when_disk_fails(tmp_path: Path) -> None:
 
 def test_event_filter_forwards_first_step_and_one_a_minute() -> None:
     """All nodes finish the same steps."""
-    picker = EventFilter()
+    event_filter = EventFilter()
     steps = [(g, t) for g in (1, 2) for t in (0, 30, 61, 90, 122)]
-    told = [
+    forwarded = [
         (g, t)
         for g, t in steps
-        if picker.should_forward({"event": "step", "generation": g, "t": 1000 * g + t})
+        if event_filter.should_forward({"event": "step", "generation": g, "t": 1000 * g + t})
     ]
-    assert told == [(g, t) for g in (1, 2) for t in (0, 61, 122)]
-    assert picker.should_forward({"event": "step", "generation": 2, "t": 5})  # its clock was set back
-    assert picker.should_forward({"event": "verdict", "t": 0})
-    assert not picker.should_forward({"event": "fork-server-ready", "t": 0})
+    assert forwarded == [(g, t) for g in (1, 2) for t in (0, 61, 122)]
+    assert event_filter.should_forward({"event": "step", "generation": 2, "t": 5})  # its clock was set back
+    assert event_filter.should_forward({"event": "verdict", "t": 0})
+    assert not event_filter.should_forward({"event": "fork-server-ready", "t": 0})
 
 
 def test_peer_event_log_keeps_newest_lines_within_limit(tmp_path: Path) -> None:
-    """The older half is dropped; lines that the disk refused are written later."""
-    log = EventLog(tmp_path / "events.jsonl", node="b")
+    """The older half is dropped, at the end of a line."""
     path = tmp_path / constants.PEER_EVENTS_FILE
     peers = PeerEventLog(path, max_bytes=2000)
     for number in range(100):
-        log.emit("commit", step=number)
-        peers.append((tmp_path / "events.jsonl").read_text().splitlines()[-1:])
-    kept = [parse_line(line) for line in path.read_text().splitlines()]
+        peers.append([json.dumps({"event": "commit", "t": 1.0, "step": number})])
+    events = [parse_line(line) for line in path.read_text().splitlines()]
+    steps = [event["step"] for event in events if event]
     assert path.stat().st_size <= 2000
-    steps = [event["step"] for event in kept if event]
-    assert steps == list(range(100 - len(steps), 100))
+    assert steps == list(range(100 - len(events), 100))
     assert len(steps) > 8
-    refused = PeerEventLog(tmp_path / "no" / "where")
-    refused.append(["x", "y"])
-    assert refused.lost_lines == 2
-    (tmp_path / "no").mkdir()
-    refused.append(["z"], is_last=True)
-    assert refused.lost_lines == 0
-    assert (tmp_path / "no" / "where").read_text() == "x\ny\nz\n"
+    assert peers.lost_lines == 0
 
 
-class Full(Disk):
-    """A disk without room for another file, until it is ``freed``."""
-
-    def __init__(self) -> None:
-        """Nobody has asked it yet."""
-        self.asked = 0
-        self.freed = False
-
-    def write_atomic(self, path: Path, data: bytes | memoryview) -> None:
-        """Refuse it."""
-        self.asked += 1
-        if self.freed:
-            return super().write_atomic(path, bytes(data))
-        raise MachineError(f"{path}: no space for {len(data)} bytes")
-
-
-def test_peer_event_log_stays_within_limit_on_full_disk(tmp_path: Path) -> None:
-    """The file cannot be halved then; lost lines are counted exactly."""
-    path = tmp_path / constants.PEER_EVENTS_FILE
-    peers = PeerEventLog(path, max_bytes=2000, disk=Full())
-    for _ in range(100):
-        peers.append(["x" * 99])
-    assert path.stat().st_size == 2000
-    assert peers.lost_lines == 80
-    peers.append(["x" * 99] * 100)
-    assert (path.stat().st_size, peers.lost_lines) == (2000, 180)
-
-
-def test_peer_event_log_backs_off_until_disk_accepts(tmp_path: Path) -> None:
-    """Each attempt writes megabytes and gives them back."""
-    path = tmp_path / constants.PEER_EVENTS_FILE
-    disk, now = Full(), 0
-    peers = PeerEventLog(path, max_bytes=1000, disk=disk, clock=lambda: now)
-
-    def asked(seconds: int) -> list[int]:
-        """At which of the seconds that follow it is asked, when a line comes in each."""
-        nonlocal now
-        found = []
-        for second in range(seconds):
-            before = disk.asked
-            peers.append(["x" * 99])
-            found += [second] if disk.asked > before else []
-            now += 1
-        return found
-
-    assert asked(10) == []
-    assert asked(130) == [0, 1, 3, 7, 15, 31, 61, 91, 121]
-    assert peers.lost_lines == 130
-    disk.freed = True
-    assert asked(22) == [21]
-    assert peers.lost_lines == 152 - 5, "what waited is there"
-    disk.freed = False
-    assert asked(9) == [1, 2, 4, 8], "there was room for one line more, and then it begins anew"
-
-
-class Silent(StatusSampler):
-    """Feels nothing."""
-
-    def __init__(self) -> None:
-        """Of no node."""
-
-    def record_event(self, event: Event) -> None:
-        """Take it in."""
-
-    def sample(self, incidents: int) -> NodeStatus:
-        """Give one that says how many incidents there were."""
-        return NodeStatus(incidents=incidents)
+def test_peer_event_log_counts_lines_that_disk_refuses(tmp_path: Path) -> None:
+    """Neither a missing directory nor a full disk raises. A line is written whole or not at all."""
+    directory = tmp_path / "missing"
+    peers = PeerEventLog(directory / constants.PEER_EVENTS_FILE)
+    peers.append(["x", "y"])
+    assert peers.lost_lines == 2
+    directory.mkdir()
+    peers.append(["z"])
+    assert (directory / constants.PEER_EVENTS_FILE).read_text() == "z\n"
+    full = PeerEventLog(Path("/dev/full"))
+    full.append(["x"])
+    assert (peers.lost_lines, full.lost_lines) == (2, 1)
 
 
 def test_reporter_counts_only_gaps_as_lost_lines(tmp_path: Path) -> None:
     """Lines that an earlier leader got are not lost."""
-    teller = StatusReporter(tmp_path, "job", Silent(), EventTail(tmp_path / "none"))
-    for first, lines in ((5000, 3), (5001, 3), (5010, 1)):
-        teller.on_peer_status(DeliverPeerStatus(B, StatusUpdate(None, first, EventLines(("x",) * lines)), 1))
-    assert json.loads(teller.render_status(RendezvousStatus(A, True, A)))["lost_event_lines"] == 6
+    sampler: Any = None  # only the thread uses it, which is not started
+    reporter = StatusReporter(tmp_path, "job", sampler, EventTail(tmp_path / "none"))
+    for first, count in ((5000, 3), (5001, 3), (5010, 1)):
+        update = StatusUpdate(None, first, EventLines(("x",) * count))
+        reporter.on_peer_status(DeliverPeerStatus(B, update, 1))
+    assert json.loads(reporter.render_status(RendezvousStatus(A, True, A)))["lost_event_lines"] == 6
 
 
 # ---- the document and its screen -----------------------------------------------------------------------
 
 
-def said(
+def make_document(
     count: int = 2, *, view: RendezvousStatus | None = None, trouble: int | None = None
 ) -> dict[str, Any]:
     """A document of a leader and as many nodes."""
     members = tuple(Incarnation(f"n{i}", "1", f"n{i}:1") for i in range(count))
-    pulses = {
-        one.node: ReceivedStatus(
+    statuses = {
+        member.node: ReceivedStatus(
             NodeStatus(
                 generation=3,
                 step=100 + (i == 1),
@@ -431,19 +358,19 @@ def said(
             ),
             0.0,
         )
-        for i, one in enumerate(members)
+        for i, member in enumerate(members)
     }
-    tally = IncidentTracker()
-    for event in [BEGUN, *kill(1, 100.0, lost=3), *kill(2, 200.0)]:
-        tally.record(event)
-    seen = view or RendezvousStatus(members[0], True, members[0], View(3, members, members[0]), 3, ("n9",))
-    made = status.build_status_document(seen, pulses, tally, run_id="job", lost_event_lines=0)
+    tracker = IncidentTracker()
+    for event in [ROUND_1, *kill(1, 100.0, lost=3), *kill(2, 200.0)]:
+        tracker.record(event)
+    view = view or RendezvousStatus(members[0], True, members[0], View(3, members, members[0]), 3, ("n9",))
+    made = status.build_status_document(view, statuses, tracker, run_id="job", lost_event_lines=0)
     return dict(json.loads(json.dumps(made)))
 
 
 def test_screen_shows_view_steps_and_incidents() -> None:
     """The screen has nodes, steps, snapshots, and incidents with cause and cost."""
-    text = "\n".join(format_screen(said()))
+    text = "\n".join(format_screen(make_document()))
     for words in (
         "job job: generation 3, 2 nodes, 2 ranks, led by n0",
         "step 101, 2.5 steps/s",
@@ -458,20 +385,20 @@ def test_screen_shows_view_steps_and_incidents() -> None:
 def test_screen_without_world_names_what_is_missing() -> None:
     """It names the missing nodes too."""
     view = RendezvousStatus(A, True, A, None, 3, (), ("c",), "2 of 3 nodes are here")
-    text = "\n".join(format_screen(said(view=view)))
+    text = "\n".join(format_screen(make_document(view=view)))
     assert "no world, led by a" in text
     assert "waiting: 2 of 3 nodes are here" in text
     assert "missing: c" in text
     alone = RendezvousStatus(B, generation=3, waiting_reason="it calls a:1")
-    assert "no leader" in "\n".join(format_screen(said(view=alone)))
+    assert "no leader" in "\n".join(format_screen(make_document(view=alone)))
     assert "over for all" in "\n".join(
-        format_screen(said(view=RendezvousStatus(B, end_reason="over for all")))
+        format_screen(make_document(view=RendezvousStatus(B, end_reason="over for all")))
     )
 
 
 def test_screen_of_many_nodes_shows_those_with_problems() -> None:
     """The screen stays one screen."""
-    lines = format_screen(said(1000, trouble=777))
+    lines = format_screen(make_document(1000, trouble=777))
     assert len(lines) < MAX_NODES + 20
     assert any("n777" in line and "disk full" in line for line in lines)
     assert f"and {1000 - MAX_NODES} more" in lines
@@ -481,7 +408,7 @@ def test_screen_of_many_nodes_shows_those_with_problems() -> None:
 @pytest.mark.parametrize(("columns", "rows"), [(80, 24), (40, 8), (200, 60), (1, 1)])
 def test_screen_fits_terminal(nodes: int, columns: int, rows: int) -> None:
     """A larger screen would scroll; nodes with problems stay visible."""
-    document = said(nodes, trouble=1)
+    document = make_document(nodes, trouble=1)
     document["spares"] = [f"spare-{number}" for number in range(1000)]
     lines = fit_screen(document, columns, rows)
     assert len(lines) <= rows
@@ -496,7 +423,7 @@ def test_screen_fits_terminal(nodes: int, columns: int, rows: int) -> None:
 # ---- finding agents ------------------------------------------------------------------------------------
 
 
-def look_file(node_dir: Path, run_id: str) -> Path:
+def write_endpoint_file(node_dir: Path, run_id: str) -> Path:
     """Write an agent endpoint file as an agent does."""
     node_dir.mkdir(parents=True)
     path = node_dir / constants.AGENT_ENDPOINT_FILE
@@ -508,22 +435,22 @@ def look_file(node_dir: Path, run_id: str) -> Path:
     return path
 
 
-def find(path: Path | None, **more: Any) -> asking.JobEndpoint:
+def find(path: Path | None, **more: Any) -> status_command.JobEndpoint:
     """Call `find_job` without flags."""
-    return asking.find_job(path, **{"endpoint": None, "run_id": None, "token_file": None, **more})
+    return status_command.find_job(path, **{"endpoint": None, "run_id": None, "token_file": None, **more})
 
 
 def test_find_job_accepts_any_directory_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several jobs the named one is found."""
-    for name in [one for one in os.environ if one.startswith(("ELASTIC_", "SLURM", "PET_"))]:
+    for name in [key for key in os.environ if key.startswith(("ELASTIC_", "SLURM", "PET_"))]:
         monkeypatch.delenv(name)
-    path = look_file(tmp_path / "one" / "n0", "one")
+    path = write_endpoint_file(tmp_path / "one" / "n0", "one")
     for place in (tmp_path, tmp_path / "one", tmp_path / "one" / "n0"):
         job = find(place)
         assert (job.run_id, job.addresses) == ("one", ["127.0.0.1:1", "127.0.0.1:2"])
     monkeypatch.setenv(constants.ENV_CKPT_DIR, str(tmp_path))
     assert find(None).run_id == "one"
-    look_file(tmp_path / "two" / "n0", "two")
+    write_endpoint_file(tmp_path / "two" / "n0", "two")
     with pytest.raises(UsageError, match=r"2 jobs run here \(one, two\): choose one with --rdzv-id"):
         find(tmp_path)
     assert find(tmp_path, run_id="two").run_id == "two"
@@ -559,34 +486,35 @@ def test_find_job_does_not_match_longer_job_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], own: str, others: list[str]
 ) -> None:
     """Element 1 of an array is not element 10."""
-    for name in [one for one in os.environ if one.startswith(("ELASTIC_", "SLURM", "PET_", "KUBERNETES_"))]:
+    for name in [key for key in os.environ if key.startswith(("ELASTIC_", "SLURM", "PET_", "KUBERNETES_"))]:
         monkeypatch.delenv(name)
     for name, value in {constants.ENV_CKPT_DIR: str(tmp_path), **environ}.items():
         monkeypatch.setenv(name, value)
     for run_id in others:
-        look_file(tmp_path / run_id / "n0", run_id)
-    look_file(tmp_path / own / "n0", own)
+        write_endpoint_file(tmp_path / run_id / "n0", run_id)
+    write_endpoint_file(tmp_path / own / "n0", own)
     assert find(None).run_id == own
 
 
 @pytest.mark.parametrize(
-    "odd",
+    "malformed",
     [
         {"leader": 5},
         {"leader": {}},
         {"address": None},
         {"world": []},
         {"world": {"addresses": [1]}},
-        {"leads": None},
+        {"is_leader": None},
         {"version": []},
     ],
 )
 def test_query_leader_rejects_malformed_document(
-    monkeypatch: pytest.MonkeyPatch, odd: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, malformed: dict[str, Any]
 ) -> None:
     """The agent holds the key, but its answer is checked."""
-    monkeypatch.setattr(asking, "query_agent", lambda *_, **__: json.dumps({**said(), **odd}).encode())
+    document = make_document()
+    answers = [json.dumps({**document, **malformed}).encode(), json.dumps(document).encode()]
+    monkeypatch.setattr(status_command, "query_agent", lambda *_, **__: answers.pop(0))
     with pytest.raises(RendezvousLostError, match=r"not a status document|has version"):
-        asking.JobEndpoint("job", b"", ["a:1"]).query_leader()
-    monkeypatch.setattr(asking, "query_agent", lambda *_, **__: json.dumps(said()).encode())
-    assert asking.JobEndpoint("job", b"", ["a:1"]).query_leader()["leads"]
+        status_command.JobEndpoint("job", b"", ["a:1"]).query_leader()
+    assert status_command.JobEndpoint("job", b"", ["a:1"]).query_leader()["is_leader"]

@@ -150,24 +150,19 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
+# One of each way to keep state; tests/integration/test_state_kinds.py has all of torch's optimizers.
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, 0.1),
     "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
     "adam": lambda p: torch.optim.Adam(p, 0.01),
-    "amsgrad": lambda p: torch.optim.AdamW(p, 0.01, amsgrad=True),
     "tensor-lr": lambda p: torch.optim.Adam(p, torch.tensor(0.01)),
     "numpy-lr": lambda p: torch.optim.SGD(p, np.float64(0.01), momentum=0.9),
     "lbfgs": lambda p: torch.optim.LBFGS(p, max_iter=2),
-    "adagrad": torch.optim.Adagrad,
-    "rmsprop": lambda p: torch.optim.RMSprop(p, momentum=0.5),
     "asgd": torch.optim.ASGD,
-    "nadam": torch.optim.NAdam,
-    "rprop": torch.optim.Rprop,
     "python-numbers": Sums,
     "assigning": Assigning,
 }
 
-# They put other tensors into their state at each step, so that nothing stays cached.
+# These replace the tensors of their state at each step, so nothing stays cached.
 REPLACING = [OPTIMIZERS[name] for name in ("asgd", "assigning")]
 
 
@@ -193,18 +188,18 @@ def test_read_state_equals_flatten_after_each_optimizer_step(
         "order": ParameterOrder({"model": model, "optimizer": optimizer}),
     }
     tracker = StateTracker(tracked)
-    seen = [check(tracker, tracked)]
+    views = [check(tracker, tracked)]
     for step in range(6):
         train(model, optimizer)
         if "scheduler" in tracked:
             tracked["scheduler"].step()
         tracked["ema"].update_parameters(model)
         tracked["odd"].value["t"] = torch.full((2,), float(step))
-        seen.append(check(tracker, tracked))
-    assert names(seen[-1]) == names(seen[-2])
+        views.append(check(tracker, tracked))
+    assert names(views[-1]) == names(views[-2])
     if make not in REPLACING:
-        assert seen[-1].cached is seen[-2].cached
-        assert seen[0].cached.version <= seen[-1].cached.version <= 4
+        assert views[-1].cached is views[-2].cached
+        assert views[0].cached.version <= views[-1].cached.version <= 4
 
 
 def test_read_state_equals_flatten_with_many_named_groups() -> None:
@@ -230,35 +225,11 @@ def test_read_state_equals_flatten_with_many_named_groups() -> None:
     check(tracker, tracked)
 
 
-def _remove_parameter(model: Parts) -> None:
-    del model.spare
-
-
-def _restride(model: Parts) -> None:
-    model.head.weight.data = torch.randn(4, 5).t()
-
-
-def _tie(model: Parts) -> None:
-    model.head.weight = model.embed.weight
-
-
-def _tie_memory(model: Parts) -> None:
-    model.head.weight.data = model.embed.weight.data
-
-
 def _hook(model: Parts) -> None:
     def drop(_module: nn.Module, states: dict[str, Any], prefix: str, _metadata: Any) -> None:
         del states[prefix + "weight"]
 
     model.norm.register_state_dict_post_hook(drop)
-
-
-def _parametrize(model: Parts) -> None:
-    torch.nn.utils.parametrizations.weight_norm(model.head)
-
-
-def _complex(model: Parts) -> None:
-    model.phase = nn.Parameter(torch.randn(3, dtype=torch.complex64))
 
 
 def _not_persistent(model: Parts) -> None:
@@ -271,24 +242,19 @@ def _set(model: Parts) -> None:
         model.head.weight.set_(torch.randn(7, 4))  # type: ignore[call-overload]
 
 
-def _wrap_part(model: Parts) -> None:
-    model.head = nn.DataParallel(model.head)  # type: ignore[assignment]
-
-
 CHANGES: dict[str, Callable[[Parts], Any]] = {
     "another parameter": lambda m: setattr(m.head, "weight", nn.Parameter(torch.randn(5, 4))),
     "another shape": lambda m: setattr(m.head, "weight", nn.Parameter(torch.randn(6, 4))),
     "one more parameter": lambda m: setattr(m, "more", nn.Parameter(torch.randn(2))),
-    "one less": _remove_parameter,
+    "one less": lambda m: delattr(m, "spare"),
     "one that was None": lambda m: setattr(m.head, "bias", nn.Parameter(torch.randn(5))),
     "one that becomes None": lambda m: setattr(m, "spare", None),
     "another module": lambda m: setattr(m, "head", nn.Linear(4, 5)),
     "one more module": lambda m: m.add_module("more", nn.Linear(1, 1)),
     "one more buffer": lambda m: m.register_buffer("more", torch.ones(2)),
-    "one more hidden buffer": lambda m: m.register_buffer("more", torch.ones(2), persistent=False),
     "other buffers are persistent": _not_persistent,
     "data elsewhere": lambda m: setattr(m.head.weight, "data", torch.randn(5, 4)),
-    "data of another stride": _restride,
+    "data of another stride": lambda m: setattr(m.head.weight, "data", torch.randn(4, 5).t()),
     "data of another dtype": lambda m: setattr(m.head.weight, "data", torch.randn(5, 4).half()),
     "data of another shape": lambda m: setattr(m.head.weight, "data", torch.randn(2, 4)),
     "data cut in place": lambda m: setattr(m.head.weight, "data", m.head.weight.data[:2]),
@@ -296,11 +262,11 @@ CHANGES: dict[str, Callable[[Parts], Any]] = {
     "the whole model in half": lambda m: m.half(),
     "set_": _set,
     "a hook": _hook,
-    "a parametrization": _parametrize,
-    "tied weights": _tie,
-    "tied memory": _tie_memory,
-    "a complex one": _complex,
-    "a wrapper inside": _wrap_part,
+    "a parametrization": lambda m: torch.nn.utils.parametrizations.weight_norm(m.head),
+    "tied weights": lambda m: setattr(m.head, "weight", m.embed.weight),
+    "tied memory": lambda m: setattr(m.head.weight, "data", m.embed.weight.data),
+    "a complex one": lambda m: setattr(m, "phase", nn.Parameter(torch.randn(3, dtype=torch.complex64))),
+    "a wrapper inside": lambda m: setattr(m, "head", nn.DataParallel(m.head)),
     "extra state": lambda m: setattr(m, "head", Counting(4, 5)),
 }
 
@@ -325,6 +291,7 @@ def test_changed_model_invalidates_cache(change: Callable[[Parts], Any]) -> None
     "change",
     [
         lambda m: m.register_buffer("cache", torch.ones(9), persistent=False),
+        lambda m: m.register_buffer("more", torch.ones(2), persistent=False),
         lambda m: m.head.weight.add_(1),
         lambda m: m.to(torch.float32),
         nn.Module.zero_grad,
@@ -342,21 +309,14 @@ def test_changed_values_keep_cache(change: Callable[[Parts], Any]) -> None:
     assert check(tracker, tracked).cached is before.cached
 
 
-def test_tied_memory_is_stored_once_until_address_or_stride_changes() -> None:
+def test_tied_memory_is_stored_once_until_address_changes() -> None:
     """Two parameters over the same memory."""
     one, other = nn.Linear(3, 3), nn.Linear(3, 3)
-    first, second = one.weight, other.weight
-    model = nn.Sequential(one, other)
-    second.data = first.data
-    tracked = {"model": model}
-    tracker = StateTracker(tracked)
-    assert "model/1.weight" not in names(check(tracker, tracked))
-    second.data = first.data.t()
-    assert "model/1.weight" in names(check(tracker, tracked))
-    second.data = first.data
-    assert "model/1.weight" not in names(check(tracker, tracked))
-    second.data = first.data.clone()
-    assert "model/1.weight" in names(check(tracker, tracked))
+    model, first, second = nn.Sequential(one, other), one.weight, other.weight
+    tracker = StateTracker({"model": model})
+    for data, is_tied in ((first.data, True), (first.data.clone(), False), (first.data, True)):
+        second.data = data
+        assert ("model/1.weight" not in names(check(tracker, {"model": model}))) == is_tied
 
 
 OPTIMIZER_CHANGES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -466,10 +426,11 @@ def test_replaced_complex_tensors_are_read() -> None:
     check(tracker, tracked)
 
 
-def waiting(tracked: dict[str, Any], tracker: StateTracker | None = None) -> set[str]:
+def overlapping(tracked: dict[str, Any], tracker: StateTracker | None = None) -> set[str]:
     """Return the names of tensors that may be copied behind the copy barrier."""
-    fixed = check(tracker or StateTracker(tracked), tracked).cached
-    return {leaf.name for leaf, late in zip(fixed.leaves, fixed.may_overlap, strict=True) if late}
+    cached = check(tracker or StateTracker(tracked), tracked).cached
+    pairs = zip(cached.leaves, cached.may_overlap, strict=True)
+    return {leaf.name for leaf, may_overlap in pairs if may_overlap}
 
 
 def test_overlap_rule_allows_only_tensors_that_optimizers_change() -> None:
@@ -481,22 +442,19 @@ def test_overlap_rule_allows_only_tensors_that_optimizers_change() -> None:
     average = AveragedModel(nn.Linear(2, 2))
     tracked = {"model": model, "optimizer": optimizer, "ema": average, "other": nn.Linear(2, 2)}
     weights = {"embed.weight", "norm.weight", "norm.bias", "head.weight"}
-    of_model = {f"model/{name}" for name in weights}
-    of_optimizer = {
-        name for name in names(check(StateTracker(tracked), tracked)) if name.startswith("optimizer/")
-    }
-    of_ema = {"ema/module.weight", "ema/module.bias"}
-    assert len(of_optimizer) == 12
-    assert waiting(tracked) == of_model | of_optimizer | of_ema
-    assert waiting({**tracked, "ema": None} | {"ema": Box(), "ema.x": average}) == of_model | of_optimizer | {
-        "ema.x/module.weight",
-        "ema.x/module.bias",
-    }
+    in_model = {f"model/{name}" for name in weights}
+    everywhere = names(check(StateTracker(tracked), tracked))
+    in_optimizer = {name for name in everywhere if name.startswith("optimizer/")}
+    assert len(in_optimizer) == 12
+    assert overlapping(tracked) == in_model | in_optimizer | {"ema/module.weight", "ema/module.bias"}
+    several = {**tracked, "ema": Box(), "ema.x": average}
+    in_average = {"ema.x/module.weight", "ema.x/module.bias"}
+    assert overlapping(several) == in_model | in_optimizer | in_average
     head = torch.optim.LBFGS(model.head.parameters())
-    assert waiting({**tracked, "lbfgs": head}) == of_model - {"model/head.weight"} | of_optimizer
-    assert waiting({"model": model, "ema": average}) == set()
+    assert overlapping({**tracked, "lbfgs": head}) == in_model - {"model/head.weight"} | in_optimizer
+    assert overlapping({"model": model, "ema": average}) == set()
     model.embed.max_norm = 1.0
-    assert "model/embed.weight" not in waiting(tracked)
+    assert "model/embed.weight" not in overlapping(tracked)
 
 
 def test_parameter_frozen_once_never_overlaps_again() -> None:
@@ -504,9 +462,9 @@ def test_parameter_frozen_once_never_overlaps_again() -> None:
     model = Parts()
     tracked = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
     tracker = StateTracker(tracked)
-    assert "model/head.weight" in waiting(tracked, tracker)
+    assert "model/head.weight" in overlapping(tracked, tracker)
     model.head.requires_grad_(False)
-    assert "model/head.weight" not in waiting(tracked, tracker)
+    assert "model/head.weight" not in overlapping(tracked, tracker)
     before = check(tracker, tracked).cached
     for wanted in (True, False, True):
         model.head.requires_grad_(wanted)
@@ -539,9 +497,9 @@ def test_read_state_raises_same_error_as_flatten(spoil: Callable[[dict[str, Any]
     with pytest.raises(UntrackableError) as expected:
         state_dict.flatten(tracked)
     for _ in range(2):
-        with pytest.raises(UntrackableError) as told:
+        with pytest.raises(UntrackableError) as caught:
             tracker.read_state()
-        assert str(told.value) == str(expected.value)
+        assert str(caught.value) == str(expected.value)
 
 
 def on(name: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], Any]:
@@ -561,29 +519,29 @@ STEPS: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-# What a change may meet that cannot follow those before it: an entry that is gone, a shape that does not fit.
-CANNOT_FOLLOW = (RuntimeError, KeyError, StopIteration, AttributeError, TypeError, ValueError, IndexError)
+# Errors of a change that is impossible after those before it: a missing entry, a shape that does not fit.
+IMPOSSIBLE = (RuntimeError, KeyError, StopIteration, AttributeError, TypeError, ValueError, IndexError)
 
 
-def takes(step: str, tracked: dict[str, Any], tracker: StateTracker) -> bool:
+def apply(step: str, tracked: dict[str, Any], tracker: StateTracker) -> bool:
     """Make a change. Return whether the state can still be flattened.
 
     If it cannot, the tracker must fail as well.
     """
-    with contextlib.suppress(*CANNOT_FOLLOW):
+    with contextlib.suppress(*IMPOSSIBLE):
         STEPS[step](tracked)
     try:
         state_dict.flatten(tracked)
-    except Exception as refusal:  # noqa: BLE001 - whatever it is, a look has to meet it too
-        with pytest.raises(type(refusal)):
+    except Exception as error:  # noqa: BLE001 - any error must also come from the tracker
+        with pytest.raises(type(error)):
             tracker.read_state()
         return False
     return True
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from(sorted(STEPS)), max_size=6), st.booleans())
-@example(["model: a hook", "model: a hook"], True)  # of which torch itself can say no state
+@example(["model: a hook", "model: a hook"], True)  # torch itself raises
 def test_read_state_equals_flatten_after_any_sequence_of_changes(steps: list[str], trained: bool) -> None:
     """One change may make another impossible."""
     torch.manual_seed(0)
@@ -595,7 +553,7 @@ def test_read_state_equals_flatten_after_any_sequence_of_changes(steps: list[str
     tracker = StateTracker(tracked)
     check(tracker, tracked)
     for step in steps:
-        if not takes(step, tracked, tracker):
+        if not apply(step, tracked, tracker):
             return
         check(tracker, tracked)
         check(tracker, tracked)

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from elastic_resume.checkpoint.json_codec import MAX_DEPTH, TensorRef, decode, encode
 from elastic_resume.errors import CorruptError, UntrackableError
 
-floats = st.binary(min_size=8, max_size=8).map(
-    lambda b: float(struct.unpack(">d", b)[0])
-)  # every bit pattern
+# Every bit pattern.
+floats = st.binary(min_size=8, max_size=8).map(lambda bits: float(struct.unpack(">d", bits)[0]))
 atoms = (
     st.none()
     | st.booleans()
@@ -55,7 +54,7 @@ values = st.recursive(
         )
         | st.lists(inner, max_size=3).map(deque)
     ),
-    max_leaves=20,
+    max_leaves=12,
 )
 
 
@@ -87,8 +86,8 @@ def test_supported_values_are_restored_exactly(value: Any) -> None:
 
 def test_special_floats_keep_their_bits() -> None:
     """-0.0, infinities and the payload of a NaN."""
-    odd_nan = struct.unpack(">d", bytes.fromhex("7ff8dead00000001"))[0]
-    for value in [-0.0, math.inf, -math.inf, odd_nan, 5e-324, 0.1, 1e300]:
+    nan_with_payload = struct.unpack(">d", bytes.fromhex("7ff8dead00000001"))[0]
+    for value in [-0.0, math.inf, -math.inf, nan_with_payload, 5e-324, 0.1, 1e300]:
         assert same(decode(json.loads(json.dumps(encode(value)))), value)
 
 
@@ -100,9 +99,9 @@ def test_plain_state_stays_plain_json() -> None:
 
 def test_sets_encode_in_sorted_order() -> None:
     """Their own order depends on the hash seed of the process."""
-    words = [8 * i for i in range(50)]  # they collide: the order of insertion shows
-    assert list({*words}) != list({*words[::-1]})
-    assert encode({*words}) == encode({*words[::-1]})
+    numbers = [8 * i for i in range(50)]  # they collide: the order of insertion shows
+    assert list({*numbers}) != list({*numbers[::-1]})
+    assert encode({*numbers}) == encode({*numbers[::-1]})
 
 
 class Level(IntEnum):
@@ -118,7 +117,7 @@ class Pair(NamedTuple):
 
 
 @pytest.mark.parametrize(
-    ("value", "says"),
+    ("value", "text"),
     [
         (Level.ONE, r"opt\['a'\]\[1\]: a .*Level cannot be stored; convert it to int"),
         (Pair(1), "Pair cannot be stored; convert it to tuple"),
@@ -130,9 +129,9 @@ class Pair(NamedTuple):
         ({Path("k"): 1}, r"key of opt\['a'\]\[1\]\[.*Path.*\]: a .*Path cannot be stored"),
     ],
 )
-def test_unsupported_value_is_refused_by_path_and_type(value: Any, says: str) -> None:
+def test_unsupported_value_is_refused_by_path_and_type(value: Any, text: str) -> None:
     """The message has path, type and advice."""
-    with pytest.raises(UntrackableError, match=says):
+    with pytest.raises(UntrackableError, match=text):
         encode({"a": [0, value]}, "opt")
 
 
@@ -164,7 +163,7 @@ def test_depth_is_limited_when_encoding_and_decoding() -> None:
     with pytest.raises(UntrackableError, match="nested more than"):
         encode(nested(MAX_DEPTH + 1))
     with pytest.raises(UntrackableError, match="nested"):
-        encode(nested(100_000))
+        encode(nested(10_000))
     with pytest.raises(CorruptError, match="nested more than"):
         decode(nested(MAX_DEPTH + 3))
 

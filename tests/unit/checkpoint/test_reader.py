@@ -19,13 +19,10 @@ from hypothesis import strategies as st
 
 from elastic_resume import constants
 from elastic_resume.checkpoint.catalog import Catalog
-from elastic_resume.checkpoint.layout import Layout
-from elastic_resume.checkpoint.manifest import BLOCK_BYTES, Manifest
+from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.reader import (
-    allocate_memory,
     checkpoint_name,
     deep_check,
-    iter_blocks,
     map_image,
     parse_checkpoint_name,
     quick_check,
@@ -44,7 +41,6 @@ from elastic_resume.errors import (
 from tests.support.checkpoint_samples import (
     RUN,
     SMALL_BLOCK,
-    SPECS,
     flip_bits,
     make_image,
     make_manifest,
@@ -52,6 +48,7 @@ from tests.support.checkpoint_samples import (
     save_image,
 )
 
+STATE, MANIFEST = constants.STATE_FILE, constants.MANIFEST_FILE
 NEWER = b'{"kind":"elastic_resume checkpoint","format":2,"all":["new"]}'
 
 
@@ -84,7 +81,7 @@ def test_other_spellings_are_no_checkpoint_names(name: str) -> None:
 
 
 def test_image_is_read_back_byte_for_byte(tmp_path: Path) -> None:
-    """Into new memory, into a given buffer and block by block."""
+    """Into new memory, into a given buffer and as a private mapping."""
     path = save_checkpoint(tmp_path, 3, 14)
     assert path == tmp_path / "g000003-s0000000014"
     found = deep_check(path, RUN)
@@ -99,8 +96,6 @@ def test_image_is_read_back_byte_for_byte(tmp_path: Path) -> None:
     assert mapped == make_image(14)
     mapped[-1] ^= 1  # private: the file does not change
     assert deep_check(path, RUN) == found
-    buffer = memoryview(bytearray(SMALL_BLOCK))
-    assert b"".join(bytes(block) for block in iter_blocks(path, found, buffer)) == make_image(14)
 
 
 def test_blocks_do_not_depend_on_sizes_of_writes(tmp_path: Path) -> None:
@@ -116,23 +111,11 @@ def test_blocks_do_not_depend_on_sizes_of_writes(tmp_path: Path) -> None:
     assert pieces.content_digest == whole.content_digest
 
 
-def test_save_image_uses_large_blocks(tmp_path: Path) -> None:
-    """An image has more than one block of the real block size."""
-    layout = Layout.build(SPECS)
-    view = allocate_memory(layout.total_bytes)
-    view[:] = make_image(1)
-    found = deep_check(save_image(tmp_path, make_manifest(), view), RUN)
-    assert found.block_bytes == BLOCK_BYTES
-    assert len(found.blocks) == 1
-
-
 def test_content_digest_covers_image_and_state_only(tmp_path: Path) -> None:
     """Writer, time and generation do not change it."""
     first = quick_check(save_checkpoint(tmp_path), RUN)
-    assert (
-        replace(first, node="other", rank=1, written_at=1.0, generation=9).content_digest
-        == first.content_digest
-    )
+    other = replace(first, node="other", rank=1, written_at=1.0, generation=9)
+    assert other.content_digest == first.content_digest
     assert replace(first, state={"step": 2}).content_digest != first.content_digest
     assert replace(first, blocks=(*first.blocks[:-1], "0" * 32)).content_digest != first.content_digest
 
@@ -150,9 +133,9 @@ def test_uncommitted_transaction_leaves_nothing(tmp_path: Path) -> None:
 def test_second_commit_of_equal_content_changes_nothing(tmp_path: Path) -> None:
     """The commit succeeds and the old files stay."""
     path = save_checkpoint(tmp_path)
-    before = (path / constants.STATE_FILE).stat().st_ino
+    before = (path / STATE).stat().st_ino
     assert save_checkpoint(tmp_path) == path
-    assert (path / constants.STATE_FILE).stat().st_ino == before
+    assert (path / STATE).stat().st_ino == before
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
@@ -166,14 +149,14 @@ def test_commit_quarantines_other_content_under_its_name(tmp_path: Path, damage:
     else:
         save_checkpoint(tmp_path, seed=5)
         if damage == "flipped":
-            flip_bits(target / constants.STATE_FILE, -3)
+            flip_bits(target / STATE, -3)
     save_checkpoint(tmp_path)
     assert read_image(target, quick_check(target, RUN)) == make_image(1)
-    (aside,) = Catalog(tmp_path, RUN).list_quarantined()
-    assert list(aside.iterdir())
-    note = json.loads((aside.parent / f"{aside.name}.reason.json").read_text())
-    assert note["was"] == target.name
-    assert note["reason"]
+    (quarantined,) = Catalog(tmp_path, RUN).list_quarantined()
+    assert list(quarantined.iterdir())
+    record = json.loads((quarantined.parent / f"{quarantined.name}.reason.json").read_text())
+    assert record["was"] == target.name
+    assert record["reason"]
 
 
 @pytest.mark.parametrize(
@@ -184,142 +167,133 @@ def test_commit_deletes_same_step_earlier_in_epoch(
 ) -> None:
     """Any other whole checkpoint stays, because nothing tells which is right."""
     for seed, (epoch, steps) in enumerate((before, after)):
-        about = make_manifest(1, 8, state={"seed": seed})
-        about = replace(about, position=replace(about.position, epoch=epoch, step_in_epoch=steps))
-        with CheckpointTransaction(tmp_path, 1, 8) as writer:
-            writer.write(make_image(seed))
-            path = writer.commit(about)
+        manifest = make_manifest(1, 8, state={"seed": seed})
+        position = replace(manifest.position, epoch=epoch, step_in_epoch=steps)
+        path = save_image(tmp_path, replace(manifest, position=position), make_image(seed))
     assert read_image(path, deep_check(path, RUN)) == make_image(1)
     assert len(Catalog(tmp_path, RUN).list_quarantined()) == kept
-    notes = list((tmp_path / constants.QUARANTINE_DIR).iterdir())
-    assert len(notes) == 2 * kept
-    assert sorted(one.name for one in tmp_path.iterdir()) == [path.name, constants.QUARANTINE_DIR]
+    assert len(list((tmp_path / constants.QUARANTINE_DIR).iterdir())) == 2 * kept
+    assert {entry.name for entry in tmp_path.iterdir()} == {path.name, constants.QUARANTINE_DIR}
 
 
-@pytest.mark.parametrize("what", ["a file", "another run's", "a newer format's"])
-def test_commit_fails_if_name_is_taken_by_another_run(tmp_path: Path, what: str) -> None:
-    """The error says what to move; nothing is moved or left behind."""
+@pytest.mark.parametrize("manifest", [None, make_manifest(run_id="other").to_bytes(), NEWER])
+def test_commit_fails_if_name_is_taken(tmp_path: Path, manifest: bytes | None) -> None:
+    """A file, another run's checkpoint and a newer format's are neither moved nor replaced."""
     target = tmp_path / checkpoint_name(1, 1)
-    if what == "a file":
+    if manifest is None:
         target.write_text("mine")
     else:
         save_checkpoint(tmp_path)
-        text = make_manifest(run_id="other").to_bytes() if what == "another run's" else NEWER
-        (target / constants.MANIFEST_FILE).write_bytes(text)
+        (target / MANIFEST).write_bytes(manifest)
     with pytest.raises(MachineError, match=r"the name is taken.*Move it elsewhere"):
         save_checkpoint(tmp_path, seed=5)
     assert list(tmp_path.iterdir()) == [target]
 
 
-def damage_cases() -> dict[str, tuple[Callable[[Path], object], type[CheckpointError], str, bool]]:
-    """Return each kind of damage: action, error, text, and whether `quick_check` finds it."""
-    state, record = constants.STATE_FILE, constants.MANIFEST_FILE
+def append_byte(path: Path) -> None:
+    """Append a byte to the image."""
+    with open(path / STATE, "ab") as file:
+        file.write(b"x")
 
-    def cut(name: str, size: int) -> Callable[[Path], object]:
-        return lambda p: os.truncate(p / name, size)
 
-    def grow(path: Path) -> None:
-        with open(path / state, "ab") as file:
-            file.write(b"x")
+def zero_page(path: Path) -> None:
+    """Zero a page of the image, as a lost write does."""
+    data = bytearray((path / STATE).read_bytes())
+    data[4096:8192] = bytes(len(data[4096:8192]))
+    (path / STATE).write_bytes(data)
 
-    def zero_page(path: Path) -> None:
-        with open(path / state, "r+b") as file:
-            file.seek(4096)
-            file.write(bytes(4096))
 
-    def pipe(path: Path) -> None:
-        (path / state).unlink()
-        os.mkfifo(path / state)
+def replace_by_pipe(path: Path) -> None:
+    """Put a named pipe in the place of the image."""
+    (path / STATE).unlink()
+    os.mkfifo(path / STATE)
 
-    def directory(path: Path) -> None:
-        (path / record).unlink()
-        (path / record).mkdir()
 
-    return {
-        "state truncated": (cut(state, 5000), TornError, "5000 bytes of", True),
-        "state empty": (cut(state, 0), TornError, "0 bytes of", True),
-        "state missing": (lambda p: (p / state).unlink(), TornError, "state.safetensors is missing", True),
-        "state grown": (grow, CorruptError, "instead of", True),
-        "state is a pipe": (pipe, ForeignError, "not a regular file", True),
-        "header flipped": (
-            lambda p: flip_bits(p / state, 60),
-            CorruptError,
-            "bytes 0 to 2048 .* the header",
-            False,
+def replace_by_directory(path: Path) -> None:
+    """Put a directory in the place of the manifest."""
+    (path / MANIFEST).unlink()
+    (path / MANIFEST).mkdir()
+
+
+# Damage of image or manifest that `quick_check` finds: action, error, text.
+QUICK_DAMAGE: dict[str, tuple[Callable[[Path], object], type[CheckpointError], str]] = {
+    "state truncated": (lambda p: os.truncate(p / STATE, 5000), TornError, "5000 bytes of"),
+    "state empty": (lambda p: os.truncate(p / STATE, 0), TornError, "0 bytes of"),
+    "state missing": (lambda p: (p / STATE).unlink(), TornError, "state.safetensors is missing"),
+    "state grown": (append_byte, CorruptError, "instead of"),
+    "state is a pipe": (replace_by_pipe, ForeignError, "not a regular file"),
+    "manifest truncated": (lambda p: os.truncate(p / MANIFEST, 300), TornError, "ends after 300 bytes"),
+    "manifest empty": (lambda p: os.truncate(p / MANIFEST, 0), TornError, "ends after 0 bytes"),
+    "manifest missing": (lambda p: (p / MANIFEST).unlink(), TornError, "manifest.json is missing"),
+    "manifest is a directory": (replace_by_directory, ForeignError, "not a regular file"),
+    "manifest zeroed": (lambda p: (p / MANIFEST).write_bytes(bytes(700)), CorruptError, "not JSON"),
+    "manifest nested": (lambda p: (p / MANIFEST).write_bytes(b"[" * 1_000_000), CorruptError, "not JSON"),
+    "manifest of another kind": (lambda p: (p / MANIFEST).write_text("{}"), ForeignError, "not an"),
+    "manifest with a damaged kind": (
+        lambda p: (p / MANIFEST).write_bytes(
+            (p / MANIFEST).read_bytes().replace(b"elastic_resume c", b"elastic_rEsume c", 1)
         ),
-        "header length flipped": (lambda p: flip_bits(p / state, 7), CorruptError, "bytes 0 to 2048", False),
-        "padding flipped": (
-            lambda p: flip_bits(p / state, 4000),
-            CorruptError,
-            "2048 to 4096 .* header",
-            False,
-        ),
-        "data flipped": (
-            lambda p: flip_bits(p / state, 4097),
-            CorruptError,
-            "optimizer.step, model.weight",
-            False,
-        ),
-        "last byte flipped": (lambda p: flip_bits(p / state, -1), CorruptError, "model.mask", False),
-        "page zeroed": (zero_page, CorruptError, "bytes 4096 to 6144", False),
-        "manifest truncated": (cut(record, 300), TornError, "ends after 300 bytes", True),
-        "manifest empty": (cut(record, 0), TornError, "ends after 0 bytes", True),
-        "manifest missing": (lambda p: (p / record).unlink(), TornError, "manifest.json is missing", True),
-        "manifest is a directory": (directory, ForeignError, "not a regular file", True),
-        "manifest zeroed": (lambda p: (p / record).write_bytes(bytes(700)), CorruptError, "not JSON", True),
-        "manifest of another kind": (lambda p: (p / record).write_text("{}"), ForeignError, "not an", True),
-        "manifest a list": (lambda p: (p / record).write_text("[1]"), ForeignError, "not an elastic", True),
-        "directory missing": (shutil.rmtree, ForeignError, "not a checkpoint directory", True),
-    }
+        CorruptError,
+        "digest does not match",
+    ),
+    "manifest a list": (lambda p: (p / MANIFEST).write_text("[1]"), ForeignError, "not an elastic"),
+    "directory missing": (shutil.rmtree, ForeignError, "not a checkpoint directory"),
+}
+# Damage of the image that only reading all data finds: the flipped byte (None: a zeroed page), text.
+DEEP_DAMAGE = {
+    "header": (60, "bytes 0 to 2048 .* the header"),
+    "header length": (7, "bytes 0 to 2048"),
+    "padding": (4000, "2048 to 4096 .* header"),
+    "data": (4097, "optimizer.step, model.weight"),
+    "last byte": (-1, "model.mask"),
+    "page": (None, "bytes 4096 to 6144"),
+}
 
 
-@pytest.mark.parametrize("case", damage_cases())
-def test_damage_raises_error_with_kind_and_place(tmp_path: Path, case: str) -> None:
-    """The text names the path, and for data the bytes and tensors."""
-    damage, error, says, quick = damage_cases()[case]
+@pytest.mark.parametrize("case", QUICK_DAMAGE)
+def test_quick_check_finds_damage_of_manifest_or_size(tmp_path: Path, case: str) -> None:
+    """The text names the path; a deep check raises the same."""
+    damage, error, text = QUICK_DAMAGE[case]
     path = save_checkpoint(tmp_path)
-    good = quick_check(path, RUN)
     damage(path)
-    with pytest.raises(error, match=says) as caught:
-        deep_check(path, RUN)
-    assert str(path) in str(caught.value)
-    if quick:
-        with pytest.raises(error, match=says):
-            quick_check(path, RUN)
-    else:
-        assert quick_check(path, RUN) == good
-        with pytest.raises(error, match=says):
-            read_image(path, good)
-        with pytest.raises(error, match=says):
-            map_image(path, good)
-        with pytest.raises(error, match=says):
-            list(iter_blocks(path, good, memoryview(bytearray(SMALL_BLOCK))))
+    for check in (quick_check, deep_check):
+        with pytest.raises(error, match=text) as caught:
+            check(path, RUN)
+        assert str(path) in str(caught.value)
 
 
-LOCAL_TROUBLE = [
-    OSError(number, os.strerror(number), "manifest.json")
-    for number in (
-        errno.ENOMEM,
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.EIO,
-        errno.ESTALE,
-        errno.EACCES,
-        errno.ELOOP,
-    )
-]
+@pytest.mark.parametrize("case", DEEP_DAMAGE)
+def test_damaged_data_is_never_returned(tmp_path: Path, case: str) -> None:
+    """The text names the path, the bytes and the tensors."""
+    offset, text = DEEP_DAMAGE[case]
+    path = save_checkpoint(tmp_path)
+    manifest = quick_check(path, RUN)
+    zero_page(path) if offset is None else flip_bits(path / STATE, offset)
+    assert quick_check(path, RUN) == manifest
+    for read in (
+        lambda: deep_check(path, RUN),
+        lambda: read_image(path, manifest),
+        lambda: map_image(path, manifest),
+    ):
+        with pytest.raises(CorruptError, match=text) as caught:
+            read()
+        assert str(path) in str(caught.value)
+
+
+LOCAL_ERRORS = ("ENOMEM", "EMFILE", "ENFILE", "EIO", "ESTALE", "EACCES", "ELOOP", "")
 
 
 @pytest.mark.parametrize("call", ["open", "preadv"])
-@pytest.mark.parametrize("trouble", [*LOCAL_TROUBLE, MemoryError()], ids=repr)
+@pytest.mark.parametrize("name", LOCAL_ERRORS)
 def test_read_error_is_unreadable_and_not_corrupt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, trouble: Exception
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, name: str
 ) -> None:
     """An error of this machine proves nothing about the bytes."""
     path = save_checkpoint(tmp_path)
+    number = getattr(errno, name, 0)
 
     def fail(*_: object, **__: object) -> NoReturn:
-        raise trouble
+        raise OSError(number, os.strerror(number), "manifest.json") if name else MemoryError
 
     with monkeypatch.context() as patched:
         patched.setattr(os, call, fail)
@@ -332,8 +306,8 @@ def test_read_error_is_unreadable_and_not_corrupt(
 def test_dangling_link_is_unreadable_and_not_torn(tmp_path: Path) -> None:
     """Its target may be on an unmounted file system."""
     path = save_checkpoint(tmp_path)
-    (path / constants.STATE_FILE).rename(tmp_path / "elsewhere")
-    (path / constants.STATE_FILE).symlink_to(tmp_path / "gone")
+    (path / STATE).rename(tmp_path / "elsewhere")
+    (path / STATE).symlink_to(tmp_path / "gone")
     with pytest.raises(UnreadableError, match=r"state.safetensors is a dangling link"):
         quick_check(path, RUN)
     link = tmp_path / checkpoint_name(2, 2)
@@ -348,7 +322,7 @@ def test_read_error_of_mapping_raises_instead_of_sigbus(
     """Here the file is truncated after it was mapped."""
     path = save_checkpoint(tmp_path)
     good = quick_check(path, RUN)
-    state = path / constants.STATE_FILE
+    state = path / STATE
     with mmap.mmap(-1, mmap.PAGESIZE) as probe:
         try:
             probe.madvise(22)
@@ -361,29 +335,16 @@ def test_read_error_of_mapping_raises_instead_of_sigbus(
 
 def test_flipped_bit_of_manifest_is_always_found(tmp_path: Path) -> None:
     """One bit in each byte: never accepted, never another exception."""
-    path = save_checkpoint(tmp_path)
-    data = (path / constants.MANIFEST_FILE).read_bytes()
+    data = (save_checkpoint(tmp_path) / MANIFEST).read_bytes()
     for at in range(len(data)):
-        flip_bits(path / constants.MANIFEST_FILE, at, 1 << at % 8)
+        flipped = bytes([data[at] ^ (1 << at % 8)])
         with pytest.raises(CheckpointError):
-            quick_check(path, RUN)
-        (path / constants.MANIFEST_FILE).write_bytes(data)
-
-
-def test_iter_blocks_stops_before_corrupt_block(tmp_path: Path) -> None:
-    """The blocks before it are yielded."""
-    path = save_checkpoint(tmp_path)
-    found = quick_check(path, RUN)
-    flip_bits(path / constants.STATE_FILE, 2 * SMALL_BLOCK + 5)
-    walk = iter_blocks(path, found, memoryview(bytearray(SMALL_BLOCK)))
-    assert [bytes(next(walk)), bytes(next(walk))] == [make_image(1)[:2048], make_image(1)[2048:4096]]
-    with pytest.raises(CorruptError):
-        next(walk)
+            Manifest.parse(data[:at] + flipped + data[at + 1 :])
 
 
 def resigned(path: Path, **changes: object) -> None:
     """Change fields of a manifest and correct its digest."""
-    file = path / constants.MANIFEST_FILE
+    file = path / MANIFEST
     record = json.loads(file.read_bytes()) | changes
     record.pop("digest")
     record = {name: value for name, value in record.items() if value != "gone"}
@@ -445,16 +406,8 @@ def test_manifest_out_of_range_is_not_written() -> None:
 def test_newer_format_is_recognised_by_its_number(tmp_path: Path) -> None:
     """Other fields and digests may differ."""
     path = save_checkpoint(tmp_path)
-    (path / constants.MANIFEST_FILE).write_bytes(NEWER)
+    (path / MANIFEST).write_bytes(NEWER)
     with pytest.raises(NewerFormatError, match=r"format 2; .* upgrade it"):
-        quick_check(path, RUN)
-
-
-def test_deeply_nested_json_is_refused(tmp_path: Path) -> None:
-    """No RecursionError is raised."""
-    path = save_checkpoint(tmp_path)
-    (path / constants.MANIFEST_FILE).write_bytes(b"[" * 1_000_000)
-    with pytest.raises(CheckpointError):
         quick_check(path, RUN)
 
 
@@ -493,8 +446,6 @@ def test_buffer_of_wrong_size_is_refused(tmp_path: Path) -> None:
     found = quick_check(path, RUN)
     with pytest.raises(ValueError, match="buffer"):
         read_image(path, found, memoryview(bytearray(10)))
-    with pytest.raises(ValueError, match="buffer"):
-        next(iter_blocks(path, found, memoryview(bytearray(10))))
 
 
 def test_manifest_encodes_to_its_own_bytes() -> None:

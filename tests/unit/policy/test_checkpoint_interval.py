@@ -35,20 +35,20 @@ HOUR = 3600.0
 
 
 @pytest.mark.parametrize("text", ["auto", "1", "100", "30s", "1.5s", "off"])
-def test_every_form_is_read_and_given_back(text: str) -> None:
-    """What `str` gives is what `parse` reads."""
+def test_setting_survives_parse_and_str(text: str) -> None:
+    """`parse` reads what `str` writes."""
     assert str(IntervalSetting.parse(text, "snapshot-every", allow_off=True)) == text
 
 
 @pytest.mark.parametrize("text", ["", "0", "-3", "0s", "5 m", "s", "1e3", "nan", "infs", "100 steps", "off"])
-def test_other_forms_are_refused_with_the_right_ones(text: str) -> None:
-    """The error tells what may be written."""
+def test_malformed_setting_is_refused(text: str) -> None:
+    """The error lists the valid forms."""
     with pytest.raises(ConfigError, match=r"number of steps \(100\), a time \(30s, 5m\) or auto"):
         IntervalSetting.parse(text)
 
 
-def test_seconds_are_refused_where_nodes_have_to_count_alike() -> None:
-    """And the error does not offer them."""
+def test_seconds_are_refused_if_nodes_must_count_alike() -> None:
+    """The error does not offer them."""
     with pytest.raises(
         ConfigError, match=r"check-replicas is '30s': write a number of steps \(100\) or auto"
     ):
@@ -68,10 +68,8 @@ def test_seconds_are_refused_where_nodes_have_to_count_alike() -> None:
         (-1, math.nan, ASSUMED_MTBF_S),
     ],
 )
-def test_one_imagined_failure_is_counted_with_the_real_ones(
-    failures: int, uptime_s: float, found: float
-) -> None:
-    """Neither immortal before the first failure nor doomed after it."""
+def test_mtbf_estimate_adds_one_assumed_failure(failures: int, uptime_s: float, found: float) -> None:
+    """The estimate is finite before the first failure and moderate after it."""
     assert estimate_mtbf_s(failures, uptime_s) == pytest.approx(found)
 
 
@@ -98,20 +96,14 @@ def test_one_imagined_failure_is_counted_with_the_real_ones(
         ("auto", 0.1, 0.001, HOUR, 1),  # exactly 1 %
         ("auto", 0.1, 0.0011, HOUR, 2),
         ("auto", 0.1, 0.1, HOUR, 128),  # 1 %: 100 steps; at the optimum it would be 267
-        (
-            "auto",
-            0.1,
-            0.1,
-            15.0,
-            32,
-        ),  # 17 steps: sqrt(2 * 0.1 * 15) - 0.1 = 1.63 s: 1 % would lose more than it saves
+        ("auto", 0.1, 0.1, 15.0, 32),  # 17 steps: sqrt(2 * 0.1 * 15) - 0.1 = 1.63 s
         ("auto", 0.1, 50.0, 24 * HOUR, 512),  # the bound: 60 s
         ("auto", 0.9, 50.0, 24 * HOUR, 64),  # 57.6 s, not 115 s
         ("auto", 70.0, 50.0, 24 * HOUR, 1),  # a step that is longer than the bound
         ("auto", 0.1, 1.0, 1.0, 8),  # half the time between failures
     ],
 )
-def test_steps_to_the_next_snapshot(
+def test_snapshot_interval_is_shorter_of_one_percent_and_optimum(
     every: str, step_s: float | None, cost_s: float | None, mtbf: float, gap: int
 ) -> None:
     """The shorter of 1 % and Young's optimum, within the bounds."""
@@ -122,7 +114,7 @@ def test_steps_to_the_next_snapshot(
 
 
 @given(st.one_of(st.none(), ANY), st.one_of(st.none(), ANY), ANY, st.sampled_from(["auto", "3", "2.5s"]))
-def test_no_measurement_breaks_the_answer(
+def test_any_measurement_gives_snapshot_interval(
     step_s: float | None, cost_s: float | None, mtbf: float, every: str
 ) -> None:
     """A clock that jumped gives a gap, and not an exception in the training loop."""
@@ -132,17 +124,17 @@ def test_no_measurement_breaks_the_answer(
 
 
 @given(SECONDS, SECONDS, SECONDS, st.floats(min_value=1e-3, max_value=1e6), st.integers(0, 10**6))
-def test_a_failure_costs_no_more_than_the_bound(
+def test_failure_costs_no_more_than_the_bound(
     step_s: float, cost_s: float, mtbf: float, bound_s: float, step: int
 ) -> None:
-    """From any snapshot to the next: or a step, where one takes longer."""
+    """It costs one step if that takes longer."""
     for every, most_s in ((AUTO, MAX_SNAPSHOT_INTERVAL_S), (IntervalSetting(seconds=bound_s), bound_s)):
         gap = snapshot_interval_steps(every, step_s=step_s, cost_s=cost_s, mtbf_s=mtbf)
         assert (next_snapshot_step(step, gap) - step) * step_s <= max(most_s, step_s) * (1 + 1e-8)
 
 
 @given(SECONDS, SECONDS, SECONDS)
-def test_snapshots_cost_no_more_than_they_may(step_s: float, cost_s: float, mtbf: float) -> None:
+def test_snapshots_cost_no_more_than_allowed(step_s: float, cost_s: float, mtbf: float) -> None:
     """The greatest of 1 %, the optimum's share, and what two in a minute cost."""
     gap = snapshot_interval_steps(AUTO, step_s=step_s, cost_s=cost_s, mtbf_s=mtbf)
     least_s = min(
@@ -154,7 +146,9 @@ def test_snapshots_cost_no_more_than_they_may(step_s: float, cost_s: float, mtbf
 
 
 @given(SECONDS, SECONDS, SECONDS, SECONDS)
-def test_dearer_snapshots_are_not_more_frequent(step_s: float, one: float, other: float, mtbf: float) -> None:
+def test_costlier_snapshots_are_not_more_frequent(
+    step_s: float, one: float, other: float, mtbf: float
+) -> None:
     """Also where Young's approximation has ended."""
     cheap, dear = sorted([one, other])
     at = [
@@ -164,7 +158,7 @@ def test_dearer_snapshots_are_not_more_frequent(step_s: float, one: float, other
 
 
 @given(SECONDS, SECONDS, SECONDS, SECONDS)
-def test_more_failures_never_mean_fewer_snapshots(
+def test_more_failures_give_no_fewer_snapshots(
     step_s: float, cost_s: float, one: float, other: float
 ) -> None:
     """Monotone in the time between failures."""
@@ -176,7 +170,7 @@ def test_more_failures_never_mean_fewer_snapshots(
 # ---- saves ---------------------------------------------------------------------------------------------
 
 
-def test_a_number_of_steps_means_its_multiples_so_that_nodes_save_the_same_steps() -> None:
+def test_steps_setting_saves_at_its_multiples() -> None:
     """After a resume in between, the next multiple is due, not the next N steps."""
     every, cost = IntervalSetting(steps=10), SaveCost(0.0)
     due = [s for s in range(14, 41) if is_save_due(every, step=s, last_saved_step=13, elapsed_s=0, cost=cost)]
@@ -187,8 +181,8 @@ def test_a_number_of_steps_means_its_multiples_so_that_nodes_save_the_same_steps
     )
 
 
-def test_a_number_of_seconds_is_counted_from_the_last_save() -> None:
-    """And never saves a step again."""
+def test_seconds_setting_counts_from_last_save() -> None:
+    """No step is saved twice."""
     every = IntervalSetting(seconds=30)
     found = [
         is_save_due(every, step=2, last_saved_step=1, elapsed_s=s, cost=SaveCost(99)) for s in (29.9, 30.0)
@@ -198,8 +192,8 @@ def test_a_number_of_seconds_is_counted_from_the_last_save() -> None:
     assert not is_save_due(IntervalSetting(is_off=True), step=2, last_saved_step=0, elapsed_s=1e9, cost=None)
 
 
-def test_auto_saves_after_the_first_step_and_then_by_cost() -> None:
-    """What cannot be stored is told at once; a save that costs nothing may come often, never every step."""
+def test_auto_saves_after_first_step_then_by_cost() -> None:
+    """A state that cannot be stored fails early."""
     cost = SaveCost(0.001)
     assert is_save_due(AUTO, step=1, last_saved_step=0, elapsed_s=0.0, cost=None)
     assert not is_save_due(AUTO, step=2, last_saved_step=1, elapsed_s=0.1, cost=cost)
@@ -221,14 +215,16 @@ def test_auto_saves_after_the_first_step_and_then_by_cost() -> None:
         (SaveCost(0.0), HOUR, 0.0),
     ],
 )
-def test_auto_is_youngs_optimum_within_its_bounds(cost: SaveCost, mtbf: float, interval_s: float) -> None:
-    """sqrt(2 w M) - w, where w is the stall and the keeper's share of the cores."""
+def test_auto_save_interval_is_youngs_optimum_within_bounds(
+    cost: SaveCost, mtbf: float, interval_s: float
+) -> None:
+    """sqrt(2 w M) - w, where w is the stall and the committer's share of the cores."""
     assert save_interval_s(cost, mtbf) == pytest.approx(interval_s)
 
 
 @given(st.builds(SaveCost, ANY, ANY, ANY, ANY), ANY, ANY)
-def test_no_cost_breaks_the_decision(cost: SaveCost, mtbf: float, since_s: float) -> None:
-    """Whatever was measured, the interval is a time, and the decision is made."""
+def test_any_cost_gives_save_decision(cost: SaveCost, mtbf: float, since_s: float) -> None:
+    """The interval is finite."""
     assert 0 <= save_interval_s(cost, mtbf) < math.inf
     assert is_save_due(AUTO, step=2, last_saved_step=1, elapsed_s=since_s, cost=cost, mtbf_s=mtbf) in {
         True,
@@ -237,18 +233,16 @@ def test_no_cost_breaks_the_decision(cost: SaveCost, mtbf: float, since_s: float
 
 
 @given(SECONDS, SECONDS, SECONDS, SECONDS)
-def test_saves_keep_their_bounds(stall_s: float, commit_s: float, cpu_s: float, mtbf: float) -> None:
-    """The disk has its rest; and apart from that ten minutes is the longest."""
+def test_save_interval_keeps_bounds(stall_s: float, commit_s: float, cpu_s: float, mtbf: float) -> None:
+    """The disk is mostly idle; otherwise ten minutes is the longest interval."""
     interval_s = save_interval_s(SaveCost(stall_s, commit_s, cpu_s), mtbf)
     assert commit_s <= interval_s * MAX_DISK_DUTY * (1 + 1e-9)
     assert interval_s <= max(MAX_SAVE_INTERVAL_S, commit_s / MAX_DISK_DUTY)
 
 
 @given(SECONDS, SECONDS, SECONDS, SECONDS)
-def test_the_optimum_grows_with_the_cost_and_the_time_between_failures(
-    one: float, other: float, cost_s: float, mtbf: float
-) -> None:
-    """Also where the formula itself would fall."""
+def test_optimum_grows_with_cost_and_mtbf(one: float, other: float, cost_s: float, mtbf: float) -> None:
+    """This also holds where the formula itself decreases."""
     low, high = sorted([one, other])
     assert optimal_interval_s(low, mtbf) <= optimal_interval_s(high, mtbf) * (1 + 1e-9)
     assert optimal_interval_s(cost_s, low) <= optimal_interval_s(cost_s, high) * (1 + 1e-9)
@@ -258,15 +252,13 @@ def test_the_optimum_grows_with_the_cost_and_the_time_between_failures(
     ("step", "gap", "then"),
     [(6, 6, 12), (7, 6, 12), (7, 1, 8), (7, 4, 8), (8, 4, 12), (8, 8, 16), (17, 16, 32)],
 )
-def test_the_next_snapshot_is_the_next_multiple(step: int, gap: int, then: int) -> None:
-    """So nodes with other gaps hold common steps."""
+def test_next_snapshot_is_next_multiple(step: int, gap: int, then: int) -> None:
+    """Nodes with different intervals hold common steps."""
     assert next_snapshot_step(step, gap) == then
 
 
 @given(SECONDS, SECONDS, SECONDS, st.sampled_from(["auto", "30s", "2.5s"]))
-def test_a_gap_that_is_measured_is_a_power_of_two(
-    step_s: float, cost_s: float, mtbf: float, every: str
-) -> None:
+def test_measured_interval_is_power_of_two(step_s: float, cost_s: float, mtbf: float, every: str) -> None:
     """Nodes that measure different costs hold common steps: nothing is sent after a failure."""
     gap = snapshot_interval_steps(IntervalSetting.parse(every), step_s=step_s, cost_s=cost_s, mtbf_s=mtbf)
     assert gap.bit_count() == 1

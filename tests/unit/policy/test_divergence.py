@@ -167,12 +167,12 @@ replicas differ at step 128: nodes c and d are not as nodes a, b and e, the majo
 counts, and no later copy of the others does (all were equal at step 96).
 """
 NOBODY = """
-replicas differ at step 128: node a against node b. There is no majority to say who is wrong (no step of this
-generation was seen equal). Look for what nodes do not share: random numbers, samples, a broken device, state
-that changes between run.step() and optimizer.step() (run.verify_copies finds it). To go on from an older
-checkpoint move the newer ones elsewhere. Machines of different kinds round differently: with --check-replicas
-off they go on, and one node's values count at each resume. `elastic-resume diff` of two nodes' checkpoints
-names the tensors.
+replicas differ at step 128: node a against node b. No majority: it is unknown which node is wrong (no step of
+this generation was seen equal). Look for what nodes do not share: random numbers, samples, a broken device,
+state that changes between run.step() and optimizer.step() (run.verify_copies finds it). To go on from an
+older checkpoint move the newer ones elsewhere. Machines of different kinds round differently: with
+--check-replicas off they go on, and one node's values count at each resume. `elastic-resume diff` of two
+nodes' checkpoints names the tensors.
 """
 
 

@@ -1,4 +1,4 @@
-"""What went wrong, by table: events of a node in, failures out; failures of all nodes in, causes out."""
+"""Test the classification of events into failures, and of failures into causes, by table."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def event(kind: str, t: float, **fields: Any) -> dict[str, Any]:
 
 
 def end(t: float = 2, rank: int | None = 0, **fields: Any) -> dict[str, Any]:
-    """The end of a worker, by exit code 1 unless it is said otherwise."""
+    """Return the exit of a worker, by exit code 1 unless ``fields`` differ."""
     return event(
         "worker-exit", t, **{"rank": rank, "exit_code": 1, "signal": None, "stopped": False} | fields
     )
@@ -56,15 +56,15 @@ def killed(t: float = 2, rank: int = 0, signal: str = "SIGKILL", **fields: Any) 
     return end(t, rank, exit_code=None, signal=signal, **fields)
 
 
-def word(kind: str, message: str = "", t: float = 1, rank: int | None = 0, **fields: Any) -> dict[str, Any]:
-    """What a worker says of the exception that ends it."""
+def report(kind: str, message: str = "", t: float = 1, rank: int | None = 0, **fields: Any) -> dict[str, Any]:
+    """Return a worker's report of the exception that ends it."""
     return event("failure", t, **{"rank": rank, "type": kind, "message": message, "step": 7} | fields)
 
 
 HANGS = event("hang", 1, suspects=[{"rank": 2, "reason": "it is stopped (state T)"}], victims=[0, 1], step=7)
-HUNG_ALL = event("hang", 1, suspects=[], victims=[0, 1], step=7, elsewhere=True)
+HUNG_ALL = event("hang", 1, suspects=[], victims=[0, 1], step=7, waits_for_other_node=True)
 ROUNDS: list[tuple[str, Events, MemoryPressure, list[tuple[str, int | None]]]] = [
-    ("an exception", [word("ValueError", "boom"), end()], NO_STRAIN, [(EXCEPTION, 0)]),
+    ("an exception", [report("ValueError", "boom"), end()], NO_STRAIN, [(EXCEPTION, 0)]),
     ("an exit code without a word", [end(exit_code=9)], NO_STRAIN, [(EXIT, 0)]),
     ("the message that @record left", [end(message="KeyError: 'x'\nmore")], NO_STRAIN, [(EXCEPTION, 0)]),
     ("a signal", [killed(signal="SIGSEGV")], NO_STRAIN, [(SIGNAL, 0)]),
@@ -75,22 +75,22 @@ ROUNDS: list[tuple[str, Events, MemoryPressure, list[tuple[str, int | None]]]] =
     ("another signal under pressure", [killed(signal="SIGSEGV")], KILLS, [(SIGNAL, 0)]),
     (
         "a DataLoader's worker that the kernel killed",
-        [word("RuntimeError", "DataLoader worker (pid 12) is killed by signal: Killed. "), end()],
+        [report("RuntimeError", "DataLoader worker (pid 12) is killed by signal: Killed. "), end()],
         KILLS,
         [(OOM, 0)],
     ),
-    ("an exception under pressure", [word("ValueError", "boom"), end()], KILLS, [(EXCEPTION, 0)]),
-    ("replicas that differ", [word("DivergenceError", "fc.weight"), end()], NO_STRAIN, [(DIVERGENCE, 0)]),
-    ("a full disk", [word("OSError", "[Errno 28] No space left on device"), end()], NO_STRAIN, [(DISK, 0)]),
-    ("our own error of the disk", [word("MachineError", "cannot write"), end()], NO_STRAIN, [(DISK, 0)]),
+    ("an exception under pressure", [report("ValueError", "boom"), end()], KILLS, [(EXCEPTION, 0)]),
+    ("replicas that differ", [report("DivergenceError", "fc.weight"), end()], NO_STRAIN, [(DIVERGENCE, 0)]),
+    ("a full disk", [report("OSError", "[Errno 28] No space left on device"), end()], NO_STRAIN, [(DISK, 0)]),
+    ("our own error of the disk", [report("MachineError", "cannot write"), end()], NO_STRAIN, [(DISK, 0)]),
     (
         "another error of the system",
-        [word("OSError", "[Errno 2] No such file"), end()],
+        [report("OSError", "[Errno 2] No such file"), end()],
         NO_STRAIN,
         [(EXCEPTION, 0)],
     ),
     ("one that does not die", [killed(stuck=True, stopped=True)], NO_STRAIN, [(STUCK, 0)]),
-    ("those that were told to stop", [killed(stopped=True), end(stopped=True)], NO_STRAIN, []),
+    ("those that were found to stop", [killed(stopped=True), end(stopped=True)], NO_STRAIN, []),
     ("those that finished", [end(exit_code=0)], NO_STRAIN, []),
     (
         "a hang and those killed for it",
@@ -111,7 +111,7 @@ ROUNDS: list[tuple[str, Events, MemoryPressure, list[tuple[str, int | None]]]] =
         [(HANG, 0)],
     ),
     (
-        "a hang of another node's, that this one was told to stop for",
+        "a hang of another node's, that this one was found to stop for",
         [HUNG_ALL, killed(2, 0, stopped=True)],
         NO_STRAIN,
         [],
@@ -125,59 +125,60 @@ ROUNDS: list[tuple[str, Events, MemoryPressure, list[tuple[str, int | None]]]] =
     ("a hang of unknown shape", [event("hang", 1, suspects="?", victims=7)], NO_STRAIN, []),
     (
         "the death before the connections it broke",
-        [word("RuntimeError", "Connection closed by peer", t=1), end(3), killed(2, 1)],
+        [report("RuntimeError", "Connection closed by peer", t=1), end(3), killed(2, 1)],
         NO_STRAIN,
         [(SIGNAL, 1), (EXCEPTION, 0)],
     ),
     (
         "what the job is at fault for before an earlier death",
-        [killed(1, 0), word("MismatchError", "fc", t=2, rank=1, deterministic=True), end(3, 1)],
+        [killed(1, 0), report("MismatchError", "fc", t=2, rank=1, deterministic=True), end(3, 1)],
         NO_STRAIN,
         [(EXCEPTION, 1), (SIGNAL, 0)],
     ),
     (
         "a word of one that did not know its rank",
-        [word("ConfigError", rank=None, pid=71), end(2, 1, worker_pid=71)],
+        [report("ConfigError", rank=None, pid=71), end(2, 1, worker_pid=71)],
         NO_STRAIN,
         [(EXCEPTION, 1)],
     ),
-    ("a word without an end", [word("ValueError", "boom", rank=3)], NO_STRAIN, [(EXCEPTION, 3)]),
+    ("a word without an end", [report("ValueError", "boom", rank=3)], NO_STRAIN, [(EXCEPTION, 3)]),
 ]
 
 
 @pytest.mark.parametrize(
     ("events", "strain", "found"), [row[1:] for row in ROUNDS], ids=[r[0] for r in ROUNDS]
 )
-def test_kinds(events: Events, strain: MemoryPressure, found: list[tuple[str, int | None]]) -> None:
+def test_events_are_classified(
+    events: Events, strain: MemoryPressure, found: list[tuple[str, int | None]]
+) -> None:
     """Each row of the table above."""
-    assert [(one.kind, one.rank) for one in classify_round(events, "a", strain)] == found
+    assert [(item.kind, item.rank) for item in classify_round(events, "a", strain)] == found
 
 
-SAID = [
-    (
-        [word("ValueError", "boom", frame="t.py:3 in f"), end()],
-        "rank 0 ended with exit code 1: ValueError: boom (t.py:3 in f)",
-    ),
-    ([killed(rank=4)], "rank 4 was killed by SIGKILL"),
-    ([end(exit_code=9, rank=None)], "a worker ended with exit code 9"),
-    ([HANGS], "rank 2 hung: it is stopped (state T)"),
-]
+OUT_OF_MEMORY = (
+    "rank 0 on node a was killed by SIGKILL for want of memory: the kernel killed a process of this "
+    "node's control group; its control group had used 510 MB of 512 MB"
+)
+WITH_FRAME = [report("ValueError", "boom", frame="t.py:3 in f"), end()]
 
 
-@pytest.mark.parametrize(("events", "said"), SAID)
-def test_in_words(events: Events, said: str) -> None:
-    """Who, how, and where in the user's code."""
-    (failure,) = classify_round(events, "a")
-    assert describe_failure(failure) == said
-
-
-def test_want_of_memory_in_words() -> None:
-    """What the kernel counted, and how near the limit was."""
-    (failure,) = classify_round([killed()], "a", KILLS)
-    assert describe_failure(failure, with_node=True) == (
-        "rank 0 on node a was killed by SIGKILL for want of memory: the kernel killed a process of this "
-        "node's control group; its control group had used 510 MB of 512 MB"
-    )
+@pytest.mark.parametrize(
+    ("events", "pressure", "text"),
+    [
+        (WITH_FRAME, None, "rank 0 on node a ended with exit code 1: ValueError: boom (t.py:3 in f)"),
+        ([killed(rank=4)], None, "rank 4 on node a was killed by SIGKILL"),
+        ([end(exit_code=9, rank=None)], None, "a worker on node a ended with exit code 9"),
+        ([HANGS], None, "rank 2 on node a hung: it is stopped (state T)"),
+        ([killed()], KILLS, OUT_OF_MEMORY),
+    ],
+)
+def test_description_names_rank_cause_and_place(
+    events: Events, pressure: MemoryPressure | None, text: str
+) -> None:
+    """The node is named on request."""
+    (found,) = classify_round(events, "a", pressure)
+    assert describe_failure(found, with_node=True) == text
+    assert describe_failure(found) == text.replace(" on node a", "")
 
 
 # ---- causes --------------------------------------------------------------------------------------------
@@ -191,7 +192,7 @@ def failure(node: str, text: str = "was killed by SIGKILL", message: str = "", *
 
 
 CLOSED = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2"
-ECHOES = [
+LOST_CONNECTIONS = [
     CLOSED,
     "Connection reset by peer",
     "[Errno 32] Broken pipe",
@@ -201,105 +202,98 @@ ECHOES = [
 ]
 
 
-@pytest.mark.parametrize("message", ECHOES)
-def test_a_lost_connection_follows_from_any_other_failure(message: str) -> None:
-    """Whichever was heard of first; without another it is the cause itself."""
-    echo, dead, gone = failure("a", message=message), failure("b"), make_node_failure("c", "died")
+@pytest.mark.parametrize("message", LOST_CONNECTIONS)
+def test_lost_connection_is_secondary_to_any_other_failure(message: str) -> None:
+    """The order of arrival does not matter; without another failure it is the root cause."""
+    lost, dead, gone = failure("a", message=message), failure("b"), make_node_failure("c", "died")
     for others in ([dead], [gone], [dead, gone]):
-        verdict = separate_root_causes([echo, *others])
+        verdict = separate_root_causes([lost, *others])
         assert verdict.root_causes == tuple(others)
-        assert verdict.secondary_failures == (echo,)
-    assert separate_root_causes([echo]).root_causes == (echo,)
-    assert separate_root_causes([echo, failure("b", message=message)]).root_cause == echo
+        assert verdict.secondary_failures == (lost,)
+    assert separate_root_causes([lost]).root_causes == (lost,)
+    assert separate_root_causes([lost, failure("b", message=message)]).root_cause == lost
 
 
-def test_several_causes_stand_in_the_order_they_were_heard_of() -> None:
-    """But for what the job itself is at fault for, which goes first."""
+def test_root_causes_keep_order_of_arrival() -> None:
+    """A deterministic failure comes first."""
     first, second = failure("a"), failure("b", message="boom")
     fault = failure("c", message="fc.weight", is_deterministic=True)
     assert separate_root_causes([first, second]).root_causes == (first, second)
     assert separate_root_causes([first, second, fault]).root_causes == (fault, first, second)
 
 
-def test_an_abort_is_what_ncclcs_watchdog_makes_of_a_peers_death() -> None:
-    """It counts as a consequence where another failure is known."""
+def test_sigabrt_of_nccl_watchdog_is_secondary() -> None:
+    """Without another failure it is the root cause."""
     abort = failure("a", "was killed by SIGABRT")
     assert separate_root_causes([abort, failure("b")]).root_cause == failure("b")
     assert separate_root_causes([abort]).root_cause == abort
 
 
-def test_who_waited_in_vain_follows_from_the_one_that_hung() -> None:
-    """Each node names its own suspects; one whose ranks all waited has none."""
+def test_node_that_waited_is_secondary_to_hung_rank() -> None:
+    """A node whose ranks all waited has no suspect."""
     (waited,) = classify_round([HUNG_ALL, killed(2, 0), killed(2, 1)], "a")
     (suspect,) = classify_round([HANGS, killed(2, 2)], "b")
     assert separate_root_causes([waited, suspect]).root_causes == (suspect,)
     assert separate_root_causes([waited]).root_cause == waited
 
 
-def test_the_story_of_a_cascade_in_words() -> None:
-    """First, also, and what followed on how many nodes."""
-    told = [
+def test_verdict_lists_root_causes_then_secondary_failures() -> None:
+    """Secondary failures have a number of nodes."""
+    found = [
         failure("a", message=CLOSED, type="RuntimeError", nodes=7),
         failure("b"),
         make_node_failure("c", "left (SIGTERM)", announced=True),
     ]
-    first, also, then = explain_verdict(separate_root_causes(told))
+    first, also, then = explain_verdict(separate_root_causes(found))
     assert first == "first: rank 0 on node b was killed by SIGKILL."
     assert also == "also: node c left (SIGTERM)."
     assert then.startswith("as a consequence, on 7 nodes: rank 0 on node a (and alike on 6 more) was killed")
     assert explain_verdict(separate_root_causes([])) == []
 
 
-def test_who_was_asked_to_leave_is_not_lost() -> None:
-    """Its kind tells."""
-    assert (
-        make_node_failure("a", "died").kind,
-        make_node_failure("a", "left (SIGTERM)", announced=True).kind,
-    ) == (NODE_LOST, PREEMPTED)
+# ---- the leader's list --------------------------------------------------------------------------------
 
 
-# ---- the coordinator's list ----------------------------------------------------------------------------
-
-
-def test_the_list_is_short_and_counts_what_is_alike() -> None:
+def test_failure_log_merges_like_failures() -> None:
     """A thousand nodes with one error are one entry; addresses and ranks make no difference."""
     ledger = FailureLog()
     for number in range(1000):
         ledger.record(3, failure(f"n{number}", message=f"{CLOSED}{number}"))
-    (one,) = ledger.get_failures(3)
-    assert (one.node, one.nodes) == ("n0", 1000)
+    (item,) = ledger.get_failures(3)
+    assert (item.node, item.nodes) == ("n0", 1000)
     for number in range(1000, 1000 + MAX_FAILURES):
         ledger.record(3, failure(f"n{number}", message="x" * (number - 990)))
     kept = ledger.get_failures(3)
     assert len(kept) == MAX_FAILURES
-    assert not any(one.is_secondary for one in kept), "an echo gives way to what may be the cause"
+    assert not any(item.is_secondary for item in kept), "secondary failures make room for causes"
 
 
-def test_what_a_leader_tells_is_cut_to_what_it_may_be() -> None:
-    """So many, so long, and nothing that a terminal would obey."""
-    told = bound_failures((failure("a", "\x1b[2J" + "x" * 9999),) * 99)
-    assert len(told) == MAX_FAILURES
-    assert all(one.text.isprintable() and len(one.text) == MAX_TEXT_CHARS for one in told)
+def test_received_failures_are_bounded_and_printable() -> None:
+    """A leader may send anything."""
+    found = bound_failures((failure("a", "\x1b[2J" + "x" * 9999),) * 99)
+    assert len(found) == MAX_FAILURES
+    assert all(item.text.isprintable() and len(item.text) == MAX_TEXT_CHARS for item in found)
 
 
-def test_lost_nodes_are_each_named() -> None:
-    """Two that died are not one and its like."""
+def test_lost_nodes_are_not_merged() -> None:
+    """An announced end is a preemption."""
     ledger = FailureLog()
     for name in "ab":
         ledger.record(1, make_node_failure(name, "died"))
-    assert [one.node for one in ledger.get_failures(1)] == ["a", "b"]
+    assert [(item.node, item.kind) for item in ledger.get_failures(1)] == [("a", NODE_LOST), ("b", NODE_LOST)]
+    assert make_node_failure("a", "left (SIGTERM)", announced=True).kind == PREEMPTED
 
 
-def test_a_node_tells_once_in_a_generation_and_an_older_one_is_over() -> None:
-    """What it says again, to a new leader or over a new connection, is the same."""
+def test_failure_log_keeps_first_failure_of_node_and_generation() -> None:
+    """A repeated report is ignored, and so is an older generation."""
     ledger = FailureLog()
     ledger.record(2, failure("a"))
     ledger.record(2, make_node_failure("a", "died"))
     ledger.record(1, failure("b"))
-    assert [(one.node, one.kind) for one in ledger.get_failures(2)] == [("a", SIGNAL)]
+    assert [(item.node, item.kind) for item in ledger.get_failures(2)] == [("a", SIGNAL)]
     assert ledger.get_failures(1) == ()
     ledger.record(4, failure("b"))
-    assert [one.node for one in ledger.get_failures(4)] == ["b"]
+    assert [item.node for item in ledger.get_failures(4)] == ["b"]
     assert ledger.get_failures(2) == ()
 
 
@@ -323,14 +317,14 @@ KEYS = "rank exit_code signal stopped stuck message type frame step at_fault pid
     ),
     st.builds(MemoryPressure, st.integers(0, 3), st.sampled_from(["", "all of it was used"])),
 )
-def test_any_events_give_failures_that_can_be_sent_and_said(events: Events, strain: MemoryPressure) -> None:
-    """Logs may hold anything: kinds are known, texts short and printable, and words are found for all."""
+def test_any_events_give_valid_failures(events: Events, strain: MemoryPressure) -> None:
+    """Kinds are known, texts are short and printable, and each failure has a description."""
     found = classify_round(events, "a", strain)
-    for one in found:
-        assert one.kind in FAILURE_KINDS
-        assert truncate_failure(one) == one
-        assert max(len(one.text), len(one.message), len(one.frame)) <= MAX_TEXT_CHARS
-        assert describe_failure(one).isprintable()
+    for item in found:
+        assert item.kind in FAILURE_KINDS
+        assert truncate_failure(item) == item
+        assert max(len(item.text), len(item.message), len(item.frame)) <= MAX_TEXT_CHARS
+        assert describe_failure(item).isprintable()
     verdict = separate_root_causes(found)
     assert len(verdict.root_causes) + len(verdict.secondary_failures) == len(found)
     assert bool(verdict.root_causes) is bool(found)

@@ -1,4 +1,4 @@
-"""Who is hung and who is to blame: decisions by table and by random schedules."""
+"""Test which ranks hang, and which of them are suspects: by table and by random schedules."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from elastic_resume.policy.hangs import (
     PendingCollective,
     ProgressSample,
     RankEvidence,
+    RankFinding,
     RankProgress,
     StackFrame,
     classify_frames,
@@ -35,43 +36,36 @@ from elastic_resume.policy.hangs import (
 AUTO, TWO = HangThreshold(), HangThreshold(2.0)
 
 
-def look(step: int, **more: object) -> ProgressSample:
-    """One look at a rank whose beat tells its step; steps are counted from 10 on."""
-    fields = {
-        "incarnation": (1,),
-        "first_step": 10,
-        "step": step,
-        "progress_counter": step if step > 10 else 0,
-        **more,
-    }
-    return ProgressSample(**{"is_busy": False, "is_between_epochs": False, **fields})  # type: ignore[arg-type]
+def sample(step: int, **more: object) -> ProgressSample:
+    """Return a sample of a rank; steps are counted from 10 on."""
+    fields = {"incarnation": (1,), "first_step": 10, "progress_counter": step if step > 10 else 0}
+    return ProgressSample(**{"step": step, "is_busy": False, "is_between_epochs": False, **fields, **more})  # type: ignore[arg-type]
 
 
-def pulse_of(looks: Iterable[ProgressSample], since_s: float = 0.25) -> RankProgress:
-    """What comes of these looks, one each ``since_s`` seconds."""
-    pulse = None
-    for one in looks:
-        pulse = hangs.update_progress(pulse, one, since_s)
-    assert pulse is not None
-    return pulse
+def observe(progress: RankProgress | None, *samples: ProgressSample, elapsed_s: float = 0.25) -> RankProgress:
+    """Add samples, each ``elapsed_s`` seconds after the last."""
+    for item in samples:
+        progress = hangs.update_progress(progress, item, elapsed_s)
+    assert progress is not None
+    return progress
 
 
 def still(seconds: float, step: int = 14, **more: object) -> RankProgress:
-    """A rank that has made four steps, each within a look, and none for so long."""
-    looks = [look(at) for at in range(10, step + 1)] + [look(step, **more)] * round(seconds * 4)
-    return pulse_of(looks)
+    """Return a rank that made steps within a sample each, and then none for so many seconds."""
+    steps = [sample(number) for number in range(10, step + 1)]
+    return observe(None, *steps, *[sample(step, **more)] * round(seconds * 4))
 
 
-def hung(patience: HangThreshold, *pulses: RankProgress) -> tuple[int, ...]:
-    """The local ranks that are judged to be hung."""
-    return hangs.find_hung_ranks(dict(enumerate(pulses)), patience).hung_ranks
+def hung(threshold: HangThreshold, *ranks: RankProgress) -> tuple[int, ...]:
+    """Return the local ranks that hang."""
+    return hangs.find_hung_ranks(dict(enumerate(ranks)), threshold).hung_ranks
 
 
 # ---- hung or not ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("patience", "pulses", "expected"),
+    ("threshold", "ranks", "expected"),
     [
         (AUTO, [still(29)], ()),
         (AUTO, [still(30)], (0,)),
@@ -91,86 +85,68 @@ def hung(patience: HangThreshold, *pulses: RankProgress) -> tuple[int, ...]:
         (TWO, [still(3, is_between_epochs=True)], (0,)),  # outright is outright
     ],
 )
-def test_a_rank_is_hung_after_its_limit_and_not_where_it_may_take_its_time(
-    patience: HangThreshold, pulses: list[RankProgress], expected: tuple[int, ...]
+def test_rank_hangs_after_its_limit_unless_exempt(
+    threshold: HangThreshold, ranks: list[RankProgress], expected: tuple[int, ...]
 ) -> None:
-    """The rule of the design, and each of its exceptions."""
-    assert hung(patience, *pulses) == expected
+    """The rule has these exceptions."""
+    assert hung(threshold, *ranks) == expected
 
 
-def test_the_limit_is_ten_times_the_longest_step_of_any_rank_here() -> None:
-    """A step of 20 s was seen: 200 s are waited for the next."""
-    slow = still(20, step=14)
-    slow = hangs.update_progress(slow, look(15), 0.25)
+def test_limit_is_ten_times_the_longest_step_of_any_rank() -> None:
+    """After a step of 20 s, the next may take 200 s."""
+    slow = observe(still(20, step=14), sample(15))
     assert 19 < slow.longest_step_s < 21
-    judgement = hangs.find_hung_ranks({0: slow, 1: still(100)}, AUTO)
-    assert judgement.hung_ranks == ()
-    assert 190 < judgement.limit_s < 210
+    decision = hangs.find_hung_ranks({0: slow, 1: still(100)}, AUTO)
+    assert decision.hung_ranks == ()
+    assert 190 < decision.limit_s < 210
 
 
-def test_the_first_step_and_busy_times_do_not_make_the_limit_longer() -> None:
-    """Compilation for ten minutes says nothing of the steps that follow."""
-    first = pulse_of([look(10)] * 2400 + [look(11), look(12), look(13), look(14)])
-    busy = hangs.update_progress(still(0), look(14, is_busy=True), 0.25)
-    for _ in range(2400):
-        busy = hangs.update_progress(busy, look(14, is_busy=True), 0.25)
-    busy = hangs.update_progress(busy, look(15), 0.25)
-    assert first.longest_step_s <= 0.25
-    assert busy.longest_step_s <= 0.25
+def test_first_step_and_busy_time_do_not_raise_the_limit() -> None:
+    """Compilation for ten minutes says nothing about later steps."""
+    first = observe(None, *[sample(10)] * 2400, *map(sample, (11, 12, 13, 14)))
+    busy = observe(still(0), *[sample(14, is_busy=True)] * 2401, sample(15))
+    assert max(first.longest_step_s, busy.longest_step_s) <= 0.25
 
 
-def test_what_the_machine_did_is_no_hang() -> None:
-    """The agent was stopped, the machine suspended, the clock set: one look may add one second."""
-    pulse = still(10)
-    for since_s in (3600.0, -50.0, 1e9):
-        pulse = hangs.update_progress(pulse, look(14), since_s)
-    assert pulse.no_progress_s <= 10 + 3 * MAX_SAMPLE_GAP_S
-    assert hung(AUTO, pulse) == ()
-    moved = hangs.update_progress(pulse, look(15), 3600.0)
-    assert moved.longest_step_s < MIN_THRESHOLD_S
+def test_suspended_machine_or_jumping_clock_is_no_hang() -> None:
+    """A sample adds one second at most."""
+    progress = still(10)
+    for elapsed_s in (3600.0, -50.0, 1e9):
+        progress = observe(progress, sample(14), elapsed_s=elapsed_s)
+    assert progress.no_progress_s <= 10 + 3 * MAX_SAMPLE_GAP_S
+    assert hung(AUTO, progress) == ()
+    assert observe(progress, sample(15), elapsed_s=3600.0).longest_step_s < MIN_THRESHOLD_S
 
 
-def test_another_process_or_generation_begins_anew() -> None:
-    """What an earlier one did says nothing."""
-    pulse = hangs.update_progress(still(100), look(14, incarnation=(2,)), 0.25)
-    assert pulse == RankProgress(look(14, incarnation=(2,)))
+def test_new_incarnation_starts_observation_again() -> None:
+    """Another process or generation has made no steps yet."""
+    progress = observe(still(100), sample(14, incarnation=(2,)))
+    assert progress == RankProgress(sample(14, incarnation=(2,)))
 
 
-def test_who_waited_for_a_busy_rank_is_not_hung_when_that_goes_on() -> None:
-    """From then on its time counts, as that of the one that was busy."""
-    pulses = {0: still(0), 1: still(0)}
-    for busy, seconds in ((True, 60), (False, 1.75)):
-        for _ in range(round(seconds * 4)):
-            looks = {0: look(14), 1: look(14, is_busy=busy)}
-            pulses = hangs.pause_while_peer_busy(
-                {rank: hangs.update_progress(pulses[rank], looks[rank], 0.25) for rank in pulses}
-            )
-            assert hangs.find_hung_ranks(pulses, TWO).hung_ranks == ()
-    pulses = hangs.pause_while_peer_busy(
-        {rank: hangs.update_progress(pulses[rank], look(14), 0.25) for rank in pulses}
-    )
-    pulses = hangs.pause_while_peer_busy(
-        {rank: hangs.update_progress(pulses[rank], look(14), 0.25) for rank in pulses}
-    )
-    assert hangs.find_hung_ranks(pulses, TWO).hung_ranks == (0, 1)
-    assert {pulse.longest_step_s for pulse in pulses.values()} == {still(0).longest_step_s}
+def test_rank_that_waited_for_busy_peer_gets_its_full_time() -> None:
+    """Its time starts when the peer stops being busy."""
+    ranks = {0: still(0), 1: still(0)}
+    for is_busy, count in ((True, 240), (False, 7), (False, 2)):
+        for _ in range(count):
+            samples = {0: sample(14), 1: sample(14, is_busy=is_busy)}
+            ranks = hangs.pause_while_peer_busy({rank: observe(ranks[rank], samples[rank]) for rank in ranks})
+        assert hangs.find_hung_ranks(ranks, TWO).hung_ranks == ((0, 1) if count == 2 else ())
+    assert {progress.longest_step_s for progress in ranks.values()} == {still(0).longest_step_s}
 
 
-def test_the_end_of_what_kept_a_rank_busy_begins_its_time_anew() -> None:
-    """The beat moves with it, and the step does not."""
-    pulse = still(1)
-    for _ in range(40):
-        pulse = hangs.update_progress(pulse, look(14, is_busy=True), 0.25)
-    pulse = hangs.update_progress(pulse, look(14, progress_counter=99), 0.25)
-    assert (pulse.no_progress_s, hung(TWO, pulse)) == (0.0, ())
+def test_end_of_busy_time_starts_the_time_again() -> None:
+    """The progress counter changes, and the step does not."""
+    progress = observe(still(1), *[sample(14, is_busy=True)] * 40, sample(14, progress_counter=99))
+    assert (progress.no_progress_s, hung(TWO, progress)) == (0.0, ())
 
 
-def test_those_that_stand_with_the_hung_are_involved_and_those_that_go_on_are_not() -> None:
+def test_ranks_that_stand_still_with_hung_rank_are_stalled() -> None:
     """All stop within a step of the first."""
-    pulses = {0: still(2), 1: still(1.75), 2: still(0.25), 3: still(60, progress_counter=0)}
-    judgement = hangs.find_hung_ranks(pulses, TWO)
-    assert judgement.hung_ranks == (0,)
-    assert hangs.find_stalled_ranks(pulses, judgement) == (0, 1, 3)
+    ranks = {0: still(2), 1: still(1.75), 2: still(0.25), 3: still(60, progress_counter=0)}
+    decision = hangs.find_hung_ranks(ranks, TWO)
+    assert decision.hung_ranks == (0,)
+    assert hangs.find_stalled_ranks(ranks, decision) == (0, 1, 3)
 
 
 @given(
@@ -182,36 +158,30 @@ def test_those_that_stand_with_the_hung_are_involved_and_those_that_go_on_are_no
     ),
     st.sampled_from([AUTO, TWO, HangThreshold(60.0)]),
 )
-def test_nobody_is_hung_that_was_not_seen_to_stand_still_for_the_limit(
-    moves: list[tuple[str, float]], patience: HangThreshold
+def test_hung_rank_was_observed_without_progress_for_the_limit(
+    moves: list[tuple[str, float]], threshold: HangThreshold
 ) -> None:
-    """Whatever happens in whatever order, and however long the time between two looks is."""
-    now, pulse, seen_s = look(10), None, 0.0
-    for move, since_s in moves:
+    """This holds for any moves and any time between two samples."""
+    now, progress, seen_s = sample(10), None, 0.0
+    for move, elapsed_s in moves:
+        counter = now.progress_counter
         if move == "step":
-            now = replace(now, step=now.step + 1, progress_counter=now.progress_counter + 100, is_busy=False)
+            now = replace(now, step=now.step + 1, progress_counter=counter + 100, is_busy=False)
         elif move == "restart":
-            now = look(10, incarnation=(*now.incarnation, 1))
+            now = sample(10, incarnation=(*now.incarnation, 1))
         elif move == "rest":
             now = replace(now, progress_counter=0)
         elif move == "busy":
-            now = replace(
-                now,
-                is_busy=not now.is_busy,
-                progress_counter=now.progress_counter and now.progress_counter + 1,
-            )
-        pulse = hangs.update_progress(pulse, now, since_s)
+            now = replace(now, is_busy=not now.is_busy, progress_counter=counter and counter + 1)
+        progress = hangs.update_progress(progress, now, elapsed_s)
         may_count = move in {"wait", "freeze"} and not now.is_busy and now.progress_counter
-        seen_s = seen_s + min(since_s, MAX_SAMPLE_GAP_S) if may_count else 0.0
-        judgement = hangs.find_hung_ranks({0: pulse}, patience)
-        if judgement.hung_ranks:
-            assert (
-                seen_s + 1e-6
-                >= judgement.limit_s
-                >= min(MIN_THRESHOLD_S, patience.configured_s or MIN_THRESHOLD_S)
-            )
-            assert pulse.finished_steps >= patience.calibration_steps
-        assert 0 <= judgement.next_check_s <= judgement.limit_s
+        seen_s = seen_s + min(elapsed_s, MAX_SAMPLE_GAP_S) if may_count else 0.0
+        decision = hangs.find_hung_ranks({0: progress}, threshold)
+        if decision.hung_ranks:
+            least_s = min(MIN_THRESHOLD_S, threshold.configured_s or MIN_THRESHOLD_S)
+            assert seen_s + 1e-6 >= decision.limit_s >= least_s
+            assert progress.finished_steps >= threshold.calibration_steps
+        assert 0 <= decision.next_check_s <= decision.limit_s
 
 
 # ---- suspects and victims ------------------------------------------------------------------------------
@@ -242,105 +212,92 @@ BARRIER = (PendingCollective(13, "barrier", "0 default_pg", "[[1]]"),)
 
 
 def rank(number: int, **more: object) -> RankEvidence:
-    """A rank that waits in an all_reduce, unless more is said."""
-    fields = {
-        "process_state": "S",
-        "step": 5,
-        "num_collectives": 13,
-        "python_responded": True,
-        "pending_collectives": ALL_REDUCE,
-    }
-    fields |= {"frames": IN_ALL_REDUCE, **more}
+    """Return a rank that waits in an all_reduce, unless ``more`` differs."""
+    fields = {"process_state": "S", "step": 5, "num_collectives": 13, "python_responded": True}
+    fields |= {"pending_collectives": ALL_REDUCE, "frames": IN_ALL_REDUCE, **more}
     return RankEvidence(rank=number, local_rank=number, **fields)  # type: ignore[arg-type]
 
 
-def alone(number: int = 1, **more: object) -> list[RankEvidence]:
-    """Three ranks, of which one is as said and the others wait."""
-    return [
-        rank(one, **({"pending_collectives": (), "frames": (MAIN,), **more} if one == number else {}))
-        for one in range(3)
-    ]
+def alone(**more: object) -> list[RankEvidence]:
+    """Return three ranks that wait, except rank 1."""
+    own = {"pending_collectives": (), "frames": (MAIN,), **more}
+    return [rank(index, **(own if index == 1 else {})) for index in range(3)]
+
+
+def ranks_of(findings: Iterable[RankFinding]) -> list[int]:
+    """Return the ranks of suspects or victims."""
+    return [finding.rank for finding in findings]
+
+
+NO_RECORDER = {"pending_collectives": None}
+BEHIND = (PendingCollective(12, "all_reduce"),)
 
 
 @pytest.mark.parametrize(
-    ("evidence", "reason"),
+    ("own", "reason"),
     [
-        (alone(process_state="T"), r"is stopped by a signal \(SIGSTOP\) at train.py:38 in main"),
-        (alone(process_state="t"), "is stopped by a debugger"),
+        ({"process_state": "T"}, r"is stopped by a signal \(SIGSTOP\) at train.py:38 in main"),
+        ({"process_state": "t"}, "is stopped by a debugger"),
         (
-            alone(process_state="T", frames=IN_ALL_REDUCE, pending_collectives=ALL_REDUCE),
+            {"process_state": "T", "frames": IN_ALL_REDUCE, "pending_collectives": ALL_REDUCE},
             "is stopped by a signal",
         ),
         (
-            alone(process_state="D", kernel_function="nfs_wait"),
+            {"process_state": "D", "kernel_function": "nfs_wait"},
             r"sleeps in the kernel \(nfs_wait\) and cannot be woken",
         ),
-        (alone(process_state="Z"), "has ended"),
-        (alone(process_state=""), "has ended"),
+        ({"process_state": "Z"}, "has ended"),
+        ({"process_state": ""}, "has ended"),
+        ({"python_responded": False, **NO_RECORDER}, r"holds the GIL \(its main thread is at train.py:38"),
+        ({"frames": IN_DATA}, "waits for data at train.py:38 in main"),
+        ({"frames": IN_OPTIMIZER}, "is in the optimizer's step at train.py:38"),
+        ({"frames": IN_BACKWARD}, "is in backward"),  # the flight recorder shows no collective
+        ({"frames": IN_BACKWARD, "cpu_share": 0.9, **NO_RECORDER}, "is in backward.* using 90% of a core"),
+        ({"process_state": "R", "cpu_share": 1.0}, "stands still at train.py:38 in main, using 100%"),
+        ({"is_finished": True}, "has done its last step, and is at train.py:38 in main"),
+        ({"frames": ()}, "stands still"),
         (
-            alone(python_responded=False, pending_collectives=None),
-            r"holds the GIL \(its main thread is at train.py:38 in main\)",
-        ),
-        (alone(frames=IN_DATA), "waits for data at train.py:38 in main"),
-        (alone(frames=IN_OPTIMIZER), "is in the optimizer's step at train.py:38"),
-        (alone(frames=IN_BACKWARD), "is in backward"),  # torch knows of no collective that it waits in
-        (
-            alone(frames=IN_BACKWARD, pending_collectives=None, cpu_share=0.9),
-            "is in backward.* using 90% of a core",
-        ),
-        (
-            alone(process_state="R", cpu_share=1.0),
-            "stands still at train.py:38 in main, using 100% of a core",
-        ),
-        (alone(is_finished=True), "has done its last step, and is at train.py:38 in main"),
-        (alone(frames=()), "stands still"),
-        (
-            alone(pending_collectives=BARRIER, frames=IN_ALL_REDUCE),
+            {"pending_collectives": BARRIER, "frames": IN_ALL_REDUCE},
             r"waits in barrier \(number 13\).*left out a coll",
         ),
-        (
-            alone(pending_collectives=(PendingCollective(12, "all_reduce"),), frames=IN_ALL_REDUCE),
-            r"waits in all_reduce \(number 12\)",
-        ),
+        ({"pending_collectives": BEHIND, "frames": IN_ALL_REDUCE}, r"waits in all_reduce \(number 12\)"),
     ],
 )
-def test_the_rank_that_keeps_the_others_waiting_is_the_suspect(
-    evidence: list[RankEvidence], reason: str
-) -> None:
+def test_rank_that_others_wait_for_is_suspect(own: dict[str, object], reason: str) -> None:
     """The others are victims, each with the place where it waits."""
-    found = diagnose_hang(evidence, world_size=3)
-    assert [one.rank for one in found.suspects] == [1]
-    assert [one.rank for one in found.victims] == [0, 2]
+    found = diagnose_hang(alone(**own), world_size=3)
+    assert ranks_of(found.suspects) == [1]
+    assert ranks_of(found.victims) == [0, 2]
     assert found.victims[0].reason == "waits in all_reduce (number 13) at train.py:38 in main"
     assert not found.waits_for_other_node
     assert re.search(reason, found.suspects[0].reason)
 
 
-def test_a_skipped_collective_is_found_without_the_flight_recorder_too() -> None:
-    """By the place in the user's code, the steps and the counts."""
+def test_skipped_collective_is_found_without_flight_recorder() -> None:
+    """The place in the user's code, the steps and the counts show it."""
     elsewhere = (*IN_ALL_REDUCE[:2], replace(MAIN, line=40))
     evidence = [
         rank(0, pending_collectives=None),
         rank(1, pending_collectives=None, frames=elsewhere),
         rank(2, pending_collectives=None),
     ]
-    assert [one.rank for one in diagnose_hang(evidence, 3).suspects] == [1]
+    assert ranks_of(diagnose_hang(evidence, 3).suspects) == [1]
     evidence[1] = rank(1, pending_collectives=None, step=6)
-    assert [one.rank for one in diagnose_hang(evidence, 3).suspects] == [1]
+    assert ranks_of(diagnose_hang(evidence, 3).suspects) == [1]
 
 
-def test_of_two_that_wait_in_different_collectives_the_one_behind_is_the_suspect() -> None:
-    """With the same count nobody can tell, and both are."""
+def test_rank_behind_in_collectives_is_suspect() -> None:
+    """With the same count both ranks are suspects."""
     behind = rank(1, pending_collectives=(PendingCollective(12, "all_reduce"),))
-    assert [one.rank for one in diagnose_hang([rank(0), behind], 2).suspects] == [1]
+    assert ranks_of(diagnose_hang([rank(0), behind], 2).suspects) == [1]
     both = diagnose_hang([rank(0), rank(1, pending_collectives=BARRIER)], 2)
-    assert ([one.rank for one in both.suspects], both.victims) == ([0, 1], ())
+    assert (ranks_of(both.suspects), both.victims) == ([0, 1], ())
 
 
-def test_where_all_of_a_node_wait_the_culprit_is_on_another() -> None:
-    """With one rank or several; where all of the world are here, it is the network."""
+def test_node_whose_ranks_all_wait_has_no_suspect() -> None:
+    """The suspect is on another node; without another node it is the network."""
     found = diagnose_hang([rank(0), rank(1)], world_size=3)
-    assert (found.suspects, [one.rank for one in found.victims], found.waits_for_other_node) == (
+    assert (found.suspects, ranks_of(found.victims), found.waits_for_other_node) == (
         (),
         [0, 1],
         True,
@@ -353,31 +310,31 @@ def test_where_all_of_a_node_wait_the_culprit_is_on_another() -> None:
     assert "network" in describe_diagnosis(whole)
 
 
-def test_ddp_waits_under_backward_where_nothing_more_is_known() -> None:
-    """An older torch, without a flight recorder: an idle backward() is taken for a wait."""
+def test_idle_backward_counts_as_wait_without_flight_recorder() -> None:
+    """An older torch has no flight recorder."""
     evidence = [
         rank(0, frames=IN_BACKWARD, pending_collectives=None),
         rank(1, process_state="T"),
         rank(2, frames=IN_BACKWARD, pending_collectives=None),
     ]
     found = diagnose_hang(evidence, 3)
-    assert ([one.rank for one in found.suspects], [one.rank for one in found.victims]) == ([1], [0, 2])
+    assert (ranks_of(found.suspects), ranks_of(found.victims)) == ([1], [0, 2])
 
 
-def test_a_rank_that_is_alone_waits_for_nobody() -> None:
+def test_only_rank_of_world_is_suspect() -> None:
     """Whatever its stack looks like."""
     found = diagnose_hang([rank(0, frames=IN_BACKWARD, pending_collectives=None)], 1)
-    assert [one.reason for one in found.suspects] == ["is in backward() at train.py:38 in main"]
+    assert [item.reason for item in found.suspects] == ["is in backward() at train.py:38 in main"]
 
 
-def test_a_rank_that_goes_on_is_neither_suspect_nor_victim() -> None:
-    """A job whose ranks do not wait for each other."""
+def test_rank_that_continues_is_neither_suspect_nor_victim() -> None:
+    """Not all jobs have ranks that wait for each other."""
     found = diagnose_hang([rank(0, pending_collectives=(), frames=(MAIN,)), rank(1, is_stalled=False)], 2)
-    assert ([one.rank for one in found.suspects], found.victims) == ([0], ())
+    assert (ranks_of(found.suspects), found.victims) == ([0], ())
 
 
-def test_it_is_said_in_one_sentence() -> None:
-    """Suspects with reasons, then who waits."""
+def test_diagnosis_names_suspects_then_victims() -> None:
+    """A diagnosis without ranks has a text too."""
     found = diagnose_hang(alone(process_state="T"), 3)
     assert describe_diagnosis(found) == (
         "rank 1 is stopped by a signal (SIGSTOP) at train.py:38 in main. ranks 0, 2 wait for it"
@@ -397,8 +354,8 @@ def test_it_is_said_in_one_sentence() -> None:
         ((StackFrame("/x/elastic_resume/restore/collectives.py", 80, "gather"), MAIN), COLLECTIVE),
     ],
 )
-def test_the_innermost_frames_tell_what_a_rank_does(frames: tuple[StackFrame, ...], kind: str) -> None:
-    """And the innermost of the user's own where."""
+def test_innermost_library_frames_classify_a_rank(frames: tuple[StackFrame, ...], kind: str) -> None:
+    """The innermost frame of the user's code gives the place."""
     assert classify_frames(frames) == kind
     assert innermost_user_frame(frames) in {MAIN, None}
 
@@ -420,30 +377,28 @@ def test_the_innermost_frames_tell_what_a_rank_does(frames: tuple[StackFrame, ..
             is_finished=st.booleans(),
         ),
         max_size=8,
-        unique_by=lambda one: one.rank,
+        unique_by=lambda item: item.rank,
     ),
     st.integers(1, 16),
 )
-def test_each_rank_that_stands_is_suspect_or_victim_and_none_is_both(
-    evidence: list[RankEvidence], more: int
-) -> None:
-    """Stopped ones are suspects always; and there is a sentence for everything."""
+def test_any_stalled_rank_is_either_suspect_or_victim(evidence: list[RankEvidence], more: int) -> None:
+    """Stopped ranks are always suspects."""
     found = diagnose_hang(evidence, len(evidence) + more)
-    suspects = {one.rank for one in found.suspects}
-    victims = {one.rank for one in found.victims}
-    assert suspects | victims == {one.rank for one in evidence if one.is_stalled}
+    suspects = set(ranks_of(found.suspects))
+    victims = set(ranks_of(found.victims))
+    assert suspects | victims == {item.rank for item in evidence if item.is_stalled}
     assert not suspects & victims
-    assert {one.rank for one in evidence if one.is_stalled and one.process_state == "T"} <= suspects
+    assert {item.rank for item in evidence if item.is_stalled and item.process_state == "T"} <= suspects
     assert found.waits_for_other_node == (bool(victims) and not suspects)
     assert describe_diagnosis(found)
 
 
-def test_a_judgement_tells_how_long_nobody_can_be_hung() -> None:
-    """So the next look may wait."""
+def test_decision_has_time_of_next_check() -> None:
+    """No rank can hang before."""
     assert hangs.find_hung_ranks({0: still(1.5)}, TWO) == HangDecision((), 2.0, 0.5)
     assert hangs.find_hung_ranks({}, TWO) == HangDecision((), 2.0, 2.0)
 
 
-def test_those_that_wait_for_another_node_are_left_alone_for_longer() -> None:
-    """Outright: as long again; else five minutes at least, since a rank there may be busy."""
+def test_ranks_that_wait_for_another_node_get_more_time() -> None:
+    """They get the configured time again, or five minutes at least, since a rank there may be busy."""
     assert (TWO.peer_wait_s(2.0), AUTO.peer_wait_s(30.0), AUTO.peer_wait_s(999.0)) == (2.0, 300.0, 999.0)

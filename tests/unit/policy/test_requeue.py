@@ -1,7 +1,8 @@
-"""Who asks for a requeue, and when nobody does."""
+"""Test which node requests a requeue, and when none does."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -21,78 +22,59 @@ from elastic_resume.policy.requeue import (
 )
 
 REQUEUE, TELL, OVER, LEAVE = RequeueAction
-NOTICE = RequeueFacts(AgentEnd.PREEMPTION_NOTICE)
+ALONE: dict[str, Any] = {"only_this_node_ends": True, "is_requester": False}
+facts, End, Reason = RequeueFacts, AgentEnd, TerminationReason
+notice = functools.partial(RequeueFacts, AgentEnd.PREEMPTION_NOTICE)
 
 TABLE = [
     # the job's own end
-    (RequeueFacts(AgentEnd.DONE), LEAVE, 0, "done"),
-    (RequeueFacts(AgentEnd.DETERMINISTIC_FAILURE), LEAVE, 1, "at fault"),
-    (RequeueFacts(AgentEnd.INTERRUPTED), LEAVE, 130, "interrupted"),
+    (facts(End.DONE), LEAVE, 0, "done"),
+    (facts(End.DETERMINISTIC_FAILURE), LEAVE, 1, "at fault"),
+    (facts(End.INTERRUPTED), LEAVE, 130, "interrupted"),
     # SIGTERM: what the scheduler says decides
-    (RequeueFacts(AgentEnd.TERMINATED), LEAVE, 143, "whoever sent SIGTERM"),
-    (RequeueFacts(AgentEnd.TERMINATED, is_requester=False), LEAVE, 143, "asks Slurm why"),
-    (
-        RequeueFacts(AgentEnd.TERMINATED, TerminationReason.JOB_ENDING),
-        LEAVE,
-        143,
-        "told to end or to requeue",
-    ),
-    (RequeueFacts(AgentEnd.TERMINATED, TerminationReason.PREEMPTED), REQUEUE, 75, "preempted"),
-    (RequeueFacts(AgentEnd.TERMINATED, TerminationReason.TIME_LIMIT), REQUEUE, 75, "time limit is reached"),
-    (RequeueFacts(AgentEnd.TERMINATED, TerminationReason.PREEMPTED, is_requester=False), TELL, 75, "rank 0"),
+    (facts(End.TERMINATED), LEAVE, 143, "the sender of SIGTERM"),
+    (facts(End.TERMINATED, is_requester=False), LEAVE, 143, "asks Slurm why"),
+    (facts(End.TERMINATED, Reason.JOB_ENDING), LEAVE, 143, "told to end or to requeue"),
+    (facts(End.TERMINATED, Reason.PREEMPTED), REQUEUE, 75, "preempted"),
+    (facts(End.TERMINATED, Reason.TIME_LIMIT), REQUEUE, 75, "time limit is reached"),
+    (facts(End.TERMINATED, Reason.PREEMPTED, is_requester=False), TELL, 75, "rank 0"),
     # told ahead of time
-    (NOTICE, REQUEUE, 75, "ahead of time"),
-    (RequeueFacts(AgentEnd.DEADLINE), REQUEUE, 75, "time limit is near"),
-    (replace(NOTICE, is_requester=False), OVER, 0, "rank 0"),
-    (replace(RequeueFacts(AgentEnd.DEADLINE), is_requester=False), TELL, 75, "rank 0"),
-    (replace(NOTICE, termination_reason=TerminationReason.RUNNING), REQUEUE, 75, "ahead of time"),
-    (replace(NOTICE, termination_reason=TerminationReason.JOB_ENDING), LEAVE, 1, "told to end"),
-    (RequeueFacts(AgentEnd.DEADLINE, TerminationReason.JOB_ENDING), LEAVE, 1, "told to end"),
-    (RequeueFacts(AgentEnd.TERMINATED, TerminationReason.RUNNING), LEAVE, 143, "whoever sent SIGTERM"),
-    (replace(NOTICE, is_requester=False, is_single_node=True), REQUEUE, 75, "ahead of time"),
-    (replace(NOTICE, only_this_node_ends=True), TELL, 75, "go on"),  # of rank 0: perhaps the last of all
-    (replace(NOTICE, only_this_node_ends=True, is_requester=False), OVER, 0, "go on"),
-    (
-        replace(
-            NOTICE, only_this_node_ends=True, is_requester=False, starts_without_progress=9, is_disabled=True
-        ),
-        OVER,
-        0,
-        "go on",
-    ),
-    (
-        replace(NOTICE, only_this_node_ends=True, is_requester=False, scheduler="kubernetes"),
-        TELL,
-        75,
-        "exit code",
-    ),
-    (replace(NOTICE, only_this_node_ends=True, is_requester=False, scheduler="host"), TELL, 75, "exit code"),
-    (replace(NOTICE, only_this_node_ends=True, is_single_node=True), REQUEUE, 75, "ahead of time"),
-    (replace(NOTICE, scheduler="host"), TELL, 75, "exit code"),
-    (replace(NOTICE, scheduler="kubernetes", has_scontrol=False), TELL, 75, "exit code"),
-    (replace(NOTICE, has_scontrol=False), TELL, 75, "batch script"),
-    (replace(NOTICE, other_requeuer="submitit"), TELL, 75, "submitit requeues"),
-    (replace(NOTICE, is_disabled=True), TELL, 75, "--requeue"),
+    (notice(), REQUEUE, 75, "ahead of time"),
+    (facts(End.DEADLINE), REQUEUE, 75, "time limit is near"),
+    (notice(is_requester=False), OVER, 0, "rank 0"),
+    (facts(End.DEADLINE, is_requester=False), TELL, 75, "rank 0"),
+    (notice(termination_reason=Reason.RUNNING), REQUEUE, 75, "ahead of time"),
+    (notice(termination_reason=Reason.JOB_ENDING), LEAVE, 1, "told to end"),
+    (facts(End.DEADLINE, Reason.JOB_ENDING), LEAVE, 1, "told to end"),
+    (facts(End.TERMINATED, Reason.RUNNING), LEAVE, 143, "the sender of SIGTERM"),
+    (notice(is_requester=False, is_single_node=True), REQUEUE, 75, "ahead of time"),
+    (notice(only_this_node_ends=True), TELL, 75, "go on"),  # of rank 0: perhaps the last of all
+    (notice(**ALONE), OVER, 0, "go on"),
+    (notice(**ALONE, starts_without_progress=9, is_disabled=True), OVER, 0, "go on"),
+    (notice(**ALONE, scheduler="kubernetes"), TELL, 75, "exit code"),
+    (notice(**ALONE, scheduler="host"), TELL, 75, "exit code"),
+    (notice(only_this_node_ends=True, is_single_node=True), REQUEUE, 75, "ahead of time"),
+    (notice(scheduler="host"), TELL, 75, "exit code"),
+    (notice(scheduler="kubernetes", has_scontrol=False), TELL, 75, "exit code"),
+    (notice(has_scontrol=False), TELL, 75, "batch script"),
+    (notice(other_requeuer="submitit"), TELL, 75, "submitit requeues"),
+    (notice(is_disabled=True), TELL, 75, "--requeue"),
+    (facts(End.TERMINATED, Reason.PREEMPTED, other_requeuer="submitit"), TELL, 75, "submitit requeues"),
     # where other nodes may have a world that goes on
-    (RequeueFacts(AgentEnd.NO_QUORUM), TELL, 75, "may go on"),
-    (RequeueFacts(AgentEnd.NODE_UNFIT), TELL, 75, "may go on"),
-    (RequeueFacts(AgentEnd.NODE_UNFIT, is_requester=False), OVER, 0, "go on"),
-    (RequeueFacts(AgentEnd.NODE_UNFIT, is_requester=False, scheduler="host"), TELL, 75, "go on"),
-    (RequeueFacts(AgentEnd.NO_QUORUM, is_requester=False), TELL, 75, "may go on"),
-    (RequeueFacts(AgentEnd.NO_QUORUM, is_single_node=True), REQUEUE, 75, "no world"),
-    (RequeueFacts(AgentEnd.NODE_UNFIT, is_single_node=True), REQUEUE, 75, "left"),
+    (facts(End.NO_QUORUM), TELL, 75, "may go on"),
+    (facts(End.NODE_UNFIT), TELL, 75, "may go on"),
+    (facts(End.NODE_UNFIT, is_requester=False), OVER, 0, "go on"),
+    (facts(End.NODE_UNFIT, is_requester=False, scheduler="host"), TELL, 75, "go on"),
+    (facts(End.NO_QUORUM, is_requester=False), TELL, 75, "may go on"),
+    (facts(End.NO_QUORUM, is_single_node=True), REQUEUE, 75, "no world"),
+    (facts(End.NODE_UNFIT, is_single_node=True), REQUEUE, 75, "left"),
     # a job that gets nowhere
-    (replace(NOTICE, starts_without_progress=3), REQUEUE, 75, "ahead"),
-    (replace(NOTICE, starts_without_progress=4), LEAVE, 1, "lived 4 times"),
-    (
-        RequeueFacts(AgentEnd.TERMINATED, TerminationReason.PREEMPTED, starts_without_progress=4),
-        LEAVE,
-        143,
-        "new step",
-    ),
-    (RequeueFacts(AgentEnd.NO_QUORUM, starts_without_progress=4), LEAVE, 1, "new step"),
-    (RequeueFacts(AgentEnd.NODE_UNFIT, starts_without_progress=4), TELL, 75, "may go on"),
-    (RequeueFacts(AgentEnd.NODE_UNFIT, starts_without_progress=4, is_single_node=True), LEAVE, 1, "new step"),
+    (notice(starts_without_progress=3), REQUEUE, 75, "ahead"),
+    (notice(starts_without_progress=4), LEAVE, 1, "lived 4 times"),
+    (facts(End.TERMINATED, Reason.PREEMPTED, starts_without_progress=4), LEAVE, 143, "new step"),
+    (facts(End.NO_QUORUM, starts_without_progress=4), LEAVE, 1, "new step"),
+    (facts(End.NODE_UNFIT, starts_without_progress=4), TELL, 75, "may go on"),
+    (facts(End.NODE_UNFIT, starts_without_progress=4, is_single_node=True), LEAVE, 1, "new step"),
 ]
 OTHERWISE = {
     AgentEnd.DONE: 0,
@@ -103,21 +85,13 @@ OTHERWISE = {
 
 
 @pytest.mark.parametrize(("facts", "action", "code", "why"), TABLE)
-def test_who_asks_for_a_requeue(facts: RequeueFacts, action: RequeueAction, code: int, why: str) -> None:
-    """One row for each rule, with the exit code and what is said."""
+def test_requeue_decision_has_action_code_and_reason(
+    facts: RequeueFacts, action: RequeueAction, code: int, why: str
+) -> None:
+    """Each rule has a row."""
     decision = decide_requeue(facts)
     assert (decision.action, decision.exit_code(OTHERWISE.get(facts.end, 1))) == (action, code)
     assert why in decision.reason
-
-
-def test_submitit_is_not_raced_by_a_preempted_job() -> None:
-    """Whoever manages the job is asked first."""
-    assert (
-        decide_requeue(
-            RequeueFacts(AgentEnd.TERMINATED, TerminationReason.PREEMPTED, other_requeuer="submitit")
-        ).action
-        is TELL
-    )
 
 
 all_facts = st.builds(
@@ -136,8 +110,8 @@ all_facts = st.builds(
 
 
 @given(all_facts)
-def test_nothing_that_must_not_happen_happens(facts: RequeueFacts) -> None:
-    """Rules that hold whatever else is true."""
+def test_any_facts_keep_requeue_rules(facts: RequeueFacts) -> None:
+    """Some outcomes are excluded whatever else is true."""
     decision = decide_requeue(facts)
     asks = decision.action is REQUEUE
     code = decision.exit_code(7)
@@ -173,8 +147,8 @@ def test_nothing_that_must_not_happen_happens(facts: RequeueFacts) -> None:
 
 
 @given(all_facts)
-def test_of_several_nodes_one_asks_at_most(facts: RequeueFacts) -> None:
-    """The same end of all nodes: only the one that speaks for all may ask."""
+def test_node_that_is_not_requester_never_requeues(facts: RequeueFacts) -> None:
+    """Two nodes of a job would requeue it twice."""
     others = replace(facts, is_requester=False, is_single_node=False)
     assert decide_requeue(others).action is not REQUEUE
 
@@ -191,15 +165,13 @@ def test_of_several_nodes_one_asks_at_most(facts: RequeueFacts) -> None:
         (5, 0.0, -1, 0),
     ],
 )
-def test_a_drain_begins_early_enough_for_a_commit(
-    grace_s: float, commit_s: float, life_s: float, expected: float
-) -> None:
-    """In steps, so that nodes whose commits take about as long begin together."""
+def test_drain_margin_covers_commit(grace_s: float, commit_s: float, life_s: float, expected: float) -> None:
+    """The margin has steps, so nodes with similar commits drain together."""
     assert drain_margin_s(grace_s, commit_s, life_s) == expected
 
 
-def lives(text: str) -> list[dict[str, Any]]:
-    """Events of a node: A a life begins, wN workers start at step N, sN step N is finished, c a commit."""
+def starts(text: str) -> list[dict[str, Any]]:
+    """Return events of a node: A agent start, wN workers start at step N, sN step N finished, c commit."""
     kinds = {"A": "agent-start", "w": "worker-start", "s": "step", "c": "commit", "x": "failure"}
     return [
         {"event": kinds[word[0]], **({"step": int(word[1:])} if word[1:] else {})} for word in text.split()
@@ -221,6 +193,6 @@ def lives(text: str) -> list[dict[str, Any]]:
         ("", 0, 0),
     ],
 )
-def test_idle_lives_are_counted_from_a_nodes_events(text: str, restarts: int, expected: int) -> None:
-    """Only those in a row, back to the last that brought a step."""
-    assert count_starts_without_progress(lives(text), restarts) == expected
+def test_starts_without_progress_are_counted_in_a_row(text: str, restarts: int, expected: int) -> None:
+    """Only starts since the last new step count."""
+    assert count_starts_without_progress(starts(text), restarts) == expected

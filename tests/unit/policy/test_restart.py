@@ -24,6 +24,8 @@ from elastic_resume.policy.restart import (
     summarize_round,
 )
 
+CONTINUE, GIVE_UP, EXCLUDE = RestartAction
+DEFAULT = RestartLimits()
 KILLED = Failure(SIGNAL, "a", 1, "was killed by SIGKILL")
 OWN_FAULT = Failure(EXCEPTION, "a", 0, "ended with exit code 1", "MismatchError", "no", is_deterministic=True)
 
@@ -62,25 +64,21 @@ HISTORIES: list[tuple[str, list[RoundResult], bool]] = [
 @pytest.mark.parametrize(
     ("history", "gives_up"), [row[1:] for row in HISTORIES], ids=[row[0] for row in HISTORIES]
 )
-def test_decision(history: list[RoundResult], gives_up: bool) -> None:
+def test_decision_follows_progress_of_history(history: list[RoundResult], gives_up: bool) -> None:
     """Each row of the table above."""
-    assert decide_restart(history, RestartLimits()).ends_job is gives_up
+    assert decide_restart(history, DEFAULT).ends_job is gives_up
 
 
-def test_the_limit_can_be_set() -> None:
-    """One failed start is too many when the user says so."""
+def test_reason_names_count_step_and_rank() -> None:
+    """The limit can be set."""
     assert decide_restart([NO_STEP], RestartLimits(max_no_progress=1)).ends_job
-
-
-def test_the_reason_names_what_happened_last() -> None:
-    """Whoever reads the last line learns how often, where, and which rank."""
-    reason = decide_restart([failed(0, 7), failed(7, 7), failed(7, 7), failed(7, 7)], RestartLimits()).reason
+    reason = decide_restart([failed(0, 7), failed(7, 7), failed(7, 7), failed(7, 7)], DEFAULT).reason
     assert (
         reason == "3 starts in a row failed without progress, at step 7. Last: rank 1 was killed by SIGKILL."
     )
 
 
-def test_no_progress_counts_only_failed_rounds_since_the_newest_step() -> None:
+def test_no_progress_counts_failed_rounds_since_newest_step() -> None:
     """A round that reached a new step is not counted, the ones after it are."""
     assert count_rounds_without_progress([failed(0, 5), failed(5, 5), left(5, 5), failed(5, 5)]) == 2
 
@@ -102,28 +100,22 @@ def test_summary_takes_first_and_newest_step() -> None:
     assert (this.start_step, this.newest_step, this.failures) == (10, 14, ())
 
 
-def test_a_worker_that_does_not_know_its_rank_yet_ends_the_job_by_its_own_fault() -> None:
-    """A wrong argument of er.resume() is told before the world is joined; the guard knows the rank."""
+def test_deterministic_failure_without_rank_ends_job() -> None:
+    """A wrong argument of er.resume() fails before the rank is known; the supervisor knows the rank."""
+    error = {"type": "ConfigError", "message": "keep is 1. Write 2 or more.", "deterministic": True}
     events = [
-        event(
-            "failure",
-            1,
-            pid=71,
-            type="ConfigError",
-            message="keep is 1. Write 2 or more.",
-            deterministic=True,
-        ),
+        event("failure", 1, pid=71, **error),
         event("worker-exit", 2, rank=0, worker_pid=70, exit_code=None, signal="SIGKILL", stopped=False),
         event("worker-exit", 3, rank=1, worker_pid=71, exit_code=1, signal=None, stopped=False),
     ]
     this = summarize_round(events, node="a", failed=True)
-    assert decide_restart([this], RestartLimits()).reason == (
+    assert decide_restart([this], DEFAULT).reason == (
         "rank 1 ended with exit code 1: ConfigError: keep is 1. Write 2 or more. "
         "Starting again would meet the same error."
     )
 
 
-# ---- what a restart would meet again -------------------------------------------------------------------
+# ---- errors that a restart would meet again ------------------------------------------------------------
 
 
 def raised(
@@ -152,86 +144,35 @@ def ended(
     return RoundResult(True, start, newest, failures, nodes)
 
 
+THREE_OF = RestartLimits(min_nodes=3)
+PATIENT = RestartLimits(max_no_progress=UNLIMITED, max_same_failures=UNLIMITED)
+EVERYWHERE = ended(raised("KeyError", nodes=3))
 HOPELESS: list[Row] = [
-    ("an import error", [ended(IMPORT)], world(), RestartLimits(), RestartAction.GIVE_UP),
-    ("a syntax error", [ended(raised("SyntaxError"))], world(), RestartLimits(), RestartAction.GIVE_UP),
+    ("import error", [ended(IMPORT)], world(), DEFAULT, GIVE_UP),
+    ("syntax error", [ended(raised("SyntaxError"))], world(), DEFAULT, GIVE_UP),
+    ("late import error", [ended(IMPORT, start=0, newest=5)], world(step=5), DEFAULT, CONTINUE),
+    ("import error on a newcomer", [ended(IMPORT)], world(step=5), TWO_OF, EXCLUDE),
+    ("import error on a newcomer that is needed", [ended(IMPORT)], world(step=5), THREE_OF, GIVE_UP),
+    ("same error on all nodes before the first step", [EVERYWHERE], world(), DEFAULT, GIVE_UP),
+    ("on two of three nodes", [ended(raised("KeyError", nodes=2))], world(), DEFAULT, CONTINUE),
+    ("on all nodes of a job that has trained", [EVERYWHERE], world(step=7), DEFAULT, CONTINUE),
     (
-        "an import error of a late import",
-        [ended(IMPORT, start=0, newest=5)],
-        world(step=5),
-        RestartLimits(),
-        RestartAction.CONTINUE,
-    ),
-    (
-        "an import error on a newcomer to a job that trains",
-        [ended(IMPORT)],
-        world(step=5),
-        TWO_OF,
-        RestartAction.EXCLUDE,
-    ),
-    (
-        "the same, where it is needed",
-        [ended(IMPORT)],
-        world(step=5),
-        RestartLimits(min_nodes=3),
-        RestartAction.GIVE_UP,
-    ),
-    (
-        "the same error everywhere before the first step",
-        [ended(raised("KeyError", nodes=3))],
-        world(),
-        RestartLimits(),
-        RestartAction.GIVE_UP,
-    ),
-    (
-        "on two of three nodes only",
-        [ended(raised("KeyError", nodes=2))],
-        world(),
-        RestartLimits(),
-        RestartAction.CONTINUE,
-    ),
-    (
-        "everywhere, in a job that has trained",
-        [ended(raised("KeyError", nodes=3))],
-        world(step=7),
-        RestartLimits(),
-        RestartAction.CONTINUE,
-    ),
-    (
-        "everywhere after a step",
+        "on all nodes after a step",
         [ended(raised("KeyError", 3, nodes=3), start=0, newest=3)],
         world(step=3),
-        RestartLimits(),
-        RestartAction.CONTINUE,
+        DEFAULT,
+        CONTINUE,
     ),
-    (
-        "on the only node there is",
-        [ended(raised("KeyError"), nodes=1)],
-        world("a"),
-        RestartLimits(),
-        RestartAction.CONTINUE,
-    ),
-    (
-        "with --max-restarts too",
-        [ended(IMPORT)],
-        world(),
-        RestartLimits(max_no_progress=UNLIMITED, max_same_failures=UNLIMITED),
-        RestartAction.GIVE_UP,
-    ),
-    (
-        "but a node that came or went is no failure",
-        [replace(ended(IMPORT), failed=False)],
-        world(),
-        RestartLimits(),
-        RestartAction.CONTINUE,
-    ),
+    ("on the only node", [ended(raised("KeyError"), nodes=1)], world("a"), DEFAULT, CONTINUE),
+    ("with --max-restarts", [ended(IMPORT)], world(), PATIENT, GIVE_UP),
+    ("changed membership", [replace(ended(IMPORT), failed=False)], world(), DEFAULT, CONTINUE),
 ]
 
 
 @pytest.mark.parametrize(
     ("history", "now", "limits", "action"), [row[1:] for row in HOPELESS], ids=[row[0] for row in HOPELESS]
 )
-def test_errors_that_a_restart_would_meet_again(
+def test_unstartable_script_gives_up_or_excludes(
     history: list[RoundResult], now: WorldSummary, limits: RestartLimits, action: RestartAction
 ) -> None:
     """Each row of the table above."""
@@ -285,84 +226,50 @@ def stepping(node: str, count: int) -> list[RoundResult]:
     return [killed(node, i, i + 10) for i in range(0, 10 * count, 10)]
 
 
-EXCLUDE: list[tuple[str, list[RoundResult], WorldSummary, RestartLimits, RestartAction]] = [
-    ("instead of giving up", [killed("b")] * 3, world(), TWO_OF, RestartAction.EXCLUDE),
-    ("not where it is needed", [killed("b")] * 3, world(), RestartLimits(min_nodes=3), RestartAction.GIVE_UP),
+AFTER_FOUR = RestartLimits(min_nodes=2, exclude_after=4)
+OTHERS_BETWEEN = [*stepping("b", 2), *stepping("c", 1), *stepping("b", 2)]
+ALONE: list[Row] = [
+    ("instead of giving up", [killed("b")] * 3, world(), TWO_OF, EXCLUDE),
+    ("it is needed", [killed("b")] * 3, world(), THREE_OF, GIVE_UP),
+    ("others failed too", [killed("b"), killed("c"), killed("b")], world(), TWO_OF, GIVE_UP),
+    ("steps advance", stepping("b", 9), world(step=90), TWO_OF, CONTINUE),
+    ("the user's limit is reached", stepping("b", 4), world(step=40), AFTER_FOUR, EXCLUDE),
+    ("below the user's limit", stepping("b", 3), world(step=40), AFTER_FOUR, CONTINUE),
+    ("not in a row", OTHERS_BETWEEN, world(step=40), AFTER_FOUR, CONTINUE),
+    ("it has left", [killed("b")] * 3, world("ac"), DEFAULT, CONTINUE),
     (
-        "not when others failed too",
-        [killed("b"), killed("c"), killed("b")],
-        world(),
-        TWO_OF,
-        RestartAction.GIVE_UP,
-    ),
-    ("not while steps advance", stepping("b", 9), world(step=90), TWO_OF, RestartAction.CONTINUE),
-    (
-        "unless the user says so",
-        stepping("b", 4),
-        world(step=40),
-        RestartLimits(min_nodes=2, exclude_after=4),
-        RestartAction.EXCLUDE,
-    ),
-    (
-        "and so often",
-        stepping("b", 3),
-        world(step=40),
-        RestartLimits(min_nodes=2, exclude_after=4),
-        RestartAction.CONTINUE,
-    ),
-    (
-        "in a row",
-        [*stepping("b", 2), *stepping("c", 1), *stepping("b", 2)],
-        world(step=40),
-        RestartLimits(min_nodes=2, exclude_after=4),
-        RestartAction.CONTINUE,
-    ),
-    (
-        "what it did is forgotten once it is gone",
-        [killed("b")] * 3,
-        world("ac"),
-        RestartLimits(),
-        RestartAction.CONTINUE,
-    ),
-    (
-        "and the others have a budget of their own",
+        "others fail after it left",
         [*[killed("b")] * 3, killed("a"), killed("c")],
         world("ac"),
-        RestartLimits(),
-        RestartAction.CONTINUE,
+        DEFAULT,
+        CONTINUE,
     ),
-    (
-        "a stock rendezvous names no nodes",
-        [killed("b")] * 3,
-        WorldSummary(),
-        RestartLimits(),
-        RestartAction.GIVE_UP,
-    ),
+    ("no node names", [killed("b")] * 3, WorldSummary(), DEFAULT, GIVE_UP),
 ]
 
 
 @pytest.mark.parametrize(
-    ("history", "now", "limits", "action"), [row[1:] for row in EXCLUDE], ids=[row[0] for row in EXCLUDE]
+    ("history", "now", "limits", "action"), [row[1:] for row in ALONE], ids=[row[0] for row in ALONE]
 )
-def test_a_node_that_fails_alone_is_left_out(
+def test_node_that_fails_alone_is_excluded(
     history: list[RoundResult], now: WorldSummary, limits: RestartLimits, action: RestartAction
 ) -> None:
     """Each row of the table above; it is node b."""
     decision = decide_restart(history, limits, now)
     assert decision.action is action
-    if action is RestartAction.EXCLUDE:
+    if action is EXCLUDE:
         assert decision.node == "b"
         assert "caused by node b alone. Last: rank 1 was killed by SIGSEGV." in decision.reason
 
 
-# ---- what the coordinator told, and how long to wait ---------------------------------------------------
+# ---- reported failures and delays ----------------------------------------------------------------------
 
 CUT_OFF = Failure(EXCEPTION, "a", 0, "ended with exit code 1", "RuntimeError", "Connection closed by peer")
 LOST = Failure(NODE_LOST, "c", None, "died")
 
 
 @pytest.mark.parametrize(
-    ("own", "told", "changed", "failed"),
+    ("own", "reported", "changed", "failed"),
     [
         (CUT_OFF, (LOST, CUT_OFF), False, False),  # the lost node is back already
         (CUT_OFF, (CUT_OFF, LOST), True, False),
@@ -372,26 +279,26 @@ LOST = Failure(NODE_LOST, "c", None, "died")
         (KILLED, (), False, True),  # a stock rendezvous tells nothing
     ],
 )
-def test_a_change_of_membership_costs_nothing(
-    own: Failure, told: tuple[Failure, ...], changed: bool, failed: bool
+def test_changed_membership_is_no_failure(
+    own: Failure, reported: tuple[Failure, ...], changed: bool, failed: bool
 ) -> None:
-    """A round whose cause is that a node went did not fail, on any node; what the job is at fault for did."""
-    assert merge_reported_failures(ended(own), told, membership_changed=changed).failed is failed
+    """A lost node fails no round; a deterministic error does."""
+    assert merge_reported_failures(ended(own), reported, membership_changed=changed).failed is failed
 
 
-def test_a_round_that_failed_elsewhere_counts_here_too() -> None:
-    """All nodes keep the same history: so they give up together."""
+def test_round_that_failed_elsewhere_counts() -> None:
+    """All nodes keep the same history, so they give up together."""
     assert merge_reported_failures(RoundResult(failed=False), [KILLED], membership_changed=False).failed
 
 
-def test_waiting_doubles_while_nothing_advances() -> None:
-    """None for the first failure, and at most a minute."""
+def test_restart_delay_doubles_without_progress() -> None:
+    """There is no delay after the first failure, and a minute at most."""
     stuck = [restart_delay_s([NO_STEP] * count) for count in range(1, 10)]
     assert stuck == [0, 1, 2, 4, 8, 16, 32, 60, 60]
     assert restart_delay_s([failed(i, i + 1) for i in range(9)]) == 0
 
 
-def test_only_finished_steps_count_as_come_so_far() -> None:
+def test_newest_step_ignores_resumed_step() -> None:
     """A start from a checkpoint is no step."""
     assert find_newest_step([left(40, 40)]) == 0
     assert find_newest_step([left(40, 43), left(41, 41)]) == 43
@@ -428,19 +335,19 @@ rounds = st.builds(
     st.lists(st.sampled_from("abcd"), unique=True).map(tuple),
     st.integers(0, 40),
 )
-def test_whatever_the_history(
+def test_any_history_gives_sound_decision(
     history: list[RoundResult], limits: RestartLimits, nodes: tuple[str, ...], step: int
 ) -> None:
-    """A round that did not fail ends nothing; nobody is left out whom the others need; words are given."""
+    """Success ends nothing, a needed node is not excluded, and each action has a reason."""
     decision = decide_restart(history, limits, WorldSummary(nodes, step))
     if not history[-1].failed:
-        assert decision.action is RestartAction.CONTINUE
-    if decision.action is RestartAction.EXCLUDE:
+        assert decision.action is CONTINUE
+    if decision.action is EXCLUDE:
         assert decision.node in nodes
         assert len(nodes) - 1 >= limits.min_nodes
-    assert bool(decision.reason) is (decision.action is not RestartAction.CONTINUE)
+    assert bool(decision.reason) is (decision.action is not CONTINUE)
     assert 0 <= restart_delay_s(history) <= 60
     assert (
         decide_restart(history, replace(limits, exclude_after=0), WorldSummary((), step)).action
-        is not RestartAction.EXCLUDE
+        is not EXCLUDE
     )

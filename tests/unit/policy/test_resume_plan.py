@@ -1,4 +1,4 @@
-"""The choice of what to resume from: by table, and by properties over arbitrary inventories."""
+"""Test the choice of the state to resume from: by table, and for arbitrary inventories."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ def node(name: str, rank: int, *copies: tuple[int, int], generation: int = 0, **
     return Inventory(name, rank, own, generation=known, **more)  # type: ignore[arg-type]
 
 
-def test_nothing_anywhere_is_a_cold_start_in_generation_one() -> None:
-    """No copy and nothing rejected: fresh, from rank 0."""
+def test_no_saved_state_gives_cold_start_in_generation_one() -> None:
+    """Rank 0 is the source."""
     plan = choose_resume_plan([node("a", 0), node("b", 1)], "auto")
     assert (plan.kind, plan.generation, plan.source_node, plan.step) == ("cold", 1, "a", 0)
 
 
-def test_a_later_generation_beats_a_higher_step_of_an_abandoned_one() -> None:
+def test_later_generation_beats_higher_step() -> None:
     """Order is (generation, step): unsloth-zoo PR#782 resumed a stale higher step."""
     plan = choose_resume_plan([node("a", 0, (1, 900)), node("b", 1, (2, 30))], "auto")
     assert (plan.source_node, plan.source_generation, plan.step) == ("b", 2, 30)
-    assert plan.lacking == ("a",)
+    assert plan.receiving_nodes == ("a",)
     assert plan.generation == 3
 
 
-def test_the_node_of_rank_zero_may_have_lost_its_disk() -> None:
+def test_source_is_a_holder_if_rank_zero_lost_its_disk() -> None:
     """Any holder can be the source."""
     plan = choose_resume_plan([node("a", 0), node("b", 1, (1, 5)), node("c", 2, (1, 5))], "auto")
-    assert (plan.source_node, plan.source_rank, plan.lacking) == ("b", 1, ("a",))
+    assert (plan.source_node, plan.source_rank, plan.receiving_nodes) == ("b", 1, ("a",))
 
 
-def test_of_equal_copies_the_one_that_the_lowest_rank_wrote_is_the_source() -> None:
+def test_source_of_equal_states_is_lowest_writer_rank() -> None:
     """BatchNorm's buffers differ between ranks; the lowest rank's are the job's, wherever they are now."""
     first = Inventory("a", 0, (SavedState("a", 1, 5, 2),))
     second = Inventory("b", 1, (SavedState("b", 1, 5, 0),))
     assert choose_resume_plan([first, second], "auto").source_node == "b"
 
 
-def test_a_node_reads_its_own_copy_before_a_peers() -> None:
+def test_node_reads_its_own_state_before_a_peers() -> None:
     """On a shared file system rank 0 sees every directory."""
     seen = Inventory("a", 0, (SavedState("b", 1, 5, 1), SavedState("a", 1, 5, 0)))
     copy = choose_resume_plan([seen, node("b", 1, (1, 5))], "auto").saved_state_for("a")
@@ -63,7 +63,7 @@ def test_a_node_reads_its_own_copy_before_a_peers() -> None:
     assert copy.owner_node == "a"
 
 
-def test_copies_that_exist_and_cannot_be_read_are_never_forgotten() -> None:
+def test_only_rejected_states_raise() -> None:
     """All rejected: an error under auto and must that names them, not a fresh start."""
     bad = node("a", 0, rejected=(RejectedState("a", "g000001-s0000000005", "torn", (1, 5)),))
     for mode in ("auto", "must"):
@@ -71,27 +71,27 @@ def test_copies_that_exist_and_cannot_be_read_are_never_forgotten() -> None:
             choose_resume_plan([bad, node("b", 1)], mode)
 
 
-def test_an_older_valid_copy_is_taken_and_the_newer_bad_one_is_told() -> None:
-    """What is older than the chosen copy is not told: it would not have been taken."""
+def test_older_valid_state_is_chosen_and_newer_bad_one_listed() -> None:
+    """A rejected state that is older than the chosen one is not listed."""
     old = RejectedState("a", "g000001-s0000000001", "torn", (1, 1))
     new = RejectedState("a", "g000001-s0000000009", "torn", (1, 9))
     plan = choose_resume_plan([node("a", 0, rejected=(old, new)), node("b", 1, (1, 5))], "auto")
     assert (plan.step, plan.rejected) == (5, (new,))
 
 
-def test_must_without_any_copy_is_an_error() -> None:
+def test_must_without_saved_state_raises() -> None:
     """The text says what to check."""
     with pytest.raises(NoValidCheckpointError, match="--ckpt-dir and --rdzv-id"):
         choose_resume_plan([node("a", 0)], "must")
 
 
-def test_never_sets_aside_what_is_older_than_this_start() -> None:
-    """At the start of the job nobody has been in a world: every known generation is older."""
+def test_never_ignores_states_from_before_this_start() -> None:
+    """At the start of the job every known generation is older."""
     plan = choose_resume_plan([node("a", 0, (3, 50), min_generation=3), node("b", 1)], "never")
     assert (plan.kind, plan.generation) == ("cold", 4)
 
 
-def test_never_keeps_what_this_start_has_saved() -> None:
+def test_never_keeps_states_of_this_start() -> None:
     """After a failure in generation 4 of a job started with never, its own checkpoint counts."""
     survivor = node("a", 0, (3, 50), (4, 10), min_generation=3, has_joined_world=True)
     returned = node("b", 1, (3, 50), generation=4, min_generation=4)
@@ -99,7 +99,7 @@ def test_never_keeps_what_this_start_has_saved() -> None:
     assert (plan.kind, plan.source_generation, plan.step) == ("checkpoint", 4, 10)
 
 
-def test_never_does_not_forget_an_unreadable_copy_of_this_start() -> None:
+def test_never_raises_for_unreadable_state_of_this_start() -> None:
     """The only copy of this start turns out corrupt: an error, as under auto."""
     bad = RejectedState("a", "g000004-s0000000010", "digest", (4, 10))
     with pytest.raises(NoValidCheckpointError, match="none can be loaded"):
@@ -108,8 +108,8 @@ def test_never_does_not_forget_an_unreadable_copy_of_this_start() -> None:
         )
 
 
-def test_lost_steps_are_those_finished_after_the_chosen_copy() -> None:
-    """The board of the node that came furthest in the newest generation tells."""
+def test_recomputed_steps_count_from_chosen_state() -> None:
+    """The node with the newest step counts."""
     plan = choose_resume_plan(
         [
             node("a", 0, (1, 5), last_generation=1, last_step=8, last_world_size=3),
@@ -124,7 +124,7 @@ ORDERS = st.tuples(st.integers(1, 5), st.integers(0, 50))
 
 
 @given(st.lists(st.lists(ORDERS, max_size=4), min_size=1, max_size=5), st.randoms(use_true_random=False))
-def test_every_order_of_the_inventories_gives_the_same_plan(
+def test_order_of_inventories_does_not_change_the_plan(
     held: list[list[tuple[int, int]]], dice: object
 ) -> None:
     """Ranks gather in any order; the plan is one, newest, and partitions the nodes."""
@@ -140,16 +140,16 @@ def test_every_order_of_the_inventories_gives_the_same_plan(
     assert (plan.source_generation, plan.step) == max(everything)
     assert plan.generation > max(everything)[0]
     holders = {name for name, _ in plan.holders}
-    assert holders | set(plan.lacking) == {one.node for one in inventories}
-    assert not holders & set(plan.lacking)
+    assert holders | set(plan.receiving_nodes) == {inventory.node for inventory in inventories}
+    assert not holders & set(plan.receiving_nodes)
     assert plan.source_node in holders
 
 
 @given(st.lists(st.lists(ORDERS, max_size=3, unique=True), min_size=1, max_size=4))
-def test_taking_out_each_failed_copy_ends_in_an_error_and_never_in_a_fresh_start(
+def test_rejecting_every_state_raises_instead_of_cold_start(
     held: list[list[tuple[int, int]]],
 ) -> None:
-    """However many copies fail their digest, one after the other, the job does not begin anew in silence."""
+    """Each state may fail its digest."""
     inventories = [node(f"n{i}", i, *copies) for i, copies in enumerate(held)]
     if not any(held):
         return
@@ -158,7 +158,8 @@ def test_taking_out_each_failed_copy_ends_in_an_error_and_never_in_a_fresh_start
         assert plan.kind == "checkpoint"
         victim, copy = plan.holders[0]
         inventories = [
-            reject_saved_state(one, copy, "x", "bad") if one.node == victim else one for one in inventories
+            reject_saved_state(item, copy, "x", "bad") if item.node == victim else item
+            for item in inventories
         ]
     with pytest.raises(NoValidCheckpointError):
         choose_resume_plan(inventories, "auto")
@@ -173,7 +174,7 @@ def refused(node_name: str, order: tuple[int, int], kind: str) -> RejectedState:
 
 
 @pytest.mark.parametrize("order", [(1, 9), (2, 1), (1, 5)])
-def test_nothing_older_is_taken_in_place_of_a_newer_format(order: tuple[int, int]) -> None:
+def test_newer_format_is_never_replaced_by_older_state(order: tuple[int, int]) -> None:
     """It is valid: an upgrade brings its steps back. Not older than what can be read is enough."""
     newer = node("a", 0, (1, 3), rejected=(refused("a", order, "newer"),))
     for mode in ("auto", "must"):
@@ -181,14 +182,14 @@ def test_nothing_older_is_taken_in_place_of_a_newer_format(order: tuple[int, int
             choose_resume_plan([newer, node("b", 1, (1, 5))], mode)
 
 
-def test_an_older_copy_of_a_newer_format_is_in_nobodys_way() -> None:
-    """Somebody went back to an older version on purpose and has trained on since."""
+def test_older_state_of_newer_format_does_not_matter() -> None:
+    """The user went back to an older version and has trained since."""
     old = node("a", 0, (2, 9), rejected=(refused("a", (1, 50), "newer"),))
     assert choose_resume_plan([old], "auto").version == (2, 9)
 
 
 @pytest.mark.parametrize("kind", ["foreign", "unreadable", "torn", "corrupt", "unlike"])
-def test_every_other_copy_that_cannot_be_loaded_is_told_and_an_older_one_taken(kind: str) -> None:
+def test_unloadable_state_is_listed_and_older_one_chosen(kind: str) -> None:
     """The job goes on; the reason is in the plan."""
     bad = refused("a", (1, 9), kind)
     plan = choose_resume_plan([node("a", 0, (1, 5), rejected=(bad,))], "auto")
@@ -196,8 +197,8 @@ def test_every_other_copy_that_cannot_be_loaded_is_told_and_an_older_one_taken(k
 
 
 @pytest.mark.parametrize("kind", ["newer", "corrupt", "foreign", "unreadable"])
-def test_never_gets_past_everything_that_was_there_at_the_start(kind: str) -> None:
-    """Also where no node knows a generation any more: the copies' own names tell it."""
+def test_never_starts_after_every_known_generation(kind: str) -> None:
+    """Names of saved states give generations that no node knows any more."""
     lost = Inventory(
         "a", 0, (SavedState("b", 6, 1, 0),), rejected=(refused("a", (7, 9), kind),), committed_generation=7
     )
@@ -205,7 +206,7 @@ def test_never_gets_past_everything_that_was_there_at_the_start(kind: str) -> No
     assert (plan.kind, plan.generation, plan.min_generation) == ("cold", 8, 7)
 
 
-def test_the_lineage_that_was_set_aside_is_known_to_later_nodes_too() -> None:
+def test_min_generation_of_plan_survives_new_nodes() -> None:
     """The floor of the plan is what every node notes: a new, empty node does not lower it."""
     start = choose_resume_plan([node("a", 0, (3, 50)), node("b", 1)], "never")
     assert start.min_generation == 3
@@ -217,23 +218,17 @@ def test_the_lineage_that_was_set_aside_is_known_to_later_nodes_too() -> None:
     assert choose_resume_plan([node("a", 0, (3, 50))], "auto").min_generation == -1
 
 
-def test_another_jobs_directory_does_not_keep_never_from_starting_again() -> None:
+def test_never_ignores_states_of_other_jobs() -> None:
     """It has nothing to do with this lineage; under auto it is an error to find nothing else."""
-    stray = node(
-        "a",
-        0,
-        generation=4,
-        min_generation=3,
-        has_joined_world=True,
-        rejected=(refused("a", (9, 9), "foreign"),),
-    )
+    foreign = (refused("a", (9, 9), "foreign"),)
+    stray = node("a", 0, generation=4, min_generation=3, has_joined_world=True, rejected=foreign)
     plan = choose_resume_plan([stray], "never")
     assert (plan.kind, plan.generation) == ("cold", 5)
     with pytest.raises(NoValidCheckpointError, match="none can be loaded"):
         choose_resume_plan([stray], "auto")
 
 
-def test_a_node_that_had_checkpoints_does_not_begin_anew_in_silence() -> None:
+def test_missing_committed_checkpoints_raise() -> None:
     """They were removed, or something is not mounted. A wiped disk has forgotten this too."""
     had = node("a", 0, generation=4, committed_generation=3)
     with pytest.raises(NoValidCheckpointError, match=r"a: had checkpoints of this job.*--resume never"):
@@ -242,7 +237,7 @@ def test_a_node_that_had_checkpoints_does_not_begin_anew_in_silence() -> None:
     assert choose_resume_plan([had], "never").kind == "cold"
 
 
-def test_what_could_not_be_read_just_now_is_worth_another_attempt() -> None:
+def test_unreadable_state_raises_error_that_is_not_deterministic() -> None:
     """The error does not end the job at once, as one about proven damage does."""
     for kind, at_fault in (("unreadable", False), ("corrupt", True)):
         with pytest.raises(NoValidCheckpointError) as caught:
@@ -266,12 +261,10 @@ KINDS = st.sampled_from(["newer", "foreign", "unreadable", "torn", "corrupt", "a
     st.sampled_from(["auto", "must", "never"]),
     st.integers(-1, 6),  # a floor that somebody noted, or nobody
 )
-def test_a_valid_copy_of_a_newer_format_never_leads_to_less(
-    world: list[tuple[list[tuple[int, int]], list[tuple[tuple[int, int], str]], int]],
-    mode: str,
-    noted: int,
+def test_newer_format_never_leads_to_older_state(
+    world: list[tuple[list[tuple[int, int]], list[tuple[tuple[int, int], str]], int]], mode: str, noted: int
 ) -> None:
-    """Whatever lies about: no older resume and no fresh start, unless it was set aside on purpose."""
+    """This holds for any states unless the user ignored them on purpose."""
     inventories = [
         node(
             f"n{i}",
@@ -297,18 +290,16 @@ def test_a_valid_copy_of_a_newer_format_never_leads_to_less(
 # ---- tiers, and who sends to whom ------------------------------------------------------------------------
 
 
-def test_of_one_nodes_equal_copies_the_one_in_memory_is_read_and_a_newer_one_on_disk_wins() -> None:
+def test_memory_is_preferred_among_equal_states_only() -> None:
     """The tier decides between equals only."""
     both = Inventory("a", 0, (SavedState("a", 1, 5, 0), SavedState("a", 1, 5, 0, MEMORY)))
     assert choose_resume_plan([both], "auto").source_tier == MEMORY
     newer = Inventory("a", 0, (SavedState("a", 1, 6, 0), SavedState("a", 1, 5, 0, MEMORY)))
-    assert (choose_resume_plan([newer], "auto").source_tier, choose_resume_plan([newer], "auto").step) == (
-        DISK,
-        6,
-    )
+    plan = choose_resume_plan([newer], "auto")
+    assert (plan.source_tier, plan.step) == (DISK, 6)
 
 
-def test_the_copy_in_memory_that_fails_leaves_the_one_on_disk() -> None:
+def test_rejected_snapshot_leaves_checkpoint_of_same_step() -> None:
     """They are two copies: one that turns out bad says nothing of the other."""
     snapshot = SavedState("a", 1, 5, 0, MEMORY)
     both = Inventory("a", 0, (SavedState("a", 1, 5, 0), snapshot))
@@ -316,7 +307,7 @@ def test_the_copy_in_memory_that_fails_leaves_the_one_on_disk() -> None:
     assert (plan.source_tier, plan.step, len(plan.rejected)) == (DISK, 5, 1)
 
 
-def test_rank_zeros_values_are_the_jobs_also_where_a_later_rank_has_them_in_memory() -> None:
+def test_lowest_writer_rank_beats_memory() -> None:
     """The source is the lowest writer; among copies of one writer, the one in memory."""
     disk, memory = (
         Inventory("a", 0, (SavedState("a", 1, 5, 0),)),
@@ -327,11 +318,11 @@ def test_rank_zeros_values_are_the_jobs_also_where_a_later_rank_has_them_in_memo
     assert choose_resume_plan([disk, same], "auto").source_node == "b"
 
 
-def test_the_copy_made_when_all_of_an_epoch_was_done_is_newer_than_that_of_its_last_step() -> None:
+def test_state_after_epoch_end_is_newer_than_its_last_step() -> None:
     """Of one step both may exist; nodes that hold the older one lack the newer."""
     last, done = SavedState("a", 1, 5, 0, MEMORY, epoch=0), SavedState("b", 1, 5, 1, MEMORY, epoch=1)
     plan = choose_resume_plan([Inventory("a", 0, (last,)), Inventory("b", 1, (done,))], "auto")
-    assert (plan.source_node, plan.lacking) == ("b", ("a",))
+    assert (plan.source_node, plan.receiving_nodes) == ("b", ("a",))
 
 
 def held(memory: int, disk: int, lacking: int) -> ResumePlan:
@@ -356,42 +347,42 @@ def held(memory: int, disk: int, lacking: int) -> ResumePlan:
         (0, 2, 3, [("d0", 3)]),  # two and three receivers take the same two rounds
     ],
 )
-def test_lacking_nodes_are_spread_over_holders_as_far_as_that_is_faster(
+def test_broadcasts_use_more_sources_only_if_faster(
     memory: int, disk: int, lacking: int, expected: list[tuple[str, int]]
 ) -> None:
     """By the rounds of a broadcast along a tree."""
-    told = plan_broadcasts(held(memory, disk, lacking))
-    assert [(stream.source, len(stream.receivers)) for stream in told] == expected
+    broadcasts = plan_broadcasts(held(memory, disk, lacking))
+    assert [(stream.source, len(stream.receivers)) for stream in broadcasts] == expected
 
 
 @given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 40))
-def test_streams_serve_each_lacking_node_once_and_share_no_node(memory: int, disk: int, lacking: int) -> None:
-    """Whatever the numbers; no holder receives, and no single source would be faster."""
+def test_broadcasts_serve_each_lacking_node_once(memory: int, disk: int, lacking: int) -> None:
+    """No holder receives, and no single source would be faster."""
     if memory + disk == 0:
         return
     plan = held(memory, disk, lacking)
     told = plan_broadcasts(plan)
-    assert sorted(node for stream in told for node in stream.receivers) == sorted(plan.lacking)
+    assert sorted(node for stream in told for node in stream.receivers) == sorted(plan.receiving_nodes)
     assert len({stream.source for stream in told}) == len(told)
     assert {stream.source for stream in told} <= {node for node, _ in plan.holders}
     rounds = [len(stream.receivers).bit_length() for stream in told]
-    assert max(rounds, default=0) <= len(plan.lacking).bit_length()
+    assert max(rounds, default=0) <= len(plan.receiving_nodes).bit_length()
     if told:
         tiers = {node: copy.tier for node, copy in plan.holders}
         assert tiers[told[0].source] == (MEMORY if memory else DISK)
 
 
-def test_a_cold_start_sends_nothing() -> None:
+def test_cold_start_has_no_broadcast() -> None:
     """There is no copy."""
     assert plan_broadcasts(choose_resume_plan([node("a", 0), node("b", 1)], "auto")) == ()
 
 
-def test_who_is_outvoted_holds_another_copy_than_most_and_what_was_sent_or_shared_is_no_vote() -> None:
-    """Two halves name nobody; nor do ranks that made different things of one copy."""
+def test_minority_holders_differ_from_strict_majority() -> None:
+    """Without a majority, or if ranks of one state differ, there is none. Received states have no vote."""
 
     def found(homes: dict[str, str], **told: str) -> tuple[str, ...]:
         held = tuple((name, SavedState(home, 1, 9, 0)) for name, home in homes.items())
-        plan = ResumePlan("checkpoint", holders=held, lacking=tuple(set(told) - set(homes)))
+        plan = ResumePlan("checkpoint", holders=held, receiving_nodes=tuple(set(told) - set(homes)))
         return find_minority_holders(plan, {name: digests.split() for name, digests in told.items()})
 
     own = {name: name for name in "abc"}

@@ -21,21 +21,24 @@ from elastic_resume.policy.failure_classification import Failure, describe_failu
 from elastic_resume.rendezvous.core.events import (
     EmitEvent,
     EndJob,
-    ForceQuorum,
     GiveUp,
-    KillWorkers,
-    ReportDivergence,
-    RestartWorkers,
     Settings,
     StartWorkers,
+    StopWorkers,
 )
-from elastic_resume.rendezvous.core.messages import EndView, ProposeView, Welcome
+from elastic_resume.rendezvous.core.messages import (
+    EndView,
+    ForceQuorumRequest,
+    ProposeView,
+    ReplicasDiverged,
+    Welcome,
+)
 from tests.support.paths import SCENARIOS
-from tests.support.rendezvous_sim.checkers import InvariantChecker
+from tests.support.rendezvous_sim.invariants import InvariantChecker
 from tests.support.rendezvous_sim.mutations import apply_mutation
-from tests.support.rendezvous_sim.net import Clock, ConnectionEnd, Network
-from tests.support.rendezvous_sim.node import SimulatedNode
-from tests.support.rendezvous_sim.simulate import links_between
+from tests.support.rendezvous_sim.network import Clock, ConnectionEnd, Network
+from tests.support.rendezvous_sim.simulated_node import SimulatedNode
+from tests.support.rendezvous_sim.simulation import links_between
 
 FILES = sorted(SCENARIOS.glob("*.txt"))
 REWRITE = os.environ.get("ELASTIC_RESUME_REWRITE") == "1"
@@ -81,12 +84,11 @@ class Scenario:
             members = " ".join(map(str, item.members))
             text = f"starts generation {item.generation} as rank {item.rank} of {members}"
             text += f"; store {item.store_address}{format_causes(item.failures)}"
-        elif isinstance(item, RestartWorkers):
-            text = f"stops generation {item.generation}: {item.reason}"
-        elif isinstance(item, KillWorkers):
-            text = f"kills generation {item.generation}: {item.reason}"
-        elif isinstance(item, ReportDivergence):
-            verdict = item.divergence.verdict
+        elif isinstance(item, StopWorkers):
+            verb = "kills" if item.immediately else "stops"
+            text = f"{verb} generation {item.generation}: {item.reason}"
+        elif isinstance(item, ReplicasDiverged):
+            verdict = item.verdict
             text = f"reports: {summarize_divergence(verdict)}; last equal at step {verdict.agreed_step}"
         elif isinstance(item, EndJob):
             text = f"ends the job: {item.reason}{format_causes(item.failures)}"
@@ -127,7 +129,7 @@ class Scenario:
                 self.nodes[name].send_digest(int(words[0]), state)
         elif verb == "force-quorum":
             node = self.nodes[words[0]]
-            node.deliver_event(ForceQuorum(int(words[1])), node.incarnation_id)
+            node.deliver_event(ForceQuorumRequest(int(words[1])), node.incarnation_id)
         else:
             for name in words:
                 self.run_node_command(verb, self.nodes[name])

@@ -19,7 +19,7 @@ from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.cli import main
 from elastic_resume.errors import UsageError
 from elastic_resume.events import EventLog
-from elastic_resume.report import checkpoints, paths
+from elastic_resume.report import checkpoints
 from elastic_resume.report.formatting import WIDTH
 from tests.support import checkpoint_samples
 from tests.support.checkpoint_samples import RUN
@@ -43,7 +43,7 @@ def listed(path: Path) -> list[list[str]]:
     """Return the rows of `ls`, split into cells."""
     return [
         re.split(r"\s{2,}", line.strip())
-        for line in checkpoints.format_checkpoints(paths.find_node_dirs(path), NOW).splitlines()
+        for line in checkpoints.format_checkpoints(checkpoints.find_node_dirs(path), NOW).splitlines()
     ]
 
 
@@ -63,7 +63,7 @@ def test_ls_lists_each_checkpoint_with_validity(root: Path) -> None:
 @pytest.mark.parametrize(("level", "below"), [("root", "."), ("run", RUN), ("node", f"{RUN}/node-a")])
 def test_path_of_any_level_is_recognized(root: Path, level: str, below: str) -> None:
     """The contents tell root, run and node apart."""
-    found = paths.find_node_dirs(root / below)
+    found = checkpoints.find_node_dirs(root / below)
     assert found.level == level
     assert "node-a" in {item.node for item in checkpoints.list_checkpoints(found)}
 
@@ -72,7 +72,7 @@ def test_root_with_several_runs_has_a_table_for_each(root: Path) -> None:
     """All runs under the root are listed."""
     (root / "other" / "node-c").mkdir(parents=True)
     checkpoint_samples.save_checkpoint(root / "other" / "node-c", step=3)
-    text = checkpoints.format_checkpoints(paths.find_node_dirs(root), NOW)
+    text = checkpoints.format_checkpoints(checkpoints.find_node_dirs(root), NOW)
     assert text.index("run other") < text.index(f"run {RUN}")
     # Its manifest is one of run-1: a job named `other` would refuse it.
     assert "NO: belongs to the run 'run-1', not to 'other'" in text
@@ -82,7 +82,9 @@ def test_copied_node_directory_is_valid_under_any_name(root: Path, tmp_path: Pat
     """No job resumes from a backup, so its name is free."""
     backup = tmp_path / "backup"
     (root / RUN / "node-b").rename(backup)
-    assert [item.state for item in checkpoints.list_checkpoints(paths.find_node_dirs(backup))] == ["valid"]
+    assert [item.state for item in checkpoints.list_checkpoints(checkpoints.find_node_dirs(backup))] == [
+        "valid"
+    ]
 
 
 def test_quarantined_checkpoints_are_listed_with_reason(root: Path) -> None:
@@ -90,10 +92,10 @@ def test_quarantined_checkpoints_are_listed_with_reason(root: Path) -> None:
     node = root / RUN / "node-a"
     bad = node / "g000001-s0000000015"
     Catalog(node, RUN).quarantine(bad, f"{bad}: state.safetensors is torn.")
-    item = list(checkpoints.list_checkpoints(paths.find_node_dirs(node)))[-1]
+    item = list(checkpoints.list_checkpoints(checkpoints.find_node_dirs(node)))[-1]
     assert (item.state, item.step, item.reason) == ("quarantined", 15, "state.safetensors is torn")
     assert listed(node)[-2][-1] == "quarantined: state.safetensors is torn"
-    said = checkpoints.format_checkpoints(paths.find_node_dirs(root), NOW).splitlines()[-1]
+    said = checkpoints.format_checkpoints(checkpoints.find_node_dirs(root), NOW).splitlines()[-1]
     assert re.fullmatch(
         r"1 quarantined checkpoint, \S+ k?B: kept for inspection; runs never remove them", said
     )
@@ -102,15 +104,17 @@ def test_quarantined_checkpoints_are_listed_with_reason(root: Path) -> None:
 def test_unfinished_write_is_mentioned(root: Path) -> None:
     """A temporary directory is no checkpoint and no error."""
     (root / RUN / "node-b" / ".tmp-g000001-s0000000011-1-00000000").mkdir()
-    assert "1 unfinished write:" in checkpoints.format_checkpoints(paths.find_node_dirs(root), NOW)
+    assert "1 unfinished write:" in checkpoints.format_checkpoints(checkpoints.find_node_dirs(root), NOW)
 
 
 def test_deep_check_finds_flipped_bit_that_quick_check_misses(root: Path) -> None:
     """A flipped bit keeps every size."""
     node = root / RUN / "node-b"
     checkpoint_samples.flip_bits(node / "g000001-s0000000010" / constants.STATE_FILE, -3)
-    assert [item.state for item in checkpoints.list_checkpoints(paths.find_node_dirs(node))] == ["valid"]
-    (item,) = checkpoints.list_checkpoints(paths.find_node_dirs(node), deep=True)
+    assert [item.state for item in checkpoints.list_checkpoints(checkpoints.find_node_dirs(node))] == [
+        "valid"
+    ]
+    (item,) = checkpoints.list_checkpoints(checkpoints.find_node_dirs(node), deep=True)
     assert item.state == "bad"
     assert "do not match their digest" in item.reason
 
@@ -118,8 +122,8 @@ def test_deep_check_finds_flipped_bit_that_quick_check_misses(root: Path) -> Non
 def test_single_checkpoint_path_is_checked(root: Path) -> None:
     """A good and a bad checkpoint are reported."""
     node = root / RUN / "node-a"
-    (good,) = checkpoints.list_checkpoints(paths.find_node_dirs(node / "g000001-s0000000010"))
-    (bad,) = checkpoints.list_checkpoints(paths.find_node_dirs(node / "g000001-s0000000015"))
+    (good,) = checkpoints.list_checkpoints(checkpoints.find_node_dirs(node / "g000001-s0000000010"))
+    (bad,) = checkpoints.list_checkpoints(checkpoints.find_node_dirs(node / "g000001-s0000000015"))
     assert (good.state, good.node, good.run_id) == ("valid", "node-a", RUN)
     assert (bad.state, bad.step) == ("bad", 15)
 
@@ -171,7 +175,7 @@ def test_unexpected_contents_are_reported_or_ignored(root: Path) -> None:
     (node / "quarantine").write_text("a file")
     found = {
         item.path.name: item
-        for item in checkpoints.list_checkpoints(paths.find_node_dirs(root))
+        for item in checkpoints.list_checkpoints(checkpoints.find_node_dirs(root))
         if item.generation == 2
     }
     assert set(found) == {f"g000002-s000000000{step}" for step in (1, 3, 4)}
@@ -180,7 +184,7 @@ def test_unexpected_contents_are_reported_or_ignored(root: Path) -> None:
     assert found["g000002-s0000000004"].reason == "manifest: not JSON"
     assert all(
         len(line) <= WIDTH
-        for line in checkpoints.format_checkpoints(paths.find_node_dirs(root), NOW).splitlines()
+        for line in checkpoints.format_checkpoints(checkpoints.find_node_dirs(root), NOW).splitlines()
     )
 
 
@@ -194,9 +198,9 @@ def test_path_that_is_no_directory_is_refused(
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     if path:
         with pytest.raises(UsageError, match=re.escape(path.rstrip("\0"))):
-            paths.find_node_dirs(tmp_path / path)
+            checkpoints.find_node_dirs(tmp_path / path)
     else:
-        assert paths.find_node_dirs(Path(path)).node_dirs == ()
+        assert checkpoints.find_node_dirs(Path(path)).node_dirs == ()
 
 
 @pytest.fixture

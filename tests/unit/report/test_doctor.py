@@ -55,7 +55,7 @@ def test_hanging_name_lookups_run_in_parallel(monkeypatch: pytest.MonkeyPatch) -
     silent = threading.Barrier(3, timeout=30)
     monkeypatch.setattr(doctor, "resolve_name", lambda _: [str(silent.wait())])
     found = doctor.check_candidates(environment.read_context(POD))
-    assert sorted(one.value for one in found) == ["0", "1", "2"]
+    assert sorted(item.value for item in found) == ["0", "1", "2"]
 
 
 @pytest.mark.usefixtures("_bare")

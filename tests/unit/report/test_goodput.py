@@ -95,9 +95,9 @@ def test_failure_without_recovery_costs_until_the_end() -> None:
 def test_snapshot_stalls_are_not_productive() -> None:
     """The rank that waited longest counts."""
     job = killed()
-    for one in job.events:
-        if one["event"] == "step":
-            one["stalled_s"] = 0.1 * one["step"] * (1 + one["rank"]) if one["generation"] == 1 else 0.0
+    for item in job.events:
+        if item["event"] == "step":
+            item["stalled_s"] = 0.1 * item["step"] * (1 + item["rank"]) if item["generation"] == 1 else 0.0
     spent = summary.build_run_report(job.events).goodput
     assert (spent.stalled_s, spent.productive_s, spent.total_s) == (3.0, 18.0, 37.0)
 
@@ -130,7 +130,7 @@ def test_discarded_steps_are_not_productive() -> None:
     assert report.goodput.productive_s == 4.0 + 11.0
     assert report.goodput.recomputed_s == 6.0 + 2.0
     assert [
-        one.activity for one in report.slices if one.generation == 2 and one.activity == "productive"
+        item.activity for item in report.slices if item.generation == 2 and item.activity == "productive"
     ] == []
 
 
@@ -145,10 +145,10 @@ def test_hour_without_agents_is_waiting() -> None:
 @given(st.sampled_from([killed, worker_killed, node_returns, job_killed]), st.randoms(), st.floats(0, 1))
 def test_slices_have_no_gap_if_events_are_missing(make: Callable[[], Job], random: Any, share: float) -> None:
     """Missing events move time from one part to another."""
-    events = [one for one in make().events if random.random() > share]
+    events = [item for item in make().events if random.random() > share]
     report = summary.build_run_report(events)
-    for one, following in zip(report.slices, report.slices[1:], strict=False):
-        assert one.start_t < one.end_t == following.start_t
+    for item, following in zip(report.slices, report.slices[1:], strict=False):
+        assert item.start_t < item.end_t == following.start_t
     assert report.goodput.total_s == pytest.approx(sum(spent for _, spent in report.goodput.parts))
     assert all(spent >= 0 for _, spent in report.goodput.parts)
     assert all(value >= 0 for phases in report.recoveries.values() for _, value in phases.known)

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from elastic_resume.report import html, summary, text_report
+from elastic_resume.report import html, summary
 from tests.support.report_runs import Job
 
 HOSTILE = "</script><script>alert(1)</script>\x00\"'<!-- <img src=x onerror=alert(2)>"
@@ -82,4 +82,4 @@ def test_terminal_cuts_long_exception_message() -> None:
     """The page shows more of it, and JSON everything."""
     job = Job().begun()
     job.fail(110.2, 1, "ValueError", "x" * 35_000)
-    assert len(text_report.format_text(summary.build_run_report(job.events))) < 4000
+    assert len(summary.format_text(summary.build_run_report(job.events))) < 4000

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_resume.events import Event
-from elastic_resume.policy.incidents import IncidentTracker
-from elastic_resume.report import html, incidents, summary, text_report
+from elastic_resume.policy.incidents import GenerationEnd, IncidentTracker
+from elastic_resume.report import html, incidents, summary
 from elastic_resume.report.checkpoints import CheckpointEntry
 from elastic_resume.report.formatting import WIDTH
-from elastic_resume.report.incidents import RunHistory
+from elastic_resume.report.incidents import build_history_from_events as build
 from tests.support.report_runs import (
     GLOO,
     KILLED,
@@ -65,11 +65,11 @@ def test_end_of_generation_has_cause_and_cost(
     price: tuple[int, float | None],
 ) -> None:
     """Each way in which a generation can end has its cause, recomputed steps and recovery time."""
-    one = incidents.build_history_from_events(story().events).generations[0]
-    assert (one.end.kind, one.end.text) == expected
-    assert (one.end.node, one.end.rank) == first
-    assert one.recomputed_steps == price[0]
-    assert one.recovery_s == pytest.approx(price[1])
+    item = build(story().events).generations[0]
+    assert (item.end.kind, item.end.text) == expected
+    assert (item.end.node, item.end.rank) == first
+    assert item.recomputed_steps == price[0]
+    assert item.recovery_s == pytest.approx(price[1])
 
 
 @pytest.mark.parametrize(
@@ -77,14 +77,14 @@ def test_end_of_generation_has_cause_and_cost(
 )
 def test_live_tracker_agrees_with_report(make: Callable[[], Job]) -> None:
     """It records the same events one by one."""
-    events = sorted(make().events, key=lambda one: one["t"])
+    events = sorted(make().events, key=lambda item: item["t"])
     live = IncidentTracker()
     for event in events:
         live.record(event)
-    rows = incidents.build_history_from_events(events).generations
+    rows = build(events).generations
     assert [
-        (one.generation, one.kind, one.cause, one.recomputed_steps, one.recovery_s)
-        for one in live.incidents()
+        (item.generation, item.kind, item.cause, item.recomputed_steps, item.recovery_s)
+        for item in live.incidents()
     ] == [
         (row.number, row.end.kind, row.end.text, row.recomputed_steps, row.recovery_s)
         for row in rows
@@ -92,9 +92,14 @@ def test_live_tracker_agrees_with_report(make: Callable[[], Job]) -> None:
     ]
 
 
+def first_end(job: Job) -> GenerationEnd:
+    """Return the end of the job's first generation."""
+    return build(job.events).generations[0].end
+
+
 def test_broken_connection_is_secondary_failure() -> None:
     """Clocks do not matter; a stopped worker is no failure."""
-    end = incidents.build_history_from_events(exception().events).generations[0].end
+    end = first_end(exception())
     assert end.secondary_failures == (
         "rank 0 on node n0 ended with exit code 1: DistBackendError: NCCL error: remote process exited",
     )
@@ -104,10 +109,10 @@ def test_broken_connection_is_secondary_failure() -> None:
 def test_wiped_log_ends_only_the_newest_generation() -> None:
     """Earlier generations do not blame the wiped node."""
     job = worker_killed()
-    job.events = [one for one in job.events if one["node"] != "n2"]
+    job.events = [item for item in job.events if item["node"] != "n2"]
     job.agents(121, "n2")
     job.begin(125, 10, "n0", "n1", "n2")
-    first, second, _ = incidents.build_history_from_events(job.events).generations
+    first, second, _ = build(job.events).generations
     assert (first.end.text, first.end.other_failures) == (KILLED, ())
     assert second.end.text == "node n2 was lost"
 
@@ -123,8 +128,8 @@ def test_verdict_overrides_clocks() -> None:
     job.fail(110.4, 0, "ValueError", "loss is nan")
     first = cause("exception", "n0", 0, "ended with exit code 1", type="ValueError", message="loss is nan")
     then = cause("exception", "n1", 1, "was killed by SIGKILL")
-    job.add(113, "verdict", "n2", generation=1, causes=[first], cascade=[then])
-    end = incidents.build_history_from_events(job.events).generations[0].end
+    job.add(113, "verdict", "n2", generation=1, root_causes=[first], secondary_failures=[then])
+    end = first_end(job)
     assert (end.kind, end.node, end.rank) == ("exception", "n0", 0)
     assert KILLED in end.secondary_failures
 
@@ -134,8 +139,8 @@ def test_verdict_overrides_kind_of_exit(kind: str) -> None:
     """An OOM kill looks like any SIGKILL."""
     job = worker_killed()
     told = cause(kind, "n1", 1, "was killed by SIGKILL for want of memory", message="m")
-    job.add(113, "verdict", "n0", generation=1, causes=[told], cascade=[])
-    end = incidents.build_history_from_events(job.events).generations[0].end
+    job.add(113, "verdict", "n0", generation=1, root_causes=[told], secondary_failures=[])
+    end = first_end(job)
     assert (end.kind, end.text) == (kind, f"{KILLED} for want of memory: m")
     assert end.t == 110.2
 
@@ -144,9 +149,9 @@ def test_verdict_names_cause_whose_log_is_lost() -> None:
     """The failed node's disk is gone."""
     job = worker_killed()
     told = [cause("signal", "n1", 1, "was killed by SIGBUS"), cause("node-lost", "n2", None, "died")]
-    job.events = [one for one in job.events if one["node"] != "n1"]
-    job.add(113, "verdict", "n0", generation=1, causes=told, cascade=[])
-    end = incidents.build_history_from_events(job.events).generations[0].end
+    job.events = [item for item in job.events if item["node"] != "n1"]
+    job.add(113, "verdict", "n0", generation=1, root_causes=told, secondary_failures=[])
+    end = first_end(job)
     assert (end.kind, end.text) == ("signal", "rank 1 on node n1 was killed by SIGBUS")
     assert "node n2 died" in end.other_failures
 
@@ -157,11 +162,16 @@ def test_silent_node_is_the_cause_although_its_worker_raised() -> None:
     job.fail(110.3, 0, "RuntimeError", GLOO)
     job.stop(110.4, 0, 1, 2)
     job.add(
-        111, "verdict", "n1", generation=1, causes=[cause("node-lost", "n0", None, "is silent")], cascade=[]
+        111,
+        "verdict",
+        "n1",
+        generation=1,
+        root_causes=[cause("node-lost", "n0", None, "is silent")],
+        secondary_failures=[],
     )
     job.begin(113, 11, "n1", "n2")
     job.add(115, "round", "n0", round=9, generation=3)
-    end = incidents.build_history_from_events(job.events).generations[0].end
+    end = first_end(job)
     assert (end.kind, end.node, end.text) == ("node-lost", "n0", "node n0 is silent")
     assert "RuntimeError" in end.secondary_failures[0]
 
@@ -170,11 +180,11 @@ def test_preempted_node_with_lost_log_is_no_lost_node() -> None:
     """Its disk was wiped later; the other nodes have its message."""
     job = Job().begun()
     job.stop(110.4, 1, 2)
-    job.events = [one for one in job.events if one["node"] != "n0"]
+    job.events = [item for item in job.events if item["node"] != "n0"]
     told = cause("preempted", "n0", None, "left (SIGUSR1)")
-    job.add(111, "verdict", "n1", generation=1, causes=[told], cascade=[])
+    job.add(111, "verdict", "n1", generation=1, root_causes=[told], secondary_failures=[])
     job.begin(113, 11, "n1", "n2")
-    end = incidents.build_history_from_events(job.events).generations[0].end
+    end = first_end(job)
     assert (end.kind, end.text, end.other_failures) == ("preempted", "node n0 left (SIGUSR1)", ())
 
 
@@ -186,7 +196,7 @@ def test_excluded_node_is_no_lost_node() -> None:
     told = "node n1 leaves the job: the last 3 failures were of node n1 alone."
     job.add(111, "agent-end", "n1", outcome="left", exit_code=75, message=told)
     job.begin(115, 10, "n0", "n2", recomputed_steps=0)
-    end = incidents.build_history_from_events(job.events).generations[0].end
+    end = first_end(job)
     assert end.text == "rank 1 on node n1 was killed by SIGSEGV"
     assert end.other_failures == ("node n1 left: the last 3 failures were of node n1 alone.",)
 
@@ -199,14 +209,14 @@ def test_first_broken_connection_is_named_without_another_cause() -> None:
     message = "generation 1 is over: node n1 failed"
     job.add(110.5, "rendezvous", "n0", what="restart", message=message)
     job.begin(115, 10, "n0", "n1", "n2")
-    end = incidents.build_history_from_events(job.events).generations[0].end
+    end = first_end(job)
     assert (end.kind, end.node, end.rank) == ("exception", "n1", 1)
     assert len(end.secondary_failures) == 1
 
 
 def test_last_step_comes_from_the_next_resume() -> None:
     """The first step is the first one it ran."""
-    first, second = incidents.build_history_from_events(worker_killed().events).generations
+    first, second = build(worker_killed().events).generations
     assert (first.start_step, first.first_step, first.last_step) == (0, 1, 11)
     assert (second.start_step, second.first_step, second.last_step) == (10, 11, 11)
     assert second.end.kind == "open"
@@ -216,10 +226,10 @@ def test_last_step_comes_from_the_next_resume() -> None:
 def test_generation_without_step_has_no_first_step() -> None:
     """The previous generation has no recovery time either."""
     job = worker_killed()
-    job.events = [one for one in job.events if one["event"] != "step" or one["generation"] == 1]
-    second = incidents.build_history_from_events(job.events).generations[1]
+    job.events = [item for item in job.events if item["event"] != "step" or item["generation"] == 1]
+    second = build(job.events).generations[1]
     assert (second.start_step, second.first_step, second.last_step) == (10, None, 10)
-    assert incidents.build_history_from_events(job.events).generations[0].recovery_s is None
+    assert build(job.events).generations[0].recovery_s is None
 
 
 def test_history_sums_over_generations() -> None:
@@ -229,8 +239,8 @@ def test_history_sums_over_generations() -> None:
     job.exit(121, 2, code=3)
     job.begin(125, 25, "n0", "n1", "n2", recomputed_steps=7)
     job.finish(130, 40)
-    report = incidents.build_history_from_events(job.events)
-    assert [one.end.kind for one in report.generations] == ["signal", "exit", "finished"]
+    report = build(job.events)
+    assert [item.end.kind for item in report.generations] == ["signal", "exit", "finished"]
     assert report.generations[1].end.text == "rank 2 on node n2 ended with exit code 3"
     assert (report.num_incidents, report.recomputed_steps, report.last_step) == (2, 8, 40)
     assert report.discarded_steps == 11 + 22 + 15 - 40
@@ -243,16 +253,24 @@ def test_report_lists_source_and_rejected_states() -> None:
     job.exit(110.2, 1, signal="SIGSEGV")
     bad = {"node": "n1", "generation": 1, "step": 10, "reason": "manifest: its digest does not match."}
     job.begin(
-        115, 5, "n0", "n1", "n2", rejected=[bad, 7], lacking=["n1"], source_node="n0", source_generation=1
+        115,
+        5,
+        "n0",
+        "n1",
+        "n2",
+        rejected=[bad, 7],
+        receiving_nodes=["n1"],
+        source_node="n0",
+        source_generation=1,
     )
-    cold, second = incidents.build_history_from_events(job.events).generations
+    cold, second = build(job.events).generations
     assert (cold.resume_kind, cold.rejected) == ("cold", ())
     assert second.rejected == (
         incidents.RejectedStateRecord("n1", 1, 10, "manifest: its digest does not match."),
     )
     assert (second.source_node, second.source_generation, second.receiving_nodes) == ("n0", 1, ("n1",))
-    text = text_report.format_text(summary.build_run_report(job.events))
-    assert "generation 2 rejected n1's state of generation 1, step 10: manifest: its digest" in text
+    text = summary.format_text(summary.build_run_report(job.events))
+    assert "generation 2: rejected n1's state of generation 1, step 10: manifest: its digest" in text
     assert "generation 2: n0 sent its state to n1" in text
 
 
@@ -263,16 +281,16 @@ def test_failed_starts_belong_to_no_generation() -> None:
     job.nodes = ("n0", "n1")
     job.fail(99, 0, "DistNetworkError", "connection refused")
     job.fail(100, 1, "ModuleNotFoundError", "No module named 'torchh'")
-    for one in job.events[-2:]:
-        one["generation"] = None
+    for item in job.events[-2:]:
+        item["generation"] = None
     job.exit(100.1, 0, code=1)
     job.exit(100.2, 1, code=1)
     message = "node n1 gave up: 3 starts in a row failed."
     job.add(101, "agent-end", "n1", outcome="failed", exit_code=1, message=message)
-    report = incidents.build_history_from_events(job.events)
+    report = build(job.events)
     assert not report.generations
     assert (report.outcome, report.message) == ("failed", message)
-    text = " ".join(text_report.format_text(summary.build_run_report(job.events)).split())
+    text = " ".join(summary.format_text(summary.build_run_report(job.events)).split())
     assert (
         "2 workers ended before training; first: rank 1 on node n1 ended with exit code 1: ModuleNotFound"
         in text
@@ -285,7 +303,7 @@ def test_node_without_agent_end_is_lost_if_the_others_gave_up() -> None:
     job.fail(110.3, 0, "RuntimeError", GLOO)
     for node in ("n0", "n1"):
         job.add(140, "agent-end", node, outcome="failed", exit_code=75, message="no world formed.")
-    report = incidents.build_history_from_events(job.events)
+    report = build(job.events)
     assert report.generations[0].end.text == "node n2 was lost"
     assert (report.outcome, report.message) == ("failed", "no world formed.")
 
@@ -293,11 +311,11 @@ def test_node_without_agent_end_is_lost_if_the_others_gave_up() -> None:
 def test_exit_belongs_to_the_newest_worker_of_its_pid() -> None:
     """The kernel reuses process ids."""
     job = worker_killed()
-    again = [one for one in job.events if one.get("generation") == 2 and one.get("rank") == 1]
-    for one in again:
-        one["pid"] = 101
+    again = [item for item in job.events if item.get("generation") == 2 and item.get("rank") == 1]
+    for item in again:
+        item["pid"] = 101
     job.add(120, "worker-exit", "n1", rank=1, worker_pid=101, signal="SIGSEGV", exit_code=None, stopped=False)
-    first, second = incidents.build_history_from_events(job.events).generations
+    first, second = build(job.events).generations
     assert first.end.text == KILLED
     assert second.end.text == "rank 1 on node n1 was killed by SIGSEGV"
 
@@ -329,7 +347,7 @@ _FIELDS = {
     "worker_pid": st.one_of(st.integers(1, 3), _ODD),
     "world_size": _ODD,
     "nodes": st.one_of(st.lists(st.sampled_from(["n0", "n1", "n2"])), _ODD),
-    "lacking": _ODD,
+    "receiving_nodes": _ODD,
     "rejected": st.one_of(st.lists(st.dictionaries(st.sampled_from(["node", "reason", "step"]), _ODD)), _ODD),
     "recomputed_steps": _ODD,
     "outcome": st.one_of(st.sampled_from(["done", "failed", "signalled"]), _ODD),
@@ -338,8 +356,10 @@ _FIELDS = {
     "exit_code": _ODD,
     "stopped": st.booleans(),
     "type": _ODD,
-    "causes": st.one_of(st.lists(st.fixed_dictionaries({"node": st.just("n1"), "text": _ODD})), _ODD),
-    "cascade": st.one_of(st.lists(st.fixed_dictionaries({"node": st.just("n0"), "rank": _ODD})), _ODD),
+    "root_causes": st.one_of(st.lists(st.fixed_dictionaries({"node": st.just("n1"), "text": _ODD})), _ODD),
+    "secondary_failures": st.one_of(
+        st.lists(st.fixed_dictionaries({"node": st.just("n0"), "rank": _ODD})), _ODD
+    ),
 }
 _EVENTS = st.fixed_dictionaries(
     {"t": st.one_of(st.floats(0, 100), _ODD), "event": st.one_of(st.sampled_from(_KINDS), _ODD)},
@@ -354,10 +374,8 @@ def test_any_list_of_events_gives_a_report(events: list[Event]) -> None:
     """Nothing raises, no number is negative, no line is too wide, and the JSON is valid."""
     told = summary.build_run_report(events)
     assert told.history.discarded_steps >= 0
-    assert all(one.recovery_s is None or one.recovery_s >= 0 for one in told.history.generations)
-    assert all(
-        len(line) <= WIDTH and line.isprintable() for line in text_report.format_text(told).splitlines()
-    )
+    assert all(item.recovery_s is None or item.recovery_s >= 0 for item in told.history.generations)
+    assert all(len(line) <= WIDTH and line.isprintable() for line in summary.format_text(told).splitlines())
     assert told.goodput.total_s == pytest.approx(sum(spent for _, spent in told.goodput.parts))
     json.loads(summary.format_json(told))
     assert html.render_page(told).endswith("</html>\n")
@@ -368,11 +386,11 @@ def test_any_list_of_events_gives_a_report(events: list[Event]) -> None:
 def test_order_of_lines_does_not_matter(story: Callable[[], Job], random: Any) -> None:
     """Logs of several nodes are merged by time."""
     events = story().events
-    told: RunHistory = incidents.build_history_from_events(events)
+    history = build(events)
     shuffled = list(events)
     random.shuffle(shuffled)
-    assert [one.end.text for one in incidents.build_history_from_events(shuffled).generations] == [
-        one.end.text for one in told.generations
+    assert [item.end.text for item in build(shuffled).generations] == [
+        item.end.text for item in history.generations
     ]
 
 
@@ -383,7 +401,7 @@ def test_table_is_aligned() -> None:
     """There is one row for each generation, and one line for the run."""
     job = worker_killed()
     job.finish(130, 40)
-    assert text_report.format_text(summary.build_run_report(job.events)).splitlines()[:5] == [
+    assert summary.format_text(summary.build_run_report(job.events)).splitlines()[:5] == [
         "Finished at step 40 after 40 s. 1 failure, 5.0 s downtime, 1 step recomputed; goodput 62 %.",
         "",
         "gen  nodes     world  steps  ended because                            recomputed  recovery",
@@ -397,7 +415,7 @@ def test_long_reason_is_cut_in_table_and_complete_below() -> None:
     job = Job().begun()
     job.fail(110.2, 1, "ValueError", "\x1b[2J" + "far too long " * 12 + "THE END")
     job.begin(115, 10, "n0", "n1", "n2")
-    text = text_report.format_text(summary.build_run_report(job.events))
+    text = summary.format_text(summary.build_run_report(job.events))
     assert max(map(len, text.splitlines())) <= WIDTH
     assert "..." in text
     assert "THE END" in text
@@ -409,7 +427,7 @@ def test_many_nodes_take_one_line() -> None:
     nodes = tuple(f"gpu{number:04}" for number in range(1000) if number != 500)
     job = Job()
     job.begin(100, 0, *nodes, kind="cold")
-    assert "gpu[0000-0499,0501-0999]" in text_report.format_text(summary.build_run_report(job.events))
+    assert "gpu[0000-0499,0501-0999]" in summary.format_text(summary.build_run_report(job.events))
 
 
 def test_job_that_lost_all_disks_continues_the_numbers() -> None:
@@ -421,7 +439,7 @@ def test_job_that_lost_all_disks_continues_the_numbers() -> None:
     job.begin(210, 0, *nodes, kind="cold")
     job.exit(220, 1, signal="SIGKILL")
     job.begin(230, 1, *nodes, source_node="n0", source_generation=1)
-    history = incidents.build_history_from_events(job.events)
+    history = build(job.events)
     assert [row.number for row in history.generations] == [1, 2, 3]
     assert [row.recomputed_steps for row in history.generations] == [10, 0, None]
     assert (history.generations[0].end.kind, history.generations[2].source_generation) == ("job", 2)
@@ -432,5 +450,5 @@ def test_job_that_lost_all_disks_continues_the_numbers() -> None:
 
 def test_job_whose_agents_restart_keeps_its_numbers() -> None:
     """Only a generation that a node enters twice shows that the disks were lost."""
-    numbers = [row.number for row in incidents.build_history_from_events(job_killed().events).generations]
+    numbers = [row.number for row in build(job_killed().events).generations]
     assert numbers == [1, 2]

@@ -19,7 +19,7 @@ from elastic_resume.errors import ConfigError
 from elastic_resume.policy.incidents import INCIDENT_KINDS
 from elastic_resume.report import metrics
 from tests.support.paths import ROOT
-from tests.unit.agent.test_status import said
+from tests.unit.agent.test_status import make_document
 
 DASHBOARD = ROOT / "deploy" / "grafana" / "elastic-resume.json"
 
@@ -32,15 +32,15 @@ def scrape(document: dict[str, Any]) -> dict[tuple[str, tuple[str, ...]], float]
 def samples(text: str) -> dict[tuple[str, tuple[str, ...]], float]:
     """Parse a scrape."""
     return {
-        (one.name, tuple(one.labels.values())): one.value
+        (item.name, tuple(item.labels.values())): item.value
         for family in text_string_to_metric_families(text)
-        for one in family.samples
+        for item in family.samples
     }
 
 
 def test_scrape_has_metrics_of_job_and_nodes() -> None:
     """Each number of the document has its metric."""
-    found = scrape(said(trouble=1))
+    found = scrape(make_document(trouble=1))
     for name, labels, value in (
         ("step", (), 101),
         ("steps_per_second", (), 2.5),
@@ -69,10 +69,10 @@ def test_scrape_has_metrics_of_job_and_nodes() -> None:
 
 def test_number_of_series_is_bounded_by_nodes_and_kinds() -> None:
     """Another incident or step adds none."""
-    few, many = (len(scrape(said(count))) for count in (20, 30))
+    few, many = (len(scrape(make_document(count))) for count in (20, 30))
     assert (many - few) % 10 == 0
     assert few < 400
-    document = said()
+    document = make_document()
     document["totals"]["incidents"]["of a kind that somebody made up"] = 5
     kinds = {labels for name, labels in scrape(document) if name == "elastic_resume_incidents_total"}
     assert kinds == {(kind,) for kind in INCIDENT_KINDS}
@@ -80,7 +80,7 @@ def test_number_of_series_is_bounded_by_nodes_and_kinds() -> None:
 
 def test_node_without_status_has_no_samples() -> None:
     """A new leader's zeros would count all commits again."""
-    document = said()
+    document = make_document()
     document["nodes"][1].update(status_age_s=None)
     found = scrape(document)
     assert ("elastic_resume_commits_total", ("n0",)) in found
@@ -89,7 +89,7 @@ def test_node_without_status_has_no_samples() -> None:
 
 def test_follower_exports_no_metrics_of_the_job() -> None:
     """Sums over all agents would count them twice."""
-    document = {**said(), "leads": False}
+    document = {**make_document(), "is_leader": False}
     names = {name for name, _ in scrape(document)}
     assert "elastic_resume_node_step" in names
     assert not {f"elastic_resume_{name}" for name in (*metrics.JOB_GAUGES, "incidents_total")} & names
@@ -100,8 +100,8 @@ def test_dashboard_and_document_name_only_exported_metrics() -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     asked = " ".join(
         target["expr"] for panel in dashboard["panels"] for target in panel["targets"]
-    ) + " ".join(str(one.get("expr")) for one in dashboard["annotations"]["list"])
-    document = said()
+    ) + " ".join(str(item.get("expr")) for item in dashboard["annotations"]["list"])
+    document = make_document()
     document["nodes"][0].update(checkpoint_step=1, checkpoint_age_s=2.0)
     exposed = {name for name, _ in scrape(document)}
     names = set(re.findall(r"elastic_resume_\w+", asked))
@@ -122,7 +122,7 @@ def test_status_document_has_the_documented_members() -> None:
     page = (ROOT / "docs" / "monitoring.md").read_text()
     table = page.partition("| member of")[2].partition("## ")[0]
     rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
-    assert {name for cell in rows for name in re.findall(r"`(\w+)`", cell)} == said().keys()
+    assert {name for cell in rows for name in re.findall(r"`(\w+)`", cell)} == make_document().keys()
 
 
 def test_scrape_configuration_matches_its_flag() -> None:
@@ -150,7 +150,7 @@ def test_metrics_flag_invalid_or_without_prometheus_client_is_refused(
         metrics.parse_listen_address("9400", {})
 
 
-def test_scrape_over_http_is_read_only_and_empty_without_status() -> None:
+def test_scrape_over_http_is_read_only_and_empty_without_status(caplog: pytest.LogCaptureFixture) -> None:
     """Before an agent has its status, and after it ended, nothing is exported."""
     documents: list[dict[str, Any]] = []
 
@@ -159,16 +159,16 @@ def test_scrape_over_http_is_read_only_and_empty_without_status() -> None:
             raise ConnectionRefusedError
         return documents[0]
 
-    said_lines: list[str] = []
-    metrics.serve_metrics(("127.0.0.1", 0), status, said_lines.append)
-    address = said_lines[0].removeprefix("metrics at ")
+    caplog.set_level("INFO", "elastic_resume")
+    metrics.serve_metrics(("127.0.0.1", 0), status)
+    address = caplog.messages[0].removeprefix("metrics at ")
     with urllib.request.urlopen(address, timeout=20) as answer:  # noqa: S310 - of this process
         assert answer.read() == b""
-    documents.append(said())
+    documents.append(make_document())
     with urllib.request.urlopen(address, timeout=20) as answer:  # noqa: S310
         assert samples(answer.read().decode())["elastic_resume_step", ()] == 101
     with pytest.raises(urllib.error.HTTPError, match="405"):
         urllib.request.urlopen(address, data=b"x", timeout=20)  # noqa: S310
-    metrics.serve_metrics(("127.0.0.1", int(address.split(":")[2].split("/")[0])), status, said_lines.append)
-    assert said_lines[1].startswith("no metrics at 127.0.0.1 port ")
-    assert said_lines[1].endswith("Address already in use. Training continues.")
+    metrics.serve_metrics(("127.0.0.1", int(address.split(":")[2].split("/")[0])), status)
+    assert caplog.messages[1].startswith("no metrics at 127.0.0.1 port ")
+    assert caplog.messages[1].endswith("Address already in use. Training continues.")

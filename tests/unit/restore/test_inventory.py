@@ -1,4 +1,4 @@
-"""What a node offers for a resume, and what it moves: a world of one, on directories of every kind."""
+"""A node lists its checkpoints for a resume, and quarantines damaged ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from elastic_resume.checkpoint.node_dir import JOB_START_FILE
 from elastic_resume.checkpoint.reader import checkpoint_name
 from elastic_resume.config import Settings
 from elastic_resume.errors import (
-    CheckpointError,
     CorruptError,
     NewerFormatError,
     NodeFileError,
@@ -49,19 +48,24 @@ def node(tmp_path: Path) -> Path:
     return path
 
 
-def place_at(node: Path, mode: str = "auto") -> RankContext:
-    """Rank 0 of a world of one, on that node."""
+def make_context(node: Path, mode: str = "auto") -> RankContext:
+    """Return the context of rank 0 of a world of one, on that node."""
     settings = Settings.for_worker(
         {}, "train.py", ckpt_dir=node.parent.parent, run_id=RUN, node_name="a", resume=mode
     )
     return RankContext(Collectives(0, 1, None), settings, EventLog(node / constants.EVENTS_FILE, node="a"))
 
 
-def stock_of(node: Path, mode: str = "auto", generation: int = 1) -> Inventory:
-    """What that node tells the others."""
+def list_node(node: Path, mode: str = "auto", generation: int = 1) -> Inventory:
+    """Return the inventory that the node sends to the others."""
     return list_snapshots_and_checkpoints(
-        place_at(node, mode), ProgressPage(node / constants.PROGRESS_FILE), generation
+        make_context(node, mode), ProgressPage(node / constants.PROGRESS_FILE), generation
     )
+
+
+def plan_resume(node: Path, mode: str = "auto") -> ResumePlan:
+    """Return the plan for the node's inventory."""
+    return resume_plan.choose_resume_plan([list_node(node, mode)], mode)
 
 
 def execute(context: RankContext, plan: ResumePlan) -> NodeFailures:
@@ -72,8 +76,8 @@ def execute(context: RankContext, plan: ResumePlan) -> NodeFailures:
     return failures
 
 
-def told(node: Path, kind: str) -> list[events.Event]:
-    """The events of one kind."""
+def read_events(node: Path, kind: str) -> list[events.Event]:
+    """Return the events of one kind."""
     return [event for event in events.read(node / constants.EVENTS_FILE) if event["event"] == kind]
 
 
@@ -81,29 +85,28 @@ def test_inventory_survives_json_round_trip(node: Path) -> None:
     """It has valid and rejected checkpoints."""
     (node / checkpoint_name(1, 2) / constants.MANIFEST_FILE).write_text(NEWER)
     node_dir.record_committed_generation(node, 1)
-    stock = stock_of(node)
-    assert (stock.committed_generation, [r.kind for r in stock.rejected]) == (1, ["newer"])
-    assert from_json(to_json(stock)) == stock
+    inventory = list_node(node)
+    assert (inventory.committed_generation, [r.kind for r in inventory.rejected]) == (1, ["newer"])
+    assert from_json(to_json(inventory)) == inventory
 
 
 def test_inventory_quarantines_checkpoint_without_state_file(node: Path) -> None:
     """Nobody could ever load it; an event is emitted."""
     (node / checkpoint_name(1, 2) / constants.STATE_FILE).unlink()
-    stock = stock_of(node)
-    assert [copy.step for copy in stock.saved_states] == [1]
-    assert [(r.name, r.kind) for r in stock.rejected] == [(checkpoint_name(1, 2), "aside")]
-    assert len(told(node, "quarantine")) == 1
+    inventory = list_node(node)
+    assert [copy.step for copy in inventory.saved_states] == [1]
+    assert [(r.name, r.kind) for r in inventory.rejected] == [(checkpoint_name(1, 2), "aside")]
+    assert len(read_events(node, "quarantine")) == 1
 
 
 def test_newer_format_stops_job_and_stays_in_place(node: Path) -> None:
     """The older checkpoint is not restored instead."""
     (node / checkpoint_name(1, 2) / constants.MANIFEST_FILE).write_text(NEWER)
-    stock = stock_of(node)
     with pytest.raises(NoValidCheckpointError, match=r"format 2.*Upgrade"):
-        resume_plan.choose_resume_plan([stock], "auto")
+        plan_resume(node)
     assert (node / checkpoint_name(1, 2) / constants.MANIFEST_FILE).read_text() == NEWER
     assert not (node / constants.QUARANTINE_DIR).exists()
-    assert resume_plan.choose_resume_plan([stock_of(node, "never")], "never").kind == "cold"
+    assert plan_resume(node, "never").kind == "cold"
 
 
 def test_inventory_rejects_checkpoint_of_another_run_in_place(node: Path) -> None:
@@ -111,7 +114,7 @@ def test_inventory_rejects_checkpoint_of_another_run_in_place(node: Path) -> Non
     other = Path(f"{node}-other")
     other.mkdir()
     save_checkpoint(other, 1, 8).rename(node / checkpoint_name(1, 9))
-    plan = resume_plan.choose_resume_plan([stock_of(node)], "auto")
+    plan = plan_resume(node)
     assert plan.step == 2
     assert [(r.name, r.kind) for r in plan.rejected] == [(checkpoint_name(1, 9), "foreign")]
     assert (node / checkpoint_name(1, 9)).is_dir()
@@ -131,9 +134,9 @@ def test_inventory_rejects_unreadable_checkpoint_in_place(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", fail)
-        plan = resume_plan.choose_resume_plan([stock_of(node)], "auto")
+        plan = plan_resume(node)
     assert (plan.step, [r.kind for r in plan.rejected]) == (1, ["unreadable"])
-    assert resume_plan.choose_resume_plan([stock_of(node)], "auto").step == 2
+    assert plan_resume(node).step == 2
 
 
 def test_inventory_lists_linked_checkpoint_and_rejects_dead_link(node: Path) -> None:
@@ -142,9 +145,9 @@ def test_inventory_lists_linked_checkpoint_and_rejects_dead_link(node: Path) -> 
     (node / checkpoint_name(1, 2)).rename(kept)
     link = node / checkpoint_name(1, 2)
     link.symlink_to(kept)
-    assert resume_plan.choose_resume_plan([stock_of(node)], "auto").step == 2
+    assert plan_resume(node).step == 2
     kept.rename(f"{node}-unmounted")
-    plan = resume_plan.choose_resume_plan([stock_of(node)], "auto")
+    plan = plan_resume(node)
     assert (plan.step, [r.kind for r in plan.rejected]) == (1, ["unreadable"])
     assert link.is_symlink()
 
@@ -153,13 +156,13 @@ def test_inventory_leaves_damaged_checkpoint_behind_link(node: Path) -> None:
     """It is on another disk, and a person created the link."""
     link = node / checkpoint_name(1, 9)
     link.symlink_to(node / checkpoint_name(1, 2))
-    assert [r.kind for r in stock_of(node).rejected] == ["foreign"], "it has another name than its manifest"
+    assert [r.kind for r in list_node(node).rejected] == ["foreign"], "it has another name than its manifest"
     link.unlink()
     aside = Path(f"{node}-kept")
     (node / checkpoint_name(1, 2)).rename(aside)
     (node / checkpoint_name(1, 2)).symlink_to(aside)
     (aside / constants.STATE_FILE).unlink()
-    assert [r.kind for r in stock_of(node).rejected] == ["torn"]
+    assert [r.kind for r in list_node(node).rejected] == ["torn"]
     assert (node / checkpoint_name(1, 2)).is_symlink()
 
 
@@ -167,9 +170,9 @@ def test_damaged_job_start_file_stops_only_resume_never(node: Path) -> None:
     """Auto and must do not compare checkpoints with the start of the job."""
     (node / JOB_START_FILE).write_text("")
     for mode in ("auto", "must"):
-        assert resume_plan.choose_resume_plan([stock_of(node, mode)], mode).step == 2
+        assert plan_resume(node, mode).step == 2
     with pytest.raises(NodeFileError, match=r"job-start\.json"):
-        stock_of(node, "never")
+        list_node(node, "never")
 
 
 @pytest.mark.parametrize("damage", [b"\xff" * 32768, (9).to_bytes(8, "little"), b"garbage"])
@@ -177,16 +180,16 @@ def test_damaged_progress_page_is_cleared_and_costs_only_recomputed_count(node: 
     """The generation comes from generation.json and the checkpoints."""
     (node / constants.PROGRESS_FILE).write_bytes(damage)
     for _ in range(2):
-        plan = resume_plan.choose_resume_plan([stock_of(node)], "auto")
+        plan = plan_resume(node)
         assert (plan.generation, plan.step, plan.recomputed_steps) == (2, 2, 0)
-    (event,) = told(node, "progress-page-ignored")
+    (event,) = read_events(node, "progress-page-ignored")
     assert "is damaged" in event["reason"]
 
 
 def test_plan_counts_unsaved_steps_of_progress_page_as_recomputed(node: Path) -> None:
     """The progress page has the newest finished step."""
     ProgressPage(node / constants.PROGRESS_FILE).start_generation(0, generation=1, step=37, world_size=1)
-    assert resume_plan.choose_resume_plan([stock_of(node)], "auto").recomputed_steps == 35
+    assert plan_resume(node).recomputed_steps == 35
 
 
 def test_plan_refuses_cold_start_if_checkpoints_were_removed(node: Path) -> None:
@@ -195,7 +198,7 @@ def test_plan_refuses_cold_start_if_checkpoints_were_removed(node: Path) -> None
     for entry in Catalog(node, RUN).list_entries():
         entry.path.rename(f"{node}-{entry.step}")
     with pytest.raises(NoValidCheckpointError, match="had checkpoints of this job"):
-        resume_plan.choose_resume_plan([stock_of(node)], "auto")
+        plan_resume(node)
 
 
 @pytest.mark.cluster
@@ -210,15 +213,15 @@ def test_job_refuses_newer_format_in_one_line_and_changes_nothing(tmp_path: Path
     before = [sorted(path.name for path in node.rglob("*")) for node in nodes]
     for done in launch_ranks.run_ranks(2, probe, "plain", "6", env=env):
         assert done.returncode == 1
-        said = [line for line in done.stderr.splitlines() if "elastic_resume" in line]
-        assert len(said) <= 2
-        assert "Upgrade elastic_resume on every node" in said[0]
+        lines = [line for line in done.stderr.splitlines() if "elastic_resume" in line]
+        assert len(lines) <= 2
+        assert "Upgrade elastic_resume on every node" in lines[0]
         assert "Traceback" not in done.stderr
     assert [sorted(path.name for path in node.rglob("*")) for node in nodes] == before
     assert (newest / constants.MANIFEST_FILE).read_text() == NEWER
 
 
-# ---- what proves bad only when it is read as a whole -----------------------------------------------------
+# ---- copies that fail while they are read -----------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -230,47 +233,41 @@ def test_failed_load_quarantines_only_proven_damage(
     """In each case the next plan excludes the checkpoint, with the reason."""
 
     def fail(*_: object) -> NoReturn:
-        raise error("as told")
+        raise error("made up")
 
-    place, stock = place_at(node), [stock_of(node)]
-    plan = resume_plan.choose_resume_plan(stock, "auto")
+    context, inventories = make_context(node), [list_node(node)]
+    plan = resume_plan.choose_resume_plan(inventories, "auto")
     monkeypatch.setattr(reader, "map_unverified", fail)
-    failures = execute(place, plan)
+    failures = execute(context, plan)
     again = resume_plan.choose_resume_plan(
-        coordinator._exclude_failed_copies(place, plan, stock, failures), "auto"
+        coordinator._exclude_failed_copies(context, plan, inventories, failures), "auto"
     )
     assert (again.step, len(again.rejected)) == (1, 1)
-    assert "as told" in again.rejected[0].reason
+    assert "made up" in again.rejected[0].reason
     assert (node / checkpoint_name(1, 2)).exists() is not moved
 
 
 def test_restore_detects_flipped_bit_before_loading(node: Path) -> None:
     """The quick check at listing time does not read the data."""
     flip_bits(node / checkpoint_name(1, 2) / constants.STATE_FILE, -1)
-    place, stock = place_at(node), [stock_of(node)]
-    plan = resume_plan.choose_resume_plan(stock, "auto")
-    failures = execute(place, plan)
+    context, inventories = make_context(node), [list_node(node)]
+    plan = resume_plan.choose_resume_plan(inventories, "auto")
+    failures = execute(context, plan)
     assert failures["a"][0] == CorruptError.kind
-    coordinator._exclude_failed_copies(place, plan, stock, failures)
+    coordinator._exclude_failed_copies(context, plan, inventories, failures)
     assert not (node / checkpoint_name(1, 2)).exists()
 
 
 def test_newer_format_found_at_open_stops_job(node: Path) -> None:
     """The older checkpoint is not restored instead."""
-    stock = [stock_of(node)]
-    plan = resume_plan.choose_resume_plan(stock, "auto")
+    inventories = [list_node(node)]
+    plan = resume_plan.choose_resume_plan(inventories, "auto")
     (node / checkpoint_name(1, 2) / constants.MANIFEST_FILE).write_text(NEWER)
-    place = place_at(node)
-    failures = execute(place, plan)
+    context = make_context(node)
+    failures = execute(context, plan)
     assert failures["a"][0] == NewerFormatError.kind
     with pytest.raises(NoValidCheckpointError, match="Upgrade"):
         resume_plan.choose_resume_plan(
-            coordinator._exclude_failed_copies(place, plan, stock, failures), "auto"
+            coordinator._exclude_failed_copies(context, plan, inventories, failures), "auto"
         )
     assert (node / checkpoint_name(1, 2)).exists()
-
-
-def test_checkpoint_errors_have_distinct_kinds() -> None:
-    """Inventories carry the kind, and quarantine depends on it."""
-    kinds = [error.kind for error in CheckpointError.__subclasses__()]
-    assert len(kinds) == len(set(kinds)) == 5

@@ -1,4 +1,4 @@
-"""What a node learns from its scheduler, and what a start that leaves its flags to that comes to."""
+"""The scheduler's context of a node, flags filled from it, and the shared token."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_resume import constants
 from elastic_resume.agent import options
 from elastic_resume.errors import ConfigError
 from elastic_resume.rendezvous.net.protocol import load_token
 from elastic_resume.schedulers import environment
-from elastic_resume.schedulers.shared_dir import SharedDir
+from elastic_resume.schedulers.slurm import SharedDir
 
 STEP = {
     "SLURM_JOB_ID": "1234567",
@@ -66,8 +67,8 @@ TRAINER = {
 # ---- reading -------------------------------------------------------------------------------------------
 
 
-def test_a_slurm_step_tells_all_that_a_start_needs() -> None:
-    """The step's nodes, which may be fewer than the job's; a run id that stays over requeues."""
+def test_slurm_context_describes_nodes_of_step() -> None:
+    """A step may have fewer nodes than its job; the run id stays over requeues."""
     here = environment.read_context(STEP)
     assert (here.scheduler, here.name, here.job) == ("slurm", "gpu08", "slurm-1234567")
     assert (here.node_index, here.max_nodes, here.workers_per_node, here.restarts) == (1, 4, 8, 2)
@@ -77,15 +78,15 @@ def test_a_slurm_step_tells_all_that_a_start_needs() -> None:
     assert here.problems == ()
     assert here.sources["nodes"] == "SLURM_STEP_NUM_NODES"
     assert environment.read_context({**STEP, "SLURM_RESTART_COUNT": ""}).job == here.job
-    # Two steps of a job do not meet, nor do they meet the next jobs'.
+    # The steps of one job and of the next jobs have different ports.
     steps = [
         {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job in range(77, 87) for step in range(9)
     ]
-    assert len({environment.read_context({**STEP, **one}).candidates for one in steps}) == len(steps)
+    assert len({environment.read_context({**STEP, **step}).candidates for step in steps}) == len(steps)
 
 
-def test_an_array_element_is_a_job_of_its_own() -> None:
-    """Its job id may be the whole array's; requeueing that takes the siblings along."""
+def test_slurm_array_element_is_job_of_its_own() -> None:
+    """Its job id may be the whole array's; a requeue of that would requeue all elements."""
     here = environment.read_context(ELEMENT)
     assert (here.job, here.requeue_id, here.max_nodes, here.candidates) == (
         "slurm-77_1",
@@ -96,8 +97,8 @@ def test_an_array_element_is_a_job_of_its_own() -> None:
     assert here.launch_id == "slurm 77_1 0"
 
 
-def test_a_pod_of_an_indexed_job_knows_its_peers_by_name() -> None:
-    """And keeps its own name, whatever the pod is called this time."""
+def test_kubernetes_context_names_peers_of_indexed_job() -> None:
+    """A new pod of the same index has the same name."""
     here = environment.read_context({**POD, "POD_NAME": "train-2-x7gq1"})
     assert (here.scheduler, here.name, here.job, here.node_index) == ("kubernetes", "train-2", "train", 2)
     assert (here.max_nodes, here.min_nodes, here.address) == (4, 2, "10.1.2.3")
@@ -105,7 +106,7 @@ def test_a_pod_of_an_indexed_job_knows_its_peers_by_name() -> None:
     assert len(here.candidates) == 3
 
 
-def test_a_trainers_variables_name_where_all_meet() -> None:
+def test_pet_context_has_master_as_candidate() -> None:
     """Kubeflow's operators set them for torchrun's static rendezvous."""
     here = environment.read_context(TRAINER)
     assert (here.scheduler, here.node_index, here.max_nodes) == ("pet", 1, 3)
@@ -113,7 +114,7 @@ def test_a_trainers_variables_name_where_all_meet() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "told"),
+    ("environ", "problem"),
     [
         ({k: v for k, v in STEP.items() if not k.startswith("SLURM_STEP")}, "srun elastic-resume run"),
         ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "8(x4)"}, "--ntasks-per-node=1"),
@@ -124,29 +125,49 @@ def test_a_trainers_variables_name_where_all_meet() -> None:
         ({**POD, "ELASTIC_RESUME_NODES": "2"}, "JOB_COMPLETION_INDEX is 2"),
     ],
 )
-def test_what_a_start_cannot_rely_on_is_a_problem_that_says_what_to_do(
-    environ: dict[str, str], told: str
-) -> None:
-    """Reading never fails: a start that was given flags does not care."""
-    assert told in " ".join(environment.read_context(environ).problems)
+def test_context_lists_invalid_variable_as_problem(environ: dict[str, str], problem: str) -> None:
+    """Reading never fails, because flags may replace the variable."""
+    assert problem in " ".join(environment.read_context(environ).problems)
 
 
 NAMES = sorted({
     variable
-    for concepts in environment.VARIABLES_BY_SCHEDULER.values()
+    for _, concepts in environment._READERS.values()
     for variables in concepts.values()
     for variable in variables
 } | {"SLURM_STEP_ID", "KUBERNETES_SERVICE_HOST", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"})  # fmt: skip
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), st.text(max_size=12) | st.sampled_from(["1", "3"])))
-def test_no_environment_makes_reading_fail(environ: dict[str, str]) -> None:
-    """And what comes back can be used: safe names, at least one node."""
+def test_context_of_any_environment_is_usable(environ: dict[str, str]) -> None:
+    """Names are safe, and there is at least one node."""
     here = environment.read_context(environ)
     assert here.max_nodes >= 1
     assert environment.sanitize_name(here.name, "") == here.name
     assert here.job == environment.sanitize_name(here.job, "")
     assert len(here.candidates) <= environment.MAX_CANDIDATES
+
+
+@pytest.mark.parametrize(
+    ("flag", "environ", "seconds"),
+    [
+        (None, {}, None),
+        (None, {constants.ENV_TERMINATION_GRACE_S: "120"}, 60),
+        ("7", {constants.ENV_TERMINATION_GRACE_S: "120"}, 7),
+        (None, {constants.ENV_TERMINATION_GRACE_S: "120", constants.ENV_GRACE_S: "9"}, 9),
+    ],
+)
+def test_worker_grace_defaults_to_half_of_pods_grace(
+    flag: str | None, environ: dict[str, str], seconds: float | None
+) -> None:
+    """The agent commits in the other half."""
+    assert options.resolve_grace_s(argparse.Namespace(grace=flag), environ) == seconds
+
+
+def test_termination_grace_error_names_variable_and_value() -> None:
+    """The variable is in the pod's manifest."""
+    with pytest.raises(ConfigError, match=f"{constants.ENV_TERMINATION_GRACE_S} .*is '2 min'"):
+        environment.read_termination_grace_s({constants.ENV_TERMINATION_GRACE_S: "2 min"})
 
 
 # ---- filling in ----------------------------------------------------------------------------------------
@@ -155,7 +176,7 @@ def test_no_environment_makes_reading_fail(environ: dict[str, str]) -> None:
 def start(
     here: environment.SchedulerContext, *given: str, **values: str | bool
 ) -> tuple[argparse.Namespace, options.FilledOptions]:
-    """What flags come to where these are given."""
+    """Fill the flags that are not given."""
     args = argparse.Namespace(
         nnodes="1:1",
         nproc_per_node="1",
@@ -170,8 +191,10 @@ def start(
     return args, options.fill_from_scheduler(args, {*given, *values}, here)
 
 
-def test_without_flags_all_comes_from_the_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm: nodes, place, workers, and a secret in the directory of the submission."""
+def test_fill_without_flags_takes_everything_from_scheduler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes, endpoint, workers, and a token in the directory of the submission."""
     monkeypatch.setenv("SLURM_SUBMIT_DIR", str(tmp_path))
     monkeypatch.delenv("ELASTIC_RESUME_TOKEN", raising=False)
     args, found = start(environment.read_context({**STEP, "SLURM_NODEID": "0"}))
@@ -189,8 +212,8 @@ def test_without_flags_all_comes_from_the_scheduler(tmp_path: Path, monkeypatch:
     assert Path(other.rdzv_token_file).exists()
 
 
-def test_flags_beat_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each by itself; and where nodes meet is said by whoever says any of it."""
+def test_fill_keeps_given_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flag of the rendezvous replaces all that the scheduler says about it."""
     monkeypatch.setenv("ELASTIC_RESUME_TOKEN", "a secret of 22 letters")
     here = environment.read_context(STEP)
     args, _ = start(here, nnodes="2:3", nproc_per_node="2")
@@ -202,8 +225,8 @@ def test_flags_beat_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert args.rdzv_endpoint == ""
 
 
-def test_a_problem_ends_only_a_start_that_relies_on_it() -> None:
-    """With the flags given the same environment does."""
+def test_fill_refuses_problem_unless_flags_replace_it() -> None:
+    """With flags the same environment is accepted."""
     here = environment.read_context({**STEP, "SLURM_NODEID": "first"})
     with pytest.raises(ConfigError, match="SLURM_NODEID is 'first'"):
         start(here)
@@ -212,23 +235,23 @@ def test_a_problem_ends_only_a_start_that_relies_on_it() -> None:
 
 @pytest.mark.parametrize("tasks", ["4", "2(x3),1", "1,8"])
 @pytest.mark.parametrize("flags", [{}, {"nnodes": "1"}, {"rdzv_endpoint": "gpu07", "nnodes": "4"}])
-def test_several_agents_on_a_node_are_refused_whatever_the_flags(tasks: str, flags: dict[str, str]) -> None:
-    """A task per GPU is a habit; the agents would fight for the node's directory."""
+def test_fill_refuses_several_tasks_on_node(tasks: str, flags: dict[str, str]) -> None:
+    """The agents of one node would need the same directory."""
     here = environment.read_context({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": tasks})
     with pytest.raises(ConfigError, match="ntasks-per-node=1"):
         start(here, **flags)
 
 
-def test_a_number_of_nodes_that_is_none_does_not_make_each_pod_a_job_of_its_own() -> None:
-    """Three trainings would go by side by side, and each be called done."""
+def test_fill_refuses_invalid_number_of_pods() -> None:
+    """Otherwise each pod would train alone, and the job would succeed."""
     here = environment.read_context({**POD, "ELASTIC_RESUME_NODES": "2-4"})
     with pytest.raises(ConfigError, match="ELASTIC_RESUME_NODES is '2-4'"):
         start(here)
     assert start(here, nnodes="1")[0].rdzv_endpoint == ""
 
 
-def test_pods_wait_for_others_longer_than_dns_keeps_the_address_of_a_dead_one() -> None:
-    """Unless somebody says how long; elsewhere names have no such memory."""
+def test_fill_in_pod_sets_last_call_timeout_above_dns_ttl() -> None:
+    """DNS may keep the address of a dead pod for 30 s; a given timeout stays."""
     here = environment.read_context(POD)
     args, found = start(here)
     assert args.settle == "35"
@@ -238,8 +261,8 @@ def test_pods_wait_for_others_longer_than_dns_keeps_the_address_of_a_dead_one() 
     assert start(environment.read_context({**STEP, "SLURM_STEP_NUM_NODES": "1"}))[0].settle is None
 
 
-def test_a_trainers_place_to_meet_becomes_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But not where it was given as a flag."""
+def test_fill_takes_endpoint_of_training_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables PET_MASTER_* become the endpoint."""
     for name, text in TRAINER.items():
         monkeypatch.setenv(name, text)
     names = {"nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port"}
@@ -251,29 +274,28 @@ def test_a_trainers_place_to_meet_becomes_ours(monkeypatch: pytest.MonkeyPatch) 
     assert args.rdzv_endpoint == "job-node-0-0.job:29500"
 
 
-# ---- the directory -------------------------------------------------------------------------------------
+# ---- the shared token ----------------------------------------------------------------------------------
 
 
-def test_all_who_make_the_token_at_once_get_the_same_and_nobody_else_reads_it(tmp_path: Path) -> None:
-    """Eight processes; none sees a part of it."""
+def test_shared_token_created_by_several_processes_is_equal_and_private(tmp_path: Path) -> None:
+    """No process reads a part of the token."""
     code = (
-        "import sys; from pathlib import Path; from elastic_resume.schedulers.shared_dir import SharedDir\n"
+        "import sys; from pathlib import Path; from elastic_resume.schedulers.slurm import SharedDir\n"
         "print(SharedDir(Path(sys.argv[1]), 'slurm-1').wait_for_token(create=True).read_text())"
     )
     started = [
         subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        for _ in range(8)
+        for _ in range(4)
     ]
-    told = {process.communicate(timeout=60)[0].strip() for process in started}
-    assert len(told) == 1
-    assert len(told.pop()) == 64
+    (token,) = {process.communicate(timeout=60)[0].strip() for process in started}
+    assert len(token) == 64
     path = tmp_path / ".elastic_resume" / "slurm-1" / "token"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert [one.name for one in path.parent.iterdir()] == ["token"]
+    assert [file.name for file in path.parent.iterdir()] == ["token"]
 
 
-def test_a_directory_that_is_not_shared_is_told_of(tmp_path: Path) -> None:
-    """Whoever waits for the first node's token in vain hears what to do."""
+def test_shared_dir_that_is_not_shared_is_refused(tmp_path: Path) -> None:
+    """The error says what to do."""
     with pytest.raises(ConfigError, match="not the same on all nodes"):
         SharedDir(tmp_path, "slurm-1").wait_for_token(create=False, timeout_s=0.1)
     with pytest.raises(ConfigError, match=r"there is no .*/elsewhere on this one"):
@@ -281,12 +303,10 @@ def test_a_directory_that_is_not_shared_is_told_of(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--shared-dir"):
         SharedDir(tmp_path / "file", "slurm-1")
-    with pytest.raises(ConfigError, match=r"there is no .* on this"):
-        SharedDir(tmp_path / "not on this node", "slurm-1")  # made here it would be nobody else's
 
 
-def test_the_end_of_a_job_takes_its_directory_away(tmp_path: Path) -> None:
-    """And not the one above, in which another job may be making its own in this moment."""
+def test_shared_dir_remove_keeps_parent(tmp_path: Path) -> None:
+    """Another job may be creating its directory in the parent."""
     shared = SharedDir(tmp_path, "slurm-1")
     shared.wait_for_token(create=True)
     shared.remove()

@@ -7,7 +7,7 @@ import gc
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -50,100 +50,61 @@ def test_snapshot_id_refuses_values_out_of_range(generation: int, step: int) -> 
         encode_snapshot_id(generation, step)
 
 
-def slot_state(index: int, target: int, **words: int | bool) -> SlotState:
-    """Return the state of a complete slot, with changes."""
-    return SlotState(index, 1, BYTES, target, **{"complete": True, **words})  # type: ignore[arg-type]
+WORDS = {"p": "pinned", "s": "soft_pinned", "r": "commit_requested", "c": "committed"}
+
+
+def parse_states(text: str) -> list[SlotState]:
+    """Parse slots such as ``5 -6 4rc``: snapshot 5, an incomplete 6, and 4, requested and committed."""
+    states = []
+    for index, word in enumerate(text.split()):
+        target = int(word.strip("-psrc"))
+        fields = {name: target for letter, name in WORDS.items() if letter in word}
+        states.append(SlotState(index, 1, BYTES, target, complete="-" not in word, **fields))
+    return states
 
 
 @pytest.mark.parametrize(
-    ("why", "states", "chosen"),
+    ("reason", "states", "chosen"),
     [
-        ("nothing is there", [], None),
-        (
-            "an incomplete one first",
-            [slot_state(0, 5), slot_state(1, 0, complete=False), slot_state(2, 4)],
-            1,
-        ),
-        (
-            "a torn one before an older complete one",
-            [slot_state(0, 5), slot_state(1, 6, complete=False), slot_state(2, 4)],
-            1,
-        ),
-        ("else the oldest", [slot_state(0, 5), slot_state(1, 6), slot_state(2, 4)], 2),
-        ("not the newest complete one", [slot_state(0, 5), slot_state(1, 9, pinned=9)], 0),
-        ("not a pinned one", [slot_state(0, 5), slot_state(1, 6, pinned=6), slot_state(2, 4, pinned=4)], 0),
-        (
-            "not one that needs a commit",
-            [slot_state(0, 5), slot_state(1, 6), slot_state(2, 4, commit_requested=4)],
-            0,
-        ),
-        (
-            "a committed one",
-            [slot_state(0, 5), slot_state(1, 6), slot_state(2, 4, commit_requested=4, committed=4)],
-            2,
-        ),
-        (
-            "a request for an earlier snapshot does not count",
-            [slot_state(0, 5), slot_state(1, 4, commit_requested=3)],
-            1,
-        ),
-        ("two slots, one of them pinned", [slot_state(0, 5), slot_state(1, 4, pinned=4)], None),
-        ("two slots, one of them soft-pinned", [slot_state(0, 5), slot_state(1, 4, soft_pinned=4)], None),
-        (
-            "an unpinned one before a soft-pinned one",
-            [slot_state(0, 5, soft_pinned=5), slot_state(1, 6), slot_state(2, 7)],
-            1,
-        ),
-        (
-            "a soft-pinned one if there is no other",
-            [slot_state(0, 4, pinned=4), slot_state(1, 5, soft_pinned=5), slot_state(2, 6)],
-            1,
-        ),
-        (
-            "not the newest, though only soft-pinned",
-            [slot_state(0, 4, pinned=4), slot_state(1, 5, pinned=5), slot_state(2, 6, soft_pinned=6)],
-            None,
-        ),
-        (
-            "not one that is pinned and soft-pinned",
-            [slot_state(0, 4, pinned=4), slot_state(1, 5, pinned=5, soft_pinned=5), slot_state(2, 6)],
-            None,
-        ),
-        (
-            "not the newest, though only soft-pinned",
-            [slot_state(0, 4, pinned=4), slot_state(1, 6, soft_pinned=6)],
-            None,
-        ),
-        (
-            "not one that is pinned too",
-            [slot_state(0, 4, pinned=4), slot_state(1, 5, pinned=5, soft_pinned=5), slot_state(2, 6)],
-            None,
-        ),
-        ("the only one, once committed", [slot_state(0, 5, committed=5)], 0),
-        ("not the only one before its commit", [slot_state(0, 5)], None),
-        ("the only one, if torn", [slot_state(0, 5, complete=False)], 0),
+        ("there is no slot", "", None),
+        ("an empty slot first", "5 -0 4", 1),
+        ("a torn one before an older complete one", "5 -6 4", 1),
+        ("else the oldest", "5 6 4", 2),
+        ("not the newest complete one", "5 9p", 0),
+        ("not a pinned one", "5 6p 4p", 0),
+        ("not one that needs a commit", "5 6 4r", 0),
+        ("a committed one", "5 6 4rc", 2),
+        ("two slots, one of them pinned", "5 4p", None),
+        ("two slots, one of them soft-pinned", "5 4s", None),
+        ("an unpinned one before a soft-pinned one", "5s 6 7", 1),
+        ("a soft-pinned one if there is no other", "4p 5s 6", 1),
+        ("of three, not the newest, though only soft-pinned", "4p 5p 6s", None),
+        ("of two, not the newest, though only soft-pinned", "4p 6s", None),
+        ("not one that is pinned and soft-pinned", "4p 5ps 6", None),
+        ("the only one, once committed", "5c", 0),
+        ("not the only one before its commit", "5", None),
+        ("the only one, if torn", "-5", 0),
     ],
 )
 def test_choose_overwritable_keeps_newest_and_used_slots(
-    why: str, states: list[SlotState], chosen: int | None
+    reason: str, states: str, chosen: int | None
 ) -> None:
     """See each case."""
-    found = slots.choose_overwritable(states)
-    assert (found.index if found is not None else None) == chosen, why
+    found = slots.choose_overwritable(parse_states(states))
+    assert (found.index if found is not None else None) == chosen, reason
 
 
-def test_next_to_commit_is_newest_requested_slot() -> None:
+def test_commit_request_for_earlier_snapshot_does_not_protect_slot() -> None:
+    """The slot has been overwritten since."""
+    newest, older = parse_states("5 4")
+    assert slots.choose_overwritable([newest, replace(older, commit_requested=3)]) is not None
+
+
+@pytest.mark.parametrize(("states", "index"), [("5r -7r 6r 8", 2), ("5rc", None)])
+def test_next_to_commit_is_newest_requested_slot(states: str, index: int | None) -> None:
     """Torn and committed slots are skipped."""
-    states = [
-        slot_state(0, 5, commit_requested=5),
-        slot_state(1, 7, commit_requested=7, complete=False),
-        slot_state(2, 6, commit_requested=6),
-        slot_state(3, 8),
-    ]
-    found = slots.next_to_commit(states)
-    assert found is not None
-    assert found.index == 2
-    assert slots.next_to_commit([slot_state(0, 5, commit_requested=5, committed=5)]) is None
+    found = slots.next_to_commit(parse_states(states))
+    assert (found.index if found is not None else None) == index
 
 
 # ---- racing --------------------------------------------------------------------------------------------
@@ -178,10 +139,9 @@ class Race(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = SlotPool(3 * BYTES, log=lambda _: None)
+        self.pool = SlotPool(3 * BYTES)
         self.pool.reserve(BYTES)
-        self.pool._create_slots(BYTES)
-        self.by_index = {i: kept.slot for i, kept in self.pool._owned.items()}
+        self.by_index = {index: owned.slot for index, owned in self.pool._owned.items()}
         self.generation, self.step = 1, 0
         self.copying: SnapshotCopy | None = None
         self.reading: SlotRead | None = None
@@ -249,8 +209,7 @@ class Race(RuleBasedStateMachine):
         chosen = slots.next_to_commit(states) or slots.newest_complete(states)
         assume(chosen is not None)
         assert chosen is not None
-        slot = self.by_index[chosen.index]
-        self.reading = SlotRead(slot, chosen.target)
+        self.reading = SlotRead(self.by_index[chosen.index], chosen.target)
 
     @precondition(lambda self: self.reading is not None)
     @rule()
@@ -277,10 +236,10 @@ class Race(RuleBasedStateMachine):
     @invariant()
     def complete_slots_are_whole(self) -> None:
         """The bytes of a complete slot are those of its snapshot."""
-        for one in self.pool.control_block.read_slots():
-            if one.complete:
-                slot = self.by_index[one.index]
-                assert bytes(slot.memory[: self.PLACES]) == bytes([self.byte(one.target)]) * self.PLACES
+        for state in self.pool.control_block.read_slots():
+            if state.complete:
+                content = bytes(self.by_index[state.index].memory[: self.PLACES])
+                assert content == bytes([self.byte(state.target)]) * self.PLACES
 
     @invariant()
     def newest_snapshot_is_never_lost(self) -> None:
@@ -299,17 +258,17 @@ TestRace.settings = settings(max_examples=100, stateful_step_count=60, deadline=
 
 
 @pytest.fixture
-def logged() -> list[str]:
-    """Collect the lines that the pool logs."""
-    return []
-
-
-@pytest.fixture
-def pool(logged: list[str]) -> Iterator[SlotPool]:
+def pool(caplog: pytest.LogCaptureFixture) -> Iterator[SlotPool]:
     """Yield a pool that may take three slots of four pages."""
-    new_pool = SlotPool(3 * 4 * BYTES, log=logged.append)
+    caplog.set_level("INFO")
+    new_pool = SlotPool(3 * 4 * BYTES)
     yield new_pool
     new_pool.close()
+
+
+def capacities(pool: SlotPool) -> list[int]:
+    """Return the pages of each slot."""
+    return sorted(state.capacity // BYTES for state in pool.control_block.read_slots())
 
 
 def complete_slot(pool: SlotPool, index: int, snapshot_id: int) -> None:
@@ -335,34 +294,30 @@ def test_slot_count_uses_budget_but_never_exceeds_it(size: int, free: int, allow
 
 @pytest.mark.parametrize(("pages", "count"), [(1, 3), (4, 3), (5, 2), (6, 2), (7, 1), (12, 1), (13, 0)])
 def test_reserve_creates_as_many_slots_as_fit(
-    pages: int, count: int, logged: list[str], pool: SlotPool
+    pages: int, count: int, caplog: pytest.LogCaptureFixture, pool: SlotPool
 ) -> None:
     """One line says how many there are."""
     assert pool.reserve(pages * BYTES) == count
-    assert len(logged) == 1
-    assert ("none" if count == 0 else f"{count} slot") in logged[0]
-    pool._create_slots(pages * BYTES)
+    assert len(caplog.messages) == 1
+    assert ("none" if count == 0 else f"{count} slot") in caplog.messages[0]
     assert len(pool.control_block.read_slots()) == count
-    assert len(logged) == 1
 
 
 def test_larger_slots_replace_all_but_newest_snapshot(pool: SlotPool) -> None:
     """The newest one goes when a newer one is complete."""
     pool.reserve(BYTES)
-    pool._create_slots(BYTES)
     for index in range(3):
         complete_slot(pool, index, encode_snapshot_id(1, index + 1))
     pool.reserve(2 * BYTES)
-    pool._create_slots(2 * BYTES)
+    assert capacities(pool) == [1, 2, 2, 2]
     states = pool.control_block.read_slots()
-    assert sorted(one.capacity for one in states) == [BYTES] + [2 * BYTES] * 3
     newest = slots.newest_complete(states)
     assert newest is not None
     assert (newest.capacity, decode_snapshot_id(newest.target)) == (BYTES, (1, 3))
-    larger = next(one for one in states if one.capacity > BYTES)
+    larger = next(state for state in states if state.capacity > BYTES)
     complete_slot(pool, larger.index, encode_snapshot_id(1, 4))
-    pool._create_slots(2 * BYTES)
-    assert [one.capacity for one in pool.control_block.read_slots()] == [2 * BYTES] * 3
+    pool.reserve(2 * BYTES)
+    assert capacities(pool) == [2, 2, 2]
 
 
 def test_larger_slots_are_created_one_by_one_if_memory_is_scarce(pool: SlotPool) -> None:
@@ -370,44 +325,44 @@ def test_larger_slots_are_created_one_by_one_if_memory_is_scarce(pool: SlotPool)
     pool.reserve(3 * BYTES)
     complete_slot(pool, 0, encode_snapshot_id(1, 1))
     assert pool.reserve(5 * BYTES) == 2
-    assert sorted(one.capacity // BYTES for one in pool.control_block.read_slots()) == [3, 5]
-    larger = next(one for one in pool.control_block.read_slots() if one.capacity == 5 * BYTES)
+    assert capacities(pool) == [3, 5]
+    larger = next(state for state in pool.control_block.read_slots() if state.capacity == 5 * BYTES)
     complete_slot(pool, larger.index, encode_snapshot_id(1, 2))
     assert pool.reserve(5 * BYTES) == 2
-    assert [one.capacity // BYTES for one in pool.control_block.read_slots()] == [5, 5]
+    assert capacities(pool) == [5, 5]
+
+
+def count_slot_descriptors() -> int:
+    """Count this process's descriptors of slots; other threads may open and close others meanwhile."""
+    count = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            count += "memfd:elastic_resume" in str(entry.readlink())
+    return count
 
 
 def test_close_frees_all_slots() -> None:
     """No descriptor or mapping is left."""
     gc.collect()
-
-    def files() -> int:  # of racks: what other tests have left may open and close others meanwhile
-        count = 0
-        for entry in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                count += "memfd:elastic_resume" in str(entry.readlink())
-        return count
-
-    before = files()
-    pool = SlotPool(3 << 20, log=lambda _: None)
+    before = count_slot_descriptors()
+    pool = SlotPool(3 << 20)
     pool.reserve(1 << 20)
-    pool._create_slots(1 << 20)
-    assert files() == before + 2 * 4  # a mapping holds a descriptor of its own
+    assert count_slot_descriptors() == before + 2 * 4  # a mapping holds a descriptor of its own
     pool.close()
     pool.close()
-    assert pool.reserve(BYTES) == 0  # a worker of the last moment asks
+    assert pool.reserve(BYTES) == 0  # a worker may ask while the agent ends
     with pytest.raises(ValueError, match="slots of this node are closed"):
         pool.discard(0)
-    assert files() == before
+    assert count_slot_descriptors() == before
 
 
-def test_smaller_request_logs_nothing(pool: SlotPool, logged: list[str]) -> None:
+def test_smaller_request_logs_nothing(pool: SlotPool, caplog: pytest.LogCaptureFixture) -> None:
     """At each restart, a resume requests slots for its image, and training requests larger ones."""
     for pages in (4, 3, 4):
-        pool._create_slots(pages * BYTES)
-    assert len(logged) == 1
-    pool._create_slots(5 * BYTES)
-    assert "2 slots" in logged[-1]
+        pool.reserve(pages * BYTES)
+    assert len(caplog.messages) == 1
+    pool.reserve(5 * BYTES)
+    assert "2 slots" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("part", ["header", "static", "dynamic"])
@@ -445,24 +400,24 @@ def test_offsets_outside_slot_are_refused(pool: SlotPool) -> None:
 
 
 def test_supervisor_waits_for_copy_but_not_for_rank_awaiting_slot(
-    monkeypatch: pytest.MonkeyPatch,
+    pool: SlotPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank without a slot may never copy, if its leader is dead; waiting for it would cost two seconds."""
-    descriptor = ControlBlock.create()
-    control = ControlBlock(descriptor)
-    monkeypatch.setenv(constants.ENV_SLOTS, f"/proc/{os.getpid()}/fd/{descriptor}")
+    monkeypatch.setenv(constants.ENV_SLOTS, pool.control_path)
     monkeypatch.setenv(supervisor.ENV_LOCAL_RANK, "1")
-    copying, snapshot_id = supervisor.SnapshotCopyMonitor(), slots.encode_snapshot_id(1, 1)
-    seen = []
-    for waits in (None, True, False):
-        if waits is not None:
-            control.set_copying(1, snapshot_id, awaiting_slot=waits)
-        seen.append(
-            (copying.should_wait(0.0, 100.0), control.is_copying_older([1], slots.encode_snapshot_id(1, 2)))
-        )
-    assert seen == [(False, False), (False, True), (True, True)]
-    control.close()
-    os.close(descriptor)
+    monitor, older, newer = (
+        supervisor.SnapshotCopyMonitor(),
+        encode_snapshot_id(1, 1),
+        encode_snapshot_id(1, 2),
+    )
+    for copying_id, awaiting_slot, expected in (
+        (0, False, (False, False)),
+        (older, True, (False, True)),
+        (older, False, (True, True)),
+    ):
+        pool.control_block.set_copying(1, copying_id, awaiting_slot=awaiting_slot)
+        is_older = pool.control_block.is_copying_older([1], newer)
+        assert (monitor.should_wait(0.0, 100.0), is_older) == expected
 
 
 # ---- processors that reorder ---------------------------------------------------------------------------
@@ -485,22 +440,18 @@ def test_weakly_ordered_machine_has_barrier_around_each_access(
     for value in (7, 8):
         record.set("target", value)
         assert record.get("target") == value
-    seen = found.copy()
+    # Around each of: store 7, read it, store 8, read it.
+    assert found == ([] if machine == "x86_64" else [0, 7, 7, 7, 7, 8, 8, 8])
+    found.clear()
     control.set("decided_id", 8)
     control.set_copying(0, 8)
     record.set_copied(0, 8)
     record.set("parts", 1)
-    assert record.complete_snapshot_id() == 8
+    assert record.complete_snapshot_id() == 8  # reads target, parts, and the ranks' ids at once
     assert not control.is_copying_older([0], 8)
-    accesses = 10  # `counts` has three
-    if machine == "x86_64":
-        assert found == []
-    else:
-        # Around each of: store 7, read it, store 8, read it.
-        assert seen == [0, 7, 7, 7, 7, 8, 8, 8]
-        assert len(found) - len(seen) == 2 * (accesses - 2)
-    for one in (control, plain):
-        one.close()
+    assert len(found) == (0 if machine == "x86_64" else 2 * 8)
+    control.close()
+    plain.close()
 
 
 def test_barrier_does_not_block_other_threads() -> None:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import copy
 import datetime as dt
 import re
-import warnings
 from collections import OrderedDict, deque
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from elastic_resume.errors import ConfigError, MismatchError, UntrackableError
 from elastic_resume.state import load_state, state_dict
-from elastic_resume.state.tensor_buffer import TensorBuffer
+from elastic_resume.state.state_dict import TensorBuffer
 from tests.support.state_image import copy_to_image
 
 
@@ -134,38 +133,6 @@ def test_parameters_and_optimizer_state_are_replicated_but_not_buffers() -> None
     assert kinds["model/1.running_mean"] == state_dict.BUFFER
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.arange(6).view(2, 3).t(),
-        torch.tensor(3.5),
-        torch.empty(0, 4),
-        torch.ones(3, dtype=torch.bfloat16),
-        torch.ones(3, dtype=torch.float16),
-        torch.tensor([True, False]),
-        torch.tensor([1 + 2j]),
-        torch.zeros(2, dtype=torch.int8).expand(3, 2),
-        torch.ones(2, dtype=torch.float8_e4m3fn),
-        torch.tensor([2**63], dtype=torch.uint64),
-    ],
-    ids=lambda t: f"{t.dtype}{list(t.shape)}",
-)
-def test_tensors_of_every_dtype_and_layout_are_restored(tensor: Tensor) -> None:
-    """Strided, 0-d, empty, half, bool, complex, expanded."""
-    target = Box()
-    carry({"box": Box({"t": tensor})}, {"box": target})
-    assert target.value["t"].dtype == tensor.dtype
-    assert target.value["t"].shape == tensor.shape
-    assert torch.equal(target.value["t"].to(torch.complex128), tensor.to(torch.complex128))
-
-
-def quantised() -> Tensor:
-    """Make a quantised tensor; torch has begun to deprecate them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
-
-
 def compiled(model: nn.Module) -> nn.Module:
     """Wrap as torch.compile does."""
     return cast("nn.Module", torch.compile(model, backend="eager"))
@@ -178,36 +145,15 @@ def linear(model: nn.Module, name: str) -> nn.Linear:
     return layer
 
 
-PLAIN = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False)
-    | st.text(max_size=5)
-    | st.binary(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.tuples(inner, inner)
-        | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3)
-    ),
-    max_leaves=8,
+DTYPES = [
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64),
+    *(torch.int8, torch.int64, torch.uint8, torch.uint64, torch.bool),
+]
+
+
+PLAIN_VALUES = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3) | st.binary()
 )
-
-
-@settings(max_examples=60)
-@given(PLAIN, st.integers(0, 3))
-def test_arbitrary_nested_state_is_restored(value: Any, tensors: int) -> None:
-    """Plain data and tensors nested in any way; keys 1 and "1" stay apart."""
-    target = Box()
-    held = [torch.full((2,), float(i)) for i in range(tensors)]
-    carry({"box": Box({"plain": value, "tensors": held, 1: held[:1], "1": held[1:2]})}, {"box": target})
-    assert target.value["plain"] == value
-    assert type(target.value["plain"]) is type(value)
-    assert len(target.value["tensors"]) == tensors
-    assert all(torch.equal(a, b) for a, b in zip(target.value["tensors"], held, strict=True))
-
-
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
 
 
 @st.composite
@@ -251,9 +197,11 @@ def alike(one: Any, other: Any) -> bool:
 
 
 @settings(max_examples=100, deadline=None)
-@given(nested(tensors() | st.none() | st.floats(allow_nan=False) | st.binary(max_size=3)))
+@given(nested(tensors() | PLAIN_VALUES))
+@example({"1": torch.ones(1), 1: torch.zeros(1)})
+@example(torch.zeros(2, dtype=torch.int8).expand(3, 2))
 def test_tensors_in_any_container_are_restored(value: Any) -> None:
-    """Types, order, dtypes, shapes and bits."""
+    """Types, order, dtypes, shapes and bits; keys 1 and "1" stay apart."""
     target = Box()
     carry({"box": Box(value)}, {"box": target})
     assert alike(target.value, value)
@@ -268,6 +216,7 @@ UNFIT = {
     "layout torch.sparse_coo": torch.eye(2).to_sparse(),
     "builtin_function_or_method": print,
     "meta device": torch.empty(2, device="meta"),
+    "lazy": nn.LazyLinear(2).weight,
     "datetime.date": dt.date(2020, 1, 1),
 }
 
@@ -297,25 +246,6 @@ def test_numpy_arrays_and_scalars_keep_their_type() -> None:
     assert isinstance(target.value["a"], np.ndarray)
     assert target.value["a"].tolist() == [0, 1, 2, 3]
     assert isinstance(target.value["s"], np.float64)
-
-
-@pytest.mark.parametrize(
-    ("value", "told"),
-    [
-        (object(), "value"),
-        ({"deep": [1, lambda: 0]}, "deep"),
-        (torch.eye(2).to_sparse(), "layout"),
-        (torch.empty(2, device="meta"), "meta device"),
-        (nn.LazyLinear(2).weight, "lazy"),
-        (quantised(), "qint8"),
-    ],
-    ids=["object", "function", "sparse", "meta", "lazy", "quantised"],
-)
-def test_unstorable_tensor_is_refused_with_path_and_reason(value: Any, told: str) -> None:
-    """In any object."""
-    with pytest.raises(UntrackableError, match=told) as caught:
-        state_dict.flatten({"box": Box(value)})
-    assert "box" in str(caught.value)
 
 
 def test_optimizer_or_scheduler_of_other_type_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Only the reports of leaks are taken out of what a process has printed."""
+"""Leak reports are removed from the output of a process, and nothing else."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ See https://nanobind.readthedocs.io/en/latest/refleaks.html
 """
 
 
-def test_reports_of_leaks_are_left_out_and_nothing_else() -> None:
-    """Neither what a script says of leaks, nor an empty line."""
-    said = "a word\n\nWARNING: a worker leaked 3 types\n - an item\n"
+def test_without_leaks_removes_only_leak_reports() -> None:
+    """A script's own lines about leaks and empty lines stay."""
+    output = "a word\n\nWARNING: a worker leaked 3 types\n - an item\n"
     assert without_leaks(REPORT) == ""
-    assert without_leaks(said) == said
+    assert without_leaks(output) == output
     assert without_leaks(f"a word\n{REPORT}another, without an end") == "a word\nanother, without an end"

@@ -1,4 +1,4 @@
-"""The course of faults, on processes that this one stands for: whom they hit, how often and for how long."""
+"""The fault injector on fake nodes: targets, repetitions and durations of faults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from elastic_resume.testing.virtual_network import NodePair, SilencedLinks
 
 
 class Nodes:
-    """Three nodes with a rank each, at step 9; the middle one has no checkpoint, and n0 leads."""
+    """Three nodes with a rank each, at step 9; n1 has no checkpoint, and n0 is the leader."""
 
     def __init__(self, directory: Path) -> None:
         self.run_dir = directory
@@ -33,7 +33,7 @@ class Nodes:
         self.network = SimpleNamespace(silence_links=self.hold)
 
     def rank_progress(self) -> list[tuple[int, Any]]:
-        """Tell that each rank has finished step 9."""
+        """Report that each rank has finished step 9."""
         worker = [SimpleNamespace(rank=index, pid=index) for index in range(3)]
         return [
             (index, SimpleNamespace(generation=1, step=9, worker=worker[index], local_rank=0))
@@ -41,46 +41,46 @@ class Nodes:
         ]
 
     def events(self, _: str) -> list[dict[str, str]]:
-        """Tell who leads."""
+        """Report the leader."""
         return [{"what": "leading", "node": "n0"}]
 
     def corrupt(self, index: int, fraction: float) -> None:
-        """Note it."""
+        """Record the call."""
         if index == 1:
             raise UsageError("n1 has no checkpoint.")
         self.done.append(("flip", index, fraction))
 
     def kill_agent(self, index: int) -> None:
-        """Note it."""
+        """Record the call."""
         self.done.append(("kill", index))
 
     def hold(self, pairs: set[NodePair]) -> Callable[[], None]:
-        """Silence links as `Namespaces` does."""
+        """Silence links as `VirtualNetwork` does."""
         held = frozenset(pairs)
         self.silence.temporary_cuts.append(held)
         return lambda: self.silence.temporary_cuts.remove(held)
 
     def limit_rate(self, index: int, bytes_per_s: float) -> None:
-        """Note it."""
+        """Record the call."""
         self.done.append(("rate", index, bytes_per_s))
 
     def start_node(self, index: int) -> None:
-        """Let it be up again."""
+        """Record the call; the node is up again."""
         self.nodes[index].agent = None
         self.done.append(("start", index))
 
     def wipe(self, index: int) -> None:
-        """Fail as a disk that is gone does."""
+        """Fail like a missing disk."""
         raise FileNotFoundError(f"no disk {index}")
 
     def kill_node(self, index: int) -> None:
-        """Note it."""
+        """Record the call."""
         self.done.append(("kill", index))
 
 
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
-    """Nodes, of which this process is rank 1 on n1."""
+    """Yield nodes; this process acts as rank 1 on n1."""
     made = Nodes(tmp_path)
     known = {"RANK": "1", constants.ENV_LOCAL_RANK: "0", constants.ENV_NODE_NAME: "n1"}
     for name, value in {**made.failpoints.env, **known}.items():
@@ -92,49 +92,49 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
 
 
 class Clock:
-    """The time of a course, which stands still until it is told to go on."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
 
     def monotonic(self) -> float:
-        """Tell it."""
+        """Return the time of the test."""
         return self.now
 
     def time(self) -> float:
-        """Tell that of the world."""
+        """Return the wall clock."""
         return time.time()
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Let no fault end because this process had to wait for a processor."""
+    """Replace the clock of the injector, so that a busy machine ends no fault early."""
     made = Clock()
     monkeypatch.setattr("elastic_resume.testing.fault_runner.time", made)
     return made
 
 
-def course_of(nodes: Nodes, *faults: Fault) -> FaultInjector:
-    """Begin a course of ``faults``."""
-    course = FaultInjector(cast("Cluster", nodes), faults, nodes.failpoints)
-    course.poll()
-    return course
+def start_injector(nodes: Nodes, *faults: Fault) -> FaultInjector:
+    """Make an injector and poll it once."""
+    injector = FaultInjector(cast("Cluster", nodes), faults)
+    injector.poll()
+    return injector
 
 
-def test_a_slow_rank_is_slow_for_its_time(nodes: Nodes, clock: Clock) -> None:
-    """At each step, also when it has been seen that it is."""
-    course = course_of(nodes, Fault("slow-rank", rank=1, step=5, delay_s=0.02, for_s=60))
+def test_slow_rank_delays_each_step_until_its_end(nodes: Nodes, clock: Clock) -> None:
+    """Also after the injector has seen that the failpoint fired."""
+    injector = start_injector(nodes, Fault("slow-rank", rank=1, step=5, delay_s=0.02, for_s=60))
     slow = []
     for step in range(5, 9):
         began = time.monotonic()
         failpoints.hit("step", step)
         slow.append(time.monotonic() - began >= 0.02)
-        course.poll()
+        injector.poll()
     assert slow == [True] * 4
-    assert not course.is_idle
+    assert not injector.is_idle
     clock.now += 60
-    course.poll()
-    assert course.is_idle
+    injector.poll()
+    assert injector.is_idle
 
 
 @pytest.mark.parametrize(
@@ -144,71 +144,74 @@ def test_a_slow_rank_is_slow_for_its_time(nodes: Nodes, clock: Clock) -> None:
         (Fault("raise", node=1, phase="in copy", step=5), "snapshot.copying"),
     ],
 )
-def test_what_has_a_step_comes_at_points_that_know_of_none(nodes: Nodes, fault: Fault, point: str) -> None:
-    """As soon as the job has come so far."""
-    course = course_of(nodes, fault)
+def test_fault_with_step_at_failpoint_without_steps_waits_for_step(
+    nodes: Nodes, fault: Fault, point: str
+) -> None:
+    """The failpoint is armed when the job has finished the step."""
+    injector = start_injector(nodes, fault)
     try:
         spoilt = failpoints.mutate(point, b"abc") != b"abc"
     except RuntimeError:
         spoilt = True
-    course.poll()
+    injector.poll()
     assert spoilt
-    assert (course.outcomes[0].state, course.outcomes[0].rank) == (DONE, 1)  # whomever the plan names
+    assert (injector.outcomes[0].state, injector.outcomes[0].rank) == (
+        DONE,
+        1,
+    )  # the rank is known, also if the plan names a node
 
 
-def test_all_are_hit_once_but_those_that_are_not_there(nodes: Nodes) -> None:
-    """Else the first would be hit again in each look, until the last one is there."""
-    course = course_of(nodes, Fault("bit-flip", role="all", step=3))
+def test_fault_of_all_nodes_hits_each_available_node_once(nodes: Nodes) -> None:
+    """Later polls must not hit the first node again because another is unavailable."""
+    injector = start_injector(nodes, Fault("bit-flip", role="all", step=3))
     for _ in range(5):
-        course.poll()
+        injector.poll()
     assert [done[:2] for done in nodes.done] == [("flip", 0), ("flip", 2)]
-    assert (course.outcomes[0].state, course.outcomes[0].nodes) == (DONE, ("n0", "n2"))
+    assert (injector.outcomes[0].state, injector.outcomes[0].nodes) == (DONE, ("n0", "n2"))
 
 
-def test_a_fault_that_fails_ends_nothing(nodes: Nodes) -> None:
-    """It is told, and the next one comes."""
-    course = course_of(nodes, Fault("wipe-disk", node=0, step=1), Fault("kill-agent", node=2, step=1))
-    assert "no disk 0" in course.outcomes[0].reason
-    assert course.outcomes[1].state == DONE
+def test_failed_injection_is_recorded_and_others_continue(nodes: Nodes) -> None:
+    """The outcome has the reason."""
+    injector = start_injector(nodes, Fault("wipe-disk", node=0, step=1), Fault("kill-agent", node=2, step=1))
+    assert "no disk 0" in injector.outcomes[0].reason
+    assert injector.outcomes[1].state == DONE
 
 
-def at(point: str, meanwhile: Callable[[], object]) -> None:
-    """Pass a point, in a thread, while something else is done again and again."""
+def hit_while(point: str, poll: Callable[[], object]) -> None:
+    """Reach a failpoint in a thread, and call ``poll`` until the thread has passed it."""
     thread = threading.Thread(target=failpoints.hit, args=(point,))
     thread.start()
     while thread.is_alive():
-        meanwhile()
+        poll()
         time.sleep(0.001)
 
 
-def test_who_is_not_meant_is_not_held_at_the_point_of_a_phase(
-    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The leader in a commit is not somebody else in one; and nobody waits ten seconds for another to be."""
-    monkeypatch.setattr(failpoints, "MAX_WAIT_S", 60.0)  # longer than this process may stand still
-    course = course_of(nodes, Fault("kill-agent", role="leader", phase="in commit"))
+def test_phase_releases_process_that_is_not_the_target(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit of n1 is no commit of the leader: the process continues at once, and the fault stays due."""
+    monkeypatch.setattr(failpoints, "MAX_WAIT_S", 60.0)  # longer than this test takes
+    injector = start_injector(nodes, Fault("kill-agent", role="leader", phase="in commit"))
     began = time.monotonic()
-    at("commit.after-data", course.poll)
+    hit_while("commit.after-data", injector.poll)
     assert time.monotonic() - began < failpoints.MAX_WAIT_S
-    assert (course.pending, nodes.done) == (course.outcomes, [])  # armed again, where another look came first
-    course.close()
-    course = course_of(nodes, Fault("bit-flip", node=1, phase="in commit"))
-    at("commit.after-data", course.poll)
-    assert (course.pending, course.outcomes[0].reason) == (course.outcomes, "n1 has no checkpoint.")
+    assert (injector.pending, nodes.done) == (injector.outcomes, [])
+    injector.close()
+    injector = start_injector(nodes, Fault("bit-flip", node=1, phase="in commit"))
+    hit_while("commit.after-data", injector.poll)
+    assert (injector.pending, injector.outcomes[0].reason) == (injector.outcomes, "n1 has no checkpoint.")
 
 
-def test_a_rank_is_hit_in_its_own_phase(nodes: Nodes) -> None:
-    """And not when any other comes by."""
-    course = course_of(nodes, Fault("kill-worker", rank=2, phase="in copy"))
+def test_phase_of_another_rank_does_not_fire(nodes: Nodes) -> None:
+    """The failpoint is armed for the target rank only."""
+    injector = start_injector(nodes, Fault("kill-worker", rank=2, phase="in copy"))
     failpoints.hit("snapshot.copying")
-    course.poll()
+    injector.poll()
     assert nodes.failpoints.read_fired("f1") is None
-    assert course.outcomes[0].state != DONE
+    assert injector.outcomes[0].state != DONE
 
 
-def test_a_link_works_when_all_that_silences_it_is_over(nodes: Nodes, clock: Clock) -> None:
-    """Cuts of both of its ends, and a partition between them."""
-    course = course_of(
+def test_link_stays_silent_until_last_fault_ends(nodes: Nodes, clock: Clock) -> None:
+    """Cuts of both ends and a partition overlap."""
+    injector = start_injector(
         nodes,
         Fault("cut-out", node=1, at_s=0, for_s=2),
         Fault("partition", groups=((0, 1), (2,)), at_s=0, for_s=4),
@@ -217,23 +220,23 @@ def test_a_link_works_when_all_that_silences_it_is_over(nodes: Nodes, clock: Clo
     cut = {(0, 1), (1, 0), (0, 2), (2, 0)}
     assert nodes.silence.silent_pairs() == cut | {(1, 2), (2, 1)}
     clock.now = 4
-    course.poll()
+    injector.poll()
     assert nodes.silence.silent_pairs() == cut
-    course.close()
+    injector.close()
     assert nodes.silence.silent_pairs() == set()
 
 
-def test_a_link_stays_slow_for_as_long_as_any_says(nodes: Nodes, clock: Clock) -> None:
-    """As slow as the newest of those that last says; also when its node has been started again."""
-    course = course_of(
+def test_overlapping_rate_limits_keep_newest_that_lasts(nodes: Nodes, clock: Clock) -> None:
+    """Also after the node was restarted."""
+    injector = start_injector(
         nodes,
         Fault("slow-link", node=1, at_s=0, bytes_per_s=5, for_s=10),
         Fault("slow-link", node=1, at_s=0, bytes_per_s=7, for_s=2),
         Fault("kill-node", node=1, at_s=0, back_after_s=3),
     )
     nodes.nodes[1].agent = SimpleNamespace(poll=lambda: -9)
-    for clock.now in (1, 2, 3, 4):  # since the look at 1 it is known that the node is down
-        course.poll()
-    course.close()
+    for clock.now in (1, 2, 3, 4):  # the poll at 1 sees that the node is down
+        injector.poll()
+    injector.close()
     rates = [("rate", 1, rate) for rate in (5, 7, 5, 5, 0)]
     assert nodes.done == [*rates[:2], ("kill", 1), rates[2], ("start", 1), *rates[3:]]

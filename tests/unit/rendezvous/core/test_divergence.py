@@ -13,15 +13,15 @@ from elastic_resume.rendezvous.core.divergence import (
     MAX_STEPS_KEPT,
     DivergenceDetector,
 )
-from elastic_resume.rendezvous.core.events import ReportDivergence, Send, Settings
+from elastic_resume.rendezvous.core.events import Send, Settings
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.messages import Heartbeat, Message, ReplicasDiverged, StateDigest
 from elastic_resume.rendezvous.core.peers import Link, Peer, PeerTable
 from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState, View
 from elastic_resume.rendezvous.core.state import NodeState
-from tests.support.rendezvous_sim.checkers import InvariantChecker
-from tests.support.rendezvous_sim.net import Clock, Network
-from tests.support.rendezvous_sim.node import SimulatedNode
+from tests.support.rendezvous_sim.invariants import InvariantChecker
+from tests.support.rendezvous_sim.network import Clock, Network
+from tests.support.rendezvous_sim.simulated_node import SimulatedNode
 
 ONE, OTHER = Digest("1" * 32), Digest("2" * 32)
 
@@ -57,9 +57,7 @@ class Setting:
     def find_report(self) -> ReplicasDiverged | None:
         """Return the report that all members got."""
         reports = {message for _, message in self.sent if isinstance(message, ReplicasDiverged)}
-        reports |= {
-            effect.divergence for effect in self.state.effects if isinstance(effect, ReportDivergence)
-        }
+        reports |= {effect for effect in self.state.effects if isinstance(effect, ReplicasDiverged)}
         assert len(reports) <= 1
         return next(iter(reports), None)
 
@@ -151,7 +149,7 @@ def test_two_halves_name_no_node_and_end_the_job(on: str) -> None:
         setting.add_digest(name, 64, digest)
     assert not setting.wait(0)
     assert has_reported(setting, 64, ("ac", "bd"), "", continues=False)
-    assert "no majority" in setting.state.job_failure
+    assert "No majority" in setting.state.job_failure
 
 
 def test_majority_counts_all_members() -> None:
@@ -189,7 +187,7 @@ def test_leader_without_a_majority_ends_the_job_after_a_limit() -> None:
         assert len(setting.detector.digests_by_step) <= MAX_STEPS_KEPT
     assert not setting.wait(MAJORITY_NODE_TIMEOUTS)
     assert has_reported(setting, 96, ("a", "b"), "", continues=False)
-    assert "no majority" in setting.state.job_failure
+    assert "No majority" in setting.state.job_failure
     assert not setting.wait(0)
 
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from elastic_resume.policy.divergence import Digest
 from elastic_resume.rendezvous.core.events import (
     Event,
-    JoinRequested,
     MessageReceived,
     PeerConnected,
     PeerDisconnected,
@@ -28,6 +27,7 @@ from elastic_resume.rendezvous.core.messages import (
     Header,
     Heartbeat,
     Hello,
+    JoinRequest,
     JoinSpec,
     Message,
     ProposeView,
@@ -390,7 +390,7 @@ def test_no_message_of_an_authenticated_peer_makes_the_state_machine_fail(
     me = Incarnation("me", "life", addresses[place], place)
     agent = RendezvousNode(Settings(addresses, max_nodes=3), me, None, 0.0)
     now = 0.0
-    feed(agent, now, Tick(), JoinRequested(JoinSpec("a:2", 1)), PeerConnected(-1), PeerConnected(-2))
+    feed(agent, now, Tick(), JoinRequest(JoinSpec("a:2", 1)), PeerConnected(-1), PeerConnected(-2))
     for conn, header, message, pause_s, chance in said:
         now += pause_s
         happens: Event = MessageReceived(conn, header, message)

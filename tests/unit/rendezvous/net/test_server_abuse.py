@@ -10,7 +10,6 @@ import gc
 import json
 import secrets
 import socket
-import threading
 import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
@@ -130,7 +129,7 @@ UNAUTHENTICATED = {
     "another version": (b'{"elastic_resume":99,"run":"job","nonce":"00"}\n', "protocol version '99'"),
     "a bad nonce": (b'{"elastic_resume":4,"run":"job","nonce":"00","status_only":false}\n', "nonce"),
     "deep JSON": (b"[" * 4000 + b"\n", "not JSON"),
-    "a large number": (b'{"elastic_resume":' + b"9" * 4000 + b"}\n", "a line"),
+    "a large number": (b'{"elastic_resume":' + b"9" * 4000 + b"}\n", "protocol version"),
     "no proof": (protocol.encode_greeting(RUN, NONCE) + b"{}\n", "the fields proof"),
     "a wrong proof": (protocol.encode_greeting(RUN, NONCE) + b'{"proof":"' + b"0" * 64 + b'"}\n', "token"),
     "a replayed handshake": (record_handshake(), "token"),
@@ -138,40 +137,30 @@ UNAUTHENTICATED = {
 }
 
 
-def test_is_disconnected_is_false_for_an_open_connection() -> None:
-    """The tests below rely on it."""
-    here, there = socket.socketpair()
-    with here, there:
-        assert not is_disconnected(here, timeout_s=0.05)
-        talking = threading.Event()
+def wait_for_log(node: SocketNode, text: str, since: int) -> str:
+    """Wait for a log line about a dropped connection after the first ``since`` lines; return it."""
+    lines: list[str] = []
 
-        def talk() -> None:
-            with contextlib.suppress(OSError):
-                while not talking.is_set():
-                    there.sendall(b"x" * 1000)
+    def find() -> bool:
+        lines[:] = [line for line in node.log_lines("unauthenticated")[since:] if text in line]
+        return bool(lines)
 
-        thread = threading.Thread(target=talk)
-        thread.start()
-        assert not is_disconnected(here, timeout_s=0.05)
-        talking.set()
-        there.shutdown(socket.SHUT_RDWR)
-        thread.join()
-        assert is_disconnected(here)
+    wait_until(find, f"the log has {text!r}")
+    return lines[-1]
 
 
-@pytest.mark.parametrize("kind", UNAUTHENTICATED)
-def test_unauthenticated_peer_is_dropped_and_logged(node: SocketNode, kind: str) -> None:
+def test_unauthenticated_peer_is_dropped_and_logged(node: SocketNode) -> None:
     """The log line has the address and the reason, and no control characters."""
-    data, why = UNAUTHENTICATED[kind]
-    with connect(node.address) as peer:
-        with contextlib.suppress(ConnectionError):
-            peer.sendall(data)
-        assert is_disconnected(peer)
-        host = peer.getsockname()[0]
-    wait_until(lambda: bool(node.log_lines("unauthenticated", why)), f"the log has {why!r}")
-    line = node.log_lines("unauthenticated", why)[-1]
-    assert host in line
-    assert line.isprintable(), "a peer's bytes must not reach the terminal"
+    for kind, (data, reason) in UNAUTHENTICATED.items():
+        since = len(node.log_lines("unauthenticated"))
+        with connect(node.address) as peer:
+            with contextlib.suppress(ConnectionError):
+                peer.sendall(data)
+            assert is_disconnected(peer), kind
+            host = peer.getsockname()[0]
+        line = wait_for_log(node, reason, since)
+        assert host in line
+        assert line.isprintable(), "a peer's bytes must not reach the terminal"
 
 
 def test_unauthenticated_peer_receives_nothing_derived_from_the_token(node: SocketNode) -> None:
@@ -193,27 +182,21 @@ def test_peer_with_another_token_is_refused_by_both_sides(node: SocketNode) -> N
         pytest.raises(protocol.ProtocolError, match="does not hold the run's token"),
     ):
         authenticate(peer, b"another")
-    wait_until(
-        lambda: "does not hold the run's token" in "".join(node.log_lines("unauthenticated")[before:]),
-        "it is logged",
-    )
+    wait_for_log(node, "does not hold the run's token", before)
 
 
 def test_dialler_that_gives_up_with_a_proof_is_not_logged(node: SocketNode) -> None:
     """A dialler that gives up without a proof is logged."""
     before = len(node.log_lines("unauthenticated"))
     with connect(node.address) as peer:
-        its = "{}:{}: ".format(*peer.getsockname())
+        address = "{}:{}: ".format(*peer.getsockname())
         peer.sendall(protocol.encode_greeting(RUN, NONCE) + protocol.encode_abort(TOKEN, RUN, NONCE))
         assert is_disconnected(peer)
     with connect(node.address) as peer:
         peer.sendall(protocol.encode_greeting(RUN, NONCE) + protocol.encode_abort(b"another", RUN, NONCE))
         assert is_disconnected(peer)
-    wait_until(
-        lambda: "the fields proof" in "".join(node.log_lines("unauthenticated")[before:]),
-        "the other dialler is logged",
-    )
-    assert its not in "".join(node.log_lines("unauthenticated"))
+    wait_for_log(node, "the fields proof", before)
+    assert address not in "".join(node.log_lines("unauthenticated"))
 
 
 @pytest.mark.parametrize("greeting", [b"", protocol.encode_greeting(RUN, NONCE)], ids=["greeting", "proof"])
@@ -259,13 +242,6 @@ def test_idle_connections_do_not_lock_members_out(node: SocketNode) -> None:
             )
 
 
-def test_flood_of_connections_leaves_no_descriptor(node: SocketNode) -> None:
-    """A thousand connections open and close; the fixture counts descriptors."""
-    for _ in range(1000):
-        with connect(node.address):
-            pass
-
-
 def test_memory_for_unauthenticated_peers_is_bounded(node: SocketNode) -> None:
     """40 connections send as much as they may, and 40 send without end."""
     gc.collect()
@@ -295,14 +271,14 @@ GARBAGE = {
 }
 
 
-@pytest.mark.parametrize("kind", GARBAGE)
-def test_authenticated_peer_that_sends_garbage_is_dropped(node: SocketNode, kind: str) -> None:
+def test_authenticated_peer_that_sends_garbage_is_dropped(node: SocketNode) -> None:
     """Lines that are not messages are logged."""
-    data, why = GARBAGE[kind]
-    with connect(node.address) as peer:
-        peer.sendall(authenticate(peer).signer.sign(data))
-        assert is_disconnected(peer)
-    wait_until(lambda: bool(node.log_lines("unauthenticated", why)), f"the log has {why!r}")
+    for kind, (data, reason) in GARBAGE.items():
+        since = len(node.log_lines("unauthenticated"))
+        with connect(node.address) as peer:
+            peer.sendall(authenticate(peer).signer.sign(data))
+            assert is_disconnected(peer), kind
+        wait_for_log(node, reason, since)
 
 
 HEARTBEAT = protocol.encode(Header(1, 0, 7, 0.5), Heartbeat())
@@ -310,22 +286,22 @@ INJECTED: dict[str, Callable[[protocol.LineAuthenticator], bytes]] = {
     "binary": lambda _: bytes(range(256)),
     "less than a digest": lambda _: b"\n",
     "no digest": lambda _: HEARTBEAT,
-    "a sum that anybody can make": lambda _: b"%b%08x\n" % (HEARTBEAT[:-1], zlib.crc32(HEARTBEAT[:-1])),
-    "a key that anybody can make": lambda _: protocol.LineAuthenticator(b"another").sign(HEARTBEAT),
-    "a bit that has flipped": lambda seal: seal.sign(HEARTBEAT).replace(b"7", b"6", 1),
-    "a line that was said before": lambda seal: seal.sign(HEARTBEAT) * 2,
-    "a line without the one before": lambda seal: (seal.sign(HEARTBEAT), seal.sign(HEARTBEAT))[1],
+    "a checksum": lambda _: b"%b%08x\n" % (HEARTBEAT[:-1], zlib.crc32(HEARTBEAT[:-1])),
+    "another key": lambda _: protocol.LineAuthenticator(b"another").sign(HEARTBEAT),
+    "a flipped bit": lambda signer: signer.sign(HEARTBEAT).replace(b"7", b"6", 1),
+    "a repeated line": lambda signer: signer.sign(HEARTBEAT) * 2,
+    "a line after an omitted line": lambda signer: (signer.sign(HEARTBEAT), signer.sign(HEARTBEAT))[1],
 }
 
 
-@pytest.mark.parametrize("kind", INJECTED)
-def test_injected_line_ends_the_connection(node: SocketNode, kind: str) -> None:
+def test_injected_line_ends_the_connection(node: SocketNode) -> None:
     """The attacker between two nodes has seen the handshake and each line, and has no token."""
-    before = len(node.log_lines("unauthenticated"))
-    with connect(node.address) as peer:
-        peer.sendall(INJECTED[kind](authenticate(peer).signer))
-        assert is_disconnected(peer)
-    wait_until(lambda: "wrong digest" in "".join(node.log_lines("unauthenticated")[before:]), "it is logged")
+    for kind, make_line in INJECTED.items():
+        since = len(node.log_lines("unauthenticated"))
+        with connect(node.address) as peer:
+            peer.sendall(make_line(authenticate(peer).signer))
+            assert is_disconnected(peer), kind
+        wait_for_log(node, "wrong digest", since)
 
 
 def test_line_beyond_the_limit_drops_an_authenticated_peer(node: SocketNode) -> None:
@@ -336,10 +312,7 @@ def test_line_beyond_the_limit_drops_an_authenticated_peer(node: SocketNode) -> 
             with contextlib.suppress(ConnectionError):
                 peer.sendall(b"[" + b" " * protocol.MAX_LINE_BYTES)
             assert is_disconnected(peer)
-    wait_until(
-        lambda: bool(node.log_lines("unauthenticated", f"more than {protocol.MAX_LINE_BYTES} bytes")),
-        "it is logged",
-    )
+    wait_for_log(node, f"more than {protocol.MAX_LINE_BYTES} bytes", 0)
 
 
 def test_queue_for_a_peer_that_never_reads_is_bounded(node: SocketNode) -> None:
@@ -353,10 +326,7 @@ def test_queue_for_a_peer_that_never_reads_is_bounded(node: SocketNode) -> None:
         line = protocol.encode(Header(1, 0), question)
         sender = EndlessSender(peer, lambda: b"".join(proof.signer.sign(line) for _ in range(100)))
         sender.start()
-        wait_until(
-            lambda: bool(node.log_lines("unauthenticated", "has not read")),
-            "it is dropped, and a line says so",
-        )
+        wait_for_log(node, "has not read", 0)
     sender.join()
 
 
@@ -394,23 +364,18 @@ def test_messages_of_a_role_that_the_peer_lacks_change_nothing(node: SocketNode)
         )
 
 
-@pytest.mark.parametrize(
-    "settings", ["another timeout", "another list of candidates", "another number of nodes"]
-)
-def test_peer_with_other_settings_is_refused(node: SocketNode, settings: str) -> None:
+def test_peer_with_other_settings_is_refused(node: SocketNode) -> None:
     """The leader refuses it; a member redirects it to the leader."""
-    impostor = Incarnation("late", "x", "127.0.0.1:1", None)
-    ours = make_hello(impostor)
-    other = {
-        "another timeout": replace(ours, node_timeout_s=99.0),
-        "another list of candidates": replace(ours, quorum_state=QuorumState(5)),
-        "another number of nodes": replace(ours, max_nodes=4),
-    }
-    with connect(node.address) as peer:
-        authenticate(peer)
-        send_messages(peer, other[settings])
-        answer = receive_message(peer)
-    assert isinstance(answer, Refused if node.is_leader else Redirect)
+    ours = make_hello(Incarnation("late", "x", "127.0.0.1:1", None))
+    for other in (
+        replace(ours, node_timeout_s=99.0),
+        replace(ours, quorum_state=QuorumState(5)),
+        replace(ours, max_nodes=4),
+    ):
+        with connect(node.address) as peer:
+            authenticate(peer)
+            send_messages(peer, other)
+            assert isinstance(receive_message(peer), Refused if node.is_leader else Redirect)
 
 
 def test_peer_with_the_name_of_a_live_node_is_refused(node: SocketNode) -> None:
@@ -538,13 +503,11 @@ def test_log_throttle_logs_the_first_drop_and_sums_up_the_rest() -> None:
     throttle = LogThrottle(10.0, clock.lines.append, clock.call_later)
     throttle.add("10.0.0.1:5", "not JSON")
     assert clock.lines == ["10.0.0.1:5: not JSON"]
-    for host in range(20):
+    for host in range(40):
         throttle.add(f"10.0.0.{host}:5", "no token")
-        throttle.add(f"10.0.0.{host}:6", "not JSON")
     assert len(clock.lines) == 1
     assert clock.advance() == 10.0
-    assert clock.lines[1].startswith("40 more in the last 10 s: 10.0.0.0 (2 times, last: not JSON); ")
-    assert clock.lines[1].endswith("; other hosts (30 times)")
+    assert clock.lines[1] == "40 more in the last 10 s; the last: 10.0.0.39:5: no token"
     throttle.add("10.0.0.1:5", "again")
     assert clock.advance() == 20.0
     assert len(clock.lines) == 3

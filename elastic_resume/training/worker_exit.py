@@ -1,17 +1,19 @@
-"""Report the exception that ends a worker: a ``failure`` event, and a short text in place of most tracebacks.
+"""The end of a worker: at a step boundary when its agent drains the node, or by an exception.
 
-An `ElasticResumeError` is printed as one or two lines, because its message says what to do. Another exception
-is printed as one line if an agent prints to the same place: the agent prints the traceback of the root cause,
-and a thousand workers' tracebacks would hide it. A traceback that is not printed here is in the event log.
+An exception becomes a ``failure`` event. An `ElasticResumeError` is printed as one or two lines, because its
+message says what to do. Another exception is printed as one line if an agent prints to the same place: the
+agent prints the traceback of the root cause, and a thousand workers' tracebacks would hide it. A traceback
+that is not printed here is in the event log.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
@@ -19,7 +21,6 @@ from typing import Any, ClassVar
 from elastic_resume import constants
 from elastic_resume.errors import ElasticResumeError
 from elastic_resume.events import EventLog
-from elastic_resume.training.graceful_shutdown import DrainRequest
 
 MAX_HEAD_CHARS, MAX_TAIL_CHARS = 2000, 6000
 """Characters kept of a traceback: JSON may need six bytes for each, and a line of events holds 64 KiB."""
@@ -33,29 +34,21 @@ def set_generation(*, generation: int, read_step: Callable[[], int]) -> None:
     _training_position.update(generation=generation, step=read_step)
 
 
-@contextlib.contextmanager
-def report_startup_errors() -> Iterator[None]:
-    """Report an error in the script's arguments, raised before the node's name is known."""
-    try:
-        yield
-    except ElasticResumeError:
-        install_startup_hook()
-        raise
-
-
 def install_startup_hook() -> None:
     """Report exceptions from now on, though the job's settings are not parsed yet.
 
     The agent's environment variables name the event log. Without an agent there is only the printed text.
     """
     rank = os.environ.get("RANK", "0")
-    events = EventLog(
-        Path(os.environ.get(constants.ENV_EVENTS_PATH) or os.devnull),
-        memory_path=os.environ.get(constants.ENV_ROUND_EVENTS),
-        node=os.environ.get(constants.ENV_NODE_NAME, ""),
-        rank=int(rank) if rank.isdigit() else 0,
-    )
-    install_hook(events)
+    path = Path(os.environ.get(constants.ENV_EVENTS_PATH) or os.devnull)
+    node = os.environ.get(constants.ENV_NODE_NAME, "")
+    install_hook(open_event_log(path, node, int(rank) if rank.isdigit() else 0))
+
+
+def open_event_log(path: Path, node: str, rank: int) -> EventLog:
+    """Return the log of this process, which also writes into its agent's memory."""
+    memory_path = os.environ.get(constants.ENV_ROUND_EVENTS)
+    return EventLog(path, memory_path=memory_path, node=node, rank=rank)
 
 
 def install_hook(events: EventLog) -> None:
@@ -81,7 +74,7 @@ class _ExceptHook:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         DrainRequest.terminate_instead_of_raising(kind)
         unwritten_before = self.events.unwritten_count
-        fields = describe_error(error, trace)
+        fields = _describe_error(error, trace)
         if not issubclass(kind, KeyboardInterrupt) and error is not _ExceptHook.reported_error:
             _ExceptHook.reported_error = error
             self.events.emit("failure", **fields)
@@ -102,11 +95,7 @@ class _ExceptHook:
     def _is_printed_by_agent(self) -> bool:
         """Return whether an agent prints to the same standard error as this process."""
         agent = os.environ.get(constants.ENV_AGENT_PID, "")
-        if (
-            self.previous_hook is not sys.__excepthook__
-            or not agent.isdigit()
-            or not os.environ.get(constants.ENV_ROUND)
-        ):
+        if self.previous_hook is not sys.__excepthook__ or not os.environ.get(constants.ENV_ROUND):
             return False
         try:
             # Compare the links themselves: the target may be a pipe, or not accessible.
@@ -115,7 +104,7 @@ class _ExceptHook:
             return False
 
 
-def describe_error(error: BaseException, trace: TracebackType | None) -> dict[str, Any]:
+def _describe_error(error: BaseException, trace: TracebackType | None) -> dict[str, Any]:
     """Return the fields of a ``failure`` event; ``frame`` is the innermost frame outside libraries."""
     frames = traceback.extract_tb(trace)
     candidates = [frame for frame in frames if not _is_library_file(frame.filename)] or list(frames)
@@ -146,3 +135,64 @@ def _truncate(text: str) -> str:
     if removed <= 0:
         return text
     return f"{text[:MAX_HEAD_CHARS]}\n  … {removed} characters …\n{text[-MAX_TAIL_CHARS:]}"
+
+
+# ---- the agent's request to end -------------------------------------------------------------------------
+
+
+class DrainRequest:
+    """Records whether the agent has requested the end of this process.
+
+    The handler is installed only under our agent, where SIGTERM means a drain: under torchrun every restart
+    sends SIGTERM. A handler of the script's own is left in place. Processes that the script forks get the
+    default action back, because they reach no step boundary and ``Process.terminate()`` must end them.
+    """
+
+    current: ClassVar[DrainRequest | None] = None
+
+    def __init__(self) -> None:
+        DrainRequest.current = self
+        self.requested = False
+        self._pid = os.getpid()
+        self._handler_installed = (
+            constants.ENV_AGENT_PID in os.environ
+            and threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        )
+        if self._handler_installed:
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def _on_sigterm(self, number: int, frame: object) -> None:
+        del number, frame
+        if os.getpid() != self._pid:  # a forked child, before `_restore_handler_in_child` has run
+            self.terminate_process()
+        self.requested = True
+
+    def terminate_process(self) -> None:
+        """End this process as an unhandled SIGTERM would."""
+        self.restore_handler()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    @classmethod
+    def terminate_instead_of_raising(cls, error_type: type[BaseException]) -> None:
+        """End this process silently if a peer of the same drain ended first and broke a collective."""
+        if cls.current is not None and cls.current.requested and issubclass(error_type, RuntimeError):
+            cls.current.terminate_process()
+
+    def restore_handler(self) -> None:
+        """Restore the default action of SIGTERM, if this object has replaced it."""
+        if not self._handler_installed:
+            return
+        self._handler_installed = False
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _restore_handler_in_child() -> None:
+    owner = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    if isinstance(owner, DrainRequest):
+        owner.restore_handler()
+    DrainRequest.current = None
+
+
+os.register_at_fork(after_in_child=_restore_handler_in_child)

@@ -39,24 +39,24 @@ def draw_faults(rng: random.Random, family: str, count: int) -> list[Fault]:
     return faults
 
 
-def make_followup_trigger(delay_s: float, event: str = "", count: int = 1) -> Trigger:
+def then(delay_s: float, event: str = "", count: int = 1) -> Trigger:
     """Trigger after the fault before, or after an event counted from there."""
     return Trigger(delay_s, event, count if event else 0, after_previous=True)
 
 
-def name_ranks(*numbers: int) -> tuple[str, ...]:
+def ranks(*numbers: int) -> tuple[str, ...]:
     """Name nodes by rank."""
     return tuple(f"#{number}" for number in sorted(numbers))
 
 
 def repartition(trigger: Trigger, *numbers: int) -> Fault:
     """Cut these ranks off from all others, in place of earlier cuts."""
-    return Fault(trigger, "repartition", name_ranks(*numbers), LONG_S)
+    return Fault(trigger, "repartition", ranks(*numbers), LONG_S)
 
 
 def heal(rng: random.Random) -> Fault:
     """Remove all cuts."""
-    return Fault(make_followup_trigger(rng.choice((*SOON_S, *AFTER_TIMEOUT_S))), "repartition", (), 0.0)
+    return Fault(then(rng.choice((*SOON_S, *AFTER_TIMEOUT_S))), "repartition", (), 0.0)
 
 
 def draw_majority(rng: random.Random, count: int) -> list[int]:
@@ -75,27 +75,25 @@ def defecting_followers(rng: random.Random, start: Trigger, count: int) -> list[
     stay = ours[: (len(ours) + 1) // 2]
     if rng.random() < 0.3:
         stay = rng.sample(ours, rng.randint(1, len(ours)))
-    when = make_followup_trigger(rng.choice(DURING_VIEW_CHANGE_S), "InstallView", rng.choice((1, 1, 2)))
+    when = then(rng.choice(DURING_VIEW_CHANGE_S), "InstallView", rng.choice((1, 1, 2)))
     faults = [repartition(start, *ours), repartition(when, *stay)]
     if rng.random() < 0.3:
         kind = rng.choice(("kill", "pause"))
-        faults.append(Fault(make_followup_trigger(0.0), kind, name_ranks(stay[-1]), rng.choice(SOON_S)))
+        faults.append(Fault(then(0.0), kind, ranks(stay[-1]), rng.choice(SOON_S)))
     return faults
 
 
 def member_changes_side(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
     """A member of the next view, when it runs, joins the nodes that were left out and do not know it.
 
-    Guards rule 4: the member must bring all that it knows, or not tell of deaths either.
+    Guards rule 4: the member must pass on all that it knows, or no deaths either.
     """
     ours = draw_majority(rng, count)
     faults = [repartition(start, *ours)]
     if rng.random() < 0.5:
-        faults.append(Fault(make_followup_trigger(rng.choice(SOON_S), "view"), "kill", name_ranks(0), LONG_S))
+        faults.append(Fault(then(rng.choice(SOON_S), "view"), "kill", ranks(0), LONG_S))
     # From here on ranks are those of the view of the majority.
-    faults.append(
-        repartition(make_followup_trigger(rng.choice(AFTER_TIMEOUT_S), "view"), *range((len(ours) + 1) // 2))
-    )
+    faults.append(repartition(then(rng.choice(AFTER_TIMEOUT_S), "view"), *range((len(ours) + 1) // 2)))
     return faults
 
 
@@ -106,12 +104,12 @@ def restarted_member_changes_side(rng: random.Random, start: Trigger, count: int
     link break at once and counts it dead when a call is refused; the cut comes between.
     """
     victim = rng.randrange(1, count) if rng.random() < 0.9 else 0
-    others = [one for one in range(1, count) if one != victim]
+    others = [rank for rank in range(1, count) if rank != victim]
     many = (count - 1) // 2 if rng.random() < 0.8 else rng.randint(1, count // 2)
     witnesses = rng.sample(others, min(len(others), max(0, many - 1)))
-    killed = Fault(start, "kill", name_ranks(victim), rng.choice((0.3, 0.6, 1.0, 5.0)))
-    when = make_followup_trigger(rng.choice((0.02, 0.03, 0.05, 0.05, 0.1, 0.15, 0.3)))
-    return [killed, Fault(when, "repartition", (LEADER, *name_ranks(*witnesses)), LONG_S)]
+    killed = Fault(start, "kill", ranks(victim), rng.choice((0.3, 0.6, 1.0, 5.0)))
+    when = then(rng.choice((0.02, 0.03, 0.05, 0.05, 0.1, 0.15, 0.3)))
+    return [killed, Fault(when, "repartition", (LEADER, *ranks(*witnesses)), LONG_S)]
 
 
 def interrupted_proposal(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
@@ -124,20 +122,19 @@ def interrupted_proposal(rng: random.Random, start: Trigger, count: int) -> list
     step, number = rng.choice(
         (("ProposeView", 1), ("ProposeView", 2), ("ProposalAck", 1), ("InstallView", 1))
     )
-    when = make_followup_trigger(rng.choice(DURING_VIEW_CHANGE_S), step, number)
+    when = then(rng.choice(DURING_VIEW_CHANGE_S), step, number)
     kind = rng.choice(
         ("repartition", "repartition", "pause", "kill", "crash-before-send", "written", "power")
     )
     if kind == "repartition":
         return [first, repartition(when, *ours[: rng.randint(1, len(ours))])]
     victim = rng.choice(ours)
-    blow = Fault(when, kind, name_ranks(victim), rng.choice((0.05, 0.5, 4.0, 8.0)))
-    rest = [one for one in range(count) if one != victim]
+    hit = Fault(when, kind, ranks(victim), rng.choice((0.05, 0.5, 4.0, 8.0)))
+    rest = [rank for rank in range(count) if rank != victim]
     apart = repartition(
-        make_followup_trigger(rng.choice((*DURING_VIEW_CHANGE_S, *SOON_S))),
-        *rng.sample(rest, rng.randint(1, len(rest))),
+        then(rng.choice((*DURING_VIEW_CHANGE_S, *SOON_S))), *rng.sample(rest, rng.randint(1, len(rest)))
     )
-    return [first, blow, apart]
+    return [first, hit, apart]
 
 
 def forced_quorum_after_deaths(rng: random.Random, count: int) -> list[Fault]:
@@ -147,28 +144,21 @@ def forced_quorum_after_deaths(rng: random.Random, count: int) -> list[Fault]:
     """
     ours = draw_majority(rng, count)
     faults = [repartition(Trigger(rng.choice(SOON_S), "view", 1), *ours)]
-    settled = make_followup_trigger(rng.choice(AFTER_TIMEOUT_S), "view")
+    settled = then(rng.choice(AFTER_TIMEOUT_S), "view")
     if rng.random() < 0.3:
-        newcomer = rng.choice([one for one in range(count) if one not in ours] or [0])
+        newcomer = rng.choice([rank for rank in range(count) if rank not in ours] or [0])
         faults += [repartition(settled, *range(len(ours)), newcomer)]
-        settled = make_followup_trigger(rng.choice(AFTER_TIMEOUT_S))
+        settled = then(rng.choice(AFTER_TIMEOUT_S))
     dead = list(range(len(ours) - rng.choice((0, 1))))
     rng.shuffle(dead)
     apart = rng.randint(0, len(dead))
-    faults.append(Fault(settled, "power", name_ranks(*dead[apart:]), rng.choice((8.0, LONG_S, LONG_S))))
-    faults.append(
-        Fault(
-            make_followup_trigger(rng.choice(SOON_S)),
-            "power",
-            name_ranks(*dead[:apart]),
-            rng.choice((8.0, LONG_S)),
-        )
-    )
+    faults.append(Fault(settled, "power", ranks(*dead[apart:]), rng.choice((8.0, LONG_S, LONG_S))))
+    faults.append(Fault(then(rng.choice(SOON_S)), "power", ranks(*dead[:apart]), rng.choice((8.0, LONG_S))))
     if rng.random() < 0.2:
         faults.append(heal(rng))
     # The operator acts when the dead are missing, and the command takes time.
-    faults.append(Fault(make_followup_trigger(rng.uniform(6.0, 12.0)), "worker", name_ranks(0)))
-    return [one for one in faults if one.nodes or one.kind == "repartition"]
+    faults.append(Fault(then(rng.uniform(6.0, 12.0)), "worker", ranks(0)))
+    return [fault for fault in faults if fault.nodes or fault.kind == "repartition"]
 
 
 def staggered_merge(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
@@ -176,15 +166,13 @@ def staggered_merge(rng: random.Random, start: Trigger, count: int) -> list[Faul
     order = list(range(count))
     rng.shuffle(order)
     low, high = sorted(rng.sample(range(1, count), 2))
-    faults = [
-        Fault(start, "repartition", (*name_ranks(*order[:low]), "|", *name_ranks(*order[low:high])), LONG_S)
-    ]
+    faults = [Fault(start, "repartition", (*ranks(*order[:low]), "|", *ranks(*order[low:high])), LONG_S)]
     for _ in range(rng.choice((1, 2))):
         settled, torn = (
-            make_followup_trigger(rng.choice(AFTER_TIMEOUT_S)),
-            make_followup_trigger(rng.choice(DURING_VIEW_CHANGE_S), "InstallView"),
+            then(rng.choice(AFTER_TIMEOUT_S)),
+            then(rng.choice(DURING_VIEW_CHANGE_S), "InstallView"),
         )
-        when = rng.choice((settled, torn, make_followup_trigger(0.2, "view")))
+        when = rng.choice((settled, torn, then(0.2, "view")))
         faults.append(repartition(when, *rng.sample(range(count), rng.randint(1, count - 1))))
     return faults
 
@@ -198,26 +186,18 @@ def partition_at_job_end(rng: random.Random, count: int) -> list[Fault]:
     start = Trigger(rng.choice(SOON_S), "view", 1)
     if rng.random() < 0.5:
         finished = rng.sample(range(count), rng.choice((count, count, count - 1, rng.randint(1, count))))
-        faults = [Fault(start, "finish", name_ranks(*finished))]
+        faults = [Fault(start, "finish", ranks(*finished))]
     else:
-        faults = [Fault(start, "partition", name_ranks(count - 1), 4.0)]
-        faults.append(
-            Fault(
-                make_followup_trigger(rng.choice((0.01, 0.1, 0.3))), "finish", name_ranks(*range(count - 1))
-            )
-        )
+        faults = [Fault(start, "partition", ranks(count - 1), 4.0)]
+        faults.append(Fault(then(rng.choice((0.01, 0.1, 0.3))), "finish", ranks(*range(count - 1))))
     others = rng.sample(range(count), rng.randint(1, count - 1))
-    apart = rng.choice(((LEADER,), (LEADER,), name_ranks(*others), name_ranks(*range(1, count))))
-    when = make_followup_trigger(rng.choice((*DURING_VIEW_CHANGE_S, 0.2, 0.3, 0.4, 0.6)))
+    apart = rng.choice(((LEADER,), (LEADER,), ranks(*others), ranks(*range(1, count))))
+    when = then(rng.choice((*DURING_VIEW_CHANGE_S, 0.2, 0.3, 0.4, 0.6)))
     faults.append(Fault(when, rng.choice(("one-way", "repartition", "repartition")), apart, LONG_S))
     for _ in range(rng.choice((1, 1, 2))):
         kind = rng.choice(("kill", "kill", "written", "pause", "power"))
-        victims = rng.choice((name_ranks(0), name_ranks(0), name_ranks(*rng.sample(range(count), 2))))
-        faults.append(
-            Fault(
-                make_followup_trigger(rng.choice((0.1, *AFTER_TIMEOUT_S))), kind, victims, rng.choice(SOON_S)
-            )
-        )
+        victims = rng.choice((ranks(0), ranks(0), ranks(*rng.sample(range(count), 2))))
+        faults.append(Fault(then(rng.choice((0.1, *AFTER_TIMEOUT_S))), kind, victims, rng.choice(SOON_S)))
     return [*faults, heal(rng)] if rng.random() < 0.3 else faults
 
 
@@ -232,25 +212,20 @@ def reset_and_cut(rng: random.Random, start: Trigger, count: int) -> list[Fault]
     faults = []
     if rng.random() < 0.4:
         faults.append(Fault(start, "slowish", tuple(pair[:1]), 12.0))
-        start = make_followup_trigger(rng.choice(DURING_VIEW_CHANGE_S))
+        start = then(rng.choice(DURING_VIEW_CHANGE_S))
     kind = rng.choice(("reset", "half-reset", "half-reset"))
     apart = [
         victim,
-        *rng.sample([one for one in range(1, count) if one != victim], rng.randint(0, (count - 2) // 2)),
+        *rng.sample([rank for rank in range(1, count) if rank != victim], rng.randint(0, (count - 2) // 2)),
     ]
     soon = rng.choice((*DURING_VIEW_CHANGE_S, 0.1, 0.2))
     if rng.random() < 0.5:
-        faults += [Fault(start, kind, tuple(pair)), repartition(make_followup_trigger(soon), *apart)]
+        faults += [Fault(start, kind, tuple(pair)), repartition(then(soon), *apart)]
     else:
-        faults += [repartition(start, *apart), Fault(make_followup_trigger(soon), kind, tuple(pair))]
+        faults += [repartition(start, *apart), Fault(then(soon), kind, tuple(pair))]
     if rng.random() < 0.3:
         faults.append(
-            Fault(
-                make_followup_trigger(rng.choice(SOON_S)),
-                "kill",
-                name_ranks(rng.randrange(count)),
-                rng.choice(AFTER_TIMEOUT_S),
-            )
+            Fault(then(rng.choice(SOON_S)), "kill", ranks(rng.randrange(count)), rng.choice(AFTER_TIMEOUT_S))
         )
     return faults
 
@@ -259,15 +234,13 @@ def resets(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
     """Reset several connections to the leader one after the other, on a slow network or a fast one."""
     faults = []
     if rng.random() < 0.7:
-        faults.append(
-            Fault(start, "slowish", name_ranks(*rng.sample(range(count), rng.randint(1, count))), 12.0)
-        )
-        start = make_followup_trigger(rng.choice(SOON_S))
+        faults.append(Fault(start, "slowish", ranks(*rng.sample(range(count), rng.randint(1, count))), 12.0))
+        start = then(rng.choice(SOON_S))
     for _ in range(rng.randint(1, 4)):
         pair = [LEADER, f"#{rng.randrange(1, count)}"]
         rng.shuffle(pair)
         faults.append(Fault(start, rng.choice(("reset", "half-reset")), tuple(pair)))
-        start = make_followup_trigger(rng.choice((*DURING_VIEW_CHANGE_S, *SOON_S)))
+        start = then(rng.choice((*DURING_VIEW_CHANGE_S, *SOON_S)))
     return faults
 
 
@@ -280,20 +253,13 @@ def late_reader(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
     kind = rng.choice(("pause", "pause", "pause", "suspend"))
     faults = [Fault(start, kind, (victim,), rng.choice((rng.uniform(0.5, 4.0), rng.uniform(6.0, 14.0))))]
     going = rng.choice(("leave", "leave", "kill"))
-    faults.append(
-        Fault(make_followup_trigger(rng.choice((*DURING_VIEW_CHANGE_S, 0.2))), going, (LEADER,), LONG_S)
-    )
+    faults.append(Fault(then(rng.choice((*DURING_VIEW_CHANGE_S, 0.2))), going, (LEADER,), LONG_S))
     # From here on ranks are those of the view of the others.
     dead = list(range(count - 2))
     if rng.random() < 0.3:
         dead = rng.sample(dead, rng.randint(1, len(dead))) if dead else dead
     faults.append(
-        Fault(
-            make_followup_trigger(rng.choice((0.02, *SOON_S, *AFTER_TIMEOUT_S[:2])), "view"),
-            "kill",
-            name_ranks(*dead),
-            LONG_S,
-        )
+        Fault(then(rng.choice((0.02, *SOON_S, *AFTER_TIMEOUT_S[:2])), "view"), "kill", ranks(*dead), LONG_S)
     )
     return faults
 
@@ -301,11 +267,9 @@ def late_reader(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
 def suspended_nodes(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
     """Suspend one or two machines for longer than a lease; they wake up when the others have continued."""
     asleep = rng.sample(range(count), rng.choice((1, 1, 2)) if count > 3 else 1)
-    faults = [Fault(start, "suspend", name_ranks(*asleep), rng.uniform(3.0, 14.0))]
+    faults = [Fault(start, "suspend", ranks(*asleep), rng.uniform(3.0, 14.0))]
     if rng.random() < 0.5:
-        faults.append(
-            repartition(make_followup_trigger(rng.choice((*DURING_VIEW_CHANGE_S, *SOON_S, 3.0))), *asleep)
-        )
+        faults.append(repartition(then(rng.choice((*DURING_VIEW_CHANGE_S, *SOON_S, 3.0))), *asleep))
     return faults
 
 
@@ -315,34 +279,23 @@ def second_leader(rng: random.Random, start: Trigger, count: int) -> list[Fault]
     Guards the wait for leases: the second leader has waited long enough for all that it knows.
     """
     faults = [
-        Fault(start, "worker", name_ranks(2)),
-        repartition(make_followup_trigger(rng.choice(DURING_VIEW_CHANGE_S), "ProposeView"), 0, 1),
-        Fault(make_followup_trigger(rng.choice((0.1, 0.2, 0.5))), "kill", (LEADER,), LONG_S),
-        repartition(make_followup_trigger(0.0), 1),
+        Fault(start, "worker", ranks(2)),
+        repartition(then(rng.choice(DURING_VIEW_CHANGE_S), "ProposeView"), 0, 1),
+        Fault(then(rng.choice((0.1, 0.2, 0.5))), "kill", (LEADER,), LONG_S),
+        repartition(then(0.0), 1),
     ]
     # From here on ranks are those of the view of the others.
     last = count - 3
-    apart = Fault(
-        make_followup_trigger(rng.choice(AFTER_TIMEOUT_S), "view"),
-        "repartition",
-        (f"#{last}", "|", "!0"),
-        LONG_S,
-    )
+    apart = Fault(then(rng.choice(AFTER_TIMEOUT_S), "view"), "repartition", (f"#{last}", "|", "!0"), LONG_S)
     faults.append(apart)
     how = rng.choice(("reset", "half-reset", "none"))
     if how != "none":
-        faults.append(
-            Fault(make_followup_trigger(rng.choice(DURING_VIEW_CHANGE_S)), how, (LEADER, f"#{last}"))
-        )
+        faults.append(Fault(then(rng.choice(DURING_VIEW_CHANGE_S)), how, (LEADER, f"#{last}")))
     trouble = rng.choice(
-        (("worker", name_ranks(1)), ("worker", (LEADER,)), ("kill", (LEADER,)), ("leave", (LEADER,)))
+        (("worker", ranks(1)), ("worker", (LEADER,)), ("kill", (LEADER,)), ("leave", (LEADER,)))
     )
-    faults.append(
-        Fault(
-            make_followup_trigger(rng.choice(DURING_VIEW_CHANGE_S)), *trouble, rng.choice((0.05, 0.3, LONG_S))
-        )
-    )
-    faults.append(repartition(make_followup_trigger(rng.choice((*DURING_VIEW_CHANGE_S, 0.1, 0.3))), last))
+    faults.append(Fault(then(rng.choice(DURING_VIEW_CHANGE_S)), *trouble, rng.choice((0.05, 0.3, LONG_S))))
+    faults.append(repartition(then(rng.choice((*DURING_VIEW_CHANGE_S, 0.1, 0.3))), last))
     return [*faults, heal(rng)] if rng.random() < 0.3 else faults
 
 
@@ -352,17 +305,13 @@ def leader_without_quorum(rng: random.Random, start: Trigger, count: int) -> lis
     Guards against trusting a leader without a quorum.
     """
     ours = draw_majority(rng, count)
-    rest = [one for one in range(count) if one not in ours]
+    rest = [rank for rank in range(count) if rank not in ours]
     faults = [repartition(start, *ours)]
     dead = range(len(ours))  # in the view of the majority
-    faults.append(
-        Fault(make_followup_trigger(rng.choice(AFTER_TIMEOUT_S), "view"), "kill", name_ranks(*dead), LONG_S)
-    )
-    faults.append(Fault(make_followup_trigger(rng.choice(DURING_VIEW_CHANGE_S)), "repartition", (), 0.0))
+    faults.append(Fault(then(rng.choice(AFTER_TIMEOUT_S), "view"), "kill", ranks(*dead), LONG_S))
+    faults.append(Fault(then(rng.choice(DURING_VIEW_CHANGE_S)), "repartition", (), 0.0))
     if rest:
-        faults.insert(
-            2, Fault(make_followup_trigger(rng.choice((0.0, 0.5, 2.0))), "kill", (OTHER_LEADER,), LONG_S)
-        )
+        faults.insert(2, Fault(then(rng.choice((0.0, 0.5, 2.0))), "kill", (OTHER_LEADER,), LONG_S))
     return faults
 
 

@@ -1,4 +1,4 @@
-"""Plans of faults: what is read, what is refused and how, and that a seed says all."""
+"""Faults and plans: parsing, refusals, and schedules that follow from the seed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_resume.errors import ConfigError
-from elastic_resume.testing import fault_plan
-from elastic_resume.testing.fault_plan import FaultPlan, RandomFaults, default_weights
+from elastic_resume.testing import faults
 from elastic_resume.testing.faults import (
-    DISK,
     KINDS,
-    NETWORK,
     NODES,
     PHASES,
     PLAN_KEYS,
@@ -24,12 +21,16 @@ from elastic_resume.testing.faults import (
     SETTING_NAMES,
     WORKER,
     Fault,
+    FaultPlan,
+    JobShape,
+    RandomFaults,
+    default_weights,
     failpoint_for_phase,
     plan_key,
 )
 from tests.support.paths import ROOT
 
-ALL = [NETWORK, DISK]
+NAMESPACES = JobShape(3, 2, "namespaces")
 
 
 @pytest.mark.parametrize(
@@ -49,15 +50,15 @@ ALL = [NETWORK, DISK]
         ),
     ],
 )
-def test_a_line_of_text_is_a_fault(text: str, fault: Fault) -> None:
-    """With what is left out filled in; and what a fault is called reads as the same fault."""
+def test_fault_parse_reads_line_and_its_own_text(text: str, fault: Fault) -> None:
+    """Defaults are filled in."""
     assert Fault.parse(text) == fault
     assert Fault.parse(str(fault)) == fault
 
 
-def test_an_entry_may_set_all_that_its_kind_has() -> None:
-    """Units are written with the number; what is not said is the kind's default."""
-    plan = fault_plan.parse("""
+def test_parse_plan_reads_all_settings() -> None:
+    """Values have units; a missing setting has its kind's default."""
+    plan = faults.parse_plan("""
 seed: 3
 faults:
   - {what: slow-link, node: 1, at: 1m, for: 2.5s, rate: 64kB/s}
@@ -78,7 +79,7 @@ every: {mtbf: 15s, kinds: [cut, kill-node], until: 10m, count: 40}
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "parts"),
     [
         ("faults: [{what: kil-node, step: 3}]", ["plan:1", "fault 1", "kil-node", "Did you mean kill-node"]),
         ("\nfauls: []", ["plan:2", "fauls", "Did you mean faults"]),
@@ -124,25 +125,25 @@ every: {mtbf: 15s, kinds: [cut, kill-node], until: 10m, count: 40}
         ("faults:\n- &a {what: exit, step: 2}\n- *a", ["line 3: *a stands for"]),
     ],
 )
-def test_what_is_wrong_in_a_plan_is_named_with_what_to_write(text: str, words: list[str]) -> None:
-    """File and line, which entry, why, and what there is instead."""
+def test_parse_plan_of_wrong_text_names_place_and_remedy(text: str, parts: list[str]) -> None:
+    """The error names file, line and entry, the reason, and the alternatives."""
     with pytest.raises(ConfigError) as caught:
-        fault_plan.parse(text)
-    assert all(word in str(caught.value) for word in words), caught.value
+        faults.parse_plan(text)
+    assert all(part in str(caught.value) for part in parts), caught.value
     assert str(caught.value).startswith("plan:")
 
 
-def test_a_plan_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    """Missing, or no text."""
+def test_read_plan_of_unreadable_file_names_it(tmp_path: Path) -> None:
+    """The file is missing, or no text."""
     with pytest.raises(ConfigError, match=r"none\.yaml cannot be read: No such file"):
-        fault_plan.read(tmp_path / "none.yaml")
+        faults.read_plan(tmp_path / "none.yaml")
     (tmp_path / "x").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="is not text"):
-        fault_plan.read(tmp_path / "x")
+        faults.read_plan(tmp_path / "x")
 
 
 @pytest.mark.parametrize(
-    ("plan", "words"),
+    ("plan", "parts"),
     [
         (FaultPlan.from_faults("node 3 at step 1"), ["fault 1", "no node 3", "0 to 2"]),
         (
@@ -153,48 +154,52 @@ def test_a_plan_that_cannot_be_read_is_named(tmp_path: Path) -> None:
             FaultPlan((Fault("partition", groups=((0,), (1,)), step=1),)),
             ["fault 1", "each node once", "0 to 2"],
         ),
-        (FaultPlan.from_faults("cut 1 at 3s"), ["fault 1", "a network of their own", "--hosts namespaces"]),
+        (
+            FaultPlan.from_faults("cut 1 at 3s"),
+            ["fault 1", "a network and a disk of their own", "--hosts namespaces"],
+        ),
         (
             FaultPlan(every=RandomFaults(5, (("disk-full", 1),), count=1)),
             ["every: disk-full", "a disk of their own"],
         ),
     ],
 )
-def test_what_cannot_come_here_is_refused_before_anything_starts(plan: FaultPlan, words: list[str]) -> None:
-    """In a job of three loopback nodes with two workers each."""
+def test_validate_refuses_impossible_faults(plan: FaultPlan, parts: list[str]) -> None:
+    """The job has three loopback nodes with two workers each."""
     with pytest.raises(ConfigError) as caught:
-        plan.validate(nodes=3, workers_per_node=2)
-    assert all(word in str(caught.value) for word in words), caught.value
+        plan.validate(JobShape(3, 2))
+    assert all(part in str(caught.value) for part in parts), caught.value
 
 
-def test_all_kinds_are_named_alike() -> None:
-    """Settings are fields, and each kind can be drawn; so can each phase be a failpoint."""
+def test_kinds_have_valid_settings_and_random_targets() -> None:
+    """Each setting is a field of Fault, and each phase is a failpoint."""
     assert set(SETTING_NAMES) <= {field.name for field in fields(Fault)} == set(PLAN_KEYS.values())
     for what in KINDS:
-        (drawn,) = FaultPlan((Fault(what, step=2),)).schedule(nodes=3, node_resources=ALL)
+        (drawn,) = FaultPlan((Fault(what, step=2),)).schedule(NAMESPACES)
         assert not drawn.has_random_target, what
     assert all(failpoint_for_phase(phase) for phase in PHASES)
 
 
-def test_the_docs_name_every_kind_role_and_phase() -> None:
-    """And what each kind has to be set, by the word that a plan uses."""
+def test_docs_name_every_kind_role_phase_and_setting() -> None:
+    """By the words that a plan uses."""
     page = (ROOT / "docs" / "chaos.md").read_text()
     for name in (*KINDS, *ROLES, *PHASES, *map(plan_key, SETTING_NAMES)):
         assert name in page, name
 
 
-def test_a_mix_that_nobody_wrote_holds_what_the_nodes_can_do_and_a_job_survives() -> None:
-    """Without root no link is cut; nothing hangs for ever and no replica is made to differ."""
-    assert {KINDS[what].required_resource for what in default_weights([], 3)} == {""}
-    assert "partition" in default_weights(ALL, 3)
-    assert not {"partition"} & set(default_weights(ALL, 2))
-    assert not {"skip-collective", "hold-gil", "stop-worker", "out-of-memory"} & set(default_weights(ALL, 4))
+def test_default_weights_exclude_impossible_and_fatal_kinds() -> None:
+    """Without root no link is cut; nothing hangs for ever, and replicas stay equal."""
+    assert not any(KINDS[what].needs_namespaces for what in default_weights(JobShape(3)))
+    assert "partition" in default_weights(NAMESPACES)
+    assert not {"partition"} & set(default_weights(JobShape(2, 1, "namespaces")))
+    never = {"skip-collective", "hold-gil", "stop-worker", "out-of-memory"}
+    assert not never & set(default_weights(NAMESPACES))
 
 
-def test_faults_are_drawn_as_often_as_was_said_and_within_their_bounds() -> None:
-    """Weights are heeded, gaps have their mean, and neither end is overstepped."""
+def test_random_faults_follow_weights_mean_gap_and_bounds() -> None:
+    """A written fault after the end is kept."""
     every = RandomFaults(10, (("kill-node", 3), ("raise", 1)), from_s=5)
-    drawn = FaultPlan(every=every, seed=1).schedule(nodes=4, until_s=20_000)
+    drawn = FaultPlan(every=every, seed=1).schedule(JobShape(4), until_s=20_000)
     assert 1800 < len(drawn) < 2200
     assert 0.7 < sum(fault.what == "kill-node" for fault in drawn) / len(drawn) < 0.8
     times = [fault.at_s or 0 for fault in drawn]
@@ -203,14 +208,14 @@ def test_faults_are_drawn_as_often_as_was_said_and_within_their_bounds() -> None
     assert times[-1] <= 20_000
     assert {fault.node for fault in drawn if fault.what == "kill-node"} == {0, 1, 2, 3}
     assert {fault.rank for fault in drawn if fault.what == "raise"} == {0, 1, 2, 3}
-    late = Fault("kill-node", node=0, at_s=30_000)  # what is written is not dropped without a word
-    assert late in FaultPlan((late,), every).schedule(nodes=4, until_s=20_000)
+    late = Fault("kill-node", node=0, at_s=30_000)
+    assert late in FaultPlan((late,), every).schedule(JobShape(4), until_s=20_000)
     with pytest.raises(ConfigError, match="without an end"):
-        FaultPlan(every=every).schedule(nodes=4)
+        FaultPlan(every=every).schedule(JobShape(4))
 
 
-def faults() -> st.SearchStrategy[Fault]:
-    """Any valid fault for three nodes with two workers each."""
+def any_fault() -> st.SearchStrategy[Fault]:
+    """Draw any valid fault for three nodes with two workers each."""
     times = st.integers(1, 10**7).map(lambda ms: ms / 1000)
     whens: st.SearchStrategy[dict[str, Any]] = st.one_of(
         st.builds(lambda step: {"step": step}, st.integers(1, 10**6)),
@@ -236,26 +241,24 @@ def faults() -> st.SearchStrategy[Fault]:
     return st.sampled_from(sorted(KINDS)).flatmap(of)
 
 
-@given(st.lists(faults(), max_size=6), st.integers(0, 2**63 - 1), st.booleans())
-def test_a_plan_reads_as_it_was_written_and_its_seed_says_all(
-    listed: list[Fault], seed: int, with_drawn: bool
-) -> None:
-    """YAML and back is the same plan; the same seed is the same schedule, with nothing left open."""
+@given(st.lists(any_fault(), max_size=6), st.integers(0, 2**63 - 1), st.booleans())
+def test_plan_survives_yaml_and_seed_fixes_schedule(listed: list[Fault], seed: int, with_drawn: bool) -> None:
+    """YAML and back is the same plan; the same seed gives the same schedule without open targets."""
     plan = FaultPlan(tuple(listed), RandomFaults(3.5, (("cut", 2.0),), count=5) if with_drawn else None, seed)
-    assert fault_plan.parse(fault_plan.to_text(plan)) == plan
-    plan.validate(nodes=3, workers_per_node=2, node_resources=ALL)
-    schedule = plan.schedule(nodes=3, workers_per_node=2, node_resources=ALL)
-    assert schedule == plan.schedule(nodes=3, workers_per_node=2, node_resources=ALL)
+    assert faults.parse_plan(faults.format_plan(plan)) == plan
+    plan.validate(NAMESPACES)
+    schedule = plan.schedule(NAMESPACES)
+    assert schedule == plan.schedule(NAMESPACES)
     assert len(schedule) == len(listed) + 5 * with_drawn
     assert not any(fault.has_random_target for fault in schedule)
-    again = fault_plan.parse(fault_plan.to_text(FaultPlan(schedule, seed=seed)))
-    assert again.schedule(nodes=3, workers_per_node=2) == schedule
-    for fault in listed:  # what was said is not changed
+    again = faults.parse_plan(faults.format_plan(FaultPlan(schedule, seed=seed)))
+    assert again.schedule(JobShape(3, 2)) == schedule
+    for fault in listed:
         assert any(same.what == fault.what and same.time_text == fault.time_text for same in schedule)
 
 
-def test_another_seed_is_another_schedule() -> None:
-    """Else a soak would play one night for ever."""
+def test_different_seeds_give_different_schedules() -> None:
+    """Otherwise a soak would repeat one schedule."""
     every = RandomFaults(5, count=8)
-    found = {FaultPlan(every=every, seed=seed).schedule(nodes=4) for seed in range(20)}
+    found = {FaultPlan(every=every, seed=seed).schedule(JobShape(4)) for seed in range(20)}
     assert len(found) == 20

@@ -1,4 +1,4 @@
-"""Named invariants of every simulated schedule. Checkers see what nodes do, not what they know."""
+"""Named invariants of every simulated schedule, checked by what nodes do, not by what they know."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Violation:
 
 
 class InvariantChecker:
-    """Follows every start and stop of workers. `waived` are invariants that the schedule may violate."""
+    """Checks every start and stop of workers. The schedule may violate the `waived` invariants."""
 
     def __init__(self, waived: frozenset[str] = frozenset()) -> None:
         self.waived = waived
@@ -71,26 +71,26 @@ class InvariantChecker:
             return
         self.violations.append(Violation(invariant, at_s, text))
 
-    def on_start(self, node: str, incarnation: Incarnation, begin: StartWorkers, at_s: float) -> None:
+    def on_start(self, node: str, incarnation: Incarnation, start: StartWorkers, at_s: float) -> None:
         """Check a start of workers on a node."""
-        generation, members = begin.generation, begin.members
+        generation, members = start.generation, start.members
         known = self.views.get(generation)
         if known is None:
-            self._check_first_start(begin, at_s)
+            self._check_first_start(start, at_s)
         elif known != members:
             self.add_violation(
                 ONE_VIEW_PER_GENERATION,
                 at_s,
                 f"generation {generation} is {format_members(known)} and {format_members(members)}",
             )
-        causes = (begin.newest_step, begin.failures)
-        if causes != self.start_info.setdefault(generation, causes) or len(begin.failures) > MAX_FAILURES:
+        causes = (start.newest_step, start.failures)
+        if causes != self.start_info.setdefault(generation, causes) or len(start.failures) > MAX_FAILURES:
             self.add_violation(
                 SAME_FAILURES, at_s, f"{node} gets {causes} and another node {self.start_info[generation]}"
             )
-        if len(set(members)) != len(members) or members[begin.rank] != incarnation:
+        if len(set(members)) != len(members) or members[start.rank] != incarnation:
             self.add_violation(
-                STABLE_RANKS, at_s, f"{node} has rank {begin.rank} in {format_members(members)}"
+                STABLE_RANKS, at_s, f"{node} has rank {start.rank} in {format_members(members)}"
             )
         if generation <= self.last_generation.get(node, 0):
             self.add_violation(
@@ -100,10 +100,10 @@ class InvariantChecker:
             )
         self.last_generation[node] = max(generation, self.last_generation.get(node, 0))
         self.starters.setdefault(generation, set()).add(incarnation)
-        self._add_running(node, begin, at_s)
+        self._add_running(node, start, at_s)
 
-    def _add_running(self, node: str, begin: StartWorkers, at_s: float) -> None:
-        generation, members = begin.generation, begin.members
+    def _add_running(self, node: str, start: StartWorkers, at_s: float) -> None:
+        generation, members = start.generation, start.members
         for other, theirs in self.running.items():
             if (theirs.generation, theirs.members) != (generation, members):
                 self.add_violation(
@@ -112,22 +112,22 @@ class InvariantChecker:
                     f"{node} runs generation {generation} of {format_members(members)} while {other} "
                     f"runs {theirs.generation} of {format_members(theirs.members)}",
                 )
-        self.running[node] = begin
+        self.running[node] = start
 
     def on_suspend(self, node: str) -> None:
         """Note that the machine and its workers stand still."""
-        begin = self.running.pop(node, None)
-        if begin:
-            self.suspended_runs[node] = begin
+        start = self.running.pop(node, None)
+        if start:
+            self.suspended_runs[node] = start
 
     def on_wake(self, node: str, at_s: float, *, lease_expired: bool) -> None:
         """Note that a suspended machine continues."""
-        begin = self.suspended_runs.pop(node, None)
-        if begin and not lease_expired:
-            self._add_running(node, begin, at_s)
+        start = self.suspended_runs.pop(node, None)
+        if start and not lease_expired:
+            self._add_running(node, start, at_s)
 
-    def _check_first_start(self, begin: StartWorkers, at_s: float) -> None:
-        generation, members = begin.generation, begin.members
+    def _check_first_start(self, start: StartWorkers, at_s: float) -> None:
+        generation, members = start.generation, start.members
         newest = max(self.views, default=0)
         if generation < newest:
             self.add_violation(MONOTONIC_GENERATION, at_s, f"generation {generation} begins after {newest}")
@@ -137,7 +137,7 @@ class InvariantChecker:
                 self.views.get(number, ()) for number in (newest, *self._find_known_generations(members))
             ]
             # A later proposal may be installed at its leader only, if its InstallView arrived late.
-            befores += [one for number, one in self.proposed if newest < number < generation]
+            befores += [view for number, view in self.proposed if newest < number < generation]
             if not any(keeps_order(before, members) for before in befores):
                 self.add_violation(
                     STABLE_RANKS,
@@ -152,7 +152,7 @@ class InvariantChecker:
         Ranks follow the newest view that a present node knows to be installed. A node that restarted knows it
         if its disk was fast enough.
         """
-        nodes = {one.node for one in members}
+        nodes = {member.node for member in members}
         by_member = [
             generation for generation, starters in self.starters.items() if starters.intersection(members)
         ]
@@ -169,9 +169,9 @@ class InvariantChecker:
 
     def on_finish(self, node: str) -> None:
         """Note that the workers of a node have succeeded."""
-        begin = self.running.pop(node, None)
-        if begin:
-            self.finished_generations.add(begin.generation)
+        start = self.running.pop(node, None)
+        if start:
+            self.finished_generations.add(start.generation)
 
     def on_stop(self, node: str) -> None:
         """Note that no worker runs on a node."""
@@ -181,9 +181,11 @@ class InvariantChecker:
 
 def keeps_order(before: tuple[Incarnation, ...], members: tuple[Incarnation, ...]) -> bool:
     """Return whether the members that were there before keep their order."""
-    return [one for one in before if one in members] == [one for one in members if one in before]
+    return [member for member in before if member in members] == [
+        member for member in members if member in before
+    ]
 
 
 def format_members(members: tuple[Incarnation, ...]) -> str:
     """Format members with their incarnations."""
-    return "{" + " ".join(f"{one.node}{one.incarnation_id}" for one in members) + "}"
+    return "{" + " ".join(f"{member.node}{member.incarnation_id}" for member in members) + "}"

@@ -32,11 +32,11 @@ def stamped(events: list[Event], boots: dict[str, str], jumps: dict[str, tuple[f
     ``boots``: each node's. ``jumps``: by node, when its wall clock jumps and by how much.
     """
     made = []
-    for one in events:
-        since, by = jumps.get(one["node"], (0.0, 0.0))
-        boot = boots[one["node"]]
-        b = round(one["t"] - 50 - len(boot), 3)
-        made.append({**one, "t": one["t"] + (by if one["t"] >= since else 0), "b": b, "boot": boot})
+    for item in events:
+        since, by = jumps.get(item["node"], (0.0, 0.0))
+        boot = boots[item["node"]]
+        b = round(item["t"] - 50 - len(boot), 3)
+        made.append({**item, "t": item["t"] + (by if item["t"] >= since else 0), "b": b, "boot": boot})
     return made
 
 
@@ -54,7 +54,7 @@ def test_jumping_wall_clock_changes_no_duration(nodes: int, by: float, machines:
     assert (report.end_t or 0) - (report.start_t or 0) == pytest.approx(
         (good.end_t or 0) - (good.start_t or 0)
     )
-    assert summary.build_run_report(sorted(events, key=lambda one: one["t"])).goodput == good.goodput
+    assert summary.build_run_report(sorted(events, key=lambda item: item["t"])).goodput == good.goodput
     assert {clock.node for clock in report.clocks} >= {*NODES[:nodes]} - {"n0"}
     assert all(abs(clock.ahead_s) >= 3600 for clock in report.clocks)
 
@@ -76,10 +76,10 @@ def test_rebooted_machine_is_aligned_by_its_next_generation() -> None:
     boots = {name: f"boot of {name}" for name in NODES}
     good = summary.build_run_report(killed().events)
     again = [
-        {**one, "t": one["t"] + 3600, "b": one["t"] - 110.9, "boot": "new"}
-        if one["node"] == "n2" and one["t"] >= 111
-        else one
-        for one in stamped(killed().events, boots, {})
+        {**item, "t": item["t"] + 3600, "b": item["t"] - 110.9, "boot": "new"}
+        if item["node"] == "n2" and item["t"] >= 111
+        else item
+        for item in stamped(killed().events, boots, {})
     ]
     report = summary.build_run_report(again)
     assert (report.goodput, report.recoveries) == (good.goodput, good.recoveries)
@@ -88,7 +88,7 @@ def test_rebooted_machine_is_aligned_by_its_next_generation() -> None:
 
 def test_machines_without_shared_generation_keep_wall_clocks() -> None:
     """Events without a boot keep their times too."""
-    events = [one for one in steady(2) if one["event"] != "round"]
+    events = [item for item in steady(2) if item["event"] != "round"]
     plain = summary.build_run_report(events)
     booted = summary.build_run_report(stamped(events, {"n0": "one", "n1": "two"}, {}))
     assert (booted.goodput, booted.clocks) == (plain.goodput, ())

@@ -1,19 +1,17 @@
-"""Measures how short this node is of memory, to explain a worker that dies of SIGKILL.
+"""Collect what explains the end of a round on this node: worker events, and memory pressure.
 
-The kernel kills a process for lack of memory by SIGKILL, and counts that in the process's control group: as
-``oom_kill`` of memory.events, or of memory.oom_control with cgroup v1. The count also covers limits of outer
-groups. Where it cannot be read, memory that was nearly used up shortly before has to do. A thread reads the
-usage once a second, because the memory is free again once the worker is dead. That costs some 0.1 ms.
-
-A file that cannot be read means no pressure, and never an error.
+`restart_controller` classifies failures by both. The events name exits and exceptions; memory explains a
+worker that died of SIGKILL.
 """
 
 from __future__ import annotations
 
-import contextlib
+import os
 import time
 from pathlib import Path
 
+from elastic_resume import events
+from elastic_resume.agent.workers.lease_page import create_anonymous_file
 from elastic_resume.background import BackgroundThread
 from elastic_resume.policy.failure_classification import MemoryPressure
 from elastic_resume.schedulers.resources import MemoryCgroup, read_fields
@@ -24,12 +22,45 @@ PRESSURE_MAX_AGE_S = 10.0
 """Pressure that is older cannot explain a death."""
 NEAR_LIMIT_SHARE = 0.95
 """Share of the limit that counts as pressure. Below it the kernel still finds pages to reclaim."""
-STALL_THRESHOLD_PERCENT = 20.0
-"""Percent of ten seconds in which some process waited for memory (PSI). Before a kill it is most of them."""
+
+
+class RoundEvents:
+    """The events of `events.ROUND_END_KINDS` on this node since the last `clear`.
+
+    Supervisors and workers append to a memory file that the agent owns, so a failing disk cannot lose these
+    events. The log on disk gets the same events, for people.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor = create_anonymous_file("elastic_resume-round-events")
+        # torchelastic passes no descriptors on, so supervisors and workers open this name.
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def read(self) -> list[events.Event]:
+        """Return the events in the order in which they were appended."""
+        data = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)
+        parsed = (events.parse_complete_line(line) for line in data.splitlines(keepends=True))
+        return [event for event in parsed if event is not None]
+
+    def clear(self) -> None:
+        """Remove all events, for a new round."""
+        os.ftruncate(self._descriptor, 0)
+
+    def close(self) -> None:
+        """Release the memory. Further calls do nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 class MemoryMonitor:
-    """Measures memory from `start` to `close`, and reports on the time since `reset`."""
+    """Measure memory from `start` to `close`, and report on the time since `reset`.
+
+    The kernel counts its kills for lack of memory in the control group: as ``oom_kill`` of memory.events, or
+    of memory.oom_control with cgroup v1. Where the count cannot be read, memory that was nearly used up
+    shortly before has to do. The memory is free again once the worker is dead, so a thread reads the usage
+    once a second, in 0.1 ms. A file that cannot be read means no pressure, and never an error.
+    """
 
     def __init__(self, group: MemoryCgroup | None = None, proc: Path = Path("/proc")) -> None:
         """Measure the control group of the workers, by default that of this process."""
@@ -79,16 +110,4 @@ class MemoryMonitor:
         total, available = memory.get("MemTotal:", 0) << 10, memory.get("MemAvailable:", 0) << 10
         if total and available <= (1 - NEAR_LIMIT_SHARE) * total:
             return f"{format_bytes(available)} of {format_bytes(total)} of this machine's memory were left"
-        stalled = self._read_stall_percent()
-        if stalled >= STALL_THRESHOLD_PERCENT:
-            return f"processes waited for memory {stalled:.0f} % of the time"
         return ""
-
-    def _read_stall_percent(self) -> float:
-        path = self._group.directory / "memory.pressure" if self._group else Path()
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            if not path.is_file():
-                path = self._proc / "pressure/memory"
-            # some avg10=0.00 avg60=0.00 avg300=0.00 total=0
-            return float(path.read_text().split()[1].removeprefix("avg10="))
-        return 0.0

@@ -1,6 +1,6 @@
 """Draw a schedule from a seed. A seed gives the same schedule on every machine.
 
-Families differ in what they draw; `adversarial` draws the faults that follow view changes.
+Families differ in what they draw; `targeted_faults` draws the faults that follow view changes.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import random
 from dataclasses import replace
 
 from elastic_resume.rendezvous.core.events import Settings
-from tests.support.rendezvous_sim import adversarial
 from tests.support.rendezvous_sim import schedule as kinds
+from tests.support.rendezvous_sim import targeted_faults
 from tests.support.rendezvous_sim.schedule import PARTITION_KINDS, Fault, JobSpec, NodeSpec, Schedule, Trigger
 
 NODE_NAMES = "abcdefghi"
@@ -37,28 +37,10 @@ OTHER_KINDS = ("slow", "disk", "stuck", "worker", "leave", "reset", "half-reset"
 KINDS_BY_FAMILY = {
     kinds.ANY_FAULT: (*CRASHES, *UNREACHABLE_KINDS, *OTHER_KINDS),
     kinds.MILD_FAULTS: ("reset", "worker", "half-reset", "slowish", "reset", "kill"),
-    kinds.JOB_END: (
-        *CRASHES,
-        *UNREACHABLE_KINDS,
-        "finish",
-        "finish",
-        "finish",
-        "finish",
-        "fail",
-        "worker",
-        "leave",
-    ),
+    kinds.JOB_END: (*CRASHES, *UNREACHABLE_KINDS, *["finish"] * 4, "fail", "worker", "leave"),
     kinds.SHORT_JOIN_TIMEOUT: (*CRASHES, *UNREACHABLE_KINDS, *OTHER_KINDS),
     kinds.LOST_DISKS: (*CRASHES, "wipe", "wipe", "wipe", "worker", "leave", "disk"),
-    kinds.LOST_DISKS_AND_PARTITIONS: (
-        *CRASHES,
-        *UNREACHABLE_KINDS,
-        *OTHER_KINDS,
-        "wipe",
-        "wipe",
-        "wipe",
-        "wipe",
-    ),
+    kinds.LOST_DISKS_AND_PARTITIONS: (*CRASHES, *UNREACHABLE_KINDS, *OTHER_KINDS, *["wipe"] * 4),
     kinds.FORCED_QUORUM: (*CRASHES, *UNREACHABLE_KINDS, *OTHER_KINDS, "power", "power", "repartition"),
     kinds.REJECTING_FIREWALL: (*CRASHES, "reject", "reject", "reject", "pause", "worker", "leave"),
 }
@@ -74,17 +56,19 @@ def draw_schedule(seed: int) -> Schedule:
     """Return the schedule of a seed."""
     rng = random.Random(2 * seed)
     (family,) = rng.choices(list(FAMILY_WEIGHTS), list(FAMILY_WEIGHTS.values()))
-    if family in adversarial.ATTACKS_BY_FAMILY:
+    if family in targeted_faults.ATTACKS_BY_FAMILY:
         job = draw_job(rng, family, rng.choice((3, 3, 3, 4, 5, 5, 5, 5, 6, 7)))
         if rng.random() < SPARE_PROBABILITY:
             job = replace(job, settings=replace(job.settings, max_nodes=len(job.nodes) - 1))
-        return Schedule(seed, family, job, tuple(adversarial.draw_faults(rng, family, len(job.nodes))))
+        return Schedule(seed, family, job, tuple(targeted_faults.draw_faults(rng, family, len(job.nodes))))
     job = draw_job(rng, family, rng.choice((3, 3, 4, 5, 5, 6, 7, 9)))
     if family == kinds.FORCED_QUORUM and rng.random() < 0.7:
         job = replace(job, settings=replace(job.settings, max_nodes=len(job.nodes)))
-        return Schedule(seed, family, job, tuple(adversarial.forced_quorum_after_deaths(rng, len(job.nodes))))
+        return Schedule(
+            seed, family, job, tuple(targeted_faults.forced_quorum_after_deaths(rng, len(job.nodes)))
+        )
     if family == kinds.JOB_END and rng.random() < 0.5:
-        return Schedule(seed, family, job, tuple(adversarial.partition_at_job_end(rng, len(job.nodes))))
+        return Schedule(seed, family, job, tuple(targeted_faults.partition_at_job_end(rng, len(job.nodes))))
     faults = draw_faults(rng, family, job.node_names)
     if family == kinds.LOST_DISKS:
         faults = keep_candidate_disks(rng, job, faults)
@@ -99,26 +83,26 @@ def draw_job(rng: random.Random, family: str, count: int) -> JobSpec:
         candidates,
         min_nodes=rng.choice((1, 1, 1, 2)),
         max_nodes=count
-        if family in adversarial.ATTACKS_BY_FAMILY
+        if family in targeted_faults.ATTACKS_BY_FAMILY
         else rng.choice((count, count, count - 1, 2)),
         heartbeats_per_timeout=4,
         join_timeout_s=rng.choice((10.0, 15.0, 20.0)) if family == kinds.SHORT_JOIN_TIMEOUT else 600.0,
     )
-    late = {kinds.SHORT_JOIN_TIMEOUT: 0.4, **dict.fromkeys(adversarial.ATTACKS_BY_FAMILY, 0.0)}.get(
+    late = {kinds.SHORT_JOIN_TIMEOUT: 0.4, **dict.fromkeys(targeted_faults.ATTACKS_BY_FAMILY, 0.0)}.get(
         family, 0.05
     )
-    sites = tuple(
+    nodes = tuple(
         NodeSpec(
             name,
             start_s=_draw_start(rng, late),
-            order=place if rng.random() < 0.5 else 0,
+            order=index if rng.random() < 0.5 else 0,
             clock_origin_s=rng.uniform(-1e4, 1e4),
             clock_rate=rng.uniform(1 - MAX_CLOCK_DRIFT, 1 + MAX_CLOCK_DRIFT),
         )
-        for place, name in enumerate(names)
+        for index, name in enumerate(names)
     )
     return JobSpec(
-        sites,
+        nodes,
         settings,
         linger_s=rng.choice((2.0, 2.0, 5.0)),
         finishes_at_end=family == kinds.JOB_END,

@@ -12,50 +12,15 @@ from typing import Any
 
 from elastic_resume.policy.divergence import Digest
 from elastic_resume.policy.failure_classification import SIGNAL, Failure
-from elastic_resume.rendezvous.core.events import (
-    Connect,
-    Disconnect,
-    EmitEvent,
-    EndJob,
-    Event,
-    GiveUp,
-    JobFailed,
-    JoinRequested,
-    KillWorkers,
-    Leave,
-    MessageReceived,
-    PeerConnected,
-    PeerDisconnected,
-    Persist,
-    Persisted,
-    PersistentState,
-    ReportDivergence,
-    RestartWorkers,
-    Send,
-    Settings,
-    StartWorkers,
-    StateDigested,
-    Tick,
-    WorkerFailed,
-    WorkersFinished,
-)
-from elastic_resume.rendezvous.core.messages import (
-    InstallView,
-    JoinSpec,
-    LeaderAnnouncement,
-    ProposalAck,
-    ProposeView,
-    ReplicasDiverged,
-    StateDigest,
-)
+from elastic_resume.rendezvous.core import events, messages
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.quorum import Incarnation
-from tests.support.rendezvous_sim.checkers import NO_FALSE_DEATH, UNUSED_GENERATION, InvariantChecker
-from tests.support.rendezvous_sim.net import ConnectionEnd, Host, Network
+from tests.support.rendezvous_sim.invariants import NO_FALSE_DEATH, UNUSED_GENERATION, InvariantChecker
+from tests.support.rendezvous_sim.network import ConnectionEnd, Host, Network
 
 RESTART_DELAY_S = 1.0
 """When an agent that gave up is started again."""
-VIEW_CHANGE_MESSAGES = (ProposeView, ProposalAck, InstallView)
+VIEW_CHANGE_MESSAGES = (messages.ProposeView, messages.ProposalAck, messages.InstallView)
 WRITE_BOUND_S = 0.5
 """A disk that is not slowed down completes a write within this time."""
 
@@ -66,7 +31,7 @@ class SimulatedNode(Host):
     """One machine with at most one agent on it."""
 
     def __init__(  # noqa: PLR0915 - one line for each thing that a node is
-        self, name: str, settings: Settings, net: Network, checkers: InvariantChecker
+        self, name: str, settings: events.Settings, net: Network, checkers: InvariantChecker
     ) -> None:
         self.name = name
         self.settings = settings
@@ -77,7 +42,7 @@ class SimulatedNode(Host):
         self.clock_rate = 1.0
         self.clock_origin_s = 0.0
         self.order = 0
-        self.saved_state: PersistentState | None = None
+        self.saved_state: events.PersistentState | None = None
         self.max_write_s = 0.01
         self.max_stop_s = 0.02
         self.incarnation_id = 0
@@ -102,7 +67,7 @@ class SimulatedNode(Host):
         self.declared_dead = False  # by the operator
         self.agent: RendezvousNode | None = None
         self.ends: dict[int, ConnectionEnd] = {}
-        self.queued_events: list[tuple[Event, int]] = []
+        self.queued_events: list[tuple[events.Event, int]] = []
         self.trace: TraceFunction | None = None
         self.on_event: Callable[[str], None] | None = None
         """Called with the name of each view change message and with each new `view`."""
@@ -110,7 +75,7 @@ class SimulatedNode(Host):
         """The agent's last effect, `EndJob` or `GiveUp`."""
         self.stays_ended = False
         """Do not start an agent again once the job has ended here."""
-        self.divergences: list[ReplicasDiverged] = []
+        self.divergences: list[messages.ReplicasDiverged] = []
         self.exited_at = float("-inf")
         self.linger_s = float("inf")
         self.planned_crash = ""
@@ -121,7 +86,6 @@ class SimulatedNode(Host):
         """When it restarts after a planned crash."""
         self._last_accepted_id = 0
         self._timer_due_s = float("inf")
-        self._fence = 0
         net.hosts[name] = self
 
     clock_stops_in_suspend = False
@@ -137,7 +101,7 @@ class SimulatedNode(Host):
     def _uncounted_s(self) -> float:
         return self.suspended_s if self.clock_stops_in_suspend else 0.0
 
-    # Lives.
+    # Processes.
 
     def boot(self) -> None:
         """Start an agent with the state on disk."""
@@ -152,11 +116,12 @@ class SimulatedNode(Host):
             0,
         )
         self.end_text = self.planned_crash = ""
-        place = self.settings.candidates.index(self.name) if self.name in self.settings.candidates else None
-        me = Incarnation(self.name, str(self.incarnation_id), self.name, place)
-        self.agent = RendezvousNode(self.settings, me, self.saved_state, self.local_time())
+        candidates = self.settings.candidates
+        index = candidates.index(self.name) if self.name in candidates else None
+        incarnation = Incarnation(self.name, str(self.incarnation_id), self.name, index)
+        self.agent = RendezvousNode(self.settings, incarnation, self.saved_state, self.local_time())
         self.ends, self.queued_events, self._timer_due_s = {}, [], float("inf")
-        self._handle_event(Tick())
+        self._handle_event(events.Tick())
         self._join_soon(0.3)
 
     @property
@@ -172,19 +137,19 @@ class SimulatedNode(Host):
     @property
     def has_ended(self) -> bool:
         """Whether the job has ended for its agent."""
-        return self.end_text.startswith(EndJob.__name__)
+        return self.end_text.startswith(events.EndJob.__name__)
 
     def known_addresses(self) -> set[str]:
         """Return the addresses that its agent may call."""
         if self.agent is None:
             return set()
         known = self.agent.state.quorum_state
-        return {m.address for w in known.voting_views for m in known.live_members(w)} | set(
+        return {member.address for view in known.voting_views for member in known.live_members(view)} | set(
             self.settings.candidates
         )
 
     def __str__(self) -> str:
-        """Describe what it does, for a violation's text."""
+        """Describe the node's role and view, for a violation's text."""
         agent = self.agent
         if agent is None:
             return f"{self.name} is down"
@@ -259,12 +224,12 @@ class SimulatedNode(Host):
             self.workers_lost_lease = self.local_time() >= self.agent.lease_until
             self.checkers.on_wake(self.name, self.clock.now, lease_expired=self.workers_lost_lease)
 
-    def _expire_lease(self, incarnation_id: int, fence_at: float) -> None:
+    def _expire_lease(self, incarnation_id: int, lease_until: float) -> None:
         if (
             self.is_paused
             and incarnation_id == self.incarnation_id
             and self.agent
-            and self.agent.lease_until == fence_at
+            and self.agent.lease_until == lease_until
         ):
             self.checkers.on_stop(self.name)
             self.workers_lost_lease = True
@@ -276,11 +241,11 @@ class SimulatedNode(Host):
         if self.is_suspended:
             self._wake()
         self.is_paused = False
-        backlog, self.queued_events = self.queued_events, []
-        if not backlog:
-            self._handle_event(Tick())
-        for event, life in backlog:
-            self.deliver_event(event, life)
+        queued, self.queued_events = self.queued_events, []
+        if not queued:
+            self._handle_event(events.Tick())
+        for event, incarnation_id in queued:
+            self.deliver_event(event, incarnation_id)
         if self.workers_lost_lease and self.running:
             self.request_join(self.incarnation_id)  # as for any worker that has died
         self.workers_lost_lease = False
@@ -291,14 +256,14 @@ class SimulatedNode(Host):
             failure = Failure(
                 SIGNAL, self.name, self.agent.state.last_view.rank(self.agent.state.incarnation), text
             )
-            self._handle_event(WorkerFailed(self.agent.state.last_view.generation, failure))
+            self._handle_event(messages.FailureReport(self.agent.state.last_view.generation, failure))
         self.request_join(self.incarnation_id)
 
     def request_join(self, incarnation_id: int) -> None:
         """Stop the workers and request the next view, as torchelastic does."""
         if incarnation_id == self.incarnation_id and self.agent:
             self.checkers.on_stop(self.name)
-            self._handle_event(JoinRequested(JoinSpec(f"{self.name}:store", 1, self.order)))
+            self._handle_event(messages.JoinRequest(messages.JoinSpec(f"{self.name}:store", 1, self.order)))
 
     def _join_soon(self, within_s: float) -> None:
         self.clock.call_at(
@@ -316,22 +281,22 @@ class SimulatedNode(Host):
         """Deliver the digest of its state after a step."""
         if self.agent and self.agent.state.last_view:
             generation = self.agent.state.last_view.generation
-            self._handle_event(StateDigested(StateDigest(generation, step, Digest(_hash_text(state)))))
+            self._handle_event(messages.StateDigest(generation, step, Digest(_hash_text(state))))
 
     def finish(self) -> None:
         """Let every worker of this node succeed."""
         self.checkers.on_finish(self.name)
-        self._handle_event(WorkersFinished())
+        self._handle_event(events.WorkersFinished())
 
     def fail_job(self, reason: str) -> None:
         """Fail the job for all nodes."""
         self.checkers.on_stop(self.name)
-        self._handle_event(JobFailed(reason))
+        self._handle_event(messages.FailJob(reason))
 
     def leave(self) -> None:
         """Shut this node down in order."""
         self.checkers.on_stop(self.name)
-        self._handle_event(Leave("drained"))
+        self._handle_event(events.Leave("drained"))
 
     # The network's side.
 
@@ -340,35 +305,37 @@ class SimulatedNode(Host):
         self._last_accepted_id -= 1
         end.conn = self._last_accepted_id
         self.ends[end.conn] = end
-        self._handle_event(PeerConnected(end.conn))
+        self._handle_event(events.PeerConnected(end.conn))
 
     def on_network_event(self, end: ConnectionEnd, kind: str, payload: Any) -> None:
         """Turn a network event into an event of the process that owns that end."""
         if end.incarnation_id != self.incarnation_id or self.agent is None:
             return
         if kind == "message":
-            self._handle_event(MessageReceived(end.conn, *payload))
+            self._handle_event(events.MessageReceived(end.conn, *payload))
         elif kind == "connected":
-            self._handle_event(PeerConnected(end.conn))
+            self._handle_event(events.PeerConnected(end.conn))
         else:
             end.is_open = False
-            self._handle_event(PeerDisconnected(end.conn, refused=kind == "refused"))
+            self._handle_event(events.PeerDisconnected(end.conn, refused=kind == "refused"))
 
     # The core.
 
-    def _handle_event(self, event: Event) -> None:
+    def _handle_event(self, event: events.Event) -> None:
         self.deliver_event(event, self.incarnation_id)
 
-    def deliver_event(self, event: Event, incarnation_id: int) -> None:
+    def deliver_event(self, event: events.Event, incarnation_id: int) -> None:
         """Hand an event to the agent of that incarnation."""
         if self.agent is None or incarnation_id != self.incarnation_id:
             return
         if self.is_paused:
             self.queued_events.append((event, incarnation_id))
             return
-        if self.trace and not isinstance(event, Tick):
+        if self.trace and not isinstance(event, events.Tick):
             self.trace(self.name, event)
-        if isinstance(event, MessageReceived) and isinstance(event.message, LeaderAnnouncement):
+        if isinstance(event, events.MessageReceived) and isinstance(
+            event.message, messages.LeaderAnnouncement
+        ):
             self._note_announced(max(event.message.active_generation, event.message.known_generation))
         effects = self.agent.handle(event, self.local_time())
         self._check_false_deaths()
@@ -400,48 +367,47 @@ class SimulatedNode(Host):
                 self.checkers.add_violation(NO_FALSE_DEATH, self.clock.now, text)
         self._known_dead = known
 
-    def _on_timer(self, alarm: float, incarnation_id: int) -> None:
-        if alarm == self._timer_due_s and incarnation_id == self.incarnation_id:
+    def _on_timer(self, due_s: float, incarnation_id: int) -> None:
+        if due_s == self._timer_due_s and incarnation_id == self.incarnation_id:
             self._timer_due_s = float("inf")
             if self.is_paused:
                 return
-            self._handle_event(Tick())
+            self._handle_event(events.Tick())
 
     def _carry_out(self, effect: object) -> None:
-        if isinstance(effect, Send):
+        if isinstance(effect, events.Send):
             self._send(effect)
-        elif isinstance(effect, Connect):
+        elif isinstance(effect, events.Connect):
             end = ConnectionEnd(self.name, self.incarnation_id, effect.conn_id)
             self.ends[effect.conn_id] = end
             self.net.dial(end, effect.address)
-        elif isinstance(effect, Disconnect):
-            done = self.ends.pop(effect.conn_id, None)
-            if done:
-                self.net.close(done)
-        elif isinstance(effect, Persist):
+        elif isinstance(effect, events.Disconnect):
+            if effect.conn_id in self.ends:
+                self.net.close(self.ends.pop(effect.conn_id))
+        elif isinstance(effect, events.Persist):
             self._writing_incarnation_id = self.incarnation_id
             delay = self.rng.random() * self.max_write_s
             self.clock.call_at(self.clock.now + delay, self._on_written, effect, self.incarnation_id)
-        elif isinstance(effect, StartWorkers):
+        elif isinstance(effect, events.StartWorkers):
             self._start_workers(effect)
-        elif isinstance(effect, (RestartWorkers, KillWorkers)):
+        elif isinstance(effect, events.StopWorkers):
             self.clock.call_at(
                 self.clock.now + self.rng.random() * self.max_stop_s,
                 self._on_workers_stopped,
                 self.incarnation_id,
             )
-        elif isinstance(effect, ReportDivergence):
-            self.divergences.append(effect.divergence)
-        elif isinstance(effect, (EndJob, GiveUp)):
+        elif isinstance(effect, messages.ReplicasDiverged):
+            self.divergences.append(effect)
+        elif isinstance(effect, (events.EndJob, events.GiveUp)):
             self._end_participation(effect)
-        elif not isinstance(effect, EmitEvent):
+        elif not isinstance(effect, events.EmitEvent):
             raise TypeError(f"no way to carry out {effect!r}")
 
-    def _send(self, effect: Send) -> None:
+    def _send(self, effect: events.Send) -> None:
         end = self.ends.get(effect.conn_id)
         if end is None:
             return
-        if isinstance(effect.message, LeaderAnnouncement) and self.on_event:
+        if isinstance(effect.message, messages.LeaderAnnouncement) and self.on_event:
             self.on_event("LeaderAnnouncement")
         if isinstance(effect.message, VIEW_CHANGE_MESSAGES):
             if self.on_event:
@@ -449,21 +415,21 @@ class SimulatedNode(Host):
             if self.planned_crash == "crash-before-send":
                 self._crash_as_planned()
                 return
-        if isinstance(effect.message, ProposeView):
+        if isinstance(effect.message, messages.ProposeView):
             self.checkers.proposed.add((effect.message.view.generation, effect.message.view.members))
         if (
-            isinstance(effect.message, ProposeView)
+            isinstance(effect.message, messages.ProposeView)
             and effect.message.view.generation <= self.announced_generation
         ):
             number = effect.message.view.generation
             self.checkers.add_violation(
                 UNUSED_GENERATION,
                 self.clock.now,
-                f"{self.name} proposes {number} and has heard of {self.announced_generation}",
+                f"{self.name} proposes {number} although a leader announced {self.announced_generation}",
             )
         self.net.send(end, (effect.header, effect.message))
 
-    def _start_workers(self, effect: StartWorkers) -> None:
+    def _start_workers(self, effect: events.StartWorkers) -> None:
         if self.agent is None:
             return
         first = effect.generation not in self.checkers.views
@@ -471,16 +437,16 @@ class SimulatedNode(Host):
         if first and self.on_event:
             self.on_event("view")
 
-    def _end_participation(self, effect: EndJob | GiveUp) -> None:
+    def _end_participation(self, effect: events.EndJob | events.GiveUp) -> None:
         self.end_text = f"{type(effect).__name__}: {effect.reason}"
-        again = isinstance(effect, GiveUp)
-        if again:
+        restarts = isinstance(effect, events.GiveUp)
+        if restarts:
             self.stays_ended = False
         self.exited_at = self.clock.now
         if self.linger_s < float("inf"):
             self.clock.call_at(
                 self.clock.now + self.linger_s,
-                lambda life: self._exit_process(life, restart=again),
+                lambda incarnation_id: self._exit_process(incarnation_id, restart=restarts),
                 self.incarnation_id,
             )
 
@@ -490,14 +456,14 @@ class SimulatedNode(Host):
             if not self.end_text and not self.agent.state.join:
                 self._join_soon(0.1)
 
-    def _on_written(self, effect: Persist, incarnation_id: int) -> None:
+    def _on_written(self, effect: events.Persist, incarnation_id: int) -> None:
         if incarnation_id == self.incarnation_id and self.agent:
             self._writing_incarnation_id = 0
             self.saved_state = effect.persistent_state
             if self.planned_crash == "written":
                 self._crash_as_planned()
             else:
-                self._handle_event(Persisted(effect.version))
+                self._handle_event(events.Persisted(effect.version))
 
 
 def _hash_text(text: str) -> str:

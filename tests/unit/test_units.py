@@ -1,4 +1,4 @@
-"""One parser reads all durations: flags, variables, chaos and fault plans take the same forms."""
+"""Durations and sizes are parsed alike in all settings, and messages agree with their numbers."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume import config
-from elastic_resume.agent import hang_detector, main, validation
-from elastic_resume.agent.round_events import RoundEvents
+from elastic_resume.agent import hang_detector, main, options
+from elastic_resume.agent.round_evidence import RoundEvents
 from elastic_resume.agent.workers.lease_page import LeasePage
+from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.config import Settings
 from elastic_resume.errors import ConfigError
 from elastic_resume.policy.checkpoint_interval import IntervalSetting
+from elastic_resume.policy.resume_plan import ResumePlan
 from elastic_resume.rendezvous.config import RendezvousConfig
 from elastic_resume.report import status
-from elastic_resume.schedulers import kubernetes
-from elastic_resume.testing import chaos, fault_plan
+from elastic_resume.restore.coordinator import ResumeResult
+from elastic_resume.schedulers import environment
+from elastic_resume.state.state_dict import FlatState
+from elastic_resume.testing import chaos, faults
 from elastic_resume.testing.faults import Fault
-from elastic_resume.units import parse_duration
+from elastic_resume.training import announce
+from elastic_resume.units import choose_verb, format_count, parse_duration, parse_kubernetes_quantity
 
 FORMS = {"300": 300.0, "5m": 300.0, "30s": 30.0, "1.5h": 5400.0, " 45 ": 45.0, "90000ms": 90.0}
 FORMS |= {"4.5e1": 45.0, "30.": 30.0}
@@ -47,22 +51,22 @@ def _fault(text: str) -> float:
 
 
 def _plan_file(text: str) -> float:
-    plan = fault_plan.parse(f"every: {{mtbf: '{text}', count: 1}}", "plan")
+    plan = faults.parse_plan(f"every: {{mtbf: '{text}', count: 1}}", "plan")
     assert plan.every is not None
     return plan.every.mtbf_s
 
 
 def _grace_variable(text: str) -> float:
-    grace_s = validation.resolve_grace_s(argparse.Namespace(grace=None), {"ELASTIC_RESUME_GRACE_S": text})
+    grace_s = options.resolve_grace_s(argparse.Namespace(grace=None), {"ELASTIC_RESUME_GRACE_S": text})
     assert grace_s is not None
     return grace_s
 
 
 READERS: dict[str, Callable[[str], float | None]] = {
-    "--grace": validation.parse_grace,
+    "--grace": lambda text: options.resolve_grace_s(argparse.Namespace(grace=text), {}),
     "ELASTIC_RESUME_GRACE_S": _grace_variable,
-    "ELASTIC_RESUME_STEP_MARK_S": config.parse_step_mark_s,
-    "TERMINATION_GRACE_S": lambda text: kubernetes.read_termination_grace_s(
+    "ELASTIC_RESUME_STEP_MARK_S": lambda text: Settings.for_worker({}, "t.py", step_mark_s=text).step_mark_s,
+    "TERMINATION_GRACE_S": lambda text: environment.read_termination_grace_s(
         {"ELASTIC_RESUME_TERMINATION_GRACE_S": text}
     ),
     "--hang-timeout": _hang,
@@ -72,27 +76,25 @@ READERS: dict[str, Callable[[str], float | None]] = {
     "fault": _fault,
     "fault plan": _plan_file,
 }
-# What these leave out is not for the parser: an empty variable is one that is not set.
+# An empty variable counts as not set.
 UNSET = {"ELASTIC_RESUME_GRACE_S", "TERMINATION_GRACE_S"}
 
 
-@pytest.mark.parametrize(
-    ("where", "text"),
-    [(one, text) for one in READERS for text in FORMS if one != "--interval" or FORMS[text] <= 3600],
-)
-def test_duration_forms_are_equal_in_all_settings(where: str, text: str) -> None:
-    """A bare number of seconds and every unit, in each place that takes a duration."""
-    assert READERS[where](text) == pytest.approx(FORMS[text])
+@pytest.mark.parametrize("where", READERS)
+def test_duration_forms_are_equal_in_all_settings(where: str) -> None:
+    """A bare number is seconds, and every unit is accepted."""
+    for text, seconds in FORMS.items():
+        if where != "--interval" or seconds <= 3600:
+            assert READERS[where](text) == pytest.approx(seconds), text
 
 
-@pytest.mark.parametrize(
-    ("where", "text"),
-    [(one, text) for one in READERS for text in NONSENSE if one not in UNSET or text.strip()],
-)
-def test_invalid_duration_is_refused_in_all_settings(where: str, text: str) -> None:
+@pytest.mark.parametrize("where", READERS)
+def test_invalid_duration_is_refused_in_all_settings(where: str) -> None:
     """Empty, negative, not finite or with an unknown unit."""
-    with pytest.raises((ConfigError, argparse.ArgumentTypeError)):
-        READERS[where](text)
+    for text in NONSENSE:
+        if where not in UNSET or text.strip():
+            with pytest.raises((ConfigError, argparse.ArgumentTypeError)):
+                READERS[where](text)
 
 
 @pytest.mark.parametrize("value", [10 / 3, 0.1 + 0.2, 1e-05, 1e3, 5, 1e9])
@@ -109,13 +111,12 @@ def test_duration_from_invalid_number_is_refused(value: float) -> None:
         parse_duration("--settle", value)
 
 
-@pytest.mark.parametrize("text", NONSENSE)
-def test_duration_error_names_setting_value_and_forms(text: str) -> None:
+def test_duration_error_names_setting_value_and_forms() -> None:
     """The message needs no manual."""
     with pytest.raises(ConfigError) as error:
-        parse_duration("--settle", text, min_s=1, max_s=60)
+        parse_duration("--settle", " 5x", min_s=1, max_s=60)
     assert str(error.value) == (
-        f"--settle is {text.strip()!r}: write a time in seconds (30) or with a unit (500ms, 30s, 5m, 1.5h)."
+        "--settle is '5x': write a time in seconds (30) or with a unit (500ms, 30s, 5m, 1.5h)."
     )
 
 
@@ -170,8 +171,57 @@ def test_grace_variable_reaches_supervisors_in_seconds(
     monkeypatch.setattr("os.environ", {"ELASTIC_RESUME_GRACE_S": "1.5m"})
     settings = Settings.for_worker({}, "t.py")
     args = argparse.Namespace(grace=None, drain_signals=None)
-    with contextlib.closing(LeasePage()) as fence, contextlib.closing(RoundEvents()) as told:
-        main._set_environment(settings, args, tmp_path / "events.jsonl", fence, told)
+    with contextlib.closing(LeasePage()) as lease_page, contextlib.closing(RoundEvents()) as events:
+        main._set_environment(settings, args, tmp_path / "events.jsonl", lease_page, events)
     from elastic_resume.agent.workers.supervisor import read_grace_s  # noqa: PLC0415 - reads the environment when asked
 
     assert read_grace_s() == 90.0
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4Gi", 4 << 30), ("512Mi", 512 << 20), ("1.5Gi", 3 << 29), ("2G", 2 * 10**9), ("7k", 7000), ("7", 7)],
+)
+def test_kubernetes_quantity_accepts_binary_and_decimal_units(text: str, size: int) -> None:
+    """Kubernetes reads G as a power of ten, unlike our flags."""
+    assert parse_kubernetes_quantity("limit", text) == size
+
+
+@pytest.mark.parametrize("text", ["lots", "4GB", "4gi", "-1Gi", "512m", "0", "Gi", "9Ei", "1e9", "\u0664Gi"])
+def test_kubernetes_quantity_refuses_other_text(text: str) -> None:
+    """Kubernetes accepts 512m, which is half a byte."""
+    with pytest.raises(ConfigError, match=r"limit is .*: write a size as 4Gi"):
+        parse_kubernetes_quantity("limit", text)
+
+
+@pytest.mark.parametrize(("count", "said"), [(0, "0 steps are"), (1, "1 step is"), (2, "2 steps are")])
+def test_format_count_and_verb_follow_number(count: int, said: str) -> None:
+    """Zero is plural."""
+    assert f"{format_count(count, 'step')} {choose_verb(count, 'is', 'are')}" == said
+    assert format_count(1, "batch", "batches") == "1 batch"
+    assert format_count(count, "batch", "batches") == ("1 batch" if count == 1 else f"{count} batches")
+
+
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [(0, "no step lost"), (1, "; 1 step to recompute;"), (2, "; 2 steps to recompute;")],
+)
+def test_resume_line_counts_recomputed_steps(lost: int, said: str) -> None:
+    """Rank 0 prints the line."""
+    plan = ResumePlan("checkpoint", 2, 5, "n0", recomputed_steps=lost)
+    resumed = ResumeResult(plan, None, FlatState((), {}), ("n0",), 0.1)
+    assert said in announce.format_resume_lines(resumed, Position(0, 5, 5, 5), 1)
+
+
+@pytest.mark.parametrize(
+    ("lost", "size", "said"),
+    [
+        (0, 1, "generation 2: 1 rank trains from step 6 on"),
+        (1, 2, "generation 2: 2 ranks train from step 6 on; 1 step is run again"),
+        (3, 2, "generation 2: 2 ranks train from step 6 on; 3 steps are run again"),
+    ],
+)
+def test_chaos_line_counts_ranks_and_steps(lost: int, size: int, said: str) -> None:
+    """Chaos prints it for each generation."""
+    event = {"event": "resume", "generation": 2, "step": 5, "world_size": size, "recomputed_steps": lost}
+    assert chaos._format_event(event) == said

@@ -10,32 +10,24 @@ import functools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 
-from elastic_resume.rendezvous.core.events import ForceQuorum
 from elastic_resume.rendezvous.core.leader import Leader
-from elastic_resume.rendezvous.core.messages import Header, Heartbeat
+from elastic_resume.rendezvous.core.messages import ForceQuorumRequest, Header, Heartbeat
 from elastic_resume.rendezvous.core.node import RendezvousNode
-from elastic_resume.rendezvous.core.quorum import (
-    ALL_RULES,
-    Incarnation,
-    QuorumState,
-    SafetyRules,
-    View,
-    has_quorum,
-)
+from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState, View, has_quorum
 from elastic_resume.rendezvous.net.status import build_status
-from tests.support.rendezvous_sim.checkers import (
+from tests.support.rendezvous_sim.invariants import (
     EVENTUAL_VIEW,
     JOB_ENDS_EVERYWHERE,
     QUIESCENCE,
     InvariantChecker,
     Violation,
 )
-from tests.support.rendezvous_sim.draw import draw_schedule
-from tests.support.rendezvous_sim.net import MAX_DELAY_S, Clock, LivelockError, Network
-from tests.support.rendezvous_sim.node import SimulatedNode, TraceFunction
+from tests.support.rendezvous_sim.network import MAX_DELAY_S, Clock, LivelockError, Network
+from tests.support.rendezvous_sim.random_schedules import draw_schedule
 from tests.support.rendezvous_sim.schedule import LEADER, OTHER_LEADER, PARTITION_KINDS, Fault, Schedule
+from tests.support.rendezvous_sim.simulated_node import SimulatedNode, TraceFunction
 
 VIEW_BOUND_S = 25.0
 """From the last fault to a view: a node timeout, a grace period, the last-call timeout and some calls."""
@@ -49,7 +41,7 @@ POLL_INTERVAL_S = 0.5
 MAX_SHOWN = 4
 """Violations shown of one schedule; later ones follow from the first."""
 OPERATOR_INTERVAL_S = (0.3, 3.0)
-"""Range of the time between two looks of the operator at the job."""
+"""Range of the time between two checks of the job by the operator."""
 MAX_COMMAND_DELAY_S = 2.0
 """The longest delay of the operator's command. No agent starts on a node declared dead within it."""
 
@@ -67,7 +59,7 @@ class Operator:
         self.rng = rng
 
     def start(self) -> None:
-        """Schedule the next look at the job."""
+        """Schedule the next check of the job."""
         self.clock.call_at(self.clock.now + self.rng.uniform(*OPERATOR_INTERVAL_S), self._poll)
 
     def allow_restarts(self) -> None:
@@ -90,18 +82,18 @@ class Operator:
 
     def _force_quorum(self, leader: RendezvousNode, present: set[str]) -> None:
         """Send the command to a random present node, which passes it to its leader."""
-        others = [one for one in self.nodes.values() if one.name not in present]
-        if any(one.has_process for one in others):
+        missing = [node for node in self.nodes.values() if node.name not in present]
+        if any(node.has_process for node in missing):
             return
-        for other in others:
-            other.declared_dead = other.incarnation_id > 0
-        lines = self.nodes[self.rng.choice(sorted(present))]
-        force = ForceQuorum(leader.state.quorum_state.newest_generation)
+        for node in missing:
+            node.declared_dead = node.incarnation_id > 0
+        receiver = self.nodes[self.rng.choice(sorted(present))]
+        request = ForceQuorumRequest(leader.state.quorum_state.newest_generation)
         self.clock.call_at(
             self.clock.now + self.rng.random() * MAX_COMMAND_DELAY_S,
-            lines.deliver_event,
-            force,
-            lines.incarnation_id,
+            receiver.deliver_event,
+            request,
+            receiver.incarnation_id,
         )
 
 
@@ -115,6 +107,11 @@ class Result:
     event_count: int
     trace: list[str] = field(default_factory=list)
 
+    @property
+    def violated(self) -> set[str]:
+        """The violated invariants."""
+        return {violation.invariant for violation in self.violations}
+
     def __str__(self) -> str:
         """Format the schedule, the trace if recorded, and the violations."""
         more = len(self.violations) - MAX_SHOWN
@@ -125,14 +122,14 @@ class Result:
 class Simulation:
     """One job under one schedule."""
 
-    def __init__(self, schedule: Schedule, rules: SafetyRules = ALL_RULES) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.rng = random.Random(2 * schedule.seed + 1)
         self.clock = Clock()
         self.checkers = InvariantChecker(schedule.waived)
         self.net = Network(self.clock, self.rng)
         job = schedule.job
-        self.settings = replace(job.settings, rules=rules)
+        self.settings = job.settings
         self.nodes = {
             spec.name: SimulatedNode(spec.name, self.settings, self.net, self.checkers) for spec in job.nodes
         }
@@ -157,15 +154,15 @@ class Simulation:
     def record_trace(self, lines: list[str]) -> None:
         """Record every event, effect and fault as a line, except heartbeats."""
 
-        def note(name: str, what: object) -> None:
-            if not isinstance(getattr(what, "message", None), Heartbeat):
-                lines.append(f"{self.clock.now:9.3f}  {name}  {describe(what)}")
+        def record(name: str, item: object) -> None:
+            if not isinstance(getattr(item, "message", None), Heartbeat):
+                lines.append(f"{self.clock.now:9.3f}  {name}  {describe(item)}")
 
-        self.trace = note
+        self.trace = record
         for node in self.nodes.values():
-            node.trace = note
+            node.trace = record
 
-    # What happens, and when.
+    # Playing the schedule.
 
     def run(self) -> None:
         """Play the schedule, then heal the network and check."""
@@ -203,9 +200,9 @@ class Simulation:
 
     def _on_event(self, event: str) -> None:
         """Count an event and schedule the faults that it triggers."""
-        for one in (event,) if event in ("view", "LeaderAnnouncement") else (event, "message"):
-            self.event_counts[one] += 1
-            for number in self.faults_by_event.pop((one, self.event_counts[one]), ()):
+        for name in (event,) if event in ("view", "LeaderAnnouncement") else (event, "message"):
+            self.event_counts[name] += 1
+            for number in self.faults_by_event.pop((name, self.event_counts[name]), ()):
                 after_s = self.schedule.faults[number].trigger.delay_s
                 self.clock.call_at(self.clock.now + after_s, self._inject, number)
 
@@ -240,19 +237,19 @@ class Simulation:
     def _resolve_names(self, nodes: Iterable[str]) -> list[str]:
         """Replace ranks in the newest view, and leaders, by node names."""
         views = self.checkers.views
-        members = [one.node for one in views[max(views)]] if views else list(self.nodes)
+        members = [member.node for member in views[max(views)]] if views else list(self.nodes)
         outside = [node.name for node in self.nodes.values() if node.has_process and node.name not in members]
         leaders = [node.name for node in self.nodes.values() if node.is_leader]
-        leaders.sort(key=lambda one: not self.nodes[one].running)
+        leaders.sort(key=lambda name: not self.nodes[name].running)
 
-        def name(one: str) -> str:
-            if one in (LEADER, OTHER_LEADER):
-                return leaders[0 if one == LEADER else -1] if leaders else members[0]
-            if one.startswith("!") and outside:
-                return outside[int(one[1:]) % len(outside)]
-            return members[int(one[1:]) % len(members)] if one[0] in "#!" else one
+        def resolve(text: str) -> str:
+            if text in (LEADER, OTHER_LEADER):
+                return leaders[0 if text == LEADER else -1] if leaders else members[0]
+            if text.startswith("!") and outside:
+                return outside[int(text[1:]) % len(outside)]
+            return members[int(text[1:]) % len(members)] if text[0] in "#!" else text
 
-        return list(dict.fromkeys(map(name, nodes)))
+        return list(dict.fromkeys(map(resolve, nodes)))
 
     def _resolve_groups(self, fault: Fault) -> list[list[str]]:
         return [self._resolve_names(group.split()) for group in " ".join(fault.nodes).split("|")]
@@ -267,8 +264,8 @@ class Simulation:
             self.blocked_by_fault.clear()
         if fault.kind == "reject":
             self.net.rejects_dials = True
-            for one, other in sorted(cut):  # a set has another order in every process
-                self.net.reset_connections(one, other)
+            for source, target in sorted(cut):  # a set has another order in every process
+                self.net.reset_connections(source, target)
         self._set_blocked(number, cut)
         self.clock.call_at(end_s, self._set_blocked, number, set())
 
@@ -304,7 +301,7 @@ class Simulation:
             node.die()
             self.clock.call_at(end_s, node.boot)
 
-    # The end: no more faults, and every quorum must continue.
+    # After the last fault every quorum must continue.
 
     def _heal_and_check(self) -> None:
         rng, names = self.rng, set(self.nodes)
@@ -362,7 +359,9 @@ class Simulation:
         while up:
             found = {min(up)}
             while more := {
-                one for one in up - found if knows[one] & found or any(one in knows[it] for it in found)
+                name
+                for name in up - found
+                if knows[name] & found or any(name in knows[other] for other in found)
             }:
                 found |= more
             up -= found
@@ -374,19 +373,19 @@ class Simulation:
         if any(node.has_ended for node in self.nodes.values()):
             return False  # ended nodes are dead, which the others may not know
         agents = [node.agent for node in self._list_connected(part) if node.agent]
-        here = {agent.state.incarnation for agent in agents}
-        if len(here) == len(self.nodes):
+        present = {agent.state.incarnation for agent in agents}
+        if len(present) == len(self.nodes):
             return True
-        if len(here) < self.settings.min_nodes:
+        if len(present) < self.settings.min_nodes:
             return False
         # Of two views of one generation, which a family may waive, each agent keeps the one that it knows.
         for agent in agents:
             known = functools.reduce(
-                QuorumState.merge, (one.state.quorum_state for one in agents), agent.state.quorum_state
+                QuorumState.merge, (other.state.quorum_state for other in agents), agent.state.quorum_state
             )
-            members = {one for view in known.voting_views for one in known.live_members(view)}
-            reachable = any(one.candidate_index is not None or one in members for one in here)
-            if not (reachable and has_quorum(here, known)):
+            members = {member for view in known.voting_views for member in known.live_members(view)}
+            reachable = any(node.candidate_index is not None or node in members for node in present)
+            if not (reachable and has_quorum(present, known)):
                 return False
         return bool(agents)
 
@@ -400,7 +399,7 @@ class Simulation:
         live = [self.checkers.running[node.name] for node in alive if node.name in self.checkers.running]
         unfinished = [node for node in alive if node.agent and not node.agent.state.finished_generation]
         wanted = min(len(unfinished), self.settings.max_nodes)
-        newest = {begin.generation for begin in live} or {max(self.checkers.views, default=0)}
+        newest = {start.generation for start in live} or {max(self.checkers.views, default=0)}
         if len(newest) == 1 and (len(live) == wanted or newest <= self.checkers.finished_generations):
             return ""
         return f"{len(live)} of {wanted} run: {', '.join(map(str, alive))}"
@@ -429,27 +428,25 @@ def links_between(groups: list[list[str]], names: Iterable[str]) -> set[tuple[st
     return {(a, b) for a in names for b in names if place.get(a, -1) != place.get(b, -1)}
 
 
-def run_seed(seed: int, rules: SafetyRules = ALL_RULES, *, with_trace: bool = False) -> Result:
+def run_seed(seed: int, *, with_trace: bool = False) -> Result:
     """Play the schedule of a seed; with `with_trace`, record every event and effect."""
-    return run_schedule(draw_schedule(seed), rules, with_trace=with_trace)
+    return run_schedule(draw_schedule(seed), with_trace=with_trace)
 
 
-def run_schedule(
-    schedule: Schedule, rules: SafetyRules = ALL_RULES, *, with_trace: bool = False, strict: bool = False
-) -> Result:
+def run_schedule(schedule: Schedule, *, with_trace: bool = False, strict: bool = False) -> Result:
     """Play a schedule; if `strict`, without waived invariants."""
-    simulation = Simulation(schedule, rules)
+    simulation = Simulation(schedule)
     checkers = simulation.checkers
     if strict:
         checkers.waived = frozenset()
-    story: list[str] = []
+    trace: list[str] = []
     if with_trace:
-        simulation.record_trace(story)
+        simulation.record_trace(trace)
     try:
         simulation.run()
     except LivelockError as error:
         checkers.add_violation(QUIESCENCE, simulation.clock.now, str(error))
-    return Result(schedule, checkers.violations, len(checkers.views), simulation.clock.steps, story)
+    return Result(schedule, checkers.violations, len(checkers.views), simulation.clock.steps, trace)
 
 
 def describe(item: object) -> str:
@@ -464,26 +461,24 @@ def describe(item: object) -> str:
         lease = f" lease {item.lease_s:.2f} of {item.generation}" if item.generation else ""
         return f"{item.seq}/{item.ack}{lease}"
     if is_dataclass(item):
-        values = [(one.name, getattr(item, one.name)) for one in fields(item)]
-        lines = [f"{name}={describe(value)}" for name, value in values if value or value == 0]
-        return f"{type(item).__name__}({' '.join(lines)})"
+        values = [(field.name, getattr(item, field.name)) for field in fields(item)]
+        texts = [f"{name}={describe(value)}" for name, value in values if value or value == 0]
+        return f"{type(item).__name__}({' '.join(texts)})"
     if isinstance(item, (tuple, frozenset, set)):
         return _describe_set(item)
     return f"{item:.3f}" if isinstance(item, float) else str(item)
 
 
 def _describe_quorum_state(state: QuorumState) -> str:
-    words = [f"installed {describe(state.installed)}" if state.installed else "none installed"]
-    words += [f"proposed {describe(view)}" for view in state.proposals]
-    words += [f"dead {_describe_set(state.dead)}"] if state.dead else []
-    words += (
-        [f"aborted {_describe_set(f'{number}{describe(leader)}' for number, leader in state.aborted)}"]
-        if state.aborted
-        else []
-    )
-    return f"<{', '.join(words)}>"
+    parts = [f"installed {describe(state.installed)}" if state.installed else "none installed"]
+    parts += [f"proposed {describe(view)}" for view in state.proposals]
+    parts += [f"dead {_describe_set(state.dead)}"] if state.dead else []
+    if state.aborted:
+        parts.append(
+            f"aborted {_describe_set(f'{number}{describe(leader)}' for number, leader in state.aborted)}"
+        )
+    return f"<{', '.join(parts)}>"
 
 
-def _describe_set(items: object) -> str:
-    lines = [describe(one) for one in items] if not isinstance(items, str) else [items]  # type: ignore[attr-defined]
-    return "{" + " ".join(lines) + "}"
+def _describe_set(items: Iterable[object]) -> str:
+    return "{" + " ".join(map(describe, items)) + "}"

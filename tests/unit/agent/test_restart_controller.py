@@ -1,0 +1,108 @@
+"""What the restart controller decides from events in memory and from the progress page."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_resume import constants
+from elastic_resume.agent.restart_controller import RestartController
+from elastic_resume.agent.round_evidence import RoundEvents
+from elastic_resume.agent.workers.lease_page import LeasePage
+from elastic_resume.errors import JobFailedError
+from elastic_resume.events import EventLog
+from elastic_resume.policy.restart import RestartLimits
+from elastic_resume.rendezvous.core.events import EmitEvent, StartWorkers
+from elastic_resume.rendezvous.core.quorum import Incarnation
+from elastic_resume.snapshot.progress_page import ProgressPage, WorkerProcess
+from tests.support.disks import SimulatedDisk
+
+
+@pytest.fixture(autouse=True)
+def round_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore the variables that a round sets."""
+    for name in (constants.ENV_ROUND, constants.ENV_MTBF_S, constants.ENV_GENERATION):
+        monkeypatch.setenv(name, "1")
+
+
+@contextlib.contextmanager
+def open_controller(
+    directory: Path, limits: RestartLimits | None = None
+) -> Iterator[tuple[RestartController, EventLog]]:
+    """Open a controller of node a and its event log."""
+    path = directory / constants.EVENTS_FILE
+    with (
+        contextlib.closing(LeasePage()) as lease_page,
+        contextlib.closing(RoundEvents()) as round_events,
+        contextlib.closing(EventLog(path, memory_path=round_events.path, node="a")) as log,
+    ):
+        yield RestartController("a", log, path, lease_page, round_events, limits=limits), log
+
+
+def world(generation: int) -> StartWorkers:
+    """Return a view of node a alone."""
+    return StartWorkers(generation, 0, (Incarnation("a", "1", "a:1"),), "a:2", (1,))
+
+
+def this_process(start_ticks: int = 0) -> WorkerProcess:
+    """Return this process as a worker of round 1."""
+    return WorkerProcess(0, os.getpid(), 1, os.getpid(), start_ticks, 0, 0)
+
+
+def test_controller_is_spare_after_spare_event(tmp_path: Path) -> None:
+    """The rendezvous emits the event."""
+    with open_controller(tmp_path) as (controller, _):
+        controller.on_rendezvous_event(EmitEvent("waiting", "for others"))
+        assert not controller.is_spare
+        controller.on_rendezvous_event(EmitEvent("spare", "generation 1 runs without this node"))
+        assert controller.is_spare
+
+
+@pytest.mark.parametrize(("step", "fails"), [(7, False), (5, True)])
+def test_controller_decides_with_unreadable_event_log(tmp_path: Path, step: int, *, fails: bool) -> None:
+    """Exits are in memory, and steps are on the progress page."""
+    with (
+        SimulatedDisk(tmp_path) as disk,
+        open_controller(disk.path, RestartLimits(max_no_progress=1)) as (controller, log),
+    ):
+        path = disk.path / constants.EVENTS_FILE
+        log.emit("agent-start")
+        page = ProgressPage(disk.path / constants.PROGRESS_FILE)
+        controller.after_rendezvous(world(1))
+        with path.open("rb") as file:
+            os.fsync(file.fileno())  # the failing disk then forgets what the page cache has of it
+        log.close()
+        disk.fail()
+        with pytest.raises(OSError, match="Input/output error"):
+            path.read_bytes()
+        assert controller.starts_without_progress(3) == 0
+        page.start_generation(0, generation=1, step=5, world_size=1, worker=this_process())
+        page.finish_step(0, step)
+        log.emit("worker-start", step=5, rank=0)
+        log.emit("worker-exit", rank=0, signal="SIGSEGV", exit_code=None, stopped=False)
+        controller.before_round(failed=True)
+        if fails:
+            with pytest.raises(JobFailedError, match="rank 0 was killed by SIGSEGV"):
+                controller.after_rendezvous(world(2))
+        failure = controller.summarize_round().failure
+        assert failure is not None
+        assert failure.text == "was killed by SIGSEGV"
+
+
+def test_controller_ignores_progress_of_earlier_start(tmp_path: Path) -> None:
+    """In a container the earlier agent had the same pid, and a volume keeps the page."""
+    ProgressPage(tmp_path / constants.PROGRESS_FILE).start_generation(
+        0, generation=1, step=5000, world_size=1, worker=this_process(start_ticks=7)
+    )
+    with open_controller(tmp_path) as (controller, log):
+        controller.after_rendezvous(world(1))
+        log.emit("failure", rank=0, type="ImportError", message="no module named x", deterministic=False)
+        log.emit("worker-exit", rank=0, signal=None, exit_code=1, stopped=False)
+        assert controller.summarize_round().newest_step == 0
+        controller.before_round(failed=True)
+        with pytest.raises(JobFailedError, match="no module named x"):
+            controller.after_rendezvous(world(2))
