@@ -1,0 +1,110 @@
+"""Draw the recovery times that `benchmarks/recovery.py --json` measured, for light and for dark pages.
+
+    cd benchmarks
+    python recovery.py --only ours,tuned,torchft --kills 5 --give-up 30 --json ../docs/_static/recovery.json
+    python chart.py ../docs/_static/recovery.json ../docs/_static
+
+A bar is a median and each dot is one kill. A cross means that no kill was survived. Needs
+`pip install 'elastic-resume[bench]'`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+ROWS = {"worker": "Kill a worker", "node": "Kill a node", "host": "Kill the node that hosts\nthe rendezvous"}
+NAMES = {"ours": "elastic_resume", "torchft": "torchft", "tuned": "torchrun, timeouts tuned"}
+NEVER = {
+    "torchft": "no step while its lighthouse is away",
+    "tuned": "never: all agents end",
+}
+# Colours of bars, and of text, for a light and a dark background. Contrast of text is at least 4.5.
+THEMES = {
+    "light": {
+        "ours": "#0969da",
+        "torchft": "#8c959f",
+        "tuned": "#afb8c1",
+        "text": "#1f2328",
+        "dim": "#59636e",
+        "failed": "#cf222e",
+    },
+    "dark": {
+        "ours": "#4493f8",
+        "torchft": "#768390",
+        "tuned": "#545d68",
+        "text": "#f0f6fc",
+        "dim": "#9198a1",
+        "failed": "#f85149",
+    },
+}
+
+
+def draw(result: dict[str, Any], theme: dict[str, str]) -> Figure:
+    """Draw one group of bars for each kind of kill, one bar for each system."""
+    rows = {(row["killed"], row["system"]): row for row in result["rows"]}
+    longest = max(row["step"]["worst"] or 0.0 for row in result["rows"])
+    figure = Figure(figsize=(8.4, 4.3))
+    axes = figure.subplots()
+    y, ticks = 0.0, []
+    for killed in ROWS:
+        ticks.append(y + 1)
+        for system, name in NAMES.items():
+            row = rows[killed, system]
+            seconds = [incident["step"] for incident in row["incidents"] if incident["step"] is not None]
+            if seconds:
+                axes.barh(y, row["step"]["median"], 0.8, color=theme[system])
+                axes.plot(seconds, [y] * len(seconds), "o", ms=3, color=theme["text"], alpha=0.55)
+                label, x = f"{name}: {row['step']['median']:.1f} s", max(seconds)
+            else:
+                axes.plot([0.06], [y], "x", ms=6, mew=2, color=theme["failed"])
+                label, x = f"{name}: {NEVER[system]}", 0.1
+            weight = "bold" if system == "ours" else "normal"
+            axes.text(x + 0.12, y, label, va="center", size=9.5, weight=weight, color=theme["text"])
+            y += 1
+        y += 0.7
+    facts = result["machine"]
+    axes.set_yticks(ticks, list(ROWS.values()), size=10, color=theme["text"])
+    axes.invert_yaxis()
+    axes.set_xlim(0, longest * 1.42)
+    axes.set_xticks(range(0, int(longest) + 1, 2))
+    axes.tick_params(colors=theme["dim"], length=0)
+    axes.tick_params(axis="y", labelcolor=theme["text"])
+    axes.set_xlabel(
+        "seconds from SIGKILL to the next training step; bars: median, dots: each kill\n"
+        f"three nodes on {facts['cores']} cores ({facts['processor']}), a small DDP model on gloo, "
+        f"torch {facts['torch'].partition('+')[0]}, torchft {facts['torchft']}",
+        size=8.5,
+        color=theme["dim"],
+    )
+    axes.spines[:].set_visible(False)
+    axes.xaxis.grid(visible=True, color=theme["dim"], alpha=0.2)
+    axes.set_axisbelow(True)
+    figure.tight_layout()
+    return figure
+
+
+def main() -> None:
+    """Write recovery-light.svg and recovery-dark.svg."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("result", type=Path, help="JSON of benchmarks/recovery.py")
+    parser.add_argument("directory", type=Path, help="where to write the pictures")
+    options = parser.parse_args()
+    # The same figures give the same bytes: no date, and no random ids.
+    mpl.rcParams["svg.hashsalt"] = "elastic_resume"
+    mpl.rcParams["font.family"] = ["DejaVu Sans"]
+    for name, theme in THEMES.items():
+        figure = draw(json.loads(options.result.read_text()), theme)
+        path = options.directory / f"recovery-{name}.svg"
+        figure.savefig(path, format="svg", transparent=True, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()
