@@ -18,30 +18,19 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-ROWS = {"worker": "Kill a worker", "node": "Kill a node", "host": "Kill the node that hosts\nthe rendezvous"}
+ROWS = {"worker": "Kill a worker", "node": "Kill a node", "host": "Kill the node that hosts the rendezvous"}
 NAMES = {"ours": "elastic_resume", "torchft": "torchft", "tuned": "torchrun, timeouts tuned"}
-NEVER = {
-    "torchft": "no step while its lighthouse is away",
-    "tuned": "never: all agents end",
-}
-# Colours of bars, and of text, for a light and a dark background. Contrast of text is at least 4.5.
+NEVER = {"torchft": "no step while its lighthouse is away", "tuned": "never: all agents end"}
+# Contrast of text to a white or a nearly black page is at least 4.5.
 THEMES = {
     "light": {
         "ours": "#0969da",
-        "torchft": "#8c959f",
-        "tuned": "#afb8c1",
+        "other": "#afb8c1",
         "text": "#1f2328",
         "dim": "#59636e",
         "failed": "#cf222e",
     },
-    "dark": {
-        "ours": "#4493f8",
-        "torchft": "#768390",
-        "tuned": "#545d68",
-        "text": "#f0f6fc",
-        "dim": "#9198a1",
-        "failed": "#f85149",
-    },
+    "dark": {"ours": "#4493f8", "other": "#545d68", "text": "#f0f6fc", "dim": "#9198a1", "failed": "#f85149"},
 }
 
 
@@ -49,34 +38,33 @@ def draw(result: dict[str, Any], theme: dict[str, str]) -> Figure:
     """Draw one group of bars for each kind of kill, one bar for each system."""
     rows = {(row["killed"], row["system"]): row for row in result["rows"]}
     longest = max(row["step"]["worst"] or 0.0 for row in result["rows"])
-    figure = Figure(figsize=(8.4, 4.3))
+    figure = Figure(figsize=(8.4, 4.9))
     axes = figure.subplots()
-    y, ticks = 0.0, []
-    for killed in ROWS:
-        ticks.append(y + 1)
+    y, ticks = 0.0, {}
+    for killed, title in ROWS.items():
+        axes.text(0, y, title, va="center", size=10.5, weight="bold", color=theme["text"])
         for system, name in NAMES.items():
-            row = rows[killed, system]
+            y += 1
+            ticks[y] = name
+            row, color = rows[killed, system], theme["ours" if system == "ours" else "other"]
             seconds = [incident["step"] for incident in row["incidents"] if incident["step"] is not None]
             if seconds:
-                axes.barh(y, row["step"]["median"], 0.8, color=theme[system])
+                median = row["step"]["median"]
+                axes.barh(y, median, 0.75, color=color)
                 axes.plot(seconds, [y] * len(seconds), "o", ms=3, color=theme["text"], alpha=0.55)
-                label, x = f"{name}: {row['step']['median']:.1f} s", max(seconds)
+                axes.text(longest * 1.13, y, f"{median:.1f} s", ha="right", va="center", color=theme["text"])
             else:
-                axes.plot([0.06], [y], "x", ms=6, mew=2, color=theme["failed"])
-                label, x = f"{name}: {NEVER[system]}", 0.1
-            weight = "bold" if system == "ours" else "normal"
-            axes.text(x + 0.12, y, label, va="center", size=9.5, weight=weight, color=theme["text"])
-            y += 1
-        y += 0.7
+                axes.plot([0.07], [y], "x", ms=6, mew=2, color=theme["failed"])
+                axes.text(0.2, y, NEVER[system], va="center", size=9.5, color=theme["text"])
+        y += 1.4
     facts = result["machine"]
-    axes.set_yticks(ticks, list(ROWS.values()), size=10, color=theme["text"])
+    axes.set_yticks(list(ticks), list(ticks.values()), size=9.5)
     axes.invert_yaxis()
-    axes.set_xlim(0, longest * 1.42)
+    axes.set_xlim(0, longest * 1.14)
     axes.set_xticks(range(0, int(longest) + 1, 2))
-    axes.tick_params(colors=theme["dim"], length=0)
-    axes.tick_params(axis="y", labelcolor=theme["text"])
+    axes.tick_params(length=0, labelcolor=theme["text"])
     axes.set_xlabel(
-        "seconds from SIGKILL to the next training step; bars: median, dots: each kill\n"
+        "seconds from SIGKILL to the next training step; bars and figures: median, dots: each kill\n"
         f"three nodes on {facts['cores']} cores ({facts['processor']}), a small DDP model on gloo, "
         f"torch {facts['torch'].partition('+')[0]}, torchft {facts['torchft']}",
         size=8.5,
