@@ -19,12 +19,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import elastic_resume as er
-from elastic_resume import events, failpoints
+from elastic_resume import constants, events, failpoints
 from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.writer import RetentionPolicy
 from elastic_resume.errors import ConfigError, ElasticResumeError, MismatchError, UsageError
 from elastic_resume.snapshot.committer import CheckpointCommitter
+from elastic_resume.snapshot.progress_page import ProgressPage
 from elastic_resume.state import state_dict
 from elastic_resume.training import run as run_module
 
@@ -294,6 +295,27 @@ def test_exception_in_hook_reaches_script_and_later_hooks_do_not_run(begin: Begi
     with pytest.raises(ValueError, match="boom"), second.run:
         second.run.step()
     assert (seen, second.run.position.step, saved_steps(tmp_path)) == ([], 1, [1])
+
+
+def test_step_counts_only_when_its_snapshot_has_begun(
+    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that dies before leaves no copy of the step, so a report must not count it."""
+    monkeypatch.setenv("ELASTIC_RESUME_STEP_MARK_S", "0")
+    script = begin()
+    script.step()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("died")
+
+    monkeypatch.setattr(script.run._snapshot_scheduler, "after_step", fail)
+    with pytest.raises(OSError, match="died"):
+        script.step()
+    script.run._release()
+    page = ProgressPage(tmp_path / "job" / "n" / constants.PROGRESS_FILE)
+    assert page.newest_progress(1) == (1, 1, 1)
+    steps = [e["step"] for e in events.read_run(tmp_path / "job") if e["event"] == "step"]
+    assert steps == [1]
 
 
 def test_resume_refuses_optimizer_with_other_parameter_order(begin: Begin) -> None:
