@@ -58,7 +58,7 @@ def mypy_errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]
     shutil.copy(SCRIPTS / "typed.py", directory)
     (directory / "mistakes.py").write_text(MISTAKES)
     # A cache of its own: other options than the project's would make each check clear the other's cache.
-    options = ["--strict", "--untyped-calls-exclude=torch", "--cache-dir", ROOT / ".mypy_cache/user_script"]
+    options = ["--strict", "--untyped-calls-exclude=torch", f"--cache-dir={ROOT}/.mypy_cache/user_script"]
     command = [sys.executable, "-m", "mypy", *options, "typed.py", "mistakes.py"]
     result = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
     assert not result.stderr, result.stderr
@@ -90,6 +90,6 @@ def test_mistakes_are_refused_at_their_lines(mypy_errors: dict[str, list[int]]) 
 
 def test_typed_script_runs(tmp_path: Path) -> None:
     """What passes the check also works."""
-    command = [sys.executable, SCRIPTS / "typed.py", tmp_path]
+    command = [sys.executable, str(SCRIPTS / "typed.py"), str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert "trained: True 2 hooks" in result.stdout, result.stderr

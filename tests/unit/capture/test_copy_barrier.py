@@ -17,7 +17,7 @@ def test_addresses_of_skipped_optimizer_include_lists_in_its_state() -> None:
 
     def closure() -> torch.Tensor:
         skipped.zero_grad()
-        loss = (model(inputs) - 1).square().mean()
+        loss: torch.Tensor = (model(inputs) - 1).square().mean()
         loss.backward()
         return loss
 

@@ -285,7 +285,7 @@ def test_exception_in_hook_reaches_script_and_later_hooks_do_not_run(begin: Begi
     first = begin(save_every=1000)
     first.run.step()
     first.run.save()
-    second, seen = begin(save_every=1), []
+    second, seen = begin(save_every=1), list[er.Run]()
 
     @second.run.on_resume
     def fail(_: er.Run) -> None:
