@@ -133,7 +133,7 @@ class Environment:
         [site] = (directory / "venv" / "lib").glob("python*/site-packages")
         (site / "dependencies.pth").write_text(f"{links}\n")
         self.site = site
-        install = ["install", "--no-deps", "--no-index", wheel]
+        install: list[str | Path] = ["install", "--no-deps", "--no-index", wheel]
         call([sys.executable, "-m", "pip", "--python", self.python, *install])
 
     def call(self, *command: str, cwd: Path, code: int = 0) -> str:
