@@ -40,7 +40,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torch.distributed.run import config_from_args, get_args_parser
 
-from elastic_resume import config
+from elastic_resume import config, constants
 from elastic_resume.agent import options, run_help
 from elastic_resume.agent.restart_controller import RestartController
 from elastic_resume.agent.status import StatusReporter
@@ -499,7 +499,8 @@ def _read_rendezvous_config(
     conf = {key: value for key, value in config.rdzv_configs.items() if key not in TORCH_RENDEZVOUS_KEYS}
     if args.node_timeout is not None:
         if "node_timeout" in conf:
-            raise ConfigError(f"{source} has node_timeout, which another setting gives too: leave one out.")
+            other = args.sources.get("node_timeout", constants.ENV_NODE_TIMEOUT)
+            raise ConfigError(f"{source} has node_timeout, and {other} gives it too: leave one out.")
         conf["node_timeout"] = args.node_timeout
     return RendezvousConfig.parse(
         config.rdzv_endpoint,

@@ -59,7 +59,7 @@ TWO = ["--nnodes", "2", "--rdzv-endpoint", "h"]
         (["--rdzv-conf", "last_call_timeout=-1", "train.py"], "--rdzv-conf last_call_timeout is '-1'"),
         (
             ["--rdzv-conf", "node_timeout=3", "--node-timeout", "4", "train.py"],
-            "--rdzv-conf has node_timeout, which another setting gives too",
+            "--rdzv-conf has node_timeout, and --node-timeout gives it too",
         ),
         (["--settle", "5", "train.py"], "--settle is now last_call_timeout of --rdzv-conf"),
         (
