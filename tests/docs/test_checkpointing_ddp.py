@@ -19,7 +19,7 @@ JOB = SCRIPTS / "page.py"
 README = PAGE.parents[1] / "README.md"
 # Flags in the documents that belong to Slurm, kubectl, docker, our benchmarks and example scripts.
 FOREIGN = {
-    "--array", "--cpus-per-task", "--dry-run", "--epochs", "--export", "--follow",
+    "--requeue", "--array", "--cpus-per-task", "--dry-run", "--epochs", "--export", "--follow",
     "--from-literal", "--grace-period", "--kill-on-bad-exit", "--kills", "--kustomize",
     "--no-kill", "--nodelist", "--ntasks-per-node", "--open-mode", "--output", "--prefix",
     "--privileged", "--selector", "--signal", "--step-delay", "--wait",
