@@ -16,7 +16,7 @@ settings.load_profile("patient")
 
 # On a busy machine a node may stand still for seconds without being lost. A death is still detected at
 # once, because connections end. A test about unreachable nodes sets --node-timeout, which takes precedence.
-os.environ.setdefault("PET_RDZV_CONF", "node_timeout=10")
+os.environ.setdefault("ELASTIC_RESUME_NODE_TIMEOUT", "10")
 
 
 @pytest.fixture(autouse=True)

@@ -159,7 +159,13 @@ class Cluster:
         self._nnodes = f"{low}:{high}" if low != high else str(high)
         self._flags = list(flags)
         self.env = {  # environment of every node; a change takes effect at later starts
-            **{k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC_", "ELASTIC_RESUME_"))},
+            **{
+                name: text
+                for name, text in os.environ.items()
+                # On a slow machine the user may allow all nodes more time.
+                if not name.startswith(("TORCHELASTIC_", constants.ENV_PREFIX))
+                or name == constants.ENV_NODE_TIMEOUT
+            },
             "GLOO_SOCKET_IFNAME": self._backend.interface,
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
@@ -195,7 +201,7 @@ class Cluster:
             *("--nnodes", self._nnodes, "--nproc-per-node", str(self.workers_per_node)),
             *("--rdzv-id", self.run_id),
             *("--rdzv-endpoint", ",".join(self.endpoints)),
-            *("--local-addr", node.address, "--node-name", node.name, "--ckpt-dir", str(node.ckpt_dir)),
+            *("--local-addr", node.address, "--ckpt-dir", str(node.ckpt_dir)),
             *self._flags,
             *flags,
             *self._script,

@@ -110,11 +110,12 @@ class SlurmCluster:
         names = ["controller", *(f"{self.prefix}{index}" for index in NODES)]
         self.machines = Machines(names, bind={str(directory): directory})
         # Nodes of Slurm fall silent when they die: other tests' time for that is too long (conftest).
-        own = {name: text for name, text in os.environ.items() if name != "PET_RDZV_CONF"}
-        self.env = {**own, "SLURM_CONF": str(directory / "slurm.conf")}
-        self.env = {
-            k: v for k, v in self.env.items() if not k.startswith(("ELASTIC_RESUME_", "TORCHELASTIC_"))
+        own = {
+            name: text
+            for name, text in os.environ.items()
+            if not name.startswith(("ELASTIC_RESUME_", "TORCHELASTIC_"))
         }
+        self.env = {**own, "SLURM_CONF": str(directory / "slurm.conf")}
         self.shim = str(directory / "bin" / "elastic-resume")
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         try:
