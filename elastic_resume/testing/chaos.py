@@ -212,7 +212,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--nodes", "simulated nodes, n0 to n{N-1} (default 3)", type=_parse_count, default=3, metavar="N")
     add("--min-nodes", "fewest that train on (default 1)", type=_parse_count, default=1, metavar="N")
     add("--workers-per-node", "ranks on each (default 1)", type=_parse_count, default=1, metavar="N")
-    add("--plan", "what befalls whom and when: see docs/chaos.md", type=Path, metavar="FILE.yaml")
+    add("--plan", "what befalls whom and when: see docs/guides/chaos.md", type=Path, metavar="FILE.yaml")
     add("--seed", "decides all that the plan leaves open, or all of it", type=int, metavar="N")
     add("--mtbf", "mean time between faults that are drawn (default 15s without a plan)",
         type=_duration_parser("--mtbf"), metavar="TIME")  # fmt: skip

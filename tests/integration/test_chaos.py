@@ -44,7 +44,7 @@ FAULTS = max(3, round(SECONDS / 15))
 QUICK = ["--snapshot-every", "1", "--settle", "60"]
 SHORT_TIMEOUT = ["--node-timeout", "1"]
 MANY_RESTARTS = ["--max-no-progress", "30"]  # random faults may hit a slowly starting job again and again
-PAGE = ROOT / "docs" / "chaos.md"
+PAGE = ROOT / "docs" / "guides" / "chaos.md"
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only looked at
 
 

@@ -1,4 +1,4 @@
-"""Each block of code in docs/checkpointing-ddp.md runs, and the documents name only existing flags."""
+"""Each block of code in docs/guides/checkpoints.md runs, and the documents name only existing flags."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastic_resume.testing import chaos
 from tests.support import launch_ranks
 from tests.support.paths import ROOT, SCRIPTS
 
-PAGE = ROOT / "docs" / "checkpointing-ddp.md"
+PAGE = ROOT / "docs" / "guides" / "checkpoints.md"
 JOB = SCRIPTS / "page.py"
 README = PAGE.parents[1] / "README.md"
 # Flags in the documents that belong to Slurm, kubectl, docker, our benchmarks and example scripts.
