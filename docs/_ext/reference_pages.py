@@ -39,7 +39,11 @@ def setting_rows() -> Iterator[tuple[list[str], str, str]]:
         there = [True, names[1] in flags, option.field in arguments, bool(option.variable)]
         found = DEFAULT.search(option.help)
         default = found[1] if found else "" if option.default is None else str(option.default)
-        yield [name for name, is_there in zip(names, there, strict=True) if is_there], default, DEFAULT.sub("", option.help)
+        yield (
+            [name for name, is_there in zip(names, there, strict=True) if is_there],
+            default,
+            DEFAULT.sub("", option.help),
+        )
 
 
 def subcommands() -> dict[str, argparse.ArgumentParser]:
@@ -109,7 +113,11 @@ def resolve_name(
     found = python.resolve_xref(env, node["refdoc"], app.builder, "obj", target, node, text)
     if found is not None:
         return found
-    places = (target, f"{node.get('py:module')}.{target}", f"{node.get('py:module')}.{node.get('py:class')}.{target}")
+    places = (
+        target,
+        f"{node.get('py:module')}.{target}",
+        f"{node.get('py:module')}.{node.get('py:class')}.{target}",
+    )
     return text if any(pydoc.locate(place) is not None for place in places) else None
 
 

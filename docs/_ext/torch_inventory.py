@@ -23,8 +23,7 @@ OBJECTS = {
     "torch.nn.modules.module.Module": ("class", "generated/torch.nn.Module.html#torch.nn.Module"),
     "torch.nn.parallel.DistributedDataParallel": (
         "class",
-        "generated/torch.nn.parallel.DistributedDataParallel.html"
-        "#torch.nn.parallel.DistributedDataParallel",
+        "generated/torch.nn.parallel.DistributedDataParallel.html#torch.nn.parallel.DistributedDataParallel",
     ),
     "torch.utils.data.DataLoader": ("class", "data.html#torch.utils.data.DataLoader"),
     "torch.utils.data.Dataset": ("class", "data.html#torch.utils.data.Dataset"),
