@@ -78,8 +78,8 @@ def settings_lines() -> list[str]:
         names += [f"{option.field}="] if option.field in arguments else []
         names += [option.variable]
         cell = "<br>".join(f"`{name}`" for name in names)
-        values = f" ({option.metavar})" if option.metavar else ""
-        text = option.help + values + (f"; {option.details}" if option.details else "")
+        form = f"{option.metavar}: " if option.metavar else ""
+        text = form + option.help + (f"; {option.details}" if option.details else "")
         lines.append(f"| {cell} | {escape(option.default_text)} | {escape(text)} |")
     return lines
 
@@ -103,7 +103,10 @@ class SettingsTable(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Return the table."""
-        return self.parse_text_to_nodes("\n".join(settings_lines()))
+        found = self.parse_text_to_nodes("\n".join(settings_lines()))
+        for table in (table for node in found for table in node.findall(nodes.table)):
+            table["classes"].append("settings")  # for site.css
+        return found
 
 
 class RendezvousTable(SphinxDirective):
