@@ -74,7 +74,7 @@ def test_document_names_only_flags_that_exist(path: Path) -> None:
 @pytest.mark.parametrize("path", DEPLOY, ids=lambda path: str(path.relative_to(ROOT)))
 def test_file_to_copy_names_no_former_flag(path: Path) -> None:
     """test_deploy.py parses its commands; this reads the comments too."""
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", path.read_text())) & former_flags() == set()
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", path.read_text())) & former_flags() - FOREIGN == set()
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -121,7 +121,7 @@ def test_site_names_every_flag_setting_and_variable() -> None:
     """The generated pages have what the parsers have; the other variables of a user are in a table."""
     commands = "\n".join(reference_pages.command_lines())
     ours = {flag for flag in flags_of(cli.build_parser()) if flag.startswith("--") and "_" not in flag}
-    assert {flag for flag in ours if f"`{flag}" not in commands} == {"--help", "--version"}
+    assert {flag for flag in ours if f"`{flag}" not in commands} <= {"--help", "--version"}
     settings = "\n".join(reference_pages.settings_lines())
     keys = {option.name for option in config.OPTIONS if option.help}
     assert len(keys) > 20
