@@ -42,7 +42,7 @@ def render_manifest(
     grace_s: int = 120,
     claim: str = "",
 ) -> str:
-    """Return the YAML of a job called train, with these values where docs/guides/kubernetes.md says they go."""
+    """Return the YAML of a job called train, with these values as docs/guides/kubernetes.md says."""
     loaded = load_documents(files, "train")
     job = job_spec(loaded)
     least, most = map(int, nodes.split(":"))
