@@ -12,9 +12,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from elastic_resume import __version__, constants
 from elastic_resume.errors import ConfigError, ElasticResumeError, MachineError
+
+if TYPE_CHECKING:
+    from elastic_resume.config import Parser
 
 PROG = "elastic-resume"
 
@@ -27,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run(words[1:])
         if words[:1] == ["chaos"]:
             return chaos(words[1:])
-        args = _build_parser().parse_args(words)
+        args = _build_parser(run_parents=[], chaos_parents=[]).parse_args(words)
         function: Callable[[argparse.Namespace], int] = args.function
         return function(args)
     except ElasticResumeError as error:
@@ -47,7 +51,20 @@ def exit_code_before_start(error: ElasticResumeError) -> int:
     return constants.EXIT_USAGE if isinstance(error, ConfigError) else constants.EXIT_JOB_ERROR
 
 
-def _build_parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Return a parser of all commands with all their flags, for documentation. It imports torch."""
+    from elastic_resume.agent import torchelastic  # noqa: PLC0415 - imports torch, seconds
+    from elastic_resume.testing import chaos as chaos_command  # noqa: PLC0415
+
+    return _build_parser(
+        run_parents=[torchelastic.build_parser()], chaos_parents=[chaos_command.build_parser()]
+    )
+
+
+def _build_parser(
+    *, run_parents: Sequence[Parser], chaos_parents: Sequence[Parser]
+) -> argparse.ArgumentParser:
+    """Build the parser. `main` parses ``run`` and ``chaos`` elsewhere, so it needs no parents for them."""
     from elastic_resume.config import Parser  # noqa: PLC0415 - `run` reports a broken set-up without it
     from elastic_resume.report import commands, doctor, status  # noqa: PLC0415
 
@@ -56,14 +73,19 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    # Its flags are torchrun's; listing them imports torch, so only `run --help` does.
-    subparsers.add_parser(
-        "run", help="run a training script as torchrun does, and restart it after failures", add_help=False
-    )
-    # Flags after its own belong to `run`, so it parses its command line itself.
-    subparsers.add_parser(
-        "chaos", help="run a job on simulated nodes and inject faults by a plan", add_help=False
-    )
+    for name, text, parents in (
+        ("run", "run a training script as torchrun does, and restart it after failures", run_parents),
+        ("chaos", "run a job on simulated nodes and inject faults by a plan", chaos_parents),
+    ):
+        subparsers.add_parser(
+            name,
+            help=text,
+            add_help=False,
+            parents=parents,
+            usage=parents[0].usage if parents else None,
+            description=parents[0].description if parents else None,
+            epilog=parents[0].epilog if parents else None,
+        )
     for module in (commands, doctor, status):
         module.register(subparsers)
     return parser
@@ -79,7 +101,12 @@ def chaos(arguments: Sequence[str]) -> int:
 def run(arguments: Sequence[str]) -> int:
     """Run ``elastic-resume run [flags] script args…``."""
     from elastic_resume import config  # noqa: PLC0415
+    from elastic_resume.agent import run_help  # noqa: PLC0415
     from elastic_resume.schedulers import environment  # noqa: PLC0415
+
+    if arguments[:1] in (["-h"], ["--help"]):  # without the import of torch
+        print(run_help.format_help(), end="")
+        return constants.EXIT_SUCCESS
 
     # libtorch reads its log level once, when it is loaded. At the default level the agent would print C++
     # frames for each connection that a dead node breaks. Workers keep the user's level.

@@ -1,9 +1,10 @@
 """Settings of one job on one node: from flags, then the file of ``--config``, then the environment.
 
-`OPTIONS` declares each setting once: its flag, help, variable, default and parser. Everything is parsed here,
-so a `Settings` instance is valid. A wrong value or an unknown key is a ConfigError of one or two lines with
-the setting, the value and the accepted forms. Parsing changes nothing on disk. torchrun's own flags come in
-as an argparse parser, so this module does not import torch.
+`OPTIONS` declares each setting once: its name, help, default, parser, and whether it has a flag. Each setting
+has a key in the file and a variable ELASTIC_RESUME_NAME. Every value is parsed here. A wrong value or an
+unknown key is a ConfigError of one or two lines with the value's source and the accepted forms. Parsing
+changes nothing on disk. torchrun's own flags come in as an argparse parser, so this module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import yaml
 
 from elastic_resume import constants
 from elastic_resume.errors import ConfigError
 from elastic_resume.policy.checkpoint_interval import AUTO, IntervalSetting
-from elastic_resume.schedulers import environment
+from elastic_resume.schedulers import environment, preemption
 from elastic_resume.units import parse_duration, parse_size
 
 MIN_KEEP = 2
@@ -39,7 +40,24 @@ MAX_MEMORY_BYTES = 2**60  # a larger value is surely a typo; this one fits every
 AGENT_SETTINGS = ("ckpt_dir", "run_id", "node_name")
 """Settings that the agent's flags decide, and the script's arguments do not: see `Settings.for_worker`."""
 _UUID = re.compile(r"[0-9a-f]{8}(-?[0-9a-f]{4}){3}-?[0-9a-f]{12}", re.IGNORECASE)
-_YAML_BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_BOOLEANS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+ALLOWED_DRAIN_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
+CONFIG_HELP = "YAML file of settings: flags without their dashes"
+FORMER_FLAGS = {
+    "settle": "last_call_timeout",
+    "join-timeout": "join_timeout",
+    "rdzv-token-file": "token_file",
+}
+"""Flags of earlier versions, with the key of --rdzv-conf that has replaced each."""
 
 
 def suggest_similar(name: str, known: Iterable[str]) -> str:
@@ -50,29 +68,29 @@ def suggest_similar(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(matches[:3])}?" if matches else ""
 
 
-# ---- values: each parser gets the name of the setting, for its error, and the given value ----------------
+# ---- values: each parser gets the source of the value, for its error, and the given value -----------------
 
 
-def parse_listen_address(flag: str, text: str) -> tuple[str, int]:
+def parse_listen_address(setting: str, value: object) -> tuple[str, int]:
     """Parse ``[ADDRESS:]PORT`` into address and port. The default address is loopback."""
+    text = str(value)
     host, _, port = text.strip().rpartition(":")
     address = host.strip("[]") or "127.0.0.1"
     with contextlib.suppress(ValueError):
         if re.fullmatch(r"\d{1,5}", port) and int(port) < 1 << 16:
             return str(ipaddress.ip_address(address)), int(port)
     raise ConfigError(
-        f"--{flag} is {text[:100]!r}: write PORT (of 127.0.0.1), or ADDRESS:PORT with a number for the "
+        f"{setting} is {text[:100]!r}: write PORT (of 127.0.0.1), or ADDRESS:PORT with a number for the "
         "address; 0.0.0.0:9400 is every network of this machine."
     )
 
 
 def validate_directory_name(setting: str, name: object) -> str:
     """Return ``name`` if it can be the name of a directory."""
-    setting = setting.replace("-", " ")
     if not re.fullmatch(constants.SAFE_NAME_PATTERN, str(name)):
         raise ConfigError(
-            f"{setting} {name!r} cannot be the name of a directory: use at most 128 letters, digits, '.', "
-            "'_' and '-', beginning with a letter or digit."
+            f"{setting} is {name!r}, which cannot be the name of a directory: use at most 128 letters, "
+            "digits, '.', '_' and '-', beginning with a letter or digit."
         )
     return str(name)
 
@@ -132,30 +150,69 @@ def parse_interval(setting: str, value: object, **allowed: bool) -> IntervalSett
     return IntervalSetting.parse(value, setting, **allowed)
 
 
+def parse_count(setting: str, value: object, *, minimum: int) -> int:
+    """Parse a whole number of at least ``minimum``."""
+    text = str(value)
+    if not re.fullmatch(r"\d{1,9}", text) or int(text) < minimum:
+        raise ConfigError(f"{setting} is {text[:100]!r}: write a whole number, {minimum} or more.")
+    return int(text)
+
+
+def parse_switch(setting: str, value: object) -> bool:
+    """Parse true, false, or another word that YAML reads as such."""
+    text = str(value).strip().lower()
+    if text not in _BOOLEANS:
+        raise ConfigError(f"{setting} is {text[:100]!r}: write true or false.")
+    return _BOOLEANS[text]
+
+
+def parse_names(_setting: str, value: object) -> list[str]:
+    """Parse names separated by commas."""
+    return [name for name in map(str.strip, str(value).split(",")) if name]
+
+
+def parse_drain_signals(setting: str, value: object) -> list[str]:
+    """Parse names of signals, separated by commas; the first of the result is always SIGTERM.
+
+    SIGINT, SIGHUP and SIGQUIT keep torchrun's meaning. Python or torch use the other signals themselves.
+    """
+    words = [word.upper() for word in parse_names(setting, value)]
+    names = [word if word.startswith("SIG") else f"SIG{word}" for word in words]
+    if not names or not set(names) <= set(ALLOWED_DRAIN_SIGNALS):
+        raise ConfigError(
+            f"{setting} is {str(value)[:100]!r}: write one or more of {', '.join(ALLOWED_DRAIN_SIGNALS)}, "
+            "separated by commas."
+        )
+    return list(dict.fromkeys(["SIGTERM", *names]))
+
+
 # ---- the table -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Option:
-    """One flag, its key in the file, and its variable. With ``parse`` it is a field of `Settings`.
+    """One setting: its key in the file, its variable, and perhaps its flag.
 
     Attributes:
-        name: of the flag and the key; with underscores, of the field and of the argument of `er.resume()`.
+        name: the key, and the flag after its dashes; with underscores, the field of `Settings` or of the
+            parsed arguments, and the argument of `er.resume()`.
         metavar: the accepted forms; None for a switch.
-        help: for ``--help``; empty if there is no such flag.
-        parse: gets the name and the given value; None if the package that uses the flag parses it.
-        default: value for ``parse`` if nothing is given.
-        has_variable: whether ELASTIC_RESUME_NAME is read; always for fields of `Settings`.
-        is_list: the flag may be repeated; its values are joined by commas.
+        help: one line for ``--help``; empty if users are not to set it by key or flag.
+        parse: gets the source and the given value.
+        default: text for ``parse`` if nothing is given; None: the value is then None.
+        has_flag: whether ``run`` has a flag for it.
+        details: more help, for ``--help-all``.
+        default_help: the default in words, where ``default`` is None.
     """
 
     name: str
     metavar: str | None
     help: str
-    parse: Callable[[str, Any], Any] | None = None
+    parse: Callable[[str, Any], Any]
     default: Any = None
-    has_variable: bool = False
-    is_list: bool = False
+    has_flag: bool = False
+    details: str = ""
+    default_help: str = ""
 
     @property
     def field(self) -> str:
@@ -164,8 +221,13 @@ class Option:
 
     @property
     def variable(self) -> str:
-        """The environment variable; empty if there is none."""
-        return constants.ENV_PREFIX + self.field.upper() if self.parse or self.has_variable else ""
+        """The environment variable."""
+        return constants.ENV_PREFIX + self.field.upper()
+
+    @property
+    def default_text(self) -> str:
+        """The default as users would write it, or in words."""
+        return self.default_help if self.default is None else str(self.default)
 
 
 _RESUME_HINT = (
@@ -173,24 +235,102 @@ _RESUME_HINT = (
     "takes rank 0's values."
 )
 _interval_or_off = partial(parse_interval, allow_off=True)
+_parse_timeout = partial(parse_duration, max_s=86400)
 OPTIONS = (
-    Option("ckpt-dir", "DIR", "root of all checkpoints", parse_absolute_path, DEFAULT_CKPT_DIR),
-    Option("run-id", "NAME", "", validate_directory_name),  # the flag is torchrun's --rdzv-id
     Option(
-        "node-name",
-        "NAME",
-        "this node's name (default: the scheduler's, else the host's)",
-        validate_directory_name,
+        "ckpt-dir",
+        "DIR",
+        "root of all checkpoints",
+        parse_absolute_path,
+        DEFAULT_CKPT_DIR,
+        has_flag=True,
     ),
+    Option("run-id", "NAME", "", validate_directory_name),  # its flag and key are torchrun's rdzv-id
     Option(
-        "save-every", "N|TIME|auto", "steps (100) or time (5m) between two checkpoints", parse_interval, AUTO
+        "save-every",
+        "N|TIME",
+        "between two checkpoints: steps, time or auto",
+        parse_interval,
+        AUTO,
+        has_flag=True,
+        details="auto keeps the cost below a budget",
     ),
     Option(
         "snapshot-every",
-        "N|TIME|auto|off",
-        "steps (100) or time (30s) between two snapshots in memory, which outlive a worker",
+        "N|TIME",
+        "between two snapshots in memory; auto, or off",
         _interval_or_off,
         AUTO,
+        has_flag=True,
+        details="a snapshot outlives a worker",
+    ),
+    Option(
+        "keep",
+        "N",
+        f"checkpoints kept on each node, {MIN_KEEP} or more",
+        parse_keep,
+        DEFAULT_KEEP,
+        has_flag=True,
+    ),
+    Option(
+        "resume",
+        "|".join(RESUME_MODES),
+        "auto: from the newest valid state, if any",
+        partial(parse_choice, choices=RESUME_MODES, hint=_RESUME_HINT),
+        "auto",
+        has_flag=True,
+        details="must fails without such a state, never ignores it",
+    ),
+    Option(
+        "node-timeout",
+        "TIME",
+        "a node unreachable for so long is lost",
+        partial(_parse_timeout, min_s=0.5),
+        has_flag=True,
+        details="use the same on all nodes",
+        default_help="3s",
+    ),
+    Option(
+        "hang-timeout",
+        "TIME",
+        "a rank without a step for so long hangs; 0: off",
+        parse_duration,
+        has_flag=True,
+        default_help="30s, or ten times the longest step if that is more",
+    ),
+    Option(
+        "grace",
+        "TIME",
+        "from SIGTERM to SIGKILL of a worker in a drain",
+        _parse_timeout,
+        has_flag=True,
+        default_help="5s; in a pod half of its terminationGracePeriodSeconds",
+    ),
+    Option(
+        "preload",
+        "MODULE,...",
+        "modules to import once, ahead of all workers",
+        parse_names,
+        has_flag=True,
+        details="torch is always one of them",
+        default_help="none",
+    ),
+    Option(
+        "metrics",
+        "[ADDRESS:]PORT",
+        "serve metrics for Prometheus",
+        parse_listen_address,
+        has_flag=True,
+        details="needs pip install 'elastic-resume[metrics]'; without an address at 127.0.0.1",
+        default_help="off",
+    ),
+    Option("quiet", None, "log warnings and errors only", parse_switch, "false", has_flag=True),
+    Option(
+        "node-name",
+        "NAME",
+        "this node's name",
+        validate_directory_name,
+        default_help="the scheduler's, else the host's",
     ),
     Option(
         "snapshot-memory",
@@ -209,94 +349,103 @@ OPTIONS = (
     Option(
         "on-divergence",
         "|".join(DIVERGENCE_POLICIES),
-        "when replicas differ",
+        "what to do when replicas differ",
         partial(parse_choice, choices=DIVERGENCE_POLICIES),
         "stop",
     ),
-    Option("keep", "N", f"checkpoints kept on each node, {MIN_KEEP} or more", parse_keep, DEFAULT_KEEP),
-    Option(
-        "resume",
-        "|".join(RESUME_MODES),
-        "what to resume from; auto: the newest valid snapshot or checkpoint, if any",
-        partial(parse_choice, choices=RESUME_MODES, hint=_RESUME_HINT),
-        "auto",
-    ),
-    Option("step-mark-s", "TIME", "", parse_duration, DEFAULT_STEP_MARK_S),
     Option(
         "shared-dir",
         "DIR|off",
-        "Slurm: a directory that all nodes see, for the job's token (default: the submit directory)",
-        has_variable=True,
-    ),
-    Option(
-        "node-timeout",
-        "TIME",
-        "a node that is unreachable for this long is lost; use the same on all nodes (default 3s)",
-    ),
-    Option(
-        "settle",
-        "TIME",
-        "last-call timeout: how long a first start waits for more nodes (default 3s; in pods 35s)",
-    ),
-    Option("join-timeout", "TIME", "how long a node waits for a rendezvous (default 10m)"),
-    Option(
-        "rdzv-token-file",
-        "FILE",
-        "0600 file with the secret of all nodes, 16 bytes or more (or ELASTIC_RESUME_TOKEN)",
-    ),
-    Option(
-        "grace",
-        "TIME",
-        "time between SIGTERM and SIGKILL for a worker when this agent is drained (default 5s)",
+        "Slurm: a directory that all nodes see, for the job's token",
+        lambda _setting, value: str(value),
+        default_help="the submit directory",
     ),
     Option(
         "drain-signals",
         "NAME,...",
-        "signals that drain this node (default SIGTERM,SIGUSR1)",
-        has_variable=True,
+        f"signals that drain this node: {', '.join(ALLOWED_DRAIN_SIGNALS)}; SIGTERM always does",
+        parse_drain_signals,
+        "SIGTERM,SIGUSR1",
     ),
     Option(
         "requeue",
         "|".join(REQUEUE_MODES),
-        "Slurm: requeue a job that is drained before its end (default auto)",
-        has_variable=True,
+        "Slurm: requeue a job that is drained before its end",
+        partial(parse_choice, choices=REQUEUE_MODES),
+        "auto",
     ),
     Option(
         "max-no-progress",
         "N",
-        "end the job after N failed starts in a row without a new step (default 3; none with --max-restarts)",
+        "end the job after N failed starts in a row without a new step",
+        partial(parse_count, minimum=1),
+        default_help="3; no limit with --max-restarts",
     ),
     Option(
         "exclude-after",
         "N",
-        "exclude a node that alone causes N failures in a row, if --nnodes allows (default 0: only if the "
-        "job would end otherwise)",
+        "exclude a node that alone causes N failures in a row, if --nnodes allows",
+        partial(parse_count, minimum=0),
+        default_help="0: only if the job would end otherwise",
     ),
     Option(
-        "hang-timeout",
-        "TIME",
-        "a rank that finishes no step for this long is hung (default: 30s, or ten times the longest step if "
-        "that is more; 0: never)",
+        "no-warm",
+        None,
+        "start each worker as a new process, as torchrun does",
+        parse_switch,
+        "false",
     ),
-    Option(
-        "metrics",
-        "[ADDRESS:]PORT",
-        "serve metrics for Prometheus, at 127.0.0.1 if no address is given (default off; "
-        "needs pip install 'elastic-resume[metrics]')",
-        has_variable=True,
-    ),
-    Option("preload", "MODULE,...", "modules to import once, ahead of all workers, beside torch"),
-    Option("no-warm", None, "start each worker as a new process, as torchrun does"),
     Option(
         "preemption-notice",
         "aws|gcp|azure|file:PATH|command:COMMAND",
-        "drain this node when this source announces its preemption; join several by commas (default off)",
-        has_variable=True,
-        is_list=True,
+        "drain this node when this source announces its preemption; several with commas",
+        preemption.parse_sources,
+        "off",
     ),
-    Option("config", "FILE.yaml", "flags from a file: the same names, ours and torchrun's"),
+    Option("step-mark-s", "TIME", "", parse_duration, DEFAULT_STEP_MARK_S),
 )
-_SETTING_OPTIONS = tuple(option for option in OPTIONS if option.parse is not None)
+FLAG_OPTIONS = tuple(option for option in OPTIONS if option.has_flag)
+OPTIONS_WITHOUT_FLAG = tuple(option for option in OPTIONS if option.help and not option.has_flag)
+_OPTION_BY_KEY = {name: option for option in OPTIONS if option.help for name in (option.name, option.field)}
+
+
+def read_option(
+    option: Option, given: Mapping[str, Any], sources: Mapping[str, str], environ: Mapping[str, str]
+) -> Any:
+    """Return an option's parsed value: the given one, else the variable's, else the default.
+
+    ``given`` has values by field: arguments of `er.resume()`, flags, or keys of the file. ``sources`` says
+    for an error where each came from.
+    """
+    value, source = given.get(option.field), sources.get(option.field, option.field)
+    if value is None or (value == "" and option.parse is validate_directory_name):
+        value, source = environ.get(option.variable) or option.default, option.variable
+    return None if value is None else option.parse(source, value)
+
+
+def describe_former_flag(name: str) -> str:
+    """Return where the setting of a former flag went; empty if there was no such flag."""
+    name = name.replace("_", "-")
+    if name in FORMER_FLAGS:
+        return f"--{name} is now {FORMER_FLAGS[name]} of --rdzv-conf: --rdzv-conf {FORMER_FLAGS[name]}=VALUE."
+    for option in OPTIONS_WITHOUT_FLAG:
+        if option.name == name:
+            return f"{name} has no flag: write {name} in the file of --config, or set {option.variable}."
+    return ""
+
+
+def find_misspelled_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return a message for each unknown variable ELASTIC_RESUME_* whose name resembles a setting's."""
+    fields_by_word = {option.field.upper(): option.variable for option in OPTIONS}
+    known = {*fields_by_word.values(), *(v for k, v in vars(constants).items() if k.startswith("ENV_"))}
+    known.update(*environment.KUBERNETES_VARIABLES.values())
+    messages = []
+    for name in sorted(environ):
+        if name.startswith(constants.ENV_PREFIX) and name not in known:
+            word = name.removeprefix(constants.ENV_PREFIX)
+            similar = difflib.get_close_matches(word, fields_by_word, 1, 0.75)
+            messages += [f"{name} is not a setting: did you mean {fields_by_word[s]}?" for s in similar]
+    return messages
 
 
 # ---- settings ------------------------------------------------------------------------------------------
@@ -320,8 +469,10 @@ class Settings:
 
     def to_env(self) -> dict[str, str]:
         """Return the environment variables from which `for_worker` reads the same settings."""
-        values = {option.variable: getattr(self, option.field) for option in _SETTING_OPTIONS}
-        return {variable: "auto" if value is None else str(value) for variable, value in values.items()}
+        return {
+            constants.ENV_PREFIX + name.upper(): "auto" if value is None else str(value)
+            for name, value in vars(self).items()
+        }
 
     @classmethod
     def for_agent(
@@ -332,10 +483,9 @@ class Settings:
     ) -> Settings:
         """Build the settings of ``elastic-resume run``.
 
-        ``args`` are from `parse_flags_and_file`; None means neither flag nor file gave the value. The
-        scheduler's name of the job is the fallback for the run id.
+        ``args`` are from `parse_flags_and_file`. The scheduler's name of the job is the fallback for the run
+        id.
         """
-        given = {field.name: getattr(args, field.name, None) for field in fields(cls)}
         script = args.training_script.rpartition(".")[2] if args.module else args.training_script
         # torchrun's default for --rdzv-id is the word "none"; PET_RDZV_ID may have replaced it.
         fallback = args.rdzv_id if args.rdzv_id != "none" else None
@@ -344,7 +494,7 @@ class Settings:
             if scheduler.scheduler == "slurm":
                 # Two training scripts in one allocation must not resume from each other's checkpoints.
                 fallback = environment.sanitize_name(f"{fallback}-{Path(script).stem}", fallback)
-        return cls._build(given, environ, fallback, script)
+        return cls._complete({name: getattr(args, name) for name in _FIELDS}, environ, fallback, script)
 
     @classmethod
     def for_worker(cls, environ: Mapping[str, str], argv0: str, **overrides: Any) -> Settings:
@@ -353,7 +503,7 @@ class Settings:
         The stem of ``argv0`` is the last fallback for the run id. ``overrides`` are arguments of
         ``er.resume()``, named as the fields here; None means not given.
         """
-        unknown = set(overrides) - {field.name for field in fields(cls)}
+        unknown = set(overrides) - set(_FIELDS)
         if unknown:
             raise ConfigError(f"there is no setting {', '.join(sorted(unknown))}.")
         if constants.ENV_AGENT_PID in environ:
@@ -364,25 +514,26 @@ class Settings:
         fallback = None if launcher == "none" or _UUID.fullmatch(launcher) else launcher
         path = Path(argv0)
         script = path.parent.name if path.name == "__main__.py" else argv0
-        return cls._build(overrides, environ, fallback, script)
+        values = {
+            option.field: read_option(option, overrides, {}, environ)
+            for option in OPTIONS
+            if option.field in _FIELDS
+        }
+        return cls._complete(values, environ, fallback, script)
 
     @classmethod
-    def _build(
-        cls, given: Mapping[str, Any], environ: Mapping[str, str], fallback_run_id: str | None, script: str
+    def _complete(
+        cls, values: dict[str, Any], environ: Mapping[str, str], fallback_run_id: str | None, script: str
     ) -> Settings:
-        defaults = {
-            "run_id": fallback_run_id or environment.sanitize_name(Path(script).stem, "job"),
-            "node_name": environment.default_node_name(environ),
-        }
-        values = {}
-        for option in _SETTING_OPTIONS:
-            value = given.get(option.field)
-            if value is None or (option.field in defaults and not value):
-                value = environ.get(option.variable) or defaults.get(option.field, option.default)
-            if option.parse is not None:
-                label = option.name if option.help or option.name == "run-id" else option.variable
-                values[option.field] = option.parse(label, value)
+        """Fill in the names that were not given. A launcher's name of the job may be unsuitable."""
+        if values["run_id"] is None:
+            run_id = fallback_run_id or environment.sanitize_name(Path(script).stem, "job")
+            values["run_id"] = validate_directory_name("--rdzv-id", run_id)
+        values["node_name"] = values["node_name"] or environment.default_node_name(environ)
         return cls(**values)
+
+
+_FIELDS = tuple(field.name for field in fields(Settings))
 
 
 # ---- flags and the file --------------------------------------------------------------------------------
@@ -397,17 +548,11 @@ class Parser(argparse.ArgumentParser):
         if message.startswith(prefix):
             unknown = [word for word in message[len(prefix) :].split() if word.startswith("-")]
             flag = (unknown or [message[len(prefix) :]])[0].partition("=")[0]
-            message = f"unknown flag {flag}." + suggest_similar(flag, actions_by_flag(self))
+            former = (
+                describe_former_flag(flag.removeprefix("--")) if "--config" in actions_by_flag(self) else ""
+            )
+            message = former or f"unknown flag {flag}." + suggest_similar(flag, actions_by_flag(self))
         raise ConfigError(f"{message} (see {self.prog} --help)")
-
-
-class CommaJoinAction(argparse.Action):
-    """A flag that may be repeated: its values are joined by commas."""
-
-    def __call__(self, _parser: Any, namespace: argparse.Namespace, value: Any, _option: Any = None) -> None:
-        """Append to the value of earlier flags."""
-        before = getattr(namespace, self.dest, None)
-        setattr(namespace, self.dest, f"{before},{value}" if isinstance(before, str) else value)
 
 
 def actions_by_flag(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
@@ -423,47 +568,61 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "number of seconds, or has a unit: 500ms, 30s, 5m, 1.5h. For --save-every and --snapshot-every a "
         "bare number is steps.",
     )
-    for option in OPTIONS:
+    for option in FLAG_OPTIONS:
+        text = option.help + (f"; {option.details}" if option.details else "")
         names = dict.fromkeys([f"--{option.name}", f"--{option.field}"])
         if option.metavar is None:
-            group.add_argument(*names, help=option.help, action="store_true")
-        elif option.help:
-            default = f" (default {option.default})" if option.default is not None else ""
-            action = CommaJoinAction if option.is_list else "store"
-            group.add_argument(*names, help=option.help + default, action=action, metavar=option.metavar)
+            group.add_argument(*names, help=text, action="store_const", const="true")
+        else:
+            text += f" (default {option.default_text})"
+            group.add_argument(*names, help=text, metavar=option.metavar)
+    group.add_argument("--config", metavar="FILE", help=CONFIG_HELP)
 
 
 def parse_flags_and_file(
     parser: argparse.ArgumentParser, argv: Sequence[str], environ: Mapping[str, str] = os.environ
 ) -> tuple[argparse.Namespace, set[str]]:
-    """Parse the flags and the ``--config`` file; take other flags' values from their variables.
+    """Parse the flags and the ``--config`` file, and read every setting of ours.
 
     Returns the values, and the names of those given by flag or file; the others come from the environment or
-    are defaults. Variables of `Settings` are left to `Settings.for_agent`. ``args.run_id`` is ``--rdzv-id``
-    if that was given, else None.
+    are defaults. Our settings are parsed, and torchrun's are as its parser returns them. ``args.run_id`` and
+    ``args.node_name`` are None if not given. ``args.sources`` says where each given value came from.
     """
     missing = object()
     dests = {action.dest for action in actions_by_flag(parser).values()}
     flags = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(dests, missing)))
     given = {dest for dest in dests if getattr(flags, dest) is not missing}
-    from_file = read_flags_file(Path(flags.config), parser) if "config" in given else {}
-    words = {dest: word for dest, word in from_file.items() if dest not in given}
-    parser.set_defaults(**{dest: False for dest, word in words.items() if not word})
-    args = parser.parse_args([*filter(None, words.values()), *argv])
-    given |= words.keys()
+    sources = {dest: f"--{dest.replace('_', '-')}" for dest in given}
+    from_file = read_settings_file(Path(flags.config), parser) if "config" in given else {}
+    from_file = {dest: entry for dest, entry in from_file.items() if dest not in given}
+    words = [entry.word for entry in from_file.values() if entry.word]
+    parser.set_defaults(**{dest: False for dest, entry in from_file.items() if entry.word == ""})
+    args = parser.parse_args([*words, *argv])
+    sources |= {dest: entry.source for dest, entry in from_file.items()}
+    values = {dest: entry.text for dest, entry in from_file.items() if entry.word is None}
+    values |= {option.field: getattr(args, option.field) for option in FLAG_OPTIONS if option.field in given}
+    if "rdzv_id" in sources:
+        values["run_id"], sources["run_id"] = args.rdzv_id, sources["rdzv_id"]
     for option in OPTIONS:
-        if option.variable and option.parse is None and getattr(args, option.field) is None:
-            setattr(args, option.field, environ.get(option.variable) or None)
-    args.run_id = args.rdzv_id if "rdzv_id" in given else None
-    return args, given
+        setattr(args, option.field, read_option(option, values, sources, environ))
+    args.sources = sources
+    return args, given | from_file.keys()
 
 
-def read_flags_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, str]:
-    """Read the YAML file of ``--config`` into words of a command line, by destination.
+class FileEntry(NamedTuple):
+    """One line of the file. ``word`` is a flag of torchrun; empty: a switch that is off; None: ours."""
 
-    A value is the flag's text, and the parser checks it. YAML's own types would be wrong: YAML 1.1 reads
-    ``1:3`` as 63 and ``no`` as false. So only the node tree is built, and no object of any tag. A switch that
-    is false has an empty word.
+    text: str
+    source: str
+    word: str | None
+
+
+def read_settings_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, FileEntry]:
+    """Read the YAML file of ``--config`` into its entries, by destination.
+
+    A value is the flag's text. YAML's own types would be wrong: YAML 1.1 reads ``1:3`` as 63 and ``no`` as
+    false. So only the node tree is built, and no object of any tag. The parser checks the values of
+    torchrun's keys; `read_option` checks ours.
 
     Raises:
         ConfigError: not readable, not a flat mapping, an unknown or repeated key, a wrong value.
@@ -480,35 +639,44 @@ def read_flags_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, st
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path}: must hold lines of the form NAME: VALUE at its top, named as the flags.")
     known = {flag[2:]: action for flag, action in actions_by_flag(parser).items() if flag.startswith("--")}
-    del known["help"], known["config"]
-    words: dict[str, str] = {}
+    known = {name: action for name, action in known.items() if name not in {"help", "help-all", "config"}}
+    entries: dict[str, FileEntry] = {}
     for key_node, value_node in root.value:
         where = f"{path}:{key_node.start_mark.line + 1}"
         if not isinstance(key_node, yaml.ScalarNode):
-            raise ConfigError(f"{where}: a key must be the name of a flag, and not a list or mapping.")
+            raise ConfigError(f"{where}: a key must be the name of a setting, and not a list or mapping.")
         key = str(key_node.value)
-        action = known.get(key)
-        if action is None:
-            raise ConfigError(f"{where}: unknown key {key!r}." + suggest_similar(key, known))
-        if action.dest in words:
+        option = _OPTION_BY_KEY.get(key)
+        if option is None and key not in known:
+            former = describe_former_flag(key)
+            hint = f" {former}" if former else suggest_similar(key, [*known, *_OPTION_BY_KEY])
+            raise ConfigError(f"{where}: unknown key {key!r}.{hint}")
+        dest = option.field if option is not None else known[key].dest
+        if dest in entries:
             raise ConfigError(f"{where}: {key!r} is given twice.")
-        word = words[action.dest] = _format_as_flag(key, action, value_node, where)
+        text = _read_text(key, value_node, where)
+        word = None if option is not None else _format_as_flag(key, known[key], text, where)
+        entries[dest] = FileEntry(text, f"{where} {key}", word)
         try:
             parser.parse_known_args([*filter(None, [word]), "script"])
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
-    return words
+    return entries
 
 
-def _format_as_flag(key: str, action: argparse.Action, value: yaml.Node, where: str) -> str:
-    """Return one key of the file as a word of a command line; a list's items are joined by commas."""
+def _read_text(key: str, value: yaml.Node, where: str) -> str:
+    """Return the value of a key as text; a list's items are joined by commas."""
     items = value.value if isinstance(value, yaml.SequenceNode) else [value]
     texts = [item.value for item in items if isinstance(item, yaml.ScalarNode)]
     if len(texts) < len(items) or not all(texts) or value.tag.endswith(":null"):
         raise ConfigError(f"{where}: {key} must be one value, or a list of plain values.")
-    text = ",".join(texts)
+    return ",".join(texts)
+
+
+def _format_as_flag(key: str, action: argparse.Action, text: str, where: str) -> str:
+    """Return a key of torchrun's as a word of a command line; a switch that is off is an empty word."""
     if action.nargs != 0:
         return f"--{key}={text}"
-    if text.lower() not in _YAML_BOOLEANS:
+    if text.lower() not in _BOOLEANS:
         raise ConfigError(f"{where}: {key} must be true or false.")
-    return f"--{key}" if _YAML_BOOLEANS[text.lower()] else ""
+    return f"--{key}" if _BOOLEANS[text.lower()] else ""

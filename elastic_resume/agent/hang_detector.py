@@ -43,7 +43,6 @@ from elastic_resume.policy.hangs import (
     RankProgress,
 )
 from elastic_resume.snapshot.progress_page import ProgressRecord, read_records
-from elastic_resume.units import parse_duration
 
 logger = logging.getLogger(__name__)
 
@@ -58,17 +57,11 @@ MAX_ERROR_CHARS = 500
 MAX_LISTED_RANKS = 64  # limit of ranks in one event
 
 
-def parse_hang_timeout(text: str | None) -> HangThreshold | None:
-    """Parse ``--hang-timeout``; return None if it turns the detector off.
-
-    Raises:
-        ConfigError: it is no duration.
-
-    """
-    if text is None:
+def make_threshold(timeout_s: float | None) -> HangThreshold | None:
+    """Return the threshold for ``--hang-timeout``; None if 0 turns the detector off."""
+    if timeout_s is None:
         return HangThreshold()
-    limit_s = parse_duration("--hang-timeout", text)
-    return HangThreshold(limit_s) if limit_s > 0 else None
+    return HangThreshold(timeout_s) if timeout_s > 0 else None
 
 
 @contextlib.contextmanager

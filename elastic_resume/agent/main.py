@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from elastic_resume import config, console, constants
 from elastic_resume.agent import options, shutdown, torchelastic
-from elastic_resume.agent.hang_detector import detect_hangs, parse_hang_timeout
+from elastic_resume.agent.hang_detector import detect_hangs, make_threshold
 from elastic_resume.agent.restart_controller import RestartController
 from elastic_resume.agent.round_evidence import MemoryMonitor, RoundEvents
 from elastic_resume.agent.shutdown import ShutdownController
@@ -34,26 +34,13 @@ from elastic_resume.config import Settings
 from elastic_resume.errors import ConfigError, ElasticResumeError, NodeExcludedError
 from elastic_resume.events import EventLog
 from elastic_resume.policy import restart
-from elastic_resume.policy.hangs import HangThreshold
 from elastic_resume.rendezvous.net.protocol import derive_status_key
 from elastic_resume.report import metrics
 from elastic_resume.report.status import fetch_status
 from elastic_resume.schedulers import resources
 from elastic_resume.schedulers.environment import SchedulerContext
-from elastic_resume.schedulers.preemption import NoticeSource, parse_sources
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _ParsedFlags:
-    """Checked values of the flags that torchrun does not know."""
-
-    limits: restart.RestartLimits
-    hang_threshold: HangThreshold | None
-    requeue_mode: str
-    notice_sources: list[NoticeSource]
-    metrics_address: tuple[str, int] | None
 
 
 class _Outcome(NamedTuple):
@@ -69,13 +56,15 @@ def run_agent(
 ) -> int:
     """Run the job's part on this node and return the command's exit code.
 
-    ``args`` are torchrun's flags, and ``given_flags`` the names of those that the user gave.
+    ``args`` are the values of `config.parse_flags_and_file`, and ``given_flags`` the names of the flags that
+    the user gave.
 
     Raises:
         ElasticResumeError: nothing was started.
 
     """
-    flags = _parse_flags(args, given_flags)
+    limits = _read_limits(args, given_flags)
+    metrics.check_installed(args.metrics)
     if "node_rank" in given_flags:
         scheduler_context = replace(scheduler_context, node_index=args.node_rank)
     with (
@@ -105,7 +94,7 @@ def run_agent(
                 events_path,
                 lease_page,
                 round_events,
-                limits=replace(flags.limits, min_nodes=spec.config.min_nodes),
+                limits=replace(limits, min_nodes=spec.config.min_nodes),
                 memory_monitor=memory_monitor,
             )
             rendezvous_config = replace(spec.rendezvous_config, on_divergence=settings.on_divergence)
@@ -113,7 +102,6 @@ def run_agent(
             agent = _Agent(
                 settings=settings,
                 args=args,
-                flags=flags,
                 spec=replace(spec, rendezvous_config=rendezvous_config),
                 node_dir=node_dir,
                 scheduler_context=scheduler_context,
@@ -123,7 +111,7 @@ def run_agent(
                 event_tail=event_tail,
                 controller=controller,
                 shutdown_controller=ShutdownController(
-                    scheduler_context, event_log, requeue_mode=flags.requeue_mode
+                    scheduler_context, event_log, requeue_mode=args.requeue
                 ),
             )
             return agent.run()
@@ -135,7 +123,6 @@ class _Agent:
 
     settings: Settings
     args: argparse.Namespace
-    flags: _ParsedFlags
     spec: torchelastic.LaunchSpec
     node_dir: NodeDir
     scheduler_context: SchedulerContext
@@ -157,14 +144,14 @@ class _Agent:
                 detect_hangs(
                     self.node_dir.path,
                     self.spec.config.nproc_per_node,
-                    self.flags.hang_threshold,
+                    make_threshold(self.args.hang_timeout),
                     emit,
                 ) as pause_hang_detector,
                 shutdown.watch_stop_signals(
                     self.controller.end_round, pause_hang_detector, self.shutdown_controller.on_signal
                 ),
                 shutdown.watch_preemption_notices(
-                    self.flags.notice_sources, emit=emit, drain=self.shutdown_controller.drain_node
+                    self.args.preemption_notice, emit=emit, drain=self.shutdown_controller.drain_node
                 ),
             ):
                 committer = snapshots.committer
@@ -181,19 +168,21 @@ class _Agent:
         return exit_code
 
     def _log_start(self) -> None:
-        config = self.spec.config
+        launch = self.spec.config
         self.event_log.emit(
             "agent-start",
-            run_id=config.run_id,
+            run_id=launch.run_id,
             command=shlex.join([self.args.training_script, *self.args.training_script_args]),
-            min_nodes=config.min_nodes,
-            max_nodes=config.max_nodes,
-            local_world_size=config.nproc_per_node,
+            min_nodes=launch.min_nodes,
+            max_nodes=launch.max_nodes,
+            local_world_size=launch.nproc_per_node,
         )
-        logger.info("job %s, checkpoints in %s", config.run_id, self.node_dir.path)
+        logger.info("job %s, checkpoints in %s", launch.run_id, self.node_dir.path)
         shared_memory_problem = resources.check_shared_memory()
         if shared_memory_problem:
             logger.warning("%s.", shared_memory_problem)
+        for message in config.find_misspelled_variables(os.environ):
+            logger.warning("%s", message)
 
     @contextlib.contextmanager
     def _start_fork_server(self) -> Iterator[ForkServerManager | None]:
@@ -201,8 +190,9 @@ class _Agent:
         if self.spec.worker_command is None:
             yield None
             return
-        preload = [name.strip() for name in (self.args.preload or "").split(",") if name.strip()]
-        fork_server = ForkServerManager(self.spec.worker_command, preload, self.event_log.emit)
+        fork_server = ForkServerManager(
+            self.spec.worker_command, self.args.preload or [], self.event_log.emit
+        )
         fork_server.start()
         try:
             yield fork_server
@@ -257,13 +247,13 @@ class _Agent:
             return _Outcome("failed", exit_code, str(error))
 
     def _serve_metrics(self, agent_address: str) -> None:
-        if self.flags.metrics_address is None:
+        if self.args.metrics is None:
             return
         rendezvous_config = self.spec.rendezvous_config
         key = derive_status_key(rendezvous_config.token)
         status = partial(fetch_status, agent_address, rendezvous_config.run_id, key)
         threading.Thread(  # a thread, because resolving the name of this host may take long
-            target=metrics.serve_metrics, args=(self.flags.metrics_address, status), daemon=True
+            target=metrics.serve_metrics, args=(self.args.metrics, status), daemon=True
         ).start()
 
     def _finish(self, outcome: _Outcome) -> int:
@@ -281,30 +271,18 @@ class _Agent:
         return self.shutdown_controller.requeue_if_decided(decision, exit_code)
 
 
-def _parse_flags(args: argparse.Namespace, given_flags: set[str]) -> _ParsedFlags:
-    return _ParsedFlags(
-        limits=_parse_limits(args, given_flags),
-        hang_threshold=parse_hang_timeout(args.hang_timeout),
-        requeue_mode=config.parse_choice("requeue", args.requeue or "auto", config.REQUEUE_MODES),
-        notice_sources=parse_sources(args.preemption_notice),
-        metrics_address=metrics.parse_listen_address(args.metrics, os.environ),
-    )
-
-
-def _parse_limits(args: argparse.Namespace, given_flags: set[str]) -> restart.RestartLimits:
-    """Read the flags that limit restarts.
+def _read_limits(args: argparse.Namespace, given_flags: set[str]) -> restart.RestartLimits:
+    """Read the settings that limit restarts.
 
     ``--max-restarts`` keeps torchrun's meaning: it counts restarts, whether or not training advances.
     """
     limits = restart.RestartLimits()
     if "max_restarts" in given_flags or "PET_MAX_RESTARTS" in os.environ:
         limits = replace(limits, max_no_progress=restart.UNLIMITED, max_same_failures=restart.UNLIMITED)
-    max_no_progress = options.parse_count("--max-no-progress", args.max_no_progress, minimum=1)
-    if max_no_progress is not None:
-        limits = replace(limits, max_no_progress=max_no_progress)
-    exclude_after = options.parse_count("--exclude-after", args.exclude_after, minimum=0)
-    if exclude_after is not None:
-        limits = replace(limits, exclude_after=exclude_after)
+    if args.max_no_progress is not None:
+        limits = replace(limits, max_no_progress=args.max_no_progress)
+    if args.exclude_after is not None:
+        limits = replace(limits, exclude_after=args.exclude_after)
     return limits
 
 
@@ -323,9 +301,9 @@ def _set_environment(
     os.environ[constants.ENV_EVENTS_PATH] = str(events_path)
     os.environ[constants.ENV_ROUND_EVENTS] = round_events.path
     os.environ[constants.ENV_LEASE_PAGE] = lease_page.path
-    os.environ[constants.ENV_DRAIN_SIGNALS] = ",".join(options.parse_drain_signals(args.drain_signals))
-    grace_s = options.resolve_grace_s(args, os.environ)
+    os.environ[constants.ENV_DRAIN_SIGNALS] = ",".join(args.drain_signals)
+    grace_s = options.resolve_grace_s(args.grace, os.environ)
     if grace_s is not None:
-        os.environ[constants.ENV_GRACE_S] = f"{grace_s:g}"
+        os.environ[constants.ENV_GRACE] = f"{grace_s:g}"
     elif getattr(args, "shutdown_timeout", None) is not None:
-        os.environ.setdefault(constants.ENV_GRACE_S, str(args.shutdown_timeout))
+        os.environ[constants.ENV_GRACE] = str(args.shutdown_timeout)

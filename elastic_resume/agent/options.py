@@ -17,7 +17,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,12 @@ from elastic_resume.rendezvous.endpoint import local_addresses, parse_address
 from elastic_resume.schedulers import environment
 from elastic_resume.schedulers.environment import SchedulerContext
 from elastic_resume.schedulers.slurm import SharedDir
-from elastic_resume.units import parse_duration
 
 SHARED_DIR_OFF = "off"
 # Each of these flags names the rendezvous, or says that there is one node only.
 RENDEZVOUS_FLAGS = {"rdzv_endpoint", "standalone", "master_addr", "master_port", "node_rank"}
 # CoreDNS caches an answer for 30 s, so nodes may need that long to find candidates that were all replaced.
-LAST_CALL_TIMEOUT_S = "35"
-ALLOWED_DRAIN_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
+POD_LAST_CALL_TIMEOUT = "35s"
 
 
 # ---- filling in --------------------------------------------------------------------------------------
@@ -42,9 +40,14 @@ ALLOWED_DRAIN_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
 
 @dataclass(frozen=True)
 class FilledOptions:
-    """The names of the flags that now have a value, and the job's shared directory if it has one."""
+    """What the scheduler has filled in.
+
+    ``given_flags`` are the flags that now have a value. ``rendezvous_conf`` has defaults for --rdzv-conf.
+    ``shared_dir`` is the job's shared directory, if it has one.
+    """
 
     given_flags: frozenset[str]
+    rendezvous_conf: dict[str, str] = field(default_factory=dict)
     shared_dir: SharedDir | None = None
 
 
@@ -78,12 +81,11 @@ def fill_from_scheduler(
     if context.address and not args.local_addr and parse_address(context.address) in local_addresses():
         args.local_addr = context.address
     filled -= {"master_addr", "master_port", "node_rank"}  # the endpoint replaces what the operator set
-    if context.scheduler == "kubernetes" and "settle" not in given_flags and "settle=" not in args.rdzv_conf:
-        args.settle = LAST_CALL_TIMEOUT_S
-        filled.add("settle")
-    if context.scheduler != "slurm":
-        return FilledOptions(frozenset(filled))
-    return _share_token_in_slurm(args, filled, context)
+    if context.scheduler == "kubernetes":
+        return FilledOptions(frozenset(filled), {"last_call_timeout": POD_LAST_CALL_TIMEOUT})
+    shared_dir = _share_token_in_slurm(args, context) if context.scheduler == "slurm" else None
+    token_conf = {} if shared_dir is None else {"token_file": str(shared_dir.token_path)}
+    return FilledOptions(frozenset(filled), token_conf, shared_dir)
 
 
 def _scheduler_error(context: SchedulerContext) -> ConfigError:
@@ -96,19 +98,17 @@ def _is_set_by_training_operator(given_flags: set[str]) -> bool:
     return not given_flags & {"rdzv_endpoint", "standalone"} and names <= set(os.environ)
 
 
-def _share_token_in_slurm(
-    args: argparse.Namespace, given_flags: set[str], scheduler_context: SchedulerContext
-) -> FilledOptions:
+def _share_token_in_slurm(args: argparse.Namespace, scheduler_context: SchedulerContext) -> SharedDir | None:
     """Share a generated token between the nodes of a Slurm job, unless the user gave one."""
     root = args.shared_dir or ""
-    if root == SHARED_DIR_OFF or "rdzv_token_file" in given_flags or constants.ENV_TOKEN in os.environ:
-        return FilledOptions(frozenset(given_flags))
+    if root == SHARED_DIR_OFF or "token_file=" in args.rdzv_conf or constants.ENV_TOKEN in os.environ:
+        return None
     root_path = Path(root or os.environ.get("SLURM_SUBMIT_DIR") or ".").absolute()
     # Each step is a run of its own; the end of the run removes its directory.
     shared_dir = SharedDir(root_path, f"{scheduler_context.job}.{os.environ.get('SLURM_STEP_ID', '0')}")
     # Only node 0 creates the token: if the directory is not shared, the other nodes fail with that message.
-    args.rdzv_token_file = str(shared_dir.wait_for_token(create=scheduler_context.node_index == 0))
-    return FilledOptions(frozenset(given_flags | {"rdzv_token_file"}), shared_dir)
+    shared_dir.wait_for_token(create=scheduler_context.node_index == 0)
+    return shared_dir
 
 
 # ---- checking ----------------------------------------------------------------------------------------
@@ -139,43 +139,16 @@ def check_launch_config(config: Any) -> None:
             raise ConfigError(f"--signals-to-handle names {name!r}, which is not a signal.")
 
 
-def resolve_grace_s(args: argparse.Namespace, environ: Mapping[str, str]) -> float | None:
+def resolve_grace_s(given_s: float | None, environ: Mapping[str, str]) -> float | None:
     """Return how many seconds workers have to end after SIGTERM; None if neither user nor pod says.
 
     Workers get half of a pod's termination grace period. In the other half the agent commits the last step
     and leaves the rendezvous.
     """
-    if args.grace is not None:
-        return parse_duration("--grace", args.grace, max_s=86400)
-    if environ.get(constants.ENV_GRACE_S):
-        return parse_duration(constants.ENV_GRACE_S, environ[constants.ENV_GRACE_S], max_s=86400)
+    if given_s is not None:
+        return given_s
     pod_grace_s = environment.read_termination_grace_s(environ)
     return None if pod_grace_s is None else pod_grace_s / 2
-
-
-def parse_drain_signals(text: str | None) -> list[str]:
-    """Parse ``--drain-signals`` into names of signals; the first is always SIGTERM.
-
-    SIGINT, SIGHUP and SIGQUIT keep torchrun's meaning. Python or torch use the other signals themselves.
-    """
-    words = [word.strip().upper() for word in (text or "SIGTERM,SIGUSR1").split(",")]
-    names = [word if word.startswith("SIG") else f"SIG{word}" for word in words if word]
-    wrong = [name for name in names if name not in ALLOWED_DRAIN_SIGNALS]
-    if wrong or not names:
-        raise ConfigError(
-            f"--drain-signals is {str(text)[:100]!r}: write one or more of "
-            f"{', '.join(ALLOWED_DRAIN_SIGNALS)}, separated by commas."
-        )
-    return list(dict.fromkeys(["SIGTERM", *names]))
-
-
-def parse_count(flag: str, text: str | None, *, minimum: int) -> int | None:
-    """Parse a whole number; return None if the flag was not given."""
-    if text is None:
-        return None
-    if not re.fullmatch(r"\d{1,9}", str(text)) or int(text) < minimum:
-        raise ConfigError(f"{flag} is {text!r}: write a whole number, {minimum} or more.")
-    return int(text)
 
 
 def cold_start_reason(args: argparse.Namespace, entrypoint: object) -> str:

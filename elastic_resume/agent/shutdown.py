@@ -357,7 +357,7 @@ def watch_preemption_notices(
         if source.name not in failed_sources:
             failed_sources.add(source.name)
             reason = str(error) if isinstance(error, NoticeQueryError) else repr(error)
-            text = "--preemption-notice %s: %s. It is polled again; further errors are not logged."
+            text = "preemption-notice %s: %s. It is polled again; further errors are not logged."
             logger.warning(text, source.name, reason)
 
     threads = [

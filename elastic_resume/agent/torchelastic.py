@@ -41,7 +41,7 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torch.distributed.run import config_from_args, get_args_parser
 
 from elastic_resume import config
-from elastic_resume.agent import options
+from elastic_resume.agent import options, run_help
 from elastic_resume.agent.restart_controller import RestartController
 from elastic_resume.agent.status import StatusReporter
 from elastic_resume.agent.workers.lease_page import LeasePage
@@ -50,7 +50,7 @@ from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.errors import ConfigError, JobFailedError, MachineError
 from elastic_resume.policy.restart import RoundSummary
 from elastic_resume.rendezvous.client import JobCompleted, RendezvousClient
-from elastic_resume.rendezvous.config import CONF_FLAGS, RendezvousConfig
+from elastic_resume.rendezvous.config import RendezvousConfig
 from elastic_resume.rendezvous.core.events import EmitEvent, StartWorkers
 from elastic_resume.rendezvous.core.messages import JoinSpec
 from elastic_resume.rendezvous.endpoint import Endpoint, open_listen_endpoint
@@ -68,7 +68,7 @@ ENV_WORKERS_IDENTICAL = "TORCH_ELASTIC_WORKER_IDENTICAL"
 TORCH_RENDEZVOUS_BACKENDS = ("c10d", "static")
 # Keys of --rdzv-conf that torch's own backends accept and ours ignores.
 TORCH_RENDEZVOUS_KEYS = frozenset({
-    "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout", "timeout", "rank", "is_host",
+    "close_timeout", "heartbeat_timeout", "read_timeout", "timeout", "rank", "is_host",
     "keep_alive_interval", "keep_alive_max_attempt", "store_type", "use_libuv",
 })  # fmt: skip
 # torchelastic requires a number, and passes it to workers as TORCHELASTIC_MAX_RESTARTS.
@@ -274,7 +274,7 @@ def open_rendezvous(
     if not rendezvous_config.has_user_token and rendezvous_config.max_nodes > 1:
         logger.warning(
             "no token is set: any host that reaches this node's port and knows the job's name can join. Set "
-            "--rdzv-token-file or ELASTIC_RESUME_TOKEN to keep others out."
+            "--rdzv-conf token_file=FILE or ELASTIC_RESUME_TOKEN to keep others out."
         )
     client = RendezvousClient(
         rendezvous_config,
@@ -315,19 +315,21 @@ class LaunchSpec:
     shared_dir: SharedDir | None = None
 
 
-def build_parser() -> config.Parser:
+def build_parser() -> run_help.RunParser:
     """Return the parser of ``elastic-resume run``: torchrun's flags, with PET_* defaults, and ours."""
     try:
         torchrun_parser = get_args_parser()
     except ValueError as error:
         raise ConfigError(f"a PET_* variable of the environment is wrong: {error}") from error
-    parser = config.Parser(
+    parser = run_help.RunParser(
         prog="elastic-resume run",
+        usage=run_help.USAGE,
         description="Run a training script on this node, as torchrun does, and continue after failures.",
         parents=[torchrun_parser],
         add_help=False,  # torchrun's flags include -h
     )
     config.add_flags(parser)
+    run_help.add_help_all(parser)
     return parser
 
 
@@ -371,7 +373,7 @@ def prepare_launch(
         ignored = sorted(TORCH_RENDEZVOUS_KEYS & config.rdzv_configs.keys() - {"timeout"})
         if ignored:
             logger.info("--rdzv-conf %s: ignored.", ", ".join(ignored))
-        rendezvous_config = _read_rendezvous_config(config, args, given_flags)
+        rendezvous_config = _read_rendezvous_config(config, args, filled.rendezvous_conf)
         _configure_drain(config, args)
         cold_start_reason = options.cold_start_reason(args, entrypoint)
         worker_command = None
@@ -402,9 +404,8 @@ def _configure_drain(config: LaunchConfig, args: argparse.Namespace) -> None:
     """Let torchelastic handle the drain signals too, and give supervisors time to end workers."""
     if hasattr(config, "signals_to_handle"):
         signals = [name.strip() for name in config.signals_to_handle.split(",") if name.strip()]
-        drain_signals = options.parse_drain_signals(args.drain_signals)
-        config.signals_to_handle = ",".join(dict.fromkeys([*signals, *drain_signals]))
-    grace_s = options.resolve_grace_s(args, os.environ)
+        config.signals_to_handle = ",".join(dict.fromkeys([*signals, *args.drain_signals]))
+    grace_s = options.resolve_grace_s(args.grace, os.environ)
     timeout_s = getattr(config, "shutdown_timeout", None)
     if grace_s is not None and timeout_s is not None:
         # torchelastic kills launcher shims after it; they end some seconds after their workers.
@@ -491,26 +492,24 @@ class StoppedError(Exception):
 
 
 def _read_rendezvous_config(
-    config: LaunchConfig, args: argparse.Namespace, given_flags: set[str]
+    config: LaunchConfig, args: argparse.Namespace, defaults: dict[str, str]
 ) -> RendezvousConfig:
-    flags = {
-        key: getattr(args, _flag_to_dest(flag))
-        for key, flag in CONF_FLAGS.items()
-        if _flag_to_dest(flag) in given_flags
-    }
+    """Parse the rendezvous settings: ``--rdzv-conf``, the node timeout, and the scheduler's defaults."""
+    source = args.sources.get("rdzv_conf", "PET_RDZV_CONF")
     conf = {key: value for key, value in config.rdzv_configs.items() if key not in TORCH_RENDEZVOUS_KEYS}
+    if args.node_timeout is not None:
+        if "node_timeout" in conf:
+            raise ConfigError(f"{source} has node_timeout, which another setting gives too: leave one out.")
+        conf["node_timeout"] = args.node_timeout
     return RendezvousConfig.parse(
         config.rdzv_endpoint,
-        {**conf, **flags},
+        {**defaults, **conf},
         os.environ,
         run_id=config.run_id,
         nnodes=(config.min_nodes, config.max_nodes),
         local_addr=config.local_addr,
+        source=source,
     )
-
-
-def _flag_to_dest(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
 
 
 def _choose_rendezvous(args: argparse.Namespace, given_flags: set[str], *, one_node: bool) -> None:

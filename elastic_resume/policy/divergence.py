@@ -21,11 +21,11 @@ from typing import Any, NewType
 from elastic_resume.policy.checkpoint_interval import MAX_OVERHEAD_SHARE, IntervalSetting
 from elastic_resume.policy.failure_classification import to_printable
 
-STOP, RESUME_FROM_MAJORITY = "stop", "resume-from-majority"  # values of --on-divergence
+STOP, RESUME_FROM_MAJORITY = "stop", "resume-from-majority"  # values of on-divergence
 MAX_DIGEST_INTERVAL = 1 << 30
 MIXED_HARDWARE_HINT = (
-    "Machines of different kinds round differently: with --check-replicas off they go on, and one node's "
-    "values count at each resume."
+    "Machines of different kinds round differently: with ELASTIC_RESUME_CHECK_REPLICAS=off they go on, and "
+    "one node's values count at each resume."
 )
 MAX_NAMED = 4  # limit of nodes in a group, and of groups, in a message
 _MAX_NAME_CHARACTERS = 200
@@ -37,7 +37,7 @@ _DIGEST_PATTERN = re.compile(r"[0-9a-f]{32}")
 def digest_interval_steps(
     setting: IntervalSetting, *, cost_s: float | None, step_s: float | None, cores: float = 1.0
 ) -> int:
-    """Return the steps between two digests for ``--check-replicas``; 0 means none.
+    """Return the steps between two digests for check-replicas; 0 means none.
 
     ``cost_s`` is processor seconds per digest and ``step_s`` seconds per step, None before they are measured.
     ``auto`` is the smallest power of two at which digests take at most `MAX_OVERHEAD_SHARE` of the time of
@@ -115,8 +115,8 @@ def describe_divergence(verdict: DivergenceVerdict, *, continues: bool = False) 
     if verdict.diverged:
         then = (
             f"Look at what that machine computes (memory, device), or at what the script does only there "
-            f"({since}). Start again without it. With --on-divergence {RESUME_FROM_MAJORITY} the job goes on "
-            "by itself."
+            f"({since}). Start again without it. With ELASTIC_RESUME_ON_DIVERGENCE={RESUME_FROM_MAJORITY} "
+            "the job goes on by itself."
         )
     else:
         then = (

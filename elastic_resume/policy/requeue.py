@@ -192,7 +192,7 @@ def _why_others_requeue(facts: RequeueFacts) -> str | None:
     if facts.other_requeuer:
         return f"{facts.other_requeuer} requeues it"
     if facts.is_disabled:
-        return "--requeue is off"
+        return "requeue is off (ELASTIC_RESUME_REQUEUE)"
     if facts.scheduler != "slurm":
         return f"exit code {constants.EXIT_REQUEUE} asks the launcher to run the job again"
     if not facts.is_single_node and facts.only_this_node_ends:

@@ -19,13 +19,13 @@ from elastic_resume.rendezvous.endpoint import Endpoint, parse_endpoints
 from elastic_resume.rendezvous.net.protocol import load_token
 from elastic_resume.units import parse_duration
 
-# Keys of --rdzv-conf, and the flags of `elastic-resume run` with the same meaning.
-CONF_FLAGS = {
-    "node_timeout": "--node-timeout",
-    "settle": "--settle",
-    "join_timeout": "--join-timeout",
-    "token_file": "--rdzv-token-file",
+CONF_KEYS = {
+    "node_timeout": "TIME: as --node-timeout",
+    "join_timeout": "TIME: how long a node waits for a rendezvous (default 10m)",
+    "last_call_timeout": "TIME: how long a first start waits for one more node (default 3s; in pods 35s)",
+    "token_file": "FILE: 0600, with the secret of all nodes, 16 bytes or more (or ELASTIC_RESUME_TOKEN)",
 }
+"""The keys of --rdzv-conf, each with its help."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RendezvousConfig:
     token: bytes = field(repr=False)
     has_user_token: bool
     node_timeout_s: float = 3.0  # ten times the heartbeat interval
-    last_call_s: float = 3.0  # how long the first start waits for another node
+    last_call_timeout_s: float = 3.0  # how long the first start waits for another node
     join_timeout_s: float = 600.0
     on_divergence: str = STOP  # STOP or RESUME_FROM_MAJORITY; the leader's setting counts
 
@@ -54,20 +54,27 @@ class RendezvousConfig:
         run_id: str,
         nnodes: tuple[int, int],
         local_addr: str | None,
+        source: str = "--rdzv-conf",
     ) -> RendezvousConfig:
         """Parse ``--rdzv-endpoint``, the values of ``conf``, and the token from its file or the environment.
+
+        ``source`` says for an error where ``conf`` came from.
 
         Raises:
             ConfigError: a setting is wrong.
 
         """
         for key in conf:
-            if key not in CONF_FLAGS:
-                similar = difflib.get_close_matches(key, CONF_FLAGS, 1)
+            if key not in CONF_KEYS:
+                similar = difflib.get_close_matches(key, CONF_KEYS, 1)
                 hint = f" Did you mean {similar[0]}?" if similar else ""
-                raise ConfigError(f"--rdzv-conf: unknown key {key}.{hint}")
-        values = {key: value for key, value in conf.items() if value is not None}
-        path = values.get("token_file")
+                raise ConfigError(f"{source}: unknown key {key}.{hint}")
+
+        def parse_seconds(key: str, default_s: float, min_s: float) -> float:
+            value = conf.get(key, default_s)
+            return parse_duration(f"{source} {key}", value, min_s=min_s, max_s=86400)
+
+        path = conf.get("token_file")
         token, has_user_token = load_token(Path(path) if path else None, environ, run_id)
         return cls(
             run_id=run_id,
@@ -77,9 +84,9 @@ class RendezvousConfig:
             local_addr=local_addr or None,
             token=token,
             has_user_token=has_user_token,
-            node_timeout_s=_parse_seconds(values, "node_timeout", 3.0, 0.5),
-            last_call_s=_parse_seconds(values, "settle", 3.0, 0.0),
-            join_timeout_s=_parse_seconds(values, "join_timeout", 600.0, 1.0),
+            node_timeout_s=parse_seconds("node_timeout", 3.0, 0.5),
+            last_call_timeout_s=parse_seconds("last_call_timeout", 3.0, 0.0),
+            join_timeout_s=parse_seconds("join_timeout", 600.0, 1.0),
         )
 
     def settings(self, own_address: str) -> Settings:
@@ -90,7 +97,7 @@ class RendezvousConfig:
             min_nodes=self.min_nodes,
             max_nodes=self.max_nodes,
             node_timeout_s=self.node_timeout_s,
-            last_call_s=self.last_call_s,
+            last_call_timeout_s=self.last_call_timeout_s,
             join_timeout_s=self.join_timeout_s,
             single_node=self.single_node,
             resume_from_majority=self.on_divergence == RESUME_FROM_MAJORITY,
@@ -100,7 +107,3 @@ class RendezvousConfig:
     def single_node(self) -> bool:
         """Return whether no other node can exist: one node at most, at a port that the kernel chooses."""
         return self.max_nodes == 1 and not self.endpoints[0].port
-
-
-def _parse_seconds(conf: Mapping[str, Any], key: str, default_s: float, minimum_s: float) -> float:
-    return parse_duration(CONF_FLAGS[key], conf.get(key, default_s), min_s=minimum_s, max_s=86400)

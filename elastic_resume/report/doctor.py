@@ -1,8 +1,8 @@
 """``elastic-resume doctor``: show what a start without flags would take from its environment.
 
-Each value has its source. The command changes nothing, waits at most `LOOKUP_TIMEOUT_S` for name lookups,
-and shows no secret. The exit code is 1 if such a start would fail. Run it like the job itself: ``srun
-elastic-resume doctor``.
+Problems come first. Each value has its source. The command changes nothing, waits at most
+`LOOKUP_TIMEOUT_S` for name lookups, and shows no secret. The exit code is 1 if such a start would fail. Run
+it like the job itself: ``srun elastic-resume doctor``.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 import psutil
 
 from elastic_resume import constants
-from elastic_resume.config import DEFAULT_CKPT_DIR
+from elastic_resume.config import OPTIONS, find_misspelled_variables, read_option
 from elastic_resume.errors import ConfigError
 from elastic_resume.rendezvous.endpoint import local_addresses, parse_address, resolve_name
 from elastic_resume.rendezvous.net.protocol import load_token
 from elastic_resume.report.formatting import format_bytes, write_stdout
-from elastic_resume.schedulers import environment, preemption, resources, slurm
+from elastic_resume.schedulers import environment, resources, slurm
 from elastic_resume.schedulers.environment import SchedulerContext
 
 LOOKUP_TIMEOUT_S = 5.0
@@ -47,7 +47,7 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser = subparsers.add_parser(
         "doctor", help="show what a start here would take from scheduler and machine"
     )
-    parser.add_argument("--ckpt-dir", type=Path, metavar="DIR", help="as for run")
+    parser.add_argument("--ckpt-dir", metavar="DIR", help="as for run")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(function=doctor)
 
@@ -55,8 +55,12 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
 def doctor(args: argparse.Namespace) -> int:
     """Print the findings; exit code 1 if a start without flags would fail."""
     context = _add_deadline(environment.read_context(os.environ))
-    directory = args.ckpt_dir or Path(os.environ.get(constants.ENV_CKPT_DIR) or DEFAULT_CKPT_DIR)
-    findings = [*check_scheduler(context), *check_candidates(context), *check_machine(directory, os.environ)]
+    findings = [
+        *check_scheduler(context),
+        *check_candidates(context),
+        *check_settings(os.environ),
+        *check_machine(args.ckpt_dir, os.environ),
+    ]
     problems = [*context.problems, *(finding.problem for finding in findings if finding.problem)]
     if args.json:
         items = [
@@ -77,7 +81,7 @@ def _add_deadline(context: SchedulerContext) -> SchedulerContext:
 
 
 def format_findings(findings: list[Finding], problems: list[str]) -> str:
-    """Format the findings as a table, with the problems below it."""
+    """Format the problems, and below them the findings as a table."""
     name_width = max(len(finding.name) for finding in findings)
     value_width = min(52, max(len(finding.value) for finding in findings))
     lines = [
@@ -85,7 +89,8 @@ def format_findings(findings: list[Finding], problems: list[str]) -> str:
         for finding in findings
     ]
     if problems:
-        lines += ["", "A start without flags would fail here:", *(f"  - {problem}" for problem in problems)]
+        header = "A start without flags would fail here:"
+        lines = [header, *(f"  - {problem}" for problem in problems), "", *lines]
     return "\n".join(lines)
 
 
@@ -143,7 +148,21 @@ def check_candidates(context: SchedulerContext) -> list[Finding]:
     return found
 
 
-def check_machine(directory: Path, environ: Mapping[str, str]) -> list[Finding]:
+def check_settings(environ: Mapping[str, str]) -> list[Finding]:
+    """Return the settings that variables give; the others have their defaults."""
+    found = []
+    for option in OPTIONS:
+        if environ.get(option.variable) and option.name != "ckpt-dir":
+            problem = ""
+            try:
+                read_option(option, {}, {}, environ)
+            except ConfigError as error:
+                problem = str(error).rstrip(".")
+            found.append(Finding(option.name, environ[option.variable][:200], option.variable, problem))
+    return found + [Finding("variable", message) for message in find_misspelled_variables(environ)]
+
+
+def check_machine(ckpt_dir: str | None, environ: Mapping[str, str]) -> list[Finding]:
     """Return what this machine offers the job."""
     group = resources.MemoryCgroup.find_own()
     usage = group.read_usage() if group is not None else None
@@ -151,7 +170,7 @@ def check_machine(directory: Path, environ: Mapping[str, str]) -> list[Finding]:
     found = [
         Finding("memory", f"{format_bytes(resources.available_memory_bytes())} available", limit),
         _check_shared_memory(),
-        _check_disk(directory, environ),
+        _check_disk(ckpt_dir, environ),
         Finding("processors", str(len(os.sched_getaffinity(0))), f"of {psutil.cpu_count()}"),
     ]
     token = "set" if environ.get(constants.ENV_TOKEN) else "not set"
@@ -163,16 +182,7 @@ def check_machine(directory: Path, environ: Mapping[str, str]) -> list[Finding]:
     except ConfigError as error:
         problem = str(error).rstrip(".")
     found.append(Finding("token", token, constants.ENV_TOKEN, problem))
-    return [*found, *_check_grace(environ), *_check_notices(environ)]
-
-
-def _check_notices(environ: Mapping[str, str]) -> list[Finding]:
-    setting = environ.get(constants.ENV_PREEMPTION_NOTICE)
-    try:
-        sources = [source.name for source in preemption.parse_sources(setting)]
-    except ConfigError as error:
-        return [Finding("notices", str(setting), constants.ENV_PREEMPTION_NOTICE, str(error))]
-    return [Finding("notices", ", ".join(sources), constants.ENV_PREEMPTION_NOTICE)] if sources else []
+    return [*found, *_check_grace(environ)]
 
 
 def _check_shared_memory() -> Finding:
@@ -189,32 +199,35 @@ def _check_grace(environ: Mapping[str, str]) -> list[Finding]:
         grace_s = environment.read_termination_grace_s(environ)
     except ConfigError as error:
         return [Finding("grace", "unknown", constants.ENV_TERMINATION_GRACE_S, problem=str(error))]
-    if grace_s is None:
+    if grace_s is None or environ.get(constants.ENV_GRACE):
         return []
     value = f"{grace_s:g} s from SIGTERM to SIGKILL, of which workers get {grace_s / 2:g}"
     return [Finding("grace", value, constants.ENV_TERMINATION_GRACE_S)]
 
 
-def _check_disk(directory: Path, environ: Mapping[str, str]) -> Finding:
-    shown, existing = str(directory)[:200], directory
+def _check_disk(ckpt_dir: str | None, environ: Mapping[str, str]) -> Finding:
+    (option,) = (option for option in OPTIONS if option.name == "ckpt-dir")
+    is_set = environ.get(option.variable)
+    source = "--ckpt-dir" if ckpt_dir else option.variable if is_set else "default of --ckpt-dir"
+    shown = str(ckpt_dir or is_set or option.default)[:200]
     try:
-        existing = directory.absolute()
+        directory = existing = read_option(option, {"ckpt_dir": ckpt_dir}, {"ckpt_dir": source}, environ)
         while not existing.exists() and existing != existing.parent:
             existing = existing.parent
         if not existing.is_dir():
-            return Finding("checkpoints", shown, problem=f"{existing} is no directory: --ckpt-dir")
+            return Finding("checkpoints", shown, source, f"{existing} is no directory: {source}")
         free, limit = resources.free_disk_bytes(existing, environ), resources.read_checkpoint_limit(environ)
     except ConfigError as error:
-        return Finding("checkpoints", shown, constants.ENV_CKPT_LIMIT, problem=str(error))
+        return Finding("checkpoints", shown, source, problem=str(error))
     except OSError as error:
-        return Finding("checkpoints", shown, problem=f"{str(existing)[:200]}: {error.strerror}")
+        return Finding("checkpoints", shown, source, problem=f"{shown}: {error.strerror}")
     if free == 0:
-        return Finding("checkpoints", shown, problem=f"{existing} has no space left: --ckpt-dir")
+        return Finding("checkpoints", shown, source, f"{existing} has no space left: {source}")
     if not os.access(existing, os.W_OK):
-        return Finding("checkpoints", shown, problem=f"{existing} cannot be written to: --ckpt-dir")
+        return Finding("checkpoints", shown, source, f"{existing} cannot be written to: {source}")
     volume = f", volume of {format_bytes(limit)}" if limit is not None else ""
-    source = f"{_file_system_type(existing)}, --ckpt-dir{volume}"
-    return Finding("checkpoints", f"{directory.absolute()}: {format_bytes(free)} free", source)
+    value = f"{directory}: {format_bytes(free)} free"
+    return Finding("checkpoints", value, f"{source}; {_file_system_type(existing)}{volume}")
 
 
 def _file_system_type(path: Path) -> str:

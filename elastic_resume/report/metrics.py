@@ -15,7 +15,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from elastic_resume import config, constants
 from elastic_resume.errors import ConfigError
 from elastic_resume.policy.incidents import INCIDENT_KINDS
 from elastic_resume.rendezvous.net.protocol import ProtocolError
@@ -53,22 +52,13 @@ JOB_GAUGES = {
 }
 
 
-def parse_listen_address(value: str | None, environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return the address and port of ``--metrics``; None if metrics are off.
-
-    Raises:
-        ConfigError: the value is wrong, or prometheus_client is not installed.
-    """
-    text = value if value is not None else environ.get(constants.ENV_METRICS)
-    if not text:
-        return None
-    address = config.parse_listen_address("metrics", text)
-    if importlib.util.find_spec("prometheus_client") is None:
+def check_installed(listen_address: tuple[str, int] | None) -> None:
+    """Raise ConfigError if metrics are wanted and prometheus_client is not installed."""
+    if listen_address is not None and importlib.util.find_spec("prometheus_client") is None:
         raise ConfigError(
             "--metrics needs prometheus-client, which is not installed: "
             "pip install 'elastic-resume[metrics]'."
         )
-    return address
 
 
 def serve_metrics(listen_address: tuple[str, int], get_status: Callable[[], Mapping[str, Any]]) -> None:

@@ -216,7 +216,7 @@ def find_job(
         path: CKPT_DIR, or the directory of a run or a node in it; None: the directory that `run` would use.
         endpoint: ``--rdzv-endpoint``; if given, ``path`` is ignored.
         run_id: ``--rdzv-id``.
-        token_file: ``--rdzv-token-file``.
+        token_file: ``--token-file``.
 
     Raises:
         UsageError: there is no job, or more than one.
@@ -322,8 +322,8 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("path", type=Path, nargs="?", metavar="CKPT_DIR", help=path_help)
     parser.add_argument("--rdzv-endpoint", metavar="HOST,...", help="as for run; any agent of the job")
     parser.add_argument("--rdzv-id", metavar="NAME", help="as for run: the job's name")
-    file_help = "as for run (or ELASTIC_RESUME_TOKEN)"
-    parser.add_argument("--rdzv-token-file", type=Path, metavar="FILE", help=file_help)
+    file_help = "as token_file of --rdzv-conf for run (or ELASTIC_RESUME_TOKEN)"
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help=file_help)
     once_help = "print once; the default if stdout is no terminal"
     parser.add_argument("--once", action="store_true", help=once_help)
     parser.add_argument("--json", action="store_true", help="print everything once, as one JSON object")
@@ -339,7 +339,7 @@ def _parse_interval(text: str) -> float:
 def status(args: argparse.Namespace) -> int:
     """Show the status; exit code 1 if no agent answers."""
     endpoint = find_job(
-        args.path, endpoint=args.rdzv_endpoint, run_id=args.rdzv_id, token_file=args.rdzv_token_file
+        args.path, endpoint=args.rdzv_endpoint, run_id=args.rdzv_id, token_file=args.token_file
     )
     if args.json:
         write_stdout(json.dumps(endpoint.query_leader(), indent=2) + "\n")

@@ -248,8 +248,8 @@ def _quarantine_local_copy(context: RankContext, plan: ResumePlan, failures: Nod
 def _find_outvoted_copies(context: RankContext, plan: ResumePlan, flat: FlatState) -> NodeFailures:
     """Compare parameters and optimizer state over all ranks; return the copies that must not be used.
 
-    With ``--on-divergence resume-from-majority`` these are the copies that a majority of nodes contradicts.
-    With ``--check-replicas off`` they are those unlike the source's.
+    With on-divergence resume-from-majority these are the copies that a majority of nodes contradicts.
+    With check-replicas off they are those unlike the source's.
 
     Raises:
         DivergenceError: replicas differ and neither option applies; the text names the first tensor and the
@@ -276,7 +276,11 @@ def _find_outvoted_copies(context: RankContext, plan: ResumePlan, flat: FlatStat
     if unlike and context.settings.check_replicas.is_off:
         reason = f"its values differ from {plan.source_node}'s, first in {name}"
         return dict.fromkeys(unlike, ("unlike", reason))
-    hint = f", or let the majority decide with --on-divergence {RESUME_FROM_MAJORITY}" if minority else ""
+    hint = (
+        f", or let the majority decide with ELASTIC_RESUME_ON_DIVERGENCE={RESUME_FROM_MAJORITY}"
+        if minority
+        else ""
+    )
     raise DivergenceError(
         f"ranks hold different values of {name!r} after loading step {plan.step} ({difference.ranks_text}). "
         "Replicas diverged before it was saved, or an object does not restore all that it saves. Move the "

@@ -69,7 +69,7 @@ class RankContext:
             if ids[rank] != ids[first]:
                 raise ConfigError(
                     f"ranks {first} and {rank} both run on a node named {node!r} and see different disks "
-                    "under it: give each node its own name with --node-name."
+                    "under it: give each node its own name with ELASTIC_RESUME_NODE_NAME."
                 )
 
     def quarantine(self, path: Path, reason: str) -> None:

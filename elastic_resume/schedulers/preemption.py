@@ -122,29 +122,27 @@ class NoticeSource:
     poll_interval_s: float = POLL_S
 
 
-def parse_sources(text: str | None) -> list[NoticeSource]:
-    """Parse ``--preemption-notice``: sources separated by commas; none for ``off`` and for an empty text.
+def parse_sources(setting: str, text: str) -> list[NoticeSource]:
+    """Parse sources separated by commas; none for ``off``. ``setting`` names the value's source for errors.
 
     Raises:
         ConfigError: a source is unknown, or its address, path or command is malformed.
 
     """
-    if text is None or text.strip() in {"", "off"}:
+    if text.strip() in {"", "off"}:
         return []
     words = [word.strip() for word in _SOURCE_SEPARATOR.split(text)]
     if len(words) > MAX_SOURCES:
-        raise ConfigError(
-            f"--preemption-notice names {len(words)} sources; at most {MAX_SOURCES} are allowed."
-        )
-    return [_parse_source(word) for word in words]
+        raise ConfigError(f"{setting} names {len(words)} sources; at most {MAX_SOURCES} are allowed.")
+    return [_parse_source(setting, word) for word in words]
 
 
-def _parse_source(word: str) -> NoticeSource:
+def _parse_source(setting: str, word: str) -> NoticeSource:
     kind, colon, rest = word.partition(":")
     rest = rest.strip()
     cloud = {"aws": Ec2Metadata, "gcp": ComputeEngineMetadata, "azure": AzureMetadata}.get(kind)
     if cloud is not None and bool(colon) == bool(rest):
-        return NoticeSource(word, cloud(_parse_base_url(word, rest) if rest else METADATA_URL).poll)
+        return NoticeSource(word, cloud(_parse_base_url(setting, word, rest) if rest else METADATA_URL).poll)
     if kind == "file" and rest:
         path = Path(rest).expanduser().absolute()
         return NoticeSource(word, lambda: poll_file(path), FILE_POLL_S)
@@ -152,21 +150,21 @@ def _parse_source(word: str) -> NoticeSource:
         try:
             argv = shlex.split(rest)
         except ValueError as error:
-            raise ConfigError(f"--preemption-notice: {rest!r} is not a command: {error}.") from error
+            raise ConfigError(f"{setting}: {rest!r} is not a command: {error}.") from error
         if not argv or shutil.which(argv[0]) is None:
-            raise ConfigError(f"--preemption-notice: there is no program {argv[0] if argv else rest!r} here.")
+            raise ConfigError(f"{setting}: there is no program {argv[0] if argv else rest!r} here.")
         return NoticeSource(word, lambda: poll_command(argv))
-    raise ConfigError(f"--preemption-notice is {word!r}: write {SOURCE_FORMATS}.")
+    raise ConfigError(f"{setting} is {word!r}: write {SOURCE_FORMATS}.")
 
 
-def _parse_base_url(word: str, text: str) -> str:
+def _parse_base_url(setting: str, word: str, text: str) -> str:
     try:
         parts = urlsplit(text)
         is_plain = parts.port != 0 and not (parts.query or parts.fragment or parts.username)
     except ValueError:  # the port is not a number
         parts, is_plain = urlsplit(""), False
     if parts.scheme != "http" or not parts.hostname or not is_plain or not re.fullmatch(r"[!-~]+", text):
-        raise ConfigError(f"--preemption-notice is {word!r}: its address must be http://HOST[:PORT][/PATH].")
+        raise ConfigError(f"{setting} is {word!r}: its address must be http://HOST[:PORT][/PATH].")
     return text.rstrip("/")
 
 

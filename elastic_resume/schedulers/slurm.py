@@ -329,6 +329,9 @@ def request_requeue(
 SHARED_DIR_NAME = ".elastic_resume"
 TOKEN_FILE_NAME = "token"  # noqa: S105 - the file's name
 TOKEN_TIMEOUT_S = 60.0
+NAME_ANOTHER = (
+    "Name a directory that all nodes see: ELASTIC_RESUME_SHARED_DIR, or shared-dir in the file of --config"
+)
 TOKEN_POLL_S = 0.25
 
 
@@ -343,20 +346,21 @@ class SharedDir:
 
         """
         self.path = root / SHARED_DIR_NAME / job
+        self.token_path = self.path / TOKEN_FILE_NAME
         need = f"the nodes of {job} need a directory that all of them see, and"
         if not root.is_dir():  # a new root would be another one on each node
-            raise ConfigError(f"{need} there is no {root} on this one. Name another with --shared-dir.")
+            raise ConfigError(f"{need} there is no {root} on this one. {NAME_ANOTHER}.")
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             owner = self.path.stat().st_uid
         except OSError as error:
             raise ConfigError(
-                f"{need} {self.path} cannot be made: {error.strerror}. Name another with --shared-dir."
+                f"{need} {self.path} cannot be made: {error.strerror}. {NAME_ANOTHER}."
             ) from error
         if owner != os.geteuid():
             raise ConfigError(
-                f"{self.path} belongs to another user (uid {owner}), who would know the job's token. Name "
-                "another directory with --shared-dir."
+                f"{self.path} belongs to another user (uid {owner}), who would know the job's token. "
+                f"{NAME_ANOTHER}."
             )
 
     def wait_for_token(self, *, create: bool, timeout_s: float = TOKEN_TIMEOUT_S) -> Path:
@@ -368,7 +372,7 @@ class SharedDir:
             ConfigError: it cannot be created, or does not appear in time.
 
         """
-        path = self.path / TOKEN_FILE_NAME
+        path = self.token_path
         try:
             if create:
                 self._create_token(path)
@@ -377,14 +381,14 @@ class SharedDir:
                 if time.monotonic() >= limit:
                     raise ConfigError(
                         f"no {path} after {timeout_s:.0f} s: either the first node of the job does not run, "
-                        "or this directory is not the same on all nodes. Name one that is with --shared-dir, "
-                        "or set ELASTIC_RESUME_TOKEN to a secret before srun."
+                        f"or this directory is not the same on all nodes. {NAME_ANOTHER}, or set "
+                        "ELASTIC_RESUME_TOKEN to a secret before srun."
                     )
                 time.sleep(TOKEN_POLL_S)
         except OSError as error:
             raise ConfigError(
-                f"{path} cannot be made: {error.strerror}. Name another directory with --shared-dir, or set "
-                "ELASTIC_RESUME_TOKEN to a secret before srun."
+                f"{path} cannot be made: {error.strerror}. {NAME_ANOTHER}, or set ELASTIC_RESUME_TOKEN to a "
+                "secret before srun."
             ) from error
         return path
 

@@ -163,7 +163,8 @@ class SnapshotClient:
             self.close()
             raise ElasticResumeError(
                 f"this node's snapshot server does not answer ({error}): has the agent ended, or does this "
-                "worker run in another network namespace? --snapshot-memory off works without it."
+                "worker run in another network namespace? "
+                "ELASTIC_RESUME_SNAPSHOT_MEMORY=off works without it."
             ) from error
 
     def send(self, operation: str, **fields: Any) -> None:

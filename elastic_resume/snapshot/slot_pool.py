@@ -43,7 +43,7 @@ def describe_budget(
 ) -> str:
     """Describe in one line what the node's snapshots get, and what follows from it."""
     allowed = int(free_bytes * FREE_MEMORY_FRACTION) if allowed_bytes is None else allowed_bytes
-    source = f"half of the {format_bytes(free_bytes)} free" if allowed_bytes is None else "--snapshot-memory"
+    source = f"half of the {format_bytes(free_bytes)} free" if allowed_bytes is None else "snapshot-memory"
     consequences = {
         0: "; training waits for the disk at each checkpoint, and a failure costs the steps since",
         1: "; it serves commits only, and a failure costs the steps since the last checkpoint",

@@ -17,18 +17,26 @@ import functools
 import itertools
 import logging
 import math
+import os
 import secrets
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
 from elastic_resume import console, constants
 from elastic_resume.agent import options
-from elastic_resume.config import Parser, Settings, add_flags, parse_flags_and_file
+from elastic_resume.config import (
+    AGENT_SETTINGS,
+    OPTIONS,
+    Parser,
+    Settings,
+    add_flags,
+    parse_flags_and_file,
+)
 from elastic_resume.errors import ConfigError, UsageError
 from elastic_resume.events import Event, parse_line
 from elastic_resume.report import formatting, summary
@@ -64,7 +72,6 @@ REPLACED_RUN_FLAGS = {
     "--rdzv-id": "--dir",
     "--run-id": "--dir",
     "--rdzv-endpoint": "--nodes",
-    "--node-name": "--nodes",
     "--local-addr": "--nodes",
 }
 
@@ -123,7 +130,7 @@ class _StdoutHandler(logging.Handler):
 def parse_command(words: Sequence[str]) -> tuple[Experiment, Path | None]:
     """Parse the command: return the experiment and the path at which its plan is saved."""
     before, after = _split_at_script(words)
-    parser = _build_parser()
+    parser = build_parser()
     args, flags = parser.parse_known_args(before)
     if not after:
         parser.error("write the script behind --, as in: chaos --nodes 4 --mtbf 15s -- train.py --epochs 3")
@@ -143,7 +150,8 @@ def parse_command(words: Sequence[str]) -> tuple[Experiment, Path | None]:
             virtual_network.unavailable_reason() or "nodes share the disk that is here with --hosts loopback"
         )
         raise ConfigError(f"--disk takes nodes that have one of their own (--hosts namespaces): {why}.")
-    _validate_run_flags(flags, after)
+    passed_settings = _read_passed_settings(os.environ)
+    _validate_run_flags(flags, after, passed_settings)
     experiment = Experiment(
         _require_empty(args.dir.absolute()),
         nodes=args.nodes,
@@ -151,6 +159,7 @@ def parse_command(words: Sequence[str]) -> tuple[Experiment, Path | None]:
         min_nodes=args.min_nodes,
         hosts=chosen,
         flags=tuple(flags),
+        env=passed_settings,
         script=tuple(after),
         plan=plan,
         disk_bytes=args.disk,
@@ -161,18 +170,29 @@ def parse_command(words: Sequence[str]) -> tuple[Experiment, Path | None]:
     return experiment, args.save_plan
 
 
-def _validate_run_flags(flags: Sequence[str], script: Sequence[str]) -> None:
-    """Refuse flags that each agent would refuse. Only torchrun's own flags need an import of torch."""
-    ours = Parser(prog="elastic-resume run", add_help=False)
-    add_flags(ours)
-    args, others = ours.parse_known_args(flags)
+def _read_passed_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the user's settings for the agents, without those that chaos decides itself."""
+    decided = {*AGENT_SETTINGS, "preemption_notice", "step_mark_s"}
+    names = [option.variable for option in OPTIONS if option.field not in decided]
+    return {name: environ[name] for name in names if name in environ}
+
+
+def _validate_run_flags(
+    flags: Sequence[str], script: Sequence[str], passed_settings: Mapping[str, str]
+) -> None:
+    """Refuse settings that each agent would refuse. Only torchrun's own flags need an import of torch."""
+    parser = Parser(prog="elastic-resume run", add_help=False)
+    add_flags(parser)
+    args, others = parser.parse_known_args(flags)
     if others or args.config is not None:
         from elastic_resume.agent import torchelastic  # noqa: PLC0415
 
-        args, _ = parse_flags_and_file(torchelastic.build_parser(), [*flags, *script])
+        parser = torchelastic.build_parser()
     else:
-        plain = {"module": False, "no_python": False, "run_path": False, "rdzv_id": "none", "run_id": None}
-        args = argparse.Namespace(**vars(args), training_script=script[0], **plain)
+        parser.add_argument("training_script")
+        parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
+        parser.set_defaults(module=False, no_python=False, run_path=False, rdzv_id="none")
+    args, _ = parse_flags_and_file(parser, [*flags, *script], passed_settings)
     options.check_script(args)
     Settings.for_agent(args, {})
 
@@ -197,7 +217,8 @@ def _split_at_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return listed[:at], listed[at + 1 :]
 
 
-def _build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
+    """Return the parser of the command's own flags."""
     parser = Parser(
         prog=PROG,
         usage=f"{PROG} [flags] [flags of `elastic-resume run`] -- script [its arguments]",
@@ -212,7 +233,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--nodes", "simulated nodes, n0 to n{N-1} (default 3)", type=_parse_count, default=3, metavar="N")
     add("--min-nodes", "fewest that train on (default 1)", type=_parse_count, default=1, metavar="N")
     add("--workers-per-node", "ranks on each (default 1)", type=_parse_count, default=1, metavar="N")
-    add("--plan", "what befalls whom and when: see docs/chaos.md", type=Path, metavar="FILE.yaml")
+    add("--plan", "what befalls whom and when: see docs/guides/chaos.md", type=Path, metavar="FILE.yaml")
     add("--seed", "decides all that the plan leaves open, or all of it", type=int, metavar="N")
     add("--mtbf", "mean time between faults that are drawn (default 15s without a plan)",
         type=_duration_parser("--mtbf"), metavar="TIME")  # fmt: skip
@@ -299,6 +320,7 @@ class Experiment:
     workers_per_node: int
     hosts: Hosts
     flags: tuple[str, ...]
+    env: Mapping[str, str]
     script: tuple[str, ...]
     plan: FaultPlan
     disk_bytes: int | None = None
@@ -359,7 +381,7 @@ def run(experiment: Experiment) -> ExperimentResult:
         hosts=experiment.hosts,
         disk_bytes=experiment.disk_bytes,
         flags=experiment.flags,
-        env={constants.ENV_STEP_MARK_S: str(STEP_EVENT_INTERVAL_S)},
+        env={**experiment.env, constants.ENV_STEP_MARK_S: str(STEP_EVENT_INTERVAL_S)},
     ) as cluster:
         experiment_run = _ExperimentRun(experiment, cluster)
         try:

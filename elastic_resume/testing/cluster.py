@@ -195,7 +195,7 @@ class Cluster:
             *("--nnodes", self._nnodes, "--nproc-per-node", str(self.workers_per_node)),
             *("--rdzv-id", self.run_id),
             *("--rdzv-endpoint", ",".join(self.endpoints)),
-            *("--local-addr", node.address, "--node-name", node.name, "--ckpt-dir", str(node.ckpt_dir)),
+            *("--local-addr", node.address, "--ckpt-dir", str(node.ckpt_dir)),
             *self._flags,
             *flags,
             *self._script,

@@ -41,10 +41,11 @@ SOAK = "ELASTIC_RESUME_CHAOS_S" in os.environ
 SECONDS = float(os.environ.get("ELASTIC_RESUME_CHAOS_S", "4"))
 SEED = int(os.environ.get("ELASTIC_RESUME_CHAOS_SEED", "9"))
 FAULTS = max(3, round(SECONDS / 15))
-QUICK = ["--snapshot-every", "1", "--settle", "60"]
+QUICK = ["--snapshot-every", "1", "--rdzv-conf", "last_call_timeout=60"]
 SHORT_TIMEOUT = ["--node-timeout", "1"]
-MANY_RESTARTS = ["--max-no-progress", "30"]  # random faults may hit a slowly starting job again and again
-PAGE = ROOT / "docs" / "chaos.md"
+# Random faults may hit a slowly starting job again and again.
+MANY_RESTARTS = {"ELASTIC_RESUME_MAX_NO_PROGRESS": "30"}
+PAGE = ROOT / "docs" / "guides" / "chaos.md"
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only looked at
 
 
@@ -105,10 +106,10 @@ def test_parse_command_splits_flags_and_builds_plan(tmp_path: Path) -> None:
     """Flags of `run` keep their order; --seed and --mtbf make a plan, or change the plan of the file."""
     file = tmp_path / "plan.yaml"
     file.write_text("seed: 3\nfaults: [worker 1 at step 20]\nevery: {mtbf: 1m, kinds: [raise]}")
-    line = ["--nodes", "4", "--save-every", "10", "--dir", str(tmp_path / "new"), "--no-warm"]
+    line = ["--nodes", "4", "--save-every", "10", "--dir", str(tmp_path / "new"), "--keep", "2"]
     job, saved = chaos.parse_command([*line, "--hosts", "loopback", "--", str(SCRIPT), "--", "--nodes", "9"])
     assert (job.flags, job.script, job.nodes) == (
-        ("--save-every", "10", "--no-warm"), (str(SCRIPT), "--", "--nodes", "9"), 4
+        ("--save-every", "10", "--keep", "2"), (str(SCRIPT), "--", "--nodes", "9"), 4
     )  # fmt: skip
     assert saved is None
     assert job.plan.every is not None
@@ -249,7 +250,7 @@ def test_job_is_drained_only_after_progress_since_last_fault(tmp_path: Path) -> 
         kill_agent=lambda _, number: signals.append(number),
     )
     experiment = Experiment(
-        tmp_path, 1, 1, 1, "loopback", (), (), FaultPlan(seed=1), fault_window_s=0.0, drain=True
+        tmp_path, 1, 1, 1, "loopback", (), {}, (), FaultPlan(seed=1), fault_window_s=0.0, drain=True
     )
     experiment_run = _ExperimentRun(experiment, cast("Cluster", cluster))
     for at.generation, at.step, at.first_step in ((1, 9, 0), (1, 10, 0), (2, 10, 10)):
@@ -309,8 +310,12 @@ def file_after_fault(directory: Path, number: int) -> Iterator[Path]:
 
 
 @pytest.mark.cluster
-def test_chaos_runs_plan_of_docs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chaos_runs_plan_of_docs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With deaths in a rendezvous and in a resume too. A fault that never comes gives exit code 3."""
+    for name, text in MANY_RESTARTS.items():
+        monkeypatch.setenv(name, text)
     found = re.search(r"^```yaml\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert found is not None
     every = found[1].index("every:")
@@ -323,9 +328,7 @@ def test_chaos_runs_plan_of_docs(tmp_path: Path, capsys: pytest.CaptureFixture[s
     plan.write_text(found[1][:every] + more + found[1][every:])
     shape = ["--min-nodes", "2", "--hosts", "loopback", "--save-plan", str(saved), "--save-every", "5"]
     before = set(SHARED_MEMORY.iterdir())
-    line = chaos_args(
-        tmp_path, "--plan", str(plan), *shape, *QUICK, *SHORT_TIMEOUT, *MANY_RESTARTS, epochs=16
-    )
+    line = chaos_args(tmp_path, "--plan", str(plan), *shape, *QUICK, *SHORT_TIMEOUT, epochs=16)
     with file_after_fault(tmp_path, number=5) as file:
         assert chaos.main([*line, "--slow-from", "110", "--slow-until", str(file)]) == 3
     output = capsys.readouterr().out
@@ -349,8 +352,11 @@ def test_chaos_runs_plan_of_docs(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.cluster
-def test_chaos_with_failed_job_exits_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No generation completes its resume any more, so the job gives up."""
+def test_chaos_with_failed_job_exits_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No generation completes its resume any more, so the job gives up. Settings reach the agents."""
+    monkeypatch.setenv("ELASTIC_RESUME_MAX_NO_PROGRESS", "2")
     plan = tmp_path / "plan.yaml"
     plan.write_text("""
 faults:
@@ -358,7 +364,7 @@ faults:
   - {what: raise, rank: 1, phase: in resume, step: 4, error: ValueError, repeat: true}
 """)
     flags = ["--plan", str(plan), "--nodes", "2", "--min-nodes", "2", "--hosts", "loopback"]
-    assert chaos.main(chaos_args(tmp_path, *flags, *QUICK, "--max-no-progress", "2", epochs=30)) == 1
+    assert chaos.main(chaos_args(tmp_path, *flags, *QUICK, epochs=30)) == 1
     output = capsys.readouterr().out
     why = r"WRONG: the job did not get to its end: .*failed without progress.* \(exit codes 1, 1\)"
     assert re.search(why, " ".join(output.split())), output
@@ -412,11 +418,11 @@ def test_random_faults_leave_right_weights_and_nothing_else(tmp_path: Path) -> N
         hosts,
         *QUICK,
         *SHORT_TIMEOUT,
-        *MANY_RESTARTS,
     ]
     line = [sys.executable, "-m", "elastic_resume", "chaos", "--nodes", "4", "--min-nodes", "4"]
     line += chaos_args(tmp_path, *flags, epochs=epochs, step_s=0.1)
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    env = {**os.environ, **MANY_RESTARTS}
+    done = subprocess.run(line, capture_output=True, text=True, check=False, env=env)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     came = FAULTS if SOAK else r"[1-9]\d*"  # in a short run some may find no target
@@ -433,7 +439,8 @@ def test_random_faults_leave_right_weights_and_nothing_else(tmp_path: Path) -> N
 
 def run_undisturbed(directory: Path, epochs: int) -> tuple[Path, str]:
     """Return the newest checkpoint of four undisturbed nodes, and the digest of their final state."""
-    with Cluster(directory, nodes=4, flags=["--save-every", "1000", "--settle", "0.5"]) as cluster:
+    flags = ["--save-every", "1000", "--rdzv-conf", "last_call_timeout=0.5"]
+    with Cluster(directory, nodes=4, flags=flags) as cluster:
         kept = directory / "diary"
         cluster.start(SCRIPT, "--diary", str(kept), "--epochs", str(epochs), "--step-delay", "0")
         assert cluster.wait_exit(600) == [0, 0, 0, 0], cluster.output_tails()

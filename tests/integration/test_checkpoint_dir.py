@@ -197,7 +197,7 @@ def test_claim_names_present_owner(tmp_path: Path, owner: subprocess.Popen[str])
     assert f"node name 'a' is taken: {tmp_path / RUN / 'a'}" in text
     assert f"held by process {owner.pid} on host {os.uname().nodename} since 20" in text
     assert "first-owner" in text
-    assert "another --node-name" in text
+    assert "another name: ELASTIC_RESUME_NODE_NAME" in text
     with NodeDir.claim(tmp_path, RUN, "b", timeout_s=0):
         pass
     owner.kill()

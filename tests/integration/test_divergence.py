@@ -12,7 +12,8 @@ from tests.support.training_job import SCRIPT, check_end
 pytestmark = pytest.mark.cluster
 
 # Each heartbeat carries the digest of one step: ten in three seconds.
-FLAGS = ["--snapshot-every", "1", "--check-replicas", "4", "--save-every", "3", "--node-timeout", "3"]
+FLAGS = ["--snapshot-every", "1", "--save-every", "3", "--node-timeout", "3"]
+ENV = {"ELASTIC_RESUME_CHECK_REPLICAS": "4"}
 
 
 def start(cluster: Cluster, directory: Path) -> Path:
@@ -25,7 +26,7 @@ def start(cluster: Cluster, directory: Path) -> Path:
 
 def test_diverged_node_ends_job_and_is_named(tmp_path: Path) -> None:
     """All nodes log the step and the node, and exit with 1."""
-    with Cluster(tmp_path, nodes=3, flags=FLAGS) as cluster:
+    with Cluster(tmp_path, nodes=3, flags=FLAGS, env=ENV) as cluster:
         start(cluster, tmp_path)
         assert cluster.wait_exit() == [1, 1, 1]
         found = cluster.events("replicas-differ")[0]
@@ -37,7 +38,8 @@ def test_diverged_node_ends_job_and_is_named(tmp_path: Path) -> None:
 
 def test_diverged_node_takes_majority_state_under_resume_from_majority(tmp_path: Path) -> None:
     """The later copies of the wrong node are set aside, and training ends with equal weights on all nodes."""
-    with Cluster(tmp_path, nodes=3, flags=[*FLAGS, "--on-divergence", "resume-from-majority"]) as cluster:
+    env = {**ENV, "ELASTIC_RESUME_ON_DIVERGENCE": "resume-from-majority"}
+    with Cluster(tmp_path, nodes=3, flags=FLAGS, env=env) as cluster:
         diary = start(cluster, tmp_path)
         cluster.wait(lambda: cluster.events("replicas-differ"), "a node that differs")
         (tmp_path / "go-on").touch()

@@ -228,8 +228,8 @@ def test_every_fault_is_survived_and_named(tmp_path: Path) -> None:
 
 def run_process_faults(tmp_path: Path) -> None:
     """Inject the faults of processes into three nodes, two of which suffice. At the end replicas differ."""
-    flags = [*FLAGS, "--check-replicas", "1"]
-    with Cluster(tmp_path, nodes=3, min_nodes=2, flags=flags) as cluster:
+    env = {"ELASTIC_RESUME_CHECK_REPLICAS": "1"}
+    with Cluster(tmp_path, nodes=3, min_nodes=2, flags=FLAGS, env=env) as cluster:
         start(cluster)
         spans = inject_all(cluster, OF_PROCESSES)
         recoveries = cluster.recoveries

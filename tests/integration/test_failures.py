@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,12 @@ def make(tmp_path: Path) -> Iterator[Make]:
     """Return a function that starts a cluster whose node n1 has one kind of trouble."""
     made: list[Cluster] = []
 
-    def build(trouble: str, nodes: int = 3, flags: tuple[str, ...] = ()) -> Cluster:
+    def build(trouble: str, nodes: int = 3, env: Mapping[str, str] | None = None) -> Cluster:
         # These workers need no torch, so a fork server would only take processor time. With a long last-call
         # timeout all nodes are in the first world.
-        defaults = ("--no-warm", "--settle", "60")
-        cluster = Cluster(tmp_path, nodes=nodes, min_nodes=2, flags=(*defaults, *flags))
+        flags = ("--rdzv-conf", "last_call_timeout=60")
+        env = {"ELASTIC_RESUME_NO_WARM": "1", **(env or {})}
+        cluster = Cluster(tmp_path, nodes=nodes, min_nodes=2, flags=flags, env=env)
         made.append(cluster)
         (tmp_path / "job").mkdir()
         cluster.start(SCRIPT, str(tmp_path / "job"), trouble, "n1")
@@ -148,7 +149,7 @@ def test_same_error_on_all_nodes_before_first_step_fails_job(make: Make) -> None
 
 def test_deterministic_failure_of_one_step_is_named(make: Make) -> None:
     """The same exception at the same step three times ends the job, whatever the budget."""
-    cluster = make("poison", nodes=2, flags=("--max-no-progress", "9"))
+    cluster = make("poison", nodes=2, env={"ELASTIC_RESUME_MAX_NO_PROGRESS": "9"})
     assert cluster.wait_exit(90) == [1, 1]
     for index in range(2):
         assert "step 6 fails deterministically: 3 times in a row with the same exception." in last_line(
@@ -176,7 +177,7 @@ def test_node_that_fails_alone_is_excluded(make: Make) -> None:
 
 def test_exclude_after_counts_failures_despite_progress(make: Make) -> None:
     """The user allowed two failures."""
-    cluster = make("late-segfault", flags=("--exclude-after", "2"))
+    cluster = make("late-segfault", env={"ELASTIC_RESUME_EXCLUDE_AFTER": "2"})
     assert cluster.wait_exit(90, only=[1]) == [75]
     assert "the last 2 failures were caused by node n1 alone" in last_line(cluster, 1)
     wait_for_two(cluster)
@@ -219,7 +220,7 @@ def test_verdict_separates_secondary_failures(make: Make) -> None:
 
 def test_secondary_failures_of_lost_node_do_not_count(make: Make) -> None:
     """Peers' errors are no failures of the job."""
-    cluster = make("none", flags=("--max-no-progress", "1"))
+    cluster = make("none", env={"ELASTIC_RESUME_MAX_NO_PROGRESS": "1"})
     wait_for_three(cluster)
     for index in range(3):
         cluster.wait(step=1, node=index)  # its worker is there
@@ -243,7 +244,7 @@ def test_secondary_failures_of_lost_node_do_not_count(make: Make) -> None:
 
 def test_drained_node_is_preempted_and_not_lost(make: Make) -> None:
     """SIGTERM to the agent: exit code 143, and no failure of the job."""
-    cluster = make("none", flags=("--max-no-progress", "1"))
+    cluster = make("none", env={"ELASTIC_RESUME_MAX_NO_PROGRESS": "1"})
     wait_for_three(cluster)
     cluster.kill_agent(1, signal.SIGTERM)
     assert cluster.wait_exit(60, only=[1]) == [143]
@@ -254,30 +255,30 @@ def test_drained_node_is_preempted_and_not_lost(make: Make) -> None:
 
 
 def test_max_restarts_counts_restarts_only(tmp_path: Path) -> None:
-    """Three restarts without progress; --max-no-progress ends the job earlier."""
+    """Three restarts without progress; max-no-progress ends the job earlier."""
     script = tmp_path / "train.py"
     script.write_text("import sys; sys.exit(9)\n")
-    for flags, starts in (
-        (("--max-restarts", "3"), 4),
-        (("--max-restarts", "3", "--max-no-progress", "2"), 2),
-    ):
-        with Cluster(tmp_path / str(starts), nodes=1, flags=flags) as cluster:
+    for env, starts in (({}, 4), ({"ELASTIC_RESUME_MAX_NO_PROGRESS": "2"}, 2)):
+        with Cluster(tmp_path / str(starts), nodes=1, flags=["--max-restarts", "3"], env=env) as cluster:
             cluster.start(script)
             assert cluster.wait_exit(60) == [1]
             assert len(rounds(cluster, 0)) == starts
             assert "rank 0 ended with exit code 9" in last_line(cluster, 0)
 
 
-@pytest.mark.parametrize("flag", ["--max-no-progress=0", "--exclude-after=-1", "--max-no-progress=many"])
+@pytest.mark.parametrize(
+    ("name", "text"), [("MAX_NO_PROGRESS", "0"), ("EXCLUDE_AFTER", "-1"), ("MAX_NO_PROGRESS", "many")]
+)
 def test_invalid_limit_is_rejected_before_start(
-    flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Exit code 2 and one line."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(f"ELASTIC_RESUME_{name}", text)
     (tmp_path / "train.py").write_text("")
-    assert cli.main(["run", flag, "train.py"]) == 2
+    assert cli.main(["run", "train.py"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"{flag.partition('=')[0]} is " in line
+    assert f"ELASTIC_RESUME_{name} is {text!r}" in line
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -314,9 +315,14 @@ def test_oom_kill_is_reported_as_out_of_memory(small_group: Path, tmp_path: Path
     agent = subprocess.Popen(
         [
             *("/bin/sh", "-c", f'echo $$ > {small_group}/cgroup.procs && exec "$@"', "sh"),
-            *(sys.executable, "-m", "elastic_resume", "run", "--no-warm", "--max-no-progress", "1"),
-            *("--node-name", "a", "train.py"),
+            *(sys.executable, "-m", "elastic_resume", "run", "train.py"),
         ],
+        env={
+            **os.environ,
+            "ELASTIC_RESUME_NO_WARM": "1",
+            "ELASTIC_RESUME_MAX_NO_PROGRESS": "1",
+            "ELASTIC_RESUME_NODE_NAME": "a",
+        },
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

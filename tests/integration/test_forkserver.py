@@ -97,7 +97,7 @@ def environ(tmp_path: Path, socket_name: str | None = None, **more: str) -> dict
     ours = {
         constants.ENV_AGENT_PID: str(os.getpid()),
         constants.ENV_EVENTS_PATH: str(tmp_path / "events.jsonl"),
-        constants.ENV_GRACE_S: "0.3",
+        constants.ENV_GRACE: "0.3",
     }
     named = {constants.ENV_FORK_SERVER: socket_name} if socket_name else {}
     return {**plain, "RANK": "3", **ours, **named, **more}

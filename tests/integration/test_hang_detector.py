@@ -17,7 +17,7 @@ import pytest
 
 from elastic_resume import constants
 from elastic_resume.agent import shutdown, stack_dump
-from elastic_resume.agent.hang_detector import MAX_REPORTS, HangDetector, detect_hangs, parse_hang_timeout
+from elastic_resume.agent.hang_detector import MAX_REPORTS, HangDetector, detect_hangs, make_threshold
 from elastic_resume.checkpoint.atomic_io import DISK, Disk
 from elastic_resume.errors import MachineError
 from elastic_resume.events import Event
@@ -49,7 +49,7 @@ def make_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
     made: list[Cluster] = []
 
     def build(*, nodes: int = 1, workers: int = 3, limit_s: float = LIMIT_S) -> Cluster:
-        flags = ["--hang-timeout", str(limit_s), "--settle", "0.5"]
+        flags = ["--hang-timeout", str(limit_s), "--rdzv-conf", "last_call_timeout=0.5"]
         made.append(Cluster(tmp_path, nodes=nodes, workers_per_node=workers, flags=flags))
         return made[-1]
 
@@ -363,13 +363,13 @@ def test_worker_without_handlers_is_not_disturbed(stage: Stage, child: subproces
 
 
 @pytest.mark.parametrize(
-    ("text", "threshold"), [(None, HangThreshold()), ("0", None), ("1.5m", HangThreshold(90.0))]
+    ("timeout_s", "threshold"), [(None, HangThreshold()), (0.0, None), (90.0, HangThreshold(90.0))]
 )
 def test_hang_timeout_sets_threshold_or_turns_detector_off(
-    text: str | None, threshold: HangThreshold | None
+    timeout_s: float | None, threshold: HangThreshold | None
 ) -> None:
     """Without the flag the default rule holds."""
-    assert parse_hang_timeout(text) == threshold
+    assert make_threshold(timeout_s) == threshold
 
 
 def test_parse_main_thread_takes_last_thread() -> None:

@@ -38,7 +38,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
         constants.ENV_EVENTS_PATH: str(tmp_path / "events.jsonl"),
         constants.ENV_ROUND: "2",
         constants.ENV_NODE_NAME: "a",
-        constants.ENV_GRACE_S: "600",  # ample on a busy machine
+        constants.ENV_GRACE: "600",  # ample on a busy machine
     }
 
 
@@ -203,7 +203,7 @@ def test_worker_ignoring_sigterm_is_killed_after_grace_period(
     environ: dict[str, str], start: Any, tmp_path: Path
 ) -> None:
     """The event says that it was stopped."""
-    environ[constants.ENV_GRACE_S] = "0.3"
+    environ[constants.ENV_GRACE] = "0.3"
     process = start("/bin/sh", "-c", f"trap '' TERM; echo $$ > {tmp_path / 'pid'}; exec sleep 600")
     wait_for_pid(tmp_path / "pid")
     os.killpg(process.pid, signal.SIGTERM)
@@ -276,7 +276,7 @@ def test_killed_or_stopped_supervisor_ends_its_worker(
     number: int, environ: dict[str, str], start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel kills the worker, the launcher shim kills the leftovers and exits by SIGKILL."""
-    monkeypatch.setitem(environ, constants.ENV_GRACE_S, "0")
+    monkeypatch.setitem(environ, constants.ENV_GRACE, "0")
     process = start(*stubborn(tmp_path))
     pids = family(tmp_path)
     supervisor_process = psutil.Process(pids[0]).parent()
@@ -297,7 +297,7 @@ FREEZER = Path("/sys/fs/cgroup/freezer")  # of cgroup v1: a frozen process is in
 )
 def test_unkillable_worker_does_not_block_shim(environ: dict[str, str], start: Any, tmp_path: Path) -> None:
     """It sleeps in the kernel, as behind a broken disk. Only the supervisor stays with it."""
-    environ[constants.ENV_GRACE_S] = "0"
+    environ[constants.ENV_GRACE] = "0"
     process = start("/bin/sh", "-c", f"echo $$ > {tmp_path / 'pid'}; exec sleep 600")
     worker = psutil.Process(wait_for_pid(tmp_path / "pid"))
     supervisor_process = worker.parent()

@@ -34,8 +34,9 @@ def make_job(tmp_path: Path) -> Iterator[MakeJob]:
         options: dict[str, Any] = {"min_nodes": min_nodes, "max_nodes": max_nodes or nodes, **more}
         # The workers need no torch, so a fork server would only cost seconds. The first view waits for a node
         # that is slow to start. The node timeout is the default.
-        flags = ["--no-warm", "--settle", "60", "--node-timeout", "3"]
+        flags = ["--rdzv-conf", "last_call_timeout=60", "--node-timeout", "3"]
         options["flags"] = [*flags, *options.get("flags", [])]
+        options["env"] = {"ELASTIC_RESUME_NO_WARM": "1", **options.get("env", {})}
         cluster = Cluster(tmp_path, nodes=nodes, **options)
         clusters.append(cluster)
         return HeartbeatJob(cluster)
@@ -127,7 +128,7 @@ def test_spares_replace_lost_nodes(make_job: MakeJob) -> None:
 
 def test_view_with_newcomers_and_drained_nodes_keeps_the_order_of_ranks(make_job: MakeJob) -> None:
     """Each change costs one restart, and a drained agent exits at once."""
-    job = make_job(4, flags=["--settle", "3"])
+    job = make_job(4, flags=["--rdzv-conf", "last_call_timeout=3"])
     job.start([0, 1])
     generation = job.wait_for_world([0, 1])
     job.cluster.start_node(3)
@@ -241,6 +242,6 @@ def test_finished_job_starts_again_with_fewer_nodes(make_job: MakeJob) -> None:
     generation = job.wait_for_world([0, 1, 2])
     finish(job, [0, 1, 2])
     (job.directory / "stop").unlink()
-    job.cluster.start_node(0, flags=["--settle", "1"])
+    job.cluster.start_node(0, flags=["--rdzv-conf", "last_call_timeout=1"])
     job.wait_for_world([0], generation)
     finish(job, [0])

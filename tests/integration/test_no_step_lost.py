@@ -31,8 +31,9 @@ STEPS = GAP * (KILLS + 2)
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """Three nodes, all required: other world sizes would give other weights."""
-    flags = ["--snapshot-every", "1", "--save-every", "1000", "--max-no-progress", "1000"]
-    with Cluster(tmp_path, nodes=3, min_nodes=3, flags=flags) as made:
+    flags = ["--snapshot-every", "1", "--save-every", "1000"]
+    env = {"ELASTIC_RESUME_MAX_NO_PROGRESS": "1000"}
+    with Cluster(tmp_path, nodes=3, min_nodes=3, flags=flags, env=env) as made:
         yield made
 
 

@@ -187,20 +187,20 @@ def test_deterministic_failure_is_not_requeued(agents: Agents, slurm: Slurm) -> 
 
 
 @pytest.mark.parametrize(
-    ("flags", "path", "restarts", "shows", "code", "says"),
+    ("environ", "path", "restarts", "shows", "code", "says"),
     [
-        ((), None, 0, RUNS, 75, "job 77 is requeued"),
-        ((), None, 0, "scancel", 143, "not requeued: the scheduler has been told to end"),  # by now
-        ((), "/nowhere", 0, RUNS, 75, "there is no scontrol here"),
-        (("--requeue=off",), None, 0, RUNS, 75, "--requeue is off"),
-        ((), None, 3, RUNS, 1, "it has lived 4 times without a new step"),
+        ({}, None, 0, RUNS, 75, "job 77 is requeued"),
+        ({}, None, 0, "scancel", 143, "not requeued: the scheduler has been told to end"),  # by now
+        ({}, "/nowhere", 0, RUNS, 75, "there is no scontrol here"),
+        ({"ELASTIC_RESUME_REQUEUE": "off"}, None, 0, RUNS, 75, "requeue is off"),
+        ({}, None, 3, RUNS, 1, "it has lived 4 times without a new step"),
     ],
 )
 def test_drain_signal_requeues_single_node(
     agents: Agents,
     slurm: Slurm,
     *,
-    flags: tuple[str, ...],
+    environ: dict[str, str],
     path: str | None,
     restarts: int,
     shows: str,
@@ -213,8 +213,8 @@ def test_drain_signal_requeues_single_node(
     node_dir = agents.directory / "checkpoints" / "train" / "a"
     node_dir.mkdir(parents=True)
     (node_dir / constants.EVENTS_FILE).write_text('{"t":1,"event":"agent-start"}\n' * restarts)
-    words = ("--rdzv-id=train", "--grace=0.1", "--drain-signals=usr2", *flags, "train.py")
-    agent = agents.start(*words, warm=False, **slurm.environ(1, restarts, path))
+    environ = {**environ, "ELASTIC_RESUME_DRAIN_SIGNALS": "usr2", **slurm.environ(1, restarts, path)}
+    agent = agents.start("--rdzv-id=train", "--grace=0.1", "train.py", warm=False, **environ)
     wait_for((agents.directory / "there").exists, "the worker")
     agent.send_signal(signal.SIGUSR2)
     assert agent.wait(60) == code
@@ -223,11 +223,12 @@ def test_drain_signal_requeues_single_node(
 
 
 @pytest.mark.parametrize(
-    "flag", ["--drain-signals=SIGINT", "--drain-signals=,", "--drain-signals=9", "--requeue=always"]
+    ("name", "text"),
+    [("DRAIN_SIGNALS", "SIGINT"), ("DRAIN_SIGNALS", ","), ("DRAIN_SIGNALS", "9"), ("REQUEUE", "always")],
 )
-def test_invalid_drain_flags_are_rejected(agents: Agents, flag: str) -> None:
+def test_invalid_drain_settings_are_rejected(agents: Agents, name: str, text: str) -> None:
     """Nothing starts."""
     agents.script("")
-    code, log = agents.run(flag, "train.py")
+    code, log = agents.run("train.py", **{f"ELASTIC_RESUME_{name}": text})
     assert code == 2, log
-    assert f"{flag.partition('=')[0].removeprefix('--')} is" in log
+    assert f"ELASTIC_RESUME_{name} is {text!r}" in log

@@ -142,7 +142,7 @@ def test_restore_discards_minority_replica_under_resume_from_majority(tmp_path: 
     wanted = {"a": {**order, "value": 7.0}, "b": order, "c": order}
     for result in resume(tmp_path / "stop", ["a", "b", "c"], wanted):
         assert "rank 0 against rank 1, 2" in result["error"]
-        assert "--on-divergence resume-from-majority" in result["error"]
+        assert "ELASTIC_RESUME_ON_DIVERGENCE=resume-from-majority" in result["error"]
     majority = {constants.ENV_ON_DIVERGENCE: "resume-from-majority"}
     for result in resume(tmp_path / "go", ["a", "b", "c"], wanted, **majority):
         assert (result["source_node"], result["receiving_nodes"], result["values"]) == ("b", ["a"], [9.0])

@@ -219,8 +219,9 @@ def test_second_agent_with_same_node_name_is_rejected(agents: Agents) -> None:
     first = agents.start("train.py")
     wait_for(lambda: agents.pids("worker"), "a worker")
     second = subprocess.run(
-        [*RUN, "--node-name", "a", "train.py"],
+        [*RUN, "train.py"],
         cwd=agents.directory,
+        env={**os.environ, "ELASTIC_RESUME_NODE_NAME": "a"},
         capture_output=True,
         text=True,
         check=False,
@@ -307,7 +308,7 @@ def test_join_timeout_exits_with_requeue_code(agents: Agents) -> None:
     meet = f"{HOST}:{find_free_port(HOST)}"
     first = start_one(agents, "a", meet, "--local-addr", HOST)
     wait_for(lambda: agents.events("rendezvous"), "the first to wait: its start takes nothing of the time")
-    second = start_one(agents, "b", meet, "--local-addr", "127.0.0.2", "--join-timeout", "3")
+    second = start_one(agents, "b", meet, "--local-addr", "127.0.0.2", "--rdzv-conf=join_timeout=3")
     wait_for(lambda: agents.pids("worker-a") and agents.pids("worker-b"), "two workers")
     first.kill()
     code = second.wait(60)

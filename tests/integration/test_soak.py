@@ -46,9 +46,9 @@ def test_job_survives_random_kills(tmp_path: Path, undisturbed: str) -> None:
     rng = random.Random(SEED)
     shared = set(SHARED_MEMORY.iterdir())
     # Three kills may come before the next step is finished.
-    flags = ["--save-every", "1", "--max-no-progress", "1000"]
+    env = {"ELASTIC_RESUME_MAX_NO_PROGRESS": "1000"}
     with Cluster(
-        tmp_path, nodes=3, flags=flags, fresh=SOAK
+        tmp_path, nodes=3, flags=["--save-every", "1"], env=env, fresh=SOAK
     ) as cluster:  # the long soak starts agents as real nodes do
         kept = tmp_path / "diary"
         words = ["--diary", str(kept), "--epochs", str(EPOCHS), "--step-delay", str(STEP_S)]

@@ -36,7 +36,8 @@ TOKEN = "a secret with a : in it, and ümlauts"  # noqa: S105 - of this test alo
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Three nodes with a worker each; n0 has a disk that goes with it."""
     directory = tmp_path_factory.mktemp("looked-at")
-    flags = ["--snapshot-every", "1", "--save-every", "10", "--metrics", "0", "--settle", "60"]
+    flags = ["--snapshot-every", "1", "--save-every", "10", "--metrics", "0"]
+    flags += ["--rdzv-conf", "last_call_timeout=60"]
     env = {constants.ENV_TOKEN: TOKEN}
     with Cluster(directory, nodes=3, min_nodes=2, flags=flags, env=env) as made:
         made.start(SCRIPT, "--diary", str(directory), "--epochs", "1000")
@@ -107,7 +108,7 @@ def test_status_tells_the_same_whoever_is_asked(cluster: Cluster) -> None:
     for index in (0, 2):
         text = asked(cluster, index, lambda told: re.search(row, told.stdout)).stdout
         assert "generation 1, 3 nodes, 3 ranks, led by n0" in text
-    refused = "it does not hold the run's token (--rdzv-token-file, ELASTIC_RESUME_TOKEN)"
+    refused = "it does not hold the run's token (the token file, or ELASTIC_RESUME_TOKEN)"
     wrong = asked(cluster, 0, lambda told: refused in told.stderr, token="another, as long as it")  # noqa: S106
     assert wrong.returncode == 1
     assert "as long" not in wrong.stderr
@@ -199,7 +200,7 @@ def test_a_job_that_was_killed_as_a_whole_goes_on_counting(cluster: Cluster) -> 
         cluster.wait(generation=2)
     cluster.kill_nodes([1, 2])
     for index in (1, 2):
-        cluster.start_node(index, flags=["--settle", "0.5"])  # the third does not come
+        cluster.start_node(index, flags=["--rdzv-conf", "last_call_timeout=0.5"])  # the third does not come
     cluster.wait(lambda: max(item["generation"] for item in cluster.events("round")) >= 3, "a third world")
 
     def told() -> str:

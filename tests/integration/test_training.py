@@ -252,7 +252,7 @@ def test_receiver_without_slot_and_with_failing_disk_fails_all_ranks(tmp_path: P
 def test_two_hosts_with_same_node_name_are_refused(tmp_path: Path) -> None:
     """Each has its own disk, so no lock sees both; nothing is quarantined."""
     each = environments(tmp_path / "0", "ubuntu") + environments(tmp_path / "1", "ubuntu")
-    assert_refused(launch_ranks.run_ranks(2, PROBE, "plain", "3", env=each), "--node-name")
+    assert_refused(launch_ranks.run_ranks(2, PROBE, "plain", "3", env=each), "ELASTIC_RESUME_NODE_NAME")
 
 
 def test_wrong_argument_is_one_line_and_deterministic_failure_event(tmp_path: Path) -> None:

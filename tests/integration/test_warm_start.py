@@ -1,4 +1,4 @@
-"""``elastic-resume run`` with warm workers and with ``--no-warm`` behaves like torchrun."""
+"""``elastic-resume run`` with warm workers and with ``no-warm`` behaves like torchrun."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIRROR = SCRIPTS / "mirror.py"
 OURS = [sys.executable, "-m", "elastic_resume", "run"]
 WAYS = {
     "torchrun": [sys.executable, "-m", "torch.distributed.run"],
-    "cold": [*OURS, "--no-warm"],
+    "cold": ["env", "ELASTIC_RESUME_NO_WARM=1", *OURS],
     "warm": OURS,
 }
 # Variables that differ between any two starts, or that only one of the launchers sets.

@@ -40,8 +40,9 @@ class Agents:
 
     def start(self, *words: str, node: str = "a", warm: bool = False, **environ: str) -> Agent:
         """Start one agent; cold by default, because most scripts here do not import torch."""
-        command = [*RUN, "--node-name", node, *([] if warm else ["--no-warm"]), *words]
-        env = {**os.environ, **environ}
+        command = [*RUN, *words]
+        ours = {"ELASTIC_RESUME_NODE_NAME": node, "ELASTIC_RESUME_NO_WARM": "0" if warm else "1"}
+        env = {**os.environ, **ours, **environ}
         with open(self.directory / f"{node}.log", "ab") as output:
             process = fork_server.start(command, env, output, cwd=self.directory) or subprocess.Popen(
                 command, cwd=self.directory, stdout=output, stderr=subprocess.STDOUT, env=env

@@ -156,7 +156,7 @@ class RendezvousNodes:
         settings = Settings(
             candidates,
             max_nodes=count,
-            last_call_s=TIMEOUT_S,  # a view of all nodes does not wait for it
+            last_call_timeout_s=TIMEOUT_S,  # a view of all nodes does not wait for it
             node_timeout_s=node_timeout_s,
             heartbeats_per_timeout=max(4, round(node_timeout_s / HEARTBEAT_S)),
         )

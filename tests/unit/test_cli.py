@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -10,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.run import get_args_parser
 
-from elastic_resume import cli
+from elastic_resume import cli, config
+from elastic_resume.rendezvous.config import CONF_KEYS
 
 TWO = ["--nnodes", "2", "--rdzv-endpoint", "h"]
 
@@ -25,10 +30,10 @@ TWO = ["--nnodes", "2", "--rdzv-endpoint", "h"]
         (["-m", "nowhere.train"], "there is no module 'nowhere' in "),
         (["--no-python", "./nowhere"], "there is no program './nowhere'"),
         (["--keep", "1", "train.py"], "a checkpoint that turns out corrupt leaves nothing to resume from"),
-        (["--keep", "many", "train.py"], "keep is 'many'"),
-        (["--rdzv-id", "a/b", "train.py"], "run id 'a/b' cannot be the name of a directory"),
-        (["--node-name", "a b", "train.py"], "node name 'a b' cannot be the name of a directory"),
-        (["--save-every", "often", "train.py"], "save-every is 'often'"),
+        (["--keep", "many", "train.py"], "--keep is 'many'"),
+        (["--rdzv-id", "a/b", "train.py"], "--rdzv-id is 'a/b', which cannot be the name of a directory"),
+        (["--node-name", "a", "train.py"], "node-name has no flag: write node-name in the file of --config"),
+        (["--save-every", "often", "train.py"], "--save-every is 'often'"),
         (["--resume", "atuo", "train.py"], "Did you mean auto"),
         (["--nnodes", "2", "train.py"], "--rdzv-endpoint HOST,HOST"),
         (["--nnodes", "2", "--standalone", "train.py"], "--standalone means one node"),
@@ -40,7 +45,7 @@ TWO = ["--nnodes", "2", "--rdzv-endpoint", "h"]
         (["--nproc-per-node", "0", "train.py"], "--nproc-per-node comes to 0: a node needs one worker"),
         (["--monitor-interval", "0", "train.py"], "--monitor-interval is 0: write a number of seconds"),
         (["--signals-to-handle", "SIGFOO", "train.py"], "--signals-to-handle names 'SIGFOO'"),
-        (["--rdzv-conf", "join_timeout=abc", "train.py"], "--join-timeout is 'abc': write a time"),
+        (["--rdzv-conf", "join_timeout=abc", "train.py"], "--rdzv-conf join_timeout is 'abc': write a time"),
         ([*TWO, "--rdzv-backend", "etcd", "train.py"], "--rdzv-backend is 'etcd', and nodes meet in"),
         ([*TWO, "--rdzv-backend", "etcd-v2", "train.py"], "--rdzv-backend is 'etcd-v2'"),
         ([*TWO, "--rdzv-backend", "no-such", "train.py"], "--rdzv-backend is 'no-such'"),
@@ -51,14 +56,18 @@ TWO = ["--nnodes", "2", "--rdzv-endpoint", "h"]
         ),
         (["--node-timeout", "soon", "train.py"], "--node-timeout is 'soon': write a time in seconds"),
         (["--node-timeout", "0.1", "train.py"], "from 0.5s to 86400s"),
-        (["--join-timeout", "nan", "train.py"], "--join-timeout is 'nan'"),
-        (["--settle", "-1", "train.py"], "--settle is '-1'"),
+        (["--rdzv-conf", "last_call_timeout=-1", "train.py"], "--rdzv-conf last_call_timeout is '-1'"),
+        (
+            ["--rdzv-conf", "node_timeout=3", "--node-timeout", "4", "train.py"],
+            "--rdzv-conf has node_timeout, which another setting gives too",
+        ),
+        (["--settle", "5", "train.py"], "--settle is now last_call_timeout of --rdzv-conf"),
         (
             ["--rdzv-conf", "allow_minority=true", "train.py"],
             "unknown key allow_minority",
         ),
         (["--rdzv-conf", "node_timout=3", "train.py"], "Did you mean node_timeout?"),
-        (["--rdzv-token-file", "no.such", "train.py"], "no.such"),
+        (["--rdzv-conf", "token_file=no.such", "train.py"], "token file no.such cannot be read"),
         ([""], "there is no training script '' in "),
         (["x" * 300], "there is no training script 'xxx"),
         (["unreadable.py"], "there is no training script 'unreadable.py' in "),
@@ -106,22 +115,52 @@ def test_unknown_command_exits_with_1(capsys: Any) -> None:
     assert "invalid choice: 'rnu'" in capsys.readouterr().err
 
 
-def test_run_help_groups_our_flags_beside_torchruns(capsys: Any) -> None:
-    """Our flags are in a group of their own."""
+def test_run_help_fits_screen_and_names_our_flags(capsys: Any) -> None:
+    """Sixty lines of eighty columns, with eleven flags of ours beside --quiet and --help-all."""
+    assert cli.main(["run", "--help"]) == 0
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 80
+    named = set(re.findall(r"^  (?:-\w, )?--([a-z-]+)", text, re.MULTILINE))
+    ours = {option.name for option in config.FLAG_OPTIONS} | {"config", "help-all"}
+    assert len(ours - {"quiet", "help-all"}) == 11
+    assert ours <= named
+    torchruns = {flag.removeprefix("--") for flag in config.actions_by_flag(get_args_parser())}
+    assert named - ours <= torchruns
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--keep", "3", "--help"])
+    assert capsys.readouterr().out == text
+
+
+def test_run_help_all_names_every_flag_and_setting(capsys: Any) -> None:
+    """Also the variables and the keys of --rdzv-conf."""
     with pytest.raises(SystemExit) as caught:
-        cli.main(["run", "--help"])
+        cli.main(["run", "--help-all"])
     assert caught.value.code == 0
-    out = capsys.readouterr().out
-    assert "elastic_resume:" in out
-    for flag in ("--save-every", "--nproc-per-node", "--rdzv-endpoint", "--node-name"):
-        assert flag in out
+    text = capsys.readouterr().out
+    assert text.isascii()
+    missing = [flag for flag in config.actions_by_flag(get_args_parser()) if flag not in text]
+    missing += [option.variable for option in config.OPTIONS_WITHOUT_FLAG if option.variable not in text]
+    missing += [key for key in CONF_KEYS if f"{key}=" not in text]
+    assert missing == []
+
+
+def test_build_parser_has_all_commands_with_their_flags() -> None:
+    """The reference of the documentation is made from it."""
+    parser = cli.build_parser()
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    flags = {name: set(config.actions_by_flag(command)) for name, command in commands.choices.items()}
+    assert {"--keep", "--rdzv-endpoint", "--help-all"} <= flags["run"]
+    assert {"--mtbf", "--plan"} <= flags["chaos"]
+    assert {"--token-file"} <= flags["status"]
 
 
 def test_run_help_prints_on_ascii_terminal(capsys: Any) -> None:
     """A missing character once aborted the whole help text."""
     commands = "run chaos report ls verify export diff doctor status force-quorum"
     for words in ([], *([command] for command in commands.split())):
-        with pytest.raises(SystemExit):
+        with contextlib.suppress(SystemExit):
             cli.main([*words, "--help"])
         assert capsys.readouterr().out.isascii()
 

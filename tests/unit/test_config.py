@@ -48,17 +48,20 @@ def make_parser() -> config.Parser:
     return parser
 
 
-def parse(tmp_path: Path, yaml: str | None, *words: str) -> tuple[argparse.Namespace, set[str]]:
+def parse(
+    tmp_path: Path, yaml: str | None, *words: str, **environ: str
+) -> tuple[argparse.Namespace, set[str]]:
     """Parse a command line with a file of the given text."""
     if yaml is not None:
         (tmp_path / "f.yaml").write_text(yaml)
         words = ("--config", str(tmp_path / "f.yaml"), *words)
-    return config.parse_flags_and_file(make_parser(), [*words, "train.py", "--keep", "of-the-script"])
+    line = [*words, "train.py", "--keep", "of-the-script"]
+    return config.parse_flags_and_file(make_parser(), line, environ)
 
 
 def settings_of(tmp_path: Path, yaml: str | None, *words: str, **environ: str) -> Settings:
     """Settings of a command line, a file and an environment."""
-    return Settings.for_agent(parse(tmp_path, yaml, *words)[0], environ)
+    return Settings.for_agent(parse(tmp_path, yaml, *words, **environ)[0], environ)
 
 
 # ---- precedence ----------------------------------------------------------------------------------------
@@ -88,7 +91,7 @@ def test_config_file_keeps_node_range_as_text(tmp_path: Path) -> None:
 def test_config_file_accepts_dashes_and_underscores(tmp_path: Path) -> None:
     """Types are those of the flags."""
     args, _ = parse(tmp_path, "ckpt_dir: /x\nmax_restarts: 3\nduplicate-stdout-filters: [a, b]\n")
-    assert (args.ckpt_dir, args.max_restarts, args.duplicate_stdout_filters) == ("/x", 3, ["a", "b"])
+    assert (args.ckpt_dir, args.max_restarts, args.duplicate_stdout_filters) == (Path("/x"), 3, ["a", "b"])
 
 
 def test_parser_leaves_arguments_after_script_to_script(tmp_path: Path) -> None:
@@ -116,8 +119,8 @@ def test_parser_leaves_arguments_after_script_to_script(tmp_path: Path) -> None:
         ("keep:\n", "keep must be one value"),
         ("- keep\n", "must hold lines of the form NAME: VALUE"),
         ("keep: 3: 4\n", "is not YAML"),
-        ("? [a, b]\n: 3\n", "f.yaml:1: a key must be the name of a flag, and not a list or mapping.$"),
-        ("keep: 3\n? {a: b}\n: 3\n", "f.yaml:2: a key must be the name of a flag"),
+        ("? [a, b]\n: 3\n", "f.yaml:1: a key must be the name of a setting, and not a list or mapping.$"),
+        ("keep: 3\n? {a: b}\n: 3\n", "f.yaml:2: a key must be the name of a setting"),
     ],
 )
 def test_config_file_error_names_line_and_key(tmp_path: Path, yaml: str, said: str) -> None:
@@ -136,10 +139,12 @@ def test_config_file_accepts_unquoted_off_where_flag_does(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("yaml", "said"),
     [
-        ("keep: true\n", "keep is 'true': write a whole number"),
-        ("keep: [2, 3]\n", "keep is '2,3': write a whole number"),
+        ("keep: true\n", "f.yaml:1 keep is 'true': write a whole number"),
+        ("role: x\nkeep: [2, 3]\n", "f.yaml:2 keep is '2,3': write a whole number"),
         ("keep: !!python/object/apply:os.system ['true']\n", "keep is 'true': write a whole number"),
-        ("save-every: off\n", "save-every is 'off': write a number of steps"),
+        ("save-every: off\n", "f.yaml:1 save-every is 'off': write a number of steps"),
+        ("snapshot-memory: 50%\n", "f.yaml:1 snapshot-memory is '50%': write a size"),
+        ("no-warm: 3\n", "f.yaml:1 no-warm is '3': write true or false"),
     ],
 )
 def test_config_file_value_is_answered_as_flag(tmp_path: Path, yaml: str, said: str) -> None:
@@ -148,21 +153,70 @@ def test_config_file_value_is_answered_as_flag(tmp_path: Path, yaml: str, said: 
         settings_of(tmp_path, yaml)
 
 
-def test_config_file_list_is_overridden_by_flag(tmp_path: Path) -> None:
-    """A repeated flag joins the values of the command line only."""
-    args, _ = parse(tmp_path, "preemption-notice: [aws, gcp]\n")
-    assert args.preemption_notice == "aws,gcp"
-    words = ("--preemption-notice", "azure", "--preemption-notice", "file:/x")
-    args, _ = parse(tmp_path, "preemption-notice: [aws, gcp]\n", *words)
-    assert args.preemption_notice == "azure,file:/x"
+def test_config_file_list_is_joined_and_overridden_by_flag(tmp_path: Path) -> None:
+    """A list of the file is one value of a flag."""
+    assert parse(tmp_path, "preload: [a, b]\n")[0].preload == ["a", "b"]
+    assert parse(tmp_path, "preload: [a, b]\n", "--preload", "c")[0].preload == ["c"]
 
 
-@pytest.mark.parametrize(("flags", "requeue"), [((), "off"), (("--requeue", "auto"), "auto")])
-def test_flag_beats_its_variable_that_is_no_setting(flags: tuple[str, ...], requeue: str) -> None:
-    """Variables of the agent's own flags are read with the flags."""
-    environ = {"ELASTIC_RESUME_REQUEUE": "off", "ELASTIC_RESUME_GRACE": "7"}
-    args, given = config.parse_flags_and_file(make_parser(), [*flags, "train.py"], environ)
-    assert (args.requeue, args.grace, "requeue" in given) == (requeue, None, bool(flags))
+@pytest.mark.parametrize("option", config.OPTIONS, ids=lambda option: option.name)
+def test_each_setting_has_key_variable_and_maybe_flag(
+    option: config.Option, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The precedence is the same for all: flag, file, environment, default."""
+    seen: list[tuple[str, str]] = []
+    probe = dataclasses.replace(option, parse=lambda source, text: seen.append((source, str(text))))
+    monkeypatch.setattr(config, "OPTIONS", (probe,))
+    parse(tmp_path, None, **{option.variable: "true"})
+    assert seen == [(option.variable, "true")]
+    seen.clear()
+    if not option.help:
+        with pytest.raises(ConfigError, match="unknown key"):
+            parse(tmp_path, f"{option.name}: 1\n")
+        return
+    parse(tmp_path, f"\n{option.name}: on\n", **{option.variable: "true"})
+    assert seen == [(f"{tmp_path / 'f.yaml'}:2 {option.name}", "on")]
+    seen.clear()
+    flag = [f"--{option.name}", *([] if option.metavar is None else ["true"])]
+    if option.has_flag:
+        parse(tmp_path, f"{option.name}: on\n", *flag, **{option.variable: "off"})
+        assert seen == [(f"--{option.name}", "true")]
+    else:
+        with pytest.raises(ConfigError, match=f"^{option.name} has no flag: .*{option.variable}"):
+            parse(tmp_path, None, *flag)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        (
+            "--settle=5",
+            "--settle is now last_call_timeout of --rdzv-conf: .* last_call_timeout=VALUE",
+        ),
+        ("--join_timeout=5", "--join-timeout is now join_timeout of --rdzv-conf"),
+        ("--rdzv-token-file=x", "--rdzv-token-file is now token_file of --rdzv-conf"),
+    ],
+)
+def test_former_flag_error_says_where_it_went(tmp_path: Path, word: str, said: str) -> None:
+    """In the file too."""
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        parse(tmp_path, None, word)
+    with pytest.raises(ConfigError, match=f"f.yaml:1: unknown key .* {said}"):
+        parse(tmp_path, word.removeprefix("--").replace("=", ": "))
+
+
+def test_misspelled_variable_is_named_with_similar_setting() -> None:
+    """Variables that agents and manifests set are known; names unlike any setting are left alone."""
+    environ = {
+        "ELASTIC_RESUME_GRACE_S": "5",
+        "ELASTIC_RESUME_NODES": "3",
+        "ELASTIC_RESUME_AGENT_PID": "1",
+        "ELASTIC_RESUME_CHAOS_SEED": "1",
+        "ELASTIC_RESUME_KEEP": "3",
+    }
+    assert config.find_misspelled_variables(environ) == [
+        "ELASTIC_RESUME_GRACE_S is not a setting: did you mean ELASTIC_RESUME_GRACE?"
+    ]
 
 
 def test_config_file_missing_error_names_path(tmp_path: Path) -> None:
@@ -210,7 +264,7 @@ def test_name_that_is_no_directory_name_is_refused(bad: str) -> None:
         return
     with pytest.raises(ConfigError, match="at most 128 letters, digits"):
         Settings.for_worker({}, "t.py", run_id=bad)
-    with pytest.raises(ConfigError, match="node name"):
+    with pytest.raises(ConfigError, match="node_name is"):
         Settings.for_worker({}, "t.py", node_name=bad)
 
 
@@ -254,7 +308,7 @@ def test_run_id_of_slurm_job_contains_script_name(
 ) -> None:
     """Otherwise a second script would resume from the checkpoints of the first."""
     environ = {"SLURM_JOB_ID": "7", **environ}
-    args = parse(tmp_path, None, *words)[0]
+    args = parse(tmp_path, None, *words, **environ)[0]
     assert Settings.for_agent(args, environ, environment.read_context(environ)).run_id == run_id
 
 
@@ -347,13 +401,13 @@ def test_settings_survive_environment_round_trip(agent: Settings) -> None:
     ],
 )
 def test_snapshot_memory_accepts_sizes(tmp_path: Path, text: str, size: int | None) -> None:
-    """The flag and the variable accept the same forms."""
-    assert settings_of(tmp_path, None, f"--snapshot-memory={text}").snapshot_memory == size
+    """The key and the variable accept the same forms."""
+    assert settings_of(tmp_path, f"snapshot-memory: {text}").snapshot_memory == size
     assert settings_of(tmp_path, None, ELASTIC_RESUME_SNAPSHOT_MEMORY=text).snapshot_memory == size
 
 
 @pytest.mark.parametrize(
-    ("flag", "text", "said"),
+    ("key", "text", "said"),
     [
         ("snapshot-memory", "-4G", "write a size .4GB, 512MiB, 1.5G., auto or off"),
         ("snapshot-memory", "1.5", "snapshot-memory is '1.5': write a size"),
@@ -375,11 +429,11 @@ def test_snapshot_memory_accepts_sizes(tmp_path: Path, text: str, size: int | No
         ("on-divergence", "resume-from-major", "Did you mean resume-from-majority"),
     ],
 )
-def test_snapshot_setting_error_shows_accepted_forms(tmp_path: Path, flag: str, text: str, said: str) -> None:
+def test_snapshot_setting_error_shows_accepted_forms(tmp_path: Path, key: str, text: str, said: str) -> None:
     """The message is short and names the setting."""
     with pytest.raises(ConfigError, match=said) as caught:
-        settings_of(tmp_path, None, f"--{flag}={text}")
-    assert flag in str(caught.value)
+        settings_of(tmp_path, f"{key}: {text}")
+    assert f"f.yaml:1 {key} is" in str(caught.value)
     assert len(str(caught.value)) < 300
 
 

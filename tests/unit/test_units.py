@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from elastic_resume.agent import hang_detector, main, options
+from elastic_resume.agent import main
 from elastic_resume.agent.round_evidence import RoundEvents
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.checkpoint.manifest import Position
-from elastic_resume.config import Settings
+from elastic_resume.config import OPTIONS, Settings, add_flags, parse_flags_and_file
 from elastic_resume.errors import ConfigError
 from elastic_resume.policy.checkpoint_interval import IntervalSetting
 from elastic_resume.policy.resume_plan import ResumePlan
@@ -40,10 +41,9 @@ def _terms(text: str) -> float:
     return terms.join_timeout_s
 
 
-def _hang(text: str) -> float:
-    patience = hang_detector.parse_hang_timeout(text)
-    assert patience is not None
-    return patience.configured_s or 0.0
+def _option(name: str) -> Callable[[str], float]:
+    (option,) = (option for option in OPTIONS if option.name == name)
+    return lambda text: float(option.parse(name, text))
 
 
 def _fault(text: str) -> float:
@@ -56,28 +56,22 @@ def _plan_file(text: str) -> float:
     return plan.every.mtbf_s
 
 
-def _grace_variable(text: str) -> float:
-    grace_s = options.resolve_grace_s(argparse.Namespace(grace=None), {"ELASTIC_RESUME_GRACE_S": text})
-    assert grace_s is not None
-    return grace_s
-
-
 READERS: dict[str, Callable[[str], float | None]] = {
-    "--grace": lambda text: options.resolve_grace_s(argparse.Namespace(grace=text), {}),
-    "ELASTIC_RESUME_GRACE_S": _grace_variable,
+    "--grace": _option("grace"),
     "ELASTIC_RESUME_STEP_MARK_S": lambda text: Settings.for_worker({}, "t.py", step_mark_s=text).step_mark_s,
     "TERMINATION_GRACE_S": lambda text: environment.read_termination_grace_s(
         {"ELASTIC_RESUME_TERMINATION_GRACE_S": text}
     ),
-    "--hang-timeout": _hang,
-    "--join-timeout": _terms,
+    "--hang-timeout": _option("hang-timeout"),
+    "--node-timeout": _option("node-timeout"),
+    "--rdzv-conf": _terms,
     "--interval": status._parse_interval,
     "chaos --patience": chaos._duration_parser("--patience"),
     "fault": _fault,
     "fault plan": _plan_file,
 }
 # An empty variable counts as not set.
-UNSET = {"ELASTIC_RESUME_GRACE_S", "TERMINATION_GRACE_S"}
+UNSET = {"TERMINATION_GRACE_S"}
 
 
 @pytest.mark.parametrize("where", READERS)
@@ -100,23 +94,23 @@ def test_invalid_duration_is_refused_in_all_settings(where: str) -> None:
 @pytest.mark.parametrize("value", [10 / 3, 0.1 + 0.2, 1e-05, 1e3, 5, 1e9])
 def test_duration_from_number_is_exact(value: float) -> None:
     """The rendezvous configuration holds floats, and scripts print all digits."""
-    assert parse_duration("--settle", value) == value
-    assert parse_duration("--settle", f"{value!r}ms") == value * 0.001
+    assert parse_duration("--grace", value) == value
+    assert parse_duration("--grace", f"{value!r}ms") == value * 0.001
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e-05, 1e300])
 def test_duration_from_invalid_number_is_refused(value: float) -> None:
     """The rules are those of text."""
     with pytest.raises(ConfigError):
-        parse_duration("--settle", value)
+        parse_duration("--grace", value)
 
 
 def test_duration_error_names_setting_value_and_forms() -> None:
     """The message needs no manual."""
     with pytest.raises(ConfigError) as error:
-        parse_duration("--settle", " 5x", min_s=1, max_s=60)
+        parse_duration("--grace", " 5x", min_s=1, max_s=60)
     assert str(error.value) == (
-        "--settle is '5x': write a time in seconds (30) or with a unit (500ms, 30s, 5m, 1.5h)."
+        "--grace is '5x': write a time in seconds (30) or with a unit (500ms, 30s, 5m, 1.5h)."
     )
 
 
@@ -135,15 +129,15 @@ def test_duration_out_of_range_error_names_given_limits(
 ) -> None:
     """A default limit would only confuse."""
     with pytest.raises(ConfigError) as error:
-        parse_duration("--settle", text, **limits)
-    assert str(error.value) == f"--settle is {text!r}: write a time {said}."
+        parse_duration("--grace", text, **limits)
+    assert str(error.value) == f"--grace is {text!r}: write a time {said}."
 
 
 @pytest.mark.parametrize("flag", ["--mtbf", "--for", "--patience"])
 def test_chaos_duration_error_names_flag(flag: str) -> None:
     """Several flags of chaos are durations."""
     with pytest.raises(ConfigError, match=rf"^{flag} is '5x': write a time in seconds"):
-        chaos._build_parser().parse_args([flag, "5x", "--", "train.py"])
+        chaos.build_parser().parse_args([flag, "5x", "--", "train.py"])
 
 
 @pytest.mark.parametrize(
@@ -168,9 +162,11 @@ def test_grace_variable_reaches_supervisors_in_seconds(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Supervisors parse a plain number, so the agent converts units."""
-    monkeypatch.setattr("os.environ", {"ELASTIC_RESUME_GRACE_S": "1.5m"})
+    monkeypatch.setattr("os.environ", {"ELASTIC_RESUME_GRACE": "1.5m"})
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    args, _ = parse_flags_and_file(parser, [], os.environ)
     settings = Settings.for_worker({}, "t.py")
-    args = argparse.Namespace(grace=None, drain_signals=None)
     with contextlib.closing(LeasePage()) as lease_page, contextlib.closing(RoundEvents()) as events:
         main._set_environment(settings, args, tmp_path / "events.jsonl", lease_page, events)
     from elastic_resume.agent.workers.supervisor import read_grace_s  # noqa: PLC0415 - reads the environment when asked

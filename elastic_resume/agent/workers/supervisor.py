@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 ENV_ROUND = "ELASTIC_RESUME_ROUND"
 ENV_LOCAL_RANK = "ELASTIC_RESUME_LOCAL_RANK"
 ENV_NODE_NAME = "ELASTIC_RESUME_NODE_NAME"
-ENV_GRACE_S = "ELASTIC_RESUME_GRACE_S"
+ENV_GRACE = "ELASTIC_RESUME_GRACE"
 ENV_LEASE_PAGE = "ELASTIC_RESUME_LEASE_PAGE"
 ENV_SLOTS = "ELASTIC_RESUME_SLOTS"
 ENV_EVENTS_PATH = "ELASTIC_RESUME_EVENTS_PATH"
@@ -275,7 +275,7 @@ def receive(connection: "_socket.socket", max_bytes: int) -> bytes:
 def read_grace_s() -> float:
     """Return the seconds between SIGTERM and SIGKILL."""
     try:
-        return max(0.0, float(os.environ[ENV_GRACE_S]))
+        return max(0.0, float(os.environ[ENV_GRACE]))
     except (KeyError, ValueError):
         return DEFAULT_GRACE_S
 

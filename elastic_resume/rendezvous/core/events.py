@@ -36,7 +36,7 @@ class Settings:
     min_nodes: int = 1
     max_nodes: int = 1
     node_timeout_s: float = 3.0
-    last_call_s: float = 3.0
+    last_call_timeout_s: float = 3.0
     """The first view waits until no newcomer has joined for so long."""
     join_timeout_s: float = 600.0
     single_node: bool = False

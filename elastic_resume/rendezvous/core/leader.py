@@ -48,7 +48,8 @@ class Admission:
             return messages.Refused("dead")
         if self._is_name_taken(hello):
             return messages.Refused(
-                f"another live agent is called {hello.sender.node}: give one of them a different --node-name"
+                f"another live agent is called {hello.sender.node}: give one of them a different name with "
+                "ELASTIC_RESUME_NODE_NAME"
             )
         return None
 

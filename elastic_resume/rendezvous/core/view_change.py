@@ -195,7 +195,7 @@ class ViewChange:
         settings = self.state.settings
         return (
             f"{len(joins)} of at most {settings.max_nodes} nodes have joined: waiting until no new node has "
-            f"joined for {settings.last_call_s:g} s"
+            f"joined for {settings.last_call_timeout_s:g} s"
         )
 
     def _compute_wait_deadline(self, present: set[Incarnation], *, full: bool) -> float:
@@ -214,7 +214,7 @@ class ViewChange:
             member in present for member in state.quorum_state.live_members(last)
         )
         if not has_survivors and not full:
-            until = max(until, self.last_arrival_at + settings.last_call_s)
+            until = max(until, self.last_arrival_at + settings.last_call_timeout_s)
         return until
 
     # Proposing and installing.

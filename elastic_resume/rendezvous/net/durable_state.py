@@ -102,12 +102,13 @@ class DurableStateFile:
         if state is None:
             raise NodeFileError(
                 f"{self._path} is damaged. It records in which views this node took part. While other nodes "
-                "of the job run, start this one with another --node-name; when none runs, remove the file."
+                "of the job run, start this one with another ELASTIC_RESUME_NODE_NAME; when none runs, "
+                "remove the file."
             )
         if self._node and state.incarnation.node != self._node:
             raise NodeFileError(
                 f"{self._path} belongs to node {state.incarnation.node!r}, but this is node "
-                f"{self._node!r}: a directory was copied or renamed. Give this node a --node-name and "
+                f"{self._node!r}: a directory was copied or renamed. Set ELASTIC_RESUME_NODE_NAME and "
                 "--ckpt-dir of its own, or remove the file."
             )
         if launch_id and self._launch_id and launch_id != self._launch_id:

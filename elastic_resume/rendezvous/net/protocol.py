@@ -259,7 +259,7 @@ def verify_proof(line: bytes, token: bytes, role: str, run_id: str, nonces: tupl
     expected = _compute_mac(token, role, run_id, nonces).hex()
     # compare_digest raises for text that is not ASCII.
     if not isinstance(proof, str) or not proof.isascii() or not hmac.compare_digest(proof, expected):
-        raise ProtocolError("it does not hold the run's token (--rdzv-token-file, ELASTIC_RESUME_TOKEN)")
+        raise ProtocolError("it does not hold the run's token (the token file, or ELASTIC_RESUME_TOKEN)")
 
 
 def _make_authenticators(
@@ -391,15 +391,15 @@ MAX_TOKEN_BYTES = 4096
 def load_token(path: Path | None, environ: Mapping[str, str], run_id: str) -> tuple[bytes, bool]:
     """Return the token of the run, and whether it is the user's. No error shows any part of it.
 
-    The file of ``--rdzv-token-file`` precedes the environment variable. With neither the token is derived
-    from the run's name, which keeps out agents of other jobs but no attacker.
+    The token file (``token_file`` of ``--rdzv-conf``) precedes the environment variable. With neither the
+    token is derived from the run's name, which keeps out agents of other jobs but no attacker.
 
     Raises:
         ConfigError: other users can read the file, or the token is missing or too short.
 
     """
     if path is not None:
-        return _validate_token(_read_token_file(path), f"--rdzv-token-file {path}"), True
+        return _validate_token(_read_token_file(path), f"token file {path}"), True
     if ENV_TOKEN in environ:
         return _validate_token(os.fsencode(environ[ENV_TOKEN]), ENV_TOKEN), True
     return hashlib.sha256(b"elastic_resume run " + run_id.encode(errors="surrogateescape")).digest(), False
@@ -427,9 +427,9 @@ def _read_token_file(path: Path) -> bytes:
             _check_permissions(os.fstat(file.fileno()), path)
             return file.read(MAX_TOKEN_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"--rdzv-token-file {path} cannot be read: {error.strerror}.") from error
+        raise ConfigError(f"token file {path} cannot be read: {error.strerror}.") from error
     except ValueError as error:  # a NUL in the path
-        raise ConfigError(f"--rdzv-token-file {path} cannot be read: {error}.") from error
+        raise ConfigError(f"token file {path} cannot be read: {error}.") from error
 
 
 def _open_nonblocking(path: str, flags: int) -> int:
@@ -439,7 +439,7 @@ def _open_nonblocking(path: str, flags: int) -> int:
 
 def _check_permissions(status: os.stat_result, path: Path) -> None:
     """Refuse a file that other users can read or write."""
-    where = f"--rdzv-token-file {path}"
+    where = f"token file {path}"
     if not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"{where} is not a regular file.")
     if status.st_uid not in {os.geteuid(), 0}:

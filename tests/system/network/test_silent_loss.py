@@ -30,7 +30,8 @@ def make(tmp_path: Path) -> Iterator[Make]:
             min_nodes=1,
             max_nodes=nodes,
             hosts=hosts,
-            flags=["--node-timeout", "1", "--no-warm"],
+            flags=["--node-timeout", "1"],
+            env={"ELASTIC_RESUME_NO_WARM": "1"},
         )
         made.append((cluster, hosts))
         return HeartbeatJob(cluster)

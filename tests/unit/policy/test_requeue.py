@@ -58,7 +58,7 @@ TABLE = [
     (notice(scheduler="kubernetes", has_scontrol=False), TELL, 75, "exit code"),
     (notice(has_scontrol=False), TELL, 75, "batch script"),
     (notice(other_requeuer="submitit"), TELL, 75, "submitit requeues"),
-    (notice(is_disabled=True), TELL, 75, "--requeue"),
+    (notice(is_disabled=True), TELL, 75, "ELASTIC_RESUME_REQUEUE"),
     (facts(End.TERMINATED, Reason.PREEMPTED, other_requeuer="submitit"), TELL, 75, "submitit requeues"),
     # where other nodes may have a world that goes on
     (facts(End.NO_QUORUM), TELL, 75, "may go on"),

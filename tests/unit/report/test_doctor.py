@@ -37,6 +37,8 @@ def test_findings_have_sources_and_no_secret(
         **STEP,
         "SLURM_STEP_NODELIST": "localhost,nobody[2-9]",
         "ELASTIC_RESUME_TOKEN": "do not show this",
+        "ELASTIC_RESUME_MAX_NO_PROGRESS": "7",
+        "ELASTIC_RESUME_CKPT_DIR": "/proc/stat",  # the flag beats it
     }
     assert run_doctor(monkeypatch, environ, "--ckpt-dir", str(tmp_path / "new")) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
@@ -44,7 +46,9 @@ def test_findings_have_sources_and_no_secret(
     assert lines["workers"].split() == ["8", "SLURM_GPUS_ON_NODE"]
     assert "127.0.0.1 (this node)" in lines["localhost"]  # perhaps behind ::1
     assert lines["nobody2"].startswith("no address")
+    assert lines["max-no-progress"].split() == ["7", "ELASTIC_RESUME_MAX_NO_PROGRESS"]
     assert "free" in lines["checkpoints"]
+    assert "--ckpt-dir; " in lines["checkpoints"]
     assert "do not show" not in str(lines)
 
 
@@ -67,7 +71,9 @@ def test_hanging_name_lookups_run_in_parallel(monkeypatch: pytest.MonkeyPatch) -
         ({"ELASTIC_RESUME_CKPT_DIR": "/proc/nothing"}, "/proc"),
         ({"ELASTIC_RESUME_CKPT_DIR": "/proc/stat"}, "/proc/stat is no directory"),
         ({"ELASTIC_RESUME_CKPT_DIR": "/x" * 3000}, "name too long"),
-        ({"ELASTIC_RESUME_PREEMPTION_NOTICE": "bogus"}, "--preemption-notice"),
+        ({"ELASTIC_RESUME_PREEMPTION_NOTICE": "bogus"}, "ELASTIC_RESUME_PREEMPTION_NOTICE is 'bogus'"),
+        ({"ELASTIC_RESUME_KEEP": "1"}, "ELASTIC_RESUME_KEEP is 1, which is too few"),
+        ({"ELASTIC_RESUME_GRACE": "soon"}, "ELASTIC_RESUME_GRACE is 'soon'"),
         ({"ELASTIC_RESUME_TOKEN": ""}, "ELASTIC_RESUME_TOKEN holds no token"),
         ({"ELASTIC_RESUME_TOKEN": "short"}, "ELASTIC_RESUME_TOKEN is shorter than 16 bytes"),
     ],
@@ -75,9 +81,13 @@ def test_hanging_name_lookups_run_in_parallel(monkeypatch: pytest.MonkeyPatch) -
 def test_problem_is_reported_with_exit_code_1(
     environ: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """People and programs get the same problem."""
+    """People get it first; programs get the same problem."""
     assert run_doctor(monkeypatch, environ) == 1
-    assert problem in capsys.readouterr().out.partition("would fail here")[2]
+    header, _, below = capsys.readouterr().out.partition("\n")
+    problems, _, table = below.partition("\n\n")
+    assert header == "A start without flags would fail here:"
+    assert problem in problems
+    assert table.startswith("scheduler")
     assert run_doctor(monkeypatch, environ, "--json") == 1
     found = json.loads(capsys.readouterr().out)
     assert problem in " ".join(found["problems"])

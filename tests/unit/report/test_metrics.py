@@ -14,7 +14,7 @@ import yaml
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from elastic_resume import constants
+from elastic_resume import config
 from elastic_resume.errors import ConfigError
 from elastic_resume.policy.incidents import INCIDENT_KINDS
 from elastic_resume.report import metrics
@@ -137,17 +137,16 @@ def test_metrics_flag_invalid_or_without_prometheus_client_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The address is loopback unless one is given."""
-    assert metrics.parse_listen_address(None, {}) is None
-    assert metrics.parse_listen_address("9400", {}) == ("127.0.0.1", 9400)
-    assert metrics.parse_listen_address(None, {constants.ENV_METRICS: "[::1]:0"}) == ("::1", 0)
-    assert metrics.parse_listen_address("0.0.0.0:80", {}) == ("0.0.0.0", 80)  # noqa: S104
+    assert config.parse_listen_address("--metrics", "9400") == ("127.0.0.1", 9400)
+    assert config.parse_listen_address("--metrics", "[::1]:0") == ("::1", 0)
+    assert config.parse_listen_address("--metrics", "0.0.0.0:80") == ("0.0.0.0", 80)  # noqa: S104
     for text in ("x", "localhost:80", "1.2.3:80", "70000", ":", "-1", "80:80:80:80:1", "train.py"):
         with pytest.raises(ConfigError, match=r"--metrics is .*write PORT \(of 127\.0\.0\.1\)"):
-            metrics.parse_listen_address(text, {})
+            config.parse_listen_address("--metrics", text)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert metrics.parse_listen_address(None, {}) is None
+    metrics.check_installed(None)
     with pytest.raises(ConfigError, match=r"pip install 'elastic-resume\[metrics\]'"):
-        metrics.parse_listen_address("9400", {})
+        metrics.check_installed(("127.0.0.1", 9400))
 
 
 def test_scrape_over_http_is_read_only_and_empty_without_status(caplog: pytest.LogCaptureFixture) -> None:

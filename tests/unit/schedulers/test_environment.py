@@ -149,19 +149,18 @@ def test_context_of_any_environment_is_usable(environ: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "environ", "seconds"),
+    ("given_s", "environ", "seconds"),
     [
         (None, {}, None),
         (None, {constants.ENV_TERMINATION_GRACE_S: "120"}, 60),
-        ("7", {constants.ENV_TERMINATION_GRACE_S: "120"}, 7),
-        (None, {constants.ENV_TERMINATION_GRACE_S: "120", constants.ENV_GRACE_S: "9"}, 9),
+        (7.0, {constants.ENV_TERMINATION_GRACE_S: "120"}, 7),
     ],
 )
 def test_worker_grace_defaults_to_half_of_pods_grace(
-    flag: str | None, environ: dict[str, str], seconds: float | None
+    given_s: float | None, environ: dict[str, str], seconds: float | None
 ) -> None:
     """The agent commits in the other half."""
-    assert options.resolve_grace_s(argparse.Namespace(grace=flag), environ) == seconds
+    assert options.resolve_grace_s(given_s, environ) == seconds
 
 
 def test_termination_grace_error_names_variable_and_value() -> None:
@@ -182,10 +181,8 @@ def start(
         nproc_per_node="1",
         rdzv_endpoint="",
         local_addr=None,
-        settle=None,
         rdzv_conf="",
         shared_dir=None,
-        rdzv_token_file=None,
     )
     vars(args).update(values)
     return args, options.fill_from_scheduler(args, {*given, *values}, here)
@@ -200,16 +197,15 @@ def test_fill_without_flags_takes_everything_from_scheduler(
     args, found = start(environment.read_context({**STEP, "SLURM_NODEID": "0"}))
     assert (args.nnodes, args.nproc_per_node) == ("1:4", "8")
     assert args.rdzv_endpoint == "gpu07:24567,gpu08:24567,gpu09:24567"
-    assert "rdzv_token_file" in found.given_flags
-    _, secret = load_token(Path(args.rdzv_token_file), {}, "job")
+    _, secret = load_token(Path(found.rendezvous_conf["token_file"]), {}, "job")
     assert secret
-    again, _ = start(environment.read_context(STEP))
-    assert again.rdzv_token_file == args.rdzv_token_file
+    _, again = start(environment.read_context(STEP))
+    assert again.rendezvous_conf == found.rendezvous_conf
     assert found.shared_dir is not None
     monkeypatch.setenv("SLURM_STEP_ID", "1")  # another training of the same job
-    other, _ = start(environment.read_context({**STEP, "SLURM_NODEID": "0"}))
+    _, other = start(environment.read_context({**STEP, "SLURM_NODEID": "0"}))
     found.shared_dir.remove()
-    assert Path(other.rdzv_token_file).exists()
+    assert Path(other.rendezvous_conf["token_file"]).exists()
 
 
 def test_fill_keeps_given_flags(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,14 +247,16 @@ def test_fill_refuses_invalid_number_of_pods() -> None:
 
 
 def test_fill_in_pod_sets_last_call_timeout_above_dns_ttl() -> None:
-    """DNS may keep the address of a dead pod for 30 s; a given timeout stays."""
-    here = environment.read_context(POD)
-    args, found = start(here)
-    assert args.settle == "35"
-    assert "settle" in found.given_flags
-    assert start(here, settle="2")[0].settle == "2"
-    assert "settle" not in start(here, rdzv_conf="settle=1")[1].given_flags
-    assert start(environment.read_context({**STEP, "SLURM_STEP_NUM_NODES": "1"}))[0].settle is None
+    """DNS may keep the address of a dead pod for 30 s. It is a default: --rdzv-conf overrides it."""
+    assert start(environment.read_context(POD))[1].rendezvous_conf == {"last_call_timeout": "35s"}
+    one_node = environment.read_context({**STEP, "SLURM_STEP_NUM_NODES": "1"})
+    assert start(one_node)[1].rendezvous_conf == {}
+
+
+def test_fill_keeps_token_file_of_user() -> None:
+    """No shared directory is made then."""
+    _, found = start(environment.read_context(STEP), rdzv_conf="token_file=/run/secret")
+    assert (found.rendezvous_conf, found.shared_dir) == ({}, None)
 
 
 def test_fill_takes_endpoint_of_training_operator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +299,7 @@ def test_shared_dir_that_is_not_shared_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no .*/elsewhere on this one"):
         SharedDir(tmp_path / "elsewhere", "slurm-1")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="--shared-dir"):
+    with pytest.raises(ConfigError, match="ELASTIC_RESUME_SHARED_DIR"):
         SharedDir(tmp_path / "file", "slurm-1")
 
 

@@ -23,6 +23,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_resume import constants
 from elastic_resume.agent import shutdown
 from elastic_resume.errors import ConfigError
 from elastic_resume.schedulers import preemption as notices
@@ -186,15 +187,15 @@ def test_azure_notice_of_any_json_names_event_of_this_machine(events: list[Any])
 def test_sources_are_split_at_commas_between_forms() -> None:
     """Other commas belong to a path or a command."""
     text = f"aws, gcp:http://[fd00::1]:8080/x/,file:/a,b,command:{sys.executable} -c 'a,b',azure"
-    assert [source.name for source in parse_sources(text)] == [
+    assert [source.name for source in parse_sources("notice", text)] == [
         "aws",
         "gcp:http://[fd00::1]:8080/x/",
         "file:/a,b",
         f"command:{sys.executable} -c 'a,b'",
         "azure",
     ]
-    assert [source.poll_interval_s for source in parse_sources(text)] == [5.0, 5.0, 1.0, 5.0, 5.0]
-    assert parse_sources(None) == parse_sources("off") == parse_sources(" ") == []
+    assert [source.poll_interval_s for source in parse_sources("notice", text)] == [5.0, 5.0, 1.0, 5.0, 5.0]
+    assert parse_sources("", "off") == parse_sources("", " ") == []
 
 
 @pytest.mark.parametrize(
@@ -214,9 +215,9 @@ def test_sources_are_split_at_commas_between_forms() -> None:
     ],
 )
 def test_invalid_source_is_refused(text: str) -> None:
-    """The error names the flag."""
-    with pytest.raises(ConfigError, match="--preemption-notice"):
-        parse_sources(text)
+    """The error names the source."""
+    with pytest.raises(ConfigError, match=r"^preemption-notice( |:)"):
+        parse_sources("preemption-notice", text)
 
 
 # ---- an address that answers ---------------------------------------------------------------------------
@@ -266,7 +267,7 @@ TOKEN, ACTION = "/latest/api/token", "/latest/meta-data/spot/instance-action"
 def test_ec2_source_renews_refused_token(metadata: Metadata, monkeypatch: pytest.MonkeyPatch) -> None:
     """It uses no proxy; 404 means no notice."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    (source,) = parse_sources(f"aws:{metadata.base}")
+    (source,) = parse_sources("notice", f"aws:{metadata.base}")
     metadata.says[TOKEN] = (200, b"first")
     assert [source.poll(), source.poll()] == [None, None]
     metadata.says[ACTION] = (401, b"")
@@ -288,7 +289,7 @@ def test_ec2_source_renews_refused_token(metadata: Metadata, monkeypatch: pytest
 def test_ec2_source_without_valid_token_stops(metadata: Metadata, token: tuple[int, bytes]) -> None:
     """The error names the token."""
     metadata.says[TOKEN] = token
-    (source,) = parse_sources(f"aws:{metadata.base}")
+    (source,) = parse_sources("notice", f"aws:{metadata.base}")
     with pytest.raises(NoticeQueryError, match="token"):
         source.poll()
     assert len(metadata.asked) == 1
@@ -296,7 +297,7 @@ def test_ec2_source_without_valid_token_stops(metadata: Metadata, token: tuple[i
 
 def test_gcp_and_azure_sources_send_their_headers(metadata: Metadata) -> None:
     """Azure lists events by the machine's name."""
-    azure_source, gcp = parse_sources(f"azure:{metadata.base}/a,gcp:{metadata.base}")
+    azure_source, gcp = parse_sources("notice", f"azure:{metadata.base}/a,gcp:{metadata.base}")
     metadata.says["/computeMetadata/v1/instance/preempted"] = (200, b"TRUE\n")
     assert gcp.poll() == PreemptionNotice("Compute Engine preempts this instance")
     assert metadata.asked[-1][2]["Metadata-Flavor"] == "Google"
@@ -307,7 +308,7 @@ def test_gcp_and_azure_sources_send_their_headers(metadata: Metadata) -> None:
     assert metadata.asked[-1][2]["Metadata"] == "true"
     assert len(metadata.asked) == 3
     with pytest.raises(NoticeQueryError, match="404"):
-        parse_sources(f"gcp:{metadata.base}/other")[0].poll()
+        parse_sources("notice", f"gcp:{metadata.base}/other")[0].poll()
 
 
 @contextlib.contextmanager
@@ -374,7 +375,7 @@ def test_request_to_closed_port_is_error() -> None:
 def test_file_source_has_text_of_file_as_reason(tmp_path: Path) -> None:
     """An empty file, a directory and a pipe are notices too, and do not block."""
     path = tmp_path / "notice"
-    (source,) = parse_sources(f"file:{path}")
+    (source,) = parse_sources("notice", f"file:{path}")
     assert source.poll() is None
     path.write_bytes(b"  maintenance\x00 \xff\nat noon " + b"x" * 100000)
     notice = source.poll()
@@ -424,12 +425,15 @@ def test_command_source_has_first_line_as_reason(program: Path, monkeypatch: pyt
     """No shell interprets the command."""
     monkeypatch.setattr(notices, "poll_command", partial(notices.poll_command, timeout_s=TIMEOUT_S))
     own = f"command:{sys.executable} -I -S {shlex.quote(str(program))} "
-    looked = {word: parse_sources(own + f"'{word}'")[0].poll() for word in ("no", "flood", "$HOME", "quiet")}
+    looked = {
+        word: parse_sources("notice", own + f"'{word}'")[0].poll()
+        for word in ("no", "flood", "$HOME", "quiet")
+    }
     assert looked["no"] is None
     assert looked["flood"] == PreemptionNotice("soon")
     assert looked["$HOME"] == PreemptionNotice("as it stands; no shell")
     assert looked["quiet"] == PreemptionNotice(f"{sys.executable} exited with 0")
-    left = parse_sources(own + "leave")[0].poll()
+    left = parse_sources("notice", own + "leave")[0].poll()
     assert left is not None
     assert left.reason.startswith("left ")
     with pytest.raises(NoticeQueryError, match="cannot be run"):
@@ -509,7 +513,7 @@ def test_watch_logs_failing_source_once_and_drains_once(caplog: pytest.LogCaptur
         assert recorder.drained.wait(TIMEOUT_S)
     assert recorder.drains == 1
     assert [line for line in caplog.messages if "refused" in line] == [
-        "--preemption-notice aws: refused. It is polled again; further errors are not logged."
+        "preemption-notice aws: refused. It is polled again; further errors are not logged."
     ]
     (event,) = recorder.events
     assert (event["event"], event["reason"], event["deadline"]) == ("preemption-notice", "soon", 1e12)
@@ -526,7 +530,7 @@ def test_node_with_notice_leaves_and_no_step_is_lost(tmp_path: Path) -> None:
     flags = ["--snapshot-every", "1", "--save-every", "100000"]
     with Cluster(tmp_path, nodes=3, min_nodes=2, flags=flags) as cluster:
         cluster.start(TRAIN, "--diary", str(tmp_path), "--epochs", "1000", only=[0, 2])
-        cluster.start_node(1, flags=[f"--preemption-notice=file:{notice}"])
+        cluster.start_node(1, env={constants.ENV_PREEMPTION_NOTICE: f"file:{notice}"})
         generation = cluster.wait(step=5, node=1)["generation"]
         written = tmp_path / "notice.new"
         written.write_text("rack 7 is switched off")

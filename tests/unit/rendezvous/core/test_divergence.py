@@ -233,7 +233,9 @@ class Job:
         count = rng.choice((2, 3, 3, 4, 5))
         self.names = "abcde"[:count]
         self.on = rng.random() < 0.5
-        settings = Settings(tuple(self.names), max_nodes=count, last_call_s=0.5, resume_from_majority=self.on)
+        settings = Settings(
+            tuple(self.names), max_nodes=count, last_call_timeout_s=0.5, resume_from_majority=self.on
+        )
         self.clock = Clock()
         self.clock.steps = -1_000_000
         net = self.net = Network(self.clock, rng)

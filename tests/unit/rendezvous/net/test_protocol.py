@@ -101,7 +101,7 @@ def test_short_token_is_refused(tmp_path: Path, token: bytes) -> None:
     """The error says what to do, and does not show the token."""
     path = token_file(tmp_path, token)
     for file, environ, where in (
-        (path, {}, f"--rdzv-token-file {path}"),
+        (path, {}, f"token file {path}"),
         (None, {ENV_TOKEN: token.decode()}, ENV_TOKEN),
     ):
         with pytest.raises(ConfigError, match=r"shorter than 16 bytes.*openssl rand -hex 32") as caught:

@@ -1,0 +1,130 @@
+"""The help of ``elastic-resume run``: one screen for ``--help``, everything for ``--help-all``.
+
+``--help`` lists our flags and the usual ones of torchrun in groups. It does not need torch. A test compares
+the names with torchrun's parser.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from elastic_resume import config
+from elastic_resume.rendezvous.config import CONF_KEYS
+
+USAGE = "elastic-resume run [flags] SCRIPT [arguments of the script]"
+HELP_COLUMN = 28
+_OURS = {option.name: option for option in config.FLAG_OPTIONS}
+# Each entry is a name of our table, or torchrun's flag with its help.
+GROUPS: dict[str, tuple[str | tuple[str, str], ...]] = {
+    "job": (
+        ("--nnodes N|MIN:MAX", "nodes of the job (default 1)"),
+        ("--nproc-per-node N", "workers of this node, or gpu, cpu, auto (default 1)"),
+        ("--standalone", "one node, whatever the environment says"),
+        ("-m, --module", "SCRIPT is a module, as for python -m"),
+        ("--no-python", "SCRIPT is a program, not Python"),
+    ),
+    "rendezvous": (
+        ("--rdzv-endpoint HOST,...", "some of the nodes; the same value on each node"),
+        ("--rdzv-id NAME", "name of the job (default: the script's name)"),
+        ("--rdzv-conf KEY=VALUE,...", ", ".join(key for key in CONF_KEYS if key != "node_timeout")),
+        ("--local-addr ADDRESS", "where other nodes reach this one"),
+        "node-timeout",
+    ),
+    "processes and logs": (
+        ("--log-dir DIR", "directory of the workers' logs"),
+        ("-r, --redirects 1|2|3", "workers' stdout (1), stderr (2) or both into logs"),
+        ("-t, --tee 1|2|3", "the same, and to the console too"),
+        "preload",
+    ),
+    "checkpoints": ("ckpt-dir", "save-every", "snapshot-every", "keep", "resume"),
+    "recovery": (
+        ("--max-restarts N", "end the job after N restarts (default: no limit)"),
+        "hang-timeout",
+        "grace",
+    ),
+    "other": (
+        "metrics",
+        ("--config FILE", config.CONFIG_HELP),
+        "quiet",
+        ("-h, --help", "print this and exit"),
+        ("--help-all", "print all of torchrun's flags and all settings"),
+    ),
+}
+
+
+class RunParser(config.Parser):
+    """The parser of ``run``: ``--help`` prints one screen instead of torchrun's long texts."""
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the short help."""
+        self._print_message(format_help(), file or sys.stdout)
+
+
+class HelpAllAction(argparse.Action):
+    """Print all flags and settings, and exit."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        """Print all flags and settings, and exit."""
+        print(f"{parser.format_help()}\n{format_other_settings()}", end="")
+        parser.exit()
+
+
+def add_help_all(parser: argparse.ArgumentParser) -> None:
+    """Add ``--help-all``."""
+    parser.add_argument(
+        "--help-all",
+        "--help_all",
+        action=HelpAllAction,
+        nargs=0,
+        default=argparse.SUPPRESS,
+        help="print all flags and settings, and exit",
+    )
+
+
+def format_help() -> str:
+    """Return the help of one screen."""
+    return "\n".join([
+        f"usage: {USAGE}",
+        "",
+        "Run a training script on this node as torchrun does; continue after failures.",
+        "  elastic-resume run --nproc-per-node 8 train.py --epochs 90",
+        "  elastic-resume run --nnodes 2:4 --rdzv-endpoint node0,node1,node2 train.py",
+        *(line for title, entries in GROUPS.items() for line in ("", f"{title}:", *_format_group(entries))),
+        "",
+        "TIME is seconds, or 500ms, 30s, 5m, 1.5h. A bare N of --save-every is steps.",
+        "A setting of ours is a flag (--keep 5), a line of --config FILE (keep: 5), or",
+        "a variable (ELASTIC_RESUME_KEEP=5). The first of these that is given counts.",
+        "Settings without a flag: elastic-resume run --help-all",
+        "",
+    ])  # fmt: skip
+
+
+def _format_group(entries: tuple[str | tuple[str, str], ...]) -> Iterator[str]:
+    for entry in entries:
+        if isinstance(entry, tuple):
+            flag, text = entry
+        else:
+            option = _OURS[entry]
+            flag = f"--{option.name} {option.metavar or ''}".rstrip()
+            default = f" (default {option.default_text})" if option.metavar else ""
+            is_short = len(option.help) + len(default) <= 80 - HELP_COLUMN
+            text = option.help + (default if is_short else "")
+        yield f"  {flag:<{HELP_COLUMN - 2}}{text}"
+
+
+def format_other_settings() -> str:
+    """Return the settings without a flag and the keys of ``--rdzv-conf``."""
+    lines = ["settings without a flag: a key of the --config file, or a variable"]
+    for option in config.OPTIONS_WITHOUT_FLAG:
+        forms = option.metavar or "true|false"
+        lines += [
+            f"  {option.name + ': ' + forms}",
+            f"      {option.variable} (default {option.default_text})",
+            f"      {option.help}",
+        ]
+    lines += ["", "keys of --rdzv-conf"]
+    lines += [f"  {key + '=':<20}{text}" for key, text in CONF_KEYS.items()]
+    return "\n".join(lines) + "\n"
