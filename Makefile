@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := -n 3 --dist worksteal
 PURE_PARALLEL := -n 2 --dist worksteal
 
-.PHONY: demo test test-slurm test-rest lint check docs simulate nightly oldest soak bench clean network-tools slurm-tools browser-tools
+.PHONY: demo test test-slurm test-rest lint check docs simulate nightly oldest newest soak bench clean network-tools slurm-tools browser-tools
 .DEFAULT_GOAL := help
 
 help:
@@ -18,8 +18,9 @@ help:
 	@echo "make check    lint, types and the pure tests (under a minute)"
 	@echo "make docs     the documentation's site in docs/_build/html, with warnings as errors"
 	@echo "make simulate SEEDS=N FIRST=F  N schedules of faults against the rendezvous, from seed F on"
-	@echo "make nightly  100,000 schedules of faults against the rendezvous, new ones every day, longer fuzzing, and make oldest"
-	@echo "make oldest   the pure tests with the oldest torch that pyproject.toml promises, in a venv of its own"
+	@echo "make nightly  100,000 schedules of faults against the rendezvous, new ones every day, longer fuzzing, make oldest and make newest"
+	@echo "make oldest   the pure tests and a few of real processes with the oldest torch that pyproject.toml promises, in a venv of its own"
+	@echo "make newest   the same with the newest torch that installs"
 	@echo "make soak     a hundred kills of all kinds in one job, two thousand power cuts, ten minutes of mixed faults, and nothing left behind"
 	@echo "make bench    speed, as ratios measured side by side"
 
@@ -86,16 +87,17 @@ simulate: $(READY)
 
 nightly: simulate
 	ELASTIC_RESUME_FUZZ_CASES=20000 $(BIN)/python -m pytest -q tests/unit/rendezvous/net/test_protocol_fuzz.py
-	$(MAKE) --no-print-directory oldest
+	$(MAKE) --no-print-directory oldest newest
 
-# Several gigabytes where the index has torch with CUDA only; OLDEST_INDEX names another one.
-OLDEST := .venv-oldest
-oldest: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(OLDEST)
-	sed '/^torch==/d' constraints.txt > $(OLDEST)/constraints.txt
-	sed -n 's/^ *"torch>=\(.*\)",$$/torch==\1.0/p' pyproject.toml >> $(OLDEST)/constraints.txt
-	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check $(addprefix --extra-index-url ,$(OLDEST_INDEX)) --constraint $(OLDEST)/constraints.txt --editable '.[dev]'
-	$(OLDEST)/bin/python -m pytest -q $(PURE_PARALLEL) -m 'not cluster and not slow'
+# Several gigabytes each where the index has torch with CUDA only; TORCH_INDEX names another one.
+oldest: TORCH = torch==$(shell sed -n 's/^ *"torch>=\(.*\)",$$/\1/p' pyproject.toml).0
+newest: TORCH = torch>=2
+oldest newest: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-$@
+	sed 's/^torch==.*/$(TORCH)/' constraints.txt > .venv-$@/constraints.txt
+	.venv-$@/bin/python -m pip install --quiet --disable-pip-version-check $(addprefix --extra-index-url ,$(TORCH_INDEX)) --constraint .venv-$@/constraints.txt --upgrade torch --editable '.[dev]'
+	.venv-$@/bin/python -m pytest -q $(PURE_PARALLEL) -m 'not cluster and not slow'
+	.venv-$@/bin/python -m pytest -q $(PARALLEL) $(patsubst %,tests/integration/test_%.py,run_command restore training warm_start)
 
 SOAK_KILLS ?= 100
 CHAOS_S ?= 600
@@ -108,4 +110,4 @@ bench: $(READY)
 	$(BIN)/python benchmarks/goodput.py --only ours --minutes 1 --baseline-minutes 0.5
 
 clean:
-	rm -rf .venv .venv-oldest .mypy_cache .pytest_cache .ruff_cache .hypothesis demo-run docs/_build
+	rm -rf .venv .venv-oldest .venv-newest .mypy_cache .pytest_cache .ruff_cache .hypothesis demo-run docs/_build

@@ -58,7 +58,7 @@ NOT_RUN = (
 SHORTER = ((r"(--nproc-per-node[ =])\d+", r"\g<1>2"), (r"time\.sleep\(0\.1\)", "time.sleep(0.02)"))
 SECOND_TERMINAL = re.compile(r"(second|another) terminal", re.IGNORECASE)
 COMMANDS = r"(?:elastic-resume|pip|srun|sbatch|make|python|torchrun|kubectl|docker|export|cp|git) "
-TIMEOUT_S = 120
+TIMEOUT_S = 250
 FILE_LANGUAGES = {"bash", "python", "yaml"}
 
 PREFACE = """
@@ -334,13 +334,20 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_blocks(page: str) -> list[Block]:
-    """Return the blocks of a page's session. The output of a command that does not run is left out."""
+    """Return the blocks of a page's session.
+
+    The output of a command that does not run is left out, and so is a command that an earlier page has run
+    with the same train.py.
+    """
+    blocks = [block for block in BLOCKS if block.page == page]
+    has_files = any(block.file for block in blocks)
+    earlier = {b.text for b in BLOCKS[: BLOCKS.index(blocks[0])] if b.language == "sh" and not has_files}
     kept: list[Block] = []
     skipped = False
-    for block in (block for block in BLOCKS if block.page == page):
+    for block in blocks:
         if block.language == "sh":
-            skipped = bool(block.reason)
-        if not (block.reason or block.is_fragment or (block.language == "text" and skipped)):
+            skipped = bool(block.reason) or block.text in earlier
+        if not (block.reason or block.is_fragment or (block.language in {"sh", "text"} and skipped)):
             kept.append(block)
     return kept
 

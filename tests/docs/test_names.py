@@ -53,7 +53,8 @@ def user_variables() -> set[str]:
     """Return the variables that `constants` marks as a user's, and those of pods."""
     source = Path(constants.__file__).read_text()
     marked = re.findall(r'^ENV_\w+ = "(\w+)".*\(user\)', source, re.MULTILINE)
-    return {*marked, *(name for names in environment.KUBERNETES_VARIABLES.values() for name in names)}
+    pods = {name for names in environment.KUBERNETES_VARIABLES.values() for name in names}
+    return {*marked, *(name for name in pods if name.startswith(constants.ENV_PREFIX))}
 
 
 def former_flags() -> set[str]:

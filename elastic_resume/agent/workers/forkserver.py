@@ -101,7 +101,15 @@ def main() -> None:
     changed = {name: value for name, value in read_environment().items() if environ.get(name) != value}
     request = serve_requests(listener, control, environ, changed)
     gc.enable()
-    run_main.run(become_worker(request))
+    try:
+        run_main.run(become_worker(request))
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+    if "triton" in sys.modules:
+        # Triton 3.9 prints 30 lines about leaks unless its types are freed at the end. That takes a second.
+        # A failed worker does not spend it, because the other workers wait for its end.
+        gc.unfreeze()
 
 
 def _import_modules(preload: list[str], control: socket.socket) -> None:

@@ -1,0 +1,242 @@
+"""The wheel and the sdist: what they hold, and that the installed wheel works without the source tree."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from collections.abc import Sequence
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+from elastic_resume import __version__
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.cluster
+
+PACKAGE = "elastic_resume"
+# Rank 1 dies once at step 5. A line of rank 0 says where each life of the workers begins.
+TRAIN = """
+import os
+from pathlib import Path
+
+import torch
+import elastic_resume as er
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+batches = er.GlobalBatches(64, global_batch=8, seed=0)
+loader = torch.utils.data.DataLoader(torch.randn(64, 4), batch_sampler=batches)
+run = er.resume(model=model, optimizer=optimizer, data=batches)
+ddp = run.ddp(model)
+if run.rank == 0:
+    print(f"begin at step {run.position.step} in {er.__file__}", flush=True)
+for epoch in run.epochs(2):
+    for samples in loader:
+        loss = ddp(samples).square().mean() * run.loss_weight
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        run.step()
+        if run.rank == 1 and run.position.step == 5 and not Path("died").exists():
+            Path("died").touch()
+            os.kill(os.getpid(), 9)
+if run.rank == 0:
+    print(f"end at step {run.position.step}", flush=True)
+run.close()
+"""
+TEST = """
+def test_training_continues(elastic_cluster):
+    elastic_cluster.start("train.py")
+    assert set(elastic_cluster.wait_exit()) == {0}
+    assert elastic_cluster.lost_steps <= 1
+"""
+
+
+def call(
+    command: Sequence[str | Path], cwd: Path = ROOT, *, code: int = 0, env: dict[str, str] | None = None
+) -> str:
+    """Run a command to its end and return its output. Any other exit code than `code` fails the test."""
+    done = subprocess.run(
+        [*map(str, command)],
+        cwd=cwd,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == code, f"{command} ended with {done.returncode}:\n{done.stdout[-6000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Build the sdist, and from it the wheel; hatchling comes from the running environment."""
+    directory = tmp_path_factory.mktemp("dist")
+    call([sys.executable, "-m", "build", "--no-isolation", "--outdir", directory, ROOT])
+    [sdist], [wheel] = directory.glob("*.tar.gz"), directory.glob("*.whl")
+    return sdist, wheel
+
+
+@pytest.fixture(scope="module")
+def sdist_files(archives: tuple[Path, Path]) -> dict[str, bytes]:
+    """Return the files of the sdist, by path below its top directory."""
+    files = {}
+    with tarfile.open(archives[0]) as archive:
+        for member in archive.getmembers():
+            content = archive.extractfile(member)
+            if content is not None:
+                files[member.name.partition("/")[2]] = content.read()
+    return files
+
+
+@pytest.fixture(scope="module")
+def wheel_files(archives: tuple[Path, Path]) -> dict[str, bytes]:
+    """Return the files of the wheel that was built from the sdist."""
+    return read_wheel(archives[1])
+
+
+def read_wheel(path: Path) -> dict[str, bytes]:
+    """Return all files of a wheel."""
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+class Environment:
+    """A venv that holds the wheel. Dependencies are links to the running environment's packages."""
+
+    def __init__(self, directory: Path, wheel: Path) -> None:
+        self.directory = directory
+        self.bin = directory / "venv" / "bin"
+        self.python = self.bin / "python"
+        call([sys.executable, "-m", "venv", "--without-pip", directory / "venv"])
+        links = directory / "dependencies"
+        links.mkdir()
+        for name in ("purelib", "platlib"):
+            for entry in Path(sysconfig.get_path(name)).iterdir():
+                ours = entry.name.startswith(
+                    (PACKAGE, f"_editable_impl_{PACKAGE}", f"__editable__.{PACKAGE}")
+                )
+                if not ours and entry.suffix != ".pth" and not (links / entry.name).exists():
+                    (links / entry.name).symlink_to(entry)
+        [site] = (directory / "venv" / "lib").glob("python*/site-packages")
+        (site / "dependencies.pth").write_text(f"{links}\n")
+        self.site = site
+        install: list[str | Path] = ["install", "--no-deps", "--no-index", wheel]
+        call([sys.executable, "-m", "pip", "--python", self.python, *install])
+
+    def call(self, *command: str, cwd: Path, code: int = 0) -> str:
+        """Run a command of the venv; nothing in its environment leads to the source tree."""
+        private = ("PYTHON", "PYTEST", "COVERAGE", "VIRTUAL_ENV", "ELASTIC_RESUME", "COLUMNS")
+        env = {name: value for name, value in os.environ.items() if not name.startswith(private)}
+        env["PATH"] = f"{self.bin}{os.pathsep}{env['PATH']}"
+        return call([self.bin / command[0], *command[1:]], cwd, code=code, env=env)
+
+
+@pytest.fixture(scope="module")
+def environment(archives: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """Install the wheel into a fresh venv."""
+    return Environment(tmp_path_factory.mktemp("environment"), archives[1])
+
+
+def test_wheel_holds_every_file_of_the_package_and_no_other(wheel_files: dict[str, bytes]) -> None:
+    """Templates, style sheets and py.typed among them; no tests, benchmarks or examples."""
+    expected = {
+        path.relative_to(ROOT).as_posix(): path.read_bytes()
+        for path in (ROOT / PACKAGE).rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    assert f"{PACKAGE}/py.typed" in expected
+    assert {name: data for name, data in wheel_files.items() if ".dist-info/" not in name} == expected
+
+
+def test_sdist_holds_every_tracked_file(sdist_files: dict[str, bytes]) -> None:
+    """So the tests run from it."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("no git checkout: the list of tracked files is missing")
+    tracked = set(call(["git", "ls-files", "-z"]).split("\0")) - {""}
+    deleted = set(call(["git", "ls-files", "-z", "--deleted"]).split("\0"))
+    assert tracked - deleted <= set(sdist_files)
+
+
+def test_sdist_and_tree_build_the_same_wheel(wheel_files: dict[str, bytes], tmp_path: Path) -> None:
+    """The wheel of the other tests was built from the sdist."""
+    call([sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path, ROOT])
+    [wheel] = tmp_path.glob("*.whl")
+    assert read_wheel(wheel) == wheel_files
+
+
+def test_tests_run_from_the_sdist(archives: tuple[Path, Path], tmp_path: Path) -> None:
+    """All modules of the tests are collected, and those of a package without processes pass."""
+    with tarfile.open(archives[0]) as archive:
+        archive.extractall(tmp_path, filter="data")
+    [tree] = tmp_path.iterdir()
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    pytest_words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    call([*pytest_words, "--collect-only", "tests"], tree, env=env)
+    call(
+        [*pytest_words, "tests/unit/policy/test_restart.py", "tests/unit/test_architecture.py"], tree, env=env
+    )
+
+
+def test_metadata_is_accepted_by_the_index(
+    archives: tuple[Path, Path], wheel_files: dict[str, bytes]
+) -> None:
+    """The description is the README, and torch comes with few other packages."""
+    call([sys.executable, "-m", "twine", "check", "--strict", *archives])
+    [metadata] = (data for name, data in wheel_files.items() if name.endswith(".dist-info/METADATA"))
+    message = Parser().parsestr(metadata.decode())
+    assert message["Version"] == __version__
+    assert message["Description-Content-Type"] == "text/markdown"
+    assert str(message.get_payload()).strip() == (ROOT / "README.md").read_text().strip()
+    plain = {line for line in message.get_all("Requires-Dist", []) if "extra ==" not in line}
+    assert {line.partition(">")[0] for line in plain} == {"torch", "psutil", "pyyaml", "xxhash", "jinja2"}
+
+
+def test_installed_commands_need_no_source_tree(environment: Environment, tmp_path: Path) -> None:
+    """The version, the doctor, and the package's own files come from the wheel."""
+    code = f"import {PACKAGE}; print({PACKAGE}.__file__)"
+    assert environment.call("python", "-c", code, cwd=tmp_path).strip().startswith(f"{environment.site}/")
+    version = environment.call("elastic-resume", "--version", cwd=tmp_path)
+    assert version == f"elastic-resume {__version__}\n"
+    assert "checkpoints" in environment.call("elastic-resume", "doctor", cwd=tmp_path)
+    pip = [sys.executable, "-m", "pip", "--python", environment.python, "check"]
+    problems = subprocess.run([*map(str, pip)], capture_output=True, text=True, check=False).stdout
+    assert "elastic-resume" not in problems, "a dependency is missing or has a wrong version"
+
+
+def test_installed_wheel_continues_after_a_killed_worker(environment: Environment, tmp_path: Path) -> None:
+    """The run's report is rendered too: its template and style sheet come from the wheel."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    run = ["elastic-resume", "run", "--nproc-per-node", "2", "--snapshot-every", "1", "train.py"]
+    where = re.escape(str(environment.site / PACKAGE / "__init__.py"))
+    output = environment.call(*run, cwd=tmp_path)
+    first, second = re.findall(rf"begin at step (\d+) in {where}", output)
+    assert int(first) == 0
+    assert int(second) in {4, 5}, "the copy of step 5 may not have been complete"
+    assert "end at step 16" in output
+    again = environment.call(*run, cwd=tmp_path)
+    assert re.findall(rf"begin at step (\d+) in {where}", again) == ["16"]
+    report = environment.call("elastic-resume", "report", "--json", "checkpoints/train", cwd=tmp_path)
+    assert json.loads(report)
+    environment.call("elastic-resume", "report", "--html", "page.html", "checkpoints/train", cwd=tmp_path)
+    assert "<style>" in (tmp_path / "page.html").read_text()
+
+
+def test_installed_plugin_offers_its_fixture(environment: Environment, tmp_path: Path) -> None:
+    """Pytest loads the plugin by its entry point."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "test_train.py").write_text(TEST)
+    output = environment.call("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=tmp_path)
+    assert "1 passed" in output
