@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := -n 3 --dist worksteal
 PURE_PARALLEL := -n 2 --dist worksteal
 
-.PHONY: demo test test-slurm test-rest lint check simulate nightly oldest newest soak bench clean network-tools slurm-tools browser-tools
+.PHONY: demo test test-slurm test-rest lint check docs simulate nightly oldest newest soak bench clean network-tools slurm-tools browser-tools
 .DEFAULT_GOAL := help
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo "make test     every test, real processes included"
 	@echo "make test-slurm  those that run on a real Slurm, which they bring up themselves"
 	@echo "make check    lint, types and the pure tests (under a minute)"
+	@echo "make docs     the documentation's site in docs/_build/html, with warnings as errors"
 	@echo "make simulate SEEDS=N FIRST=F  N schedules of faults against the rendezvous, from seed F on"
 	@echo "make nightly  100,000 schedules of faults against the rendezvous, new ones every day, longer fuzzing, make oldest and make newest"
 	@echo "make oldest   the pure tests and a few of real processes with the oldest torch that pyproject.toml promises, in a venv of its own"
@@ -39,6 +40,9 @@ lint: $(READY)
 
 check: lint
 	$(BIN)/python -m pytest -q $(PURE_PARALLEL) -m 'not cluster and not slow'
+
+docs: $(READY)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs docs/_build/html
 
 # For tests that break the links and disks of simulated nodes. What cannot be installed here, those tests name.
 network-tools:
@@ -106,4 +110,4 @@ bench: $(READY)
 	$(BIN)/python benchmarks/goodput.py --only ours --minutes 1 --baseline-minutes 0.5
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest .mypy_cache .pytest_cache .ruff_cache .hypothesis demo-run
+	rm -rf .venv .venv-oldest .venv-newest .mypy_cache .pytest_cache .ruff_cache .hypothesis demo-run docs/_build

@@ -1,5 +1,7 @@
 """Keep a PyTorch DDP job running: the death of a worker or a node costs seconds.
 
+::
+
     import elastic_resume as er
     run = er.resume(model=model, optimizer=opt, scheduler=sched, data=batches)
     model = run.ddp(model)

@@ -177,7 +177,7 @@ class WorldChange:
 
     @property
     def factor(self) -> float:
-        """The new global batch divided by the old one: a factor for the learning rate."""
+        """The factor for the learning rate, which is the new global batch divided by the old one."""
         if self.old_global_batch is None or self.global_batch is None:
             raise UsageError(
                 "the global batch is not known, so a learning-rate factor cannot be computed. Pass a "

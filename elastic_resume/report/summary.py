@@ -336,7 +336,7 @@ def _collect_faults(
 
 
 def format_json(run_report: RunReport) -> str:
-    """Return the report as JSON; docs/report.md describes its members.
+    """Return the report as JSON; docs/reference/report-json.md describes its members.
 
     Within one `REPORT_SCHEMA` members are only added. Times are Unix seconds, durations seconds, null is
     unknown.

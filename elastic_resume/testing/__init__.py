@@ -12,7 +12,7 @@ and started again; each step has a snapshot::
 
 The mark ``@pytest.mark.elastic_resume(nodes=4, hosts="namespaces")`` takes the arguments of `Cluster`. The
 fixture ``make_cluster`` makes several clusters. `assert_same_run` fails unless a run under faults ends bit
-for bit like an undisturbed run. docs/testing.md has more.
+for bit like an undisturbed run. docs/guides/testing.md has more.
 
 Tests may run side by side (pytest-xdist), and nothing is left of a test's nodes however it ends. A test run
 without these fixtures imports only this module.

@@ -80,7 +80,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Recovery:
-    """One failure that the job recovered from, as `elastic-resume report` shows it.
+    """One failure that the job recovered from, as ``elastic-resume report`` shows it.
 
     ``generation`` is the one after the failure. ``cause`` is the root cause. ``seconds`` is the time from the
     first sign of the failure to the first step of that generation, None if the logs lack it. ``lost_steps``
@@ -120,7 +120,7 @@ class Cluster:
 
         Args:
             directory: gets ``logs/``, ``disks/NODE/`` and ``checkpoints/RUN_ID/``. The last one shows the
-                directories of all nodes side by side, as `elastic-resume report` expects them.
+                directories of all nodes side by side, as ``elastic-resume report`` expects them.
             nodes: number of nodes; their names are n0 to n{nodes-1}.
             min_nodes: fewest nodes that train; default: ``nodes``.
             max_nodes: most nodes that train; default: ``nodes``.
@@ -295,7 +295,7 @@ class Cluster:
         ]
 
     def report_text(self) -> str:
-        """Return what `elastic-resume report` prints for the run so far."""
+        """Return what ``elastic-resume report`` prints for the run so far."""
         return summary.format_text(summary.build_run_report(self.events()))
 
     def output_tails(self) -> str:
@@ -570,7 +570,7 @@ class Cluster:
         """Arm a failpoint for a node's processes and return its id; the first to reach it fires it.
 
         ``failpoint`` has the form that `elastic_resume.failpoints` documents: "commit.after-data=kill",
-        "step=raise;step=20". `FailpointController.read_fired` takes the id.
+        "step=raise;step=20".
         """
         return self.failpoints.arm(failpoint, node=self.nodes[index].name)
 

@@ -164,15 +164,15 @@ class Fault:
     """One fault: what happens, to which target, and when.
 
     Args:
-        what: one of `KINDS`.
+        what: one of ``KINDS``.
         node: index of the node; n0 is 0.
         rank: rank, for faults of workers.
-        role: one of `ROLES` in place of a node or rank. Without any target the seed chooses one.
+        role: one of ``ROLES`` in place of a node or rank. Without any target the seed chooses one.
         groups: for a partition: groups of nodes that reach each other.
         step: inject as soon as any rank has finished this step.
         at_s: inject so many seconds after the job's first step.
         phase: inject when a process first reaches this phase (after ``step`` or ``at_s``, if given): one of
-            `PHASES`, or the name of a failpoint.
+            ``PHASES``, or the name of a failpoint.
         repeat: inject again in each later generation when the same condition holds.
         for_s: duration in seconds; None: until something else ends the fault.
         back_after_s: seconds until a killed node is restarted.
@@ -492,8 +492,8 @@ class FaultPlan:
     def schedule(self, shape: JobShape, *, until_s: float | None = None) -> tuple[Fault, ...]:
         """Return all faults, the written and the random ones. Only roles are still unresolved.
 
-        ``until_s`` bounds the random faults. A written fault that is not due by then is reported by
-        `FaultInjector`.
+        ``until_s`` bounds the random faults. The fault injector reports a written fault that is
+        not due by then.
         """
         rng = random.Random(self.seed)  # noqa: S311  no secret
         written = [_draw_target(fault, shape, rng) for fault in self.faults]

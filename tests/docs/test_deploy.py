@@ -94,7 +94,7 @@ def container(job: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("minor", range(29, 38))
 def test_published_schemas_take_job_and_service(minor: int) -> None:
-    """Strictly; before 1.31 with the two changes that docs/kubernetes.md names."""
+    """Strictly; before 1.31 with the two changes that docs/guides/kubernetes.md names."""
     loaded = manifests.load_documents()
     if minor < 31:
         manifests.adapt_to_kubernetes_1_29(manifests.job_spec(loaded))

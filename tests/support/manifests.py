@@ -26,7 +26,7 @@ def job_spec(documents: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def adapt_to_kubernetes_1_29(job: dict[str, Any]) -> None:
-    """Edit a Job's spec as docs/kubernetes.md says for Kubernetes 1.29 and 1.30."""
+    """Edit a Job's spec as docs/guides/kubernetes.md says for Kubernetes 1.29 and 1.30."""
     del job["successPolicy"]
     job["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"].remove(75)
 
@@ -42,7 +42,7 @@ def render_manifest(
     grace_s: int = 120,
     claim: str = "",
 ) -> str:
-    """Return the YAML of a job called train, with these values where docs/kubernetes.md says they go."""
+    """Return the YAML of a job called train, with these values as docs/guides/kubernetes.md says."""
     loaded = load_documents(files, "train")
     job = job_spec(loaded)
     least, most = map(int, nodes.split(":"))

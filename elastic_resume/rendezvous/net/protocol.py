@@ -280,7 +280,8 @@ def _compute_mac(token: bytes, label: str, run_id: str, nonces: tuple[str, str])
 def _check_version(fields: dict[str, Any]) -> None:
     if fields["elastic_resume"] != VERSION:
         raise ProtocolError(
-            f"it speaks protocol version {str(fields['elastic_resume'])[:16]!r}, this is version {VERSION}"
+            f"it speaks protocol version {str(fields['elastic_resume'])[:16]!r}, this is version {VERSION}: "
+            "install the same elastic_resume on all nodes"
         )
 
 

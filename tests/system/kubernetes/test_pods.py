@@ -18,7 +18,7 @@ from tests.support.manifests import render_manifest
 from tests.support.paths import ROOT
 from tests.support.pods import SimulatedPods, expand_variables
 
-PAGE = ROOT / "docs" / "kubernetes.md"
+PAGE = ROOT / "docs" / "guides" / "kubernetes.md"
 TOKEN = {"train-token": {"token": "a secret that all pods share, and nobody else"}}
 STEP = "STEP "
 
@@ -50,7 +50,7 @@ def test_each_exit_code_does_what_the_docs_say(code: int, disrupted: bool, verdi
 
 
 def test_the_table_of_exit_codes_says_what_the_policies_do() -> None:
-    """Each row of docs/kubernetes.md."""
+    """Each row of docs/guides/kubernetes.md."""
     rows = re.findall(r"^\| (\d+)[^|]*\|[^|]*\|([^|]*)\|$", PAGE.read_text(), re.MULTILINE)
     assert {int(code) for code, _ in rows} >= {0, 1, 2, constants.EXIT_REQUEUE, 137, 143}
     for code, told in rows:

