@@ -40,7 +40,6 @@ INVENTORY = HERE / "_build" / "torch.inv"
 torch_inventory.write(INVENTORY)
 intersphinx_mapping = {"torch": (torch_inventory.BASE_URL, str(INVENTORY))}
 
-smartquotes = False  # it makes a dash of the two hyphens of a flag
 html_theme = "furo"
 html_title = "elastic_resume"
 html_static_path = ["_static"]

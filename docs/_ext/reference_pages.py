@@ -25,8 +25,11 @@ from elastic_resume.rendezvous.config import CONF_KEYS
 
 
 def escape(text: str) -> str:
-    """Return ``text`` as Markdown that shows it unchanged."""
-    return re.sub(r"([\\`*_{}\[\]<>|$#@:])", r"\\\1", " ".join(text.split()))
+    """Return ``text`` as Markdown that shows it unchanged, with flags as code."""
+    parts = re.split(r"(--[a-z][\w-]*)", " ".join(text.split()))
+    plain = (re.sub(r"([\\`*_{}\[\]<>|$#@:])", r"\\\1", part) for part in parts[::2])
+    code = [*(f"`{flag}`" for flag in parts[1::2]), ""]
+    return "".join(word for pair in zip(plain, code, strict=True) for word in pair)
 
 
 def subcommands() -> dict[str, argparse.ArgumentParser]:
