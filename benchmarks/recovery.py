@@ -34,6 +34,7 @@ import itertools
 import json
 import math
 import os
+import platform
 import random
 import signal
 import statistics
@@ -295,11 +296,17 @@ def no_process_left() -> Iterator[None]:
 
 def machine() -> dict[str, Any]:
     """Describe the machine that the figures depend on."""
-    return {
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    facts = {
+        "processor": models[0] if models else platform.machine(),
         "cores": os.cpu_count(),
         "python": sys.version.split()[0],
         "torch": importlib.metadata.version("torch"),
     }
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        facts["torchft"] = importlib.metadata.version("torchft-nightly")
+    return facts | {"date": time.strftime("%Y-%m-%d", time.gmtime())}
 
 
 def choice(known: Any) -> Callable[[str], list[str]]:
@@ -332,7 +339,7 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="of victims and moments")
     parser.add_argument("--dir", type=Path, help="work here, and leave logs and events (default: temporary)")
-    parser.add_argument("--json", type=Path, help="write the figures there too")
+    parser.add_argument("--json", type=Path, help="write the figures there too, for benchmarks/chart.py")
     options = parser.parse_args()
     rows, whole = [], True
     with contextlib.ExitStack() as stack:

@@ -8,13 +8,16 @@
             ...
             run.step()
 
-Names are imported at first use, so that the command line tools start without torch.
+`errors` has every error that is raised on purpose: ``except er.errors.CheckpointError``. Other names are
+imported at first use, so that the command line tools start without torch.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from elastic_resume import errors
 
 if TYPE_CHECKING:
     from elastic_resume.checkpoint.manifest import Position as Position
@@ -49,6 +52,7 @@ __all__ = [
     "Run",
     "WorldChange",
     "__version__",
+    "errors",
     "load",
     "resume",
     "seeded",

@@ -1,4 +1,4 @@
-"""Every error that this package raises on purpose.
+"""Every error that this package raises on purpose, for ``except er.errors.CheckpointError``.
 
 ::
 
@@ -17,6 +17,7 @@
      │   ├─ ForeignError          another job's, or not a checkpoint
      │   ├─ NewerFormatError      written by a newer elastic_resume
      │   └─ UnreadableError       this machine cannot read it now; its bytes may be valid
+     │       └─ PeerFailedError     another rank could not send it
      ├─ NoValidCheckpointError  checkpoints exist and none can be loaded        exit 1
      ├─ JobFailedError          the restart policy ended the job                exit 1
      ├─ RendezvousLostError     the agents cannot reach each other any more     exit 75
@@ -31,52 +32,109 @@ a restart would fail in the same way, and the agent does not try one.
 
 from __future__ import annotations
 
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "CorruptError",
+    "DivergenceError",
+    "ElasticResumeError",
+    "ForeignError",
+    "JobFailedError",
+    "MachineError",
+    "MismatchError",
+    "NewerFormatError",
+    "NoValidCheckpointError",
+    "NodeExcludedError",
+    "NodeFileError",
+    "NodeLockedError",
+    "PeerFailedError",
+    "RendezvousLostError",
+    "TornError",
+    "UnreadableError",
+    "UntrackableError",
+    "UsageError",
+    "WorldChangedError",
+]
+
 
 class ElasticResumeError(Exception):
-    """Base of all errors raised on purpose by this package."""
+    """Base of all errors that this package raises on purpose.
+
+    It is raised itself if the state of the job is inconsistent and no other class fits. The text says what
+    to do.
+    """
 
     is_deterministic = True
 
 
 class UsageError(ElasticResumeError):
-    """The caller's code or flags are wrong; nothing was changed."""
+    """The caller's code or flags are wrong.
+
+    Raised by `er.resume` and the methods of `Run`, before they change anything. Correct the call that the
+    text names.
+    """
 
 
 class ConfigError(UsageError):
-    """A flag, a configuration key or an environment variable is unknown or out of range."""
+    """An argument, flag, configuration key or environment variable is unknown or out of range.
+
+    Raised by `er.resume` and by every command before it starts. Correct the setting that the text names.
+    """
 
 
 class UntrackableError(UsageError):
-    """An object holds state that is neither a tensor nor plain data; the text names its path and type."""
+    """An object holds state that is neither a tensor nor plain data.
+
+    Raised by `er.resume`, or by `Run.step` and `Run.save` if an object comes to hold such state later. The
+    text names the path and type. Remove the value from ``state_dict()``, or keep it as a tensor.
+    """
 
 
 class MismatchError(UsageError):
-    """The tracked objects do not fit the checkpoint; the text lists every differing name."""
+    """The tracked objects do not fit the checkpoint.
+
+    Raised by `er.resume`, before it loads anything. The text lists the names that differ. Build the same
+    objects as in the run that saved, or start over with ``resume="never"``.
+    """
 
 
 class WorldChangedError(UsageError):
-    """The number of ranks differs from the checkpoint's, under ``on_world_change="error"``."""
+    """The number of ranks differs from the checkpoint's.
+
+    Raised by `er.resume` under ``on_world_change="error"`` only. Start as many ranks as before, or choose
+    another policy.
+    """
 
 
 class MachineError(ElasticResumeError):
-    """The machine is wrong: a directory cannot be written, a disk is full."""
+    """The machine is wrong: a directory cannot be written, a disk is full.
+
+    Raised by `er.resume`, by commands, and when a run cannot save its final state. The text names the path
+    and the system's reason. Repair it, and start the job again.
+    """
 
 
 class NodeLockedError(MachineError):
-    """Another live process holds this node's directory."""
+    """Another live process holds this node's directory.
+
+    Raised when an agent starts, or by `er.resume` without an agent. End that process, which the text names,
+    or choose another node name or run id.
+    """
 
 
 class NodeFileError(MachineError):
-    """A small file of a node's directory is damaged; the text names the file to remove.
+    """A small file of a node's directory is damaged.
 
-    Deterministic, unlike a bad checkpoint: no other node has a copy of the file.
+    Raised at the start of an agent or of a generation. Remove the file that the text names. The error is
+    deterministic, unlike a bad checkpoint: no other node has a copy of the file.
     """
 
 
 class CheckpointError(ElasticResumeError):
     """Bytes on disk or from a peer are not a checkpoint that may be loaded.
 
-    Not deterministic: another node's checkpoint may be valid. Inventories and events carry the class as
+    Raised by `er.load`, ``verify`` and other commands, with one of the subclasses. `er.resume` passes over
+    such a checkpoint, because another node's may be valid. Inventories and events carry the class as
     ``kind``.
     """
 
@@ -85,23 +143,35 @@ class CheckpointError(ElasticResumeError):
 
 
 class TornError(CheckpointError):
-    """A file or part of one is missing."""
+    """A file or part of one is missing.
+
+    Raised for a checkpoint that was copied incompletely or cut short. Load another checkpoint.
+    """
 
     kind = "torn"
 
 
 class CorruptError(CheckpointError):
-    """A digest does not match, or a file violates its format."""
+    """A digest does not match, or a file violates its format.
+
+    Raised when bytes changed after they were written. Load another checkpoint, and check the disk.
+    """
 
 
 class ForeignError(CheckpointError):
-    """A checkpoint of another job, or a directory that is not a checkpoint. It is never moved."""
+    """A checkpoint of another job, or a directory that is not a checkpoint. It is never moved.
+
+    Raised for a path that holds something else. Check the path and the run id.
+    """
 
     kind = "foreign"
 
 
 class NewerFormatError(CheckpointError):
-    """A checkpoint in the format of a newer elastic_resume; it counts as valid and newest."""
+    """A checkpoint in the format of a newer elastic_resume; it counts as valid and newest.
+
+    Raised when it is read. Upgrade elastic_resume on every node.
+    """
 
     kind = "newer"
 
@@ -109,31 +179,56 @@ class NewerFormatError(CheckpointError):
 class UnreadableError(CheckpointError):
     """This machine cannot read a checkpoint now (I/O error, no memory, no descriptor, no permission).
 
-    The bytes may be valid: this restore skips the checkpoint and leaves it in place.
+    Its bytes may be valid: a restore skips the checkpoint and leaves it in place. Remove the cause that the
+    text names, and read it again.
     """
 
     kind = "unreadable"
 
 
+class PeerFailedError(UnreadableError):
+    """Another rank could not send its bytes. This node's checkpoints are not to blame.
+
+    Raised while a restore is in progress, which then takes another copy. The other rank reports the reason.
+    """
+
+
 class NoValidCheckpointError(ElasticResumeError):
-    """Checkpoints exist and none can be loaded. The job never starts over silently."""
+    """Checkpoints exist, or must exist, and none can be loaded. The job never starts over silently.
+
+    Raised by `er.resume` and `er.load`. Bring the checkpoints back, which the text names, or start over on
+    purpose with ``resume="never"``.
+    """
 
 
 class JobFailedError(ElasticResumeError):
-    """A restart would not help; the text says what failed, on this node or on another."""
+    """A restart would not help.
+
+    Raised in the agent, never in a script. The text says what failed, on this node or on another.
+    """
 
 
 class RendezvousLostError(ElasticResumeError):
-    """The agents cannot form a view because too many are unreachable."""
+    """The agents cannot form a view because too many are unreachable.
+
+    Raised in the agent, and by ``status`` if no agent answers. Start the job again when the nodes are back.
+    """
 
     is_deterministic = False
 
 
 class NodeExcludedError(ElasticResumeError):
-    """This node cannot take part, or fails alone repeatedly: it leaves, and the others continue."""
+    """This node cannot take part, or fails alone repeatedly: it leaves, and the others continue.
+
+    Raised in the agent, never in a script. Repair or replace the node for the reason that the text gives.
+    """
 
     is_deterministic = False
 
 
 class DivergenceError(ElasticResumeError):
-    """Replicas that must be equal differ; the text names the first tensor and the ranks."""
+    """Replicas that must be equal differ.
+
+    Raised by `Run.assert_ranks_equal`, and by `er.resume` after loading. The text names the first tensor and
+    the ranks. Look for a step that ranks take differently, or for a faulty GPU.
+    """

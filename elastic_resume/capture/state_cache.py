@@ -4,7 +4,8 @@
 Between two snapshots usually only values change. So names, tensors and the JSON around them are found once
 (`CachedState`). The cache is valid while every entry of every dict that a state_dict() reads is the same
 object, and every parameter and buffer has the same address, dtype and shape (``p.data = x`` exchanges
-these). After any other change the whole state is flattened again.
+these). Tensors at one address must also keep their strides, because they are tied only while these agree,
+and so must complex tensors. After any other change the whole state is flattened again.
 
 The cache holds the objects' own tensors, so no old tensor is ever copied. If an optimizer's state changes
 its dtype or size in place, the copy fails (`copy_engine.copy_tensors`) and the next snapshot flattens
@@ -19,7 +20,8 @@ Changes that the cache does not detect:
 
 - an exchanged ``_parameters`` dict;
 - a state_dict method that was assigned to an instance after it was flattened;
-- new strides at an old address;
+- new strides of a tensor that shares its address with no other. Its values are copied correctly, but an
+  expanded tensor is not refused;
 - a new name of a module's last entry, without any other change.
 
 Use it in the training thread, at a step boundary.
@@ -29,6 +31,7 @@ from __future__ import annotations
 
 import functools
 import gc
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -184,6 +187,14 @@ class _StateCache:
         self._complex_tensors = list(filter(Tensor.is_complex, self._checked_tensors))
         self._expected_addresses = list(map(Tensor.data_ptr, self._checked_tensors))
         self._expected_specs = list(map(_get_dtype_and_shape, self._checked_tensors))
+        counts = Counter(self._expected_addresses)
+        # A complex tensor's leaf is a view of it, with the strides of when it was flattened.
+        self._strided_tensors = [
+            tensor
+            for tensor, address in zip(self._checked_tensors, self._expected_addresses, strict=True)
+            if counts[address] > 1 or tensor.is_complex()
+        ]
+        self._expected_strides = list(map(Tensor.stride, self._strided_tensors))
         dicts = self._collect_dicts()
         self._expected_sizes = list(map(len, dicts))
         self._expected_values = list(chain.from_iterable(map(dict.values, dicts)))
@@ -209,6 +220,7 @@ class _StateCache:
                 and [order.revision for order in self._bucket_orders] == self._expected_revisions
                 and list(map(Tensor.data_ptr, self._checked_tensors)) == self._expected_addresses
                 and all(map(eq, map(_get_dtype_and_shape, self._checked_tensors), self._expected_specs))
+                and list(map(Tensor.stride, self._strided_tensors)) == self._expected_strides
                 and all(map(_get_requires_grad, self._trained_parameters))
                 and not any(map(Tensor.is_conj, self._complex_tensors))
             )

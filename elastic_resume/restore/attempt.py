@@ -46,6 +46,7 @@ from elastic_resume.errors import (
     CorruptError,
     ElasticResumeError,
     MachineError,
+    PeerFailedError,
     TornError,
     UnreadableError,
 )
@@ -57,7 +58,6 @@ from elastic_resume.restore.rank_context import RankContext, raise_if_set
 from elastic_resume.restore.transfer import (
     BackgroundTask,
     LocalWatermark,
-    PeerFailedError,
     Prefetcher,
     StreamingBuffer,
     is_local_copy_error,

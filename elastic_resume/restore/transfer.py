@@ -36,7 +36,7 @@ from torch.distributed import Work
 
 from elastic_resume import failpoints
 from elastic_resume.checkpoint.layout import Layout, header_size
-from elastic_resume.errors import CheckpointError, CorruptError, UnreadableError
+from elastic_resume.errors import CheckpointError, CorruptError, PeerFailedError
 from elastic_resume.restore.collectives import Channel
 from elastic_resume.state.state_dict import TensorBuffer
 
@@ -49,10 +49,6 @@ _POLL_INTERVAL_S = 0.0005  # interval to read another process's watermark; a dis
 _DIGEST_BYTES = 16
 _FRAME_BYTES = 8 + FRAME_BLOCKS * _DIGEST_BYTES
 _STATUS_OK, _STATUS_FAILED = 1, 2
-
-
-class PeerFailedError(UnreadableError):
-    """Another rank could not provide its bytes; that rank reports why. This node's copy is not to blame."""
 
 
 def is_local_copy_error(error: BaseException | None) -> bool:

@@ -154,6 +154,7 @@ OTHER = "other"
 # An object of this name is an average of the model. It may differ between ranks, since it often includes
 # BatchNorm's buffers.
 EMA_NAME = "ema"
+RESERVED_PREFIX = "elastic_resume."  # of the objects that a run tracks itself
 
 COMPLEX_KINDS = {torch.complex64: "complex64", torch.complex128: "complex128"}
 _MAX_DEPTH = 200
@@ -211,6 +212,8 @@ def collect_objects(objects: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"two objects are tracked under the name {name!r}; give each its own name.")
         if not name or "/" in name:
             raise ConfigError(f"{name!r} cannot name a tracked object: use letters, digits, dots and '_'.")
+        if name.startswith(RESERVED_PREFIX):
+            raise ConfigError(f"{name!r} cannot name a tracked object: {RESERVED_PREFIX}* is reserved.")
         tracked[name] = _make_trackable(name, item)
     return tracked
 

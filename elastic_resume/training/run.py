@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import inspect
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elastic_resume import console, constants, failpoints
 from elastic_resume.capture.schedule import SnapshotScheduler
 from elastic_resume.checkpoint.manifest import Position
-from elastic_resume.config import Settings
+from elastic_resume.config import Settings, suggest_similar
 from elastic_resume.data import elastic_sampler, rng, world_size
 from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.data.world_size import WorldChange
@@ -48,6 +50,7 @@ Hook = Callable[["Run"], object]
 H = TypeVar("H", bound=Hook)
 W = TypeVar("W", bound=Callable[[WorldChange], object])
 T = TypeVar("T")
+P = ParamSpec("P")
 
 MAX_FINAL_SAVE_ATTEMPTS = 3
 RETRY_S = 1.0
@@ -305,9 +308,17 @@ class Run:
         self._snapshot_scheduler.snapshotter.verify_copies = value
 
     def on_resume(self, hook: H) -> H:
-        """Call ``hook(run)`` in each generation that resumes saved state, before its first epoch.
+        """Call ``hook(run)`` in each generation that resumes saved state, before it trains.
 
-        Hooks run in the order of registration. Usable as a decorator.
+        Use it for what a restored state needs and a fresh start does not::
+
+            @run.on_resume
+            def report(run):
+                print(f"continuing at step {run.position.step}, saved by {run.plan.source_node}")
+
+        Hooks run on every rank, in the order of registration, before the first epoch, step or save. A hook
+        that is registered later runs at once. If a hook raises, the exception reaches the script, and the
+        hooks after it do not run.
         """
         if self._plan.kind == "checkpoint":
             self._add_start_hook(lambda: hook(self))
@@ -317,7 +328,14 @@ class Run:
         """Call ``hook(change)`` in each generation whose world size or global batch has changed.
 
         Nothing is scaled automatically: optimizer and scheduler are as in the checkpoint, with the changes
-        that hooks made before. Runs in order with the hooks of `on_resume`. Usable as a decorator.
+        that hooks made before. To scale the learning rate with the global batch::
+
+            @run.on_world_change
+            def scale(change):
+                for group in optimizer.param_groups:
+                    group["lr"] *= change.factor
+
+        Hooks of this kind and of `on_resume` run in one order, under the same rules.
         """
         if (change := self.world_change) is not None:
             self._add_start_hook(lambda: hook(change))
@@ -470,6 +488,33 @@ def _broadcast_seed(context: RankContext) -> int:
     return int(context.collectives.broadcast_json(seed if seed < 1 << 63 else seed - (1 << 64), 0))
 
 
+def _refuse_unknown_keywords(function: Callable[P, Run]) -> Callable[P, Run]:
+    """Let ``function`` raise a ConfigError for an unknown keyword. Type checkers see its own signature."""
+    known = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> Run:
+        unknown = {name: value for name, value in kwargs.items() if name not in known}
+        if unknown:
+            console.show_log("elastic_resume: ")
+            worker_exit.install_startup_hook()
+            raise ConfigError(" ".join(_explain_unknown(name, unknown[name], known) for name in unknown))
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _explain_unknown(name: str, value: Any, known: list[str]) -> str:
+    similar = suggest_similar(name, known).replace("-", "_")
+    try:
+        is_trackable = bool(state_dict.collect_objects({name: value}))
+    except UsageError:
+        is_trackable = False
+    hint = f' Pass an object of your own as track={{"{name}": ...}}.' if is_trackable else ""
+    return f"resume() has no argument {name!r}.{similar}{hint}"
+
+
+@_refuse_unknown_keywords
 def resume(
     *,
     model: Any = None,
@@ -478,17 +523,17 @@ def resume(
     scaler: Any = None,
     ema: Any = None,
     data: Any = None,
+    track: Mapping[str, Any] | None = None,
     ckpt_dir: str | os.PathLike[str] | None = None,
     run_id: str | None = None,
     node_name: str | None = None,
     save_every: str | int | None = None,
     snapshot_every: str | int | None = None,
     keep: int | None = None,
-    resume: str | None = None,
+    resume: Literal["auto", "must", "never"] | None = None,
     seed: int | None = None,
-    rng: str = "derived",
-    on_world_change: str | None = None,
-    **named: Any,
+    rng: Literal["derived", "off"] = "derived",
+    on_world_change: Literal["keep_global_batch", "keep_local_batch", "error"] | None = None,
 ) -> Run:
     """Restore the newest valid state that any node holds into the given objects, or start fresh.
 
@@ -496,6 +541,11 @@ def resume(
 
     Call it once on every rank, after the objects are built, before or after wrapping in DDP. It joins the
     process group of torchrun's environment, unless the script has done so.
+
+    An argument beats a flag of ``elastic-resume run``, the flag beats the ``--config`` file, the file beats
+    the environment (``ELASTIC_RESUME_KEEP=5``), and the environment beats the default. There is one
+    exception: under ``elastic-resume run`` the agent decides ``ckpt_dir``, ``run_id`` and ``node_name``, and
+    the arguments of these names are ignored. The agent has locked that directory before the script starts.
 
     Args:
         model: a module, bare or wrapped; or a dict of several (``{"g": G, "d": D}``).
@@ -506,8 +556,10 @@ def resume(
             list, or a dict by name. Tensors are changed in place, or replaced in their container.
         data: a `GlobalBatches` or the DataLoader around one, or the DataLoader around an `ElasticSampler`,
             so that an interrupted epoch continues at its next sample.
-        ckpt_dir: root of the checkpoints; default ``./checkpoints``. Flags of ``elastic-resume run`` override
-            this and the next two arguments, because the agent has locked that directory.
+        track: further objects by name, ``track={"discriminator": d, "best": best}``. A value has the same
+            forms as ``ema``, and may be a dict of such objects. A checkpoint stores it under its name.
+        ckpt_dir: root of the checkpoints; default ``./checkpoints``. Ignored under ``elastic-resume run``, as
+            are the next two arguments.
         run_id: the job's name; default from torchrun's ``--rdzv-id``, else the script's name.
         node_name: this node's name; default from the scheduler, else the host name.
         save_every: interval between checkpoints: a number of steps, a time ("30s"), or "auto".
@@ -523,10 +575,12 @@ def resume(
             keeps the batch of an optimizer step, the default with `GlobalBatches`. "keep_local_batch" keeps
             each rank's share, the default with an `ElasticSampler`. "error" raises. The learning rate is
             never changed: see `Run.on_world_change`.
-        **named: further objects to track, by name.
 
     Raises:
-        ElasticResumeError: a subclass in `elastic_resume.errors`, on all ranks, before anything was loaded.
+        ConfigError: an argument is unknown or has a wrong value.
+        UntrackableError: an object cannot be stored, for example because it has no ``state_dict``.
+        ElasticResumeError: another subclass in `elastic_resume.errors`, on all ranks, before anything was
+            loaded.
 
     """
     console.show_log("elastic_resume: ")
@@ -547,7 +601,8 @@ def resume(
         )
         objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
         objects |= {"ema": ema, "data": data if batches is None else batches}
-        tracked = state_dict.collect_objects({**objects, **named})
+        _check_track(track, objects)
+        tracked = state_dict.collect_objects({**objects, **(track or {})})
         _check_single_data_order(tracked, batches)
     except ElasticResumeError:
         worker_exit.install_startup_hook()  # the node's name is not known yet
@@ -562,6 +617,16 @@ def resume(
         elastic_sampler.check_no_per_rank_state(data, collectives.size)
     context = RankContext(collectives, settings, events)
     return Run(context, tracked, batches, RunOptions(seed, rng, on_world_change))
+
+
+def _check_track(track: object, objects: Mapping[str, Any]) -> None:
+    if track is not None and not isinstance(track, Mapping):
+        raise ConfigError(
+            f"track is {state_dict.type_name(track)}: pass a dict of objects by name, "
+            'track={"name": object}.'
+        )
+    for name in objects.keys() & (track or {}):
+        raise ConfigError(f"track has the name {name!r}, which is an argument: pass the object as {name}=.")
 
 
 def _check_random_options(seed: object, rng_mode: object) -> None:

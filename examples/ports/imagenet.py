@@ -100,7 +100,11 @@ def main() -> None:
     val_loader = DataLoader(val_dataset, batch_size=100)
 
     run = er.resume(
-        model=model, optimizer=optimizer, scheduler=scheduler, data=train_loader, best_acc1=best_acc1
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        data=train_loader,
+        track={"best_acc1": best_acc1},
     )
     model = run.ddp(model)
 

@@ -13,12 +13,11 @@ import torch
 
 from elastic_resume import constants
 from elastic_resume.checkpoint import reader
-from elastic_resume.errors import CorruptError
+from elastic_resume.errors import CorruptError, PeerFailedError
 from elastic_resume.restore.transfer import (
     WATERMARK_FAILED,
     BackgroundTask,
     LocalWatermark,
-    PeerFailedError,
     Prefetcher,
     StreamingBuffer,
 )

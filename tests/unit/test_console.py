@@ -53,6 +53,18 @@ def test_handler_of_the_script_takes_precedence(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == ""
 
 
+def test_traceback_of_logged_exception_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """The cause of a failure is in it."""
+    console.show_log("elastic_resume: ")
+    try:
+        raise ValueError("boom")
+    except ValueError:
+        LOGGER.exception("a snapshot failed")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["elastic_resume: a snapshot failed", "Traceback (most recent call last):"]
+    assert lines[-1] == "ValueError: boom"
+
+
 def test_closed_stream_costs_the_line_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The handler uses no lock either, as a signal handler may interrupt it."""
     console.show_log("elastic_resume: ")

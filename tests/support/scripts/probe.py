@@ -47,9 +47,8 @@ def main(behaviour: str, steps: int) -> None:
     optimizer = torch.optim.Adam(model.parameters())
     odd = Odd() if behaviour == "odd" and rank == 1 else None
     data = er.GlobalBatches(8, 2, seed=rank) if behaviour == "other-order" else None
-    run = er.resume(
-        model=model, optimizer=optimizer, odd=odd, data=data, save_every=int(os.environ.get("EVERY", "2"))
-    )
+    every = int(os.environ.get("EVERY", "2"))
+    run = er.resume(model=model, optimizer=optimizer, data=data, track={"odd": odd}, save_every=every)
     seen: list[int] = []
     run.on_resume(lambda now: seen.append(now.position.step))
     ddp = run.ddp(model)

@@ -398,7 +398,7 @@ class Diary:
 def replace_slots(begin: Callable[..., Run]) -> tuple[Run, int]:
     """Train with a state that outgrows its slots several times; return the run and its number of slots."""
     objects, diary = linear(), Diary()
-    run = begin(**objects, diary=diary)
+    run = begin(**objects, track={"diary": diary})
     for number in range(15):
         step(objects)
         diary.text = "x" * (70_000 << number // 3 * 2)

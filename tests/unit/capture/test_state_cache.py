@@ -309,12 +309,18 @@ def test_changed_values_keep_cache(change: Callable[[Parts], Any]) -> None:
     assert check(tracker, tracked).cached is before.cached
 
 
-def test_tied_memory_is_stored_once_until_address_changes() -> None:
+def test_tied_memory_is_stored_once_until_address_or_stride_changes() -> None:
     """Two parameters over the same memory."""
     one, other = nn.Linear(3, 3), nn.Linear(3, 3)
     model, first, second = nn.Sequential(one, other), one.weight, other.weight
     tracker = StateTracker({"model": model})
-    for data, is_tied in ((first.data, True), (first.data.clone(), False), (first.data, True)):
+    for data, is_tied in (
+        (first.data, True),
+        (first.data.t(), False),
+        (first.data, True),
+        (first.data.clone(), False),
+        (first.data, True),
+    ):
         second.data = data
         assert ("model/1.weight" not in names(check(tracker, {"model": model}))) == is_tied
 
@@ -414,6 +420,10 @@ def test_replaced_complex_tensors_are_read() -> None:
     model.w.data.mul_(2)
     assert check(tracker, tracked).cached is before.cached
     model.w.data = torch.randn(3, dtype=torch.complex64)
+    check(tracker, tracked)
+    model.square = nn.Parameter(torch.randn(2, 2, dtype=torch.complex64))
+    check(tracker, tracked)
+    model.square.data = model.square.data.t()
     check(tracker, tracked)
     model.w.data = model.w.data.conj()
     check(tracker, tracked)

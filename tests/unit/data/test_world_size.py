@@ -371,7 +371,7 @@ def written_by(tmp_path: Path, world_size: int) -> None:
 def test_run_refuses_two_orders_of_samples(begin: Begin) -> None:
     """Every rank would read all of the second one from its beginning."""
     with pytest.raises(ConfigError, match=r"other: a run keeps its place in one order of samples"):
-        begin(GlobalBatches(8, 4), other=GlobalBatches(8, 4))
+        begin(GlobalBatches(8, 4), track={"other": GlobalBatches(8, 4)})
     with pytest.raises(ConfigError, match=r"data.a: a run keeps its place"):
         begin({"a": GlobalBatches(8, 4), "b": GlobalBatches(8, 4)})
 

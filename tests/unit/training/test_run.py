@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import inspect
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -15,11 +19,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import elastic_resume as er
-from elastic_resume import events, failpoints
+from elastic_resume import constants, events, failpoints
 from elastic_resume.checkpoint.catalog import Catalog
+from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.writer import RetentionPolicy
 from elastic_resume.errors import ConfigError, ElasticResumeError, MismatchError, UsageError
 from elastic_resume.snapshot.committer import CheckpointCommitter
+from elastic_resume.snapshot.progress_page import ProgressPage
+from elastic_resume.state import state_dict
 from elastic_resume.training import run as run_module
 
 Begin = Callable[..., "Script"]
@@ -242,6 +249,75 @@ def test_hooks_run_in_order_before_first_step(begin: Begin) -> None:
     assert seen == [("a", 1), ("b", 1), ("late", 2)]
 
 
+@pytest.mark.parametrize("begins_with", ["epochs", "step", "save"])
+def test_hooks_run_once_before_training_of_resumed_state_only(begin: Begin, begins_with: str) -> None:
+    """Hooks of both kinds run in one order, as do those that a hook registers."""
+    first, seen = begin(), []
+    first.run.on_resume(lambda _: seen.append("fresh start"))
+    first.run.step()
+    path = first.run.save()
+    assert path is not None
+    manifest = Manifest.parse((path / "manifest.json").read_bytes())
+    (path / "manifest.json").write_bytes(dataclasses.replace(manifest, world_size=3).to_bytes())
+    run = begin().run
+
+    @run.on_resume
+    def record(given: er.Run) -> str:
+        assert given is run
+        seen.append(f"resumed at {given.position.step}")
+        run.on_resume(lambda _: seen.append("registered by a hook"))
+        return "ignored"
+
+    run.on_world_change(lambda change: seen.append(f"{change.old_world_size} ranks before"))
+    run.on_resume(lambda _: seen.append("last"))
+    assert seen == []
+    for _ in range(2):
+        if begins_with == "epochs":
+            next(iter(run.epochs(9)))
+        else:
+            getattr(run, begins_with)()
+    assert seen == ["resumed at 1", "registered by a hook", "3 ranks before", "last"]
+    assert record(run) == "ignored", "the decorator returns the function itself"
+
+
+def test_exception_in_hook_reaches_script_and_later_hooks_do_not_run(begin: Begin, tmp_path: Path) -> None:
+    """The step was not counted, and nothing is saved."""
+    first = begin(save_every=1000)
+    first.run.step()
+    first.run.save()
+    second, seen = begin(save_every=1), list[er.Run]()
+
+    @second.run.on_resume
+    def fail(_: er.Run) -> None:
+        raise ValueError("boom")
+
+    second.run.on_resume(seen.append)
+    with pytest.raises(ValueError, match="boom"), second.run:
+        second.run.step()
+    assert (seen, second.run.position.step, saved_steps(tmp_path)) == ([], 1, [1])
+
+
+def test_step_counts_only_when_its_snapshot_has_begun(
+    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that dies before leaves no copy of the step, so a report must not count it."""
+    monkeypatch.setenv("ELASTIC_RESUME_STEP_MARK_S", "0")
+    script = begin()
+    script.step()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("died")
+
+    monkeypatch.setattr(script.run._snapshot_scheduler, "after_step", fail)
+    with pytest.raises(OSError, match="died"):
+        script.step()
+    script.run._release()
+    page = ProgressPage(tmp_path / "job" / "n" / constants.PROGRESS_FILE)
+    assert page.newest_progress(1) == (1, 1, 1)
+    steps = [e["step"] for e in events.read_run(tmp_path / "job") if e["event"] == "step"]
+    assert steps == [1]
+
+
 def test_resume_refuses_optimizer_with_other_parameter_order(begin: Begin) -> None:
     """Equal shapes would otherwise hide that momentum moves to another parameter."""
     torch.manual_seed(0)
@@ -296,6 +372,96 @@ def test_resume_error_names_wrong_argument(begin: Begin, wrong: dict[str, Any], 
     """The message has the value and the accepted forms."""
     with pytest.raises(ConfigError, match=text):
         begin(**wrong)
+
+
+class Counter:
+    """An object of the script with a state."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the count."""
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the count."""
+        self.count = state["count"]
+
+
+def test_resume_restores_objects_of_track_under_their_names(begin: Begin) -> None:
+    """The values may be tensors, objects, and dicts of them; checkpoints hold the names as given."""
+    best, counter, nested = torch.tensor(2.0), Counter(7), Counter(8)
+    first = begin(track={"best": best, "counter": counter, "more": {"a": nested}, "absent": None})
+    first.run.step()
+    path = first.run.save()
+    assert path is not None
+    plain = Manifest.parse((path / "manifest.json").read_bytes()).state
+    own = {name for name in plain if not name.startswith(state_dict.RESERVED_PREFIX)}
+    assert own == {"model", "optimizer", "scheduler", "data", "best", "counter", "more.a"}
+    best, counter, nested = torch.tensor(0.0), Counter(), Counter()
+    begin(track=MappingProxyType({"best": best, "counter": counter, "more": {"a": nested}}))
+    assert (best.item(), counter.count, nested.count) == (2.0, 7, 8)
+
+
+TRACK_HINT = 'Pass an object of your own as track={"%s": ...}.'
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"keeep": 5}, "resume() has no argument 'keeep'. Did you mean keep?"),
+        ({"run_ids": 5}, "resume() has no argument 'run_ids'. Did you mean run_id?"),
+        ({"zzz": 5}, "resume() has no argument 'zzz'."),
+        (
+            {"optimiser": nn.Linear(1, 1)},
+            "resume() has no argument 'optimiser'. Did you mean optimizer? " + TRACK_HINT % "optimiser",
+        ),
+        (
+            {"zzz": {"a": Counter()}, "yyy": torch.ones(2)},
+            " ".join(f"resume() has no argument {name!r}. {TRACK_HINT % name}" for name in ("zzz", "yyy")),
+        ),
+        ({"track": 5}, 'track is int: pass a dict of objects by name, track={"name": object}.'),
+        (
+            {"track": {"ema": Counter()}},
+            "track has the name 'ema', which is an argument: pass the object as ema=.",
+        ),
+        (
+            {"track": {"elastic_resume": {"seed": Counter()}}},
+            "'elastic_resume.seed' cannot name a tracked object: elastic_resume.* is reserved.",
+        ),
+        (
+            {"track": {"a/b": Counter()}},
+            "'a/b' cannot name a tracked object: use letters, digits, dots and '_'.",
+        ),
+        (
+            {"track": {"a.b": Counter(), "a": {"b": Counter()}}},
+            "two objects are tracked under the name 'a.b'; give each its own name.",
+        ),
+    ],
+)
+def test_resume_refuses_unknown_keyword_or_name(begin: Begin, wrong: dict[str, Any], text: str) -> None:
+    """The message names the nearest argument, and track= if the value can be tracked."""
+    with pytest.raises(ConfigError) as error:
+        begin(**wrong)
+    assert str(error.value) == text
+
+
+def test_unknown_keyword_counts_as_deterministic_failure(begin: Begin) -> None:
+    """The agent must not restart a worker that would fail in the same way."""
+    with pytest.raises(ConfigError):
+        begin(keeep=5)
+    assert sys.excepthook.__module__ == "elastic_resume.training.worker_exit"
+
+
+def test_docstring_of_resume_describes_each_argument() -> None:
+    """The signature has the arguments by name for type checkers and editors."""
+    arguments = inspect.signature(er.resume).parameters
+    assert {parameter.kind for parameter in arguments.values()} == {inspect.Parameter.KEYWORD_ONLY}
+    described = re.findall(
+        r"^    (\w+): ", (inspect.getdoc(er.resume) or "").split("Raises:")[0], re.MULTILINE
+    )
+    assert described == list(arguments)
 
 
 def test_resume_allocates_slots_once(begin: Begin, capsys: pytest.CaptureFixture[str]) -> None:
