@@ -294,6 +294,7 @@ OPTIONS = (
         has_variable=True,
         is_list=True,
     ),
+    Option("quiet", None, "log warnings and errors only"),
     Option("config", "FILE.yaml", "flags from a file: the same names, ours and torchrun's"),
 )
 _SETTING_OPTIONS = tuple(option for option in OPTIONS if option.parse is not None)

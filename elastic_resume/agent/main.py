@@ -41,6 +41,7 @@ from elastic_resume.report.status import fetch_status
 from elastic_resume.schedulers import resources
 from elastic_resume.schedulers.environment import SchedulerContext
 from elastic_resume.schedulers.preemption import NoticeSource, parse_sources
+from elastic_resume.units import format_count
 
 logger = logging.getLogger(__name__)
 
@@ -76,11 +77,15 @@ def run_agent(
 
     """
     flags = _parse_flags(args, given_flags)
+    if "quiet" in given_flags:
+        os.environ[constants.ENV_QUIET] = "1" if args.quiet else "0"  # workers read it too
     if "node_rank" in given_flags:
         scheduler_context = replace(scheduler_context, node_index=args.node_rank)
     with (
         console.log_handler(
-            console.PACKAGE_LOGGER, console.StderrHandler(f"elastic_resume[{settings.node_name}] ")
+            console.PACKAGE_LOGGER,
+            console.StderrHandler(f"elastic_resume[{settings.node_name}] "),
+            console.read_level(os.environ),
         ),
         torchelastic.prepare_launch(args, given_flags, settings.run_id, scheduler_context) as spec,
         NodeDir.claim(settings.ckpt_dir, settings.run_id, settings.node_name) as node_dir,
@@ -173,6 +178,7 @@ class _Agent:
                     committer.slot_pool.control_block.get("commit_us") / 1e6
                 )
                 outcome = self._run_job(snapshots, fork_server)
+                self.controller.end_wait()
             if outcome.kind in {"failed", "left"}:
                 self.controller.log_failure_summary(self.args.log_dir or "")
             exit_code = self._finish(outcome)
@@ -190,7 +196,8 @@ class _Agent:
             max_nodes=config.max_nodes,
             local_world_size=config.nproc_per_node,
         )
-        logger.info("job %s, checkpoints in %s", config.run_id, self.node_dir.path)
+        count = format_count(config.nproc_per_node, "worker")
+        logger.info("job %s: %s on this node, checkpoints in %s", config.run_id, count, self.node_dir.path)
         shared_memory_problem = resources.check_shared_memory()
         if shared_memory_problem:
             logger.warning("%s.", shared_memory_problem)
@@ -277,7 +284,9 @@ class _Agent:
         )
         self.event_log.emit("agent-end", outcome=outcome.kind, exit_code=exit_code, message=outcome.message)
         if outcome.message:
-            logger.info("%s: %s", outcome.kind, outcome.message)
+            prefix = f"{outcome.kind}: " if outcome.kind in {"done", "failed"} else ""
+            level = logging.ERROR if outcome.kind in {"failed", "left"} else logging.INFO
+            logger.log(level, "%s%s", prefix, outcome.message)
         return self.shutdown_controller.requeue_if_decided(decision, exit_code)
 
 
