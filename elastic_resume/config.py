@@ -398,7 +398,9 @@ class Parser(argparse.ArgumentParser):
         if message.startswith(prefix):
             unknown = [word for word in message[len(prefix) :].split() if word.startswith("-")]
             flag = (unknown or [message[len(prefix) :]])[0].partition("=")[0]
-            message = f"unknown flag {flag}." + suggest_similar(flag, actions_by_flag(self))
+            message = f"unknown {'flag' if unknown else 'argument'} {flag}." + suggest_similar(
+                flag, actions_by_flag(self)
+            )
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
