@@ -26,7 +26,11 @@ def measure(megabytes: int, slots: int, base: Path) -> str:
     """Run the job with memory for that many slots and return its row."""
     allowed = str(int(slots * megabytes * 1e6 * SLACK)) if slots else "off"
     flags = ["--snapshot-every", "1", "--save-every", str(SAVE_EVERY)]
-    env = {"PYTHONPATH": str(HERE), "ELASTIC_RESUME_SNAPSHOT_MEMORY": allowed}
+    env = {
+        "PYTHONPATH": str(HERE),
+        "ELASTIC_RESUME_SNAPSHOT_MEMORY": allowed,
+        "ELASTIC_RESUME_LOG_LEVEL": "DEBUG",
+    }
     with Cluster(base / str(slots), nodes=1, flags=flags, env=env) as cluster:
         cluster.start(SCRIPT, str(megabytes), str(STEPS))
         cluster.wait(step=KILL_AT, timeout_s=600)

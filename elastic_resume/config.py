@@ -551,7 +551,9 @@ class Parser(argparse.ArgumentParser):
             former = (
                 describe_former_flag(flag.removeprefix("--")) if "--config" in actions_by_flag(self) else ""
             )
-            message = former or f"unknown flag {flag}." + suggest_similar(flag, actions_by_flag(self))
+            message = former or f"unknown {'flag' if unknown else 'argument'} {flag}." + suggest_similar(
+                flag, actions_by_flag(self)
+            )
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
 

@@ -1,7 +1,21 @@
-"""Print what elastic_resume logs on standard error, in agents and in training processes.
+"""Print what elastic_resume logs, and the progress of long operations, on standard error.
 
-All modules log through Python's ``logging``, below the logger ``elastic_resume``. To handle the lines
-yourself, add a handler to that logger before `elastic_resume.resume`; to see fewer, set its level.
+All modules log through Python's ``logging``, below the logger ``elastic_resume``, in agents and in training
+processes:
+
+- ERROR: the job or this node has failed.
+- WARNING: something is wrong, and training continues.
+- INFO, the default level: the start and the end of a job, failures, and where training continues.
+- DEBUG: every step of a start and of a restart.
+
+``--quiet`` or ``ELASTIC_RESUME_QUIET=1`` shows warnings and errors only. ``ELASTIC_RESUME_LOG_LEVEL=DEBUG``
+shows all. In a training process, a level or a handler that the script has set on the logger before
+`elastic_resume.resume` takes precedence over both::
+
+    logging.getLogger("elastic_resume").setLevel(logging.WARNING)
+
+`ByteProgress` shows a restore or a commit that takes longer than 2 s: as a tqdm bar if standard error is a
+terminal, else in two log lines.
 """
 
 from __future__ import annotations
@@ -9,9 +23,39 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from elastic_resume import constants
+from elastic_resume.errors import ConfigError
+from elastic_resume.units import format_bytes
 
 PACKAGE_LOGGER = logging.getLogger("elastic_resume")
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+LONG_OPERATION_S = 2.0
+BAR_INTERVAL_S = 0.1
+
+logger = logging.getLogger(__name__)
+
+
+def read_level(environ: Mapping[str, str]) -> int:
+    """Return the level of the log lines to show.
+
+    Raises:
+        ConfigError: a variable has a wrong value.
+
+    """
+    quiet = environ.get(constants.ENV_QUIET, "").strip().lower()
+    if quiet in {"1", "true", "yes", "on"}:
+        return logging.WARNING
+    if quiet not in {"", "0", "false", "no", "off"}:
+        raise ConfigError(f"{constants.ENV_QUIET} is {quiet[:100]!r}: write 1 or 0.")
+    name = environ.get(constants.ENV_LOG_LEVEL, "").strip().upper() or "INFO"
+    if name not in LEVELS:
+        raise ConfigError(f"{constants.ENV_LOG_LEVEL} is {name[:100]!r}: write {', '.join(LEVELS)}.")
+    return int(getattr(logging, name))
 
 
 class StderrHandler(logging.Handler):
@@ -33,33 +77,164 @@ class StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """See base class."""
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError), _without_bar():
             print(f"{self._prefix}{self.format(record)}", file=sys.stderr, flush=True)
 
 
-def show_log(prefix: str) -> None:
-    """Print what elastic_resume logs from now on, unless its logger has a handler already."""
-    for name, logger in list(logging.root.manager.loggerDict.items()):
-        if isinstance(logger, logging.Logger) and f"{name}.".startswith("elastic_resume."):
-            logger.disabled = False  # logging.config.dictConfig disables loggers that exist before it
+def show_log(prefix: str, environ: Mapping[str, str]) -> None:
+    """Print what elastic_resume logs from now on, unless its logger has a handler already.
+
+    Raises:
+        ConfigError: see `read_level`.
+
+    """
+    for name, package_logger in list(logging.root.manager.loggerDict.items()):
+        if isinstance(package_logger, logging.Logger) and f"{name}.".startswith("elastic_resume."):
+            package_logger.disabled = False  # logging.config.dictConfig disables loggers that exist before it
     if PACKAGE_LOGGER.handlers:
         return
     PACKAGE_LOGGER.addHandler(StderrHandler(prefix))
     PACKAGE_LOGGER.propagate = False  # a library's handler on the root logger would print the line again
     if PACKAGE_LOGGER.level == logging.NOTSET:
-        PACKAGE_LOGGER.setLevel(logging.INFO)
+        PACKAGE_LOGGER.setLevel(logging.INFO)  # also for the error of a wrong variable
+        PACKAGE_LOGGER.setLevel(read_level(environ))
 
 
 @contextlib.contextmanager
-def log_handler(logger: logging.Logger, handler: logging.Handler) -> Iterator[None]:
-    """Let ``handler`` alone handle what ``logger`` logs at level INFO and above, within the context."""
-    level, propagate = logger.level, logger.propagate
+def log_handler(
+    logger: logging.Logger, handler: logging.Handler, level: int = logging.INFO
+) -> Iterator[None]:
+    """Let ``handler`` alone handle what ``logger`` logs at ``level`` and above, within the context."""
+    old_level, propagate = logger.level, logger.propagate
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(level)
     logger.propagate = False
     try:
         yield
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(level)
+        logger.setLevel(old_level)
         logger.propagate = propagate
+
+
+# ---- progress of long operations -----------------------------------------------------------------------
+
+# A process shows one operation at a time; the lock is held while it is shown.
+_shown_operation = threading.Lock()
+_bar: Any = None  # the bar on the terminal, while there is one
+
+
+class ByteProgress:
+    """Shows the progress of an operation within the context, once it has taken `LONG_OPERATION_S`.
+
+    A thread reads how many bytes are done, so the operation may stand still. On a terminal it shows a bar,
+    else it logs one line then and one at the end.
+    """
+
+    def __init__(self, what: str, total_bytes: int, read_done: Callable[[], int] | None = None) -> None:
+        """Prepare it.
+
+        Args:
+            what: names the operation, as "reading step 8 from the checkpoint of node a".
+            total_bytes: bytes of the whole operation.
+            read_done: returns how many bytes are done, in any thread; default is those that `track` counts.
+
+        """
+        self._what = what
+        self._total_bytes = total_bytes
+        self._tracked_bytes = 0
+        self._read_done = read_done or (lambda: self._tracked_bytes)
+        self._started_at = time.monotonic()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> ByteProgress:  # noqa: PYI034 - typing.Self needs Python 3.11
+        if logger.isEnabledFor(logging.INFO):
+            self._thread = threading.Thread(target=self._run, name="elastic-resume-progress", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()  # the next line is printed after the bar is gone
+
+    def track(self, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+        """Yield ``pieces``, and count each as done when the next one is asked for."""
+        for piece in pieces:
+            yield piece
+            self._tracked_bytes += piece.nbytes
+
+    def _run(self) -> None:
+        if self._ended.wait(LONG_OPERATION_S) or not _shown_operation.acquire(blocking=False):
+            return
+        try:
+            with contextlib.suppress(OSError, ValueError):  # a closed terminal
+                if _has_terminal():
+                    self._show_bar()
+                else:
+                    logger.info(f"{self._what}: {self._describe()}")
+                    self._ended.wait()
+                    logger.info(f"{self._what}: ended, {self._describe()}")
+        finally:
+            _shown_operation.release()
+
+    def _show_bar(self) -> None:
+        global _bar  # noqa: PLW0603 - standard error is global too
+        bar = _bar = _create_bar(self._what, self._total_bytes, self._done_bytes())
+        try:
+            while not self._ended.wait(BAR_INTERVAL_S):
+                bar.update(self._done_bytes() - bar.n)
+        finally:
+            _bar = None
+            bar.close()
+
+    def _done_bytes(self) -> int:
+        return min(self._read_done(), self._total_bytes)
+
+    def _describe(self) -> str:
+        seconds, done = time.monotonic() - self._started_at, self._done_bytes()
+        speed = format_bytes(round(done / max(seconds, 1e-3)))
+        return f"{format_bytes(done)} of {format_bytes(self._total_bytes)} in {seconds:.1f} s ({speed}/s)"
+
+
+def _has_terminal() -> bool:
+    """Return whether our own handler prints the log on a terminal."""
+    return sys.stderr.isatty() and any(isinstance(h, StderrHandler) for h in PACKAGE_LOGGER.handlers)
+
+
+def _create_bar(what: str, total_bytes: int, done_bytes: int) -> Any:
+    from tqdm import tqdm  # noqa: PLC0415 - most processes never show a bar
+
+    class Bar(tqdm):  # type: ignore[type-arg]  # tqdm is generic for type checkers only
+        """A bar without tqdm's monitor thread."""
+
+        monitor_interval = 0
+
+    # tqdm's own lock spans processes, and Python may start a process to manage it.
+    Bar.set_lock(threading.RLock())
+    return Bar(
+        desc=what,
+        total=total_bytes,
+        initial=done_bytes,
+        unit="B",
+        unit_scale=True,
+        file=sys.stderr,
+        leave=False,
+        dynamic_ncols=True,
+    )
+
+
+@contextlib.contextmanager
+def _without_bar() -> Iterator[None]:
+    """Remove the bar from the terminal within the context, so that a line can be printed."""
+    bar = _bar
+    if bar is None:
+        yield
+        return
+    with bar.get_lock():
+        bar.clear(nolock=True)
+        try:
+            yield
+        finally:
+            bar.refresh(nolock=True)

@@ -5,6 +5,7 @@ It prints the socket name at which workers reach it.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from elastic_resume.snapshot.slot_pool import SlotPool
 def main() -> None:
     node_dir, run_id = Path(sys.argv[1]), sys.argv[2]
 
-    console.show_log("committer: ")
+    console.show_log("committer: ", os.environ)
     with NodeDir.claim(node_dir.parent.parent, run_id, node_dir.name):
         committer = CheckpointCommitter(node_dir, run_id, SlotPool(None), emit=lambda *_, **__: None)
         server = SnapshotServer(committer)

@@ -225,12 +225,12 @@ class HangDetector:
             self._deferred_kill = None
             self._handled_workers = set()
             self._emit("hang-ended", generation=deferred.hang.generation, step=deferred.hang.step)
-            logger.info("training continues after the hang of step %d.", deferred.hang.step)
+            logger.warning("training continues after the hang of step %d.", deferred.hang.step)
         elif not self._paused.is_set() and all(
             entry.no_progress_s >= deferred.kill_after_s for entry in progress.values()
         ):
             self._deferred_kill = None
-            logger.info(
+            logger.debug(
                 "no node has ended the hang after step %d: killing our own workers.", deferred.hang.step
             )
             self._kill_workers(deferred.records)
@@ -247,7 +247,7 @@ class HangDetector:
         def write() -> None:
             try:
                 self._emit("hang", **hang.event_fields(), report=str(path))
-                logger.info(hang.format_headline(path))
+                logger.warning(hang.format_headline(path))
             finally:
                 is_logged.set()
             try:

@@ -39,6 +39,7 @@ from elastic_resume.report import metrics
 from elastic_resume.report.status import fetch_status
 from elastic_resume.schedulers import resources
 from elastic_resume.schedulers.environment import SchedulerContext
+from elastic_resume.units import format_count
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +66,14 @@ def run_agent(
     """
     limits = _read_limits(args, given_flags)
     metrics.check_installed(args.metrics)
+    os.environ[constants.ENV_QUIET] = "1" if args.quiet else "0"  # workers read it too
     if "node_rank" in given_flags:
         scheduler_context = replace(scheduler_context, node_index=args.node_rank)
     with (
         console.log_handler(
-            console.PACKAGE_LOGGER, console.StderrHandler(f"elastic_resume[{settings.node_name}] ")
+            console.PACKAGE_LOGGER,
+            console.StderrHandler(f"elastic_resume[{settings.node_name}] "),
+            console.read_level(os.environ),
         ),
         torchelastic.prepare_launch(args, given_flags, settings.run_id, scheduler_context) as spec,
         NodeDir.claim(settings.ckpt_dir, settings.run_id, settings.node_name) as node_dir,
@@ -160,6 +164,7 @@ class _Agent:
                     committer.slot_pool.control_block.get("commit_us") / 1e6
                 )
                 outcome = self._run_job(snapshots, fork_server)
+                self.controller.end_wait()
             if outcome.kind in {"failed", "left"}:
                 self.controller.log_failure_summary(self.args.log_dir or "")
             exit_code = self._finish(outcome)
@@ -177,7 +182,8 @@ class _Agent:
             max_nodes=launch.max_nodes,
             local_world_size=launch.nproc_per_node,
         )
-        logger.info("job %s, checkpoints in %s", launch.run_id, self.node_dir.path)
+        count = format_count(launch.nproc_per_node, "worker")
+        logger.info("job %s: %s on this node, checkpoints in %s", launch.run_id, count, self.node_dir.path)
         shared_memory_problem = resources.check_shared_memory()
         if shared_memory_problem:
             logger.warning("%s.", shared_memory_problem)
@@ -267,7 +273,9 @@ class _Agent:
         )
         self.event_log.emit("agent-end", outcome=outcome.kind, exit_code=exit_code, message=outcome.message)
         if outcome.message:
-            logger.info("%s: %s", outcome.kind, outcome.message)
+            prefix = f"{outcome.kind}: " if outcome.kind in {"done", "failed"} else ""
+            level = logging.ERROR if outcome.kind in {"failed", "left"} else logging.INFO
+            logger.log(level, "%s%s", prefix, outcome.message)
         return self.shutdown_controller.requeue_if_decided(decision, exit_code)
 
 

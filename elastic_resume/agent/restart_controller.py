@@ -19,6 +19,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -39,21 +40,60 @@ from elastic_resume.policy.failure_classification import (
 )
 from elastic_resume.policy.requeue import count_starts_without_progress
 from elastic_resume.rendezvous.core.events import EmitEvent, StartWorkers
+from elastic_resume.rendezvous.core.quorum import Incarnation, format_node_names
 from elastic_resume.snapshot.progress_page import MAX_LOCAL_RANKS, ProgressRecord, WorkerProcess, read_records
 
 logger = logging.getLogger(__name__)
 
 # Kinds of rendezvous events that are logged for people; the others are only in the event log.
-LOGGED_KINDS = {
-    "waiting",
-    "refused",
-    "spare",
-    "disk",
-    "unauthenticated",
-    "lease-expired",
-    "quorum-forced",
-    "workers-finished",
-}
+WARNING_KINDS = {"refused", "disk", "unauthenticated", "quorum-forced"}
+STATE_KINDS = {"waiting", "spare", "workers-finished"}  # logged only if the state lasts
+LASTING_S = 5.0
+
+
+class WaitLog:
+    """Logs why this node has no running workers, if that lasts longer than ``delay_s``.
+
+    A start or a restart that goes well passes through these states in a moment, and needs no line for each.
+    """
+
+    def __init__(self, delay_s: float = LASTING_S) -> None:
+        self._delay_s = delay_s
+        self._lock = threading.Lock()
+        self._texts: dict[str, str] = {}  # not logged yet: the newest text of each kind
+        self._is_lasting = False
+        self._timer: threading.Timer | None = None
+
+    def add(self, kind: str, text: str) -> None:
+        """Log ``text`` once the wait has lasted long enough, unless a newer text of its kind replaces it."""
+        with self._lock:
+            if self._is_lasting:
+                logger.info(text)
+                return
+            self._texts[kind] = text
+            if self._timer is None:
+                self._timer = threading.Timer(self._delay_s, self._log_texts)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def end(self) -> bool:
+        """End the wait, and forget what was not logged. Return whether the wait was logged."""
+        with self._lock:
+            was_lasting, self._is_lasting = self._is_lasting, False
+            self._texts.clear()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            return was_lasting
+
+    def _log_texts(self) -> None:
+        with self._lock:
+            if threading.current_thread() is not self._timer:
+                return  # the wait ended as the timer fired
+            self._is_lasting = True
+            for text in self._texts.values():
+                logger.info(text)
+            self._texts.clear()
 
 
 class RestartController:
@@ -93,6 +133,9 @@ class RestartController:
         self._last_verdict = FailureVerdict()  # verdict about the last round in which any node failed
         self._pending_traceback = ""  # traceback of this node's failure in that round
         self._printed_traceback = ""
+        self._wait_log = WaitLog()
+        self._restart_text = ""  # why the last round ended, as far as this node knows
+        self._restart_logged = False
 
     def starts_without_progress(self, restarts: int) -> int:
         """Count the newest starts of the job in a row, this one included, that finished no new step here."""
@@ -106,8 +149,16 @@ class RestartController:
         self._event_log.emit("rendezvous", what=event.kind, message=event.text)
         if event.kind == "spare":
             self.is_spare = True
-        if event.kind in LOGGED_KINDS:
-            logger.info(event.text)
+        if event.kind in WARNING_KINDS:
+            logger.warning(event.text)
+        elif event.kind in STATE_KINDS:
+            self._wait_log.add(event.kind, event.text)
+        else:
+            logger.debug(event.text)
+
+    def end_wait(self) -> None:
+        """Log no more about waiting: this node's part of the job is over."""
+        self._wait_log.end()
 
     def end_round(self) -> None:
         """Let supervisors kill this round's workers without a grace period when torchelastic stops them."""
@@ -149,8 +200,10 @@ class RestartController:
                     f"{describe_failure(failure)}. No worker can be started beside it: repair or reboot "
                     "this node."
                 )
+        self._restart_logged = False
         if not result.failed:
-            logger.info("%s: restarting.", reason or "nodes have joined or left")
+            self._restart_text = f"{reason or 'nodes have joined or left'}; restarting."
+            self._wait_log.add("restart", self._restart_text)
             return
         if root_cause is not None and root_cause.is_deterministic:
             decision = restart.decide_restart(self._history, self._limits)
@@ -160,7 +213,12 @@ class RestartController:
         delay_s = self._restart_delay_s(self._history)
         if delay_s:
             plan += f" in {delay_s:g} s, because training made no progress"
-        logger.info("%s%s.", describe_failure(root_cause), plan)
+        self._restart_text = f"{describe_failure(root_cause)}{plan}."
+        if root_cause is not None and root_cause.is_secondary:
+            self._wait_log.add("restart", self._restart_text)  # another node will report the root cause
+        else:
+            self._restart_logged = True
+            logger.info(self._restart_text)
 
     def after_rendezvous(self, world: StartWorkers, *, membership_changed: bool = False) -> None:
         """Decide about the last round from all nodes' failures, then begin the next; its workers start now.
@@ -172,9 +230,11 @@ class RestartController:
             NodeExcludedError: this node is to leave the job.
 
         """
+        self._restart_logged |= self._wait_log.end()
+        joined = [member for member in world.members if member.node not in self._world.nodes]
         self._world = restart.WorldSummary(tuple(member.node for member in world.members), world.newest_step)
         if self._history:
-            self._judge_round(world.failures, membership_changed=membership_changed)
+            self._judge_round(world.failures, joined, membership_changed=membership_changed)
         self._round += 1
         self._num_nodes, self.node_rank, self.is_spare = len(world.members), world.rank, False
         self._generation = world.generation
@@ -197,10 +257,11 @@ class RestartController:
             num_nodes=self._num_nodes,
             generation=world.generation,
         )
-        logger.info("generation %d: node %d of %d.", world.generation, world.rank, self._num_nodes)
+        logger.debug("generation %d: node %d of %d.", world.generation, world.rank, self._num_nodes)
 
-    def _judge_round(self, failures: Sequence[Failure], *, membership_changed: bool) -> None:
-        own_root_cause = self._history[-1].verdict.root_cause
+    def _judge_round(
+        self, failures: Sequence[Failure], joined: Sequence[Incarnation], *, membership_changed: bool
+    ) -> None:
         result = restart.merge_reported_failures(
             self._history[-1], failures, membership_changed=membership_changed
         )
@@ -213,30 +274,27 @@ class RestartController:
                 root_causes=[asdict(failure) for failure in result.verdict.root_causes],
                 secondary_failures=[asdict(failure) for failure in result.verdict.secondary_failures],
             )
-            self._log_remote_root_cause(result.verdict.root_cause, own_root_cause)
         decision = restart.decide_restart(self._history, self._limits, self._world)
         if decision.ends_job:
             self._give_up(decision.reason)
+        self._log_restart(result.verdict.root_cause, joined)
         if decision.action is restart.RestartAction.EXCLUDE:
             if decision.node == self._node:
                 self._leave_job(decision.reason)
-            logger.info("node %s is excluded: %s", decision.node, decision.reason)
-        if self._pending_traceback and self._pending_traceback != self._printed_traceback:
-            self._print_traceback(self._pending_traceback)
+            logger.warning("node %s is excluded: %s", decision.node, decision.reason)
+        is_root_cause = any(failure.node == self._node for failure in result.verdict.root_causes)
+        if is_root_cause and self._pending_traceback not in {"", self._printed_traceback}:
+            self._print_traceback(self._pending_traceback, logging.INFO)
         self._pending_traceback = ""
 
-    def _log_remote_root_cause(self, root_cause: Failure | None, own_root_cause: Failure | None) -> None:
-        """Log a root cause of another node, unless the rendezvous has logged it: it logs lost nodes."""
-        if (
-            root_cause is None
-            or root_cause.node == self._node
-            or root_cause.kind in failure_classification.NODE_FAILURE_KINDS
-        ):
-            return
-        consequence = ""
-        if own_root_cause is not None and own_root_cause.is_secondary:
-            consequence = " The failure on this node was secondary."
-        logger.info("%s.%s", describe_failure(root_cause, with_node=True), consequence)
+    def _log_restart(self, root_cause: Failure | None, joined: Sequence[Incarnation]) -> None:
+        """Log why the last round ended, unless this node has logged its own failure as the cause."""
+        if root_cause is not None and root_cause.node != self._node:
+            logger.info("%s; restarting.", describe_failure(root_cause, with_node=True))
+        elif root_cause is None and joined and not self._restart_logged:
+            logger.info("joined: %s; restarting.", format_node_names(joined))
+        elif not self._restart_logged:
+            logger.info(self._restart_text)
 
     def _restart_delay_s(self, history: Sequence[restart.RoundResult]) -> float:
         """Return the pause before the next round; 0 unless this node had the root cause and will restart."""
@@ -286,21 +344,23 @@ class RestartController:
         if root_cause is None:
             return
         for line in failure_classification.explain_verdict(self._last_verdict):
-            logger.info(line)
+            logger.error(line)
         if root_cause.node == self._node:
             traceback_text = self._pending_traceback or self._find_traceback(root_cause)
             if traceback_text:
-                self._print_traceback(traceback_text)
+                self._print_traceback(traceback_text, logging.ERROR)
         elif root_cause.kind not in failure_classification.NODE_FAILURE_KINDS and root_cause.type:
-            logger.info("the traceback is in the output and in the events of node %s.", root_cause.node)
+            logger.error("the traceback is in the output and in the events of node %s.", root_cause.node)
         places = [f"events in {self._events_path}"]
         hangs = [event for event in self._round_events.read() if event["event"] == "hang"]
         reports = [str(event["report"]) for event in hangs if event.get("report")]
         places += [f"stacks of the hang in {path}" for path in reports[-1:]]
         places += [f"workers' output in {log_dir}"] if log_dir else []
-        logger.info("more: %s.", "; ".join(places))
+        logger.error("more: %s.", "; ".join(places))
 
-    def _print_traceback(self, traceback_text: str) -> None:
+    def _print_traceback(self, traceback_text: str, level: int) -> None:
+        if not logger.isEnabledFor(level):
+            return
         self._printed_traceback = traceback_text
         with contextlib.suppress(OSError):  # a closed pipe or terminal must not end the job
             print(traceback_text.rstrip("\n"), file=sys.stderr, flush=True)

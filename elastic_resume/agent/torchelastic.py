@@ -372,7 +372,7 @@ def prepare_launch(
         _check_event_log_handler(config)
         ignored = sorted(TORCH_RENDEZVOUS_KEYS & config.rdzv_configs.keys() - {"timeout"})
         if ignored:
-            logger.info("--rdzv-conf %s: ignored.", ", ".join(ignored))
+            logger.warning("--rdzv-conf %s: has no effect here.", ", ".join(ignored))
         rendezvous_config = _read_rendezvous_config(config, args, filled.rendezvous_conf)
         _configure_drain(config, args)
         cold_start_reason = options.cold_start_reason(args, entrypoint)
@@ -380,7 +380,7 @@ def prepare_launch(
         if isinstance(entrypoint, str) and not cold_start_reason and not args.no_warm:
             worker_command = [entrypoint, *entrypoint_args]
         if cold_start_reason:
-            logger.info("workers start cold: %s.", cold_start_reason)
+            logger.debug("workers start cold: %s.", cold_start_reason)
         if isinstance(entrypoint, str):
             # "${local_rank}" is a macro of torchelastic.
             shim = ["-I", "-S", str(LAUNCHER_SHIM_PATH), "${local_rank}"]
@@ -543,7 +543,7 @@ def _choose_rendezvous(args: argparse.Namespace, given_flags: set[str], *, one_n
         )
     if backend != RENDEZVOUS_BACKEND or by_master:
         flag = "--master-addr" if backend == RENDEZVOUS_BACKEND else f"--rdzv-backend {backend}"
-        logger.info("%s: nodes meet in elastic_resume's own rendezvous, at %s.", flag, args.rdzv_endpoint)
+        logger.debug("%s: nodes meet in elastic_resume's own rendezvous, at %s.", flag, args.rdzv_endpoint)
 
 
 def _filter_torchelastic_logs() -> None:

@@ -23,6 +23,7 @@ from elastic_resume.capture.snapshotter import PEER_TIMEOUT_S, Snapshotter
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import Manifest, Position
 from elastic_resume.checkpoint.writer import CheckpointWriter, CommitResult, RetentionPolicy
+from elastic_resume.console import ByteProgress
 from elastic_resume.errors import MachineError
 from elastic_resume.policy import checkpoint_interval, divergence
 from elastic_resume.policy.checkpoint_interval import SaveCost
@@ -323,7 +324,10 @@ class SnapshotScheduler:
             layout = build_layout(flat_state)
             manifest = build_manifest(self._context, flat_state, layout, self._generation, position)
             try:
-                result = self._checkpoint_writer.commit(manifest, iter_state_chunks(flat_state, layout))
+                what = f"writing the checkpoint of step {position.step}"
+                with ByteProgress(what, layout.total_bytes) as progress:
+                    chunks = progress.track(iter_state_chunks(flat_state, layout))
+                    result = self._checkpoint_writer.commit(manifest, chunks)
             except MachineError as error:
                 logger.warning(
                     f"node {self._context.node}: step {position.step} was not saved: {error} "

@@ -185,14 +185,14 @@ class WorldChange:
             )
         return self.global_batch / self.old_global_batch
 
-    def log(self) -> None:
-        """Log a change of the global batch."""
-        if self.old_global_batch != self.global_batch:
-            logger.info(
-                f"global batch {self.old_global_batch} -> {self.global_batch}, world {self.old_world_size} "
-                f"-> {self.world_size}. The learning rate is unchanged; scale it in run.on_world_change if "
-                "it should follow."
-            )
+    def describe(self) -> str:
+        """Describe a change of the global batch; return an empty text if there is none."""
+        if self.old_global_batch == self.global_batch:
+            return ""
+        return (
+            f"global batch {self.old_global_batch} -> {self.global_batch}, learning rate unchanged (see "
+            "run.on_world_change)"
+        )
 
 
 def check_change_allowed(policy: str | None, old_world_size: int | None, world_size: int) -> None:

@@ -521,7 +521,7 @@ def _collect_signs(state: GenerationState, statuses: Mapping[str, _AgentStatus])
             order = float("inf") if alive_t is None else alive_t
             found.append((_UNREACHABLE, order, alive_t, make_node_failure(node, "was lost")))
         elif status.kind == _SIGNALLED:
-            text = f"left: {status.text or 'stopped by a signal.'}"
+            text = f"left: {status.text.rstrip('.') or 'stopped by a signal'}"
             failure = make_node_failure(node, text, announced=True)
             found.append((_DEFINITE, status.t or 0.0, status.t, failure))
     found.sort(key=lambda sign: (not sign[3].is_deterministic, *sign[:2]))

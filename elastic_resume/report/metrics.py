@@ -74,10 +74,10 @@ def serve_metrics(listen_address: tuple[str, int], get_status: Callable[[], Mapp
         server, _ = start_http_server(port, address, make_registry(get_status))
     except OSError as error:
         reason = error.strerror or error
-        logger.info("no metrics at %s port %d: %s. Training continues.", address, port, reason)
+        logger.warning("no metrics at %s port %d: %s. Training continues.", address, port, reason)
         return
     shown = f"[{address}]" if ":" in address else address
-    logger.info("metrics at http://%s:%d/metrics", shown, server.server_port)
+    logger.debug("metrics at http://%s:%d/metrics", shown, server.server_port)
 
 
 def make_registry(get_status: Callable[[], Mapping[str, Any]]) -> CollectorRegistry:

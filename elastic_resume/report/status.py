@@ -236,8 +236,9 @@ def find_job(
             raise UsageError(f"{root}: {len(jobs)} jobs run here ({names}): choose one with --rdzv-id.")
         if path is not None or not context.candidates:
             raise UsageError(
-                f"{root}: no readable {constants.AGENT_ENDPOINT_FILE} of a running agent here. Give the "
-                "CKPT_DIR of a node of the job, or --rdzv-endpoint and --rdzv-id as for `elastic-resume run`."
+                f"{root}: no job runs here. Give the CKPT_DIR of a running job, as its user, on a machine of "
+                "the job; or from elsewhere --rdzv-endpoint and --rdzv-id as for `elastic-resume run`. For a "
+                "job that has ended: `elastic-resume report`."
             )
     wanted = wanted or context.job
     if not wanted:

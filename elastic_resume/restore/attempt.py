@@ -28,6 +28,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -41,6 +42,7 @@ from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.reader import allocate_memory
 from elastic_resume.checkpoint.writer import CheckpointWriter
+from elastic_resume.console import ByteProgress
 from elastic_resume.errors import (
     CheckpointError,
     CorruptError,
@@ -127,6 +129,9 @@ class RestoreAttempt:
         self._values_layout = Layout.build(())
         self._source_values = SourceValues(self._values_layout)
         self._tasks: list[BackgroundTask] = []
+        # For the display of progress: bytes that were loaded, and that were sent if this rank is a source.
+        self._loaded_bytes = 0
+        self._sent: LocalWatermark | None = None
 
     @property
     def tier(self) -> str:
@@ -260,11 +265,32 @@ class RestoreAttempt:
         if plan.receiving_nodes:
             self._attach_receivers()
         self._start_source_values()
-        self._load_and_join_tasks(tracked, self.manifest)
+        with self._show_progress():
+            self._load_and_join_tasks(tracked, self.manifest)
         failures = self._gather_failures()
         if not failures and self._loads_after_commit:
             context.run_on_all_ranks(lambda: self._load_committed(tracked))
         return failures
+
+    def _show_progress(self) -> contextlib.AbstractContextManager[object]:
+        """Show the progress of this node within the context; its local leader does."""
+        plan, node, buffer = self._plan, self._context.node, self._buffer
+        if not self._context.is_local_leader or buffer is None:
+            return contextlib.nullcontext()
+        arrives = buffer.arrived_bytes() < len(buffer.memory)
+        if self._copy is None:
+            what = f"node {node}: receiving step {plan.step} from node {plan.source_node}"
+        elif self._sent is not None:
+            what = f"node {node}: sending step {plan.step} to {', '.join(plan.receiving_nodes)}"
+        else:
+            place = "its memory" if self._copy.tier == MEMORY else "its disk"
+            what = f"node {node}: loading step {plan.step} from {place}"
+
+        def read_done() -> int:
+            done = buffer.arrived_bytes() if arrives else self._loaded_bytes
+            return done if self._sent is None else min(done, self._sent.watermark)
+
+        return ByteProgress(what, plan.nbytes, read_done)
 
     def publish_slot(self) -> None:
         """Make the filled slot this node's snapshot, after all ranks have loaded."""
@@ -305,7 +331,9 @@ class RestoreAttempt:
             return
         buffer = self._require_buffer()
         self._tasks.append(BackgroundTask("collect-values", lambda: values.copy_from(buffer), values))
-        action = functools.partial(transfer.send, channel, values, (), VALUES_BLOCK_BYTES, source_rank)
+        action = functools.partial(
+            transfer.send, channel, values, (), VALUES_BLOCK_BYTES, source_rank, sent=LocalWatermark()
+        )
         self._tasks.append(BackgroundTask("values", action))
 
     def _start_transfer(self, broadcast: Broadcast) -> None:
@@ -320,8 +348,15 @@ class RestoreAttempt:
         elif self._local_manifest is not None:
             buffer, manifest = self._require_buffer(), self._local_manifest
             channel.broadcast_json(_strip_digests(manifest).to_bytes().decode(), source_rank)
+            sent = self._sent = LocalWatermark()
             send = functools.partial(
-                transfer.send, channel, buffer, manifest.blocks, manifest.block_bytes, source_rank
+                transfer.send,
+                channel,
+                buffer,
+                manifest.blocks,
+                manifest.block_bytes,
+                source_rank,
+                sent=sent,
             )
             self._tasks.append(BackgroundTask("send", send))
 
@@ -387,6 +422,16 @@ class RestoreAttempt:
         def get_tensor(name: str) -> Tensor:
             return (values if name in values.names else buffer).get_tensor(name)
 
+        def load_tensor(name: str) -> Tensor:
+            tensor = get_tensor(name)
+            self._loaded_bytes += tensor.nbytes
+            return tensor
+
+        def make_tensor(name: str) -> Tensor:
+            tensor = prefetcher.make_tensor(name)
+            self._loaded_bytes += tensor.nbytes
+            return tensor
+
         def peek_tensor(name: str) -> Tensor:
             return (values if name in values.names else buffer).peek_tensor(name)
 
@@ -395,9 +440,9 @@ class RestoreAttempt:
             load_state.load_into(
                 tracked,
                 manifest.state,
-                get_tensor,
+                load_tensor,
                 peek_tensor=peek_tensor,
-                make_tensor=prefetcher.make_tensor,
+                make_tensor=make_tensor,
             )
         finally:
             prefetcher.close()

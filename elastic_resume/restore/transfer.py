@@ -141,6 +141,11 @@ class StreamingBuffer:
                     f"no byte of the state arrived for {STALL_TIMEOUT_S:.0f} s, after {available} bytes"
                 )
 
+    def arrived_bytes(self) -> int:
+        """Return how many bytes may be used now, to show it; 0 after an error."""
+        count = self._watermark.watermark
+        return count if count != WATERMARK_FAILED else 0
+
     @property
     def layout(self) -> Layout:
         """The layout in the header; waits for the header."""
@@ -237,10 +242,13 @@ def send(
     known_digests: Sequence[str],
     block_bytes: int,
     source_rank: int,
+    *,
+    sent: Watermark,
 ) -> None:
     """Send all blocks of ``buffer`` as they arrive here, in ``channel`` of this rank and the receivers.
 
-    ``known_digests`` has the digests of all blocks from a manifest, or nothing.
+    ``known_digests`` has the digests of all blocks from a manifest, or nothing. ``sent`` follows the bytes
+    that were sent.
 
     Raises:
         CheckpointError: the buffer failed; the receivers have been informed.
@@ -263,6 +271,7 @@ def send(
             in_flight.append(channel.start_broadcast(torch.frombuffer(block, dtype=torch.uint8), source_rank))
             _wait_until_at_most(in_flight, _MAX_BLOCKS_IN_FLIGHT + 1)
             index += 1
+            sent.watermark = min(index * block_bytes, len(buffer.memory))
     _wait_until_at_most(in_flight, 0)
 
 

@@ -23,7 +23,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,10 @@ import xxhash
 
 from elastic_resume.checkpoint.atomic_io import DISK, Disk
 from elastic_resume.checkpoint.layout import Layout
+from elastic_resume.checkpoint.manifest import BLOCK_BYTES
 from elastic_resume.checkpoint.reader import checkpoint_name
 from elastic_resume.checkpoint.writer import CheckpointWriter, CommitResult, RetentionPolicy
+from elastic_resume.console import ByteProgress
 from elastic_resume.errors import CheckpointError, CorruptError, MachineError
 from elastic_resume.snapshot import slots
 from elastic_resume.snapshot.slot_pool import SlotPool
@@ -58,6 +60,7 @@ class _CommitRequest:
 
     snapshot_id: int
     deadline: float
+    is_waited_for: bool = False  # only then its progress is shown
     path: Path | None = None
     error: str = ""
     finished: threading.Event = field(default_factory=threading.Event)
@@ -121,7 +124,7 @@ class CheckpointCommitter:
         With id 0, take the newest. Return None if there is no such snapshot, or after ``timeout_s``. Raise
         MachineError if the disk refuses.
         """
-        request = _CommitRequest(snapshot_id, time.monotonic() + COPY_TIMEOUT_S)
+        request = _CommitRequest(snapshot_id, time.monotonic() + COPY_TIMEOUT_S, is_waited_for=True)
         with self._wakeup:
             if self._closing:
                 return None
@@ -223,13 +226,13 @@ class CheckpointCommitter:
 
     def _complete_request(self, request: _CommitRequest, state: SlotState | None) -> None:
         try:
-            request.path = self._commit(state)
+            request.path = self._commit(state, show_progress=request.is_waited_for)
         except MachineError as error:
             request.error = str(error)
         self._requests.remove(request)
         request.finished.set()
 
-    def _commit(self, state: SlotState | None) -> Path | None:
+    def _commit(self, state: SlotState | None, *, show_progress: bool = False) -> Path | None:
         """Commit a slot unless its snapshot is on disk; return None if it is incomplete or distrusted."""
         if state is None or not state.complete:
             self._retry_at = 0.0
@@ -242,7 +245,7 @@ class CheckpointCommitter:
         if committed_id < state.target:
             try:
                 with self.slot_pool.pin(state) as slot:
-                    result = self._write(slot, state.target) if slot is not None else None
+                    result = self._write(slot, state.target, show_progress) if slot is not None else None
             except MachineError as error:
                 self._handle_failure(step, error)
                 self._release_slot(state)
@@ -269,7 +272,7 @@ class CheckpointCommitter:
         if record.get("target") == state.target:
             record.set("committed", state.target)
 
-    def _write(self, slot: Slot, snapshot_id: int) -> CommitResult | None:
+    def _write(self, slot: Slot, snapshot_id: int, show_progress: bool) -> CommitResult | None:
         def is_current() -> bool:
             return slot.record.complete_snapshot_id() == snapshot_id
 
@@ -281,7 +284,12 @@ class CheckpointCommitter:
             return None  # a newer snapshot has overwritten it
         if self._writer.has_trusted(manifest.version, manifest.position):  # loaded from this disk
             return CommitResult(self._node_dir / checkpoint_name(*manifest.version), 0.0, 0.0)
-        return self._writer.commit(manifest, [image], is_current=is_current)
+        if not show_progress:
+            return self._writer.commit(manifest, [image], is_current=is_current)
+        what = f"writing the checkpoint of step {manifest.step}"
+        with ByteProgress(what, manifest.file_bytes) as progress:
+            blocks = progress.track(_split(image))
+            return self._writer.commit(manifest, blocks, is_current=is_current)
 
     def _handle_failure(self, step: int, error: MachineError) -> None:
         now = time.monotonic()
@@ -300,8 +308,13 @@ class CheckpointCommitter:
 
     def _handle_success(self, step: int) -> None:
         if self.last_error:
-            logger.info(f"checkpoints are saved again, most recently step {step}.")
+            logger.warning(f"checkpoints are saved again, most recently step {step}.")
         self.last_error, self._retry_at, self._retry_s = "", 0.0, FIRST_RETRY_S
+
+
+def _split(image: memoryview) -> Iterator[memoryview]:
+    for start in range(0, len(image), BLOCK_BYTES):
+        yield image[start : start + BLOCK_BYTES]
 
 
 def _is_ready(request: _CommitRequest, newest: SlotState | None) -> bool:

@@ -198,7 +198,10 @@ class SlotPool:
                 # A smaller request that existing slots satisfy changes nothing.
                 last_count, last_capacity = self._last_plan
                 if last_count != planned or (last_capacity != capacity and fitting < planned):
-                    logger.info(describe_budget(planned, capacity, free_bytes=free, allowed_bytes=allowed))
+                    # With fewer than two slots a failure costs steps, or training waits for the disk.
+                    level = logging.WARNING if planned < 2 and allowed != 0 else logging.DEBUG
+                    text = describe_budget(planned, capacity, free_bytes=free, allowed_bytes=allowed)
+                    logger.log(level, text)
                 self._last_plan = (planned, capacity)
             while fitting < (min(min_count, possible) if min_count else possible):
                 if not self._create_slot(capacity):
@@ -228,7 +231,7 @@ class SlotPool:
         except OSError as error:
             if self._failed_capacity != capacity:  # log once; workers repeat the request
                 self._failed_capacity = capacity
-                logger.info(f"snapshots: no memory for another slot of {format_bytes(capacity)}: {error}")
+                logger.warning(f"snapshots: no memory for another slot of {format_bytes(capacity)}: {error}")
             return False
         with self._lock:
             self._last_serial += 1

@@ -222,31 +222,49 @@ def build_parser() -> Parser:
     parser = Parser(
         prog=PROG,
         usage=f"{PROG} [flags] [flags of `elastic-resume run`] -- script [its arguments]",
-        description="Run a training script on simulated nodes, inject faults, print what came of them.",
-        epilog="Exit codes: 0 the job ended right, 1 wrong, 2 nothing was started, 3 right, but a fault that "
-        "the plan names never came.",
+        description="Run a training script on simulated nodes, inject faults, and report how the job "
+        "recovered. A fault plan names the faults; without one they are random.",
+        epilog="TIME is a number of seconds, or has a unit: 500ms, 30s, 5m. Exit codes: 0: the job finished. "
+        "1: it failed or made no progress. 2: nothing was started. 3: it finished, but a planned fault was "
+        "not injected.",
     )
 
     def add(flag: str, what: str, **more: object) -> None:
         parser.add_argument(flag, help=what, **more)  # type: ignore[arg-type]
 
-    add("--nodes", "simulated nodes, n0 to n{N-1} (default 3)", type=_parse_count, default=3, metavar="N")
-    add("--min-nodes", "fewest that train on (default 1)", type=_parse_count, default=1, metavar="N")
-    add("--workers-per-node", "ranks on each (default 1)", type=_parse_count, default=1, metavar="N")
-    add("--plan", "what befalls whom and when: see docs/guides/chaos.md", type=Path, metavar="FILE.yaml")
-    add("--seed", "decides all that the plan leaves open, or all of it", type=int, metavar="N")
-    add("--mtbf", "mean time between faults that are drawn (default 15s without a plan)",
+    add("--nodes", "number of simulated nodes (default 3)", type=_parse_count, default=3, metavar="N")
+    add(
+        "--min-nodes",
+        "fewest nodes that continue training (default 1)",
+        type=_parse_count,
+        default=1,
+        metavar="N",
+    )
+    add("--workers-per-node", "ranks on each node (default 1)", type=_parse_count, default=1, metavar="N")
+    add(
+        "--plan",
+        "the fault plan: which fault is injected into which node, and when",
+        type=Path,
+        metavar="FILE.yaml",
+    )
+    add("--seed", "seed of all random choices; the same seed repeats the same faults", type=int, metavar="N")
+    add("--mtbf", "mean time between random faults (default 15s without a plan)",
         type=_duration_parser("--mtbf"), metavar="TIME")  # fmt: skip
-    add("--for", "no fault comes later after the first step", dest="for_s", type=_duration_parser("--for"),
-        metavar="TIME")  # fmt: skip
-    add("--drain", "then drain the job, whose script has no end", action="store_true")
-    add("--hosts", "namespaces: a network and a disk in memory for each node, as root (default where that "
-        "can be); loopback: processes only", choices=("loopback", "namespaces"))  # fmt: skip
-    add("--disk", "size of each node's disk, in namespaces (default 256MB)", type=_parse_size, metavar="SIZE")
-    add("--dir", "logs, checkpoints and events go there (default ./chaos-run)", type=Path,
+    add("--for", "inject no fault later than this after the first step", dest="for_s",
+        type=_duration_parser("--for"), metavar="TIME")  # fmt: skip
+    add("--drain", "drain the job after the last fault, for a script that does not end", action="store_true")
+    add("--hosts", "namespaces: each node has a network and a disk in memory; needs root, and is the default "
+        "where it works. loopback: processes only", choices=("loopback", "namespaces"))  # fmt: skip
+    add(
+        "--disk",
+        "size of each node's disk with --hosts namespaces (default 256MB)",
+        type=_parse_size,
+        metavar="SIZE",
+    )
+    add("--dir", "directory of logs, checkpoints and events (default ./chaos-run)", type=Path,
         default=Path("chaos-run"))  # fmt: skip
-    add("--save-plan", "write the plan that is carried out", type=Path, metavar="FILE.yaml")
-    add("--patience", "a job without a step for so long stands still (default 5m)",
+    add("--save-plan", "write the plan with all random choices made", type=Path, metavar="FILE.yaml")
+    add("--patience", "end a job that finishes no step for this long (default 5m)",
         type=_duration_parser("--patience"), default=STALL_TIMEOUT_S, metavar="TIME")  # fmt: skip
     return parser
 
@@ -465,7 +483,7 @@ class _ExperimentRun:
         for_s = self._experiment.fault_window_s
         if for_s is None or self.injector.elapsed_s < for_s:
             return
-        self.injector.cancel_pending("faults were to come no longer")
+        self.injector.cancel_pending("the time of --for was over")
         if not self._experiment.drain or self._drained_at is not None:
             return
         if not self.injector.is_idle:
@@ -475,7 +493,7 @@ class _ExperimentRun:
         elif self._has_progressed_past(*self._progress_when_idle):
             self._drained_at = time.time()
             self.injector.disable_restarts()
-            logger.info("all faults have come: the job is drained")
+            logger.info("all faults are over: draining the job")
             for index in range(self._experiment.nodes):
                 self._cluster.kill_agent(index, signal.SIGTERM)
 
@@ -497,7 +515,7 @@ class _ExperimentRun:
         self._job_ended_at = self._job_ended_at or now
         for index, node in enumerate(self._cluster.nodes):
             if now > self._job_ended_at + LATE_NODE_GRACE_S and node.alive:
-                logger.info("%s is left of a job that has ended, and is stopped", node.name)
+                logger.info("%s is stopped: it waits for a job that has ended", node.name)
                 self._cluster.kill_node(index)
 
     def _exit_codes(self) -> list[int | None]:
@@ -558,7 +576,7 @@ def _format_event(event: Event) -> str:
         receivers = event.get("receiving_nodes") or []
         sent = f", sent by {event.get('source_node')} to {', '.join(receivers)}" if receivers else ""
         lost = event.get("recomputed_steps")
-        again = f"; {format_count(lost, 'step')} {choose_verb(lost, 'is', 'are')} run again" if lost else ""
+        again = f"; {format_count(lost, 'step')} {choose_verb(lost, 'is', 'are')} recomputed" if lost else ""
         step = int(event.get("step", 0)) + 1
         size = int(event.get("world_size") or 0)
         ranks = f"{format_count(size, 'rank')} {choose_verb(size, 'trains', 'train')}"
@@ -574,13 +592,13 @@ def _format_event(event: Event) -> str:
     if kind == "quarantine":
         return f"{node}: {event.get('path')} is set aside: {event.get('reason')}"
     if kind == "agent-end":
-        return f"{node} has ended: {event.get('outcome')} {event.get('message') or ''}".rstrip()
+        return f"{node} has ended: {event.get('message') or event.get('outcome')}"
     return ""
 
 
 def _format_suspects(suspects: Sequence[object] | None) -> str:
     found = [str(one.get("rank")) for one in suspects or () if isinstance(one, dict)]
-    return f"rank {', '.join(found)}" if found else "nobody here"
+    return f"rank {', '.join(found)}" if found else "no rank of this node"
 
 
 # ---- the result ----------------------------------------------------------------------------------------
@@ -593,13 +611,13 @@ def format_result(experiment: Experiment, result: ExperimentResult) -> str:
     why, *tails = result.failure.splitlines() or [""]
     del why
     lines += tails
-    again = f"the same faults again: {PROG} --seed {experiment.plan.seed} with the same flags and plan"
-    return "\n".join([*lines, *wrap_text(f"{again}; what the nodes wrote is in {experiment.directory}")])
+    again = f"To repeat the same faults: {PROG} --seed {experiment.plan.seed} with the same flags and plan."
+    return "\n".join([*lines, *wrap_text(f"{again} Logs and checkpoints are in {experiment.directory}.")])
 
 
 def _fault_table(result: ExperimentResult) -> list[str]:
     followed = _consequences(result)
-    rows = [("", "nothing of the plan", "-", followed[None])] if None in followed else []
+    rows = [("", "(no fault)", "-", followed[None])] if None in followed else []
     last = max(
         (fate for fate in result.fault_outcomes if fate.injected_at is not None),
         key=_injection_time,
@@ -615,7 +633,7 @@ def _fault_table(result: ExperimentResult) -> list[str]:
         elif fate.is_random:
             continue  # random faults are planned beyond the end of any job
         else:
-            then = f"never came: {fate.reason}"
+            then = f"not injected: {fate.reason}"
         often = f", {format_count(fate.injection_count, 'time')}" if fate.injection_count > 1 else ""
         what = f"{fate.fault.what} {truncate(fate.target or fate.fault.target_text, TARGET_WIDTH)}{often}"
         rows.append((str(fate.number), what, _format_injection_time(result, fate), then))
@@ -694,7 +712,7 @@ def _has_no_random_fault(experiment: Experiment, result: ExperimentResult) -> bo
 
 
 def _format_incident(generation: Generation) -> str:
-    lost = f", {generation.recomputed_steps} lost" if generation.recomputed_steps else ""
+    lost = f", {generation.recomputed_steps} recomputed" if generation.recomputed_steps else ""
     back = f", back in {format_seconds(generation.recovery_s)}" if generation.recovery_s is not None else ""
     return f"{generation.end.text.rstrip('.')}{back}{lost}"
 
@@ -704,16 +722,17 @@ def _summarize(experiment: Experiment, result: ExperimentResult) -> str:
     came = sum(fate.state == DONE for fate in result.fault_outcomes)
     incidents = sum(_is_incident(row, result) for row in report.generations)
     cost = (
-        f"{format_count(came, 'fault')} came, {format_count(incidents, 'incident')} followed, "
-        f"{format_count(report.recomputed_steps, 'step')} run again"
+        f"{format_count(came, 'fault')} injected, {format_count(incidents, 'incident')} followed, "
+        f"{format_count(report.recomputed_steps, 'step')} recomputed"
     )
     if result.failure:
         return f"WRONG: {result.failure.splitlines()[0]} ({cost})"
-    how = "was drained" if experiment.drain and experiment.fault_window_s is not None else "ended right"
+    how = "was drained" if experiment.drain and experiment.fault_window_s is not None else "finished"
     left = len(result.missed_faults)
-    never = f"; {format_count(left, 'fault')} of the plan never came" if left else ""
+    verb = choose_verb(left, "was", "were")
+    never = f"; {format_count(left, 'planned fault')} {verb} not injected" if left else ""
     if not left and _has_no_random_fault(experiment, result):
-        never = "; no fault came: train for longer, or give a shorter --mtbf"
+        never = "; no fault was injected: train for longer, or give a shorter --mtbf"
     return f"The job {how}, at step {report.last_step}: {cost}{never}."
 
 

@@ -182,7 +182,7 @@ def describe_settings(fault: Fault) -> str:
     return ", ".join(say() for name, say in words.items() if getattr(fault, name) is not None)
 
 
-# ---- whom ----------------------------------------------------------------------------------------------
+# ---- targets ----------------------------------------------------------------------------------------------
 
 
 def _find_workers(cluster: Cluster) -> dict[int, Target]:
@@ -569,7 +569,7 @@ class FaultInjector:
             return False
         except INJECTION_ERRORS as error:
             outcome.state, outcome.reason = FAILED, str(error)
-            logger.info("fault %d: %s could not be done: %s", outcome.number, fault.what, error)
+            logger.info("fault %d: %s could not be injected: %s", outcome.number, fault.what, error)
             return False
         if fault.back_after_s is not None:
             self._restart_delays_s[target.node_index] = fault.back_after_s
@@ -654,7 +654,7 @@ class FaultInjector:
             self._restart_count += 1
             self._restart_delays_s.pop(index, None)
             self._down_since.pop(index, None)
-            logger.info("%s is started again, %s after its end", node.name, format_duration(wait_s))
+            logger.info("%s is started again %s after its end", node.name, format_duration(wait_s))
             start = partial(self._cluster.start_node, index)
             self._run_and_log_failure(f"{node.name} could not be started", start)
             for undo in self._lasting_effects:

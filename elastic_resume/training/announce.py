@@ -9,6 +9,7 @@ from typing import Any
 
 from elastic_resume.checkpoint import node_dir
 from elastic_resume.checkpoint.manifest import Position
+from elastic_resume.data.world_size import WorldChange
 from elastic_resume.policy.resume_plan import DISK
 from elastic_resume.restore import inventory
 from elastic_resume.restore.coordinator import ResumeResult
@@ -45,8 +46,30 @@ def resume_event_fields(result: ResumeResult, position: Position, world_size: in
     }
 
 
-def format_resume_lines(result: ResumeResult, position: Position, world_size: int) -> str:
-    """Describe the start of a generation in one line, with a further line for each rejected copy."""
+def log_start(
+    result: ResumeResult,
+    position: Position,
+    world_size: int,
+    *,
+    world_change: WorldChange | None,
+    repeated_steps: int,
+) -> None:
+    """Log where training starts or continues, in one line, and a warning for each rejected copy."""
+    for copy in result.plan.rejected:
+        logger.warning(
+            f"rejected {copy.node}/{copy.name}: {copy.reason.rstrip('.')}. See `elastic-resume ls`."
+        )
+    parts = [format_start(result, position, world_size)]
+    if world_change is not None:
+        parts.append(world_change.describe())
+    if repeated_steps:
+        count = format_count(repeated_steps, "finished step")
+        parts.append(f"epoch {position.epoch} starts over and repeats {count}, because resume() got no data=")
+    logger.info("; ".join(filter(None, parts)))
+
+
+def format_start(result: ResumeResult, position: Position, world_size: int) -> str:
+    """Describe in one line where a generation starts."""
     plan = result.plan
     state = "no checkpoint found, starting fresh"
     if plan.kind == "checkpoint":
@@ -56,15 +79,16 @@ def format_resume_lines(result: ResumeResult, position: Position, world_size: in
             f"resumed at step {position.step} (epoch {position.epoch}) from {plan.source_node}'s {tier} "
             f"of generation {plan.source_generation}{sent}"
         )
-    lost = "no step lost"
+    elif plan.min_generation >= 0:
+        state = "starting fresh, because of --resume never"
+    lost = "" if plan.kind == "cold" else "; no step lost"
     if plan.recomputed_steps:
-        lost = f"{format_count(plan.recomputed_steps, 'step')} to recompute"
+        lost = f"; {format_count(plan.recomputed_steps, 'step')} to recompute"
     old_world_size = plan.previous_world_size
-    change = f"{old_world_size} -> " if old_world_size not in {None, world_size} else ""
-    world = f"world {change}{world_size}"
-    lines = [f"generation {plan.generation}: {state}; {lost}; {world}; {result.duration_s:.2f} s"]
-    lines += [f"rejected {r.node}/{r.name}: {r.reason}" for r in plan.rejected]
-    return "\n  ".join(lines)
+    world = f"{format_count(world_size, 'rank')} on {format_count(len(result.nodes), 'node')}"
+    if old_world_size not in {None, world_size}:
+        world += f" (before: {format_count(old_world_size or 0, 'rank')})"
+    return f"generation {plan.generation}: {state}{lost}; {world}; {result.duration_s:.2f} s"
 
 
 class EarlierRunNotice:

@@ -100,11 +100,6 @@ class TrainingProgress:
         self._micro_batch = None
         if self._batches is not None:
             self._batches.seek(self.position.epoch, self.position.step_in_epoch)
-        if self.repeated_steps and self._may_warn:
-            logger.info(
-                f"no data= was given to resume(): epoch {self.position.epoch} starts over, and repeats "
-                f"{format_count(self.repeated_steps, 'finished step')}"
-            )
         self.repeated_steps = 0
         return self.position.epoch
 

@@ -362,7 +362,7 @@ class Run:
 
         """
         if not self._closed and sys.exc_info()[0] is not None:
-            logger.info(
+            logger.debug(
                 f"the run was closed at step {self.position.step} while an exception was being handled: "
                 "nothing more was saved."
             )
@@ -396,9 +396,13 @@ class Run:
             self._context.events.emit(
                 "resume", **announce.resume_event_fields(result, self.position, self.world_size)
             )
-            logger.info(announce.format_resume_lines(result, self.position, self.world_size))
-            if self.world_change is not None:
-                self.world_change.log()
+            announce.log_start(
+                result,
+                self.position,
+                self.world_size,
+                world_change=self.world_change,
+                repeated_steps=self._progress.repeated_steps,
+            )
         atexit.register(self._release)
 
     def _add_start_hook(self, hook: Callable[[], object]) -> None:
@@ -583,8 +587,8 @@ def resume(
             loaded.
 
     """
-    console.show_log("elastic_resume: ")
     try:
+        console.show_log("elastic_resume: ", os.environ)
         _check_random_options(seed, rng)
         batches = elastic_sampler.find_batches(data)
         _check_world_change_policy(batches, on_world_change)

@@ -1,9 +1,9 @@
 """The end of a worker: at a step boundary when its agent drains the node, or by an exception.
 
 An exception becomes a ``failure`` event. An `ElasticResumeError` is printed as one or two lines, because its
-message says what to do. Another exception is printed as one line if an agent prints to the same place: the
-agent prints the traceback of the root cause, and a thousand workers' tracebacks would hide it. A traceback
-that is not printed here is in the event log.
+message says what to do. Another exception is not printed here if an agent prints to the same place: the
+agent prints the root cause with its traceback, and a thousand workers' tracebacks would hide it. A traceback
+that is not printed is in the event log.
 """
 
 from __future__ import annotations
@@ -80,16 +80,11 @@ class _ExceptHook:
             self.events.emit("failure", **fields)
         if isinstance(error, ElasticResumeError):
             print(f"elastic_resume: error: {error}", file=sys.stderr, flush=True)
-        elif (
+        elif not (
             issubclass(kind, Exception)
             and self._is_printed_by_agent()
             and self.events.unwritten_count <= unwritten_before
-        ):
-            rank = os.environ.get("RANK", "?")
-            text = ": ".join(filter(None, [fields["type"], fields["message"]]))
-            frame = f" ({fields['frame']})" if fields["frame"] else ""
-            print(f"elastic_resume: rank {rank}: {text}{frame}", file=sys.stderr, flush=True)
-        else:
+        ):  # else the agent prints it, if it is a root cause
             self.previous_hook(kind, error, trace)
 
     def _is_printed_by_agent(self) -> bool:

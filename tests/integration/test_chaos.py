@@ -222,7 +222,7 @@ def test_fault_table_shows_consequences_of_each_fault() -> None:
     run_report = replace(summary.build_run_report([]), start_t=0.0, history=report, generation_times=stepped)
     outcome = ExperimentResult("", (0, 0, 0), outcomes, run_report, drained_at=21.0)
     text = " ".join("\n".join(chaos._fault_table(outcome)).split())
-    assert "nothing of the plan - signal n2 at 12" in text
+    assert "(no fault) - signal n2 at 12" in text
     assert "1 bit-flip node 0 1.0 s a copy of n0 was set aside: digest" in text
     assert "2 kill-node node 1 2.0 s signal n1 at 3" in text
     assert "3 kill-node node 1 5.0 s training continued" in text
@@ -335,11 +335,11 @@ def test_chaos_runs_plan_of_docs(
     for number in (1, 2, 3, 4, 5, 6, 7):
         assert re.search(rf"\d s  fault {number}: ", output), output
     assert re.search(r"n2 is started again, 1s after its end", output)
-    assert re.search(r"8  kill-worker rank 2 +-  never came: the job was over", output)
+    assert re.search(r"8  kill-worker rank 2 +-  not injected: the job was over", output)
     sentence = " ".join(output.split())  # it is wrapped
-    right = r"The job ended right, at step 160: \d+ faults came, .*, 0 steps run again"
+    right = r"The job finished, at step 160: \d+ faults injected, .*, 0 steps recomputed"
     assert re.search(right, sentence), output
-    assert "1 fault of the plan never came" in sentence, output
+    assert "1 planned fault was not injected" in sentence, output
     assert faults.read_plan(saved) == faults.read_plan(plan)
     numbers = [
         event["number"]
@@ -378,7 +378,9 @@ def test_chaos_drain_ends_job_after_faults(tmp_path: Path, capsys: pytest.Captur
     flags = ["--plan", str(tmp_path / "plan.yaml"), "--nodes", "2", "--for", "2s", "--drain"]
     assert chaos.main(chaos_args(tmp_path, *flags, "--hosts", "loopback", *QUICK, epochs=10_000)) == 0
     output = capsys.readouterr().out
-    assert re.search(r"The job was drained, at step \d+: 1 fault came, 1 incident followed, 0 steps", output)
+    assert re.search(
+        r"The job was drained, at step \d+: 1 fault injected, 1 incident followed, 0 steps", output
+    )
     assert "is started again" not in output
 
 
@@ -426,7 +428,7 @@ def test_random_faults_leave_right_weights_and_nothing_else(tmp_path: Path) -> N
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     came = FAULTS if SOAK else r"[1-9]\d*"  # in a short run some may find no target
-    right = rf"The job ended right, at step {10 * epochs}: {came} faults? came, .*, 0\s+steps\s+run\s+again"
+    right = rf"The job finished, at step {10 * epochs}: {came} faults? injected, .*, 0\s+steps\s+recomputed"
     assert re.search(right, done.stdout)
     assert check_end(tmp_path / "diary", world_size=4, epochs=epochs) == undisturbed
     found = diff.compare(kept, newest_checkpoint(tmp_path / "run")).differences

@@ -117,7 +117,7 @@ def test_import_error_ends_job_when_disk_loses_events(tmp_path: Path, disk: str)
     )
     with MachineCluster(tmp_path, nodes=1) as cluster:
         cluster.start(tmp_path / "train.py")
-        cluster.wait(lambda: "generation 1: node 0 of 1" in cluster.output(0), "the first world")
+        cluster.wait(lambda: rounds(cluster, 0), "the first world")
         with (cluster.nodes[0].directory / constants.EVENTS_FILE).open("rb") as log:
             os.fsync(log.fileno())  # the broken disk then forgets what the page cache has
         cluster.fill_disk(0) if disk == "full" else cluster.break_disk(0)
@@ -214,7 +214,7 @@ def test_verdict_separates_secondary_failures(make: Make) -> None:
             assert {failure["node"] for failure in verdict["secondary_failures"]} <= {"n0", "n2"}
     followed = [failure for verdict in verdicts(cluster, 0) for failure in verdict["secondary_failures"]]
     assert followed, "no secondary failure: a connection must break before the agent learns of the death"
-    assert "rank 1 on node n1 was killed by SIGKILL." in cluster.output(0)
+    assert "rank 1 on node n1 was killed by SIGKILL; restarting." in cluster.output(0)
     assert "The failure on this node was secondary." in cluster.output(0) + cluster.output(2)
 
 

@@ -73,7 +73,7 @@ def start_own(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> Iterator[Callable[..., RunningForkServer]]:
     """Start fork servers for one test. Besides ``preload`` they import torch alone."""
-    caplog.set_level("INFO")
+    caplog.set_level("DEBUG")
 
     def spawn(argv: list[str], **others: Any) -> subprocess.Popen[bytes]:
         assert argv[2] == str(forkserver_manager.FORK_SERVER_PATH)

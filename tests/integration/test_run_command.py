@@ -90,6 +90,21 @@ def test_the_file_of_flags_is_used(agents: Agents) -> None:
     assert (agents.directory / "elsewhere" / "train" / "a" / "events.jsonl").exists()
 
 
+@pytest.mark.parametrize("how", ["flag", "file", "variable"])
+def test_quiet_run_prints_warnings_and_errors_only(agents: Agents, how: str) -> None:
+    """Workers inherit it. A job that fails still says why."""
+    agents.script("import os, sys; print('quiet', os.environ.get('ELASTIC_RESUME_QUIET')); sys.exit(9)")
+    (agents.directory / "f.yaml").write_text("quiet: true\n")
+    flags = {"flag": ["--quiet"], "file": ["--config", "f.yaml"], "variable": []}[how]
+    environ = {"ELASTIC_RESUME_QUIET": "1"} if how == "variable" else {}
+    code, log = agents.run(*flags, "train.py", **environ)
+    assert code == 1
+    first, *others = [line for line in log.splitlines() if line.startswith("elastic_resume")]
+    assert "first: rank 0 ended with exit code 9" in first.replace(" on node a", "")
+    assert "3 starts in a row failed without progress" in others[-1]
+    assert "quiet 1" in log
+
+
 def test_three_failed_starts_end_job(agents: Agents) -> None:
     """One line names the rank and its exit code."""
     agents.script("import sys; sys.exit(9)")
@@ -271,7 +286,7 @@ def test_two_nodes_continue_after_worker_is_killed(agents: Agents) -> None:
     (stopped,) = [e for e in agents.events("worker-exit", "a") if e["round"] == 1]
     assert stopped["stopped"] is True
     assert "was killed by SIGKILL; restarting" in agents.log("b")
-    assert "the workers of b stopped: restarting." in agents.log("a")
+    assert "rank 1 on node b was killed by SIGKILL; restarting." in agents.log("a")
 
 
 @pytest.mark.parametrize(
@@ -319,17 +334,10 @@ def test_join_timeout_exits_with_requeue_code(agents: Agents) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (
-            ["--rdzv-backend", "c10d", "--rdzv-conf", "is_host=1,timeout=60"],
-            "--rdzv-backend c10d: nodes meet in",
-        ),
-        (["--rdzv-backend=static"], "--rdzv-backend static: nodes meet in"),
-    ],
+    "flags", [["--rdzv-backend", "c10d", "--rdzv-conf", "is_host=1,timeout=60"], ["--rdzv-backend=static"]]
 )
-def test_torch_backend_is_replaced_by_ours(agents: Agents, flags: list[str], said: str) -> None:
-    """A log line says so."""
+def test_torch_backend_is_replaced_by_ours(agents: Agents, flags: list[str]) -> None:
+    """The survivor of two continues, which torch's own could not do without its host."""
     agents.script(WAITS)
     two = start_two(agents, more=("--nnodes=1:2", *flags))
     wait_for(lambda: agents.pids("worker-a") and agents.pids("worker-b"), "two workers")
@@ -337,7 +345,7 @@ def test_torch_backend_is_replaced_by_ours(agents: Agents, flags: list[str], sai
     wait_for(lambda: len(agents.pids("worker-b")) == 2, "another worker")
     (agents.directory / "finish").touch()
     assert two[1].wait(60) == 0
-    assert said in agents.log("b")
+    assert ("--rdzv-conf is_host: has no effect here." in agents.log("b")) == ("--rdzv-conf" in flags)
 
 
 def test_run_with_master_addr_and_node_rank_orders_the_nodes(agents: Agents) -> None:
@@ -349,4 +357,3 @@ def test_run_with_master_addr_and_node_rank_orders_the_nodes(agents: Agents) -> 
     assert [agent.wait(60) for agent in two] == [0, 0]
     assert "node 1" in agents.log("a")
     assert "node 0" in agents.log("b")
-    assert "--master-addr: nodes meet in elastic_resume's own rendezvous" in agents.log("a")

@@ -131,8 +131,9 @@ def test_logs_tee_error_files_and_virtual_ranks_work(way: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("way", ["cold", "warm"])
-def test_no_python_worker_starts_cold(way: str, tmp_path: Path) -> None:
-    """One log line says so."""
+def test_no_python_worker_starts_cold(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log says why at level DEBUG."""
+    monkeypatch.setenv("ELASTIC_RESUME_LOG_LEVEL", "DEBUG")
     done = run(way, tmp_path, "--no-python", "/bin/sh", "-c", "echo rank $RANK; exit 0")
     assert sorted(done.stdout.split()) == ["0", "1", "rank", "rank"]
     assert done.stderr.count("workers start cold: --no-python") == 1

@@ -18,7 +18,8 @@ PACKAGE = ROOT / "elastic_resume"
 # Imports go from a later layer to an earlier one, or stay within a package.
 LAYERS = """
     constants errors
-    units events console background
+    units events background
+    console
     policy
     schedulers
     config failpoints

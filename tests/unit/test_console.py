@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 import logging.config
+import re
 import sys
 
 import pytest
 
 from elastic_resume import console
+from elastic_resume.errors import ConfigError
+from tests.support import terminal
+from tests.support.processes import wait_for
 
 LOGGER = logging.getLogger("elastic_resume.training.run")
 
@@ -22,8 +26,8 @@ def no_handlers() -> None:
 
 def test_log_is_printed_once_with_prefix(capsys: pytest.CaptureFixture[str]) -> None:
     """A second call, by a second run, adds no second handler."""
-    console.show_log("elastic_resume: ")
-    console.show_log("elastic_resume: ")
+    console.show_log("elastic_resume: ", {})
+    console.show_log("elastic_resume: ", {})
     LOGGER.info("resumed at step %d", 3)
     assert capsys.readouterr().err == "elastic_resume: resumed at step 3\n"
 
@@ -34,7 +38,7 @@ def test_script_that_configured_logging_after_the_import_sees_the_log(
     """By default dictConfig disables every logger that exists."""
     logging.config.dictConfig({"version": 1})
     assert LOGGER.disabled
-    console.show_log("elastic_resume: ")
+    console.show_log("elastic_resume: ", {})
     LOGGER.warning("step 5 was not saved")
     assert "step 5 was not saved" in capsys.readouterr().err
 
@@ -46,7 +50,7 @@ def test_handler_of_the_script_takes_precedence(capsys: pytest.CaptureFixture[st
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     console.PACKAGE_LOGGER.addHandler(handler)
     console.PACKAGE_LOGGER.setLevel(logging.WARNING)
-    console.show_log("elastic_resume: ")
+    console.show_log("elastic_resume: ", {})
     LOGGER.info("resumed")
     LOGGER.warning("a snapshot failed")
     assert lines == ["a snapshot failed"]
@@ -67,7 +71,7 @@ def test_traceback_of_logged_exception_is_printed(capsys: pytest.CaptureFixture[
 
 def test_closed_stream_costs_the_line_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The handler uses no lock either, as a signal handler may interrupt it."""
-    console.show_log("elastic_resume: ")
+    console.show_log("elastic_resume: ", {})
     stream = open("/dev/full", "w")  # noqa: SIM115 - closed below
     monkeypatch.setattr(sys, "stderr", stream)
     LOGGER.info("resumed")
@@ -75,3 +79,92 @@ def test_closed_stream_costs_the_line_only(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.undo()
     with pytest.raises(OSError, match="No space"):
         stream.close()
+
+
+@pytest.mark.parametrize(
+    ("environ", "level"),
+    [
+        ({}, logging.INFO),
+        ({"ELASTIC_RESUME_QUIET": "1"}, logging.WARNING),
+        ({"ELASTIC_RESUME_QUIET": "true", "ELASTIC_RESUME_LOG_LEVEL": "DEBUG"}, logging.WARNING),
+        ({"ELASTIC_RESUME_QUIET": "0", "ELASTIC_RESUME_LOG_LEVEL": "debug"}, logging.DEBUG),
+        ({"ELASTIC_RESUME_LOG_LEVEL": "ERROR"}, logging.ERROR),
+    ],
+)
+def test_level_comes_from_environment(environ: dict[str, str], level: int) -> None:
+    """Quiet takes precedence over a level."""
+    console.show_log("elastic_resume: ", environ)
+    assert console.PACKAGE_LOGGER.level == level
+
+
+@pytest.mark.parametrize("variable", ["ELASTIC_RESUME_QUIET", "ELASTIC_RESUME_LOG_LEVEL"])
+def test_wrong_level_is_refused(variable: str) -> None:
+    """The error has the variable's name."""
+    with pytest.raises(ConfigError, match=rf"{variable} is 'LOUD'|{variable} is 'loud'"):
+        console.read_level({variable: "loud"})
+
+
+def show_progress(monkeypatch: pytest.MonkeyPatch, delay_s: float) -> console.ByteProgress:
+    """Make an operation count as long after ``delay_s``."""
+    monkeypatch.setattr(console, "LONG_OPERATION_S", delay_s)
+    console.show_log("elastic_resume: ", {})
+    return console.ByteProgress("reading", 2_000_000)
+
+
+def test_long_operation_logs_its_begin_and_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a log file it is two lines, with size and speed."""
+    printed = ""
+
+    def has_printed() -> bool:
+        nonlocal printed
+        printed += capsys.readouterr().err
+        return bool(printed)
+
+    with show_progress(monkeypatch, 0.0) as progress:
+        for _ in progress.track([memoryview(bytes(1_000_000))] * 2):
+            wait_for(has_printed, "a line")
+    printed += capsys.readouterr().err
+    begun, ended = printed.splitlines()
+    assert re.fullmatch(r"elastic_resume: reading: 0 B of 2 MB in 0\.\d s \(0 B/s\)", begun)
+    assert re.fullmatch(r"elastic_resume: reading: ended, 2 MB of 2 MB in \d+\.\d s \(.*B/s\)", ended)
+
+
+def test_short_operation_shows_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Most operations are short."""
+    with show_progress(monkeypatch, 600.0) as progress:
+        list(progress.track([memoryview(bytes(10))]))
+    assert capsys.readouterr().err == ""
+
+
+BAR = """
+import sys, time
+from elastic_resume import console
+console.LONG_OPERATION_S, console.BAR_INTERVAL_S = 0.0, 0.01
+console.show_log("elastic_resume: ", {})
+done = 0
+with console.ByteProgress("reading step 8", 10**9, lambda: done):
+    while console._bar is None:
+        time.sleep(0.01)
+    for done in (10**8, 5 * 10**8):
+        while console._bar.n != done:
+            time.sleep(0.01)
+        console.logger.info("a line at %d", done)
+console.logger.info("the next line")
+"""
+
+
+def test_bar_leaves_whole_lines_on_terminal() -> None:
+    """Lines that are logged meanwhile stand above the bar, and nothing of it remains."""
+    text = terminal.run([sys.executable, "-c", BAR])
+    assert "reading step 8:  50%" in text
+    assert "500M/1.00G [" in text
+    assert terminal.render(text) == [
+        "elastic_resume: a line at 100000000",
+        "elastic_resume: a line at 500000000",
+        "elastic_resume: the next line",
+        "",
+    ]

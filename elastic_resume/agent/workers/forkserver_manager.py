@@ -146,7 +146,7 @@ class ForkServerManager:
                 waited_s += POLL_INTERVAL_S
                 if waited_s == SLOW_IMPORT_S and "ready" not in fields:
                     names = ", ".join(["torch", *self._preload])
-                    logger.info("workers wait until %s are imported, %.0f s so far.", names, SLOW_IMPORT_S)
+                    logger.warning("workers wait until %s are imported, %.0f s so far.", names, SLOW_IMPORT_S)
                 stopped_s = stopped_s + POLL_INTERVAL_S if _is_stopped(process.pid) else 0.0
                 # Launcher shims would wait for a stopped fork server.
                 if stopped_s > 2 * POLL_INTERVAL_S or self._thread.is_closing:
@@ -160,11 +160,12 @@ class ForkServerManager:
                 "fork-server-ready", seconds=message["ready"], skipped_modules=message["skipped_modules"]
             )
             for name, reason in message["skipped_modules"].items():
-                logger.info("the fork server cannot import %s, so it is left out: %s", name, reason)
+                level = logging.WARNING if name in self._preload else logging.DEBUG
+                logger.log(level, "the fork server cannot import %s, so it is left out: %s", name, reason)
         refusal = message.get("refused", "")
         if refusal and refusal not in self._logged_refusals:
             self._logged_refusals.add(refusal)
-            logger.info("a worker starts cold: %s.", refusal)
+            logger.debug("a worker starts cold: %s.", refusal)
 
     def _handle_exit(self, status: dict[str, Any], exit_code: int) -> bool:
         """Log why the fork server ended; return whether to start another."""
@@ -173,9 +174,9 @@ class ForkServerManager:
             name = str(status["fork_unsafe_module"])
             if name in self._preload:
                 self._preload.remove(name)
-                logger.info("--preload %s is left out: %s.", name, status["reason"])
+                logger.warning("--preload %s is left out: %s.", name, status["reason"])
                 return True
-            logger.info(
+            logger.warning(
                 "workers start cold: they cannot share an imported %s, since %s.", name, status["reason"]
             )
             return False
@@ -185,7 +186,7 @@ class ForkServerManager:
             text = "workers start cold from now on: %d fork servers in a row failed; the last %s."
             logger.warning(text, self._failures, how)
             return False
-        logger.info("the fork server %s: workers start cold until another is ready.", how)
+        logger.debug("the fork server %s: workers start cold until another is ready.", how)
         return True
 
 

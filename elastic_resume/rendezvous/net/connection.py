@@ -15,6 +15,7 @@ import concurrent.futures
 import contextlib
 import errno
 import functools
+import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -161,7 +162,12 @@ class Connection(asyncio.BufferedProtocol):
         """Report that `connect` failed."""
         closed = isinstance(error, OSError) and error.errno in _CLOSED_ERRNOS
         self.was_refused = isinstance(error, OSError) and error.errno == errno.ECONNREFUSED
-        self.abort_and_report(by_peer=closed, reason=str(error) or type(error).__name__)
+        # asyncio's text has the address, which stands beside the reason.
+        number = (
+            error.errno if isinstance(error, OSError) and not isinstance(error, socket.gaierror) else None
+        )
+        reason = os.strerror(number) if number else str(error)
+        self.abort_and_report(by_peer=closed, reason=reason or type(error).__name__)
 
     def _set_ended(self) -> None:
         self.is_ended = True

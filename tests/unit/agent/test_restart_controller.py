@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from elastic_resume import constants
-from elastic_resume.agent.restart_controller import RestartController
+from elastic_resume.agent import restart_controller
+from elastic_resume.agent.restart_controller import RestartController, WaitLog
 from elastic_resume.agent.round_evidence import RoundEvents
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.errors import JobFailedError
 from elastic_resume.events import EventLog
+from elastic_resume.policy.failure_classification import Failure, make_node_failure
 from elastic_resume.policy.restart import RestartLimits
 from elastic_resume.rendezvous.core.events import EmitEvent, StartWorkers
 from elastic_resume.rendezvous.core.quorum import Incarnation
 from elastic_resume.snapshot.progress_page import ProgressPage, WorkerProcess
 from tests.support.disks import SimulatedDisk
+from tests.support.processes import wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -40,12 +44,15 @@ def open_controller(
         contextlib.closing(RoundEvents()) as round_events,
         contextlib.closing(EventLog(path, memory_path=round_events.path, node="a")) as log,
     ):
-        yield RestartController("a", log, path, lease_page, round_events, limits=limits), log
+        controller = RestartController("a", log, path, lease_page, round_events, limits=limits)
+        yield controller, log
+        controller.end_wait()
 
 
-def world(generation: int) -> StartWorkers:
-    """Return a view of node a alone."""
-    return StartWorkers(generation, 0, (Incarnation("a", "1", "a:1"),), "a:2", (1,))
+def world(generation: int, *failures: Failure, nodes: str = "a") -> StartWorkers:
+    """Return a view, by default of node a alone."""
+    members = tuple(Incarnation(node, "1", f"{node}:1") for node in nodes)
+    return StartWorkers(generation, 0, members, "a:2", (1,) * len(nodes), failures=failures)
 
 
 def this_process(start_ticks: int = 0) -> WorkerProcess:
@@ -106,3 +113,80 @@ def test_controller_ignores_progress_of_earlier_start(tmp_path: Path) -> None:
         controller.before_round(failed=True)
         with pytest.raises(JobFailedError, match="no module named x"):
             controller.after_rendezvous(world(2))
+
+
+SECONDARY = {"type": "RuntimeError", "message": "Connection closed by peer"}
+KILLED = Failure("signal", "b", 1, "was killed by SIGKILL")
+
+
+@pytest.mark.parametrize(
+    ("own", "reason", "reported", "nodes", "line"),
+    [
+        ("SIGKILL", "", (), "ab", "rank 0 was killed by SIGKILL; restarting."),
+        (SECONDARY, "", (KILLED,), "ab", "rank 1 on node b was killed by SIGKILL; restarting."),
+        (SECONDARY, "", (make_node_failure("b", "died"),), "a", "node b died; restarting."),
+        (
+            None,
+            "the workers of b stopped",
+            (KILLED,),
+            "ab",
+            "rank 1 on node b was killed by SIGKILL; restarting.",
+        ),
+        (None, "newcomers are here", (), "abc", "joined: c; restarting."),
+        (None, "the leader has lost its quorum", (), "ab", "the leader has lost its quorum; restarting."),
+    ],
+)
+def test_restart_logs_its_cause_in_one_line(  # noqa: PLR0917 - the cases and three fixtures
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    own: object,
+    reason: str,
+    reported: tuple[Failure, ...],
+    nodes: str,
+    line: str,
+) -> None:
+    """A secondary failure is not logged, and its traceback is not printed."""
+    caplog.set_level("INFO", "elastic_resume")
+    with open_controller(tmp_path) as (controller, log):
+        controller.after_rendezvous(world(1, nodes="ab"))
+        if isinstance(own, dict):
+            log.emit("failure", rank=0, step=3, traceback="Traceback: connection closed", **own)
+        if own is not None:
+            signal = own if isinstance(own, str) else None
+            log.emit("worker-exit", rank=0, signal=signal, exit_code=1, stopped=False)
+        controller.before_round(failed=own is not None, reason=reason)
+        controller.after_rendezvous(world(2, *reported, nodes=nodes), membership_changed=nodes != "ab")
+    assert caplog.messages == [line]
+    assert capsys.readouterr().err == ""
+
+
+def test_wait_log_logs_newest_texts_only_if_wait_lasts(caplog: pytest.LogCaptureFixture) -> None:
+    """After that, further texts of the same wait are logged at once."""
+    caplog.set_level("INFO", "elastic_resume")
+    wait_log = WaitLog(delay_s=600.0)
+    wait_log.add("waiting", "for b")
+    (timer,) = (thread for thread in threading.enumerate() if isinstance(thread, threading.Timer))
+    assert not wait_log.end()
+    timer.join()
+    assert caplog.messages == []
+
+    wait_log = WaitLog(delay_s=0.1)
+    wait_log.add("restart", "c died")
+    wait_log.add("waiting", "for b and c")
+    wait_log.add("waiting", "for c")
+    wait_for(lambda: len(caplog.messages) == 2, "the timer")
+    wait_log.add("waiting", "for c still")
+    assert caplog.messages == ["c died", "for c", "for c still"]
+    assert wait_log.end()
+    assert not wait_log.end()
+
+
+@pytest.mark.parametrize("kind", sorted(restart_controller.WARNING_KINDS))
+def test_problem_of_rendezvous_is_warned_about_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """A wait may be normal; these are not."""
+    with open_controller(tmp_path) as (controller, _):
+        controller.on_rendezvous_event(EmitEvent(kind, "why"))
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [("WARNING", "why")]

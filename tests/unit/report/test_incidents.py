@@ -52,7 +52,7 @@ from tests.support.report_runs import (
         (newcomers_left_again, ("joined", "nodes joined and left again"), ("", None), (0, 2.4)),
         (job_lost_its_power, ("job", "whole job killed"), ("", None), (4, 3600.5)),
         (job_stopped, ("stopped", "stopped by SIGTERM"), ("", None), (0, 3599.5)),
-        (node_told_to_leave, ("preempted", "node n1 left: stopped by SIGTERM."), ("n1", None), (0, 5.1)),
+        (node_told_to_leave, ("preempted", "node n1 left: stopped by SIGTERM"), ("n1", None), (0, 5.1)),
         (rank0_node_wiped, ("signal", KILLED), ("n1", 1), (0, 5.3)),
         (without_agents, ("unknown", "ended for an unknown reason"), ("", None), (5, 20.5)),
         (finished_and_run_again, ("finished", "finished"), ("", None), (0, None)),
@@ -198,7 +198,7 @@ def test_excluded_node_is_no_lost_node() -> None:
     job.begin(115, 10, "n0", "n2", recomputed_steps=0)
     end = first_end(job)
     assert end.text == "rank 1 on node n1 was killed by SIGSEGV"
-    assert end.other_failures == ("node n1 left: the last 3 failures were of node n1 alone.",)
+    assert end.other_failures == ("node n1 left: the last 3 failures were of node n1 alone",)
 
 
 def test_first_broken_connection_is_named_without_another_cause() -> None:

@@ -158,7 +158,7 @@ def test_scrape_over_http_is_read_only_and_empty_without_status(caplog: pytest.L
             raise ConnectionRefusedError
         return documents[0]
 
-    caplog.set_level("INFO", "elastic_resume")
+    caplog.set_level("DEBUG", "elastic_resume")
     metrics.serve_metrics(("127.0.0.1", 0), status)
     address = caplog.messages[0].removeprefix("metrics at ")
     with urllib.request.urlopen(address, timeout=20) as answer:  # noqa: S310 - of this process

@@ -260,7 +260,7 @@ TestRace.settings = settings(max_examples=100, stateful_step_count=60, deadline=
 @pytest.fixture
 def pool(caplog: pytest.LogCaptureFixture) -> Iterator[SlotPool]:
     """Yield a pool that may take three slots of four pages."""
-    caplog.set_level("INFO")
+    caplog.set_level("DEBUG")
     new_pool = SlotPool(3 * 4 * BYTES)
     yield new_pool
     new_pool.close()

@@ -184,9 +184,10 @@ def test_step_after_close_is_refused(begin: Begin) -> None:
 
 
 def test_close_commits_newest_step_unless_exception_is_handled(
-    begin: Begin, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    begin: Begin, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of a step the state belongs to no step."""
+    monkeypatch.setenv("ELASTIC_RESUME_LOG_LEVEL", "DEBUG")
     script = begin(save_every=1000)
     script.run.step()
     with script.run:
@@ -464,8 +465,11 @@ def test_docstring_of_resume_describes_each_argument() -> None:
     assert described == list(arguments)
 
 
-def test_resume_allocates_slots_once(begin: Begin, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_allocates_slots_once(
+    begin: Begin, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The size of the state is known from the checkpoint."""
+    monkeypatch.setenv("ELASTIC_RESUME_LOG_LEVEL", "DEBUG")
     first = begin()
     first.step()
     first.run.save()
@@ -518,9 +522,9 @@ def test_step_events_accumulate_stall_time(
     script.step()
     commit = CheckpointCommitter._commit
 
-    def late(*args: Any) -> Path | None:
+    def late(*args: Any, **more: Any) -> Path | None:
         time.sleep(0.3)
-        return commit(*args)
+        return commit(*args, **more)
 
     monkeypatch.setattr(CheckpointCommitter, "_commit", late)
     script.run.save()
