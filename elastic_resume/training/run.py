@@ -500,8 +500,8 @@ def _refuse_unknown_keywords(function: Callable[P, Run]) -> Callable[P, Run]:
     def checked(*args: P.args, **kwargs: P.kwargs) -> Run:
         unknown = {name: value for name, value in kwargs.items() if name not in known}
         if unknown:
-            console.show_log("elastic_resume: ")
             worker_exit.install_startup_hook()
+            console.show_log("elastic_resume: ", os.environ)
             raise ConfigError(" ".join(_explain_unknown(name, unknown[name], known) for name in unknown))
         return function(*args, **kwargs)
 

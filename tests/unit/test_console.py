@@ -59,7 +59,7 @@ def test_handler_of_the_script_takes_precedence(capsys: pytest.CaptureFixture[st
 
 def test_traceback_of_logged_exception_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     """The cause of a failure is in it."""
-    console.show_log("elastic_resume: ")
+    console.show_log("elastic_resume: ", {})
     try:
         raise ValueError("boom")
     except ValueError:
