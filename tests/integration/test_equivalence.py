@@ -50,7 +50,8 @@ def make_result(
     directory: Path, *, step: int = 5, at: int = 5, follows: tuple[str, ...] = (), **tracked: Any
 ) -> RunResult:
     """Make the result of a run that ends with these objects."""
-    flat = state_dict.flatten(state_dict.collect_objects(tracked))
+    own = {name: tracked.pop(name) for name in list(tracked) if name.startswith(state_dict.RESERVED_PREFIX)}
+    flat = state_dict.flatten(state_dict.collect_objects(tracked) | own)
     image = copy_to_image(flat)
     position = Position(0, at, step, 8 * step)
     manifest = Manifest("job", "n0", 0, 1, 1, position, 1.0, "test", flat.skeleton, follows)

@@ -360,9 +360,9 @@ def test_seed_of_first_start_survives_restarts(begin: Begin) -> None:
     ("wrong", "text"),
     [
         ({"keep": 1}, "keep is 1"),
-        ({"save_every": "x"}, "save-every"),
+        ({"save_every": "x"}, "save_every"),
         ({"resume": "foo"}, "resume is 'foo'"),
-        ({"run_id": "a/b"}, "run id 'a/b'"),
+        ({"run_id": "a/b"}, "run_id is 'a/b'"),
         ({"rng": "saved"}, "rng is 'saved'"),
         ({"seed": "x"}, "seed is 'x'"),
         ({"seed": 2**70}, "64 bits"),
