@@ -50,7 +50,8 @@ def make_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
 
     def build(*, nodes: int = 1, workers: int = 3, limit_s: float = LIMIT_S) -> Cluster:
         flags = ["--hang-timeout", str(limit_s), "--rdzv-conf", "last_call_timeout=0.5"]
-        made.append(Cluster(tmp_path, nodes=nodes, workers_per_node=workers, flags=flags))
+        env = {constants.ENV_LOG_LEVEL: "DEBUG"}
+        made.append(Cluster(tmp_path, nodes=nodes, workers_per_node=workers, flags=flags, env=env))
         return made[-1]
 
     yield build
