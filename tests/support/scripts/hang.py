@@ -40,6 +40,7 @@ class Stuck(Dataset[Tensor]):
 def stop() -> None:
     """Stop this process, as an operator or a debugger would."""
     os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(PAUSE_S)  # the request for stacks continues the process; it must not run to later hangs
 
 
 def hold_gil() -> None:
