@@ -255,7 +255,7 @@ class Run:
             self._context.events.emit("step", **self._position_fields(), **self._progress_fields())
 
     def micro_batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield the batches of ``loader`` if one optimizer step reads several of them (see README).
+        """Yield the batches of ``loader`` if one optimizer step reads several of them (``micro_batch=``).
 
         `loss_weight` then belongs to the last batch. With it the losses of a step add up to the mean over the
         global batch, also at the end of an epoch.
