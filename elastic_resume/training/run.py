@@ -561,7 +561,8 @@ def resume(
         data: a `GlobalBatches` or the DataLoader around one, or the DataLoader around an `ElasticSampler`,
             so that an interrupted epoch continues at its next sample.
         track: further objects by name, ``track={"discriminator": d, "best": best}``. A value has the same
-            forms as ``ema``, and may be a dict of such objects. A checkpoint stores it under its name.
+            forms as ``ema``, and may be a dict of such objects. A number is a tensor without dimensions that
+            is changed in place. A checkpoint stores each under its name.
         ckpt_dir: root of the checkpoints; default ``./checkpoints``. Ignored under ``elastic-resume run``, as
             are the next two arguments.
         run_id: the job's name; default from torchrun's ``--rdzv-id``, else the script's name.
