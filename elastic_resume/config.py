@@ -98,6 +98,8 @@ def validate_directory_name(setting: str, name: object) -> str:
 def parse_absolute_path(setting: str, value: object) -> Path:
     """Return ``value`` as an absolute path, because the script may change its working directory."""
     text = str(value)
+    if not text or isinstance(value, bytes):
+        raise ConfigError(f"{setting} is {value!r}: write the path of a directory.")
     try:
         path = Path(text).expanduser().absolute()
         with contextlib.suppress(PermissionError):  # the later access reports it
@@ -596,10 +598,13 @@ def parse_flags_and_file(
     given = {dest for dest in dests if getattr(flags, dest) is not missing}
     sources = {dest: f"--{dest.replace('_', '-')}" for dest in given}
     from_file = read_settings_file(Path(flags.config), parser) if "config" in given else {}
+    file_conf = from_file["rdzv_conf"].text if "rdzv_conf" in from_file else ""
     from_file = {dest: entry for dest, entry in from_file.items() if dest not in given}
     words = [entry.word for entry in from_file.values() if entry.word]
     parser.set_defaults(**{dest: False for dest, entry in from_file.items() if entry.word == ""})
     args = parser.parse_args([*words, *argv])
+    if file_conf and "rdzv_conf" in given:  # a flag with one key leaves the file's other keys, as the token
+        args.rdzv_conf = f"{file_conf},{args.rdzv_conf}"
     sources |= {dest: entry.source for dest, entry in from_file.items()}
     values = {dest: entry.text for dest, entry in from_file.items() if entry.word is None}
     values |= {option.field: getattr(args, option.field) for option in FLAG_OPTIONS if option.field in given}
@@ -634,14 +639,16 @@ def read_settings_file(path: Path, parser: argparse.ArgumentParser) -> dict[str,
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())[:200]}") from error
     if root is None:
         return {}
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path}: must hold lines of the form NAME: VALUE at its top, named as the flags.")
     known = {flag[2:]: action for flag, action in actions_by_flag(parser).items() if flag.startswith("--")}
-    known = {name: action for name, action in known.items() if name not in {"help", "help-all", "config"}}
+    known = {
+        name: action for name, action in known.items() if action.dest not in {"help", "help_all", "config"}
+    }
     entries: dict[str, FileEntry] = {}
     for key_node, value_node in root.value:
         where = f"{path}:{key_node.start_mark.line + 1}"

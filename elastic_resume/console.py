@@ -14,6 +14,10 @@ shows all. In a training process, a level or a handler that the script has set o
 
     logging.getLogger("elastic_resume").setLevel(logging.WARNING)
 
+Lines do not reach handlers of the root logger: set ``propagate`` to true on this logger to have them there.
+`logging.config.dictConfig` silences the loggers that exist before it: give it
+``disable_existing_loggers=False``, or call it before `elastic_resume.resume`.
+
 `ByteProgress` shows a restore or a commit that takes longer than 2 s: as a tqdm bar if standard error is a
 terminal, else in two log lines.
 """
@@ -77,6 +81,8 @@ class StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """See base class."""
+        if sys.stderr is None:  # print() would take standard output then
+            return
         with contextlib.suppress(OSError, ValueError), _without_bar():
             print(f"{self._prefix}{self.format(record)}", file=sys.stderr, flush=True)
 
@@ -91,10 +97,9 @@ def show_log(prefix: str, environ: Mapping[str, str]) -> None:
     for name, package_logger in list(logging.root.manager.loggerDict.items()):
         if isinstance(package_logger, logging.Logger) and f"{name}.".startswith("elastic_resume."):
             package_logger.disabled = False  # logging.config.dictConfig disables loggers that exist before it
-    if PACKAGE_LOGGER.handlers:
-        return
-    PACKAGE_LOGGER.addHandler(StderrHandler(prefix))
-    PACKAGE_LOGGER.propagate = False  # a library's handler on the root logger would print the line again
+    if not PACKAGE_LOGGER.handlers:
+        PACKAGE_LOGGER.addHandler(StderrHandler(prefix))
+        PACKAGE_LOGGER.propagate = False  # a library's handler on the root logger would print the line again
     if PACKAGE_LOGGER.level == logging.NOTSET:
         PACKAGE_LOGGER.setLevel(logging.INFO)  # also for the error of a wrong variable
         PACKAGE_LOGGER.setLevel(read_level(environ))

@@ -29,7 +29,7 @@ from elastic_resume.agent.snapshots import SnapshotService, serve_snapshots
 from elastic_resume.agent.status import EventTail, StatusReporter, StatusSampler
 from elastic_resume.agent.workers.forkserver_manager import ForkServerManager
 from elastic_resume.agent.workers.lease_page import LeasePage
-from elastic_resume.checkpoint.node_dir import NodeDir
+from elastic_resume.checkpoint.node_dir import NodeDir, mask_secrets
 from elastic_resume.config import Settings
 from elastic_resume.errors import ConfigError, ElasticResumeError, NodeExcludedError
 from elastic_resume.events import EventLog
@@ -177,7 +177,7 @@ class _Agent:
         self.event_log.emit(
             "agent-start",
             run_id=launch.run_id,
-            command=shlex.join([self.args.training_script, *self.args.training_script_args]),
+            command=shlex.join([self.args.training_script, *mask_secrets(self.args.training_script_args)]),
             min_nodes=launch.min_nodes,
             max_nodes=launch.max_nodes,
             local_world_size=launch.nproc_per_node,

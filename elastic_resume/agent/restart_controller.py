@@ -218,7 +218,7 @@ class RestartController:
             self._wait_log.add("restart", self._restart_text)  # another node will report the root cause
         else:
             self._restart_logged = True
-            logger.info(self._restart_text)
+            logger.warning(self._restart_text)
 
     def after_rendezvous(self, world: StartWorkers, *, membership_changed: bool = False) -> None:
         """Decide about the last round from all nodes' failures, then begin the next; its workers start now.
@@ -284,13 +284,13 @@ class RestartController:
             logger.warning("node %s is excluded: %s", decision.node, decision.reason)
         is_root_cause = any(failure.node == self._node for failure in result.verdict.root_causes)
         if is_root_cause and self._pending_traceback not in {"", self._printed_traceback}:
-            self._print_traceback(self._pending_traceback, logging.INFO)
+            self._print_traceback(self._pending_traceback, logging.WARNING)
         self._pending_traceback = ""
 
     def _log_restart(self, root_cause: Failure | None, joined: Sequence[Incarnation]) -> None:
         """Log why the last round ended, unless this node has logged its own failure as the cause."""
         if root_cause is not None and root_cause.node != self._node:
-            logger.info("%s; restarting.", describe_failure(root_cause, with_node=True))
+            logger.warning("%s; restarting.", describe_failure(root_cause, with_node=True))
         elif root_cause is None and joined and not self._restart_logged:
             logger.info("joined: %s; restarting.", format_node_names(joined))
         elif not self._restart_logged:

@@ -38,7 +38,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
-from torch.distributed.run import config_from_args, get_args_parser
+from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser
 
 from elastic_resume import config, constants
 from elastic_resume.agent import options, run_help
@@ -352,6 +352,9 @@ def prepare_launch(
     given_flags = given_flags | {
         name.removeprefix("PET_").lower() for name in os.environ if name.startswith("PET_")
     }
+    # `standalone: false` and an unset shell variable name no rendezvous; the scheduler still does.
+    given_flags = {name for name in given_flags if getattr(args, name, None) is not False}
+    given_flags = {name for name in given_flags if getattr(args, name, None) != ""}
     filled = options.fill_from_scheduler(args, given_flags, scheduler_context)
     given_flags = set(filled.given_flags)
     one_node = options.parse_nnodes(args.nnodes) == (1, 1)
@@ -365,6 +368,8 @@ def prepare_launch(
             # torchelastic needs a directory for error files, and would leave one in /tmp at every start.
             args.log_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="elastic_resume_"))
         try:
+            if "OMP_NUM_THREADS" not in os.environ and determine_local_world_size(args.nproc_per_node) > 1:
+                os.environ["OMP_NUM_THREADS"] = "1"  # torchrun does the same, and prints four lines
             config, entrypoint, entrypoint_args = config_from_args(args)
         except (AssertionError, RuntimeError, ValueError, OSError) as error:
             raise ConfigError(str(error) or f"torchrun rejects these flags: {error!r}") from error

@@ -208,7 +208,7 @@ def _node_path(ckpt_dir: Path, run_id: str, node: str) -> Path:
 
 
 def _encode_lock_owner() -> bytes:
-    command = " ".join([Path(sys.executable).name, *sys.argv])
+    command = " ".join([Path(sys.executable).name, *mask_secrets(sys.argv)])
     owner = {
         "pid": os.getpid(),
         "host": socket.gethostname(),

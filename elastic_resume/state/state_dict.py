@@ -232,7 +232,9 @@ def _make_trackable(name: str, item: Any) -> Any:
     """Return the object to track for ``item``. Raise UntrackableError if there is none."""
     if is_tensor_container(item):
         return TrackedTensors(name, item)
-    if not (callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))):
+    if isinstance(item, type) or not (
+        callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
+    ):
         raise UntrackableError(
             f"{name}: {type_name(item)} has no state_dict() and load_state_dict(); "
             "give it both, or do not pass it to resume(). Tensors may be passed as they are, also in a list "

@@ -512,7 +512,7 @@ def _explain_unknown(name: str, value: Any, known: list[str]) -> str:
     similar = suggest_similar(name, known).replace("-", "_")
     try:
         is_trackable = bool(state_dict.collect_objects({name: value}))
-    except UsageError:
+    except Exception:  # noqa: BLE001 - the object's own code runs; the unknown name is the error to report
         is_trackable = False
     hint = f' Pass an object of your own as track={{"{name}": ...}}.' if is_trackable else ""
     return f"resume() has no argument {name!r}.{similar}{hint}"

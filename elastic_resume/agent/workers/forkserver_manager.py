@@ -146,7 +146,7 @@ class ForkServerManager:
                 waited_s += POLL_INTERVAL_S
                 if waited_s == SLOW_IMPORT_S and "ready" not in fields:
                     names = ", ".join(["torch", *self._preload])
-                    logger.warning("workers wait until %s are imported, %.0f s so far.", names, SLOW_IMPORT_S)
+                    logger.warning("workers wait for the import of %s, %.0f s so far.", names, SLOW_IMPORT_S)
                 stopped_s = stopped_s + POLL_INTERVAL_S if _is_stopped(process.pid) else 0.0
                 # Launcher shims would wait for a stopped fork server.
                 if stopped_s > 2 * POLL_INTERVAL_S or self._thread.is_closing:

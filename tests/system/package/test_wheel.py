@@ -201,7 +201,8 @@ def test_metadata_is_accepted_by_the_index(
     assert message["Description-Content-Type"] == "text/markdown"
     assert str(message.get_payload()).strip() == (ROOT / "README.md").read_text().strip()
     plain = {line for line in message.get_all("Requires-Dist", []) if "extra ==" not in line}
-    assert {line.partition(">")[0] for line in plain} == {"torch", "psutil", "pyyaml", "xxhash", "jinja2"}
+    names = {line.partition(">")[0] for line in plain}
+    assert names == {"torch", "psutil", "pyyaml", "xxhash", "jinja2", "tqdm"}
 
 
 def test_installed_commands_need_no_source_tree(environment: Environment, tmp_path: Path) -> None:
