@@ -129,7 +129,8 @@ def test_eviction_node_loss_want_of_memory_and_two_pods_of_one_index(
         fresh = replaced(pods, evicted)
         assert fresh.address != evicted.address
         at = world(pods, 3, at)["step"]
-        assert "sent to train-1" in "".join(map(pods.read_log, pods.pods))
+        # Another pod may lack the newest step too, if it was stopped while it copied that.
+        assert re.search(r"sent to (train-\d, )*train-1", "".join(map(pods.read_log, pods.pods)))
         assert pods.job.failures_by_index.total() == 0
 
         # Node loss: nothing but silence, then the cluster gives the node up.
