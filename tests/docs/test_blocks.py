@@ -31,6 +31,8 @@ import yaml
 
 from elastic_resume import cli, config
 from elastic_resume.agent import torchelastic
+from elastic_resume.rendezvous import config as rendezvous_config
+from elastic_resume.testing import chaos
 from elastic_resume.testing.faults import read_plan
 from tests.support import launch_ranks
 from tests.support.paths import ROOT, SCRIPTS
@@ -449,10 +451,25 @@ def check_command(parser: argparse.ArgumentParser, words: list[str]) -> None:
     if words[0] == "run":
         args, _ = config.parse_flags_and_file(torchelastic.build_parser(), words[1:], {})
         assert args.training_script
+        check_rendezvous_keys(args.rdzv_conf)
     elif words[0] == "chaos":
         assert "--" in words or "--plan" in words
+        chaos.build_parser().parse_known_args(words[1 : words.index("--") if "--" in words else None])
     elif words[0] not in {"--help", "--version"} and "--help" not in words:
         parser.parse_args(words)
+
+
+def check_rendezvous_keys(conf: str) -> None:
+    """Check the keys of ``--rdzv-conf``."""
+    assert {entry.partition("=")[0] for entry in conf.split(",") if entry} <= set(rendezvous_config.CONF_KEYS)
+
+
+def test_each_fence_is_found() -> None:
+    """A block with other fences, or with a space after them, would not be checked."""
+    for page in PAGES:
+        text = page.read_text()
+        fences = re.findall(r"^ *(?:```|~~~).*$", text, re.MULTILINE)
+        assert [fence for fence in fences if "~~~" in fence or fence != fence.rstrip()] == [], page
 
 
 @pytest.mark.parametrize(
@@ -472,7 +489,10 @@ def test_yaml_block_is_valid(block: Block, tmp_path: Path) -> None:
         else:
             path = tmp_path / "settings.yaml"
             path.write_text(block.text)
-            config.parse_flags_and_file(torchelastic.build_parser(), ["--config", str(path), "train.py"], {})
+            args, _ = config.parse_flags_and_file(
+                torchelastic.build_parser(), ["--config", str(path), "train.py"], {}
+            )
+            check_rendezvous_keys(args.rdzv_conf)
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,9 @@ def test_parser_leaves_arguments_after_script_to_script(tmp_path: Path) -> None:
         ("kep: 3\n", r"f.yaml:1: unknown key 'kep'. Did you mean keep"),
         ("keep: 3\nsave-evry: 3\n", r"f.yaml:2: unknown key 'save-evry'. Did you mean save-every"),
         ("config: other.yaml\n", "unknown key 'config'"),
+        ("help_all: true\n", "unknown key 'help_all'"),
+        ('keep: "\\UFFFFFFFF"\n', "is not YAML"),
+        ('ckpt-dir: ""\n', "ckpt-dir must be one value"),
         ("ckpt-dir: a\nckpt_dir: b\n", "f.yaml:2: 'ckpt_dir' is given twice"),
         ("\nmax-restarts: many\n", "f.yaml:2: argument --max-restarts.*: invalid int value: 'many'"),
         ("start-method: thread\n", "f.yaml:1: .*invalid choice: 'thread'"),
@@ -151,6 +154,12 @@ def test_config_file_value_is_answered_as_flag(tmp_path: Path, yaml: str, said: 
     """A value is the flag's text; no YAML tag or truth value changes that."""
     with pytest.raises(ConfigError, match=said):
         settings_of(tmp_path, yaml)
+
+
+def test_empty_ckpt_dir_flag_is_refused(tmp_path: Path) -> None:
+    """An unset shell variable must not become the current directory."""
+    with pytest.raises(ConfigError, match="--ckpt-dir is '': write the path of a directory"):
+        settings_of(tmp_path, None, "--ckpt-dir=")
 
 
 def test_config_file_list_is_joined_and_overridden_by_flag(tmp_path: Path) -> None:

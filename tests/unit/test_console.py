@@ -57,6 +57,19 @@ def test_handler_of_the_script_takes_precedence(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == ""
 
 
+def test_own_handler_gets_lines_of_default_level(capsys: pytest.CaptureFixture[str]) -> None:
+    """A handler alone does not raise the level to the root logger's WARNING."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    console.PACKAGE_LOGGER.addHandler(handler)
+    console.show_log("elastic_resume: ", {})
+    LOGGER.info("resumed")
+    LOGGER.debug("details")
+    assert lines == ["resumed"]
+    assert capsys.readouterr().err == ""
+
+
 def test_traceback_of_logged_exception_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     """The cause of a failure is in it."""
     console.show_log("elastic_resume: ", {})
