@@ -71,7 +71,7 @@ def test_start_on_earlier_run_logs_difference_once(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.cluster
 def test_restart_logs_no_notice_and_next_start_does(tmp_path: Path) -> None:
-    """The agents of a restart are the same; only a new start may surprise a person."""
+    """The agents of a restart are the same; only a new start may surprise a person. Secrets stay masked."""
     (tmp_path / "train.py").write_text(SCRIPT)
     flags = ["--save-every", "1"]
     with testing.Cluster(tmp_path / "cluster", nodes=2, flags=flags, workers_per_node=2) as cluster:
@@ -80,10 +80,13 @@ def test_restart_logs_no_notice_and_next_start_does(tmp_path: Path) -> None:
         assert find_notices(cluster.output(0) + cluster.output(1)) == []
         resumes = [event["kind"] for event in cluster.events("resume")]
         assert resumes == ["cold", "checkpoint"]
-        cluster.start(str(tmp_path / "train.py"), "2", "once")
+        cluster.start(str(tmp_path / "train.py"), "2", "once", "--api-key", "hunter2")
         assert cluster.wait_exit(120) == [0, 0]
+        files = [path for node in cluster.nodes for path in node.directory.iterdir() if path.is_file()]
+        assert {"events.jsonl", "lock-owner.json"} <= {path.name for path in files}
+        assert [path for path in files if b"hunter2" in path.read_bytes()] == []
         (line,) = find_notices(cluster.output(0) + cluster.output(1))
-    assert "Same arguments and number of ranks. NOTHING IS LEFT TO TRAIN: epoch 2 of 2 is over." in line
+    assert "Arguments then: 2 once; now: 2 once --api-key '***'. NOTHING IS LEFT TO TRAIN" in line
 
 
 CRASHES = """
