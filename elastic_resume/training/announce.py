@@ -88,7 +88,8 @@ def format_start(result: ResumeResult, position: Position, world_size: int) -> s
     world = f"{format_count(world_size, 'rank')} on {format_count(len(result.nodes), 'node')}"
     if old_world_size not in {None, world_size}:
         world += f" (before: {format_count(old_world_size or 0, 'rank')})"
-    return f"generation {plan.generation}: {state}{lost}; {world}; {result.duration_s:.2f} s"
+    restored = "" if plan.kind == "cold" else f"; restored in {result.duration_s:.2f} s"
+    return f"generation {plan.generation}: {state}{lost}; {world}{restored}"
 
 
 class EarlierRunNotice:
