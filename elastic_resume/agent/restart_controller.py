@@ -140,10 +140,14 @@ class RestartController:
 
     def starts_without_progress(self, restarts: int) -> int:
         """Count the newest starts of the job in a row, this one included, that finished no new step here."""
-        current = self._build_round(failed=False)
-        if any(result.finished_a_step for result in (*self._history, current)):
+        if self.has_finished_a_step():
             return 0
         return count_starts_without_progress(self._read_events(0), restarts)
+
+    def has_finished_a_step(self) -> bool:
+        """Return whether this node has finished a step since its agent started."""
+        current = self._build_round(failed=False)
+        return any(result.finished_a_step for result in (*self._history, current))
 
     def on_rendezvous_event(self, event: EmitEvent) -> None:
         """Emit an event of the rendezvous, and log it if it concerns people."""
