@@ -114,7 +114,7 @@ class RunHistory:
     last_step: int | None
     outcome: str  # finished, failed, stopped, open, or empty
     message: str
-    wait: Wait | None
+    wait: Wait | None = None
 
 
 @dataclass(frozen=True)
