@@ -169,7 +169,7 @@ def build_history(timeline: EventTimeline) -> RunHistory:
         last_step=lasts[-1] if lasts else None,
         outcome=outcome,
         message=message,
-        wait=_find_wait(timeline) if outcome == "open" else None,
+        wait=_find_wait(timeline, rows) if outcome == "open" else None,
     )
 
 
@@ -266,14 +266,19 @@ def _determine_outcome(timeline: EventTimeline, rows: Sequence[Generation]) -> t
     return "open", ""
 
 
-def _find_wait(timeline: EventTimeline) -> Wait | None:
-    """Return what the agents wait for after the last generation; None if one runs or all agents ended."""
+def _find_wait(timeline: EventTimeline, rows: Sequence[Generation]) -> Wait | None:
+    """Return what the agents wait for after the last generation; None if one runs or all agents ended.
+
+    A node that was not in the last generation may be partitioned from others that train.
+    """
+    members = rows[-1].nodes if rows else tuple(timeline.by_node)
     last_run_t = max((event.t for event in timeline.select("round", "worker-start", "step")), default=0.0)
     ended = {node for node, events in timeline.by_node.items() if _has_ended(events)}
     waits = [
         event
         for event in timeline.select("rendezvous")
-        if event.get_text("what") == "waiting" and event.t > last_run_t and event.node not in ended
+        if event.get_text("what") == "waiting" and event.t > last_run_t
+        if event.node in members and event.node not in ended
     ]
     if not waits:
         return None

@@ -382,6 +382,8 @@ def test_wait_ends_with_the_next_generation_or_the_agents() -> None:
     job = half_lost()
     job.begin(200, 10, "n0", "n1")
     assert summary.build_run_report(job.events).history.wait is None
+    job.add(201, "rendezvous", "n2", what="waiting", message=report_runs.WAITS_FOR_QUORUM)
+    assert summary.build_run_report(job.events).history.wait is None  # n2 is partitioned from n0 and n1
     job = half_lost()
     for node in ("n0", "n1"):
         job.add(150, "agent-end", node, outcome="signalled", exit_code=143, message="stopped by SIGTERM.")
