@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run(words[1:])
         if words[:1] == ["chaos"]:
             return chaos(words[1:])
-        args = _build_parser(run_parents=[], chaos_parents=[]).parse_args(words)
+        args = _parse(words)
         function: Callable[[argparse.Namespace], int] = args.function
         return function(args)
     except ElasticResumeError as error:
@@ -48,6 +48,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return constants.EXIT_JOB_ERROR
     except KeyboardInterrupt:
         return constants.EXIT_SIGNAL_BASE + signal.SIGINT
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    from elastic_resume.report import doctor  # noqa: PLC0415 - `run` reports a broken set-up without it
+
+    parser = _build_parser(run_parents=[], chaos_parents=[])
+    args, unknown = parser.parse_known_args(words)
+    if unknown and args.function is doctor.doctor:
+        doctor.refuse_arguments(unknown)
+    return parser.parse_args(words) if unknown else args
 
 
 def exit_code_before_start(error: ElasticResumeError) -> int:

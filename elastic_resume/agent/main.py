@@ -39,6 +39,7 @@ from elastic_resume.report import metrics
 from elastic_resume.report.status import fetch_status
 from elastic_resume.schedulers import resources
 from elastic_resume.schedulers.environment import SchedulerContext
+from elastic_resume.snapshot.committer import CheckpointCommitter
 from elastic_resume.units import format_count
 
 logger = logging.getLogger(__name__)
@@ -167,7 +168,8 @@ class _Agent:
                 self.controller.end_wait()
             if outcome.kind in {"failed", "left"}:
                 self.controller.log_failure_summary(self.args.log_dir or "")
-            exit_code = self._finish(outcome)
+            saved_text = self._describe_saved(committer) if outcome.kind == "signalled" else ""
+            exit_code = self._finish(outcome, saved_text)
         if outcome.kind == "done" and self.spec.shared_dir is not None:
             self.spec.shared_dir.remove()
         return exit_code
@@ -262,7 +264,20 @@ class _Agent:
             target=metrics.serve_metrics, args=(self.args.metrics, status), daemon=True
         ).start()
 
-    def _finish(self, outcome: _Outcome) -> int:
+    def _describe_saved(self, committer: CheckpointCommitter) -> str:
+        """Describe what this node's disk holds of the training, after the last commit."""
+        try:
+            step = committer.newest_saved_step()
+        except ElasticResumeError as error:
+            return f"what was saved could not be read: {str(error).rstrip('.')}"
+        if step is not None:
+            newer_text = ", but no newer step" if committer.last_error else ""
+            return f"step {step} is saved in {self.node_dir.path}{newer_text}"
+        has_trained = self.controller.has_finished_a_step()
+        reason = "no snapshot was completed" if has_trained else "no step was finished"
+        return f"nothing was saved, because {committer.last_error.rstrip('.') or reason}"
+
+    def _finish(self, outcome: _Outcome, saved_text: str = "") -> int:
         """Log the agent's end, requeue the job where that is decided, and return the exit code."""
         decision, exit_code = self.shutdown_controller.decide(
             outcome.kind,
@@ -275,7 +290,8 @@ class _Agent:
         if outcome.message:
             prefix = f"{outcome.kind}: " if outcome.kind in {"done", "failed"} else ""
             level = logging.ERROR if outcome.kind in {"failed", "left"} else logging.INFO
-            logger.log(level, "%s%s", prefix, outcome.message)
+            end_text = f"{outcome.message.rstrip('.')}; {saved_text}." if saved_text else outcome.message
+            logger.log(level, "%s%s", prefix, end_text)
         return self.shutdown_controller.requeue_if_decided(decision, exit_code)
 
 

@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 WARNING_KINDS = {"refused", "disk", "unauthenticated", "quorum-forced"}
 STATE_KINDS = {"waiting", "spare", "workers-finished"}  # logged only if the state lasts
 LASTING_S = 5.0
+MAX_LOST_NAMED = 3
 
 
 class WaitLog:
@@ -139,10 +140,14 @@ class RestartController:
 
     def starts_without_progress(self, restarts: int) -> int:
         """Count the newest starts of the job in a row, this one included, that finished no new step here."""
-        current = self._build_round(failed=False)
-        if any(result.finished_a_step for result in (*self._history, current)):
+        if self.has_finished_a_step():
             return 0
         return count_starts_without_progress(self._read_events(0), restarts)
+
+    def has_finished_a_step(self) -> bool:
+        """Return whether this node has finished a step since its agent started."""
+        current = self._build_round(failed=False)
+        return any(result.finished_a_step for result in (*self._history, current))
 
     def on_rendezvous_event(self, event: EmitEvent) -> None:
         """Emit an event of the rendezvous, and log it if it concerns people."""
@@ -232,9 +237,11 @@ class RestartController:
         """
         self._restart_logged |= self._wait_log.end()
         joined = [member for member in world.members if member.node not in self._world.nodes]
-        self._world = restart.WorldSummary(tuple(member.node for member in world.members), world.newest_step)
+        nodes = tuple(member.node for member in world.members)
+        lost = [node for node in self._world.nodes if node not in nodes]
+        self._world = restart.WorldSummary(nodes, world.newest_step)
         if self._history:
-            self._judge_round(world.failures, joined, membership_changed=membership_changed)
+            self._judge_round(world.failures, joined, lost, membership_changed=membership_changed)
         self._round += 1
         self._num_nodes, self.node_rank, self.is_spare = len(world.members), world.rank, False
         self._generation = world.generation
@@ -260,7 +267,12 @@ class RestartController:
         logger.debug("generation %d: node %d of %d.", world.generation, world.rank, self._num_nodes)
 
     def _judge_round(
-        self, failures: Sequence[Failure], joined: Sequence[Incarnation], *, membership_changed: bool
+        self,
+        failures: Sequence[Failure],
+        joined: Sequence[Incarnation],
+        lost: Sequence[str],
+        *,
+        membership_changed: bool,
     ) -> None:
         result = restart.merge_reported_failures(
             self._history[-1], failures, membership_changed=membership_changed
@@ -277,7 +289,7 @@ class RestartController:
         decision = restart.decide_restart(self._history, self._limits, self._world)
         if decision.ends_job:
             self._give_up(decision.reason)
-        self._log_restart(result.verdict.root_cause, joined)
+        self._log_restart(result.verdict.root_cause, joined, lost)
         if decision.action is restart.RestartAction.EXCLUDE:
             if decision.node == self._node:
                 self._leave_job(decision.reason)
@@ -287,10 +299,16 @@ class RestartController:
             self._print_traceback(self._pending_traceback, logging.WARNING)
         self._pending_traceback = ""
 
-    def _log_restart(self, root_cause: Failure | None, joined: Sequence[Incarnation]) -> None:
-        """Log why the last round ended, unless this node has logged its own failure as the cause."""
+    def _log_restart(
+        self, root_cause: Failure | None, joined: Sequence[Incarnation], lost: Sequence[str]
+    ) -> None:
+        """Log why the last round ended, unless this node has logged its own failure as the cause.
+
+        ``lost`` are the nodes of that round that the new view lacks.
+        """
         if root_cause is not None and root_cause.node != self._node:
-            logger.warning("%s; restarting.", describe_failure(root_cause, with_node=True))
+            also_lost = _describe_also_lost(root_cause, lost)
+            logger.warning("%s%s; restarting.", describe_failure(root_cause, with_node=True), also_lost)
         elif root_cause is None and joined and not self._restart_logged:
             logger.info("joined: %s; restarting.", format_node_names(joined))
         elif not self._restart_logged:
@@ -413,3 +431,12 @@ class RestartController:
         with contextlib.suppress(OSError):
             found.extend(events.read(self._events_path, offset))  # extend keeps what precedes an error
         return found
+
+
+def _describe_also_lost(root_cause: Failure, lost: Sequence[str]) -> str:
+    """Name the lost nodes that the root cause does not name; it counts towards `MAX_LOST_NAMED`."""
+    is_node_failure = root_cause.kind in failure_classification.NODE_FAILURE_KINDS
+    names = sorted(node for node in lost if not (is_node_failure and node == root_cause.node))
+    shown = MAX_LOST_NAMED - is_node_failure
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return f"; also lost: {', '.join(names[:shown])}{more}" if names else ""

@@ -235,6 +235,11 @@ class CheckpointWriter:
                 return entry.manifest.file_bytes, len(entry.manifest.to_bytes())
         return 0, 0
 
+    def newest_saved_step(self) -> int | None:
+        """Return the step of this run's newest valid checkpoint on the disk; None if there is none."""
+        entries = self._catalog.list_valid()
+        return next((e.step for e in entries if e.generation > self._retention.min_generation), None)
+
     def has_trusted(self, version: tuple[int, int], position: Position) -> bool:
         """Whether a trusted checkpoint of ``version`` with this position is on disk.
 

@@ -10,7 +10,8 @@ with the next generation's state and names the root cause. Sources in order of p
 
 Exits of workers that their agent stopped are no failures. A live status records one event at a time, in
 any order, and keeps the newest `MAX_GENERATIONS` generations; its totals include those that it dropped. A
-report records all events at once, in order (`track_incidents`).
+report records all events at once, in order (`track_incidents`). A start with ``--resume never`` begins a new
+run: earlier generations are dropped, from the totals too.
 """
 
 from __future__ import annotations
@@ -188,6 +189,7 @@ class IncidentTracker:
         self._node_positions: dict[str, _NodePosition] = {}
         self._agent_pids: dict[str, int | None] = {}
         self._evicted_totals = IncidentTotals()
+        self._min_generation = 0  # this and older generations belong to an earlier training
         self._boot_times: dict[str, float] = {}  # Unix time of each boot, by its first event
         self._cached_incidents: dict[int, tuple[tuple[int, ...], Incident | None]] = {}
 
@@ -220,6 +222,7 @@ class IncidentTracker:
         elif kind == "round":
             self._record_round(event, node, generation, t)
         elif kind == "worker-start":
+            self._forget_earlier_training(get_count(event, "min_generation") or 0, generation)
             self._record_membership(node, generation, t)
             state = self._get_or_create_state(generation)
             if state.start_step is None:
@@ -374,8 +377,10 @@ class IncidentTracker:
         return totals
 
     def _get_or_create_state(self, number: int) -> GenerationState:
-        """Return a generation's state; a detached one for a generation older than all that are kept."""
+        """Return a generation's state; a detached one for a generation that is not kept any more."""
         if number not in self._generations:
+            if number <= self._min_generation:
+                return GenerationState()
             if len(self._generations) >= self._max_generations:
                 if number < min(self._generations):
                     return GenerationState()
@@ -384,6 +389,15 @@ class IncidentTracker:
         state = self._generations[number]
         state.revision += 1
         return state
+
+    def _forget_earlier_training(self, newest: int, generation: int) -> None:
+        """Drop the generations up to ``newest``: a start with ``--resume never`` began a new run."""
+        if not self._min_generation < newest < generation:
+            return
+        self._min_generation, self._evicted_totals = newest, IncidentTotals()
+        for number in [number for number in self._generations if number <= newest]:
+            del self._generations[number]
+            self._cached_incidents.pop(number, None)
 
     def _evict_oldest(self) -> None:
         """Add the oldest generation to the totals and drop it. Later events of it are ignored."""

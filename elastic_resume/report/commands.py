@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_resume import constants, events
+from elastic_resume.config import DEFAULT_CKPT_DIR
 from elastic_resume.errors import CheckpointError, ElasticResumeError, RendezvousLostError, UsageError
 from elastic_resume.rendezvous.core.quorum import QuorumState
 from elastic_resume.rendezvous.core.quorum import format_node_names as format_members
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
 
 EXIT_OK, EXIT_BAD, EXIT_UNREADABLE = constants.EXIT_SUCCESS, constants.EXIT_JOB_ERROR, constants.EXIT_USAGE
+RUN_DIR_HELP = "CKPT_DIR/RUN_ID, directories of its nodes, or a CKPT_DIR with one run (default ./checkpoints)"
 MAX_SHOWN = 20  # limit of differences shown
 RISK_NOTE = (
     "If any of them is still alive, two worlds train at the same time. Once they can reach each other, the "
@@ -58,9 +61,7 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.set_defaults(function=diff)
 
     parser = subparsers.add_parser("report", help="explain a run: root causes, downtime, goodput")
-    parser.add_argument(
-        "paths", type=Path, nargs="+", metavar="RUN_DIR", help="CKPT_DIR/RUN_ID, or directories of its nodes"
-    )
+    parser.add_argument("paths", type=Path, nargs="*", metavar="RUN_DIR", help=RUN_DIR_HELP)
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
     output.add_argument("--json", action="store_true", help="print everything as one JSON object")
@@ -122,7 +123,7 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def report(args: argparse.Namespace) -> int:
     """Print the report of a run, or write its page; the exit code is always 0."""
-    loaded = load_run(args.paths)
+    loaded = load_run(args.paths or [Path(os.environ.get(constants.ENV_CKPT_DIR) or DEFAULT_CKPT_DIR)])
     run_report = summary.build_run_report(
         loaded.events,
         checkpoint_entries=loaded.checkpoints,

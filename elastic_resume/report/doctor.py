@@ -1,8 +1,9 @@
 """``elastic-resume doctor``: show what a start without flags would take from its environment.
 
-Problems come first. Each value has its source. The command changes nothing, waits at most
-`LOOKUP_TIMEOUT_S` for name lookups, and shows no secret. The exit code is 1 if such a start would fail. Run
-it like the job itself: ``srun elastic-resume doctor``.
+The first lines are the problems, or say that there are none. Each value has its source. The command changes
+nothing, waits at most `LOOKUP_TIMEOUT_S` for name lookups and `TORCH_TIMEOUT_S` for torch, and shows no
+secret. The exit code is 1 if such a start would fail. Run it like the job itself: ``srun elastic-resume
+doctor``.
 """
 
 from __future__ import annotations
@@ -10,17 +11,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
-from elastic_resume import constants
+from elastic_resume import __version__, constants
 from elastic_resume.config import OPTIONS, find_misspelled_variables, read_option
 from elastic_resume.errors import ConfigError
 from elastic_resume.rendezvous.endpoint import local_addresses, parse_address, resolve_name
@@ -30,6 +34,9 @@ from elastic_resume.schedulers import environment, resources, slurm
 from elastic_resume.schedulers.environment import SchedulerContext
 
 LOOKUP_TIMEOUT_S = 5.0
+TORCH_TIMEOUT_S = 60.0
+NO_PROBLEM = "Nothing found that would make a start fail."
+_TORCH_PROBE = "import torch; print(torch.__version__, torch.cuda.device_count())"
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,10 @@ class Finding:
 def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Add the parser of the command."""
     parser = subparsers.add_parser(
-        "doctor", help="show what a start here would take from scheduler and machine"
+        "doctor",
+        help="show what a start here would take from scheduler and machine",
+        description="Shows what a start of run without flags would take from its environment here. It takes "
+        "no flags of run.",
     )
     parser.add_argument("--ckpt-dir", metavar="DIR", help="as for run")
     parser.add_argument("--json", action="store_true", help="one JSON object")
@@ -60,6 +70,7 @@ def doctor(args: argparse.Namespace) -> int:
         *check_candidates(context),
         *check_settings(os.environ),
         *check_machine(args.ckpt_dir, os.environ),
+        *check_installation(),
     ]
     problems = [*context.problems, *(finding.problem for finding in findings if finding.problem)]
     if args.json:
@@ -81,17 +92,26 @@ def _add_deadline(context: SchedulerContext) -> SchedulerContext:
 
 
 def format_findings(findings: list[Finding], problems: list[str]) -> str:
-    """Format the problems, and below them the findings as a table."""
+    """Format the problems, or that there are none, and below them the findings as a table."""
     name_width = max(len(finding.name) for finding in findings)
     value_width = min(52, max(len(finding.value) for finding in findings))
     lines = [
         f"{finding.name:<{name_width}}  {finding.value:<{value_width}}  {finding.source}".rstrip()
         for finding in findings
     ]
-    if problems:
-        header = "A start without flags would fail here:"
-        lines = [header, *(f"  - {problem}" for problem in problems), "", *lines]
-    return "\n".join(lines)
+    header = "A start without flags would fail here:" if problems else NO_PROBLEM
+    return "\n".join([header, *(f"  - {problem}" for problem in problems), "", *lines])
+
+
+def refuse_arguments(arguments: Sequence[str]) -> NoReturn:
+    """Raise ConfigError for arguments that the command does not know, such as flags of run."""
+    name = arguments[0].partition("=")[0]
+    option = next((option for option in OPTIONS if f"--{option.name}" == name.replace("_", "-")), None)
+    hint = f" Set {option.variable}." if option is not None else ""
+    raise ConfigError(
+        f"{name[:100]}: doctor takes no flags of run; it reads the environment.{hint} "
+        "(see elastic-resume doctor --help)"
+    )
 
 
 # ---- checks --------------------------------------------------------------------------------------------
@@ -183,6 +203,35 @@ def check_machine(ckpt_dir: str | None, environ: Mapping[str, str]) -> list[Find
         problem = str(error).rstrip(".")
     found.append(Finding("token", token, constants.ENV_TOKEN, problem))
     return [*found, *_check_grace(environ)]
+
+
+def check_installation() -> list[Finding]:
+    """Return versions and the number of GPUs; another process imports torch, which takes seconds."""
+    found = [
+        Finding("elastic_resume", __version__, str(Path(__file__).parents[1])),
+        Finding("Python", platform.python_version(), sys.executable),
+    ]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _TORCH_PROBE],
+            capture_output=True,
+            text=True,
+            timeout=TORCH_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return [*found, Finding("torch", f"not imported after {TORCH_TIMEOUT_S:.0f} s", "import torch")]
+    answer = done.stdout.split()[-2:]
+    if done.returncode or len(answer) < 2:
+        error = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        problem = f"torch cannot be imported by {sys.executable}: {error[:300]}"
+        return [*found, Finding("torch", "cannot be imported", "import torch", problem)]
+    version, num_gpus = answer
+    return [
+        *found,
+        Finding("torch", version, "import torch"),
+        Finding("GPUs", num_gpus, "torch.cuda.device_count()"),
+    ]
 
 
 def _check_shared_memory() -> Finding:

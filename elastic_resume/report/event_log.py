@@ -88,7 +88,8 @@ class EventTimeline:
 
     ``boot_times`` gives the Unix time of each boot on the common axis; ``clocks`` are the wall clocks that
     were off. ``generation_offset`` was added to generations of the job's last start; it is 0 unless the job
-    started again at generation 1.
+    started again at generation 1. Generations up to ``min_generation`` are an earlier training of this name,
+    which is left out, and ``earlier_end_t`` is the time of its last event.
     """
 
     events: tuple[ParsedEvent, ...]
@@ -98,6 +99,8 @@ class EventTimeline:
     boot_times: Mapping[str, float]
     clocks: tuple[ClockOffset, ...]
     generation_offset: int = 0
+    min_generation: int = 0
+    earlier_end_t: float | None = None
 
     def select(self, *names: str) -> list[ParsedEvent]:
         """Return all events of these kinds, by time."""
@@ -112,7 +115,8 @@ def build_timeline(events: Iterable[Event]) -> EventTimeline:
     aligned, clocks = _align_events(events, boot_times)
     parsed = [event for event in map(_parse_event, aligned) if event is not None]
     parsed.sort(key=lambda event: event.t)  # stable: lines of one file stay in order
-    parsed = _assign_generations(parsed)
+    min_generation = _find_earlier_training(parsed)
+    parsed, earlier_end_t = _drop_earlier_training(_assign_generations(parsed), min_generation)
     by_generation: dict[int, list[ParsedEvent]] = defaultdict(list)
     by_node: dict[str, list[ParsedEvent]] = defaultdict(list)
     by_kind: dict[str, list[ParsedEvent]] = defaultdict(list)
@@ -129,7 +133,44 @@ def build_timeline(events: Iterable[Event]) -> EventTimeline:
         boot_times=boot_times,
         clocks=clocks,
         generation_offset=generation_offset,
+        min_generation=min_generation,
+        earlier_end_t=earlier_end_t,
     )
+
+
+def _find_earlier_training(events: Iterable[ParsedEvent]) -> int:
+    """Return the newest generation from before the last start with ``--resume never``; 0: none."""
+    return max(
+        (event.get_count("min_generation") or 0 for event in events if event.kind == "worker-start"),
+        default=0,
+    )
+
+
+def _drop_earlier_training(
+    events: list[ParsedEvent], min_generation: int
+) -> tuple[list[ParsedEvent], float | None]:
+    """Drop the earlier training; return the other events, and the time of the last one that was dropped.
+
+    On each node, the new run begins with the agent that started its first worker.
+    """
+    if not min_generation:
+        return events, None
+    agent_starts: dict[str, float] = {}
+    run_starts: dict[str, float] = {}
+    for event in events:
+        if event.kind == "agent-start":
+            agent_starts[event.node] = event.t
+        elif event.kind == "worker-start" and event.get_count("min_generation") == min_generation:
+            run_starts.setdefault(event.node, agent_starts.get(event.node, event.t))
+    first_t = min(run_starts.values())
+
+    def is_earlier(event: ParsedEvent) -> bool:
+        if event.kind in GENERATION_EVENT_KINDS and event.generation is not None:
+            return event.generation <= min_generation
+        return event.t < run_starts.get(event.node, first_t)
+
+    dropped = [event.t for event in events if is_earlier(event)]
+    return [event for event in events if not is_earlier(event)], max(dropped, default=None)
 
 
 def number_restarts(events: Iterable[Event]) -> tuple[list[Event], int]:
@@ -182,7 +223,7 @@ def _find_restarts(events: Iterable[Event]) -> dict[str, list[float]]:
 
 def _shift_generation(event: Event, offset: int) -> Event:
     shifted = dict(event)
-    for name in ("generation", "source_generation") if offset else ():
+    for name in ("generation", "source_generation", "min_generation") if offset else ():
         number = get_count(event, name)
         if number is not None:
             shifted[name] = number + offset

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import sys
+import time
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -95,6 +96,14 @@ def format_seconds(value: float | None) -> str:
 def strip_path(reason: str) -> str:
     """Return an error's text without the path at its start; it is shown beside the text."""
     return re.sub(r"^/\S+: ", "", reason)
+
+
+def format_utc(t: float) -> str:
+    """Format Unix seconds as date and time in UTC."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(t))
+    except (ValueError, OverflowError, OSError):
+        return f"{t:.0f} s"
 
 
 def format_node_names(names: Sequence[str], width: int = 24) -> str:

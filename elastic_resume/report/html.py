@@ -13,7 +13,6 @@ import functools
 import itertools
 import math
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from elastic_resume.report.formatting import (
     format_node_names,
     format_percent,
     format_seconds,
+    format_utc,
     replace_unprintable,
     truncate,
 )
@@ -134,7 +134,7 @@ def _template() -> jinja2.Template:
         "seconds": format_seconds,
         "share": lambda share: f"{100 * share:.3f}%",
         "steps": summary.format_step_range,
-        "utc": _format_utc,
+        "utc": format_utc,
     }
     return environment.get_template("report.html.j2")
 
@@ -149,13 +149,6 @@ def _preformatted_lines(text: str) -> Markup:
     return escape("\n".join(map(replace_unprintable, truncate(text, MAX_STACK).splitlines())))
 
 
-def _format_utc(t: float) -> str:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(t))
-    except (ValueError, OverflowError, OSError):
-        return f"{t:.0f} s"
-
-
 # ---- the head ------------------------------------------------------------------------------------------
 
 
@@ -166,6 +159,8 @@ def _run_state(report: RunReport) -> tuple[str, str]:
         return OUTCOME_LABELS.get(report.history.outcome, ("other", "not started"))
     if rows[-1].end.is_failure:
         return "bad", "down"
+    if report.history.wait is not None:
+        return "bad", "waiting"
     is_silent = report.silent_s is not None and report.silent_s > MAX_SILENCE_S
     return "other", "silent" if is_silent else "running?"
 

@@ -21,6 +21,7 @@ from elastic_resume.checkpoint.reader import parse_checkpoint_name
 from elastic_resume.events import Event
 from elastic_resume.policy import failure_classification, incidents
 from elastic_resume.policy.incidents import FINISHED, GenerationEnd, IncidentTracker
+from elastic_resume.rendezvous.core.quorum import MissingQuorum
 from elastic_resume.report import event_log
 from elastic_resume.report.checkpoints import QUARANTINED, CheckpointEntry
 from elastic_resume.report.event_log import EventTimeline, ParsedEvent
@@ -89,10 +90,20 @@ class FailedStart:
 
 
 @dataclass(frozen=True)
+class Wait:
+    """Nodes that wait for others and run no workers, since ``since_t``; ``missing_nodes`` as far as known."""
+
+    since_t: float
+    missing_nodes: tuple[str, ...]
+    text: str
+
+
+@dataclass(frozen=True)
 class RunHistory:
     """All generations of a run, and sums over them.
 
-    ``discarded_steps`` are the steps run, less those between the run's first and its last step.
+    ``discarded_steps`` are the steps run, less those between the run's first and its last step. ``wait`` is
+    None unless the remaining nodes wait for others now.
     """
 
     generations: tuple[Generation, ...]
@@ -103,6 +114,7 @@ class RunHistory:
     last_step: int | None
     outcome: str  # finished, failed, stopped, open, or empty
     message: str
+    wait: Wait | None = None
 
 
 @dataclass(frozen=True)
@@ -157,6 +169,7 @@ def build_history(timeline: EventTimeline) -> RunHistory:
         last_step=lasts[-1] if lasts else None,
         outcome=outcome,
         message=message,
+        wait=_find_wait(timeline, rows) if outcome == "open" else None,
     )
 
 
@@ -253,6 +266,32 @@ def _determine_outcome(timeline: EventTimeline, rows: Sequence[Generation]) -> t
     return "open", ""
 
 
+def _find_wait(timeline: EventTimeline, rows: Sequence[Generation]) -> Wait | None:
+    """Return what the agents wait for after the last generation; None if one runs or all agents ended.
+
+    A node that was not in the last generation may be partitioned from others that train.
+    """
+    members = rows[-1].nodes if rows else tuple(timeline.by_node)
+    last_run_t = max((event.t for event in timeline.select("round", "worker-start", "step")), default=0.0)
+    ended = {node for node, events in timeline.by_node.items() if _has_ended(events)}
+    waits = [
+        event
+        for event in timeline.select("rendezvous")
+        if event.get_text("what") == "waiting" and event.t > last_run_t
+        if event.node in members and event.node not in ended
+    ]
+    if not waits:
+        return None
+    text = waits[-1].get_text("message")
+    return Wait(waits[0].t, MissingQuorum.parse_missing_names(text), text.rstrip("."))
+
+
+def _has_ended(events: Sequence[ParsedEvent]) -> bool:
+    """Whether the node's newest agent has ended."""
+    names = [event.kind for event in events if event.kind in {"agent-start", "agent-end"}]
+    return bool(names) and names[-1] == "agent-end"
+
+
 def _find_failed_starts(timeline: EventTimeline, facts: Sequence[GenerationFacts]) -> tuple[FailedStart, ...]:
     by_node: dict[str, list[Event]] = defaultdict(list)
     for event in timeline.select("failure", "worker-exit"):
@@ -306,7 +345,7 @@ def build_saved_state_records(
         else:
             _record_removal(records, item)
     _record_loads(records, timeline, history)
-    _apply_disk_entries(records, entries, timeline.generation_offset)
+    _apply_disk_entries(records, entries, timeline)
     ordered = sorted(records.values(), key=attrgetter("generation", "step", "node", "tier"))
     return tuple(ordered)
 
@@ -349,7 +388,7 @@ def _record_loads(records: _Records, timeline: EventTimeline, history: RunHistor
 
 
 def _apply_disk_entries(
-    records: _Records, entries: Iterable[CheckpointEntry], generation_offset: int
+    records: _Records, entries: Iterable[CheckpointEntry], timeline: EventTimeline
 ) -> None:
     seen = set()
     inspected_nodes = set()
@@ -357,7 +396,9 @@ def _apply_disk_entries(
         inspected_nodes.add(entry.node)
         if entry.generation is None or entry.step is None:
             continue
-        key = (entry.node, entry.generation + generation_offset, entry.step, DISK)
+        if entry.generation + timeline.generation_offset <= timeline.min_generation:
+            continue  # of an earlier training
+        key = (entry.node, entry.generation + timeline.generation_offset, entry.step, DISK)
         if key in seen and entry.state == QUARANTINED:  # a newer one has its name
             key = (*key[:3], f"{DISK}, {entry.path.name} quarantined")
         record = SavedStateRecord(

@@ -64,9 +64,16 @@ def load_run(paths: Sequence[Path]) -> LoadedRun:
 def _find_node_dirs(path: Path) -> tuple[NodeDir, ...]:
     """Return the node directories of the one run at ``path``."""
     node_dirs = checkpoints.find_node_dirs(path).node_dirs
-    runs = sorted({node_dir.path.parent.name for node_dir in node_dirs if _find_logs(node_dir.path)})
+    changed: dict[str, float] = {}  # the time of the last event, by run
+    for node_dir in node_dirs:
+        run = node_dir.path.parent.name
+        times = [checkpoints.modified_at(log) or 0.0 for log in _find_logs(node_dir.path)]
+        if times:
+            changed[run] = max([*times, changed.get(run, 0.0)])
+    runs = sorted(changed, key=lambda run: (-changed[run], run))
     if len(runs) > 1:
-        raise UsageError(f"{path}: holds {len(runs)} runs; give one of them: {', '.join(runs[:20])}.")
+        names = ", ".join(runs[:20])
+        raise UsageError(f"{path}: holds {len(runs)} runs; give one of them, newest first: {names}.")
     if not runs:
         raise UsageError(f"{path}: no events of a run here; give CKPT_DIR/RUN_ID.")
     return node_dirs

@@ -16,6 +16,7 @@ import bisect
 import itertools
 import json
 import math
+import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ from elastic_resume.report.formatting import (
     format_percent,
     format_seconds,
     format_table,
+    format_utc,
     truncate,
     wrap_text,
 )
@@ -48,7 +50,7 @@ from elastic_resume.report.goodput import (
     measure_generations,
     recovery_phases,
 )
-from elastic_resume.report.incidents import FailedStart, Generation, RunHistory, SavedStateRecord
+from elastic_resume.report.incidents import FailedStart, Generation, RunHistory, SavedStateRecord, Wait
 
 MAX_HINTS = 6
 MAX_MESSAGE_CHARS = 500  # limit of an exception's text within a sentence
@@ -117,6 +119,8 @@ def _describe_state(history: RunHistory, goodput: Goodput) -> str:
         return f"Finished{when}."
     if history.outcome in {"failed", "stopped"}:
         return f"{'FAILED' if history.outcome == 'failed' else 'Stopped'}{when}: {message}."
+    if history.wait is not None:
+        return _describe_wait(history.wait, f",{when}" if history.generations else "")
     if not history.generations:
         return "No training yet."
     end = history.generations[-1].end
@@ -125,9 +129,18 @@ def _describe_state(history: RunHistory, goodput: Goodput) -> str:
     return f"Running, or killed as a whole,{when}."
 
 
+def _describe_wait(wait: Wait, when: str) -> str:
+    since = f"{format_utc(wait.since_t)} UTC"
+    if not wait.missing_nodes:
+        return f"Waiting since {since}{when}: {truncate(wait.text, MAX_MESSAGE_CHARS)}."
+    nodes = ", ".join(wait.missing_nodes)
+    verb = "is" if len(wait.missing_nodes) == 1 else "are"
+    return f"Waiting for a quorum since {since}{when}: {nodes} {verb} missing."
+
+
 def _describe_downtime(history: RunHistory, goodput: Goodput, downtime_s: float) -> str:
     share = "" if goodput.share is None else f"; goodput {format_percent(goodput.share)}"
-    if not history.num_incidents:
+    if not history.num_incidents and history.wait is None:
         return f"No failure{share}."
     steps = format_count(history.recomputed_steps, "step") if history.recomputed_steps else "no step"
     failures = format_count(history.num_incidents, "failure")
@@ -136,6 +149,11 @@ def _describe_downtime(history: RunHistory, goodput: Goodput, downtime_s: float)
 
 def _hints_from_end(history: RunHistory, silent_s: float | None) -> list[str]:
     hints = []
+    if history.wait is not None and history.wait.missing_nodes:
+        hints.append(
+            f"start {', '.join(history.wait.missing_nodes)} again; if dead for good: "
+            "`elastic-resume force-quorum RUN_DIR --yes` on a node that waits"
+        )
     last = history.generations[-1] if history.generations else None
     if history.outcome == "failed" and last is not None and last.end.is_failure:
         hints.append(f"generation {last.number} ended: {last.end.text}")
@@ -216,7 +234,8 @@ class RunReport:
     """Everything that a report shows of one run.
 
     ``recoveries`` and ``downtimes`` are by the number of the generation that ended. ``silent_s`` is the
-    time since the last event, if the present is known. ``stacks`` are hang reports by NODE/FILE.
+    time since the last event, if the present is known. ``earlier_end_t`` is the end of an earlier training of
+    this name, which is left out. ``stacks`` are hang reports by NODE/FILE.
     """
 
     run_id: str
@@ -224,6 +243,7 @@ class RunReport:
     start_t: float | None
     end_t: float | None
     silent_s: float | None
+    earlier_end_t: float | None
     verdict: RunVerdict
     history: RunHistory
     recoveries: Mapping[int, RecoveryPhases]
@@ -246,6 +266,13 @@ class RunReport:
         return [
             record for record in self.saved_states if record.tier == incidents.DISK and record.state in usable
         ]
+
+    @property
+    def earlier_training_text(self) -> str:
+        """The sentence about an earlier training that is left out; empty if there is none."""
+        if self.earlier_end_t is None:
+            return ""
+        return f"An earlier training of this name, until {format_utc(self.earlier_end_t)} UTC, is left out."
 
     def describe_after_fault(self, t: float) -> str:
         """Describe what followed a fault at ``t`` after which no generation ended."""
@@ -293,6 +320,7 @@ def build_run_report(
         start_t=min(event_times, default=None),
         end_t=max(event_times, default=None),
         silent_s=silent_s,
+        earlier_end_t=timeline.earlier_end_t,
         verdict=_summarize_run(
             history, total, sum(downtimes.values()), alert_list, timeline.clocks, silent_s=silent_s
         ),
@@ -304,12 +332,22 @@ def build_run_report(
         faults=_collect_faults(timeline, generation_times),
         saved_states=incidents.build_saved_state_records(timeline, history, checkpoint_entries),
         clocks=timeline.clocks,
-        stacks=dict(stacks or {}),
+        stacks={
+            name: text
+            for name, text in (stacks or {}).items()
+            if _parse_hang_generation(name) + timeline.generation_offset > timeline.min_generation
+        },
         problems=tuple(problems),
         timeline=timeline,
         slices=slices,
         generation_times=generation_times,
     )
+
+
+def _parse_hang_generation(name: str) -> float:
+    """Return the generation in the name of a hang report; infinity if there is none."""
+    match = re.search(r"g(\d{1,16})-s\d+\.txt\Z", name)
+    return int(match[1]) if match else math.inf
 
 
 def _collect_faults(
@@ -352,6 +390,7 @@ def format_json(run_report: RunReport) -> str:
         "command": run_report.command,
         "start_t": run_report.start_t,
         "end_t": run_report.end_t,
+        "earlier_end_t": run_report.earlier_end_t,
         "verdict": asdict(run_report.verdict),
         "outcome": history.pop("outcome"),
         "message": history.pop("message"),
@@ -379,6 +418,8 @@ def format_text(report: RunReport) -> str:
     lines = wrap_text(report.verdict.text)
     for hint in report.verdict.hints:
         lines += wrap_text(truncate(f"look at: {hint}", MAX_NOTE_CHARS))
+    if report.earlier_training_text:
+        lines += wrap_text(report.earlier_training_text)
     rows = report.history.generations
     if rows:
         lines.append("")

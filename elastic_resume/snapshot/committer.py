@@ -112,6 +112,10 @@ class CheckpointCommitter:
         """Apply the retention policy of workers that have resumed."""
         self._writer.start_generation(retention)
 
+    def newest_saved_step(self) -> int | None:
+        """Return the step of this run's newest valid checkpoint on the disk; None if there is none."""
+        return self._writer.newest_saved_step()
+
     def request_commit(self, snapshot_id: int) -> None:
         """Have a snapshot committed once it is complete; do not wait."""
         with self._wakeup:

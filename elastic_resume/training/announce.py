@@ -22,6 +22,20 @@ START_FRESH_HINT = "To start from scratch: --resume never, or ELASTIC_RESUME_RES
 MAX_COMMAND_CHARS = 300  # limit of a script's arguments in one line
 
 
+def worker_start_event_fields(result: ResumeResult, local_rank: int, world_size: int) -> dict[str, Any]:
+    """Return the fields of the ``worker-start`` event, but for the position.
+
+    ``min_generation``: with ``--resume never``, the newest generation from before this start of the job.
+    Every node records it, because a report or a new leader may know the log of one node only.
+    """
+    min_generation = result.plan.min_generation
+    return {
+        "local_rank": local_rank,
+        "world_size": world_size,
+        "min_generation": min_generation if min_generation >= 0 else None,
+    }
+
+
 def resume_event_fields(result: ResumeResult, position: Position, world_size: int) -> dict[str, Any]:
     """Return the fields of the ``resume`` event."""
     plan = result.plan

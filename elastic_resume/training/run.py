@@ -388,8 +388,7 @@ class Run:
         self._context.events.emit(
             "worker-start",
             **self._position_fields(),
-            local_rank=self._context.local_rank,
-            world_size=self.world_size,
+            **announce.worker_start_event_fields(result, self._context.local_rank, self.world_size),
         )
         self._random_numbers.start_at(self.position.step)
         if self.rank == 0:

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from elastic_resume import constants, testing
+from elastic_resume.agent.status import load_past_incidents
 from elastic_resume.checkpoint import node_dir
 from elastic_resume.checkpoint.atomic_io import Disk
+from elastic_resume.report import summary
+from elastic_resume.report.loader import load_run
 from elastic_resume.training.announce import describe_difference
 from tests.support import launch_ranks
 
@@ -87,6 +90,26 @@ def test_restart_logs_no_notice_and_next_start_does(tmp_path: Path) -> None:
         assert [path for path in files if b"hunter2" in path.read_bytes()] == []
         (line,) = find_notices(cluster.output(0) + cluster.output(1))
     assert "Arguments then: 2 once; now: 2 once --api-key '***'. NOTHING IS LEFT TO TRAIN" in line
+
+
+@pytest.mark.cluster
+def test_report_and_status_begin_at_last_fresh_start(tmp_path: Path) -> None:
+    """The first training had a failure; a later one under its name does not count it."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with testing.Cluster(tmp_path / "cluster", nodes=2, flags=["--save-every", "1"]) as cluster:
+        cluster.start(str(tmp_path / "train.py"), "2", "once")
+        assert cluster.wait_exit(120) == [0, 0]
+        cluster.env["ELASTIC_RESUME_RESUME"] = "never"
+        cluster.start(str(tmp_path / "train.py"), "1")
+        assert cluster.wait_exit(120) == [0, 0]
+        log = cluster.run_dir / "n1" / constants.EVENTS_FILE
+        assert load_past_incidents(log, log.stat().st_size).totals().incidents == {}
+        report = summary.build_run_report(load_run([cluster.run_dir]).events)
+    assert [generation.resume_kind for generation in report.history.generations] == ["cold"]
+    assert report.verdict.text.startswith("Finished at step 3 ")
+    assert " No failure; " in report.verdict.text
+    assert report.earlier_end_t is not None
+    assert {start.t > report.earlier_end_t for start in report.timeline.select("agent-start")} == {True}
 
 
 CRASHES = """

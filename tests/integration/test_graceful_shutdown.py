@@ -87,6 +87,8 @@ def test_drain_commits_last_finished_step(agents: Agents, number: signal.Signals
     newest = max(event["step"] for event in agents.events("step") if event["rank"] == 0)
     (copy,) = Catalog(agents.directory / "checkpoints" / "train" / "a", "train").list_valid(read_data=True)
     assert copy.version[1] == newest
+    end = f"elastic_resume[a] stopped by {number.name}; step {newest} is saved in {copy.path.parent}."
+    assert agents.log().splitlines()[-1] == end
     assert "Traceback" not in agents.log()
 
 
@@ -97,6 +99,11 @@ def test_drain_kills_worker_after_grace(agents: Agents) -> None:
     (pid,) = wait_for(lambda: agents.pids("worker"), "the worker")
     agent.terminate()
     assert agent.wait(60) == 143
+    assert (
+        agents.log()
+        .splitlines()[-1]
+        .endswith("stopped by SIGTERM; nothing was saved, because no step was finished.")
+    )
     assert not is_alive(pid)
     (end,) = agents.events("worker-exit")
     assert (end["signal"], end["stopped"]) == ("SIGKILL", True)

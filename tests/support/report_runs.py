@@ -13,6 +13,10 @@ from elastic_resume.report.checkpoints import CheckpointEntry
 KILLED = "rank 1 on node n1 was killed by SIGKILL"
 NAN_2 = "rank 2 on node n2 ended with exit code 1"
 GLOO = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2481."
+WAITS_FOR_QUORUM = (
+    "generation 1 may still run elsewhere: 2 of the 3 required votes are here; waiting for n2, n3 "
+    "(if dead for good: elastic-resume force-quorum)"
+)
 
 
 @dataclass
@@ -222,6 +226,35 @@ def without_agents() -> Job:
     job.events = [
         event for event in job.events if event["event"] not in {"agent-start", "round", "worker-exit"}
     ]
+    return job
+
+
+def finished_and_begun_anew() -> Job:
+    """Train again with ``--resume never`` after two generations; its first one dies before a snapshot."""
+    job = worker_killed()
+    job.finish(120, 20)
+    job.agents(3690, "n0", "n1", "n2")
+    job.begin(3700, 0, "n0", "n1", "n2", kind="cold")
+    job.steps(3704, 4)
+    job.exit(3704.2, 1, signal="SIGKILL")
+    job.begin(3710, 0, "n0", "n1", "n2", kind="cold", recomputed_steps=4)
+    job.steps(3720, 10)
+    for event in job.events:
+        if event["event"] == "worker-start" and event["generation"] > 2:
+            event["min_generation"] = 2
+    return job
+
+
+def half_lost() -> Job:
+    """Lose two of four nodes at once: the others wait, because the lost ones may still train."""
+    job = Job()
+    job.agents(90, "n0", "n1", "n2", "n3")
+    job.begin(100, 0, "n0", "n1", "n2", "n3", kind="cold")
+    job.steps(110, 10)
+    job.stop(113, 0, 1)
+    job.add(113, "rendezvous", "n0", what="restart", message="generation 1 is over: n2 is unreachable")
+    for node in ("n0", "n1"):
+        job.add(114, "rendezvous", node, what="waiting", message=WAITS_FOR_QUORUM)
     return job
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -207,6 +208,12 @@ class MissingQuorum:
             f"required votes are here; waiting for {format_node_names(self.missing_members)} "
             "(if dead for good: elastic-resume force-quorum)"
         )
+
+    @staticmethod
+    def parse_missing_names(text: str) -> tuple[str, ...]:
+        """Return the nodes named in a clause of `__str__`, at most `MAX_NODES_NAMED`; else nothing."""
+        match = re.search(r"; waiting for (\S.*?)( and \d+ more)? \(if dead for good: ", text)
+        return tuple(match[1].split(", ")) if match else ()
 
 
 def format_node_names(incarnations: Iterable[Incarnation]) -> str:

@@ -161,6 +161,31 @@ def test_restart_logs_its_cause_in_one_line(  # noqa: PLR0917 - the cases and th
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("cause", "nodes", "line"),
+    [
+        (make_node_failure("c", "died"), "abd", "node c died; restarting."),
+        (make_node_failure("c", "died"), "ab", "node c died; also lost: d; restarting."),
+        (
+            make_node_failure("f", "is unreachable"),
+            "a",
+            "node f is unreachable; also lost: b, c and 2 more; restarting.",
+        ),
+        (KILLED, "ad", "rank 1 on node b was killed by SIGKILL; also lost: b, c; restarting."),
+    ],
+)
+def test_restart_names_all_lost_nodes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, cause: Failure, nodes: str, line: str
+) -> None:
+    """The root cause is one of them; the others are missing in the new view too."""
+    caplog.set_level("INFO", "elastic_resume")
+    with open_controller(tmp_path) as (controller, _):
+        controller.after_rendezvous(world(1, nodes="abcdef" if cause.node == "f" else "abcd"))
+        controller.before_round(failed=False, reason=f"{cause.node} is lost")
+        controller.after_rendezvous(world(2, cause, nodes=nodes), membership_changed=True)
+    assert caplog.messages == [line]
+
+
 def test_wait_log_logs_newest_texts_only_if_wait_lasts(caplog: pytest.LogCaptureFixture) -> None:
     """After that, further texts of the same wait are logged at once."""
     caplog.set_level("INFO", "elastic_resume")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -64,8 +65,28 @@ def test_report_of_several_runs_names_them(root: Path, capsys: pytest.CaptureFix
     other = root / "other" / "n0"
     other.mkdir(parents=True)
     EventLog(other / constants.EVENTS_FILE).emit("round")
-    assert main(["report", str(root)]) == 1
-    assert "holds 2 runs; give one of them: other, run-1" in capsys.readouterr().err
+    for newest, older in (("other", RUN), (RUN, "other")):
+        for t, name in enumerate((older, newest)):
+            for log in (root / name).glob(f"*/{constants.EVENTS_FILE}"):
+                os.utime(log, (1e9 + t, 1e9 + t))
+        assert main(["report", str(root)]) == 1
+        text = f"holds 2 runs; give one of them, newest first: {newest}, {older}."
+        assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+def test_report_without_directory_takes_default(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, is_set: bool
+) -> None:
+    """The one run in the directory that `run` would use is meant."""
+    monkeypatch.chdir(root.parent)
+    if is_set:
+        monkeypatch.setenv(constants.ENV_CKPT_DIR, str(root))
+    else:
+        monkeypatch.delenv(constants.ENV_CKPT_DIR, raising=False)
+        root.rename(root.parent / "checkpoints")
+    assert main(["report"]) == 0
+    assert capsys.readouterr().out.startswith("Finished at step 10")
 
 
 def test_copied_directories_take_names_from_logs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

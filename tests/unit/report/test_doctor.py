@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import platform
 import threading
 from pathlib import Path
 
 import pytest
 
+from elastic_resume import __version__
 from elastic_resume.cli import main
 from elastic_resume.report import doctor
 from elastic_resume.schedulers import environment
@@ -18,6 +21,7 @@ from tests.unit.schedulers.test_environment import POD, STEP
 def _bare(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ELASTIC_RESUME_TOKEN", "ELASTIC_RESUME_CKPT_DIR", "ELASTIC_RESUME_SHARED_DIR"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(doctor, "_TORCH_PROBE", "print('2.9.9+cu1 8')")  # the import takes seconds
     monkeypatch.setenv("PATH", "")  # a squeue without its controller takes four seconds to say so
 
 
@@ -41,7 +45,9 @@ def test_findings_have_sources_and_no_secret(
         "ELASTIC_RESUME_CKPT_DIR": "/proc/stat",  # the flag beats it
     }
     assert run_doctor(monkeypatch, environ, "--ckpt-dir", str(tmp_path / "new")) == 0
-    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    header, _, table = capsys.readouterr().out.partition("\n\n")
+    assert header == "Nothing found that would make a start fail."
+    lines = dict(line.split(maxsplit=1) for line in table.splitlines())
     assert lines["job"].split() == ["slurm-1234567", "SLURM_JOB_ID"]
     assert lines["workers"].split() == ["8", "SLURM_GPUS_ON_NODE"]
     assert "127.0.0.1 (this node)" in lines["localhost"]  # perhaps behind ::1
@@ -50,6 +56,10 @@ def test_findings_have_sources_and_no_secret(
     assert "free" in lines["checkpoints"]
     assert "--ckpt-dir; " in lines["checkpoints"]
     assert "do not show" not in str(lines)
+    assert lines["Python"].split()[0] == platform.python_version()
+    assert lines["elastic_resume"].split()[0] == __version__
+    assert lines["torch"].split()[0] == "2.9.9+cu1"
+    assert lines["GPUs"].split()[0] == "8"
 
 
 @pytest.mark.usefixtures("_bare")
@@ -92,3 +102,38 @@ def test_problem_is_reported_with_exit_code_1(
     found = json.loads(capsys.readouterr().out)
     assert problem in " ".join(found["problems"])
     assert {"what": "scheduler", "value": "host", "source": ""}.keys() == found["findings"][0].keys()
+
+
+@pytest.mark.usefixtures("_bare")
+def test_missing_torch_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No worker could start."""
+    monkeypatch.setattr(doctor, "_TORCH_PROBE", "import torch_that_is_missing")
+    assert run_doctor(monkeypatch, {}) == 1
+    assert "No module named 'torch_that_is_missing'" in capsys.readouterr().out
+
+
+def test_torch_is_probed_in_another_process() -> None:
+    """The version is that of this environment."""
+    found = {finding.name: finding for finding in doctor.check_installation()}
+    assert found["torch"].value == importlib.metadata.version("torch")
+    assert found["GPUs"].value.isdecimal()
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["--node-timeout", "3s"], " Set ELASTIC_RESUME_NODE_TIMEOUT. (see"),
+        (["--nnodes=2"], " (see"),
+        (["train.py"], " (see"),
+    ],
+)
+def test_flags_of_run_are_refused_with_a_reason(
+    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The flags would change what a start does, and doctor would not know."""
+    assert main(["doctor", *words]) == 1
+    name = words[0].partition("=")[0]
+    text = f"error: {name}: doctor takes no flags of run; it reads the environment.{hint}"
+    assert text in capsys.readouterr().err

@@ -24,6 +24,7 @@ from tests.support.report_runs import (
     Job,
     agent_killed,
     exception,
+    finished_and_begun_anew,
     finished_and_run_again,
     job_killed,
     job_lost_its_power,
@@ -452,3 +453,15 @@ def test_job_whose_agents_restart_keeps_its_numbers() -> None:
     """Only a generation that a node enters twice shows that the disks were lost."""
     numbers = [row.number for row in build(job_killed().events).generations]
     assert numbers == [1, 2]
+
+
+@pytest.mark.parametrize("node", ["n0", "n1"])
+def test_tracker_counts_from_the_last_fresh_start(node: str) -> None:
+    """A start with --resume never begins a new run, also for a node that lacks the resume events."""
+    tracker = IncidentTracker()
+    for event in finished_and_begun_anew().events:
+        if node == "n0" or event["node"] == node:
+            tracker.record(event)
+    assert [incident.generation for incident in tracker.incidents()] == [3]
+    assert tracker.totals().incidents == {"signal": 1}
+    assert tracker.totals().recomputed_steps == 4

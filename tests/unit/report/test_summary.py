@@ -13,7 +13,7 @@ import pytest
 from elastic_resume import constants, events
 from elastic_resume.cli import main
 from elastic_resume.events import Event
-from elastic_resume.report import html, summary
+from elastic_resume.report import html, incidents, summary
 from elastic_resume.report.checkpoints import CheckpointEntry
 from elastic_resume.report.loader import load_run
 from elastic_resume.report.summary import RunReport
@@ -22,6 +22,8 @@ from tests.support.paths import ROOT
 from tests.support.report_runs import (
     Job,
     exception,
+    finished_and_begun_anew,
+    half_lost,
     job_killed,
     job_stopped,
     killed,
@@ -333,3 +335,56 @@ def test_template_and_style_sheet_are_in_the_package() -> None:
     """Installed or not, importlib finds them."""
     for name in ("report.html.j2", "report.css"):
         assert resources.files("elastic_resume.report").joinpath(name).is_file()
+
+
+def test_report_covers_the_training_after_the_last_fresh_start() -> None:
+    """A training that ended before a start with --resume never is only mentioned."""
+    job = finished_and_begun_anew()
+    entries = [
+        CheckpointEntry(Path(f"g{number}"), "job", "n0", "valid", generation=number, step=5)
+        for number in (2, 4)
+    ]
+    stacks = {"n0/g1-s3.txt": "earlier", "n0/g3-s3.txt": "now"}
+    report = summary.build_run_report(job.events, checkpoint_entries=entries, stacks=stacks)
+    assert [generation.number for generation in report.history.generations] == [3, 4]
+    assert report.start_t == 3690
+    assert report.earlier_end_t == 122
+    assert (report.history.num_incidents, report.history.recomputed_steps) == (1, 4)
+    assert [record.generation for record in report.saved_states] == [4]
+    assert list(report.stacks) == ["n0/g3-s3.txt"]
+    sentence = "An earlier training of this name, until 1970-01-01 00:02:02 UTC, is left out."
+    assert summary.format_text(report).count(sentence) == 1
+    assert sentence in html.render_page(report)
+    assert json.loads(summary.format_json(report))["earlier_end_t"] == 122
+
+
+def test_report_without_fresh_start_covers_all() -> None:
+    """Nothing is left out, and nothing says so."""
+    report = summary.build_run_report(killed().events)
+    assert report.earlier_end_t is None
+    assert "earlier training" not in summary.format_text(report) + html.render_page(report)
+
+
+def test_verdict_of_waiting_nodes_names_the_missing_ones() -> None:
+    """Nodes without a quorum neither run nor were killed."""
+    report = summary.build_run_report(half_lost().events, now=400)
+    assert report.verdict.text.startswith(
+        "Waiting for a quorum since 1970-01-01 00:01:54 UTC, at step 10 after 24 s: n2, n3 are missing. "
+    )
+    assert "No failure" not in report.verdict.text
+    assert report.verdict.hints[0].startswith("start n2, n3 again; if dead for good: `elastic-resume force-q")
+    assert report.history.wait == incidents.Wait(114, ("n2", "n3"), report_runs.WAITS_FOR_QUORUM)
+    assert ">waiting<" in html.render_page(report)
+
+
+def test_wait_ends_with_the_next_generation_or_the_agents() -> None:
+    """A wait that is over is no verdict."""
+    job = half_lost()
+    job.begin(200, 10, "n0", "n1")
+    assert summary.build_run_report(job.events).history.wait is None
+    job.add(201, "rendezvous", "n2", what="waiting", message=report_runs.WAITS_FOR_QUORUM)
+    assert summary.build_run_report(job.events).history.wait is None  # n2 is partitioned from n0 and n1
+    job = half_lost()
+    for node in ("n0", "n1"):
+        job.add(150, "agent-end", node, outcome="signalled", exit_code=143, message="stopped by SIGTERM.")
+    assert summary.build_run_report(job.events).history.wait is None

@@ -127,6 +127,16 @@ def test_requested_snapshot_is_committed_and_no_other(fixture: CommitterFixture)
     assert fixture.kinds() == ["commit"]
 
 
+def test_newest_saved_step_ignores_what_was_set_aside(fixture: CommitterFixture) -> None:
+    """With --resume never, checkpoints of an earlier training are not this run's."""
+    assert fixture.committer.newest_saved_step() is None
+    write_snapshot(fixture.slot(0), 7)
+    assert fixture.committer.commit() is not None
+    assert fixture.committer.newest_saved_step() == 7
+    fixture.committer.start_generation(RetentionPolicy(min_generation=1))
+    assert fixture.committer.newest_saved_step() is None
+
+
 def test_start_reserves_slots_of_newest_checkpoints_size(fixture: CommitterFixture) -> None:
     """The committer of a node without checkpoints waits for the first request."""
     write_snapshot(fixture.slot(0), 1)

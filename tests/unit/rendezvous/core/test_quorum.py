@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from elastic_resume.rendezvous.core.quorum import (
     Incarnation,
+    MissingQuorum,
     QuorumState,
     View,
     find_missing_quorum,
@@ -155,3 +156,12 @@ def test_merge_is_commutative_and_idempotent(first: QuorumState, second: QuorumS
     assert set(both.proposals) == set(second.merge(first).proposals)
     assert both.dead >= (first.dead | second.dead) & {m for w in both.voting_views for m in w.members}
     assert both.merge(first) == both == both.merge(second)
+
+
+@pytest.mark.parametrize("count", [1, 3, 16, 20])
+def test_report_reads_missing_nodes_from_the_clause(count: int) -> None:
+    """An event has only the clause; it names 16 nodes at most."""
+    members = tuple(Incarnation(f"n{index:02}", "1") for index in range(count))
+    names = tuple(member.node for member in members[:16])
+    assert MissingQuorum.parse_missing_names(str(MissingQuorum(7, 1, 3, members))) == names
+    assert MissingQuorum.parse_missing_names(str(MissingQuorum(0, 1, 2, ()))) == ()
