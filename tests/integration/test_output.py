@@ -47,7 +47,7 @@ def test_start_and_recovery_print_few_lines(tmp_path: Path) -> None:
         output = Output(cluster)
         first, other = output.new_lines()
         assert [line.partition(":")[0] for line in first] == ["job job", "generation 1"]
-        assert "starting fresh; 4 ranks on 2 nodes;" in first[1]
+        assert "starting fresh; 4 ranks on 2 nodes" in first[1]
         assert other == [f"job job: 2 workers on this node, checkpoints in {cluster.nodes[1].directory}"]
 
         cluster.kill_worker(1)
