@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import threading
 import time
@@ -205,7 +206,10 @@ class ByteProgress:
 
 def _has_terminal() -> bool:
     """Return whether our own handler prints the log on a terminal."""
-    return sys.stderr.isatty() and any(isinstance(h, StderrHandler) for h in PACKAGE_LOGGER.handlers)
+    if sys.stderr is None or not sys.stderr.isatty():
+        return False
+    has_columns = os.get_terminal_size(sys.stderr.fileno()).columns > 0  # tqdm draws nothing on others
+    return has_columns and any(isinstance(h, StderrHandler) for h in PACKAGE_LOGGER.handlers)
 
 
 def _create_bar(what: str, total_bytes: int, done_bytes: int) -> Any:

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from elastic_resume import __version__, constants
+from elastic_resume import __version__, console, constants
 from elastic_resume.config import OPTIONS, find_misspelled_variables, read_option
 from elastic_resume.errors import ConfigError
 from elastic_resume.rendezvous.endpoint import local_addresses, parse_address, resolve_name
@@ -178,7 +179,15 @@ def check_settings(environ: Mapping[str, str]) -> list[Finding]:
                 read_option(option, {}, {}, environ)
             except ConfigError as error:
                 problem = str(error).rstrip(".")
-            found.append(Finding(option.name, environ[option.variable][:200], option.variable, problem))
+            # A command may hold a secret.
+            text = re.sub(r"command:\S+ .*", "command:…", environ[option.variable][:200])
+            found.append(Finding(option.name, text, option.variable, problem))
+    try:
+        level = environ.get(constants.ENV_LOG_LEVEL, "")
+        console.read_level({constants.ENV_LOG_LEVEL: level})
+    except ConfigError as error:
+        problem = str(error).rstrip(".")
+        found.append(Finding("log level", level[:200], constants.ENV_LOG_LEVEL, problem))
     return found + [Finding("variable", message) for message in find_misspelled_variables(environ)]
 
 

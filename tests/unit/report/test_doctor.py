@@ -41,6 +41,7 @@ def test_findings_have_sources_and_no_secret(
         **STEP,
         "SLURM_STEP_NODELIST": "localhost,nobody[2-9]",
         "ELASTIC_RESUME_TOKEN": "do not show this",
+        "ELASTIC_RESUME_PREEMPTION_NOTICE": "command:/bin/true -H 'do not show this'",
         "ELASTIC_RESUME_MAX_NO_PROGRESS": "7",
         "ELASTIC_RESUME_CKPT_DIR": "/proc/stat",  # the flag beats it
     }
@@ -84,6 +85,7 @@ def test_hanging_name_lookups_run_in_parallel(monkeypatch: pytest.MonkeyPatch) -
         ({"ELASTIC_RESUME_PREEMPTION_NOTICE": "bogus"}, "ELASTIC_RESUME_PREEMPTION_NOTICE is 'bogus'"),
         ({"ELASTIC_RESUME_KEEP": "1"}, "ELASTIC_RESUME_KEEP is 1, which is too few"),
         ({"ELASTIC_RESUME_GRACE": "soon"}, "ELASTIC_RESUME_GRACE is 'soon'"),
+        ({"ELASTIC_RESUME_LOG_LEVEL": "TRACE"}, "ELASTIC_RESUME_LOG_LEVEL is 'TRACE'"),
         ({"ELASTIC_RESUME_TOKEN": ""}, "ELASTIC_RESUME_TOKEN holds no token"),
         ({"ELASTIC_RESUME_TOKEN": "short"}, "ELASTIC_RESUME_TOKEN is shorter than 16 bytes"),
     ],
