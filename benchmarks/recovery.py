@@ -1,4 +1,4 @@
-"""Measure the time from SIGKILL to the next optimizer step: elastic_resume and stock torchrun in one run.
+"""Measure the time from SIGKILL to the next optimizer step: elastic_resume, torchrun and torchft in one run.
 
 Three nodes are three agents on loopback addresses of this machine, `--nnodes 2:3`, one worker each. A small
 DDP model on gloo is saved at every step (jobs/steps.py). Workers start cold. Three kinds of kill: a worker; a

@@ -570,8 +570,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "elastic_resume",
         "A flag beats the --config file; the file beats the environment (ELASTIC_RESUME_*, PET_*). An "
         "argument of er.resume() beats them all, except for ckpt-dir, rdzv-id and node-name. TIME is a "
-        "number of seconds, or has a unit: 500ms, 30s, 5m, 1.5h. For --save-every and --snapshot-every a bare "
-        "number is steps.",
+        "number of seconds, or has a unit: 500ms, 30s, 5m, 1.5h. For --save-every and --snapshot-every a "
+        "bare number is steps.",
     )
     for option in FLAG_OPTIONS:
         text = option.help + (f"; {option.details}" if option.details else "")

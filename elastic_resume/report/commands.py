@@ -84,11 +84,7 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("target", type=Path, metavar="TARGET", help="the file to write; a directory for dcp")
     selection = parser.add_mutually_exclusive_group()
     selection.add_argument(
-        "--object",
-        "--only",
-        default="model",
-        metavar="NAME",
-        help="the tracked object to export (default model)",
+        "--object", "--only", default="model", metavar="NAME", help="the tracked object (default model)"
     )
     selection.add_argument(
         "--all", action="store_true", help="all objects, epoch and step (torch and dcp only)"
