@@ -19,5 +19,5 @@ def test_my_training_survives(elastic_cluster: Cluster) -> None:
 
 
 def test_my_training_ends_as_if_nothing_had_happened() -> None:
-    """What is trained is the same, bit for bit, whoever dies."""
+    """The trained weights are the same, bit for bit, after any failure."""
     assert_same_run(SCRIPT, "--epochs", "2", kills=["worker 1 at step 8", "node 2 at step 20"])

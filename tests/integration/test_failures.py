@@ -1,4 +1,4 @@
-"""How real agents judge failures of workers that only pretend to train."""
+"""Real agents classify the failures of workers that run stub scripts."""
 
 from __future__ import annotations
 
