@@ -42,6 +42,7 @@ check: lint
 	$(BIN)/python -m pytest -q $(PURE_PARALLEL) -m 'not cluster and not slow'
 
 docs: $(READY)
+	@$(BIN)/python -c 'import sys; sys.exit("make docs needs Python 3.11 or newer; .venv has " + sys.version.split()[0] + ". Remove .venv and set PYTHON=python3.11." if sys.version_info < (3, 11) else 0)'
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs docs/_build/html
 
 # For tests that break the links and disks of simulated nodes. What cannot be installed here, those tests name.

@@ -42,7 +42,7 @@ def measure(megabytes: int, slots: int, base: Path) -> str:
     seconds = [float(line.split()[1]) for line in output.splitlines() if line.startswith("step_s ")]
     step_s = statistics.median(seconds)
     where = f"{resumed['source_tier'] or 'nowhere'} at step {resumed['step']}"
-    ran = f"{step_s:6.2f} s a step, killed after step {KILL_AT}, goes on from {where}, exit {end}"
+    ran = f"{step_s:6.2f} s a step, killed after step {KILL_AT}, continues from {where}, exit {end}"
     return f"{slots} slots: {ran}\n  {said}"
 
 

@@ -1,7 +1,8 @@
-"""Measure the time from SIGKILL to the next optimizer step: elastic_resume and stock torchrun in one run.
+"""Measure the time from SIGKILL to the next optimizer step: elastic_resume, torchrun and torchft in one run.
 
 Three nodes are three agents on loopback addresses of this machine, `--nnodes 2:3`, one worker each. A small
-DDP model on gloo is saved at every step (jobs/steps.py). Workers start cold. Three kinds of kill: a worker; a
+DDP model on gloo is saved at every step (jobs/steps.py). Each system starts workers as it
+does by default: elastic_resume forks them, the others import torch again. Three kinds of kill: a worker; a
 node that does not host the rendezvous, with its agent and all descendants at once; and the node that hosts
 it, or leads. A killed node is started again when the others continue. The next kill comes at a random moment
 while three nodes train.
@@ -15,7 +16,7 @@ while three nodes train.
 Seconds are counted from the first signal until the last surviving worker of the old world is gone
 (detection), until the first process of the new world starts (world), and until its first step is finished on
 all ranks (step). "never" means that no step followed within --give-up seconds (60 for stock's host), or that
-all agents ended. Lost steps were run again. torchft's survivors keep their process:
+all agents ended. Lost steps are recomputed. torchft's survivors keep their process:
 its detection is not shown, and its world begins with the last step before the new quorum.
 
 torchrun's rounds share one store. Workers of a new round read addresses of the dead round, fail, and try

@@ -1,4 +1,6 @@
-"""Settings of one job on one node: from flags, then the file of ``--config``, then the environment.
+"""Parse the settings of one job on one node, and choose each value's source.
+
+An argument of `er.resume()` comes first, then a flag, the file of ``--config``, the environment, the default.
 
 `OPTIONS` declares each setting once: its name, help, default, parser, and whether it has a flag. Each setting
 has a key in the file and a variable ELASTIC_RESUME_NAME. Every value is parsed here. A wrong value or an
@@ -251,7 +253,7 @@ OPTIONS = (
     Option(
         "save-every",
         "N|TIME",
-        "between two checkpoints: steps, time or auto",
+        "interval between checkpoints: steps, time or auto",
         parse_interval,
         AUTO,
         has_flag=True,
@@ -260,11 +262,11 @@ OPTIONS = (
     Option(
         "snapshot-every",
         "N|TIME",
-        "between two snapshots in memory; auto, or off",
+        "interval between snapshots: steps, time, auto or off",
         _interval_or_off,
         AUTO,
         has_flag=True,
-        details="a snapshot outlives a worker",
+        details="a snapshot is in memory and outlives a worker",
     ),
     Option(
         "keep",
@@ -281,12 +283,12 @@ OPTIONS = (
         partial(parse_choice, choices=RESUME_MODES, hint=_RESUME_HINT),
         "auto",
         has_flag=True,
-        details="must fails without such a state, never ignores it",
+        details="must: end with an error if there is none; never: start fresh",
     ),
     Option(
         "node-timeout",
         "TIME",
-        "a node unreachable for so long is lost",
+        "exclude a node unreachable for TIME",
         partial(_parse_timeout, min_s=0.5),
         has_flag=True,
         details="use the same on all nodes",
@@ -295,7 +297,7 @@ OPTIONS = (
     Option(
         "hang-timeout",
         "TIME",
-        "a rank without a step for so long hangs; 0: off",
+        "restart if a rank finishes no step for TIME; 0: off",
         parse_duration,
         has_flag=True,
         default_help="30s, or ten times the longest step if that is more",
@@ -303,7 +305,7 @@ OPTIONS = (
     Option(
         "grace",
         "TIME",
-        "from SIGTERM to SIGKILL of a worker in a drain",
+        "time for a worker to end before SIGKILL, in a drain",
         _parse_timeout,
         has_flag=True,
         default_help="5s; in a pod half of its terminationGracePeriodSeconds",
@@ -568,7 +570,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add elastic_resume's flags to torchrun's parser, in their own group. None means not given."""
     group = parser.add_argument_group(
         "elastic_resume",
-        "A flag beats the --config file, the file beats the environment (ELASTIC_RESUME_*, PET_*). TIME is a "
+        "A flag beats the --config file; the file beats the environment (ELASTIC_RESUME_*, PET_*). An "
+        "argument of er.resume() beats them all, except for ckpt-dir, rdzv-id and node-name. TIME is a "
         "number of seconds, or has a unit: 500ms, 30s, 5m, 1.5h. For --save-every and --snapshot-every a "
         "bare number is steps.",
     )

@@ -1,4 +1,4 @@
-"""Print what elastic_resume logs, and the progress of long operations, on standard error.
+"""Format log lines and progress bars on standard error.
 
 All modules log through Python's ``logging``, below the logger ``elastic_resume``, in agents and in training
 processes:

@@ -86,7 +86,7 @@ def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
 def warm_up_and_decay(step: int) -> float:
     """Factor of the learning rate: linear for 100 steps, then by the inverse square root.
 
-    No total number of steps in it: --epochs may be raised when a run goes on.
+    No total number of steps in it: --epochs may be raised when a run continues.
     """
     return float(min((step + 1) / 100, (100 / (step + 1)) ** 0.5))
 

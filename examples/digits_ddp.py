@@ -81,7 +81,7 @@ def main() -> None:
     loader = DataLoader(train, batch_size=args.global_batch // world_size, sampler=sampler)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-    # No total number of steps in it: --epochs may be raised when a run goes on.
+    # No total number of steps in it: --epochs may be raised when a run continues.
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 100 / (100 + step))
     if distributed:
         model = DistributedDataParallel(model)

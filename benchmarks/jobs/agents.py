@@ -1,4 +1,4 @@
-"""The systems that are compared under kills: each is a job on three nodes, whose agents are our children."""
+"""Start and kill the compared systems, each on three local nodes."""
 
 # ruff: noqa: D102  see the base class
 

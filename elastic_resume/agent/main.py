@@ -1,4 +1,4 @@
-"""Run one node's agent: own the node's directory, run the job's part here, return the exit code.
+"""Run one node's agent: lock its directory, supervise its workers, return the exit code.
 
 `run_agent` claims the node's directory, builds the parts of the agent and hands control to torchelastic.
 `restart_controller` decides about restarts, `shutdown` handles the agent's own end. The event log has every

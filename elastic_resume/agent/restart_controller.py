@@ -1,6 +1,6 @@
-"""Decide on one node, after each round, whether to restart, exclude this node or give up.
+"""Decide on one node, after each generation's workers end, whether to restart, exclude this node or give up.
 
-A round is the life of one generation's workers on this node. The controller keeps the history of rounds,
+A round is one generation of workers on this node. The controller keeps the history of rounds,
 asks `policy.restart` for a decision, emits what was decided and logs why::
 
     workers run --(a worker fails, or the view changes)--> workers are dead

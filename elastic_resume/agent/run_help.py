@@ -22,15 +22,15 @@ GROUPS: dict[str, tuple[str | tuple[str, str], ...]] = {
     "job": (
         ("--nnodes N|MIN:MAX", "nodes of the job (default 1)"),
         ("--nproc-per-node N", "workers of this node, or gpu, cpu, auto (default 1)"),
-        ("--standalone", "one node, whatever the environment says"),
+        ("--standalone", "one node; ignore the environment"),
         ("-m, --module", "SCRIPT is a module, as for python -m"),
         ("--no-python", "SCRIPT is a program, not Python"),
     ),
     "rendezvous": (
-        ("--rdzv-endpoint HOST,...", "some of the nodes; the same value on each node"),
+        ("--rdzv-endpoint HOST,...", "nodes that may lead at the start; same on each node"),
         ("--rdzv-id NAME", "name of the job (default: the script's name)"),
         ("--rdzv-conf KEY=VALUE,...", ", ".join(key for key in CONF_KEYS if key != "node_timeout")),
-        ("--local-addr ADDRESS", "where other nodes reach this one"),
+        ("--local-addr ADDRESS", "address at which other nodes reach this one"),
         "node-timeout",
     ),
     "processes and logs": (
@@ -55,6 +55,17 @@ GROUPS: dict[str, tuple[str | tuple[str, str], ...]] = {
 }
 
 
+# Help of torchrun's flags that mean something else here, by destination.
+CHANGED_HELP = {
+    "rdzv_backend": "c10d and static are accepted and mean our rendezvous; etcd is refused",
+    "rdzv_endpoint": "HOST[:PORT],...: nodes that may lead at the start, such as three; same on each node",
+    "rdzv_id": "name of the job and of its directory (default: the scheduler's job, else the script's name)",
+    "rdzv_conf": "KEY=VALUE,...: settings of the rendezvous; the keys are listed at the end",
+    "standalone": "one node; ignore the environment",
+    "max_restarts": "end the job after this many restarts (default: no limit while steps advance)",
+}
+
+
 class RunParser(config.Parser):
     """The parser of ``run``: ``--help`` prints one screen instead of torchrun's long texts."""
 
@@ -73,7 +84,9 @@ class HelpAllAction(argparse.Action):
 
 
 def add_help_all(parser: argparse.ArgumentParser) -> None:
-    """Add ``--help-all``."""
+    """Add ``--help-all``, and correct torchrun's help where a flag means something else here."""
+    for action in parser._actions:  # noqa: SLF001  argparse has no public accessor
+        action.help = CHANGED_HELP.get(action.dest, action.help)
     parser.add_argument(
         "--help-all",
         "--help_all",
@@ -96,7 +109,8 @@ def format_help() -> str:
         "",
         "TIME is seconds, or 500ms, 30s, 5m, 1.5h. A bare N of --save-every is steps.",
         "A setting of ours is a flag (--keep 5), a line of --config FILE (keep: 5), or",
-        "a variable (ELASTIC_RESUME_KEEP=5). The first of these that is given counts.",
+        "a variable (ELASTIC_RESUME_KEEP=5). A flag beats the file; the file beats the",
+        "variable. An argument of er.resume() (keep=5) beats all three.",
         "Settings without a flag: elastic-resume run --help-all",
         "",
     ])  # fmt: skip

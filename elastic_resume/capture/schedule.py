@@ -331,7 +331,7 @@ class SnapshotScheduler:
             except MachineError as error:
                 logger.warning(
                     f"node {self._context.node}: step {position.step} was not saved: {error} "
-                    "Training goes on; older checkpoints are untouched."
+                    "Training continues; older checkpoints are untouched."
                 )
                 self.committed_path = None
             else:

@@ -513,7 +513,7 @@ class Snapshotter:
         if not self._failure_logged:
             self._failure_logged = True
             logger.warning(
-                f"rank {self._context.collectives.rank}: a snapshot failed ({problem}). Training goes on; "
+                f"rank {self._context.collectives.rank}: a snapshot failed ({problem}). Training continues; "
                 "older snapshots are untouched."
             )
 

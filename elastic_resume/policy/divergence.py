@@ -24,8 +24,8 @@ from elastic_resume.policy.failure_classification import to_printable
 STOP, RESUME_FROM_MAJORITY = "stop", "resume-from-majority"  # values of on-divergence
 MAX_DIGEST_INTERVAL = 1 << 30
 MIXED_HARDWARE_HINT = (
-    "Machines of different kinds round differently: with ELASTIC_RESUME_CHECK_REPLICAS=off they go on, and "
-    "one node's values count at each resume."
+    "Machines of different kinds round differently: with ELASTIC_RESUME_CHECK_REPLICAS=off they continue, "
+    "and one node's values count at each resume."
 )
 MAX_NAMED = 4  # limit of nodes in a group, and of groups, in a message
 _MAX_NAME_CHARACTERS = 200
@@ -116,13 +116,13 @@ def describe_divergence(verdict: DivergenceVerdict, *, continues: bool = False) 
         then = (
             f"Look at what that machine computes (memory, device), or at what the script does only there "
             f"({since}). Start again without it. With ELASTIC_RESUME_ON_DIVERGENCE={RESUME_FROM_MAJORITY} "
-            "the job goes on by itself."
+            "the job continues by itself."
         )
     else:
         then = (
             f"No majority: it is unknown which node is wrong ({since}). Look for what nodes do not share: "
             "random numbers, samples, a broken device, state that changes between run.step() and "
-            "optimizer.step() (run.verify_copies finds it). To go on from an older checkpoint move "
+            "optimizer.step() (run.verify_copies finds it). To continue from an older checkpoint, move "
             "the newer ones elsewhere."
         )
     diff_hint = "`elastic-resume diff` of two nodes' checkpoints names the tensors."

@@ -31,7 +31,7 @@ MAX_NAMED = 4
 _SECONDARY_PATTERN = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|closed by peer|remote worker|remote process|"
     r"ncclremoteerror|gloo|nccl|dist(backend|network|store)error|sendbytes|recvvalue|socket ?timeout|"
-    r"store->get|watchdog|on node \S+ cannot go on",
+    r"store->get|watchdog|on node \S+ cannot continue",
     re.IGNORECASE,
 )
 _OWN_DISK_ERRORS = frozenset({"MachineError", "NodeLockedError", "NodeFileError"})
@@ -244,7 +244,7 @@ def _classify_exit(
     if signal == "SIGKILL" or code == _SIGKILL_EXIT_CODE:
         reason = _describe_oom(memory_pressure)
         if reason:
-            return Failure(OOM, node, rank, f"{text} for want of memory: {reason}", message=message)
+            return Failure(OOM, node, rank, f"{text}, out of memory: {reason}", message=message)
     typed = _EXCEPTION_PATTERN.fullmatch(message) if not signal else None
     if typed:
         kind, name, message = EXCEPTION, typed[1].rpartition(".")[2], typed[2]
@@ -279,7 +279,7 @@ def _refine_kind(failure: Failure, memory_pressure: MemoryPressure) -> Failure:
         return replace(failure, kind=DISK)
     if is_exception and memory_pressure.oom_kills and _CHILD_KILLED_PATTERN.search(failure.message):
         # The kernel killed a child process of the worker, for instance of a DataLoader.
-        text = f"{failure.text} for want of memory: {_describe_oom(memory_pressure)}"
+        text = f"{failure.text}, out of memory: {_describe_oom(memory_pressure)}"
         return replace(failure, kind=OOM, text=text)
     return failure
 

@@ -342,7 +342,7 @@ def _describe_own_fault(evidence: RankEvidence, *, has_no_peers: bool) -> str:
     at = innermost_user_frame(evidence.frames)
     where = f" at {at}" if at else ""
     if evidence.process_state in {"", "Z", "X"}:
-        return "has ended, while others of its generation go on"
+        return "has ended, while others of its generation continue"
     if evidence.process_state in {"T", "t"}:
         by = "by a signal (SIGSTOP)" if evidence.process_state == "T" else "by a debugger"
         return f"is stopped {by}{where}"

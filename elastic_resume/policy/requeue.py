@@ -157,7 +157,7 @@ def _why_only_this_node_is_done(facts: RequeueFacts) -> str | None:
         return None
     has_left = facts.end is AgentEnd.NODE_UNFIT
     if has_left or (facts.end is AgentEnd.PREEMPTION_NOTICE and facts.only_this_node_ends):
-        return "the other nodes of the job go on"
+        return "the other nodes of the job continue"
     if facts.end is AgentEnd.PREEMPTION_NOTICE:
         return "the node of rank 0 asks for the requeue, if all were told"
     return None
@@ -188,7 +188,7 @@ def _why_not_again(facts: RequeueFacts) -> str | None:
 def _why_others_requeue(facts: RequeueFacts) -> str | None:
     """Return the reason if another node or program asks the scheduler."""
     if facts.end in {AgentEnd.NO_QUORUM, AgentEnd.NODE_UNFIT} and not facts.is_single_node:
-        return "other nodes of the job may go on"
+        return "other nodes of the job may continue"
     if facts.other_requeuer:
         return f"{facts.other_requeuer} requeues it"
     if facts.is_disabled:
@@ -196,7 +196,7 @@ def _why_others_requeue(facts: RequeueFacts) -> str | None:
     if facts.scheduler != "slurm":
         return f"exit code {constants.EXIT_REQUEUE} asks the launcher to run the job again"
     if not facts.is_single_node and facts.only_this_node_ends:
-        return "the other nodes of the job go on"
+        return "the other nodes of the job continue"
     if not facts.is_single_node and not facts.is_requester:
         return "the node of rank 0 asks for the requeue"
     if not facts.has_scontrol:

@@ -74,7 +74,7 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.set_defaults(function=ls)
 
     parser = subparsers.add_parser("verify", help="check checkpoints; exit 1 if one is bad")
-    parser.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, or a directory for `ls`")
+    parser.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, node, run or CKPT_DIR")
     parser.add_argument("--deep", action="store_true", help="read all data and check every digest")
     parser.set_defaults(function=verify)
 
@@ -85,7 +85,7 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("target", type=Path, metavar="TARGET", help="the file to write; a directory for dcp")
     selection = parser.add_mutually_exclusive_group()
     selection.add_argument(
-        "--object", "--only", default="model", metavar="NAME", help="which tracked object (default model)"
+        "--object", "--only", default="model", metavar="NAME", help="the tracked object (default model)"
     )
     selection.add_argument(
         "--all", action="store_true", help="all objects, epoch and step (torch and dcp only)"
@@ -112,7 +112,7 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         "run_dir",
         type=Path,
         metavar="RUN_DIR",
-        help="CKPT_DIR/RUN_ID on a remaining node; one node's directory if it holds several",
+        help="CKPT_DIR/RUN_ID on a remaining node; if it holds several nodes, the directory of one",
     )
     parser.add_argument("--yes", action="store_true", help="without it, only print which nodes are missing")
     parser.set_defaults(function=force_quorum)

@@ -319,7 +319,7 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser = subparsers.add_parser(
         "status", help="show a running job: world, steps, snapshots, checkpoints, incidents"
     )
-    path_help = "CKPT_DIR, or a run's or node's directory in it"
+    path_help = "CKPT_DIR, or a run's or node's directory in it (default ./checkpoints)"
     parser.add_argument("path", type=Path, nargs="?", metavar="CKPT_DIR", help=path_help)
     parser.add_argument("--rdzv-endpoint", metavar="HOST,...", help="as for run; any agent of the job")
     parser.add_argument("--rdzv-id", metavar="NAME", help="as for run: the job's name")

@@ -1,4 +1,4 @@
-"""Execute a resume plan once.
+"""Load the chosen state on every rank, and report the sources that failed.
 
 Afterwards either every rank has loaded the state, or every rank knows which nodes' copies failed.
 

@@ -125,7 +125,7 @@ def restore(
     earlier_command = _find_earlier_command(plan, inventories) if mode != "never" else None
     if disk_error is not None and manifest is not None:
         logger.warning(
-            f"node {context.node}: {disk_error} Training goes on: memory or other nodes hold the state."
+            f"node {context.node}: {disk_error} Training continues: memory or other nodes hold the state."
         )
     nodes = tuple(context.local_leader_by_node)
     duration_s = time.monotonic() - started_at

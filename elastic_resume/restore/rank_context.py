@@ -94,7 +94,7 @@ class RankContext:
             raise failure
         for rank, failed in enumerate(failures):
             if failed is not None:
-                text = f"rank {rank} on node {self.node_by_rank[rank]} cannot go on: {failed[0]}"
+                text = f"rank {rank} on node {self.node_by_rank[rank]} cannot continue: {failed[0]}"
                 peer_failure = ElasticResumeError(text)
                 peer_failure.is_deterministic = bool(failed[1])
                 raise peer_failure

@@ -192,7 +192,7 @@ class CheckpointCommitter:
         """Report an internal error, and drop every request that may have caused it."""
         with contextlib.suppress(Exception):
             self._emit("committer-failed", error=repr(error)[:1000])
-            logger.error(f"checkpoints: internal error of elastic_resume: {error!r}. Training goes on.")
+            logger.error(f"checkpoints: internal error of elastic_resume: {error!r}. Training continues.")
         for request in self._requests:
             request.error = repr(error)
             request.finished.set()
@@ -299,7 +299,7 @@ class CheckpointCommitter:
         now = time.monotonic()
         if not self.last_error:
             logger.warning(
-                f"step {step} was not saved: {error} Training goes on; older checkpoints are intact. "
+                f"step {step} was not saved: {error} Training continues; older checkpoints are intact. "
                 f"elastic_resume tries again at least every {MAX_RETRY_S:.0f} s."
             )
             self._logged_at = now

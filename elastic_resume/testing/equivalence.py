@@ -189,7 +189,7 @@ class _Run:
             raise self._make_error(f"was over before it noticed {last.fault}: let it come earlier")
         if any(event["kind"] != "checkpoint" for event in later):
             raise self._make_error(
-                "began anew after a fault: there was no copy to go on from, so nothing is proven"
+                "began anew after a fault: there was no saved state to continue from, so nothing is proven"
             )
 
     def _make_error(self, message: str) -> AssertionError:

@@ -109,7 +109,7 @@ ROLES = {
     "random": "chosen by the seed",
     "leader": "the node whose agent is the leader",
     "rank-0": "rank 0, or the node that it is on",
-    "lead": "the local leader: the lowest rank of a node",
+    "local-leader": "the lowest rank of a node",
     "all": "every one of them, in the same moment",
 }
 
@@ -241,7 +241,7 @@ class Fault:
         """Whether the seed still has to choose the target."""
         if self.kind.target == NODES:
             return not self.groups
-        return self.role in {"", "lead"} and self.node is None and self.rank is None
+        return self.role in {"", "local-leader"} and self.node is None and self.rank is None
 
     @property
     def failpoint(self) -> str:
@@ -329,7 +329,7 @@ def _check_target(fault: Fault) -> None:
     if fault.role and fault.role not in ROLES:
         raise ConfigError(f"{fault.what}: there is no role {fault.role!r}. There are: {', '.join(ROLES)}.")
     named = [fault.rank is not None, fault.node is not None, bool(fault.role), bool(fault.groups)]
-    if sum(named) > 1 and not (fault.role == "lead" and fault.rank is None and not fault.groups):
+    if sum(named) > 1 and not (fault.role == "local-leader" and fault.rank is None and not fault.groups):
         raise ConfigError(f"{fault.what}: give one of node, rank and role.")
     if fault.groups and hits != NODES:
         raise ConfigError(f"{fault.what}: groups are for partition.")
@@ -337,8 +337,8 @@ def _check_target(fault: Fault) -> None:
         raise ConfigError(f"{fault.what} hits no single node; {GROUPS_HELP}.")
     if fault.rank is not None and hits != WORKER:
         raise ConfigError(f"{fault.what} hits a node: give its number as node, or role: rank-0.")
-    if fault.role == "lead" and hits != WORKER:
-        raise ConfigError(f"{fault.what} hits a node, and the lead is a rank of each.")
+    if fault.role == "local-leader" and hits != WORKER:
+        raise ConfigError(f"{fault.what} hits a node, and the local leader is a rank of each.")
     if fault.role == "leader" and hits == WORKER:
         raise ConfigError(f"{fault.what} hits a worker, and the leader is an agent: give a rank.")
     if fault.groups:
@@ -537,8 +537,12 @@ def _draw_target(fault: Fault, shape: JobShape, rng: random.Random) -> Fault:
         rng.shuffle(order)
         few = rng.randint(1, max(1, (shape.nodes - 1) // 2))
         return replace(fault, groups=(tuple(sorted(order[:few])), tuple(sorted(order[few:]))))
-    if fault.role == "lead" or fault.kind.target != WORKER:
-        return replace(fault, node=rng.randrange(shape.nodes), role="lead" if fault.role == "lead" else "")
+    if fault.role == "local-leader" or fault.kind.target != WORKER:
+        return replace(
+            fault,
+            node=rng.randrange(shape.nodes),
+            role="local-leader" if fault.role == "local-leader" else "",
+        )
     return replace(fault, rank=rng.randrange(shape.world_size), role="")
 
 

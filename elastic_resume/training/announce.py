@@ -1,4 +1,4 @@
-"""Report the start of a generation: the ``resume`` event, its line for people, and the earlier-run notice."""
+"""Report the start of a generation: the ``resume`` event, the log line, and the earlier-run notice."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ python ema.py
 torchrun --nproc-per-node 2 ema.py
 elastic-resume run --nproc-per-node 2 ema.py
 
-Each goes on where the others stopped. Without elastic_resume it was ema_before.py.
+Each continues where the others stopped. Without elastic_resume it was ema_before.py.
 """
 
 from __future__ import annotations

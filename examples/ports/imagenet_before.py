@@ -26,12 +26,12 @@ PRINT_FREQ = 5
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("--epochs", default=4, type=int)
-parser.add_argument("--start-epoch", default=0, type=int, help="where to go on; for restarts by hand")
+parser.add_argument("--start-epoch", default=0, type=int, help="where to continue; for restarts by hand")
 parser.add_argument("--batch-size", default=16, type=int, help="of each rank")
 parser.add_argument("--lr", default=0.05, type=float)
 parser.add_argument("--momentum", default=0.9, type=float)
 parser.add_argument("--weight-decay", default=1e-4, type=float)
-parser.add_argument("--resume", default="", type=str, metavar="PATH", help="the checkpoint to go on from")
+parser.add_argument("--resume", default="", type=str, metavar="PATH", help="the checkpoint to continue from")
 parser.add_argument("--seed", default=0, type=int)
 
 

@@ -1,4 +1,4 @@
-"""What ships under deploy/, as far as it takes no cluster.
+"""The files under deploy/ are valid and agree, as far as a test without a cluster can check.
 
 The Slurm script runs for real, with stand-ins for `srun` and `scontrol` that note how they were called.
 """

@@ -26,8 +26,9 @@ TEXTS = [README, *PAGES, *DEPLOY]
 FOREIGN = {
     "--array", "--cpus-per-task", "--dry-run", "--epochs", "--export", "--follow",
     "--from-literal", "--full", "--gpus-per-node", "--grace-period", "--ipc", "--kill-on-bad-exit", "--kills",
-    "--kustomize", "--newest", "--no-kill", "--nodelist", "--ntasks-per-node", "--open-mode", "--output",
-    "--prefix", "--privileged", "--requeue", "--selector", "--signal", "--step-delay", "--time", "--wait",
+    "--job-name", "--kustomize", "--newest", "--no-kill", "--nodelist", "--ntasks-per-node", "--open-mode",
+    "--output", "--prefix", "--privileged", "--requeue", "--selector", "--signal", "--step-delay",
+    "--time", "--wait",
 }  # fmt: skip
 # Settings of the tests in the Makefile and in docs/benchmarks.md, and the word for any key.
 FOREIGN_VARIABLES = {

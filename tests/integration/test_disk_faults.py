@@ -80,7 +80,7 @@ def test_failing_disk_costs_no_step(tmp_path: Path) -> None:
         failing = "(?:Input/output error|Read-only file system)"
         for index, reason in enumerate(["No space left", failing, "Read-only file system"]):
             output = cluster.output(index)
-            assert len(re.findall(rf"was not saved: .*{reason}.*Training goes on", output)) == 1, output
+            assert len(re.findall(rf"was not saved: .*{reason}.*Training continues", output)) == 1, output
             assert len(re.findall("checkpoints are saved again", output)) == 1, output
             assert re.search(rf"n{index}: the checkpoint could not be written: [^;]*{reason}", report), report
     # A busy machine once had one descriptor more for a moment, of unknown origin; a leak would stay.

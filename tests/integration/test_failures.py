@@ -1,4 +1,4 @@
-"""How real agents judge failures of workers that only pretend to train."""
+"""Real agents classify the failures of workers that run stub scripts."""
 
 from __future__ import annotations
 
@@ -333,7 +333,7 @@ def test_oom_kill_is_reported_as_out_of_memory(small_group: Path, tmp_path: Path
         agent.kill()
         agent.wait()
     assert agent.returncode == 1, output
-    assert "rank 0 was killed by SIGKILL for want of memory: the kernel killed a process" in output
+    assert "rank 0 was killed by SIGKILL, out of memory: the kernel killed a process" in output
     (verdict,) = [
         event
         for event in events.read(tmp_path / "checkpoints/train/a/events.jsonl")

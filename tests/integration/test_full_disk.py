@@ -49,7 +49,7 @@ def test_full_disk_stops_new_job_but_not_resumed_one(tmp_path: Path) -> None:
     again = run_two_steps(tmp_path, "a", NO_ROOM_FOR)
     assert again.stdout.split() == ["4"], again.stderr
     assert "are needed and" in again.stderr
-    assert "Training goes on" in again.stderr
+    assert "Training continues" in again.stderr
     fresh = run_two_steps(tmp_path, "b", NO_ROOM_FOR)
     assert fresh.returncode != 0
     assert "are needed and" in fresh.stderr

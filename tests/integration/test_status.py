@@ -1,4 +1,4 @@
-"""One job of three real agents, looked at in every way while strangers knock and its leader dies."""
+"""Status, metrics and events of a job of three real agents, with unauthenticated peers and a lost leader."""
 
 from __future__ import annotations
 

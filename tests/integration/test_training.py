@@ -218,7 +218,7 @@ def test_failing_disk_costs_checkpoints_and_not_training(tmp_path: Path) -> None
     (done,) = probe(tmp_path, "full-disk", steps=10, nodes=["n0"], EVERY="1000")
     assert read_results([done])[0]["step"] == 10
     assert "was not saved" in done.stderr
-    assert "Training goes on" in done.stderr
+    assert "Training continues" in done.stderr
     kinds = [(e["event"], e["step"]) for e in events.read_run(tmp_path / "probe") if "commit" in e["event"]]
     refused = [("commit-failed", 4), ("commit-failed", 6)]
     # The last step is saved by the script, and again when its epoch is over.

@@ -16,6 +16,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from elastic_resume import cli, config
+from elastic_resume.agent import run_help
 from elastic_resume.rendezvous.config import CONF_KEYS
 
 TWO = ["--nnodes", "2", "--rdzv-endpoint", "h"]
@@ -144,6 +145,8 @@ def test_run_help_all_names_every_flag_and_setting(capsys: Any) -> None:
     missing += [option.variable for option in config.OPTIONS_WITHOUT_FLAG if option.variable not in text]
     missing += [key for key in CONF_KEYS if f"{key}=" not in text]
     assert missing == []
+    assert "C10d TCP store" not in text  # torchrun's flags that mean something else have our help
+    assert set(run_help.CHANGED_HELP) <= {action.dest for action in get_args_parser()._actions}
 
 
 def test_build_parser_has_all_commands_with_their_flags() -> None:

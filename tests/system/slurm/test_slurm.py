@@ -1,4 +1,4 @@
-"""What befalls a job on a real Slurm, and that training goes on at the step that it had reached.
+"""Jobs on a real Slurm continue at the step that they had reached, after each kind of end.
 
 Each test has jobs of its own on one cluster of three nodes. Their disks (/scratch) outlive a job. The order
 is one in which a node that has booted imports torch while the next tests leave it alone.

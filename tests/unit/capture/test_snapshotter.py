@@ -490,7 +490,7 @@ def test_less_memory_gives_fewer_snapshots_and_same_checkpoints(
     objects = linear(1000, 300)
     budget = str(3_000_000 * slots_that_fit) if slots_that_fit else "off"
     monkeypatch.setenv("ELASTIC_RESUME_SNAPSHOT_MEMORY", budget)
-    monkeypatch.setenv("ELASTIC_RESUME_LOG_LEVEL", "DEBUG")
+    monkeypatch.setenv("ELASTIC_RESUME_LOG_LEVEL", "DEBUG")  # the count is a warning below two only
     run = begin(**objects, save_every=3)
     for _ in range(3):
         step(objects)

@@ -158,9 +158,9 @@ def test_only_who_is_outside_of_more_than_half_of_all_is_wrong(sizes: list[int],
 ALONE = """
 replicas differ at step 128: node c is not as nodes a and b, the majority. Look at what that machine computes
 (memory, device), or at what the script does only there (all were equal at step 96). Start again without it.
-With ELASTIC_RESUME_ON_DIVERGENCE=resume-from-majority the job goes on by itself. Machines of different kinds
-round differently: with ELASTIC_RESUME_CHECK_REPLICAS=off they go on, and one node's values count at each
-resume. `elastic-resume diff` of two nodes' checkpoints names the tensors.
+With ELASTIC_RESUME_ON_DIVERGENCE=resume-from-majority the job continues by itself. Machines of different
+kinds round differently: with ELASTIC_RESUME_CHECK_REPLICAS=off they continue, and one node's values count at
+each resume. `elastic-resume diff` of two nodes' checkpoints names the tensors.
 """
 GOES_ON = """
 replicas differ at step 128: nodes c and d are not as nodes a, b and e, the majority. The majority's state
@@ -169,9 +169,9 @@ counts, and no later copy of the others does (all were equal at step 96).
 NOBODY = """
 replicas differ at step 128: node a against node b. No majority: it is unknown which node is wrong (no step of
 this generation was seen equal). Look for what nodes do not share: random numbers, samples, a broken device,
-state that changes between run.step() and optimizer.step() (run.verify_copies finds it). To go on from an
-older checkpoint move the newer ones elsewhere. Machines of different kinds round differently: with
-ELASTIC_RESUME_CHECK_REPLICAS=off they go on, and one node's values count at each resume. `elastic-resume
+state that changes between run.step() and optimizer.step() (run.verify_copies finds it). To continue from
+an older checkpoint, move the newer ones elsewhere. Machines of different kinds round differently: with
+ELASTIC_RESUME_CHECK_REPLICAS=off they continue, and one node's values count at each resume. `elastic-resume
 diff` of two nodes' checkpoints names the tensors.
 """
 

@@ -156,7 +156,7 @@ def test_events_are_classified(
 
 
 OUT_OF_MEMORY = (
-    "rank 0 on node a was killed by SIGKILL for want of memory: the kernel killed a process of this "
+    "rank 0 on node a was killed by SIGKILL, out of memory: the kernel killed a process of this "
     "node's control group; its control group had used 510 MB of 512 MB"
 )
 WITH_FRAME = [report("ValueError", "boom", frame="t.py:3 in f"), end()]

@@ -48,9 +48,9 @@ TABLE = [
     (facts(End.DEADLINE, Reason.JOB_ENDING), LEAVE, 1, "told to end"),
     (facts(End.TERMINATED, Reason.RUNNING), LEAVE, 143, "the sender of SIGTERM"),
     (notice(is_requester=False, is_single_node=True), REQUEUE, 75, "ahead of time"),
-    (notice(only_this_node_ends=True), TELL, 75, "go on"),  # of rank 0: perhaps the last of all
-    (notice(**ALONE), OVER, 0, "go on"),
-    (notice(**ALONE, starts_without_progress=9, is_disabled=True), OVER, 0, "go on"),
+    (notice(only_this_node_ends=True), TELL, 75, "continue"),  # of rank 0: perhaps the last of all
+    (notice(**ALONE), OVER, 0, "continue"),
+    (notice(**ALONE, starts_without_progress=9, is_disabled=True), OVER, 0, "continue"),
     (notice(**ALONE, scheduler="kubernetes"), TELL, 75, "exit code"),
     (notice(**ALONE, scheduler="host"), TELL, 75, "exit code"),
     (notice(only_this_node_ends=True, is_single_node=True), REQUEUE, 75, "ahead of time"),
@@ -61,11 +61,11 @@ TABLE = [
     (notice(is_disabled=True), TELL, 75, "ELASTIC_RESUME_REQUEUE"),
     (facts(End.TERMINATED, Reason.PREEMPTED, other_requeuer="submitit"), TELL, 75, "submitit requeues"),
     # where other nodes may have a world that goes on
-    (facts(End.NO_QUORUM), TELL, 75, "may go on"),
-    (facts(End.NODE_UNFIT), TELL, 75, "may go on"),
-    (facts(End.NODE_UNFIT, is_requester=False), OVER, 0, "go on"),
-    (facts(End.NODE_UNFIT, is_requester=False, scheduler="host"), TELL, 75, "go on"),
-    (facts(End.NO_QUORUM, is_requester=False), TELL, 75, "may go on"),
+    (facts(End.NO_QUORUM), TELL, 75, "may continue"),
+    (facts(End.NODE_UNFIT), TELL, 75, "may continue"),
+    (facts(End.NODE_UNFIT, is_requester=False), OVER, 0, "continue"),
+    (facts(End.NODE_UNFIT, is_requester=False, scheduler="host"), TELL, 75, "continue"),
+    (facts(End.NO_QUORUM, is_requester=False), TELL, 75, "may continue"),
     (facts(End.NO_QUORUM, is_single_node=True), REQUEUE, 75, "no world"),
     (facts(End.NODE_UNFIT, is_single_node=True), REQUEUE, 75, "left"),
     # a job that gets nowhere
@@ -73,7 +73,7 @@ TABLE = [
     (notice(starts_without_progress=4), LEAVE, 1, "lived 4 times"),
     (facts(End.TERMINATED, Reason.PREEMPTED, starts_without_progress=4), LEAVE, 143, "new step"),
     (facts(End.NO_QUORUM, starts_without_progress=4), LEAVE, 1, "new step"),
-    (facts(End.NODE_UNFIT, starts_without_progress=4), TELL, 75, "may go on"),
+    (facts(End.NODE_UNFIT, starts_without_progress=4), TELL, 75, "may continue"),
     (facts(End.NODE_UNFIT, starts_without_progress=4, is_single_node=True), LEAVE, 1, "new step"),
 ]
 OTHERWISE = {

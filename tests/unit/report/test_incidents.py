@@ -139,10 +139,10 @@ def test_verdict_overrides_clocks() -> None:
 def test_verdict_overrides_kind_of_exit(kind: str) -> None:
     """An OOM kill looks like any SIGKILL."""
     job = worker_killed()
-    told = cause(kind, "n1", 1, "was killed by SIGKILL for want of memory", message="m")
+    told = cause(kind, "n1", 1, "was killed by SIGKILL, out of memory", message="m")
     job.add(113, "verdict", "n0", generation=1, root_causes=[told], secondary_failures=[])
     end = first_end(job)
-    assert (end.kind, end.text) == (kind, f"{KILLED} for want of memory: m")
+    assert (end.kind, end.text) == (kind, f"{KILLED}, out of memory: m")
     assert end.t == 110.2
 
 

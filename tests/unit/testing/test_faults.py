@@ -43,7 +43,10 @@ NAMESPACES = JobShape(3, 2, "namespaces")
         ("cut 2 at 40s for 6s", Fault("cut", node=2, at_s=40)),
         ("cut node 2 at 1.5m for 250ms", Fault("cut", node=2, at_s=90, for_s=0.25)),
         ("kill-agent leader in commit", Fault("kill-agent", role="leader", phase="in commit")),
-        ("exit lead in copy from step 7", Fault("exit", role="lead", phase="in copy", step=7)),
+        (
+            "exit local-leader in copy from step 7",
+            Fault("exit", role="local-leader", phase="in copy", step=7),
+        ),
         (
             "kill-agent random in commit.before-rename from 3s",
             Fault("kill-agent", phase="commit.before-rename", at_s=3),
@@ -225,7 +228,9 @@ def any_fault() -> st.SearchStrategy[Fault]:
     def of(what: str) -> st.SearchStrategy[Fault]:
         hits = KINDS[what].target
         wheres: dict[str, st.SearchStrategy[dict[str, Any]]] = {
-            WORKER: st.sampled_from([{}, {"rank": 5}, {"node": 1}, {"role": "lead"}, {"role": "rank-0"}]),
+            WORKER: st.sampled_from(
+                [{}, {"rank": 5}, {"node": 1}, {"role": "local-leader"}, {"role": "rank-0"}]
+            ),
             NODES: st.sampled_from([{}, {"groups": ((0,), (1, 2))}, {"groups": ((2, 0), (1,))}]),
         }
         where = wheres.get(hits, st.sampled_from([{}, {"node": 2}, {"role": "leader"}, {"role": "all"}]))
