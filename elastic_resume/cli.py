@@ -40,12 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return exit_code_before_start(error)
         # These commands use 1 to report that two files differ, or that a job failed.
         return constants.EXIT_USAGE if words[:1] in (["diff"], ["chaos"]) else constants.EXIT_JOB_ERROR
-    except BrokenPipeError:  # of `elastic-resume … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except PermissionError as error:
-        print(f"{PROG}: error: cannot read {error.filename}: {error.strerror}.", file=sys.stderr)
-        return constants.EXIT_JOB_ERROR
     except KeyboardInterrupt:
         return constants.EXIT_SIGNAL_BASE + signal.SIGINT
 
