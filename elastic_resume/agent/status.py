@@ -16,6 +16,7 @@ training waits for anything here, and an error here costs only status.
 from __future__ import annotations
 
 import contextlib
+import heapq
 import json
 import logging
 import os
@@ -232,26 +233,26 @@ class PeerEventLog:
     def __init__(self, path: Path, max_bytes: int = MAX_PEERS_BYTES) -> None:
         """``max_bytes`` is the limit of the file, and at least twice the size of an `append`."""
         self.lost_lines = 0
-        self._path = path
+        self.path = path
         self._max_bytes = max_bytes
 
     def append(self, lines: Sequence[str]) -> None:
         """Append all lines or none; a file that would grow beyond its limit loses its older half first."""
         data = "".join(f"{line}\n" for line in lines).encode(errors="replace")
-        size = file_size(self._path)
+        size = file_size(self.path)
         try:
             if size + len(data) > self._max_bytes:
                 size = self._drop_older_half()
-            with open(self._path, "ab") as file:
+            with open(self.path, "ab") as file:
                 file.write(data)
         except OSError:
             self.lost_lines += len(lines)
             with contextlib.suppress(OSError):
-                os.truncate(self._path, size)
+                os.truncate(self.path, size)
 
     def _drop_older_half(self) -> int:
         """Rewrite the file in place, which works on a full disk too; return its new size in bytes."""
-        with open(self._path, "r+b") as file:
+        with open(self.path, "r+b") as file:
             file.seek(-(self._max_bytes // 2), os.SEEK_END)
             file.readline()  # the rest of a line whose start is dropped
             newer = file.read()
@@ -276,12 +277,28 @@ def file_size(path: Path) -> int:
         return 0
 
 
-def load_past_incidents(path: Path, end_offset: int, max_bytes: int = MAX_HISTORY_BYTES) -> IncidentTracker:
-    """Return the incidents in a node's event log, so that a new leader counts from the job's beginning.
+def load_past_incidents(
+    path: Path, end_offset: int, peers_path: Path | None = None, max_bytes: int = MAX_HISTORY_BYTES
+) -> IncidentTracker:
+    """Return the incidents in a node's event logs, so that a new leader counts from the job's beginning.
 
-    This agent's own events begin at byte ``end_offset``. Of the log before, the last ``max_bytes`` are read.
+    This agent's own events begin at byte ``end_offset`` of ``path``. Of the log before, the last
+    ``max_bytes`` are read. ``peers_path`` has what peers sent: a node's own log does not name the nodes of
+    a generation, and rank 0 may have run elsewhere.
     """
+    own = list(_read_past_events(path, end_offset, max_bytes))
+    peers: Iterable[Event] = ()
+    if peers_path is not None:
+        peers = _read_past_events(peers_path, file_size(peers_path), max_bytes)
+    newest = max((get_count(event, "generation") or 0 for event in own), default=0)
     tracker = IncidentTracker()
+    for event in heapq.merge(own, peers, key=lambda event: event["t"]):
+        tracker.record(event, newest + MAX_GENERATION_LEAD)
+    return tracker
+
+
+def _read_past_events(path: Path, end_offset: int, max_bytes: int) -> Iterator[Event]:
+    """Yield the events up to that offset; of `step` events about the first of each generation."""
     known_generation = b""  # of the last step event, as JSON; to parse all events would take seconds
     with contextlib.suppress(OSError), open(path, "rb") as file:
         if end_offset > max_bytes:
@@ -296,10 +313,9 @@ def load_past_incidents(path: Path, end_offset: int, max_bytes: int = MAX_HISTOR
                 continue
             event = parse_line(line)
             if event is not None:
-                tracker.record(event)
+                yield event
                 if event["event"] == "step":
                     known_generation = b'"generation":%d,' % (get_count(event, "generation") or 0)
-    return tracker
 
 
 # ---- the document ------------------------------------------------------------------------------------------
@@ -510,7 +526,9 @@ class StatusReporter:
                 )
 
     def _load_past_incidents(self) -> None:
-        tracker = load_past_incidents(self._event_tail.path, self._event_tail.start_offset)
+        tracker = load_past_incidents(
+            self._event_tail.path, self._event_tail.start_offset, self._peer_events.path
+        )
         with self._document_lock:
             self._tracker = tracker
 

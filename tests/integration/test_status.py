@@ -13,6 +13,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -198,9 +199,14 @@ def test_a_job_that_was_killed_as_a_whole_goes_on_counting(cluster: Cluster) -> 
         cluster.kill_node(0)
         cluster.wipe(0)
         cluster.wait(generation=2)
+    # Either may lead next. Each must have been told of the other before both die: about a second.
+    logs = [cluster.nodes[index].directory / constants.PEER_EVENTS_FILE for index in (1, 2)]
+    cluster.wait(lambda: all(_tells_of_generation(log, 2) for log in logs), "each knows of the other")
     cluster.kill_nodes([1, 2])
-    for index in (1, 2):
-        cluster.start_node(index, flags=["--rdzv-conf", "last_call_timeout=0.5"])  # the third does not come
+    flags = ["--rdzv-conf", "last_call_timeout=0.5"]  # the third does not come
+    cluster.start_node(2, flags=flags)
+    cluster.wait(lambda: cluster.output(2).count("n2 leads"), "n2 leads, whose log does not name n1")
+    cluster.start_node(1, flags=flags)
     cluster.wait(lambda: max(item["generation"] for item in cluster.events("round")) >= 3, "a third world")
 
     def told() -> str:
@@ -209,3 +215,8 @@ def test_a_job_that_was_killed_as_a_whole_goes_on_counting(cluster: Cluster) -> 
 
     said = cluster.wait(told, "what befell the worlds of before")
     assert "node n0 died" in said
+
+
+def _tells_of_generation(log: Path, generation: int) -> bool:
+    events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return any(event["event"] == "round" and event["generation"] == generation for event in events)

@@ -230,6 +230,28 @@ def test_load_past_incidents_reads_log_up_to_own_start(tmp_path: Path) -> None:
     assert [incident.generation for incident in newest.incidents()] == [3]
 
 
+def test_load_past_incidents_learns_the_members_from_peers(tmp_path: Path) -> None:
+    """Node b was no rank 0: only what a sent names the nodes that were lost. Made-up numbers are ignored."""
+
+    def start(node: str, generation: int, nodes: int, pid: int) -> Event:
+        return {"event": "round", "node": node, "t": 100.0 * generation, "pid": pid,
+                "generation": generation, "num_nodes": nodes}  # fmt: skip
+
+    def resume(generation: int, *nodes: str) -> Event:
+        t = 100.0 * generation + 1
+        return {"event": "resume", "node": "a", "t": t, "generation": generation, "nodes": nodes}
+
+    own, peers = tmp_path / constants.EVENTS_FILE, tmp_path / constants.PEER_EVENTS_FILE
+    restarted: Event = {"event": "agent-start", "node": "b", "t": 250.0, "pid": 2}
+    own.write_bytes(lines(start("b", 1, 3, 1), start("b", 2, 2, 1), restarted, start("b", 3, 2, 2)))
+    after = lines({**restarted, "node": "a"}, start("a", 3, 2, 2), resume(3, "a", "b"))
+    before = [start("a", 1, 3, 1), resume(1, "c", "a", "b"), start("a", 2, 2, 1), resume(2, "a", "b")]
+    peers.write_bytes(lines(*before, resume(99, "x")) + after)
+    tracker = load_past_incidents(own, own.stat().st_size, peers)
+    assert tracker.totals().incidents == {"node-lost": 1, "job": 1}
+    assert [incident.node for incident in tracker.incidents()] == ["c", ""]
+
+
 @pytest.mark.parametrize(("end", "kinds"), [("done", {}), ("signalled", {}), ("failed", {"unknown": 1})])
 def test_tracker_sees_no_incident_in_finished_job(end: str, kinds: dict[str, int]) -> None:
     """A job that was done or stopped and starts again had no failure."""
