@@ -8,10 +8,12 @@ it is 2. A ``run`` that has not started exits with 2 after a `ConfigError` and w
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from elastic_resume import __version__, constants
@@ -28,7 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if words[:1] == ["run"]:
-            return run(words[1:])
+            exit_code = run(words[1:])
+            if argv is None:
+                from elastic_resume.agent.workers import run_main  # noqa: PLC0415 - only for `run`
+
+                run_main.exit_without_freeing(exit_code)
+            return exit_code
         if words[:1] == ["chaos"]:
             return chaos(words[1:])
         args = _parse(words)
@@ -118,17 +125,41 @@ def run(arguments: Sequence[str]) -> int:
         print(run_help.format_help(), end="")
         return constants.EXIT_SUCCESS
 
-    # libtorch reads its log level once, when it is loaded. At the default level the agent would print C++
-    # frames for each connection that a dead node breaks. Workers keep the user's level.
-    level = os.environ.get("TORCH_CPP_LOG_LEVEL")
-    os.environ["TORCH_CPP_LOG_LEVEL"] = level or "ERROR"
-    from elastic_resume.agent import torchelastic  # noqa: PLC0415 - imports torch, seconds
-    from elastic_resume.agent.main import run_agent  # noqa: PLC0415 - imports torch, seconds
+    with _guessed_omp_threads(arguments):
+        gc.disable()  # an import frees nothing, and is a fifth faster without
+        from elastic_resume.agent import torchelastic  # noqa: PLC0415 - imports torch, seconds
+        from elastic_resume.agent.main import run_agent  # noqa: PLC0415 - imports torch, seconds
+        from elastic_resume.agent.workers import forkserver_manager  # noqa: PLC0415
 
-    if level is None:
-        del os.environ["TORCH_CPP_LOG_LEVEL"]
+        fork_server = forkserver_manager.prefork()
+        gc.enable()
+    try:
+        args, given = config.parse_flags_and_file(torchelastic.build_parser(), arguments)
+        here = environment.read_context(os.environ)
+        settings = config.Settings.for_agent(args, os.environ, here)
+        return run_agent(settings, args, given, here, fork_server)
+    finally:
+        if fork_server is not None:
+            fork_server.close()
 
-    args, given = config.parse_flags_and_file(torchelastic.build_parser(), arguments)
-    here = environment.read_context(os.environ)
-    settings = config.Settings.for_agent(args, os.environ, here)
-    return run_agent(settings, args, given, here)
+
+@contextlib.contextmanager
+def _guessed_omp_threads(arguments: Sequence[str]) -> Iterator[None]:
+    """Set OMP_NUM_THREADS within the context as the workers will have it.
+
+    OpenMP reads it once, when torch is imported, and workers are forked from this process. torchrun's parser,
+    which knows better, is in torch. After a wrong guess the workers' fork server is a new process.
+    """
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument(
+        "--nproc-per-node", "--nproc_per_node", default=os.environ.get("PET_NPROC_PER_NODE", "1")
+    )
+    several = parser.parse_known_args(arguments)[0].nproc_per_node != "1"
+    if "OMP_NUM_THREADS" in os.environ or not several:
+        yield
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["OMP_NUM_THREADS"]

@@ -27,7 +27,7 @@ from elastic_resume.agent.round_evidence import MemoryMonitor, RoundEvents
 from elastic_resume.agent.shutdown import ShutdownController
 from elastic_resume.agent.snapshots import SnapshotService, serve_snapshots
 from elastic_resume.agent.status import EventTail, StatusReporter, StatusSampler
-from elastic_resume.agent.workers.forkserver_manager import ForkServerManager
+from elastic_resume.agent.workers.forkserver_manager import ForkServerManager, PreforkedServer
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.checkpoint.node_dir import NodeDir, mask_secrets
 from elastic_resume.config import Settings
@@ -54,12 +54,16 @@ class _Outcome(NamedTuple):
 
 
 def run_agent(
-    settings: Settings, args: argparse.Namespace, given_flags: set[str], scheduler_context: SchedulerContext
+    settings: Settings,
+    args: argparse.Namespace,
+    given_flags: set[str],
+    scheduler_context: SchedulerContext,
+    preforked: PreforkedServer | None,
 ) -> int:
     """Run the job's part on this node and return the command's exit code.
 
     ``args`` are the values of `config.parse_flags_and_file`, and ``given_flags`` the names of the flags that
-    the user gave.
+    the user gave. ``preforked`` is the workers' first fork server.
 
     Raises:
         ElasticResumeError: nothing was started.
@@ -108,6 +112,7 @@ def run_agent(
                 settings=settings,
                 args=args,
                 spec=replace(spec, rendezvous_config=rendezvous_config),
+                preforked=preforked,
                 node_dir=node_dir,
                 scheduler_context=scheduler_context,
                 lease_page=lease_page,
@@ -129,6 +134,7 @@ class _Agent:
     settings: Settings
     args: argparse.Namespace
     spec: torchelastic.LaunchSpec
+    preforked: PreforkedServer | None
     node_dir: NodeDir
     scheduler_context: SchedulerContext
     lease_page: LeasePage
@@ -199,7 +205,11 @@ class _Agent:
             yield None
             return
         fork_server = ForkServerManager(
-            self.spec.worker_command, self.args.preload or [], self.event_log.emit
+            self.spec.worker_command,
+            self.args.preload or [],
+            self.event_log.emit,
+            self.preforked,
+            import_first=self.spec.config.max_nodes > 1,
         )
         fork_server.start()
         try:
@@ -221,10 +231,6 @@ class _Agent:
         """Join the rendezvous, run workers until the job ends, and map errors to an outcome."""
         spec = self.spec
         try:
-            if fork_server is not None:
-                # A node that joins stops the workers of the others, which would then wait for our imports.
-                with torchelastic.raise_on_stop_signal(spec):
-                    fork_server.wait_until_ready(spec.rendezvous_config.join_timeout_s)
             with torchelastic.open_rendezvous(
                 spec.rendezvous_config,
                 self.node_dir,
@@ -234,6 +240,9 @@ class _Agent:
                 status_reporter=self._create_status_reporter(snapshots),
             ) as session:
                 client = session.client
+                if fork_server is not None:
+                    client.is_importing = True
+                    fork_server.call_when_ready(client.finish_imports)
                 self._serve_metrics(client.address)
                 snapshots.start_replica_comparison(client, self.event_log.emit)
                 try:

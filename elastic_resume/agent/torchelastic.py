@@ -467,20 +467,6 @@ def run_workers(spec: LaunchSpec, controller: RestartController, session: Rendez
         raise JobFailedError(job_end.reason)
 
 
-@contextlib.contextmanager
-def raise_on_stop_signal(spec: LaunchSpec) -> Iterator[None]:
-    """Raise StoppedError within the context when a signal stops the agent before `run_workers`."""
-    numbers = _stop_signals(spec.config)
-    previous = {number: signal.signal(number, _raise_signal_exception) for number in numbers}
-    try:
-        yield
-    except SignalException as error:
-        raise StoppedError(signal.Signals(error.sigval)) from error
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
 def _stop_signals(config: LaunchConfig) -> list[signal.Signals]:
     names = getattr(config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(",")
     handled = [getattr(signal, name.strip()) for name in names if hasattr(signal, name.strip())]

@@ -16,6 +16,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from elastic_resume.errors import ConfigError, JobFailedError, RendezvousLostError
@@ -89,6 +90,8 @@ class RendezvousClient:
         self._end_timeout_s = max(SHUTDOWN_TIMEOUT_S, 2 * config.node_timeout_s + 1)
         self._can_announce_leave = True  # written by the rendezvous thread
         self._condition = threading.Condition()
+        self.is_importing = False
+        """This node's new workers would wait for imports. Set it before `join`; see `finish_imports`."""
         self._view: events.StartWorkers | None = None
         self.restart_reason = ""
         """Why other nodes ended the last view; empty if this node's workers did."""
@@ -133,6 +136,8 @@ class RendezvousClient:
     def join(self, request: messages.JoinSpec) -> events.StartWorkers:
         """Wait for a view with this node in it. Its workers must be dead.
 
+        While `is_importing`, a view that runs without this node does not end for it.
+
         Raises:
             JobFailedError: a node ended the job for all.
             JobCompleted: the job has succeeded.
@@ -144,11 +149,18 @@ class RendezvousClient:
             while True:
                 self._view, self.restart_reason = None, ""
                 self._wait_for_divergence_handling()
-                self._server.submit(messages.JoinRequest(request))
+                join = replace(request, is_importing=self.is_importing)
+                self._server.submit(messages.JoinRequest(join))
                 view = self._wait_for_view()
                 self._wait_for_divergence_handling()
                 if not self.restart_requested:
                     return view
+
+    def finish_imports(self) -> None:
+        """Note that new workers need not wait for imports; from any thread."""
+        with self._condition:
+            self.is_importing = False
+            self._server.submit(messages.ImportsFinished())
 
     def _wait_for_view(self) -> events.StartWorkers:
         while True:

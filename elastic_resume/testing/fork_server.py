@@ -27,6 +27,7 @@ import psutil
 
 from elastic_resume import constants
 from elastic_resume.agent.workers import forkserver
+from elastic_resume.agent.workers.forkserver_manager import ForkedProcess, has_ended
 from elastic_resume.errors import MachineError
 from elastic_resume.testing import fork_server_main
 
@@ -36,7 +37,7 @@ _LIBC = ctypes.CDLL(None)
 _start_requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] | None = None
 _starter_lock = threading.Lock()
 T = TypeVar("T")
-AgentProcess = subprocess.Popen[bytes] | fork_server_main.ForkedProcess
+AgentProcess = subprocess.Popen[bytes] | ForkedProcess
 """A process of a simulated node."""
 
 
@@ -147,7 +148,7 @@ class AgentForkServer:
         cwd: Path,
         network: str = "",
         **more: object,
-    ) -> fork_server_main.ForkedProcess:
+    ) -> ForkedProcess:
         """Fork an agent; further arguments are for other programs than `fork_server_main`.
 
         Raises:
@@ -163,10 +164,10 @@ class AgentForkServer:
             "network": network,
             **more,
         }
-        return fork_server_main.ForkedProcess(int(self._request(request, [output])["pid"]), self._reap)
+        return ForkedProcess(int(self._request(request, [output])["pid"]), self._reap)
 
     def _reap(self, pid: int) -> int | None:
-        if self.alive and fork_server_main.has_ended(pid) is False:  # cheaper than a request
+        if self.alive and has_ended(pid) is False:  # cheaper than a request
             return None
         try:
             code: int | None = self._request({"reap": pid})["code"]
@@ -211,7 +212,7 @@ def start(
     *,
     cwd: Path | None = None,
     network: str = "",
-) -> fork_server_main.ForkedProcess | None:
+) -> ForkedProcess | None:
     """Fork ``command``, which is ``python -m ...``; return None if it must be started as a new process.
 
     Args:

@@ -3,8 +3,7 @@
 Run as ``python -u fork_server_main.py DESCRIPTOR PARENT``. It dies with its parent, and its forks die with
 it. A simulated node needs seconds for the imports of its agent and again for those of its workers' fork
 server; on one machine all nodes share them. A forked agent runs `elastic_resume.cli` with its own command,
-environment, directory, network and output. Its first workers' fork server is forked with it, before it has
-any thread.
+environment, directory, network and output.
 
 Variables that only a new interpreter reads (`forkserver.PROCESS_START_ENV_PREFIXES`) must be equal in all;
 the caller checks that.
@@ -12,22 +11,16 @@ the caller checks that.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import gc
 import importlib
 import json
 import os
-import select
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import threading
-import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,75 +36,6 @@ LENGTH_BYTES = 4
 MAX_REQUEST_BYTES = 16 << 20
 POLL_S = 0.005  # poll interval on kernels without pidfd
 _LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-class ForkedProcess:
-    """A process that another process forked, with the methods of `subprocess.Popen` that agents need."""
-
-    def __init__(self, pid: int, reap: Callable[[int], int | None]) -> None:
-        """Wrap a process; ``reap`` returns its exit code, as `waitpid` with WNOHANG."""
-        self.pid = pid
-        self.returncode: int | None = None
-        self._reap = reap
-        self._lock = threading.Lock()  # guards the reaping, which succeeds only once
-
-    def poll(self) -> int | None:
-        """Return the exit code, or None while it runs."""
-        with self._lock:
-            if self.returncode is None:
-                self.returncode = self._reap(self.pid)
-            return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end.
-
-        Raises:
-            subprocess.TimeoutExpired: it has not ended within ``timeout`` seconds.
-
-        """
-        limit = None if timeout is None else time.monotonic() + timeout
-        while self.poll() is None:
-            left = None if limit is None else limit - time.monotonic()
-            if left is not None and left <= 0:
-                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
-            _sleep_until_end(self.pid, left)
-        return self.returncode or 0
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal, unless it is known to have ended."""
-        if self.poll() is None:
-            os.kill(self.pid, number)  # the process is not reaped, so its pid is not reused
-
-    def terminate(self) -> None:
-        """Send SIGTERM."""
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """Send SIGKILL."""
-        self.send_signal(signal.SIGKILL)
-
-
-def _sleep_until_end(pid: int, timeout_s: float | None) -> None:
-    if has_ended(pid, timeout_s) is None:
-        time.sleep(POLL_S)
-
-
-def has_ended(pid: int, timeout_s: float | None = 0.0) -> bool | None:
-    """Whether an unreaped process ends within this time; None if the kernel has no pidfd."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except OSError:
-        return None
-    try:
-        return bool(select.select([descriptor], [], [], timeout_s)[0])
-    finally:
-        os.close(descriptor)
-
-
-def reap(pid: int) -> int | None:
-    """Return the exit code of a child that has ended, or None if it runs."""
-    ended, status = os.waitpid(pid, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if ended else None
 
 
 # ---- messages ------------------------------------------------------------------------------------------
@@ -160,7 +84,6 @@ def main() -> None:
     run_main.set_process_name("er-agent-forks")
     before = forkserver.read_environment()
     gc.disable()
-    level = os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # `elastic-resume run` sets the same level
     for name in (
         "elastic_resume.agent.torchelastic",
         "elastic_resume.agent.main",
@@ -168,8 +91,6 @@ def main() -> None:
         *forkserver.OWN_MODULES,
     ):
         importlib.import_module(name)
-    if "TORCH_CPP_LOG_LEVEL" not in before and level:
-        del os.environ["TORCH_CPP_LOG_LEVEL"]
     gc.collect()
     gc.freeze()
     imported = {k: v for k, v in forkserver.read_environment().items() if before.get(k) != v}
@@ -184,12 +105,6 @@ def _die_with_parent(parent: int) -> bool:
     return os.getppid() == parent
 
 
-def _fork() -> int:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # about native threads: see forkserver.py
-        return os.fork()
-
-
 def _serve(connection: socket.socket, import_environment: dict[str, str]) -> Callable[[], None]:
     """Serve requests. It returns only in a fork: the function that the fork runs."""
     server_pid = os.getpid()
@@ -199,9 +114,9 @@ def _serve(connection: socket.socket, import_environment: dict[str, str]) -> Cal
         except (EOFError, OSError):
             os._exit(0)  # the kernel ends the forked processes
         if "reap" in request:
-            send(connection, {"code": reap(request["reap"])})
+            send(connection, {"code": forkserver_manager.reap(request["reap"])})
             continue
-        pid = _fork()
+        pid = forkserver.fork()
         if pid == 0:
             connection.close()
             return _set_up_agent(server_pid, request, descriptors[0], import_environment)
@@ -212,7 +127,7 @@ def _serve(connection: socket.socket, import_environment: dict[str, str]) -> Cal
 def _set_up_agent(
     parent: int, request: dict[str, Any], output: int, import_environment: dict[str, str]
 ) -> Callable[[], None]:
-    """In the fork: apply the request and fork the workers' fork server; return the function to run."""
+    """In the fork: apply the request; return the function to run."""
     if not _die_with_parent(parent):
         os._exit(1)
     os.setsid()
@@ -221,20 +136,12 @@ def _set_up_agent(
         os.dup2(stream, number)
     os.close(empty)
     os.close(output)
-    _replace_environment({**import_environment, **request["env"]})
+    forkserver.replace_environment({**import_environment, **request["env"]})
     tempfile.tempdir = None  # computed anew from the changed environment
     failpoints.arm()
     if request["network"]:
         _enter_network(request["network"])
     os.chdir(request["cwd"])
-    ours, child = socket.socketpair()
-    agent = os.getpid()
-    pid = _fork()
-    if pid == 0:
-        ours.close()
-        return lambda: _become_fork_server(child, agent)
-    child.close()
-    forkserver_manager.spawn = _PreforkedForkServer(pid, ours)
     command = request["command"]
     run_main.set_process_name("er-agent")
     command[1:1] = ["-u"]  # this process runs with -u too; the environment asks for the same
@@ -243,7 +150,7 @@ def _set_up_agent(
 
 
 def _run_command(command: list[str]) -> None:
-    """Run the command and exit without freeing memory, which takes a quarter of a second."""
+    """Run the command and exit."""
     code = 0
     try:
         run_main.run(command)
@@ -251,17 +158,7 @@ def _run_command(command: list[str]) -> None:
         if end.code is not None and not isinstance(end.code, int):
             raise
         code = end.code or 0
-    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001 - as the interpreter does, in this order
-    atexit._run_exitfuncs()  # noqa: SLF001
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code & 0xFF)
-
-
-def _replace_environment(environ: dict[str, str]) -> None:
-    os.environ.clear()
-    for name, value in environ.items():
-        os.environb[name.encode("latin-1")] = value.encode("latin-1")
+    run_main.exit_without_freeing(code)
 
 
 def _enter_network(path: str) -> None:
@@ -269,40 +166,6 @@ def _enter_network(path: str) -> None:
     if _LIBC.setns(space, CLONE_NEWNET) != 0:
         raise OSError(ctypes.get_errno(), f"cannot enter the network {path}")
     os.close(space)
-
-
-class _PreforkedForkServer:
-    """Starts the workers' first fork server from the waiting fork, and later ones as new processes."""
-
-    def __init__(self, pid: int, connection: socket.socket) -> None:
-        self._pid = pid
-        self._connection: socket.socket | None = connection
-        self._environ = forkserver.read_environment()
-
-    def __call__(self, argv: list[str], *, pass_fds: tuple[int, ...], **others: Any) -> Any:
-        """Start the fork server, with the signature of `subprocess.Popen`."""
-        connection, self._connection = self._connection, None
-        environ = forkserver.read_environment()
-        if connection is None or forkserver.list_differing_variables(self._environ, environ):
-            return subprocess.Popen(argv, pass_fds=pass_fds, **others)
-        with connection:
-            send(connection, {"argv": argv[2:], "env": environ}, pass_fds)
-        return ForkedProcess(self._pid, reap)
-
-
-def _become_fork_server(connection: socket.socket, agent: int) -> None:
-    if not _die_with_parent(agent):
-        return
-    try:
-        request, descriptors = receive(connection, 2)
-    except (EOFError, OSError):
-        os._exit(0)
-    connection.close()
-    os.setsid()
-    _replace_environment(request["env"])
-    name, *numbers_and_rest = request["argv"]
-    sys.argv = [name, *map(str, descriptors), *numbers_and_rest[len(descriptors) :]]
-    forkserver.main()
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from elastic_resume.agent.workers.forkserver_manager import ForkedProcess
 from elastic_resume.testing import Cluster, fork_server
-from elastic_resume.testing.fork_server_main import ForkedProcess
 
 PROBE = """
 import atexit, json, os, signal, sys, threading, time

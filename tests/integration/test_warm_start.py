@@ -59,9 +59,6 @@ def test_script_behaves_the_same_warm_cold_and_under_torchrun(tmp_path: Path) ->
         assert read_logs(here, "stderr.log") == ["", ""]
         facts[way] = [json.loads(text.splitlines()[0]) for text in out]
         if way == "warm":
-            kinds = [event["event"] for event in events.read(next(here.rglob("events.jsonl")))]
-            # A node that joined earlier would stop the other workers and have them wait for its imports.
-            assert kinds.index("fork-server-ready") < kinds.index("round")
             assert "starts cold" not in done.stderr
         for rank, seen in enumerate(facts[way]):
             seen["cwd"] = seen["cwd"].replace(way, "")
@@ -83,9 +80,9 @@ def test_script_behaves_the_same_warm_cold_and_under_torchrun(tmp_path: Path) ->
 
 
 def test_agent_stops_while_its_workers_import(tmp_path: Path) -> None:
-    """It has not joined a rendezvous yet."""
+    """The first workers run already; the next ones will share what it imports."""
     (tmp_path / "slow.py").write_text("import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(600)")
-    (tmp_path / "job.py").write_text("")
+    (tmp_path / "job.py").write_text("import time; time.sleep(600)")
     agent = subprocess.Popen(
         [*OURS, "--preload", "slow", "job.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}
     )

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from elastic_resume import events
+from elastic_resume.agent.workers.forkserver_manager import ForkedProcess
 from elastic_resume.testing import fork_server
-from elastic_resume.testing.fork_server_main import ForkedProcess
 from tests.support import processes
 
 Agent = subprocess.Popen[bytes] | ForkedProcess

@@ -13,6 +13,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[2])
 
+from elastic_resume.agent.workers import forkserver
 from elastic_resume.testing import fork_server_main
 from tests.support import namespaces
 
@@ -31,12 +32,12 @@ def set_up_agent_in_pod(
     for space in spaces:
         namespaces.enter_namespace(space)
         os.close(space)
-    inside = fork_server_main._fork()
+    inside = forkserver.fork()
     if inside:
         os.waitpid(inside, 0)
         os._exit(0)
     # An orphan gets the first process of its parent's pid namespace as parent, so the parent must be inside.
-    if fork_server_main._fork():
+    if forkserver.fork():
         os._exit(0)
     while os.getppid() != 1:
         time.sleep(0.001)

@@ -1,10 +1,15 @@
-"""The fork server: imports torch once and forks a worker whenever a launcher shim requests one.
+"""The fork server: holds imported torch and forks a worker whenever a launcher shim requests one.
 
 A worker that starts as a new process spends seconds on imports; a forked one starts in milliseconds. The
-agent runs this module as ``python -u forkserver.py LISTENER CONTROL AGENT SPEC``, and it dies with the
-agent. A launcher shim connects and sends its command, environment and standard streams::
+first fork server is forked from the agent, which has imported torch (`run_preforked`). Later ones are new
+processes, ``python -u forkserver.py LISTENER CONTROL AGENT SPEC``. Each dies with the agent. A launcher shim
+connects and sends its command, environment and standard streams::
 
-    fork server (imports, listens)  --fork-->  supervisor (of one worker)  --fork-->  worker (runs the script)
+    agent --fork-->  fork server (listens)  --fork-->  supervisor (of one worker)  --fork-->  worker (script)
+
+The first workers of a job of one node do not wait for torch._dynamo and the ``--preload`` modules. The fork
+server imports these a little later, while no request waits (`BackgroundImports`). Nodes of a larger job wait
+for each other at the start, and so it imports at once.
 
 Invariants:
 
@@ -19,10 +24,13 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
+import io
 import json
+import math
 import os
 import resource
 import select
@@ -33,8 +41,10 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
     del sys.path[0]  # scripts must not import the modules of this directory
@@ -54,6 +64,7 @@ PROCESS_START_ENV_PREFIXES = (
 MAX_REQUEST_BYTES = 16 << 20
 REQUEST_TIMEOUT_S = 1.0  # a launcher shim sends its request at once; other shims wait for it
 FORK_TEST_TIMEOUT_S = 10.0
+FIRST_WORKERS_S = 2.0  # the first workers' own start takes about as long
 OLD_TORCH_SEED = 67280421310721  # initial seed of each process in versions of torch that do not draw it
 
 
@@ -79,27 +90,82 @@ class RequestRefusedError(Exception):
 
 
 def main() -> None:
-    """Import, serve, and run the script in each worker. Return in a worker only, when its script ends."""
+    """Run as a new process. Return in a worker only, when its script ends.
+
+    SPEC is a JSON object: the ``command`` of the workers, modules to ``preload``, and ``import_first``.
+    """
     listener, control = (socket.socket(fileno=int(argument)) for argument in sys.argv[1:3])
-    agent, spec = int(sys.argv[3]), json.loads(sys.argv[4])
+    if _die_with_agent(int(sys.argv[3])):
+        _serve(listener, control, json.loads(sys.argv[4]))
+
+
+def run_preforked(listener: socket.socket, control: socket.socket, agent: int) -> NoReturn:
+    """Run as a fork of the agent: wait for its request, then serve.
+
+    ``control`` brings a line of JSON: the members of `main`'s SPEC, and ``environ``. This process exits if
+    none comes. A worker raises SystemExit when its script ends.
+    """
+    if not _die_with_agent(agent):
+        os._exit(1)
+    os.setsid()
+    _close_inherited_descriptors(keep={listener.fileno(), control.fileno()})
+    _unbuffer_streams()
+    with control.makefile("rb") as lines:
+        line = lines.readline()
+    if not line:
+        os._exit(0)  # the agent ended before it needed workers
+    spec = json.loads(line)
+    replace_environment(spec["environ"])
+    run_main.adopt_path_entry()
+    _serve(listener, control, spec)
+    raise SystemExit
+
+
+def _die_with_agent(agent: int) -> bool:
+    """Ask the kernel to kill this process with the agent; return whether the agent lives."""
     libc = ctypes.CDLL(None)
     libc.prctl(supervisor.PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != agent:
-        return
     libc.prctl(supervisor.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # adopt the leftovers of a killed supervisor
     run_main.set_process_name("er-fork-server")
-    for own in (listener, control):
-        own.set_inheritable(False)  # a process that a module starts would keep them open
     for number in supervisor.IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # only the agent handles signals to the whole job
+    return os.getppid() == agent
+
+
+def _close_inherited_descriptors(keep: set[int]) -> None:
+    """Close what exec would have closed or Popen would not have passed on; stdin becomes empty."""
+    for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+        with contextlib.suppress(OSError):  # the directory's own descriptor is closed already
+            if number > 2 and number not in keep and os.get_inheritable(number):
+                os.close(number)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+
+
+def _unbuffer_streams() -> None:
+    """Replace stdout and stderr by unbuffered streams, as ``python -u`` has them."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        former = getattr(sys, name)
+        if former is None:  # the descriptor was closed when the agent started
+            continue
+        raw: Any = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115 - as long as the process
+        stream: Any = io.TextIOWrapper(
+            raw, encoding=former.encoding, errors=former.errors, newline="\n", write_through=True
+        )
+        stream.mode = "w"
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _serve(listener: socket.socket, control: socket.socket, spec: dict[str, Any]) -> None:
+    """Serve launcher shims, and run the script in each worker. Return in a worker only."""
+    for own in (listener, control):
+        own.set_inheritable(False)  # a process that a module starts would keep them open
     run_main.set_argv_and_path(spec["command"])
-    environ = read_environment()
-    gc.disable()  # imported objects are never freed, and are frozen below
-    _import_modules(spec["preload"], control)
-    gc.collect()
+    gc.disable()  # imported objects are never freed, and are frozen
     gc.freeze()  # a worker's garbage collector then does not copy these pages
-    changed = {name: value for name, value in read_environment().items() if environ.get(name) != value}
-    request = serve_requests(listener, control, environ, changed)
+    request = serve_requests(listener, control, BackgroundImports(spec, control))
     gc.enable()
     try:
         run_main.run(become_worker(request))
@@ -112,43 +178,87 @@ def main() -> None:
         gc.unfreeze()
 
 
-def _import_modules(preload: list[str], control: socket.socket) -> None:
-    """Import the modules of all workers and report to the agent; exit if a module makes forks unsafe."""
-    start = time.monotonic()
-    skipped = {}
-    for name in [*TORCH_MODULES, *OWN_MODULES, *preload]:
+# ---- imports -------------------------------------------------------------------------------------------
+
+
+class BackgroundImports:
+    """The modules that workers share, imported one at a time while no launcher shim waits."""
+
+    def __init__(self, spec: Mapping[str, Any], control: socket.socket) -> None:
+        """Plan the imports of the SPEC; ``control`` leads to the agent."""
+        self.environ = read_environment()
+        """The environment with which this process started."""
+        self.changed_variables: dict[str, str] = {}
+        """Variables that imports have changed."""
+        self._preload: list[str] = spec["preload"]
+        self._control = control
+        self._started_at = time.monotonic()
+        self._skipped: dict[str, str] = {}
+        self._import_at = self._started_at if spec["import_first"] else math.inf
+        self._pending = [name for name in (*TORCH_MODULES, *OWN_MODULES) if name not in sys.modules]
+        self._pending += self._preload
+        if not self._pending:
+            self._finish()
+
+    def timeout_ms(self) -> float | None:
+        """Return how long to wait for a request before the next import; None: without limit."""
+        if not self._pending or self._import_at == math.inf:
+            return None
+        return max(0.0, self._import_at - time.monotonic()) * 1000
+
+    def handle_fork(self) -> None:
+        """Leave the processors to the first workers for a while: they run these imports themselves."""
+        if self._import_at == math.inf:
+            self._import_at = time.monotonic() + FIRST_WORKERS_S
+
+    def import_next(self, supervisors: set[int]) -> None:
+        """Import one module; exit if it makes forks unsafe. ``supervisors`` are this process's children."""
+        name = self._pending.pop(0)
         try:
             importlib.import_module(name)
         except BaseException as error:  # noqa: BLE001 - a module may raise anything, SystemExit too
-            skipped[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
-        obstacle = find_fork_obstacle() or (_test_fork() if name in preload else "")
+            self._skipped[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
+        now = read_environment()
+        self.changed_variables = {k: v for k, v in now.items() if self.environ.get(k) != v}
+        obstacle = find_fork_obstacle(supervisors) or (_testfork() if name in self._preload else "")
         if obstacle:
-            _send_status(control, {"fork_unsafe_module": name, "reason": obstacle})
-            supervisor.kill_leftovers(supervisor.LeaseView(None), at_once=True)
+            _send_status(self._control, {"fork_unsafe_module": name, "reason": obstacle})
+            for child in set(supervisor.list_children()) - supervisors:
+                supervisor.kill(child)
             os._exit(1)  # sys.exit would wait for the module's threads
-    _send_status(control, {"ready": round(time.monotonic() - start, 3), "skipped_modules": skipped})
+        if not self._pending:
+            self._finish()
+
+    def _finish(self) -> None:
+        gc.collect()
+        gc.freeze()
+        seconds = round(time.monotonic() - self._started_at, 3)
+        _send_status(self._control, {"ready": seconds, "skipped_modules": self._skipped})
 
 
-def find_fork_obstacle() -> str:
-    """Return why a fork of this process would lack something; empty if it would not."""
+def find_fork_obstacle(supervisors: set[int]) -> str:
+    """Return why a fork of this process would lack something; empty if it would not.
+
+    ``supervisors`` are children that it may have.
+    """
     cuda = sys.modules.get("torch.cuda")
     if cuda is not None and cuda.is_initialized():
         return "it initializes CUDA, which does not survive a fork"
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     if threads:
         return f"it starts threads ({', '.join(threads)[:200]}), which do not survive a fork"
-    if supervisor.list_children():
+    if set(supervisor.list_children()) - supervisors:
         return "it starts processes, which workers would not have"
     return ""
 
 
-def _test_fork() -> str:
+def _testfork() -> str:
     """Compute in a fork; return why that fails, or an empty string.
 
     A pool of native threads that an import has used (OpenMP's) is missing in a fork. Counting native threads
     would not do: OpenBLAS starts some when it is loaded, and stops them before a fork.
     """
-    pid = _fork()
+    pid = fork()
     if pid == 0:
         torch = sys.modules["torch"]
         torch.ones(1 << 20).add_(1).sum()
@@ -168,6 +278,14 @@ def read_environment() -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in os.environb.items()}
 
 
+def replace_environment(environ: dict[str, str]) -> None:
+    """Set the environment, in the form of `read_environment`."""
+    os.environ.clear()
+    for name, value in environ.items():
+        if name and "=" not in name:  # the kernel passes such names on, but putenv refuses them
+            os.environb[name.encode("latin-1")] = value.encode("latin-1")
+
+
 def _send_status(control: socket.socket, status: dict[str, Any]) -> None:
     control.sendall(json.dumps(status).encode() + b"\n")
 
@@ -176,15 +294,11 @@ def _send_status(control: socket.socket, status: dict[str, Any]) -> None:
 
 
 def serve_requests(
-    listener: socket.socket,
-    control: socket.socket,
-    environ: dict[str, str],
-    changed_by_imports: dict[str, str],
+    listener: socket.socket, control: socket.socket, imports: BackgroundImports
 ) -> WorkerRequest:
     """Fork a supervisor with a worker for each request. Return in a worker only.
 
-    Launcher shims connect to ``listener``; ``control`` leads to the agent. This process started with
-    ``environ``, and imports have changed the variables ``changed_by_imports``.
+    Launcher shims connect to ``listener``; ``control`` leads to the agent.
     """
     wakeup_read, wakeup_write = os.pipe()
     for descriptor in (wakeup_read, wakeup_write):
@@ -196,21 +310,24 @@ def serve_requests(
     poll.register(listener, select.POLLIN)
     supervisor_pids: set[int] = set()
     while True:
-        for descriptor, _ in poll.poll():
+        ready = poll.poll(imports.timeout_ms())
+        if not ready:
+            imports.import_next(supervisor_pids)
+        for descriptor, _ in ready:
             if descriptor == wakeup_read:
                 os.read(wakeup_read, 4096)
                 _reap_supervisors(supervisor_pids)
                 continue
             # After any failure the launcher shim sees its connection close, and starts its worker cold.
             try:
-                request = receive_request(listener.accept()[0], environ)
+                request = receive_request(listener.accept()[0], imports.environ)
             except RequestRefusedError as error:
                 _send_status(control, {"refused": str(error)})
                 continue
             except (OSError, ValueError, TypeError):
                 continue
             try:
-                pid = _fork()
+                pid = fork()
                 supervisor_pids.add(pid)
             except OSError as error:
                 _send_status(control, {"refused": f"the fork server cannot fork: {error.strerror}"})
@@ -219,16 +336,20 @@ def serve_requests(
                 for inherited in (wakeup_read, wakeup_write, listener.detach(), control.detach()):
                     os.close(inherited)
                 kept = {
-                    k: v for k, v in changed_by_imports.items() if request.environ.get(k) == environ.get(k)
+                    k: v
+                    for k, v in imports.changed_variables.items()
+                    if request.environ.get(k) == imports.environ.get(k)
                 }
                 become_supervisor(request, kept)
                 return request
+            imports.handle_fork()
             request.connection.close()
             for stream in request.streams:
                 os.close(stream)
 
 
-def _fork() -> int:
+def fork() -> int:
+    """Fork, as os.fork."""
     with warnings.catch_warnings():
         # Python 3.12 warns of native threads. Those of OpenBLAS handle a fork themselves.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -310,10 +431,7 @@ def become_supervisor(request: WorkerRequest, changed_by_imports: dict[str, str]
     if signal.SIGINT not in request.ignored:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        os.environ.clear()
-        for name, value in {**request.environ, **changed_by_imports}.items():
-            if name and "=" not in name:  # the kernel passes such names on, but putenv refuses them
-                os.environb[name.encode("latin-1")] = value.encode("latin-1")
+        replace_environment({**request.environ, **changed_by_imports})
         run_main.set_process_name("er-supervisor")
         for target, stream in enumerate(request.streams):
             os.dup2(stream, target)

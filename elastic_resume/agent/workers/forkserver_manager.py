@@ -1,6 +1,8 @@
 """Start the fork server from the agent, and start another when it dies.
 
-Workers start in any case: without a fork server they start cold. The fork server sends lines of JSON::
+The agent forks the first one right after it has imported torch (`prefork`), while it has one thread and no
+file of its own open. Later ones are new processes. Workers start in any case: without a fork server they
+start cold. The fork server sends lines of JSON::
 
     {"ready": SECONDS, "skipped_modules": {NAME: REASON}}    it has imported everything
     {"refused": REASON}                                      a worker has to start cold
@@ -15,17 +17,20 @@ import logging
 import os
 import secrets
 import select
+import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from elastic_resume import constants
+from elastic_resume.agent.workers import forkserver
 from elastic_resume.background import BackgroundThread
 
 logger = logging.getLogger(__name__)
@@ -33,9 +38,136 @@ logger = logging.getLogger(__name__)
 FORK_SERVER_PATH = Path(__file__).with_name("forkserver.py")
 MAX_FAILURES = 3  # limit of consecutive fork servers that ended before they were ready
 BACKLOG = 1024  # limit of launcher shims that wait while the fork server imports
+EXIT_POLL_S = 0.005  # poll interval on kernels without pidfd
 POLL_INTERVAL_S = 1.0  # time between checks of the fork server, and before the next one starts
 SLOW_IMPORT_S = 15.0  # imports that take longer are logged, since workers wait for them
-spawn: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen  # simulated nodes replace it
+spawn: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen  # tests replace it
+
+
+class ForkedProcess:
+    """A process that was forked without exec, with the methods of `subprocess.Popen` that agents need."""
+
+    def __init__(self, pid: int, reap: Callable[[int], int | None]) -> None:
+        """Wrap a process; ``reap`` returns its exit code, or None while it runs."""
+        self.pid = pid
+        self.returncode: int | None = None
+        self._reap = reap
+        self._lock = threading.Lock()  # guards the reaping, which succeeds only once
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while it runs."""
+        with self._lock:
+            if self.returncode is None:
+                self.returncode = self._reap(self.pid)
+            return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not ended within ``timeout`` seconds.
+
+        """
+        limit = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            left = None if limit is None else limit - time.monotonic()
+            if left is not None and left <= 0:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            if has_ended(self.pid, left) is None:
+                time.sleep(EXIT_POLL_S)
+        return self.returncode or 0
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it is known to have ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)  # the process is not reaped, so its pid is not reused
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+def has_ended(pid: int, timeout_s: float | None = 0.0) -> bool | None:
+    """Return whether an unreaped process ends within this time; None if the kernel has no pidfd."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        return None
+    try:
+        return bool(select.select([descriptor], [], [], timeout_s)[0])
+    finally:
+        os.close(descriptor)
+
+
+def reap(pid: int) -> int | None:
+    """Return the exit code of a child that has ended, or None if it runs."""
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+class PreforkedServer:
+    """A fork server that was forked from this process and waits for `start`."""
+
+    def __init__(self, pid: int, control: socket.socket, socket_name: str) -> None:
+        """``control`` leads to the process, which serves launcher shims at ``socket_name``."""
+        self.socket_name = socket_name
+        self._process = ForkedProcess(pid, reap)
+        self._control: socket.socket | None = control
+        self._environ = forkserver.read_environment()
+
+    def start(self, spec: Mapping[str, Any]) -> tuple[ForkedProcess, socket.socket] | None:
+        """Let it serve; return the process and the socket to it.
+
+        Return None if variables have changed that only a new process reads.
+        """
+        environ = forkserver.read_environment()
+        control = self._control
+        if control is None or forkserver.list_differing_variables(self._environ, environ):
+            return None
+        self._control = None
+        control.sendall(json.dumps({**spec, "environ": environ}).encode() + b"\n")
+        return self._process, control
+
+    def close(self) -> None:
+        """End the process, unless it was started."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+            self._process.kill()
+            self._process.wait()
+
+
+def prefork() -> PreforkedServer | None:
+    """Fork a fork server from this process; return None if it has other threads, which a fork would lack.
+
+    A worker returns by SystemExit, at the end of its script.
+    """
+    if threading.active_count() > 1:
+        return None
+    agent, socket_name = os.getpid(), _choose_socket_name()
+    listener, control, server_end = _open_sockets(socket_name)
+    with listener, server_end:
+        pid = forkserver.fork()
+        if pid == 0:
+            control.close()
+            forkserver.run_preforked(listener, server_end, agent)
+    return PreforkedServer(pid, control, socket_name)
+
+
+def _choose_socket_name() -> str:
+    return f"elastic_resume-{secrets.token_hex(16)}"
+
+
+def _open_sockets(socket_name: str) -> tuple[socket.socket, socket.socket, socket.socket]:
+    """Return a fork server's listener, and both ends of its connection to the agent: ours, then its own."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind("\0" + socket_name)
+    listener.listen(BACKLOG)
+    return listener, *socket.socketpair()
 
 
 class ForkServerManager:
@@ -46,30 +178,50 @@ class ForkServerManager:
         command: list[str],
         preload: Sequence[str] = (),
         emit: Callable[..., Any] = lambda *_, **__: None,
+        preforked: PreforkedServer | None = None,
+        *,
+        import_first: bool = True,
     ) -> None:
-        """Prepare a fork server for workers of ``command``. It imports torch and the ``preload`` modules."""
+        """Prepare a fork server for workers of ``command``. It imports torch and the ``preload`` modules.
+
+        ``preforked`` is the first one, if there is one. Without ``import_first`` it starts the first workers
+        before it imports what it lacks.
+        """
         self._command = command
         self._preload = list(preload)
         self._emit = emit
-        self._socket_name = f"elastic_resume-{secrets.token_hex(16)}"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._preforked = preforked
+        self._import_first = import_first
+        self._socket_name = preforked.socket_name if preforked is not None else _choose_socket_name()
+        self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self._failures = 0
         self._logged_refusals: set[str] = set()
         self._listening = threading.Event()
-        self._ready_or_given_up = threading.Event()
+        self._is_ready = False  # new workers need not wait for imports
+        self._on_ready: Callable[[], None] = lambda: None
+        self._ready_lock = threading.Lock()
         # The kernel kills a fork server when the thread that started it ends, so one thread starts them all.
         self._thread = BackgroundThread("fork-server-manager", self._run_fork_server)
 
     def start(self) -> None:
-        """Start the fork server. From now on launcher shims may connect; they wait while it imports."""
+        """Start the fork server. From now on launcher shims may connect."""
         # torchelastic passes its environment on to launcher shims.
         os.environ[constants.ENV_FORK_SERVER] = self._socket_name
         self._thread.start()
         self._listening.wait()
 
-    def wait_until_ready(self, timeout_s: float) -> None:
-        """Wait until the fork server has imported everything, or has been given up."""
-        self._ready_or_given_up.wait(timeout_s)
+    def call_when_ready(self, action: Callable[[], None]) -> None:
+        """Call ``action`` once a fork server has imported everything or all were given up; in any thread."""
+        with self._ready_lock:
+            self._on_ready = action
+            if self._is_ready:
+                action()
+
+    def _set_ready(self) -> None:
+        with self._ready_lock:
+            self._is_ready, was_ready = True, self._is_ready
+            if not was_ready:
+                self._on_ready()
 
     @property
     def pid(self) -> int | None:
@@ -99,18 +251,26 @@ class ForkServerManager:
         finally:
             self._listening.set()
             if not restarts:
-                self._ready_or_given_up.set()
+                self._set_ready()
         return POLL_INTERVAL_S if restarts else None
 
-    def _start_process(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    def _start_process(self) -> tuple[subprocess.Popen[bytes] | ForkedProcess, socket.socket]:
         """Start the process; return it with the socket to it."""
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        control, server_end = socket.socketpair()
+        spec = {
+            "command": self._command,
+            "preload": self._preload,
+            "import_first": self._import_first or self._failures > 0,
+        }
+        preforked, self._preforked = self._preforked, None
+        if preforked is not None:
+            started = preforked.start(spec)
+            preforked.close()
+            if started is not None:
+                self._process = started[0]
+                return started
+        listener, control, server_end = _open_sockets(self._socket_name)
         with listener, server_end:
-            listener.bind("\0" + self._socket_name)
-            listener.listen(BACKLOG)
             descriptors = (listener.fileno(), server_end.fileno())
-            spec = {"command": self._command, "preload": self._preload}
             arguments = [*map(str, descriptors), str(os.getpid()), json.dumps(spec)]
             process = self._process = spawn(
                 [sys.executable, "-u", str(FORK_SERVER_PATH), *arguments],
@@ -121,7 +281,7 @@ class ForkServerManager:
         return process, control
 
     def _wait_for_exit(
-        self, process: subprocess.Popen[bytes], control: socket.socket
+        self, process: subprocess.Popen[bytes] | ForkedProcess, control: socket.socket
     ) -> tuple[dict[str, Any], int]:
         """Handle the messages of the fork server until it ends; return their fields and its exit code."""
         fields: dict[str, Any] = {}
@@ -155,7 +315,7 @@ class ForkServerManager:
 
     def _handle_message(self, message: dict[str, Any]) -> None:
         if "ready" in message:
-            self._ready_or_given_up.set()
+            self._set_ready()
             self._emit(
                 "fork-server-ready", seconds=message["ready"], skipped_modules=message["skipped_modules"]
             )

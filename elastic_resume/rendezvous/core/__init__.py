@@ -29,7 +29,7 @@ Messages. A node follows a leader when it has been welcomed and has sent its fir
 
     candidate → any node    Hello                   reply: Welcome | Redirect | Refused | JobEnd
     follower  → leader      Heartbeat JoinRequest ProposalAck NodeFinished FailureReport FailJob
-                            ForceQuorumRequest LeaveNotice
+                            ForceQuorumRequest ImportsFinished LeaveNotice
     leader    → follower    Heartbeat ProposeView InstallView EndView WaitReason ReplicasDiverged
                             JobEnd Redirect Refused LeaveNotice
     leader    → any node    LeaderAnnouncement      reply: LeaderAnnouncement | Redirect | LeaveNotice

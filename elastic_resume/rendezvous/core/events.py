@@ -15,6 +15,7 @@ from elastic_resume.rendezvous.core.messages import (
     FailureReport,
     ForceQuorumRequest,
     Header,
+    ImportsFinished,
     JoinRequest,
     Message,
     ReplicasDiverged,
@@ -162,6 +163,7 @@ Event = (
     | MessageReceived
     | Tick
     | JoinRequest
+    | ImportsFinished
     | WorkersFinished
     | FailureReport
     | FailJob

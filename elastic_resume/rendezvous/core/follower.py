@@ -261,6 +261,11 @@ class Follower:
         if self.state.join and not self.is_disconnected:
             self.state.send(self.link, messages.JoinRequest(self.state.join))
 
+    def handle_imports_finished(self) -> None:
+        """Report that this node, which has joined, imports nothing any more."""
+        if not self.is_disconnected:
+            self.state.send(self.link, messages.ImportsFinished())
+
     def force_quorum(self, generation: int) -> None:
         """Pass an operator's request to the leader."""
         if not self.is_disconnected:

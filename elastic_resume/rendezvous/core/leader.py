@@ -8,6 +8,7 @@ two leaders learn of each other.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
 from elastic_resume.rendezvous.core import messages
@@ -309,7 +310,11 @@ class Leader:
             peer.join, peer.running_generation = message.join, 0
             if self.view and peer.incarnation in self.view.members:
                 self.end_view(f"the workers of {peer.incarnation} stopped")
-            self.view_change.handle_join(peer.incarnation, self.view)
+            self.view_change.handle_join(peer.incarnation, message.join, self.view)
+        elif isinstance(message, messages.ImportsFinished):
+            if peer.join:
+                peer.join = replace(peer.join, is_importing=False)
+                self.view_change.handle_imports_finished(peer.incarnation, self.view)
         elif isinstance(message, messages.ProposalAck):
             self.view_change.handle_ack(peer.incarnation, message.generation)
         elif isinstance(message, messages.NodeFinished):
@@ -402,7 +407,7 @@ class Leader:
         if self.view is None and self.view_change.reported_reason:
             self._send(peer, messages.WaitReason(self.view_change.reported_reason))
         if peer.join:
-            self.view_change.handle_join(sender, self.view)
+            self.view_change.handle_join(sender, peer.join, self.view)
         self.view_change.reevaluate()
 
     def _handle_announcement(self, link: Link, announcement: messages.LeaderAnnouncement) -> None:
@@ -649,7 +654,12 @@ class Leader:
         """Count this node's own workers as stopped and the node as joined."""
         if self.view and self.view.rank(self.state.incarnation) is not None:
             self.end_view("the workers of the leader stopped")
-        self.view_change.handle_join(self.state.incarnation, self.view)
+        if self.state.join:
+            self.view_change.handle_join(self.state.incarnation, self.state.join, self.view)
+
+    def handle_imports_finished(self) -> None:
+        """Let the running view end for this node, which has joined too late for it."""
+        self.view_change.handle_imports_finished(self.state.incarnation, self.view)
 
     def handle_workers_finished(self) -> None:
         """Check for the next view, since this node's own workers have finished."""

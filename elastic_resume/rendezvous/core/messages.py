@@ -39,6 +39,8 @@ class JoinSpec:
     """Place in the scheduler's order of nodes."""
     newest_step: int = 0
     """The newest step that workers of this node have finished since its agent started."""
+    is_importing: bool = False
+    """The node still imports modules for its workers. A running view does not end for it yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +204,11 @@ class NodeFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class ImportsFinished:
+    """Report that the sender, which has joined, imports nothing any more."""
+
+
+@dataclass(frozen=True, slots=True)
 class JobEnd:
     """End the job: the workers of every node have succeeded, or it failed for `failure_reason`.
 
@@ -260,6 +267,7 @@ Message = (
     | Redirect
     | Refused
     | JoinRequest
+    | ImportsFinished
     | Heartbeat
     | ReplicasDiverged
     | ProposeView

@@ -7,6 +7,8 @@ incarnation that starts from its `PersistentState`, which holds all that it ever
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elastic_resume.rendezvous.core import events, messages
 from elastic_resume.rendezvous.core.candidate import Candidate, SearchResult
 from elastic_resume.rendezvous.core.follower import Follower
@@ -90,6 +92,11 @@ class RendezvousNode:
             state.join, state.join_since = event.join, state.now
             if isinstance(role, (Follower, Leader)):
                 role.handle_join_requested()
+        elif isinstance(event, messages.ImportsFinished):
+            if state.join and state.join.is_importing:
+                state.join = replace(state.join, is_importing=False)
+                if isinstance(role, (Follower, Leader)):
+                    role.handle_imports_finished()
         elif isinstance(event, events.WorkersFinished):
             self._handle_workers_finished()
         elif isinstance(event, messages.FailureReport):

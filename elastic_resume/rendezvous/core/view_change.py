@@ -90,18 +90,24 @@ class ViewChange:
         else:
             self.evaluate_at = self.state.now
 
-    def handle_join(self, incarnation: Incarnation, running_view: View | None) -> None:
+    def handle_join(self, incarnation: Incarnation, join: JoinSpec, running_view: View | None) -> None:
         """Note that a node has joined; another newcomer may follow it."""
         last = self.state.quorum_state.installed
         if last is None or last.rank(incarnation) is None:
             self.last_arrival_at = self.state.now
+        if not join.is_importing:
+            self.handle_imports_finished(incarnation, running_view)
+        self.reevaluate()
+
+    def handle_imports_finished(self, incarnation: Incarnation, running_view: View | None) -> None:
+        """Schedule the next view if a newcomer is ready that the running view has room for."""
         if (
             running_view
             and len(running_view.members) < self.state.settings.max_nodes
             and running_view.rank(incarnation) is None
         ):
-            self.scale_up_at = self.state.now + self.state.settings.scale_up_delay_s
-        self.reevaluate()
+            delay_s = self.state.settings.scale_up_delay_s
+            self.scale_up_at = max(self.state.now, self.last_arrival_at + delay_s)
 
     def handle_disconnected(self, incarnation: Incarnation) -> None:
         """Abort the proposal that a disconnected follower can no longer acknowledge."""
@@ -312,7 +318,10 @@ class ViewChange:
         """Schedule the next view if it has room for nodes that joined too late for this one."""
         has_room = len(view.members) < self.state.settings.max_nodes
         members = frozenset(view.members)
-        has_late_joins = any(peer.join and peer.incarnation not in members for peer in self.peers)
+        has_late_joins = any(
+            peer.join and not peer.join.is_importing and peer.incarnation not in members
+            for peer in self.peers
+        )
         self.scale_up_at = (
             self.last_arrival_at + self.state.settings.scale_up_delay_s
             if has_late_joins and has_room

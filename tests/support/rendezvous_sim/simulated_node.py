@@ -42,6 +42,7 @@ class SimulatedNode(Host):
         self.clock_rate = 1.0
         self.clock_origin_s = 0.0
         self.order = 0
+        self.is_importing = False
         self.saved_state: events.PersistentState | None = None
         self.max_write_s = 0.01
         self.max_stop_s = 0.02
@@ -263,7 +264,14 @@ class SimulatedNode(Host):
         """Stop the workers and request the next view, as torchelastic does."""
         if incarnation_id == self.incarnation_id and self.agent:
             self.checkers.on_stop(self.name)
-            self._handle_event(messages.JoinRequest(messages.JoinSpec(f"{self.name}:store", 1, self.order)))
+            join = messages.JoinSpec(f"{self.name}:store", 1, self.order, is_importing=self.is_importing)
+            self._handle_event(messages.JoinRequest(join))
+
+    def finish_imports(self) -> None:
+        """Let the fork server have imported everything."""
+        self.is_importing = False
+        if self.agent:
+            self._handle_event(messages.ImportsFinished())
 
     def _join_soon(self, within_s: float) -> None:
         self.clock.call_at(

@@ -160,6 +160,8 @@ class Scenario:
             "resume": node.resume,
             "finish": node.finish,
             "leave": node.leave,
+            "begin-imports": lambda: setattr(node, "is_importing", True),
+            "finish-imports": node.finish_imports,
         }
         commands[verb]()
 
