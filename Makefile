@@ -106,6 +106,7 @@ soak: $(READY)
 	ELASTIC_RESUME_SOAK_KILLS=$(SOAK_KILLS) ELASTIC_RESUME_POWER_CUTS=2000 ELASTIC_RESUME_CHAOS_S=$(CHAOS_S) $(BIN)/python -m pytest -q tests/integration/test_soak.py tests/integration/test_no_step_lost.py tests/integration/test_optimizer_matrix.py tests/system/disk/test_power_loss.py tests/integration/test_chaos.py --timeout 3600
 
 bench: $(READY)
+	$(BIN)/python benchmarks/start.py --repetitions 2
 	$(BIN)/python benchmarks/recovery.py --kills 2 --only ours,tuned
 	$(BIN)/python benchmarks/checkpoint.py --sizes 100 --only stalls,commits,resumes --repetitions 3
 	$(BIN)/python benchmarks/goodput.py --only ours --minutes 1 --baseline-minutes 0.5
