@@ -162,4 +162,4 @@ def _guessed_omp_threads(arguments: Sequence[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        del os.environ["OMP_NUM_THREADS"]
+        os.environ.pop("OMP_NUM_THREADS", None)  # a worker passes here too, at the end of its script

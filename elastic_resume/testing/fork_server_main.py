@@ -151,10 +151,12 @@ def _set_up_agent(
 
 def _run_command(command: list[str]) -> None:
     """Run the command and exit."""
-    code = 0
+    code, agent = 0, os.getpid()
     try:
         run_main.run(command)
     except SystemExit as end:
+        if os.getpid() != agent:  # the end of a worker's script: the agent has forked the fork server
+            raise
         if end.code is not None and not isinstance(end.code, int):
             raise
         code = end.code or 0
