@@ -407,6 +407,7 @@ def test_unsafe_or_failing_preload_is_left_out(
     for name, body in bodies.items():
         (tmp_path / f"{name}.py").write_text(body)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("OMP_NUM_THREADS")  # with one thread there is no pool
     warm = start_own(*bodies)
     failed = "the fork server cannot import failing, so it is left out: ZeroDivisionError: division by zero"
     wait_for(lambda: failed in caplog.messages, "a log line about the failing import", 120)

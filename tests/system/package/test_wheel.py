@@ -230,8 +230,6 @@ def test_installed_wheel_continues_after_a_killed_worker(environment: Environmen
     assert int(first) == 0
     assert int(second) in {4, 5}, "the copy of step 5 may not have been complete"
     assert "end at step 16" in output
-    again = environment.call(*run, cwd=tmp_path)
-    assert re.findall(rf"begin at step (\d+) in {where}", again) == ["16"]
     report = environment.call("elastic-resume", "report", "--json", "checkpoints/train", cwd=tmp_path)
     assert json.loads(report)
     environment.call("elastic-resume", "report", "--html", "page.html", "checkpoints/train", cwd=tmp_path)
