@@ -32,7 +32,7 @@ INTERNAL = {
 
 @functools.cache
 def list_nodes() -> list[ast.AST]:
-    """Return all nodes of the package's syntax trees. It takes two seconds, so not while tests are collected."""
+    """Return all nodes of the package's syntax trees: two seconds that collecting tests should not take."""
     return [node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
 
 
@@ -57,7 +57,9 @@ def find_exception_classes() -> set[str]:
 
 def test_every_error_that_reaches_users_is_exported() -> None:
     """The failures of the pytest plugin's assertions are exported by elastic_resume.testing."""
-    raised = {n for node in list_nodes() if isinstance(node, ast.Raise) and node.exc for n in iter_names([node.exc])}
+    raised = {
+        n for node in list_nodes() if isinstance(node, ast.Raise) and node.exc for n in iter_names([node.exc])
+    }
     classes = find_exception_classes()
     assert {"CorruptError", "PeerFailedError", "TriggerError"} <= raised & classes
     for_users = classes - INTERNAL
