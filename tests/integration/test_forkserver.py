@@ -138,7 +138,7 @@ def test_script_behaves_the_same_plain_cold_and_warm(warm: RunningForkServer, tm
     """Processes, DataLoader workers, torch.compile, threads, streams, signals, and the exit."""
     out, err, chance = [], [], tmp_path / "chance"
     for exit_code, stdout, stderr in run_three_ways(
-        tmp_path, warm, str(MIRROR), str(chance), "7", stdin="some text\n"
+        tmp_path, warm, str(MIRROR), str(chance), "7", "compile", stdin="some text\n"
     ):
         assert exit_code == 7, stderr
         out.append(stdout)
