@@ -87,7 +87,7 @@ simulate: $(READY)
 	$(BIN)/python -m tests.support.rendezvous_sim --seeds $(SEEDS) --first $(FIRST)
 
 nightly: simulate
-	ELASTIC_RESUME_FUZZ_CASES=20000 $(BIN)/python -m pytest -q tests/unit/rendezvous/net/test_protocol_fuzz.py
+	ELASTIC_RESUME_FUZZ_CASES=20000 $(BIN)/python -m pytest -q tests/unit/rendezvous/net/test_protocol_fuzz.py --timeout 3600
 	$(MAKE) --no-print-directory oldest newest
 
 # Several gigabytes each where the index has torch with CUDA only; TORCH_INDEX names another one.

@@ -18,6 +18,10 @@ settings.load_profile("patient")
 # once, because connections end. A test about unreachable nodes sets --node-timeout, which takes precedence.
 os.environ.setdefault("ELASTIC_RESUME_NODE_TIMEOUT", "10")
 
+# OpenMP's threads spin while they wait, which slows all other tests down. Nodes get the same value from
+# `Cluster`, and equal variables let them share one fork server.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 @pytest.fixture(autouse=True)
 def restore_logging() -> Iterator[None]:

@@ -43,6 +43,7 @@ PAGES = [page for page in PAGES if "_build" not in page.parts]
 NOT_RUN = (
     ("docs/guides/checkpoints.md", "python", "test_checkpoints.py runs these blocks on three ranks"),
     ("docs/guides/testing.md", "python", "integration/test_pytest_plugin.py runs these blocks"),
+    (r"^python train\.py\ntorchrun ", "sh", "test_examples.py continues one run by all three launchers"),
     (r"assert_same_run\(", "python", "integration/test_equivalence.py runs it, for a minute"),
     ("sbatch |srun |scontrol |scancel |squeue ", "sh", "needs Slurm; system/slurm runs the script"),
     ("kubectl |docker ", "sh", "needs a cluster or an image; system/kubernetes runs the Job"),
@@ -60,7 +61,7 @@ NOT_RUN = (
 SHORTER = (
     (r"(--nproc-per-node[ =])\d+", r"\g<1>2"),
     (r"time\.sleep\(0\.1\)", "time.sleep(0.02)"),
-    (r"run\.epochs\(20\)", "run.epochs(5)"),
+    (r"run\.epochs\(20\)", "run.epochs(3)"),
 )
 SECOND_TERMINAL = re.compile(r"(second|another) terminal", re.IGNORECASE)
 COMMANDS = r"(?:elastic-resume|pip|srun|sbatch|make|python|torchrun|kubectl|docker|export|cp|git) "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import os
 import re
 import subprocess
@@ -11,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import launch_ranks
 from tests.support.paths import ROOT
 
-pytest.importorskip(
-    "sklearn", reason="the digits come from scikit-learn (pip install elastic-resume[examples])"
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("sklearn") is None,
+    reason="the digits come from scikit-learn (pip install elastic-resume[examples])",
 )
 
 EXAMPLES = ROOT / "examples"
@@ -53,36 +56,41 @@ def test_example_pair_differs_by_few_lines(plain: str, elastic: str) -> None:
     assert len(added) < len(changes) - len(added)
 
 
+def run_two_ranks(example: str, *words: str) -> str:
+    """Return the output of rank 0 of two, of which only rank 0 prints."""
+    first, second = launch_ranks.run_ranks(2, EXAMPLES / example, *words)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert second.stdout == ""
+    return first.stdout
+
+
 @pytest.mark.cluster
-@pytest.mark.parametrize(("launcher", "seed"), [(PYTHON, "0"), (TORCHRUN, "1")], ids=["python", "torchrun"])
-def test_digits_example_learns_under_launcher(launcher: list[str], seed: str, tmp_path: Path) -> None:
-    """Without a warning. Of two workers only rank 0 prints."""
-    output = run(launcher, "digits_ddp.py", "--seed", seed, cwd=tmp_path)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_plain_digits_example_learns(world_size: int, tmp_path: Path) -> None:
+    """Alone without a warning, and on two ranks."""
+    if world_size == 1:
+        output = run(PYTHON, "digits_ddp.py", "--seed", "0", cwd=tmp_path)
+    else:
+        output = run_two_ranks("digits_ddp.py", "--seed", "1")
     assert accuracy(output) >= 95
     assert len(output.splitlines()) == 11
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize(
-    ("launcher", "example"),
-    [(PYTHON, "char_lm.py"), (TORCHRUN, "char_lm_ddp.py")],
-    ids=["python", "torchrun"],
-)
-def test_character_example_learns_under_launcher(launcher: list[str], example: str, tmp_path: Path) -> None:
+def test_character_example_learns(tmp_path: Path) -> None:
     """Fewer bits than the 7 of a uniform guess; tied weights, and a GPU where there is one."""
-    lines = run(launcher, example, "--characters", "30000", "--epochs", "2", cwd=tmp_path).splitlines()
-    if example == "char_lm.py":
-        first, second, last = (float(line.split()[-4]) for line in lines)
-        assert 7 > first > second == last
-    else:
-        assert float(lines[-1].split()[0]) < 7
+    words = ["--characters", "30000", "--epochs", "2"]
+    lines = run(PYTHON, "char_lm.py", *words, cwd=tmp_path).splitlines()
+    first, second, last = (float(line.split()[-4]) for line in lines)
+    assert 7 > first > second == last
+    assert float(run_two_ranks("char_lm_ddp.py", *words).splitlines()[-1].split()[0]) < 7
 
 
 @pytest.mark.cluster
 def test_launchers_continue_the_run_of_each_other(tmp_path: Path) -> None:
-    """Four epochs by python, three by torchrun, three by elastic-resume: one training of ten."""
+    """Epochs by python, torchrun, python again and elastic-resume: one training of ten."""
     lines: list[str] = []
-    for launcher, epochs in ((PYTHON, 4), (TORCHRUN, 7), (ELASTIC, 10)):
+    for launcher, epochs in ((PYTHON, 3), (TORCHRUN, 5), (PYTHON, 7), (ELASTIC, 10)):
         output = run(launcher, "digits.py", "--epochs", str(epochs), cwd=tmp_path)
         lines += output.splitlines()[:-1]  # of rank 0 alone
     assert [line.split(":")[0] for line in lines] == [f"epoch {number}" for number in range(1, 11)]

@@ -138,7 +138,7 @@ def test_script_behaves_the_same_plain_cold_and_warm(warm: RunningForkServer, tm
     """Processes, DataLoader workers, torch.compile, threads, streams, signals, and the exit."""
     out, err, chance = [], [], tmp_path / "chance"
     for exit_code, stdout, stderr in run_three_ways(
-        tmp_path, warm, str(MIRROR), str(chance), "7", stdin="some text\n"
+        tmp_path, warm, str(MIRROR), str(chance), "7", "compile", stdin="some text\n"
     ):
         assert exit_code == 7, stderr
         out.append(stdout)
@@ -407,6 +407,7 @@ def test_unsafe_or_failing_preload_is_left_out(
     for name, body in bodies.items():
         (tmp_path / f"{name}.py").write_text(body)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("OMP_NUM_THREADS")  # with one thread there is no pool
     warm = start_own(*bodies)
     failed = "the fork server cannot import failing, so it is left out: ZeroDivisionError: division by zero"
     wait_for(lambda: failed in caplog.messages, "a log line about the failing import", 120)

@@ -28,9 +28,12 @@ pytestmark = pytest.mark.slow
 
 # Trains ten steps; before each `run.step()` it writes the digests of the state.
 TRAIN = """
-import json, sys, torch
+import json, os, sys, torch
 import elastic_resume as er
+from elastic_resume import failpoints
 from elastic_resume.state import state_dict as state
+os.environ["ELASTIC_RESUME_FAILPOINTS"] = sys.argv[2]  # in the environment of its start it would start cold
+failpoints.arm()
 torch.manual_seed(1)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
 optimizer = torch.optim.AdamW(model.parameters())
@@ -87,9 +90,8 @@ def test_worker_killed_during_copy_leaves_whole_snapshot(
         constants.ENV_COMMITTER: server.socket_name,
         constants.ENV_CKPT_DIR: str(tmp_path),
         constants.ENV_RUN_ID: "job",
-        constants.ENV_FAILPOINTS: f"snapshot.{point}=kill@6",
     }
-    (end,) = launch_ranks.run_ranks(1, script, str(digests_file), env=[env])
+    (end,) = launch_ranks.run_ranks(1, script, str(digests_file), f"snapshot.{point}=kill@6", env=[env])
     assert end.returncode == -signal.SIGKILL, end.stderr
     memory = SlotClient(server.socket_name, 0, is_local_leader=True)
     newest = memory.find_newest()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -266,21 +265,3 @@ def test_wrong_argument_is_one_line_and_deterministic_failure_event(tmp_path: Pa
     assert len(without_leaks(done.stderr).splitlines()) == 1
     failure = next(events.read(log))
     assert (failure["event"], failure["deterministic"], failure["type"]) == ("failure", True, "ConfigError")
-
-
-def test_script_resumes_across_python_and_torchrun(tmp_path: Path) -> None:
-    """Python saves, torchrun with two ranks resumes from it, then python again."""
-    env = launch_ranks.rank_environment(0, 1, 0)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        env.pop(name)
-    env["ELASTIC_RESUME_CKPT_DIR"] = str(tmp_path)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    steps = 0
-    for command in ([sys.executable], torchrun, [sys.executable]):
-        steps += 4
-        done = subprocess.run(
-            [*command, str(PROBE), "plain", str(steps)], env=env, capture_output=True, text=True, check=False
-        )
-        (end,) = read_results([done])
-        assert end["step"] == steps
-        assert end["hooks"] == ([steps - 4] if steps > 4 else [])

@@ -42,7 +42,8 @@ class Agents:
         """Start one agent; cold by default, because most scripts here do not import torch."""
         command = [*RUN, *words]
         ours = {"ELASTIC_RESUME_NODE_NAME": node, "ELASTIC_RESUME_NO_WARM": "0" if warm else "1"}
-        env = {**os.environ, **ours, **environ}
+        shared = {"PYTHONUNBUFFERED": "1"}  # as for the nodes of `Cluster`: one fork server serves both
+        env = {**os.environ, **shared, **ours, **environ}
         with open(self.directory / f"{node}.log", "ab") as output:
             process = fork_server.start(command, env, output, cwd=self.directory) or subprocess.Popen(
                 command, cwd=self.directory, stdout=output, stderr=subprocess.STDOUT, env=env

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,7 +28,12 @@ INTERNAL = {
     "TargetUnavailableError",
     "_StaleCacheError",
 }
-NODES = [node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+
+
+@functools.cache
+def list_nodes() -> list[ast.AST]:
+    """Return all nodes of the package's syntax trees: two seconds that collecting tests should not take."""
+    return [node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
 
 
 def iter_names(nodes: list[ast.expr]) -> Iterator[str]:
@@ -39,7 +45,7 @@ def iter_names(nodes: list[ast.expr]) -> Iterator[str]:
 
 def find_exception_classes() -> set[str]:
     """Return the names of all classes of the package that derive from an exception, directly or not."""
-    bases = {n.name: set(iter_names(n.bases)) for n in NODES if isinstance(n, ast.ClassDef)}
+    bases = {n.name: set(iter_names(n.bases)) for n in list_nodes() if isinstance(n, ast.ClassDef)}
     built_in = {
         n for n, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, BaseException)
     }
@@ -51,7 +57,9 @@ def find_exception_classes() -> set[str]:
 
 def test_every_error_that_reaches_users_is_exported() -> None:
     """The failures of the pytest plugin's assertions are exported by elastic_resume.testing."""
-    raised = {n for node in NODES if isinstance(node, ast.Raise) and node.exc for n in iter_names([node.exc])}
+    raised = {
+        n for node in list_nodes() if isinstance(node, ast.Raise) and node.exc for n in iter_names([node.exc])
+    }
     classes = find_exception_classes()
     assert {"CorruptError", "PeerFailedError", "TriggerError"} <= raised & classes
     for_users = classes - INTERNAL
@@ -63,13 +71,13 @@ def test_internal_exceptions_are_caught() -> None:
     """A name that no handler mentions would reach the user."""
     caught = {
         name
-        for node in NODES
+        for node in list_nodes()
         if isinstance(node, ast.ExceptHandler) and node.type
         for name in iter_names([node.type])
     }
     checked = {
         name
-        for node in NODES
+        for node in list_nodes()
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance"
         for name in iter_names(node.args[1:])
     }
@@ -79,7 +87,7 @@ def test_internal_exceptions_are_caught() -> None:
 
 def test_every_exported_error_is_raised_and_documented() -> None:
     """The docstring has a second paragraph with the condition and the remedy; the overview has the name."""
-    used = {name for node in NODES if isinstance(node, ast.Call) for name in iter_names([node.func])}
+    used = {name for node in list_nodes() if isinstance(node, ast.Call) for name in iter_names([node.func])}
     for name in errors.__all__:
         kind = getattr(errors, name)
         assert issubclass(kind, ElasticResumeError)

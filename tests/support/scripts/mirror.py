@@ -66,7 +66,8 @@ def facts() -> dict[str, Any]:
     import torch  # noqa: PLC0415
 
     main = sys.modules["__main__"]
-    compiled = torch.compile(lambda x: x * 2 + 1, backend="eager")
+    # Its imports take each cold process two seconds, so test_forkserver.py alone asks for it.
+    compiled = torch.compile(lambda x: x * 2 + 1, backend="eager") if "compile" in sys.argv else abs
     return {
         "main": {
             name: repr(getattr(main, name)) for name in ("__name__", "__file__", "__package__", "__spec__")

@@ -183,11 +183,14 @@ def test_tests_run_from_the_sdist(archives: tuple[Path, Path], tmp_path: Path) -
         archive.extractall(tmp_path, filter="data")
     [tree] = tmp_path.iterdir()
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    pytest_words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    call([*pytest_words, "--collect-only", "tests"], tree, env=env)
-    call(
-        [*pytest_words, "tests/unit/policy/test_restart.py", "tests/unit/test_architecture.py"], tree, env=env
+    # Rewriting the assertions of all modules would take most of the time.
+    options = ["-q", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    passed = call(
+        [sys.executable, "-m", "pytest", *options, "tests", "-k", "test_restart.py or test_architecture.py"],
+        tree,
+        env=env,
     )
+    assert re.search(r"\d\d passed, \d{4} deselected", passed), passed
 
 
 def test_metadata_is_accepted_by_the_index(
@@ -227,8 +230,6 @@ def test_installed_wheel_continues_after_a_killed_worker(environment: Environmen
     assert int(first) == 0
     assert int(second) in {4, 5}, "the copy of step 5 may not have been complete"
     assert "end at step 16" in output
-    again = environment.call(*run, cwd=tmp_path)
-    assert re.findall(rf"begin at step (\d+) in {where}", again) == ["16"]
     report = environment.call("elastic-resume", "report", "--json", "checkpoints/train", cwd=tmp_path)
     assert json.loads(report)
     environment.call("elastic-resume", "report", "--html", "page.html", "checkpoints/train", cwd=tmp_path)

@@ -69,12 +69,17 @@ ONLY_IN_SCENARIOS = {"spares-prove-deaths", "no-grace-after-leaving", "announcem
 """Mutations that random schedules do not find; scenarios do."""
 
 
+SEARCHED_FIRST = {"currency-from-receipt": 680, "late-refusal-proves-death": 1260}
+"""Seeds shortly before the first that found a rare mutation; the search goes round all 2000 from there."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mutation", sorted(BUGS.keys() - ONLY_IN_SCENARIOS))
 def test_mutation_is_found_within_2000_schedules(mutation: str) -> None:
     """Each bug that was fixed comes back without its fix, and a checker reports it."""
+    first = SEARCHED_FIRST.get(mutation, 0)
     with apply_mutation(mutation):
-        assert any(run_seed(seed).violations for seed in range(2000))
+        assert any(run_seed(seed).violations for seed in (*range(first, 2000), *range(first)))
 
 
 @pytest.mark.parametrize("rule", BROKEN_RULES)

@@ -141,7 +141,7 @@ def test_random_text_as_a_view_raises_only_protocol_errors(text: str) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=1000)
+@settings(max_examples=CASES)
 @given(json_values, json_values, json_values)
 def test_handshake_of_random_json_raises_only_protocol_errors(
     version: object, nonce: object, proof: object
@@ -380,7 +380,7 @@ steps = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=1000)
+@settings(max_examples=CASES)
 @given(st.integers(0, 1), steps)
 def test_no_message_of_an_authenticated_peer_makes_the_state_machine_fail(
     place: int, said: list[tuple[int, Header, Message, float, int]]
