@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from elastic_resume import events
+from elastic_resume import constants, events
 from tests.support.paths import SCRIPTS
 
 pytestmark = pytest.mark.cluster
@@ -38,7 +38,10 @@ def run(way: str, directory: Path, *words: str, code: int = 0) -> subprocess.Com
     """Run a job of two workers in ``directory``; return what it printed."""
     directory.mkdir(exist_ok=True)
     command = [*WAYS[way], "--nproc-per-node=2", "--max-restarts=0", *words]
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=200)
+    env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {constants.ENV_LOG_LEVEL: "DEBUG"}
+    done = subprocess.run(
+        command, cwd=directory, env=env, capture_output=True, text=True, check=False, timeout=200
+    )
     assert done.returncode == code, done.stderr
     return done
 
@@ -60,6 +63,7 @@ def test_script_behaves_the_same_warm_cold_and_under_torchrun(tmp_path: Path) ->
         facts[way] = [json.loads(text.splitlines()[0]) for text in out]
         if way == "warm":
             assert "starts cold" not in done.stderr
+            assert "the fork server is a new process" not in done.stderr  # but a fork of the agent
         for rank, seen in enumerate(facts[way]):
             seen["cwd"] = seen["cwd"].replace(way, "")
             environ = seen.pop("environ")

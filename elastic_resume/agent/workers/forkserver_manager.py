@@ -125,8 +125,10 @@ class PreforkedServer:
         Return None if variables have changed that only a new process reads.
         """
         environ = forkserver.read_environment()
-        control = self._control
-        if control is None or forkserver.list_differing_variables(self._environ, environ):
+        control, differing = self._control, forkserver.list_differing_variables(self._environ, environ)
+        if differing:
+            logger.debug("the fork server is a new process, which reads %s anew.", ", ".join(differing))
+        if control is None or differing:
             return None
         self._control = None
         control.sendall(json.dumps({**spec, "environ": environ}).encode() + b"\n")
