@@ -145,8 +145,12 @@ class NodeDir:
     def ensure_free_space(self, bytes_needed: int) -> None:
         """Raise MachineError if a file cannot be created here, or ``bytes_needed`` are not free."""
         probe = self.path / temporary_name("probe")
-        self._disk.write_atomic(probe, b"probe")
-        self._disk.unlink(probe)
+        descriptor = self._disk.create(probe)  # without fsync, which each restart would wait for
+        try:
+            self._disk.write(descriptor, b"probe", probe)
+        finally:
+            self._disk.close(descriptor, probe)
+            self._disk.unlink(probe)
         with translate_os_errors("read", self.path):
             free = resources.free_disk_bytes(self.path, os.environ)
         if free < bytes_needed:

@@ -23,6 +23,8 @@ from torch import Tensor
 from elastic_resume.errors import CorruptError
 from elastic_resume.state.state_dict import view_bytes
 
+# Most values fit, so that one collective suffices. On busy nodes each costs milliseconds, whatever its size.
+FIRST_GATHER_BYTES = 1024
 MAX_JSON_BYTES = 256 * 1024 * 1024  # the manifest of a model with a million tensors
 # A large state is read and sent between two collectives. A dead peer closes its connection, so this bounds
 # only a peer that hangs.
@@ -75,15 +77,21 @@ class Collectives:
         if self._group is None:
             return [json.loads(json.dumps(value))]
         own = json.dumps(value, separators=(",", ":")).encode()
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(own)]), group=self._group)
-        longest = max(int(size) for size in sizes)
+        framed = len(own).to_bytes(8, "big") + own
+        rows = self._gather_bytes(framed, FIRST_GATHER_BYTES)
+        sizes = [int.from_bytes(row[:8], "big") for row in rows]
+        longest = max(sizes)
         _check_json_size(longest)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        if 8 + longest > FIRST_GATHER_BYTES:
+            rows = self._gather_bytes(framed, 8 + longest)
+        return [_parse_json(row[8 : 8 + size]) for row, size in zip(rows, sizes, strict=True)]
+
+    def _gather_bytes(self, own: bytes, size: int) -> list[bytes]:
+        """Return the first ``size`` bytes of each rank's ``own``, which zeros complete."""
+        padded = torch.frombuffer(bytearray(own[:size].ljust(size, b"\0")), dtype=torch.uint8)
+        rows = [torch.empty(size, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(rows, padded, group=self._group)
-        return [_parse_json(view_bytes(row)[: int(size)]) for row, size in zip(rows, sizes, strict=True)]
+        return [bytes(view_bytes(row)) for row in rows]
 
     def broadcast_json(self, value: Any, source_rank: int) -> Any:
         """Return the ``value`` of ``source_rank`` on every rank, up to MAX_JSON_BYTES."""
@@ -156,7 +164,7 @@ def _check_json_size(size: int) -> None:
         raise CorruptError(f"a rank announced {size} bytes of JSON; 1 to {MAX_JSON_BYTES} are allowed.")
 
 
-def _parse_json(data: memoryview) -> Any:
+def _parse_json(data: bytes | memoryview) -> Any:
     try:
         return json.loads(bytes(data))
     except ValueError as error:

@@ -87,6 +87,8 @@ def restore(
 ) -> ResumeResult:
     """Bring the tracked objects of all ranks to the newest state that any node holds.
 
+    The caller calls `record_generation` before the first step.
+
     Raises:
         NoValidCheckpointError: checkpoints exist and none can be loaded.
         MismatchError: the objects do not fit the checkpoint, or ranks built different ones.
@@ -96,16 +98,26 @@ def restore(
 
     """
     started_at = time.monotonic()
-    flat = context.run_on_all_ranks(lambda: state_dict.flatten(tracked))
-    disk_error = _check_disk_space(context, node_dir, flat, tracked)
-    inventories = _gather_inventories(context, node_dir, progress_page)
+    disk_error: MachineError | None = None
+
+    def take_inventory() -> Any:
+        nonlocal disk_error
+        flat = state_dict.flatten(tracked)
+        if not context.is_local_leader:
+            return None
+        disk_error = _check_disk_space(context, node_dir, flat, tracked)
+        generation = node_dir.read_generation()
+        return inventory.to_json(inventory.list_snapshots_and_checkpoints(context, progress_page, generation))
+
+    gathered = context.gather_results(take_inventory)
+    inventories = [inventory.from_json(encoded) for encoded in gathered if encoded is not None]
     mode = context.settings.resume
     failpoints.hit("resume.planned")
     while True:
         plan = resume_plan.choose_resume_plan(inventories, mode)
         if plan.kind == "cold":
             context.run_on_all_ranks(lambda: raise_if_set(disk_error))
-            _broadcast_rank_0_state(context, flat, tracked)
+            _broadcast_rank_0_state(context, state_dict.flatten(tracked), tracked)
             flat = context.run_on_all_ranks(lambda: state_dict.flatten(tracked))
             manifest, on_disk = None, False
             break
@@ -121,7 +133,6 @@ def restore(
         _close_attempt(context, attempt, failures)
         inventories = _exclude_failed_copies(context, plan, inventories, failures)
     failpoints.hit("resume.loaded")
-    context.run_on_all_ranks(lambda: _record_generation(context, node_dir, plan))
     earlier_command = _find_earlier_command(plan, inventories) if mode != "never" else None
     if disk_error is not None and manifest is not None:
         logger.warning(
@@ -132,20 +143,6 @@ def restore(
     return ResumeResult(plan, manifest, flat, nodes, duration_s, on_disk, earlier_command)
 
 
-def _gather_inventories(
-    context: RankContext, node_dir: NodeDir, progress_page: ProgressPage
-) -> list[Inventory]:
-    own = context.run_on_all_ranks(
-        lambda: (
-            inventory.list_snapshots_and_checkpoints(context, progress_page, node_dir.read_generation())
-            if context.is_local_leader
-            else None
-        )
-    )
-    encoded_by_rank = context.collectives.gather(inventory.to_json(own) if own else None)
-    return [inventory.from_json(encoded) for encoded in encoded_by_rank if encoded is not None]
-
-
 def _check_disk_space(
     context: RankContext, node_dir: NodeDir, flat: FlatState, tracked: Mapping[str, Any]
 ) -> MachineError | None:
@@ -153,13 +150,12 @@ def _check_disk_space(
 
     The error prevents a cold start only. A job with saved state continues: that state may be in memory alone.
     """
-    if context.is_local_leader:
-        size = estimate_state_bytes(flat, tracked)
-        present = sum(not entry.is_link for entry in context.catalog.list_entries())
-        try:
-            node_dir.ensure_free_space(size * max(1, context.settings.keep + 1 - present))
-        except MachineError as error:
-            return error
+    size = estimate_state_bytes(flat, tracked)
+    present = sum(not entry.is_link for entry in context.catalog.list_entries())
+    try:
+        node_dir.ensure_free_space(size * max(1, context.settings.keep + 1 - present))
+    except MachineError as error:
+        return error
     return None
 
 
@@ -186,7 +182,7 @@ def _count_optimizer_tensors(group: Mapping[str, Any]) -> int:
     return 2
 
 
-def _record_generation(context: RankContext, node_dir: NodeDir, plan: ResumePlan) -> None:
+def record_generation(context: RankContext, node_dir: NodeDir, plan: ResumePlan) -> None:
     """Make the generation durable on this node before its first step."""
     if context.is_local_leader:
         node_dir.persist_generation(plan.generation)

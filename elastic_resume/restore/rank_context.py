@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from elastic_resume import constants
 from elastic_resume.checkpoint import reader
@@ -57,13 +57,12 @@ class RankContext:
         """Return the directory from which this node reads ``copy``."""
         return self.run_dir / copy.owner_node / reader.checkpoint_name(copy.generation, copy.step)
 
-    def check_node_names_unique(self, directory_id: str) -> None:
+    def check_node_names_unique(self, ids: Sequence[str]) -> None:
         """Raise if two ranks have the same node name and different directories under it.
 
         Two hosts named "localhost" that have separate disks would both take the lock, and neither would see
-        the other's checkpoints. ``directory_id`` is the random id in this node's directory.
+        the other's checkpoints. ``ids`` are the random ids in the nodes' directories, by rank.
         """
-        ids = self.collectives.gather(directory_id)
         for rank, node in enumerate(self.node_by_rank):
             first = self.local_leader_by_node[node]
             if ids[rank] != ids[first]:
@@ -83,22 +82,29 @@ class RankContext:
         The other ranks raise too, because they would otherwise wait for the failed one in their next
         collective.
         """
+        results: list[T] = []
+        self.gather_results(lambda: results.append(action()))
+        return results[0]
+
+    def gather_results(self, action: Callable[[], Any]) -> list[Any]:
+        """Run ``action`` as `run_on_all_ranks` does; return the results of all ranks, which are JSON."""
         failure: ElasticResumeError | None = None
-        result: T | None = None
+        result = None
         try:
             result = action()
         except ElasticResumeError as error:
             failure = error
-        failures = self.collectives.gather([str(failure), failure.is_deterministic] if failure else None)
+        encoded = [str(failure), failure.is_deterministic] if failure else None
+        outcomes = self.collectives.gather([result, encoded])
         if failure is not None:
             raise failure
-        for rank, failed in enumerate(failures):
+        for rank, (_, failed) in enumerate(outcomes):
             if failed is not None:
                 text = f"rank {rank} on node {self.node_by_rank[rank]} cannot continue: {failed[0]}"
                 peer_failure = ElasticResumeError(text)
                 peer_failure.is_deterministic = bool(failed[1])
                 raise peer_failure
-        return result  # type: ignore[return-value]
+        return [result for result, _ in outcomes]
 
 
 def raise_if_set(error: ElasticResumeError | None) -> None:
@@ -135,8 +141,9 @@ class CommitterConnection:
         self._committer: CheckpointCommitter | None = None
         own = os.environ.get(constants.ENV_COMMITTER, "") if constants.ENV_AGENT_PID in os.environ else ""
         starts_committer = not own and context.is_local_leader
-        own = context.run_on_all_ranks(lambda: self._start_committer(context) if starts_committer else own)
-        socket_names = context.collectives.gather(own)
+        socket_names = context.gather_results(
+            lambda: self._start_committer(context) if starts_committer else own
+        )
         name = socket_names[context.local_leader_by_node[context.node]]
         try:
             self.slot_client = context.run_on_all_ranks(

@@ -69,14 +69,6 @@ class Run:
         """Restore the state; see `er.resume`."""
         self._context = context
         self._bucket_order = BucketOrder()
-        seed = options.seed if options.seed is not None else _broadcast_seed(context)
-        self._random_numbers = rng.RandomNumbers(options.rng, seed, context.collectives.rank)
-        self._tracked = tracked = {
-            **tracked,
-            "elastic_resume.buckets": self._bucket_order,
-            "elastic_resume.seed": self._random_numbers,
-            coordinator.PARAMETERS: ParameterOrder(tracked),
-        }
         self._drain_request = worker_exit.DrainRequest()
         self._start_hooks: list[Callable[[], object]] | None = []  # None after the hooks have run
         self._closed = False
@@ -91,8 +83,15 @@ class Run:
         self._node_dir = context.run_on_all_ranks(lambda: open_node_dir(context))
         connection: CommitterConnection | None = None
         try:
-            context.check_node_names_unique(context.run_on_all_ranks(self._node_dir.read_identity))
-            page = context.run_on_all_ranks(lambda: ProgressPage(context.node_dir / constants.PROGRESS_FILE))
+            page, seed = self._open_page(context)
+            seed = options.seed if options.seed is not None else seed
+            self._random_numbers = rng.RandomNumbers(options.rng, seed, context.collectives.rank)
+            self._tracked = tracked = {
+                **tracked,
+                "elastic_resume.buckets": self._bucket_order,
+                "elastic_resume.seed": self._random_numbers,
+                coordinator.PARAMETERS: ParameterOrder(tracked),
+            }
             connection = self._committer_connection = CommitterConnection(context)
             context.slot_client = connection.slot_client
             result = coordinator.restore(context, self._node_dir, page, tracked)
@@ -118,10 +117,26 @@ class Run:
         )
         self._snapshot_scheduler.reserve_memory(coordinator.estimate_state_bytes(result.flat_state, tracked))
         # Wait for all ranks: no rank may step before its local leader has scheduled snapshots.
-        context.run_on_all_ranks(lambda: None)
+        context.run_on_all_ranks(lambda: coordinator.record_generation(context, self._node_dir, result.plan))
         worker_exit.set_generation(generation=self.generation, read_step=lambda: self.position.step)
         self._untracked_check = UntrackedOptimizerCheck(self._tracked) if self.rank == 0 else None
         self._start_generation(result)
+
+    def _open_page(self, context: RankContext) -> tuple[ProgressPage, int]:
+        """Open the node's progress page, and check the names of the nodes; also return rank 0's seed.
+
+        Scripts may have given torch.manual_seed different numbers on each rank.
+        """
+        pages: list[ProgressPage] = []
+
+        def open_page() -> tuple[str, int]:
+            pages.append(ProgressPage(context.node_dir / constants.PROGRESS_FILE))
+            seed = torch.initial_seed()  # 64 bits, unsigned
+            return self._node_dir.read_identity(), seed if seed < 1 << 63 else seed - (1 << 64)
+
+        results = context.gather_results(open_page)
+        context.check_node_names_unique([identity for identity, _ in results])
+        return pages[0], int(results[0][1])
 
     # ---- position and size ---------------------------------------------------------------------------
 
@@ -483,12 +498,6 @@ def _skip_next_reduction(wrapped: DistributedDataParallel) -> None:
 
     wrapped.require_backward_grad_sync = False
     hook = wrapped.register_forward_hook(restore_reduction)
-
-
-def _broadcast_seed(context: RankContext) -> int:
-    """Return rank 0's seed; scripts may have given torch.manual_seed different numbers on each rank."""
-    seed = torch.initial_seed()  # 64 bits, unsigned
-    return int(context.collectives.broadcast_json(seed if seed < 1 << 63 else seed - (1 << 64), 0))
 
 
 def _refuse_unknown_keywords(function: Callable[P, Run]) -> Callable[P, Run]:
