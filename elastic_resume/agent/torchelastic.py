@@ -73,9 +73,9 @@ TORCH_RENDEZVOUS_KEYS = frozenset({
 })  # fmt: skip
 # torchelastic requires a number, and passes it to workers as TORCHELASTIC_MAX_RESTARTS.
 UNLIMITED_RESTARTS = 1_000_000
-# How often torchelastic polls its workers and asks for a new round. torchrun's 0.1 s would be a tenth of a
-# restart; 0.03 s costs the agent 0.3 % of a core.
-MONITOR_INTERVAL_S = 0.03
+# How often torchelastic polls its workers and asks for a new round. A restart waits for it on the node that
+# failed, then on the others. 0.015 s costs the agent 0.6 % of a core.
+MONITOR_INTERVAL_S = 0.015
 LAUNCHER_SHIM_PATH = Path(__file__).parent / "workers" / "launcher_shim.py"
 
 
