@@ -101,6 +101,8 @@ class Admission:
         follower = self.peers.by_node.get(sender.node)
         if follower and follower.incarnation != sender:
             former.add(follower.incarnation)
+        if not former:
+            return False
         for incarnation in former:
             peer = self.peers.by_incarnation.get(incarnation)
             if peer and peer.disconnected_at is None and incarnation not in hello.quorum_state.dead:
@@ -590,7 +592,7 @@ class Leader:
         state, newest = self.state, self.state.quorum_state.installed
         if newest is None or self.view_change.pending:
             return False
-        # Called for every message, so look at the members one by one: the first has nearly always not finished.
+        # This runs for every message. Nearly always the first member has not finished, so look no further.
         if not all(self._has_finished_or_is_absent(member, newest.generation) for member in newest.members):
             return False
         finished = {peer.incarnation: peer.finished_generation for peer in self.peers}
