@@ -1,20 +1,24 @@
-"""Time for many members to form a view, to notice a loss and to form the next view, over local TCP.
+"""Time for many members to form a view, to notice a loss and to form the next view.
 
-All members of a measurement live in one process, on one event loop. So one core does the work of a leader
-with a thousand members and that of the members too. Times are an upper bound for a real job, in which only
-the leader's part grows with the number of members.
+"simulated time": each member has a machine of its own, and so the leader's processor is what limits the job;
+see `rendezvous_simulated.py`. A first view waits for one second in any case, because another one may run.
+
+"one process": all members live in one process, on one event loop, over local TCP. So one core does the work
+of a leader with a thousand members and that of the members too. Times are an upper bound for a real job.
 
 "begin" is from the start of the first member until the last one has a view. A loss is a member, or the
 leader, whose sockets close at once (as when its process is killed), or one that stays connected and sends
-nothing more. "told" is from then until the last survivor knows that the view has ended, "begun" until the
-last has the next view; survivors join at once. Detection is part of both: a closed connection is tried again
-and must be refused, and an unreachable member must be so for the node timeout.
+nothing more. "told" is from then until the last survivor knows that the view has ended, "begun" or "started"
+until the last has the next view; survivors join at once. Detection is part of both: a closed connection is
+tried again and must be refused, and an unreachable member must be so for the node timeout.
 
 Each member makes the view durable before it starts. "disk": it writes a file and syncs it, all members to one
 disk, where real nodes have one each. "memory": it does not. Stock is torchelastic's c10d rendezvous with a
 process for each member. All join at once: twice with as many members as permitted, so that there is no
 last-call timeout, and once without one that was killed. Stock does not notify members of a loss; here they
 know it at once.
+
+To measure another state of the code with this file, set PYTHONPATH to a checkout of that state.
 """
 
 from __future__ import annotations
@@ -24,10 +28,7 @@ import asyncio
 import collections
 import contextlib
 import gc
-import heapq
-import itertools
 import json
-import math
 import multiprocessing
 import os
 import queue
@@ -39,34 +40,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
+from rendezvous_simulated import simulate
 
-from elastic_resume.rendezvous.core.events import (
-    Connect,
-    Disconnect,
-    Effect,
-    Event,
-    MessageReceived,
-    PeerConnected,
-    PeerDisconnected,
-    Persist,
-    Persisted,
-    PersistentState,
-    Send,
-    Settings,
-    StartWorkers,
-    StopWorkers,
-    Tick,
-)
-from elastic_resume.rendezvous.core.leader import Leader
+from elastic_resume.rendezvous.core.events import Effect, PersistentState, Settings, StartWorkers, StopWorkers
 from elastic_resume.rendezvous.core.messages import JoinRequest, JoinSpec
-from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.quorum import Incarnation
 from elastic_resume.rendezvous.net import protocol
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
@@ -79,13 +63,6 @@ STOCK_LIMIT_S = 300.0
 WORKERS = 8
 WRITERS = 6
 TOKEN = b"benchmark"
-CANDIDATES = 3
-MANY_MEMBERS = 1000
-"""With more members the simulated node timeout is 30 s, or heartbeats alone would take all of a core."""
-LATENCY_S = 1e-4
-DISK_S = 2e-3
-EFFECTS_AT_ONCE = 64
-"""Sends that a simulated node makes before others run: 10,000 large lines would fill the memory."""
 LOSSES = [("member closed", 0.5, False), ("leader closed", 0.0, False), ("member silent", 0.4, True)]
 """The name of a loss, its relative rank, and whether the member stays connected."""
 ROWS = [
@@ -108,6 +85,22 @@ ROWS = [
     ("  bytes", ("member closed", "kilobytes"), "kB"),
     ("heartbeats per member and second", ("steady", "beats_per_s"), ""),
     ("cores busy with heartbeats", ("steady", "cores"), ""),
+]
+SIMULATED_ROWS = [
+    ("start to all joined", ("forming", "joined_s"), "s"),
+    ("all joined to all started", ("forming", "started_s"), "s"),
+    ("  of that, the leader's processor", ("forming", "started_cpu_s"), "s"),
+    ("member closed: all told", ("member closed", "told_s"), "s"),
+    ("member closed: all started", ("member closed", "started_s"), "s"),
+    ("leader closed: all started", ("leader closed", "started_s"), "s"),
+    ("sent per member, forming", ("forming", "kilobytes"), "kB"),
+    ("sent per member, member closed", ("member closed", "kilobytes"), "kB"),
+    ("leader's cores for heartbeats", ("steady", "cores"), " "),
+    ("  for each heartbeat", ("steady", "beat_us"), "us"),
+    ("node timeout", ("forming", "node_timeout_s"), "s"),
+    ("a connection's socket", ("sockets", "connection_us"), "us"),
+    ("a message's socket", ("sockets", "message_us"), "us"),
+    ("a megabyte's socket", ("sockets", "megabyte_us"), "us"),
 ]
 
 
@@ -332,366 +325,6 @@ async def measure(members: int, directory: Path | None) -> dict[str, Any]:
     return said
 
 
-# ---- many members in simulated time --------------------------------------------------------------------
-
-
-class SimulatedEnd:
-    """One end of a simulated connection."""
-
-    def __init__(self, node: SimulatedNode, conn_id: int) -> None:
-        self.node = node
-        self.conn_id = conn_id
-        """The core's number; 0 for an accepted connection in the handshake."""
-        self.is_dialler = conn_id != 0
-        self.peer: SimulatedEnd | None = None
-        nonce = secrets.token_hex(32)
-        start = protocol.dial if self.is_dialler else protocol.accept
-        self.handshake = start(TOKEN, "benchmark", nonce)
-        self.signer: protocol.LineAuthenticator | None = None
-        self.verifier: protocol.LineAuthenticator | None = None
-        self.is_open = True
-
-
-class SimulatedNode:
-    """A node with its real state machine, codec, handshake and signatures; sockets and disk are simulated.
-
-    Its clock is the processor time that these take in this process, plus `SocketCosts`.
-    """
-
-    def __init__(self, job: SimulatedJob, index: int) -> None:
-        self.job = job
-        self.index = index
-        address = f"node{index:05}.cluster:29400"
-        self.join = JoinRequest(JoinSpec(address, WORKERS, index))
-        incarnation = Incarnation(
-            f"node{index:05}", secrets.token_hex(8), address, index if index < CANDIDATES else None
-        )
-        self.core = RendezvousNode(job.settings, incarnation, None, job.now)
-        self.ends: dict[int, SimulatedEnd] = {}
-        self.inbox: collections.deque[tuple[Callable[..., None], tuple[Any, ...]]] = collections.deque()
-        self.effects: collections.deque[Effect] = collections.deque()
-        self.is_scheduled = self.is_lost = False
-        self.now = job.now
-        """Until when it is busy."""
-        self.cpu_s = 0.0
-        self.tick_at = math.inf
-        self.accepted = 0
-        self.last_body: tuple[Any, bytes] = (None, b"")
-
-    def receive(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Queue an event that arrives now."""
-        self.inbox.append((call, arguments))
-        self.schedule()
-
-    def schedule(self) -> None:
-        """Have `run` called as soon as this node is not busy."""
-        if not self.is_scheduled and not self.is_lost:
-            self.is_scheduled = True
-            self.job.at(max(self.job.now, self.now), self.run)
-
-    def run(self) -> None:
-        """Handle one event, or carry out some effects of the last one."""
-        self.is_scheduled = False
-        if self.is_lost:
-            return
-        self.now = max(self.now, self.job.now)
-        self._started_at = time.thread_time()
-        if self.effects:
-            for _ in range(min(len(self.effects), EFFECTS_AT_ONCE)):
-                self._carry_out(self.effects.popleft())
-        elif self.inbox:
-            call, arguments = self.inbox.popleft()
-            call(*arguments)
-        self._charge(0.0)
-        if self.core.next_deadline < self.tick_at:
-            self.tick_at = self.core.next_deadline
-            self.job.at(max(self.now, self.tick_at), self._tick, self.tick_at)
-        if self.inbox or self.effects:
-            self.schedule()
-
-    def _charge(self, socket_s: float) -> None:
-        """Advance the clock by the processor time since the last call, and by that of a socket."""
-        until = time.thread_time()
-        spent = until - self._started_at + socket_s
-        self._started_at = until
-        self.now += spent
-        self.cpu_s += spent
-
-    def _tick(self, tick_at: float) -> None:
-        if tick_at == self.tick_at:
-            self.tick_at = math.inf
-            self.receive(self.handle, Tick())
-
-    def handle(self, event: Event) -> None:
-        """Pass an event to the state machine."""
-        self.effects.extend(self.core.handle(event, self.now))
-        if self.index == 0:
-            self.job.watch_leader(self)
-
-    def _carry_out(self, effect: Effect) -> None:
-        if isinstance(effect, Send):
-            end = self.ends.get(effect.conn_id)
-            if end and end.signer:
-                if self.last_body[0] is not effect.message:
-                    self.last_body = (effect.message, protocol.encode_body(effect.message))
-                line = end.signer.sign(protocol.encode_line(effect.header, self.last_body[1]))
-                self._send(end, line)
-        elif isinstance(effect, Connect):
-            self._dial(effect)
-        elif isinstance(effect, Disconnect):
-            end = self.ends.pop(effect.conn_id, None)
-            if end:
-                self.close(end)
-        elif isinstance(effect, Persist):
-            self.job.at(self.now + DISK_S, self.receive, self.handle, Persisted(effect.version))
-        elif isinstance(effect, StartWorkers):
-            self.job.note(self.job.started[effect.generation], self)
-        elif isinstance(effect, StopWorkers):
-            self.job.note(self.job.told[effect.generation], self)
-            self.receive(self.handle, self.join)
-
-    def _dial(self, effect: Connect) -> None:
-        target = self.job.nodes[int(effect.address[4:9])]
-        self._charge(self.job.costs.connection_s)
-        if target.is_lost:
-            refused = PeerDisconnected(effect.conn_id, "Connection refused", refused=True)
-            self.job.at(self.now + 2 * LATENCY_S, self.receive, self.handle, refused)
-            return
-        end, other = SimulatedEnd(self, effect.conn_id), SimulatedEnd(target, 0)
-        end.peer, other.peer = other, end
-        self.ends[effect.conn_id] = end
-        self.job.at(self.now + LATENCY_S, target.receive, target.accept, other)
-        self.job.at(self.now + 2 * LATENCY_S, self.receive, self._greet, end)
-
-    def accept(self, end: SimulatedEnd) -> None:
-        """Accept a connection."""
-        next(end.handshake)
-        self._charge(self.job.costs.connection_s)
-
-    def _greet(self, end: SimulatedEnd) -> None:
-        self._send(end, next(end.handshake))
-
-    def _send(self, end: SimulatedEnd, line: bytes) -> None:
-        """Send a line; it arrives after the latency of the network."""
-        self._charge(self.job.costs.message_s + len(line) * self.job.costs.byte_s)
-        peer = end.peer
-        self.job.bytes_sent[self.index] += len(line)
-        if peer and end.is_open:
-            self.job.at(self.now + LATENCY_S, peer.node.receive, peer.node.read, peer, line)
-
-    def read(self, end: SimulatedEnd, line: bytes) -> None:
-        """Handle a line that has arrived."""
-        self._charge(self.job.costs.message_s + len(line) * self.job.costs.byte_s)
-        if not end.is_open:
-            return
-        if end.verifier:
-            header, message = protocol.decode(end.verifier.verify(line[:-1]))
-            self.handle(MessageReceived(end.conn_id, header, message))
-            return
-        try:
-            self._send(end, end.handshake.send(line[:-1]))
-        except StopIteration as stop:
-            end.signer, end.verifier = stop.value.signer, stop.value.verifier
-            if stop.value.final_line:
-                self._send(end, stop.value.final_line)
-            if not end.is_dialler:
-                self.accepted -= 1
-                end.conn_id = self.accepted
-            self.ends[end.conn_id] = end
-            self.handle(PeerConnected(end.conn_id, "10.0.0.1" if end.is_dialler else ""))
-
-    def close(self, end: SimulatedEnd) -> None:
-        """Close a connection; the other end learns of it after the latency."""
-        end.is_open = False
-        if end.peer:
-            peer = end.peer
-            self.job.at(
-                max(self.now, self.job.now) + LATENCY_S, peer.node.receive, peer.node.see_closed, peer
-            )
-
-    def see_closed(self, end: SimulatedEnd) -> None:
-        """Report that the other end has closed a connection."""
-        if end.is_open:
-            end.is_open = False
-            self.ends.pop(end.conn_id, None)
-            self.handle(PeerDisconnected(end.conn_id, "closed"))
-
-    def fail(self) -> None:
-        """End this node, as if its process were killed."""
-        self.is_lost = True
-        for end in self.ends.values():
-            self.close(end)
-
-
-class SimulatedJob:
-    """All members with a machine each, in simulated time."""
-
-    def __init__(self, count: int, costs: SocketCosts, node_timeout_s: float) -> None:
-        self.costs = costs
-        candidates = tuple(f"node{index:05}.cluster:29400" for index in range(CANDIDATES))
-        self.settings = Settings(candidates=candidates, max_nodes=count, node_timeout_s=node_timeout_s)
-        self.now = 0.0
-        self.queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self.order = itertools.count()
-        self.started: dict[int, dict[int, float]] = collections.defaultdict(dict)
-        self.told: dict[int, dict[int, float]] = collections.defaultdict(dict)
-        self.bytes_sent: collections.Counter[int] = collections.Counter()
-        self.joined_at = 0.0
-        self.joined_cpu_s = 0.0
-        self.nodes = [SimulatedNode(self, index) for index in range(count)]
-        self.remaining = set(range(count))
-
-    def at(self, when: float, call: Callable[..., None], *arguments: Any) -> None:
-        """Call something at a time."""
-        heapq.heappush(self.queue, (when, next(self.order), call, arguments))
-
-    def note(self, times: dict[int, float], node: SimulatedNode) -> None:
-        """Note what a node knows now."""
-        times.setdefault(node.index, node.now)
-
-    def watch_leader(self, node: SimulatedNode) -> None:
-        """Note when all members have joined for the first time."""
-        role = node.core.role
-        if (
-            not self.joined_at
-            and isinstance(role, Leader)
-            and len(role.peers.by_incarnation) == len(self.nodes) - 1
-        ):
-            self.joined_at, self.joined_cpu_s = node.now, node.cpu_s
-
-    def run_until(self, is_over: Callable[[], bool]) -> None:
-        """Advance the time until a condition is true."""
-        limit = self.now + LIMIT_S
-        for count in itertools.count():
-            if count % 100 == 0 and is_over():
-                return
-            self.now, _, call, arguments = heapq.heappop(self.queue)
-            if self.now > limit:
-                raise SystemExit(
-                    f"not within {LIMIT_S:g} s of simulated time: {[len(x) for x in self.started.values()]}"
-                )
-            call(*arguments)
-
-    def wait_for_view(self, newer_than: int) -> int:
-        """Return the newest generation once all remaining members have started it."""
-
-        def all_started() -> bool:
-            newest = max(self.started, default=0)
-            return newest > newer_than and len(self.started[newest].keys() & self.remaining) == len(
-                self.remaining
-            )
-
-        self.run_until(all_started)
-        return max(self.started)
-
-    def measure(self) -> dict[str, Any]:
-        """Form a view, run it, lose a member, lose the leader."""
-        leader, successor = self.nodes[0], self.nodes[1]
-        for node in self.nodes:
-            self.at(0.0, node.receive, node.handle, Tick())
-            self.at(0.0, node.receive, node.handle, node.join)
-        generation = self.wait_for_view(0)
-        result: dict[str, Any] = {
-            "forming": {
-                "joined_s": self.joined_at,
-                "joined_cpu_s": self.joined_cpu_s,
-                "started_s": max(self.started[generation].values()) - self.joined_at,
-                "started_cpu_s": leader.cpu_s - self.joined_cpu_s,
-                "kilobytes": self.bytes_sent[0] / len(self.nodes) / 1e3,
-                "generations": generation,
-            }
-        }
-        start, cpu, until = self.now, leader.cpu_s, self.now + self.settings.node_timeout_s
-        self.run_until(lambda: self.now >= until)
-        beats = (self.now - start) / self.settings.heartbeat_interval_s * (len(self.nodes) - 1)
-        used = leader.cpu_s - cpu
-        result["steady"] = {"cores": used / (self.now - start), "beat_us": used / beats * 1e6}
-        for name, index, leading in (
-            ("member closed", len(self.nodes) // 2, leader),
-            ("leader closed", 0, successor),
-        ):
-            start, cpu, sent = self.now, leading.cpu_s, self.bytes_sent[leading.index]
-            self.nodes[index].fail()
-            self.remaining.discard(index)
-            before, generation = generation, self.wait_for_view(generation)
-            result[name] = {
-                "told_s": max(self.told[before].values()) - start,
-                "begun_s": max(self.started[generation].values()) - start,
-                "cpu_s": leading.cpu_s - cpu,
-                "kilobytes": (self.bytes_sent[leading.index] - sent) / len(self.nodes) / 1e3,
-                "generations": generation - before,
-            }
-        return result
-
-
-@dataclass
-class SocketCosts:
-    """Processor seconds of one side, with asyncio on this machine."""
-
-    connection_s: float
-    message_s: float
-    byte_s: float
-
-
-class Echo(asyncio.Protocol):
-    """Sends as many bytes back as it has received, until enough were exchanged."""
-
-    def __init__(self, size: int, count: int, first: bool, done: asyncio.Event) -> None:
-        self.size, self.count, self.first, self.done = size, count, first, done
-        self.received = 0
-
-    def connection_made(self, transport: Any) -> None:
-        """Begin."""
-        self.transport = transport
-        if self.first:
-            transport.write(bytes(self.size))
-
-    def data_received(self, data: bytes) -> None:
-        """Answer when a message is complete."""
-        self.received += len(data)
-        if self.received >= self.size:
-            self.received = 0
-            self.count -= 1
-            if self.count > 0:
-                self.transport.write(bytes(self.size))
-            else:
-                self.done.set()
-
-
-async def measure_sockets() -> SocketCosts:
-    """Measure connections, small and large messages between two sockets of this process."""
-    loop = asyncio.get_running_loop()
-
-    async def exchange(size: int, count: int, connections: int) -> float:
-        done = asyncio.Event()
-        server = await loop.create_server(lambda: Echo(size, count, False, done), "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        start = time.process_time()
-        for _ in range(connections):
-            done.clear()
-            transport, _ = await loop.create_connection(
-                lambda: Echo(size, count, True, done), "127.0.0.1", port
-            )
-            await done.wait()
-            transport.close()
-        used = time.process_time() - start
-        server.close()
-        return used / connections
-
-    message_s = await exchange(100, 3000, 1) / (4 * 3000)
-    connection_s = await exchange(100, 1, 300) / 2 - 2 * message_s
-    byte_s = max(0.0, await exchange(200_000, 300, 1) / (4 * 300) - message_s) / 200_000
-    return SocketCosts(connection_s, message_s, byte_s)
-
-
-def simulate(members: int) -> dict[str, Any]:
-    """Measure one job in simulated time."""
-    gc.disable()  # it would walk the objects of thousands of agents; a real process has one
-    costs = asyncio.run(measure_sockets())
-    job = SimulatedJob(members, costs, 30.0 if members > MANY_MEMBERS else 3.0)
-    return {**job.measure(), "costs": {key: value * 1e6 for key, value in vars(costs).items()}}
-
-
 # ---- stock -------------------------------------------------------------------------------------------
 
 
@@ -784,20 +417,29 @@ def median(runs: list[dict[str, Any]], *path: str) -> float | None:
     return statistics.median(found)
 
 
-def show(results: dict[str, list[dict[str, Any]]], stock_members: int) -> None:
+def show(
+    results: dict[str, list[dict[str, Any]]], rows: Sequence[tuple[str, tuple[str, ...], str]], title: str
+) -> None:
     """Print a table with a column for each measurement."""
     names = list(results)
     print(
-        f"{'median of ' + str(len(results[names[0]])) + ' runs':34}" + "".join(f"{one:>17}" for one in names)
+        f"{title + ', median of ' + str(len(results[names[0]])):34}" + "".join(f"{one:>17}" for one in names)
     )
-    for label, path, unit in ROWS:
+    for label, path, unit in rows:
         values = [median(results[name], *path) for name in names]
-        cells = ["-" if value is None else f"{value:.{2 if unit == 's' else 1}f} {unit}" for value in values]
+        cells = [
+            "-" if value is None else f"{value:.{1 if unit in {'', 'kB', 'us'} else 2}f} {unit}"
+            for value in values
+        ]
         print(f"{label:34}" + "".join(f"{cell:>17}" for cell in cells))
+
+
+def show_ratios(results: dict[str, list[dict[str, Any]]], stock_members: int) -> None:
+    """Print how much longer stock takes."""
     for turn, words in (("round 2", "second round"), ("round 3", "round after a loss")):
         base = median(results.get("stock", []), turn) if results.get("stock") else None
-        for name in names:
-            ours = median(results[name], "member closed", "begun_s")
+        for name, runs in results.items():
+            ours = median(runs, "member closed", "begun_s")
             if base and ours:
                 ratio = f"{base / ours:.1f} times as long as {name}'s re-formation after a loss"
                 print(f"stock's {words} with {stock_members} takes {ratio}, its detection included")
@@ -805,7 +447,10 @@ def show(results: dict[str, list[dict[str, Any]]], stock_members: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--members", type=int, default=1000, help="members of the large job")
+    parser.add_argument("--members", type=int, default=1000, help="members of the large job; 0: none")
+    parser.add_argument(
+        "--simulated", type=int, nargs="*", default=[100, 1000, 10_000], help="members in simulated time"
+    )
     parser.add_argument("--stock", type=int, default=64, help="members of torchelastic's; 0: none")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each measurement")
     parser.add_argument("--dir", default=".", help="where the members' records are written")
@@ -815,7 +460,9 @@ def main() -> None:
     if args.only:
         print(json.dumps(run_one(args.only, args.members, args.dir)))
         return
-    plan = {f"{args.members} {kind}": (kind, args.members) for kind in ("memory", "disk")}
+    plan = {f"{members}": ("simulated", members) for members in args.simulated}
+    if args.members:
+        plan |= {f"{args.members} {kind}": (kind, args.members) for kind in ("memory", "disk")}
     if args.stock:
         plan[f"{args.stock} disk"] = ("disk", args.stock)
         plan["stock"] = ("stock", args.stock)
@@ -825,7 +472,13 @@ def main() -> None:
             results[name].append(run_in_subprocess(kind, members, args.dir))
             print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    show(results, args.stock)
+    simulated = {name: runs for name, runs in results.items() if plan[name][0] == "simulated"}
+    measured = {name: runs for name, runs in results.items() if name not in simulated}
+    if simulated:
+        show(simulated, SIMULATED_ROWS, "simulated time")
+    if measured:
+        show(measured, ROWS, "one process")
+        show_ratios(measured, args.stock)
     if args.json:
         machine = {"cpus": os.cpu_count(), "python": sys.version.split()[0], "load": os.getloadavg()}
         args.json.write_text(json.dumps({"machine": machine, "runs": results}, indent=1) + "\n")
