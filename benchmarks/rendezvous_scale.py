@@ -1,20 +1,24 @@
-"""Time for many members to form a view, to notice a loss and to form the next view, over local TCP.
+"""Time for many members to form a view, to notice a loss and to form the next view.
 
-All members of a measurement live in one process, on one event loop. So one core does the work of a leader
-with a thousand members and that of the members too. Times are an upper bound for a real job, in which only
-the leader's part grows with the number of members.
+"simulated time": each member has a machine of its own, and so the leader's processor is what limits the job;
+see `rendezvous_simulated.py`. A first view waits for one second in any case, because another one may run.
+
+"one process": all members live in one process, on one event loop, over local TCP. So one core does the work
+of a leader with a thousand members and that of the members too. Times are an upper bound for a real job.
 
 "begin" is from the start of the first member until the last one has a view. A loss is a member, or the
 leader, whose sockets close at once (as when its process is killed), or one that stays connected and sends
-nothing more. "told" is from then until the last survivor knows that the view has ended, "begun" until the
-last has the next view; survivors join at once. Detection is part of both: a closed connection is tried again
-and must be refused, and an unreachable member must be so for the node timeout.
+nothing more. "told" is from then until the last survivor knows that the view has ended, "begun" or "started"
+until the last has the next view; survivors join at once. Detection is part of both: a closed connection is
+tried again and must be refused, and an unreachable member must be so for the node timeout.
 
 Each member makes the view durable before it starts. "disk": it writes a file and syncs it, all members to one
 disk, where real nodes have one each. "memory": it does not. Stock is torchelastic's c10d rendezvous with a
 process for each member. All join at once: twice with as many members as permitted, so that there is no
 last-call timeout, and once without one that was killed. Stock does not notify members of a loss; here they
 know it at once.
+
+To measure another state of the code with this file, set PYTHONPATH to a checkout of that state.
 """
 
 from __future__ import annotations
@@ -36,13 +40,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
+from rendezvous_simulated import simulate
 
 from elastic_resume.rendezvous.core.events import Effect, PersistentState, Settings, StartWorkers, StopWorkers
 from elastic_resume.rendezvous.core.messages import JoinRequest, JoinSpec
@@ -80,6 +85,22 @@ ROWS = [
     ("  bytes", ("member closed", "kilobytes"), "kB"),
     ("heartbeats per member and second", ("steady", "beats_per_s"), ""),
     ("cores busy with heartbeats", ("steady", "cores"), ""),
+]
+SIMULATED_ROWS = [
+    ("start to all joined", ("forming", "joined_s"), "s"),
+    ("all joined to all started", ("forming", "started_s"), "s"),
+    ("  of that, the leader's processor", ("forming", "started_cpu_s"), "s"),
+    ("member closed: all told", ("member closed", "told_s"), "s"),
+    ("member closed: all started", ("member closed", "started_s"), "s"),
+    ("leader closed: all started", ("leader closed", "started_s"), "s"),
+    ("sent per member, forming", ("forming", "kilobytes"), "kB"),
+    ("sent per member, member closed", ("member closed", "kilobytes"), "kB"),
+    ("leader's cores for heartbeats", ("steady", "cores"), " "),
+    ("  for each heartbeat", ("steady", "beat_us"), "us"),
+    ("node timeout", ("forming", "node_timeout_s"), "s"),
+    ("a connection's socket", ("sockets", "connection_us"), "us"),
+    ("a message's socket", ("sockets", "message_us"), "us"),
+    ("a megabyte's socket", ("sockets", "megabyte_us"), "us"),
 ]
 
 
@@ -375,6 +396,8 @@ def run_one(what: str, members: int, directory: str) -> dict[str, Any]:
     raise_descriptor_limit(6 * members + 512)
     if what == "stock":
         return stock(members)
+    if what == "simulated":
+        return simulate(members)
     if what == "memory":
         return asyncio.run(measure(members, None))
     with tempfile.TemporaryDirectory(dir=directory, prefix="rendezvous-scale-") as place:
@@ -394,20 +417,29 @@ def median(runs: list[dict[str, Any]], *path: str) -> float | None:
     return statistics.median(found)
 
 
-def show(results: dict[str, list[dict[str, Any]]], stock_members: int) -> None:
+def show(
+    results: dict[str, list[dict[str, Any]]], rows: Sequence[tuple[str, tuple[str, ...], str]], title: str
+) -> None:
     """Print a table with a column for each measurement."""
     names = list(results)
     print(
-        f"{'median of ' + str(len(results[names[0]])) + ' runs':34}" + "".join(f"{one:>17}" for one in names)
+        f"{title + ', median of ' + str(len(results[names[0]])):34}" + "".join(f"{one:>17}" for one in names)
     )
-    for label, path, unit in ROWS:
+    for label, path, unit in rows:
         values = [median(results[name], *path) for name in names]
-        cells = ["-" if value is None else f"{value:.{2 if unit == 's' else 1}f} {unit}" for value in values]
+        cells = [
+            "-" if value is None else f"{value:.{1 if unit in {'', 'kB', 'us'} else 2}f} {unit}"
+            for value in values
+        ]
         print(f"{label:34}" + "".join(f"{cell:>17}" for cell in cells))
+
+
+def show_ratios(results: dict[str, list[dict[str, Any]]], stock_members: int) -> None:
+    """Print how much longer stock takes."""
     for turn, words in (("round 2", "second round"), ("round 3", "round after a loss")):
         base = median(results.get("stock", []), turn) if results.get("stock") else None
-        for name in names:
-            ours = median(results[name], "member closed", "begun_s")
+        for name, runs in results.items():
+            ours = median(runs, "member closed", "begun_s")
             if base and ours:
                 ratio = f"{base / ours:.1f} times as long as {name}'s re-formation after a loss"
                 print(f"stock's {words} with {stock_members} takes {ratio}, its detection included")
@@ -415,17 +447,22 @@ def show(results: dict[str, list[dict[str, Any]]], stock_members: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--members", type=int, default=1000, help="members of the large job")
+    parser.add_argument("--members", type=int, default=1000, help="members of the large job; 0: none")
+    parser.add_argument(
+        "--simulated", type=int, nargs="*", default=[100, 1000, 10_000], help="members in simulated time"
+    )
     parser.add_argument("--stock", type=int, default=64, help="members of torchelastic's; 0: none")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each measurement")
     parser.add_argument("--dir", default=".", help="where the members' records are written")
     parser.add_argument("--json", type=Path, help="write every run's numbers there")
-    parser.add_argument("--only", choices=["memory", "disk", "stock"], help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=["memory", "disk", "simulated", "stock"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.only:
         print(json.dumps(run_one(args.only, args.members, args.dir)))
         return
-    plan = {f"{args.members} {kind}": (kind, args.members) for kind in ("memory", "disk")}
+    plan = {f"{members}": ("simulated", members) for members in args.simulated}
+    if args.members:
+        plan |= {f"{args.members} {kind}": (kind, args.members) for kind in ("memory", "disk")}
     if args.stock:
         plan[f"{args.stock} disk"] = ("disk", args.stock)
         plan["stock"] = ("stock", args.stock)
@@ -435,7 +472,13 @@ def main() -> None:
             results[name].append(run_in_subprocess(kind, members, args.dir))
             print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    show(results, args.stock)
+    simulated = {name: runs for name, runs in results.items() if plan[name][0] == "simulated"}
+    measured = {name: runs for name, runs in results.items() if name not in simulated}
+    if simulated:
+        show(simulated, SIMULATED_ROWS, "simulated time")
+    if measured:
+        show(measured, ROWS, "one process")
+        show_ratios(measured, args.stock)
     if args.json:
         machine = {"cpus": os.cpu_count(), "python": sys.version.split()[0], "load": os.getloadavg()}
         args.json.write_text(json.dumps({"machine": machine, "runs": results}, indent=1) + "\n")

@@ -120,6 +120,9 @@ def parse_nnodes(text: str) -> tuple[int, int]:
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= low <= high:
         raise ConfigError(f"--nnodes is {text!r}: write N or MIN:MAX with 1 <= MIN <= MAX.")
+    if high > constants.MAX_NODES:
+        # A message with larger views may exceed the limit of the wire protocol, and every node would drop it.
+        raise ConfigError(f"--nnodes is {text!r}: write a MAX of at most {constants.MAX_NODES}.")
     return low, high
 
 

@@ -43,6 +43,7 @@ TWO = ["--nnodes", "2", "--rdzv-endpoint", "h"]
         (["--nnodes", "2:1", "train.py"], "--nnodes is '2:1': write N or MIN:MAX"),
         (["--nnodes", "0", "train.py"], "--nnodes is '0': write N or MIN:MAX"),
         (["--nnodes", "1:2:3", "train.py"], "--nnodes is '1:2:3': write N or MIN:MAX"),
+        (["--nnodes", "1:10001", "train.py"], "--nnodes is '1:10001': write a MAX of at most 10000"),
         (["--nproc-per-node", "0", "train.py"], "--nproc-per-node comes to 0: a node needs one worker"),
         (["--monitor-interval", "0", "train.py"], "--monitor-interval is 0: write a number of seconds"),
         (["--signals-to-handle", "SIGFOO", "train.py"], "--signals-to-handle names 'SIGFOO'"),

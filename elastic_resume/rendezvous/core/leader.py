@@ -102,13 +102,16 @@ class Admission:
         follower = self.peers.by_node.get(sender.node)
         if follower and follower.incarnation != sender:
             former.add(follower.incarnation)
+        if not former:
+            return False
         for incarnation in former:
             peer = self.peers.by_incarnation.get(incarnation)
             if peer and peer.disconnected_at is None and incarnation not in hello.quorum_state.dead:
                 return True
         state.mark_former_dead(former)
-        for incarnation in former & set(self.peers.by_incarnation):
-            self.remove_peer(self.peers.by_incarnation[incarnation], f"{sender} is back as a new process")
+        for peer in [self.peers.by_incarnation.get(incarnation) for incarnation in former]:
+            if peer:
+                self.remove_peer(peer, f"{sender} is back as a new process")
         return False
 
 
@@ -594,15 +597,22 @@ class Leader:
         state, newest = self.state, self.state.quorum_state.installed
         if newest is None or self.view_change.pending:
             return False
+        # This runs for every message. Nearly always the first member has not finished, so look no further.
+        if not all(self._has_finished_or_is_absent(member, newest.generation) for member in newest.members):
+            return False
         finished = {peer.incarnation: peer.finished_generation for peer in self.peers}
         finished[state.incarnation] = state.finished_generation
-        if any(finished.get(member, newest.generation) != newest.generation for member in newest.members):
-            return False
         timed_out = state.now >= self.view_change.started_at + state.settings.node_timeout_s
         if self.has_finished_node():
             return timed_out or not state.find_absent_members(finished) - state.unreachable
         wants_view = state.join or self.peers.disconnected or any(peer.join for peer in self.peers)
         return timed_out and all(finished.values()) and not wants_view
+
+    def _has_finished_or_is_absent(self, member: Incarnation, generation: int) -> bool:
+        if member == self.state.incarnation:
+            return self.state.finished_generation == generation
+        peer = self.peers.by_incarnation.get(member)
+        return peer is None or peer.finished_generation == generation
 
     def _end_job(self) -> None:
         connected = {peer.incarnation for peer in self.peers if peer.disconnected_at is None}

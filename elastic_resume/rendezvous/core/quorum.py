@@ -28,6 +28,10 @@ class Incarnation:
     address: str = field(default="", compare=False)
     candidate_index: int | None = field(default=None, compare=False)
 
+    def __hash__(self) -> int:
+        """Hash the id alone, which is unique: a leader of 10,000 members hashes them all for a vote."""
+        return hash(self.incarnation_id)
+
     def __str__(self) -> str:
         """Return the node's name."""
         return self.node

@@ -14,6 +14,7 @@ last-call timeout.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -74,6 +75,8 @@ class ViewChange:
         self.last_arrival_at = state.now
         self.evaluate_at = state.now
         self._evaluated_state = state.quorum_state
+        self._followers_for_quorum = 0
+        """How many followers had a quorum when the lease was last computed."""
         self.wait_reason = "no node has joined yet"
         self.scale_up_at = float("inf")
         """When to end the running view to admit newcomers."""
@@ -294,25 +297,21 @@ class ViewChange:
         *sent* the last message that it acknowledged, less `clock_drift`.
         """
         state = self.state
-        leases = sorted(
-            ((peer.link.acked_sent_at + state.settings.lease_s, peer.incarnation) for peer in self.peers),
-            key=lambda lease: -lease[0],
-        )
-        followers = [incarnation for _, incarnation in leases]
+        peers = sorted(self.peers, key=lambda peer: -peer.link.acked_sent_at)
+        followers = [peer.incarnation for peer in peers]
 
         def suffices(count: int) -> bool:
             return has_quorum({state.incarnation, *followers[:count]}, state.quorum_state)
 
-        if not suffices(len(followers)):
-            return NEVER
-        low, high = 0, len(leases)
-        while low < high:
-            middle = (low + high) // 2
-            if suffices(middle):
-                high = middle
-            else:
-                low = middle + 1
-        return leases[low - 1][0] if low else state.now + state.settings.lease_s
+        enough = self._followers_for_quorum
+        is_fewest = enough <= len(followers) and suffices(enough) and not (enough and suffices(enough - 1))
+        if not is_fewest:  # rarely: a vote costs as much as it has members
+            enough = bisect_left(range(len(followers) + 1), True, key=suffices)
+            if enough > len(followers):
+                return NEVER
+            self._followers_for_quorum = enough
+        sent_at = peers[enough - 1].link.acked_sent_at if enough else state.now
+        return sent_at + state.settings.lease_s
 
     def handle_view_installed(self, view: View) -> None:
         """Schedule the next view if it has room for nodes that joined too late for this one."""

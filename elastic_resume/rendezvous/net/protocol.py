@@ -112,7 +112,8 @@ class LineAuthenticator:
 
     def sign(self, line: bytes) -> bytes:
         """Return the line with its digest, as it is sent."""
-        return b"%b%b\n" % (line[:-1], self._compute_digest(line[:-1]))
+        signed = line[:-1]
+        return b"%b%b\n" % (signed, self._compute_digest(signed))
 
     def verify(self, line: bytes) -> bytes:
         """Return what was signed; neither text has the end of the line.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import random
 import zlib
 from typing import get_args
 
@@ -12,7 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_resume.constants import MAX_NODES
 from elastic_resume.policy.divergence import Digest
+from elastic_resume.policy.failure_classification import Failure
 from elastic_resume.rendezvous.core.events import (
     Event,
     MessageReceived,
@@ -27,6 +30,7 @@ from elastic_resume.rendezvous.core.messages import (
     Header,
     Heartbeat,
     Hello,
+    InstallView,
     JoinRequest,
     JoinSpec,
     Message,
@@ -36,6 +40,7 @@ from elastic_resume.rendezvous.core.messages import (
 )
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState, View
+from elastic_resume.rendezvous.core.state import MAX_FAILURES
 from elastic_resume.rendezvous.core.status import EventLines
 from elastic_resume.rendezvous.net import codec, protocol
 from elastic_resume.rendezvous.net.protocol import LineReader, ProtocolError
@@ -279,13 +284,25 @@ def test_signed_line_is_accepted_once_in_order_by_its_receiver_only(status_only:
     refused(run_handshake(b"token", nonces, status_only=True)[0].signer.sign(lines[0])[:-1])
 
 
-def test_messages_with_a_large_view_fit_the_limit() -> None:
-    """A view of a thousand members takes an eighth of it at most."""
-    members = tuple(Incarnation(f"node{n:04}", "1" * 16, f"node{n:04}:29400") for n in range(1000))
-    view = View(7, members, members[0])
-    known = QuorumState(3, view, (view,), frozenset(members[:500]))
-    for message in (Hello(members[0], known, 7), ProposeView(view, known)):
-        assert len(protocol.encode(Header(1, 1), message)) * 8 < protocol.MAX_LINE_BYTES
+def test_messages_of_the_largest_job_fit_the_limits() -> None:
+    """Names are long and share nothing, a proposal is open, and half of the members are dead."""
+    rng = random.Random(0)
+    names = [f"{rng.getrandbits(128):032x}-{n:05}.cluster.example.com" for n in range(MAX_NODES)]
+    members = tuple(Incarnation(name, f"{rng.getrandbits(64):016x}", f"{name}:29400") for name in names)
+    view, proposal = View(7, members, members[0]), View(8, members[1:], members[1])
+    known = QuorumState(3, view, (proposal,), frozenset(members[: MAX_NODES // 2]))
+    failure = Failure("crash", names[0], 0, "x" * 4000)
+    messages: list[Message] = [
+        Hello(members[0], known, 7),
+        ProposeView(View(9, members, members[2]), known),
+        InstallView(9, f"{names[0]}:29400", (8,) * MAX_NODES, 10**9, (failure,) * MAX_FAILURES),
+    ]
+    for message in messages:
+        line = protocol.encode(Header(1, 1), message)
+        assert len(line) < protocol.MAX_LINE_BYTES, type(message)
+        codec._view_cache.clear()
+        assert protocol.decode(line) == (Header(1, 1), message)
+    assert len(codec.pack_view(view)) <= codec.MAX_CACHED_CHARS
 
 
 def test_large_view_is_compressed_and_cached() -> None:
