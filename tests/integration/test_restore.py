@@ -14,7 +14,7 @@ import torch
 from elastic_resume import constants
 from elastic_resume.checkpoint import reader
 from elastic_resume.errors import CorruptError, PeerFailedError
-from elastic_resume.restore.transfer import (
+from elastic_resume.restore.streaming import (
     WATERMARK_FAILED,
     BackgroundTask,
     LocalWatermark,
