@@ -17,6 +17,7 @@ import difflib
 import ipaddress
 import os
 import re
+import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -137,6 +138,31 @@ def parse_snapshot_memory(setting: str, value: object) -> int | None:
     if size > MAX_MEMORY_BYTES:
         raise ConfigError(f"{setting} is {text!r}, which is more than any node has.")
     return size
+
+
+def parse_transfer_address(setting: str, value: object) -> str | None:
+    """Parse an address of this machine, or a network interface, into an address. ``auto`` is None."""
+    text = str(value).strip()
+    if text == "auto":
+        return None
+    import psutil  # noqa: PLC0415 - workers seldom need it
+
+    interfaces = {
+        name: [entry.address for entry in entries if entry.family in {socket.AF_INET, socket.AF_INET6}]
+        for name, entries in psutil.net_if_addrs().items()
+    }
+    # A link-local address, which has a scope after "%", needs an interface on the other side too.
+    addresses = [address for address in interfaces.get(text, ()) if "%" not in address]
+    with contextlib.suppress(ValueError):
+        given = ipaddress.ip_address(text)
+        is_own = given.is_loopback or str(given) in {a for found in interfaces.values() for a in found}
+        addresses = [str(given)] if is_own else []
+    if not addresses:
+        raise ConfigError(
+            f"{setting} is {text[:100]!r}, which is no address and no network interface of this machine: "
+            f"write one of its addresses, one of its interfaces ({', '.join(sorted(interfaces))}), or auto."
+        )
+    return addresses[0]
 
 
 def parse_choice(setting: str, value: object, choices: Sequence[str], hint: str = "") -> str:
@@ -406,6 +432,13 @@ OPTIONS = (
         preemption.parse_sources,
         "off",
     ),
+    Option(
+        "transfer-addr",
+        "ADDRESS|INTERFACE",
+        "where other nodes take the state from this one; auto: at the address of the rendezvous",
+        parse_transfer_address,
+        "auto",
+    ),
     Option("step-mark-s", "TIME", "", parse_duration, DEFAULT_STEP_MARK_S),
 )
 FLAG_OPTIONS = tuple(option for option in OPTIONS if option.has_flag)
@@ -470,6 +503,7 @@ class Settings:
     snapshot_memory: int | None = None  # bytes for this node's snapshots; None: auto, 0: off
     check_replicas: IntervalSetting = AUTO  # steps or auto, not time: all nodes compare the same step
     on_divergence: str = "stop"  # "stop" or "resume-from-majority"
+    transfer_addr: str | None = None  # where other nodes take the state from this one; None: auto
 
     def to_env(self) -> dict[str, str]:
         """Return the environment variables from which `for_worker` reads the same settings."""

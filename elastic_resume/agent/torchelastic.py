@@ -276,6 +276,7 @@ def open_rendezvous(
             "no token is set: any host that reaches this node's port and knows the job's name can join. Set "
             "--rdzv-conf token_file=FILE or ELASTIC_RESUME_TOKEN to keep others out."
         )
+    os.environ[constants.ENV_LOCAL_HOST] = listen_endpoint.host
     client = RendezvousClient(
         rendezvous_config,
         listen_endpoint,

@@ -180,7 +180,10 @@ def _is_exempt(progress: RankProgress, threshold: HangThreshold) -> bool:
 COLLECTIVE, BACKWARD, OPTIMIZER, DATA = "collective", "backward", "optimizer", "data"
 # Search the library frames from the innermost one outward; the first match decides.
 _FRAME_KINDS = (
-    (re.compile(r"/torch/distributed/|/elastic_resume/restore/(collectives|transfer)\.py$"), COLLECTIVE),
+    (
+        re.compile(r"/torch/distributed/|/elastic_resume/restore/(collectives|streaming|transfer)\.py$"),
+        COLLECTIVE,
+    ),
     (re.compile(r"/torch/autograd/|/torch/_tensor\.py$"), BACKWARD),
     (re.compile(r"/torch/optim/"), OPTIMIZER),
     (re.compile(r"/torch/utils/data/"), DATA),

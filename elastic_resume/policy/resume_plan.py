@@ -14,13 +14,13 @@ the same state in both reads the snapshot.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elastic_resume.errors import NoValidCheckpointError
 
 MEMORY, DISK = "memory", "disk"
+MAX_CHAIN_NODES = 16
 
 
 @dataclass(frozen=True)
@@ -135,29 +135,39 @@ class ResumePlan:
 
 
 @dataclass(frozen=True)
-class Broadcast:
-    """One broadcast of the state, from a node that holds it to nodes that lack it."""
+class Sources:
+    """The nodes from which a node receives the state: ``first`` at once, ``substitutes`` if these fail."""
 
-    source: str
-    receivers: tuple[str, ...]
+    first: tuple[str, ...]
+    substitutes: tuple[str, ...]
 
 
-def plan_broadcasts(plan: ResumePlan) -> tuple[Broadcast, ...]:
-    """Plan the broadcasts of the state. They share no node and run at the same time.
+def plan_sources(plan: ResumePlan) -> dict[str, Sources]:
+    """Plan from which nodes each receiving node takes the state; each node passes on what it has.
 
-    A broadcast to m receivers follows a binomial tree, in gloo as in MPI. The source's link carries the state
-    once per child, and the source has as many children as m has binary digits. So a transfer takes
-    ``bit_length(m)`` transmissions over one link, and with s sources ``bit_length(ceil(m / s))``. Among
-    equally fast numbers of sources the smallest is chosen, because sending costs the source time too. Memory
-    sends before a disk, which is slower than most links.
+    As many receivers as there are holders share all holders, so that each holder's link carries the state
+    once. The others take it from an earlier receiver. Up to `MAX_CHAIN_NODES` for each holder they form
+    chains, in which every link carries the state once. A longer chain would add the time of two blocks for
+    each node. So beyond that each receiver has two successors, and the depth is logarithmic. Substitutes are
+    holders and earlier receivers, so that no two nodes wait for each other. Nodes with the state in memory
+    send, if there are any, because a disk is slower than most links.
     """
-    if not plan.receiving_nodes or plan.kind == "cold":
-        return ()
-    holders = sorted(plan.holders, key=lambda held: (held[1].tier != MEMORY, held[0] != plan.source_node))
-    most = min(len(holders), len(plan.receiving_nodes))
-    longest = [math.ceil(len(plan.receiving_nodes) / count) for count in range(1, most + 1)]
-    count = 1 + min(range(most), key=lambda i: longest[i].bit_length())
-    return tuple(Broadcast(holders[i][0], plan.receiving_nodes[i::count]) for i in range(count))
+    if plan.kind == "cold":
+        return {}
+    tier = MEMORY if any(copy.tier == MEMORY for _, copy in plan.holders) else DISK
+    fast = [node for node, copy in plan.holders if copy.tier == tier]
+    slow = [node for node, copy in plan.holders if copy.tier != tier]
+    successors = 1 if len(plan.receiving_nodes) <= MAX_CHAIN_NODES * len(fast) else 2
+    sources = {}
+    for i, node in enumerate(plan.receiving_nodes):
+        start = i % len(fast)
+        holders = (*fast[start:], *fast[:start])  # the first ones differ, where not all are used at once
+        earlier = plan.receiving_nodes[:i]
+        is_direct = i < len(fast)
+        first = holders if is_direct else (plan.receiving_nodes[(i - len(fast)) // successors],)
+        others = (*holders, *slow, *reversed(earlier))
+        sources[node] = Sources(first, tuple(other for other in others if other not in first))
+    return sources
 
 
 def find_minority_holders(plan: ResumePlan, digests_by_node: Mapping[str, Sequence[str]]) -> tuple[str, ...]:

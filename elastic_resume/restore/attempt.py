@@ -7,15 +7,17 @@ each tensor as soon as the watermark (`transfer.py`) has passed it. The bytes co
 
 - A snapshot in the node's memory: all bytes are there. They have no digest to check.
 - A checkpoint on disk: a thread reads it into a slot and verifies it.
-- Another node: a thread receives it into a slot and verifies it.
+- Other nodes: threads receive its blocks into a slot and verify them (`transfer.py`). Meanwhile the local
+  leader of each node that holds or receives the state serves it.
 - No slot is free: the local leader and each other rank map the checkpoint. If the node has
-  none, its local leader receives the state into private memory and commits it to disk. The node's other
-  ranks then read the committed checkpoint.
+  none, its local leader receives the state into private memory, and commits it to disk when all ranks have
+  loaded. The node's other ranks then read the committed checkpoint.
 
 Parameters and optimizer state are equal in all copies. Other state may differ between ranks: BatchNorm's
 buffers, schedulers, other tracked objects. All ranks load the source's values of it (`SourceValues`). A
 thread on every rank broadcasts them while the ranks load, into separate memory: the node's copy stays
-unchanged.
+unchanged. A node that has received blocks of several copies puts these values into its own in the end, so
+that it equals the source's.
 
 Invariants:
 
@@ -30,7 +32,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,21 +56,23 @@ from elastic_resume.errors import (
     UnreadableError,
 )
 from elastic_resume.policy import resume_plan
-from elastic_resume.policy.resume_plan import MEMORY, Broadcast, ResumePlan, SavedState
+from elastic_resume.policy.resume_plan import MEMORY, ResumePlan, SavedState
 from elastic_resume.restore import transfer
-from elastic_resume.restore.collectives import Channel
 from elastic_resume.restore.rank_context import RankContext, raise_if_set
-from elastic_resume.restore.transfer import (
+from elastic_resume.restore.streaming import (
     BackgroundTask,
     LocalWatermark,
     Prefetcher,
     StreamingBuffer,
     is_local_copy_error,
 )
+from elastic_resume.restore.transfer import BlockServer, BlockSource, BlockTable
 from elastic_resume.snapshot.slots import Slot
 from elastic_resume.state import load_state
+from elastic_resume.units import format_bytes
 
-VALUES_BLOCK_BYTES = 1 << 20
+logger = logging.getLogger(__name__)
+
 PROVEN_INVALID_KINDS = {TornError.kind, CorruptError.kind}
 _MIN_PREFETCH_BYTES = 8 << 20  # prefetching a smaller state costs more than it saves
 
@@ -124,14 +129,13 @@ class RestoreAttempt:
         self._slot: Slot | None = None  # the slot from which this node's ranks load
         self._fills_slot = False  # the slot does not count as a snapshot yet
         self._error: ElasticResumeError | None = None  # error of this rank that is not reported yet
-        self._loads_after_commit = False  # on some node the ranks wait until their local leader has committed
+        self._commits_received = False  # some node received without a slot, and commits before others load
         # Layout of the values that all ranks take from the source, as this node's copy has them.
         self._values_layout = Layout.build(())
         self._source_values = SourceValues(self._values_layout)
         self._tasks: list[BackgroundTask] = []
-        # For the display of progress: bytes that were loaded, and that were sent if this rank is a source.
-        self._loaded_bytes = 0
-        self._sent: LocalWatermark | None = None
+        self._server: BlockServer | None = None  # on local leaders, if a node receives the state
+        self._loaded_bytes = 0  # for the display of progress
 
     @property
     def tier(self) -> str:
@@ -197,7 +201,10 @@ class RestoreAttempt:
         self._local_manifest = manifest
         buffer = self._reserve_slot(manifest) if self._context.is_local_leader else None
         fill: Callable[[], object]
-        if buffer is not None:
+        slot, client = self._slot, self._slot_client
+        if buffer is not None and slot is not None and client is not None:
+            # Populate pages ahead of the data: 1 us a page, against 8 us for a fault at the first write.
+            self._tasks.append(BackgroundTask("populate", lambda: client.populate(slot)))
             fill = functools.partial(reader.read_image, path, manifest, buffer.memory, buffer.advance)
         else:
             mapping = reader.map_unverified(path, manifest)  # the mapping needs no memory of its own
@@ -214,8 +221,6 @@ class RestoreAttempt:
             return None
         client.begin_fill(slot)
         self._slot, self._fills_slot = slot, True
-        # Populate pages ahead of the data: 1 us a page, against 8 us for a fault at the first write.
-        self._tasks.append(BackgroundTask("populate", lambda: client.populate(slot)))
         return StreamingBuffer(slot.memory[: manifest.file_bytes], slot)
 
     def _slot_id(self) -> list[int] | None:
@@ -260,16 +265,18 @@ class RestoreAttempt:
         )
         self.manifest = Manifest.parse(described[0].encode())
         self._source_values = SourceValues(_parse_values_layout(described[1], described[2], plan.nbytes))
-        for broadcast in resume_plan.plan_broadcasts(plan):
-            self._start_transfer(broadcast)
-        if plan.receiving_nodes:
-            self._attach_receivers()
-        self._start_source_values()
-        with self._show_progress():
-            self._load_and_join_tasks(tracked, self.manifest)
-        failures = self._gather_failures()
-        if not failures and self._loads_after_commit:
-            context.run_on_all_ranks(lambda: self._load_committed(tracked))
+        try:
+            if plan.receiving_nodes:
+                self._start_transfer(self.manifest)
+            self._start_source_values()
+            with self._show_progress():
+                self._load_and_join_tasks(tracked, self.manifest)
+                failures = self._gather_failures()  # nobody receives any more
+        finally:
+            if self._server is not None:
+                self._server.close()
+        if not failures:
+            self._keep_received(tracked)
         return failures
 
     def _show_progress(self) -> contextlib.AbstractContextManager[object]:
@@ -280,7 +287,7 @@ class RestoreAttempt:
         arrives = buffer.arrived_bytes() < len(buffer.memory)
         if self._copy is None:
             what = f"node {node}: receiving step {plan.step} from node {plan.source_node}"
-        elif self._sent is not None:
+        elif self._server is not None:
             what = f"node {node}: sending step {plan.step} to {', '.join(plan.receiving_nodes)}"
         else:
             place = "its memory" if self._copy.tier == MEMORY else "its disk"
@@ -288,7 +295,7 @@ class RestoreAttempt:
 
         def read_done() -> int:
             done = buffer.arrived_bytes() if arrives else self._loaded_bytes
-            return done if self._sent is None else min(done, self._sent.watermark)
+            return done if self._copy is None or self._server is None else min(done, self._server.sent_bytes)
 
         return ByteProgress(what, plan.nbytes, read_done)
 
@@ -322,79 +329,87 @@ class RestoreAttempt:
     def _start_source_values(self) -> None:
         """Send or receive the source's values in a thread."""
         values, source_rank = self._source_values, self._plan.source_rank
-        channel = self._context.collectives.all_ranks_channel()
-        if channel is None or not values.names:
+        collectives = self._context.collectives
+        if collectives.size == 1 or not values.names:
             return
-        if self._context.collectives.rank != source_rank:
-            action = functools.partial(transfer.receive, channel, values, VALUES_BLOCK_BYTES, source_rank)
-            self._tasks.append(BackgroundTask("values", action, values))
-            return
-        buffer = self._require_buffer()
-        self._tasks.append(BackgroundTask("collect-values", lambda: values.copy_from(buffer), values))
-        action = functools.partial(
-            transfer.send, channel, values, (), VALUES_BLOCK_BYTES, source_rank, sent=LocalWatermark()
-        )
-        self._tasks.append(BackgroundTask("values", action))
+        send_or_receive = functools.partial(collectives.broadcast_buffer, values, source_rank)
+        if collectives.rank == source_rank:
+            buffer = self._require_buffer()
+            self._tasks.append(BackgroundTask("collect-values", lambda: values.copy_from(buffer), values))
+            self._tasks.append(BackgroundTask("values", send_or_receive))
+        else:
+            self._tasks.append(BackgroundTask("values", send_or_receive, values))
 
-    def _start_transfer(self, broadcast: Broadcast) -> None:
-        """Send or receive in a thread if this rank takes part. All ranks create the channel."""
-        source_rank = self._context.local_leader_by_node[broadcast.source]
-        ranks = [source_rank, *(self._context.local_leader_by_node[node] for node in broadcast.receivers)]
-        channel = self._context.collectives.create_channel(ranks)
-        if channel is None:
-            return
-        if self._context.collectives.rank != source_rank:
-            self._start_receiving(channel, source_rank)
-        elif self._local_manifest is not None:
-            buffer, manifest = self._require_buffer(), self._local_manifest
-            channel.broadcast_json(_strip_digests(manifest).to_bytes().decode(), source_rank)
-            sent = self._sent = LocalWatermark()
-            send = functools.partial(
-                transfer.send,
-                channel,
-                buffer,
-                manifest.blocks,
-                manifest.block_bytes,
-                source_rank,
-                sent=sent,
-            )
-            self._tasks.append(BackgroundTask("send", send))
-
-    def _start_receiving(self, channel: Channel, source_rank: int) -> None:
-        received = Manifest.parse(channel.broadcast_json(None, source_rank).encode())
-        manifest = replace(received, node=self._context.node, file_bytes=self._plan.nbytes)
-        slot_buffer = self._reserve_slot(manifest)
-        buffer = slot_buffer or StreamingBuffer(allocate_memory(manifest.file_bytes), LocalWatermark())
-        self._local_manifest, self._buffer = manifest, buffer
-        receive = functools.partial(transfer.receive, channel, buffer, manifest.block_bytes, source_rank)
-        self._tasks.append(BackgroundTask("receive", receive, buffer))
-        if slot_buffer is None:
-            commit = functools.partial(self._commit_received, manifest, buffer)
-            self._tasks.append(BackgroundTask("commit", commit))
-
-    def _commit_received(self, manifest: Manifest, buffer: StreamingBuffer) -> None:
-        """Commit a state that arrives in private memory. A failing disk does not stop the transfer."""
-
-        def blocks() -> Iterator[memoryview]:
-            for start in range(0, manifest.file_bytes, manifest.block_bytes):
-                stop = min(start + manifest.block_bytes, manifest.file_bytes)
-                buffer.wait_for_bytes(stop)
-                yield buffer.memory[start:stop]
-
-        context = self._context
-        writer = CheckpointWriter(context.node_dir, context.settings.run_id, context.events.emit)
-        writer.commit(manifest, blocks())
-        self.on_disk = True
-
-    def _attach_receivers(self) -> None:
-        """Map, on the other ranks of each receiving node, the slot into which their local leader receives."""
-        context = self._context
-        slot_ids = context.collectives.gather(self._slot_id())
-        for node in self._plan.receiving_nodes:
-            slot_id = slot_ids[context.local_leader_by_node[node]]
-            self._loads_after_commit |= slot_id is None and context.node_by_rank.count(node) > 1
+    def _start_transfer(self, source_manifest: Manifest) -> None:
+        """Serve and receive the state on local leaders; map the slots that they fill on the other ranks."""
+        context, plan = self._context, self._plan
+        if context.is_local_leader:
+            try:
+                if self._copy is None:
+                    self._prepare_to_receive(source_manifest)
+                self._server = self._serve(source_manifest.block_bytes)
+            except ElasticResumeError as error:
+                self._error = error  # reported at the end: the other ranks are about to gather
+                if self._copy is None and self._buffer is not None:
+                    self._buffer.fail(error)
+        served = self._server.source.to_json() if self._server is not None else None
+        offers = context.collectives.gather([self._slot_id(), served])
+        for node in plan.receiving_nodes:
+            slot_id = offers[context.local_leader_by_node[node]][0]
+            self._commits_received |= slot_id is None
             if node == context.node and slot_id is not None:
                 self._attach_to_local_leader(slot_id)
+        if self._copy is None and self._server is not None:
+            receive = functools.partial(self._receive, self._server.table, [served for _, served in offers])
+            self._tasks.append(BackgroundTask("receive", receive, self._server.table.buffer))
+
+    def _prepare_to_receive(self, source_manifest: Manifest) -> None:
+        nbytes = self._plan.nbytes
+        self._local_manifest = replace(source_manifest, node=self._context.node, file_bytes=nbytes)
+        buffer = self._reserve_slot(self._local_manifest)
+        self._buffer = buffer or StreamingBuffer(allocate_memory(nbytes), LocalWatermark())
+
+    def _serve(self, block_bytes: int) -> BlockServer:
+        manifest = self._local_manifest
+        same_blocks = manifest is not None and manifest.block_bytes == block_bytes
+        digests = manifest.blocks if manifest is not None and same_blocks else ()
+        host = transfer.choose_local_host(self._context.settings.transfer_addr)
+        return BlockServer(BlockTable(self._require_buffer(), block_bytes, digests), self._context.node, host)
+
+    def _receive(self, table: BlockTable, served_by_rank: Sequence[Any]) -> None:
+        """Receive the state from the nodes that the plan assigns to this one."""
+        context, plan = self._context, self._plan
+        planned = resume_plan.plan_sources(plan)[context.node]
+        sources = {}
+        for node in (*planned.first, *planned.substitutes):
+            served = served_by_rank[context.local_leader_by_node[node]]
+            if served is not None:
+                sources[node] = BlockSource.from_json(node, served)
+        first = [str(sources[node]) for node in planned.first if node in sources]
+        what = f"step {plan.step} ({format_bytes(plan.nbytes)})"
+        logger.debug(f"node {context.node}: receiving {what} from {', '.join(first)}")
+        transfer.receive(table, list(sources.values()), len(first))
+
+    def _keep_received(self, tracked: Mapping[str, Any]) -> None:
+        """Make a received image equal to the source's, and commit one that is in no slot."""
+        if self._copy is None and self._context.is_local_leader and self._buffer is not None:
+            values = self._source_values
+            for name, extent in self._buffer.layout.extents.items():
+                if name in values.names:
+                    self._buffer.memory[extent.start : extent.stop] = values.tensor_bytes(name)
+        if self._commits_received:
+            self._context.run_on_all_ranks(self._commit_received)
+            self._context.run_on_all_ranks(lambda: self._load_committed(tracked))
+
+    def _commit_received(self) -> None:
+        """Commit a state that was received into private memory."""
+        context, manifest, buffer = self._context, self._local_manifest, self._buffer
+        if self._copy is not None or self._slot is not None or manifest is None or buffer is None:
+            return
+        starts = range(0, manifest.file_bytes, manifest.block_bytes)
+        writer = CheckpointWriter(context.node_dir, context.settings.run_id, context.events.emit)
+        writer.commit(manifest, (buffer.memory[start : start + manifest.block_bytes] for start in starts))
+        self.on_disk = True
 
     def _load_and_join_tasks(self, tracked: Mapping[str, Any], manifest: Manifest) -> None:
         """Load from the buffer and join all threads; keep the most telling error for `_gather_failures`."""

@@ -12,17 +12,19 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 
-from elastic_resume.errors import CorruptError
+from elastic_resume.errors import CheckpointError, CorruptError, PeerFailedError
+from elastic_resume.restore.streaming import StreamingBuffer
 from elastic_resume.state.state_dict import view_bytes
 
+BLOCK_BYTES = 1 << 20  # of `broadcast_buffer`
 # Most values fit, so that one collective suffices. On busy nodes each costs milliseconds, whatever its size.
 FIRST_GATHER_BYTES = 1024
 MAX_JSON_BYTES = 256 * 1024 * 1024  # the manifest of a model with a million tensors
@@ -95,23 +97,54 @@ class Collectives:
 
     def broadcast_json(self, value: Any, source_rank: int) -> Any:
         """Return the ``value`` of ``source_rank`` on every rank, up to MAX_JSON_BYTES."""
+        own = json.dumps(value, separators=(",", ":")).encode() if self.rank == source_rank else b""
         if self._group is None:
-            return json.loads(json.dumps(value))
-        return Channel(self._group).broadcast_json(value, source_rank)
+            return json.loads(own)
+        size = torch.tensor([len(own)])
+        self.broadcast(size, source_rank)
+        _check_json_size(int(size))
+        row = torch.frombuffer(bytearray(own or int(size)), dtype=torch.uint8)
+        self.broadcast(row, source_rank)
+        return _parse_json(view_bytes(row))
 
-    def create_channel(self, ranks: Sequence[int]) -> Channel | None:
-        """Create a channel among ``ranks``. Every rank of the world calls this with the same ranks."""
-        if self._group is None:
-            return None
-        group = dist.new_group(sorted(ranks), backend="gloo", timeout=COLLECTIVE_TIMEOUT)
-        if self.rank not in ranks:
-            return None
-        self._created_groups.append(group)
-        return Channel(group)
+    def broadcast(self, tensor: Tensor, source_rank: int) -> None:
+        """Overwrite ``tensor`` (contiguous, CPU) with that of ``source_rank``."""
+        if self._group is not None:
+            dist.broadcast(tensor, src=source_rank, group=self._group)
 
-    def all_ranks_channel(self) -> Channel | None:
-        """Return a channel among all ranks, or None for a single rank."""
-        return None if self._group is None else Channel(self._group)
+    def broadcast_buffer(self, buffer: StreamingBuffer, source_rank: int) -> None:
+        """Fill ``buffer`` with the source's, block by block as they arrive there, and verify each block.
+
+        One thread of a rank may call this while no other collective runs.
+
+        Raises:
+            CheckpointError: the source's buffer failed; on the other ranks a PeerFailedError.
+            CorruptError: a block arrived with a wrong digest.
+
+        """
+        memory = buffer.memory
+        failure: CheckpointError | None = None
+        for start in range(0, len(memory), BLOCK_BYTES):
+            block = memory[start : start + BLOCK_BYTES]
+            digest = torch.zeros(16, dtype=torch.uint8)  # zeros announce a failure
+            if self.rank == source_rank:
+                try:
+                    buffer.wait_for_bytes(start + len(block))
+                    digest = torch.frombuffer(bytearray(xxhash.xxh3_128_digest(block)), dtype=torch.uint8)
+                except CheckpointError as error:
+                    failure = error
+            self.broadcast(digest, source_rank)
+            if not digest.any():
+                raise failure or PeerFailedError(f"rank {source_rank} could not send all of them")
+            self.broadcast(torch.frombuffer(block, dtype=torch.uint8), source_rank)
+            if buffer.error is not None or self.rank == source_rank:
+                continue  # after a bad block the others still take part in each broadcast
+            if xxhash.xxh3_128_digest(block) == bytes(digest.tolist()):
+                buffer.advance(start + len(block))
+            else:
+                buffer.fail(CorruptError(f"bytes {start} to {start + len(block)} arrived damaged"))
+        if buffer.error is not None:
+            raise buffer.error
 
     def _destroy_groups(self) -> None:
         """Destroy the groups that were created here, at process exit.
@@ -130,33 +163,6 @@ class Collectives:
         with contextlib.suppress(RuntimeError):  # Python 3.12.0 starts no thread at exit
             thread.start()
             thread.join(DESTROY_TIMEOUT_S)
-
-
-class Channel:
-    """Broadcasts of CPU tensors among some ranks. Any single thread of a rank may use it."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        """``group`` is a gloo group that this rank belongs to."""
-        self._group = group
-
-    def broadcast(self, tensor: Tensor, source_rank: int) -> None:
-        """Overwrite ``tensor`` (contiguous, CPU) with that of ``source_rank``, a rank of the world."""
-        dist.broadcast(tensor, src=source_rank, group=self._group)
-
-    def start_broadcast(self, tensor: Tensor, source_rank: int) -> dist.Work:
-        """Start a broadcast. Several may be in flight, in the same order on all ranks."""
-        work: dist.Work = dist.broadcast(tensor, src=source_rank, group=self._group, async_op=True)
-        return work
-
-    def broadcast_json(self, value: Any, source_rank: int) -> Any:
-        """Return the ``value`` of ``source_rank`` on every rank of the channel, up to MAX_JSON_BYTES."""
-        own = json.dumps(value, separators=(",", ":")).encode() if dist.get_rank() == source_rank else b""
-        size = torch.tensor([len(own)])
-        dist.broadcast(size, src=source_rank, group=self._group)
-        _check_json_size(int(size))
-        row = torch.frombuffer(bytearray(own or int(size)), dtype=torch.uint8)
-        dist.broadcast(row, src=source_rank, group=self._group)
-        return _parse_json(view_bytes(row))
 
 
 def _check_json_size(size: int) -> None:

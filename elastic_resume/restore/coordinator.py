@@ -317,21 +317,21 @@ def _broadcast_rank_0_state(context: RankContext, flat: FlatState, tracked: Mapp
     }
     skeletons = {name: flat.skeleton[name] for name in others}
     digest = state_dict.combine_digests({**state_dict.digest_leaves(flat.leaves), "": skeletons})
-    channel = context.collectives.all_ranks_channel()
-    if channel is None or len(set(context.collectives.gather(digest))) == 1:
+    collectives = context.collectives
+    if len(set(collectives.gather(digest))) == 1:
         return
-    skeletons, specs = context.collectives.broadcast_json(
+    skeletons, specs = collectives.broadcast_json(
         [skeletons, [[*astuple(make_spec(*leaf))] for leaf in leaves.items()]], 0
     )
     values = {leaf.name: leaf.tensor.detach() for leaf in flat.leaves}
-    is_source = context.collectives.rank == 0
+    is_source = collectives.rank == 0
     with torch.no_grad():
         for name, dtype, shape in specs:
             if is_source:
-                channel.broadcast(values[name].cpu().contiguous(), 0)
+                collectives.broadcast(values[name].cpu().contiguous(), 0)
                 continue
             tensor = torch.empty(shape, dtype=DTYPE_BY_NAME[dtype])
-            channel.broadcast(tensor, 0)
+            collectives.broadcast(tensor, 0)
             if name.startswith(modules):
                 values[name].copy_(tensor)
             else:

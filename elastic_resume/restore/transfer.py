@@ -1,363 +1,482 @@
-"""Send a state's bytes from one rank to the nodes that lack them, while they arrive and are loaded.
+"""Pull the blocks of a state from other nodes over TCP, several connections and nodes at a time.
 
-A `StreamingBuffer` is a buffer that one thread of one process fills from the front: it reads a file, or
-receives from the network. A watermark follows it: all bytes below the watermark are written and verified. The
-watermark is an integer in the slot's control block, which all ranks of the node see (`snapshot/slots.py`), or
-a private integer. Readers wait until the watermark passes a tensor. So reading, sending and loading overlap,
-and each byte is written once.
+The local leader of each node that holds or receives the state serves it during a restore attempt
+(`BlockServer`). A receiver requests the lowest missing block on each of its connections (`receive`), verifies
+it, and serves it in turn. A server waits until its own buffer has a block, so nodes form chains::
 
-The source and the receivers of a transfer share a channel. The source broadcasts, for every few blocks::
+    receiver  32 random bytes A
+    server    32 random bytes B
+    receiver  HMAC(key, "receiver" A B)
+    server    HMAC(key, "server" A B)
+    receiver  index of a block, 8 bytes; again after each block
+    server    WAIT, each second until it has the block; then OK, 16-byte digest, block; or FAILED
 
-    frame: status, count, digests │ block │ block │ frame │ block │ …
+The handshake follows that of `rendezvous.net.protocol`. Each server makes a key for one attempt, and the
+ranks get the keys in a gather. A digest comes from the checkpoint's manifest. A server computes it for a
+snapshot in memory, and a receiver passes on the digest that it has verified.
 
-A digest comes from the checkpoint's manifest. For a snapshot in memory the source computes it while earlier
-blocks are in flight. Invariants:
+Invariants:
 
-- No byte is used before its digest was checked.
-- A source that fails (its disk fails, a block is corrupt) sends a failed frame, so no receiver waits for it.
-  A source that dies closes its connections.
-- A receiver that finds a bad block still receives the rest, because others share the broadcasts.
-- Nobody waits longer than `STALL_TIMEOUT_S` without progress.
+- The watermark passes no block before its digest was checked.
+- A lost connection costs one block at most, which another connection then requests.
+- A node that is silent, fails or sends a wrong block is replaced by another. A slow node is not silent,
+  because it sends WAIT.
+- A stranger gets random bytes only, and costs a thread. There are at most `MAX_STRANGERS`; the oldest goes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import heapq
+import hmac
+import ipaddress
+import logging
+import os
+import secrets
+import socket
+import struct
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import torch
 import xxhash
-from torch import Tensor
-from torch.distributed import Work
 
-from elastic_resume import failpoints
-from elastic_resume.checkpoint.layout import Layout, header_size
-from elastic_resume.errors import CheckpointError, CorruptError, PeerFailedError
-from elastic_resume.restore.collectives import Channel
-from elastic_resume.state.state_dict import TensorBuffer
+from elastic_resume import constants, failpoints
+from elastic_resume.errors import CorruptError, MachineError, PeerFailedError
+from elastic_resume.restore.streaming import BackgroundTask, StreamingBuffer
+from elastic_resume.snapshot import slots
 
-WATERMARK_FAILED = (1 << 64) - 1
-STALL_TIMEOUT_S = 1800.0  # the same as `collectives.COLLECTIVE_TIMEOUT`
-FRAME_BLOCKS = 2  # a frame costs 0.2 ms, two blocks 12 ms
-_MAX_BLOCKS_IN_FLIGHT = 2  # 2.6 to 3.4 GB/s; one at a time reaches 2.6
-_PREFETCH_THREADS = 2  # in addition to the thread that loads
-_POLL_INTERVAL_S = 0.0005  # interval to read another process's watermark; a disk reads 16 MiB in about 8 ms
+logger = logging.getLogger(__name__)
+
+# A connection that waits for memory, or verifies, leaves the link to another one.
+MIN_CONNECTIONS = 2
+MAX_CONNECTIONS = 8
+MAX_STRANGERS = 64  # connections in the handshake, which takes milliseconds
+SILENCE_TIMEOUT_S = 5.0
+ALIVE_INTERVAL_S = 1.0
+MAX_FAILURES = 6  # in a row, of one node, over all connections to it
+RECONNECT_PAUSE_S = 0.1
+ACCEPT_RETRY_S = 0.1
+_NONCE_BYTES = _KEY_BYTES = _PROOF_BYTES = 32
 _DIGEST_BYTES = 16
-_FRAME_BYTES = 8 + FRAME_BLOCKS * _DIGEST_BYTES
-_STATUS_OK, _STATUS_FAILED = 1, 2
+_REQUEST = struct.Struct("!Q")
+_WAIT, _OK, _FAILED = b"\1", b"\2", b"\3"
 
 
-def is_local_copy_error(error: BaseException | None) -> bool:
-    """Return whether ``error`` means that this node's own copy cannot be loaded."""
-    return isinstance(error, CheckpointError) and not isinstance(error, PeerFailedError)
+class BlockTable:
+    """The blocks of the state in a buffer, and their digests as far as they are known."""
+
+    def __init__(self, buffer: StreamingBuffer, block_bytes: int, digests: Sequence[str] = ()) -> None:
+        """``digests`` are those of a manifest with the same ``block_bytes``."""
+        self.buffer = buffer
+        self.count = -(-len(buffer.memory) // block_bytes)
+        self._block_bytes = block_bytes
+        self._digests = [bytes.fromhex(digest) for digest in digests] or [b""] * self.count
+
+    def extent(self, index: int) -> tuple[int, int]:
+        """Return the first byte of a block and the byte after its last."""
+        start = index * self._block_bytes
+        return start, min(start + self._block_bytes, len(self.buffer.memory))
+
+    def block(self, index: int) -> memoryview:
+        """Return the bytes of a block."""
+        start, stop = self.extent(index)
+        return self.buffer.memory[start:stop]
+
+    def get_digest(self, index: int) -> bytes:
+        """Return the digest of a block that has arrived."""
+        if not self._digests[index]:
+            self._digests[index] = xxhash.xxh3_128_digest(self.block(index))
+        return self._digests[index]
+
+    def set_digest(self, index: int, digest: bytes) -> None:
+        """Record the verified digest of a block."""
+        self._digests[index] = digest
 
 
-# ---- buffers that are being filled -------------------------------------------------------------------
+@dataclass(frozen=True)
+class BlockSource:
+    """A node that serves the state, and the key of its server."""
 
+    node: str
+    host: str
+    port: int
+    key: bytes
 
-class Watermark(Protocol):
-    """The holder of a watermark: a slot, or a `LocalWatermark`."""
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.node} at {host}:{self.port}"
 
-    watermark: int
-
-
-class LocalWatermark:
-    """A watermark that only this process reads."""
-
-    def __init__(self, watermark: int = 0) -> None:
-        self.watermark = watermark
-
-
-class StreamingBuffer:
-    """The bytes of a state, and the watermark below which they may be used."""
-
-    def __init__(self, memory: memoryview, watermark: Watermark) -> None:
-        """``memory`` has exactly the size of the state."""
-        self.memory = memory
-        self.error: BaseException | None = None
-        self._watermark = watermark
-        self._cancelled = False
-        self._tensor_buffer: TensorBuffer | None = None
-        self._changed = threading.Condition()
+    def to_json(self) -> list[Any]:
+        """Return the source as JSON data; its node is known from the rank that sends it."""
+        return [self.host, self.port, self.key.hex()]
 
     @classmethod
-    def from_complete(cls, memory: memoryview) -> StreamingBuffer:
-        """Return a buffer whose bytes are all in place."""
-        return cls(memory, LocalWatermark(len(memory)))
+    def from_json(cls, node: str, encoded: Any) -> BlockSource:
+        """Parse what `to_json` returned. Raises CorruptError for anything else."""
+        try:
+            host, port, key = encoded
+            source = cls(node, str(host), int(port), bytes.fromhex(key))
+        except (TypeError, ValueError) as error:
+            raise CorruptError(f"node {node} announced an address that cannot be read: {error}.") from error
+        if not 0 < source.port < 1 << 16 or len(source.key) != _KEY_BYTES:
+            raise CorruptError(f"node {node} announced port {source.port}, {len(source.key)} bytes of key.")
+        return source
 
-    # ---- for the thread that fills it ------------------------------------------------------------------
 
-    def advance(self, arrived_bytes: int) -> None:
-        """Record that the first ``arrived_bytes`` are in place and verified.
+def choose_local_host(transfer_addr: str | None) -> str:
+    """Return the address or name at which other nodes reach this one.
+
+    ``transfer_addr`` is the user's setting. Without it the agent's own address is used, and without an agent
+    the address from which this machine reaches MASTER_ADDR.
+    """
+    host = transfer_addr or os.environ.get(constants.ENV_LOCAL_HOST)
+    if host:
+        return host
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    with contextlib.suppress(OSError):
+        family, _, _, _, address = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends no packet
+            source = str(probe.getsockname()[0])
+        if not ipaddress.ip_address(source.partition("%")[0]).is_loopback:
+            return source
+    return master  # this is its machine, and all ranks reach it
+
+
+# ---- the serving side --------------------------------------------------------------------------------
+
+
+class BlockServer:
+    """Serves the blocks of a buffer, in a thread per connection, until `close`."""
+
+    def __init__(self, table: BlockTable, node: str, host: str) -> None:
+        """Listen at ``host``: an address of this machine, or a name for all of its addresses.
 
         Raises:
-            PeerFailedError: the attempt was cancelled.
+            MachineError: the system refuses to listen there.
 
         """
-        if self._cancelled:
-            raise PeerFailedError("cancelled, because another node's copy failed")
-        with self._changed:
-            self._watermark.watermark = arrived_bytes
-            self._changed.notify_all()
-
-    def fail(self, error: BaseException) -> None:
-        """Record that no more bytes arrive. Readers raise ``error``, in other processes a PeerFailedError."""
-        with self._changed:
-            self.error = self.error or error
-            self._watermark.watermark = WATERMARK_FAILED
-            self._changed.notify_all()
-
-    def cancel(self) -> None:
-        """Stop the filling thread at its next block."""
-        self._cancelled = True
-
-    # ---- for readers -----------------------------------------------------------------------------------
-
-    def available_bytes(self) -> int:
-        """Return how many bytes may be used now. Raises the filling thread's error."""
-        count = self._watermark.watermark
-        if self.error is not None:
-            raise self.error
-        if count == WATERMARK_FAILED:
-            raise PeerFailedError("the local leader could not bring the state into the node's memory")
-        return count
-
-    def wait_for_bytes(self, count: int) -> None:
-        """Wait until the first ``count`` bytes may be used. Raises the filling thread's error."""
-        available = self.available_bytes()
-        deadline = time.monotonic() + STALL_TIMEOUT_S
-        while available < count:
-            with self._changed:
-                self._changed.wait(_POLL_INTERVAL_S)
-            before, available = available, self.available_bytes()
-            if available > before:
-                deadline = time.monotonic() + STALL_TIMEOUT_S
-            elif time.monotonic() > deadline:
-                raise PeerFailedError(
-                    f"no byte of the state arrived for {STALL_TIMEOUT_S:.0f} s, after {available} bytes"
-                )
-
-    def arrived_bytes(self) -> int:
-        """Return how many bytes may be used now, to show it; 0 after an error."""
-        count = self._watermark.watermark
-        return count if count != WATERMARK_FAILED else 0
-
-    @property
-    def layout(self) -> Layout:
-        """The layout in the header; waits for the header."""
-        return self._wait_for_header().layout
-
-    def get_tensor(self, name: str) -> Tensor:
-        """Return a view of the tensor ``name`` once it has arrived. Raises KeyError or the filler's error."""
-        return self._wait_for_tensor(name).tensor(name)
-
-    def peek_tensor(self, name: str) -> Tensor:
-        """Return the tensor ``name`` for its shape and dtype; its values may not have arrived."""
-        return self._wait_for_header().tensor(name)
-
-    def tensor_bytes(self, name: str) -> memoryview:
-        """Return the bytes of the tensor ``name`` once they have arrived."""
-        return self._wait_for_tensor(name).tensor_bytes(name)
-
-    def _wait_for_tensor(self, name: str) -> TensorBuffer:
-        buffer = self._wait_for_header()
-        self.wait_for_bytes(buffer.layout.extents[name].stop)
-        return buffer
-
-    def _wait_for_header(self) -> TensorBuffer:
-        if self._tensor_buffer is None:
-            self.wait_for_bytes(min(8, len(self.memory)))
-            size = header_size(self.memory[:8], len(self.memory))
-            self.wait_for_bytes(size)
-            layout = Layout.parse(self.memory[:size], len(self.memory))
-            self._tensor_buffer = TensorBuffer(layout, self.memory)
-        return self._tensor_buffer
-
-
-class BackgroundTask:
-    """A function in a thread. Its exception is kept for `join`, and fails a buffer."""
-
-    def __init__(
-        self, name: str, action: Callable[[], object], buffer: StreamingBuffer | None = None
-    ) -> None:
-        """Start the thread. The readers of ``buffer`` get an exception at once."""
-        self.error: BaseException | None = None
-        self._action = action
-        self._buffer = buffer
-        # A daemon, because a thread that waits for a dead peer must not delay the exit of this process.
-        self._thread = threading.Thread(target=self._run, name=f"elastic-resume-{name}", daemon=True)
-        self._thread.start()
-
-    def join(self) -> BaseException | None:
-        """Wait for the end of the thread; return its exception."""
-        self._thread.join()
-        return self.error
-
-    def _run(self) -> None:
         try:
-            self._action()
-        except BaseException as error:  # noqa: BLE001 - the caller of `join` raises it
-            self.error = error
-            if self._buffer is not None:
-                self._buffer.fail(error)
-
-
-class Prefetcher:
-    """Copies tensors out of a buffer in threads, ahead of the thread that loads them.
-
-    A copy touches new memory: for 415 MB that takes 0.2 s, longer than everything else in a load from memory.
-    """
-
-    def __init__(self, names: Iterable[str], get_tensor: Callable[[str], Tensor]) -> None:
-        """Start copying ``names``, in that order; ``get_tensor`` waits for a tensor and returns a view."""
-        self._get_tensor = get_tensor
-        self._executor = ThreadPoolExecutor(_PREFETCH_THREADS, "elastic-resume-copy")
-        self._copies = {name: self._executor.submit(self._copy, name) for name in names}
-
-    def make_tensor(self, name: str) -> Tensor:
-        """Return a copy of a tensor, which the caller owns. Raises the errors of ``get_tensor``."""
-        copy = self._copies.pop(name, None)
-        if copy is None or copy.cancel():  # no thread has begun with it
-            return self._copy(name)
-        return copy.result()
+            self._listener = _listen(host)
+        except OSError as error:
+            raise MachineError(
+                f"node {node} cannot listen at {host} to send the state: {error.strerror}. Choose an address "
+                "of this machine with ELASTIC_RESUME_TRANSFER_ADDR."
+            ) from error
+        self.source = BlockSource(
+            node, host, self._listener.getsockname()[1], secrets.token_bytes(_KEY_BYTES)
+        )
+        self.sent_bytes = 0  # for the display of progress
+        self.table = table
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self._connections: dict[socket.socket, bool] = {}  # in order of arrival -> whether it proved its key
+        threading.Thread(target=self._accept, name="elastic-resume-serve", daemon=True).start()
 
     def close(self) -> None:
-        """Stop copying, and join the threads."""
-        self._executor.shutdown(cancel_futures=True)
+        """End all connections, and accept no more."""
+        with self._lock:
+            self._is_closed = True
+            for connection in (self._listener, *self._connections):
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
 
-    def _copy(self, name: str) -> Tensor:
-        return self._get_tensor(name).clone()
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if self._is_closed:
+                    return
+                time.sleep(ACCEPT_RETRY_S)  # e.g. out of descriptors for a moment
+                continue
+            with self._lock:
+                if self._is_closed:
+                    connection.close()
+                    return
+                strangers = [other for other, is_proved in self._connections.items() if not is_proved]
+                if len(strangers) >= MAX_STRANGERS:  # the oldest is none of ours
+                    with contextlib.suppress(OSError):
+                        strangers[0].shutdown(socket.SHUT_RDWR)
+                    del self._connections[strangers[0]]
+                self._connections[connection] = False
+            try:
+                threading.Thread(
+                    target=self._serve, args=(connection,), name="elastic-resume-send", daemon=True
+                ).start()
+            except RuntimeError:  # the process may start no more threads
+                self._forget(connection)
 
-
-# ---- transfer ----------------------------------------------------------------------------------------
-
-
-def send(
-    channel: Channel,
-    buffer: StreamingBuffer,
-    known_digests: Sequence[str],
-    block_bytes: int,
-    source_rank: int,
-    *,
-    sent: Watermark,
-) -> None:
-    """Send all blocks of ``buffer`` as they arrive here, in ``channel`` of this rank and the receivers.
-
-    ``known_digests`` has the digests of all blocks from a manifest, or nothing. ``sent`` follows the bytes
-    that were sent.
-
-    Raises:
-        CheckpointError: the buffer failed; the receivers have been informed.
-
-    """
-    count = -(-len(buffer.memory) // block_bytes)
-    in_flight: deque[Work] = deque()
-    index = 0
-    while index < count:
+    def _serve(self, connection: socket.socket) -> None:
         try:
-            digests = _wait_for_digests(buffer, known_digests, block_bytes, index)
-        except CheckpointError:
-            in_flight.append(channel.start_broadcast(_encode_frame(_STATUS_FAILED, ()), source_rank))
-            _wait_until_at_most(in_flight, 0)
+            with contextlib.suppress(OSError):
+                _configure(connection)
+                self._authenticate(connection)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _pack_timeout(0))
+                while True:
+                    (index,) = _REQUEST.unpack(_receive_exactly(connection, _REQUEST.size))
+                    if index >= self.table.count or not self._send_block(connection, index):
+                        return
+        finally:
+            self._forget(connection)
+
+    def _forget(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._connections.pop(connection, None)
+        connection.close()
+
+    def _authenticate(self, connection: socket.socket) -> None:
+        own = secrets.token_bytes(_NONCE_BYTES)
+        nonces = _receive_exactly(connection, _NONCE_BYTES) + own
+        connection.sendall(own)
+        _verify_proof(connection, self.source.key, b"receiver", nonces)
+        connection.sendall(_prove(self.source.key, b"server", nonces))
+        with self._lock:
+            if connection in self._connections:
+                self._connections[connection] = True
+
+    def _send_block(self, connection: socket.socket, index: int) -> bool:
+        """Send a block once it is there; return False if this node's copy has failed."""
+        buffer = self.table.buffer
+        _, stop = self.table.extent(index)
+        try:
+            while not buffer.has_bytes_within(stop, ALIVE_INTERVAL_S):
+                connection.sendall(_WAIT)
+        except Exception as error:
+            if error is buffer.error:  # whatever it is, this node reports it
+                connection.sendall(_FAILED)
+                return False
             raise
-        in_flight.append(channel.start_broadcast(_encode_frame(_STATUS_OK, digests), source_rank))
-        for _ in digests:
-            failpoints.hit("transfer.send")
-            block = failpoints.mutate("transfer.block", _slice_block(buffer.memory, index, block_bytes))
-            in_flight.append(channel.start_broadcast(torch.frombuffer(block, dtype=torch.uint8), source_rank))
-            _wait_until_at_most(in_flight, _MAX_BLOCKS_IN_FLIGHT + 1)
-            index += 1
-            sent.watermark = min(index * block_bytes, len(buffer.memory))
-    _wait_until_at_most(in_flight, 0)
+        failpoints.hit("transfer.send")
+        block = failpoints.mutate("transfer.block", self.table.block(index))
+        connection.sendall(_OK + self.table.get_digest(index), socket.MSG_MORE)
+        connection.sendall(block)
+        self.sent_bytes += len(block)
+        return True
 
 
-def receive(channel: Channel, buffer: StreamingBuffer, block_bytes: int, source_rank: int) -> None:
-    """Receive into ``buffer`` the blocks that `send` sends, and verify them.
+def _listen(host: str) -> socket.socket:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:  # a name may lead to a loopback address here, and to another one elsewhere
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+        return socket.create_server(("", 0))
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    return socket.create_server((host, 0), family=family)
+
+
+# ---- the receiving side ------------------------------------------------------------------------------
+
+
+def receive(table: BlockTable, sources: Sequence[BlockSource], used_at_once: int) -> None:
+    """Fill the buffer of ``table`` with verified blocks from ``sources``.
+
+    Args:
+        table: of this node's buffer, which nothing has arrived in.
+        sources: in the order of preference.
+        used_at_once: how many of them are used from the beginning; the others replace those that fail.
 
     Raises:
-        PeerFailedError: the source failed.
-        CorruptError: a block arrived with a wrong digest.
+        PeerFailedError: no source can send the rest, or the attempt was cancelled.
+        MachineError: this node has no memory for the state.
 
     """
-    count = -(-len(buffer.memory) // block_bytes)
-    in_flight: deque[tuple[Work, int, bytes]] = deque()
-    index = 0
-    while index < count:
-        frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
-        channel.start_broadcast(frame, source_rank).wait()
-        digests = _decode_frame(frame, count - index)
-        if not digests:
-            for work, _, _ in in_flight:
-                work.wait()
-            raise PeerFailedError(f"rank {source_rank} could not send all of the state")
-        for digest in digests:
-            failpoints.hit("transfer.receive")
-            while len(in_flight) >= _MAX_BLOCKS_IN_FLIGHT:
-                _finish_block(buffer, in_flight.popleft(), block_bytes)
-            block = _slice_block(buffer.memory, index, block_bytes)
-            work = channel.start_broadcast(torch.frombuffer(block, dtype=torch.uint8), source_rank)
-            in_flight.append((work, index, digest))
-            index += 1
-    while in_flight:
-        _finish_block(buffer, in_flight.popleft(), block_bytes)
-    if buffer.error is not None:
-        raise buffer.error
+    receiver = _Receiver(table, sources, used_at_once)
+    count = min(max(MIN_CONNECTIONS, used_at_once), MAX_CONNECTIONS)
+    tasks = [BackgroundTask(f"receive-{number}", receiver.run) for number in range(count)]
+    errors = [error for task in tasks if (error := task.join()) is not None]
+    if not receiver.is_complete:
+        raise errors[0]
 
 
-def _finish_block(buffer: StreamingBuffer, received: tuple[Work, int, bytes], block_bytes: int) -> None:
-    """Wait for a block and verify it. After the first bad block the rest is received and ignored."""
-    work, index, digest = received
-    work.wait()
-    if buffer.error is not None:
-        return
-    block = _slice_block(buffer.memory, index, block_bytes)
-    start = index * block_bytes
-    stop = start + len(block)
-    if xxhash.xxh3_128_digest(block) == digest:
-        buffer.advance(stop)
-    else:
-        buffer.fail(CorruptError(f"bytes {start} to {stop} of the state arrived damaged; nothing was kept."))
+class _SourceFailedError(Exception):
+    """A source cannot send the state, and it is not asked again."""
 
 
-def _wait_for_digests(
-    buffer: StreamingBuffer, known_digests: Sequence[str], block_bytes: int, first_block: int
-) -> list[bytes]:
-    """Wait for one block; return its digest, and those of further blocks of the frame that have arrived."""
-    buffer.wait_for_bytes(min((first_block + 1) * block_bytes, len(buffer.memory)))
-    available = buffer.available_bytes()
-    # The last block may be shorter than the others.
-    complete = -(-available // block_bytes) if available == len(buffer.memory) else available // block_bytes
-    stop = min(first_block + FRAME_BLOCKS, complete)
-    if known_digests:
-        return [bytes.fromhex(digest) for digest in known_digests[first_block:stop]]
-    blocks = (_slice_block(buffer.memory, index, block_bytes) for index in range(first_block, stop))
-    return [xxhash.xxh3_128_digest(block) for block in blocks]
+class _Receiver:
+    """What the threads of `receive` share: the missing blocks, and the sources that may have them."""
+
+    def __init__(self, table: BlockTable, sources: Sequence[BlockSource], used_at_once: int) -> None:
+        self._table = table
+        self._sources = sources
+        self._used_at_once = used_at_once
+        self._changed = threading.Condition()
+        self._missing = list(range(table.count))  # a heap: blocks that no thread is receiving
+        self._in_flight = 0
+        self._verified: set[int] = set()  # beyond the watermark
+        self._arrived = 0  # blocks below the watermark
+        self._failures: Counter[BlockSource] = Counter()  # since the last block
+        self._excluded: set[BlockSource] = set()
+        self._users: Counter[BlockSource] = Counter()
+        self._reasons: dict[BlockSource, str] = {}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all blocks have arrived."""
+        return self._arrived == self._table.count
+
+    def run(self) -> None:
+        """Receive blocks until none is missing, from one source after the other."""
+        while not self.is_complete:
+            source = self._choose_source()
+            try:
+                with contextlib.closing(_connect(source)) as connection:
+                    while (index := self._take_block(source)) is not None:
+                        self._receive_block(connection, source, index)
+            except (OSError, _SourceFailedError) as error:
+                self._record_failure(source, error)
+            finally:
+                with self._changed:
+                    self._users[source] -= 1
+
+    def _choose_source(self) -> BlockSource:
+        with self._changed:
+            usable = [
+                source
+                for source in self._sources
+                if source not in self._excluded and self._failures[source] < MAX_FAILURES
+            ]
+            if not usable:
+                reasons = "; ".join(f"{source}: {reason}" for source, reason in self._reasons.items())
+                raise PeerFailedError(
+                    f"no node could send the rest of the state ({reasons or 'no node offered it'}). If its "
+                    "address cannot be reached, choose another with ELASTIC_RESUME_TRANSFER_ADDR there."
+                )
+            preferred = self._sources[: self._used_at_once]
+            best = min(usable, key=lambda s: (self._failures[s], s not in preferred, self._users[s]))
+            self._users[best] += 1
+            pause_s = RECONNECT_PAUSE_S * self._failures[best]
+        time.sleep(pause_s)
+        return best
+
+    def _record_failure(self, source: BlockSource, error: Exception) -> None:
+        reason = str(error.strerror or error) if isinstance(error, OSError) else str(error)
+        with self._changed:
+            self._failures[source] += 1
+            if isinstance(error, _SourceFailedError):
+                self._excluded.add(source)
+            is_first, self._reasons[source] = source not in self._reasons, reason
+        if is_first:
+            logger.warning(f"the transfer of the state from {source} was interrupted: {reason}.")
+
+    def _take_block(self, source: BlockSource) -> int | None:
+        """Return the lowest missing block; None when all have arrived."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._missing or not self._in_flight)
+            if not self._missing:
+                return None
+            if source in self._excluded:
+                raise _SourceFailedError(self._reasons[source])
+            self._in_flight += 1
+            return heapq.heappop(self._missing)
+
+    def _receive_block(self, connection: socket.socket, source: BlockSource, index: int) -> None:
+        is_verified = False
+        try:
+            self._fetch_and_verify(connection, index)
+            is_verified = True
+        finally:
+            with self._changed:
+                self._in_flight -= 1
+                if is_verified:
+                    self._verified.add(index)
+                else:
+                    heapq.heappush(self._missing, index)
+                self._changed.notify_all()
+        with self._changed:
+            self._failures[source] = 0
+            while self._arrived in self._verified:
+                self._table.buffer.advance(self._table.extent(self._arrived)[1])
+                self._verified.remove(self._arrived)
+                self._arrived += 1
+
+    def _fetch_and_verify(self, connection: socket.socket, index: int) -> None:
+        block = self._table.block(index)
+        connection.sendall(_REQUEST.pack(index))
+        try:
+            slots.populate_pages(block)  # while the first bytes travel
+        except OSError as error:
+            raise MachineError(
+                f"this node has no memory to receive the state ({error.strerror}): free some, or lower "
+                "ELASTIC_RESUME_SNAPSHOT_MEMORY."
+            ) from error
+        while (status := _receive_exactly(connection, 1)) == _WAIT:
+            pass
+        if status != _OK:
+            raise _SourceFailedError("its own copy has failed")
+        digest = _receive_exactly(connection, _DIGEST_BYTES)
+        failpoints.hit("transfer.receive")
+        _receive_into(connection, block)
+        if xxhash.xxh3_128_digest(block) != digest:
+            start, stop = self._table.extent(index)
+            raise _SourceFailedError(f"bytes {start} to {stop} of the state arrived damaged")
+        self._table.set_digest(index, digest)
 
 
-def _encode_frame(status: int, digests: Sequence[bytes]) -> torch.Tensor:
-    data = bytes([status, len(digests)]).ljust(8, b"\0") + b"".join(digests)
-    return torch.frombuffer(bytearray(data.ljust(_FRAME_BYTES, b"\0")), dtype=torch.uint8)
+# ---- connections -------------------------------------------------------------------------------------
 
 
-def _decode_frame(frame: torch.Tensor, max_count: int) -> list[bytes]:
-    """Return the digests of the next blocks; none if the source failed."""
-    data = bytes(frame.tolist())
-    status, count = data[0], data[1]
-    if status == _STATUS_FAILED:
-        return []
-    if status != _STATUS_OK or not 0 < count <= min(FRAME_BLOCKS, max_count):
-        raise CorruptError(f"a frame of a transfer is invalid: {data[:8].hex()}.")
-    return [data[8 + i * _DIGEST_BYTES : 8 + (i + 1) * _DIGEST_BYTES] for i in range(count)]
+def _connect(source: BlockSource) -> socket.socket:
+    """Connect, and authenticate both sides; raise OSError."""
+    connection = socket.create_connection((source.host, source.port), SILENCE_TIMEOUT_S)
+    try:
+        _configure(connection)
+        own = secrets.token_bytes(_NONCE_BYTES)
+        connection.sendall(own)
+        nonces = own + _receive_exactly(connection, _NONCE_BYTES)
+        connection.sendall(_prove(source.key, b"receiver", nonces))
+        _verify_proof(connection, source.key, b"server", nonces)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
-def _wait_until_at_most(in_flight: deque[Work], max_count: int) -> None:
-    while len(in_flight) > max_count:
-        in_flight.popleft().wait()
+def _configure(connection: socket.socket) -> None:
+    """Limit how long a read may wait for the first byte.
+
+    Python's own timeout would turn each read of a block into many.
+    """
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _pack_timeout(SILENCE_TIMEOUT_S))
 
 
-def _slice_block(memory: memoryview, index: int, block_bytes: int) -> memoryview:
-    return memory[index * block_bytes : (index + 1) * block_bytes]
+def _pack_timeout(seconds: float) -> bytes:
+    """Encode a ``struct timeval``; 0 is no limit."""
+    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+
+
+def _prove(key: bytes, role: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(key, role + nonces, "sha256")
+
+
+def _verify_proof(connection: socket.socket, key: bytes, role: bytes, nonces: bytes) -> None:
+    if not hmac.compare_digest(_receive_exactly(connection, _PROOF_BYTES), _prove(key, role, nonces)):
+        raise ConnectionError("the other side does not hold the key of this restore attempt")
+
+
+def _receive_exactly(connection: socket.socket, size: int) -> bytes:
+    """Receive a few bytes, which arrive in one piece from an honest peer."""
+    data = bytearray(size)
+    _receive_into(connection, memoryview(data))
+    return bytes(data)
+
+
+def _receive_into(connection: socket.socket, target: memoryview) -> None:
+    """Fill ``target``; raise OSError if the peer is silent for `SILENCE_TIMEOUT_S` or closes."""
+    received = 0
+    while received < len(target):
+        try:
+            count = connection.recv_into(target[received:], 0, socket.MSG_WAITALL)
+        except BlockingIOError:
+            raise TimeoutError(f"it sent nothing for {SILENCE_TIMEOUT_S:g} s") from None
+        if count == 0:
+            raise ConnectionError("it closed the connection")
+        received += count

@@ -363,7 +363,8 @@ class SlotClient:
     def acquire_slot(self, image_bytes: int, manifest: Manifest) -> Slot | None:
         """Return a slot into which an image can be received; None if none is free.
 
-        Only one slot is created now; creating the others would delay the transfer.
+        Only one slot is created now; creating the others would delay the transfer. Populate its pages before
+        you write.
         """
         needed = slots.required_slot_bytes(image_bytes, *map(len, _encode_manifest(manifest)))
         if self.reserve(needed, is_estimate=True, all_now=False) == 0:
@@ -375,7 +376,12 @@ class SlotClient:
         return self.map_slot(state.index, state.serial) if state is not None else None
 
     def populate(self, slot: Slot) -> None:
-        """Map all pages of a slot; another thread may fill it meanwhile."""
+        """Map all pages of a slot; another thread may fill it meanwhile.
+
+        Raises:
+            OSError: there is not enough memory.
+
+        """
         slot.populate()
         self._populated.add((slot.index, slot.serial))
 

@@ -109,10 +109,12 @@ class SlotPool:
         """Create slots of at least ``nbytes``; return how many there will be. One exists on return.
 
         Small slots are all created at once. The other large ones follow in the background, or with
-        ``all_now`` false at the next call.
+        ``all_now`` false at the next call. Then the first one's memory is not allocated either: its writer
+        populates it while the state arrives.
         """
-        planned = self._create_slots(nbytes, min_count=1 if nbytes > slots.SMALL_SLOT_BYTES else 0)
-        if planned > 1 and nbytes > slots.SMALL_SLOT_BYTES and all_now:
+        is_large = nbytes > slots.SMALL_SLOT_BYTES
+        planned = self._create_slots(nbytes, min_count=int(is_large), allocate=all_now or not is_large)
+        if planned > 1 and is_large and all_now:
             self.reserve_in_background(nbytes)
         return planned
 
@@ -172,7 +174,9 @@ class SlotPool:
 
     # ---- inside ----------------------------------------------------------------------------------------
 
-    def _create_slots(self, nbytes: int, min_count: int = 0, *, log: bool = True) -> int:
+    def _create_slots(
+        self, nbytes: int, min_count: int = 0, *, allocate: bool = True, log: bool = True
+    ) -> int:
         """Create slots up to the plan (``min_count``, if given); return the planned number.
 
         A complete snapshot in a slot that is too small stays until a larger slot holds a newer one. Until
@@ -204,7 +208,7 @@ class SlotPool:
                     logger.log(level, text)
                 self._last_plan = (planned, capacity)
             while fitting < (min(min_count, possible) if min_count else possible):
-                if not self._create_slot(capacity):
+                if not self._create_slot(capacity, allocate=allocate):
                     return fitting
                 fitting += 1
             return planned
@@ -221,13 +225,14 @@ class SlotPool:
             if state.capacity < capacity and state is not newest and not (state.pinned or state.soft_pinned):
                 self._drop_slot(state.index)
 
-    def _create_slot(self, capacity: int) -> bool:
+    def _create_slot(self, capacity: int, *, allocate: bool) -> bool:
         with self._lock:
             index = next((i for i in range(slots.MAX_SLOTS) if i not in self._owned), None)
         if index is None:
             return False
         try:
-            descriptor = slots.create_memory_file(f"elastic_resume-slot-{index}", capacity)
+            name = f"elastic_resume-slot-{index}"
+            descriptor = slots.create_memory_file(name, capacity, allocate=allocate)
         except OSError as error:
             if self._failed_capacity != capacity:  # log once; workers repeat the request
                 self._failed_capacity = capacity

@@ -28,7 +28,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
+import functools
 import json
 import mmap
 import os
@@ -390,12 +392,9 @@ class Slot:
         return manifest, image
 
     def populate(self) -> None:
-        """Map all pages now, without the GIL; a store into an unmapped page is thirty times slower."""
-        base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        """Map all pages now; see `populate_pages`."""
         for at in range(0, self.capacity, _POPULATE_CHUNK_BYTES):
-            size = min(_POPULATE_CHUNK_BYTES, self.capacity - at)
-            if _libc.madvise(ctypes.c_void_p(base + at), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) != 0:
-                return  # Linux before 5.14; the first copy then maps the pages
+            populate_pages(self.memory[at : at + _POPULATE_CHUNK_BYTES])
 
     def _static_digest(self, static: bytes) -> int:
         """Digest the header in the slot together with the static JSON."""
@@ -408,6 +407,34 @@ class Slot:
         return self.memory[start : start + size]
 
 
+def populate_pages(memory: memoryview) -> None:
+    """Allocate and map the pages of ``memory`` now, without the GIL.
+
+    A store into an unmapped page is thirty times slower.
+
+    Raises:
+        OSError: there is not enough memory.
+
+    """
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    start = address - address % mmap.PAGESIZE
+    size = ctypes.c_size_t(address + len(memory) - start)
+    if _libc.madvise(ctypes.c_void_p(start), size, _MADV_POPULATE_WRITE) != 0:
+        error = ctypes.get_errno()
+        if error != errno.EINVAL:  # Linux before 5.14; the first store then maps the page
+            raise OSError(error, os.strerror(error))
+
+
+@functools.cache
+def can_populate_pages() -> bool:
+    """Return whether `populate_pages` works on this kernel."""
+    with mmap.mmap(-1, mmap.PAGESIZE) as memory:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        return bool(
+            _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), _MADV_POPULATE_WRITE) == 0
+        )
+
+
 def round_up_to_page(count: int) -> int:
     """Return ``count`` rounded up to whole pages."""
     return -(-count // PAGE_BYTES) * PAGE_BYTES
@@ -418,11 +445,12 @@ def required_slot_bytes(image_bytes: int, static_bytes: int, dynamic_bytes: int)
     return sum(map(round_up_to_page, (image_bytes, static_bytes, 2 * dynamic_bytes + (64 << 10))))
 
 
-def create_memory_file(name: str, size: int) -> int:
+def create_memory_file(name: str, size: int, *, allocate: bool = True) -> int:
     """Create a sealed anonymous file with all its memory allocated; return its descriptor.
 
     Allocation and sealing prevent SIGBUS: a store could otherwise hit a page that cannot be allocated or was
-    truncated. /dev/shm is not used, because containers limit it to 64 MB and files in it outlive us.
+    truncated. /dev/shm is not used, because containers limit it to 64 MB and files in it outlive us. With
+    ``allocate`` false each writer calls `populate_pages` first, which overlaps with its other work.
 
     Raises:
         OSError: there is not enough memory.
@@ -434,7 +462,7 @@ def create_memory_file(name: str, size: int) -> int:
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
-        for at in range(0, size, _POPULATE_CHUNK_BYTES):
+        for at in range(0, size if allocate or not can_populate_pages() else 0, _POPULATE_CHUNK_BYTES):
             os.posix_fallocate(descriptor, at, min(_POPULATE_CHUNK_BYTES, size - at))
         fcntl.fcntl(descriptor, _F_ADD_SEALS, _F_SEAL_SHRINK_GROW)
     except BaseException:

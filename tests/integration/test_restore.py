@@ -14,7 +14,7 @@ import torch
 from elastic_resume import constants
 from elastic_resume.checkpoint import reader
 from elastic_resume.errors import CorruptError, PeerFailedError
-from elastic_resume.restore.transfer import (
+from elastic_resume.restore.streaming import (
     WATERMARK_FAILED,
     BackgroundTask,
     LocalWatermark,
@@ -67,11 +67,26 @@ def test_restore_sends_snapshot_to_lacking_node_which_commits_it(tmp_path: Path)
 
 
 @pytest.mark.cluster
-def test_restore_spreads_lacking_nodes_over_holders_and_broadcasts_buffers(tmp_path: Path) -> None:
-    """Each holder sends to one node; buffers come from the lowest rank that wrote."""
-    wanted = {"a": {"disk": [[1, 9]]}, "b": {"memory": [1, 9]}}
-    for result in resume(tmp_path, ["a", "b", "c", "d"], wanted):
+@pytest.mark.parametrize("second", ["memory", "disk"])
+def test_restore_takes_blocks_from_all_holders_and_buffers_from_source(tmp_path: Path, second: str) -> None:
+    """Buffers come from the lowest rank that wrote, also in the snapshots of the nodes that lacked them."""
+    wanted = {"a": {"disk": [[1, 9]]}, "b": {"memory": [1, 9]} if second == "memory" else {"disk": [[1, 9]]}}
+    results = resume(tmp_path, ["a", "b", "c", "d"], wanted)
+    for result in results:
         assert (result["source_node"], result["receiving_nodes"]) == ("a", ["c", "d"])
+        assert (result["values"], result["buffer"], result["held"]) == ([9.0], 100.0, [1, 9])
+    assert [result["held_buffer"] for result in results] == [100.0, 101.0, 100.0, 100.0]
+
+
+@pytest.mark.cluster
+def test_restore_goes_on_after_lost_connection_and_damaged_block(tmp_path: Path) -> None:
+    """The state is received once, and the plan stays."""
+    wanted = {
+        "a": {"disk": [[1, 9]], "fail": "transfer.send=raise@2"},
+        "b": {"disk": [[1, 9]], "fail": "transfer.block=flip@3"},
+    }
+    for result in resume(tmp_path, ["a", "b", "c", "d"], wanted):
+        assert (result["source_node"], result["receiving_nodes"], result["rejected"]) == ("a", ["c", "d"], [])
         assert (result["values"], result["buffer"], result["held"]) == ([9.0], 100.0, [1, 9])
 
 
@@ -87,7 +102,7 @@ def test_restore_without_slots_maps_checkpoints_and_commits_received_state(tmp_p
 
 @pytest.mark.cluster
 def test_restore_without_slot_fails_on_all_ranks_if_disk_fails(tmp_path: Path) -> None:
-    """The transfer completes first, because other ranks take part; no file is left."""
+    """The transfer completes first, because all ranks load before the commit; no file is left."""
     wanted = {"a": {"disk": [[1, 9]]}, "b": {"slots": False, "fail": "commit.before-rename=raise"}}
     for result in resume(tmp_path, ["a", "b"], wanted):
         assert "the device fails" in result["error"]

@@ -436,6 +436,8 @@ def test_snapshot_memory_accepts_sizes(tmp_path: Path, text: str, size: int | No
         ("check-replicas", "30s", r"check-replicas is '30s': write a number of steps \(100\), auto or off"),
         ("on-divergence", "halt", "on-divergence is 'halt': write stop or resume-from-majority"),
         ("on-divergence", "resume-from-major", "Did you mean resume-from-majority"),
+        ("transfer-addr", "192.0.2.7", "no address and no network interface of this machine: .*lo"),
+        ("transfer-addr", "ib9", "write one of its addresses, one of its interfaces"),
     ],
 )
 def test_snapshot_setting_error_shows_accepted_forms(tmp_path: Path, key: str, text: str, said: str) -> None:
@@ -460,6 +462,16 @@ def test_step_mark_is_read_from_environment(text: str | None, seconds: float) ->
     """The default is five seconds."""
     environ = {} if text is None else {"ELASTIC_RESUME_STEP_MARK_S": text}
     assert Settings.for_worker(environ, "t.py").step_mark_s == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "address"), [("auto", None), ("lo", "127.0.0.1"), ("127.0.0.9", "127.0.0.9"), ("::1", "::1")]
+)
+def test_transfer_address_is_that_of_interface(text: str, address: str | None) -> None:
+    """Workers get the address from the agent and read it again."""
+    settings = Settings.for_worker({"ELASTIC_RESUME_TRANSFER_ADDR": text}, "t.py")
+    assert settings.transfer_addr == address
+    assert Settings.for_worker(settings.to_env(), "t.py").transfer_addr == address
 
 
 def test_worker_settings_refuse_unknown_argument() -> None:

@@ -28,6 +28,7 @@ from elastic_resume.events import EventLog
 from elastic_resume.restore import coordinator as resuming
 from elastic_resume.restore.collectives import Collectives
 from elastic_resume.restore.rank_context import RankContext
+from elastic_resume.restore.streaming import StreamingBuffer
 from elastic_resume.snapshot.committer import CheckpointCommitter
 from elastic_resume.snapshot.ipc import SlotClient, SnapshotServer
 from elastic_resume.snapshot.progress_page import ProgressPage
@@ -163,6 +164,9 @@ def main(wanted: dict[str, Any]) -> None:
     result["buffer"] = float(model[1].running_mean.mean())
     held = memory.find_newest() if memory is not None else None
     result["held"] = list(held.version) if held is not None else None
+    if held is not None:
+        image = StreamingBuffer.from_complete(held.image)
+        result["held_buffer"] = float(image.get_tensor("model/1.running_mean").mean())
     if committer is not None and held is not None:
         committer.commit()
     world.gather(None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,14 +11,16 @@ from hypothesis import strategies as st
 from elastic_resume.errors import NoValidCheckpointError
 from elastic_resume.policy.resume_plan import (
     DISK,
+    MAX_CHAIN_NODES,
     MEMORY,
     Inventory,
     RejectedState,
     ResumePlan,
     SavedState,
+    Sources,
     choose_resume_plan,
     find_minority_holders,
-    plan_broadcasts,
+    plan_sources,
     reject_saved_state,
 )
 
@@ -336,45 +340,55 @@ def held(memory: int, disk: int, lacking: int) -> ResumePlan:
 @pytest.mark.parametrize(
     ("memory", "disk", "lacking", "expected"),
     [
-        (1, 0, 0, []),
-        (1, 0, 2, [("m0", 2)]),  # one broadcast for both
-        (2, 0, 1, [("m0", 1)]),
-        (2, 0, 2, [("m0", 1), ("m1", 1)]),
-        (1, 2, 1, [("m0", 1)]),  # memory before disk
-        (1, 2, 2, [("m0", 1), ("d0", 1)]),
-        (3, 0, 4, [("m0", 2), ("m1", 2)]),  # a third would not make it faster: somebody has two all the same
-        (9, 0, 4, [("m0", 1), ("m1", 1), ("m2", 1), ("m3", 1)]),
-        (0, 2, 3, [("d0", 3)]),  # two and three receivers take the same two rounds
+        (1, 0, 0, {}),
+        (1, 0, 1, {"x0": "m0"}),
+        (2, 0, 1, {"x0": "m0 m1"}),
+        (2, 0, 2, {"x0": "m0 m1", "x1": "m1 m0"}),  # each begins with another holder
+        (1, 0, 3, {"x0": "m0", "x1": "x0", "x2": "x1"}),  # a chain
+        (2, 0, 5, {"x0": "m0 m1", "x1": "m1 m0", "x2": "x0", "x3": "x1", "x4": "x2"}),
+        (1, 2, 2, {"x0": "m0", "x1": "x0"}),  # memory before disk
+        (0, 2, 1, {"x0": "d0 d1"}),
     ],
 )
-def test_broadcasts_use_more_sources_only_if_faster(
-    memory: int, disk: int, lacking: int, expected: list[tuple[str, int]]
+def test_sources_are_all_holders_then_chains_of_receivers(
+    memory: int, disk: int, lacking: int, expected: dict[str, str]
 ) -> None:
-    """By the rounds of a broadcast along a tree."""
-    broadcasts = plan_broadcasts(held(memory, disk, lacking))
-    assert [(stream.source, len(stream.receivers)) for stream in broadcasts] == expected
+    """Each link carries the state once."""
+    sources = plan_sources(held(memory, disk, lacking))
+    assert {node: " ".join(planned.first) for node, planned in sources.items()} == expected
 
 
-@given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 40))
-def test_broadcasts_serve_each_lacking_node_once(memory: int, disk: int, lacking: int) -> None:
-    """No holder receives, and no single source would be faster."""
+def test_substitutes_are_other_holders_and_earlier_receivers() -> None:
+    """Disks come after memory, and near receivers before far ones."""
+    sources = plan_sources(held(1, 1, 3))
+    assert sources["x0"] == Sources(("m0",), ("d0",))
+    assert sources["x2"] == Sources(("x1",), ("m0", "d0", "x0"))
+
+
+@given(st.integers(0, 5), st.integers(0, 5), st.integers(0, 100))
+def test_sources_spread_without_circles(memory: int, disk: int, lacking: int) -> None:
+    """A node waits for holders and earlier receivers only, and few nodes wait for it."""
     if memory + disk == 0:
         return
     plan = held(memory, disk, lacking)
-    told = plan_broadcasts(plan)
-    assert sorted(node for stream in told for node in stream.receivers) == sorted(plan.receiving_nodes)
-    assert len({stream.source for stream in told}) == len(told)
-    assert {stream.source for stream in told} <= {node for node, _ in plan.holders}
-    rounds = [len(stream.receivers).bit_length() for stream in told]
-    assert max(rounds, default=0) <= len(plan.receiving_nodes).bit_length()
-    if told:
-        tiers = {node: copy.tier for node, copy in plan.holders}
-        assert tiers[told[0].source] == (MEMORY if memory else DISK)
+    sources = plan_sources(plan)
+    holders = {node for node, _ in plan.holders}
+    assert tuple(sources) == plan.receiving_nodes
+    depth = dict.fromkeys(holders, 0)
+    for i, (node, planned) in enumerate(sources.items()):
+        assert planned.first
+        assert {*planned.first, *planned.substitutes} == holders | {*plan.receiving_nodes[:i]}
+        assert not {*planned.first} & {*planned.substitutes}
+        depth[node] = 1 + max(depth[other] for other in planned.first)
+    most = 1 if lacking <= MAX_CHAIN_NODES * (memory or disk) else 2
+    successors = Counter(first for planned in sources.values() for first in planned.first)
+    assert all(count <= most for node, count in successors.items() if node not in holders)
+    assert max(depth.values()) <= MAX_CHAIN_NODES
 
 
-def test_cold_start_has_no_broadcast() -> None:
+def test_cold_start_has_no_sources() -> None:
     """There is no copy."""
-    assert plan_broadcasts(choose_resume_plan([node("a", 0), node("b", 1)], "auto")) == ()
+    assert plan_sources(choose_resume_plan([node("a", 0), node("b", 1)], "auto")) == {}
 
 
 def test_minority_holders_differ_from_strict_majority() -> None:

@@ -1,0 +1,375 @@
+"""Test the transfer of a state's blocks between nodes, over real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import xxhash
+
+from elastic_resume import constants, failpoints
+from elastic_resume.errors import CorruptError, MachineError, PeerFailedError
+from elastic_resume.restore import transfer
+from elastic_resume.restore.streaming import BackgroundTask, LocalWatermark, StreamingBuffer
+from elastic_resume.restore.transfer import BlockServer, BlockSource, BlockTable, receive
+from elastic_resume.snapshot import slots
+from tests.support.processes import wait_for
+
+BLOCK = 1000
+STATE = b"".join(xxhash.xxh3_128_digest(bytes([i])) for i in range(256)) * 5 + b"the last block is shorter"
+COUNT = -(-len(STATE) // BLOCK)
+HOST = "127.0.0.1"
+
+
+class AskedBuffer(StreamingBuffer):
+    """A buffer that counts how often a server waited for its bytes."""
+
+    asked = 0
+
+    def has_bytes_within(self, count: int, timeout_s: float) -> bool:
+        """See base class."""
+        self.asked += 1
+        return super().has_bytes_within(count, timeout_s)
+
+
+class Proxy:
+    """Forwards connections to a server; ``allowed`` bytes of each go back, then it does ``at_limit``."""
+
+    def __init__(self, source: BlockSource, allowed: list[int], at_limit: str) -> None:
+        self._target = (source.host, source.port)
+        self._allowed = allowed  # for each connection in turn; the last entry is for all further ones
+        self._at_limit = at_limit
+        self._listener = socket.create_server((HOST, 0))
+        self._sockets: list[socket.socket] = [self._listener]
+        port = self._listener.getsockname()[1]
+        self.source = BlockSource(source.node, HOST, port, source.key)
+        self.connections = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Close all sockets."""
+        for each in self._sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(self._target)
+                self._sockets += [near, far]
+                allowed = self._allowed[min(self.connections, len(self._allowed) - 1)]
+                self.connections += 1
+                threading.Thread(target=self._forward, args=(near, far, 1 << 60), daemon=True).start()
+                threading.Thread(target=self._forward, args=(far, near, allowed), daemon=True).start()
+
+    def _forward(self, source: socket.socket, target: socket.socket, allowed: int) -> None:
+        with contextlib.suppress(OSError):
+            while allowed and (data := source.recv(min(allowed, 1 << 16))):
+                target.sendall(data)
+                allowed -= len(data)
+            if not allowed and self._at_limit == "stall":
+                return
+            for each in (source, target):
+                each.shutdown(socket.SHUT_RDWR)
+
+
+Serve = Callable[..., BlockServer]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Serve a state under a node's name; the whole state by default."""
+    servers = []
+
+    def start(node: str, buffer: StreamingBuffer | None = None) -> BlockServer:
+        complete = buffer or StreamingBuffer.from_complete(memoryview(bytearray(STATE)))
+        servers.append(BlockServer(BlockTable(complete, BLOCK), node, HOST))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def empty_table() -> BlockTable:
+    """A table of a buffer in which nothing has arrived."""
+    return BlockTable(AskedBuffer(memoryview(bytearray(len(STATE))), LocalWatermark()), BLOCK)
+
+
+def arm(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Arm failpoints in this process."""
+    monkeypatch.setattr(failpoints, "_failpoints_by_name", failpoints._parse(text))
+
+
+def assert_received(table: BlockTable) -> None:
+    """All bytes are there, and the watermark has passed them."""
+    assert bytes(table.buffer.memory) == STATE
+    assert table.buffer.available_bytes() == len(STATE)
+    for index in range(COUNT):
+        assert table._digests[index] == xxhash.xxh3_128_digest(STATE[index * BLOCK : (index + 1) * BLOCK])
+
+
+def test_receive_fills_buffer_from_one_holder(serve: Serve) -> None:
+    """The last block is shorter; the holder sends each block once."""
+    holder, table = serve("a"), empty_table()
+    receive(table, [holder.source], 1)
+    assert_received(table)
+    assert holder.sent_bytes == len(STATE)
+
+
+def test_receive_shares_work_between_holders(serve: Serve) -> None:
+    """Each holder sends while the other waits for its disk."""
+    buffers = [AskedBuffer(memoryview(bytearray(STATE)), LocalWatermark()) for _ in range(2)]
+    holders = [serve(node, buffer) for node, buffer in zip("ab", buffers, strict=True)]
+    table = empty_table()
+    task = BackgroundTask("test", lambda: receive(table, [h.source for h in holders], 2))
+    wait_for(lambda: all(buffer.asked for buffer in buffers), "a request to each")
+    for buffer in buffers:
+        buffer.advance(len(STATE))
+    assert task.join() is None
+    assert_received(table)
+    assert all(holder.sent_bytes for holder in holders)
+    assert sum(holder.sent_bytes for holder in holders) == len(STATE)
+
+
+def test_receivers_form_chain_while_holder_reads_its_disk(serve: Serve) -> None:
+    """Each of three passes on what it has; the holder sends the state once."""
+    arriving = AskedBuffer(memoryview(bytearray(STATE)), LocalWatermark())
+    servers = [serve("holder", arriving)]
+    tables, tasks = [], []
+    for node in ("a", "b", "c"):
+        tables.append(empty_table())
+        source = servers[-1].source
+        tasks.append(BackgroundTask("test", lambda t=tables[-1], s=source: receive(t, [s], 1)))  # type: ignore[misc]
+        servers.append(serve(node, tables[-1].buffer))
+    wait_for(lambda: arriving.asked, "a request")
+    for count in range(0, len(STATE), 333):
+        arriving.advance(count)
+    arriving.advance(len(STATE))
+    assert [task.join() for task in tasks] == [None] * 3
+    for table in tables:
+        assert_received(table)
+    assert [server.sent_bytes for server in servers] == [len(STATE)] * 3 + [0]
+
+
+def test_receive_takes_damaged_block_from_other_holder(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The node that sent it is named, and is not asked again."""
+    arm(monkeypatch, "transfer.block=flip@1")
+    holders, table = [serve("a"), serve("b")], empty_table()
+    with caplog.at_level(logging.WARNING):
+        receive(table, [holder.source for holder in holders], 2)
+    assert_received(table)
+    (record,) = caplog.records
+    assert "of the state arrived damaged" in record.message
+    blamed = [h for h in holders if str(h.source) in record.message]
+    assert len(blamed) == 1
+
+
+def test_receive_fails_if_only_holder_sends_damaged_block(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No damaged byte is below the watermark."""
+    arm(monkeypatch, "transfer.block=flip@3")
+    table = empty_table()
+    with pytest.raises(PeerFailedError, match=r"a at 127\.0\.0\.1:\d+: bytes \d+ to \d+ .* arrived damaged"):
+        receive(table, [serve("a").source], 1)
+    count = table.buffer.available_bytes()
+    assert bytes(table.buffer.memory[:count]) == STATE[:count]
+    assert count < len(STATE)
+
+
+def test_receive_resumes_after_connection_is_cut_amid_block(serve: Serve) -> None:
+    """Blocks that had arrived are not sent again."""
+    holder, table = serve("a"), empty_table()
+    proxy = Proxy(holder.source, [3 * BLOCK + 500, 7 * BLOCK, 1 << 60], "cut")
+    receive(table, [proxy.source], 1)
+    assert_received(table)
+    assert proxy.connections > 2
+    assert holder.sent_bytes <= len(STATE) + 4 * BLOCK
+    proxy.close()
+
+
+def test_receive_replaces_holder_that_stalls(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection stays open, amid a block."""
+    monkeypatch.setattr(transfer, "SILENCE_TIMEOUT_S", 0.2)
+    stalling, other, table = serve("a"), serve("b"), empty_table()
+    proxy = Proxy(stalling.source, [2 * BLOCK + 500], "stall")
+    receive(table, [proxy.source, other.source], 1)
+    assert_received(table)
+    assert other.sent_bytes > 0
+    proxy.close()
+
+
+def test_receive_waits_for_holder_that_is_slow(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so each interval, so it is not silent, though no byte comes for longer than that."""
+    monkeypatch.setattr(transfer, "SILENCE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(transfer, "ALIVE_INTERVAL_S", 0.05)
+    arriving = AskedBuffer(memoryview(bytearray(STATE)), LocalWatermark())
+    holder, other, table = serve("a", arriving), serve("b"), empty_table()
+    task = BackgroundTask("test", lambda: receive(table, [holder.source, other.source], 1))
+    wait_for(lambda: arriving.asked > 40, "40 intervals")  # of two connections
+    arriving.advance(len(STATE))
+    assert task.join() is None
+    assert_received(table)
+    assert other.sent_bytes == 0
+
+
+def test_receive_replaces_holder_whose_copy_fails(serve: Serve) -> None:
+    """Its disk fails amid the state; without another holder the receiver fails too."""
+    failing = AskedBuffer(memoryview(bytearray(STATE)), LocalWatermark())
+    failing.advance(2 * BLOCK)
+    failing.fail(CorruptError("the disk is damaged"))
+    table = empty_table()
+    receive(table, [serve("a", failing).source, serve("b").source], 1)
+    assert_received(table)
+    with pytest.raises(PeerFailedError, match="its own copy has failed"):
+        receive(empty_table(), [serve("a", failing).source], 1)
+
+
+def test_receive_names_address_that_refuses(serve: Serve) -> None:
+    """The message says how to choose another address."""
+    holder = serve("a")
+    holder.close()
+    with pytest.raises(
+        PeerFailedError, match=rf"a at {HOST}:{holder.source.port}: Connection refused.*TRANSFER_ADDR"
+    ):
+        receive(empty_table(), [holder.source], 1)
+    with pytest.raises(PeerFailedError, match="no node offered it"):
+        receive(empty_table(), [], 0)
+
+
+def test_cancelled_buffer_ends_receive(serve: Serve) -> None:
+    """Its connections end too."""
+    table = empty_table()
+    table.buffer.cancel()
+    with pytest.raises(PeerFailedError, match="cancelled"):
+        receive(table, [serve("a").source], 1)
+
+
+def test_receive_without_memory_raises_machine_error(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No holder is blamed."""
+
+    def refuse(_: memoryview) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(slots, "populate_pages", refuse)
+    with pytest.raises(MachineError, match=r"no memory to receive.*Cannot allocate"):
+        receive(empty_table(), [serve("a").source], 1)
+
+
+# ---- strangers ---------------------------------------------------------------------------------------
+
+
+def test_stranger_gets_random_bytes_only(serve: Serve) -> None:
+    """A wrong proof, and the proof that the server itself would send, end the connection."""
+    holder = serve("a")
+    for proof in (bytes(32), b"garbage" * 1000):
+        with socket.create_connection((HOST, holder.source.port)) as stranger:
+            stranger.sendall(bytes(32) + proof)
+            received = b""
+            with contextlib.suppress(ConnectionResetError):  # of bytes that the server did not read
+                while data := stranger.recv(4096):
+                    received += data
+            assert len(received) <= 32
+    with pytest.raises(PeerFailedError):
+        receive(empty_table(), [BlockSource("a", HOST, holder.source.port, bytes(32))], 1)
+    assert holder.sent_bytes == 0
+
+
+def test_receiver_takes_nothing_from_server_without_key(serve: Serve) -> None:
+    """A program that listens at the holder's address reflects what it gets."""
+    holder, table = serve("a"), empty_table()
+    listener = socket.create_server((HOST, 0))
+
+    def reflect() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection, contextlib.suppress(OSError):
+                    while data := connection.recv(4096):
+                        connection.sendall(data)
+
+    BackgroundTask("reflect", reflect)
+    fake = BlockSource("fake", HOST, listener.getsockname()[1], holder.source.key)
+    with pytest.raises(PeerFailedError, match="does not hold the key"):
+        receive(table, [fake], 1)
+    assert table.buffer.available_bytes() == 0
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+
+
+def test_idle_strangers_do_not_keep_receiver_out(serve: Serve) -> None:
+    """More than the limit connect and stay; the oldest are dropped."""
+    holder, table = serve("a"), empty_table()
+    strangers = [
+        socket.create_connection((HOST, holder.source.port)) for _ in range(transfer.MAX_STRANGERS + 10)
+    ]
+    receive(table, [holder.source], 1)
+    assert_received(table)
+    wait_for(lambda: len(holder._connections) <= transfer.MAX_STRANGERS, "the oldest to go")
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_request_beyond_last_block_ends_connection(serve: Serve) -> None:
+    """The server answers nothing."""
+    with contextlib.closing(transfer._connect(serve("a").source)) as connection:
+        connection.sendall(transfer._REQUEST.pack(COUNT))
+        assert connection.recv(1) == b""
+
+
+# ---- addresses ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "encoded",
+    [None, [], [HOST, 1], [HOST, "x", "00" * 32], [HOST, 0, "00" * 32], [HOST, 70000, "00" * 32],
+     [HOST, 1, "00"], [HOST, 1, "zz" * 32], [HOST, 1, 5], "abc"],
+)  # fmt: skip
+def test_invalid_source_is_refused(encoded: Any) -> None:
+    """The error names the node."""
+    with pytest.raises(CorruptError, match="node a announced"):
+        BlockSource.from_json("a", encoded)
+
+
+def test_source_survives_json() -> None:
+    """Its text has brackets around an IPv6 address."""
+    source = BlockSource("a", "::1", 4711, bytes(range(32)))
+    assert BlockSource.from_json("a", source.to_json()) == source
+    assert str(source) == "a at [::1]:4711"
+
+
+def test_local_host_is_setting_then_agents_then_route_to_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the machine of MASTER_ADDR it is that name, which all ranks reach."""
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv(constants.ENV_LOCAL_HOST, "node1")
+    assert transfer.choose_local_host("10.0.0.1") == "10.0.0.1"
+    assert transfer.choose_local_host(None) == "node1"
+    monkeypatch.delenv(constants.ENV_LOCAL_HOST)
+    assert transfer.choose_local_host(None) == "localhost"
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.7")  # no packet is sent there
+    found = transfer.choose_local_host(None)
+    assert found == "192.0.2.7" or not ipaddress.ip_address(found).is_loopback
+
+
+def test_server_listens_for_name_at_all_addresses_and_refuses_foreign_one() -> None:
+    """A name may lead to another address elsewhere."""
+    table = BlockTable(StreamingBuffer.from_complete(memoryview(bytearray(STATE))), BLOCK)
+    server = BlockServer(table, "a", "localhost")
+    received = empty_table()
+    receive(received, [server.source], 1)
+    assert_received(received)
+    server.close()
+    with pytest.raises(MachineError, match=r"cannot listen at 192\.0\.2\.7"):
+        BlockServer(table, "a", "192.0.2.7")
