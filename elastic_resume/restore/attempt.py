@@ -260,9 +260,7 @@ class RestoreAttempt:
 
         """
         context, plan = self._context, self._plan
-        described = context.collectives.broadcast_json(
-            context.run_on_all_ranks(self._describe_source), plan.source_rank
-        )
+        described = context.collectives.broadcast_json(self._describe_source(), plan.source_rank)
         self.manifest = Manifest.parse(described[0].encode())
         self._source_values = SourceValues(_parse_values_layout(described[1], described[2], plan.nbytes))
         try:

@@ -26,7 +26,7 @@ from elastic_resume.state.state_dict import view_bytes
 
 BLOCK_BYTES = 1 << 20  # of `broadcast_buffer`
 # Most values fit, so that one collective suffices. On busy nodes each costs milliseconds, whatever its size.
-FIRST_GATHER_BYTES = 1024
+FIRST_BYTES = 1024
 MAX_JSON_BYTES = 256 * 1024 * 1024  # the manifest of a model with a million tensors
 # A large state is read and sent between two collectives. A dead peer closes its connection, so this bounds
 # only a peer that hangs.
@@ -79,33 +79,29 @@ class Collectives:
         if self._group is None:
             return [json.loads(json.dumps(value))]
         own = json.dumps(value, separators=(",", ":")).encode()
-        framed = len(own).to_bytes(8, "big") + own
-        rows = self._gather_bytes(framed, FIRST_GATHER_BYTES)
-        sizes = [int.from_bytes(row[:8], "big") for row in rows]
-        longest = max(sizes)
-        _check_json_size(longest)
-        if 8 + longest > FIRST_GATHER_BYTES:
-            rows = self._gather_bytes(framed, 8 + longest)
-        return [_parse_json(row[8 : 8 + size]) for row, size in zip(rows, sizes, strict=True)]
+        rows = self._gather_rows(_frame(own, FIRST_BYTES))
+        sizes = [_read_size(row) for row in rows]
+        if 8 + max(sizes) > FIRST_BYTES:
+            rows = self._gather_rows(_frame(own, 8 + max(sizes)))
+        return [_parse_json(view_bytes(row)[8 : 8 + size]) for row, size in zip(rows, sizes, strict=True)]
 
-    def _gather_bytes(self, own: bytes, size: int) -> list[bytes]:
-        """Return the first ``size`` bytes of each rank's ``own``, which zeros complete."""
-        padded = torch.frombuffer(bytearray(own[:size].ljust(size, b"\0")), dtype=torch.uint8)
-        rows = [torch.empty(size, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(rows, padded, group=self._group)
-        return [bytes(view_bytes(row)) for row in rows]
+    def _gather_rows(self, own: Tensor) -> list[Tensor]:
+        rows = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(rows, own, group=self._group)
+        return rows
 
     def broadcast_json(self, value: Any, source_rank: int) -> Any:
         """Return the ``value`` of ``source_rank`` on every rank, up to MAX_JSON_BYTES."""
         own = json.dumps(value, separators=(",", ":")).encode() if self.rank == source_rank else b""
         if self._group is None:
             return json.loads(own)
-        size = torch.tensor([len(own)])
-        self.broadcast(size, source_rank)
-        _check_json_size(int(size))
-        row = torch.frombuffer(bytearray(own or int(size)), dtype=torch.uint8)
+        row = _frame(own, FIRST_BYTES)
         self.broadcast(row, source_rank)
-        return _parse_json(view_bytes(row))
+        size = _read_size(row)
+        if 8 + size > FIRST_BYTES:
+            row = _frame(own, 8 + size)
+            self.broadcast(row, source_rank)
+        return _parse_json(view_bytes(row)[8 : 8 + size])
 
     def broadcast(self, tensor: Tensor, source_rank: int) -> None:
         """Overwrite ``tensor`` (contiguous, CPU) with that of ``source_rank``."""
@@ -165,9 +161,18 @@ class Collectives:
             thread.join(DESTROY_TIMEOUT_S)
 
 
-def _check_json_size(size: int) -> None:
+def _frame(data: bytes, size: int) -> Tensor:
+    """Return the number of bytes in ``data``, 8 bytes, and ``data``: cut or filled up to ``size`` bytes."""
+    framed = bytearray(len(data).to_bytes(8, "big") + data[: size - 8])
+    return torch.frombuffer(framed.ljust(size, b"\0"), dtype=torch.uint8)
+
+
+def _read_size(row: Tensor) -> int:
+    """Return the number of bytes in a frame."""
+    size = int.from_bytes(view_bytes(row)[:8], "big")
     if not 0 < size <= MAX_JSON_BYTES:
         raise CorruptError(f"a rank announced {size} bytes of JSON; 1 to {MAX_JSON_BYTES} are allowed.")
+    return size
 
 
 def _parse_json(data: bytes | memoryview) -> Any:

@@ -124,8 +124,7 @@ def restore(
         attempt = RestoreAttempt(context, plan)
         failures = attempt.open() or attempt.load(tracked)
         if not failures:
-            flat = context.run_on_all_ranks(lambda: state_dict.flatten(tracked))
-            failures = _find_outvoted_copies(context, plan, flat)
+            flat, failures = _find_outvoted_copies(context, plan, tracked)
         if not failures:
             manifest, on_disk = attempt.manifest, attempt.on_disk
             attempt.publish_slot()
@@ -241,8 +240,10 @@ def _quarantine_local_copy(context: RankContext, plan: ResumePlan, failures: Nod
 # ---- comparison of replicas --------------------------------------------------------------------------
 
 
-def _find_outvoted_copies(context: RankContext, plan: ResumePlan, flat: FlatState) -> NodeFailures:
-    """Compare parameters and optimizer state over all ranks; return the copies that must not be used.
+def _find_outvoted_copies(
+    context: RankContext, plan: ResumePlan, tracked: Mapping[str, Any]
+) -> tuple[FlatState, NodeFailures]:
+    """Flatten and compare the state of all ranks; return it, and the copies that must not be used.
 
     With on-divergence resume-from-majority these are the copies that a majority of nodes contradicts.
     With check-replicas off they are those unlike the source's.
@@ -252,13 +253,18 @@ def _find_outvoted_copies(context: RankContext, plan: ResumePlan, flat: FlatStat
         ranks.
 
     """
-    if context.collectives.size == 1:
-        return {}
-    difference = find_first_difference(
-        context.collectives, state_dict.digest_leaves(flat.select_kinds(REPLICATED))
-    )
+    flattened: list[FlatState] = []
+
+    def digest_own() -> dict[str, str]:
+        flattened.append(state_dict.flatten(tracked))
+        if context.collectives.size == 1:
+            return {}
+        return state_dict.digest_leaves(flattened[0].select_kinds(REPLICATED))
+
+    difference = find_first_difference(context, digest_own)
+    flat = flattened[0]
     if difference is None:
-        return {}
+        return flat, {}
     name = difference.name
     digests_by_node: dict[str, list[str]] = {}
     for digest, node in zip(difference.digest_by_rank, context.node_by_rank, strict=True):
@@ -266,12 +272,12 @@ def _find_outvoted_copies(context: RankContext, plan: ResumePlan, flat: FlatStat
     minority = resume_plan.find_minority_holders(plan, digests_by_node)
     if minority and context.settings.on_divergence == RESUME_FROM_MAJORITY:
         reason = f"its values differ from those of most nodes, first in {name}"
-        return dict.fromkeys(minority, (CorruptError.kind, reason))
+        return flat, dict.fromkeys(minority, (CorruptError.kind, reason))
     source_digests = set(digests_by_node[plan.source_node])
     unlike = [node for node, _ in plan.holders if set(digests_by_node[node]) != source_digests]
     if unlike and context.settings.check_replicas.is_off:
         reason = f"its values differ from {plan.source_node}'s, first in {name}"
-        return dict.fromkeys(unlike, ("unlike", reason))
+        return flat, dict.fromkeys(unlike, ("unlike", reason))
     hint = (
         f", or let the majority decide with ELASTIC_RESUME_ON_DIVERGENCE={RESUME_FROM_MAJORITY}"
         if minority
@@ -302,7 +308,7 @@ def _broadcast_rank_0_state(context: RankContext, flat: FlatState, tracked: Mapp
     leaves = {leaf.name: leaf.tensor.detach() for leaf in flat.select_kinds(REPLICATED, BUFFER, SCRIPT_OWNED)}
     shapes = {name: f"{t.dtype}{list(t.shape)}" for name, t in leaves.items() if name.startswith(modules)}
     orders = {name: state_dict.combine_digests({"": flat.skeleton.get(name)}) for name in (DATA, PARAMETERS)}
-    difference = find_first_difference(context.collectives, {**shapes, **orders})
+    difference = find_first_difference(context, lambda: {**shapes, **orders})
     if difference is not None:
         order_texts = {DATA: "the order of samples", PARAMETERS: "the order of the optimizer's parameters"}
         raise MismatchError(

@@ -6,7 +6,7 @@ and every rank reports the first that it holds differently. The callers decide w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from elastic_resume.checkpoint import json_codec
 from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.errors import DivergenceError
-from elastic_resume.restore.collectives import Collectives
 from elastic_resume.restore.rank_context import RankContext
 from elastic_resume.state import state_dict
 from elastic_resume.state.load import iter_leaves
@@ -34,12 +33,21 @@ class Difference:
     digest_by_rank: tuple[str, ...]  # each rank's digest of all values
 
 
-def find_first_difference(collectives: Collectives, values: Mapping[str, str]) -> Difference | None:
+def find_first_difference(
+    context: RankContext, compute: Callable[[], Mapping[str, str]]
+) -> Difference | None:
     """Compare named values (digests, say) over all ranks; return None if names, order and values are equal.
 
-    Every rank calls it at the same time, and all get the same answer.
+    Every rank calls it at the same time, and all get the same answer. If ``compute`` fails on one rank, all
+    raise.
     """
-    digests = collectives.gather(state_dict.combine_digests({"": list(values.items())}))
+    collectives, values = context.collectives, dict[str, str]()
+
+    def combine() -> str:
+        values.update(compute())
+        return state_dict.combine_digests({"": list(values.items())})
+
+    digests = context.gather_results(combine)
     if len(set(digests)) == 1:
         return None
     items_of_rank_0 = collectives.broadcast_json(list(values.items()), 0)
@@ -80,8 +88,7 @@ def require_equal(context: RankContext, tracked: Mapping[str, Any], step: int, *
     """Raise on all ranks unless all hold the same state; see `Run.assert_ranks_equal`."""
     if context.collectives.size == 1:
         return
-    values = context.run_on_all_ranks(lambda: _digest_replicated_state(tracked, buffers=buffers))
-    difference = find_first_difference(context.collectives, values)
+    difference = find_first_difference(context, lambda: _digest_replicated_state(tracked, buffers=buffers))
     if difference is not None:
         raise DivergenceError(
             f"ranks hold different values of {difference.name!r} after step {step} "

@@ -6,6 +6,7 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_resume.restore.collectives import Collectives
+from elastic_resume.restore.rank_context import RankContext
 from elastic_resume.restore.replica_check import Difference, describe_groups, find_first_difference
 from tests.support import launch_ranks
 from tests.support.paths import SCRIPTS
@@ -48,9 +50,15 @@ def compare(values: list[dict[str, str]]) -> list[Difference | None]:
     size = len(values)
     shared: list[Any] = [None] * size
     barrier = threading.Barrier(size, timeout=60)
-    ranks = [ThreadCollectives(rank, shared, barrier) for rank in range(size)]
+    settings: Any = SimpleNamespace(node_name="n0", ckpt_dir=Path(), run_id="job")
+    events: Any = None
+
+    def compare_on(rank: int) -> Difference | None:
+        context = RankContext(ThreadCollectives(rank, shared, barrier), settings, events)
+        return find_first_difference(context, lambda: values[rank])
+
     with ThreadPoolExecutor(size) as executor:
-        return list(executor.map(find_first_difference, ranks, values))
+        return list(executor.map(compare_on, range(size)))
 
 
 @given(st.lists(named, min_size=2, max_size=3))
