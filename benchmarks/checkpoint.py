@@ -132,9 +132,9 @@ def of_small_tensors(found: Row) -> Iterator[str]:
     yield f"\n{found['tensors']} small tensors, {found['bytes'] / 1e6:.1f} MB"
     step, copy = found["step_without_s"]["median"], found["copy_s"]["median"]
     more = found["step_with_s"]["median"] - step
-    yield f"  a step without snapshots takes {step * 1e3:.0f} ms, a plain copy of all tensors {copy * 1e3:.1f} ms"
-    for name, seconds in (("snapshots add to a step", more), ("of it the stall", found["stall_s"]["median"])):
-        yield f"  {name:42}{seconds * 1e3:9.1f} ms{seconds / step:9.3f} of the step{seconds / copy:9.2f} copies"
+    yield f"  a step without snapshots takes {step * 1e3:.0f} ms, a copy of all tensors {copy * 1e3:.1f} ms"
+    for name, seconds in (("snapshots add to a step", more), ("the stall", found["stall_s"]["median"])):
+        yield f"  {name:42}{seconds * 1e3:9.1f} ms{seconds / copy:9.2f} copies"
     yield f"  target: added to a step, in copies: {verdict(more / copy, 1.0, at_most=True)}"
 
 
