@@ -109,8 +109,10 @@ class SlotPool:
         """Create slots of at least ``nbytes``; return how many there will be. One exists on return.
 
         Small slots are all created at once. The other large ones follow in the background, or with
-        ``all_now`` false at the next call.
+        ``all_now`` false at the next call, which then does not wait for a reservation in the background.
         """
+        if not all_now and (count := self._count_fitting(nbytes)):
+            return count
         planned = self._create_slots(nbytes, min_count=1 if nbytes > slots.SMALL_SLOT_BYTES else 0)
         if planned > 1 and nbytes > slots.SMALL_SLOT_BYTES and all_now:
             self.reserve_in_background(nbytes)
@@ -193,7 +195,7 @@ class SlotPool:
             possible = count_fitting_slots(capacity, free_bytes=free - kept_bytes, allowed_bytes=remaining)
             if kept_bytes and possible == 0:
                 planned = 0  # no larger slot fits beside the newest snapshot
-            fitting = sum(owned.slot.capacity >= capacity for owned in self._owned.values())
+            fitting = self._count_fitting(capacity)
             if log:
                 # A smaller request that existing slots satisfy changes nothing.
                 last_count, last_capacity = self._last_plan
@@ -208,6 +210,10 @@ class SlotPool:
                     return fitting
                 fitting += 1
             return planned
+
+    def _count_fitting(self, nbytes: int) -> int:
+        with self._lock:
+            return sum(owned.slot.capacity >= nbytes for owned in self._owned.values())
 
     def _available_bytes(self) -> int:
         """Return the memory for all slots together, including the existing ones."""
