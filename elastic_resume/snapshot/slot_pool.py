@@ -108,8 +108,8 @@ class SlotPool:
     def reserve(self, nbytes: int, *, all_now: bool = True) -> int:
         """Create slots of at least ``nbytes``; return how many there will be. One exists on return.
 
-        Small slots are all created at once. The other large ones follow in the background, or with
-        ``all_now`` false at the next call, which then does not wait for a reservation in the background.
+        Small slots are all created at once, the other large ones in the background. With ``all_now`` false
+        one existing slot is enough: the call then creates none and waits for no slot that is being created.
         """
         if not all_now and (count := self._count_fitting(nbytes)):
             return count
