@@ -10,6 +10,8 @@ slow moment of the machine affects all of them. Ratios are therefore more reliab
                work left to a thread is awaited before the next call is timed
     commits    from memory to disk, digests and fsync included (jobs/commits.py). The limit: aligned writes of
                16 MiB past the page cache (O_DIRECT), and fsync, of the same bytes to the same file system
+    small-tensors  what a snapshot at every step adds to a step of 80,000 small tensors, beside one plain copy
+               of all of them (jobs/small_tensors.py)
     resumes    into a new process's model and optimizer (jobs/resumes.py), digests verified; the others verify
                nothing. From the node's memory, its disk with a cold page cache, and to a fresh node
 
@@ -125,6 +127,17 @@ def of_stalls(title: str, found: Row, target_ms: float) -> Iterator[str]:
     )
 
 
+def of_small_tensors(found: Row) -> Iterator[str]:
+    """Yield what a snapshot adds to a step of many small tensors."""
+    yield f"\n{found['tensors']} small tensors, {found['bytes'] / 1e6:.1f} MB"
+    step, copy = found["step_without_s"]["median"], found["copy_s"]["median"]
+    more = found["step_with_s"]["median"] - step
+    yield f"  a step without snapshots takes {step * 1e3:.0f} ms, a copy of all tensors {copy * 1e3:.1f} ms"
+    for name, seconds in (("snapshots add to a step", more), ("the stall", found["stall_s"]["median"])):
+        yield f"  {name:42}{seconds * 1e3:9.1f} ms{seconds / copy:9.2f} copies"
+    yield f"  target: added to a step, in copies: {verdict(more / copy, 1.0, at_most=True)}"
+
+
 def medians(seconds: dict[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(samples) for name, samples in seconds.items()}
 
@@ -195,6 +208,9 @@ def measure(options: argparse.Namespace, base: Path) -> Row:
     for kind in SMALL if "small" in options.only else ():
         found = job("stalls", base / "stalls", kind, min(2, options.repetitions), 5)
         tell(f"stalls {kind}", found, of_stalls(kind, found, STALL_MS["small"]))
+    if "small-tensors" in options.only:
+        found = job("small_tensors", base / "small", options.repetitions, 3)
+        tell("small-tensors", found, of_small_tensors(found))
     return result
 
 
@@ -219,7 +235,7 @@ def main() -> int:
         default=[100, 600, 3000],
         help="of the state, in MB (default 100,600,3000); 3000 needs 16 GB of memory and of the disk",
     )
-    known = (*SECTIONS, "small")
+    known = (*SECTIONS, "small", "small-tensors")
     parser.add_argument("--only", type=words(known), default=list(known), help=",".join(known))
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--dir", type=Path, help="where to write: the disk that is measured (default: here)")

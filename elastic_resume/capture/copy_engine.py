@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from operator import attrgetter
+from operator import attrgetter, eq
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from elastic_resume.snapshot.progress_page import STACKS_SIGNAL
 from elastic_resume.snapshot.slots import Slot
 from elastic_resume.state.state_dict import DTYPE_BY_NAME
 
-_get_dtype = attrgetter("dtype")
+get_spec = attrgetter("dtype", "shape")
 TENSORS_PER_CALL = 4096  # such a call holds the GIL for half a millisecond
 
 
@@ -53,20 +53,25 @@ def make_tensor_views(memory: memoryview, layout: Layout) -> dict[str, Tensor]:
     return views
 
 
-def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor], *, non_blocking: bool = False) -> None:
-    """Copy each source into its target.
+def copy_tensors(
+    targets: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    *,
+    specs: Sequence[Any] = (),
+    non_blocking: bool = False,
+) -> None:
+    """Copy each source into its target. ``specs`` are those of the targets, if the caller has them.
 
     Raises:
-        ValueError: a source has another dtype or size than its target. Earlier batches were copied.
+        ValueError: a source has another dtype or shape than its target. Earlier batches were copied.
 
     """
     with torch.no_grad():
         for at in range(0, len(targets), TENSORS_PER_CALL):
             into, batch = list(targets[at : at + TENSORS_PER_CALL]), list(sources[at : at + TENSORS_PER_CALL])
-            # torch would convert another dtype and broadcast another size without an error.
-            for get_property in (Tensor.numel, _get_dtype):
-                if list(map(get_property, batch)) != list(map(get_property, into)):
-                    raise ValueError("a tensor changed its dtype or size")
+            # torch would convert another dtype and broadcast another shape without an error.
+            if not all(map(eq, map(get_spec, batch), specs[at : at + len(batch)] or map(get_spec, into))):
+                raise ValueError("a tensor changed its dtype or shape")
             torch._foreach_copy_(into, batch, non_blocking=non_blocking)
 
 

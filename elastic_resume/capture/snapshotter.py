@@ -44,11 +44,17 @@ from elastic_resume.capture.copy_engine import (
     CopyThread,
     CudaCopyStreams,
     copy_tensors,
+    get_spec,
     make_tensor_views,
     run_job,
     wait_until_mutable,
 )
-from elastic_resume.capture.state_cache import StateTracker, StateView, without_garbage_collection
+from elastic_resume.capture.state_cache import (
+    StateTracker,
+    StateView,
+    share_equal,
+    without_garbage_collection,
+)
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.errors import UsageError
@@ -78,6 +84,7 @@ class TensorGroup:
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self.leaves = tuple(leaves)
         self.tensors = [leaf.tensor for leaf in leaves]
+        self.specs = share_equal(map(get_spec, self.tensors))
         self._version_checked = self.leaves[:: 1 + len(self.leaves) // MAX_VERSIONS_CHECKED]
         self.devices = frozenset(tensor.device for tensor in self.tensors if tensor.is_cuda)
 
@@ -550,15 +557,16 @@ class Snapshotter:
                 f"local rank {self._context.local_rank} tracks or freezes other tensors than local rank 0"
             )
         views = self._get_views(slot, task.plan)
-        sources, targets = task.shard.tensors, views.get_targets(task.shard)
+        sources, targets, specs = task.shard.tensors, views.get_targets(task.shard), task.shard.specs
         if task.start_events:
             sources = sources + [tensor for _, tensor in task.device_clones]
             targets = targets + [views.by_name[name] for name, _ in task.device_clones]
             self._cuda_streams.pin_slot(slot)
             self._cuda_streams.enqueue_copies(targets, sources, task.start_events, job)
             targets, sources = _select_host_pairs(targets, sources, task.start_events)
+            specs = []
         failpoints.hit("snapshot.copying")
-        copy_tensors(targets, sources)
+        copy_tensors(targets, sources, specs=specs)
         job.sources_read.set()
         for _, event in job.copy_events:
             event.synchronize()

@@ -8,7 +8,7 @@ these). Tensors at one address must also keep their strides, because they are ti
 and so must complex tensors. After any other change the whole state is flattened again.
 
 The cache holds the objects' own tensors, so no old tensor is ever copied. If an optimizer's state changes
-its dtype or size in place, the copy fails (`copy_engine.copy_tensors`) and the next snapshot flattens
+its dtype or shape in place, the copy fails (`copy_engine.copy_tensors`) and the next snapshot flattens
 again. Objects with a state_dict() of their own or with state_dict hooks, and the hyperparameters of
 optimizers, are read every time.
 
@@ -32,7 +32,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 from operator import attrgetter, eq, is_
@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elastic_resume.capture.copy_barrier import OverlapRule
+from elastic_resume.capture.copy_engine import get_spec
 from elastic_resume.checkpoint import json_codec
 from elastic_resume.state.bucket_order import BucketOrder
 from elastic_resume.state.state_dict import (
@@ -64,8 +65,7 @@ _MODULE_METHODS = (
 _get_module_dicts = attrgetter("_parameters", "_modules", "_state_dict_hooks", "_state_dict_pre_hooks")
 _get_optimizer_hooks = attrgetter("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
 _STATIC_GROUP_KEYS = {"params", "param_names"}  # entries of a param group that follow from its parameters
-_get_dtype_and_shape = attrgetter("dtype", "shape")
-_get_requires_grad = attrgetter("requires_grad")
+_get_trained_spec = attrgetter("dtype", "shape", "requires_grad")
 
 
 @dataclass(frozen=True)
@@ -177,31 +177,35 @@ class _StateCache:
                 self._uncached_readers.append((index, name, read))
                 dynamic_skeleton[name] = read(self._uncached_collector)
         overlap_rule = OverlapRule(tracked, self._optimizers, frozen_names)
-        self._trained_parameters = overlap_rule.trained_parameters
+        trained_ids = set(map(id, overlap_rule.trained_parameters))
         may_overlap = tuple(overlap_rule.may_overlap(leaf.name) for leaf in self._cached_leaves)
         self._cached = CachedState(version, tuple(self._cached_leaves), static_skeleton, may_overlap)
         self.first_view = StateView(self._cached, tuple(self._uncached_collector.leaves), dynamic_skeleton)
-        self._record_expectations()
+        self._record_expectations(trained_ids)
 
-    def _record_expectations(self) -> None:
+    def _record_expectations(self, trained_ids: set[int]) -> None:
         self._complex_tensors = list(filter(Tensor.is_complex, self._checked_tensors))
-        self._expected_addresses = list(map(Tensor.data_ptr, self._checked_tensors))
-        self._expected_specs = list(map(_get_dtype_and_shape, self._checked_tensors))
-        counts = Counter(self._expected_addresses)
+        self._trained_tensors = [item for item in self._checked_tensors if id(item) in trained_ids]
+        self._other_tensors = [item for item in self._checked_tensors if id(item) not in trained_ids]
+        self._expected_trained = share_equal(_read_addresses(self._trained_tensors, _get_trained_spec))
+        self._expected_others = share_equal(_read_addresses(self._other_tensors, get_spec))
+        addresses = list(map(Tensor.data_ptr, self._checked_tensors))
+        counts = Counter(addresses)
         # A complex tensor's leaf is a view of it, with the strides of when it was flattened.
         self._strided_tensors = [
             tensor
-            for tensor, address in zip(self._checked_tensors, self._expected_addresses, strict=True)
+            for tensor, address in zip(self._checked_tensors, addresses, strict=True)
             if counts[address] > 1 or tensor.is_complex()
         ]
         self._expected_strides = list(map(Tensor.stride, self._strided_tensors))
+        # Most modules have no submodules, no buffers and no hooks. One call checks that all these stay empty.
+        excluded_names = [part._non_persistent_buffers_set for part in self._modules]
+        self._empty = [item for item in chain(self._dicts, excluded_names) if not item]
+        self._dicts = [item for item in self._dicts if item]
         dicts = self._collect_dicts()
         self._expected_sizes = list(map(len, dicts))
         self._expected_values = list(chain.from_iterable(map(dict.values, dicts)))
         self._partial_modules = [part for part in self._modules if part._non_persistent_buffers_set]
-        self._full_sets = [
-            part._non_persistent_buffers_set for part in self._modules if not part._non_persistent_buffers_set
-        ]
         self._expected_buffers = list(map(_identify_persistent_buffers, self._partial_modules))
         self._expected_groups = list(map(_describe_groups, self._grouped_optimizers))
         self._expected_revisions = [order.revision for order in self._bucket_orders]
@@ -214,14 +218,15 @@ class _StateCache:
                 self._is_reusable
                 and list(map(len, dicts)) == self._expected_sizes
                 and all(map(is_, chain.from_iterable(map(dict.values, dicts)), self._expected_values))
-                and not any(self._full_sets)
+                and not any(self._empty)
                 and list(map(_identify_persistent_buffers, self._partial_modules)) == self._expected_buffers
                 and list(map(_describe_groups, self._grouped_optimizers)) == self._expected_groups
                 and [order.revision for order in self._bucket_orders] == self._expected_revisions
-                and list(map(Tensor.data_ptr, self._checked_tensors)) == self._expected_addresses
-                and all(map(eq, map(_get_dtype_and_shape, self._checked_tensors), self._expected_specs))
+                and all(
+                    map(eq, _read_addresses(self._trained_tensors, _get_trained_spec), self._expected_trained)
+                )
+                and all(map(eq, _read_addresses(self._other_tensors, get_spec), self._expected_others))
                 and list(map(Tensor.stride, self._strided_tensors)) == self._expected_strides
-                and all(map(_get_requires_grad, self._trained_parameters))
                 and not any(map(Tensor.is_conj, self._complex_tensors))
             )
         except (AttributeError, KeyError, TypeError, RuntimeError):  # an object of another type took a place
@@ -288,6 +293,17 @@ class _StateCache:
     def _collect_dicts(self) -> list[dict[Any, Any]]:
         """Return all dicts that must keep their entries. An optimizer may exchange its state's dict."""
         return [*self._dicts, *(optimizer.state for optimizer in self._optimizers)]
+
+
+def share_equal(values: Iterable[T]) -> list[T]:
+    """List the values; equal ones become the same object, which a comparison finds in the cache."""
+    known: dict[T, T] = {}
+    return [known.setdefault(value, value) for value in values]
+
+
+def _read_addresses(tensors: list[Tensor], read_spec: Callable[[Tensor], Any]) -> Iterator[Any]:
+    """Yield the address and the spec of each tensor in turn: after a step no tensor object is in a cache."""
+    return chain.from_iterable(zip(map(Tensor.data_ptr, tensors), map(read_spec, tensors), strict=True))
 
 
 def _identify_persistent_buffers(module: nn.Module) -> dict[str, int]:

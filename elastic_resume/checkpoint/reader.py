@@ -15,7 +15,6 @@ import mmap
 import os
 import re
 import stat
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,11 +30,9 @@ from elastic_resume.errors import CheckpointError, CorruptError, ForeignError, T
 
 _NAME_PATTERN = re.compile(r"g(\d{6,16})-s(\d{10,16})")
 _MAX_COUNT = 1 << 53  # limit of generation and step, as in the manifest
-_READ_THREADS = 2  # one computes a digest while the other waits for the device
+_READ_THREADS = 4  # keep several requests in flight while one thread computes a digest
 _CACHED_FRACTION = 0.9
-_MAX_BOUNCE_BUFFER_BYTES = 32 << 20
 _MADV_POPULATE_READ = 22  # from linux/mman.h; Python's mmap lacks it
-_thread_local = threading.local()
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -79,23 +76,17 @@ def _open_direct(path: Path) -> int:
 def _read_direct(descriptor: int, offset: int, into: memoryview) -> int:
     """Read whole pages past the page cache; return the number of bytes, 0 where that is impossible.
 
-    A cold read then need not allocate cache pages first. It goes through a buffer of the thread, because
-    direct reads into the scattered pages of shared memory are slower.
+    A cold read then need not allocate cache pages and copy out of them.
     """
     size = len(into) // DIRECT_IO_ALIGNMENT * DIRECT_IO_ALIGNMENT
-    if offset % DIRECT_IO_ALIGNMENT or not 0 < size <= _MAX_BOUNCE_BUFFER_BYTES:
+    if offset % DIRECT_IO_ALIGNMENT or size == 0:
         return 0
-    buffer = getattr(_thread_local, "buffer", None)
-    if buffer is None or len(buffer) < size:
-        buffer = _thread_local.buffer = allocate_memory(size)
     try:
-        count = os.preadv(descriptor, [buffer[:size]], offset)
+        return os.preadv(descriptor, [into[:size]], offset)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno != errno.EINVAL:  # memory that is not aligned
             raise
         return 0
-    ctypes.memmove(_address(into), _address(buffer), count)  # a slice assignment would hold the GIL
-    return count
 
 
 def _is_cached(descriptor: int, offset: int, size: int) -> bool:

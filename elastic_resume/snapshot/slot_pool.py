@@ -108,10 +108,12 @@ class SlotPool:
     def reserve(self, nbytes: int, *, all_now: bool = True) -> int:
         """Create slots of at least ``nbytes``; return how many there will be. One exists on return.
 
-        Small slots are all created at once. The other large ones follow in the background, or with
-        ``all_now`` false at the next call. Then the first one's memory is not allocated either: its writer
-        populates it while the state arrives.
+        Small slots are all created at once, the other large ones in the background. With ``all_now`` false
+        one existing slot is enough: the call then creates none and waits for no slot that is being created.
+        Else it creates one whose memory is not allocated: its writer populates it while the state arrives.
         """
+        if not all_now and (count := self._count_fitting(nbytes)):
+            return count
         is_large = nbytes > slots.SMALL_SLOT_BYTES
         planned = self._create_slots(nbytes, min_count=int(is_large), allocate=all_now or not is_large)
         if planned > 1 and is_large and all_now:
@@ -197,7 +199,7 @@ class SlotPool:
             possible = count_fitting_slots(capacity, free_bytes=free - kept_bytes, allowed_bytes=remaining)
             if kept_bytes and possible == 0:
                 planned = 0  # no larger slot fits beside the newest snapshot
-            fitting = sum(owned.slot.capacity >= capacity for owned in self._owned.values())
+            fitting = self._count_fitting(capacity)
             if log:
                 # A smaller request that existing slots satisfy changes nothing.
                 last_count, last_capacity = self._last_plan
@@ -212,6 +214,10 @@ class SlotPool:
                     return fitting
                 fitting += 1
             return planned
+
+    def _count_fitting(self, nbytes: int) -> int:
+        with self._lock:
+            return sum(owned.slot.capacity >= nbytes for owned in self._owned.values())
 
     def _available_bytes(self) -> int:
         """Return the memory for all slots together, including the existing ones."""

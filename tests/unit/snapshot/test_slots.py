@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from elastic_resume.snapshot import slot_pool, slots
 from elastic_resume.snapshot.slot_pool import SlotPool
 from elastic_resume.snapshot.slots import ControlBlock, SlotState, decode_snapshot_id, encode_snapshot_id
 from elastic_resume.units import format_bytes
+from tests.support.rendezvous_nodes import wait_until
 
 BYTES = 4096
 PARTS = 2
@@ -290,6 +292,28 @@ def test_slot_count_uses_budget_but_never_exceeds_it(size: int, free: int, allow
     assert format_bytes(size) in slot_pool.describe_budget(
         count, size, free_bytes=free, allowed_bytes=allowed
     )
+
+
+def test_reserve_of_first_slot_does_not_wait_for_further_slots(
+    monkeypatch: pytest.MonkeyPatch, pool: SlotPool
+) -> None:
+    """A resume begins to read while the other slots are still being created."""
+    create, may_continue = slots.create_memory_file, threading.Event()
+
+    def create_first_only(name: str, size: int) -> int:
+        if pool.control_block.read_slots():
+            may_continue.wait()
+        return create(name, size)
+
+    monkeypatch.setattr(slots, "create_memory_file", create_first_only)
+    pool.reserve_in_background(BYTES)
+    with ThreadPoolExecutor(1) as executor:
+        try:
+            wait_until(lambda: bool(capacities(pool)), "the first slot")
+            assert executor.submit(pool.reserve, BYTES, all_now=False).result(timeout=30) == 1
+        finally:
+            may_continue.set()
+    wait_until(lambda: len(capacities(pool)) == slot_pool.SLOT_COUNT, "the other slots")
 
 
 @pytest.mark.parametrize(("pages", "count"), [(1, 3), (4, 3), (5, 2), (6, 2), (7, 1), (12, 1), (13, 0)])
