@@ -300,10 +300,10 @@ def test_reserve_of_first_slot_does_not_wait_for_further_slots(
     """A resume begins to read while the other slots are still being created."""
     create, may_continue = slots.create_memory_file, threading.Event()
 
-    def create_first_only(name: str, size: int) -> int:
+    def create_first_only(name: str, size: int, *, allocate: bool) -> int:
         if pool.control_block.read_slots():
             may_continue.wait()
-        return create(name, size)
+        return create(name, size, allocate=allocate)
 
     monkeypatch.setattr(slots, "create_memory_file", create_first_only)
     pool.reserve_in_background(BYTES)
