@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from elastic_resume import __version__, constants
@@ -25,13 +26,16 @@ if TYPE_CHECKING:
 PROG = "elastic-resume"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit code."""
+def main(argv: Sequence[str] | None = None, *, owns_process: bool = False) -> int:
+    """Run one subcommand and return its exit code.
+
+    If it ``owns_process``, ``run`` ends the process, and forks workers that end like it.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if words[:1] == ["run"]:
-            exit_code = run(words[1:])
-            if argv is None:
+            exit_code = run(words[1:], owns_process=owns_process)
+            if owns_process:
                 from elastic_resume.agent.workers import run_main  # noqa: PLC0415 - only for `run`
 
                 run_main.exit_without_freeing(exit_code)
@@ -115,8 +119,8 @@ def chaos(arguments: Sequence[str]) -> int:
     return chaos_command.main(arguments)
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run ``elastic-resume run [flags] script args…``."""
+def run(arguments: Sequence[str], *, owns_process: bool = False) -> int:
+    """Run ``elastic-resume run [flags] script args…``; see `main`."""
     from elastic_resume import config  # noqa: PLC0415
     from elastic_resume.agent import run_help  # noqa: PLC0415
     from elastic_resume.schedulers import environment  # noqa: PLC0415
@@ -131,7 +135,8 @@ def run(arguments: Sequence[str]) -> int:
         from elastic_resume.agent.main import run_agent  # noqa: PLC0415 - imports torch, seconds
         from elastic_resume.agent.workers import forkserver_manager  # noqa: PLC0415
 
-        fork_server = forkserver_manager.prefork()
+        can_fork = owns_process and not _has_interpreter_flags()
+        fork_server = forkserver_manager.prefork() if can_fork else None
         gc.enable()
     try:
         args, given = config.parse_flags_and_file(torchelastic.build_parser(), arguments)
@@ -143,6 +148,12 @@ def run(arguments: Sequence[str]) -> int:
             fork_server.close()
 
 
+def _has_interpreter_flags() -> bool:
+    """Return whether Python was started with flags such as -P or -O, which a worker must not inherit."""
+    flags = [word for word in sys.orig_argv[1:2] if word.startswith("-")]
+    return bool(set(flags) - {"-u", "-m"})
+
+
 @contextlib.contextmanager
 def _guessed_omp_threads(arguments: Sequence[str]) -> Iterator[None]:
     """Set OMP_NUM_THREADS within the context as the workers will have it.
@@ -150,16 +161,24 @@ def _guessed_omp_threads(arguments: Sequence[str]) -> Iterator[None]:
     OpenMP reads it once, when torch is imported, and workers are forked from this process. torchrun's parser,
     which knows better, is in torch. After a wrong guess the workers' fork server is a new process.
     """
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument(
-        "--nproc-per-node", "--nproc_per_node", default=os.environ.get("PET_NPROC_PER_NODE", "1")
-    )
-    several = parser.parse_known_args(arguments)[0].nproc_per_node != "1"
-    if "OMP_NUM_THREADS" in os.environ or not several:
+    agent = os.getpid()
+    if "OMP_NUM_THREADS" in os.environ or _guess_workers(arguments) == "1":
         yield
         return
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
         yield
     finally:
-        os.environ.pop("OMP_NUM_THREADS", None)  # a worker passes here too, at the end of its script
+        if os.getpid() == agent:  # a worker passes here too, at the end of its script
+            del os.environ["OMP_NUM_THREADS"]
+
+
+def _guess_workers(arguments: Sequence[str]) -> str:
+    """Return what --nproc-per-node seems to be. Words behind the script are the script's own."""
+    for word, following in pairwise([*arguments, ""]):
+        if word.endswith(".py") or word in {"-m", "--module"}:
+            break
+        name, _, value = word.partition("=")
+        if name in {"--nproc-per-node", "--nproc_per_node"}:
+            return value or following
+    return os.environ.get("PET_NPROC_PER_NODE", "1")

@@ -87,8 +87,6 @@ def restore(
 ) -> ResumeResult:
     """Bring the tracked objects of all ranks to the newest state that any node holds.
 
-    The caller calls `record_generation` before the first step.
-
     Raises:
         NoValidCheckpointError: checkpoints exist and none can be loaded.
         MismatchError: the objects do not fit the checkpoint, or ranks built different ones.
@@ -98,18 +96,20 @@ def restore(
 
     """
     started_at = time.monotonic()
+    flattened: list[FlatState] = []
     disk_error: MachineError | None = None
 
     def take_inventory() -> Any:
         nonlocal disk_error
-        flat = state_dict.flatten(tracked)
+        flattened.append(state_dict.flatten(tracked))
         if not context.is_local_leader:
             return None
-        disk_error = _check_disk_space(context, node_dir, flat, tracked)
+        disk_error = _check_disk_space(context, node_dir, flattened[0], tracked)
         generation = node_dir.read_generation()
         return inventory.to_json(inventory.list_snapshots_and_checkpoints(context, progress_page, generation))
 
     gathered = context.gather_results(take_inventory)
+    flat = flattened[0]
     inventories = [inventory.from_json(encoded) for encoded in gathered if encoded is not None]
     mode = context.settings.resume
     failpoints.hit("resume.planned")
@@ -117,7 +117,7 @@ def restore(
         plan = resume_plan.choose_resume_plan(inventories, mode)
         if plan.kind == "cold":
             context.run_on_all_ranks(lambda: raise_if_set(disk_error))
-            _broadcast_rank_0_state(context, state_dict.flatten(tracked), tracked)
+            _broadcast_rank_0_state(context, flat, tracked)
             flat = context.run_on_all_ranks(lambda: state_dict.flatten(tracked))
             manifest, on_disk = None, False
             break
@@ -132,6 +132,7 @@ def restore(
         _close_attempt(context, attempt, failures)
         inventories = _exclude_failed_copies(context, plan, inventories, failures)
     failpoints.hit("resume.loaded")
+    context.run_on_all_ranks(lambda: _record_generation(context, node_dir, plan))
     earlier_command = _find_earlier_command(plan, inventories) if mode != "never" else None
     if disk_error is not None and manifest is not None:
         logger.warning(
@@ -181,7 +182,7 @@ def _count_optimizer_tensors(group: Mapping[str, Any]) -> int:
     return 2
 
 
-def record_generation(context: RankContext, node_dir: NodeDir, plan: ResumePlan) -> None:
+def _record_generation(context: RankContext, node_dir: NodeDir, plan: ResumePlan) -> None:
     """Make the generation durable on this node before its first step."""
     if context.is_local_leader:
         node_dir.persist_generation(plan.generation)

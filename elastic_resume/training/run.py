@@ -117,7 +117,7 @@ class Run:
         )
         self._snapshot_scheduler.reserve_memory(coordinator.estimate_state_bytes(result.flat_state, tracked))
         # Wait for all ranks: no rank may step before its local leader has scheduled snapshots.
-        context.run_on_all_ranks(lambda: coordinator.record_generation(context, self._node_dir, result.plan))
+        context.run_on_all_ranks(lambda: None)
         worker_exit.set_generation(generation=self.generation, read_step=lambda: self.position.step)
         self._untracked_check = UntrackedOptimizerCheck(self._tracked) if self.rank == 0 else None
         self._start_generation(result)

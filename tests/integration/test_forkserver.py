@@ -36,10 +36,13 @@ MIRROR = SCRIPTS / "mirror.py"
 class RunningForkServer:
     """A fork server of this process, with its events."""
 
-    def __init__(self, preload: Sequence[str] = ()) -> None:
+    def __init__(self, preload: Sequence[str] = (), *, import_first: bool = True) -> None:
         self.events: list[str] = []
         self.manager = ForkServerManager(
-            [sys.executable, "-u", "x.py"], preload, lambda event, **_: self.events.append(event)
+            [sys.executable, "-u", "x.py"],
+            preload,
+            lambda event, **_: self.events.append(event),
+            import_first=import_first,
         )
         self.manager.start()
         self.socket_name = os.environ[constants.ENV_FORK_SERVER]
@@ -82,8 +85,8 @@ def start_own(
     monkeypatch.setattr(forkserver_manager, "spawn", spawn)
     servers: list[RunningForkServer] = []
 
-    def make(*preload: str) -> RunningForkServer:
-        servers.append(RunningForkServer(preload))
+    def make(*preload: str, import_first: bool = True) -> RunningForkServer:
+        servers.append(RunningForkServer(preload, import_first=import_first))
         return servers[-1]
 
     yield make
@@ -429,6 +432,30 @@ def test_unsafe_or_failing_preload_is_left_out(
     assert process.communicate(timeout=60)[0] == (
         "['fine']\n" if "pooling" in reasons else "['fine', 'pooling']\n"
     )
+
+
+def test_killed_supervisor_is_no_reason_to_leave_out_a_module(
+    start_own: Callable[..., RunningForkServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker that it leaves becomes a child of the fork server, as a process of the module would."""
+    (tmp_path / "slow.py").write_text(
+        f"import os, time\nopen({str(tmp_path / 'begun')!r}, 'w').close()\n"
+        f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    server = start_own("slow", import_first=False)
+    process = start(environ(tmp_path, server.socket_name, PYTHONPATH=str(tmp_path)), sleeper(tmp_path))
+    pids = [wait_for_pid(tmp_path / name) for name in ("worker", "child")]
+    wait_for((tmp_path / "begun").exists, "the first worker to run, then the import", 120)
+    worker_supervisor = psutil.Process(pids[0]).parent()
+    assert worker_supervisor is not None
+    worker_supervisor.kill()
+    wait_for(lambda: not is_alive(pids[0]), "the worker to die")
+    (tmp_path / "go").touch()
+    server.wait_until_ready()
+    assert process.wait(60) == -signal.SIGKILL
+    wait_for(lambda: not any(map(is_alive, pids)), "worker and child to die")
+    assert server.events == ["fork-server-ready"]
 
 
 def test_changes_of_preloaded_modules_reach_workers(

@@ -99,6 +99,34 @@ def test_agent_stops_while_its_workers_import(tmp_path: Path) -> None:
     assert end["outcome"] == "signalled"
 
 
+def test_caller_of_main_goes_on_alone(tmp_path: Path) -> None:
+    """Its workers do not run what follows the call."""
+    (tmp_path / "job.py").write_text("print('a worker')")
+    code = (
+        "from elastic_resume import cli\nprint('ended', cli.main(['run', '--nproc-per-node', '2', 'job.py']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=200
+    )
+    assert sorted(done.stdout.splitlines()) == ["a worker", "a worker", "ended 0"]
+
+
+def test_flags_of_the_agents_interpreter_do_not_reach_workers(tmp_path: Path) -> None:
+    """With -O a script would lose its assertions. The agent also ignores SIGCHLD, as nohup wrappers may."""
+    (tmp_path / "job.py").write_text("import sys; print(sys.flags.optimize, sys.argv[1:])")
+    command = [sys.executable, "-O", "-m", "elastic_resume", "run", "job.py", "--nproc-per-node"]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=200,
+        preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),
+    )
+    assert done.stdout == "0 ['--nproc-per-node']\n"
+
+
 FAILS = """
 import os, pathlib, time
 from torch.distributed.elastic.multiprocessing.errors import record

@@ -186,6 +186,22 @@ def test_command_reports_failed_output_in_one_line(
     assert why in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "workers"),
+    [
+        (["train.py"], "1"),
+        (["--nproc-per-node", "4", "train.py"], "4"),
+        (["--nproc_per_node=gpu", "train.py"], "gpu"),
+        (["train.py", "--nproc-per-node=7"], "1"),  # the script's own
+        (["-m", "package.train", "--nproc-per-node", "7"], "1"),
+        (["--nproc-per-node"], ""),  # torchrun's parser refuses it later
+    ],
+)
+def test_workers_are_guessed_before_torch_is_imported(words: list[str], workers: str) -> None:
+    """A wrong guess costs time, and nothing else."""
+    assert cli._guess_workers(words) == workers
+
+
 def test_only_run_imports_torch() -> None:
     """The other commands answer at once."""
     code = (

@@ -133,7 +133,10 @@ def _die_with_agent(agent: int) -> bool:
 
 
 def _close_inherited_descriptors(keep: set[int]) -> None:
-    """Close what exec would have closed or Popen would not have passed on; stdin becomes empty."""
+    """Close what the agent inherited, as Popen would; stdin becomes empty.
+
+    Files that this process has opened itself belong to its modules.
+    """
     for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
         with contextlib.suppress(OSError):  # the directory's own descriptor is closed already
             if number > 2 and number not in keep and os.get_inheritable(number):
@@ -150,6 +153,7 @@ def _unbuffer_streams() -> None:
         if former is None:  # the descriptor was closed when the agent started
             continue
         raw: Any = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115 - as long as the process
+        raw.name = f"<{name}>"
         stream: Any = io.TextIOWrapper(
             raw, encoding=former.encoding, errors=former.errors, newline="\n", write_through=True
         )
@@ -206,13 +210,18 @@ class BackgroundImports:
             return None
         return max(0.0, self._import_at - time.monotonic()) * 1000
 
-    def handle_fork(self) -> None:
+    def handle_request(self) -> None:
         """Leave the processors to the first workers for a while: they run these imports themselves."""
         if self._import_at == math.inf:
             self._import_at = time.monotonic() + FIRST_WORKERS_S
 
     def import_next(self, supervisors: set[int]) -> None:
-        """Import one module; exit if it makes forks unsafe. ``supervisors`` are this process's children."""
+        """Import one module; exit if it makes forks unsafe.
+
+        ``supervisors`` are this process's children; those that end meanwhile are removed.
+        """
+        _reap_supervisors(supervisors)
+        before = set(supervisors)
         name = self._pending.pop(0)
         try:
             importlib.import_module(name)
@@ -220,10 +229,13 @@ class BackgroundImports:
             self._skipped[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
         now = read_environment()
         self.changed_variables = {k: v for k, v in now.items() if self.environ.get(k) != v}
-        obstacle = find_fork_obstacle(supervisors) or (_testfork() if name in self._preload else "")
+        _reap(supervisors)
+        # What a supervisor that was killed meanwhile has left is a child of this process too.
+        children = set(supervisor.list_children()) - supervisors if supervisors == before else set()
+        obstacle = find_fork_obstacle(children) or (_test_fork() if name in self._preload else "")
         if obstacle:
             _send_status(self._control, {"fork_unsafe_module": name, "reason": obstacle})
-            for child in set(supervisor.list_children()) - supervisors:
+            for child in children:
                 supervisor.kill(child)
             os._exit(1)  # sys.exit would wait for the module's threads
         if not self._pending:
@@ -236,10 +248,10 @@ class BackgroundImports:
         _send_status(self._control, {"ready": seconds, "skipped_modules": self._skipped})
 
 
-def find_fork_obstacle(supervisors: set[int]) -> str:
+def find_fork_obstacle(children: set[int]) -> str:
     """Return why a fork of this process would lack something; empty if it would not.
 
-    ``supervisors`` are children that it may have.
+    ``children`` are processes that an import has started.
     """
     cuda = sys.modules.get("torch.cuda")
     if cuda is not None and cuda.is_initialized():
@@ -247,12 +259,12 @@ def find_fork_obstacle(supervisors: set[int]) -> str:
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     if threads:
         return f"it starts threads ({', '.join(threads)[:200]}), which do not survive a fork"
-    if set(supervisor.list_children()) - supervisors:
+    if children:
         return "it starts processes, which workers would not have"
     return ""
 
 
-def _testfork() -> str:
+def _test_fork() -> str:
     """Compute in a fork; return why that fails, or an empty string.
 
     A pool of native threads that an import has used (OpenMP's) is missing in a fork. Counting native threads
@@ -303,8 +315,7 @@ def serve_requests(
     wakeup_read, wakeup_write = os.pipe()
     for descriptor in (wakeup_read, wakeup_write):
         os.set_blocking(descriptor, False)
-    signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, supervisor.ignore_signal)
+    _watch_children(wakeup_write)
     poll = select.poll()
     poll.register(wakeup_read, select.POLLIN)
     poll.register(listener, select.POLLIN)
@@ -313,11 +324,13 @@ def serve_requests(
         ready = poll.poll(imports.timeout_ms())
         if not ready:
             imports.import_next(supervisor_pids)
+            _watch_children(wakeup_write)  # a module may have changed that
         for descriptor, _ in ready:
             if descriptor == wakeup_read:
                 os.read(wakeup_read, 4096)
                 _reap_supervisors(supervisor_pids)
                 continue
+            imports.handle_request()
             # After any failure the launcher shim sees its connection close, and starts its worker cold.
             try:
                 request = receive_request(listener.accept()[0], imports.environ)
@@ -342,10 +355,15 @@ def serve_requests(
                 }
                 become_supervisor(request, kept)
                 return request
-            imports.handle_fork()
             request.connection.close()
             for stream in request.streams:
                 os.close(stream)
+
+
+def _watch_children(wakeup_write: int) -> None:
+    """Write a byte to the pipe when a child ends."""
+    signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, supervisor.ignore_signal)
 
 
 def fork() -> int:
@@ -356,16 +374,16 @@ def fork() -> int:
         return os.fork()
 
 
+def _reap(supervisor_pids: set[int]) -> None:
+    """Reap children that have ended."""
+    with contextlib.suppress(ChildProcessError):
+        while pid := os.waitpid(-1, os.WNOHANG)[0]:
+            supervisor_pids.discard(pid)
+
+
 def _reap_supervisors(supervisor_pids: set[int]) -> None:
     """Reap supervisors that have ended, and kill the orphans of those that were killed."""
-    while True:
-        try:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            break
-        supervisor_pids.discard(pid)
+    _reap(supervisor_pids)
     for orphan in set(supervisor.list_children()) - supervisor_pids:
         supervisor.kill(orphan)
 

@@ -105,7 +105,10 @@ def has_ended(pid: int, timeout_s: float | None = 0.0) -> bool | None:
 
 def reap(pid: int) -> int | None:
     """Return the exit code of a child that has ended, or None if it runs."""
-    ended, status = os.waitpid(pid, os.WNOHANG)
+    try:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:  # SIGCHLD is ignored, so the kernel keeps no exit code
+        return 0
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
@@ -122,7 +125,7 @@ class PreforkedServer:
     def start(self, spec: Mapping[str, Any]) -> tuple[ForkedProcess, socket.socket] | None:
         """Let it serve; return the process and the socket to it.
 
-        Return None if variables have changed that only a new process reads.
+        Return None if it has ended, or if variables have changed that only a new process reads.
         """
         environ = forkserver.read_environment()
         control, differing = self._control, forkserver.list_differing_variables(self._environ, environ)
@@ -130,8 +133,11 @@ class PreforkedServer:
             logger.debug("the fork server is a new process, which reads %s anew.", ", ".join(differing))
         if control is None or differing:
             return None
+        try:
+            control.sendall(json.dumps({**spec, "environ": environ}).encode() + b"\n")
+        except OSError:
+            return None
         self._control = None
-        control.sendall(json.dumps({**spec, "environ": environ}).encode() + b"\n")
         return self._process, control
 
     def close(self) -> None:
@@ -144,16 +150,24 @@ class PreforkedServer:
 
 
 def prefork() -> PreforkedServer | None:
-    """Fork a fork server from this process; return None if it has other threads, which a fork would lack.
+    """Fork a fork server from this process.
 
-    A worker returns by SystemExit, at the end of its script.
+    Return None if the system refuses, or if this process has other threads, which a fork would lack. A worker
+    returns by SystemExit, at the end of its script.
     """
     if threading.active_count() > 1:
         return None
     agent, socket_name = os.getpid(), _choose_socket_name()
-    listener, control, server_end = _open_sockets(socket_name)
+    try:
+        listener, control, server_end = _open_sockets(socket_name)
+    except OSError:
+        return None
     with listener, server_end:
-        pid = forkserver.fork()
+        try:
+            pid = forkserver.fork()
+        except OSError:
+            control.close()
+            return None
         if pid == 0:
             control.close()
             forkserver.run_preforked(listener, server_end, agent)

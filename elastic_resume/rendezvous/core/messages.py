@@ -40,7 +40,7 @@ class JoinSpec:
     newest_step: int = 0
     """The newest step that workers of this node have finished since its agent started."""
     is_importing: bool = False
-    """The node still imports modules for its workers. A running view does not end for it yet."""
+    """The node still imports modules for its workers. Others that could train do not wait for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,7 +193,16 @@ class ViewChange:
         until = self._compute_wait_deadline(present, full=len(joins) >= settings.max_nodes)
         if state.now < until:
             return self._set_wait_reason(self._describe_wait(joins, present), until)
-        return joins
+        return self._leave_out_importing(joins)
+
+    def _leave_out_importing(self, joins: dict[Incarnation, JoinSpec]) -> dict[Incarnation, JoinSpec]:
+        """Leave out newcomers that still import, while survivors of the last view can do without them."""
+        last = self.state.quorum_state.installed
+        survivors = {member for member in joins if last and last.rank(member) is not None}
+        ready = {
+            member: join for member, join in joins.items() if not join.is_importing or member in survivors
+        }
+        return ready if survivors and len(ready) >= self.state.settings.min_nodes else joins
 
     def _describe_wait(self, joins: dict[Incarnation, JoinSpec], present: set[Incarnation]) -> str:
         absent = self.state.find_absent_members(present)
