@@ -180,6 +180,17 @@ def test_restore_uses_source_values_with_check_replicas_off(tmp_path: Path) -> N
 
 
 @pytest.mark.cluster
+def test_restore_uses_chosen_interface_and_fails_clearly_without_address(tmp_path: Path) -> None:
+    """A node that cannot listen ends the attempt on all ranks."""
+    wanted: dict[str, Any] = {"a": {"disk": [[1, 9]]}, "b": {}}
+    chosen = {constants.ENV_TRANSFER_ADDR: "lo", constants.ENV_LOCAL_HOST: "192.0.2.7"}
+    for result in resume(tmp_path, ["a", "b"], wanted, **chosen):
+        assert (result["values"], result["receiving_nodes"]) == ([9.0], ["b"])
+    for result in resume(tmp_path / "2", ["a", "b"], wanted, **{constants.ENV_LOCAL_HOST: "192.0.2.7"}):
+        assert "cannot listen at 192.0.2.7 to send the state" in result["error"]
+
+
+@pytest.mark.cluster
 def test_restore_ends_receivers_if_source_is_killed(tmp_path: Path) -> None:
     """The receivers fail with a connection error."""
     wanted = {"a": {"disk": [[1, 9]], "fail": "transfer.send=kill@9"}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import mmap
 import os
 import threading
 from collections.abc import Iterator
@@ -354,6 +355,43 @@ def test_larger_slots_are_created_one_by_one_if_memory_is_scarce(pool: SlotPool)
     complete_slot(pool, larger.index, encode_snapshot_id(1, 2))
     assert pool.reserve(5 * BYTES) == 2
     assert capacities(pool) == [5, 5]
+
+
+def test_large_slot_for_transfer_gets_memory_as_it_is_populated(
+    pool: SlotPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot that waits for a snapshot has all its memory. On an older kernel each slot has."""
+    monkeypatch.setattr(slots, "SMALL_SLOT_BYTES", BYTES)
+
+    def allocated_pages(capacity: int) -> list[int]:
+        found = [state for state in pool.control_block.read_slots() if state.capacity == capacity]
+        descriptors = [pool.slot_descriptor(state.index, state.serial) for state in found]
+        return [os.fstat(d).st_blocks * 512 // BYTES for d in descriptors if d is not None]
+
+    pool.reserve(2 * BYTES, all_now=False)
+    assert allocated_pages(2 * BYTES) == [0]
+    state = pool.control_block.read_slots()[0]
+    descriptor = pool.slot_descriptor(state.index, state.serial)
+    assert descriptor is not None
+    slot = slots.Slot(descriptor, state.capacity, state.serial, pool.control_block.slot_record(state.index))
+    slots.populate_pages(slot.memory[:1])
+    assert allocated_pages(2 * BYTES) == [1]
+    slot.populate()
+    assert allocated_pages(2 * BYTES) == [2]
+    monkeypatch.setattr(slots, "can_populate_pages", lambda: False)
+    pool.reserve(3 * BYTES, all_now=False)
+    assert allocated_pages(3 * BYTES) == [3]
+
+
+def test_populating_pages_without_memory_raises_os_error() -> None:
+    """A store there would end the process with SIGBUS."""
+    descriptor = os.memfd_create("test")
+    os.ftruncate(descriptor, BYTES)
+    memory = memoryview(mmap.mmap(descriptor, BYTES))
+    os.ftruncate(descriptor, 0)
+    os.close(descriptor)
+    with pytest.raises(OSError, match="Bad address"):
+        slots.populate_pages(memory)
 
 
 def count_slot_descriptors() -> int:
