@@ -5,11 +5,11 @@
     step     seconds from the command until the first step of a DDP script (jobs/first_step.py) is finished:
              with er.resume() under elastic_resume, without it under torchrun
     rejoin   two nodes train. One is killed with all its processes, and its agent is started again: seconds
-             from that until the first step in a world of two nodes. torchrun admits no node that comes back
-             before a failure elsewhere, so it has no row
+             from that until the first step in a world of two nodes. torchrun has no row; recovery.py
+             measures what it does after a node's death
 
-The systems take turns. ``--before DIRECTORY`` is a checkout of an earlier state with its own .venv. Bytecode
-is compiled before the first turn, which does not count.
+The systems take turns. ``--before DIRECTORY`` is a checkout of an earlier state with its own .venv. The first
+turn compiles bytecode and is not counted.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def measure_rejoin(command: list[str], directory: Path) -> Row:
         start("n0")
         start("n1")
         wait_for_world(2, 0.0)
-        time.sleep(3)  # what imports after the start has ended
+        time.sleep(3)  # wait for the imports that follow the start
         killed_at = time.monotonic()
         kill_node(nodes["n1"])
         wait_for_world(1, killed_at)

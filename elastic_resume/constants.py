@@ -73,4 +73,4 @@ SAFE_NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"  # names that become dir
 STATUS_VERSION = 3
 """Version of the `elastic-resume status --json` document; it grows when a member changes or goes."""
 
-MAX_NODES = 10_000  # of one job: the messages of the rendezvous with all their names fit its limits
+MAX_NODES = 10_000  # limit of --nnodes MAX: with more names a rendezvous message exceeds its size limit

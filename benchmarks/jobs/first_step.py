@@ -1,4 +1,4 @@
-"""The script of start.py: train a small DDP model on gloo, and print what the clock says.
+"""The script of start.py: train a small DDP model on gloo, and print when its first step ended.
 
     first_step.py resume|plain STEPS
 

@@ -202,6 +202,8 @@ class _Agent:
     def _start_fork_server(self) -> Iterator[ForkServerManager | None]:
         """Run a fork server within the context; yield None where workers must start cold."""
         if self.spec.worker_command is None:
+            if self.preforked is not None:
+                self.preforked.close()
             yield None
             return
         fork_server = ForkServerManager(

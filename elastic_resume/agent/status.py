@@ -282,8 +282,8 @@ def load_past_incidents(
 ) -> IncidentTracker:
     """Return the incidents in a node's event logs, so that a new leader counts from the job's beginning.
 
-    This agent's own events begin at byte ``end_offset`` of ``path``. Of the log before, the last
-    ``max_bytes`` are read. ``peers_path`` has what peers sent: a node's own log does not name the nodes of
+    This agent's own events begin at byte ``end_offset`` of ``path``. It reads the last
+    ``max_bytes`` before that. ``peers_path`` has what peers sent: a node's own log does not name the nodes of
     a generation, and rank 0 may have run elsewhere.
     """
     own = list(_read_past_events(path, end_offset, max_bytes))
@@ -298,7 +298,7 @@ def load_past_incidents(
 
 
 def _read_past_events(path: Path, end_offset: int, max_bytes: int) -> Iterator[Event]:
-    """Yield the events up to that offset; of `step` events about the first of each generation."""
+    """Yield the events before ``end_offset``, but only about one `step` event per generation."""
     known_generation = b""  # of the last step event, as JSON; to parse all events would take seconds
     with contextlib.suppress(OSError), open(path, "rb") as file:
         if end_offset > max_bytes:

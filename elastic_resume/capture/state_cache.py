@@ -3,9 +3,9 @@
 
 Between two snapshots usually only values change. So names, tensors and the JSON around them are found once
 (`CachedState`). The cache is valid while every entry of every dict that a state_dict() reads is the same
-object, and every parameter and buffer has the same address, dtype and shape (``p.data = x`` exchanges
-these). Tensors at one address must also keep their strides, because they are tied only while these agree,
-and so must complex tensors. After any other change the whole state is flattened again.
+object. Every parameter and buffer must keep its address, dtype and shape (``p.data = x`` exchanges these),
+and every trained parameter its requires_grad. Complex tensors, and tensors that share an address, must keep
+their strides. After any other change the whole state is flattened again.
 
 The cache holds the objects' own tensors, so no old tensor is ever copied. If an optimizer's state changes
 its dtype or shape in place, the copy fails (`copy_engine.copy_tensors`) and the next snapshot flattens
@@ -296,13 +296,13 @@ class _StateCache:
 
 
 def share_equal(values: Iterable[T]) -> list[T]:
-    """List the values; equal ones become the same object, which a comparison finds in the cache."""
+    """Return the values as a list in which equal values are one object: a comparison reads less memory."""
     known: dict[T, T] = {}
     return [known.setdefault(value, value) for value in values]
 
 
 def _read_addresses(tensors: list[Tensor], read_spec: Callable[[Tensor], Any]) -> Iterator[Any]:
-    """Yield the address and the spec of each tensor in turn: after a step no tensor object is in a cache."""
+    """Yield each tensor's address, then its spec: one pass loads each object into the processor's cache."""
     return chain.from_iterable(zip(map(Tensor.data_ptr, tensors), map(read_spec, tensors), strict=True))
 
 

@@ -145,12 +145,11 @@ class Sources:
 def plan_sources(plan: ResumePlan) -> dict[str, Sources]:
     """Plan from which nodes each receiving node takes the state; each node passes on what it has.
 
-    As many receivers as there are holders share all holders, so that each holder's link carries the state
-    once. The others take it from an earlier receiver. Up to `MAX_CHAIN_NODES` for each holder they form
-    chains, in which every link carries the state once. A longer chain would add the time of two blocks for
-    each node. So beyond that each receiver has two successors, and the depth is logarithmic. Substitutes are
-    holders and earlier receivers, so that no two nodes wait for each other. Nodes with the state in memory
-    send, if there are any, because a disk is slower than most links.
+    With H holders, each of the first H receivers takes blocks from all holders, so each holder sends the
+    state once. Every later receiver takes it from one earlier receiver. With at most `MAX_CHAIN_NODES`
+    receivers for each holder, each has one successor; otherwise two, so that the depth grows logarithmically.
+    A receiver's substitutes are holders and earlier receivers, so no two nodes wait for each other. Nodes
+    with the state in memory send, if there are any, because a disk is slower than most links.
     """
     if plan.kind == "cold":
         return {}

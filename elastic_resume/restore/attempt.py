@@ -3,7 +3,7 @@
 Afterwards either every rank has loaded the state, or every rank knows which nodes' copies failed.
 
 The local leader of each node brings the bytes of the state into its node's memory. All ranks of the node load
-each tensor as soon as the watermark (`transfer.py`) has passed it. The bytes come from one of four places:
+each tensor as soon as the watermark (`streaming.py`) has passed it. The bytes come from one of four places:
 
 - A snapshot in the node's memory: all bytes are there. They have no digest to check.
 - A checkpoint on disk: a thread reads it into a slot and verifies it.

@@ -1,8 +1,8 @@
 """Collectives that the restore protocol needs: gather and broadcast JSON, broadcast tensors.
 
 They run over a gloo group of our own, so the script's NCCL stream is not involved. JSON travels as byte
-tensors and nothing is unpickled. A gather is one collective; a c10d store would cost rank 0 requests from
-every rank.
+tensors and nothing is unpickled. A gather is one collective, or two if a value exceeds `FIRST_BYTES`. A c10d
+store would cost rank 0 requests from every rank.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Collectives:
                     failure = error
             self.broadcast(digest, source_rank)
             if not digest.any():
-                raise failure or PeerFailedError(f"rank {source_rank} could not send all of them")
+                raise failure or PeerFailedError(f"rank {source_rank} could not send all of its values")
             self.broadcast(torch.frombuffer(block, dtype=torch.uint8), source_rank)
             if buffer.error is not None or self.rank == source_rank:
                 continue  # after a bad block the others still take part in each broadcast

@@ -96,20 +96,17 @@ def restore(
 
     """
     started_at = time.monotonic()
-    flattened: list[FlatState] = []
-    disk_error: MachineError | None = None
 
-    def take_inventory() -> Any:
-        nonlocal disk_error
-        flattened.append(state_dict.flatten(tracked))
+    def take_inventory() -> tuple[tuple[FlatState, MachineError | None], Any]:
+        flat = state_dict.flatten(tracked)
         if not context.is_local_leader:
-            return None
-        disk_error = _check_disk_space(context, node_dir, flattened[0], tracked)
+            return (flat, None), None
+        disk_error = _check_disk_space(context, node_dir, flat, tracked)
         generation = node_dir.read_generation()
-        return inventory.to_json(inventory.list_snapshots_and_checkpoints(context, progress_page, generation))
+        own = inventory.list_snapshots_and_checkpoints(context, progress_page, generation)
+        return (flat, disk_error), inventory.to_json(own)
 
-    gathered = context.gather_results(take_inventory)
-    flat = flattened[0]
+    (flat, disk_error), gathered = context.run_and_gather(take_inventory)
     inventories = [inventory.from_json(encoded) for encoded in gathered if encoded is not None]
     mode = context.settings.resume
     failpoints.hit("resume.planned")

@@ -82,20 +82,24 @@ class RankContext:
         The other ranks raise too, because they would otherwise wait for the failed one in their next
         collective.
         """
-        results: list[T] = []
-        self.gather_results(lambda: results.append(action()))
-        return results[0]
+        return self.run_and_gather(lambda: (action(), None))[0]
 
-    def gather_results(self, action: Callable[[], Any]) -> list[Any]:
-        """Run ``action`` as `run_on_all_ranks` does; return the results of all ranks, which are JSON."""
+    def run_and_gather(self, action: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
+        """Run ``action``, which returns its result and a JSON value; if it fails on one rank, raise on all.
+
+        Returns:
+            this rank's result, and the values of all ranks.
+
+        """
         failure: ElasticResumeError | None = None
-        result = None
+        result: T | None = None
+        value = None
         try:
-            result = action()
+            result, value = action()
         except ElasticResumeError as error:
             failure = error
         encoded = [str(failure), failure.is_deterministic] if failure else None
-        outcomes = self.collectives.gather([result, encoded])
+        outcomes = self.collectives.gather([value, encoded])
         if failure is not None:
             raise failure
         for rank, (_, failed) in enumerate(outcomes):
@@ -104,7 +108,7 @@ class RankContext:
                 peer_failure = ElasticResumeError(text)
                 peer_failure.is_deterministic = bool(failed[1])
                 raise peer_failure
-        return [result for result, _ in outcomes]
+        return result, [value for value, _ in outcomes]  # type: ignore[return-value]
 
 
 def raise_if_set(error: ElasticResumeError | None) -> None:
@@ -141,8 +145,8 @@ class CommitterConnection:
         self._committer: CheckpointCommitter | None = None
         own = os.environ.get(constants.ENV_COMMITTER, "") if constants.ENV_AGENT_PID in os.environ else ""
         starts_committer = not own and context.is_local_leader
-        socket_names = context.gather_results(
-            lambda: self._start_committer(context) if starts_committer else own
+        _, socket_names = context.run_and_gather(
+            lambda: (None, self._start_committer(context) if starts_committer else own)
         )
         name = socket_names[context.local_leader_by_node[context.node]]
         try:

@@ -41,13 +41,13 @@ def find_first_difference(
     Every rank calls it at the same time, and all get the same answer. If ``compute`` fails on one rank, all
     raise.
     """
-    collectives, values = context.collectives, dict[str, str]()
+    collectives = context.collectives
 
-    def combine() -> str:
-        values.update(compute())
-        return state_dict.combine_digests({"": list(values.items())})
+    def combine() -> tuple[Mapping[str, str], str]:
+        own = compute()
+        return own, state_dict.combine_digests({"": list(own.items())})
 
-    digests = context.gather_results(combine)
+    values, digests = context.run_and_gather(combine)
     if len(set(digests)) == 1:
         return None
     items_of_rank_0 = collectives.broadcast_json(list(values.items()), 0)

@@ -399,13 +399,7 @@ class _Receiver:
     def _fetch_and_verify(self, connection: socket.socket, index: int) -> None:
         block = self._table.block(index)
         connection.sendall(_REQUEST.pack(index))
-        try:
-            slots.populate_pages(block)  # while the first bytes travel
-        except OSError as error:
-            raise MachineError(
-                f"this node has no memory to receive the state ({error.strerror}): free some, or lower "
-                "ELASTIC_RESUME_SNAPSHOT_MEMORY."
-            ) from error
+        slots.populate_pages(block)  # while the first bytes travel
         while (status := _receive_exactly(connection, 1)) == _WAIT:
             pass
         if status != _OK:

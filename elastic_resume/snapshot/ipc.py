@@ -379,7 +379,7 @@ class SlotClient:
         """Map all pages of a slot; another thread may fill it meanwhile.
 
         Raises:
-            OSError: there is not enough memory.
+            MachineError: there is not enough memory.
 
         """
         slot.populate()
@@ -411,7 +411,7 @@ class SlotClient:
     def _prepare(self, nbytes: int, is_estimate: bool) -> None:
         if self.is_local_leader:
             self.reserve(nbytes, is_estimate=is_estimate)
-        with contextlib.suppress(CheckpointError, OSError):
+        with contextlib.suppress(CheckpointError, MachineError, OSError):
             for state in self.control_block.read_slots():
                 if state.capacity >= nbytes:
                     self._map_and_populate(state)

@@ -106,11 +106,11 @@ class SlotPool:
         ).start()
 
     def reserve(self, nbytes: int, *, all_now: bool = True) -> int:
-        """Create slots of at least ``nbytes``; return how many there will be. One exists on return.
+        """Return how many slots of at least ``nbytes`` exist or are planned; 0 if none fits.
 
-        Small slots are all created at once, the other large ones in the background. With ``all_now`` false
-        one existing slot is enough: the call then creates none and waits for no slot that is being created.
-        Else it creates one whose memory is not allocated: its writer populates it while the state arrives.
+        Small slots are created and allocated at once. Of large ones, one is created now and the others in the
+        background. With ``all_now`` false, an existing slot is enough. Otherwise one large slot is created
+        without its memory, and its writer populates it.
         """
         if not all_now and (count := self._count_fitting(nbytes)):
             return count

@@ -43,7 +43,7 @@ import xxhash
 
 from elastic_resume.checkpoint.json_codec import TAG
 from elastic_resume.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, Position
-from elastic_resume.errors import CorruptError
+from elastic_resume.errors import CorruptError, MachineError
 from elastic_resume.snapshot.progress_page import MAX_LOCAL_RANKS
 
 MAX_SLOTS = 8  # three in use, three larger ones that replace them, and two spare
@@ -413,7 +413,7 @@ def populate_pages(memory: memoryview) -> None:
     A store into an unmapped page is thirty times slower.
 
     Raises:
-        OSError: there is not enough memory.
+        MachineError: there is not enough memory.
 
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -422,7 +422,10 @@ def populate_pages(memory: memoryview) -> None:
     if _libc.madvise(ctypes.c_void_p(start), size, _MADV_POPULATE_WRITE) != 0:
         error = ctypes.get_errno()
         if error != errno.EINVAL:  # Linux before 5.14; the first store then maps the page
-            raise OSError(error, os.strerror(error))
+            raise MachineError(
+                f"this node has no memory for the state ({os.strerror(error)}): free some, or lower "
+                "ELASTIC_RESUME_SNAPSHOT_MEMORY."
+            )
 
 
 @functools.cache

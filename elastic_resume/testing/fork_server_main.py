@@ -1,9 +1,8 @@
 """The program of the agents' fork server: import once, fork agents on request.
 
 Run as ``python -u fork_server_main.py DESCRIPTOR PARENT``. It dies with its parent, and its forks die with
-it. A simulated node needs seconds for the imports of its agent and again for those of its workers' fork
-server; on one machine all nodes share them. A forked agent runs `elastic_resume.cli` with its own command,
-environment, directory, network and output.
+it. A simulated node needs seconds for the imports of its agent; on one machine all nodes share them. A forked
+agent runs `elastic_resume.cli` with its own command, environment, directory, network and output.
 
 Variables that only a new interpreter reads (`forkserver.PROCESS_START_ENV_PREFIXES`) must be equal in all;
 the caller checks that.
@@ -34,7 +33,6 @@ PR_SET_PDEATHSIG = 1
 CLONE_NEWNET = 0x40000000
 LENGTH_BYTES = 4
 MAX_REQUEST_BYTES = 16 << 20
-POLL_S = 0.005  # poll interval on kernels without pidfd
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 

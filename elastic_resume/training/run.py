@@ -83,7 +83,7 @@ class Run:
         self._node_dir = context.run_on_all_ranks(lambda: open_node_dir(context))
         connection: CommitterConnection | None = None
         try:
-            page, seed = self._open_page(context)
+            page, seed = self._open_page_and_share_seed(context)
             seed = options.seed if options.seed is not None else seed
             self._random_numbers = rng.RandomNumbers(options.rng, seed, context.collectives.rank)
             self._tracked = tracked = {
@@ -122,21 +122,20 @@ class Run:
         self._untracked_check = UntrackedOptimizerCheck(self._tracked) if self.rank == 0 else None
         self._start_generation(result)
 
-    def _open_page(self, context: RankContext) -> tuple[ProgressPage, int]:
-        """Open the node's progress page, and check the names of the nodes; also return rank 0's seed.
+    def _open_page_and_share_seed(self, context: RankContext) -> tuple[ProgressPage, int]:
+        """Open the node's progress page, check the node names, and return rank 0's seed, in one gather.
 
         Scripts may have given torch.manual_seed different numbers on each rank.
         """
-        pages: list[ProgressPage] = []
 
-        def open_page() -> tuple[str, int]:
-            pages.append(ProgressPage(context.node_dir / constants.PROGRESS_FILE))
+        def open_page() -> tuple[ProgressPage, Any]:
+            page = ProgressPage(context.node_dir / constants.PROGRESS_FILE)
             seed = torch.initial_seed()  # 64 bits, unsigned
-            return self._node_dir.read_identity(), seed if seed < 1 << 63 else seed - (1 << 64)
+            return page, [self._node_dir.read_identity(), seed if seed < 1 << 63 else seed - (1 << 64)]
 
-        results = context.gather_results(open_page)
-        context.check_node_names_unique([identity for identity, _ in results])
-        return pages[0], int(results[0][1])
+        page, shared = context.run_and_gather(open_page)
+        context.check_node_names_unique([identity for identity, _ in shared])
+        return page, int(shared[0][1])
 
     # ---- position and size ---------------------------------------------------------------------------
 

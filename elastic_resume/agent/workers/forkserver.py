@@ -19,7 +19,7 @@ Invariants:
 - Some variables take effect only when a process or library starts. If they differ from those of the fork
   server, it refuses, and the launcher shim starts its worker cold.
 - CUDA is not initialized here and no thread runs, since neither survives a fork. The agent learns which
-  module of ``--preload`` breaks that, or fails, and starts a fork server without it.
+  module of ``--preload`` breaks that, and starts a fork server without it. A module that fails is skipped.
 """
 
 from __future__ import annotations
@@ -95,17 +95,17 @@ def main() -> None:
     SPEC is a JSON object: the ``command`` of the workers, modules to ``preload``, and ``import_first``.
     """
     listener, control = (socket.socket(fileno=int(argument)) for argument in sys.argv[1:3])
-    if _die_with_agent(int(sys.argv[3])):
+    if _set_up_process(int(sys.argv[3])):
         _serve(listener, control, json.loads(sys.argv[4]))
 
 
 def run_preforked(listener: socket.socket, control: socket.socket, agent: int) -> NoReturn:
     """Run as a fork of the agent: wait for its request, then serve.
 
-    ``control`` brings a line of JSON: the members of `main`'s SPEC, and ``environ``. This process exits if
-    none comes. A worker raises SystemExit when its script ends.
+    ``control`` brings a line of JSON: the members of `main`'s SPEC, and ``environ``. This process exits
+    if the agent closes the socket first. A worker raises SystemExit when its script ends.
     """
-    if not _die_with_agent(agent):
+    if not _set_up_process(agent):
         os._exit(1)
     os.setsid()
     _close_inherited_descriptors(keep={listener.fileno(), control.fileno()})
@@ -121,8 +121,8 @@ def run_preforked(listener: socket.socket, control: socket.socket, agent: int) -
     raise SystemExit
 
 
-def _die_with_agent(agent: int) -> bool:
-    """Ask the kernel to kill this process with the agent; return whether the agent lives."""
+def _set_up_process(agent: int) -> bool:
+    """Set this process's name and signals, and tie it to the agent; return whether the agent lives."""
     libc = ctypes.CDLL(None)
     libc.prctl(supervisor.PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     libc.prctl(supervisor.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # adopt the leftovers of a killed supervisor

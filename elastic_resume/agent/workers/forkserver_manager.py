@@ -216,7 +216,8 @@ class ForkServerManager:
         self._is_ready = False  # new workers need not wait for imports
         self._on_ready: Callable[[], None] = lambda: None
         self._ready_lock = threading.Lock()
-        # The kernel kills a fork server when the thread that started it ends, so one thread starts them all.
+        # The kernel kills a fork server when the thread that started it ends. So the main thread forks the
+        # first one, and one thread starts the others.
         self._thread = BackgroundThread("fork-server-manager", self._run_fork_server)
 
     def start(self) -> None:
@@ -275,7 +276,7 @@ class ForkServerManager:
         spec = {
             "command": self._command,
             "preload": self._preload,
-            "import_first": self._import_first or self._failures > 0,
+            "import_first": self._import_first or self._is_ready or self._failures > 0,
         }
         preforked, self._preforked = self._preforked, None
         if preforked is not None:
@@ -322,7 +323,10 @@ class ForkServerManager:
                 waited_s += POLL_INTERVAL_S
                 if waited_s == SLOW_IMPORT_S and "ready" not in fields:
                     names = ", ".join(["torch", *self._preload])
-                    logger.warning("workers wait for the import of %s, %.0f s so far.", names, SLOW_IMPORT_S)
+                    text = (
+                        "the fork server still imports %s after %.0f s; workers that start now wait for it."
+                    )
+                    logger.warning(text, names, SLOW_IMPORT_S)
                 stopped_s = stopped_s + POLL_INTERVAL_S if _is_stopped(process.pid) else 0.0
                 # Launcher shims would wait for a stopped fork server.
                 if stopped_s > 2 * POLL_INTERVAL_S or self._thread.is_closing:

@@ -34,6 +34,9 @@ Messages. A node follows a leader when it has been welcomed and has sent its fir
                             JobEnd Redirect Refused LeaveNotice
     leader    → any node    LeaderAnnouncement      reply: LeaderAnnouncement | Redirect | LeaveNotice
 
+A newcomer that still imports joins with `is_importing`. A running view ends for it only after its
+`ImportsFinished`. Survivors that are enough form the next view without it.
+
 A `Header` on every message acknowledges the newest message received. So each side knows when it sent the
 newest message that the other side has seen. A `QuorumState` in a message is all that its sender knows.
 
