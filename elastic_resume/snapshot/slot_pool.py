@@ -109,8 +109,8 @@ class SlotPool:
         """Create slots of at least ``nbytes``; return how many there will be. One exists on return.
 
         Small slots are all created at once. The other large ones follow in the background, or with
-        ``all_now`` false at the next call. Then the first one's memory is not allocated either: its writer
-        populates it while the state arrives.
+        ``all_now`` false at the next call. Then the first one's memory is not allocated on return either.
+        That goes on while the state arrives, and the writer populates the pages that it is about to fill.
         """
         is_large = nbytes > slots.SMALL_SLOT_BYTES
         planned = self._create_slots(nbytes, min_count=int(is_large), allocate=all_now or not is_large)
@@ -245,6 +245,14 @@ class SlotPool:
             self._owned[index] = _OwnedSlot(descriptor, Slot(descriptor, capacity, self._last_serial, record))
             record.set("serial", self._last_serial)
             record.set("capacity", capacity)
+        if not allocate:
+            # Not left to the writer alone: allocating here is a quarter cheaper than by page faults there.
+            threading.Thread(
+                target=_allocate_slot,
+                args=(os.dup(descriptor), capacity),
+                name="elastic-resume-allocate",
+                daemon=True,
+            ).start()
         return True
 
     def _drop_slot(self, index: int) -> None:
@@ -255,3 +263,11 @@ class SlotPool:
             owned = self._owned.pop(index, None)
             if owned is not None:
                 os.close(owned.descriptor)
+
+
+def _allocate_slot(descriptor: int, capacity: int) -> None:
+    try:
+        with contextlib.suppress(OSError):  # the writer's own populating reports it
+            slots.allocate_memory_file(descriptor, capacity)
+    finally:
+        os.close(descriptor)
