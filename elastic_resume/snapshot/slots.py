@@ -465,13 +465,19 @@ def create_memory_file(name: str, size: int, *, allocate: bool = True) -> int:
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
-        for at in range(0, size if allocate or not can_populate_pages() else 0, _POPULATE_CHUNK_BYTES):
-            os.posix_fallocate(descriptor, at, min(_POPULATE_CHUNK_BYTES, size - at))
+        if allocate or not can_populate_pages():
+            allocate_memory_file(descriptor, size)
         fcntl.fcntl(descriptor, _F_ADD_SEALS, _F_SEAL_SHRINK_GROW)
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def allocate_memory_file(descriptor: int, size: int) -> None:
+    """Allocate the memory of a file of `create_memory_file`; raise OSError if there is not enough."""
+    for at in range(0, size, _POPULATE_CHUNK_BYTES):
+        os.posix_fallocate(descriptor, at, min(_POPULATE_CHUNK_BYTES, size - at))
 
 
 def merge_state(

@@ -24,6 +24,7 @@ from elastic_resume.snapshot import slot_pool, slots
 from elastic_resume.snapshot.slot_pool import SlotPool
 from elastic_resume.snapshot.slots import ControlBlock, SlotState, decode_snapshot_id, encode_snapshot_id
 from elastic_resume.units import format_bytes
+from tests.support.processes import wait_for
 from tests.support.rendezvous_nodes import wait_until
 
 BYTES = 4096
@@ -357,11 +358,19 @@ def test_larger_slots_are_created_one_by_one_if_memory_is_scarce(pool: SlotPool)
     assert capacities(pool) == [5, 5]
 
 
-def test_large_slot_for_transfer_gets_memory_as_it_is_populated(
+def test_large_slot_for_transfer_gets_memory_after_its_creation(
     pool: SlotPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slot that waits for a snapshot has all its memory. On an older kernel each slot has."""
+    """A thread allocates it, and its writer populates it. On an older kernel it has its memory at once."""
     monkeypatch.setattr(slots, "SMALL_SLOT_BYTES", BYTES)
+    allocate, reserved = slots.allocate_memory_file, threading.Event()
+
+    def allocate_later(descriptor: int, size: int) -> None:
+        if slots.can_populate_pages():
+            assert reserved.wait(30)
+        allocate(descriptor, size)
+
+    monkeypatch.setattr(slots, "allocate_memory_file", allocate_later)
 
     def allocated_pages(capacity: int) -> list[int]:
         found = [state for state in pool.control_block.read_slots() if state.capacity == capacity]
@@ -378,9 +387,13 @@ def test_large_slot_for_transfer_gets_memory_as_it_is_populated(
     assert allocated_pages(2 * BYTES) == [1]
     slot.populate()
     assert allocated_pages(2 * BYTES) == [2]
+    pool.reserve(4 * BYTES, all_now=False)
+    assert allocated_pages(4 * BYTES) == [0]
+    reserved.set()
+    wait_for(lambda: allocated_pages(4 * BYTES) == [4], "the slot's memory")
     monkeypatch.setattr(slots, "can_populate_pages", lambda: False)
-    pool.reserve(3 * BYTES, all_now=False)
-    assert allocated_pages(3 * BYTES) == [3]
+    pool.reserve(5 * BYTES, all_now=False)
+    assert allocated_pages(5 * BYTES) == [5]
 
 
 def test_populating_pages_without_memory_raises_os_error() -> None:
