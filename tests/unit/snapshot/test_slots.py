@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from elastic_resume import constants
 from elastic_resume.agent.workers import supervisor
 from elastic_resume.checkpoint.layout import Layout, TensorSpec
+from elastic_resume.errors import MachineError
 from elastic_resume.snapshot import slot_pool, slots
 from elastic_resume.snapshot.slot_pool import SlotPool
 from elastic_resume.snapshot.slots import ControlBlock, SlotState, decode_snapshot_id, encode_snapshot_id
@@ -396,14 +397,14 @@ def test_large_slot_for_transfer_gets_memory_after_its_creation(
     assert allocated_pages(5 * BYTES) == [5]
 
 
-def test_populating_pages_without_memory_raises_os_error() -> None:
+def test_populating_pages_without_memory_raises_machine_error() -> None:
     """A store there would end the process with SIGBUS."""
     descriptor = os.memfd_create("test")
     os.ftruncate(descriptor, BYTES)
     memory = memoryview(mmap.mmap(descriptor, BYTES))
     os.ftruncate(descriptor, 0)
     os.close(descriptor)
-    with pytest.raises(OSError, match="Bad address"):
+    with pytest.raises(MachineError, match="Bad address"):
         slots.populate_pages(memory)
 
 
