@@ -1,8 +1,8 @@
 """Measure the transfer of a state between nodes, beside gloo's broadcast of as many bytes in the same run.
 
 Each node is a process, forked from this one. The holder has the state in a slot, and a receiver has a new
-slot whose memory is not allocated yet, as after the loss of a machine. gloo's broadcast goes into touched
-memory. Processors are those of the processes, both ends together.
+slot whose memory a process allocates meanwhile, as the agent does after the loss of a machine. gloo's
+broadcast goes into touched memory. Processors are those of the processes, both ends together.
 
     loopback     one holder, one receiver; both share this machine's cores
     10 Gbit/s    the same over a loopback that is limited to 10 Gbit/s (tc, in a network namespace: for root)
@@ -55,18 +55,18 @@ Result = dict[str, float]
 # ---- one node --------------------------------------------------------------------------------------------
 
 
-def make_slot(size: int, *, fresh: bool) -> memoryview:
-    """Return the memory of a slot; only a fresh one is not allocated yet."""
+def make_slot(size: int, *, fresh: bool) -> tuple[memoryview, int]:
+    """Return the memory of a slot and its descriptor; only a fresh one is not allocated yet."""
     descriptor = slots.create_memory_file("benchmark", size, allocate=not fresh)
     memory = memoryview(mmap.mmap(descriptor, size))
     if not fresh:
         memory[:] = os.urandom(1 << 20) * (size >> 20) + bytes(size & ((1 << 20) - 1))
-    return memory
+    return memory, descriptor
 
 
 def processor_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def run_node(line: Connection, host: str, namespace: str, size: int, role: str) -> None:
@@ -75,7 +75,7 @@ def run_node(line: Connection, host: str, namespace: str, size: int, role: str) 
         descriptor = os.open(namespace, os.O_RDONLY)
         if ctypes.CDLL(None, use_errno=True).setns(descriptor, CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), "setns")
-    memory = make_slot(size, fresh=role == "fresh")
+    memory, slot = make_slot(size, fresh=role == "fresh")
     buffer = StreamingBuffer(memory, LocalWatermark(size if role == "holder" else 0))
     table = BlockTable(buffer, BLOCK_BYTES)
     server = BlockServer(table, role, host)
@@ -83,8 +83,13 @@ def run_node(line: Connection, host: str, namespace: str, size: int, role: str) 
     sources = [BlockSource.from_json("node", encoded) for encoded in line.recv()]
     before, start = processor_seconds(), time.perf_counter()
     if sources:
+        if role == "fresh" and os.fork() == 0:
+            slots.allocate_memory_file(slot, size)
+            os._exit(0)
         transfer.receive(table, sources, 1)
     seconds = time.perf_counter() - start
+    if sources and role == "fresh":
+        os.wait()
     line.send("received")
     line.recv()  # the others have received too
     line.send({"seconds": seconds, "processors": processor_seconds() - before, "sent": server.sent_bytes})
