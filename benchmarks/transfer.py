@@ -39,7 +39,7 @@ import torch.distributed as dist
 
 from elastic_resume.restore import transfer
 from elastic_resume.restore.streaming import LocalWatermark, StreamingBuffer
-from elastic_resume.restore.transfer import BlockServer, BlockSource, BlockTable
+from elastic_resume.restore.transfer import BlockSender, BlockServer, BlockTable
 from elastic_resume.snapshot import slots
 from elastic_resume.testing.virtual_network import VirtualNetwork
 
@@ -79,8 +79,8 @@ def run_node(line: Connection, host: str, namespace: str, size: int, role: str) 
     buffer = StreamingBuffer(memory, LocalWatermark(size if role == "holder" else 0))
     table = BlockTable(buffer, BLOCK_BYTES)
     server = BlockServer(table, role, host)
-    line.send(server.source.to_json())
-    sources = [BlockSource.from_json("node", encoded) for encoded in line.recv()]
+    line.send(server.sender.to_json())
+    sources = [BlockSender.from_json("node", encoded) for encoded in line.recv()]
     before, start = processor_seconds(), time.perf_counter()
     if sources:
         if role == "fresh" and os.fork() == 0:

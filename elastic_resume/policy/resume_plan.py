@@ -135,14 +135,14 @@ class ResumePlan:
 
 
 @dataclass(frozen=True)
-class Sources:
+class Senders:
     """The nodes from which a node receives the state: ``first`` at once, ``substitutes`` if these fail."""
 
     first: tuple[str, ...]
     substitutes: tuple[str, ...]
 
 
-def plan_sources(plan: ResumePlan) -> dict[str, Sources]:
+def plan_senders(plan: ResumePlan) -> dict[str, Senders]:
     """Plan from which nodes each receiving node takes the state; each node passes on what it has.
 
     With H holders, each of the first H receivers takes blocks from all holders, so each holder sends the
@@ -157,7 +157,7 @@ def plan_sources(plan: ResumePlan) -> dict[str, Sources]:
     fast = [node for node, copy in plan.holders if copy.tier == tier]
     slow = [node for node, copy in plan.holders if copy.tier != tier]
     successors = 1 if len(plan.receiving_nodes) <= MAX_CHAIN_NODES * len(fast) else 2
-    sources = {}
+    senders = {}
     for i, node in enumerate(plan.receiving_nodes):
         start = i % len(fast)
         holders = (*fast[start:], *fast[:start])  # the first ones differ, where not all are used at once
@@ -165,8 +165,8 @@ def plan_sources(plan: ResumePlan) -> dict[str, Sources]:
         is_direct = i < len(fast)
         first = holders if is_direct else (plan.receiving_nodes[(i - len(fast)) // successors],)
         others = (*holders, *slow, *reversed(earlier))
-        sources[node] = Sources(first, tuple(other for other in others if other not in first))
-    return sources
+        senders[node] = Senders(first, tuple(other for other in others if other not in first))
+    return senders
 
 
 def find_minority_holders(plan: ResumePlan, digests_by_node: Mapping[str, Sequence[str]]) -> tuple[str, ...]:

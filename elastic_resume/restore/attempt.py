@@ -66,7 +66,7 @@ from elastic_resume.restore.streaming import (
     StreamingBuffer,
     is_local_copy_error,
 )
-from elastic_resume.restore.transfer import BlockServer, BlockSource, BlockTable
+from elastic_resume.restore.transfer import BlockSender, BlockServer, BlockTable
 from elastic_resume.snapshot.slots import Slot
 from elastic_resume.state import load_state
 from elastic_resume.units import format_bytes
@@ -350,7 +350,7 @@ class RestoreAttempt:
                 self._error = error  # reported at the end: the other ranks are about to gather
                 if self._copy is None and self._buffer is not None:
                     self._buffer.fail(error)
-        served = self._server.source.to_json() if self._server is not None else None
+        served = self._server.sender.to_json() if self._server is not None else None
         offers = context.collectives.gather([self._slot_id(), served])
         for node in plan.receiving_nodes:
             slot_id = offers[context.local_leader_by_node[node]][0]
@@ -377,12 +377,12 @@ class RestoreAttempt:
     def _receive(self, table: BlockTable, served_by_rank: Sequence[Any]) -> None:
         """Receive the state from the nodes that the plan assigns to this one."""
         context, plan = self._context, self._plan
-        planned = resume_plan.plan_sources(plan)[context.node]
+        planned = resume_plan.plan_senders(plan)[context.node]
         sources = {}
         for node in (*planned.first, *planned.substitutes):
             served = served_by_rank[context.local_leader_by_node[node]]
             if served is not None:
-                sources[node] = BlockSource.from_json(node, served)
+                sources[node] = BlockSender.from_json(node, served)
         first = [str(sources[node]) for node in planned.first if node in sources]
         what = f"step {plan.step} ({format_bytes(plan.nbytes)})"
         logger.debug(f"node {context.node}: receiving {what} from {', '.join(first)}")

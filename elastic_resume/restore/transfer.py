@@ -21,7 +21,8 @@ Invariants:
 - A lost connection costs one block at most, which another connection then requests.
 - A node that is silent, fails or sends a wrong block is replaced by another. A slow node is not silent,
   because it sends WAIT.
-- A stranger gets random bytes only, and costs a thread. There are at most `MAX_STRANGERS`; the oldest goes.
+- A client that has not proved the key receives only random bytes, and occupies a thread. When there are
+  `MAX_UNAUTHENTICATED`, a new one ends the oldest.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ logger = logging.getLogger(__name__)
 # A connection that waits for memory, or verifies, leaves the link to another one.
 MIN_CONNECTIONS = 2
 MAX_CONNECTIONS = 8
-MAX_STRANGERS = 64  # connections in the handshake, which takes milliseconds
+MAX_UNAUTHENTICATED = 64  # connections in the handshake, which takes milliseconds
 SILENCE_TIMEOUT_S = 5.0
 ALIVE_INTERVAL_S = 1.0
 MAX_FAILURES = 6  # in a row, of one node, over all connections to it
@@ -98,7 +99,7 @@ class BlockTable:
 
 
 @dataclass(frozen=True)
-class BlockSource:
+class BlockSender:
     """A node that serves the state, and the key of its server."""
 
     node: str
@@ -111,20 +112,20 @@ class BlockSource:
         return f"{self.node} at {host}:{self.port}"
 
     def to_json(self) -> list[Any]:
-        """Return the source as JSON data; its node is known from the rank that sends it."""
+        """Return the sender as JSON data; its node is known from the rank that sends it."""
         return [self.host, self.port, self.key.hex()]
 
     @classmethod
-    def from_json(cls, node: str, encoded: Any) -> BlockSource:
+    def from_json(cls, node: str, encoded: Any) -> BlockSender:
         """Parse what `to_json` returned. Raises CorruptError for anything else."""
         try:
             host, port, key = encoded
-            source = cls(node, str(host), int(port), bytes.fromhex(key))
+            sender = cls(node, str(host), int(port), bytes.fromhex(key))
         except (TypeError, ValueError) as error:
             raise CorruptError(f"node {node} announced an address that cannot be read: {error}.") from error
-        if not 0 < source.port < 1 << 16 or len(source.key) != _KEY_BYTES:
-            raise CorruptError(f"node {node} announced port {source.port}, {len(source.key)} bytes of key.")
-        return source
+        if not 0 < sender.port < 1 << 16 or len(sender.key) != _KEY_BYTES:
+            raise CorruptError(f"node {node} announced port {sender.port}, {len(sender.key)} bytes of key.")
+        return sender
 
 
 def choose_local_host(transfer_addr: str | None) -> str:
@@ -141,9 +142,9 @@ def choose_local_host(transfer_addr: str | None) -> str:
         family, _, _, _, address = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # sends no packet
-            source = str(probe.getsockname()[0])
-        if not ipaddress.ip_address(source.partition("%")[0]).is_loopback:
-            return source
+            own = str(probe.getsockname()[0])
+        if not ipaddress.ip_address(own.partition("%")[0]).is_loopback:
+            return own
     return master  # this is its machine, and all ranks reach it
 
 
@@ -167,7 +168,7 @@ class BlockServer:
                 f"node {node} cannot listen at {host} to send the state: {error.strerror}. Choose an address "
                 "of this machine with ELASTIC_RESUME_TRANSFER_ADDR."
             ) from error
-        self.source = BlockSource(
+        self.sender = BlockSender(
             node, host, self._listener.getsockname()[1], secrets.token_bytes(_KEY_BYTES)
         )
         self.sent_bytes = 0  # for the display of progress
@@ -199,11 +200,11 @@ class BlockServer:
                 if self._is_closed:
                     connection.close()
                     return
-                strangers = [other for other, is_proved in self._connections.items() if not is_proved]
-                if len(strangers) >= MAX_STRANGERS:  # the oldest is none of ours
+                unauthenticated = [other for other, is_proved in self._connections.items() if not is_proved]
+                if len(unauthenticated) >= MAX_UNAUTHENTICATED:  # they prove the key within milliseconds
                     with contextlib.suppress(OSError):
-                        strangers[0].shutdown(socket.SHUT_RDWR)
-                    del self._connections[strangers[0]]
+                        unauthenticated[0].shutdown(socket.SHUT_RDWR)
+                    del self._connections[unauthenticated[0]]
                 self._connections[connection] = False
             try:
                 threading.Thread(
@@ -234,8 +235,8 @@ class BlockServer:
         own = secrets.token_bytes(_NONCE_BYTES)
         nonces = _receive_exactly(connection, _NONCE_BYTES) + own
         connection.sendall(own)
-        _verify_proof(connection, self.source.key, b"receiver", nonces)
-        connection.sendall(_prove(self.source.key, b"server", nonces))
+        _verify_proof(connection, self.sender.key, b"receiver", nonces)
+        connection.sendall(_prove(self.sender.key, b"server", nonces))
         with self._lock:
             if connection in self._connections:
                 self._connections[connection] = True
@@ -248,7 +249,7 @@ class BlockServer:
             while not buffer.has_bytes_within(stop, ALIVE_INTERVAL_S):
                 connection.sendall(_WAIT)
         except Exception as error:
-            if error is buffer.error:  # whatever it is, this node reports it
+            if error is buffer.error:  # this node's own copy failed, and its restore attempt reports that
                 connection.sendall(_FAILED)
                 return False
             raise
@@ -274,20 +275,20 @@ def _listen(host: str) -> socket.socket:
 # ---- the receiving side ------------------------------------------------------------------------------
 
 
-def receive(table: BlockTable, sources: Sequence[BlockSource], used_at_once: int) -> None:
-    """Fill the buffer of ``table`` with verified blocks from ``sources``.
+def receive(table: BlockTable, senders: Sequence[BlockSender], used_at_once: int) -> None:
+    """Fill the buffer of ``table`` with verified blocks from ``senders``.
 
     Args:
         table: of this node's buffer, which nothing has arrived in.
-        sources: in the order of preference.
+        senders: in the order of preference.
         used_at_once: how many of them are used from the beginning; the others replace those that fail.
 
     Raises:
-        PeerFailedError: no source can send the rest, or the attempt was cancelled.
+        PeerFailedError: no sender can send the rest, or the attempt was cancelled.
         MachineError: this node has no memory for the state.
 
     """
-    receiver = _Receiver(table, sources, used_at_once)
+    receiver = _Receiver(table, senders, used_at_once)
     count = min(max(MIN_CONNECTIONS, used_at_once), MAX_CONNECTIONS)
     tasks = [BackgroundTask(f"receive-{number}", receiver.run) for number in range(count)]
     errors = [error for task in tasks if (error := task.join()) is not None]
@@ -295,26 +296,26 @@ def receive(table: BlockTable, sources: Sequence[BlockSource], used_at_once: int
         raise errors[0]
 
 
-class _SourceFailedError(Exception):
-    """A source cannot send the state, and it is not asked again."""
+class _SenderFailedError(Exception):
+    """A sender cannot send the state, and it is not asked again."""
 
 
 class _Receiver:
-    """What the threads of `receive` share: the missing blocks, and the sources that may have them."""
+    """What the threads of `receive` share: the missing blocks, and the senders that may have them."""
 
-    def __init__(self, table: BlockTable, sources: Sequence[BlockSource], used_at_once: int) -> None:
+    def __init__(self, table: BlockTable, senders: Sequence[BlockSender], used_at_once: int) -> None:
         self._table = table
-        self._sources = sources
+        self._senders = senders
         self._used_at_once = used_at_once
         self._changed = threading.Condition()
         self._missing = list(range(table.count))  # a heap: blocks that no thread is receiving
         self._in_flight = 0
         self._verified: set[int] = set()  # beyond the watermark
         self._arrived = 0  # blocks below the watermark
-        self._failures: Counter[BlockSource] = Counter()  # since the last block
-        self._excluded: set[BlockSource] = set()
-        self._users: Counter[BlockSource] = Counter()
-        self._reasons: dict[BlockSource, str] = {}
+        self._failures: Counter[BlockSender] = Counter()  # since the last block
+        self._excluded: set[BlockSender] = set()
+        self._users: Counter[BlockSender] = Counter()
+        self._reasons: dict[BlockSender, str] = {}
 
     @property
     def is_complete(self) -> bool:
@@ -322,61 +323,61 @@ class _Receiver:
         return self._arrived == self._table.count
 
     def run(self) -> None:
-        """Receive blocks until none is missing, from one source after the other."""
+        """Receive blocks until none is missing, from one sender after the other."""
         while not self.is_complete:
-            source = self._choose_source()
+            sender = self._choose_sender()
             try:
-                with contextlib.closing(_connect(source)) as connection:
-                    while (index := self._take_block(source)) is not None:
-                        self._receive_block(connection, source, index)
-            except (OSError, _SourceFailedError) as error:
-                self._record_failure(source, error)
+                with contextlib.closing(_connect(sender)) as connection:
+                    while (index := self._take_block(sender)) is not None:
+                        self._receive_block(connection, sender, index)
+            except (OSError, _SenderFailedError) as error:
+                self._record_failure(sender, error)
             finally:
                 with self._changed:
-                    self._users[source] -= 1
+                    self._users[sender] -= 1
 
-    def _choose_source(self) -> BlockSource:
+    def _choose_sender(self) -> BlockSender:
         with self._changed:
             usable = [
-                source
-                for source in self._sources
-                if source not in self._excluded and self._failures[source] < MAX_FAILURES
+                sender
+                for sender in self._senders
+                if sender not in self._excluded and self._failures[sender] < MAX_FAILURES
             ]
             if not usable:
-                reasons = "; ".join(f"{source}: {reason}" for source, reason in self._reasons.items())
+                reasons = "; ".join(f"{sender}: {reason}" for sender, reason in self._reasons.items())
                 raise PeerFailedError(
                     f"no node could send the rest of the state ({reasons or 'no node offered it'}). If its "
                     "address cannot be reached, choose another with ELASTIC_RESUME_TRANSFER_ADDR there."
                 )
-            preferred = self._sources[: self._used_at_once]
+            preferred = self._senders[: self._used_at_once]
             best = min(usable, key=lambda s: (self._failures[s], s not in preferred, self._users[s]))
             self._users[best] += 1
             pause_s = RECONNECT_PAUSE_S * self._failures[best]
         time.sleep(pause_s)
         return best
 
-    def _record_failure(self, source: BlockSource, error: Exception) -> None:
+    def _record_failure(self, sender: BlockSender, error: Exception) -> None:
         reason = str(error.strerror or error) if isinstance(error, OSError) else str(error)
         with self._changed:
-            self._failures[source] += 1
-            if isinstance(error, _SourceFailedError):
-                self._excluded.add(source)
-            is_first, self._reasons[source] = source not in self._reasons, reason
+            self._failures[sender] += 1
+            if isinstance(error, _SenderFailedError):
+                self._excluded.add(sender)
+            is_first, self._reasons[sender] = sender not in self._reasons, reason
         if is_first:
-            logger.warning(f"the transfer of the state from {source} was interrupted: {reason}.")
+            logger.warning(f"the transfer of the state from {sender} was interrupted: {reason}.")
 
-    def _take_block(self, source: BlockSource) -> int | None:
+    def _take_block(self, sender: BlockSender) -> int | None:
         """Return the lowest missing block; None when all have arrived."""
         with self._changed:
             self._changed.wait_for(lambda: self._missing or not self._in_flight)
             if not self._missing:
                 return None
-            if source in self._excluded:
-                raise _SourceFailedError(self._reasons[source])
+            if sender in self._excluded:
+                raise _SenderFailedError(self._reasons[sender])
             self._in_flight += 1
             return heapq.heappop(self._missing)
 
-    def _receive_block(self, connection: socket.socket, source: BlockSource, index: int) -> None:
+    def _receive_block(self, connection: socket.socket, sender: BlockSender, index: int) -> None:
         is_verified = False
         try:
             self._fetch_and_verify(connection, index)
@@ -390,7 +391,7 @@ class _Receiver:
                     heapq.heappush(self._missing, index)
                 self._changed.notify_all()
         with self._changed:
-            self._failures[source] = 0
+            self._failures[sender] = 0
             while self._arrived in self._verified:
                 self._table.buffer.advance(self._table.extent(self._arrived)[1])
                 self._verified.remove(self._arrived)
@@ -403,29 +404,29 @@ class _Receiver:
         while (status := _receive_exactly(connection, 1)) == _WAIT:
             pass
         if status != _OK:
-            raise _SourceFailedError("its own copy has failed")
+            raise _SenderFailedError("its own copy has failed")
         digest = _receive_exactly(connection, _DIGEST_BYTES)
         failpoints.hit("transfer.receive")
         _receive_into(connection, block)
         if xxhash.xxh3_128_digest(block) != digest:
             start, stop = self._table.extent(index)
-            raise _SourceFailedError(f"bytes {start} to {stop} of the state arrived damaged")
+            raise _SenderFailedError(f"bytes {start} to {stop} of the state arrived damaged")
         self._table.set_digest(index, digest)
 
 
 # ---- connections -------------------------------------------------------------------------------------
 
 
-def _connect(source: BlockSource) -> socket.socket:
+def _connect(sender: BlockSender) -> socket.socket:
     """Connect, and authenticate both sides; raise OSError."""
-    connection = socket.create_connection((source.host, source.port), SILENCE_TIMEOUT_S)
+    connection = socket.create_connection((sender.host, sender.port), SILENCE_TIMEOUT_S)
     try:
         _configure(connection)
         own = secrets.token_bytes(_NONCE_BYTES)
         connection.sendall(own)
         nonces = own + _receive_exactly(connection, _NONCE_BYTES)
-        connection.sendall(_prove(source.key, b"receiver", nonces))
-        _verify_proof(connection, source.key, b"server", nonces)
+        connection.sendall(_prove(sender.key, b"receiver", nonces))
+        _verify_proof(connection, sender.key, b"server", nonces)
     except BaseException:
         connection.close()
         raise
@@ -457,7 +458,7 @@ def _verify_proof(connection: socket.socket, key: bytes, role: bytes, nonces: by
 
 
 def _receive_exactly(connection: socket.socket, size: int) -> bytes:
-    """Receive a few bytes, which arrive in one piece from an honest peer."""
+    """Receive a few bytes, which arrive in one piece from an authenticated peer."""
     data = bytearray(size)
     _receive_into(connection, memoryview(data))
     return bytes(data)

@@ -17,7 +17,7 @@ from tests.support.paths import ROOT
 PACKAGE = ROOT / "elastic_resume"
 # They pass between two modules of ours, and one of these catches them.
 INTERNAL = {
-    "_SourceFailedError",  # becomes a PeerFailedError once no node is left
+    "_SenderFailedError",  # becomes a PeerFailedError once no node is left
     "AuthenticationError",
     "ExperimentInterrupted",
     "HandshakeAbortedError",

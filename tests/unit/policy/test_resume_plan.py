@@ -17,10 +17,10 @@ from elastic_resume.policy.resume_plan import (
     RejectedState,
     ResumePlan,
     SavedState,
-    Sources,
+    Senders,
     choose_resume_plan,
     find_minority_holders,
-    plan_sources,
+    plan_senders,
     reject_saved_state,
 )
 
@@ -354,15 +354,15 @@ def test_sources_are_all_holders_then_chains_of_receivers(
     memory: int, disk: int, lacking: int, expected: dict[str, str]
 ) -> None:
     """Each link carries the state once."""
-    sources = plan_sources(held(memory, disk, lacking))
+    sources = plan_senders(held(memory, disk, lacking))
     assert {node: " ".join(planned.first) for node, planned in sources.items()} == expected
 
 
 def test_substitutes_are_other_holders_and_earlier_receivers() -> None:
     """Disks come after memory, and near receivers before far ones."""
-    sources = plan_sources(held(1, 1, 3))
-    assert sources["x0"] == Sources(("m0",), ("d0",))
-    assert sources["x2"] == Sources(("x1",), ("m0", "d0", "x0"))
+    sources = plan_senders(held(1, 1, 3))
+    assert sources["x0"] == Senders(("m0",), ("d0",))
+    assert sources["x2"] == Senders(("x1",), ("m0", "d0", "x0"))
 
 
 @given(st.integers(0, 5), st.integers(0, 5), st.integers(0, 100))
@@ -371,7 +371,7 @@ def test_sources_spread_without_circles(memory: int, disk: int, lacking: int) ->
     if memory + disk == 0:
         return
     plan = held(memory, disk, lacking)
-    sources = plan_sources(plan)
+    sources = plan_senders(plan)
     holders = {node for node, _ in plan.holders}
     assert tuple(sources) == plan.receiving_nodes
     depth = dict.fromkeys(holders, 0)
@@ -388,7 +388,7 @@ def test_sources_spread_without_circles(memory: int, disk: int, lacking: int) ->
 
 def test_cold_start_has_no_sources() -> None:
     """There is no copy."""
-    assert plan_sources(choose_resume_plan([node("a", 0), node("b", 1)], "auto")) == {}
+    assert plan_senders(choose_resume_plan([node("a", 0), node("b", 1)], "auto")) == {}
 
 
 def test_minority_holders_differ_from_strict_majority() -> None:

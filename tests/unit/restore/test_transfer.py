@@ -17,7 +17,7 @@ from elastic_resume import constants, failpoints
 from elastic_resume.errors import CorruptError, MachineError, PeerFailedError
 from elastic_resume.restore import transfer
 from elastic_resume.restore.streaming import BackgroundTask, LocalWatermark, StreamingBuffer
-from elastic_resume.restore.transfer import BlockServer, BlockSource, BlockTable, receive
+from elastic_resume.restore.transfer import BlockSender, BlockServer, BlockTable, receive
 from elastic_resume.snapshot import slots
 from tests.support.processes import wait_for
 
@@ -41,14 +41,14 @@ class AskedBuffer(StreamingBuffer):
 class Proxy:
     """Forwards connections to a server; ``allowed`` bytes of each go back, then it does ``at_limit``."""
 
-    def __init__(self, source: BlockSource, allowed: list[int], at_limit: str) -> None:
+    def __init__(self, source: BlockSender, allowed: list[int], at_limit: str) -> None:
         self._target = (source.host, source.port)
         self._allowed = allowed  # for each connection in turn; the last entry is for all further ones
         self._at_limit = at_limit
         self._listener = socket.create_server((HOST, 0))
         self._sockets: list[socket.socket] = [self._listener]
         port = self._listener.getsockname()[1]
-        self.source = BlockSource(source.node, HOST, port, source.key)
+        self.sender = BlockSender(source.node, HOST, port, source.key)
         self.connections = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -120,7 +120,7 @@ def assert_received(table: BlockTable) -> None:
 def test_receive_fills_buffer_from_one_holder(serve: Serve) -> None:
     """The last block is shorter; the holder sends each block once."""
     holder, table = serve("a"), empty_table()
-    receive(table, [holder.source], 1)
+    receive(table, [holder.sender], 1)
     assert_received(table)
     assert holder.sent_bytes == len(STATE)
 
@@ -130,7 +130,7 @@ def test_receive_shares_work_between_holders(serve: Serve) -> None:
     buffers = [AskedBuffer(memoryview(bytearray(STATE)), LocalWatermark()) for _ in range(2)]
     holders = [serve(node, buffer) for node, buffer in zip("ab", buffers, strict=True)]
     table = empty_table()
-    task = BackgroundTask("test", lambda: receive(table, [h.source for h in holders], 2))
+    task = BackgroundTask("test", lambda: receive(table, [h.sender for h in holders], 2))
     wait_for(lambda: all(buffer.asked for buffer in buffers), "a request to each")
     for buffer in buffers:
         buffer.advance(len(STATE))
@@ -147,7 +147,7 @@ def test_receivers_form_chain_while_holder_reads_its_disk(serve: Serve) -> None:
     tables, tasks = [], []
     for node in ("a", "b", "c"):
         tables.append(empty_table())
-        source = servers[-1].source
+        source = servers[-1].sender
         tasks.append(BackgroundTask("test", lambda t=tables[-1], s=source: receive(t, [s], 1)))  # type: ignore[misc]
         servers.append(serve(node, tables[-1].buffer))
     wait_for(lambda: arriving.asked, "a request")
@@ -167,11 +167,11 @@ def test_receive_takes_damaged_block_from_other_holder(
     arm(monkeypatch, "transfer.block=flip@1")
     holders, table = [serve("a"), serve("b")], empty_table()
     with caplog.at_level(logging.WARNING):
-        receive(table, [holder.source for holder in holders], 2)
+        receive(table, [holder.sender for holder in holders], 2)
     assert_received(table)
     (record,) = caplog.records
     assert "of the state arrived damaged" in record.message
-    blamed = [h for h in holders if str(h.source) in record.message]
+    blamed = [h for h in holders if str(h.sender) in record.message]
     assert len(blamed) == 1
 
 
@@ -182,7 +182,7 @@ def test_receive_fails_if_only_holder_sends_damaged_block(
     arm(monkeypatch, "transfer.block=flip@3")
     table = empty_table()
     with pytest.raises(PeerFailedError, match=r"a at 127\.0\.0\.1:\d+: bytes \d+ to \d+ .* arrived damaged"):
-        receive(table, [serve("a").source], 1)
+        receive(table, [serve("a").sender], 1)
     count = table.buffer.available_bytes()
     assert bytes(table.buffer.memory[:count]) == STATE[:count]
     assert count < len(STATE)
@@ -191,8 +191,8 @@ def test_receive_fails_if_only_holder_sends_damaged_block(
 def test_receive_resumes_after_connection_is_cut_amid_block(serve: Serve) -> None:
     """Blocks that had arrived are not sent again."""
     holder, table = serve("a"), empty_table()
-    proxy = Proxy(holder.source, [3 * BLOCK + 500, 7 * BLOCK, 1 << 60], "cut")
-    receive(table, [proxy.source], 1)
+    proxy = Proxy(holder.sender, [3 * BLOCK + 500, 7 * BLOCK, 1 << 60], "cut")
+    receive(table, [proxy.sender], 1)
     assert_received(table)
     assert proxy.connections > 2
     assert holder.sent_bytes <= len(STATE) + 4 * BLOCK
@@ -203,8 +203,8 @@ def test_receive_replaces_holder_that_stalls(serve: Serve, monkeypatch: pytest.M
     """The connection stays open, amid a block."""
     monkeypatch.setattr(transfer, "SILENCE_TIMEOUT_S", 0.2)
     stalling, other, table = serve("a"), serve("b"), empty_table()
-    proxy = Proxy(stalling.source, [2 * BLOCK + 500], "stall")
-    receive(table, [proxy.source, other.source], 1)
+    proxy = Proxy(stalling.sender, [2 * BLOCK + 500], "stall")
+    receive(table, [proxy.sender, other.sender], 1)
     assert_received(table)
     assert other.sent_bytes > 0
     proxy.close()
@@ -216,7 +216,7 @@ def test_receive_waits_for_holder_that_is_slow(serve: Serve, monkeypatch: pytest
     monkeypatch.setattr(transfer, "ALIVE_INTERVAL_S", 0.05)
     arriving = AskedBuffer(memoryview(bytearray(STATE)), LocalWatermark())
     holder, other, table = serve("a", arriving), serve("b"), empty_table()
-    task = BackgroundTask("test", lambda: receive(table, [holder.source, other.source], 1))
+    task = BackgroundTask("test", lambda: receive(table, [holder.sender, other.sender], 1))
     wait_for(lambda: arriving.asked > 40, "40 intervals")  # of two connections
     arriving.advance(len(STATE))
     assert task.join() is None
@@ -230,10 +230,10 @@ def test_receive_replaces_holder_whose_copy_fails(serve: Serve) -> None:
     failing.advance(2 * BLOCK)
     failing.fail(CorruptError("the disk is damaged"))
     table = empty_table()
-    receive(table, [serve("a", failing).source, serve("b").source], 1)
+    receive(table, [serve("a", failing).sender, serve("b").sender], 1)
     assert_received(table)
     with pytest.raises(PeerFailedError, match="its own copy has failed"):
-        receive(empty_table(), [serve("a", failing).source], 1)
+        receive(empty_table(), [serve("a", failing).sender], 1)
 
 
 def test_receive_names_address_that_refuses(serve: Serve) -> None:
@@ -241,9 +241,9 @@ def test_receive_names_address_that_refuses(serve: Serve) -> None:
     holder = serve("a")
     holder.close()
     with pytest.raises(
-        PeerFailedError, match=rf"a at {HOST}:{holder.source.port}: Connection refused.*TRANSFER_ADDR"
+        PeerFailedError, match=rf"a at {HOST}:{holder.sender.port}: Connection refused.*TRANSFER_ADDR"
     ):
-        receive(empty_table(), [holder.source], 1)
+        receive(empty_table(), [holder.sender], 1)
     with pytest.raises(PeerFailedError, match="no node offered it"):
         receive(empty_table(), [], 0)
 
@@ -253,7 +253,7 @@ def test_cancelled_buffer_ends_receive(serve: Serve) -> None:
     table = empty_table()
     table.buffer.cancel()
     with pytest.raises(PeerFailedError, match="cancelled"):
-        receive(table, [serve("a").source], 1)
+        receive(table, [serve("a").sender], 1)
 
 
 def test_receive_without_memory_raises_machine_error(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +264,7 @@ def test_receive_without_memory_raises_machine_error(serve: Serve, monkeypatch: 
 
     monkeypatch.setattr(slots, "populate_pages", refuse)
     with pytest.raises(MachineError, match="no memory"):
-        receive(empty_table(), [serve("a").source], 1)
+        receive(empty_table(), [serve("a").sender], 1)
 
 
 # ---- strangers ---------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def test_stranger_gets_random_bytes_only(serve: Serve) -> None:
     """A wrong proof, and the proof that the server itself would send, end the connection."""
     holder = serve("a")
     for proof in (bytes(32), b"garbage" * 1000):
-        with socket.create_connection((HOST, holder.source.port)) as stranger:
+        with socket.create_connection((HOST, holder.sender.port)) as stranger:
             stranger.sendall(bytes(32) + proof)
             received = b""
             with contextlib.suppress(ConnectionResetError):  # of bytes that the server did not read
@@ -282,7 +282,7 @@ def test_stranger_gets_random_bytes_only(serve: Serve) -> None:
                     received += data
             assert len(received) <= 32
     with pytest.raises(PeerFailedError):
-        receive(empty_table(), [BlockSource("a", HOST, holder.source.port, bytes(32))], 1)
+        receive(empty_table(), [BlockSender("a", HOST, holder.sender.port, bytes(32))], 1)
     assert holder.sent_bytes == 0
 
 
@@ -300,7 +300,7 @@ def test_receiver_takes_nothing_from_server_without_key(serve: Serve) -> None:
                         connection.sendall(data)
 
     BackgroundTask("reflect", reflect)
-    fake = BlockSource("fake", HOST, listener.getsockname()[1], holder.source.key)
+    fake = BlockSender("fake", HOST, listener.getsockname()[1], holder.sender.key)
     with pytest.raises(PeerFailedError, match="does not hold the key"):
         receive(table, [fake], 1)
     assert table.buffer.available_bytes() == 0
@@ -312,18 +312,18 @@ def test_idle_strangers_do_not_keep_receiver_out(serve: Serve) -> None:
     """More than the limit connect and stay; the oldest are dropped."""
     holder, table = serve("a"), empty_table()
     strangers = [
-        socket.create_connection((HOST, holder.source.port)) for _ in range(transfer.MAX_STRANGERS + 10)
+        socket.create_connection((HOST, holder.sender.port)) for _ in range(transfer.MAX_UNAUTHENTICATED + 10)
     ]
-    receive(table, [holder.source], 1)
+    receive(table, [holder.sender], 1)
     assert_received(table)
-    wait_for(lambda: len(holder._connections) <= transfer.MAX_STRANGERS, "the oldest to go")
+    wait_for(lambda: len(holder._connections) <= transfer.MAX_UNAUTHENTICATED, "the oldest to go")
     for stranger in strangers:
         stranger.close()
 
 
 def test_request_beyond_last_block_ends_connection(serve: Serve) -> None:
     """The server answers nothing."""
-    with contextlib.closing(transfer._connect(serve("a").source)) as connection:
+    with contextlib.closing(transfer._connect(serve("a").sender)) as connection:
         connection.sendall(transfer._REQUEST.pack(COUNT))
         assert connection.recv(1) == b""
 
@@ -339,13 +339,13 @@ def test_request_beyond_last_block_ends_connection(serve: Serve) -> None:
 def test_invalid_source_is_refused(encoded: Any) -> None:
     """The error names the node."""
     with pytest.raises(CorruptError, match="node a announced"):
-        BlockSource.from_json("a", encoded)
+        BlockSender.from_json("a", encoded)
 
 
 def test_source_survives_json() -> None:
     """Its text has brackets around an IPv6 address."""
-    source = BlockSource("a", "::1", 4711, bytes(range(32)))
-    assert BlockSource.from_json("a", source.to_json()) == source
+    source = BlockSender("a", "::1", 4711, bytes(range(32)))
+    assert BlockSender.from_json("a", source.to_json()) == source
     assert str(source) == "a at [::1]:4711"
 
 
@@ -367,7 +367,7 @@ def test_server_listens_for_name_at_all_addresses_and_refuses_foreign_one() -> N
     table = BlockTable(StreamingBuffer.from_complete(memoryview(bytearray(STATE))), BLOCK)
     server = BlockServer(table, "a", "localhost")
     received = empty_table()
-    receive(received, [server.source], 1)
+    receive(received, [server.sender], 1)
     assert_received(received)
     server.close()
     with pytest.raises(MachineError, match=r"cannot listen at 192\.0\.2\.7"):
