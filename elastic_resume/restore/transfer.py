@@ -316,6 +316,7 @@ class _Receiver:
         self._excluded: set[BlockSender] = set()
         self._users: Counter[BlockSender] = Counter()
         self._reasons: dict[BlockSender, str] = {}
+        self._error: BaseException | None = None  # of the buffer
 
     @property
     def is_complete(self) -> bool:
@@ -370,6 +371,8 @@ class _Receiver:
         """Return the lowest missing block; None when all have arrived."""
         with self._changed:
             self._changed.wait_for(lambda: self._missing or not self._in_flight)
+            if self._error is not None:
+                raise self._error
             if not self._missing:
                 return None
             if sender in self._excluded:
@@ -392,10 +395,14 @@ class _Receiver:
                 self._changed.notify_all()
         with self._changed:
             self._failures[sender] = 0
-            while self._arrived in self._verified:
-                self._table.buffer.advance(self._table.extent(self._arrived)[1])
-                self._verified.remove(self._arrived)
-                self._arrived += 1
+            try:
+                while self._arrived in self._verified:
+                    self._table.buffer.advance(self._table.extent(self._arrived)[1])
+                    self._verified.remove(self._arrived)
+                    self._arrived += 1
+            except BaseException as error:  # the attempt was cancelled; the other threads end too
+                self._error = error
+                raise
 
     def _fetch_and_verify(self, connection: socket.socket, index: int) -> None:
         block = self._table.block(index)

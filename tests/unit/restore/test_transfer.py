@@ -256,6 +256,24 @@ def test_cancelled_buffer_ends_receive(serve: Serve) -> None:
         receive(table, [serve("a").sender], 1)
 
 
+def test_cancelled_buffer_ends_a_thread_that_has_no_block_left(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other thread verifies the first block last, and learns of the end."""
+    table = empty_table()
+    fetch = transfer._Receiver._fetch_and_verify
+
+    def fetch_first_block_last(receiver: Any, connection: socket.socket, index: int) -> None:
+        fetch(receiver, connection, index)
+        if index == 0:
+            wait_for(lambda: len(receiver._verified) == table.count - 1, "all other blocks")
+
+    monkeypatch.setattr(transfer._Receiver, "_fetch_and_verify", fetch_first_block_last)
+    table.buffer.cancel()
+    with pytest.raises(PeerFailedError, match="cancelled"):
+        receive(table, [serve("a").sender], 1)
+
+
 def test_receive_without_memory_raises_machine_error(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """No holder is blamed."""
 
