@@ -55,6 +55,7 @@ from elastic_resume.agent.workers import run_main, supervisor
 # 1.8 s.
 TORCH_MODULES = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.utils.data")
 OWN_MODULES = ("elastic_resume.training.run",)
+EXIT_MODULE = "elastic_resume.training.worker_exit"  # reports errors of a script before it calls er.resume
 # The interpreter, the dynamic loader, a library or torch reads these once, when the process starts.
 PROCESS_START_ENV_PREFIXES = (
     "PYTHON", "LD_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_", "LANG", "LC_",
@@ -167,6 +168,7 @@ def _serve(listener: socket.socket, control: socket.socket, spec: dict[str, Any]
     for own in (listener, control):
         own.set_inheritable(False)  # a process that a module starts would keep them open
     run_main.set_argv_and_path(spec["command"])
+    importlib.import_module(EXIT_MODULE)
     gc.disable()  # imported objects are never freed, and are frozen
     gc.freeze()  # a worker's garbage collector then does not copy these pages
     request = serve_requests(listener, control, BackgroundImports(spec, control))
@@ -480,9 +482,7 @@ def become_worker(request: WorkerRequest) -> list[str]:
     torch = sys.modules.get("torch")
     if torch is not None and torch.initial_seed() != OLD_TORCH_SEED:
         torch.default_generator.seed()
-    worker_exit = sys.modules.get("elastic_resume.training.worker_exit")
-    if worker_exit is not None:
-        worker_exit.install_startup_hook()  # a script may fail before it calls er.resume
+    sys.modules[EXIT_MODULE].install_startup_hook()
     return command
 
 

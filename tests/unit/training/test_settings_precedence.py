@@ -53,6 +53,7 @@ WITH_AGENT = [
         flag="rdzv-id",
         argument_is_ignored=True,
     ),
+    Case("transfer_addr", "None", {FILE: "127.0.0.1", ENVIRONMENT: "127.0.0.2"}),
     Case(
         "node_name",
         socket.gethostname(),
