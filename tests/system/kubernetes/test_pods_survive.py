@@ -128,6 +128,8 @@ def test_eviction_node_loss_want_of_memory_and_two_pods_of_one_index(
         assert pods.wait_for_exit(evicted, LIMIT_S) == constants.EXIT_SIGNAL_BASE + 15
         fresh = replaced(pods, evicted)
         assert fresh.address != evicted.address
+        # The last step of the old world may be beyond ``at`` too.
+        pods.wait(lambda: steps_of(pods, fresh), "a step of the new pod", LIMIT_S)
         at = world(pods, 3, at)["step"]
         # Another pod may lack the newest step too, if it was stopped while it copied that.
         assert re.search(r"sent to (train-\d, )*train-1", "".join(map(pods.read_log, pods.pods)))
@@ -146,7 +148,8 @@ def test_eviction_node_loss_want_of_memory_and_two_pods_of_one_index(
         (tmp_path / "control" / "hog-train-0").touch()
         assert pods.wait_for_exit(greedy, LIMIT_S) == 137
         assert (greedy.reason, pods.job.failures_by_index) == ("OOMKilled", {0: 1})
-        replaced(pods, greedy)
+        fresh = replaced(pods, greedy)
+        pods.wait(lambda: steps_of(pods, fresh), "a step of the new pod", LIMIT_S)
         at = world(pods, 3, at)["step"]
 
         # Two pods of one index: the second is told so, and waits; where the first is cut off it steps in.
