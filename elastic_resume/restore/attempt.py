@@ -3,15 +3,16 @@
 Afterwards either every rank has loaded the state, or every rank knows which nodes' copies failed.
 
 The local leader of each node brings the bytes of the state into its node's memory. All ranks of the node load
-each tensor as soon as the watermark (`streaming.py`) has passed it. The bytes come from one of four places:
+each tensor as soon as the watermark (`streaming.py`) has passed it. The bytes come from one of three places:
 
 - A snapshot in the node's memory: all bytes are there. They have no digest to check.
-- A checkpoint on disk: a thread reads it into a slot and verifies it.
+- A checkpoint on disk: threads read it into a slot and verify it.
 - Other nodes: threads receive its blocks into a slot and verify them (`transfer.py`). Meanwhile the local
   leader of each node that holds or receives the state serves it.
-- No slot is free: the local leader and each other rank map the checkpoint. If the node has
-  none, its local leader receives the state into private memory, and commits it to disk when all ranks have
-  loaded. The node's other ranks then read the committed checkpoint.
+
+If no slot is free, the local leader and each other rank map the checkpoint. If the node has none, its local
+leader receives the state into private memory, and commits it to disk when all ranks have loaded. The node's
+other ranks then read the committed checkpoint.
 
 Parameters and optimizer state are equal in all copies. Other state may differ between ranks: BatchNorm's
 buffers, schedulers, other tracked objects. All ranks load the source's values of it (`SourceValues`). A

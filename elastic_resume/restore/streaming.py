@@ -1,12 +1,13 @@
 """Give readers the bytes of a state while they arrive.
 
-A `StreamingBuffer` is a buffer that is filled from the front: a thread reads a file, or threads receive from
-other nodes (`transfer.py`). A watermark follows it: all bytes below the watermark are written and verified.
+A `StreamingBuffer` is a buffer that is filled from the front: threads read a file, or receive from other
+nodes (`transfer.py`). A watermark follows it: all bytes below the watermark are written and verified.
 The watermark is an integer in the slot's control block, which all ranks of the node see
 (`snapshot/slots.py`), or a private integer. Readers wait until the watermark passes a tensor. So reading,
 sending and loading overlap, and each byte is written once.
 
-- No byte is used before its digest was checked.
+- No byte that is read from disk or received is used before its digest was checked. A snapshot in this node's
+  memory has no digest.
 - Nobody waits longer than `STALL_TIMEOUT_S` without progress.
 """
 

@@ -282,9 +282,9 @@ class SlotClient:
             self._prepare_thread.start()
 
     def reserve(self, nbytes: int, *, is_estimate: bool = False, all_now: bool = True) -> int:
-        """Reserve slots of ``nbytes`` and return how many there will be; one exists on return.
+        """Reserve slots of ``nbytes``; return how many exist or are planned. See `SlotPool.reserve`.
 
-        Only the local leader calls this. ``all_now``: create the others at once, in the background.
+        Only the local leader calls this.
         """
         count = 0
         with contextlib.suppress(OSError, KeyError, TypeError, ValueError):
@@ -411,7 +411,7 @@ class SlotClient:
     def _prepare(self, nbytes: int, is_estimate: bool) -> None:
         if self.is_local_leader:
             self.reserve(nbytes, is_estimate=is_estimate)
-        with contextlib.suppress(CheckpointError, MachineError, OSError):
+        with contextlib.suppress(CheckpointError, OSError):
             for state in self.control_block.read_slots():
                 if state.capacity >= nbytes:
                     self._map_and_populate(state)
@@ -422,7 +422,8 @@ class SlotClient:
             return
         slot = self.map_slot(*key)
         if slot is not None:
-            self.populate(slot)
+            with contextlib.suppress(MachineError):  # the slot counts as not writable, and training goes on
+                self.populate(slot)
 
     def _unmap_stale(self) -> None:
         existing = {(state.index, state.serial) for state in self.control_block.read_slots()}

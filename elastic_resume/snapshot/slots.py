@@ -449,7 +449,7 @@ def required_slot_bytes(image_bytes: int, static_bytes: int, dynamic_bytes: int)
 
 
 def create_memory_file(name: str, size: int, *, allocate: bool = True) -> int:
-    """Create a sealed anonymous file with all its memory allocated; return its descriptor.
+    """Create a sealed anonymous file, by default with all its memory allocated; return its descriptor.
 
     Allocation and sealing prevent SIGBUS: a store could otherwise hit a page that cannot be allocated or was
     truncated. /dev/shm is not used, because containers limit it to 64 MB and files in it outlive us. With
