@@ -16,6 +16,8 @@ from elastic_resume import constants
 from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.node_dir import NodeDir
+from elastic_resume.errors import MachineError
+from elastic_resume.snapshot import slots
 from elastic_resume.snapshot.committer import CheckpointCommitter
 from elastic_resume.snapshot.ipc import SlotClient, SnapshotServer
 from elastic_resume.snapshot.slot_pool import SlotPool
@@ -102,6 +104,23 @@ def test_worker_killed_during_copy_leaves_whole_snapshot(
     expected = json.loads(digests_file.read_text().splitlines()[newest.manifest.step - 1])
     found = state_dict.digest_leaves(leaves)
     assert {name: found[name] for name in expected} == expected
+    memory.close()
+
+
+def test_slot_whose_pages_cannot_be_mapped_is_not_writable(
+    server: SnapshotServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step then takes no snapshot; it does not fail."""
+    memory = SlotClient(server.socket_name, 0, is_local_leader=True)
+
+    def refuse(_: memoryview) -> None:
+        raise MachineError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slots, "populate_pages", refuse)
+        assert memory.reserve(4096) > 0
+        assert memory.list_writable(4096) == []
+    assert memory.list_writable(4096)
     memory.close()
 
 
