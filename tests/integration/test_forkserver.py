@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import json
+import mmap
 import os
 import re
 import select
@@ -243,6 +246,32 @@ def test_processes_have_names(warm: RunningForkServer, tmp_path: Path) -> None:
     process.kill()
     process.wait()
     wait_for(lambda: not is_alive(worker.pid), "the worker to die with its shim")
+
+
+def test_memory_moves_into_huge_pages() -> None:
+    """If the kernel can do that and has some free; otherwise nothing changes."""
+    try:
+        size = int(forkserver.HUGE_PAGE_SIZE_FILE.read_text())
+    except OSError:
+        assert not forkserver.list_huge_page_chunks()
+        return
+    memory = mmap.mmap(-1, 3 * size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.write(bytes(range(256)) * (len(memory) // 256))
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    chunks = [chunk for chunk in forkserver.list_huge_page_chunks() if 0 <= chunk[0] - start < len(memory)]
+    assert len(chunks) >= 2
+    errors = [forkserver.move_into_huge_pages(*chunk) for chunk in chunks]
+    assert memory[:] == bytes(range(256)) * (len(memory) // 256)
+    smaps = Path("/proc/self/smaps").read_text()
+    extents = re.split(r"^([0-9a-f]+)-[0-9a-f]+ .*$", smaps, flags=re.MULTILINE)[1:]
+    mine = max(
+        (int(first, 16), text)
+        for first, text in zip(extents[::2], extents[1::2], strict=True)
+        if int(first, 16) <= start
+    )[1]
+    huge_kib = int(re.findall(r"AnonHugePages: +(\d+) kB", mine)[0])
+    assert huge_kib * 1024 >= errors.count(0) * size
+    assert errors.count(0) or errors[0] in {errno.EINVAL, errno.ENOMEM, errno.EBUSY, errno.EAGAIN}
 
 
 def test_worker_has_process_attributes_of_shim(warm: RunningForkServer, tmp_path: Path) -> None:
