@@ -14,19 +14,25 @@ Run as ``python -I -S launcher_shim.py LOCAL_RANK COMMAND...``. It must start in
 this package or site-packages. Its literals repeat those of `constants.py`; a test compares them.
 """
 
+import _json
 import _socket
 import ctypes
 import os
 import select
-import signal
 import sys
 import time
 
 TYPE_CHECKING = False  # importing typing would cost a third of the start
 
 if TYPE_CHECKING:
+    import signal
+    from collections.abc import Iterable
+    from typing import Any
+
     from elastic_resume.agent.workers import supervisor
 else:
+    import _signal as signal
+
     sys.path.insert(0, os.path.dirname(__file__))  # noqa: PTH120 - pathlib would cost a third of the start
     import supervisor
 
@@ -51,7 +57,7 @@ STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 def main(argv: list[str]) -> None:
     """Run the command ``argv[1:]`` as local rank ``argv[0]`` and exit as it does."""
     local_rank, command = argv[0], argv[1:]
-    forwarded = signal.valid_signals() - UNFORWARDED_SIGNALS
+    forwarded: set[int] = {*(signal.valid_signals() - UNFORWARDED_SIGNALS)}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)
     agent = int(os.environ.get(ENV_AGENT_PID) or os.getppid())
     libc = ctypes.CDLL(None)
@@ -70,7 +76,7 @@ def main(argv: list[str]) -> None:
 
 
 def start_warm(
-    socket_name: "str | None", command: list[str], signal_mask: "set[int | signal.Signals]"
+    socket_name: "str | None", command: list[str], signal_mask: "set[int]"
 ) -> "_socket.socket | None":
     """Request a worker from the fork server; return the socket to its supervisor, None if there is none."""
     if socket_name is None:
@@ -81,13 +87,12 @@ def start_warm(
             os.fstat(number)
     except OSError:
         return None  # a removed directory has no name, and a closed standard stream cannot be sent
-    import json  # noqa: PLC0415 - a cold start does not need these two
-    import resource  # noqa: PLC0415
+    import resource  # noqa: PLC0415 - a cold start does not need it
 
     umask = os.umask(0o077)
     os.umask(umask)
     # latin-1 maps each byte to a character: arguments and variables need not be valid text.
-    request = json.dumps(
+    request = encode_json(
         {
             "command": [os.fsencode(argument).decode("latin-1") for argument in command],
             "environ": {k.decode("latin-1"): v.decode("latin-1") for k, v in os.environb.items()},
@@ -109,6 +114,17 @@ def start_warm(
         return _request_worker(socket_name, request)
     finally:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
+def encode_json(value: "str | int | dict[str, Any] | Iterable[Any]") -> str:
+    """Encode as json.dumps, which needs 3 ms for its import."""
+    if isinstance(value, str):
+        return _json.encode_basestring_ascii(value)
+    if isinstance(value, int):
+        return str(int(value))
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{encode_json(str(key))}:{encode_json(one)}' for key, one in value.items())}}}"
+    return f"[{','.join(map(encode_json, value))}]"
 
 
 def _request_worker(socket_name: str, request: bytes) -> "_socket.socket | None":
@@ -136,11 +152,11 @@ def _is_same_user(connection: "_socket.socket") -> bool:
     return int.from_bytes(peer[4:8], sys.byteorder) == os.getuid()
 
 
-def _is_ignored(number: signal.Signals) -> bool:
+def _is_ignored(number: int) -> bool:
     return signal.getsignal(number) is signal.SIG_IGN
 
 
-def start_cold(command: list[str], signal_mask: "set[int | signal.Signals]") -> "_socket.socket":
+def start_cold(command: list[str], signal_mask: "set[int]") -> "_socket.socket":
     """Fork a supervisor that starts the command; return the socket to it."""
     connection, supervisor_end = _socket.socketpair(
         _socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC
@@ -170,9 +186,7 @@ def exec_worker(command: list[str]) -> None:
 # ---- mirroring it --------------------------------------------------------------------------------------
 
 
-def forward_until_exit(
-    connection: "_socket.socket", forwarded: "set[signal.Signals]", signal_mask: "set[int | signal.Signals]"
-) -> int:
+def forward_until_exit(connection: "_socket.socket", forwarded: "set[int]", signal_mask: "set[int]") -> int:
     """Forward signals until the worker has ended; return its wait status."""
     wakeup_read, wakeup_write = os.pipe()
     os.set_blocking(wakeup_write, False)
