@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from elastic_resume.checkpoint.manifest import Position as Position
     from elastic_resume.data.elastic_sampler import ElasticSampler as ElasticSampler
     from elastic_resume.data.global_batches import GlobalBatches as GlobalBatches
+    from elastic_resume.data.rank_values import RankValues as RankValues
     from elastic_resume.data.rng import seeded as seeded
     from elastic_resume.data.world_size import WorldChange as WorldChange
     from elastic_resume.policy.resume_plan import ResumePlan as ResumePlan
@@ -38,6 +39,7 @@ _MODULE_BY_NAME = {
     "ElasticSampler": "elastic_resume.data.elastic_sampler",
     "GlobalBatches": "elastic_resume.data.global_batches",
     "Position": "elastic_resume.checkpoint.manifest",
+    "RankValues": "elastic_resume.data.rank_values",
     "ResumePlan": "elastic_resume.policy.resume_plan",
     "Run": "elastic_resume.training.run",
     "WorldChange": "elastic_resume.data.world_size",
@@ -50,6 +52,7 @@ __all__ = [
     "ElasticSampler",
     "GlobalBatches",
     "Position",
+    "RankValues",
     "ResumePlan",
     "Run",
     "WorldChange",

@@ -7,21 +7,25 @@ batches are those shares, and a position within an epoch has the same meaning in
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
-import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from elastic_resume.data.global_batches import GlobalBatches, make_permutation
+from elastic_resume.data.global_batches import SECOND_SHARDING, GlobalBatches, make_permutation
 from elastic_resume.data.rng import SeededDataset, attach_epoch
-from elastic_resume.data.world_size import KEEP_GLOBAL, BatchSizing, check_bool, check_integer
+from elastic_resume.data.world_size import (
+    KEEP_GLOBAL,
+    BatchSizing,
+    check_bool,
+    check_integer,
+    read_rank_and_world_size,
+)
 from elastic_resume.errors import ConfigError, MismatchError
 from elastic_resume.units import format_count
 
 
-class ElasticSampler(Sampler[int]):
+class ElasticSampler(DistributedSampler[int]):
     """Drop-in for ``torch.utils.data.DistributedSampler`` that resumes within an epoch.
 
         sampler = er.ElasticSampler(dataset, shuffle=True)
@@ -60,12 +64,13 @@ class ElasticSampler(Sampler[int]):
             ConfigError: an argument has the wrong type, or is out of range.
 
         """
+        self.dataset: Any = dataset
         self.dataset_size = check_integer("len(dataset)", len(dataset), least=1)
-        self.num_replicas = (
+        self.given_num_replicas = (
             None if num_replicas is None else check_integer("num_replicas", num_replicas, least=1)
         )
-        most = {} if self.num_replicas is None else {"most": self.num_replicas - 1}
-        self.rank = None if rank is None else check_integer("rank", rank, least=0, **most)
+        most = {} if self.given_num_replicas is None else {"most": self.given_num_replicas - 1}
+        self.given_rank = None if rank is None else check_integer("rank", rank, least=0, **most)
         self.shuffle, self.drop_last = check_bool("shuffle", shuffle), check_bool("drop_last", drop_last)
         self.seed = check_integer("seed", seed, least=-(2**63))
         self.batch_size = None if batch_size is None else check_integer("batch_size", batch_size, least=1)
@@ -99,7 +104,7 @@ class ElasticSampler(Sampler[int]):
         order = list(range(self.dataset_size))
         if self.shuffle:
             order = make_permutation(self.dataset_size, self.seed, self.epoch).tolist()
-        rank, size = self._rank_and_world_size()
+        rank, size = self.rank, self.num_replicas
         count = len(self)
         order += (order * -(-count * size // len(order)))[: max(0, count * size - len(order))]
         return iter(self._attach_epoch(order[: count * size][rank::size], self.epoch))
@@ -111,20 +116,34 @@ class ElasticSampler(Sampler[int]):
         """Return the number of this rank's samples in a whole epoch, also within an epoch."""
         batches = self._batches
         if batches is None:
-            size = self._rank_and_world_size()[1]
+            size = self.num_replicas
             return self.dataset_size // size if self.drop_last else -(-self.dataset_size // size)
         last = batches.steps - 1
         return last * batches.batch_size + (
             len(batches.share(last)) if batches.includes_step(last) else batches.batch_size
         )
 
-    def _rank_and_world_size(self) -> tuple[int, int]:
-        if dist.is_available() and dist.is_initialized():
-            rank, size = dist.get_rank(), dist.get_world_size()
-        else:
-            rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        rank = rank if self.rank is None else self.rank
-        return rank, size if self.num_replicas is None else self.num_replicas
+    # ---- what libraries read from a DistributedSampler -----------------------------------------------
+
+    @property
+    def num_replicas(self) -> int:  # type: ignore[override]
+        """The number of ranks."""
+        return read_rank_and_world_size()[1] if self.given_num_replicas is None else self.given_num_replicas
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        """The rank whose samples are read."""
+        return read_rank_and_world_size()[0] if self.given_rank is None else self.given_rank
+
+    @property
+    def num_samples(self) -> int:  # type: ignore[override]
+        """The number of this rank's samples in a whole epoch."""
+        return len(self)
+
+    @property
+    def total_size(self) -> int:  # type: ignore[override]
+        """``num_samples`` times the number of ranks."""
+        return len(self) * self.num_replicas
 
 
 class LocalBatches(GlobalBatches):
@@ -134,7 +153,7 @@ class LocalBatches(GlobalBatches):
 
     def __init__(self, sampler: ElasticSampler, batch_size: int, drop_last: bool) -> None:
         """``drop_last`` is the loader's, which drops batches; the sampler's own drops samples."""
-        self.batch_size = check_integer("batch_size", batch_size, least=1)
+        self._local_batch = check_integer("batch_size", batch_size, least=1)
         self.shuffle_epoch: int | None = None
         self._sampler = sampler
         super().__init__(sampler.dataset_size, batch_size, sampler.seed, sampler.shuffle, drop_last)
@@ -142,8 +161,8 @@ class LocalBatches(GlobalBatches):
     def bind(self, rank: int, world_size: int, *args: Any, **more: Any) -> None:
         """See GlobalBatches. Raise ConfigError if the sampler was made for another rank or world size."""
         for name, given, actual in (
-            ("num_replicas", self._sampler.num_replicas, world_size),
-            ("rank", self._sampler.rank, rank),
+            ("num_replicas", self._sampler.given_num_replicas, world_size),
+            ("rank", self._sampler.given_rank, rank),
         ):
             if given not in {None, actual}:
                 raise ConfigError(
@@ -160,6 +179,11 @@ class LocalBatches(GlobalBatches):
     def state_dict(self) -> dict[str, Any]:
         """See GlobalBatches. The sizing is always stored, since no argument implies it."""
         return {**self._order_arguments(0), "cut": self._sizing.to_state()}
+
+    @property
+    def batch_size(self) -> int:  # type: ignore[override]
+        """The number of samples of one rank in a step."""
+        return self._local_batch
 
     def includes_step(self, step: int) -> bool:
         """Return whether this world takes the step, and no earlier world took it."""
@@ -201,8 +225,15 @@ class LocalBatches(GlobalBatches):
 def find_batches(data: Any) -> GlobalBatches | None:
     """Return the batches behind the ``data=`` of a script, or None if it keeps its own position.
 
-    Raise ConfigError for a loader whose position in an epoch cannot be restored.
+    Raise ConfigError for a loader that shards them a second time, or whose position cannot be restored.
     """
+    found = _find_batches(data)
+    if found is not None and isinstance(data, DataLoader):
+        found.loader_prefetch = data.num_workers * (data.prefetch_factor or 0)
+    return found
+
+
+def _find_batches(data: Any) -> GlobalBatches | None:
     batches = getattr(data, "batch_sampler", data)
     if isinstance(batches, GlobalBatches):
         return batches
@@ -218,9 +249,20 @@ def find_batches(data: Any) -> GlobalBatches | None:
                 "with batch_size=."
             )
         return data.attach(data.batch_size, drop_last=False)
+    if _is_sharded_again(batches):
+        raise ConfigError(f"data= has a {type(batches).__name__} around its batches. {SECOND_SHARDING}")
     if isinstance(data, DataLoader) and not _has_own_state(data):
         raise ConfigError(f"data= is a DataLoader whose position in an epoch cannot be restored. {_ADVICE}")
     return None
+
+
+def _is_sharded_again(batches: Any) -> bool:
+    """Return whether our batches or sampler are somewhere inside another library's batch sampler."""
+    for _ in range(MAX_WRAPPERS):
+        batches = getattr(batches, "batch_sampler", getattr(batches, "sampler", None))
+        if isinstance(batches, (GlobalBatches, ElasticSampler)):
+            return True
+    return False
 
 
 def check_no_per_rank_state(data: Any, world_size: int) -> None:
@@ -236,6 +278,7 @@ def check_no_per_rank_state(data: Any, world_size: int) -> None:
         )
 
 
+MAX_WRAPPERS = 8  # limit of samplers within samplers
 _ADVICE = (
     "Use DataLoader(dataset, batch_sampler=er.GlobalBatches(len(dataset), global_batch)), or keep "
     "batch_size= and use sampler=er.ElasticSampler(dataset); the loader may then be torchdata's too."

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
-from torch.utils.data import Sampler
+from torch.utils.data import BatchSampler
 
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.data import world_size
@@ -37,14 +38,33 @@ from elastic_resume.data.world_size import (
     check_integer,
     compute_share,
 )
-from elastic_resume.errors import ConfigError, MismatchError
+from elastic_resume.errors import ConfigError, MismatchError, UsageError
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a loop needs to know of one batch of its loader.
+
+    ``step_in_epoch`` is the optimizer step that it belongs to. ``loss_weight`` is the factor for the mean
+    loss over the batch. ``is_last`` tells whether the batch completes the step.
+    """
+
+    step_in_epoch: int
+    loss_weight: float
+    is_last: bool
+
 
 # Arguments that decide the order; the checkpoint uses the same names.
 ORDER_ARGUMENTS = ("dataset_size", "global_batch", "seed", "shuffle", "drop_last")
+SECOND_SHARDING = (
+    "Something divides the batches among the ranks once more, so most samples would never be read. Leave the "
+    "loader out of accelerator.prepare(), give Lightning's Trainer use_distributed_sampler=False, and do not "
+    "use dispatch_batches=True."
+)
 SIZING_KEY = "cut"  # key in the checkpoint of the sizing after a change of the world
 
 
-class GlobalBatches(Sampler[list[int]]):
+class GlobalBatches(BatchSampler):
     """A batch sampler: ``DataLoader(dataset, batch_sampler=GlobalBatches(len(dataset), 256))``.
 
     ``global_batch`` is the number of samples of one optimizer step over all ranks. It stays the same when
@@ -61,8 +81,9 @@ class GlobalBatches(Sampler[list[int]]):
     that another rank counts, with a loss weight of 0.0. ``drop_last=True`` leaves out a partial last
     batch.
 
-    An unbound object is rank 0 of a world of 1. It keeps the permutation of the current epoch (8 bytes per
-    sample); ``shuffle=False`` keeps none.
+    Before `resume`, rank and world size are those of the process group or of torchrun's environment, so that
+    ``len()`` is right for a schedule. The permutation of the current epoch is kept (8 bytes per sample);
+    ``shuffle=False`` keeps none.
     """
 
     def __init__(
@@ -88,12 +109,14 @@ class GlobalBatches(Sampler[list[int]]):
         self.shuffle = check_bool("shuffle", shuffle)
         self.drop_last = check_bool("drop_last", drop_last)
         self.micro_batch = None if micro_batch is None else check_integer("micro_batch", micro_batch, least=1)
-        self._rank, self._world_size = 0, 1
+        self._rank, self._world_size = world_size.read_rank_and_world_size()
         self._policy: str | None = None
         self._sizing = self._make_sizing(self._requested_global_batch)
         self._epoch, self._step = 0, 0
         self._on_batch_request: Callable[[bool], None] | None = None
         self.exhausted = False  # whether the newest iterator has passed the end of the epoch
+        self.handed_out: int | None = None  # steps of the epoch up to the newest iterator; None before one
+        self.loader_prefetch: int | None = None  # batches that the loader requests ahead, if it is known
         self._cached_permutation: tuple[int, Tensor] | None = None  # (epoch, its permutation)
 
     # ---- what the Run calls ------------------------------------------------------------------------
@@ -150,6 +173,20 @@ class GlobalBatches(Sampler[list[int]]):
         plan = self._sizing.plan_epoch(self.dataset_size, epoch)
         step = check_integer("step_in_epoch", step_in_epoch, least=plan.first_step, most=plan.steps)
         self._epoch, self._step = epoch, step
+
+    def seek_start(self, epoch: int) -> None:
+        """Make the next ``iter()`` start at the epoch's first step, for a loop that skips finished steps.
+
+        Raises:
+            UsageError: a world of another size took the epoch's first steps, which are not in this order.
+
+        """
+        if first := self._sizing.plan_epoch(self.dataset_size, epoch).first_step:
+            raise UsageError(
+                f"the number of ranks changed after step {first} of epoch {epoch}, so a loop cannot read the "
+                "epoch from its start and skip the finished steps. Read on from run.begin_epoch() instead."
+            )
+        self.seek(epoch, 0)
 
     def advance(self, step_in_epoch: int) -> None:
         """Make the next ``iter()`` start at this step of the current epoch.
@@ -222,6 +259,18 @@ class GlobalBatches(Sampler[list[int]]):
         last_parts = self.parts(plan.steps - 1) if plan.steps > plan.first_step else full_parts
         return (plan.steps - 1) * full_parts + last_parts
 
+    # ---- what libraries read from a BatchSampler -----------------------------------------------------
+
+    @property
+    def sampler(self) -> range:  # type: ignore[override]
+        """All samples, since a BatchSampler has a sampler. It is not the order."""
+        return range(self.dataset_size)
+
+    @property
+    def batch_size(self) -> int:  # type: ignore[override]
+        """The largest number of samples in one batch of the loader."""
+        return min(-(-self.global_batch // self._world_size), self.micro_batch or self.global_batch)
+
     # ---- arithmetic of one step --------------------------------------------------------------------
 
     @property
@@ -265,6 +314,13 @@ class GlobalBatches(Sampler[list[int]]):
         if part is not None:
             share_size = len(compute_share(share_size, part, self.parts(step_in_epoch)))
         return share_size * self._world_size / samples
+
+    def micro_batches_from(self, step_in_epoch: int) -> Iterator[MicroBatch]:
+        """Yield what belongs to each batch that a loader yields from this step to the end of the epoch."""
+        for step in range(step_in_epoch, self.steps):
+            parts = self.parts(step)
+            for part in range(parts):
+                yield MicroBatch(step, self.loss_weight(step, part), part == parts - 1)
 
     # ---- overridden by the batches of an ElasticSampler ----------------------------------------------
 
@@ -326,8 +382,9 @@ class GlobalBatches(Sampler[list[int]]):
         rank_and_world_size: tuple[int, int],
         epoch: int,
     ) -> Iterator[SeededIndices]:
-        self.exhausted = False
+        self.exhausted, self.handed_out = False, first_step
         for step in range(first_step, plan.steps):
+            self.handed_out = step + 1
             samples, first = plan.sample_count(step), plan.sample_offset(step)
             share = _nonempty_share(samples, *rank_and_world_size)
             parts = world_size.count_micro_batches(samples, rank_and_world_size[1], self.micro_batch)

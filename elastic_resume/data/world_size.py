@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import logging
 import operator
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+
+import torch.distributed as dist
 
 from elastic_resume.errors import ConfigError, MismatchError, UsageError, WorldChangedError
 from elastic_resume.units import format_count
@@ -41,6 +44,19 @@ def check_bool(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{name} must be True or False, got {value!r}.")
     return value
+
+
+def read_rank_and_world_size() -> tuple[int, int]:
+    """Return those of the process group; before it exists those of torchrun's environment, else 0 and 1."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    try:
+        rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError as error:
+        raise ConfigError(f"RANK and WORLD_SIZE must be integers: {error}.") from None
+    if not 0 <= rank < size:
+        raise ConfigError(f"RANK is {rank} and WORLD_SIZE {size}: the rank must be 0 to {size - 1}.")
+    return rank, size
 
 
 KEEP_GLOBAL, KEEP_LOCAL, ERROR = "keep_global_batch", "keep_local_batch", "error"

@@ -247,8 +247,18 @@ def _make_trackable(name: str, item: Any) -> Any:
     return unwrap(item)
 
 
+# What libraries put around a module, an optimizer or a scheduler: class -> attribute with the inner object.
+LIBRARY_WRAPPERS = {
+    "accelerate.optimizer.AcceleratedOptimizer": "optimizer",
+    "accelerate.scheduler.AcceleratedScheduler": "scheduler",
+    "lightning.fabric.wrappers._FabricModule": "_forward_module",
+    "lightning.fabric.wrappers._FabricOptimizer": "optimizer",
+    "lightning.pytorch.core.optimizer.LightningOptimizer": "optimizer",
+}
+
+
 def unwrap(item: Any) -> Any:
-    """Remove DDP, DataParallel and torch.compile wrappers from a module."""
+    """Remove DDP, DataParallel, torch.compile and the wrappers of libraries (`LIBRARY_WRAPPERS`)."""
     return _list_wrappers(item)[-1]
 
 
@@ -261,15 +271,22 @@ def find_parallel_wrapper(model: nn.Module) -> nn.Module | None:
 def _list_wrappers(item: Any) -> list[Any]:
     """List ``item`` and what it wraps, innermost last."""
     layers = [item]
-    while isinstance(layers[-1], nn.Module):
-        outer = layers[-1]
-        if isinstance(outer, (DistributedDataParallel, DataParallel)):
-            layers.append(outer.module)
-        elif isinstance(getattr(outer, "_orig_mod", None), nn.Module):
-            layers.append(outer._orig_mod)  # noqa: SLF001  torch.compile's state_dict() shows this name
-        else:
-            break
+    while (inner := _find_wrapped(layers[-1])) is not None:
+        layers.append(inner)
     return layers
+
+
+def _find_wrapped(outer: Any) -> Any:
+    """Return what ``outer`` wraps, or None."""
+    if isinstance(outer, (DistributedDataParallel, DataParallel)):
+        return outer.module
+    if isinstance(outer, nn.Module) and isinstance(getattr(outer, "_orig_mod", None), nn.Module):
+        return outer._orig_mod  # noqa: SLF001  torch.compile's state_dict() shows this name
+    for kind in type(outer).__mro__:
+        name = f"{kind.__module__}.{kind.__qualname__}".replace("lightning_fabric.", "lightning.fabric.")
+        if attribute := LIBRARY_WRAPPERS.get(name.replace("pytorch_lightning.", "lightning.pytorch.")):
+            return getattr(outer, attribute)
+    return None
 
 
 def flatten(tracked: Mapping[str, Any]) -> FlatState:

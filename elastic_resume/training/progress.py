@@ -6,22 +6,21 @@ never count.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from elastic_resume.checkpoint.manifest import Manifest, Position
 from elastic_resume.data import world_size
-from elastic_resume.data.global_batches import GlobalBatches
+from elastic_resume.data.global_batches import SECOND_SHARDING, GlobalBatches, MicroBatch
 from elastic_resume.data.world_size import WorldChange
 from elastic_resume.errors import UsageError
 from elastic_resume.restore.collectives import Collectives
 from elastic_resume.units import format_count
 
-logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
+MIN_PROOFS = 3
+MAX_OTHER_PREFETCH = 8  # batches that a script or a library reads ahead of the loader's own prefetching
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,9 @@ class TrainingProgress:
         self.repeated_steps = manifest.position.step_in_epoch if manifest and batches is None else 0
         self.is_epoch_over = False  # the last epoch is done, with the script's work after its last step
         self._batches = batches
-        self._may_warn = collectives.rank == 0
         self._micro_batch: int | None = None  # index in its step; None without `read_micro_batches`
+        self._steps_too_far_ahead = 0  # consecutive steps at which too many batches were handed out
+        self._reads_ahead = False  # the loop takes the weights from `upcoming_batches`
 
     @property
     def loss_weight(self) -> float:
@@ -90,15 +90,29 @@ class TrainingProgress:
             self._micro_batch += 1
             yield item
 
+    def upcoming_batches(self) -> Iterator[MicroBatch]:
+        """Yield what belongs to each batch from the position to the end of the epoch.
+
+        Raises:
+            UsageError: there is no ``data=``.
+
+        """
+        if self._batches is None:
+            raise UsageError("upcoming_batches() needs the order of samples: pass data= to er.resume().")
+        self._reads_ahead = True
+        return self._batches.micro_batches_from(self.position.step_in_epoch)
+
     @property
     def has_no_batch_left(self) -> bool:
         """Whether the epoch has no batch left."""
         return self._batches is not None and self.position.step_in_epoch >= self._batches.steps
 
-    def start_epoch(self) -> int:
-        """Move the data to the epoch's next step; return the number of the epoch."""
-        self._micro_batch = None
-        if self._batches is not None:
+    def start_epoch(self, *, from_start: bool = False) -> int:
+        """Move the data to the epoch's next step, or to its first; return the number of the epoch."""
+        self._micro_batch, self._reads_ahead = None, False
+        if self._batches is not None and from_start:
+            self._batches.seek_start(self.position.epoch)
+        elif self._batches is not None:
             self._batches.seek(self.position.epoch, self.position.step_in_epoch)
         self.repeated_steps = 0
         return self.position.epoch
@@ -127,6 +141,7 @@ class TrainingProgress:
                     f"run.step() was called after {self._micro_batch + 1} of the {count} micro-batches of "
                     f"step {before.step + 1}: call it when run.last_micro_batch is true."
                 )
+            self._check_what_was_read(batches, stop)
             samples += batches.samples(before.step_in_epoch)
             batches.advance(stop)
         self.position = Position(before.epoch, stop, before.step + 1, samples)
@@ -136,15 +151,17 @@ class TrainingProgress:
         return self.position
 
     def end_epoch(self) -> None:
-        """Count the epoch, with the script's work after its last step."""
+        """Count the epoch, with the script's work after its last step.
+
+        Raises:
+            UsageError: batches of the epoch were handed out, and no step was counted for them.
+
+        """
         batches, at = self._batches, self.position.step_in_epoch
-        if (
-            batches is not None
-            and batches.exhausted
-            and at < batches.steps
-            and 0 < 2 * at <= batches.steps + 1
-        ):
-            self._warn_about_accumulation(at, batches.steps)
+        if batches is not None and batches.exhausted and 0 < 2 * at <= batches.steps + 1:
+            unread = batches.steps - at
+            if unread > (batches.loader_prefetch or 0):
+                raise UsageError(_describe_unread_batches(batches.steps, at))
         self.position = self._next_epoch_position()
         self.is_epoch_over = True
 
@@ -163,23 +180,33 @@ class TrainingProgress:
         return 1 if batches is None or at >= batches.steps else batches.parts(at)
 
     def _require_micro_batch_reading(self) -> None:
-        if self._micro_batch is None and self._batches is not None and self._batches.micro_batch is not None:
+        has_parts = self._batches is not None and self._batches.micro_batch is not None
+        if has_parts and self._micro_batch is None and not self._reads_ahead:
             raise UsageError(
                 "with micro_batch= a step has several micro-batches, each with a loss weight of its own: "
                 "write `for batch in run.micro_batches(loader)`, and call run.step() when "
                 "run.last_micro_batch is true."
             )
 
-    def _warn_about_accumulation(self, steps: int, batches: int) -> None:
-        """Warn that positions are wrong. It is no error, because a script may leave the loop early."""
-        if self._may_warn:
-            self._may_warn = False
-            logger.warning(
-                f"WARNING: the loader was read to its end ({format_count(batches, 'batch', 'batches')}), "
-                f"and run.step() counted {steps}: a resume within an epoch would repeat samples. If one "
-                "optimizer step reads several batches, give GlobalBatches all samples of a step as "
-                "global_batch=, set micro_batch=, and read run.micro_batches(loader)."
-            )
+    def _check_what_was_read(self, batches: GlobalBatches, steps: int) -> None:
+        """Raise UsageError if the loader keeps handing out far more batches than steps are finished.
+
+        Once is no proof: the script may have read the rest of the epoch with another iterator.
+        """
+        handed_out, limit = batches.handed_out, batches.loader_prefetch
+        is_far = limit is not None and (handed_out or 0) - steps > limit + MAX_OTHER_PREFETCH
+        self._steps_too_far_ahead = self._steps_too_far_ahead + 1 if is_far else 0
+        if self._steps_too_far_ahead >= MIN_PROOFS:
+            raise UsageError(_describe_unread_batches(handed_out or 0, steps))
+
+
+def _describe_unread_batches(handed_out: int, steps: int) -> str:
+    return (
+        f"the loader has handed out the batches of {format_count(handed_out, 'step')} of this epoch, and "
+        f"{format_count(steps, 'step')} of it are finished. {SECOND_SHARDING} If one optimizer step reads "
+        "several batches, give GlobalBatches all samples of a step as global_batch=, set micro_batch=, and "
+        "read run.micro_batches(loader). If the loop leaves epochs early, pass the loader as data=."
+    )
 
 
 def _start_position(manifest: Manifest | None, batches: GlobalBatches | None) -> Position:

@@ -28,7 +28,8 @@ from elastic_resume.capture.schedule import SnapshotScheduler
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.config import Settings, suggest_similar
 from elastic_resume.data import elastic_sampler, rng, world_size
-from elastic_resume.data.global_batches import GlobalBatches
+from elastic_resume.data.global_batches import GlobalBatches, MicroBatch
+from elastic_resume.data.rank_values import RankValues
 from elastic_resume.data.world_size import WorldChange
 from elastic_resume.errors import ConfigError, ElasticResumeError, MachineError, UsageError
 from elastic_resume.policy.resume_plan import ResumePlan
@@ -86,6 +87,7 @@ class Run:
             page, seed = self._open_page_and_share_seed(context)
             seed = options.seed if options.seed is not None else seed
             self._random_numbers = rng.RandomNumbers(options.rng, seed, context.collectives.rank)
+            self._rank_values = [item for item in tracked.values() if isinstance(item, RankValues)]
             self._tracked = tracked = {
                 **tracked,
                 "elastic_resume.buckets": self._bucket_order,
@@ -223,13 +225,37 @@ class Run:
         )
         with self._heartbeat.idle_afterwards():
             while self.position.epoch < count:
-                self._random_numbers.start_at(self.position.step)
-                yield self._progress.start_epoch()
-                self._progress.end_epoch()
-                if self._save_if_due():
-                    self._drain_request.terminate_process()
+                yield self.begin_epoch()
+                self.end_epoch()
             self._save_final_state()
             self._context.events.emit("run-end", **self._position_fields(), **self._progress_fields())
+
+    def begin_epoch(self, *, from_start: bool = False) -> int:
+        """Begin the next epoch, or go on with an interrupted one; return its number.
+
+        `epochs` calls this and `end_epoch`. Call both yourself if a library owns the loop over epochs. The
+        loader then begins at the epoch's next batch. With ``from_start`` it begins at the epoch's first, for
+        a loop that skips the batches of ``position.step_in_epoch`` steps itself.
+
+        Raises:
+            UsageError: ``from_start``, and the number of ranks has changed within this epoch.
+
+        """
+        self._run_start_hooks()
+        self._random_numbers.start_at(self.position.step)
+        return self._progress.start_epoch(from_start=from_start)
+
+    def end_epoch(self) -> None:
+        """Count the epoch, when the work after its last step is done too. Save if a save is due.
+
+        Raises:
+            UsageError: most of the epoch's batches were read, and no step was counted for them.
+
+        """
+        self._progress.end_epoch()
+        self._gather_rank_values()
+        if self._save_if_due():
+            self._drain_request.terminate_process()
 
     def step(self) -> None:
         """Count the step that just finished. Call it once after each optimizer step.
@@ -245,6 +271,7 @@ class Run:
         self._earlier_run_notice.log_once()
         self._earlier_run_notice.record_start()
         position = self._progress.finish_step()
+        self._gather_rank_values()
         self._bucket_order.end_step()
         failpoints.hit("step", position.step)
         self._random_numbers.after_step(position.step)
@@ -275,6 +302,26 @@ class Run:
         global batch, also at the end of an epoch.
         """
         return self._progress.read_micro_batches(loader)
+
+    def upcoming_batches(self) -> Iterator[MicroBatch]:
+        """Yield, for each batch of the loader until the end of the epoch, its step, weight and last-ness.
+
+        Use it instead of `micro_batches` and `loss_weight` where a library reads the loader, perhaps ahead of
+        the step: ``for batch, upcoming in zip(loader, run.upcoming_batches())``.
+
+        Raises:
+            UsageError: there is no ``data=``.
+
+        """
+        return self._progress.upcoming_batches()
+
+    def take_signals(self) -> None:
+        """Handle SIGTERM again, after a library has put its own handler in place.
+
+        A drained node ends at its next step boundary. Without an agent nothing changes. Call it in the main
+        thread.
+        """
+        self._drain_request.install_handler()
 
     def save(self) -> Path | None:
         """Commit the state now, and wait for the disk. Return the checkpoint's path on the local leader.
@@ -442,6 +489,10 @@ class Run:
             return True
         self._snapshot_scheduler.after_step(self.position, epoch_over=self._progress.is_epoch_over)
         return False
+
+    def _gather_rank_values(self) -> None:
+        for values in self._rank_values:
+            values.gather(self._context.collectives)
 
     def _position_fields(self) -> dict[str, int]:
         return {"generation": self.generation, "step": self.position.step}

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 from elastic_resume import constants
-from elastic_resume.errors import ElasticResumeError
+from elastic_resume.errors import ElasticResumeError, UsageError
 from elastic_resume.events import EventLog
 
 MAX_HEAD_CHARS, MAX_TAIL_CHARS = 2000, 6000
@@ -149,13 +149,24 @@ class DrainRequest:
         DrainRequest.current = self
         self.requested = False
         self._pid = os.getpid()
-        self._handler_installed = (
-            constants.ENV_AGENT_PID in os.environ
-            and threading.current_thread() is threading.main_thread()
-            and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        )
-        if self._handler_installed:
-            signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._handler_installed = False
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self.install_handler()
+
+    def install_handler(self) -> None:
+        """Handle SIGTERM, whoever handled it before. Without an agent do nothing.
+
+        Raises:
+            UsageError: this is not the main thread, where alone Python handles signals.
+
+        """
+        if constants.ENV_AGENT_PID not in os.environ:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError("run.take_signals() was called outside the main thread: call it there.")
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._handler_installed = True
 
     def _on_sigterm(self, number: int, frame: object) -> None:
         del number, frame

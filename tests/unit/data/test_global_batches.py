@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from elastic_resume.checkpoint.manifest import Position
+from elastic_resume.data.elastic_sampler import ElasticSampler, find_batches
 from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.data.world_size import compute_share
-from elastic_resume.errors import ConfigError, MismatchError
+from elastic_resume.errors import ConfigError, MismatchError, UsageError
 from tests.support.datasets import NumberDataset
 
 WORLDS = st.integers(1, 9)
@@ -246,6 +248,66 @@ def test_load_refuses_state_with_missing_or_extra_name() -> None:
     del saved["seed"]
     with pytest.raises(MismatchError, match="seed is 0 here, 'missing' in the checkpoint"):
         GlobalBatches(10, 4).load_state_dict(saved)
+
+
+# ---- libraries ---------------------------------------------------------------------------------------
+
+
+def test_libraries_recognise_both_kinds_of_sampler() -> None:
+    """They leave a BatchSampler and a DistributedSampler in place, and read these attributes."""
+    batches = placed(GlobalBatches(10, 4, micro_batch=1), 1, 3)
+    sampler = ElasticSampler(range(10), num_replicas=3, rank=1)
+    assert isinstance(batches, BatchSampler)
+    assert isinstance(sampler, DistributedSampler)
+    assert (batches.batch_size, batches.drop_last, len(batches.sampler)) == (1, False, 10)
+    assert (sampler.num_replicas, sampler.rank, sampler.num_samples, sampler.total_size) == (3, 1, 4, 12)
+
+
+def test_rank_and_world_are_known_before_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From torchrun's environment: a schedule asks for the length early."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert list(GlobalBatches(8, 8, shuffle=False)) == [[2, 3]]
+    assert len(GlobalBatches(8, 8, micro_batch=1)) == 2
+    assert len(ElasticSampler(range(8))) == 2
+    monkeypatch.setenv("RANK", "4")
+    with pytest.raises(ConfigError, match="RANK is 4 and WORLD_SIZE 4"):
+        GlobalBatches(8, 8)
+
+
+class Shard(BatchSampler):
+    """What Accelerate puts around a batch sampler: each rank reads every second of its batches."""
+
+    def __init__(self, batch_sampler: BatchSampler) -> None:
+        super().__init__(range(3), 1, drop_last=False)
+        self.batch_sampler = batch_sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return itertools.islice(iter(self.batch_sampler), 0, None, 2)
+
+
+@pytest.mark.parametrize(
+    "inside", [GlobalBatches(10, 4), BatchSampler(ElasticSampler(range(10)), 2, drop_last=False)]
+)
+def test_second_sharding_is_refused(inside: BatchSampler) -> None:
+    """Half of the samples would never be read."""
+    loader: DataLoader[int] = DataLoader(NumberDataset(10), batch_sampler=Shard(inside))
+    with pytest.raises(ConfigError, match=r"a Shard around its batches\. .*accelerator\.prepare"):
+        find_batches(loader)
+
+
+def test_loop_cannot_skip_steps_of_another_world() -> None:
+    """Their batches are in no order of this world."""
+    batches = GlobalBatches(24, 4)
+    batches.bind(0, 2, policy="keep_local_batch")
+    state = batches.state_dict()
+    smaller = GlobalBatches(24, 4)
+    smaller.bind(0, 1, policy="keep_local_batch")
+    smaller.load_state_dict(state)
+    smaller.begin_generation(Position(0, 2, 2, 8), 2)
+    with pytest.raises(UsageError, match="changed after step 2 of epoch 0"):
+        smaller.seek_start(0)
+    smaller.seek_start(1)
 
 
 # ---- wrong use ---------------------------------------------------------------------------------------

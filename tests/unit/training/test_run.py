@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import os
 import re
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -35,12 +38,14 @@ Begin = Callable[..., "Script"]
 class Script:
     """A training script's objects, built anew as after a restart, and its run."""
 
-    def __init__(self, directory: Path, samples: int = 12, batch: int = 3, **more: Any) -> None:
+    def __init__(
+        self, directory: Path, samples: int = 12, batch: int = 3, micro_batch: int | None = None, **more: Any
+    ) -> None:
         torch.manual_seed(4)
         self.model = nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0, momentum=0.9)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5)
-        self.batches = er.GlobalBatches(samples, batch, seed=1)
+        self.batches = er.GlobalBatches(samples, batch, seed=1, micro_batch=micro_batch)
         self.loader: DataLoader[int] = DataLoader(list(range(samples)), batch_sampler=self.batches)  # type: ignore[arg-type]
         objects = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
         names = {"ckpt_dir": directory, "run_id": "job", "node_name": "n"}
@@ -152,16 +157,141 @@ def test_finished_run_resumes_with_no_epoch(begin: Begin, tmp_path: Path) -> Non
     assert second.scheduler.get_last_lr() == [0.25]
 
 
-def test_accumulation_without_micro_batch_warns_once(
-    begin: Begin, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The warning comes at the end of the first epoch."""
-    script = begin()
-    for _ in script.run.epochs(2):
-        for index, _ in enumerate(script.loader):
+def read_every_other_batch(script: Script, loader: Iterable[Any], epochs: int = 2) -> int:
+    """Count a step for every second batch, as if another rank read the others; return the steps."""
+    for _ in script.run.epochs(epochs):
+        for index, _ in enumerate(loader):
             if index % 2:
                 script.run.step()
-    assert capsys.readouterr().err.count("micro_batch=") == 1
+    return script.run.position.step
+
+
+@pytest.mark.parametrize("passes_loader", [False, True])
+def test_batches_that_no_step_is_counted_for_are_refused(begin: Begin, passes_loader: bool) -> None:
+    """At the end of the epoch at the latest: they were never trained on, or a resume would repeat them."""
+    script = begin()
+    if passes_loader:
+        script.batches.loader_prefetch = 0
+    with pytest.raises(UsageError, match=r"4 steps of this epoch, and 2 steps .*prepare.*micro_bat"):
+        read_every_other_batch(script, script.loader)
+
+
+def test_unread_batches_of_long_epoch_are_refused_early(begin: Begin) -> None:
+    """If the loader's own prefetching is known."""
+    script = begin(samples=300)
+    script.batches.loader_prefetch = 0
+    with pytest.raises(UsageError, match="most samples would never be read"):
+        read_every_other_batch(script, script.loader)
+    assert script.run.position.step < 15
+
+
+def test_prefetching_and_other_iterators_are_no_unread_batches(begin: Begin) -> None:
+    """A loop may leave an epoch early while the loader has read all of it, or read the rest to evaluate."""
+    script = begin(samples=60)
+    script.batches.loader_prefetch = 16
+    for _ in script.run.epochs(1):
+        ahead: list[Any] = []
+        for batch in script.loader:  # reads 16 batches ahead
+            ahead.append(batch)
+            if len(ahead) > 16:
+                script.run.step()
+        if script.run.position.step:
+            list(script.loader)
+            script.run.step()
+    assert script.run.position.step == 5
+
+
+@pytest.mark.parametrize("loop", ["epochs", "begin and end"])
+def test_loop_over_epochs_may_belong_to_a_library(begin: Begin, loop: str) -> None:
+    """With begin_epoch and end_epoch the positions are those of epochs()."""
+    script = begin()
+    positions = []
+    if loop == "epochs":
+        for _ in script.run.epochs(2):
+            for _ in script.loader:
+                script.run.step()
+                positions.append(script.run.position)
+    else:
+        for epoch in range(2):
+            assert script.run.begin_epoch() == epoch
+            for _ in script.loader:
+                script.run.step()
+                positions.append(script.run.position)
+            script.run.end_epoch()
+    assert [(at.epoch, at.step_in_epoch, at.step) for at in positions] == [
+        (step // 4, step % 4 + 1, step + 1) for step in range(8)
+    ]
+    assert script.run.position.epoch == 2
+
+
+def test_loop_that_skips_finished_batches_reads_epoch_from_its_start(begin: Begin) -> None:
+    """Some libraries skip by themselves."""
+    script = begin()
+    script.run.begin_epoch()
+    whole = [batch.tolist() for batch in script.loader]
+    script.run.step()
+    script.run.step()
+    script.run.save()
+    again = begin()
+    assert again.run.position.step_in_epoch == 2
+    again.run.begin_epoch(from_start=True)
+    assert [batch.tolist() for batch in again.loader] == whole
+    assert [batch.tolist() for batch in again.loader] == whole, "nothing was finished since"
+    again.run.step()
+    assert [batch.tolist() for batch in again.loader] == whole[3:]
+
+
+def test_weights_of_batches_are_known_ahead_of_their_steps(begin: Begin) -> None:
+    """They are those that micro_batches() gives one by one."""
+    script = begin(samples=10, batch=4, micro_batch=2)
+    one_by_one = []
+    for _ in script.run.epochs(1):
+        for _ in script.run.micro_batches(script.loader):
+            one_by_one.append((script.run.loss_weight, script.run.last_micro_batch))
+            if script.run.last_micro_batch:
+                script.run.step()
+    ahead = begin(samples=10, batch=4, micro_batch=2, resume="never")
+    ahead.run.begin_epoch()
+    upcoming = list(ahead.run.upcoming_batches())
+    assert [(one.loss_weight, one.is_last) for one in upcoming] == one_by_one
+    assert [one.step_in_epoch for one in upcoming] == [0, 0, 1, 1, 2]
+    for batch, one in zip(ahead.loader, upcoming, strict=True):
+        assert len(batch) == 2
+        if one.is_last:
+            ahead.run.step()
+    ahead.run.end_epoch()
+
+
+def test_weights_ahead_need_the_order_of_samples(tmp_path: Path) -> None:
+    """Without data= there is none."""
+    run = er.resume(model=nn.Linear(2, 1), ckpt_dir=tmp_path, run_id="job", node_name="n")
+    with pytest.raises(UsageError, match=r"upcoming_batches.*pass data="):
+        run.upcoming_batches()
+    run._release()
+
+
+def test_signals_are_taken_back_from_a_library(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler that was put over the run's own would delay a drain until the end of its grace period."""
+    monkeypatch.setenv(constants.ENV_AGENT_PID, str(os.getpid()))
+    script = begin()
+    mine = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    script.run.take_signals()
+    assert signal.getsignal(signal.SIGTERM) == mine
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert script.run._drain_request.requested
+    errors: list[BaseException] = []
+
+    def take() -> None:
+        try:
+            script.run.take_signals()
+        except UsageError as refused:
+            errors.append(refused)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    assert errors, "only the main thread handles signals"
 
 
 def test_step_beyond_epoch_is_refused_with_advice(begin: Begin) -> None:

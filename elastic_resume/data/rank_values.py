@@ -1,0 +1,88 @@
+"""Values that each rank has of its own, such as the sum of its losses, in a checkpoint that holds one state.
+
+A checkpoint is the same on all nodes, so that any copy is enough. So the ranks gather these values at each
+step boundary, and the checkpoint holds those of all ranks. A rank of a world of the same size gets its own
+value back, bit for bit. In a world of another size each rank gets the mean, or rank 0 gets the sum and the
+others zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from elastic_resume.data.world_size import read_rank_and_world_size
+from elastic_resume.errors import ConfigError, MismatchError
+
+MAX_NUMBERS = 64  # all ranks send them at every step
+
+
+class Gatherer(Protocol):
+    """What gathers the values: `elastic_resume.restore.collectives.Collectives`."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's ``value``."""
+
+
+class RankValues:
+    """Track a tensor of which each rank has its own value: ``track={"loss_sum": er.RankValues(loss_sum)}``.
+
+    It costs one small collective per step. The tensor is changed in place, as by ``loss_sum += loss``.
+    """
+
+    def __init__(self, tensor: Tensor, across_worlds: Literal["mean", "sum"] = "mean") -> None:
+        """Track ``tensor``, of at most `MAX_NUMBERS` floating-point numbers.
+
+        Args:
+            tensor: on any device.
+            across_worlds: what a rank of a world of another size gets: "mean", the mean over the ranks that
+                saved; "sum", their sum on rank 0 and zero on others.
+
+        Raises:
+            ConfigError: the tensor is too large or of another kind, or ``across_worlds`` is unknown.
+
+        """
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.numel() > MAX_NUMBERS:
+            raise ConfigError(
+                f"RankValues takes a tensor of at most {MAX_NUMBERS} floating-point numbers, since all ranks "
+                "send them at every step. Reduce larger ones over the ranks yourself, and track the result."
+            )
+        if across_worlds not in {"mean", "sum"}:
+            raise ConfigError(f"across_worlds is {across_worlds!r}: use 'mean' or 'sum'.")
+        self._tensor = tensor
+        self._across_worlds = across_worlds
+        self._gathered = [self._to_numbers()]
+
+    def gather(self, collectives: Gatherer) -> None:
+        """Exchange the values; every rank calls this at a step boundary."""
+        self._gathered = collectives.gather(self._to_numbers())
+
+    def _to_numbers(self) -> list[str]:
+        """Return the values as text in which each bit, NaN and infinity survive JSON."""
+        return [number.hex() for number in self._tensor.detach().double().flatten().tolist()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the values of all ranks, in the order of ranks."""
+        return {"values": self._gathered}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set this rank's value. Raise MismatchError if the tensor had another size."""
+        rows = [[float.fromhex(number) for number in row] for row in state["values"]]
+        if any(len(row) != self._tensor.numel() for row in rows):
+            raise MismatchError(
+                f"a tensor of RankValues has {self._tensor.numel()} numbers here, and "
+                f"{len(rows[0])} in the checkpoint."
+            )
+        rank, world_size = read_rank_and_world_size()
+        values = torch.tensor(rows, dtype=torch.float64)
+        if len(rows) == world_size:
+            own = values[rank]
+        elif self._across_worlds == "mean":
+            own = values.mean(0)
+        else:
+            own = values.sum(0) if rank == 0 else torch.zeros_like(values[0])
+        with torch.no_grad():
+            self._tensor.copy_(own.reshape(self._tensor.shape))

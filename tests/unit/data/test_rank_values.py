@@ -1,0 +1,84 @@
+"""Each rank's own values in the state of all ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_resume.data.rank_values import MAX_NUMBERS, RankValues
+from elastic_resume.errors import ConfigError, MismatchError
+
+
+class FixedRanks:
+    """Gathers the values of ranks that are given, over JSON as real ones."""
+
+    def __init__(self, *others: RankValues) -> None:
+        self._others = others
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return ``value`` and those of the others."""
+        rows = [value, *(other.state_dict()["values"][0] for other in self._others)]
+        return list(json.loads(json.dumps(rows)))
+
+
+def enter_world(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> None:
+    """Be that rank."""
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+
+
+def save(first: list[float], second: list[float]) -> dict[str, Any]:
+    """Return the state of two ranks."""
+    values = RankValues(torch.tensor(first))
+    values.gather(FixedRanks(RankValues(torch.tensor(second))))
+    return values.state_dict()
+
+
+@given(st.floats(width=32), st.floats(width=32))
+def test_world_of_same_size_gets_its_own_values(first: float, second: float) -> None:
+    """Bit for bit, infinity and NaN too."""
+    state = json.loads(json.dumps(save([first], [second])))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for rank, expected in enumerate((first, second)):
+            enter_world(monkeypatch, rank, 2)
+            tensor = torch.zeros(1)
+            RankValues(tensor).load_state_dict(state)
+            assert tensor.item() == expected or (math.isnan(tensor.item()) and math.isnan(expected))
+
+
+@pytest.mark.parametrize(
+    ("across_worlds", "rank", "expected"),
+    [("mean", 0, [2.0, 4.0]), ("mean", 2, [2.0, 4.0]), ("sum", 0, [4.0, 8.0]), ("sum", 1, [0.0, 0.0])],
+)
+def test_other_world_gets_mean_or_sum(
+    across_worlds: Any, rank: int, expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum stays the same over all ranks."""
+    enter_world(monkeypatch, rank, 3)
+    tensor = torch.zeros(2)
+    RankValues(tensor, across_worlds).load_state_dict(save([1.0, 2.0], [3.0, 6.0]))
+    assert tensor.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("tensor", "across_worlds"),
+    [(torch.zeros(MAX_NUMBERS + 1), "mean"), (torch.zeros(1, dtype=torch.int64), "mean"), (1.0, "mean")],
+)
+def test_what_cannot_be_gathered_is_refused(tensor: Any, across_worlds: Any) -> None:
+    """Large tensors, integers and plain numbers."""
+    with pytest.raises(ConfigError, match="floating-point"):
+        RankValues(tensor, across_worlds)
+    with pytest.raises(ConfigError, match="across_worlds is 'max'"):
+        RankValues(torch.zeros(1), "max")  # type: ignore[arg-type]
+
+
+def test_tensor_of_another_size_is_refused() -> None:
+    """The checkpoint belongs to another script."""
+    with pytest.raises(MismatchError, match="2 numbers here, and 1 in the checkpoint"):
+        RankValues(torch.zeros(2)).load_state_dict(save([1.0], [2.0]))
