@@ -337,8 +337,8 @@ def test_chaos_runs_plan_of_docs(
     assert re.search(r"n2 is started again 1s after its end", output)
     assert re.search(r"8  kill-worker rank 2 +-  not injected: the job was over", output)
     sentence = " ".join(output.split())  # it is wrapped
-    # While the agent of n0 is stopped, n1 has no vote but its own. The end of its lease may kill its worker in
-    # the middle of a copy, and then that one step is lost.
+    # While the agent of n0 is stopped, n1 has no vote but its own. The end of its lease may kill its worker
+    # in the middle of a copy, and then that one step is lost.
     right = r"The job finished, at step 160: \d+ faults injected, .*, (0 steps|1 step) recomputed"
     assert re.search(right, sentence), output
     assert "1 planned fault was not injected" in sentence, output
