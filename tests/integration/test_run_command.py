@@ -72,6 +72,15 @@ def test_a_program_that_is_not_python(agents: Agents) -> None:
     assert {"got 0 0 0 0", "got 1 0 1 1"} <= set(log.splitlines())
 
 
+def test_restart_without_resume_is_logged(agents: Agents) -> None:
+    """The program, which is no Python, fails at its first start."""
+    sh = shutil.which("sh") or "/bin/sh"
+    script = "test -e failed || { touch failed; exit 3; }"
+    code, log = agents.run("--no-python", sh, "-c", script)
+    assert code == 0, log
+    assert log.count("A script that never calls it starts over at each restart") == 1
+
+
 def test_run_path_runs_without_launcher_shim(agents: Agents) -> None:
     """Torchelastic starts the function itself."""
     script = agents.script("import os; print('ran', os.environ['RANK'])")
