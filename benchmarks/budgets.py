@@ -1,4 +1,4 @@
-"""Train with memory for three, two, one and no snapshot slots, and check that each case works and says so.
+"""Train with memory for three, two, one and no snapshot slots, and check that each case works and is logged.
 
 One node with one worker trains a model and Adam of --megabytes, with a snapshot at every step and a
 checkpoint at every fifth. The worker is killed once. The table shows for each memory limit: seconds per step,
@@ -38,12 +38,12 @@ def measure(megabytes: int, slots: int, base: Path) -> str:
         (end,) = cluster.wait_exit(timeout_s=900)
         resumed = cluster.events("resume")[-1]
         output = cluster.output(0)
-    said = next((line for line in output.splitlines() if "snapshots: " in line), "(nothing was said)")
+    logged = next((line for line in output.splitlines() if "snapshots: " in line), "(nothing was logged)")
     seconds = [float(line.split()[1]) for line in output.splitlines() if line.startswith("step_s ")]
     step_s = statistics.median(seconds)
     where = f"{resumed['source_tier'] or 'nowhere'} at step {resumed['step']}"
     ran = f"{step_s:6.2f} s a step, killed after step {KILL_AT}, continues from {where}, exit {end}"
-    return f"{slots} slots: {ran}\n  {said}"
+    return f"{slots} slots: {ran}\n  {logged}"
 
 
 def main() -> int:

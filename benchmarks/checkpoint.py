@@ -4,10 +4,8 @@ The state is a model and Adam (jobs/trained.py), in each of the --sizes. The sys
 slow moment of the machine affects all of them. Ratios are therefore more reliable than seconds.
 
     stalls     how long training waits for a snapshot at every step (jobs/stalls.py), while a real step of
-    that
-               state runs, and for 20,000 small tensors. For the others: how long one call blocks training;
-               the
-               work left to a thread is awaited before the next call is timed
+               that state runs, and for 20,000 small tensors. For the others: how long one call blocks
+               training; the work left to a thread is awaited before the next call is timed
     commits    from memory to disk, digests and fsync included (jobs/commits.py). The limit: aligned writes of
                16 MiB past the page cache (O_DIRECT), and fsync, of the same bytes to the same file system
     small-tensors  what a snapshot at every step adds to a step of 80,000 small tensors, beside one plain copy
@@ -108,17 +106,17 @@ def of_stalls(title: str, found: Row, target_ms: float) -> Iterator[str]:
     rows = {
         "ours, at every step": stall,
         "  of it run.step() beyond snapshots off": found["commit_s"],
-        "  of it the fence": found["fence_s"],
+        "  of it the copy barrier": found["barrier_s"],
         **found["others_s"],
     }
     for name, row in rows.items():
         figures = "".join(f"{row[key] * 1e3:9.2f}" for key in ("median", "p95", "max"))
         ratio = f"{row['median'] / stall['median']:9.0f}" if name in found["others_s"] else ""
         yield f"  {name:42}{figures}{ratio}"
-    told = ", ".join(
-        f"{(a + b) * 1e3:.1f}" for a, b in zip(first["commit_s"], first["fence_s"][1:], strict=False)
+    first_ms = ", ".join(
+        f"{(a + b) * 1e3:.1f}" for a, b in zip(first["commit_s"], first["barrier_s"][1:], strict=False)
     )
-    yield f"  the first steps of all, commit and fence: {told} ms; snapshots from step {first['taken_at']} on"
+    yield f"  the first steps, commit and barrier: {first_ms} ms; snapshots from step {first['taken_at']} on"
     yield f"  target: median stall, ms: {verdict(stall['median'] * 1e3, target_ms, at_most=True)}"
     added = f"{more_s * 1e3:+.1f} ms of {step['mean'] * 1e3:.0f}"
     yield (
@@ -190,7 +188,7 @@ def measure(options: argparse.Namespace, base: Path) -> Row:
     """Measure everything requested and print each table as soon as it is complete."""
     result: Row = {}
 
-    def tell(key: str, found: Row, lines: Iterator[str]) -> None:
+    def report(key: str, found: Row, lines: Iterator[str]) -> None:
         result[key] = found
         print("\n".join(lines), flush=True)
 
@@ -198,19 +196,19 @@ def measure(options: argparse.Namespace, base: Path) -> Row:
         if "stalls" in options.only:
             steps = max(3, min(20, round(BLOCK_SECONDS / (0.001 * size))))
             found = job("stalls", base / "stalls", size, options.repetitions, steps)
-            tell(f"stalls {size}", found, of_stalls(f"{size} MB", found, STALL_MS["large"]))
+            report(f"stalls {size}", found, of_stalls(f"{size} MB", found, STALL_MS["large"]))
         if "commits" in options.only:
             found = job("commits", base / "commits", size, options.repetitions)
-            tell(f"commits {size}", found, of_commits(found))
+            report(f"commits {size}", found, of_commits(found))
         if "resumes" in options.only:
             found = job("resumes", base / "resumes", size, options.repetitions, *own_network())
-            tell(f"resumes {size}", found, of_resumes(found))
+            report(f"resumes {size}", found, of_resumes(found))
     for kind in SMALL if "small" in options.only else ():
         found = job("stalls", base / "stalls", kind, min(2, options.repetitions), 5)
-        tell(f"stalls {kind}", found, of_stalls(kind, found, STALL_MS["small"]))
+        report(f"stalls {kind}", found, of_stalls(kind, found, STALL_MS["small"]))
     if "small-tensors" in options.only:
         found = job("small_tensors", base / "small", options.repetitions, 3)
-        tell("small-tensors", found, of_small_tensors(found))
+        report("small-tensors", found, of_small_tensors(found))
     return result
 
 

@@ -246,8 +246,8 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
             f"{1000 * quiet['seconds'] / max(quiet['done'], 1):.1f} ms a step"
         )
         if row["ended"]:
-            told = ", ".join(f"{count} x {what}" for what, count in Counter(row["ended"]).items())
-            yield f"{name}: agents that ended by themselves: {told}"
+            counts = ", ".join(f"{count} x {what}" for what, count in Counter(row["ended"]).items())
+            yield f"{name}: agents that ended by themselves: {counts}"
 
 
 def main() -> int:

@@ -57,7 +57,7 @@ STOCK_HOST_GIVE_UP_S = 60.0  # its agents end within seconds unless one hangs
 STEADY_STEPS = 10  # of each rank, before the next kill
 STEADY_S = 120.0  # then a new job is started
 MARKS = ("born", "imported", "built", "resumed", "wrapped", "step")
-PHASES = ("detect", "form", "import", "build", "resume", "wrap", "step")
+PHASES = ("detect", "rendezvous", "import", "build", "resume", "wrap", "step")
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -255,10 +255,10 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
         lost = "" if row["recomputed_steps"] is None else str(row["recomputed_steps"])
         yield line + f"{seconds(ratio, 1):>16}{lost:>7}"
     yield "\nWhere the time goes; a phase ends when the last rank is through (medians; they need not add up):"
-    yield f"{'killed':10}{'system':10}" + "".join(f"{name:>9}" for name in PHASES)
+    yield f"{'killed':10}{'system':10}" + "".join(f"{name:>11}" for name in PHASES)
     for row in rows:
         if row["phases"]:
-            parts = "".join(f"{value:9.2f}" for value in row["phases"].values())
+            parts = "".join(f"{value:11.2f}" for value in row["phases"].values())
             yield f"{ROWS[row['killed']]:10}{row['system']:10}{parts}"
     yield ""
     for row in rows:

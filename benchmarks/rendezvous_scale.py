@@ -1,15 +1,15 @@
-"""Time for many members to form a view, to notice a loss and to form the next view.
+"""Measure a rendezvous of many members: the first view, the detection of a loss, and the next view.
 
-"simulated time": each member has a machine of its own, and so the leader's processor is what limits the job;
+"simulated time": each member has a machine of its own, so the leader's processor limits the job;
 see `rendezvous_simulated.py`. A first view waits for one second in any case, because another one may run.
 
 "one process": all members live in one process, on one event loop, over local TCP. So one core does the work
 of a leader with a thousand members and that of the members too. Times are an upper bound for a real job.
 
-"begin" is from the start of the first member until the last one has a view. A loss is a member, or the
+"started" is from the start of the first member until the last one has a view. A loss is a member, or the
 leader, whose sockets close at once (as when its process is killed), or one that stays connected and sends
-nothing more. "told" is from then until the last survivor knows that the view has ended, "begun" or "started"
-until the last has the next view; survivors join at once. Detection is part of both: a closed connection is
+nothing more. "informed" is from then until the last survivor knows that the view has ended, "started" until
+the last has the next view; survivors join at once. Detection is part of both: a closed connection is
 tried again and must be refused, and an unreachable member must be so for the node timeout.
 
 Each member makes the view durable before it starts. "disk": it writes a file and syncs it, all members to one
@@ -63,41 +63,41 @@ STOCK_LIMIT_S = 300.0
 WORKERS = 8
 WRITERS = 6
 TOKEN = b"benchmark"
-LOSSES = [("member closed", 0.5, False), ("leader closed", 0.0, False), ("member silent", 0.4, True)]
+LOSSES = [("member closed", 0.5, False), ("leader closed", 0.0, False), ("member unreachable", 0.4, True)]
 """The name of a loss, its relative rank, and whether the member stays connected."""
 ROWS = [
-    ("start to begin", ("begin", "begun_s"), "s"),
-    ("  of that, one core's time", ("begin", "cpu_s"), "s"),
-    ("member closed: all told", ("member closed", "told_s"), "s"),
-    ("member closed: next begun", ("member closed", "begun_s"), "s"),
+    ("start to all started", ("start", "started_s"), "s"),
+    ("  of that, one core's time", ("start", "cpu_s"), "s"),
+    ("member closed: all informed", ("member closed", "informed_s"), "s"),
+    ("member closed: all started", ("member closed", "started_s"), "s"),
     ("  of that, one core's time", ("member closed", "cpu_s"), "s"),
-    ("leader closed: all told", ("leader closed", "told_s"), "s"),
-    ("leader closed: next begun", ("leader closed", "begun_s"), "s"),
-    ("member silent: all told", ("member silent", "told_s"), "s"),
-    ("member silent: next begun", ("member silent", "begun_s"), "s"),
+    ("leader closed: all informed", ("leader closed", "informed_s"), "s"),
+    ("leader closed: all started", ("leader closed", "started_s"), "s"),
+    ("member unreachable: all informed", ("member unreachable", "informed_s"), "s"),
+    ("member unreachable: all started", ("member unreachable", "started_s"), "s"),
     ("stock: first round", ("round 1",), "s"),
     ("stock: second round", ("round 2",), "s"),
     ("stock: third, without one", ("round 3",), "s"),
-    ("memory per member", ("begin", "kilobytes_of_memory"), "kB"),
-    ("messages per member, first", ("begin", "messages"), ""),
-    ("  bytes", ("begin", "kilobytes"), "kB"),
+    ("memory per member", ("start", "kilobytes_of_memory"), "kB"),
+    ("messages per member, first", ("start", "messages"), ""),
+    ("  bytes", ("start", "kilobytes"), "kB"),
     ("messages per member, next", ("member closed", "messages"), ""),
     ("  bytes", ("member closed", "kilobytes"), "kB"),
-    ("heartbeats per member and second", ("steady", "beats_per_s"), ""),
+    ("heartbeats per member and second", ("steady", "heartbeats_per_s"), ""),
     ("cores busy with heartbeats", ("steady", "cores"), ""),
 ]
 SIMULATED_ROWS = [
-    ("start to all joined", ("forming", "joined_s"), "s"),
-    ("all joined to all started", ("forming", "started_s"), "s"),
-    ("  of that, the leader's processor", ("forming", "started_cpu_s"), "s"),
-    ("member closed: all told", ("member closed", "told_s"), "s"),
+    ("start to all joined", ("rendezvous", "joined_s"), "s"),
+    ("all joined to all started", ("rendezvous", "started_s"), "s"),
+    ("  of that, the leader's processor", ("rendezvous", "started_cpu_s"), "s"),
+    ("member closed: all informed", ("member closed", "informed_s"), "s"),
     ("member closed: all started", ("member closed", "started_s"), "s"),
     ("leader closed: all started", ("leader closed", "started_s"), "s"),
-    ("sent per member, forming", ("forming", "kilobytes"), "kB"),
+    ("sent per member, first view", ("rendezvous", "kilobytes"), "kB"),
     ("sent per member, member closed", ("member closed", "kilobytes"), "kB"),
     ("leader's cores for heartbeats", ("steady", "cores"), " "),
-    ("  for each heartbeat", ("steady", "beat_us"), "us"),
-    ("node timeout", ("forming", "node_timeout_s"), "s"),
+    ("  for each heartbeat", ("steady", "heartbeat_us"), "us"),
+    ("node timeout", ("rendezvous", "node_timeout_s"), "s"),
     ("a connection's socket", ("sockets", "connection_us"), "us"),
     ("a message's socket", ("sockets", "message_us"), "us"),
     ("a megabyte's socket", ("sockets", "megabyte_us"), "us"),
@@ -151,16 +151,16 @@ class Traffic:
 
     def take(self, members: int) -> dict[str, float]:
         """Return what was sent per member since the last call, heartbeats apart."""
-        beats, beat_bytes = self.lines.pop("Heartbeat", 0), self.bytes.pop("Heartbeat", 0)
-        said = {
+        heartbeats, heartbeat_bytes = self.lines.pop("Heartbeat", 0), self.bytes.pop("Heartbeat", 0)
+        sent = {
             "messages": sum(self.lines.values()) / members,
             "kilobytes": sum(self.bytes.values()) / members / 1e3,
-            "beats": beats / members,
-            "beat_bytes": beat_bytes / max(1, beats),
+            "heartbeats": heartbeats / members,
+            "heartbeat_bytes": heartbeat_bytes / max(1, heartbeats),
         }
         self.lines.clear()
         self.bytes.clear()
-        return said
+        return sent
 
 
 class Member:
@@ -193,14 +193,14 @@ class Member:
         """Record views; join again as soon as one ends."""
         if isinstance(effect, StartWorkers):
             self.generation, self.rank = effect.generation, effect.rank
-            self.job.begun[effect.generation].add(self.index)
+            self.job.started[effect.generation].add(self.index)
             self.job.changed.set()
         elif isinstance(effect, StopWorkers):
-            self.job.told[effect.generation].add(self.index)
+            self.job.informed[effect.generation].add(self.index)
             self.job.changed.set()
             asyncio.get_running_loop().call_soon(self.node.handle_event, self.join)
 
-    def fall_silent(self) -> None:
+    def become_unreachable(self) -> None:
         """Keep every connection open and send nothing more."""
         self.node._closing = True  # noqa: SLF001  no public way to hang a node
 
@@ -213,8 +213,8 @@ class Job:
         self.addresses = [f"127.0.0.1:{one.getsockname()[1]}" for one in self.listeners]
         self.settings = Settings(candidates=tuple(self.addresses[:3]), max_nodes=members)
         self.directory = directory
-        self.begun: dict[int, set[int]] = collections.defaultdict(set)
-        self.told: dict[int, set[int]] = collections.defaultdict(set)
+        self.started: dict[int, set[int]] = collections.defaultdict(set)
+        self.informed: dict[int, set[int]] = collections.defaultdict(set)
         self.changed = asyncio.Event()
         self.writers = ImmediateExecutor(1) if directory is None else SharedThreads(WRITERS)
         self.traffic = Traffic()
@@ -240,19 +240,19 @@ class Job:
 
     def state(self) -> str:
         """Return how many members started each generation."""
-        return ", ".join(f"generation {one}: {len(who)}" for one, who in self.begun.items())
+        return ", ".join(f"generation {one}: {len(indexes)}" for one, indexes in self.started.items())
 
     def all_in_one_view(self, newer_than: int) -> bool:
         """Return whether all remaining members are in one view."""
-        newest = max(self.begun, default=0)
-        return newest > newer_than and self.begun[newest] >= self.members.keys()
+        newest = max(self.started, default=0)
+        return newest > newer_than and self.started[newest] >= self.members.keys()
 
     @property
     def generation(self) -> int:
         """Return the newest generation."""
-        return max(self.begun, default=0)
+        return max(self.started, default=0)
 
-    async def begin(self) -> dict[str, float]:
+    async def start(self) -> dict[str, float]:
         """Start all members."""
         size = psutil.Process().memory_info().rss
         self.traffic.count()
@@ -265,7 +265,7 @@ class Job:
         grown = psutil.Process().memory_info().rss - size
         count = len(self.members)
         return {
-            "begun_s": end - start,
+            "started_s": end - start,
             "cpu_s": used,
             "kilobytes_of_memory": grown / count / 1e3,
             **self.traffic.take(count),
@@ -279,31 +279,34 @@ class Job:
         elapsed = time.monotonic() - start
         if self.generation != generation or not self.all_in_one_view(generation - 1):
             raise SystemExit(f"the view ended: {self.state()}")
-        said = self.traffic.take(len(self.members))
-        return {"cores": (time.process_time() - cpu) / elapsed, "beats_per_s": said["beats"] / elapsed}
+        sent = self.traffic.take(len(self.members))
+        return {
+            "cores": (time.process_time() - cpu) / elapsed,
+            "heartbeats_per_s": sent["heartbeats"] / elapsed,
+        }
 
-    async def lose(self, index: int, *, silently: bool = False) -> dict[str, float]:
+    async def lose(self, index: int, *, stays_connected: bool = False) -> dict[str, float]:
         """Lose a member; all others continue."""
         generation = self.generation
         lost = self.members.pop(index)
         self.traffic.take(1)
         start, cpu = time.monotonic(), time.process_time()
-        if silently:
-            lost.fall_silent()
+        if stays_connected:
+            lost.become_unreachable()
         else:
             await lost.node.close(0.0)
-        told = await self.wait_until(lambda: self.told[generation] >= self.members.keys())
+        informed = await self.wait_until(lambda: self.informed[generation] >= self.members.keys())
         end = await self.wait_until(lambda: self.all_in_one_view(generation))
-        said = {
-            "told_s": told - start,
-            "begun_s": end - start,
+        result = {
+            "informed_s": informed - start,
+            "started_s": end - start,
             "cpu_s": time.process_time() - cpu,
             "generations": self.generation - generation,
             **self.traffic.take(len(self.members)),
         }
-        if silently:
+        if stays_connected:
             await lost.node.close(0.0)
-        return said
+        return result
 
     def index_of_rank(self, rank: int) -> int:
         """Return the index of the member with a rank."""
@@ -314,21 +317,23 @@ async def measure(members: int, directory: Path | None) -> dict[str, Any]:
     """Measure one job."""
     gc.disable()  # it would walk the objects of a thousand agents; a real process has one
     job = Job(members, directory)
-    said: dict[str, Any] = {"begin": await job.begin(), "steady": await job.steady()}
-    for loss, rank, silently in LOSSES:
-        said[loss] = await job.lose(job.index_of_rank(int(rank * (members - 1))), silently=silently)
+    result: dict[str, Any] = {"start": await job.start(), "steady": await job.steady()}
+    for loss, rank, stays_connected in LOSSES:
+        result[loss] = await job.lose(
+            job.index_of_rank(int(rank * (members - 1))), stays_connected=stays_connected
+        )
         await asyncio.sleep(PAUSE_S)  # members that missed the last view join
     for one in job.members.values():
-        one.fall_silent()  # otherwise the rest would form view after view
+        one.become_unreachable()  # otherwise the rest would start view after view
     for one in job.members.values():
         await one.node.close(0.0)
-    return said
+    return result
 
 
 # ---- stock -------------------------------------------------------------------------------------------
 
 
-def stock_member(index: int, members: int, port: int, ready: Any, told: Any) -> None:
+def stock_member(index: int, members: int, port: int, ready: Any, rounds: Any) -> None:
     """Join three rounds as torchelastic's agent does; the last member is killed before the third."""
     from torch.distributed.elastic.rendezvous.api import RendezvousParameters  # noqa: PLC0415
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler  # noqa: PLC0415
@@ -343,7 +348,7 @@ def stock_member(index: int, members: int, port: int, ready: Any, told: Any) -> 
             os.kill(os.getpid(), signal.SIGKILL)
         start = time.monotonic()
         rendezvous.next_rendezvous()
-        told.put((turn, start, time.monotonic()))
+        rounds.put((turn, start, time.monotonic()))
     time.sleep(STOCK_LIMIT_S)  # the host serves the store
 
 
@@ -355,9 +360,9 @@ def stock(members: int) -> dict[str, float]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     fork = multiprocessing.get_context("fork")
-    ready, told = fork.Barrier(members), fork.Queue()
+    ready, rounds = fork.Barrier(members), fork.Queue()
     processes = [
-        fork.Process(target=stock_member, args=(index, members, port, ready, told), daemon=True)
+        fork.Process(target=stock_member, args=(index, members, port, ready, rounds), daemon=True)
         for index in range(members)
     ]
     for process in processes:
@@ -366,7 +371,7 @@ def stock(members: int) -> dict[str, float]:
     limit = time.monotonic() + STOCK_LIMIT_S
     with contextlib.suppress(queue.Empty):
         while len(times[2]) < members - 1:
-            turn, start, end = told.get(timeout=max(0.0, limit - time.monotonic()))
+            turn, start, end = rounds.get(timeout=max(0.0, limit - time.monotonic()))
             times[turn].append((start, end))
     for process in processes:
         process.kill()
@@ -387,8 +392,8 @@ def run_in_subprocess(what: str, members: int, directory: str) -> dict[str, Any]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         return {}
-    said: dict[str, Any] = json.loads(done.stdout)
-    return said
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
 
 
 def run_one(what: str, members: int, directory: str) -> dict[str, Any]:
@@ -439,9 +444,9 @@ def show_ratios(results: dict[str, list[dict[str, Any]]], stock_members: int) ->
     for turn, words in (("round 2", "second round"), ("round 3", "round after a loss")):
         base = median(results.get("stock", []), turn) if results.get("stock") else None
         for name, runs in results.items():
-            ours = median(runs, "member closed", "begun_s")
+            ours = median(runs, "member closed", "started_s")
             if base and ours:
-                ratio = f"{base / ours:.1f} times as long as {name}'s re-formation after a loss"
+                ratio = f"{base / ours:.1f} times as long as {name}'s rendezvous after a loss"
                 print(f"stock's {words} with {stock_members} takes {ratio}, its detection included")
 
 

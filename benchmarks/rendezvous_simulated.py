@@ -91,7 +91,7 @@ class SimulatedNode:
         self.effects: collections.deque[Effect] = collections.deque()
         self.is_scheduled = self.is_lost = False
         self.now = job.now
-        """Until when it is busy."""
+        """The time until which it is busy."""
         self.cpu_s = 0.0
         self.tick_at = math.inf
         self.accepted = 0
@@ -166,7 +166,7 @@ class SimulatedNode:
         elif isinstance(effect, StartWorkers):
             self.job.note(self.job.started[effect.generation], self)
         elif isinstance(effect, StopWorkers):
-            self.job.note(self.job.told[effect.generation], self)
+            self.job.note(self.job.informed[effect.generation], self)
             self.receive(self.handle, self.join)
 
     def _dial(self, effect: Connect) -> None:
@@ -253,7 +253,7 @@ class SimulatedJob:
         self.queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.order = itertools.count()
         self.started: dict[int, dict[int, float]] = collections.defaultdict(dict)
-        self.told: dict[int, dict[int, float]] = collections.defaultdict(dict)
+        self.informed: dict[int, dict[int, float]] = collections.defaultdict(dict)
         self.bytes_sent: collections.Counter[int] = collections.Counter()
         self.joined_at = 0.0
         self.joined_cpu_s = 0.0
@@ -303,14 +303,14 @@ class SimulatedJob:
         return max(self.started)
 
     def measure(self) -> dict[str, Any]:
-        """Form a view, run it, lose a member, lose the leader."""
+        """Start a view, run it, lose a member, lose the leader."""
         leader, successor = self.nodes[0], self.nodes[1]
         for node in self.nodes:
             self.at(0.0, node.receive, node.handle, Tick())
             self.at(0.0, node.receive, node.handle, node.join)
         generation = self.wait_for_view(0)
         result: dict[str, Any] = {
-            "forming": {
+            "rendezvous": {
                 "joined_s": self.joined_at,
                 "joined_cpu_s": self.joined_cpu_s,
                 "started_s": max(self.started[generation].values()) - self.joined_at,
@@ -322,9 +322,9 @@ class SimulatedJob:
         }
         start, cpu, until = self.now, leader.cpu_s, self.now + self.settings.node_timeout_s / 3
         self.run_until(lambda: self.now >= until)
-        beats = (self.now - start) / self.settings.heartbeat_interval_s * (len(self.nodes) - 1)
+        heartbeats = (self.now - start) / self.settings.heartbeat_interval_s * (len(self.nodes) - 1)
         used = leader.cpu_s - cpu
-        result["steady"] = {"cores": used / (self.now - start), "beat_us": used / beats * 1e6}
+        result["steady"] = {"cores": used / (self.now - start), "heartbeat_us": used / heartbeats * 1e6}
         for name, index, leading in (
             ("member closed", len(self.nodes) // 2, leader),
             ("leader closed", 0, successor),
@@ -334,7 +334,7 @@ class SimulatedJob:
             self.remaining.discard(index)
             before, generation = generation, self.wait_for_view(generation)
             result[name] = {
-                "told_s": max(self.told[before].values()) - start,
+                "informed_s": max(self.informed[before].values()) - start,
                 "started_s": max(self.started[generation].values()) - start,
                 "cpu_s": leading.cpu_s - cpu,
                 "kilobytes": (self.bytes_sent[leading.index] - sent) / len(self.nodes) / 1e3,
@@ -405,7 +405,7 @@ async def measure_sockets() -> SocketCosts:
 
 def simulate(members: int) -> dict[str, Any]:
     """Measure one job in simulated time."""
-    gc.disable()  # it would walk the objects of thousands of agents; a real process has one
+    gc.disable()  # it would walk the objects of thousands of agents; a real process has one agent
     costs = asyncio.run(measure_sockets())
     job = SimulatedJob(members, costs, 30.0 if members > MANY_MEMBERS else 3.0)
     costs_us = {"connection_us": costs.connection_s * 1e6, "message_us": costs.message_s * 1e6}

@@ -125,11 +125,12 @@ def run(arguments: Sequence[str], *, owns_process: bool = False) -> int:
     A worker that was forked here leaves by SystemExit, at the end of its script.
     """
     from elastic_resume import config  # noqa: PLC0415
-    from elastic_resume.agent import run_help  # noqa: PLC0415
+    from elastic_resume.agent import options, run_help  # noqa: PLC0415
+    from elastic_resume.report.formatting import write_stdout  # noqa: PLC0415
     from elastic_resume.schedulers import environment  # noqa: PLC0415
 
     if arguments[:1] in (["-h"], ["--help"]):  # without the import of torch
-        print(run_help.format_help(), end="")
+        write_stdout(run_help.format_help())
         return constants.EXIT_SUCCESS
 
     with _guessed_omp_threads(arguments):
@@ -143,6 +144,7 @@ def run(arguments: Sequence[str], *, owns_process: bool = False) -> int:
         gc.enable()
     try:
         args, given = config.parse_flags_and_file(torchelastic.build_parser(), arguments)
+        options.check_torchrun_values(args)
         here = environment.read_context(os.environ)
         settings = config.Settings.for_agent(args, os.environ, here)
         return run_agent(settings, args, given, here, fork_server)

@@ -592,6 +592,11 @@ class Parser(argparse.ArgumentParser):
             message = former or f"unknown {'flag' if unknown else 'argument'} {flag}." + suggest_similar(
                 flag, actions_by_flag(self)
             )
+        elif invalid := re.fullmatch(
+            r"argument (?:-\w/)?(--[\w-]+)\S*: invalid (int|float) value: (.*)", message
+        ):
+            flag, kind, value = invalid.groups()
+            message = f"{flag} is {value}: write a {'whole ' if kind == 'int' else ''}number."
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
 

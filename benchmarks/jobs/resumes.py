@@ -155,7 +155,7 @@ def broadcast_objects(training: Training) -> Callable[[], None]:
 def child(  # noqa: PLR0917  a process gets them as a tuple
     line: Connection, methods: list[str], directory: Path, megabytes: int, log: Path, environ: dict[str, str]
 ) -> None:
-    """For each method: prepare, load when told to, and print the seconds."""
+    """For each method: prepare, load on request, and print the seconds."""
     with open(log, "a") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
     os.environ.update(environ)
@@ -208,8 +208,8 @@ class Child:
         self._process.start()
         line.close()
 
-    def hear(self) -> Any:
-        """Wait for its next line."""
+    def receive(self) -> Any:
+        """Wait for its next message."""
         try:
             return self._line.recv()
         except EOFError:
@@ -277,11 +277,11 @@ class Bench:
         children = [Child(methods, self.directory, self.megabytes, environ) for environ in environs]
         for number, method in enumerate(methods.split(",")):
             for one in children:
-                one.hear()
+                one.receive()
             watch = None if number else Watch(children[-1], self.bytes)  # of two nodes the one that lacks it
             for one in children:
                 one.go()
-            took = max(one.hear() for one in children)
+            took = max(one.receive() for one in children)
             if watch is not None:
                 watch.end()
                 self._note(f"{row} {method}", watch)
@@ -296,7 +296,7 @@ class Bench:
 
     def prepare(self, environ: dict[str, str]) -> None:
         trainer = Child("train", self.directory, self.megabytes, environ)
-        self.bytes = trainer.hear()
+        self.bytes = trainer.receive()
         trainer.end()
 
     def from_memory(self, environ: dict[str, str]) -> None:

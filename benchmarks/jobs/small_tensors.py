@@ -28,7 +28,7 @@ def measure(training: Training, directory: Path, rounds: int, steps: int) -> dic
     clock.block(clock.off, 1)
     copy = Copy(training.tensors)
     copy()
-    taken = clock.on._snapshot_scheduler.snapshotter  # noqa: SLF001  nothing public tells it
+    taken = clock.on._snapshot_scheduler.snapshotter  # noqa: SLF001  there is no public name
     with_, without, copies, thread = [], [], [], []
     for _ in range(rounds):
         with_ += clock.block(clock.on, steps)
@@ -40,7 +40,7 @@ def measure(training: Training, directory: Path, rounds: int, steps: int) -> dic
         "bytes": training.bytes,
         "tensors": len(training.tensors),
         "problem": taken.problem,
-        "stall_s": spread([step["commit"] - bare + step["fence"] for step in with_]),
+        "stall_s": spread([step["commit"] - bare + step["barrier"] for step in with_]),
         "thread_s": spread(thread),
         "step_with_s": spread([step["whole"] for step in with_]),
         "step_without_s": spread([step["whole"] for step in without]),

@@ -69,7 +69,7 @@ class Clock:
         trained = time.perf_counter()
         run.step()
         ended = time.perf_counter()
-        return {"whole": ended - began, "commit": ended - trained, "fence": self._behind - self._before}
+        return {"whole": ended - began, "commit": ended - trained, "barrier": self._behind - self._before}
 
     def block(self, run: Run, steps: int) -> list[dict[str, float]]:
         return [self.step(run) for _ in range(steps + 1)][1:]
@@ -127,11 +127,11 @@ def first_steps(clock: Clock) -> dict[str, Any]:
     steps, taken = [], None
     for number in range(FIRST_STEPS):
         steps.append(clock.step(clock.on))
-        if taken is None and clock.on._snapshot_scheduler.snapshotter.snapshot_id:  # noqa: SLF001  nothing public tells it
+        if taken is None and clock.on._snapshot_scheduler.snapshotter.snapshot_id:  # noqa: SLF001  there is no public name
             taken = number + 1
     return {
         "commit_s": [s["commit"] for s in steps],
-        "fence_s": [s["fence"] for s in steps],
+        "barrier_s": [s["barrier"] for s in steps],
         "taken_at": taken,
     }
 
@@ -148,12 +148,12 @@ def measure(training: Training, directory: Path, rounds: int, steps: int) -> dic
         block = (clock.block(clock.on, steps), clock.block(clock.off, steps))
         copy()
         took = timed(copy)
-        told = {name: call(way) for name, way in ways.items()}
+        timings = {name: call(way) for name, way in ways.items()}
         if number:  # the first round imports, and touches memory for the first time
             with_ += block[0]
             without += block[1]
             copies.append(took)
-            for name, seconds in told.items():
+            for name, seconds in timings.items():
                 calls[name].append(seconds)
     bare = statistics.median(step["commit"] for step in without)
     taken = clock.on._snapshot_scheduler.snapshotter  # noqa: SLF001
@@ -163,9 +163,9 @@ def measure(training: Training, directory: Path, rounds: int, steps: int) -> dic
         "slots": clock.on._snapshot_scheduler._slot_client.slot_count,  # noqa: SLF001
         "problem": taken.problem,
         "first": first,
-        "stall_s": spread([step["commit"] - bare + step["fence"] for step in with_]),
+        "stall_s": spread([step["commit"] - bare + step["barrier"] for step in with_]),
         "commit_s": spread([step["commit"] - bare for step in with_]),
-        "fence_s": spread([step["fence"] for step in with_]),
+        "barrier_s": spread([step["barrier"] for step in with_]),
         "off_s": spread([step["commit"] for step in without]),
         "step_with_s": spread([step["whole"] for step in with_]),
         "step_without_s": spread([step["whole"] for step in without]),

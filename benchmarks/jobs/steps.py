@@ -172,12 +172,12 @@ def train_torchft(directory: Path, work: Work, node: str) -> None:
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, states: Path) -> tuple[int, str]:
     """Load the newest copy on all ranks; return its step, and a name for the new world."""
-    told: list[Any] = [None]
+    shared: list[Any] = [None]
     if dist.get_rank() == 0:
         copies = [torch.load(path, weights_only=True) for path in states.glob("*.pt")]
-        told[0] = (max(copies, key=lambda copy: int(copy["step"]), default=None), secrets.token_hex(4))
-    dist.broadcast_object_list(told)
-    newest, world = told[0]
+        shared[0] = (max(copies, key=lambda copy: int(copy["step"]), default=None), secrets.token_hex(4))
+    dist.broadcast_object_list(shared)
+    newest, world = shared[0]
     if newest is None:
         return 0, world
     model.load_state_dict(newest["model"])

@@ -34,6 +34,16 @@ RENDEZVOUS_FLAGS = {"rdzv_endpoint", "standalone", "master_addr", "master_port",
 # CoreDNS caches an answer for 30 s, so nodes may need that long to find candidates that were all replaced.
 POD_LAST_CALL_TIMEOUT = "35s"
 
+_STREAMS = (r"[0-3]|\d:[0-3](,\d:[0-3])*", "0, 1, 2 or 3, or one of them for each local rank (0:1,1:3)")
+_TORCHRUN_FORMS = {
+    "max_restarts": (r"\d+", "a whole number, 0 or more"),
+    "redirects": _STREAMS,
+    "tee": _STREAMS,
+    "local_ranks_filter": (r"|\s*\d+\s*(,\s*\d+\s*)*", "local ranks, separated by commas"),
+    "rdzv_conf": (r"|[^=,]+=[^,]+(,[^=,]+=[^,]+)*", "KEY=VALUE, several of them separated by commas"),
+}
+"""The forms of torchrun's values, by destination: a pattern, and its description."""
+
 
 # ---- filling in --------------------------------------------------------------------------------------
 
@@ -124,6 +134,15 @@ def parse_nnodes(text: str) -> tuple[int, int]:
         # A message with larger views may exceed the limit of the wire protocol, and every node would drop it.
         raise ConfigError(f"--nnodes is {text!r}: write a MAX of at most {constants.MAX_NODES}.")
     return low, high
+
+
+def check_torchrun_values(args: argparse.Namespace) -> None:
+    """Raise ConfigError for a value that torchrun rejects without naming its flag."""
+    for dest, (pattern, form) in _TORCHRUN_FORMS.items():
+        text = str(getattr(args, dest))
+        if not re.fullmatch(pattern, text):
+            source = args.sources.get(dest, f"PET_{dest.upper()}")
+            raise ConfigError(f"{source} is {text[:200]!r}: torchrun takes {form}.")
 
 
 def check_launch_config(config: Any) -> None:

@@ -135,6 +135,7 @@ class RestartController:
         self._pending_traceback = ""  # traceback of this node's failure in that round
         self._printed_traceback = ""
         self._wait_log = WaitLog()
+        self._has_warned_of_no_resume = False
         self._restart_text = ""  # why the last round ended, as far as this node knows
         self._restart_logged = False
 
@@ -242,6 +243,8 @@ class RestartController:
         self._world = restart.WorldSummary(nodes, world.newest_step)
         if self._history:
             self._judge_round(world.failures, joined, lost, membership_changed=membership_changed)
+            if world.rank == 0 and (world.failures or lost):  # the workers had their time; all ranks resume
+                self._warn_of_no_resume()
         self._round += 1
         self._num_nodes, self.node_rank, self.is_spare = len(world.members), world.rank, False
         self._generation = world.generation
@@ -313,6 +316,16 @@ class RestartController:
             logger.info("joined: %s; restarting.", format_node_names(joined))
         elif not self._restart_logged:
             logger.info(self._restart_text)
+
+    def _warn_of_no_resume(self) -> None:
+        """Warn once if no worker of this node has come out of `er.resume` in any round."""
+        if self._has_warned_of_no_resume or any(result.start_step is not None for result in self._history):
+            return
+        self._has_warned_of_no_resume = True
+        logger.warning(
+            "the workers ended before er.resume() returned. A script that never calls it starts over at each "
+            "restart: call er.resume(...) in it, as docs/getting-started/port-your-script.md shows."
+        )
 
     def _restart_delay_s(self, history: Sequence[restart.RoundResult]) -> float:
         """Return the pause before the next round; 0 unless this node had the root cause and will restart."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from elastic_resume import config
 from elastic_resume.rendezvous.config import CONF_KEYS
+from elastic_resume.report.formatting import write_stdout
 
 USAGE = "elastic-resume run [flags] SCRIPT [arguments of the script]"
 HELP_COLUMN = 28
@@ -79,7 +80,7 @@ class HelpAllAction(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         """Print all flags and settings, and exit."""
-        print(f"{parser.format_help()}\n{format_other_settings()}", end="")
+        write_stdout(f"{parser.format_help()}\n{format_other_settings()}")
         parser.exit()
 
 

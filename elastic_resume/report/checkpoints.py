@@ -75,12 +75,7 @@ def find_node_dirs(path_argument: Path) -> FoundPath:
         UsageError: there is no such directory, or it cannot be read.
     """
     path = _resolve(path_argument)
-    names = _list_names(path)
-    if isinstance(names, OSError):
-        reason = "is not a directory" if path.exists() else names.strerror or str(names)
-        raise UsageError(
-            f"{path_argument}: {reason}. Give a checkpoint, or the directory of a node, a run, or all runs."
-        )
+    names = list_directory(path, path_argument)
     if parse_checkpoint_name(path.name) is not None or constants.MANIFEST_FILE in names:
         return FoundPath(path, "checkpoint", ())
     if _is_node_dir(path, names):
@@ -91,12 +86,31 @@ def find_node_dirs(path_argument: Path) -> FoundPath:
         return FoundPath(path, "run", nodes)
     node_dirs: list[NodeDir] = []
     for child in children:
-        names = _list_names(child)
-        if isinstance(names, OSError):
-            node_dirs.append(NodeDir(child, None, child.name, _describe_problem(names, child)))
+        inside = _list_names(child)
+        if isinstance(inside, OSError):
+            node_dirs.append(NodeDir(child, None, child.name, _describe_problem(inside, child)))
         else:
-            node_dirs += _find_nodes(_list_children(child, names), child.name)
+            node_dirs += _find_nodes(_list_children(child, inside), child.name)
     return FoundPath(path, "root", tuple(node_dirs))
+
+
+def list_directory(path: Path, path_argument: Path) -> list[str]:
+    """Return the sorted names in ``path``.
+
+    Raises:
+        UsageError: there is no such directory, or it cannot be read. The text names ``path_argument``.
+    """
+    names = _list_names(path)
+    if isinstance(names, PermissionError):
+        raise UsageError(
+            f"{path_argument}: cannot be read: {names.strerror}. Run this command as the user of the job."
+        )
+    if isinstance(names, OSError):
+        reason = "is not a directory" if isinstance(names, NotADirectoryError) else names.strerror or names
+        raise UsageError(
+            f"{path_argument}: {reason}. Give a checkpoint, or the directory of a node, a run, or all runs."
+        )
+    return names
 
 
 def _resolve(typed: Path) -> Path:

@@ -343,7 +343,7 @@ def force_quorum(args: argparse.Namespace) -> int:
 
 def _find_node_dir(path: Path) -> Path:
     """Return the directory of the one node at ``path``."""
-    if (path / RENDEZVOUS_STATE_FILE).is_file():
+    if RENDEZVOUS_STATE_FILE in checkpoints.list_directory(path, path):
         return path
     found = sorted(file.parent for file in path.glob(f"*/{RENDEZVOUS_STATE_FILE}"))
     if len(found) == 1:

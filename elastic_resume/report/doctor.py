@@ -37,6 +37,7 @@ from elastic_resume.schedulers.environment import SchedulerContext
 LOOKUP_TIMEOUT_S = 5.0
 TORCH_TIMEOUT_S = 60.0
 NO_PROBLEM = "Nothing found that would make a start fail."
+CHECKED = "Checked: this environment, with defaults. Flags of run and a --config file are not read."
 _TORCH_PROBE = "import torch; print(torch.__version__, torch.cuda.device_count())"
 
 
@@ -93,7 +94,7 @@ def _add_deadline(context: SchedulerContext) -> SchedulerContext:
 
 
 def format_findings(findings: list[Finding], problems: list[str]) -> str:
-    """Format the problems, or that there are none, and below them the findings as a table."""
+    """Format the problems, or that there are none, the findings as a table, and what was checked."""
     name_width = max(len(finding.name) for finding in findings)
     value_width = min(52, max(len(finding.value) for finding in findings))
     lines = [
@@ -101,7 +102,7 @@ def format_findings(findings: list[Finding], problems: list[str]) -> str:
         for finding in findings
     ]
     header = "A start without flags would fail here:" if problems else NO_PROBLEM
-    return "\n".join([header, *(f"  - {problem}" for problem in problems), "", *lines])
+    return "\n".join([header, *(f"  - {problem}" for problem in problems), "", *lines, "", CHECKED])
 
 
 def refuse_arguments(arguments: Sequence[str]) -> NoReturn:

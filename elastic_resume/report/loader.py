@@ -75,6 +75,9 @@ def _find_node_dirs(path: Path) -> tuple[NodeDir, ...]:
         names = ", ".join(runs[:20])
         raise UsageError(f"{path}: holds {len(runs)} runs; give one of them, newest first: {names}.")
     if not runs:
+        unread = [f"{node_dir.path}: {node_dir.problem}" for node_dir in node_dirs if node_dir.problem]
+        if unread:
+            raise UsageError(f"{unread[0]}. Run this command as the user of the job.")
         raise UsageError(f"{path}: no events of a run here; give CKPT_DIR/RUN_ID.")
     return node_dirs
 

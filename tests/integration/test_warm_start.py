@@ -101,7 +101,8 @@ def test_agent_stops_while_its_workers_import(tmp_path: Path) -> None:
 
 def test_caller_of_main_goes_on_alone(tmp_path: Path) -> None:
     """Its workers do not run what follows the call."""
-    (tmp_path / "job.py").write_text("print('a worker')")
+    # In one piece: unbuffered, two workers' lines would mix.
+    (tmp_path / "job.py").write_text("import sys; sys.stdout.write('a worker\\n')")
     code = (
         "from elastic_resume import cli\nprint('ended', cli.main(['run', '--nproc-per-node', '2', 'job.py']))"
     )

@@ -76,7 +76,23 @@ TWO = ["--nnodes", "2", "--rdzv-endpoint", "h"]
         (["--resume", "model.pt", "train.py"], "load it into the model and the optimizer before er.resume()"),
         (["--ckpt-dir", "~nobody-at-all", "train.py"], "which cannot be a path here: Could not determine"),
         (["--nproc-per-node", "some", "train.py"], "some"),
-        (["--max-restarts", "-1", "train.py"], "max_restarts must be"),
+        (
+            ["--max-restarts", "-1", "train.py"],
+            "--max-restarts is '-1': torchrun takes a whole number, 0 or more",
+        ),
+        (["--max-restarts", "abc", "train.py"], "--max-restarts is 'abc': write a whole number"),
+        (["--monitor-interval", "x", "train.py"], "--monitor-interval is 'x': write a number"),
+        (["-t", "9", "train.py"], "--tee is '9': torchrun takes 0, 1, 2 or 3"),
+        (["--redirects", "0:7", "train.py"], "--redirects is '0:7': torchrun takes 0, 1, 2 or 3"),
+        (
+            ["--local-ranks-filter", "0,x", "train.py"],
+            "--local-ranks-filter is '0,x': torchrun takes local ranks",
+        ),
+        (
+            ["--rdzv-conf", "join_timeout", "train.py"],
+            "--rdzv-conf is 'join_timeout': torchrun takes KEY=VALUE",
+        ),
+        (["--config", "tee.yaml", "train.py"], "tee.yaml:1 tee is '9': torchrun takes 0, 1, 2 or 3"),
         (["--config", "wrong.yaml", "train.py"], "wrong.yaml:1: unknown key 'kep'. Did you mean keep"),
         ([], "training_script"),
     ],
@@ -92,6 +108,7 @@ def test_command_line_error_is_one_line_with_exit_code_2(
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: path != "unreadable.py" and access(path, mode))
     (tmp_path / "wrong.yaml").write_text("kep: 3\n")
+    (tmp_path / "tee.yaml").write_text("tee: 9\n")
     before = sorted(tmp_path.rglob("*"))
     assert cli.main(["run", *words]) == 2
     err = capsys.readouterr().err

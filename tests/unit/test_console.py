@@ -43,6 +43,15 @@ def test_script_that_configured_logging_after_the_import_sees_the_log(
     assert "step 5 was not saved" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("keeps_loggers", [True, False])
+def test_log_after_later_configuration(keeps_loggers: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/guides/monitoring.md says how a script that configures logging after er.resume() sees the log."""
+    console.show_log("elastic_resume: ", {})
+    logging.config.dictConfig({"version": 1, "disable_existing_loggers": not keeps_loggers})
+    LOGGER.warning("step 5 was not saved")
+    assert ("step 5 was not saved" in capsys.readouterr().err) == keeps_loggers
+
+
 def test_handler_of_the_script_takes_precedence(capsys: pytest.CaptureFixture[str]) -> None:
     """A level that the script has set stays, too."""
     lines: list[str] = []

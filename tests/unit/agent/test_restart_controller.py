@@ -150,6 +150,7 @@ def test_restart_logs_its_cause_in_one_line(  # noqa: PLR0917 - the cases and th
     caplog.set_level("INFO", "elastic_resume")
     with open_controller(tmp_path) as (controller, log):
         controller.after_rendezvous(world(1, nodes="ab"))
+        log.emit("worker-start", step=0, rank=0)
         if isinstance(own, dict):
             log.emit("failure", rank=0, step=3, traceback="Traceback: connection closed", **own)
         if own is not None:
@@ -179,11 +180,38 @@ def test_restart_names_all_lost_nodes(
 ) -> None:
     """The root cause is one of them; the others are missing in the new view too."""
     caplog.set_level("INFO", "elastic_resume")
-    with open_controller(tmp_path) as (controller, _):
+    with open_controller(tmp_path) as (controller, log):
         controller.after_rendezvous(world(1, nodes="abcdef" if cause.node == "f" else "abcd"))
+        log.emit("worker-start", step=0, rank=0)
         controller.before_round(failed=False, reason=f"{cause.node} is lost")
         controller.after_rendezvous(world(2, cause, nodes=nodes), membership_changed=True)
     assert caplog.messages == [line]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "count"),
+    [
+        ([(False, "KILLED"), (False, "KILLED")], 1),
+        ([(True, "KILLED"), (False, "KILLED")], 0),
+        ([(False, "joined"), (False, "joined")], 0),
+        ([(False, "joined"), (False, "KILLED")], 1),
+    ],
+)
+def test_restart_of_script_without_resume_is_warned_about_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, rounds: list[tuple[bool, str]], count: int
+) -> None:
+    """A node that joins may come before the workers have reached er.resume()."""
+    with open_controller(tmp_path) as (controller, log):
+        nodes = "ab"
+        controller.after_rendezvous(world(1, nodes=nodes))
+        for generation, (resumed, end) in enumerate(rounds, start=2):
+            if resumed:
+                log.emit("worker-start", step=0, rank=0)
+            controller.before_round(failed=False, reason=end)
+            nodes += "" if end == "KILLED" else str(generation)
+            failures = (KILLED,) if end == "KILLED" else ()
+            controller.after_rendezvous(world(generation, *failures, nodes=nodes))
+    assert "\n".join(caplog.messages).count("never calls it starts over at each restart") == count
 
 
 def test_wait_log_logs_newest_texts_only_if_wait_lasts(caplog: pytest.LogCaptureFixture) -> None:

@@ -212,6 +212,31 @@ def elsewhere() -> Iterator[Path]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user without rights")
+@pytest.mark.parametrize("closed", ["", RUN, f"{RUN}/node-a"])
+def test_commands_name_directory_without_permission(root: Path, elsewhere: Path, closed: str) -> None:
+    """Each command ends with one line, also for a path below the closed directory."""
+    root = Path(shutil.move(root, elsewhere))
+    (root / closed).chmod(0o700)
+    node_dir = root / RUN / "node-a"
+    commands = [[command, str(node_dir)] for command in ("ls", "verify", "report", "force-quorum")]
+    if closed == f"{RUN}/node-a":
+        commands += [["report", str(root / RUN)]]
+    code = (
+        "import os\n"
+        "from elastic_resume.cli import main\n"
+        "from elastic_resume.report import commands, doctor, status\n"
+        "os.setgid(65534); os.setuid(65534)\n"
+        f"for command in {commands!r}: assert main(command) == 1\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    line = (
+        f"elastic-resume: error: {node_dir}: cannot be read: Permission denied. Run this command as the user"
+    )
+    assert done.stderr.count(line) == len(commands), done.stderr
+    assert len(done.stderr.splitlines()) == len(commands)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user without rights")
 @pytest.mark.parametrize("mode", [0o000, 0o600, 0o400])
 def test_unreadable_directory_is_reported(root: Path, elsewhere: Path, mode: int) -> None:
     """Another user's directory gets a line with the reason, and exit code 1."""

@@ -128,9 +128,10 @@ def test_inspecting_commands_import_no_torch(root: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_closed_stdout_pipe_is_no_error(root: Path) -> None:
+@pytest.mark.parametrize("words", [["ls"], ["run", "--help"], ["run", "--help-all"]])
+def test_closed_stdout_pipe_is_no_error(root: Path, words: list[str]) -> None:
     """This is ``elastic-resume ls | head -0``."""
-    command = [sys.executable, "-m", "elastic_resume", "ls", str(root)]
+    command = [sys.executable, "-m", "elastic_resume", *words, *([str(root)] if words == ["ls"] else [])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
