@@ -30,12 +30,13 @@ LAYERS = """
     restore
     capture
     training report
+    integrations
     agent
     testing
     cli
 """
 LEVEL = {part: level for level, line in enumerate(LAYERS.split("\n")) for part in line.split()}
-WORKER_PACKAGES = {"state", "data", "restore", "capture", "training"}
+WORKER_PACKAGES = {"state", "data", "restore", "capture", "training", "integrations"}
 MAY_IMPORT_TORCH = (
     *(f"{package}/" for package in sorted(WORKER_PACKAGES)),
     "agent/torchelastic.py",
