@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
 from lightning.fabric import Fabric
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 
