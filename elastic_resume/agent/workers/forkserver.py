@@ -67,7 +67,8 @@ PROCESS_START_ENV_PREFIXES = (
 MAX_REQUEST_BYTES = 16 << 20
 REQUEST_TIMEOUT_S = 1.0  # a launcher shim sends its request at once; other shims wait for it
 FORK_TEST_TIMEOUT_S = 10.0
-WORKER_START_S = 2.0  # workers start for about as long, and need the processors
+# Starting workers need the processors for about as long: the first ones with imports of their own, later ones.
+FIRST_START_S, START_S = 2.0, 1.0
 MADV_COLLAPSE = 25  # from linux/mman.h, of Linux 6.1
 HUGE_PAGE_SIZE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 OLD_TORCH_SEED = 67280421310721  # initial seed of each process in versions of torch that do not draw it
@@ -220,8 +221,10 @@ class BackgroundWork:
 
         The first workers run missing imports themselves. Later ones do not delay these any more.
         """
-        if self._next_at == math.inf or not self._pending:
-            self._next_at = time.monotonic() + WORKER_START_S
+        if not self._pending:
+            self._next_at = time.monotonic() + START_S
+        elif self._next_at == math.inf:
+            self._next_at = time.monotonic() + FIRST_START_S
 
     def run_next(self, supervisors: set[int]) -> None:
         """Do the next piece of work; exit if an import makes forks unsafe.
@@ -263,7 +266,7 @@ class BackgroundWork:
         gc.freeze()
         seconds = round(time.monotonic() - self._started_at, 3)
         _send_status(self._control, {"ready": seconds, "skipped_modules": self._skipped})
-        self._next_at = time.monotonic() + WORKER_START_S
+        self._next_at = time.monotonic() + START_S
 
 
 def list_huge_page_chunks() -> list[tuple[int, int]]:
