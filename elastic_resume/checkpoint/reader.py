@@ -26,7 +26,15 @@ from elastic_resume.checkpoint import layout as layouts
 from elastic_resume.checkpoint.atomic_io import DIRECT_IO_ALIGNMENT
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest
-from elastic_resume.errors import CheckpointError, CorruptError, ForeignError, TornError, UnreadableError
+from elastic_resume.errors import (
+    CheckpointError,
+    CorruptError,
+    ForeignError,
+    MachineError,
+    TornError,
+    UnreadableError,
+)
+from elastic_resume.units import format_bytes
 
 _NAME_PATTERN = re.compile(r"g(\d{6,16})-s(\d{10,16})")
 _MAX_COUNT = 1 << 53  # limit of generation and step, as in the manifest
@@ -289,8 +297,18 @@ def allocate_memory(size: int) -> memoryview:
     """Return page-aligned zeroed private memory.
 
     It does not ask for huge pages: in a virtual machine their first touch is six times slower.
+
+    Raises:
+        MachineError: the system refuses it.
+
     """
-    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MachineError(
+            f"this node has no memory for the state ({error.strerror}, {format_bytes(size)}): free some, or "
+            "raise the limit of the address space (ulimit -v)."
+        ) from error
     return memoryview(memory)[:size]
 
 

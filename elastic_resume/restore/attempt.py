@@ -244,7 +244,8 @@ class RestoreAttempt:
         if slot is None:
             raise MachineError(
                 f"rank {self._context.collectives.rank} cannot map the snapshots of its node "
-                f"{self._context.node}, and its local leader can: raise the open files limit (ulimit -n)."
+                f"{self._context.node}, and its local leader can: raise the limits of open files and of the "
+                "address space (ulimit -n, ulimit -v)."
             )
         complete = self._copy is not None and self._copy.tier == MEMORY
         nbytes = self._plan.nbytes

@@ -282,22 +282,23 @@ class SlotClient:
         return [state for state in fitting if (state.index, state.serial) in self._populated]
 
     def map_slot(self, index: int, serial: int | None = None) -> Slot | None:
-        """Map slot ``index``; return None if it no longer exists or the committer does not answer."""
+        """Map slot ``index``; return None if it no longer exists or cannot be mapped."""
         serial = self.control_block.slot_record(index).get("serial") if serial is None else serial
         with self._lock:
             if (index, serial) not in self._slots:
                 self._unmap_stale()
+                descriptor = -1
                 try:
                     answer, descriptor = self._client.call("slot", index=index, serial=serial)
-                except OSError:
-                    return None
-                if descriptor < 0:
-                    return None
-                try:
+                    if descriptor < 0:
+                        return None
                     record = self.control_block.slot_record(index)
                     self._slots[index, serial] = Slot(descriptor, int(answer["capacity"]), serial, record)
+                except OSError:  # the committer has ended, or this process may map no more memory
+                    return None
                 finally:
-                    os.close(descriptor)
+                    if descriptor >= 0:
+                        os.close(descriptor)
             return self._slots[index, serial]
 
     def find_slot(self, snapshot_id: int) -> Slot | None:
