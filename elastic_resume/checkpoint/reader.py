@@ -23,7 +23,7 @@ import xxhash
 
 from elastic_resume import constants
 from elastic_resume.checkpoint import layout as layouts
-from elastic_resume.checkpoint.atomic_io import DIRECT_IO_ALIGNMENT
+from elastic_resume.checkpoint.atomic_io import DIRECT_IO_ALIGNMENT, memory_address
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest
 from elastic_resume.errors import (
@@ -107,16 +107,12 @@ def _is_cached(descriptor: int, offset: int, size: int) -> bool:
     resident = (ctypes.c_ubyte * max(1, pages))()
     try:
         with mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, offset=offset) as mapping:
-            start = _address(memoryview(mapping))
+            start = memory_address(mapping)
             if _libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(size), resident) != 0:
                 return False
     except (OSError, ValueError):
         return False
     return bytes(resident).count(1) >= _CACHED_FRACTION * pages
-
-
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 @contextlib.contextmanager
