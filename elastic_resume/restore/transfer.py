@@ -161,20 +161,18 @@ class BlockServer:
 
         """
         try:
-            self._listener = _listen(host)
+            listener = _listen(host)
         except OSError as error:
             raise MachineError(
                 f"node {node} cannot listen at {host} to send the state: {error.strerror}. Choose an address "
                 "of this machine with ELASTIC_RESUME_TRANSFER_ADDR."
             ) from error
-        self.sender = BlockSender(
-            node, host, self._listener.getsockname()[1], secrets.token_bytes(_KEY_BYTES)
-        )
+        self.sender = BlockSender(node, host, listener.getsockname()[1], secrets.token_bytes(_KEY_BYTES))
         self.sent_bytes = 0  # with the blocks that are being sent; for the display of progress
         self.table = table
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, bool] = {}  # in order of arrival -> whether it proved its key
-        self._accept_thread = AcceptThread("elastic-resume-serve", self._listener, self._serve)
+        self._accept_thread = AcceptThread("elastic-resume-serve", listener, self._serve)
         self._accept_thread.start()
 
     def close(self) -> None:
@@ -287,7 +285,8 @@ class _Receiver:
         self._changed = threading.Condition()
         self._missing = list(range(table.count))  # a heap: blocks that no thread is receiving
         self._in_flight: set[int] = set()
-        self._failures: Counter[BlockSender] = Counter()  # since the last block; `MAX_FAILURES` exclude it
+        self._failures: Counter[BlockSender] = Counter()  # since the last block
+        self._excluded: set[BlockSender] = set()
         self._users: Counter[BlockSender] = Counter()
         self._reasons: dict[BlockSender, str] = {}
 
@@ -312,7 +311,8 @@ class _Receiver:
 
     def _choose_sender(self) -> BlockSender:
         with self._changed:
-            usable = [sender for sender in self._senders if self._failures[sender] < MAX_FAILURES]
+            candidates = [sender for sender in self._senders if sender not in self._excluded]
+            usable = [sender for sender in candidates if self._failures[sender] < MAX_FAILURES]
             if not usable:
                 reasons = "; ".join(f"{sender}: {reason}" for sender, reason in self._reasons.items())
                 raise PeerFailedError(
@@ -329,7 +329,9 @@ class _Receiver:
     def _record_failure(self, sender: BlockSender, error: Exception) -> None:
         reason = str(error.strerror or error) if isinstance(error, OSError) else str(error)
         with self._changed:
-            self._failures[sender] += MAX_FAILURES if isinstance(error, _SenderFailedError) else 1
+            self._failures[sender] += 1
+            if isinstance(error, _SenderFailedError):
+                self._excluded.add(sender)
             is_first, self._reasons[sender] = sender not in self._reasons, reason
         if is_first:
             logger.warning(f"the transfer of the state from {sender} was interrupted: {reason}.")
@@ -341,7 +343,7 @@ class _Receiver:
             self._table.buffer.raise_if_cancelled()
             if not self._missing:
                 return None
-            if self._failures[sender] >= MAX_FAILURES:
+            if sender in self._excluded:
                 raise _SenderFailedError(self._reasons[sender])
             index = heapq.heappop(self._missing)
             self._in_flight.add(index)
@@ -356,10 +358,10 @@ class _Receiver:
             with self._changed:
                 self._changed.notify_all()
                 self._in_flight.remove(index)
-                if not is_verified:
-                    heapq.heappush(self._missing, index)
-                elif self._failures[sender] < MAX_FAILURES:
+                if is_verified:
                     self._failures[sender] = 0
+                else:
+                    heapq.heappush(self._missing, index)
                 lowest = min([*self._in_flight, *self._missing[:1]], default=self._table.count)
                 self._table.buffer.advance(self._table.start(lowest))
 
