@@ -267,6 +267,7 @@ def receive(table: BlockTable, senders: Sequence[BlockSender], used_at_once: int
     count = min(max(MIN_CONNECTIONS, used_at_once), MAX_CONNECTIONS)
     tasks = [BackgroundTask(f"receive-{number}", receiver.run) for number in range(count)]
     errors = [error for task in tasks if (error := task.join()) is not None]
+    table.buffer.raise_if_cancelled()
     if not receiver.is_complete:
         raise errors[0]
 
@@ -293,7 +294,8 @@ class _Receiver:
     @property
     def is_complete(self) -> bool:
         """Whether all blocks have arrived."""
-        return self._table.buffer.arrived_bytes() == len(self._table.buffer.memory)
+        with self._changed:
+            return not self._missing and not self._in_flight
 
     def run(self) -> None:
         """Receive blocks until none is missing, from one sender after the other."""
