@@ -107,14 +107,13 @@ class AcceptThread:
 
     def _accept(self) -> float:
         connection, _ = self._listener.accept()
+        name = f"{self._name}-connection"
         try:
-            threading.Thread(
-                target=self._serve_and_close, args=(connection,), name=f"{self._name}-connection", daemon=True
-            ).start()
+            threading.Thread(target=self._run, args=(connection,), name=name, daemon=True).start()
         except RuntimeError:  # the process may start no more threads
             connection.close()
         return 0.0
 
-    def _serve_and_close(self, connection: socket.socket) -> None:
+    def _run(self, connection: socket.socket) -> None:
         with connection:
             self._serve(connection)

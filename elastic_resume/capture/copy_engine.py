@@ -70,9 +70,8 @@ def copy_tensors(
         for at in range(0, len(targets), TENSORS_PER_CALL):
             into, batch = list(targets[at : at + TENSORS_PER_CALL]), list(sources[at : at + TENSORS_PER_CALL])
             # torch would convert another dtype and broadcast another shape without an error.
-            if not all(
-                map(eq, map(get_format, batch), formats[at : at + len(batch)] or map(get_format, into))
-            ):
+            expected = formats[at : at + len(batch)] or map(get_format, into)
+            if not all(map(eq, map(get_format, batch), expected)):
                 raise ValueError("a tensor changed its dtype or shape")
             torch._foreach_copy_(into, batch, non_blocking=non_blocking)
 

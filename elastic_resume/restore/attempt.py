@@ -324,7 +324,9 @@ class RestoreAttempt:
         # Ranks that load the same copy have the same values.
         layout = self._values_layout if len(self._plan.holders) > 1 else Layout.build(())
         header = layout.header.decode("latin-1")
-        return [_strip_digests(self._local_manifest).to_bytes().decode(), header, layout.total_bytes]
+        # Digests travel with their blocks, and the plan has the size.
+        manifest = replace(self._local_manifest, blocks=(), file_bytes=0)
+        return [manifest.to_bytes().decode(), header, layout.total_bytes]
 
     def _start_source_values(self) -> None:
         """Send or receive the source's values in a thread."""
@@ -498,8 +500,3 @@ def _parse_values_layout(header: str, nbytes: int, max_bytes: int) -> Layout:
 
 def _encode_failure(error: ElasticResumeError | None) -> list[str] | None:
     return [error.kind, str(error)] if isinstance(error, CheckpointError) else None
-
-
-def _strip_digests(manifest: Manifest) -> Manifest:
-    """Return a manifest to send: digests travel with their blocks, and the plan has the size."""
-    return replace(manifest, blocks=(), file_bytes=0)

@@ -238,13 +238,11 @@ class BlockServer:
 
 def _listen(host: str) -> socket.socket:
     try:
-        address = ipaddress.ip_address(host)
+        is_ipv6 = ipaddress.ip_address(host).version == 6
     except ValueError:  # a name may lead to a loopback address here, and to another one elsewhere
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", 0))
-    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
-    return socket.create_server((host, 0), family=family)
+        host, is_ipv6 = "", socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
+    return socket.create_server((host, 0), family=family, dualstack_ipv6=is_ipv6 and not host)
 
 
 # ---- the receiving side ------------------------------------------------------------------------------
