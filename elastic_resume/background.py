@@ -1,4 +1,4 @@
-"""A daemon thread that calls one function again and again until it is closed.
+"""Daemon threads that call one function again and again, or accept connections, until they are closed.
 
 The agent's main thread is blocked in torchelastic, so the agent's periodic work runs in such threads:
 looking for hangs, measuring memory, supervising the fork server. An exception in that work must neither end
@@ -7,11 +7,14 @@ it in silence nor end the job. So the thread logs the exception and calls the fu
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import socket
 import threading
 from collections.abc import Callable
 
 _LOGGER = logging.getLogger(__name__)
+ACCEPT_RETRY_S = 0.1
 
 
 class BackgroundThread:
@@ -72,3 +75,45 @@ class BackgroundThread:
     def _log_error(self, error: Exception) -> None:
         text = "thread %s failed and runs again in %g s; a defect of elastic_resume"
         _LOGGER.error(text, self._name, self._retry_s, exc_info=error)
+
+
+class AcceptThread:
+    """Accepts connections and serves each in a daemon thread of its own, from `start` to `close`."""
+
+    def __init__(self, name: str, listener: socket.socket, serve: Callable[[socket.socket], object]) -> None:
+        """``serve`` gets each connection, which is closed afterwards. `close` closes ``listener``."""
+        self._name = name
+        self._listener = listener
+        self._serve = serve
+        # No descriptor or thread may be left for a moment; the thread tries again.
+        self._thread = BackgroundThread(name, self._accept, retry_s=ACCEPT_RETRY_S, on_error=lambda _: None)
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether no more connections are accepted."""
+        return self._thread.is_closing
+
+    def start(self) -> None:
+        """Start accepting."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Accept no more connections. Those that were accepted live on."""
+        self._thread.request_close()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends `accept`
+        self._thread.close()
+        self._listener.close()
+
+    def _accept(self) -> float:
+        connection, _ = self._listener.accept()
+        name = f"{self._name}-connection"
+        try:
+            threading.Thread(target=self._run, args=(connection,), name=name, daemon=True).start()
+        except RuntimeError:  # the process may start no more threads
+            connection.close()
+        return 0.0
+
+    def _run(self, connection: socket.socket) -> None:
+        with connection:
+            self._serve(connection)

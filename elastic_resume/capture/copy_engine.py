@@ -11,7 +11,6 @@ parameters.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import queue
 import signal
@@ -27,12 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elastic_resume.checkpoint.atomic_io import memory_address
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.snapshot.progress_page import STACKS_SIGNAL
 from elastic_resume.snapshot.slots import Slot
 from elastic_resume.state.state_dict import DTYPE_BY_NAME
 
-get_spec = attrgetter("dtype", "shape")
+get_format = attrgetter("dtype", "shape")
 TENSORS_PER_CALL = 4096  # such a call holds the GIL for half a millisecond
 
 
@@ -57,10 +57,10 @@ def copy_tensors(
     targets: Sequence[Tensor],
     sources: Sequence[Tensor],
     *,
-    specs: Sequence[Any] = (),
+    formats: Sequence[Any] = (),
     non_blocking: bool = False,
 ) -> None:
-    """Copy each source into its target. ``specs`` are those of the targets, if the caller has them.
+    """Copy each source into its target. ``formats`` are those of the targets, if known.
 
     Raises:
         ValueError: a source has another dtype or shape than its target. Earlier batches were copied.
@@ -70,7 +70,8 @@ def copy_tensors(
         for at in range(0, len(targets), TENSORS_PER_CALL):
             into, batch = list(targets[at : at + TENSORS_PER_CALL]), list(sources[at : at + TENSORS_PER_CALL])
             # torch would convert another dtype and broadcast another shape without an error.
-            if not all(map(eq, map(get_spec, batch), specs[at : at + len(batch)] or map(get_spec, into))):
+            expected = formats[at : at + len(batch)] or map(get_format, into)
+            if not all(map(eq, map(get_format, batch), expected)):
                 raise ValueError("a tensor changed its dtype or shape")
             torch._foreach_copy_(into, batch, non_blocking=non_blocking)
 
@@ -177,7 +178,7 @@ class CudaCopyStreams:
         if key in self._pinned_slots or not torch.cuda.is_initialized():
             return
         with contextlib.suppress(RuntimeError, AttributeError):
-            code = torch.cuda.cudart().cudaHostRegister(_slot_address(slot), slot.capacity, 0)
+            code = torch.cuda.cudart().cudaHostRegister(memory_address(slot.memory), slot.capacity, 0)
             self._pinned_slots[key] = slot if int(code) == 0 else None
             if int(code) != 0:
                 warnings.warn(
@@ -194,11 +195,7 @@ class CudaCopyStreams:
             slot = self._pinned_slots.pop(key)
             if slot is not None:
                 with contextlib.suppress(RuntimeError, AttributeError):
-                    torch.cuda.cudart().cudaHostUnregister(_slot_address(slot))
-
-
-def _slot_address(slot: Slot) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(slot.memory))
+                    torch.cuda.cudart().cudaHostUnregister(memory_address(slot.memory))
 
 
 def wait_until_mutable(job: CopyJob) -> None:

@@ -44,7 +44,7 @@ from elastic_resume.capture.copy_engine import (
     CopyThread,
     CudaCopyStreams,
     copy_tensors,
-    get_spec,
+    get_format,
     make_tensor_views,
     run_job,
     wait_until_mutable,
@@ -84,7 +84,7 @@ class TensorGroup:
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self.leaves = tuple(leaves)
         self.tensors = [leaf.tensor for leaf in leaves]
-        self.specs = share_equal(map(get_spec, self.tensors))
+        self.formats = share_equal(map(get_format, self.tensors))
         self._version_checked = self.leaves[:: 1 + len(self.leaves) // MAX_VERSIONS_CHECKED]
         self.devices = frozenset(tensor.device for tensor in self.tensors if tensor.is_cuda)
 
@@ -364,10 +364,10 @@ class Snapshotter:
             self.wait_for_copy()
 
     def _get_plan(self, state_view: StateView) -> SnapshotPlan:
-        uncached_specs = tuple(
+        uncached_formats = tuple(
             (leaf.name, leaf.tensor.dtype, leaf.tensor.shape) for leaf in state_view.uncached_leaves
         )
-        key = (state_view.cached.version, uncached_specs)
+        key = (state_view.cached.version, uncached_formats)
         if self._cached_plan is None or self._cached_plan[0] != key:
             base_metadata = {
                 "run_id": self._context.settings.run_id,
@@ -557,16 +557,16 @@ class Snapshotter:
                 f"local rank {self._context.local_rank} tracks or freezes other tensors than local rank 0"
             )
         views = self._get_views(slot, task.plan)
-        sources, targets, specs = task.shard.tensors, views.get_targets(task.shard), task.shard.specs
+        sources, targets, formats = task.shard.tensors, views.get_targets(task.shard), task.shard.formats
         if task.start_events:
             sources = sources + [tensor for _, tensor in task.device_clones]
             targets = targets + [views.by_name[name] for name, _ in task.device_clones]
             self._cuda_streams.pin_slot(slot)
             self._cuda_streams.enqueue_copies(targets, sources, task.start_events, job)
             targets, sources = _select_host_pairs(targets, sources, task.start_events)
-            specs = []
+            formats = []
         failpoints.hit("snapshot.copying")
-        copy_tensors(targets, sources, specs=specs)
+        copy_tensors(targets, sources, formats=formats)
         job.sources_read.set()
         for _, event in job.copy_events:
             event.synchronize()

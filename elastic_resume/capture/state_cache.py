@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elastic_resume.capture.copy_barrier import OverlapRule
-from elastic_resume.capture.copy_engine import get_spec
+from elastic_resume.capture.copy_engine import get_format
 from elastic_resume.checkpoint import json_codec
 from elastic_resume.state.bucket_order import BucketOrder
 from elastic_resume.state.state_dict import (
@@ -188,7 +188,7 @@ class _StateCache:
         self._trained_tensors = [item for item in self._checked_tensors if id(item) in trained_ids]
         self._other_tensors = [item for item in self._checked_tensors if id(item) not in trained_ids]
         self._expected_trained = share_equal(_read_addresses(self._trained_tensors, _get_trained_spec))
-        self._expected_others = share_equal(_read_addresses(self._other_tensors, get_spec))
+        self._expected_others = share_equal(_read_addresses(self._other_tensors, get_format))
         addresses = list(map(Tensor.data_ptr, self._checked_tensors))
         counts = Counter(addresses)
         # A complex tensor's leaf is a view of it, with the strides of when it was flattened.
@@ -225,7 +225,7 @@ class _StateCache:
                 and all(
                     map(eq, _read_addresses(self._trained_tensors, _get_trained_spec), self._expected_trained)
                 )
-                and all(map(eq, _read_addresses(self._other_tensors, get_spec), self._expected_others))
+                and all(map(eq, _read_addresses(self._other_tensors, get_format), self._expected_others))
                 and list(map(Tensor.stride, self._strided_tensors)) == self._expected_strides
                 and not any(map(Tensor.is_conj, self._complex_tensors))
             )

@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import secrets
 from collections.abc import Iterator
@@ -178,6 +179,11 @@ class Disk:
 DISK = Disk()
 
 
+def memory_address(memory: memoryview | mmap.mmap) -> int:
+    """Return the address of the first byte of writable memory."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
 def _write_direct(descriptor: int, view: memoryview) -> int:
     """Write the aligned prefix of ``view`` with O_DIRECT; return its size, 0 where that is impossible.
 
@@ -187,7 +193,7 @@ def _write_direct(descriptor: int, view: memoryview) -> int:
     size = min(len(view), _WRITE_CHUNK_BYTES) // DIRECT_IO_ALIGNMENT * DIRECT_IO_ALIGNMENT
     if size == 0 or view.readonly or os.lseek(descriptor, 0, os.SEEK_CUR) % DIRECT_IO_ALIGNMENT:
         return 0
-    if ctypes.addressof(ctypes.c_char.from_buffer(view)) % DIRECT_IO_ALIGNMENT:
+    if memory_address(view) % DIRECT_IO_ALIGNMENT:
         return 0
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:

@@ -23,10 +23,18 @@ import xxhash
 
 from elastic_resume import constants
 from elastic_resume.checkpoint import layout as layouts
-from elastic_resume.checkpoint.atomic_io import DIRECT_IO_ALIGNMENT
+from elastic_resume.checkpoint.atomic_io import DIRECT_IO_ALIGNMENT, memory_address
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest
-from elastic_resume.errors import CheckpointError, CorruptError, ForeignError, TornError, UnreadableError
+from elastic_resume.errors import (
+    CheckpointError,
+    CorruptError,
+    ForeignError,
+    MachineError,
+    TornError,
+    UnreadableError,
+)
+from elastic_resume.units import format_bytes
 
 _NAME_PATTERN = re.compile(r"g(\d{6,16})-s(\d{10,16})")
 _MAX_COUNT = 1 << 53  # limit of generation and step, as in the manifest
@@ -99,16 +107,12 @@ def _is_cached(descriptor: int, offset: int, size: int) -> bool:
     resident = (ctypes.c_ubyte * max(1, pages))()
     try:
         with mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, offset=offset) as mapping:
-            start = _address(memoryview(mapping))
+            start = memory_address(mapping)
             if _libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(size), resident) != 0:
                 return False
     except (OSError, ValueError):
         return False
     return bytes(resident).count(1) >= _CACHED_FRACTION * pages
-
-
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 @contextlib.contextmanager
@@ -289,8 +293,18 @@ def allocate_memory(size: int) -> memoryview:
     """Return page-aligned zeroed private memory.
 
     It does not ask for huge pages: in a virtual machine their first touch is six times slower.
+
+    Raises:
+        MachineError: the system refuses it.
+
     """
-    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MachineError(
+            f"this node has no memory for the state ({error.strerror}, {format_bytes(size)}): free some, or "
+            "raise the limit of the address space (ulimit -v)."
+        ) from error
     return memoryview(memory)[:size]
 
 

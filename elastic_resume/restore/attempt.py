@@ -244,7 +244,8 @@ class RestoreAttempt:
         if slot is None:
             raise MachineError(
                 f"rank {self._context.collectives.rank} cannot map the snapshots of its node "
-                f"{self._context.node}, and its local leader can: raise the open files limit (ulimit -n)."
+                f"{self._context.node}, and its local leader can: raise the limits of open files and of the "
+                "address space (ulimit -n, ulimit -v)."
             )
         complete = self._copy is not None and self._copy.tier == MEMORY
         nbytes = self._plan.nbytes
@@ -323,7 +324,9 @@ class RestoreAttempt:
         # Ranks that load the same copy have the same values.
         layout = self._values_layout if len(self._plan.holders) > 1 else Layout.build(())
         header = layout.header.decode("latin-1")
-        return [_strip_digests(self._local_manifest).to_bytes().decode(), header, layout.total_bytes]
+        # Digests travel with their blocks, and the plan has the size.
+        manifest = replace(self._local_manifest, blocks=(), file_bytes=0)
+        return [manifest.to_bytes().decode(), header, layout.total_bytes]
 
     def _start_source_values(self) -> None:
         """Send or receive the source's values in a thread."""
@@ -405,9 +408,8 @@ class RestoreAttempt:
         context, manifest, buffer = self._context, self._local_manifest, self._buffer
         if self._copy is not None or self._slot is not None or manifest is None or buffer is None:
             return
-        starts = range(0, manifest.file_bytes, manifest.block_bytes)
         writer = CheckpointWriter(context.node_dir, context.settings.run_id, context.events.emit)
-        writer.commit(manifest, (buffer.memory[start : start + manifest.block_bytes] for start in starts))
+        writer.commit(manifest, [buffer.memory])
         self.on_disk = True
 
     def _load_and_join_tasks(self, tracked: Mapping[str, Any], manifest: Manifest) -> None:
@@ -433,30 +435,21 @@ class RestoreAttempt:
         names = [name for name in extents if name.startswith(keepers) and name not in values.names]
         is_large = sum(extents[name].stop - extents[name].start for name in names) > _MIN_PREFETCH_BYTES
 
-        def get_tensor(name: str) -> Tensor:
-            return (values if name in values.names else buffer).get_tensor(name)
+        def buffer_of(name: str) -> StreamingBuffer:
+            return values if name in values.names else buffer
 
-        def load_tensor(name: str) -> Tensor:
-            tensor = get_tensor(name)
+        def count(tensor: Tensor) -> Tensor:
             self._loaded_bytes += tensor.nbytes
             return tensor
 
-        def make_tensor(name: str) -> Tensor:
-            tensor = prefetcher.make_tensor(name)
-            self._loaded_bytes += tensor.nbytes
-            return tensor
-
-        def peek_tensor(name: str) -> Tensor:
-            return (values if name in values.names else buffer).peek_tensor(name)
-
-        prefetcher = Prefetcher(names if is_large else (), get_tensor)
+        prefetcher = Prefetcher(names if is_large else (), lambda name: buffer_of(name).get_tensor(name))
         try:
             load_state.load_into(
                 tracked,
                 manifest.state,
-                load_tensor,
-                peek_tensor=peek_tensor,
-                make_tensor=make_tensor,
+                lambda name: count(buffer_of(name).get_tensor(name)),
+                peek_tensor=lambda name: buffer_of(name).peek_tensor(name),
+                make_tensor=lambda name: count(prefetcher.make_tensor(name)),
             )
         finally:
             prefetcher.close()
@@ -507,8 +500,3 @@ def _parse_values_layout(header: str, nbytes: int, max_bytes: int) -> Layout:
 
 def _encode_failure(error: ElasticResumeError | None) -> list[str] | None:
     return [error.kind, str(error)] if isinstance(error, CheckpointError) else None
-
-
-def _strip_digests(manifest: Manifest) -> Manifest:
-    """Return a manifest to send: digests travel with their blocks, and the plan has the size."""
-    return replace(manifest, blocks=(), file_bytes=0)

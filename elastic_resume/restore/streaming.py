@@ -78,8 +78,7 @@ class StreamingBuffer:
             PeerFailedError: the attempt was cancelled.
 
         """
-        if self._cancelled:
-            raise PeerFailedError("cancelled, because another node's copy failed")
+        self.raise_if_cancelled()
         with self._changed:
             self._watermark.watermark = arrived_bytes
             self._changed.notify_all()
@@ -94,6 +93,11 @@ class StreamingBuffer:
     def cancel(self) -> None:
         """Stop the filling thread at its next block."""
         self._cancelled = True
+
+    def raise_if_cancelled(self) -> None:
+        """Raise PeerFailedError if the attempt was cancelled."""
+        if self._cancelled:
+            raise PeerFailedError("cancelled, because another node's copy failed")
 
     # ---- for readers -----------------------------------------------------------------------------------
 

@@ -19,8 +19,8 @@ Invariants:
 
 - The watermark passes no block before its digest was checked.
 - A lost connection costs one block at most, which another connection then requests.
-- A node that is silent, fails or sends a wrong block is replaced by another. A slow node is not silent,
-  because it sends WAIT.
+- A node that is silent, fails, sends a wrong block, or takes longer than `BLOCK_TIMEOUT_S` for one is
+  replaced by another. A node that waits for its own disk is not silent, because it sends WAIT.
 - A client that has not proved the key receives only random bytes, and occupies a thread. When there are
   `MAX_UNAUTHENTICATED`, a new one ends the oldest.
 """
@@ -46,6 +46,7 @@ from typing import Any
 import xxhash
 
 from elastic_resume import constants, failpoints
+from elastic_resume.background import AcceptThread
 from elastic_resume.errors import CorruptError, MachineError, PeerFailedError
 from elastic_resume.restore.streaming import BackgroundTask, StreamingBuffer
 from elastic_resume.snapshot import slots
@@ -57,10 +58,10 @@ MIN_CONNECTIONS = 2
 MAX_CONNECTIONS = 8
 MAX_UNAUTHENTICATED = 64  # connections in the handshake, which takes milliseconds
 SILENCE_TIMEOUT_S = 5.0
+BLOCK_TIMEOUT_S = 60.0  # 16 MiB: a link that loses most packets is not silent, and would take hours
 ALIVE_INTERVAL_S = 1.0
 MAX_FAILURES = 6  # in a row, of one node, over all connections to it
 RECONNECT_PAUSE_S = 0.1
-ACCEPT_RETRY_S = 0.1
 _NONCE_BYTES = _KEY_BYTES = _PROOF_BYTES = 32
 _DIGEST_BYTES = 16
 _REQUEST = struct.Struct("!Q")
@@ -77,15 +78,13 @@ class BlockTable:
         self._block_bytes = block_bytes
         self._digests = [bytes.fromhex(digest) for digest in digests] or [b""] * self.count
 
-    def extent(self, index: int) -> tuple[int, int]:
-        """Return the first byte of a block and the byte after its last."""
-        start = index * self._block_bytes
-        return start, min(start + self._block_bytes, len(self.buffer.memory))
+    def start(self, index: int) -> int:
+        """Return the offset of a block; for the index after the last one, the size of the state."""
+        return min(index * self._block_bytes, len(self.buffer.memory))
 
     def block(self, index: int) -> memoryview:
         """Return the bytes of a block."""
-        start, stop = self.extent(index)
-        return self.buffer.memory[start:stop]
+        return self.buffer.memory[self.start(index) : self.start(index + 1)]
 
     def get_digest(self, index: int) -> bytes:
         """Return the digest of a block that has arrived."""
@@ -162,58 +161,38 @@ class BlockServer:
 
         """
         try:
-            self._listener = _listen(host)
+            listener = _listen(host)
         except OSError as error:
             raise MachineError(
                 f"node {node} cannot listen at {host} to send the state: {error.strerror}. Choose an address "
                 "of this machine with ELASTIC_RESUME_TRANSFER_ADDR."
             ) from error
-        self.sender = BlockSender(
-            node, host, self._listener.getsockname()[1], secrets.token_bytes(_KEY_BYTES)
-        )
-        self.sent_bytes = 0  # for the display of progress
+        self.sender = BlockSender(node, host, listener.getsockname()[1], secrets.token_bytes(_KEY_BYTES))
+        self.sent_bytes = 0  # with the blocks that are being sent; for the display of progress
         self.table = table
-        self._is_closed = False
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, bool] = {}  # in order of arrival -> whether it proved its key
-        threading.Thread(target=self._accept, name="elastic-resume-serve", daemon=True).start()
+        self._accept_thread = AcceptThread("elastic-resume-serve", listener, self._serve)
+        self._accept_thread.start()
 
     def close(self) -> None:
         """End all connections, and accept no more."""
+        self._accept_thread.close()
         with self._lock:
-            self._is_closed = True
-            for connection in (self._listener, *self._connections):
+            for connection in self._connections:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                if self._is_closed:
-                    return
-                time.sleep(ACCEPT_RETRY_S)  # e.g. out of descriptors for a moment
-                continue
-            with self._lock:
-                if self._is_closed:
-                    connection.close()
-                    return
-                unauthenticated = [other for other, is_proved in self._connections.items() if not is_proved]
-                if len(unauthenticated) >= MAX_UNAUTHENTICATED:  # they prove the key within milliseconds
-                    with contextlib.suppress(OSError):
-                        unauthenticated[0].shutdown(socket.SHUT_RDWR)
-                    del self._connections[unauthenticated[0]]
-                self._connections[connection] = False
-            try:
-                threading.Thread(
-                    target=self._serve, args=(connection,), name="elastic-resume-send", daemon=True
-                ).start()
-            except RuntimeError:  # the process may start no more threads
-                self._forget(connection)
 
     def _serve(self, connection: socket.socket) -> None:
+        with self._lock:
+            if self._accept_thread.is_closing:
+                return
+            unauthenticated = [other for other, is_proved in self._connections.items() if not is_proved]
+            if len(unauthenticated) >= MAX_UNAUTHENTICATED:  # they prove the key within milliseconds
+                with contextlib.suppress(OSError):
+                    unauthenticated[0].shutdown(socket.SHUT_RDWR)
+                del self._connections[unauthenticated[0]]
+            self._connections[connection] = False
         try:
             with contextlib.suppress(OSError):
                 _configure(connection)
@@ -224,12 +203,8 @@ class BlockServer:
                     if index >= self.table.count or not self._send_block(connection, index):
                         return
         finally:
-            self._forget(connection)
-
-    def _forget(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._connections.pop(connection, None)
-        connection.close()
+            with self._lock:
+                self._connections.pop(connection, None)
 
     def _authenticate(self, connection: socket.socket) -> None:
         own = secrets.token_bytes(_NONCE_BYTES)
@@ -244,9 +219,8 @@ class BlockServer:
     def _send_block(self, connection: socket.socket, index: int) -> bool:
         """Send a block once it is there; return False if this node's copy has failed."""
         buffer = self.table.buffer
-        _, stop = self.table.extent(index)
         try:
-            while not buffer.has_bytes_within(stop, ALIVE_INTERVAL_S):
+            while not buffer.has_bytes_within(self.table.start(index + 1), ALIVE_INTERVAL_S):
                 connection.sendall(_WAIT)
         except Exception as error:
             if error is buffer.error:  # this node's own copy failed, and its restore attempt reports that
@@ -255,21 +229,20 @@ class BlockServer:
             raise
         failpoints.hit("transfer.send")
         block = failpoints.mutate("transfer.block", self.table.block(index))
+        with self._lock:
+            self.sent_bytes += len(block)
         connection.sendall(_OK + self.table.get_digest(index), socket.MSG_MORE)
         connection.sendall(block)
-        self.sent_bytes += len(block)
         return True
 
 
 def _listen(host: str) -> socket.socket:
     try:
-        address = ipaddress.ip_address(host)
+        is_ipv6 = ipaddress.ip_address(host).version == 6
     except ValueError:  # a name may lead to a loopback address here, and to another one elsewhere
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", 0))
-    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
-    return socket.create_server((host, 0), family=family)
+        host, is_ipv6 = "", socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
+    return socket.create_server((host, 0), family=family, dualstack_ipv6=is_ipv6 and not host)
 
 
 # ---- the receiving side ------------------------------------------------------------------------------
@@ -292,6 +265,7 @@ def receive(table: BlockTable, senders: Sequence[BlockSender], used_at_once: int
     count = min(max(MIN_CONNECTIONS, used_at_once), MAX_CONNECTIONS)
     tasks = [BackgroundTask(f"receive-{number}", receiver.run) for number in range(count)]
     errors = [error for task in tasks if (error := task.join()) is not None]
+    table.buffer.raise_if_cancelled()
     if not receiver.is_complete:
         raise errors[0]
 
@@ -309,19 +283,17 @@ class _Receiver:
         self._used_at_once = used_at_once
         self._changed = threading.Condition()
         self._missing = list(range(table.count))  # a heap: blocks that no thread is receiving
-        self._in_flight = 0
-        self._verified: set[int] = set()  # beyond the watermark
-        self._arrived = 0  # blocks below the watermark
+        self._in_flight: set[int] = set()
         self._failures: Counter[BlockSender] = Counter()  # since the last block
         self._excluded: set[BlockSender] = set()
         self._users: Counter[BlockSender] = Counter()
         self._reasons: dict[BlockSender, str] = {}
-        self._error: BaseException | None = None  # of the buffer
 
     @property
     def is_complete(self) -> bool:
         """Whether all blocks have arrived."""
-        return self._arrived == self._table.count
+        with self._changed:
+            return not self._missing and not self._in_flight
 
     def run(self) -> None:
         """Receive blocks until none is missing, from one sender after the other."""
@@ -339,11 +311,8 @@ class _Receiver:
 
     def _choose_sender(self) -> BlockSender:
         with self._changed:
-            usable = [
-                sender
-                for sender in self._senders
-                if sender not in self._excluded and self._failures[sender] < MAX_FAILURES
-            ]
+            candidates = [sender for sender in self._senders if sender not in self._excluded]
+            usable = [sender for sender in candidates if self._failures[sender] < MAX_FAILURES]
             if not usable:
                 reasons = "; ".join(f"{sender}: {reason}" for sender, reason in self._reasons.items())
                 raise PeerFailedError(
@@ -371,14 +340,14 @@ class _Receiver:
         """Return the lowest missing block; None when all have arrived."""
         with self._changed:
             self._changed.wait_for(lambda: self._missing or not self._in_flight)
-            if self._error is not None:
-                raise self._error
+            self._table.buffer.raise_if_cancelled()
             if not self._missing:
                 return None
             if sender in self._excluded:
                 raise _SenderFailedError(self._reasons[sender])
-            self._in_flight += 1
-            return heapq.heappop(self._missing)
+            index = heapq.heappop(self._missing)
+            self._in_flight.add(index)
+            return index
 
     def _receive_block(self, connection: socket.socket, sender: BlockSender, index: int) -> None:
         is_verified = False
@@ -387,37 +356,29 @@ class _Receiver:
             is_verified = True
         finally:
             with self._changed:
-                self._in_flight -= 1
+                self._changed.notify_all()
+                self._in_flight.remove(index)
                 if is_verified:
-                    self._verified.add(index)
+                    self._failures[sender] = 0
                 else:
                     heapq.heappush(self._missing, index)
-                self._changed.notify_all()
-        with self._changed:
-            self._failures[sender] = 0
-            try:
-                while self._arrived in self._verified:
-                    self._table.buffer.advance(self._table.extent(self._arrived)[1])
-                    self._verified.remove(self._arrived)
-                    self._arrived += 1
-            except BaseException as error:  # the attempt was cancelled; the other threads end too
-                self._error = error
-                raise
+                lowest = min([*self._in_flight, *self._missing[:1]], default=self._table.count)
+                self._table.buffer.advance(self._table.start(lowest))
 
     def _fetch_and_verify(self, connection: socket.socket, index: int) -> None:
         block = self._table.block(index)
         connection.sendall(_REQUEST.pack(index))
         slots.populate_pages(block)  # while the first bytes travel
         while (status := _receive_exactly(connection, 1)) == _WAIT:
-            pass
+            self._table.buffer.raise_if_cancelled()
         if status != _OK:
             raise _SenderFailedError("its own copy has failed")
         digest = _receive_exactly(connection, _DIGEST_BYTES)
         failpoints.hit("transfer.receive")
         _receive_into(connection, block)
         if xxhash.xxh3_128_digest(block) != digest:
-            start, stop = self._table.extent(index)
-            raise _SenderFailedError(f"bytes {start} to {stop} of the state arrived damaged")
+            start = self._table.start(index)
+            raise _SenderFailedError(f"bytes {start} to {start + len(block)} of the state arrived damaged")
         self._table.set_digest(index, digest)
 
 
@@ -472,9 +433,11 @@ def _receive_exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def _receive_into(connection: socket.socket, target: memoryview) -> None:
-    """Fill ``target``; raise OSError if the peer is silent for `SILENCE_TIMEOUT_S` or closes."""
-    received = 0
+    """Fill ``target``; raise OSError if the peer closes, or is silent or slow."""
+    received, deadline = 0, time.monotonic() + BLOCK_TIMEOUT_S
     while received < len(target):
+        if time.monotonic() > deadline:  # a call waits for at most `SILENCE_TIMEOUT_S` in total
+            raise TimeoutError(f"it sent {received} of {len(target)} bytes in {BLOCK_TIMEOUT_S:g} s")
         try:
             count = connection.recv_into(target[received:], 0, socket.MSG_WAITALL)
         except BlockingIOError:

@@ -32,6 +32,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from elastic_resume.background import AcceptThread
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.writer import RetentionPolicy
@@ -43,7 +44,6 @@ from elastic_resume.snapshot.slots import MAX_SLOTS, ControlBlock, Slot, SlotSta
 
 MAX_MESSAGE_BYTES = 64 * 1024
 MAX_COUNT = 1 << 53
-ACCEPT_RETRY_S = 0.1
 RESERVE_RETRY_S = 1.0  # a second slot may fit only after a smaller one was dropped
 RESPONSE_TIMEOUT_S = 120.0  # allocating a large slot takes long
 
@@ -53,51 +53,24 @@ class SnapshotServer:
 
     def __init__(self, committer: CheckpointCommitter) -> None:
         self._committer = committer
-        self._closing = False
         self.socket_name = f"elastic_resume-snapshots-{secrets.token_hex(16)}"
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind("\0" + self.socket_name)
-        self._listener.listen(2 * MAX_LOCAL_RANKS)  # each worker's connection and its successor's
-        self._thread = threading.Thread(
-            target=self._accept, name="elastic-resume-snapshot-server", daemon=True
-        )
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind("\0" + self.socket_name)
+        listener.listen(2 * MAX_LOCAL_RANKS)  # each worker's connection and its successor's
+        self._accept_thread = AcceptThread("elastic-resume-snapshot-server", listener, self._serve_connection)
 
     def start(self) -> None:
         """Start answering."""
-        self._thread.start()
+        self._accept_thread.start()
 
     def close(self) -> None:
         """Accept no more connections; requests in progress are still answered."""
-        self._closing = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                if self._closing:
-                    return
-                time.sleep(ACCEPT_RETRY_S)  # e.g. out of descriptors for a moment
-                continue
-            if not is_same_user(connection):
-                connection.close()
-                continue
-            name = "elastic-resume-snapshot-connection"
-            thread = threading.Thread(
-                target=self._serve_connection, args=(connection,), name=name, daemon=True
-            )
-            try:
-                thread.start()
-            except RuntimeError:  # the process may start no more threads
-                connection.close()
+        self._accept_thread.close()
 
     def _serve_connection(self, connection: socket.socket) -> None:
+        if not is_same_user(connection):
+            return
         with (
-            connection,
             connection.makefile("rb") as lines,
             contextlib.suppress(OSError, ValueError, RecursionError),
         ):
@@ -309,22 +282,23 @@ class SlotClient:
         return [state for state in fitting if (state.index, state.serial) in self._populated]
 
     def map_slot(self, index: int, serial: int | None = None) -> Slot | None:
-        """Map slot ``index``; return None if it no longer exists or the committer does not answer."""
+        """Map slot ``index``; return None if it no longer exists or cannot be mapped."""
         serial = self.control_block.slot_record(index).get("serial") if serial is None else serial
         with self._lock:
             if (index, serial) not in self._slots:
                 self._unmap_stale()
+                descriptor = -1
                 try:
                     answer, descriptor = self._client.call("slot", index=index, serial=serial)
-                except OSError:
-                    return None
-                if descriptor < 0:
-                    return None
-                try:
+                    if descriptor < 0:
+                        return None
                     record = self.control_block.slot_record(index)
                     self._slots[index, serial] = Slot(descriptor, int(answer["capacity"]), serial, record)
+                except OSError:  # the committer has ended, or this process may map no more memory
+                    return None
                 finally:
-                    os.close(descriptor)
+                    if descriptor >= 0:
+                        os.close(descriptor)
             return self._slots[index, serial]
 
     def find_slot(self, snapshot_id: int) -> Slot | None:

@@ -41,6 +41,7 @@ from typing import Any, Union
 
 import xxhash
 
+from elastic_resume.checkpoint.atomic_io import memory_address
 from elastic_resume.checkpoint.json_codec import TAG
 from elastic_resume.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest, Position
 from elastic_resume.errors import CorruptError, MachineError
@@ -416,7 +417,7 @@ def populate_pages(memory: memoryview) -> None:
         MachineError: there is not enough memory.
 
     """
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    address = memory_address(memory)
     start = address - address % mmap.PAGESIZE
     size = ctypes.c_size_t(address + len(memory) - start)
     if _libc.madvise(ctypes.c_void_p(start), size, _MADV_POPULATE_WRITE) != 0:
@@ -432,10 +433,11 @@ def populate_pages(memory: memoryview) -> None:
 def can_populate_pages() -> bool:
     """Return whether `populate_pages` works on this kernel."""
     with mmap.mmap(-1, mmap.PAGESIZE) as memory:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        return bool(
-            _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), _MADV_POPULATE_WRITE) == 0
-        )
+        try:
+            memory.madvise(_MADV_POPULATE_WRITE)
+        except OSError:
+            return False
+    return True
 
 
 def round_up_to_page(count: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from elastic_resume.snapshot import slots
 from elastic_resume.snapshot.committer import CheckpointCommitter
 from elastic_resume.snapshot.ipc import SlotClient, SnapshotServer
 from elastic_resume.snapshot.slot_pool import SlotPool
+from elastic_resume.snapshot.slots import Slot
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import TensorBuffer
 from tests.support import launch_ranks
@@ -54,6 +56,7 @@ from pathlib import Path
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.snapshot.committer import CheckpointCommitter
 from elastic_resume.snapshot.slot_pool import SlotPool
+from elastic_resume.snapshot.slots import Slot
 from tests.support.snapshot_samples import SLOT_BYTES, write_snapshot
 with NodeDir.claim(Path(sys.argv[1]), "job", "a") as node_dir:
     pool = SlotPool(3 * SLOT_BYTES)
@@ -121,6 +124,28 @@ def test_slot_whose_pages_cannot_be_mapped_is_not_writable(
         assert memory.reserve(4096) > 0
         assert memory.list_writable(4096) == []
     assert memory.list_writable(4096)
+    memory.close()
+
+
+def test_slot_that_this_process_cannot_map_counts_as_missing(
+    server: SnapshotServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restore then reads the checkpoint without a slot. No descriptor is left open."""
+    memory = SlotClient(server.socket_name, 0, is_local_leader=True)
+    assert memory.reserve(4096) > 0
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    def count_open() -> int:
+        return sum("slot-0" in str(link.resolve()) for link in Path("/proc/self/fd").iterdir())
+
+    before = count_open()
+    with monkeypatch.context() as patch:
+        patch.setattr(Slot, "__init__", refuse)
+        assert memory.map_slot(0) is None
+    assert count_open() == before
+    assert memory.map_slot(0) is not None
     memory.close()
 
 

@@ -1,13 +1,17 @@
-"""The background thread of the agent: repetition, errors and end."""
+"""Background threads: repetition, errors, accepted connections, and end."""
 
 from __future__ import annotations
 
 import logging
+import os
+import resource
+import socket
 import threading
 
 import pytest
 
-from elastic_resume.background import BackgroundThread
+from elastic_resume import background
+from elastic_resume.background import AcceptThread, BackgroundThread
 from tests.support.processes import wait_for
 
 
@@ -61,3 +65,29 @@ def test_thread_runs_again_after_an_error(caplog: pytest.LogCaptureFixture) -> N
 def test_unstarted_thread_can_be_closed() -> None:
     """Nothing is waited for."""
     BackgroundThread("test", lambda: None).close()
+
+
+def test_accept_thread_serves_again_after_it_had_no_descriptor_left() -> None:
+    """A served connection is closed. `close` ends the thread, and then the port refuses."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    thread = AcceptThread("test-accept", listener, lambda connection: connection.sendall(b"served"))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.create_connection(address) as client:
+        lowest_free = os.dup(0)
+        os.close(lowest_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+        try:
+            thread.start()
+            client.settimeout(2 * background.ACCEPT_RETRY_S)
+            with pytest.raises(TimeoutError):
+                client.recv(100)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        client.settimeout(None)
+        assert client.recv(100) == b"served"
+        assert client.recv(100) == b""
+    thread.close()
+    assert not any(other.name == "test-accept" for other in threading.enumerate())
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import elastic_resume as er
 from elastic_resume import events, failpoints
 from elastic_resume.capture import copy_engine, snapshotter
-from elastic_resume.capture.copy_engine import copy_tensors, get_spec
+from elastic_resume.capture.copy_engine import copy_tensors, get_format
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.errors import UsageError
 from elastic_resume.snapshot import slots
@@ -507,13 +507,13 @@ def test_less_memory_gives_fewer_snapshots_and_same_checkpoints(
     assert text in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("with_specs", [False, True])
+@pytest.mark.parametrize("with_formats", [False, True])
 @pytest.mark.parametrize("source", [torch.ones(3).half(), torch.ones(1), torch.ones(2), torch.ones(1, 3)])
-def test_copy_refuses_tensor_with_changed_dtype_or_shape(source: Tensor, with_specs: bool) -> None:
+def test_copy_refuses_tensor_with_changed_dtype_or_shape(source: Tensor, with_formats: bool) -> None:
     """Torch would convert the dtype, or broadcast one element, without an error."""
     target = torch.zeros(3)
     with pytest.raises(ValueError, match="changed its dtype or shape"):
-        copy_tensors([target], [source], specs=[get_spec(target)] * with_specs)
+        copy_tensors([target], [source], formats=[get_format(target)] * with_formats)
     assert not target.any()
 
 

@@ -21,6 +21,7 @@ from elastic_resume import constants
 from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.reader import (
+    allocate_memory,
     checkpoint_name,
     deep_check,
     map_image,
@@ -452,3 +453,9 @@ def test_manifest_encodes_to_its_own_bytes() -> None:
     """Parsing and encoding again give the same file."""
     data = replace(make_manifest(), file_bytes=1, blocks=("0" * 32,)).to_bytes()
     assert Manifest.parse(data).to_bytes() == data
+
+
+def test_allocate_memory_beyond_limit_raises_machine_error() -> None:
+    """No checkpoint is blamed for it."""
+    with pytest.raises(MachineError, match="no memory for the state"):
+        allocate_memory(1 << 60)

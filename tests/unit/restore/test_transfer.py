@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,7 +40,10 @@ class AskedBuffer(StreamingBuffer):
 
 
 class Proxy:
-    """Forwards connections to a server; ``allowed`` bytes of each go back, then it does ``at_limit``."""
+    """Forwards connections to a server; ``allowed`` bytes of each go back, then it does ``at_limit``.
+
+    That is cut, stall, or drip: go on with one byte at a time.
+    """
 
     def __init__(self, source: BlockSender, allowed: list[int], at_limit: str) -> None:
         self._target = (source.host, source.port)
@@ -77,6 +81,9 @@ class Proxy:
                 allowed -= len(data)
             if not allowed and self._at_limit == "stall":
                 return
+            while self._at_limit == "drip" and (data := source.recv(1)):
+                target.sendall(data)
+                time.sleep(0.05)
             for each in (source, target):
                 each.shutdown(socket.SHUT_RDWR)
 
@@ -210,6 +217,19 @@ def test_receive_replaces_holder_that_stalls(serve: Serve, monkeypatch: pytest.M
     proxy.close()
 
 
+def test_receive_replaces_holder_whose_link_is_slow(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes arrive more often than the silence that is allowed, so only the time for the block ends it."""
+    monkeypatch.setattr(transfer, "BLOCK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(transfer, "SILENCE_TIMEOUT_S", 0.2)
+    slow, other, table = serve("a"), serve("b"), empty_table()
+    proxy = Proxy(slow.sender, [500], "drip")
+    receive(table, [proxy.sender, other.sender], 1)
+    assert_received(table)
+    with pytest.raises(PeerFailedError, match=rf"it sent \d+ of {BLOCK} bytes in 0\.3 s"):
+        receive(empty_table(), [proxy.sender], 1)
+    proxy.close()
+
+
 def test_receive_waits_for_holder_that_is_slow(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says so each interval, so it is not silent, though no byte comes for longer than that."""
     monkeypatch.setattr(transfer, "SILENCE_TIMEOUT_S", 0.3)
@@ -266,12 +286,27 @@ def test_cancelled_buffer_ends_a_thread_that_has_no_block_left(
     def fetch_first_block_last(receiver: Any, connection: socket.socket, index: int) -> None:
         fetch(receiver, connection, index)
         if index == 0:
-            wait_for(lambda: len(receiver._verified) == table.count - 1, "all other blocks")
+            wait_for(lambda: receiver._in_flight == {0} and not receiver._missing, "all other blocks")
 
     monkeypatch.setattr(transfer._Receiver, "_fetch_and_verify", fetch_first_block_last)
     table.buffer.cancel()
     with pytest.raises(PeerFailedError, match="cancelled"):
         receive(table, [serve("a").sender], 1)
+
+
+def test_cancelled_buffer_ends_receive_while_holder_waits(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The holder's disk sends nothing, and the holder says so each interval."""
+    monkeypatch.setattr(transfer, "ALIVE_INTERVAL_S", 0.05)
+    waiting = AskedBuffer(memoryview(bytearray(STATE)), LocalWatermark())
+    table, holder = empty_table(), serve("a", waiting)
+    task = BackgroundTask("test", lambda: receive(table, [holder.sender], 1))
+    wait_for(lambda: waiting.asked, "a request")
+    table.buffer.cancel()
+    error = task.join()
+    assert isinstance(error, PeerFailedError)
+    assert "cancelled" in str(error)
 
 
 def test_receive_without_memory_raises_machine_error(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
