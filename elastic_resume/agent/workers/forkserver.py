@@ -68,7 +68,7 @@ MAX_REQUEST_BYTES = 16 << 20
 REQUEST_TIMEOUT_S = 1.0  # a launcher shim sends its request at once; other shims wait for it
 FORK_TEST_TIMEOUT_S = 10.0
 # Starting workers need the processors for about as long. The first ones run imports of their own.
-FIRST_START_S, START_S = 2.0, 1.0
+FIRST_START_S, START_S = 2.0, 0.5
 MADV_COLLAPSE = 25  # from linux/mman.h, of Linux 6.1
 HUGE_PAGE_SIZE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 OLD_TORCH_SEED = 67280421310721  # initial seed of each process in versions of torch that do not draw it
