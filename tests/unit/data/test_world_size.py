@@ -28,7 +28,7 @@ from elastic_resume.restore.collectives import Collectives
 from elastic_resume.training.progress import RunOptions, TrainingProgress
 from tests.support import launch_ranks
 from tests.support.datasets import NumberDataset
-from tests.support.paths import SCRIPTS
+from tests.support.paths import ROOT, SCRIPTS
 
 WORLDS = st.integers(1, 9)
 JOB = SCRIPTS / "worlds.py"
@@ -532,3 +532,44 @@ def test_load_refuses_impossible_sizing(cut: Any) -> None:
     with pytest.raises(MismatchError, match="data/cut"):
         batches.load_state_dict({**batches.state_dict(), "cut": cut})
     assert "cut" not in batches.state_dict()
+
+
+STATEFUL_JOB = """
+import json, sys, torch
+from torch import nn
+from torchdata.stateful_dataloader import StatefulDataLoader
+import elastic_resume as er
+from tests.support.datasets import NumberDataset
+
+kind, folder, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
+dataset, read = NumberDataset(40), []
+if kind == "batches":
+    loader = StatefulDataLoader(dataset, batch_sampler=er.GlobalBatches(40, 6), num_workers=1)
+else:
+    loader = StatefulDataLoader(dataset, 3, sampler=er.ElasticSampler(dataset), num_workers=1)
+run = er.resume(model=nn.Linear(1, 1), data=loader, run_id=kind, ckpt_dir=folder)
+for epoch in run.epochs(1):
+    for batch in loader:
+        if run.position.step_in_epoch == steps:
+            break
+        read += [int(sample) for sample in batch] if run.loss_weight else []
+        run.step()
+    run.save()
+    break
+print(json.dumps(read))
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("kind", ["batches", "sampler"])
+def test_torchdatas_loader_around_our_samplers_resumes_on_several_ranks(tmp_path: Path, kind: str) -> None:
+    """Its own state, which belongs to one rank, is not used: another number of ranks reads the rest."""
+    script = tmp_path / "job.py"
+    script.write_text(STATEFUL_JOB)
+    read: list[int] = []
+    for world, steps in ((3, 2), (2, 1000)):
+        env = [{"PYTHONPATH": str(ROOT)}] * world
+        for done in launch_ranks.run_ranks(world, script, kind, str(tmp_path), str(steps), env=env):
+            assert done.returncode == 0, done.stderr
+            read += json.loads(done.stdout.splitlines()[-1])
+    assert sorted(read) == list(range(40))
