@@ -361,14 +361,13 @@ class _LaneReader(IterableDataset[_Item]):
 
 def _digest_names(shards: Sequence[Any]) -> str:
     """Return a digest of the shards' names and order, without the directory that all files are in."""
-    names = [
-        type(shard).__name__ if type(shard).__repr__ is object.__repr__ else str(shard) for shard in shards
-    ]
+    has_name = [getattr(type(shard), "__repr__", None) is not object.__repr__ for shard in shards]
+    names = [str(s) if named else type(s).__name__ for s, named in zip(shards, has_name, strict=True)]
     directory = os.path.commonprefix(names).rpartition("/")[0]  # noqa: RUF071  commonpath refuses mixed names
     return xxhash.xxh3_64_hexdigest("\n".join(name.removeprefix(directory) for name in names).encode())
 
 
-def _keep(item: _Item) -> _Item:
+def _keep(item: Any) -> Any:
     """Collate nothing: the reader has made the batch."""
     return item
 

@@ -64,6 +64,5 @@ def test_each_sample_is_read_once_while_the_world_changes(tmp_path: Path, worker
 
 def test_killed_run_equals_undisturbed_run() -> None:
     """Samples, random inputs, losses and weights, with workers that read ahead."""
-    assert_same_run(
-        SCRIPT, "-", "2", kills=["worker 1 at step 7", "worker 0 at step 40"], nodes=2, lines="^step"
-    )
+    kills = ["worker 1 at step 7", "worker 0 at step 40"]
+    assert_same_run(SCRIPT, "-", "2", kills=kills, nodes=1, workers_per_node=2, lines="^step")

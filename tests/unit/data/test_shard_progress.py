@@ -50,7 +50,7 @@ def test_each_sample_is_counted_once(
         progress = stored(progress).for_world(ranks, workers)
         lanes = [make_lane_items(progress, lane, sizes, batch) for lane in range(ranks * workers)]
         for step in range(steps + 1):
-            reports, taken = [], []
+            reports, taken = [], list[Sample]()
             for rank in range(ranks):
                 worker = chooser.randrange(workers)
                 samples, _, done, read, _ = next(lanes[worker * ranks + rank])
@@ -106,10 +106,12 @@ def test_state_of_many_shards_is_small() -> None:
         {"finished": [0, 1 << 6]},
         {"finished": 3},
         {"begun": [1]},
-        {"begun": [6, 1]},
-        {"lanes": [0, 0, 4, 0]},
-        {"lanes": [3, 1, 0, 0]},
-        {"lanes": [0, -1, 0, 0]},
+        {"begun": "1"},
+        {"begun": "6:1"},
+        {"lanes": "0:0 4:0"},
+        {"lanes": "3:1 0:0"},
+        {"lanes": "0:-1 0:0"},
+        {"lanes": "x:1"},
         {"turns": [None]},
         {"begun": None},
     ],
