@@ -33,9 +33,11 @@ def read_counted_samples(cluster: Cluster, kept: Path) -> dict[int, list[Any]]:
     return found
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
-def test_each_sample_is_read_once_while_the_world_changes(tmp_path: Path, workers: str) -> None:
-    """4 -> 3 -> 2 -> 5 ranks in one epoch, by kills in the middle of a step."""
+def test_each_sample_is_read_once_while_the_world_changes(tmp_path: Path) -> None:
+    """4 -> 3 -> 2 -> 5 ranks in one epoch, by kills in the middle of a step.
+
+    Worlds of 4 and 2 ranks read in the main process, those of 3 and 5 in two workers of each rank.
+    """
     kept = tmp_path / "diary"
     kept.mkdir()
     flags = ["--snapshot-every", "1", "--save-every", "1000", "--hang-timeout", "0"]
@@ -44,7 +46,7 @@ def test_each_sample_is_read_once_while_the_world_changes(tmp_path: Path, worker
         def wait_for_world(size: int) -> None:
             cluster.wait(lambda: len(list(kept.glob(f"held-*-{size}"))) >= size, f"{size} ranks that hold")
 
-        cluster.start(SCRIPT, str(kept), workers, str(HOLD), only=range(4))
+        cluster.start(SCRIPT, str(kept), "0,2", str(HOLD), only=range(4))
         wait_for_world(4)
         cluster.kill_node(3)
         wait_for_world(3)

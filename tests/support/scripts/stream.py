@@ -2,11 +2,13 @@
 
 ``stream.py FOLDER WORKERS [HOLD]``: with HOLD, a world of fewer than five ranks takes as many steps and one
 batch more, and then waits for the change of the world. FOLDER is ``-`` if only the printed lines matter.
+WORKERS is the number of workers of each loader: "0,2" means 2 if the number of ranks is odd.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import time
@@ -30,7 +32,8 @@ def read(shard: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 def main() -> None:
     """Train two epochs."""
-    folder, workers, hold = Path(sys.argv[1]), int(sys.argv[2]), int(([*sys.argv, "0"])[3])
+    folder, hold = Path(sys.argv[1]), int(([*sys.argv, "0"])[3])
+    workers = int((sys.argv[2].split(",") * 2)[int(os.environ["WORLD_SIZE"]) % 2])
     torch.manual_seed(1)
     torch.set_num_threads(1)
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Linear(4, 1))
