@@ -55,6 +55,8 @@ class Ranks(Protocol):
 class ShardedStream:
     """Batches of samples that can only be read one after the other, from shards such as files.
 
+    It is the loader of its script::
+
         def read(path):
             with open(path) as lines:
                 for line in lines:
