@@ -148,11 +148,14 @@ class ShardedStream:
     ) -> None:
         """Set how the ranks exchange progress, and what to call before each batch and at an epoch's end.
 
+        This starts a new job, until `load_state_dict` is called.
+
         Raises:
             ConfigError: the ranks made different streams, which would repeat samples and skip others.
 
         """
         self._ranks, self._before_batch, self._after_last_batch = ranks, before_batch, after_last_batch
+        self._progress, self._is_resumed = ShardProgress(len(self._shards)), False
         own = {**self._order_arguments, "batch_size": self.batch_size, "num_workers": self._num_workers}
         first, *others = ranks.gather(own)
         for rank, other in enumerate(others, 1):

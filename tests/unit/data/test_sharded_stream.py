@@ -86,9 +86,9 @@ def train(
     def run(rank: int) -> tuple[list[Step], dict[str, Any]]:
         try:
             stream, found = make_stream(), list[Step]()
+            stream.bind(ThreadRank(rank, exchange), lambda _: None, lambda: None)
             if state is not None:
                 stream.load_state_dict(json_codec.decode(json.loads(json.dumps(json_codec.encode(state)))))
-            stream.bind(ThreadRank(rank, exchange), lambda _: None, lambda: None)
             stream.start_epoch(epoch)
             for batch in stream:
                 if len(found) == steps:
@@ -331,6 +331,17 @@ def test_end_state_does_not_depend_on_interruptions(begin: Begin) -> None:
         for _ in stream:
             run.step()
     assert stream.state_dict() == {**make().state_dict(), "progress": make_progress(epoch=2)}
+
+
+def test_stream_of_an_earlier_run_in_this_process_begins_anew(begin: Begin) -> None:
+    """A later cell of a notebook may call resume again, with the same stream."""
+    stream, run = begin()
+    for _ in run.epochs(1):
+        next(iter(stream))
+        run.step()
+        break
+    _, run = begin(stream, resume="never")
+    assert sum(len(batch) for _ in run.epochs(1) for batch in stream) == len(EVERY)
 
 
 def make_progress(epoch: int) -> dict[str, Any]:
