@@ -65,6 +65,9 @@ def test_each_sample_is_read_once_while_the_world_changes(tmp_path: Path) -> Non
 
 
 def test_killed_run_equals_undisturbed_run() -> None:
-    """Samples, random inputs, losses and weights, with workers that read ahead."""
-    kills = ["worker 1 at step 7", "worker 0 at step 40"]
+    """Samples, random inputs, losses and weights, with workers that read ahead.
+
+    Step 55 is the first epoch's last one, so the second kill comes before or after the epoch's end.
+    """
+    kills = ["worker 1 at step 7", "worker 0 at step 55"]
     assert_same_run(SCRIPT, "-", "2", kills=kills, nodes=1, workers_per_node=2, lines="^step")
