@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from elastic_resume.data.global_batches import GlobalBatches as GlobalBatches
     from elastic_resume.data.rank_values import RankValues as RankValues
     from elastic_resume.data.rng import seeded as seeded
+    from elastic_resume.data.sharded_stream import ShardedStream as ShardedStream
     from elastic_resume.data.world_size import WorldChange as WorldChange
     from elastic_resume.policy.resume_plan import ResumePlan as ResumePlan
     from elastic_resume.state.load import load as load
@@ -42,6 +43,7 @@ _MODULE_BY_NAME = {
     "RankValues": "elastic_resume.data.rank_values",
     "ResumePlan": "elastic_resume.policy.resume_plan",
     "Run": "elastic_resume.training.run",
+    "ShardedStream": "elastic_resume.data.sharded_stream",
     "WorldChange": "elastic_resume.data.world_size",
     "load": "elastic_resume.state.load",
     "resume": "elastic_resume.training.run",
@@ -55,6 +57,7 @@ __all__ = [
     "RankValues",
     "ResumePlan",
     "Run",
+    "ShardedStream",
     "WorldChange",
     "__version__",
     "errors",

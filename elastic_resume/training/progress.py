@@ -13,6 +13,7 @@ from typing import TypeVar
 from elastic_resume.checkpoint.manifest import Manifest, Position
 from elastic_resume.data import world_size
 from elastic_resume.data.global_batches import SECOND_SHARDING, GlobalBatches, MicroBatch
+from elastic_resume.data.sharded_stream import ShardedStream
 from elastic_resume.data.world_size import WorldChange
 from elastic_resume.errors import UsageError
 from elastic_resume.restore.collectives import Collectives
@@ -41,17 +42,20 @@ class TrainingProgress:
         batches: GlobalBatches | None,
         options: RunOptions,
         collectives: Collectives,
+        stream: ShardedStream | None = None,
     ) -> None:
         """Start at the manifest's position, or at zero without a manifest."""
-        self.position = _start_position(manifest, batches)
+        data = stream if batches is None else batches
+        self.position = _start_position(manifest, data)
         world_size.check_change_allowed(
             options.on_world_change, manifest.world_size if manifest else None, collectives.size
         )
-        self.world_change = _apply_world_size(manifest, batches, collectives.size)
+        self.world_change = _apply_world_size(manifest, data, collectives.size)
         # Without data= the order of samples is unknown, so the epoch's finished steps cannot be skipped.
         self.repeated_steps = manifest.position.step_in_epoch if manifest and batches is None else 0
         self.is_epoch_over = False  # the last epoch is done, with the script's work after its last step
         self._batches = batches
+        self._stream = stream
         self._micro_batch: int | None = None  # index in its step; None without `read_micro_batches`
         self._steps_too_far_ahead = 0  # consecutive steps at which too many batches were handed out
         self._reads_ahead = False  # the loop takes the weights from `upcoming_batches`
@@ -60,6 +64,8 @@ class TrainingProgress:
     def loss_weight(self) -> float:
         """The factor for this rank's mean loss; see `Run.loss_weight`."""
         batches, at = self._batches, self.position.step_in_epoch
+        if self._stream is not None:
+            return self._stream.loss_weight
         if batches is None or at >= batches.steps:
             return 1.0
         if self._micro_batch is None:
@@ -94,11 +100,14 @@ class TrainingProgress:
         """Yield what belongs to each batch from the position to the end of the epoch.
 
         Raises:
-            UsageError: there is no ``data=``.
+            UsageError: ``data=`` is no `GlobalBatches` or loader around it or an `ElasticSampler`.
 
         """
         if self._batches is None:
-            raise UsageError("upcoming_batches() needs the order of samples: pass data= to er.resume().")
+            raise UsageError(
+                "upcoming_batches() needs the order of samples: pass data= to er.resume(), a GlobalBatches "
+                "or a loader with an ElasticSampler."
+            )
         self._reads_ahead = True
         return self._batches.micro_batches_from(self.position.step_in_epoch)
 
@@ -114,6 +123,13 @@ class TrainingProgress:
             self._batches.seek_start(self.position.epoch)
         elif self._batches is not None:
             self._batches.seek(self.position.epoch, self.position.step_in_epoch)
+        elif self._stream is not None and from_start and self.position.step_in_epoch:
+            raise UsageError(
+                "a ShardedStream cannot read an epoch from its start and skip finished steps. Read on from "
+                "run.begin_epoch(), without from_start, instead."
+            )
+        elif self._stream is not None:
+            self._stream.start_epoch(self.position.epoch)
         self.repeated_steps = 0
         return self.position.epoch
 
@@ -144,6 +160,8 @@ class TrainingProgress:
             self._check_what_was_read(batches, stop)
             samples += batches.samples(before.step_in_epoch)
             batches.advance(stop)
+        elif self._stream is not None:
+            samples += self._stream.count_step()
         self.position = Position(before.epoch, stop, before.step + 1, samples)
         self.is_epoch_over = False
         if self._micro_batch is not None:
@@ -163,6 +181,8 @@ class TrainingProgress:
             if unread > (batches.loader_prefetch or 0):
                 raise UsageError(_describe_unread_batches(batches.steps, at))
         self.position = self._next_epoch_position()
+        if self._stream is not None:
+            self._stream.start_epoch(self.position.epoch)
         self.is_epoch_over = True
 
     def position_to_resume_from(self) -> tuple[Position, bool]:
@@ -209,25 +229,28 @@ def _describe_unread_batches(handed_out: int, steps: int) -> str:
     )
 
 
-def _start_position(manifest: Manifest | None, batches: GlobalBatches | None) -> Position:
+def _start_position(manifest: Manifest | None, data: GlobalBatches | ShardedStream | None) -> Position:
     if manifest is None:
         return Position(epoch=0, step_in_epoch=0, step=0, samples=0)
     position = manifest.position
-    return position if batches is not None else replace(position, step_in_epoch=0)
+    return position if data is not None else replace(position, step_in_epoch=0)
 
 
 def _apply_world_size(
-    manifest: Manifest | None, batches: GlobalBatches | None, world_size: int
+    manifest: Manifest | None, data: GlobalBatches | ShardedStream | None, world_size: int
 ) -> WorldChange | None:
     """Divide epochs among the ranks of this world; return the change since the manifest, if any."""
     if manifest is None:
-        if batches is not None:
-            batches.begin_generation(None, None)
+        if isinstance(data, GlobalBatches):
+            data.begin_generation(None, None)
         return None
-    old_batch = (
-        batches.begin_generation(manifest.position, manifest.world_size) if batches is not None else None
-    )
-    new_batch = batches.global_batch if batches is not None else None
+    old_batch: int | None = None
+    new_batch: int | None = None
+    if isinstance(data, GlobalBatches):
+        old_batch = data.begin_generation(manifest.position, manifest.world_size)
+        new_batch = data.global_batch
+    elif data is not None:
+        old_batch, new_batch = data.saved_batch_size * manifest.world_size, data.batch_size * world_size
     if (old_batch, manifest.world_size) == (new_batch, world_size):
         return None
     return WorldChange(manifest.world_size, world_size, old_batch, new_batch)

@@ -30,6 +30,7 @@ from elastic_resume.config import Settings, suggest_similar
 from elastic_resume.data import elastic_sampler, rng, world_size
 from elastic_resume.data.global_batches import GlobalBatches, MicroBatch
 from elastic_resume.data.rank_values import RankValues
+from elastic_resume.data.sharded_stream import ShardedStream
 from elastic_resume.data.world_size import WorldChange
 from elastic_resume.errors import ConfigError, ElasticResumeError, MachineError, UsageError
 from elastic_resume.policy.resume_plan import ResumePlan
@@ -81,6 +82,10 @@ class Run:
             batches.bind(
                 context.collectives.rank, context.collectives.size, self._before_batch, policy=policy
             )
+        stream = tracked.get(coordinator.DATA)
+        stream = stream if isinstance(stream, ShardedStream) else None
+        if stream is not None:
+            stream.bind(context.collectives, self._before_batch, self._record_last_batch)
         self._node_dir = context.run_on_all_ranks(lambda: open_node_dir(context))
         connection: CommitterConnection | None = None
         try:
@@ -97,7 +102,7 @@ class Run:
             connection = self._committer_connection = CommitterConnection(context)
             context.slot_client = connection.slot_client
             result = coordinator.restore(context, self._node_dir, page, tracked)
-            self._progress = TrainingProgress(result.manifest, batches, options, context.collectives)
+            self._progress = TrainingProgress(result.manifest, batches, options, context.collectives, stream)
             if coordinator.DATA in tracked:  # an object that keeps its own position
                 self._progress.repeated_steps = 0
         except BaseException:
@@ -481,6 +486,9 @@ class Run:
     def _before_batch(self, first: bool) -> None:
         self._random_numbers.before_batch(self.position.step, first=first)
 
+    def _record_last_batch(self) -> None:
+        self._heartbeat.end_epoch(self.position.step)
+
     def _save_if_due(self) -> bool:
         """Take a snapshot or save if one is due. Return True if the process must end, for a drain."""
         if self._drain_request.requested and self._context.is_local_leader:
@@ -616,8 +624,8 @@ def resume(
         scaler: a GradScaler.
         ema: an averaged model, any object with ``state_dict`` and ``load_state_dict``, or tensors: one, a
             list, or a dict by name. Tensors are changed in place, or replaced in their container.
-        data: a `GlobalBatches` or the DataLoader around one, or the DataLoader around an `ElasticSampler`,
-            so that an interrupted epoch continues at its next sample.
+        data: a `GlobalBatches` or the DataLoader around one, the DataLoader around an `ElasticSampler`, or a
+            `ShardedStream`, so that an interrupted epoch continues at its next sample.
         track: further objects by name, ``track={"discriminator": d, "best": best}``. A value has the same
             forms as ``ema``, and may be a dict of such objects. A number is a tensor without dimensions that
             is changed in place. A checkpoint stores each under its name.
@@ -650,7 +658,7 @@ def resume(
         console.show_log("elastic_resume: ", os.environ)
         _check_random_options(seed, rng)
         batches = elastic_sampler.find_batches(data)
-        _check_world_change_policy(batches, on_world_change)
+        _check_world_change_policy(data, batches, on_world_change)
         settings = Settings.for_worker(
             os.environ,
             sys.argv[0],
@@ -699,11 +707,17 @@ def _check_random_options(seed: object, rng_mode: object) -> None:
         raise ConfigError(f"seed is {seed!r}: use an integer of at most 64 bits.")
 
 
-def _check_world_change_policy(batches: GlobalBatches | None, policy: object) -> None:
+def _check_world_change_policy(data: object, batches: GlobalBatches | None, policy: object) -> None:
     if policy is not None and policy not in world_size.POLICIES:
         policies = ", ".join(map(repr, world_size.POLICIES))
         raise ConfigError(f"on_world_change is {policy!r}: use one of {policies}.")
-    if batches is None and policy not in {None, world_size.ERROR}:
+    if isinstance(data, ShardedStream):
+        if policy == world_size.KEEP_GLOBAL:
+            raise ConfigError(
+                f"on_world_change is {policy!r}, but a ShardedStream reads batch_size samples on each rank, "
+                'so its global batch grows with the number of ranks: use "keep_local_batch".'
+            )
+    elif batches is None and policy not in {None, world_size.ERROR}:
         raise ConfigError(
             f"on_world_change is {policy!r}, but without data= batches cannot be divided: pass a "
             "GlobalBatches or a loader with an ElasticSampler as data=."
@@ -713,7 +727,8 @@ def _check_world_change_policy(batches: GlobalBatches | None, policy: object) ->
 def _check_single_data_order(tracked: Mapping[str, Any], batches: GlobalBatches | None) -> None:
     """Refuse a second order of samples: it would get no position, and every rank would read all of it."""
     for name, item in tracked.items():
-        if isinstance(item, (GlobalBatches, elastic_sampler.ElasticSampler)) and item is not batches:
+        is_order = isinstance(item, (GlobalBatches, elastic_sampler.ElasticSampler, ShardedStream))
+        if is_order and item is not batches and name != coordinator.DATA:
             raise ConfigError(
                 f"{name}: a run keeps its place in one order of samples, data=, and this is another one. "
                 "Leave it out of resume(): read it with torch's DistributedSampler, or bind() and seek() it."

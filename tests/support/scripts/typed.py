@@ -48,6 +48,15 @@ def report(run: er.Run, plan: er.ResumePlan, position: er.Position) -> None:
     print(position.epoch, position.step_in_epoch, position.step, position.samples)
 
 
+def read_lines(paths: list[Path], loss_sum: Tensor) -> tuple[er.ShardedStream, er.RankValues]:
+    """Return what a script with a stream of lines and a running loss would pass to `er.resume`."""
+
+    def read(path: Path) -> Iterator[str]:
+        yield from path.read_text().splitlines()
+
+    return er.ShardedStream(paths, read, batch_size=8, num_workers=2), er.RankValues(loss_sum)
+
+
 def read_again(directory: Path) -> bool:
     """Load the newest checkpoint without a process group."""
     try:
@@ -103,6 +112,7 @@ def main(directory: Path) -> None:
         for group in optimizer.param_groups:
             group["lr"] *= change.factor
 
+    assert read_lines([directory], count)
     hooks = (log_resume, scale)
     model = run.ddp(inner, gradient_as_bucket_view=True)
     with run:

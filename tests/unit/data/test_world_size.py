@@ -28,7 +28,7 @@ from elastic_resume.restore.collectives import Collectives
 from elastic_resume.training.progress import RunOptions, TrainingProgress
 from tests.support import launch_ranks
 from tests.support.datasets import NumberDataset
-from tests.support.paths import SCRIPTS
+from tests.support.paths import ROOT, SCRIPTS
 
 WORLDS = st.integers(1, 9)
 JOB = SCRIPTS / "worlds.py"
@@ -532,3 +532,45 @@ def test_load_refuses_impossible_sizing(cut: Any) -> None:
     with pytest.raises(MismatchError, match="data/cut"):
         batches.load_state_dict({**batches.state_dict(), "cut": cut})
     assert "cut" not in batches.state_dict()
+
+
+STATEFUL_JOB = """
+import json, sys, torch
+from torch import nn
+from torchdata.stateful_dataloader import StatefulDataLoader
+import elastic_resume as er
+from tests.support.datasets import NumberDataset
+
+folder, steps = sys.argv[1], int(sys.argv[2])
+dataset, read = NumberDataset(40), {}
+for kind in ("batches", "sampler"):
+    if kind == "batches":
+        loader = StatefulDataLoader(dataset, batch_sampler=er.GlobalBatches(40, 6), num_workers=1)
+    else:
+        loader = StatefulDataLoader(dataset, 3, sampler=er.ElasticSampler(dataset))
+    with er.resume(model=nn.Linear(1, 1), data=loader, run_id=kind, ckpt_dir=folder) as run:
+        read[kind] = []
+        for epoch in run.epochs(1):
+            for batch in loader:
+                if run.position.step_in_epoch == steps:
+                    break
+                read[kind] += [int(sample) for sample in batch] if run.loss_weight else []
+                run.step()
+            break
+print(json.dumps(read))
+"""
+
+
+@pytest.mark.cluster
+def test_torchdatas_loader_around_our_samplers_resumes_on_several_ranks(tmp_path: Path) -> None:
+    """Its own state, which belongs to one rank, is not used: another number of ranks reads the rest."""
+    script = tmp_path / "job.py"
+    script.write_text(STATEFUL_JOB)
+    read: dict[str, list[int]] = {"batches": [], "sampler": []}
+    for world, steps in ((2, 3), (1, 1000)):
+        env = [{"PYTHONPATH": str(ROOT)}] * world
+        for done in launch_ranks.run_ranks(world, script, str(tmp_path), str(steps), env=env):
+            assert done.returncode == 0, done.stderr
+            for kind, samples in json.loads(done.stdout.splitlines()[-1]).items():
+                read[kind] += samples
+    assert [sorted(samples) for samples in read.values()] == [list(range(40))] * 2
