@@ -57,6 +57,19 @@ def read_lines(paths: list[Path], loss_sum: Tensor) -> tuple[er.ShardedStream, e
     return er.ShardedStream(paths, read, batch_size=8, num_workers=2), er.RankValues(loss_sum)
 
 
+def train_as_a_library(run: er.Run, loader: DataLoader[tuple[Tensor, ...]]) -> float:
+    """Train one epoch in a loop that reads ahead, after installing signal handlers."""
+    run.take_signals()
+    run.begin_epoch()
+    weights = 0.0
+    for _, upcoming in zip(loader, run.upcoming_batches(), strict=False):
+        weights += upcoming.loss_weight
+        if upcoming.is_last:
+            run.step()
+    run.end_epoch()
+    return weights
+
+
 def read_again(directory: Path) -> bool:
     """Load the newest checkpoint without a process group."""
     try:
