@@ -31,7 +31,8 @@ from elastic_resume.state import state_dict
 SAMPLES, BATCH, EPOCHS = 98, 16, 3
 STEPS_PER_EPOCH = -(-SAMPLES // BATCH)
 EVALUATE_EVERY, SAVE_EVERY = 4, 5
-MAX_STEPS, PATIENCE = 17, 1
+MAX_STEPS, PATIENCE = 17, 2
+MARGIN = 0.05  # of the loss, by which a better model must be better
 
 
 class Stopper:
@@ -43,7 +44,7 @@ class Stopper:
 
     def update(self, loss: float, model: nn.Module) -> None:
         """Compare ``loss`` with the best one."""
-        if loss < self.best_loss:
+        if loss < self.best_loss - MARGIN:
             self.best_loss, self.bad = loss, 0
             for name, value in model.state_dict().items():
                 self.weights[name].copy_(value)
