@@ -1,0 +1,332 @@
+"""Train with Hugging Face Accelerate: `prepare` restores what ``accelerator.prepare`` wraps.
+
+The script keeps its loop and its `Accelerator`. `prepare` wraps model, optimizer and scheduler by the
+accelerator, restores them by `er.resume`, and replaces these methods of the given accelerator:
+
+- ``accumulate``: a step ends with its last micro-batch, whose number depends on the number of ranks;
+- ``backward``: weights the loss, and does not divide it by ``gradient_accumulation_steps``;
+- ``save_state``: automatic names go on counting, a folder that no commit covers is replaced, and no rank goes
+  on before all have written;
+- ``prepare_data_loader``, ``load_state``, ``skip_first_batches``, ``register_for_checkpointing``: refuse what
+  would read a part of the samples, or undo what was restored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from elastic_resume.data import world_size
+from elastic_resume.data.elastic_sampler import ElasticSampler
+from elastic_resume.data.global_batches import SECOND_SHARDING, GlobalBatches
+from elastic_resume.errors import ConfigError, MachineError, UsageError
+from elastic_resume.integrations import require_versions
+from elastic_resume.state import state_dict
+from elastic_resume.training import worker_exit
+from elastic_resume.training.run import Run, resume
+from elastic_resume.units import format_count
+
+OLDEST, NEWEST = "1.15", "1.20"
+require_versions("accelerate", OLDEST, NEWEST)
+
+from accelerate import Accelerator  # noqa: E402  a missing or other version is named before
+from accelerate.scheduler import AcceleratedScheduler  # noqa: E402
+from accelerate.utils import DDPCommunicationHookType  # noqa: E402
+
+MAX_WRAPPERS = 8  # samplers within samplers
+PREPARED_LOADER = (
+    f"accelerator.prepare() was given the loader of the run. {SECOND_SHARDING} Move each batch to "
+    "accelerator.device in the loop."
+)
+# The replaced methods, with the parameters that are relied on.
+PARAMETERS = {
+    "accumulate": ("models",),
+    "backward": ("loss",),
+    "prepare_data_loader": ("data_loader",),
+    "save_state": ("output_dir",),
+    "load_state": ("input_dir",),
+    "skip_first_batches": ("dataloader",),
+    "register_for_checkpointing": ("objects",),
+}
+
+
+def _check_methods() -> None:
+    """Raise MachineError unless Accelerate has the methods that are replaced."""
+    for name, wanted in PARAMETERS.items():
+        method = getattr(Accelerator, name, None)
+        if method is None or not set(wanted) <= set(inspect.signature(method).parameters):
+            raise MachineError(
+                f"this accelerate has no Accelerator.{name}({', '.join(wanted)}): "
+                f"elastic_resume.integrations.accelerate works with the published versions {OLDEST} to below "
+                f"{NEWEST}. Install one of them."
+            )
+
+
+_check_methods()
+
+
+class Prepared(NamedTuple):
+    """What a script trains with. ``scheduler`` is None if none was given."""
+
+    run: Run
+    model: Any
+    optimizer: Any
+    scheduler: Any
+
+
+def prepare(
+    accelerator: Accelerator,
+    *,
+    model: Any,
+    optimizer: Any,
+    data: Any,
+    scheduler: Any = None,
+    track: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Prepared:
+    """Prepare by the accelerator, then restore the newest state. Replaces ``accelerator.prepare``.
+
+    Args:
+        accelerator: for DDP or a single process. Its mixed precision, trackers and DDP arguments are kept.
+        model: a module, or a dict of several; prepared or not.
+        optimizer: an optimizer, or a dict of several.
+        data: a `GlobalBatches`, or the DataLoader around one or around an `ElasticSampler`. The loader is not
+            prepared: move each batch to ``accelerator.device``.
+        scheduler: a scheduler, or a dict of several. It steps once per optimizer step, whatever the number of
+            processes.
+        track: as in `er.resume`. Objects that were given to ``register_for_checkpointing`` are tracked too.
+        **options: further arguments of `er.resume`.
+
+    Raises:
+        ConfigError: the accelerator shards the state, divides the loader, or accumulates gradients without
+            ``micro_batch=``; or an argument of `er.resume` is wrong.
+        ElasticResumeError: see `er.resume`.
+
+    """
+    worker_exit.install_startup_hook()  # `resume` replaces it; errors before it are reported too
+    _check_accelerator(accelerator, data)
+    model, optimizer = (_map(accelerator.prepare, item) for item in (model, optimizer))
+    if scheduler is not None:
+        scheduler = _map(accelerator.prepare, scheduler)
+        for wrapper in _values(scheduler):
+            if isinstance(wrapper, AcceleratedScheduler):
+                wrapper.split_batches = True  # else it steps once per process
+    if accelerator.has_lomo_optimizer:
+        raise ConfigError(
+            "LOMO optimizers change the weights during backward(), so no step boundary has a whole state. "
+            "Use another optimizer."
+        )
+    accelerator.gradient_accumulation_steps = 1  # backward() divides by it; the loss weights do that exactly
+    registered = _find_registered(accelerator, model, optimizer, scheduler, *(track or {}).values())
+    run = resume(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        scaler=accelerator.scaler,
+        data=data,
+        track={**(track or {}), **registered, "accelerate.save_iteration": _SaveIteration(accelerator)},
+        **options,
+    )
+    if run.plan.kind != "checkpoint":
+        try:
+            _check_no_other_folders(accelerator)
+        except ConfigError:
+            run.close()  # an exception is being handled, so it saves nothing
+            raise
+    for module in _values(model):
+        if state_dict.find_parallel_wrapper(module) is not None:
+            run.ddp(module)  # sets the recorded bucket order in Accelerate's DDP
+    methods = _Methods(accelerator, run)
+    for name in PARAMETERS:
+        setattr(accelerator, name, getattr(methods, name))
+    return Prepared(run, model, optimizer, scheduler)
+
+
+class _SaveIteration:
+    """The number in the next automatic name of ``save_state``."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._configuration = accelerator.project_configuration
+
+    def state_dict(self) -> dict[str, int]:
+        return {"iteration": self._configuration.iteration}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._configuration.iteration = state["iteration"]
+
+
+class _Methods:
+    """The methods that replace those of one accelerator. Its class's own do the work."""
+
+    def __init__(self, accelerator: Accelerator, run: Run) -> None:
+        self._accelerator, self._run = accelerator, run
+        self._class = type(accelerator)
+        self._first_iteration = accelerator.save_iteration
+
+    @contextlib.contextmanager
+    def accumulate(self, *models: Any) -> Iterator[None]:
+        """Add up gradients until the step's last micro-batch."""
+        self._accelerator.sync_gradients = is_last = self._run.last_micro_batch
+        with contextlib.ExitStack() as stack:
+            for model in () if is_last else models:
+                stack.enter_context(self._accelerator.no_sync(model))
+            yield
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Add the gradients of this rank's part of the loss over the global batch."""
+        if self._accelerator.sync_gradients and not self._run.last_micro_batch:
+            raise UsageError(
+                "accelerator.backward() was called outside of accelerator.accumulate(), and the step has "
+                "further micro-batches: put `with accelerator.accumulate(model):` around the work on each "
+                "batch of run.micro_batches(loader)."
+            )
+        self._class.backward(self._accelerator, loss * self._run.loss_weight, **kwargs)
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Refuse a loader of ours; prepare another one, for an evaluation."""
+        if _is_ours(data_loader):
+            raise UsageError(PREPARED_LOADER)
+        return self._class.prepare_data_loader(self._accelerator, data_loader, *args, **kwargs)
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Save; replace a folder of this name that an earlier generation wrote after its last commit."""
+        with self._run.busy("accelerator.save_state"):
+            if self._may_have_saved_before():
+                if self._accelerator.is_local_main_process:
+                    name = f"checkpoint_{self._accelerator.save_iteration}"
+                    shutil.rmtree(
+                        Path(self._accelerator.project_dir, "checkpoints", name), ignore_errors=True
+                    )
+                self._accelerator.wait_for_everyone()
+            folder = self._class.save_state(self._accelerator, *args, **kwargs)
+            # If a rank dies here, the others must not finish the step: the folder would stay incomplete.
+            self._accelerator.wait_for_everyone()
+        return folder
+
+    def _may_have_saved_before(self) -> bool:
+        """Return whether the next automatic name may be that of a folder of this job.
+
+        It is not another job's: the fresh start, from which the restored state comes, found none.
+        """
+        return (
+            self._accelerator.project_configuration.automatic_checkpoint_naming
+            and self._run.plan.kind == "checkpoint"
+            and self._accelerator.save_iteration >= self._first_iteration
+        )
+
+    def load_state(self, *_: Any, **__: Any) -> None:
+        """Refuse: everything has been restored."""
+        raise UsageError(
+            "accelerator.load_state() would put an older state in the place of the one that prepare() has "
+            "restored: leave it out. To begin from a folder of save_state(), load its weights into the model "
+            "before prepare()."
+        )
+
+    def skip_first_batches(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Refuse a loader of ours, which begins at the right batch."""
+        if _is_ours(dataloader):
+            raise UsageError(
+                "accelerator.skip_first_batches() was given the loader of the run, which continues at the "
+                "next batch by itself: leave it out."
+            )
+        return self._class.skip_first_batches(self._accelerator, dataloader, *args, **kwargs)
+
+    def register_for_checkpointing(self, *_: Any) -> None:
+        """Refuse: a state that is already restored cannot get further objects."""
+        raise UsageError(
+            "accelerator.register_for_checkpointing() was called after prepare(), so the object would not be "
+            "restored: call it before, or pass the object to prepare() in track=."
+        )
+
+
+def _check_accelerator(accelerator: Accelerator, data: Any) -> None:
+    """Raise ConfigError for what cannot be restored, or would train on other gradients."""
+    kind = accelerator.distributed_type.name
+    if not (kind == "NO" or kind.startswith("MULTI_")) or accelerator.parallelism_config is not None:
+        name = "a parallelism_config" if accelerator.parallelism_config is not None else kind
+        raise ConfigError(
+            f"the accelerator uses {name}, and elastic_resume needs a whole replica on each rank: it works "
+            "with Accelerate's DDP and with a single process. FSDP, DeepSpeed, Megatron-LM, XLA, tensor and "
+            "context parallelism are not supported."
+        )
+    processes = world_size.read_rank_and_world_size()[1]
+    if accelerator.num_processes != processes:
+        raise ConfigError(
+            f"the accelerator counts {format_count(accelerator.num_processes, 'process', 'processes')} and "
+            f"the job has {processes}, so each would train alone. On CPUs write Accelerator(cpu=True), or "
+            "set ACCELERATE_USE_CPU=true as `accelerate launch` does."
+        )
+    if accelerator.mixed_precision == "fp8":
+        raise ConfigError(
+            "mixed_precision='fp8' has not been tested with elastic_resume: use 'bf16', 'fp16' or 'no'."
+        )
+    hook = getattr(accelerator.ddp_handler, "comm_hook", None)
+    if hook in {DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD}:
+        raise ConfigError(
+            "the PowerSGD hook of DDP has a state on each rank, which is not restored: use the fp16 or bf16 "
+            "hook, or none."
+        )
+    if any(_is_ours(loader) for loader in accelerator._dataloaders):  # noqa: SLF001  there is no public list
+        raise ConfigError(PREPARED_LOADER)
+    steps = accelerator.gradient_accumulation_steps
+    if steps > 1 and getattr(getattr(data, "batch_sampler", data), "micro_batch", None) is None:
+        raise ConfigError(
+            f"the accelerator has gradient_accumulation_steps={steps}, but data= has one batch per step. "
+            "Give GlobalBatches the samples of a whole step as global_batch=, and those of one forward pass "
+            "as micro_batch=."
+        )
+
+
+def _check_no_other_folders(accelerator: Accelerator) -> None:
+    """Raise ConfigError at a fresh start if ``save_state`` would come to the folder of another job.
+
+    Accelerate would fail there. After the restart the folder would count as this job's, and be removed.
+    """
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        return
+    parent = Path(accelerator.project_dir, "checkpoints")
+    names = (re.fullmatch(r"checkpoint_(\d+)", path.name) for path in parent.glob("checkpoint_*"))
+    numbers = [int(name[1]) for name in names if name is not None]
+    if max(numbers, default=-1) >= accelerator.save_iteration:
+        raise ConfigError(
+            f"{parent} has folders of accelerator.save_state() up to checkpoint_{max(numbers)}, and this job "
+            "started without a saved state, so they may be another job's. Move them away, or go on behind "
+            f"them: ProjectConfiguration(iteration={max(numbers) + 1})."
+        )
+
+
+def _find_registered(accelerator: Accelerator, *others: Any) -> dict[str, Any]:
+    """Return the objects of ``register_for_checkpointing`` that are not among ``others``."""
+    given = [state_dict.unwrap(item) for other in others for item in _values(other)]
+    found = accelerator._custom_objects  # noqa: SLF001  there is no public list
+    return {
+        f"accelerate.registered_{number}": item
+        for number, item in enumerate(found)
+        if not any(state_dict.unwrap(item) is one for one in given)
+    }
+
+
+def _is_ours(loader: Any) -> bool:
+    """Return whether ``loader`` reads our batches, perhaps through samplers of Accelerate."""
+    inner = loader
+    for _ in range(MAX_WRAPPERS):
+        batches = getattr(inner, "batch_sampler", None)
+        inner = getattr(inner, "sampler", None) if batches is None else batches
+        if isinstance(inner, (GlobalBatches, ElasticSampler)):
+            return True
+    return False
+
+
+def _map(function: Callable[[Any], Any], item: Any) -> Any:
+    return {name: _map(function, one) for name, one in item.items()} if type(item) is dict else function(item)
+
+
+def _values(item: Any) -> list[Any]:
+    return [value for one in item.values() for value in _values(one)] if type(item) is dict else [item]

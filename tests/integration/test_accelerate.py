@@ -1,0 +1,338 @@
+"""Jobs with Hugging Face Accelerate: killed at every place of the loop, they end like the undisturbed job.
+
+tests/support/scripts/accelerate_job.py is the job. Compared bit for bit are the samples of each micro-batch,
+losses, learning rates, metrics, and at the end weights, optimizers, schedulers and tracked objects.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic_resume.errors import ConfigError, MachineError
+from elastic_resume.testing import Cluster, assert_same_run
+from tests.support import launch_ranks
+from tests.support.paths import ROOT, SCRIPTS
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+SCRIPT, MISUSE = SCRIPTS / "accelerate_job.py", SCRIPTS / "accelerate_misuse.py"
+BEFORE, EXAMPLE = (ROOT / "examples" / f"accelerate_digits{end}.py" for end in ("_before", ""))
+FLAGS = ["--snapshot-every", "1", "--save-every", "1000"]
+SOAK = "ELASTIC_RESUME_SOAK_KILLS" in os.environ
+
+# Place in the loop, step and rank of the worker that is killed there. The job evaluates in steps 4, 8, … and
+# saves in steps 5, 10, …; epochs end with steps 7, 14 and 21.
+KILLS = [
+    ("begin", 2, 1),
+    ("forward", 3, 0),
+    ("evaluation", 4, 2),
+    ("backward", 6, 1),
+    ("epoch-end", 8, 0),
+    ("save", 10, 1),
+    ("stepped", 12, 2),
+    ("recorded", 14, 0),
+    ("told", 17, 1),
+]
+DRAIN_STEP = 9
+FEW = ("evaluation", "epoch-end", "save")
+VARIANTS: list[tuple[str, ...]] = [("accumulate",)]
+if SOAK:
+    VARIANTS = [
+        (),
+        ("accumulate", "bf16", "workers", "pair"),
+        ("bf16",),
+        ("workers",),
+        ("pair",),
+        ("sampler",),
+        ("sampler", "workers"),
+        ("max-steps", "accumulate"),
+        ("stop",),
+        *VARIANTS,
+    ]
+
+Diary = dict[tuple[str, int, int], list[dict[str, Any]]]  # (kind, step, rank) -> records, by generation
+
+
+def diary_of(directory: Path) -> Diary:
+    """Read the records of all ranks."""
+    found: Diary = defaultdict(list)
+    for path in sorted(directory.glob("g*-r*.jsonl")):
+        rank = int(path.stem.rpartition("-r")[2])
+        for line in path.read_text().splitlines():
+            entry = json.loads(line)
+            found[entry.pop("kind"), entry["step"], rank].append(entry)
+    return found
+
+
+def ends_of(directory: Path) -> list[dict[str, Any]]:
+    """Return the final state of each rank."""
+    return [json.loads(path.read_text()) for path in sorted(directory.glob("end-*.json"))]
+
+
+Undisturbed = Callable[[tuple[str, ...]], Path]
+
+
+@pytest.fixture(scope="module")
+def run_undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """Return a function that runs the job without a launcher, once for the same options.
+
+    It returns the directory of the records.
+    """
+
+    @functools.cache
+    def run(options: tuple[str, ...]) -> Path:
+        diary = tmp_path_factory.mktemp("calm")
+        env = {"ELASTIC_RESUME_CKPT_DIR": str(diary / "ckpt"), "ELASTIC_RESUME_SAVE_EVERY": "1000"}
+        each = [{**env, "ELASTIC_RESUME_NODE_NAME": f"n{rank}"} for rank in range(3)]
+        for done in launch_ranks.run_ranks(3, SCRIPT, str(diary), *options, env=each):
+            assert done.returncode == 0, done.stderr
+        return diary
+
+    return run
+
+
+def compare(disturbed: Path, calm: Path, kills: list[tuple[str, int, int]]) -> None:
+    """Check that every record equals the undisturbed run's, those of repeated steps too.
+
+    A rank that was killed behind the all-reduce may lack the record of that step, if the others finished it.
+    """
+    records, expected = diary_of(disturbed), diary_of(calm)
+    assert records.keys() <= expected.keys()
+    missing = {(step + 1, rank) for _, step, rank in expected.keys() - records.keys()}
+    assert missing <= {(step, rank) for _, step, rank in kills}
+    for place, entries in records.items():
+        (undisturbed,) = expected[place]
+        assert entries == [undisturbed] * len(entries), place
+    assert ends_of(disturbed) == ends_of(calm)
+    assert len(ends_of(calm)) == 3
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids="-".join)
+def test_job_killed_at_every_place_equals_undisturbed_job(
+    tmp_path: Path, run_undisturbed: Undisturbed, options: tuple[str, ...]
+) -> None:
+    """Kills of workers, then a node is killed and another one terminated; both come back."""
+    calm = run_undisturbed(options)
+    last = ends_of(calm)[0]["step"]
+    assert last < 21 or not {"max-steps", "stop"} & {*options}, "the job did not stop early"
+    diary = tmp_path / "diary"
+    diary.mkdir()
+    kills = [kill for kill in KILLS if kill[1] < last - 1 and (SOAK or kill[0] in FEW)]
+    with Cluster(tmp_path, nodes=3, min_nodes=3, flags=FLAGS) as cluster:
+
+        def arm(chosen: list[tuple[str, int, int]]) -> list[str]:
+            return [
+                cluster.failpoints.arm(f"job.{place}=kill", step=step, rank=rank)
+                for place, step, rank in chosen
+            ]
+
+        armed = arm([kill for kill in kills if kill[1] < DRAIN_STEP])
+        hold_kill, hold_drain, hold_late_drain = (
+            cluster.failpoints.arm(f"job.{place}=wait", step=step, rank=0)
+            for place, step in (("forward", 5), ("begin", DRAIN_STEP), ("begin", DRAIN_STEP + 1))
+        )
+        cluster.start(SCRIPT, str(diary), *options)
+        cluster.wait(lambda: cluster.failpoints.is_waiting(hold_kill), "step 5")
+        cluster.kill_node(2)
+        cluster.start_node(2)
+        cluster.wait(lambda: cluster.failpoints.is_waiting(hold_drain), "the step of the drain")
+        cluster.kill_agent(1, signal.SIGTERM)
+        cluster.failpoints.release(hold_drain)  # the node leaves after this step, or after the next one
+        assert cluster.wait_exit(only=[1]) == [128 + signal.SIGTERM]
+        cluster.failpoints.release(hold_late_drain)
+        armed += arm([kill for kill in kills if kill[1] > DRAIN_STEP])
+        cluster.start_node(1)
+        assert cluster.wait_exit() == [0, 0, 0], cluster.output_tails()
+        resumed = cluster.events("resume")
+        assert all(cluster.failpoints.read_fired(one) for one in armed)
+    assert [event["generation"] for event in resumed] == list(range(1, len(kills) + 4))
+    assert all(event["kind"] == "checkpoint" for event in resumed[1:])
+    compare(diary, calm, kills)
+
+
+def steps_of(diary: Diary) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yield step, rank and the newest record of each step."""
+    return ((step, rank, entries[-1]) for (kind, step, rank), entries in diary.items() if kind == "step")
+
+
+def read_samples(diary: Diary) -> dict[int, set[int]]:
+    """Return the samples of each step over all ranks."""
+    found: dict[int, set[int]] = defaultdict(set)
+    for step, _, entry in steps_of(diary):
+        found[step].update(entry["read"])
+    return found
+
+
+def test_job_of_changing_size_reads_same_samples(tmp_path: Path, run_undisturbed: Undisturbed) -> None:
+    """A node dies, two go on, and it comes back; each step has the samples of the undisturbed job."""
+    calm = run_undisturbed(("accumulate",))
+    diary = tmp_path / "diary"
+    diary.mkdir()
+    with Cluster(tmp_path, nodes=3, min_nodes=2, flags=FLAGS) as cluster:
+        hold_kill = cluster.failpoints.arm("job.backward=wait", step=5, rank=0)
+        hold_return = cluster.failpoints.arm("job.begin=wait", step=11, rank=0)
+        cluster.start(SCRIPT, str(diary), "accumulate")
+        cluster.wait(lambda: cluster.failpoints.is_waiting(hold_kill), "step 5")
+        cluster.kill_node(2)
+        cluster.wait(lambda: cluster.failpoints.is_waiting(hold_return), "step 11")
+        cluster.start_node(2)
+        cluster.wait(generation=3)
+        assert cluster.wait_exit() == [0, 0, 0], cluster.output_tails()
+        sizes = [event["world_size"] for event in cluster.events("resume")]
+    assert sizes == [3, 2, 3]
+    samples = read_samples(diary_of(diary))
+    assert samples == read_samples(diary_of(calm))
+    (before, *_), (after, *_) = (ends_of(calm), ends_of(diary))
+    assert after["step"] == before["step"]
+    assert after["saved"] == before["saved"]
+    # The scheduler stepped once per optimizer step, whatever the number of processes.
+    rates = [{step: entry["rates"] for step, _, entry in steps_of(diary_of(one))} for one in (diary, calm)]
+    assert rates[0] == rates[1]
+
+
+EXPECTED = {
+    "without cpu=True": "ConfigError: the accelerator counts 1 process and the job has 2",
+    "prepared loader": "ConfigError: accelerator.prepare() was given the loader of the run",
+    "dispatched loader": "ConfigError: accelerator.prepare() was given the loader of the run",
+    "prepared by another accelerator": "UsageError: the loader has handed out the batches of",
+    "accumulation without micro_batch": "ConfigError: the accelerator has gradient_accumulation_steps=4",
+    "prepare(loader) afterwards": "UsageError: accelerator.prepare() was given the loader of the run",
+    "skip_first_batches": "UsageError: accelerator.skip_first_batches() was given the loader of the run",
+    "load_state": "UsageError: accelerator.load_state() would put an older state",
+    "register_for_checkpointing": "UsageError: accelerator.register_for_checkpointing() was called after",
+    "backward without accumulate": "UsageError: accelerator.backward() was called outside of",
+    "folders of another job": "ConfigError: ",
+}
+
+
+def test_each_misuse_ends_with_its_error(tmp_path: Path) -> None:
+    """On both ranks; nothing is trained on a part of the samples."""
+    env = {"ELASTIC_RESUME_CKPT_DIR": str(tmp_path)}
+    each = [{**env, "ELASTIC_RESUME_NODE_NAME": f"n{rank}"} for rank in range(2)]
+    for done in launch_ranks.run_ranks(2, MISUSE, "misuse", str(tmp_path / "project"), env=each):
+        assert done.returncode == 0, done.stderr
+        errors = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+        assert errors.keys() == EXPECTED.keys()
+        for name, start in EXPECTED.items():
+            assert errors[name].startswith(start), f"{name}: {errors[name]}"
+
+
+def make_accelerator(**attributes: Any) -> Any:
+    """Return what `prepare` reads of an accelerator."""
+    from accelerate.utils import DistributedType  # noqa: PLC0415  seconds
+
+    kinds = {
+        "distributed_type": DistributedType.NO,
+        "parallelism_config": None,
+        "num_processes": 1,
+        "mixed_precision": "no",
+        "ddp_handler": None,
+        "gradient_accumulation_steps": 1,
+        "_dataloaders": [],
+    }
+    return SimpleNamespace(**{**kinds, **attributes})
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        *[({"kind": kind}, f"uses {kind}") for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")],
+        ({"parallelism_config": object()}, "uses a parallelism_config"),
+        ({"mixed_precision": "fp8"}, "fp8"),
+        ({"comm_hook": "POWER_SGD"}, "PowerSGD"),
+    ],
+)
+def test_unsupported_accelerator_is_refused_by_name(attributes: dict[str, Any], message: str) -> None:
+    """Before anything is prepared."""
+    from accelerate.utils import DDPCommunicationHookType, DistributedType  # noqa: PLC0415  seconds
+
+    from elastic_resume.integrations.accelerate import prepare  # noqa: PLC0415  needs accelerate
+
+    if "kind" in attributes:
+        attributes = {"distributed_type": DistributedType[attributes["kind"]]}
+    if "comm_hook" in attributes:
+        hook = DDPCommunicationHookType[attributes["comm_hook"]]
+        attributes = {"ddp_handler": SimpleNamespace(comm_hook=hook)}
+    with pytest.raises(ConfigError, match=message):
+        prepare(make_accelerator(**attributes), model=None, optimizer=None, data=None)
+
+
+def test_changed_method_of_accelerate_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the range of versions, at import."""
+    from accelerate import Accelerator  # noqa: PLC0415  seconds
+
+    from elastic_resume.integrations import accelerate as integration  # noqa: PLC0415  needs accelerate
+
+    integration._check_methods()
+    monkeypatch.setattr(Accelerator, "backward", print)
+    with pytest.raises(MachineError, match=r"no Accelerator\.backward\(loss\).* 1\.12 to below 1\.20"):
+        integration._check_methods()
+
+
+def test_example_differs_from_plain_script_by_few_lines() -> None:
+    """Imports, the loader, prepare(), the loop over epochs, the device and run.step()."""
+    before, after = (path.read_text().partition('"""\n')[2].splitlines() for path in (BEFORE, EXAMPLE))
+    changes = difflib.ndiff(before[before.index("import torch") :], after[after.index("import torch") :])
+    changed = [line for line in changes if line.startswith(("+ ", "- ")) and line[2:].strip()]
+    assert len([line for line in changed if line.startswith("- ")]) == 4
+    assert len([line for line in changed if line.startswith("+ ")]) == 9
+    assert len(EXAMPLE.read_text().splitlines()) <= 80
+
+
+def test_example_learns_on_two_ranks(tmp_path: Path) -> None:
+    """With the environment that torchrun sets; the first rank of each node prints."""
+    env = {"ELASTIC_RESUME_CKPT_DIR": str(tmp_path)}
+    each = [{**env, "ELASTIC_RESUME_NODE_NAME": f"n{rank}"} for rank in range(2)]
+    first, second = launch_ranks.run_ranks(2, EXAMPLE, "--epochs", "10", env=each)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert second.stdout == first.stdout
+    check_example(first.stdout)
+
+
+def check_example(output: str) -> None:
+    """Check that ten epochs were trained, each once, and that the model has learned."""
+    lines = output.splitlines()
+    assert [line.split(":")[0] for line in lines] == [f"epoch {number}" for number in range(1, 11)]
+    assert float(lines[-1].rpartition(" ")[2].rstrip("%")) >= 90
+
+
+if SOAK:
+
+    def test_launchers_continue_the_example_of_each_other(tmp_path: Path) -> None:
+        """Epochs by python, torchrun and elastic-resume: one training."""
+        python = [sys.executable, "-W", "error"]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        elastic = [sys.executable, "-m", "elastic_resume", "run", "--nproc-per-node", "2"]
+        output = ""
+        for launcher, epochs in ((python, 3), (torchrun, 5), ([*elastic, "--rdzv-id", EXAMPLE.stem], 10)):
+            done = subprocess.run(
+                [*launcher, str(EXAMPLE), "--epochs", str(epochs)],
+                cwd=tmp_path,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=240,
+            )
+            assert done.returncode == 0, done.stderr[-4000:]
+            output += done.stdout
+        check_example(output)
+
+    def test_example_as_it_is_passes_assert_same_run() -> None:
+        """With a worker and a node killed."""
+        flags = ["--preload", "sklearn.datasets"]
+        kills = ["worker 1 at step 20", "node 2 at step 80"]
+        assert_same_run(EXAMPLE, kills=kills, flags=flags, lines="^epoch")

@@ -1,0 +1,142 @@
+"""Uses Accelerate wrongly in several ways on two ranks, and prints the error of each as one line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elastic_resume as er
+from elastic_resume.errors import ElasticResumeError
+from elastic_resume.integrations.accelerate import prepare
+
+DATASET = TensorDataset(torch.randn(96, 8), torch.arange(96) % 2)
+
+
+def make_accelerator(**arguments: Any) -> Accelerator:
+    """Make an accelerator that shares no state with those before."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    return Accelerator(**arguments)
+
+
+def make_loader(**arguments: Any) -> DataLoader[Any]:
+    """Make a loader of our batches."""
+    return DataLoader(DATASET, batch_sampler=er.GlobalBatches(96, 12, **arguments))
+
+
+def make_run(accelerator: Accelerator, data: Any) -> tuple[er.Run, Any, Any]:
+    """Prepare a new job."""
+    model = nn.Linear(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared = prepare(
+        accelerator, model=model, optimizer=optimizer, data=data, run_id=sys.argv[1], resume="never"
+    )
+    return prepared.run, prepared.model, prepared.optimizer
+
+
+def without_cpu() -> None:
+    """Each rank would train alone."""
+    make_run(make_accelerator(), make_loader())
+
+
+def prepared_loader(**arguments: Any) -> None:
+    """The loader that prepare() gets was prepared."""
+    accelerator = make_accelerator(cpu=True, **arguments)
+    make_run(accelerator, accelerator.prepare(make_loader()))
+
+
+def dispatched_loader() -> None:
+    """Rank 0 reads for all, and divides its own share."""
+    prepared_loader(dataloader_config=DataLoaderConfiguration(dispatch_batches=True, split_batches=True))
+
+
+def prepared_behind_our_back() -> None:
+    """The loader was prepared by another accelerator, and prepare() gets the batches."""
+    loader = make_loader()
+    batches = loader.batch_sampler
+    other = make_accelerator(cpu=True).prepare(loader)
+    accelerator = make_accelerator(cpu=True)
+    run, model, optimizer = make_run(accelerator, batches)
+    with run:
+        for _ in run.epochs(2):
+            for inputs, labels in other:
+                accelerator.backward(nn.functional.cross_entropy(model(inputs), labels))
+                optimizer.step()
+                optimizer.zero_grad()
+                run.step()
+
+
+def accumulation_without_micro_batches() -> None:
+    """Nothing would be accumulated."""
+    make_run(make_accelerator(cpu=True, gradient_accumulation_steps=4), make_loader())
+
+
+def after_prepare(name: str, *arguments: Any) -> None:
+    """A method that is refused from then on."""
+    accelerator = make_accelerator(cpu=True)
+    loader = make_loader()
+    run, _, _ = make_run(accelerator, loader)
+    with run:
+        getattr(accelerator, name)(*(arguments or (loader,)))
+
+
+def backward_without_accumulate() -> None:
+    """The first micro-batch would become a step."""
+    loader = make_loader(micro_batch=2)
+    accelerator = make_accelerator(cpu=True)
+    run, model, _ = make_run(accelerator, loader)
+    with run:
+        for _ in run.epochs(1):
+            for inputs, labels in run.micro_batches(loader):
+                accelerator.backward(nn.functional.cross_entropy(model(inputs), labels))
+
+
+def folders_of_another_job() -> None:
+    """save_state() would come to checkpoint_3."""
+    folder = Path(sys.argv[2]) / "checkpoints" / "checkpoint_3"
+    folder.mkdir(parents=True, exist_ok=True)
+    project = ProjectConfiguration(project_dir=sys.argv[2], automatic_checkpoint_naming=True)
+    try:
+        make_run(make_accelerator(cpu=True, project_config=project), make_loader())
+    finally:
+        assert folder.exists()
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "without cpu=True": without_cpu,
+    "folders of another job": folders_of_another_job,  # while there is no state to resume
+    "prepared loader": prepared_loader,
+    "dispatched loader": dispatched_loader,
+    "prepared by another accelerator": prepared_behind_our_back,
+    "accumulation without micro_batch": accumulation_without_micro_batches,
+    "prepare(loader) afterwards": lambda: after_prepare("prepare"),
+    "skip_first_batches": lambda: after_prepare("skip_first_batches"),
+    "load_state": lambda: after_prepare("load_state", "folder"),
+    "register_for_checkpointing": lambda: after_prepare("register_for_checkpointing", er),
+    "backward without accumulate": backward_without_accumulate,
+}
+
+
+def main() -> None:
+    """Try each case."""
+    torch.set_num_threads(1)
+    for name, case in CASES.items():
+        try:
+            case()
+        except ElasticResumeError as error:
+            print(f"{name}: {type(error).__name__}: {error}", flush=True)
+        else:
+            print(f"{name}: no error", flush=True)
+
+
+if __name__ == "__main__":
+    main()
