@@ -76,6 +76,7 @@ class RankValues:
                 f"a tensor of RankValues has {self._tensor.numel()} numbers here, and "
                 f"{len(rows[0])} in the checkpoint."
             )
+        self._gathered = [list(row) for row in state["values"]]  # a save may come before the next step
         rank, world_size = read_rank_and_world_size()
         values = torch.tensor(rows, dtype=torch.float64)
         if len(rows) == world_size:

@@ -1,0 +1,473 @@
+"""`ElasticTrainer`: Hugging Face's Trainer, continued after failures.
+
+    class MyTrainer(ElasticTrainer, Trainer):
+        elastic_global_batch = 256
+
+The Trainer keeps its loop, arguments, callbacks and checkpoints. Samples come in our order, all state is
+restored before the first step, and a step counts when its log, evaluation and save are done. A callback could
+not do this: the Trainer computes its position before ``on_train_begin``, and ``on_step_end`` comes before the
+log, evaluation and save of the same step.
+
+These methods of the Trainer are overridden:
+
+- ``train`` refuses what cannot work.
+- ``get_train_dataloader`` reads global batches, and sets the number of batches in a step.
+- ``_init_training_state`` restores. It needs the optimizer, so it does the work of ``_prepare_for_training``.
+- ``_run_epoch`` begins an epoch where the restored state is, and counts it.
+- ``get_batch_samples``, ``_get_num_items_in_batch`` and ``training_step`` weigh each batch, so that a step's
+  loss is the mean over its global batch, also if the ranks' shares differ.
+- ``_maybe_log_save_evaluate`` counts the step afterwards.
+- ``_evaluate`` and ``_save_checkpoint`` are no hang, however long they take.
+- ``_load_rng_state`` does nothing, because the run seeds the generators.
+- ``_finalize_training`` commits the final state before the best model is loaded.
+- ``get_total_train_batch_size`` returns the global batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer
+from transformers.trainer_callback import ExportableState
+
+from elastic_resume.data.global_batches import GlobalBatches, MicroBatch
+from elastic_resume.data.rank_values import RankValues
+from elastic_resume.data.rng import seeded
+from elastic_resume.data.world_size import KEEP_LOCAL, read_rank_and_world_size
+from elastic_resume.errors import MachineError, UsageError
+from elastic_resume.integrations import require_versions
+from elastic_resume.training.run import Run, resume
+
+OLDEST, NEWEST = "5.23", "5.30"
+# Parameters on which the overridden methods below rely.
+PARAMETERS = {
+    "train": ("resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
+    "get_train_dataloader": (),
+    "get_total_train_batch_size": ("args",),
+    "_init_training_state": (
+        "max_steps",
+        "num_update_steps_per_epoch",
+        "num_train_epochs",
+        "resume_from_checkpoint",
+        "trial",
+    ),
+    "_prepare_for_training": ("max_steps", "train_dataloader", "resume_from_checkpoint"),
+    "_run_epoch": ("epoch", "resume_from_checkpoint", "epochs_trained", "steps_trained_in_current_epoch"),
+    "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
+    "_get_num_items_in_batch": ("batch_samples", "device"),
+    "training_step": ("model", "inputs", "num_items_in_batch"),
+    "_maybe_log_save_evaluate": ("tr_loss", "grad_norm", "learning_rate"),
+    "_evaluate": ("trial", "ignore_keys_for_eval", "skip_scheduler"),
+    "_save_checkpoint": ("model", "trial"),
+    "_load_rng_state": ("checkpoint",),
+    "_finalize_training": ("trial", "num_train_samples", "start_time"),
+}
+# Fields of TrainerState that a snapshot holds. log_history is left out: it has times, and grows with the run.
+STATE_FIELDS = (
+    "global_step",
+    "epoch",
+    "max_steps",
+    "num_input_tokens_seen",
+    "total_flos",
+    "best_metric",
+    "best_global_step",
+    "best_model_checkpoint",
+)
+LOADER_OPTIONS = (
+    "collate_fn",
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
+STEPPING_OPTIMIZERS = ("lomo", "layerwise")  # parts of their names; they step within backward()
+UNCOUNTED_LABEL = -100  # transformers does not count it
+IN_EPOCH = "the restored state"  # makes _run_epoch() begin within the epoch; nothing reads it as a path
+
+
+def check_trainer() -> None:
+    """Raise MachineError unless the installed Trainer has the methods that `ElasticTrainer` overrides."""
+    require_versions("transformers", OLDEST, NEWEST)
+    for name, needed in PARAMETERS.items():
+        method = getattr(Trainer, name, None)
+        known = inspect.signature(method).parameters if method is not None else {}
+        if method is None or not known.keys() >= set(needed):
+            raise MachineError(
+                f"transformers {transformers.__version__} has another Trainer.{name}() than this "
+                f"elastic_resume knows, which was written for {OLDEST} to below {NEWEST}: install one of "
+                f"these (pip install 'transformers>={OLDEST},<{NEWEST}'), or another elastic_resume."
+            )
+
+
+check_trainer()
+
+
+class TrainerProgress:
+    """What a snapshot holds of a Trainer besides its model, optimizer, scheduler and order of samples."""
+
+    def __init__(self, trainer: ElasticTrainer) -> None:
+        self._trainer = trainer
+        self.stopped_training = self.stopped_epoch = False  # as they were loaded
+        self.old_max_steps = 0
+        self.last_step: tuple[Any, Any] = (None, None)  # its gradient's norm, and its learning rate
+        self._losses = {"_total_loss_scalar": 0.0, "_globalstep_last_logged": 0}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return counters, the best metric, the logged losses, and what the callbacks export."""
+        trainer = self._trainer
+        state = {name: _to_plain(getattr(trainer.state, name)) for name in STATE_FIELDS}
+        return {
+            "state": state,
+            "losses": {name: getattr(trainer, name, value) for name, value in self._losses.items()},
+            "last_step": [_to_plain(value) for value in self.last_step],
+            "stops": [trainer.control.should_training_stop, trainer.control.should_epoch_stop],
+            "callbacks": [
+                {"class": type(callback).__name__, "attributes": callback.state().get("attributes", {})}
+                for callback in self._exporting_callbacks()
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set all of it. A callback that the checkpoint lacks keeps its state."""
+        for name, value in state["state"].items():
+            if name != "max_steps":  # it follows from the arguments
+                setattr(self._trainer.state, name, value)
+        self.old_max_steps = state["state"]["max_steps"]
+        self.stopped_training, self.stopped_epoch = state["stops"]
+        self.last_step = tuple(state["last_step"])
+        self._losses = dict(state["losses"])
+        self.set_losses()
+        saved = list(state["callbacks"])
+        for callback in self._exporting_callbacks():
+            found = next((one for one in saved if one["class"] == type(callback).__name__), None)
+            if found is not None:
+                saved.remove(found)
+                for name, value in found["attributes"].items():
+                    setattr(callback, name, value)
+
+    def set_losses(self) -> None:
+        """Set the logged losses. The Trainer sets them to zero when its loop begins."""
+        for name, value in self._losses.items():
+            setattr(self._trainer, name, value)
+
+    def _exporting_callbacks(self) -> list[ExportableState]:
+        callbacks = self._trainer.callback_handler.callbacks
+        return [one for one in callbacks if isinstance(one, ExportableState)]
+
+
+def _to_plain(value: Any) -> Any:
+    """Return a number of numpy as one of Python."""
+    return value.item() if hasattr(value, "item") else value
+
+
+class ElasticTrainer(Trainer):
+    """A Trainer whose training goes on after the loss of workers and nodes.
+
+    Derive from it first, then from the Trainer that you use, and set ``elastic_global_batch``, the number of
+    samples of one optimizer step over all ranks. A rank reads them in batches of at most
+    ``per_device_train_batch_size``; ``gradient_accumulation_steps`` follows from both.
+
+    ``elastic_options`` are further arguments of `er.resume`, such as ``ckpt_dir``, ``save_every`` or
+    ``track``. ``elastic_run`` is the `Run`, from ``on_train_begin`` on.
+    """
+
+    elastic_global_batch: int = 0
+    elastic_options: Mapping[str, Any] = {}
+    elastic_run: Run | None = None
+
+    _elastic_loader: DataLoader[Any] | None = None
+    _elastic_upcoming: Iterator[MicroBatch] = iter(())
+    _elastic_step_batches: list[MicroBatch]
+    _elastic_weight: float | None = None  # of the batch in training_step()
+    _elastic_is_loop_set = False
+    _initial_global_step: int  # the Trainer's: where this process began
+
+    # ---- before the first step -------------------------------------------------------------------------
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Train, from the newest state that any node holds on.
+
+        Raises:
+            UsageError: an argument or setting cannot work with it; the text says which, and what to do.
+
+        """
+        for obstacle in self._elastic_obstacles(resume_from_checkpoint, trial):
+            raise UsageError(f"ElasticTrainer cannot train here: {obstacle}.")
+        self._elastic_step_batches = []
+        return super().train(None, trial, ignore_keys_for_eval)
+
+    def _elastic_obstacles(self, resume_from_checkpoint: Any, trial: Any) -> Iterator[str]:
+        """Yield what cannot work, and what to do instead."""
+        args, batch, dataset = self.args, self.elastic_global_batch, self.train_dataset
+        if resume_from_checkpoint:
+            yield (
+                "leave out resume_from_checkpoint, because the job continues by itself. To begin with the "
+                "weights of a checkpoint, load them with from_pretrained()"
+            )
+        if self.elastic_run is not None:
+            yield "train() was called before; make another Trainer"
+        if type(batch) is not int or batch < 1:
+            yield (
+                f"elastic_global_batch is {batch!r}; set it in your class, to the number of samples of one "
+                "optimizer step over all ranks"
+            )
+        if args.gradient_accumulation_steps != 1 and self._elastic_loader is None:
+            yield (
+                "leave out gradient_accumulation_steps. It follows from elastic_global_batch, the number of "
+                "ranks and per_device_train_batch_size"
+            )
+        if (
+            (self.is_deepspeed_enabled or self.is_fsdp_enabled or self.is_fsdp_xla_enabled)
+            or getattr(self, "is_distributed_loading_by_transformers", False)
+            or getattr(args, "parallelism_config", None) is not None
+        ):
+            yield "the model is divided among ranks (DeepSpeed, FSDP, tensor or context parallel)"
+        if (ranks := read_rank_and_world_size()[1]) != args.world_size:
+            yield (
+                f"the Trainer works with {args.world_size} of {ranks} ranks, so each would train alone. On "
+                "CPUs set use_cpu=True in TrainingArguments"
+            )
+        if args.n_gpu > 1:
+            yield "one process has several GPUs; start one process for each GPU"
+        if trial is not None:
+            yield "hyperparameter search trains several models in one job"
+        if args.auto_find_batch_size:
+            yield "set per_device_train_batch_size in place of auto_find_batch_size"
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            yield "the train_dataset has no length, so its samples have no global order"
+        if args.train_sampling_strategy not in {"random", "sequential"}:
+            yield f"train_sampling_strategy is {args.train_sampling_strategy!r}; use 'random' or 'sequential'"
+        if args.ignore_data_skip:
+            yield "leave out ignore_data_skip; finished batches are skipped and not read"
+        if getattr(args, "enable_jit_checkpoint", False):
+            yield "leave out enable_jit_checkpoint; SIGTERM saves the state without it"
+        if args.world_size > 1 and not args.average_tokens_across_devices:
+            yield "average_tokens_across_devices=False gives ranks with fewer tokens the same weight"
+        optimizer = str(getattr(args.optim, "value", args.optim))
+        if any(word in optimizer for word in STEPPING_OPTIMIZERS):
+            yield f"the optimizer {optimizer} steps within backward()"
+        if self.elastic_options.get("on_world_change") == KEEP_LOCAL:
+            yield (
+                "on_world_change='keep_local_batch' would change the number of steps, on which the schedule "
+                "of the learning rate depends"
+            )
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return a loader of this rank's part of each global batch, with the Trainer's settings."""
+        plain = super().get_train_dataloader()
+        args = self.args
+        batches = GlobalBatches(
+            len(plain.dataset),
+            self.elastic_global_batch,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            shuffle=args.train_sampling_strategy == "random",
+            drop_last=args.dataloader_drop_last,
+            micro_batch=self._train_batch_size,
+        )
+        args.gradient_accumulation_steps = batches.parts(0)
+        # A worker's generators depend on the step at which it started, so each sample gets its own seed.
+        dataset = seeded(plain.dataset) if plain.num_workers else plain.dataset
+        options = {name: getattr(plain, name) for name in LOADER_OPTIONS}
+        self._elastic_loader = DataLoader(dataset, batch_sampler=batches, **options)
+        return self._elastic_loader
+
+    def get_total_train_batch_size(self, args: Any) -> int:  # noqa: ARG002  the Trainer's signature
+        """Return the global batch."""
+        return self.elastic_global_batch
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: Any,  # noqa: ARG002  refused; the Trainer's signature
+        trial: Any,
+    ) -> tuple[int, int]:
+        """Restore the newest state; return the epoch to begin with."""
+        super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, None, trial)
+        loader = self._elastic_loader
+        if loader is None:
+            raise UsageError(
+                "ElasticTrainer cannot train here: get_train_dataloader() is overridden, so the order of "
+                "samples is not ours. Prepare the data in train_dataset and data_collator instead."
+            )
+        self._elastic_prepared = super()._prepare_for_training(max_steps, loader, None)
+        self._elastic_loss = torch.tensor(0.0, device=self.args.device)
+        self._elastic_progress = progress = TrainerProgress(self)
+        options = {"seed": self.args.seed, **self.elastic_options}
+        tracked = {"trainer": progress, "trainer_loss": RankValues(self._elastic_loss)}
+        run = self.elastic_run = resume(
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.lr_scheduler,
+            scaler=self.accelerator.scaler,
+            data=loader,
+            **{**options, "track": {**(options.get("track") or {}), **tracked}},
+        )
+        run.ddp(self.model_wrapped)  # it is wrapped; this restores the bucket order
+        # An attribute of the object, so that a subclass's own compute_loss() is weighted too.
+        plain: Callable[..., Any] = self.compute_loss
+        self.__dict__["compute_loss"] = functools.partial(self._elastic_weighted_loss, plain)
+        if progress.stopped_epoch and run.position.step_in_epoch > 0:
+            run.end_epoch()
+        step = self.state.global_step
+        was_stopped = progress.stopped_training and step < progress.old_max_steps
+        is_over = was_stopped or step >= max_steps
+        return (num_train_epochs if is_over else run.position.epoch), 0
+
+    def _prepare_for_training(self, *_: Any, **__: Any) -> Any:
+        return self._elastic_prepared
+
+    # ---- one epoch -------------------------------------------------------------------------------------
+
+    def _run_epoch(self, **kwargs: Any) -> None:
+        run = self._elastic_get_run()
+        self._elastic_set_loop()
+        run.begin_epoch(from_start=True)  # the Trainer skips the finished batches, without reading them
+        self._elastic_upcoming = run.upcoming_batches()
+        if steps := run.position.step_in_epoch:
+            kwargs["resume_from_checkpoint"] = IN_EPOCH
+            kwargs["epochs_trained"] = kwargs["epoch"]
+            kwargs["steps_trained_in_current_epoch"] = steps * self.args.gradient_accumulation_steps
+        super()._run_epoch(**kwargs)
+        self._elastic_count_step()
+        if run.position.step_in_epoch >= self._elastic_steps() or not self.control.should_training_stop:
+            self.control.should_epoch_stop = False  # a state after the epoch must not end the next one
+            run.end_epoch()
+
+    def _maybe_log_save_evaluate(
+        self, tr_loss: Tensor, grad_norm: Any, *args: Any, learning_rate: Any = None, **kwargs: Any
+    ) -> None:
+        if learning_rate is None:  # restored behind the epoch's last step: the log below is of that step
+            grad_norm, learning_rate = self._elastic_progress.last_step
+        self._elastic_progress.last_step = grad_norm, learning_rate
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, learning_rate=learning_rate, **kwargs)
+        # A step that ends the epoch early counts when the epoch's other work is done: see _run_epoch().
+        if not (self.control.should_epoch_stop or self.control.should_training_stop):
+            self._elastic_count_step()
+
+    def _elastic_count_step(self) -> None:
+        run = self._elastic_get_run()
+        if self.state.global_step > run.position.step:
+            self.store_flos()  # else each rank would have a number of its own
+            run.step()
+
+    def _elastic_steps(self) -> int:
+        sampler = None if self._elastic_loader is None else self._elastic_loader.batch_sampler
+        return sampler.steps if isinstance(sampler, GlobalBatches) else 0
+
+    def _elastic_get_run(self) -> Run:
+        if self.elastic_run is None:
+            raise UsageError(
+                "ElasticTrainer cannot train here: call train(), which restores the state first."
+            )
+        return self.elastic_run
+
+    def _elastic_set_loop(self) -> None:
+        """Set what the Trainer has set to zero when its loop began."""
+        if not self._elastic_is_loop_set:
+            self._elastic_is_loop_set = True
+            self._tr_loss = self._elastic_loss
+            self._elastic_progress.set_losses()
+
+    def _load_rng_state(self, checkpoint: Any) -> None:
+        pass
+
+    # ---- the loss of one batch -------------------------------------------------------------------------
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """Read the batches of one step, and note their weights."""
+        self._elastic_step_batches = list(itertools.islice(self._elastic_upcoming, num_batches))
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        """Leave out the labels of samples that another rank counts."""
+        weights = [batch.loss_weight for batch in self._elastic_step_batches]  # empty in an evaluation
+        if 0.0 in weights:
+            pairs = zip(batch_samples, weights, strict=True)
+            batch_samples = [batch if weight else _without_labels(batch) for batch, weight in pairs]
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Weigh the loss of one batch, so that those of all ranks add up to the mean of the global batch."""
+        weight = self._elastic_step_batches.pop(0).loss_weight
+        if self._elastic_is_normalized(num_items_in_batch):
+            self._elastic_weight = float(weight > 0)
+        else:  # the Trainer divides by the number of batches afterwards
+            self._elastic_weight = weight * self.current_gradient_accumulation_steps
+        try:
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            self._elastic_weight = None
+        return loss
+
+    def _elastic_weighted_loss(self, compute_loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        loss = compute_loss(*args, **kwargs)
+        return loss if self._elastic_weight is None else loss * self._elastic_weight
+
+    def _elastic_is_normalized(self, num_items_in_batch: Any) -> bool:
+        """Return whether the loss is a sum over the batch divided by the items of the whole step."""
+        if self.loss_is_scaled_for_ga is not None:
+            return bool(self.loss_is_scaled_for_ga)
+        has_count = num_items_in_batch is not None
+        is_own = type(self).compute_loss is not Trainer.compute_loss and self.model_accepts_loss_kwargs
+        if (is_own and has_count) or (self.compute_loss_func is not None and not has_count):
+            raise UsageError(
+                "ElasticTrainer cannot tell whether your own loss is a mean over its batch. Set "
+                "loss_is_scaled_for_ga = False in your class if it is, and True if it is a sum divided by "
+                "num_items_in_batch."
+            )
+        return has_count and bool(self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
+
+    # ---- evaluation, checkpoints, the end --------------------------------------------------------------
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> Any:
+        run = self._elastic_get_run()
+        if skip_scheduler and run.position.step > 0:
+            return {}  # eval_on_start, which was done when the job started
+        with run.busy("evaluation"):
+            return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with self._elastic_get_run().busy("save_checkpoint"):
+            super()._save_checkpoint(model, trial)
+
+    def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
+        self._elastic_set_loop()
+        self._elastic_get_run().close()
+        # train_loss is the mean over all steps. The rates belong to the steps of this process, so the time
+        # of the others is estimated from these.
+        if own_steps := self.state.global_step - self._initial_global_step:
+            now = time.time()
+            start_time = now - (now - start_time) * self.state.global_step / own_steps
+        self._initial_global_step = 0
+        return super()._finalize_training(trial, num_train_samples, start_time)
+
+
+def _without_labels(batch: Any) -> Any:
+    if not isinstance(batch, Mapping):
+        return batch
+    uncounted = {
+        name: torch.full_like(batch[name], UNCOUNTED_LABEL)
+        for name in ("labels", "shift_labels")
+        if isinstance(batch.get(name), Tensor)
+    }
+    return {**batch, **uncounted}

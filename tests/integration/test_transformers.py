@@ -1,0 +1,327 @@
+"""transformers' Trainer, killed at every place of its loop: it ends as if nothing had happened.
+
+Compared bit for bit are the samples and losses of each batch, all logs, weights, optimizer, scheduler, the
+best metric and what the callbacks count. In another world each global batch has the same samples.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_resume.errors import MachineError, UsageError
+from elastic_resume.testing import Cluster, FaultPlan, assert_same_run
+from tests.support.paths import ROOT, SCRIPTS, TESTS
+
+transformers = pytest.importorskip("transformers", reason="pip install elastic-resume[transformers]")
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+SCRIPT = SCRIPTS / "trainer.py"
+EXAMPLE = ROOT / "examples" / "transformers_digits.py"
+PYTHON = [sys.executable]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+FLAGS = ["--snapshot-every", "1", "--save-every", "1000"]
+# All agents and workers are forked from one process, which imports once what they need.
+IMPORTS = (
+    "transformers.trainer",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.vit.modeling_vit",
+    "sklearn.datasets",
+    "sklearn.model_selection",
+)
+PRELOAD = {
+    "PYTHONPATH": str(TESTS / "support" / "preload"),
+    "PYTHON_TEST_IMPORTS": " ".join(IMPORTS),
+}
+SOAK = "ELASTIC_RESUME_SOAK_KILLS" in os.environ
+
+# HOOK@STEP:RANK. The step is the number of finished optimizer steps; an epoch has 7. Two kills in one step
+# are for one rank, since the other rank may come to the second place before it notices the first kill.
+KILLS = [
+    "in_step@1:0",
+    "on_optimizer_step@2:1",
+    "on_prediction_step@3:0",
+    "on_log@4:1",
+    "in_save@6:0",
+    "on_epoch_end@7:1",
+]
+MORE_KILLS = [
+    "on_train_begin@0:0",
+    "on_epoch_begin@0:0",
+    "on_step_begin@1:1",
+    "on_substep_end@2:0",
+    "on_pre_optimizer_step@3:0",
+    "on_step_end@4:0",
+    "on_evaluate@6:1",
+    "on_save@6:1",
+    "on_epoch_begin@7:0",
+    "on_log@8:0",
+    "in_step@10:1",
+    "on_evaluate@12:0",
+    "on_epoch_end@14:1",
+    "on_train_end@14:0",
+]
+# Kills that fit each case; the steps differ.
+CASES = {
+    "tokens": ["in_step@2:1", "on_evaluate@6:0", "on_epoch_end@7:0"],
+    "sparse": ["in_step@15:0", "on_step_end@17:1", "on_log@18:0"],
+    "sparse-tokens": ["in_step@15:0", "on_step_end@17:1", "on_log@18:0"],
+    "epochs": ["on_epoch_end@7:0", "in_save@7:1", "on_log@14:0", "on_train_end@14:1"],
+    "max-steps": ["on_step_end@10:0", "on_epoch_end@10:0", "on_prediction_step@10:0", "on_train_end@10:0"],
+    "early-stopping": ["on_evaluate@3:1", "on_evaluate@6:0", "on_epoch_end@6:0"],
+    "stopped-epochs": ["on_step_end@3:0", "on_epoch_end@6:1", "on_epoch_begin@6:0", "in_step@8:1"],
+    "bf16": ["in_step@4:0", "on_save@6:1"],
+    "workers": ["in_step@2:1", "on_step_end@9:0"],
+    "augmented": ["in_step@2:1", "on_step_end@9:0"],
+    "plateau": ["in_step@4:0", "on_evaluate@6:1", "on_step_begin@9:0"],
+    "own-loss": ["in_step@4:0", "on_optimizer_step@9:1"],
+    "dropped": ["in_step@4:0", "on_epoch_end@6:1"],
+    "eval-on-start": ["on_evaluate@0:0", "in_step@4:0", "on_prediction_step@6:1"],
+}
+
+
+class Diary:
+    """What the processes of one run have recorded."""
+
+    def __init__(self, directory: Path) -> None:
+        self.batches: dict[tuple[int, int], list[list[Any]]] = defaultdict(list)  # (step, rank): by process
+        self.read: dict[tuple[int, int], set[int]] = defaultdict(set)  # (step, generation): samples
+        self.logs: dict[int, set[str]] = defaultdict(set)  # by rank
+        for path in directory.glob("*.jsonl"):
+            rank = int(path.name.partition("-")[0])
+            own: dict[int, list[Any]] = defaultdict(list)
+            for line in path.read_text().splitlines():
+                entry = json.loads(line)
+                if "logs" in entry:
+                    self.logs[rank].add(json.dumps([entry["step"], entry["logs"]], sort_keys=True))
+                    continue
+                own[entry["step"]].append([entry["read"], entry["loss"]])
+                self.read[entry["step"], entry["generation"]].update(entry["read"])
+            for step, batches in own.items():
+                self.batches[step, rank].append(batches)
+        self.ends = [json.loads(path.read_text()) for path in sorted(directory.glob("end-*.json"))]
+
+
+def run(directory: Path, case: str, *kills: str, ranks: int = 2) -> Diary:
+    """Train on one node to the end."""
+    place = directory / f"{len(kills)}-kills-{ranks}-ranks"
+    diary = place / "diary"
+    diary.mkdir(parents=True)
+    with Cluster(place, nodes=1, workers_per_node=ranks, flags=FLAGS, env=PRELOAD) as cluster:
+        options = [word for kill in kills for word in ("--kill", kill)]
+        cluster.start(SCRIPT, "--case", case, "--diary", str(diary), *options)
+        assert cluster.wait_exit() == [0], cluster.output(0)
+        generations = [event["generation"] for event in cluster.events("resume")]
+    assert {path.name for path in diary.glob("killed-*")} == {f"killed-{one.split(':')[0]}" for one in kills}
+    assert generations == list(range(1, len(kills) + 2))
+    return Diary(diary)
+
+
+def assert_same(killed: Diary, calm: Diary) -> None:
+    """Check that each process computed what the undisturbed one did at its steps, up to its end."""
+    assert killed.batches.keys() == calm.batches.keys()
+    for place, (whole,) in calm.batches.items():
+        of_processes = killed.batches[place]
+        assert whole in of_processes, f"step and rank {place} was never finished"
+        assert all(batches == whole[: len(batches)] for batches in of_processes), f"step and rank {place}"
+    for rank, logs in calm.logs.items():
+        assert sorted(killed.logs[rank]) == sorted(logs)
+    assert killed.ends == calm.ends
+    assert len(calm.ends) == 2
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Diary:
+    """An undisturbed run with gradient accumulation, an uneven last batch, evaluation and the best model."""
+    return run(tmp_path_factory.mktemp("calm"), "rich")
+
+
+@pytest.mark.parametrize("kills", [KILLS, *([MORE_KILLS] if SOAK else [])])
+def test_kill_in_any_part_of_the_loop_changes_nothing(calm: Diary, kills: list[str], tmp_path: Path) -> None:
+    """Workers die one after the other."""
+    assert len({batches[0][1] for (batches,) in calm.batches.values()}) > 10, "nothing was learnt"
+    assert_same(run(tmp_path, "rich", *kills), calm)
+
+
+@pytest.mark.skipif(not SOAK, reason="make soak runs all settings")
+@pytest.mark.parametrize("case", CASES)
+def test_killed_case_equals_undisturbed_case(case: str, tmp_path: Path) -> None:
+    """Each setting of the Trainer that changes its loop."""
+    calm = run(tmp_path, case)
+    assert_same(run(tmp_path, case, *CASES[case]), calm)
+
+
+def test_other_worlds_read_the_same_samples(calm: Diary, tmp_path: Path) -> None:
+    """A node dies in a step and comes back; another one is asked to leave: 3, 2, 3, 2 ranks."""
+    diary = tmp_path / "diary"
+    diary.mkdir()
+    options = ["--kill", "on_optimizer_step@3:2:node", "--pause", "6", "--pause", "10"]
+    with Cluster(tmp_path, nodes=3, min_nodes=2, flags=FLAGS, env=PRELOAD) as cluster:
+        cluster.start(SCRIPT, "--diary", str(diary), *options)
+        cluster.wait((diary / "reached-6").exists, "the pause of two ranks")
+        cluster.kill_node(2)
+        cluster.start_node(2)
+        cluster.wait(generation=3)
+        (diary / "go-6").touch()
+        cluster.wait((diary / "reached-10").exists, "the pause of three ranks")
+        cluster.kill_agent(1, signal.SIGTERM)
+        (diary / "go-10").touch()
+        codes = cluster.wait_exit()
+        resumed = cluster.events("resume")
+        assert codes == [0, 128 + signal.SIGTERM, 0], cluster.output(0)
+        assert cluster.lost_steps == 0
+    assert [event["world_size"] for event in resumed] == [3, 2, 3, 2]
+    found = Diary(diary)
+    steps = {step for step, _ in calm.read}
+    assert {step for step, _ in found.read} == steps
+    for step in steps:
+        whole = calm.read[step, 1]
+        by_generation = [read for (number, _), read in found.read.items() if number == step]
+        assert all(read <= whole for read in by_generation)
+        assert whole in by_generation, f"step {step}"
+
+
+@pytest.mark.parametrize("case", ["sparse", "sparse-tokens"])
+def test_ranks_without_samples_change_no_loss(case: str, tmp_path: Path) -> None:
+    """The last batch of an epoch has one sample, so the second of two ranks counts none of its own."""
+    logs = [run(tmp_path, case, ranks=ranks).logs[0] for ranks in (1, 2)]
+    alone, together = (sorted(map(json.loads, lines), key=str) for lines in logs)
+    assert len(alone) > 5
+    for (step, values), (other_step, others) in zip(alone, together, strict=True):
+        assert step == other_step
+        for name in values.keys() & {"loss", "grad_norm"}:  # train_loss has one rank's last steps
+            assert others[name] == pytest.approx(values[name], rel=1e-4)
+
+
+def test_example_is_the_same_run_after_kills(tmp_path: Path) -> None:
+    """As it is, under a worker's death and a node's."""
+    words = ["--epochs", "1", "--output-dir", str(tmp_path)]
+    kills = ["worker 1 at step 4", "node 1 at step 9"]
+    assert_same_run(EXAMPLE, *words, kills=kills, nodes=2, lines="^test accuracy", env=PRELOAD)
+
+
+@pytest.mark.skipif(not SOAK, reason="make soak runs it: a notice takes effect within seconds")
+def test_example_is_the_same_run_after_a_node_left_and_came_back(tmp_path: Path) -> None:
+    """It is asked to leave, saves and ends; the others wait for it."""
+    words = ["--epochs", "6", "--output-dir", str(tmp_path)]
+    plan = FaultPlan.from_faults("preemption node 1 at step 6")
+    assert_same_run(EXAMPLE, *words, plan, nodes=2, lines="^test accuracy", env=PRELOAD)
+
+
+@pytest.mark.skipif(not SOAK, reason="make soak runs it: three processes import transformers")
+def test_launchers_continue_the_run_of_each_other(tmp_path: Path) -> None:
+    """One epoch by python, one by torchrun."""
+    for launcher, epochs in ((PYTHON, 1), (TORCHRUN, 2)):
+        command = [*launcher, str(EXAMPLE), "--epochs", str(epochs)]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        assert re.fullmatch(r"test accuracy [\d.]+%", done.stdout.splitlines()[-1])
+    assert "resumed at step 15 (epoch 1)" in done.stderr
+
+
+def test_example_has_four_lines_that_a_plain_script_lacks() -> None:
+    """The import, a class of two lines, and its name in the place of Trainer."""
+    code = EXAMPLE.read_text().partition("from __future__")[2]
+    assert len(re.findall(r"^.*(?:[Ee]lastic|DigitsTrainer).*$", code, re.MULTILINE)) == 4
+
+
+# ---- what is refused, in this process --------------------------------------------------------------------
+
+
+def make_trainer(directory: Path, batch: int = 8, **settings: Any) -> Any:
+    """Make a Trainer of this process alone."""
+    from elastic_resume.integrations.transformers import ElasticTrainer  # noqa: PLC0415  seconds
+    from tests.support.scripts.trainer import Classes, Net  # noqa: PLC0415
+
+    class Elastic(ElasticTrainer):
+        elastic_global_batch = batch
+
+    args = transformers.TrainingArguments(
+        output_dir=str(directory), report_to="none", use_cpu=True, disable_tqdm=True, **settings
+    )
+    return Elastic(model=Net(), args=args, train_dataset=Classes(8, 1, has_index=False))
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"batch": 0}, "elastic_global_batch is 0"),
+        ({"gradient_accumulation_steps": 2}, "leave out gradient_accumulation_steps"),
+        ({"auto_find_batch_size": True}, "in place of auto_find_batch_size"),
+        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy is 'group_by_length'"),
+        ({"ignore_data_skip": True}, "leave out ignore_data_skip"),
+        ({"enable_jit_checkpoint": True}, "leave out enable_jit_checkpoint"),
+        ({"optim": "lomo"}, "the optimizer lomo steps within backward"),
+    ],
+)
+def test_setting_that_cannot_work_is_refused(settings: dict[str, Any], text: str, tmp_path: Path) -> None:
+    """Before anything is trained."""
+    with pytest.raises(UsageError, match=f"ElasticTrainer cannot train here: .*{text}"):
+        make_trainer(tmp_path, **settings).train()
+
+
+def test_ranks_that_the_trainer_does_not_see_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without use_cpu=True accelerate ignores torchrun's ranks on CPUs, and each would train alone."""
+    trainer = make_trainer(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(UsageError, match="the Trainer works with 1 of 3 ranks"):
+        trainer.train()
+
+
+def test_overridden_loader_is_refused(tmp_path: Path) -> None:
+    """Its order of samples has no position."""
+    trainer = make_trainer(tmp_path)
+    loader = trainer.get_eval_dataloader(trainer.train_dataset)
+    type(trainer).get_train_dataloader = lambda _: loader
+    with pytest.raises(UsageError, match=r"get_train_dataloader\(\) is overridden"):
+        trainer.train()
+
+
+def test_second_state_and_second_training_are_refused(tmp_path: Path) -> None:
+    """Each would be restored over the first."""
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(UsageError, match="leave out resume_from_checkpoint"):
+        trainer.train(resume_from_checkpoint=True)
+    with pytest.raises(UsageError, match="hyperparameter search"):
+        trainer.train(trial=object())
+    trainer.elastic_options = {"on_world_change": "keep_local_batch"}
+    with pytest.raises(UsageError, match="would change the number of steps"):
+        trainer.train()
+    trainer.elastic_run = object()
+    with pytest.raises(UsageError, match="train\\(\\) was called before"):
+        trainer.train()
+
+
+def test_own_loss_must_say_what_it_is(tmp_path: Path) -> None:
+    """A compute_loss() of one's own may ignore num_items_in_batch."""
+    trainer = make_trainer(tmp_path)
+    type(trainer).compute_loss = lambda *_, **__: None
+    trainer.model_accepts_loss_kwargs = True
+    with pytest.raises(UsageError, match="Set loss_is_scaled_for_ga = False"):
+        trainer._elastic_is_normalized(8)
+    trainer.loss_is_scaled_for_ga = False
+    assert not trainer._elastic_is_normalized(8)
+
+
+@pytest.mark.parametrize("method", ["_run_epoch", "_unknown"])
+def test_other_trainer_is_refused(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the range of versions."""
+    from elastic_resume.integrations import transformers as integration  # noqa: PLC0415  seconds
+
+    monkeypatch.setitem(integration.PARAMETERS, method, ("unknown",))
+    with pytest.raises(MachineError, match=f"another Trainer.{method}.*5.20 to below 5.30"):
+        integration.check_trainer()

@@ -1,0 +1,294 @@
+"""Trains with transformers' Trainer, for tests/integration/test_transformers.py.
+
+``--case`` names what it trains and how. Each process records what it reads, computes and logs. ``--kill
+HOOK@STEP:RANK[:node]`` kills that rank, or its node, when it first comes to that callback at that step.
+``--pause STEP`` waits before the step after it until the diary has a file ``go-STEP``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import EarlyStoppingCallback, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.trainer_callback import TrainerCallback
+
+from elastic_resume import constants
+from elastic_resume.integrations.transformers import ElasticTrainer
+from elastic_resume.state import state_dict
+
+SAMPLES, EVALUATION_SAMPLES, WIDTH, CLASSES, TOKENS = 76, 20, 16, 4, 24
+TIMES = ("runtime", "per_second")
+
+
+class Classes(Dataset[dict[str, Any]]):
+    """Noisy points of a few classes. With ``augment`` each read draws from all three generators."""
+
+    def __init__(self, length: int, seed: int, *, augment: bool = False, has_index: bool = True) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.labels = torch.randint(0, CLASSES, (length,), generator=generator)
+        self.inputs = torch.randn(length, WIDTH, generator=generator)
+        self.inputs[:, :CLASSES] += nn.functional.one_hot(self.labels, CLASSES)
+        self.augment, self.has_index = augment, has_index
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        inputs = self.inputs[index]
+        if self.augment:
+            inputs = inputs + 0.1 * torch.randn(WIDTH) * random.random()
+        sample = {"inputs": inputs, "labels": self.labels[index]}
+        return {**sample, "index": index} if self.has_index else sample
+
+
+class Texts(Dataset[dict[str, Any]]):
+    """Counting modulo a number, where a sample has fewer labels than tokens."""
+
+    def __init__(self, length: int, *, has_index: bool = True) -> None:
+        self.length, self.has_index = length, has_index
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = (torch.arange(8) * (1 + index % 3) + index) % TOKENS
+        labels = tokens.clone()
+        labels[: 1 + index % 5] = -100
+        sample = {"input_ids": tokens, "labels": labels}
+        return {**sample, "index": index} if self.has_index else sample
+
+
+class Net(nn.Module):
+    """Two layers with dropout. It returns its mean loss, and knows no num_items_in_batch."""
+
+    def __init__(self, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(WIDTH, 24), nn.Dropout(dropout), nn.Linear(24, CLASSES)
+
+    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the scores, and the mean loss if there are labels."""
+        scores = self.last(self.drop(torch.relu(self.first(inputs))))
+        loss = {} if labels is None else {"loss": nn.functional.cross_entropy(scores, labels)}
+        return {**loss, "logits": scores}
+
+
+def make_llama() -> LlamaForCausalLM:
+    """Make a language model of a few thousand parameters; its loss is per token of the whole step."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=TOKENS, max_position_embeddings=16, **sizes))
+
+
+def summed_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """Return the loss of one batch as its part of the step's mean."""
+    total = nn.functional.cross_entropy(outputs["logits"], labels, reduction="sum")
+    return total / float(num_items_in_batch)
+
+
+class EpochStopper(TrainerCallback):
+    """Ends each epoch after its third step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Stop the epoch."""
+        del args
+        control.should_epoch_stop = state.global_step % 3 == 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train. ``arguments`` are those of TrainingArguments."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    global_batch: int = 12
+    is_text: bool = False
+    augment: bool = False
+    dropout: float = 0.2
+    callbacks: tuple[Any, ...] = ()
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+
+BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 2}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 3, "save_steps": 3}
+CASES = {
+    # Accumulation (two or three batches in a step), an uneven last batch, evaluation, the best model.
+    "rich": Case({**EVALUATED, **BEST}, callbacks=(EarlyStoppingCallback(9),)),
+    "tokens": Case({**EVALUATED, "max_grad_norm": 0.5}, is_text=True),
+    # The last batch of an epoch has one sample, so other ranks read a sample that does not count.
+    "sparse": Case({"logging_steps": 3}, global_batch=5, dropout=0.0),
+    "sparse-tokens": Case({"logging_steps": 3}, global_batch=5, is_text=True),
+    "epochs": Case({"eval_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch", **BEST}),
+    "max-steps": Case({"eval_strategy": "epoch", "logging_strategy": "epoch", "max_steps": 10}),
+    "early-stopping": Case(
+        {**EVALUATED, **BEST, "learning_rate": 1.0, "num_train_epochs": 4},
+        callbacks=(EarlyStoppingCallback(1),),
+    ),
+    "stopped-epochs": Case({"num_train_epochs": 4}, callbacks=(EpochStopper(),)),
+    "bf16": Case({**EVALUATED, "bf16": True}),
+    "workers": Case({"dataloader_num_workers": 2}, augment=True),
+    "augmented": Case(augment=True),
+    "plateau": Case(
+        {**EVALUATED, "lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"}
+    ),
+    "own-loss": Case(trainer={"compute_loss_func": summed_loss}),
+    "dropped": Case({"dataloader_drop_last": True, "train_sampling_strategy": "sequential"}),
+    "eval-on-start": Case({**EVALUATED, "eval_on_start": True, "optim": "adafactor"}),
+}
+
+
+class Recorder:
+    """The file of one process."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._file = open(directory / f"{os.environ.get('RANK', '0')}-{os.getpid()}.jsonl", "a")  # noqa: SIM115
+
+    def write(self, **entry: Any) -> None:
+        """Write one line; a kill does not lose it."""
+        os.write(self._file.fileno(), (json.dumps(entry) + "\n").encode())
+
+
+HOOKS = [name for name in dir(TrainerCallback) if name.startswith("on_") and name != "on_init_end"]
+
+
+class Observer(TrainerCallback):
+    """Records logs, kills at its places, and waits at its pauses until the test lets it go on."""
+
+    def __init__(self, recorder: Recorder, kills: list[str], pauses: list[int]) -> None:
+        self._recorder = recorder
+        self._kills, self._pauses = kills, pauses
+
+    def come(self, hook: str, step: int) -> None:
+        """Kill this process or its node, once, if this is the place."""
+        for kill in self._kills:
+            place, rank, *who = kill.split(":")
+            mark = self._recorder.directory / f"killed-{place}"
+            if (place, rank) != (f"{hook}@{step}", os.environ.get("RANK", "0")) or mark.exists():
+                continue
+            mark.touch()
+            if who:
+                os.kill(int(os.environ[constants.ENV_AGENT_PID]), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _make_hook(name: str) -> Any:
+    def hook(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
+        del args, control
+        if name == "on_log":
+            logs = {k: v for k, v in more["logs"].items() if not any(time in k for time in TIMES)}
+            self._recorder.write(step=state.global_step, logs=logs)
+        self.come(name, state.global_step)
+        if name == "on_step_begin" and state.global_step in self._pauses:
+            (self._recorder.directory / f"reached-{state.global_step}").touch()
+            while not (self._recorder.directory / f"go-{state.global_step}").exists():
+                time.sleep(0.02)
+
+    return hook
+
+
+for _name in HOOKS:
+    setattr(Observer, _name, _make_hook(_name))
+
+
+class Observed(ElasticTrainer, Trainer):
+    """Records each batch and its loss, and the state at the end of training."""
+
+    recorder: Recorder
+    observer: Observer
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Record the samples and the loss."""
+        indices = inputs.pop("index").tolist()
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        assert self.elastic_run is not None
+        step, generation = self.state.global_step + 1, self.elastic_run.generation
+        self.recorder.write(step=step, generation=generation, read=indices, loss=float(loss).hex())
+        self.observer.come("in_step", self.state.global_step)
+        return loss
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        self.observer.come("in_save", self.state.global_step)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        objects = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.lr_scheduler}
+        digests = {name: digest(item) for name, item in objects.items()}
+        output = super()._finalize_training(*args, **kwargs)
+        assert self.elastic_run is not None
+        end = {
+            **digests,
+            "model that is kept": digest(self.model),
+            "step": output.global_step,
+            "train_loss": output.training_loss.hex(),
+            "epoch": self.state.epoch,
+            "flos": self.state.total_flos,
+            "best": [self.state.best_metric, self.state.best_global_step],
+            "counters": [
+                vars(one).get("early_stopping_patience_counter") for one in self.callback_handler.callbacks
+            ],
+        }
+        (self.recorder.directory / f"end-{self.elastic_run.rank}.json").write_text(json.dumps(end))
+        return output
+
+
+def digest(item: Any) -> str:
+    """Return a digest of all that a checkpoint would hold of it."""
+    flat = state_dict.flatten(state_dict.collect_objects({"it": item}))
+    return state_dict.combine_digests({**state_dict.digest_leaves(flat.leaves), "": flat.skeleton})
+
+
+def main() -> None:
+    """Train one case."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--case", default="rich", choices=CASES)
+    parser.add_argument("--diary", type=Path, required=True)
+    parser.add_argument("--kill", action="append", default=[])
+    parser.add_argument("--pause", type=int, action="append", default=[])
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(1 + int(os.environ.get("RANK", "0")))  # the job takes rank 0's weights
+    case = CASES[args.case]
+    recorder = Recorder(args.diary)
+    observer = Observer(recorder, args.kill, args.pause)
+    Observed.elastic_global_batch = case.global_batch
+    Observed.recorder, Observed.observer = recorder, observer
+    settings: dict[str, Any] = {
+        "output_dir": str(args.diary / "output"),
+        "num_train_epochs": 2,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 0.01,
+        "lr_scheduler_type": "cosine",
+        "logging_steps": 2,
+        "save_strategy": "steps" if "eval_steps" in case.arguments else "no",
+        "seed": 5,
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+    }
+    train: Dataset[Any] = Texts(SAMPLES) if case.is_text else Classes(SAMPLES, 1, augment=case.augment)
+    evaluation: Dataset[Any] = Classes(EVALUATION_SAMPLES, 2, has_index=False)
+    if case.is_text:
+        evaluation = Texts(EVALUATION_SAMPLES, has_index=False)
+    trainer = Observed(
+        model=make_llama() if case.is_text else Net(case.dropout),
+        args=TrainingArguments(**{**settings, **case.arguments}),
+        train_dataset=train,
+        eval_dataset=evaluation,
+        callbacks=[*case.callbacks, observer],
+        **case.trainer,
+    )
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()
