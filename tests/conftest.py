@@ -23,6 +23,14 @@ os.environ.setdefault("ELASTIC_RESUME_NODE_TIMEOUT", "10")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only `make soak` has the time for; a skip would mean that something is missing."""
+    if "ELASTIC_RESUME_SOAK_KILLS" not in os.environ:
+        soak = [item for item in items if item.get_closest_marker("soak") is not None]
+        config.hook.pytest_deselected(items=soak)
+        items[:] = [item for item in items if item not in soak]
+
+
 @pytest.fixture(autouse=True)
 def restore_logging() -> Iterator[None]:
     """Restore the package's logger: `er.resume` adds a handler for the rest of the process."""

@@ -309,30 +309,31 @@ def check_example(output: str) -> None:
     assert float(lines[-1].rpartition(" ")[2].rstrip("%")) >= 90
 
 
-if SOAK:
+@pytest.mark.soak
+def test_launchers_continue_the_example_of_each_other(tmp_path: Path) -> None:
+    """Epochs by python, torchrun and elastic-resume: one training."""
+    python = [sys.executable, "-W", "error"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    elastic = [sys.executable, "-m", "elastic_resume", "run", "--nproc-per-node", "2"]
+    output = ""
+    for launcher, epochs in ((python, 3), (torchrun, 5), ([*elastic, "--rdzv-id", EXAMPLE.stem], 10)):
+        done = subprocess.run(
+            [*launcher, str(EXAMPLE), "--epochs", str(epochs)],
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        output += done.stdout
+    check_example(output)
 
-    def test_launchers_continue_the_example_of_each_other(tmp_path: Path) -> None:
-        """Epochs by python, torchrun and elastic-resume: one training."""
-        python = [sys.executable, "-W", "error"]
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        elastic = [sys.executable, "-m", "elastic_resume", "run", "--nproc-per-node", "2"]
-        output = ""
-        for launcher, epochs in ((python, 3), (torchrun, 5), ([*elastic, "--rdzv-id", EXAMPLE.stem], 10)):
-            done = subprocess.run(
-                [*launcher, str(EXAMPLE), "--epochs", str(epochs)],
-                cwd=tmp_path,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=240,
-            )
-            assert done.returncode == 0, done.stderr[-4000:]
-            output += done.stdout
-        check_example(output)
 
-    def test_example_as_it_is_passes_assert_same_run() -> None:
-        """With a worker and a node killed."""
-        flags = ["--preload", "sklearn.datasets"]
-        kills = ["worker 1 at step 20", "node 2 at step 80"]
-        assert_same_run(EXAMPLE, kills=kills, flags=flags, lines="^epoch")
+@pytest.mark.soak
+def test_example_as_it_is_passes_assert_same_run() -> None:
+    """With a worker and a node killed."""
+    flags = ["--preload", "sklearn.datasets"]
+    kills = ["worker 1 at step 20", "node 2 at step 80"]
+    assert_same_run(EXAMPLE, kills=kills, flags=flags, lines="^epoch")

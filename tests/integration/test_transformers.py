@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.testing import Cluster, FaultPlan, assert_same_run
 from tests.support.paths import ROOT, SCRIPTS, TESTS
 
-transformers = pytest.importorskip("transformers", reason="pip install elastic-resume[transformers]")
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 SCRIPT = SCRIPTS / "trainer.py"
@@ -152,7 +152,7 @@ def test_kill_in_any_part_of_the_loop_changes_nothing(calm: Diary, kills: list[s
     assert_same(run(tmp_path, "rich", *kills), calm)
 
 
-@pytest.mark.skipif(not SOAK, reason="make soak runs all settings")
+@pytest.mark.soak
 @pytest.mark.parametrize("case", CASES)
 def test_killed_case_equals_undisturbed_case(case: str, tmp_path: Path) -> None:
     """Each setting of the Trainer that changes its loop."""
@@ -209,7 +209,7 @@ def test_example_is_the_same_run_after_kills(tmp_path: Path) -> None:
     assert_same_run(EXAMPLE, *words, kills=kills, nodes=2, lines="^test accuracy", env=PRELOAD)
 
 
-@pytest.mark.skipif(not SOAK, reason="make soak runs it: a notice takes effect within seconds")
+@pytest.mark.soak
 def test_example_is_the_same_run_after_a_node_left_and_came_back(tmp_path: Path) -> None:
     """It is asked to leave, saves and ends; the others wait for it."""
     words = ["--epochs", "6", "--output-dir", str(tmp_path)]
@@ -217,7 +217,7 @@ def test_example_is_the_same_run_after_a_node_left_and_came_back(tmp_path: Path)
     assert_same_run(EXAMPLE, *words, plan, nodes=2, lines="^test accuracy", env=PRELOAD)
 
 
-@pytest.mark.skipif(not SOAK, reason="make soak runs it: three processes import transformers")
+@pytest.mark.soak
 def test_launchers_continue_the_run_of_each_other(tmp_path: Path) -> None:
     """One epoch by python, one by torchrun."""
     for launcher, epochs in ((PYTHON, 1), (TORCHRUN, 2)):
@@ -323,5 +323,5 @@ def test_other_trainer_is_refused(method: str, monkeypatch: pytest.MonkeyPatch) 
     from elastic_resume.integrations import transformers as integration  # noqa: PLC0415  seconds
 
     monkeypatch.setitem(integration.PARAMETERS, method, ("unknown",))
-    with pytest.raises(MachineError, match=f"another Trainer.{method}.*5.20 to below 5.30"):
+    with pytest.raises(MachineError, match=f"another Trainer.{method}.*5.23 to below 5.30"):
         integration.check_trainer()
