@@ -278,7 +278,7 @@ def test_changed_method_of_accelerate_is_named(monkeypatch: pytest.MonkeyPatch) 
 
     integration._check_methods()
     monkeypatch.setattr(Accelerator, "backward", print)
-    with pytest.raises(MachineError, match=r"no Accelerator\.backward\(loss\).* 1\.12 to below 1\.20"):
+    with pytest.raises(MachineError, match=r"no Accelerator\.backward\(loss\).* 1\.15 to below 1\.20"):
         integration._check_methods()
 
 
