@@ -29,7 +29,7 @@ from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.config import Settings, suggest_similar
 from elastic_resume.data import elastic_sampler, rng, world_size
 from elastic_resume.data.global_batches import GlobalBatches, MicroBatch
-from elastic_resume.data.rank_values import RankValues
+from elastic_resume.data.rank_values import RankState
 from elastic_resume.data.world_size import WorldChange
 from elastic_resume.errors import ConfigError, ElasticResumeError, MachineError, UsageError
 from elastic_resume.policy.resume_plan import ResumePlan
@@ -87,7 +87,7 @@ class Run:
             page, seed = self._open_page_and_share_seed(context)
             seed = options.seed if options.seed is not None else seed
             self._random_numbers = rng.RandomNumbers(options.rng, seed, context.collectives.rank)
-            self._rank_values = [item for item in tracked.values() if isinstance(item, RankValues)]
+            self._rank_values = [item for item in tracked.values() if isinstance(item, RankState)]
             self._tracked = tracked = {
                 **tracked,
                 "elastic_resume.buckets": self._bucket_order,
@@ -257,8 +257,11 @@ class Run:
         if self._save_if_due():
             self._drain_request.terminate_process()
 
-    def step(self) -> None:
+    def step(self, *, ends_epoch: bool = False) -> None:
         """Count the step that just finished. Call it once after each optimizer step.
+
+        Give ``ends_epoch`` where the loop leaves the epoch before its last batch. The step is then saved by
+        `end_epoch`, like an epoch's last one.
 
         Raises:
             UsageError: the run is closed, or the epoch has no such step.
@@ -270,7 +273,7 @@ class Run:
         self._run_start_hooks()
         self._earlier_run_notice.log_once()
         self._earlier_run_notice.record_start()
-        position = self._progress.finish_step()
+        position = self._progress.finish_step(ends_epoch=ends_epoch)
         self._gather_rank_values()
         self._bucket_order.end_step()
         failpoints.hit("step", position.step)

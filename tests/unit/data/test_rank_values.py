@@ -82,3 +82,13 @@ def test_tensor_of_another_size_is_refused() -> None:
     """The checkpoint belongs to another script."""
     with pytest.raises(MismatchError, match="2 numbers here, and 1 in the checkpoint"):
         RankValues(torch.zeros(2)).load_state_dict(save([1.0], [2.0]))
+
+
+def test_state_that_was_loaded_is_saved_again_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that resumes at its end saves once more; also in a world of another size."""
+    state = save([1.0], [2.0])
+    for world_size in (2, 3):
+        enter_world(monkeypatch, 1, world_size)
+        values = RankValues(torch.zeros(1))
+        values.load_state_dict(state)
+        assert values.state_dict() == state

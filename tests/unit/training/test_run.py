@@ -224,6 +224,23 @@ def test_loop_over_epochs_may_belong_to_a_library(begin: Begin, loop: str) -> No
     assert script.run.position.epoch == 2
 
 
+def test_epoch_that_is_left_early_is_resumed_with_the_next_one(begin: Begin) -> None:
+    """A save between the last step and the end of the epoch must not bring the rest of the epoch back."""
+    script = begin()
+    script.run.begin_epoch()
+    for number, _ in enumerate(script.loader):
+        script.run.step(ends_epoch=number == 1)
+        if number == 1:
+            break
+    script.run.save()
+    again = begin()
+    assert (again.run.position.epoch, again.run.position.step_in_epoch) == (1, 0)
+    again.run.begin_epoch()
+    assert len(list(again.loader)) == 4
+    script.run.end_epoch()
+    assert script.run.position == again.run.position
+
+
 def test_loop_that_skips_finished_batches_reads_epoch_from_its_start(begin: Begin) -> None:
     """Some libraries skip by themselves."""
     script = begin()
@@ -292,6 +309,21 @@ def test_signals_are_taken_back_from_a_library(begin: Begin, monkeypatch: pytest
     thread.start()
     thread.join()
     assert errors, "only the main thread handles signals"
+
+
+def test_signal_after_the_run_ends_the_process(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that puts the handler back in place after training has no further step."""
+    monkeypatch.setenv(constants.ENV_AGENT_PID, str(os.getpid()))
+    script = begin()
+    script.run.take_signals()
+    mine = signal.getsignal(signal.SIGTERM)
+    script.run.close()
+    assert callable(mine)
+    sent: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda _, number: sent.append(number))
+    mine(signal.SIGTERM, None)
+    assert sent == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_step_beyond_epoch_is_refused_with_advice(begin: Begin) -> None:
