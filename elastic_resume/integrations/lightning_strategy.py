@@ -37,6 +37,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from elastic_resume.data.elastic_sampler import ElasticSampler
@@ -58,8 +59,11 @@ _LOADER_ARGUMENTS = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
     *("generator", "prefetch_factor", "persistent_workers", "in_order"),
 )
-# What ModelCheckpoint leaves out of its state: it decides whether a step was saved already.
-_UNSAVED = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
+# What ModelCheckpoint does not restore. The first three decide whether a step was saved already.
+_UNRESTORED = (
+    *("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation"),
+    "current_score",
+)
 # Methods that are extended or called, with their arguments; None for a property.
 _METHODS: dict[str, dict[str, str | None]] = {
     "strategies.ddp.DDPStrategy": {
@@ -430,6 +434,10 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Take the weight of the batch."""
         super().on_train_batch_start(batch, batch_idx)
+        if isinstance(self.model, DistributedDataParallel):
+            # With manual optimization Lightning switches off that buffers follow rank 0. Those of BatchNorm
+            # would differ between ranks, and a checkpoint has those of one rank.
+            self.model.require_forward_param_sync = True
         upcoming = next(self._upcoming, None)
         if upcoming is None:
             raise UsageError("Lightning: the training loader yields more batches than the epoch has.")
@@ -526,7 +534,7 @@ class _CallbackStates:
         return {
             callback.state_key: {
                 **callback.state_dict(),
-                **{name: getattr(callback, name) for name in _UNSAVED if hasattr(callback, name)},
+                **{name: getattr(callback, name) for name in _UNRESTORED if hasattr(callback, name)},
             }
             for callback in self._trainer.callbacks
         }
@@ -535,7 +543,7 @@ class _CallbackStates:
         """Restore the callbacks that have a state."""
         for callback in self._trainer.callbacks:
             own = copy.deepcopy(state.get(callback.state_key, {}))
-            for name in _UNSAVED:
+            for name in _UNRESTORED:
                 if name in own:
                     setattr(callback, name, own.pop(name))
             if "dirpath" in own:  # a logger without a fixed version has chosen another one for this process

@@ -75,7 +75,7 @@ CASES = {
     "max-steps": ["in_step@4:0", "on_train_batch_end@13:1", "on_train_epoch_end@13:0", "on_train_end@13:1"],
     "limited": ["in_step@2:1", "on_train_epoch_end@3:0", "on_train_batch_end@5:1"],
     "early-stopping": ["on_validation_end@10:1", "on_validation_end@20:0", "on_train_epoch_end@20:1"],
-    "early-in-epoch": ["on_validation_end@3:1", "on_validation_end@6:0", "on_train_epoch_end@6:1"],
+    "early-in-epoch": ["on_validation_end@3:1", "on_validation_end@9:0", "on_train_epoch_end@9:1"],
     "every-3-steps": ["on_validation_end@3:1", "in_step@7:0", "on_validation_start@12:1"],
     "bf16": ["in_step@4:0", "on_save_checkpoint@6:0"],
     "workers": ["in_step@2:1", "on_train_batch_end@9:0", "in_step@13:0"],
@@ -122,7 +122,9 @@ def run(directory: Path, case: str, *kills: str, ranks: int = 2, env: dict[str, 
         assert cluster.wait_exit() == [0], cluster.output(0)
         generations = [event["generation"] for event in cluster.events("resume")]
     assert {path.name for path in diary.glob("killed-*")} == {f"killed-{one.split(':')[0]}" for one in kills}
-    assert generations == list(range(1, len(kills) + 2))
+    # Two ranks that die in one step may need one restart.
+    assert generations == list(range(1, len(generations) + 1))
+    assert len(kills) / 2 < len(generations) <= len(kills) + 1
     return Diary(diary)
 
 
@@ -133,9 +135,10 @@ def assert_same(killed: Diary, calm: Diary) -> None:
         of_processes = killed.batches[place]
         assert whole in of_processes, f"step and rank {place} was never finished"
         assert all(batches == whole[: len(batches)] for batches in of_processes), f"step and rank {place}"
-    assert killed.logs == calm.logs
-    assert killed.ends == calm.ends
-    assert len(calm.ends) == 2
+    for rank in (0, 1):
+        assert killed.logs[rank] == calm.logs[rank]
+        for part, value in calm.ends[rank].items():
+            assert killed.ends[rank][part] == value, part
 
 
 @pytest.mark.parametrize("kills", [KILLS, *([MORE_KILLS] if SOAK else [])])

@@ -237,7 +237,14 @@ CASES = {
     "manual": Case(module=TwoNets),
     "global-batches": Case(loader=global_batches),
     "elastic-sampler": Case(loader=elastic_sampler),
-    "no-sanity-check": Case({"num_sanity_val_steps": 0, "max_epochs": 2}),
+    "no-sanity-check": Case(
+        {
+            "num_sanity_val_steps": 0,
+            "max_epochs": 2,
+            "enable_progress_bar": True,
+            "enable_model_summary": True,
+        }
+    ),
 }
 
 
