@@ -17,7 +17,8 @@ And around these methods of Lightning's objects it puts its own (`_replace`), fo
 - the epoch loop's ``reset``: it would set an interrupted epoch's counters to zero;
 - the fit loop's ``on_advance_start`` and ``on_advance_end``: an epoch begins before anybody's
   ``on_train_epoch_start`` and ends after anybody's ``on_train_epoch_end``;
-- the fit loop's ``run``: a job that was killed after its last epoch still gets its ``on_train_end``;
+- the fit loop's ``run``: a job that was killed after its last step still gets its epoch's end, and its
+  ``on_train_end``;
 - the data connector's ``_prepare_dataloader``: it would divide a `GlobalBatches` once more;
 - the signal connector's ``register_signal_handlers``: Lightning's handler of SIGTERM waits for all ranks.
 """
@@ -83,6 +84,9 @@ _METHODS: dict[str, dict[str, str | None]] = {
     "loops.fit_loop._FitLoop": {
         "run": "self",
         "setup_data": "self",
+        "reset": "self",
+        "advance": "self",
+        "on_iteration_done": "self",
         "on_advance_start": "self",
         "on_advance_end": "self",
         "on_run_start": "self",
@@ -345,9 +349,16 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
 
     def _run_fit_loop(self, original: Callable[[], None]) -> None:
         original()
-        if not self._has_trained:  # a kill came after the last epoch, perhaps before on_train_end
-            self._trainer.fit_loop.on_run_start()
-            self._trainer.fit_loop.on_run_end()
+        if not self._has_trained:  # a kill came after the last step, perhaps before its epoch's end
+            fit_loop = self._trainer.fit_loop
+            fit_loop.reset()
+            fit_loop.on_run_start()
+            if self._is_mid_epoch:
+                fit_loop.on_advance_start()
+                fit_loop.advance()
+                fit_loop.on_advance_end()
+                fit_loop.on_iteration_done()
+            fit_loop.on_run_end()
         self.run.close()
         self._trainer = None  # from here on as DDPStrategy
 
@@ -418,7 +429,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
                 "accumulate_grad_batches=, or GlobalBatches with micro_batch=."
             )
         self._optimizer_steps = steps
-        self.run.step(ends_epoch=epoch_loop.done)
+        self.run.step()
 
     def _end_epoch(self, original: Callable[[], None]) -> None:
         with self.run.busy("Lightning's end of an epoch"):

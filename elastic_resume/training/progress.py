@@ -55,7 +55,6 @@ class TrainingProgress:
         self._micro_batch: int | None = None  # index in its step; None without `read_micro_batches`
         self._steps_too_far_ahead = 0  # consecutive steps at which too many batches were handed out
         self._reads_ahead = False  # the loop takes the weights from `upcoming_batches`
-        self._is_left_early = False  # the loop leaves the epoch before its last batch
 
     @property
     def loss_weight(self) -> float:
@@ -105,14 +104,12 @@ class TrainingProgress:
 
     @property
     def has_no_batch_left(self) -> bool:
-        """Whether the epoch has no batch left, or the loop leaves it here."""
-        return self._is_left_early or (
-            self._batches is not None and self.position.step_in_epoch >= self._batches.steps
-        )
+        """Whether the epoch has no batch left."""
+        return self._batches is not None and self.position.step_in_epoch >= self._batches.steps
 
     def start_epoch(self, *, from_start: bool = False) -> int:
         """Move the data to the epoch's next step, or to its first; return the number of the epoch."""
-        self._micro_batch, self._reads_ahead, self._is_left_early = None, False, False
+        self._micro_batch, self._reads_ahead = None, False
         if self._batches is not None and from_start:
             self._batches.seek_start(self.position.epoch)
         elif self._batches is not None:
@@ -120,8 +117,8 @@ class TrainingProgress:
         self.repeated_steps = 0
         return self.position.epoch
 
-    def finish_step(self, *, ends_epoch: bool = False) -> Position:
-        """Count a finished step; return the new position. ``ends_epoch``: the loop leaves the epoch here.
+    def finish_step(self) -> Position:
+        """Count a finished step; return the new position.
 
         Raises:
             UsageError: the epoch has no step left, or micro-batches of the step are missing.
@@ -148,7 +145,7 @@ class TrainingProgress:
             samples += batches.samples(before.step_in_epoch)
             batches.advance(stop)
         self.position = Position(before.epoch, stop, before.step + 1, samples)
-        self.is_epoch_over, self._is_left_early = False, ends_epoch
+        self.is_epoch_over = False
         if self._micro_batch is not None:
             self._micro_batch = -1
         return self.position
@@ -161,13 +158,12 @@ class TrainingProgress:
 
         """
         batches, at = self._batches, self.position.step_in_epoch
-        is_cut_short = batches is not None and batches.exhausted and 0 < 2 * at <= batches.steps + 1
-        if batches is not None and is_cut_short and not self._is_left_early:
+        if batches is not None and batches.exhausted and 0 < 2 * at <= batches.steps + 1:
             unread = batches.steps - at
             if unread > (batches.loader_prefetch or 0):
                 raise UsageError(_describe_unread_batches(batches.steps, at))
         self.position = self._next_epoch_position()
-        self.is_epoch_over, self._is_left_early = True, False
+        self.is_epoch_over = True
 
     def position_to_resume_from(self) -> tuple[Position, bool]:
         """Return the position for a save after an epoch's last batch, and whether its epoch is over."""

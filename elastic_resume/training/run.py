@@ -257,11 +257,8 @@ class Run:
         if self._save_if_due():
             self._drain_request.terminate_process()
 
-    def step(self, *, ends_epoch: bool = False) -> None:
+    def step(self) -> None:
         """Count the step that just finished. Call it once after each optimizer step.
-
-        Give ``ends_epoch`` where the loop leaves the epoch before its last batch. The step is then saved by
-        `end_epoch`, like an epoch's last one.
 
         Raises:
             UsageError: the run is closed, or the epoch has no such step.
@@ -273,7 +270,7 @@ class Run:
         self._run_start_hooks()
         self._earlier_run_notice.log_once()
         self._earlier_run_notice.record_start()
-        position = self._progress.finish_step(ends_epoch=ends_epoch)
+        position = self._progress.finish_step()
         self._gather_rank_values()
         self._bucket_order.end_step()
         failpoints.hit("step", position.step)

@@ -224,23 +224,6 @@ def test_loop_over_epochs_may_belong_to_a_library(begin: Begin, loop: str) -> No
     assert script.run.position.epoch == 2
 
 
-def test_epoch_that_is_left_early_is_resumed_with_the_next_one(begin: Begin) -> None:
-    """A save between the last step and the end of the epoch must not bring the rest of the epoch back."""
-    script = begin()
-    script.run.begin_epoch()
-    for number, _ in enumerate(script.loader):
-        script.run.step(ends_epoch=number == 1)
-        if number == 1:
-            break
-    script.run.save()
-    again = begin()
-    assert (again.run.position.epoch, again.run.position.step_in_epoch) == (1, 0)
-    again.run.begin_epoch()
-    assert len(list(again.loader)) == 4
-    script.run.end_epoch()
-    assert script.run.position == again.run.position
-
-
 def test_loop_that_skips_finished_batches_reads_epoch_from_its_start(begin: Begin) -> None:
     """Some libraries skip by themselves."""
     script = begin()
