@@ -159,6 +159,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         self._batch = MicroBatch(0, 1.0, is_last=True)
         self._is_mid_epoch = False  # until the loops continue an interrupted epoch
         self._has_trained = False
+        self._is_in_step = False  # from a step's first batch until it is counted
         self._optimizer_steps = 0
         self._busy = contextlib.ExitStack()
 
@@ -430,6 +431,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
             )
         self._optimizer_steps = steps
         self.run.step()
+        self._is_in_step = False
 
     def _end_epoch(self, original: Callable[[], None]) -> None:
         with self.run.busy("Lightning's end of an epoch"):
@@ -452,7 +454,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         upcoming = next(self._upcoming, None)
         if upcoming is None:
             raise UsageError("Lightning: the training loader yields more batches than the epoch has.")
-        self._batch = upcoming
+        self._batch, self._is_in_step = upcoming, True
 
     def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Weight the loss, so that the mean over ranks is the mean over the global batch."""
@@ -483,7 +485,8 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if self.is_global_zero and "://" not in str(filepath):
-            _note_file(Path(filepath), self._run.position.step + 1)
+            # The step that is being taken, or the end of the epoch after the last one: see the method below.
+            _note_file(Path(filepath), 2 * self._run.position.step + (2 if self._is_in_step else 1))
         with self._run.busy("a checkpoint of Lightning"):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -495,11 +498,14 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         """
         if not self.is_global_zero:
             return
-        step = self.run.position.step if self.run.plan.kind == "checkpoint" else None
+        position = self.run.position
+        # An even number for a step, the next odd one for the end of its epoch.
+        time = 2 * position.step + (position.step_in_epoch == 0)
+        resumed_at = time if self.run.plan.kind == "checkpoint" else None
         for callback in self._trainer.checkpoint_callbacks:
             directory = getattr(callback, "dirpath", None)
             if directory and "://" not in str(directory):
-                remove_newer_files(Path(directory), step)
+                remove_newer_files(Path(directory), resumed_at)
 
 
 class _Loops:
@@ -585,25 +591,25 @@ def _has_plain_arguments(loader: DataLoader[Any]) -> bool:
     return type(loader) is DataLoader or type(loader).__module__.startswith("torchdata.")
 
 
-def _note_file(path: Path, step: int) -> None:
+def _note_file(path: Path, time: int) -> None:
     journal = path.parent / JOURNAL
     noted = _read_journal(journal)
     if path.name not in noted or not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_journal(journal, {**noted, path.name: step})
+        _write_journal(journal, {**noted, path.name: time})
 
 
-def remove_newer_files(directory: Path, step: int | None) -> None:
-    """Remove the files that were first written after ``step``. With None forget those of a former job."""
+def remove_newer_files(directory: Path, time: int | None) -> None:
+    """Remove the files that were first written after ``time``. With None forget those of a former job."""
     journal = directory / JOURNAL
     noted = _read_journal(journal)
     if not noted:
         return
-    newer = {name for name, written_at in noted.items() if step is not None and written_at > step}
+    newer = {name for name, written_at in noted.items() if time is not None and written_at > time}
     for name in newer:
         (directory / name).unlink(missing_ok=True)
     kept = {name: written_at for name, written_at in noted.items() if name not in newer}
-    _write_journal(journal, {} if step is None else kept)
+    _write_journal(journal, {} if time is None else kept)
 
 
 def _read_journal(journal: Path) -> dict[str, int]:
