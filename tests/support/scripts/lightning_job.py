@@ -351,7 +351,8 @@ def main() -> None:
             state.pop(name, None)
         state["best_k_models"] = sorted(map(float, state.pop("best_k_models", {}).values()))
     end = {
-        "model": digest(module),
+        # A restart gives all ranks the BatchNorm buffers of rank 0, until their next forward pass.
+        "model": digest(module if diary.rank == "0" else dict(module.named_parameters())),
         **{f"optimizer{number}": digest(one) for number, one in enumerate(trainer.optimizers)},
         "schedulers": str([config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]),
         "callbacks": str(states),
