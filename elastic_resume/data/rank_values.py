@@ -8,6 +8,7 @@ others zero.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
@@ -27,7 +28,38 @@ class Gatherer(Protocol):
         """Return every rank's ``value``."""
 
 
-class RankValues:
+class RankState(ABC):
+    """State of which each rank has its own. The ranks exchange it at each step boundary, in one collective.
+
+    A subclass says what a rank has, as JSON, and what a rank of the next generation takes from all rows.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[Any] | None = None  # of all ranks, from the last step boundary
+
+    @abstractmethod
+    def read_own(self) -> Any:
+        """Return this rank's row; it is JSON without NaN."""
+
+    @abstractmethod
+    def load_rows(self, rows: list[Any]) -> None:
+        """Take this rank's part of the rows of all ranks that saved."""
+
+    def gather(self, collectives: Gatherer) -> None:
+        """Exchange the rows; every rank calls this at a step boundary."""
+        self._rows = collectives.gather(self.read_own())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rows of all ranks, in the order of ranks."""
+        return {"values": [self.read_own()] if self._rows is None else self._rows}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take this rank's part of the state."""
+        self._rows = list(state["values"])  # a save may come before the next step
+        self.load_rows(self._rows)
+
+
+class RankValues(RankState):
     """Track a tensor of which each rank has its own value: ``track={"loss_sum": er.RankValues(loss_sum)}``.
 
     It costs one small collective per step. The tensor is changed in place, as by ``loss_sum += loss``.
@@ -52,34 +84,25 @@ class RankValues:
             )
         if across_worlds not in {"mean", "sum"}:
             raise ConfigError(f"across_worlds is {across_worlds!r}: use 'mean' or 'sum'.")
+        super().__init__()
         self._tensor = tensor
         self._across_worlds = across_worlds
-        self._gathered = [self._to_numbers()]
 
-    def gather(self, collectives: Gatherer) -> None:
-        """Exchange the values; every rank calls this at a step boundary."""
-        self._gathered = collectives.gather(self._to_numbers())
-
-    def _to_numbers(self) -> list[str]:
+    def read_own(self) -> list[str]:
         """Return the values as text in which each bit, NaN and infinity survive JSON."""
         return [number.hex() for number in self._tensor.detach().double().flatten().tolist()]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the values of all ranks, in the order of ranks."""
-        return {"values": self._gathered}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_rows(self, rows: list[Any]) -> None:
         """Set this rank's value. Raise MismatchError if the tensor had another size."""
-        rows = [[float.fromhex(number) for number in row] for row in state["values"]]
-        if any(len(row) != self._tensor.numel() for row in rows):
+        numbers = [[float.fromhex(number) for number in row] for row in rows]
+        if any(len(row) != self._tensor.numel() for row in numbers):
             raise MismatchError(
                 f"a tensor of RankValues has {self._tensor.numel()} numbers here, and "
-                f"{len(rows[0])} in the checkpoint."
+                f"{len(numbers[0])} in the checkpoint."
             )
-        self._gathered = [list(row) for row in state["values"]]  # a save may come before the next step
         rank, world_size = read_rank_and_world_size()
-        values = torch.tensor(rows, dtype=torch.float64)
-        if len(rows) == world_size:
+        values = torch.tensor(numbers, dtype=torch.float64)
+        if len(numbers) == world_size:
             own = values[rank]
         elif self._across_worlds == "mean":
             own = values.mean(0)

@@ -10,6 +10,8 @@ import importlib.metadata
 
 from elastic_resume.errors import MachineError
 
+LIGHTNING_VERSIONS = ("2.6", "2.7")  # from the first to below the second
+
 
 def require_versions(library: str, oldest: str, newest: str) -> None:
     """Raise MachineError unless ``oldest`` <= version of ``library`` < ``newest``; both are "X.Y"."""

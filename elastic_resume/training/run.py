@@ -29,7 +29,7 @@ from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.config import Settings, suggest_similar
 from elastic_resume.data import elastic_sampler, rng, world_size
 from elastic_resume.data.global_batches import GlobalBatches, MicroBatch
-from elastic_resume.data.rank_values import RankValues
+from elastic_resume.data.rank_values import RankState
 from elastic_resume.data.sharded_stream import ShardedStream
 from elastic_resume.data.world_size import WorldChange
 from elastic_resume.errors import ConfigError, ElasticResumeError, MachineError, UsageError
@@ -92,7 +92,7 @@ class Run:
             page, seed = self._open_page_and_share_seed(context)
             seed = options.seed if options.seed is not None else seed
             self._random_numbers = rng.RandomNumbers(options.rng, seed, context.collectives.rank)
-            self._rank_values = [item for item in tracked.values() if isinstance(item, RankValues)]
+            self._rank_values = [item for item in tracked.values() if isinstance(item, RankState)]
             self._tracked = tracked = {
                 **tracked,
                 "elastic_resume.buckets": self._bucket_order,

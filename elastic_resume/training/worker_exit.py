@@ -170,12 +170,15 @@ class DrainRequest:
 
     def _on_sigterm(self, number: int, frame: object) -> None:
         del number, frame
-        if os.getpid() != self._pid:  # a forked child, before `_restore_handler_in_child` has run
+        # A forked child, before `_restore_handler_in_child` has run; or a library has put the handler back in
+        # place after the run was closed, and no step boundary follows.
+        if os.getpid() != self._pid or not self._handler_installed:
             self.terminate_process()
         self.requested = True
 
     def terminate_process(self) -> None:
         """End this process as an unhandled SIGTERM would."""
+        self._handler_installed = True
         self.restore_handler()
         os.kill(os.getpid(), signal.SIGTERM)
 

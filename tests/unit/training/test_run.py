@@ -294,6 +294,21 @@ def test_signals_are_taken_back_from_a_library(begin: Begin, monkeypatch: pytest
     assert errors, "only the main thread handles signals"
 
 
+def test_signal_after_the_run_ends_the_process(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that puts the handler back in place after training has no further step."""
+    monkeypatch.setenv(constants.ENV_AGENT_PID, str(os.getpid()))
+    script = begin()
+    script.run.take_signals()
+    mine = signal.getsignal(signal.SIGTERM)
+    script.run.close()
+    assert callable(mine)
+    sent: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda _, number: sent.append(number))
+    mine(signal.SIGTERM, None)
+    assert sent == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
 def test_step_beyond_epoch_is_refused_with_advice(begin: Begin) -> None:
     """The script has its own loop over epochs."""
     script = begin()

@@ -1,0 +1,628 @@
+"""The strategy for Lightning's Trainer, shared by ``lightning.pytorch`` and ``pytorch_lightning``.
+
+Lightning owns the loops, so the strategy hooks into them where Lightning has no callback. Of DDPStrategy it
+extends these methods:
+
+- ``setup`` calls `er.resume` when model, optimizers and loader exist, and restores the loops' counters;
+- ``process_dataloader`` puts a `GlobalBatches` in the place of the DistributedSampler that Lightning adds;
+- ``backward`` multiplies the loss by its weight, and ``on_train_batch_start`` takes the weight of the batch;
+- ``on_validation_start``, ``on_validation_end`` and ``save_checkpoint`` pause hang detection;
+- ``on_train_start`` notes that this process trains;
+- ``parallel_devices``, ``num_nodes`` and ``distributed_sampler_kwargs`` follow the launcher's world.
+
+And around these methods of Lightning's objects it puts its own (`_replace`), for the reason given:
+
+- the epoch loop's ``on_advance_end``: a step is counted when everybody's ``on_train_batch_end`` and a
+  validation that was due are done, so a restart finds the loops between two batches and never within one;
+- the epoch loop's ``reset``: it would set an interrupted epoch's counters to zero;
+- the fit loop's ``on_advance_start`` and ``on_advance_end``: an epoch begins before anybody's
+  ``on_train_epoch_start`` and ends after anybody's ``on_train_epoch_end``;
+- the fit loop's ``run``: a job that was killed after its last step still gets its epoch's end, and its
+  ``on_train_end``;
+- the data connector's ``_prepare_dataloader``: it would divide a `GlobalBatches` once more;
+- the signal connector's ``register_signal_handlers``: Lightning's handler of SIGTERM waits for all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib
+import inspect
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from elastic_resume.data.elastic_sampler import ElasticSampler
+from elastic_resume.data.global_batches import GlobalBatches, MicroBatch
+from elastic_resume.data.rng import seeded
+from elastic_resume.data.world_size import KEEP_LOCAL, count_micro_batches
+from elastic_resume.errors import ConfigError, MachineError, UsageError
+from elastic_resume.integrations import LIGHTNING_VERSIONS
+from elastic_resume.integrations.lightning_metrics import CarriedMetrics
+from elastic_resume.training.run import Run, resume
+
+_Base: Any = object  # DDPStrategy of one of the two libraries is the next base class
+
+logger = logging.getLogger(__name__)
+
+JOURNAL = ".elastic_resume.json"
+# Arguments of DataLoader that are kept when its batches are made by a GlobalBatches.
+_LOADER_ARGUMENTS = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+    *("generator", "prefetch_factor", "persistent_workers", "in_order"),
+)
+# What ModelCheckpoint does not restore. The first three decide whether a step was saved already.
+_UNRESTORED = (
+    *("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation"),
+    "current_score",
+)
+# Methods that are extended or called, with their arguments; None for a property.
+_METHODS: dict[str, dict[str, str | None]] = {
+    "strategies.ddp.DDPStrategy": {
+        "setup": "self trainer",
+        "distributed_sampler_kwargs": None,
+        "num_nodes": None,
+    },
+    "strategies.strategy.Strategy": {
+        "process_dataloader": "self dataloader",
+        "backward": "self closure_loss optimizer args kwargs",
+        "save_checkpoint": "self checkpoint filepath storage_options",
+        "on_train_batch_start": "self batch batch_idx",
+        "on_train_start": "self",
+        "on_validation_start": "self",
+        "on_validation_end": "self",
+    },
+    "loops.fit_loop._FitLoop": {
+        "run": "self",
+        "setup_data": "self",
+        "reset": "self",
+        "advance": "self",
+        "on_iteration_done": "self",
+        "on_advance_start": "self",
+        "on_advance_end": "self",
+        "on_run_start": "self",
+        "on_run_end": "self",
+    },
+    "loops.training_epoch_loop._TrainingEpochLoop": {
+        "reset": "self",
+        "on_advance_end": "self data_fetcher",
+        "state_dict": "self destination prefix",
+        "load_state_dict": "self state_dict prefix",
+    },
+    "trainer.connectors.data_connector._DataConnector": {
+        "_prepare_dataloader": "self dataloader shuffle mode"
+    },
+    "trainer.connectors.signal_connector._SignalConnector": {"register_signal_handlers": "self"},
+    "trainer.connectors.logger_connector.result._Sync": {
+        "__init__": "self fn _should rank_zero_only _op _group"
+    },
+    "trainer.connectors.logger_connector.result._ResultMetric": {"__init__": "self metadata is_tensor"},
+}
+
+
+def check_signatures(name: str, library: ModuleType) -> None:
+    """Raise MachineError unless ``library`` has the methods of `_METHODS` with these arguments."""
+    for path, methods in _METHODS.items():
+        module_name, _, class_name = path.rpartition(".")
+        kind = getattr(importlib.import_module(f"{library.__name__}.{module_name}"), class_name, None)
+        for method, expected in methods.items():
+            found = inspect.getattr_static(kind, method, None) if kind is not None else None
+            function = getattr(kind, method, None)
+            arguments = " ".join(inspect.signature(function).parameters) if callable(function) else None
+            if found is None or arguments != expected:
+                oldest, newest = LIGHTNING_VERSIONS
+                raise MachineError(
+                    f"{name} has another {class_name}.{method} than versions {oldest} to below {newest}, for "
+                    f"which elastic_resume was written. Install one of these: pip install "
+                    f"'{name}>={oldest},<{newest}'."
+                )
+
+
+def _replace(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Let ``around(original, ...)`` run in the place of a method of the object ``owner``."""
+    setattr(owner, name, functools.partial(around, getattr(owner, name)))
+
+
+class ElasticStrategy(_Base):  # type: ignore[misc]
+    """DDPStrategy whose run continues after failures: ``Trainer(strategy=ElasticDDPStrategy())``.
+
+    It takes the arguments of DDPStrategy, and ``resume_options``: arguments of `er.resume` such as
+    ``{"save_every": 100, "track": {...}}``. ``run`` is the `Run`, from ``on_fit_start`` on.
+    """
+
+    _library: Any
+    _environment_class: Any
+
+    def __init__(self, *args: Any, resume_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """See the class."""
+        self._parallel_devices: Any = None
+        self.cluster_environment: Any = None
+        super().__init__(*args, **kwargs)
+        self._resume_options = dict(resume_options or {})
+        self._is_launched = bool(self._environment_class.detect())
+        if self._is_launched and self.cluster_environment is None:
+            self.cluster_environment = self._environment_class()
+        self._run: Run | None = None
+        self._trainer: Any = None
+        self._batches: Any = None  # the GlobalBatches of the training loader
+        self._keeps_local_batch = False
+        self._upcoming: Iterator[MicroBatch] = iter(())
+        self._batch = MicroBatch(0, 1.0, is_last=True)
+        self._is_mid_epoch = False  # until the loops continue an interrupted epoch
+        self._has_trained = False
+        self._is_in_step = False  # from a step's first batch until it is counted
+        self._optimizer_steps = 0
+        self._busy = contextlib.ExitStack()
+
+    @property
+    def run(self) -> Run:
+        """The run of this generation. Raises UsageError before `Trainer.fit` has built the model."""
+        if self._run is None:
+            raise UsageError(
+                "Lightning: the run exists from on_fit_start on; use strategy.run in hooks after it."
+            )
+        return self._run
+
+    # ---- the launcher's world ------------------------------------------------------------------------
+
+    @property
+    def parallel_devices(self) -> Any:
+        """One device for each worker of this node."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: Any) -> None:
+        workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if devices and self._environment_class.detect() and len(devices) != workers:
+            if devices[0].type == "cpu":
+                devices = [devices[0]] * workers
+            elif len(devices) < workers:
+                raise ConfigError(
+                    f"Lightning: this node has {workers} workers, and Trainer has {len(devices)} devices for "
+                    "them. Leave devices= out, or start fewer workers with --nproc-per-node."
+                )
+        self._parallel_devices = devices
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes that train now."""
+        return (
+            int(os.environ.get("GROUP_WORLD_SIZE", self._num_nodes)) if self._is_launched else self._num_nodes
+        )
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Rank and world size, also where nodes differ in their number of workers."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    # ---- before training -----------------------------------------------------------------------------
+
+    def setup(self, trainer: Any) -> None:
+        """Set up model and optimizers, then resume."""
+        if not _is_fitting(trainer):
+            super().setup(trainer)
+            return
+        self._trainer = trainer
+        self._refuse_unsupported(trainer)
+        _replace(trainer._data_connector, "_prepare_dataloader", _leave_global_batches)  # noqa: SLF001
+        super().setup(trainer)
+        trainer.fit_loop.setup_data()
+        loader = self._find_loader()
+        model, precision = self.lightning_module, self.precision_plugin
+        options = dict(self._resume_options)
+        if self._keeps_local_batch:
+            options.setdefault("on_world_change", KEEP_LOCAL)
+        track = {"loops": _Loops(trainer), "callbacks": _CallbackStates(trainer)}
+        track["logged"] = CarriedMetrics(trainer, self._library)
+        if trainer.datamodule is not None:
+            track["datamodule"] = trainer.datamodule
+        self._run = run = resume(
+            model=model,
+            optimizer=_name_by_number(self.optimizers),
+            scheduler=_name_by_number([config.scheduler for config in self.lr_scheduler_configs]),
+            scaler=getattr(precision, "scaler", None),
+            data=loader,
+            track={**track, **options.pop("track", {})},
+            **options,
+        )
+        run.ddp(self.model)
+        self._is_mid_epoch = run.position.step_in_epoch > 0
+        if run.plan.kind == "checkpoint":
+            trainer.num_sanity_val_steps = 0  # it would overwrite the restored counters
+            trainer.fit_loop._restarting = self._is_mid_epoch  # noqa: SLF001
+        self._clean_up_after_lost_steps()
+        self._enter_loops(trainer)
+
+    def _enter_loops(self, trainer: Any) -> None:
+        fit_loop, connector = trainer.fit_loop, trainer._signal_connector  # noqa: SLF001
+        _replace(fit_loop, "run", self._run_fit_loop)
+        _replace(fit_loop, "on_advance_start", self._begin_epoch)
+        _replace(fit_loop, "on_advance_end", self._end_epoch)
+        _replace(fit_loop.epoch_loop, "reset", self._reset_epoch_loop)
+        _replace(fit_loop.epoch_loop, "on_advance_end", self._end_batch)
+        _replace(connector, "register_signal_handlers", self._take_signals)
+
+    def _refuse_unsupported(self, trainer: Any) -> None:
+        """Raise ConfigError for what could not be continued exactly."""
+        library, module = self._library, self.lightning_module
+        if self._run is not None:
+            raise UsageError(
+                "Lightning: a job has one Trainer.fit() with an ElasticDDPStrategy. Give the second one a "
+                "script and a run ID of its own."
+            )
+        if trainer.ckpt_path is not None:
+            raise ConfigError(
+                f"Lightning: fit() would load {trainer.ckpt_path}, but elastic_resume restores the whole "
+                "state itself. Leave ckpt_path= out; remove hpc_ckpt_* files and OnExceptionCheckpoint. To "
+                "start from other weights, load them into the module before fit()."
+            )
+        for name, value in (
+            ("reload_dataloaders_every_n_epochs", trainer.reload_dataloaders_every_n_epochs),
+            ("limit_train_batches=0", trainer.limit_train_batches == 0),
+            ("ddp_comm_state", self._ddp_comm_state is not None),
+            (f"start_method={self._start_method!r}", self._start_method != "popen"),
+        ):
+            if value:
+                raise ConfigError(
+                    f"Lightning: {name} cannot be used with ElasticDDPStrategy, because a restart could not "
+                    "continue from it. Leave it out."
+                )
+        hooks = [(callback, library.Callback) for callback in trainer.callbacks]
+        hooks += [(module, library.LightningModule)]
+        hooks += [(trainer.datamodule, library.LightningDataModule)] if trainer.datamodule else []
+        for item, base in hooks:
+            own, plain = (getattr(kind, "on_load_checkpoint", None) for kind in (type(item), base))
+            if own is not plain:
+                raise ConfigError(
+                    f"Lightning: {type(item).__name__} restores state in on_load_checkpoint, which only "
+                    "Lightning's own checkpoints call. Keep the state in state_dict() and load_state_dict(), "
+                    'in a buffer of the module, or in resume_options={"track": {...}}.'
+                )
+            if isinstance(item, library.callbacks.GradientAccumulationScheduler):
+                raise ConfigError(
+                    "Lightning: GradientAccumulationScheduler changes the number of batches in a step, which "
+                    "a position in an epoch cannot follow. Use accumulate_grad_batches=."
+                )
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Let a training loader read its share of global batches, from any position in an epoch on."""
+        dataloader = super().process_dataloader(dataloader)
+        trainer = self._trainer
+        if not _is_fitting(trainer) or not trainer.training or not isinstance(dataloader, DataLoader):
+            return dataloader
+        sampler = dataloader.sampler
+        if isinstance(dataloader.batch_sampler, GlobalBatches):
+            self._batches = dataloader.batch_sampler
+            trainer.accumulate_grad_batches = self._count_parts()  # schedules depend on it
+            return dataloader
+        if isinstance(sampler, ElasticSampler):
+            if trainer.accumulate_grad_batches > 1:
+                raise ConfigError(
+                    "Lightning: an ElasticSampler gives each step one batch. With accumulate_grad_batches= "
+                    "leave the sampler out, or use GlobalBatches with micro_batch=."
+                )
+            return dataloader
+        if type(sampler) is not DistributedSampler or not _has_plain_arguments(dataloader):
+            return dataloader  # er.resume says what to do
+        batch, parts = dataloader.batch_size, trainer.accumulate_grad_batches
+        self._keeps_local_batch = True
+        batches = self._batches = GlobalBatches(
+            len(sampler.dataset),  # type: ignore[arg-type]
+            (batch or 1) * parts * self.world_size,
+            seed=sampler.seed,
+            shuffle=sampler.shuffle,
+            drop_last=dataloader.drop_last,
+            micro_batch=batch if parts > 1 else None,
+        )
+        kept = {name: getattr(dataloader, name) for name in _LOADER_ARGUMENTS if hasattr(dataloader, name)}
+        # What a worker of the loader draws must not depend on where this process began to read.
+        dataset = seeded(dataloader.dataset) if dataloader.num_workers else dataloader.dataset
+        return type(dataloader)(dataset, batch_sampler=batches, **kept)
+
+    def _find_loader(self) -> Any:
+        """Return the only training loader."""
+        loaders = self._trainer.fit_loop._combined_loader.flattened  # noqa: SLF001
+        if len(loaders) != 1 or not isinstance(loaders[0], DataLoader):
+            raise ConfigError(
+                f"Lightning: training reads {len(loaders)} loaders, or one that is no DataLoader. It must "
+                "read one DataLoader, whose position in an epoch is kept. Combine the datasets in one."
+            )
+        return loaders[0]
+
+    # ---- in the loops --------------------------------------------------------------------------------
+
+    def _take_signals(self, original: Callable[[], None]) -> None:
+        original()
+        self.run.take_signals()
+
+    def _run_fit_loop(self, original: Callable[[], None]) -> None:
+        original()
+        if not self._has_trained:  # a kill came after the last step, perhaps before its epoch's end
+            fit_loop = self._trainer.fit_loop
+            fit_loop.reset()
+            fit_loop.on_run_start()
+            if self._is_mid_epoch:
+                fit_loop.on_advance_start()
+                fit_loop.advance()
+                fit_loop.on_advance_end()
+                fit_loop.on_iteration_done()
+            fit_loop.on_run_end()
+        self.run.close()
+        self._trainer = None  # from here on as DDPStrategy
+
+    def _begin_epoch(self, original: Callable[[], None]) -> None:
+        fit_loop = self._trainer.fit_loop
+        self.run.begin_epoch()
+        self._upcoming = self.run.upcoming_batches()
+        self._follow_batches()
+        original()
+        if self._trainer.current_epoch == 0:  # later epochs begin with it
+            iter(fit_loop._data_fetcher)  # noqa: SLF001
+        # Lightning skips schedulers that monitor a metric while it counts as restarting.
+        fit_loop._restarting = False  # noqa: SLF001
+
+    def _follow_batches(self) -> None:
+        """Tell Lightning the length of this epoch and the batches of a step, which a new world may change."""
+        trainer, fit_loop = self._trainer, self._trainer.fit_loop
+        combined = fit_loop._combined_loader  # noqa: SLF001
+        length, parts = len(combined.flattened[0]), self._count_parts()
+        limit = trainer.limit_train_batches
+        limit = min(length, limit) if isinstance(limit, int) else int(length * limit)
+        if limit < length and limit % parts:
+            raise ConfigError(
+                f"Lightning: limit_train_batches ends epochs after {limit} batches, in the middle of a step "
+                f"of {parts} batches. Make it a multiple of {parts}."
+            )
+        trainer.accumulate_grad_batches = parts
+        combined.limits = [limit]
+        fit_loop.max_batches = limit
+        if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
+            trainer.val_check_batch = max(1, int(limit * trainer.val_check_interval))
+
+    def _count_parts(self) -> int:
+        """Return the number of the loader's batches in a full step."""
+        batches = self._batches
+        if batches is None:
+            return 1
+        return count_micro_batches(batches.global_batch, self.world_size, batches.micro_batch)
+
+    def _reset_epoch_loop(self, original: Callable[[], None]) -> None:
+        """Begin an epoch, or continue one: then keep the counters, and what the epoch has logged."""
+        epoch_loop, is_mid_epoch = self._trainer.fit_loop.epoch_loop, self._is_mid_epoch
+        self._is_mid_epoch = False
+        if not is_mid_epoch:
+            original()
+            return
+        kept = epoch_loop.state_dict()
+        original()
+        epoch_loop.load_state_dict(kept)
+        _clear_restart(epoch_loop)
+        # In a world of another size a step may have another number of batches.
+        done = self.run.position.step_in_epoch * self._count_parts()
+        current = epoch_loop.batch_progress.current
+        current.ready = current.started = current.processed = current.completed = done
+        # None or True would let the first self.log() reset what the epoch has logged.
+        self._trainer._logger_connector._first_loop_iter = False  # noqa: SLF001
+
+    def _end_batch(self, original: Callable[[Any], None], data_fetcher: Any) -> None:
+        original(data_fetcher)
+        if not self._batch.is_last:
+            return
+        epoch_loop = self._trainer.fit_loop.epoch_loop
+        steps = epoch_loop.global_step
+        if steps == self._optimizer_steps:
+            raise UsageError(
+                f"Lightning: training_step took no optimizer step in batch {epoch_loop.batch_idx}. Gradients "
+                "that are summed over several batches would be lost in a restart: use "
+                "accumulate_grad_batches=, or GlobalBatches with micro_batch=."
+            )
+        self._optimizer_steps = steps
+        self.run.step()
+        self._is_in_step = False
+
+    def _end_epoch(self, original: Callable[[], None]) -> None:
+        with self.run.busy("Lightning's end of an epoch"):
+            original()
+        self.run.end_epoch()
+
+    def on_train_start(self) -> None:
+        """Note that this process trains."""
+        super().on_train_start()
+        self._has_trained = True
+        self._optimizer_steps = self._trainer.fit_loop.epoch_loop.global_step
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Take the weight of the batch."""
+        super().on_train_batch_start(batch, batch_idx)
+        if isinstance(self.model, DistributedDataParallel):
+            # With manual optimization Lightning switches off that buffers follow rank 0. Those of BatchNorm
+            # would differ between ranks, and a checkpoint has those of one rank.
+            self.model.require_forward_param_sync = True
+        upcoming = next(self._upcoming, None)
+        if upcoming is None:
+            raise UsageError("Lightning: the training loader yields more batches than the epoch has.")
+        self._batch, self._is_in_step = upcoming, True
+
+    def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Weight the loss, so that the mean over ranks is the mean over the global batch."""
+        if _is_fitting(self._trainer):
+            # The weights of a step's batches add up to its share; Lightning has divided by their number.
+            is_automatic = self.lightning_module.automatic_optimization
+            parts = self._trainer.accumulate_grad_batches if is_automatic else 1
+            weight = self._batch.loss_weight * parts
+            closure_loss = closure_loss if weight == 1.0 else closure_loss * weight
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def on_validation_start(self) -> None:
+        """Pause hang detection during a validation."""
+        super().on_validation_start()
+        if _is_fitting(self._trainer):
+            self._busy.enter_context(self.run.busy("Lightning's validation"))
+
+    def on_validation_end(self) -> None:
+        """Watch for hangs again."""
+        self._busy.close()
+        super().on_validation_end()
+
+    # ---- checkpoints of Lightning --------------------------------------------------------------------
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint of Lightning, and note the step in which it was first written."""
+        if self._run is None or not _is_fitting(self._trainer):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if self.is_global_zero and "://" not in str(filepath):
+            # The step that is being taken, or the end of the epoch after the last one: see the method below.
+            _note_file(Path(filepath), 2 * self._run.position.step + (2 if self._is_in_step else 1))
+        with self._run.busy("a checkpoint of Lightning"):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _clean_up_after_lost_steps(self) -> None:
+        """Remove the checkpoints of Lightning that were written after the state that is resumed.
+
+        The steps are taken again and write them again. Lightning would find the first ones, and give the
+        second ones other names.
+        """
+        if not self.is_global_zero:
+            return
+        position = self.run.position
+        # An even number for a step, the next odd one for the end of its epoch.
+        time = 2 * position.step + (position.step_in_epoch == 0)
+        resumed_at = time if self.run.plan.kind == "checkpoint" else None
+        for callback in self._trainer.checkpoint_callbacks:
+            directory = getattr(callback, "dirpath", None)
+            if directory and "://" not in str(directory):
+                remove_newer_files(Path(directory), resumed_at)
+
+
+class _Loops:
+    """The counters of Lightning's loops. The state is taken between two batches or two epochs."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters."""
+        fit_loop = self._trainer.fit_loop
+        return {
+            "epochs": fit_loop.epoch_progress.state_dict(),
+            "epoch_loop": fit_loop.epoch_loop.state_dict(),
+            "should_stop": self._trainer.should_stop,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the counters, without Lightning's ways to restart, which are for states within a batch."""
+        fit_loop = self._trainer.fit_loop
+        fit_loop.epoch_progress.load_state_dict(state["epochs"])
+        fit_loop.epoch_loop.load_state_dict(dict(state["epoch_loop"]))
+        _clear_restart(fit_loop.epoch_loop)
+        self._trainer.should_stop = state["should_stop"]
+
+
+def _clear_restart(loop: Any) -> None:
+    """Let ``loop`` and those in it continue as if they had never stopped."""
+    loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False  # noqa: SLF001
+    for inner in vars(loop).values():
+        if hasattr(inner, "_resuming_from_checkpoint"):
+            _clear_restart(inner)
+
+
+class _CallbackStates:
+    """The states of all callbacks, by Lightning's key."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states."""
+        return {
+            callback.state_key: {
+                **callback.state_dict(),
+                **{name: getattr(callback, name) for name in _UNRESTORED if hasattr(callback, name)},
+            }
+            for callback in self._trainer.callbacks
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the callbacks that have a state."""
+        for callback in self._trainer.callbacks:
+            own = copy.deepcopy(state.get(callback.state_key, {}))
+            for name in _UNRESTORED:
+                if name in own:
+                    setattr(callback, name, own.pop(name))
+            if "dirpath" in own:  # a logger without a fixed version has chosen another one for this process
+                callback.dirpath = own["dirpath"]
+            if own:
+                callback.load_state_dict(own)
+
+
+def _is_fitting(trainer: Any) -> bool:
+    return trainer is not None and trainer.state.fn == "fit"
+
+
+def _name_by_number(items: list[Any]) -> Any:
+    """Return one object, or several by number; None without any."""
+    if len(items) <= 1:
+        return items[0] if items else None
+    return {str(number): item for number, item in enumerate(items)}
+
+
+def _leave_global_batches(original: Callable[..., Any], dataloader: object, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(getattr(dataloader, "batch_sampler", None), GlobalBatches):
+        return dataloader
+    return original(dataloader, *args, **kwargs)
+
+
+def _has_plain_arguments(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader of the same class can be made: DataLoader, or torchdata's."""
+    return type(loader) is DataLoader or type(loader).__module__.startswith("torchdata.")
+
+
+def _note_file(path: Path, time: int) -> None:
+    journal = path.parent / JOURNAL
+    noted = _read_journal(journal)
+    if path.name not in noted or not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_journal(journal, {**noted, path.name: time})
+
+
+def remove_newer_files(directory: Path, time: int | None) -> None:
+    """Remove the files that were first written after ``time``. With None forget those of a former job."""
+    journal = directory / JOURNAL
+    noted = _read_journal(journal)
+    if not noted:
+        return
+    newer = {name for name, written_at in noted.items() if time is not None and written_at > time}
+    for name in newer:
+        (directory / name).unlink(missing_ok=True)
+    kept = {name: written_at for name, written_at in noted.items() if name not in newer}
+    _write_journal(journal, {} if time is None else kept)
+
+
+def _read_journal(journal: Path) -> dict[str, int]:
+    try:
+        noted = json.loads(journal.read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(noted, dict):
+        return {}
+    return {name: at for name, at in noted.items() if Path(name).name == name and type(at) is int}
+
+
+def _write_journal(journal: Path, noted: Mapping[str, int]) -> None:
+    temporary = journal.with_suffix(".tmp")
+    temporary.write_text(json.dumps(noted))
+    temporary.replace(journal)

@@ -1,0 +1,418 @@
+"""Lightning's Trainer, killed at every place of its loop: it ends as if nothing had happened.
+
+Compared bit for bit are the samples and losses of each batch, all logs, weights, optimizers, schedulers, what
+the callbacks count, and the checkpoints that Lightning wrote. In another world each global batch has the same
+samples.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+import elastic_resume as er
+from elastic_resume.errors import ConfigError, MachineError, UsageError
+from elastic_resume.testing import Cluster, assert_same_run
+from tests.support.paths import ROOT, SCRIPTS, TESTS
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+SCRIPT = SCRIPTS / "lightning_job.py"
+EXAMPLE = ROOT / "examples" / "lightning_digits.py"
+PYTHON = [sys.executable]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+FLAGS = ["--snapshot-every", "1", "--save-every", "1000"]
+# All agents and workers are forked from one process, which imports Lightning once.
+PRELOAD = {
+    "PYTHONPATH": str(TESTS / "support" / "preload"),
+    "PYTHON_TEST_IMPORTS": "lightning.pytorch torchmetrics.classification",
+}
+SOAK = "ELASTIC_RESUME_SOAK_KILLS" in os.environ
+
+# PLACE@STEP:RANK. The step is Lightning's global step; an epoch has 5, and validates after 2 and 5.
+KILLS = [
+    "in_step@1:0",
+    "on_train_batch_end@2:1",
+    "on_save_checkpoint@3:0",
+    "on_validation_batch_end@5:1",
+    "on_train_epoch_end@5:0",
+    "on_before_optimizer_step@7:1",
+]
+MORE_KILLS = [
+    "on_train_start@0:1",
+    "on_train_epoch_start@0:0",
+    "on_train_batch_start@1:1",
+    "on_before_zero_grad@1:0",
+    "on_before_backward@2:0",
+    "on_after_backward@2:1",
+    "on_validation_start@2:1",
+    "on_validation_epoch_end@2:0",
+    "on_validation_end@2:1",
+    "on_train_batch_start@3:0",
+    "on_train_epoch_start@5:1",
+    "on_train_batch_end@6:0",
+    "on_validation_batch_start@7:0",
+    "on_validation_end@10:0",
+    "on_train_epoch_end@10:1",
+    "on_save_checkpoint@12:0",
+    "on_train_end@15:1",
+]
+# Kills that fit each case; the steps differ.
+CASES = {
+    "plain": ["in_step@4:0", "on_validation_end@10:0", "on_train_epoch_end@10:1", "on_train_batch_end@12:0"],
+    "max-steps": ["in_step@4:0", "on_train_batch_end@13:1", "on_train_epoch_end@13:0", "on_train_end@13:1"],
+    "limited": ["in_step@2:1", "on_train_epoch_end@3:0", "on_train_batch_end@5:1"],
+    "early-stopping": ["on_validation_end@10:1", "on_validation_end@20:0", "on_train_epoch_end@20:1"],
+    "early-in-epoch": ["on_validation_end@3:1", "on_validation_end@9:0", "on_train_epoch_end@9:1"],
+    "every-3-steps": ["on_validation_end@3:1", "in_step@7:0", "on_validation_start@12:1"],
+    "bf16": ["in_step@4:0", "on_save_checkpoint@6:0"],
+    "workers": ["in_step@2:1", "on_train_batch_end@9:0", "in_step@13:0"],
+    "augmented": ["in_step@2:1", "on_train_batch_end@9:0"],
+    "manual": ["in_step@4:1", "on_train_batch_end@8:0", "on_train_epoch_end@20:0"],
+    "global-batches": ["in_step@2:1", "on_train_batch_end@4:0", "on_train_epoch_end@5:1"],
+    "elastic-sampler": ["in_step@4:0", "on_train_epoch_end@10:1", "in_step@12:1"],
+    "no-sanity-check": ["in_step@4:0"],
+}
+
+
+class Diary:
+    """What the processes of one run have recorded."""
+
+    def __init__(self, directory: Path) -> None:
+        self.batches: dict[tuple[int, int], list[list[Any]]] = defaultdict(list)  # (step, rank): by process
+        self.read: dict[tuple[int, int], set[int]] = defaultdict(set)  # (step, generation): samples
+        self.logs: dict[int, set[str]] = defaultdict(set)  # by rank
+        for path in directory.glob("*.jsonl"):
+            rank = int(path.name.partition("-")[0])
+            own: dict[int, list[Any]] = defaultdict(list)
+            for line in path.read_text().splitlines():
+                entry = json.loads(line)
+                if "logs" in entry:
+                    self.logs[rank].add(json.dumps([entry["step"], entry["logs"]], sort_keys=True))
+                    continue
+                own[entry["step"]].append([entry["read"], entry["loss"]])
+                self.read[entry["step"], entry["generation"]].update(entry["read"])
+            for step, batches in own.items():
+                self.batches[step, rank].append(batches)
+        self.ends = [json.loads(path.read_text()) for path in sorted(directory.glob("end-*.json"))]
+
+
+def run(directory: Path, case: str, *kills: str, ranks: int = 2, env: dict[str, str] | None = None) -> Diary:
+    """Train on one node to the end."""
+    place = directory / f"{len(kills)}-kills-{ranks}-ranks"
+    diary = place / "diary"
+    diary.mkdir(parents=True)
+    with Cluster(
+        place, nodes=1, workers_per_node=ranks, flags=FLAGS, env={**PRELOAD, **(env or {})}
+    ) as cluster:
+        options = [word for kill in kills for word in ("--kill", kill)]
+        cluster.start(SCRIPT, "--case", case, "--diary", str(diary), *options)
+        assert cluster.wait_exit() == [0], cluster.output(0)
+        generations = [event["generation"] for event in cluster.events("resume")]
+    assert {path.name for path in diary.glob("killed-*")} == {f"killed-{one.split(':')[0]}" for one in kills}
+    # Two ranks that die in one step may need one restart.
+    assert generations == list(range(1, len(generations) + 1))
+    assert len(kills) / 2 < len(generations) <= len(kills) + 1
+    return Diary(diary)
+
+
+def assert_same(killed: Diary, calm: Diary) -> None:
+    """Check that each process computed what the undisturbed one did at its steps, up to its end."""
+    assert killed.batches.keys() == calm.batches.keys()
+    for place, (whole,) in calm.batches.items():
+        of_processes = killed.batches[place]
+        assert whole in of_processes, f"step and rank {place} was never finished"
+        assert all(batches == whole[: len(batches)] for batches in of_processes), f"step and rank {place}"
+    for rank in (0, 1):
+        assert killed.logs[rank] == calm.logs[rank]
+        for part, value in calm.ends[rank].items():
+            assert killed.ends[rank][part] == value, part
+
+
+@pytest.mark.parametrize("kills", [KILLS, *([MORE_KILLS] if SOAK else [])])
+def test_kill_in_any_part_of_the_loop_changes_nothing(kills: list[str], tmp_path: Path) -> None:
+    """With gradient accumulation, an uneven last batch, validation within a step, and two schedulers."""
+    calm = run(tmp_path, "rich")
+    assert len({batches[0][1] for (batches,) in calm.batches.values()}) > 10, "nothing was learnt"
+    assert calm.ends[0]["files"], "Lightning wrote no checkpoint"
+    assert_same(run(tmp_path, "rich", *kills), calm)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", CASES)
+def test_killed_case_equals_undisturbed_case(case: str, tmp_path: Path) -> None:
+    """Each setting of the Trainer that changes its loop."""
+    calm = run(tmp_path, case)
+    assert_same(run(tmp_path, case, *CASES[case]), calm)
+
+
+@pytest.mark.soak
+def test_pytorch_lightning_is_the_same(tmp_path: Path) -> None:
+    """The same code under its former name."""
+    env = {"LIGHTNING_LIBRARY": "pytorch_lightning"}
+    calm = run(tmp_path, "rich", env=env)
+    assert_same(run(tmp_path, "rich", *KILLS, env=env), calm)
+
+
+def test_other_worlds_read_the_same_samples(tmp_path: Path) -> None:
+    """A node dies in a step and comes back; another one is asked to leave: 3, 2, 3, 2 ranks."""
+    calm = run(tmp_path, "global-batches")
+    diary = tmp_path / "diary"
+    diary.mkdir()
+    options = ["--kill", "on_after_backward@2:2:node", "--pause", "6", "--pause", "9"]
+    with Cluster(tmp_path, nodes=3, min_nodes=2, flags=FLAGS, env=PRELOAD) as cluster:
+        cluster.start(SCRIPT, "--case", "global-batches", "--diary", str(diary), *options)
+        cluster.wait((diary / "reached-6").exists, "the pause of two ranks")
+        cluster.kill_node(2)
+        cluster.start_node(2)
+        cluster.wait(generation=3)
+        (diary / "go-6").touch()
+        cluster.wait((diary / "reached-9").exists, "the pause of three ranks")
+        cluster.kill_agent(1, signal.SIGTERM)
+        cluster.wait((diary / "asked").exists, "the request to n1's worker")
+        (diary / "go-9").touch()
+        codes = cluster.wait_exit()
+        resumed = cluster.events("resume")
+        assert codes == [0, 128 + signal.SIGTERM, 0], cluster.output(0)
+        assert cluster.lost_steps == 0
+    assert [event["world_size"] for event in resumed] == [3, 2, 3, 2]
+    found = Diary(diary)
+    steps = {step for step, _ in calm.read}
+    assert {step for step, _ in found.read} == steps
+    for step in steps:
+        whole = calm.read[step, 1]
+        by_generation = [read for (number, _), read in found.read.items() if number == step]
+        assert all(read <= whole for read in by_generation)
+        assert whole in by_generation, f"step {step}"
+
+
+def test_example_is_the_same_run_after_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is, under a worker's death and a node's."""
+    monkeypatch.chdir(tmp_path)
+    assert_same_run(
+        EXAMPLE,
+        *("--epochs", "1"),
+        kills=["worker 1 at step 4", "node 2 at step 9"],
+        lines="^best accuracy",
+        ignore=["callbacks"],  # the second run gives its checkpoints other names than the first
+        env=PRELOAD,
+    )
+
+
+@pytest.mark.soak
+def test_launchers_continue_the_run_of_each_other(tmp_path: Path) -> None:
+    """One epoch by python, one by torchrun."""
+    for launcher, epochs in ((PYTHON, 1), (TORCHRUN, 2)):
+        command = [*launcher, str(EXAMPLE), "--epochs", str(epochs)]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        assert re.fullmatch(r"best accuracy [\d.]+%", done.stdout.splitlines()[-1])
+    assert "resumed at step 45 (epoch 1)" in done.stderr
+
+
+# ---- what is refused, in this process --------------------------------------------------------------------
+
+
+def make_trainer(module: Any = None, **settings: Any) -> tuple[Any, Any]:
+    """Make a Trainer of this process alone, and its strategy."""
+    import lightning.pytorch as pl  # noqa: PLC0415  seconds
+
+    from elastic_resume.integrations.lightning import ElasticDDPStrategy  # noqa: PLC0415
+
+    strategy = ElasticDDPStrategy(**settings.pop("strategy", {}))
+    trainer = pl.Trainer(
+        **{
+            "strategy": strategy,
+            "accelerator": "cpu",
+            "logger": False,
+            "enable_progress_bar": False,
+            **settings,
+        }
+    )
+    trainer.state.fn, trainer.training = pl.trainer.states.TrainerFn.FITTING, True
+    strategy._lightning_module = module or pl.LightningModule()
+    strategy._trainer = trainer
+    return trainer, strategy
+
+
+class KeepsState:
+    """Restores a state that only Lightning's checkpoints hold."""
+
+    state_key = "mine"
+
+    def on_load_checkpoint(self, *_: Any) -> None:
+        """Restore it."""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_setting_that_cannot_work_is_refused() -> None:
+    """Before anything is trained."""
+    from lightning.pytorch import callbacks  # noqa: PLC0415  seconds
+
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs cannot be used"),
+        ({"limit_train_batches": 0}, "limit_train_batches=0 cannot be used"),
+        ({"strategy": {"ddp_comm_state": object()}}, "ddp_comm_state cannot be used"),
+        ({"strategy": {"start_method": "spawn"}}, "start_method='spawn' cannot be used"),
+        ({"callbacks": [callbacks.GradientAccumulationScheduler({0: 2})]}, "changes the number of batches"),
+        (
+            {"callbacks": [callbacks.WeightAveraging()]},
+            "WeightAveraging restores state in on_load_checkpoint",
+        ),
+    ]
+    for settings, text in cases:
+        trainer, strategy = make_trainer(**settings)
+        with pytest.raises(ConfigError, match=text):
+            strategy._refuse_unsupported(trainer)
+    trainer, strategy = make_trainer()
+    strategy._refuse_unsupported(trainer)
+    with pytest.raises(UsageError, match="from on_fit_start on"):
+        _ = strategy.run
+    trainer._checkpoint_connector._ckpt_path = "hpc_ckpt_1.ckpt"
+    with pytest.raises(ConfigError, match=r"fit\(\) would load hpc_ckpt_1"):
+        strategy._refuse_unsupported(trainer)
+    strategy._run = object()
+    with pytest.raises(UsageError, match="a job has one"):
+        strategy._refuse_unsupported(trainer)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_loader_gets_global_batches_or_is_left_alone() -> None:
+    """A DistributedSampler is replaced; the rest of the loader stays."""
+    dataset: Any = list(range(40))
+    trainer, strategy = make_trainer(accumulate_grad_batches=2)
+    strategy.cluster_environment.set_world_size(1)
+    plain = DataLoader(dataset, batch_size=4, sampler=DistributedSampler(dataset, 1, 0, seed=7), timeout=3)
+    made = strategy.process_dataloader(plain)
+    assert isinstance(made.batch_sampler, er.GlobalBatches)
+    assert (made.batch_sampler.global_batch, made.batch_sampler.micro_batch) == (8, 4)
+    assert (made.batch_sampler.seed, made.timeout, len(made)) == (7, 3, 10)
+    own: Any = DataLoader(dataset, batch_sampler=er.GlobalBatches(40, 12, micro_batch=4))
+    assert trainer._data_connector._requires_distributed_sampler(own)
+    assert strategy.process_dataloader(own) is own
+    assert trainer.accumulate_grad_batches == 3
+    with pytest.raises(ConfigError, match="ElasticSampler gives each step one batch"):
+        strategy.process_dataloader(DataLoader(dataset, 4, sampler=er.ElasticSampler(dataset)))
+    trainer.training, trainer.validating = False, True
+    assert strategy.process_dataloader(plain) is plain
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_devices_follow_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on nodes with different numbers of workers."""
+    environ = {
+        "RANK": "4",
+        "WORLD_SIZE": "5",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_WORLD_SIZE": "3",
+    }
+    for name, value in {**environ, "TORCHELASTIC_RUN_ID": "job"}.items():
+        monkeypatch.setenv(name, value)
+    trainer, strategy = make_trainer(devices=1, num_nodes=7)
+    assert strategy.root_device == torch.device("cpu")
+    assert (trainer.world_size, trainer.global_rank, trainer.num_nodes) == (5, 4, 3)
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": 5, "rank": 4}
+    strategy.cluster_environment.validate_settings(1, 7)
+    with pytest.raises(ConfigError, match="2 workers, and Trainer has 1 devices"):
+        strategy.parallel_devices = [torch.device("cuda", 0)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_metrics_that_cannot_be_carried_are_refused() -> None:
+    """Lists grow with the epoch."""
+    from lightning import pytorch as pl  # noqa: PLC0415  seconds
+    from torchmetrics import CatMetric, SumMetric  # noqa: PLC0415
+
+    from elastic_resume.integrations.lightning_metrics import CarriedMetrics  # noqa: PLC0415
+
+    module = torch.nn.Module()
+    trainer, _ = make_trainer(module)
+    carried = CarriedMetrics(trainer, pl)
+    module.kept = CatMetric()
+    assert carried.read_own()["metrics"] == {}
+    module.kept.update(1.0)
+    with pytest.raises(UsageError, match="the metric kept keeps a list of samples"):
+        carried.read_own()
+    module.kept = SumMetric()
+    module.kept.sum_value = torch.zeros(20_000)
+    module.kept.update(torch.ones(20_000))
+    with pytest.raises(UsageError, match="bytes of logged values"):
+        carried.read_own()
+
+
+def test_other_world_adds_up_what_ranks_have_logged() -> None:
+    """Sums over the ranks stay the same, whatever their number."""
+    from elastic_resume.integrations.lightning_metrics import _pack, _unpack, fold_rows  # noqa: PLC0415
+
+    def row(number: float) -> Any:
+        result = {
+            "meta": {"on_epoch": True, "reduce_fx": "torch.mean"},
+            "is_tensor": True,
+            "rank_zero_only": False,
+            "value": _pack(torch.tensor(number)),
+            "weight": _pack(torch.tensor(int(number))),
+        }
+        metric = {
+            "updates": 1,
+            "states": {"total": _pack(torch.tensor([number, 1.0]))},
+            "reductions": {"total": "sum"},
+        }
+        odd = {**metric, "reductions": {"total": ""}}
+        return {"results": {"loss": result}, "shown": {}, "metrics": {"sum": metric, "odd": odd}}
+
+    rows = [row(1.0), row(2.0), row(4.0)]
+    for world_size, expected in ((2, [5.0, 2.0]), (1, [7.0]), (5, [1.0, 2.0, 4.0, 0.0, 0.0])):
+        folded = [fold_rows(rows, rank, world_size) for rank in range(world_size)]
+        results = [one["results"]["loss"] for one in folded]
+        assert [_unpack(one["value"]).item() for one in results] == expected
+        assert [_unpack(one["weight"]).item() for one in results] == expected
+        sums = [
+            _unpack(one["metrics"]["sum"]["states"]["total"]).tolist() for one in folded if one["metrics"]
+        ]
+        assert [sum(column) for column in zip(*sums, strict=True)] == [7.0, 3.0]
+        assert all("odd" not in one["metrics"] for one in folded)
+
+
+def test_files_of_lost_steps_are_removed(tmp_path: Path) -> None:
+    """And no others: those that nobody noted, and those that were there before."""
+    from elastic_resume.integrations.lightning_strategy import _note_file, remove_newer_files  # noqa: PLC0415
+
+    for name, step in (("a.ckpt", 3), ("b.ckpt", 6), ("a.ckpt", 7), ("other.ckpt", None)):
+        if step is not None:
+            _note_file(tmp_path / name, step)
+        (tmp_path / name).write_text(name)
+    remove_newer_files(tmp_path, 5)
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["a.ckpt", "other.ckpt"]
+    remove_newer_files(tmp_path, None)  # another job begins here
+    remove_newer_files(tmp_path, 1)
+    assert (tmp_path / "a.ckpt").exists()
+    (tmp_path / ".elastic_resume.json").write_text('{"../a.ckpt": 9}')
+    remove_newer_files(tmp_path, 1)
+    assert (tmp_path / "a.ckpt").exists()
+
+
+@pytest.mark.parametrize("path", ["strategies.ddp.DDPStrategy", "loops.fit_loop._Unknown"])
+def test_other_library_is_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the range of versions."""
+    from lightning import pytorch as pl  # noqa: PLC0415  seconds
+
+    from elastic_resume.integrations import lightning_strategy  # noqa: PLC0415
+
+    monkeypatch.setitem(lightning_strategy._METHODS, path, {"setup": "self unknown"})
+    with pytest.raises(MachineError, match=r"lightning has another .*setup than versions 2\.6 to below 2\.7"):
+        lightning_strategy.check_signatures("lightning", pl)
