@@ -1,9 +1,9 @@
-"""Values that each rank has of its own, such as the sum of its losses, in a checkpoint that holds one state.
+"""Save small tensors that differ between ranks, such as each rank's sum of losses.
 
-A checkpoint is the same on all nodes, so that any copy is enough. So the ranks gather these values at each
-step boundary, and the checkpoint holds those of all ranks. A rank of a world of the same size gets its own
-value back, bit for bit. In a world of another size each rank gets the mean, or rank 0 gets the sum and the
-others zero.
+A checkpoint is the same on every node, so that any copy is enough. So the ranks gather these values at each
+step boundary, and every checkpoint holds all of them. A rank of a world of the same size gets its own value
+back, bit for bit. In a world of another size each rank gets the mean, or rank 0 gets the sum and the others
+zero.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class RankState(ABC):
 class RankValues(RankState):
     """Track a tensor of which each rank has its own value: ``track={"loss_sum": er.RankValues(loss_sum)}``.
 
-    It costs one small collective per step. The tensor is changed in place, as by ``loss_sum += loss``.
+    It costs one small collective per step, and holds at most 64 numbers. Change the tensor in place, as by
+    ``loss_sum += loss``.
     """
 
     def __init__(self, tensor: Tensor, across_worlds: Literal["mean", "sum"] = "mean") -> None:

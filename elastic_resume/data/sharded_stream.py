@@ -1,4 +1,4 @@
-"""Read streams of samples, such as files, once per epoch over all ranks, and resume within each of them.
+"""Read shards of samples, such as files, once per epoch over all ranks, and resume within an epoch.
 
 `ShardedStream` gives each shard to one lane, a worker of one rank's loader (`shard_progress`). torch's
 DataLoader reads ahead. Each batch travels with the progress of its lane after this batch, and the ranks
@@ -69,7 +69,7 @@ class ShardedStream:
                 ...
                 run.step()
 
-    Each sample is read once per epoch, also if the number of ranks changes within the epoch. The batches are
+    Each sample counts once per epoch, also if the number of ranks changes within the epoch. The batches are
     the same after a resume with the same number of ranks and workers. The order of shards depends on the seed
     and the epoch.
 

@@ -20,7 +20,7 @@ def require_versions(library: str, oldest: str, newest: str) -> None:
     except importlib.metadata.PackageNotFoundError:
         raise MachineError(
             f"elastic_resume.integrations needs {library} from {oldest} to below {newest}, which is not "
-            f"installed: pip install 'elastic-resume[{library}]'."
+            f"installed: pip install '{library}>={oldest},<{newest}'."
         ) from None
     if not _parse(oldest) <= _parse(version) < _parse(newest):
         raise MachineError(

@@ -1,4 +1,4 @@
-"""Train with Lightning's Trainer and lose nothing: ``Trainer(strategy=ElasticDDPStrategy())``.
+"""Continue Lightning's Trainer after failures: ``Trainer(strategy=ElasticDDPStrategy())``.
 
 `lightning_strategy` has the code, which `pytorch_lightning` shares.
 """
@@ -26,7 +26,11 @@ class WorldOfLauncher(TorchElasticEnvironment):
 
 
 class ElasticDDPStrategy(lightning_strategy.ElasticStrategy, DDPStrategy):
-    """DDPStrategy that continues after failures; see `lightning_strategy.ElasticStrategy`."""
+    """Continue DDP training after failures.
+
+    It takes the arguments of DDPStrategy, and ``resume_options``, a dict of arguments of `er.resume`.
+    ``run`` is the `Run`, from ``on_fit_start`` on.
+    """
 
     _library = lightning.pytorch
     _environment_class = WorldOfLauncher

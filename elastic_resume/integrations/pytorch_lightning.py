@@ -27,7 +27,11 @@ class WorldOfLauncher(TorchElasticEnvironment):
 
 
 class ElasticDDPStrategy(lightning_strategy.ElasticStrategy, DDPStrategy):
-    """DDPStrategy that continues after failures; see `lightning_strategy.ElasticStrategy`."""
+    """Continue DDP training after failures.
+
+    It takes the arguments of DDPStrategy, and ``resume_options``, a dict of arguments of `er.resume`.
+    ``run`` is the `Run`, from ``on_fit_start`` on.
+    """
 
     _library = pytorch_lightning
     _environment_class = WorldOfLauncher

@@ -14,8 +14,8 @@ These methods of the Trainer are overridden:
 - ``get_train_dataloader`` reads global batches, and sets the number of batches in a step.
 - ``_init_training_state`` restores. It needs the optimizer, so it does the work of ``_prepare_for_training``.
 - ``_run_epoch`` begins an epoch where the restored state is, and counts it.
-- ``get_batch_samples``, ``_get_num_items_in_batch`` and ``training_step`` weigh each batch, so that a step's
-  loss is the mean over its global batch, also if the ranks' shares differ.
+- ``get_batch_samples``, ``_get_num_items_in_batch`` and ``training_step`` multiply each loss by its weight.
+  So a step's loss is the mean over its global batch, also if the ranks' shares differ.
 - ``_maybe_log_save_evaluate`` counts the step afterwards.
 - ``_evaluate`` and ``_save_checkpoint`` are no hang, however long they take.
 - ``_load_rng_state`` does nothing, because the run seeds the generators.
@@ -33,11 +33,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Trainer
-from transformers.trainer_callback import ExportableState
 
 from elastic_resume.data.global_batches import GlobalBatches, MicroBatch
 from elastic_resume.data.rank_values import RankValues
@@ -48,6 +45,12 @@ from elastic_resume.integrations import require_versions
 from elastic_resume.training.run import Run, resume
 
 OLDEST, NEWEST = "5.23", "5.30"
+require_versions("transformers", OLDEST, NEWEST)
+
+import transformers  # noqa: E402  after the check of its version
+from transformers import Trainer  # noqa: E402
+from transformers.trainer_callback import ExportableState  # noqa: E402
+
 # Parameters on which the overridden methods below rely.
 PARAMETERS = {
     "train": ("resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
@@ -100,7 +103,6 @@ IN_EPOCH = "the restored state"  # makes _run_epoch() begin within the epoch; no
 
 def check_trainer() -> None:
     """Raise MachineError unless the installed Trainer has the methods that `ElasticTrainer` overrides."""
-    require_versions("transformers", OLDEST, NEWEST)
     for name, needed in PARAMETERS.items():
         method = getattr(Trainer, name, None)
         known = inspect.signature(method).parameters if method is not None else {}

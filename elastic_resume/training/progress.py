@@ -106,7 +106,7 @@ class TrainingProgress:
         if self._batches is None:
             raise UsageError(
                 "upcoming_batches() needs the order of samples: pass data= to er.resume(), a GlobalBatches "
-                "or a loader with an ElasticSampler."
+                "or a loader with an ElasticSampler. A ShardedStream has none: use run.loss_weight."
             )
         self._reads_ahead = True
         return self._batches.micro_batches_from(self.position.step_in_epoch)
@@ -123,7 +123,7 @@ class TrainingProgress:
             self._batches.seek_start(self.position.epoch)
         elif self._batches is not None:
             self._batches.seek(self.position.epoch, self.position.step_in_epoch)
-        elif self._stream is not None and from_start and self.position.step_in_epoch:
+        elif self._stream is not None and from_start:
             raise UsageError(
                 "a ShardedStream cannot read an epoch from its start and skip finished steps. Read on from "
                 "run.begin_epoch(), without from_start, instead."

@@ -243,7 +243,8 @@ class Run:
         a loop that skips the batches of ``position.step_in_epoch`` steps itself.
 
         Raises:
-            UsageError: ``from_start``, and the number of ranks has changed within this epoch.
+            UsageError: ``from_start``, and the number of ranks has changed within this epoch, or ``data=`` is
+                a `ShardedStream`.
 
         """
         self._run_start_hooks()
@@ -253,8 +254,11 @@ class Run:
     def end_epoch(self) -> None:
         """Count the epoch, when the work after its last step is done too. Save if a save is due.
 
+        On a node that is being drained, this saves the state and ends the process by SIGTERM.
+
         Raises:
-            UsageError: most of the epoch's batches were read, and no step was counted for them.
+            UsageError: the loader was read to its end, and `step` was called for half of the epoch's steps or
+                fewer. An epoch without any call is accepted.
 
         """
         self._progress.end_epoch()
@@ -264,6 +268,8 @@ class Run:
 
     def step(self) -> None:
         """Count the step that just finished. Call it once after each optimizer step.
+
+        On a node that is being drained, this saves the state and ends the process by SIGTERM.
 
         Raises:
             UsageError: the run is closed, or the epoch has no such step.
@@ -309,13 +315,13 @@ class Run:
         return self._progress.read_micro_batches(loader)
 
     def upcoming_batches(self) -> Iterator[MicroBatch]:
-        """Yield, for each batch of the loader until the end of the epoch, its step, weight and last-ness.
+        """Yield a `MicroBatch` for each batch of the loader, from the position to the end of the epoch.
 
         Use it instead of `micro_batches` and `loss_weight` where a library reads the loader, perhaps ahead of
         the step: ``for batch, upcoming in zip(loader, run.upcoming_batches())``.
 
         Raises:
-            UsageError: there is no ``data=``.
+            UsageError: ``data=`` is missing, or is a `ShardedStream`.
 
         """
         return self._progress.upcoming_batches()
@@ -323,8 +329,11 @@ class Run:
     def take_signals(self) -> None:
         """Handle SIGTERM again, after a library has put its own handler in place.
 
-        A drained node ends at its next step boundary. Without an agent nothing changes. Call it in the main
-        thread.
+        A drained node then ends at its next step boundary. Without an agent nothing changes.
+
+        Raises:
+            UsageError: called outside the main thread.
+
         """
         self._drain_request.install_handler()
 

@@ -193,7 +193,7 @@ def _serve(listener: socket.socket, control: socket.socket, spec: dict[str, Any]
 
 
 class BackgroundWork:
-    """The imports that workers share, then the huge pages: piece by piece, while no launcher shim waits."""
+    """Import shared modules, then move memory into huge pages, one piece at a time between requests."""
 
     def __init__(self, spec: Mapping[str, Any], control: socket.socket) -> None:
         """Plan the imports of the SPEC; ``control`` leads to the agent."""
@@ -217,9 +217,9 @@ class BackgroundWork:
         return None if self._next_at == math.inf else max(0.0, self._next_at - time.monotonic()) * 1000
 
     def handle_request(self) -> None:
-        """Leave the processors to starting workers for a while.
+        """Postpone this work, so that starting workers get the processors.
 
-        The first workers run missing imports themselves. Later ones do not delay these any more.
+        Only the first request postpones imports. Later ones would put them off again and again.
         """
         if not self._pending:
             self._next_at = time.monotonic() + START_S
