@@ -114,8 +114,11 @@ class GlobalBatches(BatchSampler):
         self._sizing = self._make_sizing(self._requested_global_batch)
         self._epoch, self._step = 0, 0
         self._on_batch_request: Callable[[bool], None] | None = None
-        self.exhausted = False  # whether the newest iterator has passed the end of the epoch
-        self.handed_out: int | None = None  # steps of the epoch up to the newest iterator; None before one
+        # Whether the first iterator since `seek` has passed the end of the epoch. A script may read the epoch
+        # once more with others, to evaluate.
+        self.exhausted = False
+        self._has_iterator = False  # since `seek`
+        self.handed_out = 0  # steps of the epoch up to the last batch of the iterator of `exhausted`
         self.loader_prefetch: int | None = None  # batches that the loader requests ahead, if it is known
         self._cached_permutation: tuple[int, Tensor] | None = None  # (epoch, its permutation)
 
@@ -173,6 +176,7 @@ class GlobalBatches(BatchSampler):
         plan = self._sizing.plan_epoch(self.dataset_size, epoch)
         step = check_integer("step_in_epoch", step_in_epoch, least=plan.first_step, most=plan.steps)
         self._epoch, self._step = epoch, step
+        self.handed_out, self.exhausted, self._has_iterator = step, False, False
 
     def seek_start(self, epoch: int) -> None:
         """Make the next ``iter()`` start at the epoch's first step, for a loop that skips finished steps.
@@ -382,9 +386,10 @@ class GlobalBatches(BatchSampler):
         rank_and_world_size: tuple[int, int],
         epoch: int,
     ) -> Iterator[SeededIndices]:
-        self.exhausted, self.handed_out = False, first_step
+        is_first, self._has_iterator = not self._has_iterator, True
         for step in range(first_step, plan.steps):
-            self.handed_out = step + 1
+            if is_first:
+                self.handed_out = step + 1
             samples, first = plan.sample_count(step), plan.sample_offset(step)
             share = _nonempty_share(samples, *rank_and_world_size)
             parts = world_size.count_micro_batches(samples, rank_and_world_size[1], self.micro_batch)
@@ -393,7 +398,8 @@ class GlobalBatches(BatchSampler):
                 start, stop = first + share[in_share.start], first + share[in_share.stop - 1] + 1
                 indices = range(start, stop) if order is None else order[start:stop].tolist()
                 yield SeededIndices(indices, self.seed, epoch)
-        self.exhausted = True
+        if is_first:
+            self.exhausted = True
 
 
 class _NotifyingIterator(Iterator[SeededIndices]):

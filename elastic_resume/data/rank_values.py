@@ -62,6 +62,7 @@ class RankState(ABC):
 class RankValues(RankState):
     """Track a tensor of which each rank has its own value: ``track={"loss_sum": er.RankValues(loss_sum)}``.
 
+    A checkpoint holds the values of the last `Run.step` or `Run.end_epoch`, also one of `Run.save`.
     It costs one small collective per step, and holds at most 64 numbers. Change the tensor in place, as by
     ``loss_sum += loss``.
     """

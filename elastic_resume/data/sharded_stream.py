@@ -17,6 +17,7 @@ import copy
 import inspect
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -36,6 +37,7 @@ from elastic_resume.units import format_count
 logger = logging.getLogger(__name__)
 
 MAX_SHARDS = 1_000_000
+OWN_OPTIONS = {"dataset", "sampler", "batch_sampler", "drop_last", "generator"}
 _SHARD_SALT, _SAMPLE_SALT = 3, 4  # see rng.mix_words
 
 # A batch, its worker, the lane's progress after it, and its number of samples: 0 when the lane is at its end.
@@ -122,6 +124,12 @@ class ShardedStream:
         self.seed = check_integer("seed", seed, least=-(2**63))
         self.shuffle = check_bool("shuffle", shuffle)
         self._num_workers = check_integer("num_workers", num_workers, least=0)
+        refused = sorted({*loader_options} & OWN_OPTIONS)
+        if refused or not loader_options.get("in_order", True):
+            raise ConfigError(
+                f"a ShardedStream cannot take {', '.join(refused) or 'in_order=False'}: it decides the order "
+                "of samples itself."
+            )
         self._collate = collate_fn or default_collate
         self._loader_options = loader_options
         self._order_arguments = {
@@ -132,7 +140,7 @@ class ShardedStream:
         }
         self._progress = ShardProgress(len(self._shards))  # what finished steps have read
         self._taken, self._taken_samples = self._progress, 0  # what the script has taken
-        self._is_over = False
+        self.is_over = False  # whether the iteration of this epoch has come to its end
         self._is_resumed = False
         self._ranks: Ranks | None = None
         self._before_batch: Callable[[bool], None]
@@ -172,7 +180,7 @@ class ShardedStream:
         if epoch != self._progress.epoch:
             self._progress = ShardProgress(len(self._shards), epoch)
         self._taken, self._taken_samples = self._progress, 0
-        self._is_over = False
+        self.is_over = False
 
     def count_step(self) -> int:
         """Count the batches that were taken since the last step; return the samples of all ranks."""
@@ -224,7 +232,7 @@ class ShardedStream:
             raise UsageError(
                 "a ShardedStream was read before er.resume(): pass it as data=, which shares it among ranks."
             )
-        if self._is_over:
+        if self.is_over:
             raise UsageError(
                 f"epoch {self._progress.epoch} of the ShardedStream is over: write "
                 "`for epoch in run.epochs(EPOCHS)` around the loop over the stream."
@@ -245,7 +253,7 @@ class ShardedStream:
                 break
             self.loss_weight = samples * ranks.size / total
             yield batch if samples else self._make_filler(ranks.rank)
-        self._is_over = True
+        self.is_over = True
         self.loss_weight = 1.0
         self._after_last_batch()
 
@@ -368,6 +376,7 @@ def _digest_names(shards: Sequence[Any]) -> str:
     """Return a digest of the shards' names and order, without the directory that all files are in."""
     has_name = [getattr(type(shard), "__repr__", None) is not object.__repr__ for shard in shards]
     names = [str(s) if named else type(s).__name__ for s, named in zip(shards, has_name, strict=True)]
+    names = [re.sub(r" at 0x[0-9a-f]+", "", name) for name in names]  # functions have an address
     directory = os.path.commonprefix(names).rpartition("/")[0]  # noqa: RUF071  commonpath refuses mixed names
     return xxhash.xxh3_64_hexdigest("\n".join(name.removeprefix(directory) for name in names).encode())
 

@@ -47,11 +47,16 @@ def check_bool(name: str, value: object) -> bool:
 
 
 def read_rank_and_world_size() -> tuple[int, int]:
-    """Return those of the process group; before it exists those of torchrun's environment, else 0 and 1."""
+    """Return those of the process group; before it exists those of torchrun's environment, else 0 and 1.
+
+    The environment is that of torchrun if `er.resume` would create a process group from it.
+    """
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
+    if any(name not in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+        return 0, 1
     try:
-        rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     except ValueError as error:
         raise ConfigError(f"RANK and WORLD_SIZE must be integers: {error}.") from None
     if not 0 <= rank < size:

@@ -20,8 +20,7 @@ from elastic_resume.restore.collectives import Collectives
 from elastic_resume.units import format_count
 
 T = TypeVar("T")
-MIN_PROOFS = 3
-MAX_OTHER_PREFETCH = 8  # batches that a script or a library reads ahead of the loader's own prefetching
+MAX_GROWING_STEPS = 32  # no queue of a script that reads ahead fills so slowly
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,9 @@ class TrainingProgress:
         self._batches = batches
         self._stream = stream
         self._micro_batch: int | None = None  # index in its step; None without `read_micro_batches`
-        self._steps_too_far_ahead = 0  # consecutive steps at which too many batches were handed out
+        self._lead = self._growing_steps = 0  # see `_check_what_was_read`
+        self._was_share_read = False  # see `_check_whole_epoch`
+        self._world_size = collectives.size
         self._reads_ahead = False  # the loop takes the weights from `upcoming_batches`
 
     @property
@@ -119,6 +120,7 @@ class TrainingProgress:
     def start_epoch(self, *, from_start: bool = False) -> int:
         """Move the data to the epoch's next step, or to its first; return the number of the epoch."""
         self._micro_batch, self._reads_ahead = None, False
+        self._lead = self._growing_steps = 0
         if self._batches is not None and from_start:
             self._batches.seek_start(self.position.epoch)
         elif self._batches is not None:
@@ -175,11 +177,8 @@ class TrainingProgress:
             UsageError: batches of the epoch were handed out, and no step was counted for them.
 
         """
-        batches, at = self._batches, self.position.step_in_epoch
-        if batches is not None and batches.exhausted and 0 < 2 * at <= batches.steps + 1:
-            unread = batches.steps - at
-            if unread > (batches.loader_prefetch or 0):
-                raise UsageError(_describe_unread_batches(batches.steps, at))
+        if self._batches is not None:
+            self._check_whole_epoch(self._batches, self.position.step_in_epoch)
         self.position = self._next_epoch_position()
         if self._stream is not None:
             self._stream.start_epoch(self.position.epoch)
@@ -187,7 +186,7 @@ class TrainingProgress:
 
     def position_to_resume_from(self) -> tuple[Position, bool]:
         """Return the position for a save after an epoch's last batch, and whether its epoch is over."""
-        if self.has_no_batch_left:
+        if self.has_no_batch_left or (self._stream is not None and self._stream.is_over):
             return self._next_epoch_position(), True
         return self.position, self.is_epoch_over
 
@@ -209,15 +208,28 @@ class TrainingProgress:
             )
 
     def _check_what_was_read(self, batches: GlobalBatches, steps: int) -> None:
-        """Raise UsageError if the loader keeps handing out far more batches than steps are finished.
+        """Raise UsageError if the loader has handed out more than one batch for each step, for long.
 
-        Once is no proof: the script may have read the rest of the epoch with another iterator.
+        What is read ahead has a limit, so its lead over the steps does not grow for ever.
         """
-        handed_out, limit = batches.handed_out, batches.loader_prefetch
-        is_far = limit is not None and (handed_out or 0) - steps > limit + MAX_OTHER_PREFETCH
-        self._steps_too_far_ahead = self._steps_too_far_ahead + 1 if is_far else 0
-        if self._steps_too_far_ahead >= MIN_PROOFS:
-            raise UsageError(_describe_unread_batches(handed_out or 0, steps))
+        lead = batches.handed_out - steps
+        self._growing_steps = self._growing_steps + 1 if lead > self._lead else 0
+        self._lead = lead
+        if self._growing_steps >= MAX_GROWING_STEPS:
+            raise UsageError(_describe_unread_batches(batches.handed_out, steps))
+
+    def _check_whole_epoch(self, batches: GlobalBatches, at: int) -> None:
+        """Raise UsageError if most of the epoch was handed out, and no step was counted for it.
+
+        A loop that leaves an epoch early looks the same if its loader had read the rest ahead. It hardly
+        stops at one rank's share of the epoch, epoch after epoch.
+        """
+        is_half = batches.exhausted and 0 < 2 * at <= batches.steps + 1
+        is_explained = batches.steps - at <= (batches.loader_prefetch or 0)
+        is_share = at in {batches.steps // self._world_size, -(-batches.steps // self._world_size)}
+        if is_half and (not is_explained or (is_share and self._was_share_read)):
+            raise UsageError(_describe_unread_batches(batches.steps, at))
+        self._was_share_read = is_half and is_share
 
 
 def _describe_unread_batches(handed_out: int, steps: int) -> str:

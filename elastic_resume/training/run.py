@@ -335,7 +335,8 @@ class Run:
             UsageError: called outside the main thread.
 
         """
-        self._drain_request.install_handler()
+        if not self._closed:  # nothing would read the request
+            self._drain_request.install_handler()
 
     def save(self) -> Path | None:
         """Commit the state now, and wait for the disk. Return the checkpoint's path on the local leader.

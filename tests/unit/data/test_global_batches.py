@@ -267,6 +267,9 @@ def test_rank_and_world_are_known_before_resume(monkeypatch: pytest.MonkeyPatch)
     """From torchrun's environment: a schedule asks for the length early."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
+    assert list(GlobalBatches(2, 2, shuffle=False)) == [[0, 1]], "no torchrun has set these"
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
     assert list(GlobalBatches(8, 8, shuffle=False)) == [[2, 3]]
     assert len(GlobalBatches(8, 8, micro_batch=1)) == 2
     assert len(ElasticSampler(range(8))) == 2

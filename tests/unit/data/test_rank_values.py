@@ -31,6 +31,8 @@ def enter_world(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> 
     """Be that rank."""
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
 
 
 def save(first: list[float], second: list[float]) -> dict[str, Any]:

@@ -309,19 +309,23 @@ def test_interrupted_epoch_resumes_at_next_sample(begin: Begin) -> None:
     assert (run.position.epoch, run.position.samples) == (1, len(EVERY))
 
 
-@pytest.mark.parametrize("ends_epoch", [False, True])
-def test_resume_after_last_batch_does_the_rest_of_the_epoch_once(begin: Begin, ends_epoch: bool) -> None:
-    """Before the epoch's end no batch is left; after it the next epoch begins."""
+@pytest.mark.parametrize("saved", ["at the last step", "after the loop", "after the epoch"])
+def test_resume_after_last_batch_does_the_rest_of_the_epoch_once(begin: Begin, saved: str) -> None:
+    """A save at the last step leaves the epoch's other work to do; a later save includes it."""
     stream, run = begin()
     run.begin_epoch()
     for _ in stream:
         run.step()
-    if ends_epoch:
+        if saved == "at the last step":
+            run.save()
+    if saved == "after the epoch":
         run.end_epoch()
-    run.save()
+    if saved != "at the last step":
+        run.save()
     stream, run = begin()
     found = [(epoch, sum(len(batch) for batch in stream)) for epoch in run.epochs(3)]
-    assert found == [*([] if ends_epoch else [(0, 0)]), (1, len(EVERY)), (2, len(EVERY))]
+    rest = [(0, 0)] if saved == "at the last step" else []
+    assert found == [*rest, (1, len(EVERY)), (2, len(EVERY))]
 
 
 def test_end_state_does_not_depend_on_interruptions(begin: Begin) -> None:
@@ -347,6 +351,13 @@ def test_stream_of_an_earlier_run_in_this_process_begins_anew(begin: Begin) -> N
 def make_progress(epoch: int) -> dict[str, Any]:
     """Return the progress of an epoch that has not begun."""
     return {"epoch": epoch, "finished": [0, 0], "begun": "", "lanes": "", "turns": []}
+
+
+@pytest.mark.parametrize("option", [{"in_order": False}, {"drop_last": True}, {"generator": None}])
+def test_options_that_decide_the_order_are_refused(option: dict[str, Any]) -> None:
+    """The first would leave out shards without a word."""
+    with pytest.raises(ConfigError, match=f"cannot take {next(iter(option))}"):
+        er.ShardedStream([1, 2], range, 2, **option)
 
 
 def test_wrong_use_is_refused(begin: Begin) -> None:

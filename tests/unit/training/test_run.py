@@ -177,28 +177,49 @@ def test_batches_that_no_step_is_counted_for_are_refused(begin: Begin, passes_lo
 
 
 def test_unread_batches_of_long_epoch_are_refused_early(begin: Begin) -> None:
-    """If the loader's own prefetching is known."""
+    """A lead that grows at every step is no reading ahead."""
     script = begin(samples=300)
-    script.batches.loader_prefetch = 0
     with pytest.raises(UsageError, match="most samples would never be read"):
         read_every_other_batch(script, script.loader)
-    assert script.run.position.step < 15
+    assert script.run.position.step < 40
 
 
-def test_prefetching_and_other_iterators_are_no_unread_batches(begin: Begin) -> None:
-    """A loop may leave an epoch early while the loader has read all of it, or read the rest to evaluate."""
-    script = begin(samples=60)
+def test_unread_batches_of_short_epochs_are_refused_in_the_second(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the loader may have read the rest of the epoch ahead."""
+    script = begin()
     script.batches.loader_prefetch = 16
-    for _ in script.run.epochs(1):
+    monkeypatch.setattr(script.run._progress, "_world_size", 2)
+    with pytest.raises(UsageError, match="most samples would never be read"):
+        read_every_other_batch(script, script.loader)
+    assert script.run.position.epoch == 1
+
+
+def test_reading_ahead_is_no_second_sharding(begin: Begin) -> None:
+    """A script may read the whole epoch at once, or 20 batches ahead."""
+    script = begin(samples=180)
+    for epoch in script.run.epochs(2):
         ahead: list[Any] = []
-        for batch in script.loader:  # reads 16 batches ahead
+        for batch in list(script.loader) if epoch else script.loader:
             ahead.append(batch)
-            if len(ahead) > 16:
+            if len(ahead) > 20:
                 script.run.step()
-        if script.run.position.step:
-            list(script.loader)
+        for _ in range(min(20, len(ahead))):
             script.run.step()
-    assert script.run.position.step == 5
+    assert script.run.position.step == 120
+
+
+def test_epoch_that_is_left_early_may_be_read_to_evaluate(begin: Begin) -> None:
+    """With another iterator, that of the loop was left."""
+    script = begin(samples=60)
+    for _ in script.run.epochs(3):
+        for index, _ in enumerate(script.loader):
+            script.run.step()
+            if index == 4:
+                break
+        list(script.loader)
+    assert script.run.position.step == 15
 
 
 @pytest.mark.parametrize("loop", ["epochs", "begin and end"])
