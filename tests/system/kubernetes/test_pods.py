@@ -161,7 +161,7 @@ def test_doctor_in_a_pod_of_a_jobset_knows_its_peers(tmp_path: Path) -> None:
         table = pods.read_log(pods.newest_pod(0)).partition(
             "Nothing found that would make a start fail.\n\n"
         )[2]
-        lines = dict(line.split(maxsplit=1) for line in table.splitlines())
+        lines = dict(line.split(maxsplit=1) for line in table.splitlines() if line)
         assert lines["code"] == "0"
         assert lines["nodes"].split("  ")[0] == "1 to 2"
         assert lines["train-node-0-0.train.default.svc"].startswith(
