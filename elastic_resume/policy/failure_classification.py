@@ -203,7 +203,8 @@ def classify_with_times(
 ) -> tuple[tuple[float, Failure], ...]:
     """Return the failures of one node's workers with their times, root causes first, each group by time.
 
-    A worker that was told to stop did not fail. A worker that was killed for a hang is covered by the hang.
+    A worker that was told to stop did not fail, nor did one that lost a peer that was stopped with it.
+    A worker that was killed for a hang is covered by the hang.
     """
     events, memory_pressure = list(events), memory_pressure or MemoryPressure()
     reports = [event for event in events if event["event"] == "failure"]
@@ -224,7 +225,11 @@ def classify_with_times(
             continue
         t = end["t"] if report is None else min(report["t"], end["t"])
         found.append((t, _classify_exit(end, report or {}, node, memory_pressure)))
-    found += [(report["t"], _classify_exception(report, {}, node, memory_pressure)) for report in reports]
+    stops = [event for event in events if event["event"] == "worker-exit" and event.get("stopped")]
+    for report in reports:
+        failure = _classify_exception(report, {}, node, memory_pressure)
+        if not (failure.is_secondary and any(_is_same_worker(report, stop) for stop in stops)):
+            found.append((report["t"], failure))
     found.sort(key=lambda pair: (not pair[1].is_deterministic, pair[1].is_secondary, pair[0]))
     return tuple((t, truncate_failure(failure)) for t, failure in found)
 

@@ -277,7 +277,9 @@ def test_ranks_that_the_trainer_does_not_see_are_refused(
 ) -> None:
     """Without use_cpu=True accelerate ignores torchrun's ranks on CPUs, and each would train alone."""
     trainer = make_trainer(tmp_path)
-    monkeypatch.setenv("WORLD_SIZE", "3")
+    environ = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match="the Trainer works with 1 of 3 ranks"):
         trainer.train()
 

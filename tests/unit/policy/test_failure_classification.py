@@ -91,6 +91,18 @@ ROUNDS: list[tuple[str, Events, MemoryPressure, list[tuple[str, int | None]]]] =
     ),
     ("one that does not die", [killed(stuck=True, stopped=True)], NO_STRAIN, [(STUCK, 0)]),
     ("those that were found to stop", [killed(stopped=True), end(stopped=True)], NO_STRAIN, []),
+    (
+        "one that lost a peer, which was stopped just before it",
+        [report("DistBackendError", "Connection closed by peer", rank=1), end(rank=1, stopped=True)],
+        NO_STRAIN,
+        [],
+    ),
+    (
+        "one that raised just before it was stopped",
+        [report("ValueError", "boom"), end(stopped=True)],
+        NO_STRAIN,
+        [(EXCEPTION, 0)],
+    ),
     ("those that finished", [end(exit_code=0)], NO_STRAIN, []),
     (
         "a hang and those killed for it",
