@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 import xxhash
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data._utils import worker as loader_worker
 
 from elastic_resume.data import rng
 from elastic_resume.data.global_batches import make_permutation
@@ -103,7 +104,8 @@ class ShardedStream:
                 ``range(n)`` for ``dataset.shard(n, index)``.
             read: returns the samples of one shard, always the same ones. If it has a parameter ``start``, it
                 leaves out as many samples itself. Otherwise a resume reads begun shards from their start.
-                torch's CPU generator, `random` and numpy's are seeded for each sample.
+                torch's CPU generator, `random` and numpy's are seeded for each sample. Within it torch's
+                ``get_worker_info()`` is None: libraries would divide the shard among the workers once more.
             batch_size: samples of one batch on one rank.
             seed: decides the order of the shards and the random numbers of the samples.
             shuffle: whether the shards have another order in each epoch.
@@ -360,11 +362,13 @@ class _LaneReader(IterableDataset[_Item]):
         takes_start = _takes_start(self.read)
         position = start if takes_start else 0
         rng.seed_cpu_generators(rng.mix_words(self.seed, index, position, _SAMPLE_SALT))
-        samples = iter(self.read(shard, start=start) if takes_start else self.read(shard))
+        with _hide_worker():
+            samples = iter(self.read(shard, start=start) if takes_start else self.read(shard))
         while True:
             rng.seed_cpu_generators(rng.mix_words(self.seed, index, position, _SAMPLE_SALT))
             try:
-                sample = next(samples)
+                with _hide_worker():
+                    sample = next(samples)
             except StopIteration:
                 return
             position += 1
@@ -379,6 +383,20 @@ def _digest_names(shards: Sequence[Any]) -> str:
     names = [re.sub(r" at 0x[0-9a-f]+", "", name) for name in names]  # functions have an address
     directory = os.path.commonprefix(names).rpartition("/")[0]  # noqa: RUF071  commonpath refuses mixed names
     return xxhash.xxh3_64_hexdigest("\n".join(name.removeprefix(directory) for name in names).encode())
+
+
+@contextlib.contextmanager
+def _hide_worker() -> Iterator[None]:
+    """Let ``get_worker_info()`` return None, as outside of a loader's worker.
+
+    Libraries such as datasets and webdataset divide what they read among the workers, but a shard belongs to
+    one worker. torch has no public way to hide them.
+    """
+    info, loader_worker._worker_info = loader_worker._worker_info, None  # noqa: SLF001
+    try:
+        yield
+    finally:
+        loader_worker._worker_info = info  # noqa: SLF001
 
 
 def _keep(item: Any) -> Any:

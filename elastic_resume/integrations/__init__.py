@@ -1,12 +1,14 @@
 """Glue for libraries that own the training loop.
 
 Each module needs its library, and only its users import it.
-`require_versions` refuses a version that a module was not written for.
+`require_versions` refuses a version that a module was not written for, and `set_known` one that lacks an
+attribute.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+from typing import Any
 
 from elastic_resume.errors import MachineError
 
@@ -27,6 +29,17 @@ def require_versions(library: str, oldest: str, newest: str) -> None:
             f"{library} is {version}, and this elastic_resume works with {oldest} to below {newest}: install "
             f"one of these (pip install '{library}>={oldest},<{newest}'), or another elastic_resume."
         )
+
+
+def set_known(owner: Any, name: str, value: Any) -> None:
+    """Set an attribute that the library reads. Raises MachineError if the library does not have it."""
+    if not hasattr(owner, name):
+        library = type(owner).__module__.partition(".")[0]
+        raise MachineError(
+            f"{type(owner).__name__} of {library} {importlib.metadata.version(library)} has no {name}, which "
+            "this elastic_resume sets. Install the version of the library that constraints.txt names."
+        )
+    setattr(owner, name, value)
 
 
 def _parse(version: str) -> tuple[int, ...]:

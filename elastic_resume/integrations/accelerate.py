@@ -27,7 +27,7 @@ from elastic_resume.data import world_size
 from elastic_resume.data.elastic_sampler import ElasticSampler
 from elastic_resume.data.global_batches import SECOND_SHARDING, GlobalBatches
 from elastic_resume.errors import ConfigError, MachineError, UsageError
-from elastic_resume.integrations import require_versions
+from elastic_resume.integrations import require_versions, set_known
 from elastic_resume.state import state_dict
 from elastic_resume.training import worker_exit
 from elastic_resume.training.run import Run, resume
@@ -117,13 +117,14 @@ def prepare(
         scheduler = _map(accelerator.prepare, scheduler)
         for wrapper in _values(scheduler):
             if isinstance(wrapper, AcceleratedScheduler):
-                wrapper.split_batches = True  # else it steps once per process
+                set_known(wrapper, "split_batches", True)  # else it steps once per process
     if accelerator.has_lomo_optimizer:
         raise ConfigError(
             "LOMO optimizers change the weights during backward(), so no step boundary has a whole state. "
             "Use another optimizer."
         )
-    accelerator.gradient_accumulation_steps = 1  # backward() divides by it; the loss weights do that exactly
+    # backward() divides by it; the loss weights do that exactly
+    set_known(accelerator, "gradient_accumulation_steps", 1)
     registered = _find_registered(accelerator, model, optimizer, scheduler, *(track or {}).values())
     run = resume(
         model=model,

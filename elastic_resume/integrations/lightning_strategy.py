@@ -46,7 +46,7 @@ from elastic_resume.data.global_batches import GlobalBatches, MicroBatch
 from elastic_resume.data.rng import seeded
 from elastic_resume.data.world_size import KEEP_LOCAL, count_micro_batches
 from elastic_resume.errors import ConfigError, MachineError, UsageError
-from elastic_resume.integrations import LIGHTNING_VERSIONS
+from elastic_resume.integrations import LIGHTNING_VERSIONS, set_known
 from elastic_resume.integrations.lightning_metrics import CarriedMetrics
 from elastic_resume.training.run import Run, resume
 
@@ -55,6 +55,8 @@ _Base: Any = object  # DDPStrategy of one of the two libraries is the next base 
 logger = logging.getLogger(__name__)
 
 JOURNAL = ".elastic_resume.json"
+LOST_STEPS = "lost-steps"
+"""Directory beside Lightning's checkpoints, for those of steps that are taken again."""
 # Arguments of DataLoader that are kept when its batches are made by a GlobalBatches.
 _LOADER_ARGUMENTS = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
@@ -241,8 +243,8 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         run.ddp(self.model)
         self._is_mid_epoch = run.position.step_in_epoch > 0
         if run.plan.kind == "checkpoint":
-            trainer.num_sanity_val_steps = 0  # it would overwrite the restored counters
-            trainer.fit_loop._restarting = self._is_mid_epoch  # noqa: SLF001
+            set_known(trainer, "num_sanity_val_steps", 0)  # it would overwrite the restored counters
+            set_known(trainer.fit_loop, "_restarting", self._is_mid_epoch)
         self._clean_up_after_lost_steps()
         self._enter_loops(trainer)
 
@@ -372,7 +374,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         if self._trainer.current_epoch == 0:  # later epochs begin with it
             iter(fit_loop._data_fetcher)  # noqa: SLF001
         # Lightning skips schedulers that monitor a metric while it counts as restarting.
-        fit_loop._restarting = False  # noqa: SLF001
+        set_known(fit_loop, "_restarting", False)
 
     def _follow_batches(self) -> None:
         """Tell Lightning the length of this epoch and the batches of a step, which a new world may change."""
@@ -387,8 +389,8 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
                 f"of {parts} batches. Make it a multiple of {parts}."
             )
         trainer.accumulate_grad_batches = parts
-        combined.limits = [limit]
-        fit_loop.max_batches = limit
+        set_known(combined, "limits", [limit])
+        set_known(fit_loop, "max_batches", limit)
         if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
             trainer.val_check_batch = max(1, int(limit * trainer.val_check_interval))
 
@@ -415,7 +417,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         current = epoch_loop.batch_progress.current
         current.ready = current.started = current.processed = current.completed = done
         # None or True would let the first self.log() reset what the epoch has logged.
-        self._trainer._logger_connector._first_loop_iter = False  # noqa: SLF001
+        set_known(self._trainer._logger_connector, "_first_loop_iter", False)  # noqa: SLF001
 
     def _end_batch(self, original: Callable[[Any], None], data_fetcher: Any) -> None:
         original(data_fetcher)
@@ -489,9 +491,11 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
             _note_file(Path(filepath), 2 * self._run.position.step + (2 if self._is_in_step else 1))
         with self._run.busy("a checkpoint of Lightning"):
             super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.is_global_zero and "://" not in str(filepath):
+            _drop_replaced_file(Path(filepath))
 
     def _clean_up_after_lost_steps(self) -> None:
-        """Remove the checkpoints of Lightning that were written after the state that is resumed.
+        """Set aside the checkpoints of Lightning that were written after the state that is resumed.
 
         The steps are taken again and write them again. Lightning would find the first ones, and give the
         second ones other names.
@@ -505,7 +509,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         for callback in self._trainer.checkpoint_callbacks:
             directory = getattr(callback, "dirpath", None)
             if directory and "://" not in str(directory):
-                remove_newer_files(Path(directory), resumed_at)
+                set_newer_files_aside(Path(directory), resumed_at)
 
 
 class _Loops:
@@ -534,7 +538,8 @@ class _Loops:
 
 def _clear_restart(loop: Any) -> None:
     """Let ``loop`` and those in it continue as if they had never stopped."""
-    loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False  # noqa: SLF001
+    for name in ("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint"):
+        set_known(loop, name, False)
     for inner in vars(loop).values():
         if hasattr(inner, "_resuming_from_checkpoint"):
             _clear_restart(inner)
@@ -599,17 +604,29 @@ def _note_file(path: Path, time: int) -> None:
         _write_journal(journal, {**noted, path.name: time})
 
 
-def remove_newer_files(directory: Path, time: int | None) -> None:
-    """Remove the files that were first written after ``time``. With None forget those of a former job."""
-    journal = directory / JOURNAL
-    noted = _read_journal(journal)
-    if not noted:
-        return
-    newer = {name for name, written_at in noted.items() if time is not None and written_at > time}
-    for name in newer:
-        (directory / name).unlink(missing_ok=True)
-    kept = {name: written_at for name, written_at in noted.items() if name not in newer}
-    _write_journal(journal, {} if time is None else kept)
+def set_newer_files_aside(directory: Path, time: int | None) -> None:
+    """Move the files that were first written after ``time`` into `LOST_STEPS`, until they are written again.
+
+    With None forget those of a former job, which stay where they are.
+    """
+    for journal in list(directory.rglob(JOURNAL)):  # a filename may name subdirectories
+        noted = _read_journal(journal)
+        newer = {name for name, written_at in noted.items() if time is not None and written_at > time}
+        for name in newer:
+            aside = journal.parent / LOST_STEPS
+            aside.mkdir(exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # Lightning has removed it, or never wrote it
+                (journal.parent / name).replace(aside / name)
+        kept = {name: written_at for name, written_at in noted.items() if name not in newer}
+        _write_journal(journal, {} if time is None else kept)
+
+
+def _drop_replaced_file(path: Path) -> None:
+    """Remove the file in `LOST_STEPS` that ``path``, which was written just now, replaces."""
+    aside = path.parent / LOST_STEPS
+    with contextlib.suppress(OSError):
+        (aside / path.name).unlink(missing_ok=True)
+        aside.rmdir()  # an error unless it is empty
 
 
 def _read_journal(journal: Path) -> dict[str, int]:

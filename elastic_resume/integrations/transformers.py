@@ -28,11 +28,14 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -41,7 +44,7 @@ from elastic_resume.data.rank_values import RankValues
 from elastic_resume.data.rng import seeded
 from elastic_resume.data.world_size import KEEP_LOCAL, read_rank_and_world_size
 from elastic_resume.errors import MachineError, UsageError
-from elastic_resume.integrations import require_versions
+from elastic_resume.integrations import require_versions, set_known
 from elastic_resume.training.run import Run, resume
 
 OLDEST, NEWEST = "5.23", "5.30"
@@ -49,6 +52,7 @@ require_versions("transformers", OLDEST, NEWEST)
 
 import transformers  # noqa: E402  after the check of its version
 from transformers import Trainer  # noqa: E402
+from transformers.integrations import TensorBoardCallback  # noqa: E402
 from transformers.trainer_callback import ExportableState  # noqa: E402
 
 # Parameters on which the overridden methods below rely.
@@ -125,6 +129,7 @@ class TrainerProgress:
         self.stopped_training = self.stopped_epoch = False  # as they were loaded
         self.old_max_steps = 0
         self.last_step: tuple[Any, Any] = (None, None)  # its gradient's norm, and its learning rate
+        self.started_at = _read_time_of_rank_0(trainer.args.device)
         self._losses = {"_total_loss_scalar": 0.0, "_globalstep_last_logged": 0}
 
     def state_dict(self) -> dict[str, Any]:
@@ -133,6 +138,7 @@ class TrainerProgress:
         state = {name: _to_plain(getattr(trainer.state, name)) for name in STATE_FIELDS}
         return {
             "state": state,
+            "started_at": self.started_at,
             "losses": {name: getattr(trainer, name, value) for name, value in self._losses.items()},
             "last_step": [_to_plain(value) for value in self.last_step],
             "stops": [trainer.control.should_training_stop, trainer.control.should_epoch_stop],
@@ -148,10 +154,10 @@ class TrainerProgress:
             if name != "max_steps":  # it follows from the arguments
                 setattr(self._trainer.state, name, value)
         self.old_max_steps = state["state"]["max_steps"]
+        self.started_at = state["started_at"]
         self.stopped_training, self.stopped_epoch = state["stops"]
         self.last_step = tuple(state["last_step"])
         self._losses = dict(state["losses"])
-        self.set_losses()
         saved = list(state["callbacks"])
         for callback in self._exporting_callbacks():
             found = next((one for one in saved if one["class"] == type(callback).__name__), None)
@@ -163,11 +169,19 @@ class TrainerProgress:
     def set_losses(self) -> None:
         """Set the logged losses. The Trainer sets them to zero when its loop begins."""
         for name, value in self._losses.items():
-            setattr(self._trainer, name, value)
+            set_known(self._trainer, name, value)
 
     def _exporting_callbacks(self) -> list[ExportableState]:
         callbacks = self._trainer.callback_handler.callbacks
         return [one for one in callbacks if isinstance(one, ExportableState)]
+
+
+def _read_time_of_rank_0(device: torch.device) -> int:
+    """Return the time in ns since 1970, the same on all ranks."""
+    now = torch.tensor(time.time_ns(), device=device)
+    if dist.is_initialized():
+        dist.broadcast(now, 0)
+    return int(now)
 
 
 def _to_plain(value: Any) -> Any:
@@ -324,6 +338,7 @@ class ElasticTrainer(Trainer):
             data=loader,
             **{**options, "track": {**(options.get("track") or {}), **tracked}},
         )
+        self._elastic_continue_loggers()
         run.ddp(self.model_wrapped)  # it is wrapped; this restores the bucket order
         # An attribute of the object, so that a subclass's own compute_loss() is weighted too.
         plain: Callable[..., Any] = self.compute_loss
@@ -334,6 +349,18 @@ class ElasticTrainer(Trainer):
         was_stopped = progress.stopped_training and step < progress.old_max_steps
         is_over = was_stopped or step >= max_steps
         return (num_train_epochs if is_over else run.position.epoch), 0
+
+    def _elastic_continue_loggers(self) -> None:
+        """Let TensorBoard and Weights & Biases go on in one run, unless its name is set already."""
+        nanoseconds = self._elastic_progress.started_at
+        started = time.strftime("%Y%m%d-%H%M%S", time.gmtime(nanoseconds // 10**9))
+        name = f"elastic-resume-{started}-{nanoseconds % 10**9:09d}"
+        if "WANDB_RUN_ID" not in os.environ:
+            os.environ["WANDB_RUN_ID"] = name
+            os.environ.setdefault("WANDB_RESUME", "allow")
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
+                callback.logging_dir = str(Path(self.args.output_dir, "runs", name))
 
     def _prepare_for_training(self, *_: Any, **__: Any) -> Any:
         return self._elastic_prepared
@@ -387,7 +414,7 @@ class ElasticTrainer(Trainer):
         """Set what the Trainer has set to zero when its loop began."""
         if not self._elastic_is_loop_set:
             self._elastic_is_loop_set = True
-            self._tr_loss = self._elastic_loss
+            set_known(self, "_tr_loss", self._elastic_loss)
             self._elastic_progress.set_losses()
 
     def _load_rng_state(self, checkpoint: Any) -> None:

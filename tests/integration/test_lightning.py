@@ -388,22 +388,31 @@ def test_other_world_adds_up_what_ranks_have_logged() -> None:
         assert all("odd" not in one["metrics"] for one in folded)
 
 
-def test_files_of_lost_steps_are_removed(tmp_path: Path) -> None:
+def test_files_of_lost_steps_are_set_aside_until_written_again(tmp_path: Path) -> None:
     """And no others: those that nobody noted, and those that were there before."""
-    from elastic_resume.integrations.lightning_strategy import _note_file, remove_newer_files  # noqa: PLC0415
+    from elastic_resume.integrations import lightning_strategy  # noqa: PLC0415
 
-    for name, step in (("a.ckpt", 3), ("b.ckpt", 6), ("a.ckpt", 7), ("other.ckpt", None)):
+    names = ("a.ckpt", "epoch=1/b.ckpt", "other.ckpt")
+    for name, step in ((names[0], 3), (names[1], 6), (names[0], 7), (names[2], None)):
         if step is not None:
-            _note_file(tmp_path / name, step)
+            lightning_strategy._note_file(tmp_path / name, step)
         (tmp_path / name).write_text(name)
-    remove_newer_files(tmp_path, 5)
-    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["a.ckpt", "other.ckpt"]
-    remove_newer_files(tmp_path, None)  # another job begins here
-    remove_newer_files(tmp_path, 1)
-    assert (tmp_path / "a.ckpt").exists()
+
+    def left() -> list[str]:
+        return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.ckpt"))
+
+    lightning_strategy.set_newer_files_aside(tmp_path, 5)
+    assert left() == ["a.ckpt", "epoch=1/lost-steps/b.ckpt", "other.ckpt"]
+    assert (tmp_path / "epoch=1/lost-steps/b.ckpt").read_text() == names[1]
+    (tmp_path / names[1]).write_text("again")
+    lightning_strategy._drop_replaced_file(tmp_path / names[1])
+    assert left() == sorted(names)
+    assert not (tmp_path / "epoch=1/lost-steps").exists()
+    lightning_strategy.set_newer_files_aside(tmp_path, None)  # another job begins here
+    lightning_strategy.set_newer_files_aside(tmp_path, 1)
     (tmp_path / ".elastic_resume.json").write_text('{"../a.ckpt": 9}')
-    remove_newer_files(tmp_path, 1)
-    assert (tmp_path / "a.ckpt").exists()
+    lightning_strategy.set_newer_files_aside(tmp_path, 1)
+    assert left() == sorted(names)
 
 
 @pytest.mark.parametrize("path", ["strategies.ddp.DDPStrategy", "loops.fit_loop._Unknown"])

@@ -96,11 +96,15 @@ class Diary:
         self.batches: dict[tuple[int, int], list[list[Any]]] = defaultdict(list)  # (step, rank): by process
         self.read: dict[tuple[int, int], set[int]] = defaultdict(set)  # (step, generation): samples
         self.logs: dict[int, set[str]] = defaultdict(set)  # by rank
+        self.loggers: set[str] = set()  # the names that Weights & Biases gets
         for path in directory.glob("*.jsonl"):
             rank = int(path.name.partition("-")[0])
             own: dict[int, list[Any]] = defaultdict(list)
             for line in path.read_text().splitlines():
                 entry = json.loads(line)
+                if "logger" in entry:
+                    self.loggers.add(entry["logger"])
+                    continue
                 if "logs" in entry:
                     self.logs[rank].add(json.dumps([entry["step"], entry["logs"]], sort_keys=True))
                     continue
@@ -137,6 +141,7 @@ def assert_same(killed: Diary, calm: Diary) -> None:
         assert sorted(killed.logs[rank]) == sorted(logs)
     assert killed.ends == calm.ends
     assert len(calm.ends) == 2
+    assert len(killed.loggers) == 1, "a logger began another run"
 
 
 @pytest.fixture(scope="module")

@@ -171,6 +171,20 @@ def read_randomly(shard: int) -> Iterator[tuple[Sample, float]]:
         yield sample, torch.rand(()).item() + random.random() + np.random.rand()  # noqa: NPY002
 
 
+def read_share(shard: int) -> Iterator[Sample]:
+    """Leave out the samples of other workers, as the package datasets does."""
+    info = torch.utils.data.get_worker_info()
+    yield from read(shard)[info.id :: info.num_workers] if info else read(shard)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reader", [read_share, lambda shard: list(read_share(shard))])
+def test_reader_that_divides_shard_among_workers_reads_all_of_it(reader: Callable[[int], Any]) -> None:
+    """A shard belongs to one worker, which the reader does not see."""
+    whole, _ = train(1, make_stream=lambda: make(3, read=reader, num_workers=2))
+    assert sorted(counted(whole)) == EVERY
+
+
 @pytest.mark.slow
 def test_random_numbers_and_batches_are_same_in_workers_and_after_resume() -> None:
     """The loader's worker whose turn it is reads on; the script's own numbers stay as they are."""
