@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import logging
 import os
 import shlex
@@ -69,6 +70,8 @@ def run_agent(
         ElasticResumeError: nothing was started.
 
     """
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # stderr may be closed
+        faulthandler.enable()  # a crash in native code must say where, since the node is lost without a word
     limits = _read_limits(args, given_flags)
     metrics.check_installed(args.metrics)
     os.environ[constants.ENV_QUIET] = "1" if args.quiet else "0"  # workers read it too
@@ -337,6 +340,14 @@ def _set_environment(
     os.environ[constants.ENV_ROUND_EVENTS] = round_events.path
     os.environ[constants.ENV_LEASE_PAGE] = lease_page.path
     os.environ[constants.ENV_DRAIN_SIGNALS] = ",".join(args.drain_signals)
+    # Each round sets these. A new name would move the C environment, which a thread of torch may be reading.
+    for name in (
+        constants.ENV_MTBF_S,
+        constants.ENV_ROUND,
+        constants.ENV_GENERATION,
+        torchelastic.ENV_WORKERS_IDENTICAL,
+    ):
+        os.environ[name] = ""
     grace_s = options.resolve_grace_s(args.grace, os.environ)
     if grace_s is not None:
         os.environ[constants.ENV_GRACE] = f"{grace_s:g}"

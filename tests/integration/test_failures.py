@@ -253,6 +253,18 @@ def test_drained_node_is_preempted_and_not_lost(make: Make) -> None:
     assert [(failure["kind"], failure["node"]) for failure in verdict["root_causes"]] == [("preempted", "n1")]
 
 
+def test_crash_of_agent_in_native_code_names_place(make: Make) -> None:
+    """Its node is lost like any other; the stacks of its threads are the only trace."""
+    cluster = make("none")
+    wait_for_three(cluster)
+    cluster.kill_agent(1, signal.SIGSEGV)
+    assert cluster.wait_exit(60, only=[1]) == [-signal.SIGSEGV]
+    wait_for_two(cluster)
+    finish(cluster)
+    assert "Fatal Python error: Segmentation fault" in cluster.output(1)
+    assert "elastic_resume/agent/main.py" in cluster.output(1)
+
+
 def test_max_restarts_counts_restarts_only(tmp_path: Path) -> None:
     """Three restarts without progress; max-no-progress ends the job earlier."""
     script = tmp_path / "train.py"

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,23 @@ class Doom:
     def __init__(self, plan: list[dict[str, Any]], rank: int, directory: Path) -> None:
         self._plan = [entry for entry in plan if entry["rank"] == rank]
         self._directory = directory
+        self._is_agent_dead = False
         self.step = 0
 
     def comes(self, moment: str, step: int | None = None) -> None:
-        """Kill if a kill is planned for ``moment`` of ``step``, by default of the running step."""
+        """Kill if a kill is planned for ``moment`` of ``step``, by default of the running step.
+
+        After the kill of the agent wait for the own end: the next kill would be a second failure at once.
+        """
+        while self._is_agent_dead:
+            time.sleep(0.01)
         entry = self._due(moment, self.step if step is None else step)
         if entry is None:
             return
         (self._directory / f"done-{entry['step']}-{entry['rank']}").touch()
         if entry["who"] != "worker":
             os.kill(int(os.environ[constants.ENV_AGENT_PID]), signal.SIGKILL)
+            self._is_agent_dead = True
         if entry["who"] != "agent":
             os.kill(os.getpid(), signal.SIGKILL)
 
