@@ -292,6 +292,7 @@ def test_example_differs_from_plain_script_by_few_lines() -> None:
     assert len(EXAMPLE.read_text().splitlines()) <= 80
 
 
+@pytest.mark.soak
 def test_example_learns_on_two_ranks(tmp_path: Path) -> None:
     """With the environment that torchrun sets; the first rank of each node prints."""
     env = {"ELASTIC_RESUME_CKPT_DIR": str(tmp_path)}

@@ -431,8 +431,6 @@ def test_unsafe_or_failing_preload_is_left_out(
         "fine": "",
         "failing": "1 / 0",
         "threading_one": "import threading\nthreading.Timer(600, print).start()",
-        "cuda_one": "import torch.cuda\ntorch.cuda.is_initialized = lambda: True",
-        "starting_one": "import subprocess\nchild = subprocess.Popen(['/bin/sleep', '600'])",
         "leaving": "import os; os.system(\"setsid sh -c 'sleep 300; true' &\")",
         "pooling": "import torch; torch.ones(3000, 3000).sum()",
     }
@@ -445,8 +443,6 @@ def test_unsafe_or_failing_preload_is_left_out(
     wait_for(lambda: failed in caplog.messages, "a log line about the failing import", 120)
     reasons = {
         "threading_one": "it starts threads",
-        "cuda_one": "it initializes CUDA",
-        "starting_one": "it starts processes",
         "leaving": "it starts processes",
     }
     if len(os.sched_getaffinity(0)) > 1:  # with one core there is no pool
@@ -461,6 +457,14 @@ def test_unsafe_or_failing_preload_is_left_out(
     assert process.communicate(timeout=60)[0] == (
         "['fine']\n" if "pooling" in reasons else "['fine', 'pooling']\n"
     )
+
+
+def test_obstacles_to_fork_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads are found in the test above."""
+    cuda = SimpleNamespace(is_initialized=lambda: True)
+    assert "it starts processes" in forkserver.find_fork_obstacle({1})
+    monkeypatch.setitem(sys.modules, "torch.cuda", cuda)
+    assert "it initializes CUDA" in forkserver.find_fork_obstacle(set())
 
 
 def test_killed_supervisor_is_no_reason_to_leave_out_a_module(

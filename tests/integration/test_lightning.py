@@ -197,6 +197,7 @@ def test_other_worlds_read_the_same_samples(tmp_path: Path) -> None:
         assert whole in by_generation, f"step {step}"
 
 
+@pytest.mark.soak
 def test_example_is_the_same_run_after_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is, under a worker's death and a node's."""
     monkeypatch.chdir(tmp_path)

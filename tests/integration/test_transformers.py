@@ -195,7 +195,7 @@ def test_other_worlds_read_the_same_samples(calm: Diary, tmp_path: Path) -> None
         assert whole in by_generation, f"step {step}"
 
 
-@pytest.mark.parametrize("case", ["sparse", "sparse-tokens"])
+@pytest.mark.parametrize("case", ["sparse", pytest.param("sparse-tokens", marks=pytest.mark.soak)])
 def test_ranks_without_samples_change_no_loss(case: str, tmp_path: Path) -> None:
     """The last batch of an epoch has one sample, so the second of two ranks counts none of its own."""
     logs = [run(tmp_path, case, ranks=ranks).logs[0] for ranks in (1, 2)]
@@ -207,6 +207,7 @@ def test_ranks_without_samples_change_no_loss(case: str, tmp_path: Path) -> None
             assert others[name] == pytest.approx(values[name], rel=1e-4)
 
 
+@pytest.mark.soak
 def test_example_is_the_same_run_after_kills(tmp_path: Path) -> None:
     """As it is, under a worker's death and a node's."""
     words = ["--epochs", "1", "--output-dir", str(tmp_path)]

@@ -185,6 +185,8 @@ def test_tests_run_from_the_sdist(archives: tuple[Path, Path], tmp_path: Path) -
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     # Rewriting the assertions of all modules would take most of the time.
     options = ["-q", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    # These import their library, which takes as long again.
+    options += [f"--ignore=tests/integration/test_{name}.py" for name in ("lightning", "transformers")]
     passed = call(
         [sys.executable, "-m", "pytest", *options, "tests", "-k", "test_restart.py or test_architecture.py"],
         tree,
