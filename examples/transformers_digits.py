@@ -2,7 +2,7 @@
 
 python transformers_digits.py
 torchrun --nproc-per-node 3 transformers_digits.py
-elastic-resume run --nproc-per-node 3 transformers_digits.py
+elastic-resume run --nproc-per-node 3 --preload transformers.trainer transformers_digits.py
 
 Without elastic_resume: delete its import and DigitsTrainer, and make a Trainer.
 """

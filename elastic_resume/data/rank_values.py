@@ -1,6 +1,6 @@
 """Save small tensors that differ between ranks, such as each rank's sum of losses.
 
-A checkpoint is the same on every node, so that any copy is enough. So the ranks gather these values at each
+A checkpoint is the same on every node, so that any node's suffices. So the ranks gather these values at each
 step boundary, and every checkpoint holds all of them. A rank of a world of the same size gets its own value
 back, bit for bit. In a world of another size each rank gets the mean, or rank 0 gets the sum and the others
 zero.
@@ -62,7 +62,7 @@ class RankState(ABC):
 class RankValues(RankState):
     """Track a tensor of which each rank has its own value: ``track={"loss_sum": er.RankValues(loss_sum)}``.
 
-    A checkpoint holds the values of the last `Run.step` or `Run.end_epoch`, also one of `Run.save`.
+    Each checkpoint, also one of `Run.save`, stores the values of the last `Run.step` or `Run.end_epoch`.
     It costs one small collective per step, and holds at most 64 numbers. Change the tensor in place, as by
     ``loss_sum += loss``.
     """

@@ -1,4 +1,4 @@
-"""Compute which shards of an epoch each lane reads, and how far all lanes have come.
+"""Assign the shards of an epoch to lanes, and track each lane's progress.
 
 A lane is one worker of one rank's loader. A deal gives each shard to one lane, and a lane reads its shards
 one after the other. So the progress after a deal is two numbers for each lane: its finished shards, and the
@@ -18,7 +18,7 @@ from elastic_resume.data.world_size import check_integer
 from elastic_resume.errors import ConfigError, MismatchError
 
 Entry = tuple[int, int]  # a shard's place in the order, and the samples that were read before the deal
-LaneReport = tuple[int, int, int]  # worker, and the progress of its lane
+LaneReport = tuple[int, int, int]  # worker, finished shards, samples read of the next one
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ShardProgress:
         left = [*self.begun, *fresh]
         return [left[lane :: len(self.lanes)] for lane in range(len(self.lanes))]
 
-    def settle(self) -> ShardProgress:
+    def without_lanes(self) -> ShardProgress:
         """Return the same progress without lanes, as ``finished`` and ``begun`` shards only."""
         bits = list(f"{self.finished:b}"[::-1].ljust(self.shards, "0"))
         read = dict(self.begun)
@@ -65,10 +65,10 @@ class ShardProgress:
         return ShardProgress(self.shards, self.epoch, finished, tuple(sorted(read.items())))
 
     def for_world(self, ranks: int, workers: int) -> ShardProgress:
-        """Return the progress for ``ranks * workers`` lanes, dealt anew if they are others."""
+        """Return the progress for ``ranks * workers`` lanes, dealt again if their number differs."""
         if (len(self.turns), len(self.lanes)) == (ranks, ranks * workers):
             return self
-        return replace(self.settle(), lanes=((0, 0),) * (ranks * workers), turns=(0,) * ranks)
+        return replace(self.without_lanes(), lanes=((0, 0),) * (ranks * workers), turns=(0,) * ranks)
 
     def after(self, reports: Sequence[tuple[int, Sequence[LaneReport]]]) -> ShardProgress:
         """Return the progress after each rank has reported its next worker and its lanes."""

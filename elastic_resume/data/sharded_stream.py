@@ -1,13 +1,14 @@
 """Read shards of samples, such as files, once per epoch over all ranks, and resume within an epoch.
 
-`ShardedStream` gives each shard to one lane, a worker of one rank's loader (`shard_progress`). torch's
-DataLoader reads ahead. Each batch travels with the progress of its lane after this batch, and the ranks
-exchange the progress of each batch that the script takes. So all ranks know the whole progress, the weight
-of their loss, and the end of the epoch. `Run.step` counts what was taken since the last step. Batches that
-were prefetched, or belong to an unfinished step, are therefore read again.
+`ShardedStream` assigns each shard to one lane. A lane is one DataLoader worker of one rank
+(`shard_progress`). torch's DataLoader reads ahead. Each batch travels with the progress of its lane after
+this batch, and the ranks exchange the progress of each batch that the script takes. So all ranks know the
+whole progress, the weight of their loss, and the end of the epoch. `Run.step` counts what was taken since the
+last step. Batches that were prefetched, or belong to an unfinished step, are therefore read again.
 
-Invariant: each sample is counted once per epoch, whatever fails and however many ranks there are. With the
-same number of ranks and workers a resumed run reads the same batches as an undisturbed one.
+Invariant: each sample is counted once per epoch, whatever fails and however many ranks there are, if ``read``
+returns the same samples each time. If the number of ranks and workers never changes, a resumed run reads the
+same batches as an undisturbed one.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class ShardedStream:
             shards: what ``read`` takes, the same on all ranks and in the same order: paths, or numbers as in
                 ``range(n)`` for ``dataset.shard(n, index)``.
             read: returns the samples of one shard, always the same ones. If it has a parameter ``start``, it
-                leaves out as many samples itself. Otherwise a resume reads begun shards from their start.
+                must skip that many samples itself. Otherwise a resume reads begun shards from their start.
                 torch's CPU generator, `random` and numpy's are seeded for each sample. Within it torch's
                 ``get_worker_info()`` is None: libraries would divide the shard among the workers once more.
             batch_size: samples of one batch on one rank.
@@ -158,7 +159,7 @@ class ShardedStream:
     ) -> None:
         """Set how the ranks exchange progress, and what to call before each batch and at an epoch's end.
 
-        This starts a new job, until `load_state_dict` is called.
+        Progress is reset; `load_state_dict` may set it afterwards.
 
         Raises:
             ConfigError: the ranks made different streams, which would repeat samples and skip others.
@@ -262,7 +263,7 @@ class ShardedStream:
     def _deal(self, ranks: Ranks) -> None:
         """Deal the shards if the lanes have changed; log once per resume what that costs."""
         count = len(self._shards)
-        begun = self._progress.settle().begun if self._is_resumed and ranks.rank == 0 else ()
+        begun = self._progress.without_lanes().begun if self._is_resumed and ranks.rank == 0 else ()
         if begun and not _takes_start(self._read):
             samples = sum(samples for _, samples in begun)
             logger.info(

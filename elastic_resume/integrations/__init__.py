@@ -1,6 +1,6 @@
-"""Glue for libraries that own the training loop.
+"""Integrations of training libraries: transformers, Accelerate and Lightning.
 
-Each module needs its library, and only its users import it.
+Each module imports its library, so import only the one that you use.
 `require_versions` refuses a version that a module was not written for, and `set_known` one that lacks an
 attribute.
 """
@@ -37,7 +37,7 @@ def set_known(owner: Any, name: str, value: Any) -> None:
         library = type(owner).__module__.partition(".")[0]
         raise MachineError(
             f"{type(owner).__name__} of {library} {importlib.metadata.version(library)} has no {name}, which "
-            "this elastic_resume sets. Install the version of the library that constraints.txt names."
+            "this elastic_resume sets. Install a version that the library's page in docs/guides names."
         )
     setattr(owner, name, value)
 

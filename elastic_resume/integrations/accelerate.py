@@ -3,10 +3,10 @@
 The script keeps its loop and its `Accelerator`. `prepare` wraps model, optimizer and scheduler by the
 accelerator, restores them by `er.resume`, and replaces these methods of the given accelerator:
 
-- ``accumulate``: a step ends with its last micro-batch, whose number depends on the number of ranks;
+- ``accumulate``: ends at the step's last micro-batch; the number of ranks decides how many there are;
 - ``backward``: weights the loss, and does not divide it by ``gradient_accumulation_steps``;
-- ``save_state``: automatic names go on counting, a folder that no commit covers is replaced, and no rank goes
-  on before all have written;
+- ``save_state``: automatic names go on counting, a folder that was written after the restored state is
+  replaced, and no rank goes on before all have written;
 - ``prepare_data_loader``, ``load_state``, ``skip_first_batches``, ``register_for_checkpointing``: refuse what
   would read a part of the samples, or undo what was restored.
 """
@@ -33,8 +33,8 @@ from elastic_resume.training import worker_exit
 from elastic_resume.training.run import Run, resume
 from elastic_resume.units import format_count
 
-OLDEST, NEWEST = "1.15", "1.20"
-require_versions("accelerate", OLDEST, NEWEST)
+OLDEST, BELOW = "1.15", "1.20"
+require_versions("accelerate", OLDEST, BELOW)
 
 from accelerate import Accelerator  # noqa: E402  a missing or other version is named before
 from accelerate.scheduler import AcceleratedScheduler  # noqa: E402
@@ -65,7 +65,7 @@ def _check_methods() -> None:
             raise MachineError(
                 f"this accelerate has no Accelerator.{name}({', '.join(wanted)}): "
                 f"elastic_resume.integrations.accelerate works with the published versions {OLDEST} to below "
-                f"{NEWEST}. Install one of them."
+                f"{BELOW}. Install one of them."
             )
 
 

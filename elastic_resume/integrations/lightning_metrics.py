@@ -2,8 +2,8 @@
 
 ``self.log(..., on_epoch=True)`` adds up values on each rank until the epoch ends, and so do torchmetrics'
 metrics. Lightning's own checkpoints leave both out. The ranks exchange them at each step boundary. In a world
-of another size the sums of old rank i continue on new rank i modulo the number of ranks, so that a value
-that is synchronised over the ranks stays exact.
+of another size the sums of old rank i continue on new rank i modulo the number of ranks. Sums and logged
+means stay right, up to rounding, once they are synchronised over the ranks.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def fold_rows(rows: list[Row], rank: int, world_size: int) -> Row:
         elif parts:
             logger.warning(
                 f"WARNING: Lightning: the metric {path} cannot be divided among another number of ranks; its "
-                "value of this epoch begins anew."
+                "value of this epoch starts from zero."
             )
     return {"results": results, "shown": pattern["shown"], "metrics": metrics}
 
@@ -218,7 +218,7 @@ def _fold_result(parts: list[Row], saved: Row) -> Row:
 def _fold_metric(parts: list[Row], saved: Row) -> Row | None:
     states = {}
     for name, operation in saved["reductions"].items():
-        if operation not in {"sum", "mean", "min", "max"}:
+        if operation not in {"sum", "min", "max"}:  # means of groups of different sizes would be wrong
             return None
         states[name] = _pack(_combine(operation, [_unpack(part["states"][name]) for part in parts]))
     return {**saved, "updates": sum(part["updates"] for part in parts), "states": states}
@@ -226,8 +226,6 @@ def _fold_metric(parts: list[Row], saved: Row) -> Row | None:
 
 def _combine(operation: str, tensors: list[Tensor]) -> Tensor:
     stacked = torch.stack(tensors)
-    if operation == "mean":
-        return stacked.mean(0)
     if operation == "sum":
         return stacked.sum(0, dtype=stacked.dtype)
     return stacked.amin(0) if operation == "min" else stacked.amax(0)

@@ -5,12 +5,13 @@ extends these methods:
 
 - ``setup`` calls `er.resume` when model, optimizers and loader exist, and restores the loops' counters;
 - ``process_dataloader`` puts a `GlobalBatches` in the place of the DistributedSampler that Lightning adds;
-- ``backward`` multiplies the loss by its weight, and ``on_train_batch_start`` takes the weight of the batch;
+- ``backward`` multiplies the loss by its weight, and ``on_train_batch_start`` takes the weight of the batch
+  and lets DDP's buffers follow rank 0;
 - ``on_validation_start``, ``on_validation_end`` and ``save_checkpoint`` pause hang detection;
-- ``on_train_start`` notes that this process trains;
+- ``on_train_start`` records that the training loop ran;
 - ``parallel_devices``, ``num_nodes`` and ``distributed_sampler_kwargs`` follow the launcher's world.
 
-And around these methods of Lightning's objects it puts its own (`_replace`), for the reason given:
+It wraps these methods of Lightning's objects (`_replace`), for the reason given:
 
 - the epoch loop's ``on_advance_end``: a step is counted when everybody's ``on_train_batch_end`` and a
   validation that was due are done, so a restart finds the loops between two batches and never within one;
@@ -56,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 JOURNAL = ".elastic_resume.json"
 LOST_STEPS = "lost-steps"
-"""Directory beside Lightning's checkpoints, for those of steps that are taken again."""
+"""Directory beside Lightning's checkpoints, for those of steps that are repeated."""
 # Arguments of DataLoader that are kept when its batches are made by a GlobalBatches.
 _LOADER_ARGUMENTS = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
@@ -441,7 +442,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         self.run.end_epoch()
 
     def on_train_start(self) -> None:
-        """Note that this process trains."""
+        """Record that the training loop ran, so that `_run_fit_loop` need not finish an epoch."""
         super().on_train_start()
         self._has_trained = True
         self._optimizer_steps = self._trainer.fit_loop.epoch_loop.global_step
@@ -450,7 +451,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         """Take the weight of the batch."""
         super().on_train_batch_start(batch, batch_idx)
         if isinstance(self.model, DistributedDataParallel):
-            # With manual optimization Lightning switches off that buffers follow rank 0. Those of BatchNorm
+            # With manual optimization Lightning may switch off DDP's broadcast of buffers. Those of BatchNorm
             # would differ between ranks, and a checkpoint has those of one rank.
             self.model.require_forward_param_sync = True
         upcoming = next(self._upcoming, None)
@@ -461,7 +462,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
     def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Weight the loss, so that the mean over ranks is the mean over the global batch."""
         if _is_fitting(self._trainer):
-            # The weights of a step's batches add up to its share; Lightning has divided by their number.
+            # The weights include the division by the number of batches. Lightning divides again: undo that.
             is_automatic = self.lightning_module.automatic_optimization
             parts = self._trainer.accumulate_grad_batches if is_automatic else 1
             weight = self._batch.loss_weight * parts
@@ -497,7 +498,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
     def _clean_up_after_lost_steps(self) -> None:
         """Set aside the checkpoints of Lightning that were written after the state that is resumed.
 
-        The steps are taken again and write them again. Lightning would find the first ones, and give the
+        Those steps are repeated and write them again. Lightning would find the first ones, and give the
         second ones other names.
         """
         if not self.is_global_zero:

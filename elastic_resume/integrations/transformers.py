@@ -3,21 +3,22 @@
     class MyTrainer(ElasticTrainer, Trainer):
         elastic_global_batch = 256
 
-The Trainer keeps its loop, arguments, callbacks and checkpoints. Samples come in our order, all state is
-restored before the first step, and a step counts when its log, evaluation and save are done. A callback could
-not do this: the Trainer computes its position before ``on_train_begin``, and ``on_step_end`` comes before the
-log, evaluation and save of the same step.
+The Trainer keeps its loop, arguments, callbacks and checkpoints. A `GlobalBatches` decides the order of
+samples. All state is restored before the first step, and a step counts after its log, evaluation and save. A
+callback could not do this: the Trainer computes its position before ``on_train_begin``, and ``on_step_end``
+comes before the log, evaluation and save of the same step.
 
 These methods of the Trainer are overridden:
 
 - ``train`` refuses what cannot work.
 - ``get_train_dataloader`` reads global batches, and sets the number of batches in a step.
-- ``_init_training_state`` restores. It needs the optimizer, so it does the work of ``_prepare_for_training``.
+- ``_init_training_state`` restores the state. That needs the optimizer, so it calls ``_prepare_for_training``
+  early.
 - ``_run_epoch`` begins an epoch where the restored state is, and counts it.
 - ``get_batch_samples``, ``_get_num_items_in_batch`` and ``training_step`` multiply each loss by its weight.
   So a step's loss is the mean over its global batch, also if the ranks' shares differ.
 - ``_maybe_log_save_evaluate`` counts the step afterwards.
-- ``_evaluate`` and ``_save_checkpoint`` are no hang, however long they take.
+- ``_evaluate`` and ``_save_checkpoint`` pause hang detection.
 - ``_load_rng_state`` does nothing, because the run seeds the generators.
 - ``_finalize_training`` commits the final state before the best model is loaded.
 - ``get_total_train_batch_size`` returns the global batch.
@@ -47,8 +48,8 @@ from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.integrations import require_versions, set_known
 from elastic_resume.training.run import Run, resume
 
-OLDEST, NEWEST = "5.23", "5.30"
-require_versions("transformers", OLDEST, NEWEST)
+OLDEST, BELOW = "5.23", "5.30"
+require_versions("transformers", OLDEST, BELOW)
 
 import transformers  # noqa: E402  after the check of its version
 from transformers import Trainer  # noqa: E402
@@ -70,6 +71,7 @@ PARAMETERS = {
     "_prepare_for_training": ("max_steps", "train_dataloader", "resume_from_checkpoint"),
     "_run_epoch": ("epoch", "resume_from_checkpoint", "epochs_trained", "steps_trained_in_current_epoch"),
     "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
+    "_get_train_sampler": ("train_dataset",),
     "_get_num_items_in_batch": ("batch_samples", "device"),
     "training_step": ("model", "inputs", "num_items_in_batch"),
     "_maybe_log_save_evaluate": ("tr_loss", "grad_norm", "learning_rate"),
@@ -113,8 +115,8 @@ def check_trainer() -> None:
         if method is None or not known.keys() >= set(needed):
             raise MachineError(
                 f"transformers {transformers.__version__} has another Trainer.{name}() than this "
-                f"elastic_resume knows, which was written for {OLDEST} to below {NEWEST}: install one of "
-                f"these (pip install 'transformers>={OLDEST},<{NEWEST}'), or another elastic_resume."
+                f"elastic_resume knows, which was written for {OLDEST} to below {BELOW}: install one of "
+                f"these (pip install 'transformers>={OLDEST},<{BELOW}'), or another elastic_resume."
             )
 
 
@@ -271,6 +273,11 @@ class ElasticTrainer(Trainer):
             yield "the train_dataset has no length, so its samples have no global order"
         if args.train_sampling_strategy not in {"random", "sequential"}:
             yield f"train_sampling_strategy is {args.train_sampling_strategy!r}; use 'random' or 'sequential'"
+        if self._elastic_orders_itself():
+            yield (
+                "get_train_dataloader() or _get_train_sampler() is overridden, and its order of samples "
+                "would be ignored. Prepare the data in train_dataset and data_collator instead"
+            )
         if args.ignore_data_skip:
             yield "leave out ignore_data_skip; finished batches are skipped and not read"
         if getattr(args, "enable_jit_checkpoint", False):
@@ -285,6 +292,15 @@ class ElasticTrainer(Trainer):
                 "on_world_change='keep_local_batch' would change the number of steps, on which the schedule "
                 "of the learning rate depends"
             )
+
+    def _elastic_orders_itself(self) -> bool:
+        """Return whether another class decides the order of samples, before or after this one."""
+        kind, below = type(self), super().get_train_dataloader
+        return (
+            kind.get_train_dataloader is not ElasticTrainer.get_train_dataloader
+            or below.__func__ is not Trainer.get_train_dataloader
+            or kind._get_train_sampler is not Trainer._get_train_sampler  # noqa: SLF001  a base class's
+        )
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of this rank's part of each global batch, with the Trainer's settings."""
@@ -321,10 +337,7 @@ class ElasticTrainer(Trainer):
         super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, None, trial)
         loader = self._elastic_loader
         if loader is None:
-            raise UsageError(
-                "ElasticTrainer cannot train here: get_train_dataloader() is overridden, so the order of "
-                "samples is not ours. Prepare the data in train_dataset and data_collator instead."
-            )
+            raise UsageError("ElasticTrainer cannot train here: get_train_dataloader() was not called.")
         self._elastic_prepared = super()._prepare_for_training(max_steps, loader, None)
         self._elastic_loss = torch.tensor(0.0, device=self.args.device)
         self._elastic_progress = progress = TrainerProgress(self)
@@ -355,9 +368,8 @@ class ElasticTrainer(Trainer):
         nanoseconds = self._elastic_progress.started_at
         started = time.strftime("%Y%m%d-%H%M%S", time.gmtime(nanoseconds // 10**9))
         name = f"elastic-resume-{started}-{nanoseconds % 10**9:09d}"
-        if "WANDB_RUN_ID" not in os.environ:
-            os.environ["WANDB_RUN_ID"] = name
-            os.environ.setdefault("WANDB_RESUME", "allow")
+        os.environ.setdefault("WANDB_RUN_ID", name)
+        os.environ.setdefault("WANDB_RESUME", "allow")
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
                 callback.logging_dir = str(Path(self.args.output_dir, "runs", name))
@@ -379,13 +391,13 @@ class ElasticTrainer(Trainer):
         super()._run_epoch(**kwargs)
         self._elastic_count_step()
         if run.position.step_in_epoch >= self._elastic_steps() or not self.control.should_training_stop:
-            self.control.should_epoch_stop = False  # a state after the epoch must not end the next one
+            self.control.should_epoch_stop = False  # else a state saved after this epoch would end the next
             run.end_epoch()
 
     def _maybe_log_save_evaluate(
         self, tr_loss: Tensor, grad_norm: Any, *args: Any, learning_rate: Any = None, **kwargs: Any
     ) -> None:
-        if learning_rate is None:  # restored behind the epoch's last step: the log below is of that step
+        if learning_rate is None:  # restored after the epoch's last step: the log below is of that step
             grad_norm, learning_rate = self._elastic_progress.last_step
         self._elastic_progress.last_step = grad_norm, learning_rate
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, learning_rate=learning_rate, **kwargs)

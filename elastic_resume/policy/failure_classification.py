@@ -11,6 +11,7 @@ arrived first. If there is no other failure, the first of them is the root cause
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -203,7 +204,7 @@ def classify_with_times(
 ) -> tuple[tuple[float, Failure], ...]:
     """Return the failures of one node's workers with their times, root causes first, each group by time.
 
-    A worker that was told to stop did not fail, nor did one that lost a peer that was stopped with it.
+    A worker that was told to stop did not fail, nor did one that then lost a peer that was stopped with it.
     A worker that was killed for a hang is covered by the hang.
     """
     events, memory_pressure = list(events), memory_pressure or MemoryPressure()
@@ -225,10 +226,10 @@ def classify_with_times(
             continue
         t = end["t"] if report is None else min(report["t"], end["t"])
         found.append((t, _classify_exit(end, report or {}, node, memory_pressure)))
-    stops = [event for event in events if event["event"] == "worker-exit" and event.get("stopped")]
+    stops = [event["stopped_at"] for event in events if isinstance(event.get("stopped_at"), float)]
     for report in reports:
         failure = _classify_exception(report, {}, node, memory_pressure)
-        if not (failure.is_secondary and any(_is_same_worker(report, stop) for stop in stops)):
+        if not (failure.is_secondary and report["t"] >= min(stops, default=math.inf)):
             found.append((report["t"], failure))
     found.sort(key=lambda pair: (not pair[1].is_deterministic, pair[1].is_secondary, pair[0]))
     return tuple((t, truncate_failure(failure)) for t, failure in found)

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -461,6 +462,7 @@ def test_unsafe_or_failing_preload_is_left_out(
 
 def test_obstacles_to_fork_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads are found in the test above."""
+    monkeypatch.setattr(threading, "enumerate", list)
     cuda = SimpleNamespace(is_initialized=lambda: True)
     assert "it starts processes" in forkserver.find_fork_obstacle({1})
     monkeypatch.setitem(sys.modules, "torch.cuda", cuda)

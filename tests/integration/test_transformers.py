@@ -290,12 +290,17 @@ def test_ranks_that_the_trainer_does_not_see_are_refused(
         trainer.train()
 
 
-def test_overridden_loader_is_refused(tmp_path: Path) -> None:
-    """Its order of samples has no position."""
+@pytest.mark.parametrize("name", ["get_train_dataloader", "_get_train_sampler"])
+@pytest.mark.parametrize("is_base", [False, True])
+def test_own_order_of_samples_is_refused(name: str, is_base: bool, tmp_path: Path) -> None:
+    """It has no position, and our own order would silently take its place."""
+    from elastic_resume.integrations.transformers import ElasticTrainer  # noqa: PLC0415  seconds
+
     trainer = make_trainer(tmp_path)
-    loader = trainer.get_eval_dataloader(trainer.train_dataset)
-    type(trainer).get_train_dataloader = lambda _: loader
-    with pytest.raises(UsageError, match=r"get_train_dataloader\(\) is overridden"):
+    own = type("Own", (transformers.Trainer,), {name: lambda *_: None})
+    kinds = (ElasticTrainer, own) if is_base else (type("Mixed", (own, ElasticTrainer), {}),)
+    trainer.__class__ = type("Mine", kinds, {"elastic_global_batch": 8})
+    with pytest.raises(UsageError, match=r"get_train_dataloader\(\) or _get_train_sampler\(\) is overridden"):
         trainer.train()
 
 

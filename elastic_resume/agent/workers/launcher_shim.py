@@ -229,7 +229,7 @@ def report_lost_supervisor() -> int:
     """Report the worker of a killed supervisor, which the kernel has killed too; return its wait status."""
     status = int(signal.SIGKILL)
     supervisor.write_worker_exit(
-        None, status, stopped=False, lease_expired=False, message="its worker supervisor was killed"
+        None, status, stopped_at=None, lease_expired=False, message="its worker supervisor was killed"
     )
     supervisor.kill_leftovers(supervisor.LeaseView(None), at_once=True)
     return status

@@ -160,17 +160,17 @@ class WorkerSupervisor:
         self._copy_monitor = copy_monitor
         self._stop_requested = False
         self._lease_expired = False
+        self._stopped_at: float | None = None  # Unix time of the first of both
         self._kill_at = INFINITY
 
     def run(self) -> None:
         """Wait for the end of the worker, kill its leftovers, and report."""
         status = self._wait_for_worker()
-        stopped = self._stop_requested or self._lease_expired
         if status is None:
             write_worker_exit(
                 self._worker,
                 int(signal.SIGKILL),
-                stopped=stopped,
+                stopped_at=self._stopped_at,
                 lease_expired=self._lease_expired,
                 stuck=True,
             )
@@ -178,10 +178,12 @@ class WorkerSupervisor:
             while reap_children(self._worker) is None:
                 time.sleep(1.0)
             return
-        if status != 0 and not stopped:
+        if status != 0 and self._stopped_at is None:
             self._lease.record_failure()
         kill_leftovers(self._lease, at_once=self._lease_expired or self._lease.has_round_failed())
-        write_worker_exit(self._worker, status, stopped=stopped, lease_expired=self._lease_expired)
+        write_worker_exit(
+            self._worker, status, stopped_at=self._stopped_at, lease_expired=self._lease_expired
+        )
         if self._lease_expired and not self._stop_requested and self._wait_for_agent():
             status = int(signal.SIGKILL)
         send(self._connection, b"ended %d\n" % status)
@@ -200,6 +202,8 @@ class WorkerSupervisor:
             if expires_at > -INFINITY:
                 last_expiry = expires_at
             self._lease_expired = self._lease_expired or self._lease.remaining_s() <= 0
+            if self._lease_expired and self._stopped_at is None:
+                self._stopped_at = time.time()
             must_kill = self._lease_expired or (self._stop_requested and self._lease.has_round_failed())
             awaits_copy = (
                 must_kill and now < self._kill_at and self._copy_monitor.should_wait(now, last_expiry)
@@ -229,6 +233,8 @@ class WorkerSupervisor:
             send_signal(self._worker, signal.SIGTERM)
             self._kill_at = min(self._kill_at, now_s() + read_grace_s())
         self._stop_requested = True
+        if self._stopped_at is None:
+            self._stopped_at = time.time()
         return bool(signal_number)
 
     def _wait_for_agent(self) -> bool:
@@ -253,7 +259,7 @@ def ignore_signal(number: int, frame: object) -> None:
 def exit_without_worker(connection: "_socket.socket", reason: str) -> "NoReturn":
     """Exit because no worker can start; log and report ``reason``."""
     os.write(2, f"elastic_resume: {reason}\n".encode())
-    write_worker_exit(None, 1 << 8, stopped=False, lease_expired=False, message=reason)
+    write_worker_exit(None, 1 << 8, stopped_at=None, lease_expired=False, message=reason)
     send(connection, b"ended %d\n" % (1 << 8))
     os._exit(1)
 
@@ -442,7 +448,7 @@ def write_worker_exit(
     worker: "int | None",
     wait_status: int,
     *,
-    stopped: bool,
+    stopped_at: "float | None",
     lease_expired: bool,
     message: str = "",
     stuck: bool = False,
@@ -463,13 +469,15 @@ def write_worker_exit(
         "worker_pid": worker,
         "exit_code": os.WEXITSTATUS(wait_status) if number is None else None,
         "signal": None if number is None else signal_name(number),
-        "stopped": stopped,
+        "stopped": stopped_at is not None,
     }
+    if stopped_at is not None:
+        event["stopped_at"] = round(stopped_at, 3)
     if lease_expired:
         event["lease_expired"] = True
     if stuck:
         event["stuck"] = True
-    if wait_status != 0 and not stopped:
+    if wait_status != 0 and stopped_at is None:
         event["message"] = message or read_recorded_error(json)
     line = (json.dumps(event, separators=(",", ":")) + "\n").encode()
     append_line(ENV_ROUND_EVENTS, line, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)

@@ -79,10 +79,10 @@ def test_same_lanes_keep_the_deal_and_others_begin_with_begun_shards() -> None:
     progress = ShardProgress(6).for_world(2, 1).after([(0, [(0, 1, 3)]), (0, [(0, 0, 2)])])
     assert progress.deal() == [[(0, 0), (2, 0), (4, 0)], [(1, 0), (3, 0), (5, 0)]]
     assert stored(progress).for_world(2, 1) == progress
-    assert progress.settle().begun == ((1, 2), (2, 3))
+    assert progress.without_lanes().begun == ((1, 2), (2, 3))
     other = progress.for_world(1, 2)
     assert other.deal() == [[(1, 2), (3, 0), (5, 0)], [(2, 3), (4, 0)]]
-    assert (other.finished, other.settle().begun, other.turns) == (1, ((1, 2), (2, 3)), (0,))
+    assert (other.finished, other.without_lanes().begun, other.turns) == (1, ((1, 2), (2, 3)), (0,))
     assert other.for_world(3, 1).deal() == [[(1, 2), (4, 0)], [(2, 3), (5, 0)], [(3, 0)]]
 
 

@@ -61,6 +61,7 @@ def report(kind: str, message: str = "", t: float = 1, rank: int | None = 0, **f
     return event("failure", t, **{"rank": rank, "type": kind, "message": message, "step": 7} | fields)
 
 
+LOST = "Connection closed by peer"
 HANGS = event("hang", 1, suspects=[{"rank": 2, "reason": "it is stopped (state T)"}], victims=[0, 1], step=7)
 HUNG_ALL = event("hang", 1, suspects=[], victims=[0, 1], step=7, waits_for_other_node=True)
 ROUNDS: list[tuple[str, Events, MemoryPressure, list[tuple[str, int | None]]]] = [
@@ -93,9 +94,19 @@ ROUNDS: list[tuple[str, Events, MemoryPressure, list[tuple[str, int | None]]]] =
     ("those that were found to stop", [killed(stopped=True), end(stopped=True)], NO_STRAIN, []),
     (
         "one that lost a peer, which was stopped just before it",
-        [report("DistBackendError", "Connection closed by peer", rank=1), end(rank=1, stopped=True)],
+        [
+            report("DistBackendError", LOST, 2.0, rank=1),
+            end(rank=1, stopped=True),
+            killed(stopped=True, stopped_at=1.9),
+        ],
         NO_STRAIN,
         [],
+    ),
+    (
+        "one that lost a peer before any was stopped",
+        [report("DistBackendError", LOST, 1.8, rank=1), end(rank=1, stopped=True, stopped_at=1.9)],
+        NO_STRAIN,
+        [(EXCEPTION, 1)],
     ),
     (
         "one that raised just before it was stopped",
