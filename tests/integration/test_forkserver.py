@@ -14,8 +14,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import textwrap
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
