@@ -131,7 +131,6 @@ class TrainerProgress:
         self.stopped_training = self.stopped_epoch = False  # as they were loaded
         self.old_max_steps = 0
         self.last_step: tuple[Any, Any] = (None, None)  # its gradient's norm, and its learning rate
-        self.started_at = _read_time_of_rank_0(trainer.args.device)
         self._losses = {"_total_loss_scalar": 0.0, "_globalstep_last_logged": 0}
 
     def state_dict(self) -> dict[str, Any]:
@@ -140,7 +139,6 @@ class TrainerProgress:
         state = {name: _to_plain(getattr(trainer.state, name)) for name in STATE_FIELDS}
         return {
             "state": state,
-            "started_at": self.started_at,
             "losses": {name: getattr(trainer, name, value) for name, value in self._losses.items()},
             "last_step": [_to_plain(value) for value in self.last_step],
             "stops": [trainer.control.should_training_stop, trainer.control.should_epoch_stop],
@@ -156,7 +154,6 @@ class TrainerProgress:
             if name != "max_steps":  # it follows from the arguments
                 setattr(self._trainer.state, name, value)
         self.old_max_steps = state["state"]["max_steps"]
-        self.started_at = state["started_at"]
         self.stopped_training, self.stopped_epoch = state["stops"]
         self.last_step = tuple(state["last_step"])
         self._losses = dict(state["losses"])
@@ -178,12 +175,20 @@ class TrainerProgress:
         return [one for one in callbacks if isinstance(one, ExportableState)]
 
 
-def _read_time_of_rank_0(device: torch.device) -> int:
-    """Return the time in ns since 1970, the same on all ranks."""
-    now = torch.tensor(time.time_ns(), device=device)
-    if dist.is_initialized():
-        dist.broadcast(now, 0)
-    return int(now)
+class _StartTime:
+    """When the job first started, in ns since 1970, the same on all ranks."""
+
+    def __init__(self, device: torch.device) -> None:
+        now = torch.tensor(time.time_ns(), device=device)
+        if dist.is_initialized():
+            dist.broadcast(now, 0)
+        self.nanoseconds = int(now)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"nanoseconds": self.nanoseconds}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.nanoseconds = state["nanoseconds"]
 
 
 def _to_plain(value: Any) -> Any:
@@ -342,7 +347,12 @@ class ElasticTrainer(Trainer):
         self._elastic_loss = torch.tensor(0.0, device=self.args.device)
         self._elastic_progress = progress = TrainerProgress(self)
         options = {"seed": self.args.seed, **self.elastic_options}
-        tracked = {"trainer": progress, "trainer_loss": RankValues(self._elastic_loss)}
+        start = _StartTime(self.args.device)
+        tracked = {
+            "trainer": progress,
+            "trainer_loss": RankValues(self._elastic_loss),
+            "trainer_start": start,  # `testing.equivalence` does not compare it
+        }
         run = self.elastic_run = resume(
             model=self.model,
             optimizer=self.optimizer,
@@ -351,7 +361,7 @@ class ElasticTrainer(Trainer):
             data=loader,
             **{**options, "track": {**(options.get("track") or {}), **tracked}},
         )
-        self._elastic_continue_loggers()
+        self._elastic_continue_loggers(start.nanoseconds)
         run.ddp(self.model_wrapped)  # it is wrapped; this restores the bucket order
         # An attribute of the object, so that a subclass's own compute_loss() is weighted too.
         plain: Callable[..., Any] = self.compute_loss
@@ -363,9 +373,8 @@ class ElasticTrainer(Trainer):
         is_over = was_stopped or step >= max_steps
         return (num_train_epochs if is_over else run.position.epoch), 0
 
-    def _elastic_continue_loggers(self) -> None:
-        """Let TensorBoard and Weights & Biases go on in one run, unless its name is set already."""
-        nanoseconds = self._elastic_progress.started_at
+    def _elastic_continue_loggers(self, nanoseconds: int) -> None:
+        """Let TensorBoard and Weights & Biases go on in one run, named after the job's first start."""
         started = time.strftime("%Y%m%d-%H%M%S", time.gmtime(nanoseconds // 10**9))
         name = f"elastic-resume-{started}-{nanoseconds % 10**9:09d}"
         os.environ.setdefault("WANDB_RUN_ID", name)

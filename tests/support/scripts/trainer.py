@@ -187,7 +187,7 @@ def _make_hook(name: str) -> Any:
             logs = {k: v for k, v in more["logs"].items() if not any(time in k for time in TIMES)}
             self._recorder.write(step=state.global_step, logs=logs)
         if name == "on_train_begin":
-            self._recorder.write(logger=os.environ["WANDB_RUN_ID"])
+            self._recorder.write(step=state.global_step, logger=os.environ["WANDB_RUN_ID"])
         self.come(name, state.global_step)
         if name == "on_step_begin" and state.global_step in self._pauses:
             (self._recorder.directory / f"reached-{state.global_step}").touch()
