@@ -284,7 +284,7 @@ class ShardedStream:
         turn = progress.turns[rank]
         lanes = progress.deal()[rank :: ranks.size]
         loader: DataLoader[Any] = DataLoader(
-            self._make_reader(lanes, progress.lanes[rank :: ranks.size], turn),
+            self._make_reader(progress.epoch, lanes, progress.lanes[rank :: ranks.size], turn),
             batch_size=None,
             num_workers=self._num_workers,
             collate_fn=_keep,
@@ -308,9 +308,13 @@ class ShardedStream:
             yield None, 0, turn, []
 
     def _make_reader(
-        self, lanes: Sequence[Sequence[Entry]], positions: Sequence[tuple[int, int]], turn: int = 0
+        self,
+        epoch: int,
+        lanes: Sequence[Sequence[Entry]],
+        positions: Sequence[tuple[int, int]],
+        turn: int = 0,
     ) -> _LaneReader:
-        epoch, count = self._progress.epoch, len(self._shards)
+        count = len(self._shards)
         order = make_permutation(count, self.seed, epoch).tolist() if self.shuffle else range(count)
         shards = [[(order[place], self._shards[order[place]], start) for place, start in e] for e in lanes]
         seed = rng.mix_words(self.seed, epoch, 0, _SHARD_SALT)
@@ -322,7 +326,8 @@ class ShardedStream:
             count = len(self._shards)
             places = [((rank + place) % count, 0) for place in range(count)]
             with rng.preserve_cpu_generators():
-                self._filler = next(iter(self._make_reader([places], [(0, 0)])))[0]
+                # The first epoch's samples in all epochs, also after a restart: BatchNorm sees the filler.
+                self._filler = next(iter(self._make_reader(0, [places], [(0, 0)])))[0]
         return copy.deepcopy(self._filler)
 
 
@@ -371,6 +376,13 @@ class _LaneReader(IterableDataset[_Item]):
                 with _hide_worker():
                     sample = next(samples)
             except StopIteration:
+                if position < start:
+                    raise MismatchError(
+                        f"shard {index} ({str(shard)[:200]}) has {format_count(position, 'sample')} now, but "
+                        f"{start} were read from it before the restart. Each read() of a shard must "
+                        "return the same samples. Restore the shard, or start from scratch (--resume never, "
+                        "or another --rdzv-id)."
+                    ) from None
                 return
             position += 1
             if position > start:

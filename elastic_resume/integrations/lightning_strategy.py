@@ -42,6 +42,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
+from elastic_resume.checkpoint.atomic_io import translate_os_errors
 from elastic_resume.data.elastic_sampler import ElasticSampler
 from elastic_resume.data.global_batches import GlobalBatches, MicroBatch
 from elastic_resume.data.rng import seeded
@@ -68,6 +69,32 @@ _UNRESTORED = (
     *("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation"),
     "current_score",
 )
+# Classes in the library's ``callbacks``, and the error for them and those derived from them. The last one is
+# refused only for a module with BatchNorm.
+_REFUSED_CALLBACKS = {
+    "GradientAccumulationScheduler": (
+        "Lightning: GradientAccumulationScheduler changes the number of batches in a step, which a position "
+        "in an epoch cannot follow. Use accumulate_grad_batches=."
+    ),
+    "BaseFinetuning": (
+        "Lightning: callbacks derived from BaseFinetuning add parameters to the optimizer during training, "
+        "which a restart cannot do before it loads the optimizer's state. Give the optimizer all parameters "
+        "from the start, in groups whose learning rate is 0 until they are to train."
+    ),
+    "LearningRateFinder": (
+        "Lightning: LearningRateFinder trains before the training itself. Run it without ElasticDDPStrategy, "
+        "and write the learning rate that it finds into the script."
+    ),
+    "BatchSizeFinder": (
+        "Lightning: BatchSizeFinder trains before the training itself. Run it without ElasticDDPStrategy, "
+        "and write the batch size that it finds into the script."
+    ),
+    "StochasticWeightAveraging": (
+        "Lightning: StochasticWeightAveraging adds an epoch without optimizer steps for a module with "
+        "BatchNorm, and a restart continues from a step. Keep an average with torch.optim.swa_utils, and "
+        'pass it in resume_options={"track": {...}}.'
+    ),
+}
 # Methods that are extended or called, with their arguments; None for a property.
 _METHODS: dict[str, dict[str, str | None]] = {
     "strategies.ddp.DDPStrategy": {
@@ -283,6 +310,11 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
                     f"Lightning: {name} cannot be used with ElasticDDPStrategy, because a restart could not "
                     "continue from it. Leave it out."
                 )
+        if trainer.fast_dev_run:
+            raise ConfigError(
+                "Lightning: fast_dev_run with ElasticDDPStrategy would leave a checkpoint after a few "
+                'batches, from which the real training would continue. Use strategy="ddp" for it.'
+            )
         hooks = [(callback, library.Callback) for callback in trainer.callbacks]
         hooks += [(module, library.LightningModule)]
         hooks += [(trainer.datamodule, library.LightningDataModule)] if trainer.datamodule else []
@@ -294,11 +326,11 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
                     "Lightning's own checkpoints call. Keep the state in state_dict() and load_state_dict(), "
                     'in a buffer of the module, or in resume_options={"track": {...}}.'
                 )
-            if isinstance(item, library.callbacks.GradientAccumulationScheduler):
-                raise ConfigError(
-                    "Lightning: GradientAccumulationScheduler changes the number of batches in a step, which "
-                    "a position in an epoch cannot follow. Use accumulate_grad_batches=."
-                )
+            for name, text in _REFUSED_CALLBACKS.items():
+                if isinstance(item, getattr(library.callbacks, name)) and not (
+                    name == "StochasticWeightAveraging" and not item.pl_module_contains_batch_norm(module)
+                ):
+                    raise ConfigError(text)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Let a training loader read its share of global batches, from any position in an epoch on."""
@@ -320,17 +352,19 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
             return dataloader
         if type(sampler) is not DistributedSampler or not _has_plain_arguments(dataloader):
             return dataloader  # er.resume says what to do
-        batch, parts = dataloader.batch_size, trainer.accumulate_grad_batches
+        parts, batch = trainer.accumulate_grad_batches, dataloader.batch_size or 1
         self._keeps_local_batch = True
         batches = self._batches = GlobalBatches(
             len(sampler.dataset),  # type: ignore[arg-type]
-            (batch or 1) * parts * self.world_size,
+            batch * parts * self.world_size,
             seed=sampler.seed,
             shuffle=sampler.shuffle,
             drop_last=dataloader.drop_last,
             micro_batch=batch if parts > 1 else None,
         )
         kept = {name: getattr(dataloader, name) for name in _LOADER_ARGUMENTS if hasattr(dataloader, name)}
+        if dataloader.batch_size is None:  # each item of the dataset is a batch
+            kept["collate_fn"] = functools.partial(_convert_only_item, dataloader.collate_fn)
         # What a worker of the loader draws must not depend on where this process began to read.
         dataset = seeded(dataloader.dataset) if dataloader.num_workers else dataloader.dataset
         return type(dataloader)(dataset, batch_sampler=batches, **kept)
@@ -592,6 +626,10 @@ def _leave_global_batches(original: Callable[..., Any], dataloader: object, *arg
     return original(dataloader, *args, **kwargs)
 
 
+def _convert_only_item(convert: Callable[[Any], Any], items: list[Any]) -> Any:
+    return convert(items[0])
+
+
 def _has_plain_arguments(loader: DataLoader[Any]) -> bool:
     """Return whether a loader of the same class can be made: DataLoader, or torchdata's."""
     return type(loader) is DataLoader or type(loader).__module__.startswith("torchdata.")
@@ -618,8 +656,9 @@ def set_newer_files_aside(directory: Path, time: int | None) -> None:
             aside.mkdir(exist_ok=True)
             with contextlib.suppress(FileNotFoundError):  # Lightning has removed it, or never wrote it
                 (journal.parent / name).replace(aside / name)
-        kept = {name: written_at for name, written_at in noted.items() if name not in newer}
-        _write_journal(journal, {} if time is None else kept)
+        kept = {name: at for name, at in noted.items() if time is not None and name not in newer}
+        if kept != noted:  # a full disk takes no needless file
+            _write_journal(journal, kept)
 
 
 def _drop_replaced_file(path: Path) -> None:
@@ -642,5 +681,6 @@ def _read_journal(journal: Path) -> dict[str, int]:
 
 def _write_journal(journal: Path, noted: Mapping[str, int]) -> None:
     temporary = journal.with_suffix(".tmp")
-    temporary.write_text(json.dumps(noted))
-    temporary.replace(journal)
+    with translate_os_errors("write", journal):
+        temporary.write_text(json.dumps(noted))
+        temporary.replace(journal)

@@ -246,7 +246,7 @@ class ElasticTrainer(Trainer):
                 "weights of a checkpoint, load them with from_pretrained()"
             )
         if self.elastic_run is not None:
-            yield "train() was called before; make another Trainer"
+            yield "train() was called before; start another training as a job with its own --rdzv-id"
         if type(batch) is not int or batch < 1:
             yield (
                 f"elastic_global_batch is {batch!r}; set it in your class, to the number of samples of one "

@@ -56,6 +56,8 @@ P = ParamSpec("P")
 
 MAX_FINAL_SAVE_ATTEMPTS = 3
 RETRY_S = 1.0
+# Node directories of this process's runs. A second run there would continue the first one.
+_resumed: set[Path] = set()
 
 
 class Run:
@@ -659,6 +661,7 @@ def resume(
 
     Raises:
         ConfigError: an argument is unknown or has a wrong value.
+        UsageError: the job had a run in this process before.
         UntrackableError: an object cannot be stored, for example because it has no ``state_dict``.
         ElasticResumeError: another subclass in `elastic_resume.errors`, on all ranks, before anything was
             loaded.
@@ -685,11 +688,12 @@ def resume(
         _check_track(track, objects)
         tracked = state_dict.collect_objects({**objects, **(track or {})})
         _check_single_data_order(tracked, batches)
+        node_dir = settings.ckpt_dir / settings.run_id / settings.node_name
+        _check_second_run(node_dir)
     except ElasticResumeError:
         worker_exit.install_startup_hook()  # the node's name is not known yet
         raise
     collectives = Collectives.join()
-    node_dir = settings.ckpt_dir / settings.run_id / settings.node_name
     events = worker_exit.open_event_log(
         node_dir / constants.EVENTS_FILE, settings.node_name, collectives.rank
     )
@@ -697,7 +701,26 @@ def resume(
     if batches is None:
         elastic_sampler.check_no_per_rank_state(data, collectives.size)
     context = RankContext(collectives, settings, events)
-    return Run(context, tracked, batches, RunOptions(seed, rng, on_world_change))
+    run = Run(context, tracked, batches, RunOptions(seed, rng, on_world_change))
+    _resumed.add(node_dir)
+    return run
+
+
+def _check_second_run(node_dir: Path) -> None:
+    """Refuse a second run in ``node_dir`` in a job. Outside of ``elastic-resume run``, as in a test, warn."""
+    if node_dir not in _resumed:
+        return
+    if constants.ENV_AGENT_PID in os.environ:
+        raise UsageError(
+            f"er.resume() was called before in this process, for {node_dir}. A second training, such as the "
+            "next fold of a cross-validation, would continue the first one. Start it as a job of its own, "
+            "with another --rdzv-id."
+        )
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            f"WARNING: er.resume() was called before in this process, for {node_dir}. A second training, "
+            "such as the next fold of a cross-validation, continues the first one. Give it another run_id=."
+        )
 
 
 def _check_track(track: object, objects: Mapping[str, Any]) -> None:

@@ -250,6 +250,15 @@ def make_trainer(module: Any = None, **settings: Any) -> tuple[Any, Any]:
     return trainer, strategy
 
 
+def make_module(*, norm: bool) -> Any:
+    """Make a module with a layer or without."""
+    import lightning.pytorch as pl  # noqa: PLC0415  seconds
+
+    module = pl.LightningModule()
+    module.layer = torch.nn.BatchNorm1d(2) if norm else torch.nn.Linear(2, 2)
+    return module
+
+
 class KeepsState:
     """Restores a state that only Lightning's checkpoints hold."""
 
@@ -274,12 +283,21 @@ def test_setting_that_cannot_work_is_refused() -> None:
             {"callbacks": [callbacks.WeightAveraging()]},
             "WeightAveraging restores state in on_load_checkpoint",
         ),
+        ({"fast_dev_run": 2}, "fast_dev_run with ElasticDDPStrategy would leave"),
+        ({"callbacks": [callbacks.BackboneFinetuning()]}, "add parameters to the optimizer during"),
+        ({"callbacks": [callbacks.LearningRateFinder()]}, "LearningRateFinder trains before"),
+        (
+            {"callbacks": [callbacks.StochasticWeightAveraging(0.1)], "module": make_module(norm=True)},
+            "StochasticWeightAveraging adds an epoch",
+        ),
     ]
     for settings, text in cases:
         trainer, strategy = make_trainer(**settings)
         with pytest.raises(ConfigError, match=text):
             strategy._refuse_unsupported(trainer)
-    trainer, strategy = make_trainer()
+    trainer, strategy = make_trainer(
+        callbacks=[callbacks.StochasticWeightAveraging(0.1)], module=make_module(norm=False)
+    )
     strategy._refuse_unsupported(trainer)
     with pytest.raises(UsageError, match="from on_fit_start on"):
         _ = strategy.run
@@ -302,6 +320,12 @@ def test_loader_gets_global_batches_or_is_left_alone() -> None:
     assert isinstance(made.batch_sampler, er.GlobalBatches)
     assert (made.batch_sampler.global_batch, made.batch_sampler.micro_batch) == (8, 4)
     assert (made.batch_sampler.seed, made.timeout, len(made)) == (7, 3, 10)
+    whole: Any = [(torch.full((3, 2), number), [number] * 3) for number in range(6)]  # batches of 3 samples
+    sampler: Any = DistributedSampler(whole, 1, 0, shuffle=False)
+    loader = strategy.process_dataloader(DataLoader(whole, batch_size=None, sampler=sampler))
+    assert (loader.batch_sampler.global_batch, loader.batch_sampler.micro_batch) == (2, 1)
+    for (inputs, numbers), (expected, same) in zip(loader, whole, strict=True):
+        assert (inputs.tolist(), numbers) == (expected.tolist(), same)
     own: Any = DataLoader(dataset, batch_sampler=er.GlobalBatches(40, 12, micro_batch=4))
     assert trainer._data_connector._requires_distributed_sampler(own)
     assert strategy.process_dataloader(own) is own
@@ -409,6 +433,11 @@ def test_files_of_lost_steps_are_set_aside_until_written_again(tmp_path: Path) -
     lightning_strategy._drop_replaced_file(tmp_path / names[1])
     assert left() == sorted(names)
     assert not (tmp_path / "epoch=1/lost-steps").exists()
+    (tmp_path / ".elastic_resume.tmp").mkdir()
+    with pytest.raises(MachineError, match=rf"cannot write {tmp_path}/\.elastic_resume\.json: Is a dir"):
+        lightning_strategy.set_newer_files_aside(tmp_path, None)
+    lightning_strategy.set_newer_files_aside(tmp_path, 9)  # nothing to write
+    (tmp_path / ".elastic_resume.tmp").rmdir()
     lightning_strategy.set_newer_files_aside(tmp_path, None)  # another job begins here
     lightning_strategy.set_newer_files_aside(tmp_path, 1)
     (tmp_path / ".elastic_resume.json").write_text('{"../a.ckpt": 9}')

@@ -151,6 +151,15 @@ def test_weights_make_the_mean_exact_and_fillers_count_nothing() -> None:
     assert len({id(step.batch) for step in idle}) == len(idle), "a script may change its batch"
 
 
+def test_filler_is_the_same_in_each_epoch() -> None:
+    """BatchNorm sees it, and a restart may come in a later epoch than the first filler."""
+    found = set()
+    for epoch in range(3):
+        ranks, _ = train(3, epoch=epoch, make_stream=lambda: ShardedStream([[1] * 9, [2, 3]], list, 2))
+        found.add(str([step.batch for step in ranks[2]][:1]))
+    assert len(found) == 1
+
+
 def test_epochs_have_other_orders_and_all_samples() -> None:
     """The order follows seed and epoch; without shuffle it is that of the shards."""
     orders = [counted(train(1, epoch=epoch)[0]) for epoch in range(3)]
@@ -229,6 +238,24 @@ def test_too_few_shards_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     """The other ranks train with a weight of 0.0."""
     train(3, make_stream=lambda: ShardedStream([[1, 2]], list, 2))
     assert "1 shard for 3 ranks, so 2 of them read nothing" in caplog.text
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_shard_that_has_lost_samples_is_refused(workers: int) -> None:
+    """Its lost samples would be left out of the epoch without a word. Other shards may have changed."""
+
+    def build(sizes: list[int]) -> Callable[[], ShardedStream]:
+        return lambda: make(3, read=lambda shard: read(shard)[: sizes[shard]], num_workers=workers)
+
+    first, state = train(1, None, 9, make_stream=build(SIZES))
+    last, number = first[0][-1].batch[-1]
+    for size in (number + 1, number):
+        sizes = [*SIZES[:last], size, *SIZES[last + 1 :]]
+        if size > number:
+            train(1, state, make_stream=build(sizes))
+            continue
+        with pytest.raises(MismatchError, match=rf"shard {last} \({last}\) has {number} sample"):
+            train(1, state, make_stream=build(sizes))
 
 
 def test_streams_that_differ_between_ranks_are_refused() -> None:

@@ -291,9 +291,34 @@ def test_weights_ahead_need_the_order_of_samples(tmp_path: Path) -> None:
     run._release()
 
 
-def test_signals_are_taken_back_from_a_library(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A handler that was put over the run's own would delay a drain until the end of its grace period."""
+def run_under_agent(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    """Set what the agent gives its workers."""
     monkeypatch.setenv(constants.ENV_AGENT_PID, str(os.getpid()))
+    monkeypatch.setenv(constants.ENV_CKPT_DIR, str(directory))
+    monkeypatch.setenv(constants.ENV_RUN_ID, "job")
+    monkeypatch.setenv(constants.ENV_NODE_NAME, "n")
+
+
+def test_second_training_of_a_job_is_refused(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A next fold would continue the last one and train nothing. Without an agent, as in a test, warn."""
+    begin().run.close()
+    assert "called before" not in capsys.readouterr().err
+    begin().run.close()
+    assert "WARNING: er.resume() was called before in this process" in capsys.readouterr().err
+    run_under_agent(monkeypatch, tmp_path)
+    with pytest.raises(UsageError, match=r"would continue the first one\. Start it as a job of its own"):
+        begin()
+    monkeypatch.setenv(constants.ENV_RUN_ID, "another-job")
+    begin()
+
+
+def test_signals_are_taken_back_from_a_library(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A handler that was put over the run's own would delay a drain until the end of its grace period."""
+    run_under_agent(monkeypatch, tmp_path)
     script = begin()
     mine = signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -315,9 +340,11 @@ def test_signals_are_taken_back_from_a_library(begin: Begin, monkeypatch: pytest
     assert errors, "only the main thread handles signals"
 
 
-def test_signal_after_the_run_ends_the_process(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_after_the_run_ends_the_process(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A library that puts the handler back in place after training has no further step."""
-    monkeypatch.setenv(constants.ENV_AGENT_PID, str(os.getpid()))
+    run_under_agent(monkeypatch, tmp_path)
     script = begin()
     script.run.take_signals()
     mine = signal.getsignal(signal.SIGTERM)
