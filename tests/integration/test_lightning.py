@@ -165,14 +165,13 @@ def test_pytorch_lightning_is_the_same(tmp_path: Path) -> None:
     assert_same(run(tmp_path, "rich", *KILLS, env=env), calm)
 
 
-def test_other_worlds_read_the_same_samples(tmp_path: Path) -> None:
-    """A node dies in a step and comes back; another one is asked to leave: 3, 2, 3, 2 ranks."""
-    calm = run(tmp_path, "global-batches")
+def change_world(tmp_path: Path, case: str) -> tuple[Diary, list[dict[str, Any]]]:
+    """Train with 3, 2, 3 and 2 ranks: a node dies in a step and comes back; another one is asked to leave."""
     diary = tmp_path / "diary"
     diary.mkdir()
     options = ["--kill", "on_after_backward@2:2:node", "--pause", "6", "--pause", "9"]
     with Cluster(tmp_path, nodes=3, min_nodes=2, flags=FLAGS, env=PRELOAD) as cluster:
-        cluster.start(SCRIPT, "--case", "global-batches", "--diary", str(diary), *options)
+        cluster.start(SCRIPT, "--case", case, "--diary", str(diary), *options)
         cluster.wait((diary / "reached-6").exists, "the pause of two ranks")
         cluster.kill_node(2)
         cluster.start_node(2)
@@ -187,7 +186,13 @@ def test_other_worlds_read_the_same_samples(tmp_path: Path) -> None:
         assert codes == [0, 128 + signal.SIGTERM, 0], cluster.output(0)
         assert cluster.lost_steps == 0
     assert [event["world_size"] for event in resumed] == [3, 2, 3, 2]
-    found = Diary(diary)
+    return Diary(diary), resumed
+
+
+def test_other_worlds_read_the_same_samples(tmp_path: Path) -> None:
+    """With a global batch that stays, each step has those of an undisturbed run."""
+    calm = run(tmp_path, "global-batches")
+    found, _ = change_world(tmp_path, "global-batches")
     steps = {step for step, _ in calm.read}
     assert {step for step, _ in found.read} == steps
     for step in steps:
@@ -195,6 +200,31 @@ def test_other_worlds_read_the_same_samples(tmp_path: Path) -> None:
         by_generation = [read for (number, _), read in found.read.items() if number == step]
         assert all(read <= whole for read in by_generation)
         assert whole in by_generation, f"step {step}"
+
+
+@pytest.mark.soak
+def test_other_worlds_read_each_sample_once(tmp_path: Path) -> None:
+    """With batches of each rank that stay, a step has other samples, and an epoch the same."""
+    found, resumed = change_world(tmp_path, "plain")
+    starts = [event["step"] for event in resumed[1:]]
+    counted: list[int] = []
+    for (step, generation), samples in found.read.items():
+        # A step counts in the last generation that took it.
+        if generation > len(starts) or step <= starts[generation - 1]:
+            counted += samples
+    assert sorted(counted) == sorted([*range(77)] * 3)
+
+
+@pytest.mark.soak
+def test_fabric_script_is_the_same_run_after_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/guides/lightning.md has it."""
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "guides" / "lightning.md").read_text()
+    (code,) = re.findall(r"^```python\n(# fabric_train\.py\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+    Path("fabric_train.py").write_text(code)
+    assert_same_run(
+        "fabric_train.py", kills=["worker 1 at step 4", "worker 0 at step 10", "node 1 at step 13"]
+    )
 
 
 @pytest.mark.soak
