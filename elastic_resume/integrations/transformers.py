@@ -15,8 +15,8 @@ These methods of the Trainer are overridden:
 - ``_init_training_state`` restores the state. That needs the optimizer, so it calls ``_prepare_for_training``
   early.
 - ``_run_epoch`` begins an epoch where the restored state is, and counts it.
-- ``get_batch_samples``, ``_get_num_items_in_batch`` and ``training_step`` multiply each loss by its weight.
-  So a step's loss is the mean over its global batch, also if the ranks' shares differ.
+- ``get_batch_samples``, ``_get_num_items_in_batch``, ``training_step`` and ``compute_loss`` multiply each
+  loss by its weight. So a step's loss is the mean over its global batch, also if the ranks' shares differ.
 - ``_maybe_log_save_evaluate`` counts the step afterwards.
 - ``_evaluate`` and ``_save_checkpoint`` pause hang detection.
 - ``_load_rng_state`` does nothing, because the run seeds the generators.
@@ -26,9 +26,11 @@ These methods of the Trainer are overridden:
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -42,7 +44,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from elastic_resume.data.global_batches import GlobalBatches, MicroBatch
 from elastic_resume.data.rank_values import RankValues
-from elastic_resume.data.rng import seeded
+from elastic_resume.data.rng import preserve_cpu_generators, seeded
 from elastic_resume.data.world_size import KEEP_LOCAL, read_rank_and_world_size
 from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.integrations import require_versions, set_known
@@ -214,7 +216,8 @@ class ElasticTrainer(Trainer):
     _elastic_loader: DataLoader[Any] | None = None
     _elastic_upcoming: Iterator[MicroBatch] = iter(())
     _elastic_step_batches: list[MicroBatch]
-    _elastic_weight: float | None = None  # of the batch in training_step()
+    _elastic_weights: tuple[float, float] | None = None  # of the batch in training_step(): see there
+    _elastic_has_sum: bool | None = None  # see `_elastic_is_sum`; None until a loss was computed
     _elastic_is_loop_set = False
     _initial_global_step: int  # the Trainer's: where this process began
 
@@ -365,7 +368,7 @@ class ElasticTrainer(Trainer):
         run.ddp(self.model_wrapped)  # it is wrapped; this restores the bucket order
         # An attribute of the object, so that a subclass's own compute_loss() is weighted too.
         plain: Callable[..., Any] = self.compute_loss
-        self.__dict__["compute_loss"] = functools.partial(self._elastic_weighted_loss, plain)
+        self.__dict__["compute_loss"] = functools.partial(self._elastic_compute_loss, plain)
         if progress.stopped_epoch and run.position.step_in_epoch > 0:
             run.end_epoch()
         step = self.state.global_step
@@ -459,33 +462,79 @@ class ElasticTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Weigh the loss of one batch, so that those of all ranks add up to the mean of the global batch."""
         weight = self._elastic_step_batches.pop(0).loss_weight
-        if self._elastic_is_normalized(num_items_in_batch):
-            self._elastic_weight = float(weight > 0)
-        else:  # the Trainer divides by the number of batches afterwards
-            self._elastic_weight = weight * self.current_gradient_accumulation_steps
+        is_scaled = self.loss_is_scaled_for_ga
+        if is_scaled is None:  # as the Trainer finds it out
+            takes_count = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+            is_scaled = takes_count or self.compute_loss_func is not None
+        # The Trainer divides other losses by the number of batches afterwards.
+        of_mean = weight if is_scaled else weight * self.current_gradient_accumulation_steps
+        self._elastic_weights = float(weight > 0), of_mean
         try:
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         finally:
-            self._elastic_weight = None
+            self._elastic_weights = None
         return loss
 
-    def _elastic_weighted_loss(self, compute_loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        loss = compute_loss(*args, **kwargs)
-        return loss if self._elastic_weight is None else loss * self._elastic_weight
+    def _elastic_compute_loss(
+        self,
+        compute_loss: Callable[..., Any],
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Compute the loss of one batch; in training, times its weight."""
+        is_sum = self._elastic_is_sum(compute_loss, model, inputs, num_items_in_batch)
+        # The Trainer multiplies a loss by the number of ranks if there is a count, also a mean.
+        count = num_items_in_batch if is_sum else None
+        result = compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=count)
+        if self._elastic_weights is None:  # an evaluation
+            return result
+        of_sum, of_mean = self._elastic_weights
+        weight = of_sum if is_sum else of_mean
+        return (result[0] * weight, *result[1:]) if return_outputs else result * weight
 
-    def _elastic_is_normalized(self, num_items_in_batch: Any) -> bool:
-        """Return whether the loss is a sum over the batch divided by the items of the whole step."""
+    def _elastic_is_sum(
+        self, compute_loss: Callable[..., Any], model: nn.Module, inputs: Any, count: Any
+    ) -> bool:
+        """Return whether the loss is a sum over the batch, divided by the items of the whole step.
+
+        Otherwise it is a mean over the batch. Many models take ``num_items_in_batch`` and ignore it.
+        """
         if self.loss_is_scaled_for_ga is not None:
             return bool(self.loss_is_scaled_for_ga)
-        has_count = num_items_in_batch is not None
-        is_own = type(self).compute_loss is not Trainer.compute_loss and self.model_accepts_loss_kwargs
-        if (is_own and has_count) or (self.compute_loss_func is not None and not has_count):
+        if count is None:
+            return False
+        if self._elastic_has_sum is None:
+            self._elastic_has_sum = self._elastic_try_loss(compute_loss, model, inputs, count)
+        return self._elastic_has_sum is not False
+
+    def _elastic_try_loss(
+        self, compute_loss: Callable[..., Any], model: nn.Module, inputs: Any, count: Any
+    ) -> bool | None:
+        """Return whether twice the count halves the loss, or leaves it; None if no rank has a loss here."""
+        was_training, losses = model.training, []
+        devices = [torch.cuda.current_device()] if self.args.device.type == "cuda" else []
+        model.eval()
+        for factor in (1, 2):
+            with torch.no_grad(), preserve_cpu_generators(), torch.random.fork_rng(devices):
+                loss = compute_loss(model, copy.copy(inputs), num_items_in_batch=count * factor)
+                losses.append(float(loss.mean()))
+        model.train(was_training)
+        first, second = losses
+        ratio = second / first if first and math.isfinite(first) else 0.0
+        found = torch.tensor([ratio], device=self.args.device)
+        ratios = [one for one in self.accelerator.gather(found).tolist() if one]
+        for expected, is_sum in ((0.5, True), (1.0, False)):
+            if ratios and all(math.isclose(one, expected, rel_tol=0.01) for one in ratios):
+                return is_sum
+        if ratios:
             raise UsageError(
-                "ElasticTrainer cannot tell whether your own loss is a mean over its batch. Set "
-                "loss_is_scaled_for_ga = False in your class if it is, and True if it is a sum divided by "
-                "num_items_in_batch."
+                "ElasticTrainer cannot train here: the loss is neither a mean over the batch nor a sum "
+                "divided by num_items_in_batch. Set loss_is_scaled_for_ga = False in your class, and the "
+                "loss is computed without this count, as a mean. Set True if the count divides all of it."
             )
-        return has_count and bool(self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
+        return None
 
     # ---- evaluation, checkpoints, the end --------------------------------------------------------------
 

@@ -83,6 +83,14 @@ class Net(nn.Module):
         return {**loss, "logits": scores}
 
 
+class NetWithKwargs(Net):
+    """It takes num_items_in_batch and ignores it, as BertForSequenceClassification and many others do."""
+
+    def forward(self, inputs: Tensor, labels: Tensor | None = None, **_: Any) -> dict[str, Tensor]:
+        """Return the scores, and the mean loss if there are labels."""
+        return super().forward(inputs, labels)
+
+
 def make_llama() -> LlamaForCausalLM:
     """Make a language model of a few thousand parameters; its loss is per token of the whole step."""
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -113,6 +121,7 @@ class Case:
     is_text: bool = False
     augment: bool = False
     dropout: float = 0.2
+    net: type[Net] = Net
     callbacks: tuple[Any, ...] = ()
     trainer: dict[str, Any] = field(default_factory=dict)
 
@@ -125,6 +134,9 @@ CASES = {
     "tokens": Case({**EVALUATED, "max_grad_norm": 0.5}, is_text=True),
     # The last batch of an epoch has one sample, so other ranks read a sample that does not count.
     "sparse": Case({"logging_steps": 3}, global_batch=5, dropout=0.0),
+    "sparse-kwargs": Case(
+        {"logging_steps": 3, "eval_strategy": "epoch"}, global_batch=5, dropout=0.0, net=NetWithKwargs
+    ),
     "sparse-tokens": Case({"logging_steps": 3}, global_batch=5, is_text=True),
     "epochs": Case({"eval_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch", **BEST}),
     "max-steps": Case({"eval_strategy": "epoch", "logging_strategy": "epoch", "max_steps": 10}),
@@ -282,7 +294,7 @@ def main() -> None:
     if case.is_text:
         evaluation = Texts(EVALUATION_SAMPLES, has_index=False)
     trainer = Observed(
-        model=make_llama() if case.is_text else Net(case.dropout),
+        model=make_llama() if case.is_text else case.net(case.dropout),
         args=TrainingArguments(**{**settings, **case.arguments}),
         train_dataset=train,
         eval_dataset=evaluation,
