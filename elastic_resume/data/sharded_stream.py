@@ -144,6 +144,7 @@ class ShardedStream:
         self._progress = ShardProgress(len(self._shards))  # what finished steps have read
         self._taken, self._taken_samples = self._progress, 0  # what the script has taken
         self.is_over = False  # whether the iteration of this epoch has come to its end
+        self._is_read = False  # whether an iteration of this epoch is open
         self._is_resumed = False
         self._ranks: Ranks | None = None
         self._before_batch: Callable[[bool], None]
@@ -183,7 +184,12 @@ class ShardedStream:
         if epoch != self._progress.epoch:
             self._progress = ShardProgress(len(self._shards), epoch)
         self._taken, self._taken_samples = self._progress, 0
-        self.is_over = False
+        self.is_over = self._is_read = False
+
+    @property
+    def uncounted_samples(self) -> int:
+        """The samples of all ranks that were taken since the last step."""
+        return self._taken_samples
 
     def count_step(self) -> int:
         """Count the batches that were taken since the last step; return the samples of all ranks."""
@@ -227,7 +233,7 @@ class ShardedStream:
         """Yield this rank's batches from the last finished step to the end of the epoch.
 
         Raises:
-            UsageError: the stream is not the ``data=`` of a run, or its epoch is over.
+            UsageError: the stream is not the ``data=`` of a run, its epoch is over, or another loop reads it.
 
         """
         ranks = self._ranks
@@ -240,6 +246,22 @@ class ShardedStream:
                 f"epoch {self._progress.epoch} of the ShardedStream is over: write "
                 "`for epoch in run.epochs(EPOCHS)` around the loop over the stream."
             )
+        if self._is_read:
+            raise UsageError(
+                "a ShardedStream was read by a second loop within the first one, which would count its "
+                "samples twice. For an evaluation read the validation data with a loader of its own."
+            )
+        self._is_read = True
+        try:
+            yield from self._read_batches(ranks)
+        finally:
+            self._is_read = False
+        self.is_over = True
+        self.loss_weight = 1.0
+        self._after_last_batch()
+
+    def _read_batches(self, ranks: Ranks) -> Iterator[Any]:
+        """Yield this rank's batches, until no rank has one left."""
         self._deal(ranks)
         self._taken, self._taken_samples = self._progress, 0
         batches, is_first = self._read_own_lanes(ranks), True
@@ -253,12 +275,9 @@ class ShardedStream:
             self._taken = self._taken.after([(turn, reports) for _, turn, reports in gathered])
             self._taken_samples += total
             if not total:
-                break
+                return
             self.loss_weight = samples * ranks.size / total
             yield batch if samples else self._make_filler(ranks.rank)
-        self.is_over = True
-        self.loss_weight = 1.0
-        self._after_last_batch()
 
     def _deal(self, ranks: Ranks) -> None:
         """Deal the shards if the lanes have changed; log once per resume what that costs."""

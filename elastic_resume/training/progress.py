@@ -6,6 +6,7 @@ never count.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -19,7 +20,13 @@ from elastic_resume.errors import UsageError
 from elastic_resume.restore.collectives import Collectives
 from elastic_resume.units import format_count
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+NO_STEP = (
+    "the first epoch is over, and run.step() was never called, so nothing would be saved: call it once after "
+    "each optimizer step."
+)
 MAX_GROWING_STEPS = 32  # no queue of a script that reads ahead fills so slowly
 
 
@@ -58,7 +65,7 @@ class TrainingProgress:
         self._micro_batch: int | None = None  # index in its step; None without `read_micro_batches`
         self._lead = self._growing_steps = 0  # see `_check_what_was_read`
         self._was_share_read = False  # see `_check_whole_epoch`
-        self._world_size = collectives.size
+        self._rank, self._world_size = collectives.rank, collectives.size
         self._reads_ahead = False  # the loop takes the weights from `upcoming_batches`
 
     @property
@@ -174,11 +181,20 @@ class TrainingProgress:
         """Count the epoch, with the script's work after its last step.
 
         Raises:
-            UsageError: batches of the epoch were handed out, and no step was counted for them.
+            UsageError: batches of the epoch were read, and no step was counted for them.
 
         """
         if self._batches is not None:
             self._check_whole_epoch(self._batches, self.position.step_in_epoch)
+        if self._stream is not None and self._stream.is_over and self._stream.uncounted_samples:
+            if not self.position.step:
+                raise UsageError(NO_STEP)
+            if self._rank == 0:
+                logger.warning(
+                    f"WARNING: {format_count(self._stream.uncounted_samples, 'sample')} of epoch "
+                    f"{self.position.epoch} came after its last run.step(). If their gradients wait for the "
+                    "next epoch, a restart loses them: take an optimizer step at the end of each epoch."
+                )
         self.position = self._next_epoch_position()
         if self._stream is not None:
             self._stream.start_epoch(self.position.epoch)
@@ -224,6 +240,8 @@ class TrainingProgress:
         A loop that leaves an epoch early looks the same if its loader had read the rest ahead. It hardly
         stops at one rank's share of the epoch, epoch after epoch.
         """
+        if batches.exhausted and not self.position.step:
+            raise UsageError(NO_STEP)
         is_half = batches.exhausted and 0 < 2 * at <= batches.steps + 1
         is_explained = batches.steps - at <= (batches.loader_prefetch or 0)
         is_share = at in {batches.steps // self._world_size, -(-batches.steps // self._world_size)}

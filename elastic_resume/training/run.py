@@ -259,8 +259,8 @@ class Run:
         On a node that is being drained, this saves the state and ends the process by SIGTERM.
 
         Raises:
-            UsageError: the loader was read to its end, and `step` was called for half of the epoch's steps or
-                fewer. An epoch without any call is accepted.
+            UsageError: the loader was read to its end, and `step` was never called, or for half of the
+                epoch's steps or fewer. A later epoch without any call is accepted.
 
         """
         self._progress.end_epoch()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -364,7 +365,7 @@ def test_resume_after_last_batch_does_the_rest_of_the_epoch_once(begin: Begin, s
     if saved != "at the last step":
         run.save()
     stream, run = begin()
-    found = [(epoch, sum(len(batch) for batch in stream)) for epoch in run.epochs(3)]
+    found = [(epoch, take_all(stream, run)) for epoch in run.epochs(3)]
     rest = [(0, 0)] if saved == "at the last step" else []
     assert found == [*rest, (1, len(EVERY)), (2, len(EVERY))]
 
@@ -386,7 +387,44 @@ def test_stream_of_an_earlier_run_in_this_process_begins_anew(begin: Begin) -> N
         run.step()
         break
     _, run = begin(stream, resume="never")
-    assert sum(len(batch) for _ in run.epochs(1) for batch in stream) == len(EVERY)
+    assert [take_all(stream, run) for _ in run.epochs(1)] == [len(EVERY)]
+
+
+def take_all(stream: ShardedStream, run: er.Run) -> int:
+    """Count a step for each batch; return the number of samples."""
+    taken = 0
+    for batch in stream:
+        taken += len(batch)
+        run.step()
+    return taken
+
+
+def test_samples_without_a_step_are_refused_or_named(
+    begin: Begin, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without any call of run.step() nothing is saved; a few batches at the end may be kept gradients."""
+    stream, run = begin()
+    with pytest.raises(UsageError, match=r"run\.step\(\) was never called"):
+        [list(stream) for _ in run.epochs(1)]
+    stream, run = begin(resume="never")
+    for _ in run.epochs(2):
+        for index, _ in enumerate(stream):
+            if index % 4 == 3 or run.position.epoch:
+                run.step()
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "came after its last" in line)
+    assert re.search(rf"WARNING: {len(EVERY) % 8} samples of epoch 0 came after its last run\.step\(\)", line)
+
+
+def test_loop_within_the_loop_is_refused(begin: Begin) -> None:
+    """It would count samples twice, and a restart would leave out the rest of the epoch."""
+    stream, run = begin()
+    for _ in run.epochs(1):
+        for _ in stream:
+            with pytest.raises(UsageError, match="read by a second loop within the first one"):
+                next(iter(stream))
+            break
+        next(iter(stream))
+        assert take_all(stream, run) == len(EVERY), "a loop that was left is no second one"
 
 
 def make_progress(epoch: int) -> dict[str, Any]:

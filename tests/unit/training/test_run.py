@@ -176,6 +176,18 @@ def test_batches_that_no_step_is_counted_for_are_refused(begin: Begin, passes_lo
         read_every_other_batch(script, script.loader)
 
 
+def test_script_that_never_counts_a_step_is_refused(begin: Begin) -> None:
+    """At the end of the first epoch. Later a script may have taken its last step."""
+    script = begin()
+    with pytest.raises(UsageError, match=r"run\.step\(\) was never called, so nothing would be saved"):
+        [list(script.loader) for _ in script.run.epochs(2)]
+    script = begin()
+    for epoch in script.run.epochs(3):
+        for _ in script.loader:
+            if not epoch:
+                script.run.step()
+
+
 def test_unread_batches_of_long_epoch_are_refused_early(begin: Begin) -> None:
     """A lead that grows at every step is no reading ahead."""
     script = begin(samples=300)
