@@ -515,7 +515,7 @@ class ElasticTrainer(Trainer):
         """Return whether twice the count halves the loss, or leaves it; None if no rank has a loss here."""
         was_training, losses = model.training, []
         devices = [torch.cuda.current_device()] if self.args.device.type == "cuda" else []
-        model.eval()
+        model.train(False)
         for factor in (1, 2):
             with torch.no_grad(), preserve_cpu_generators(), torch.random.fork_rng(devices):
                 loss = compute_loss(model, copy.copy(inputs), num_items_in_batch=count * factor)
