@@ -145,6 +145,8 @@ def prepare(
         if state_dict.find_parallel_wrapper(module) is not None:
             run.ddp(module)  # sets the recorded bucket order in Accelerate's DDP
     methods = _Methods(accelerator, run)
+    for one in _values(optimizer):
+        state_dict.unwrap(one).register_step_pre_hook(methods.check_backward)
     for name in PARAMETERS:
         setattr(accelerator, name, getattr(methods, name))
     return Prepared(run, model, optimizer, scheduler)
@@ -170,6 +172,7 @@ class _Methods:
         self._accelerator, self._run = accelerator, run
         self._class = type(accelerator)
         self._first_iteration = accelerator.save_iteration
+        self._has_backward = False  # whether `backward` was called
 
     @contextlib.contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
@@ -188,7 +191,16 @@ class _Methods:
                 "further micro-batches: put `with accelerator.accumulate(model):` around the work on each "
                 "batch of run.micro_batches(loader)."
             )
+        self._has_backward = True
         self._class.backward(self._accelerator, loss * self._run.loss_weight, **kwargs)
+
+    def check_backward(self, *_: Any) -> None:
+        """Refuse a step whose gradients have no weights: ranks with fewer samples would count too much."""
+        if not self._has_backward:
+            raise UsageError(
+                "the optimizer's first step came without accelerator.backward(loss), which multiplies the "
+                "loss by its weight: call it in the place of loss.backward()."
+            )
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Refuse a loader of ours; prepare another one, for an evaluation."""

@@ -213,6 +213,7 @@ EXPECTED = {
     "skip_first_batches": "UsageError: accelerator.skip_first_batches() was given the loader of the run",
     "load_state": "UsageError: accelerator.load_state() would put an older state",
     "register_for_checkpointing": "UsageError: accelerator.register_for_checkpointing() was called after",
+    "plain backward": "UsageError: the optimizer's first step came without accelerator.backward(loss)",
     "backward without accumulate": "UsageError: accelerator.backward() was called outside of",
     "folders of another job": "ConfigError: ",
 }

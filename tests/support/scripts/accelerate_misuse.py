@@ -100,6 +100,17 @@ def backward_without_accumulate() -> None:
                 accelerator.backward(nn.functional.cross_entropy(model(inputs), labels))
 
 
+def plain_backward() -> None:
+    """The loss has no weight."""
+    loader = make_loader()
+    run, model, optimizer = make_run(make_accelerator(cpu=True), loader)
+    with run:
+        for _ in run.epochs(1):
+            for inputs, labels in loader:
+                nn.functional.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+
+
 def folders_of_another_job() -> None:
     """save_state() would come to checkpoint_3."""
     folder = Path(sys.argv[2]) / "checkpoints" / "checkpoint_3"
@@ -123,6 +134,7 @@ CASES: dict[str, Callable[[], None]] = {
     "load_state": lambda: after_prepare("load_state", "folder"),
     "register_for_checkpointing": lambda: after_prepare("register_for_checkpointing", er),
     "backward without accumulate": backward_without_accumulate,
+    "plain backward": plain_backward,
 }
 
 
