@@ -22,7 +22,7 @@ MAX_NUMBERS = 64  # all ranks send them at every step
 
 
 class Gatherer(Protocol):
-    """What gathers the values: `elastic_resume.restore.collectives.Collectives`."""
+    """The connection of the ranks: `elastic_resume.restore.collectives.Collectives`."""
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's ``value``."""

@@ -1,9 +1,9 @@
-"""Assign the shards of an epoch to lanes, and track each lane's progress.
+"""Assign the shards of an epoch to the loaders' workers, and track how far each worker has read.
 
-A lane is one worker of one rank's loader. A deal gives each shard to one lane, and a lane reads its shards
+A lane is one worker of one rank's loader. A deal assigns each shard to one lane, and a lane reads its shards
 one after the other. So the progress after a deal is two numbers for each lane: its finished shards, and the
 samples that were read of the next one. A world with the same lanes continues with the same deal, and reads
-the same batches. Any other world deals anew what is left, begun shards first.
+the same batches. Any other world deals the remaining shards anew, begun shards first.
 
 Shards are named by their place in the epoch's order, which depends on (seed, epoch) only.
 """
@@ -31,7 +31,8 @@ class ShardProgress:
         finished: a bit for each place whose shard was finished before the deal.
         begun: shards that were begun before the deal and not finished.
         lanes: (finished shards of the lane, samples read of its next one); empty before the first deal.
-            Lane ``worker * ranks + rank`` is that of a rank's worker, so that few shards reach all ranks.
+            Lane ``worker * ranks + rank`` is that of a rank's worker, so that a few shards spread over all
+            ranks before a rank gets a second one.
         turns: the worker of each rank whose batch is next.
 
     """

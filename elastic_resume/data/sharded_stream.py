@@ -1,10 +1,10 @@
 """Read shards of samples, such as files, once per epoch over all ranks, and resume within an epoch.
 
-`ShardedStream` assigns each shard to one lane. A lane is one DataLoader worker of one rank
-(`shard_progress`). torch's DataLoader reads ahead. Each batch travels with the progress of its lane after
-this batch, and the ranks exchange the progress of each batch that the script takes. So all ranks know the
-whole progress, the weight of their loss, and the end of the epoch. `Run.step` counts what was taken since the
-last step. Batches that were prefetched, or belong to an unfinished step, are therefore read again.
+`ShardedStream` is a loader whose position in each shard is saved with each step. It assigns each shard to one
+lane, which is one DataLoader worker of one rank (`shard_progress`). torch's DataLoader reads ahead, so each
+batch carries the progress of its lane. When the script takes a batch, the ranks exchange this progress. So
+all ranks know the whole progress, the weight of their loss, and the end of the epoch. `Run.step` records the
+batches since the last step. Prefetched batches, and those of an unfinished step, are read again.
 
 Invariant: each sample is counted once per epoch, whatever fails and however many ranks there are, if ``read``
 returns the same samples each time. If the number of ranks and workers never changes, a resumed run reads the
@@ -47,7 +47,7 @@ _Item = tuple[Any, int, int, int, int]
 
 
 class Ranks(Protocol):
-    """What connects the ranks: `elastic_resume.restore.collectives.Collectives`."""
+    """The connection of the ranks: `elastic_resume.restore.collectives.Collectives`."""
 
     rank: int
     size: int
@@ -363,7 +363,7 @@ class _LaneReader(IterableDataset[_Item]):
     seed: int  # of the epoch
 
     def __iter__(self) -> Iterator[_Item]:
-        """Yield the batches of one lane, then its end for ever: so the loader never skips a worker."""
+        """Yield the batches of one lane, then end markers without limit: so the loader skips no worker."""
         info = get_worker_info()
         worker = ((info.id if info else 0) + self.turn) % len(self.lanes)
         entries, (first, read) = self.lanes[worker], self.positions[worker]

@@ -1,4 +1,4 @@
-"""Train with Hugging Face Accelerate: `prepare` restores what ``accelerator.prepare`` wraps.
+"""Prepare model, optimizer and scheduler with Hugging Face Accelerate, then restore their newest state.
 
 The script keeps its loop and its `Accelerator`. `prepare` wraps model, optimizer and scheduler by the
 accelerator, restores them by `er.resume`, and replaces these methods of the given accelerator:
@@ -73,7 +73,7 @@ _check_methods()
 
 
 class Prepared(NamedTuple):
-    """What a script trains with. ``scheduler`` is None if none was given."""
+    """The run and the prepared objects. ``scheduler`` is None if none was given."""
 
     run: Run
     model: Any

@@ -19,7 +19,7 @@ lightning_strategy.check_signatures("lightning", lightning.pytorch)
 
 
 class WorldOfLauncher(TorchElasticEnvironment):
-    """Takes ranks and sizes from the launcher, and ignores Trainer's ``devices`` and ``num_nodes``."""
+    """Takes ranks and sizes from the launcher, not from Trainer's ``num_nodes`` and ``devices``."""
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Accept any number: nodes may come and go, and may differ in their number of workers."""

@@ -1,7 +1,7 @@
-"""The strategy for Lightning's Trainer, shared by ``lightning.pytorch`` and ``pytorch_lightning``.
+"""A DDPStrategy that restores the state in ``setup``, and records each step after its hooks and validation.
 
-Lightning owns the loops, so the strategy hooks into them where Lightning has no callback. Of DDPStrategy it
-extends these methods:
+``lightning.pytorch`` and ``pytorch_lightning`` share it. Lightning owns the loops, so the strategy hooks into
+them where Lightning has no callback. It extends these methods of DDPStrategy:
 
 - ``setup`` calls `er.resume` when model, optimizers and loader exist, and restores the loops' counters;
 - ``process_dataloader`` puts a `GlobalBatches` in the place of the DistributedSampler that Lightning adds;
@@ -64,7 +64,7 @@ _LOADER_ARGUMENTS = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
     *("generator", "prefetch_factor", "persistent_workers", "in_order"),
 )
-# What ModelCheckpoint does not restore. The first three decide whether a step was saved already.
+# Attributes that ModelCheckpoint does not restore. The first three decide whether a step was saved already.
 _UNRESTORED = (
     *("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation"),
     "current_score",
@@ -365,7 +365,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         kept = {name: getattr(dataloader, name) for name in _LOADER_ARGUMENTS if hasattr(dataloader, name)}
         if dataloader.batch_size is None:  # each item of the dataset is a batch
             kept["collate_fn"] = functools.partial(_convert_only_item, dataloader.collate_fn)
-        # What a worker of the loader draws must not depend on where this process began to read.
+        # The random numbers of a sample must not depend on where this process began to read.
         dataset = seeded(dataloader.dataset) if dataloader.num_workers else dataloader.dataset
         return type(dataloader)(dataset, batch_sampler=batches, **kept)
 
@@ -539,8 +539,8 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
             return
         position = self.run.position
         # An even number for a step, the next odd one for the end of its epoch.
-        time = 2 * position.step + (position.step_in_epoch == 0)
-        resumed_at = time if self.run.plan.kind == "checkpoint" else None
+        order = 2 * position.step + (position.step_in_epoch == 0)
+        resumed_at = order if self.run.plan.kind == "checkpoint" else None
         for callback in self._trainer.checkpoint_callbacks:
             directory = getattr(callback, "dirpath", None)
             if directory and "://" not in str(directory):
@@ -635,28 +635,28 @@ def _has_plain_arguments(loader: DataLoader[Any]) -> bool:
     return type(loader) is DataLoader or type(loader).__module__.startswith("torchdata.")
 
 
-def _note_file(path: Path, time: int) -> None:
+def _note_file(path: Path, order: int) -> None:
     journal = path.parent / JOURNAL
     noted = _read_journal(journal)
     if path.name not in noted or not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_journal(journal, {**noted, path.name: time})
+        _write_journal(journal, {**noted, path.name: order})
 
 
-def set_newer_files_aside(directory: Path, time: int | None) -> None:
-    """Move the files that were first written after ``time`` into `LOST_STEPS`, until they are written again.
+def set_newer_files_aside(directory: Path, order: int | None) -> None:
+    """Move the files that were first written after ``order`` into `LOST_STEPS`, until they are written again.
 
     With None forget those of a former job, which stay where they are.
     """
     for journal in list(directory.rglob(JOURNAL)):  # a filename may name subdirectories
         noted = _read_journal(journal)
-        newer = {name for name, written_at in noted.items() if time is not None and written_at > time}
+        newer = {name for name, written_at in noted.items() if order is not None and written_at > order}
         for name in newer:
             aside = journal.parent / LOST_STEPS
             aside.mkdir(exist_ok=True)
             with contextlib.suppress(FileNotFoundError):  # Lightning has removed it, or never wrote it
                 (journal.parent / name).replace(aside / name)
-        kept = {name: at for name, at in noted.items() if time is not None and name not in newer}
+        kept = {name: at for name, at in noted.items() if order is not None and name not in newer}
         if kept != noted:  # a full disk takes no needless file
             _write_journal(journal, kept)
 

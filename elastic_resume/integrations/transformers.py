@@ -15,8 +15,9 @@ These methods of the Trainer are overridden:
 - ``_init_training_state`` restores the state. That needs the optimizer, so it calls ``_prepare_for_training``
   early.
 - ``_run_epoch`` begins an epoch where the restored state is, and counts it.
-- ``get_batch_samples``, ``_get_num_items_in_batch``, ``training_step`` and ``compute_loss`` multiply each
-  loss by its weight. So a step's loss is the mean over its global batch, also if the ranks' shares differ.
+- ``get_batch_samples``, ``_get_num_items_in_batch`` and ``training_step`` multiply each loss by its weight,
+  in an attribute ``compute_loss`` that wraps the class's own. So a step's loss is the mean over its global
+  batch, also if the ranks' shares differ.
 - ``_maybe_log_save_evaluate`` counts the step afterwards.
 - ``_evaluate`` and ``_save_checkpoint`` pause hang detection.
 - ``_load_rng_state`` does nothing, because the run seeds the generators.
@@ -126,7 +127,7 @@ check_trainer()
 
 
 class TrainerProgress:
-    """What a snapshot holds of a Trainer besides its model, optimizer, scheduler and order of samples."""
+    """The state of a Trainer besides its model, optimizer, scheduler and order of samples."""
 
     def __init__(self, trainer: ElasticTrainer) -> None:
         self._trainer = trainer
@@ -467,8 +468,8 @@ class ElasticTrainer(Trainer):
             takes_count = self.model_accepts_loss_kwargs and num_items_in_batch is not None
             is_scaled = takes_count or self.compute_loss_func is not None
         # The Trainer divides other losses by the number of batches afterwards.
-        of_mean = weight if is_scaled else weight * self.current_gradient_accumulation_steps
-        self._elastic_weights = float(weight > 0), of_mean
+        mean_weight = weight if is_scaled else weight * self.current_gradient_accumulation_steps
+        self._elastic_weights = float(weight > 0), mean_weight
         try:
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         finally:
@@ -490,8 +491,8 @@ class ElasticTrainer(Trainer):
         result = compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=count)
         if self._elastic_weights is None:  # an evaluation
             return result
-        of_sum, of_mean = self._elastic_weights
-        weight = of_sum if is_sum else of_mean
+        sum_weight, mean_weight = self._elastic_weights
+        weight = sum_weight if is_sum else mean_weight
         return (result[0] * weight, *result[1:]) if return_outputs else result * weight
 
     def _elastic_is_sum(

@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 NO_STEP = (
-    "the first epoch is over, and run.step() was never called, so nothing would be saved: call it once after "
-    "each optimizer step."
+    "an epoch is over, and run.step() was never called, so nothing would be saved: call it once after each "
+    "optimizer step."
 )
-MAX_GROWING_STEPS = 32  # no queue of a script that reads ahead fills so slowly
+MAX_GROWING_STEPS = 32  # a script's queue of batches that are read ahead is full after fewer steps
 
 
 @dataclass(frozen=True)
@@ -237,8 +237,8 @@ class TrainingProgress:
     def _check_whole_epoch(self, batches: GlobalBatches, at: int) -> None:
         """Raise UsageError if most of the epoch was handed out, and no step was counted for it.
 
-        A loop that leaves an epoch early looks the same if its loader had read the rest ahead. It hardly
-        stops at one rank's share of the epoch, epoch after epoch.
+        A loop that leaves an epoch early looks the same if its loader had read the rest ahead. But it does
+        not leave two epochs after exactly one rank's share of the steps.
         """
         if batches.exhausted and not self.position.step:
             raise UsageError(NO_STEP)

@@ -707,7 +707,10 @@ def resume(
 
 
 def _check_second_run(node_dir: Path) -> None:
-    """Refuse a second run in ``node_dir`` in a job. Outside of ``elastic-resume run``, as in a test, warn."""
+    """Raise UsageError if this process had a run in ``node_dir``. Without an agent only warn.
+
+    A test without an agent may simulate a restart in one process.
+    """
     if node_dir not in _resumed:
         return
     if constants.ENV_AGENT_PID in os.environ:
