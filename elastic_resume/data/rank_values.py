@@ -9,7 +9,7 @@ zero.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -29,7 +29,7 @@ class Gatherer(Protocol):
 
 
 class RankState(ABC):
-    """State of which each rank has its own. The ranks exchange it at each step boundary, in one collective.
+    """State of which each rank has its own. The ranks exchange it at each step boundary: `exchange`.
 
     A subclass says what a rank has, as JSON, and what a rank of the next generation takes from all rows.
     """
@@ -45,9 +45,9 @@ class RankState(ABC):
     def load_rows(self, rows: list[Any]) -> None:
         """Take this rank's part of the rows of all ranks that saved."""
 
-    def gather(self, collectives: Gatherer) -> None:
-        """Exchange the rows; every rank calls this at a step boundary."""
-        self._rows = collectives.gather(self.read_own())
+    def set_rows(self, rows: list[Any]) -> None:
+        """Keep the rows of all ranks for the next save."""
+        self._rows = rows
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rows of all ranks, in the order of ranks."""
@@ -59,12 +59,20 @@ class RankState(ABC):
         self.load_rows(self._rows)
 
 
+def exchange(states: Sequence[RankState], ranks: Gatherer) -> None:
+    """Exchange the rows of all states in one collective. Every rank calls this at a step boundary."""
+    if states:
+        gathered = ranks.gather([state.read_own() for state in states])
+        for state, *rows in zip(states, *gathered, strict=True):
+            state.set_rows(rows)
+
+
 class RankValues(RankState):
     """Track a tensor of which each rank has its own value: ``track={"loss_sum": er.RankValues(loss_sum)}``.
 
     Each checkpoint, also one of `Run.save`, stores the values of the last `Run.step` or `Run.end_epoch`.
-    It costs one small collective per step, and holds at most 64 numbers. Change the tensor in place, as by
-    ``loss_sum += loss``.
+    All of them together cost one small collective per step. Each holds at most 64 numbers. Change the tensor
+    in place, as by ``loss_sum += loss``.
     """
 
     def __init__(self, tensor: Tensor, across_worlds: Literal["mean", "sum"] = "mean") -> None:

@@ -349,12 +349,14 @@ class ElasticTrainer(Trainer):
             raise UsageError("ElasticTrainer cannot train here: get_train_dataloader() was not called.")
         self._elastic_prepared = super()._prepare_for_training(max_steps, loader, None)
         self._elastic_loss = torch.tensor(0.0, device=self.args.device)
+        self._elastic_operations = torch.zeros((), dtype=torch.float64)
         self._elastic_progress = progress = TrainerProgress(self)
         options = {"seed": self.args.seed, **self.elastic_options}
         start = _StartTime(self.args.device)
         tracked = {
             "trainer": progress,
             "trainer_loss": RankValues(self._elastic_loss),
+            "trainer_operations": RankValues(self._elastic_operations, "sum"),
             "trainer_start": start,  # `testing.equivalence` does not compare it
         }
         run = self.elastic_run = resume(
@@ -405,6 +407,7 @@ class ElasticTrainer(Trainer):
         self._elastic_count_step()
         if run.position.step_in_epoch >= self._elastic_steps() or not self.control.should_training_stop:
             self.control.should_epoch_stop = False  # else a state saved after this epoch would end the next
+            self._elastic_note_operations()
             run.end_epoch()
 
     def _maybe_log_save_evaluate(
@@ -421,8 +424,12 @@ class ElasticTrainer(Trainer):
     def _elastic_count_step(self) -> None:
         run = self._elastic_get_run()
         if self.state.global_step > run.position.step:
-            self.store_flos()  # else each rank would have a number of its own
+            self._elastic_note_operations()
             run.step()
+
+    def _elastic_note_operations(self) -> None:
+        """Note this rank's floating-point operations since the last log or save, which set them to zero."""
+        self._elastic_operations.fill_(self.current_flos)
 
     def _elastic_steps(self) -> int:
         sampler = None if self._elastic_loader is None else self._elastic_loader.batch_sampler
@@ -440,6 +447,7 @@ class ElasticTrainer(Trainer):
         if not self._elastic_is_loop_set:
             self._elastic_is_loop_set = True
             set_known(self, "_tr_loss", self._elastic_loss)
+            set_known(self, "current_flos", float(self._elastic_operations))
             self._elastic_progress.set_losses()
 
     def _load_rng_state(self, checkpoint: Any) -> None:

@@ -29,7 +29,7 @@ from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.config import Settings, suggest_similar
 from elastic_resume.data import elastic_sampler, rng, world_size
 from elastic_resume.data.global_batches import GlobalBatches, MicroBatch
-from elastic_resume.data.rank_values import RankState
+from elastic_resume.data.rank_values import RankState, exchange
 from elastic_resume.data.sharded_stream import ShardedStream
 from elastic_resume.data.world_size import WorldChange
 from elastic_resume.errors import ConfigError, ElasticResumeError, MachineError, UsageError
@@ -264,7 +264,7 @@ class Run:
 
         """
         self._progress.end_epoch()
-        self._gather_rank_values()
+        exchange(self._rank_values, self._context.collectives)
         if self._save_if_due():
             self._drain_request.terminate_process()
 
@@ -284,7 +284,7 @@ class Run:
         self._earlier_run_notice.log_once()
         self._earlier_run_notice.record_start()
         position = self._progress.finish_step()
-        self._gather_rank_values()
+        exchange(self._rank_values, self._context.collectives)
         self._bucket_order.end_step()
         failpoints.hit("step", position.step)
         self._random_numbers.after_step(position.step)
@@ -509,10 +509,6 @@ class Run:
             return True
         self._snapshot_scheduler.after_step(self.position, epoch_over=self._progress.is_epoch_over)
         return False
-
-    def _gather_rank_values(self) -> None:
-        for values in self._rank_values:
-            values.gather(self._context.collectives)
 
     def _position_fields(self) -> dict[str, int]:
         return {"generation": self.generation, "step": self.position.step}

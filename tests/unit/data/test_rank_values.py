@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_resume.data.rank_values import MAX_NUMBERS, RankValues
+from elastic_resume.data.rank_values import MAX_NUMBERS, RankValues, exchange
 from elastic_resume.errors import ConfigError, MismatchError
 
 
@@ -23,7 +23,7 @@ class FixedRanks:
 
     def gather(self, value: Any) -> list[Any]:
         """Return ``value`` and those of the others."""
-        rows = [value, *(other.state_dict()["values"][0] for other in self._others)]
+        rows = [value, *([other.read_own()] for other in self._others)]
         return list(json.loads(json.dumps(rows)))
 
 
@@ -38,8 +38,25 @@ def enter_world(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> 
 def save(first: list[float], second: list[float]) -> dict[str, Any]:
     """Return the state of two ranks."""
     values = RankValues(torch.tensor(first))
-    values.gather(FixedRanks(RankValues(torch.tensor(second))))
+    exchange([values], FixedRanks(RankValues(torch.tensor(second))))
     return values.state_dict()
+
+
+def test_several_values_are_exchanged_in_one_collective() -> None:
+    """Each gets its own rows."""
+    calls: list[Any] = []
+
+    class Ranks:
+        def gather(self, value: Any) -> list[Any]:
+            calls.append(value)
+            return [value, [["0x1.0p+1"], ["0x1.0p+2"]]]
+
+    values = [RankValues(torch.tensor([number])) for number in (1.0, 8.0)]
+    exchange(values, Ranks())
+    exchange([], Ranks())
+    assert len(calls) == 1
+    rows = [[float.fromhex(row[0]) for row in one.state_dict()["values"]] for one in values]
+    assert rows == [[1.0, 2.0], [8.0, 4.0]]
 
 
 @given(st.floats(width=32), st.floats(width=32))
