@@ -103,8 +103,11 @@ def train(
             exchange.barrier.abort()
             raise
 
-    with ThreadPoolExecutor(size) as pool:
-        results = list(pool.map(run, range(size)))
+    if size == 1:  # a loader's worker that is forked in a thread of a pool ends with exit code 1
+        results = [run(0)]
+    else:
+        with ThreadPoolExecutor(size) as pool:
+            results = list(pool.map(run, range(size)))
     assert all(state == results[0][1] for _, state in results)
     assert len({len(found) for found, _ in results}) == 1, "the ranks ended apart"
     return [found for found, _ in results], results[0][1]
