@@ -87,6 +87,7 @@ def test_character_example_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.cluster
+@pytest.mark.soak
 def test_launchers_continue_the_run_of_each_other(tmp_path: Path) -> None:
     """Epochs by torchrun, python and elastic-resume: one training of ten."""
     lines: list[str] = []

@@ -141,6 +141,7 @@ def run_three_ways(
     return ends
 
 
+@pytest.mark.soak  # test_warm_start.py compares with torchrun
 def test_script_behaves_the_same_plain_cold_and_warm(warm: RunningForkServer, tmp_path: Path) -> None:
     """Processes, DataLoader workers, torch.compile, threads, streams, signals, and the exit."""
     out, err, chance = [], [], tmp_path / "chance"
