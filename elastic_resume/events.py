@@ -22,8 +22,9 @@ Kinds, their writers and their own fields::
                                      not be killed)
     hang                  agent      generation, step, suspects [{rank, local_rank, worker_pid, reason}],
                                      victims [rank], waiting {rank: reason}, waits_for_other_node (all ranks
-                                     here do), threshold_s, seconds (without a step), steps {rank: step},
-                                     report (a path)
+                                     here do), kill_delay_s (0: killed at once; else another node may
+                                     act first), threshold_s, seconds (without a step),
+                                     steps {rank: step}, report (a path)
     hang-ended            agent      generation, step; ranks that waited for another node continued
     hang-detector-failed  agent      error; a bug of ours, hang detection continues
     drain                 agent      cause (SIGTERM, SIGUSR1, ..., deadline, a preemption notice),

@@ -7,9 +7,9 @@ A thread of the agent reads the progress page of the workers four times a second
     evidence --policy.hangs.diagnose_hang--> suspects and victims
     diagnosis --> one event, one log line, one report file; kill the stalled workers
 
-torchelastic then sees workers end and restarts. If all ranks of this node only wait for another node, the
-kill is deferred, since that node's detector acts; see `HangThreshold.peer_wait_s`. Each node judges its own
-ranks. The report of a run combines the events of all nodes.
+torchelastic then sees workers end and restarts. Each node judges its own ranks. If another node may hold the
+cause, the kill is deferred, so that the detector there acts first; see `HangThreshold.kill_delay_s`. The
+report of a run combines the events of all nodes.
 
 Invariants: only workers of this agent's current round are ever judged or killed, whatever the page says. A
 disk that hangs, perhaps the cause, delays a kill by at most `EVENT_WRITE_TIMEOUT_S`.
@@ -188,9 +188,7 @@ class HangDetector:
         stalled = [
             state.record for state in states if state.evidence.is_stalled and state.evidence.process_state
         ]
-        kill_delay_s = 0.0
-        if diagnosis.waits_for_other_node:
-            kill_delay_s = self._hang_threshold.peer_wait_s(decision.limit_s)
+        kill_delay_s = self._hang_threshold.kill_delay_s(diagnosis, decision.limit_s)
         self._handled_workers = {entry.sample.incarnation for entry in self._progress.values()}
         hang = Hang(
             generation=max(record.generation for record in records),
@@ -202,7 +200,7 @@ class HangDetector:
             ranks=tuple(states),
         )
         self._report_hang(hang)
-        if diagnosis.waits_for_other_node:
+        if kill_delay_s:
             self._deferred_kill = _DeferredKill(
                 hang, stalled, dict(self._progress), no_progress_s + kill_delay_s
             )
@@ -306,6 +304,7 @@ class Hang:
                 for victim in self.diagnosis.victims[:MAX_LISTED_RANKS]
             },
             "waits_for_other_node": self.diagnosis.waits_for_other_node,
+            "kill_delay_s": round(self.kill_delay_s, 3),
             "threshold_s": round(self.limit_s, 3),
             "seconds": round(self.no_progress_s, 3),
             "steps": {
@@ -321,6 +320,11 @@ class Hang:
         action = "The stalled workers are killed and restarted"
         if self.diagnosis.waits_for_other_node:
             action = f"That node has {self.kill_delay_s:.0f} s to end the hang"
+        elif self.kill_delay_s:
+            action = (
+                "A rank of another node may be the cause. The stalled workers are killed in "
+                f"{self.kill_delay_s:.0f} s, unless that node ends the hang"
+            )
         diagnosis = hangs.describe_diagnosis(self.diagnosis)
         return f"hang: {diagnosis}; {duration}. {action}. Stacks of all ranks: {path}"
 

@@ -213,8 +213,10 @@ def classify_with_times(
     found: list[tuple[float, Failure]] = []
     for hang in hangs:
         suspects, step = _parse_suspects(hang), _count_or_none(hang.get("step"))
-        found += [(hang["t"], _hang_failure(suspect, step, node)) for suspect in suspects]
-        if not suspects and any(_was_killed_for(hang, event) for event in events):
+        is_killed = any(_was_killed_for(hang, event) for event in events)
+        if is_killed or not hang.get("kill_delay_s"):  # else another node ended the generation first
+            found += [(hang["t"], _hang_failure(suspect, step, node)) for suspect in suspects]
+        if is_killed and not suspects:
             found.append((hang["t"], Failure(HANG, node, _hang_ranks(hang)[0], _WAITED_FOR_PEER, step=step)))
     for end in events:
         if end["event"] != "worker-exit" or not (end.get("stuck") or _failed_by_itself(end)):

@@ -17,6 +17,11 @@ on another node, whose agent sees it.
 Two facts show that a rank waits: torch's flight recorder has a collective that has begun and not ended, or
 the innermost frames of the main thread are in torch.distributed. Stacks alone are weak evidence: DDP waits
 for gradients in C++ under ``backward()``, and a CUDA rank waits where it first needs a result.
+
+So a suspect is certain only by a fact of its process: it is stopped, sleeps in the kernel, has ended or
+holds the GIL. Any other may wait for another node in a way that cannot be seen. For instance the collective
+may have ended since, because a stopped rank was continued for a moment to get its stacks. A node whose
+evidence is uncertain therefore leaves a node with certain evidence the time to act first.
 """
 
 from __future__ import annotations
@@ -36,6 +41,9 @@ CALIBRATION_STEPS = 3
 # A node whose ranks all wait for other nodes acts after this time. Normally the culprit's node acts earlier.
 # A rank that is busy and did not say so has this long to finish.
 PEER_WAIT_S = 300.0
+# A node with an uncertain suspect acts after this share of the limit. All nodes reach the limit within about
+# one step, so a node with certain evidence has acted long before.
+UNCERTAIN_DELAY_FACTOR = 0.5
 
 
 @dataclass(frozen=True)
@@ -57,8 +65,12 @@ class HangThreshold:
             BETWEEN_EPOCHS_FACTOR if between_epochs else 1
         )
 
-    def peer_wait_s(self, limit_s: float) -> float:
-        """Return how much longer ranks are left alone that wait for another node."""
+    def kill_delay_s(self, diagnosis: HangDiagnosis, limit_s: float) -> float:
+        """Return the seconds for which this node leaves its ranks alone, so that another node may act."""
+        if diagnosis.is_certain:
+            return 0.0
+        if not diagnosis.waits_for_other_node:
+            return UNCERTAIN_DELAY_FACTOR * limit_s
         return max(PEER_WAIT_S, limit_s) if self.configured_s is None else self.configured_s
 
 
@@ -262,11 +274,15 @@ class RankFinding:
 
 @dataclass(frozen=True)
 class HangDiagnosis:
-    """Suspects and victims of a hang, or the finding that all ranks of this node wait for another node."""
+    """Suspects and victims of a hang, or the finding that all ranks of this node wait for another node.
+
+    ``is_certain``: no rank of another node can be the cause.
+    """
 
     suspects: tuple[RankFinding, ...] = ()
     victims: tuple[RankFinding, ...] = ()
     waits_for_other_node: bool = False
+    is_certain: bool = False
 
 
 def classify_frames(frames: Sequence[StackFrame]) -> str:
@@ -300,6 +316,13 @@ def waits_in_collective(evidence: RankEvidence) -> bool:
 
 def diagnose_hang(evidence: Sequence[RankEvidence], world_size: int) -> HangDiagnosis:
     """Find suspects and victims among the ranks of one node."""
+    is_certain = len(evidence) == world_size or any(
+        item.is_stalled and _has_certain_fault(item) for item in evidence
+    )
+    return replace(_find_suspects(evidence, world_size), is_certain=is_certain)
+
+
+def _find_suspects(evidence: Sequence[RankEvidence], world_size: int) -> HangDiagnosis:
     standing = [item for item in evidence if item.is_stalled]
     faults = {item.rank: _describe_own_fault(item, has_no_peers=world_size == 1) for item in standing}
     waiting = [item for item in standing if not faults[item.rank]]
@@ -338,6 +361,13 @@ def _describe_waiting_ranks(named: Sequence[RankFinding] | Sequence[RankEvidence
 
 def _make_finding(evidence: RankEvidence, reason: str) -> RankFinding:
     return RankFinding(evidence.rank, evidence.local_rank, reason)
+
+
+def _has_certain_fault(evidence: RankEvidence) -> bool:
+    """Whether the process ended, is stopped, sleeps in the kernel or holds the GIL: it waits for no rank."""
+    return evidence.process_state in {"", "Z", "X", "T", "t", "D"} or (
+        evidence.python_responded is False and not waits_in_collective(evidence)
+    )
 
 
 def _describe_own_fault(evidence: RankEvidence, *, has_no_peers: bool) -> str:

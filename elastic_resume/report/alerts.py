@@ -52,9 +52,10 @@ def find_alerts(timeline: EventTimeline) -> tuple[Alert, ...]:
         for event in timeline.select(kind):
             text = describe(event)
             if text:
-                is_elsewhere = (
-                    event.raw.get("waits_for_other_node") is True
-                )  # a hang that another node caused
+                # A hang that another node caused, or may have caused: the generation's end names the cause.
+                is_elsewhere = event.raw.get("waits_for_other_node") is True or bool(
+                    event.get_seconds("kill_delay_s")
+                )
                 found.append(_make_alert(kind, NOTE if is_elsewhere else severity, event, text))
     for event in timeline.select("rendezvous"):
         kind = event.get_text("what")

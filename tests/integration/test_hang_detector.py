@@ -263,6 +263,23 @@ def test_hung_worker_is_killed_and_reported_once(stage: Stage) -> None:
     assert len(stage.events) == 1
 
 
+def test_rank_that_may_wait_for_another_node_is_killed_later(stage: Stage) -> None:
+    """Its agent cannot know whether it does; a node with certain evidence acts at once."""
+    stage.hang(polls=3, world_size=2)
+    ((kind, fields),) = stage.events
+    assert (kind, fields["kill_delay_s"], len(fields["suspects"])) == ("hang", LIMIT_S / 2, 1)
+    assert not stage.is_killed
+    stage.detector.poll(1.0)
+    wait_for(lambda: stage.is_killed, "the worker to be dead")
+
+
+def test_stopped_rank_is_killed_at_once(stage: Stage) -> None:
+    """Whatever the other nodes do."""
+    os.kill(stage.pid, signal.SIGSTOP)
+    stage.hang(polls=3, world_size=2)
+    wait_for(lambda: stage.is_killed, "the worker to be dead")
+
+
 @pytest.mark.parametrize(
     "other", [{"round": 6}, {"round": 8}, {"agent_pid": 1}, {"start_ticks": 1}, {"pid": 0}, {"pid": 1 << 40}]
 )

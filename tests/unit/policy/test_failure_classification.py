@@ -122,6 +122,18 @@ ROUNDS: list[tuple[str, Events, MemoryPressure, list[tuple[str, int | None]]]] =
         [(HANG, 2)],
     ),
     (
+        "a suspect that was killed, since no other node ended the hang",
+        [{**HANGS, "kill_delay_s": 15.0}, *(killed(2, rank) for rank in range(3))],
+        NO_STRAIN,
+        [(HANG, 2)],
+    ),
+    (
+        "a suspect, and another node that ended the hang first",
+        [{**HANGS, "kill_delay_s": 15.0}, report("DistBackendError", LOST, 2.0, rank=2), end(2, rank=2)],
+        NO_STRAIN,
+        [(EXCEPTION, 2)],
+    ),
+    (
         "a hang, and one that died by itself",
         [HANGS, end(0.5, 5, exit_code=3)],
         NO_STRAIN,

@@ -399,6 +399,35 @@ def test_decision_has_time_of_next_check() -> None:
     assert hangs.find_hung_ranks({}, TWO) == HangDecision((), 2.0, 2.0)
 
 
-def test_ranks_that_wait_for_another_node_get_more_time() -> None:
-    """They get the configured time again, or five minutes at least, since a rank there may be busy."""
-    assert (TWO.peer_wait_s(2.0), AUTO.peer_wait_s(30.0), AUTO.peer_wait_s(999.0)) == (2.0, 300.0, 999.0)
+CERTAIN = HangDiagnosis(is_certain=True)
+ELSEWHERE = HangDiagnosis(waits_for_other_node=True)
+
+
+def test_node_without_certain_evidence_leaves_others_the_time_to_act() -> None:
+    """Ranks that wait get the configured time again, or five minutes at least, since a rank may be busy."""
+    for diagnosis, two, auto in ((CERTAIN, 0.0, 0.0), (HangDiagnosis(), 1.0, 15.0), (ELSEWHERE, 2.0, 300.0)):
+        assert (TWO.kill_delay_s(diagnosis, 2.0), AUTO.kill_delay_s(diagnosis, 30.0)) == (two, auto)
+    assert AUTO.kill_delay_s(ELSEWHERE, 999.0) == 999.0
+
+
+@pytest.mark.parametrize(
+    ("own", "is_certain"),
+    [
+        ({"process_state": "T"}, True),
+        ({"process_state": "D"}, True),
+        ({"process_state": ""}, True),
+        ({"python_responded": False, **NO_RECORDER}, True),
+        ({"python_responded": False, "frames": IN_ALL_REDUCE, **NO_RECORDER}, False),
+        ({"process_state": "T", "is_stalled": False}, False),
+        ({"frames": IN_BACKWARD}, False),
+        ({"frames": IN_DATA}, False),
+        ({"frames": (MAIN,)}, False),
+        ({"is_finished": True}, False),
+        ({"pending_collectives": BARRIER, "frames": IN_ALL_REDUCE}, False),
+        ({"pending_collectives": ALL_REDUCE, "frames": IN_ALL_REDUCE}, False),
+    ],
+)
+def test_only_facts_of_the_process_are_certain(own: dict[str, object], is_certain: bool) -> None:
+    """Unless no other node can be the cause."""
+    assert diagnose_hang(alone(**own), world_size=4).is_certain == is_certain
+    assert diagnose_hang(alone(**own), world_size=3).is_certain
