@@ -8,13 +8,14 @@ unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := -n 3 --dist worksteal
 PURE_PARALLEL := -n 2 --dist worksteal
 
-.PHONY: demo test test-slurm test-rest lint check docs simulate nightly oldest newest soak bench clean network-tools slurm-tools browser-tools
+.PHONY: demo test test-slurm test-rest flaky lint check docs simulate nightly oldest newest soak bench clean network-tools slurm-tools browser-tools
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo     train on 3 simulated nodes, kill some, show what happened"
 	@echo "make test     every test, real processes included"
 	@echo "make test-slurm  those that run on a real Slurm, which they bring up themselves"
+	@echo "make flaky TESTS=... N=50  runs tests N times beside a load that disturbs them, and prints how often each failed"
 	@echo "make check    lint, types and the pure tests (under a minute)"
 	@echo "make docs     the documentation's site in docs/_build/html, with warnings as errors"
 	@echo "make simulate SEEDS=N FIRST=F  N schedules of faults against the rendezvous, from seed F on"
@@ -79,6 +80,12 @@ test: $(READY) slurm-tools browser-tools
 	$(MAKE) --no-print-directory test-slurm >$$slurm_log 2>&1 & slurm=$$!; \
 	$(MAKE) --no-print-directory test-rest; status=$$?; \
 	wait $$slurm || status=1; cat $$slurm_log; exit $$status
+
+# Tests with real processes, unless TESTS names others.
+TESTS ?= tests -m cluster
+N ?= 50
+flaky: $(READY)
+	$(BIN)/python -m tests.support.flaky --runs $(N) $(TESTS)
 
 # A failing schedule prints the command that plays it again. FIRST=0 plays those that `make check` begins with.
 FIRST ?= $(shell echo $$(( $$(date +%s) / 86400 * 100000 )))

@@ -1,14 +1,19 @@
-"""Settings and fixtures of all tests."""
+"""Settings and fixtures of all tests, and what a failed test prints about its nodes."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from elastic_resume.console import PACKAGE_LOGGER
+from elastic_resume.report import summary
+from elastic_resume.report.loader import load_run
+
+MAX_LOG_LINES = 15  # of each node, in the output of a failed test
 
 # Other tests run at the same time, so the duration of one example means nothing.
 settings.register_profile("patient", parent=settings.default, deadline=None)
@@ -29,6 +34,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         soak = [item for item in items if item.get_closest_marker("soak") is not None]
         config.hook.pytest_deselected(items=soak)
         items[:] = [item for item in items if item not in soak]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add to the output of a failed test the report of its job and the last lines of its nodes."""
+    report = yield
+    directory = getattr(item, "funcargs", {}).get("tmp_path")
+    if report.failed and isinstance(directory, Path):
+        report.sections += list(_describe_jobs(directory))
+    return report
+
+
+def _describe_jobs(directory: Path) -> Iterator[tuple[str, str]]:
+    """Yield a title and a text for each job and each log below ``directory``, which pytest keeps."""
+    for run in sorted({path.parent.parent for path in directory.rglob("events.jsonl")}):
+        try:
+            text = summary.format_text(summary.build_run_report(load_run([run]).events))
+        except Exception as error:  # noqa: BLE001  the test's own error is what matters
+            text = f"no report: {error!r}"
+        yield f"report of {run}", text
+    for path in sorted(directory.rglob("*.log")):
+        lines = path.read_text(errors="replace").splitlines()[-MAX_LOG_LINES:]
+        yield f"end of {path}", "\n".join(lines)
 
 
 @pytest.fixture(autouse=True)
