@@ -39,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--flaky-runs", type=int, default=1)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make each test run several times, each with a number of its own."""
     metafunc.fixturenames.append("flaky_run")
@@ -159,7 +160,16 @@ def main() -> int:
     options, others = parser.parse_known_args()
     print(f"seed of the disturbance: {options.seed}", flush=True)
     pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", __spec__.name, "-p", "no:cacheprovider"]
-    pytest_command += ["-n", str(PARALLEL), "--dist", "worksteal", "--flaky-runs", str(options.runs), *others]
+    pytest_command += [
+        "-rN",
+        "-n",
+        str(PARALLEL),
+        "--dist",
+        "worksteal",
+        "--flaky-runs",
+        str(options.runs),
+        *others,
+    ]
     tests = subprocess.Popen(pytest_command)
     try:
         if not options.calm:
