@@ -91,6 +91,9 @@ def main() -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    # All forks share this memory. Otherwise each agent's fork server would move a copy of its own.
+    for chunk in forkserver.list_huge_page_chunks():
+        forkserver.move_into_huge_pages(*chunk)
     imported = {k: v for k, v in forkserver.read_environment().items() if before.get(k) != v}
     become = _serve(connection, imported)
     gc.enable()
