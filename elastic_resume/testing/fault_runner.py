@@ -683,8 +683,8 @@ def _target_conditions(fault: Fault, nodes: int, workers: int) -> list[dict[str,
 
 
 def _is_armed_for_step(fault: Fault) -> bool:
-    """Whether the fault's failpoint is the step itself."""
-    return failpoint_entry(fault).startswith("step=")
+    """Whether the fault's failpoint is the step itself, whose number the worker compares."""
+    return fault.step is not None and failpoint_entry(fault).startswith("step=")
 
 
 def _failpoint_duration_s(fault: Fault) -> float | None:

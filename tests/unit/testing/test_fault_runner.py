@@ -14,7 +14,7 @@ import pytest
 from elastic_resume import constants, failpoints
 from elastic_resume.errors import UsageError
 from elastic_resume.testing.cluster import Cluster
-from elastic_resume.testing.fault_runner import DONE, FaultInjector
+from elastic_resume.testing.fault_runner import ARMED, DONE, WAITING, FaultInjector
 from elastic_resume.testing.faults import Fault
 from elastic_resume.testing.triggers import FailpointController
 from elastic_resume.testing.virtual_network import NodePair, SilencedLinks
@@ -159,6 +159,16 @@ def test_fault_with_step_at_failpoint_without_steps_waits_for_step(
         DONE,
         1,
     )  # the rank is known, also if the plan names a node
+
+
+@pytest.mark.parametrize("what", ["raise", "exit", "slow-rank"])
+def test_fault_with_time_at_failpoint_of_steps_waits_for_time(nodes: Nodes, clock: Clock, what: str) -> None:
+    """Else all faults of a plan that processes inject into themselves come with the first step."""
+    injector = start_injector(nodes, Fault(what, rank=1, at_s=60.0))
+    assert injector.outcomes[0].state == WAITING
+    clock.now += 60
+    injector.poll()
+    assert injector.outcomes[0].state == ARMED
 
 
 def test_fault_of_all_nodes_hits_each_available_node_once(nodes: Nodes) -> None:
