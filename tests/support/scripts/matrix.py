@@ -1,4 +1,4 @@
-"""Trains every optimizer in every way within one job, for tests/integration/test_optimizer_matrix.py.
+"""Trains optimizers in several ways within one job, for tests/integration/test_optimizer_matrix.py.
 
 A cell is an optimizer and a way to train, with its own model, DDP, scheduler, average and scaler. Each
 step of the job takes one step of every cell. Each rank records the samples it reads and every cell's loss,
@@ -78,9 +78,9 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "lbfgs": lambda optimizer: schedulers.ReduceLROnPlateau(optimizer, patience=0, factor=0.7),
 }
 WAYS = ("plain", "dropout", "batchnorm", "average", "scaler", "accumulated")
-# Torch refuses this pair: a GradScaler takes no closure, and LBFGS needs one.
-REFUSED = {("lbfgs", "scaler")}
-CELLS = [(how, way) for how in OPTIMIZERS for way in WAYS if (how, way) not in REFUSED]
+# Half of the pairs: what an optimizer stores does not depend on the way to train. Torch refuses LBFGS with a
+# GradScaler, which is in the other half.
+CELLS = [(how, way) for i, how in enumerate(OPTIMIZERS) for j, way in enumerate(WAYS) if (i + j) % 2 == 0]
 
 
 class Net(nn.Module):
