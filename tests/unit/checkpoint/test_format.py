@@ -111,8 +111,10 @@ def test_run_resumes_in_old_node_directory(node: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     optimizer = torch.optim.AdamW(model.parameters())
-    names = {"ckpt_dir": node.parent.parent, "run_id": "job", "node_name": "node-a"}
-    with er.resume(model=model, optimizer=optimizer, **names) as run:
+    ckpt_dir = node.parent.parent
+    with er.resume(
+        model=model, optimizer=optimizer, ckpt_dir=ckpt_dir, run_id="job", node_name="node-a"
+    ) as run:
         assert (run.position.step, optimizer.param_groups[0]["lr"]) == (3, 0.01)
         assert model.get_parameter("0.weight").flatten().tolist() == pytest.approx(WEIGHT)
     assert (node / constants.GENERATION_FILE).read_text() == '{"generation": 2}\n'
