@@ -110,7 +110,7 @@ oldest newest: pyproject.toml constraints.txt
 SOAK_KILLS ?= 100
 CHAOS_S ?= 600
 soak: $(READY)
-	ELASTIC_RESUME_SOAK_KILLS=$(SOAK_KILLS) ELASTIC_RESUME_POWER_CUTS=2000 ELASTIC_RESUME_CHAOS_S=$(CHAOS_S) $(BIN)/python -m pytest -q tests/integration/test_soak.py tests/integration/test_no_step_lost.py tests/integration/test_optimizer_matrix.py tests/integration/test_accelerate.py tests/integration/test_lightning.py tests/integration/test_transformers.py tests/system/disk/test_power_loss.py tests/integration/test_chaos.py tests/integration/test_forkserver.py tests/docs/test_examples.py --timeout 3600
+	ELASTIC_RESUME_SOAK_KILLS=$(SOAK_KILLS) ELASTIC_RESUME_POWER_CUTS=2000 ELASTIC_RESUME_CHAOS_S=$(CHAOS_S) $(BIN)/python -m pytest -q tests/integration/test_soak.py tests/integration/test_streams.py tests/integration/test_no_step_lost.py tests/integration/test_optimizer_matrix.py tests/integration/test_accelerate.py tests/integration/test_lightning.py tests/integration/test_transformers.py tests/system/disk/test_power_loss.py tests/integration/test_chaos.py tests/integration/test_forkserver.py tests/docs/test_examples.py --timeout 3600
 
 bench: $(READY)
 	$(BIN)/python benchmarks/start.py --repetitions 2

@@ -20,7 +20,9 @@ def start(cluster: Cluster, directory: Path) -> Path:
     """Start a job in which rank 1 computes a wrong weight in step 7. From step 9 it is slow until go-on."""
     diary = directory / "diary"
     slow = ["--slow-from", "9", "--slow-until", str(directory / "go-on")]
-    cluster.start(SCRIPT, "--diary", str(diary), "--step-delay", "0.1", "--damage-at", "1:7:1", *slow)
+    cluster.start(
+        SCRIPT, "--diary", str(diary), "--step-delay", "0.1", "--epochs", "3", "--damage-at", "1:7:1", *slow
+    )
     return diary
 
 
@@ -50,4 +52,4 @@ def test_diverged_node_takes_majority_state_under_resume_from_majority(tmp_path:
         assert not cluster.node_events(1, "replicas-differ")[1:]
         saved = [event["step"] for event in cluster.node_events(1, "commit") if event["generation"] == 2]
         assert len(saved) > 2, "the wrong node saves as often as the others"
-        check_end(diary, world_size=3)
+        check_end(diary, world_size=3, epochs=3)

@@ -1,4 +1,4 @@
-"""Every optimizer with every way to train, killed in mid-run: the resumed run equals the undisturbed run.
+"""Optimizers with several ways to train, killed in mid-run: the resumed run equals the undisturbed run.
 
 For each cell (tests/support/scripts/matrix.py) these are compared bit for bit: weights and buffers,
 optimizer, scheduler, scaler, average, the samples that each rank reads in each step, and every loss.

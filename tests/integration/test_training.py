@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_resume import events
+from elastic_resume import constants, events
 from elastic_resume.checkpoint.catalog import Catalog
 from tests.support import launch_ranks
 from tests.support.leak_reports import without_leaks
@@ -22,6 +22,7 @@ from tests.support.paths import SCRIPTS
 pytestmark = pytest.mark.cluster
 
 PROBE = SCRIPTS / "probe.py"
+NEWER = '{"kind":"elastic_resume checkpoint","format":2}'
 
 
 def environments(ckpt: Path, *nodes: str, **env: str) -> list[dict[str, str]]:
@@ -52,13 +53,6 @@ def assert_refused(ranks: Iterable[subprocess.CompletedProcess[str]], *texts: st
         assert done.returncode == 1
         assert [text for text in texts if text not in done.stderr] == []
         assert "Traceback" not in done.stderr
-
-
-def test_cold_start_gives_all_ranks_weights_of_rank_0(tmp_path: Path) -> None:
-    """DDP would have broadcast them; run.ddp() does not."""
-    ends = read_results(probe(tmp_path, "other-seeds"))
-    assert ends[0]["weight"] == ends[1]["weight"]
-    assert ends[0]["hooks"] == [], "hooks are for generations that start from a checkpoint"
 
 
 MADE_ELSEWHERE = """
@@ -137,22 +131,49 @@ def test_different_or_untrackable_objects_fail_all_ranks(
     assert_refused(probe(tmp_path, behaviour), *texts)
 
 
-def test_resumed_run_calls_hooks_and_equals_uninterrupted_run(tmp_path: Path) -> None:
-    """All ranks die at step 5, the last checkpoint is of step 4."""
+def test_runs_of_one_job_resume_refuse_or_start_over(tmp_path: Path) -> None:
+    """One directory sees them all in turn."""
+    node = tmp_path / "parts" / "probe" / "n0"
+
+    def list_names() -> list[str]:
+        return sorted(entry.path.name for entry in Catalog(node, "probe").list_valid())
+
+    refused = probe(tmp_path / "parts", "plain", ELASTIC_RESUME_RESUME="must")
+    assert_refused(refused, "no node has a checkpoint")
+
+    # All ranks die at step 5, the last checkpoint is of step 4.
     whole = read_results(probe(tmp_path / "whole", "plain"))
     assert [done.returncode for done in probe(tmp_path / "parts", "die")] == [9, 9]
     ends = read_results(probe(tmp_path / "parts", "plain"))
     assert [end["hooks"] for end in ends] == [[4], [4]]
-    assert [end["generation"] for end in ends] == [2, 2]
     assert [end["weight"] for end in ends] == [end["weight"] for end in whole]
+    assert [end["hooks"] for end in whole] == [[], []], "hooks are for starts from a checkpoint"
 
+    # The message has every differing name with both shapes, on all ranks.
+    before = sorted(path.name for path in node.iterdir())
+    assert_refused(
+        probe(tmp_path / "parts", "wider"),
+        "model/0.weight: float32[9, 3] in the model, float32[5, 3] in the checkpoint",
+        "model/1.running_mean: float32[9] in the model, float32[5] in the checkpoint",
+    )
+    assert sorted(path.name for path in node.iterdir()) == before
 
-def test_resume_gives_all_ranks_batchnorm_buffers_of_rank_0(tmp_path: Path) -> None:
-    """They differ between the nodes' own copies; rank 0's is DDP's rule."""
-    first = read_results(probe(tmp_path, "plain"))
-    assert first[0]["mean"] != first[1]["mean"]
-    again = read_results(probe(tmp_path, "plain"))
-    assert [end["mean"] for end in again] == [first[0]["mean"]] * 2
+    kept = list_names()
+    ends = read_results(probe(tmp_path / "parts", "plain", steps=12, ELASTIC_RESUME_RESUME="never"))
+    assert [end["hooks"] for end in ends] == [[], []]
+    assert set(kept) < set(list_names()), "the old lineage is set aside, not pruned"
+    assert ends[0]["generation"] > 2
+
+    # The other node could read its own newest checkpoint. No node starts alone.
+    newest = Catalog(node, "probe").list_valid()[0].path / constants.MANIFEST_FILE
+    newest.write_text(NEWER)
+    before = sorted(path.name for path in (tmp_path / "parts").rglob("*"))
+    refused = probe(tmp_path / "parts", "plain", steps=14)
+    assert_refused(refused, "Upgrade elastic_resume on every node")
+    lines = [[line for line in done.stderr.splitlines() if "elastic_resume" in line] for done in refused]
+    assert max(map(len, lines)) <= 2
+    assert sorted(path.name for path in (tmp_path / "parts").rglob("*")) == before
+    assert newest.read_text() == NEWER
 
 
 def test_resume_refuses_diverged_replicas_and_names_tensor(tmp_path: Path) -> None:
@@ -161,36 +182,18 @@ def test_resume_refuses_diverged_replicas_and_names_tensor(tmp_path: Path) -> No
     assert_refused(probe(tmp_path, "plain", steps=9), "'model/0.weight'", "rank 0 against rank 1")
 
 
-def test_resume_refuses_other_model_width_without_disk_changes(tmp_path: Path) -> None:
-    """The message has every differing name with both shapes, on all ranks."""
-    probe(tmp_path, "plain")
-    before = sorted(path.name for path in (tmp_path / "probe" / "n0").iterdir())
-    assert_refused(
-        probe(tmp_path, "wider"),
-        "model/0.weight: float32[9, 3] in the model, float32[5, 3] in the checkpoint",
-        "model/1.running_mean: float32[9] in the model, float32[5] in the checkpoint",
-    )
-    assert sorted(path.name for path in (tmp_path / "probe" / "n0").iterdir()) == before
-
-
 def test_resume_on_shared_file_system_reads_other_nodes_checkpoints(tmp_path: Path) -> None:
-    """A requeued job may run on other machines."""
+    """A requeued job may run on other machines. All ranks have the buffers of rank 0, as under DDP."""
     first = read_results(probe(tmp_path, "plain", nodes=("old0", "old1")))
     again = read_results(probe(tmp_path, "plain", nodes=("new0", "new1")))
     assert [end["weight"] for end in again] == [end["weight"] for end in first]
+    assert first[0]["mean"] != first[1]["mean"]
+    assert [end["mean"] for end in again] == [first[0]["mean"]] * 2
     assert Catalog(tmp_path / "probe" / "new1", "probe").list_valid(read_data=True)
 
 
-def test_only_local_leader_commits_for_two_ranks_of_a_node(tmp_path: Path) -> None:
-    """Both ranks are on node n0."""
-    for _ in range(2):
-        ends = read_results(probe(tmp_path, "plain", nodes=("n0", "n0")))
-        assert len({end["weight"] for end in ends}) == 1
-    assert {e["rank"] for e in events.read_run(tmp_path / "probe") if e["event"] == "commit"} == {0}
-
-
 def test_node_with_two_ranks_receives_lost_checkpoint_once(tmp_path: Path) -> None:
-    """Three ranks, n1 has two: one receives, the other loads from its slot."""
+    """Three ranks, n1 has two: one receives and commits, the other loads from its slot."""
     first = read_results(probe(tmp_path, "plain", 4, nodes=("n0", "n1", "n1")))
     shutil.rmtree(tmp_path / "probe" / "n1")
     again = read_results(probe(tmp_path, "plain", 4, nodes=("n0", "n1", "n1")))
@@ -198,18 +201,7 @@ def test_node_with_two_ranks_receives_lost_checkpoint_once(tmp_path: Path) -> No
     resumed = [e for e in events.read_run(tmp_path / "probe") if e["event"] == "resume"][-1]
     assert (resumed["receiving_nodes"], resumed["source_node"]) == (["n1"], "n0")
     assert Catalog(tmp_path / "probe" / "n1", "probe").list_valid(read_data=True)
-
-
-def test_resume_never_keeps_old_checkpoints_and_must_refuses_empty_disk(tmp_path: Path) -> None:
-    """Never ignores the old checkpoints without touching them."""
-    assert_refused(probe(tmp_path, "plain", ELASTIC_RESUME_RESUME="must"), "no node has a checkpoint")
-    probe(tmp_path, "plain")
-    kept = [entry.path.name for entry in Catalog(tmp_path / "probe" / "n0", "probe").list_valid()]
-    ends = read_results(probe(tmp_path, "plain", steps=12, ELASTIC_RESUME_RESUME="never"))
-    assert [end["hooks"] for end in ends] == [[], []]
-    left = [entry.path.name for entry in Catalog(tmp_path / "probe" / "n0", "probe").list_valid()]
-    assert set(kept) < set(left), "the old lineage is set aside, not pruned"
-    assert ends[0]["generation"] == 2
+    assert {e["rank"] for e in events.read_run(tmp_path / "probe") if e["event"] == "commit"} == {0, 1}
 
 
 def test_failing_disk_costs_checkpoints_and_not_training(tmp_path: Path) -> None:
@@ -230,23 +222,6 @@ def test_unwritable_directory_fails_before_first_step(tmp_path: Path) -> None:
     """A file has the directory's name: one line, exit code 1, on every rank."""
     (tmp_path / "probe").write_text("not a directory")
     assert_refused(probe(tmp_path, "plain"), str(tmp_path / "probe"))
-
-
-def test_receiver_without_slot_and_with_failing_disk_fails_all_ranks(tmp_path: Path) -> None:
-    """The source and the other receivers are in the same broadcasts, so no rank may keep waiting in one.
-
-    With a slot to receive into the disk would cost only a checkpoint.
-    """
-    probe(tmp_path, "plain", nodes=("n0", "n1", "n2"))
-    shutil.rmtree(tmp_path / "probe" / "n1")
-    shutil.rmtree(tmp_path / "probe" / "n2")
-    each = environments(tmp_path, "n0", "n1", "n2")
-    each[1] |= {
-        "ELASTIC_RESUME_FAILPOINTS": "commit.before-data=raise",
-        "ELASTIC_RESUME_SNAPSHOT_MEMORY": "off",
-    }
-    ranks = launch_ranks.run_ranks(3, PROBE, "plain", "9", env=each, timeout_s=60)
-    assert_refused(ranks, "failpoint commit.before-data")
 
 
 def test_two_hosts_with_same_node_name_are_refused(tmp_path: Path) -> None:

@@ -185,14 +185,6 @@ def patched() -> nn.Module:
     return net
 
 
-def materialised() -> nn.Module:
-    """A lazy layer that has seen an input."""
-    net = Net()
-    net.first = nn.LazyLinear(WIDTH)
-    net.eval()(torch.randn(2, 16))
-    return net.train()
-
-
 class Average:
     """A hand-made average as people write it: an object whose state_dict() gives copies."""
 
@@ -244,12 +236,8 @@ KINDS = {
     "compressed": Kind(wrap=compressed),
     "tied": Kind(net=Tied),
     "extra state": Kind(net=Counting),
-    "weight norm": Kind(net=lambda: Net(parametrizations.weight_norm)),
-    "old weight norm": Kind(net=lambda: Net(cast("Any", torch.nn.utils.weight_norm))),
     "spectral norm": Kind(net=lambda: Net(spectral)),
-    "old spectral norm": Kind(net=lambda: Net(torch.nn.utils.spectral_norm)),
     "patched forward": Kind(net=patched),
-    "materialised": Kind(net=materialised),
     "autocast": Kind(autocast=True),
     "bfloat16": Kind(net=lambda: Net().bfloat16(), optimizer=torch.optim.Adafactor),
     "averaged model": Kind(ema=averaged_model, average=lambda ema, model: ema.update_parameters(model)),

@@ -1,9 +1,10 @@
 """Write snapshots and checkpoints, resume from them, and print the result, for test_restore.py.
 
-The argument is JSON: node -> {"memory": [generation, step], "disk": [[generation, step], ...], "flip":
-position of a flipped bit in the checkpoint (0 to 1), "slots": false, "fail": failpoints, "hurt": word of the
-slot's record that holds the position of a flipped bit, "value": value of all tensors}. By default the values
-follow from the step; BatchNorm's buffers follow from the node.
+The argument is JSON: a list of cases, which the same processes do in turn. A case has "env", with a dict of
+variables for each rank, and "wanted": node -> {"memory": [generation, step], "disk": [[generation, step],
+...], "flip": position of a flipped bit in the checkpoint (0 to 1), "slots": false, "fail": failpoints,
+"hurt": word of the slot's record that holds the position of a flipped bit, "value": value of all tensors}.
+By default the values follow from the step; BatchNorm's buffers follow from the node.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import REPLICATED
 from elastic_resume.training import announce
 
-WIDTH = int(os.environ.get("WIDTH", "1000"))  # of a state of 12 * WIDTH**2 bytes
-BLOCK_BYTES = 1 << 20
+WIDTH = 300  # of a state of 12 * WIDTH**2 bytes
+BLOCK_BYTES = 1 << 16
 
 
 class Average:
@@ -120,9 +121,8 @@ def _copy(place: RankContext, order: list[int], own: float, value: float) -> tup
     return manifest, memoryview(b"".join(map(bytes, schedule.iter_state_chunks(flat, layout))))
 
 
-def main(wanted: dict[str, Any]) -> None:
-    """Write, resume and print on one rank."""
-    world = Collectives.join()
+def resume(world: Collectives, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Write and resume on one rank; return what it has then."""
     settings = Settings.for_worker(os.environ, "resumer.py", run_id="job")
     events = settings.ckpt_dir / "job" / settings.node_name / constants.EVENTS_FILE
     place = RankContext(world, settings, EventLog(events, node=settings.node_name))
@@ -134,7 +134,7 @@ def main(wanted: dict[str, Any]) -> None:
         node_dir = NodeDir.attach(settings.ckpt_dir, "job", place.node)
     memory = name = committer = None
     if place.is_local_leader and mine.get("slots", True):
-        slot_pool = SlotPool(int(mine.get("allowed", 1 << 30)))
+        slot_pool = SlotPool(1 << 30)
         committer = CheckpointCommitter(place.node_dir, "job", slot_pool, emit=lambda *_, **__: None)
         committer.start()
         server = SnapshotServer(committer)
@@ -158,10 +158,8 @@ def main(wanted: dict[str, Any]) -> None:
         result["on_disk"] = resumed.on_disk
     except ElasticResumeError as error:
         result["error"] = str(error)
-    model, moments = live["model"], [each["exp_avg"] for each in live["optimizer"].state.values()]
-    values = [*model.parameters(), *moments, *live["average"].values.values()]
-    result["values"] = sorted({value for tensor in values for value in tensor.detach().unique().tolist()})
-    result["buffer"] = float(model[1].running_mean.mean())
+    failpoints._failpoints_by_name.clear()
+    result |= read_values(live)
     held = memory.find_newest() if memory is not None else None
     result["held"] = list(held.version) if held is not None else None
     if held is not None:
@@ -172,7 +170,30 @@ def main(wanted: dict[str, Any]) -> None:
     world.gather(None)
     entries = Catalog(place.node_dir, "job").list_valid(read_data=True) if place.is_local_leader else []
     result["disk"] = [list(entry.version) for entry in entries]
-    print(json.dumps(result))
+    if committer is not None:
+        server.close()
+        committer.close()
+    node_dir.release()
+    return result
+
+
+def read_values(live: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of all tensors, and that of the buffer."""
+    model, moments = live["model"], [each["exp_avg"] for each in live["optimizer"].state.values()]
+    tensors = [*model.parameters(), *moments, *live["average"].values.values()]
+    values = sorted({value for tensor in tensors for value in tensor.detach().unique().tolist()})
+    return {"values": values, "buffer": float(model[1].running_mean.mean())}
+
+
+def main(cases: list[dict[str, Any]]) -> None:
+    """Do each case, and print its result as one line."""
+    world = Collectives.join()
+    before = dict(os.environ)
+    for case in cases:
+        os.environ.update(case["env"][world.rank])
+        print(json.dumps(resume(world, case["wanted"])), flush=True)
+        os.environ.clear()
+        os.environ.update(before)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Trains on a stream of shards, and writes which samples each rank has read in which step.
 
-``stream.py FOLDER WORKERS [HOLD]``: with HOLD, a world of fewer than five ranks takes as many steps and one
+``stream.py FOLDER WORKERS [HOLD]``: with HOLD, a world of fewer than four ranks takes as many steps and one
 batch more, and then waits for the change of the world. FOLDER is ``-`` if only the printed lines matter.
 WORKERS is the number of workers of each loader: "0,2" means 2 if the number of ranks is odd.
 """
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import elastic_resume as er
 
 SIZES = [3 + 7 * number % 13 for number in range(36)]
-EPOCHS, WHOLE_WORLD = 2, 5
+EPOCHS, WHOLE_WORLD = 2, 4
 
 
 def read(shard: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -21,7 +21,7 @@ import elastic_resume as er
 from elastic_resume.data.global_batches import make_permutation
 from elastic_resume.errors import WorldChangedError
 
-SAMPLES, SEED, LR = 1000, 5, 0.01
+SAMPLES, SEED, LR = 610, 5, 0.01
 WAYS = ("global", "local", "sampler")
 
 

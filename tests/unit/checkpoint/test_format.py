@@ -7,6 +7,7 @@ the small files of that version, some under names that are no longer used (``lif
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,20 +28,10 @@ from elastic_resume.restore.collectives import Collectives
 from elastic_resume.restore.inventory import list_snapshots_and_checkpoints
 from elastic_resume.restore.rank_context import RankContext
 from elastic_resume.snapshot.progress_page import ProgressPage
-from tests.support import launch_ranks
 from tests.support.paths import TESTS
 
 OLD_RUN = TESTS / "support" / "old_checkpoint" / "job"
 WEIGHT = [0.0714608654, -0.400968641, 0.196056843, 0.192167163, -0.349130422, -0.0837664604]
-RESUME = """
-import torch
-import elastic_resume as er
-model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
-optimizer = torch.optim.AdamW(model.parameters())
-run = er.resume(model=model, optimizer=optimizer)
-print(run.position.step, optimizer.param_groups[0]["lr"], *model[0].weight.flatten().tolist())
-run.close()
-"""
 
 
 @pytest.fixture
@@ -115,18 +106,15 @@ def test_rendezvous_state_of_old_version_is_read(node: Path) -> None:
     assert state.max_generation == 1
 
 
-@pytest.mark.slow
-def test_job_resumes_in_old_node_directory(node: Path, tmp_path: Path) -> None:
+def test_run_resumes_in_old_node_directory(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The script continues at the old step with the old weights and learning rate."""
-    script = tmp_path / "train.py"
-    script.write_text(RESUME)
-    env = {
-        constants.ENV_CKPT_DIR: str(node.parent.parent),
-        constants.ENV_RUN_ID: "job",
-        "ELASTIC_RESUME_NODE_NAME": "node-a",
-    }
-    (end,) = launch_ranks.run_ranks(1, script, env=[env])
-    step, *values = map(float, end.stdout.split())
-    assert (step, values[0]) == (3, 0.01), end.stderr
-    assert values[1:] == pytest.approx(WEIGHT)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    ckpt_dir = node.parent.parent
+    with er.resume(
+        model=model, optimizer=optimizer, ckpt_dir=ckpt_dir, run_id="job", node_name="node-a"
+    ) as run:
+        assert (run.position.step, optimizer.param_groups[0]["lr"]) == (3, 0.01)
+        assert model.get_parameter("0.weight").flatten().tolist() == pytest.approx(WEIGHT)
     assert (node / constants.GENERATION_FILE).read_text() == '{"generation": 2}\n'

@@ -31,9 +31,7 @@ from elastic_resume.restore.collectives import Collectives
 from elastic_resume.restore.inventory import from_json, list_snapshots_and_checkpoints, to_json
 from elastic_resume.restore.rank_context import RankContext
 from elastic_resume.snapshot.progress_page import ProgressPage
-from tests.support import launch_ranks
 from tests.support.checkpoint_samples import RUN, flip_bits, save_checkpoint
-from tests.support.paths import SCRIPTS
 
 NEWER = '{"kind":"elastic_resume checkpoint","format":2}'
 
@@ -199,26 +197,6 @@ def test_plan_refuses_cold_start_if_checkpoints_were_removed(node: Path) -> None
         entry.path.rename(f"{node}-{entry.step}")
     with pytest.raises(NoValidCheckpointError, match="had checkpoints of this job"):
         plan_resume(node)
-
-
-@pytest.mark.cluster
-def test_job_refuses_newer_format_in_one_line_and_changes_nothing(tmp_path: Path) -> None:
-    """Two real ranks; the one with readable checkpoints does not start alone."""
-    probe = SCRIPTS / "probe.py"
-    env = [{"ELASTIC_RESUME_CKPT_DIR": str(tmp_path)}] * 2
-    assert [done.returncode for done in launch_ranks.run_ranks(2, probe, "plain", "4", env=env)] == [0, 0]
-    nodes = [tmp_path / "probe" / name for name in ("n0", "n1")]
-    newest = Catalog(nodes[1], "probe").list_valid()[0].path
-    (newest / constants.MANIFEST_FILE).write_text(NEWER)
-    before = [sorted(path.name for path in node.rglob("*")) for node in nodes]
-    for done in launch_ranks.run_ranks(2, probe, "plain", "6", env=env):
-        assert done.returncode == 1
-        lines = [line for line in done.stderr.splitlines() if "elastic_resume" in line]
-        assert len(lines) <= 2
-        assert "Upgrade elastic_resume on every node" in lines[0]
-        assert "Traceback" not in done.stderr
-    assert [sorted(path.name for path in node.rglob("*")) for node in nodes] == before
-    assert (newest / constants.MANIFEST_FILE).read_text() == NEWER
 
 
 # ---- copies that fail while they are read -----------------------------------------------------
