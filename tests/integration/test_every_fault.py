@@ -1,4 +1,4 @@
-"""Inject each kind of fault for real into two jobs.
+"""Inject each kind of fault for real into two jobs; some of them in `make soak` only.
 
 The job either continues without a lost step or ends with the documented error. The report, which knows only
 what the nodes saw, names the cause.
@@ -6,6 +6,7 @@ what the nodes saw, names the cause.
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
@@ -108,6 +109,8 @@ OF_MACHINES = [
 ]
 
 
+ONLY_IN_SOAK = {"exit", "hold-gil", "kill-agent", "kill-node", "stop-agent", "poweroff", "cut", "cut-out"}
+"""Faults that other tests inject too: those of chaos, of lost nodes, of silent losses and of disks."""
 AT_THE_END = {"torn-write", "bit-flip", "skip-collective"}  # see `run_process_faults`
 
 
@@ -130,7 +133,8 @@ def read_report(cluster: Cluster) -> RunReport:
 def inject_all(cluster: Cluster, cases: Sequence[Case]) -> dict[Case, tuple[int, int]]:
     """Inject one fault after the other; return the generations before and after each."""
     spans, before = {}, wait_until_steady(cluster)
-    for each in cases:
+    soak = "ELASTIC_RESUME_SOAK_KILLS" in os.environ
+    for each in [each for each in cases if soak or each.fault.what not in ONLY_IN_SOAK]:
         after = inject(cluster, each)
         spans[each], before = (before, after), after
     return spans

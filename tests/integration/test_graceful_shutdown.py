@@ -151,9 +151,9 @@ def test_invalid_grace_is_refused(agents: Agents, grace: str) -> None:
 def test_forked_children_end_by_sigterm(agents: Agents) -> None:
     """`terminate()` ends a child, and a finished job does not wait for its idle children."""
     agents.script(FORKS)
-    code, log = agents.run("train.py", OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
-    assert code == 0, log
-    assert f"terminated -{signal.SIGTERM.value}\n" in log, log
+    agent = agents.start("train.py", warm=True, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+    assert agent.wait(120) == 0, agents.log()
+    assert f"terminated -{signal.SIGTERM.value}\n" in agents.log()
 
 
 # The first child's parent was asked to end; the second child gets the signal before our code runs in it.

@@ -17,12 +17,6 @@ from tests.support.heartbeat_job import HeartbeatJob
 pytestmark = pytest.mark.cluster
 
 MakeJob = Callable[..., HeartbeatJob]
-FAILS_ON_N1 = """
-import os, sys, time
-if os.environ["ELASTIC_RESUME_NODE_NAME"] == "n1":
-    sys.exit(9)
-time.sleep(600)
-"""
 
 
 @pytest.fixture
@@ -84,29 +78,14 @@ def test_job_survives_loss_of_leader_successor_and_all_candidates(make_job: Make
     finish(job, [0, 1, 2, 3, 4])
 
 
-def test_one_node_continues_after_others_die_one_by_one(make_job: MakeJob) -> None:
-    """--nnodes 1:4 shrinks to a node that is no candidate."""
-    job = make_job(4, candidates=1)
-    job.start()
-    generation = job.wait_for_world([0, 1, 2, 3])
-    for left in ([1, 2, 3], [1, 3], [3]):
-        dead = ({0, 1, 2, 3} - set(left)) & {i for i in range(4) if job.cluster.nodes[i].alive}
-        for index in dead:
-            job.cluster.kill_node(index)
-        generation = job.wait_for_world(left, generation)
-    finish(job, [3])
-
-
-@pytest.mark.parametrize("dead", [(1, 2, 3), (0, 1, 2), (0, 1)])
-def test_survivors_continue_after_simultaneous_deaths(make_job: MakeJob, dead: tuple[int, ...]) -> None:
-    """Two or three of four die at once, with or without the leader."""
+def test_last_node_continues_after_simultaneous_deaths(make_job: MakeJob) -> None:
+    """Three of four die at once, all candidates among them."""
     job = make_job(4)
     job.start()
     generation = job.wait_for_world([0, 1, 2, 3])
-    job.cluster.kill_nodes(dead)
-    left = [index for index in range(4) if index not in dead]
-    job.wait_for_world(left, generation)
-    finish(job, left)
+    job.cluster.kill_nodes([0, 1, 2])
+    job.wait_for_world([3], generation)
+    finish(job, [3])
 
 
 def test_spares_replace_lost_nodes(make_job: MakeJob) -> None:
@@ -127,7 +106,7 @@ def test_spares_replace_lost_nodes(make_job: MakeJob) -> None:
 
 
 def test_view_with_newcomers_and_drained_nodes_keeps_the_order_of_ranks(make_job: MakeJob) -> None:
-    """Each change costs one restart, and a drained agent exits at once."""
+    """A newcomer costs one restart, and drained agents exit at once."""
     job = make_job(4, flags=["--rdzv-conf", "last_call_timeout=3"])
     job.start([0, 1])
     generation = job.wait_for_world([0, 1])
@@ -136,27 +115,12 @@ def test_view_with_newcomers_and_drained_nodes_keeps_the_order_of_ranks(make_job
     job.cluster.start_node(2)
     generation = job.wait_for_world([0, 1, 3, 2], generation)
     assert job.nodes_in_generation(generation) == ["n0", "n1", "n3", "n2"]
-    job.cluster.kill_agent(1, signal.SIGTERM)
-    assert job.cluster.wait_exit(60, only=[1]) == [143]
-    generation = job.wait_for_world([0, 3, 2], generation)
-    assert job.nodes_in_generation(generation) == ["n0", "n3", "n2"]
-    job.cluster.kill_agent(0, signal.SIGTERM)  # it leads
-    assert job.cluster.wait_exit(60, only=[0]) == [143]
+    for index in (0, 1):  # the leader and another node at once
+        job.cluster.kill_agent(index, signal.SIGTERM)
+    assert job.cluster.wait_exit(60, only=[0, 1]) == [143, 143]
     generation = job.wait_for_world([3, 2], generation)
     assert job.nodes_in_generation(generation) == ["n3", "n2"]
     finish(job, [2, 3])
-
-
-def test_simultaneous_drain_of_two_nodes_does_not_block_third(make_job: MakeJob) -> None:
-    """SIGTERM to the leader and another node at once."""
-    job = make_job(3)
-    job.start()
-    generation = job.wait_for_world([0, 1, 2])
-    for index in (0, 1):
-        job.cluster.kill_agent(index, signal.SIGTERM)
-    job.wait_for_world([2], generation)
-    assert job.cluster.wait_exit(60, only=[0, 1]) == [143, 143]
-    finish(job, [2])
 
 
 def test_paused_agent_does_not_delay_the_others_and_rejoins(make_job: MakeJob) -> None:
@@ -164,15 +128,14 @@ def test_paused_agent_does_not_delay_the_others_and_rejoins(make_job: MakeJob) -
     job = make_job(3, flags=["--node-timeout", "1"])
     job.start()
     generation = job.wait_for_world([0, 1, 2])
-    for paused, others in ((2, [0, 1]), (0, [1, 2])):
-        job.cluster.kill_agent(paused, signal.SIGSTOP)
-        generation = job.wait_for_world(others, generation)
-        job.cluster.kill_agent(paused, signal.SIGCONT)
-        generation = job.wait_for_world([0, 1, 2], generation)
+    job.cluster.kill_agent(0, signal.SIGSTOP)  # it leads
+    generation = job.wait_for_world([1, 2], generation)
+    job.cluster.kill_agent(0, signal.SIGCONT)
+    job.wait_for_world([0, 1, 2], generation)
     finish(job, [0, 1, 2])
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 9))])
 def test_kill_during_a_restart_leaves_a_view_of_the_survivors(make_job: MakeJob, seed: int) -> None:
     """One node dies, and another one some moments later."""
     rng = random.Random(seed)
@@ -194,20 +157,9 @@ def test_kill_during_a_restart_leaves_a_view_of_the_survivors(make_job: MakeJob,
     finish(job, [0, 1, 2, 3])
 
 
-def test_killed_worker_restarts_on_the_same_nodes(make_job: MakeJob) -> None:
-    """The new generation has the same nodes and ranks."""
-    job = make_job(3)
-    job.start()
-    generation = job.wait_for_world([0, 1, 2])
-    job.worker(1).kill()
-    generation = job.wait_for_world([0, 1, 2], generation)
-    assert job.nodes_in_generation(generation) == ["n0", "n1", "n2"]
-    finish(job, [0, 1, 2])
-
-
 def test_nodes_with_different_numbers_of_workers_get_consecutive_ranks(make_job: MakeJob) -> None:
-    """Torchelastic computes every rank without the store."""
-    job = make_job(3)
+    """Torchelastic computes every rank without the store. The finished job starts again with fewer nodes."""
+    job = make_job(3, candidates=1)
     job.start([])
     for index, workers in enumerate([1, 3, 2]):
         job.cluster.start_node(index, flags=["--nproc-per-node", str(workers)])
@@ -218,30 +170,7 @@ def test_nodes_with_different_numbers_of_workers_get_consecutive_ranks(make_job:
     )
     assert {lifetime.world_size for lifetime in lifetimes} == {6}
     finish(job, [0, 1, 2])
-
-
-def test_job_failed_by_one_node_ends_on_all(make_job: MakeJob) -> None:
-    """The worker of n1 fails at each start, and every node's error names it."""
-    job = make_job(3, min_nodes=3)
-    script = job.directory / "fails.py"
-    script.write_text(FAILS_ON_N1)
-    job.cluster.start(script)
-    assert job.cluster.wait_exit(60) == [1, 1, 1]
-    assert {event["num_nodes"] for event in job.cluster.events("round")} == {3}
-    message = "3 starts in a row failed without progress, before the first step. Last: rank 1"
-    for index in range(3):
-        (ended,) = job.cluster.node_events(index, "agent-end")
-        assert message in ended["message"], f"n{index}: {ended}"
-        assert "exit code 9" in ended["message"]
-
-
-def test_finished_job_starts_again_with_fewer_nodes(make_job: MakeJob) -> None:
-    """Every node knows that the job ended, so one node starts alone with a higher generation."""
-    job = make_job(3, candidates=1)
-    job.start()
-    generation = job.wait_for_world([0, 1, 2])
-    finish(job, [0, 1, 2])
     (job.directory / "stop").unlink()
-    job.cluster.start_node(0, flags=["--rdzv-conf", "last_call_timeout=1"])
-    job.wait_for_world([0], generation)
+    job.cluster.start_node(0, flags=["--rdzv-conf", "last_call_timeout=1"])  # it knows that the others ended
+    job.wait_for_world([0], lifetimes[-1].generation)
     finish(job, [0])

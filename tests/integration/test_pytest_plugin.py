@@ -133,22 +133,24 @@ def test_page_ten_lines_equal_example() -> None:
 
 
 @pytest.mark.cluster
-def test_example_and_page_pass(tmp_path: Path) -> None:
-    """In one process with one fork server; test_testing_cleanup.py has two workers of pytest-xdist.
+@pytest.mark.parametrize(
+    ("files", "count"), [("test_page*.py", 3), pytest.param("test_my*.py", 2, marks=pytest.mark.soak)]
+)
+def test_example_and_page_pass(tmp_path: Path, files: str, count: int) -> None:
+    """In one process with one fork server. test_equivalence.py has the scripts that must fail.
 
-    test_equivalence.py has the scripts that must fail.
+    The README has a shorter form of the example, and test_blocks.py runs that.
     """
-    script = (EXAMPLES / "digits.py").read_text()
-    (tmp_path / "good").mkdir()
-    (tmp_path / "good" / "digits.py").write_text(script)
-    (tmp_path / "good" / "test_my_training.py").write_text((EXAMPLES / "test_my_training.py").read_text())
-    (tmp_path / "train.py").write_text(script)
-    pages = [f"test_page{number}.py" for number in range(len(blocks()) - 1)]
-    for page, block in zip(pages, blocks()[1:], strict=True):
-        (tmp_path / page).write_text(block.replace('"--epochs", "30"', '"--epochs", "10"'))  # it ends earlier
+    for name in ("digits.py", "train.py"):
+        (tmp_path / name).write_text((EXAMPLES / "digits.py").read_text())
+    (tmp_path / "test_my_training.py").write_text((EXAMPLES / "test_my_training.py").read_text())
+    for number, block in enumerate(blocks()[1:]):
+        # It ends earlier, but not while a node is away.
+        shorter = block.replace('"--epochs", "30"', '"--epochs", "6", "--step-delay", "0.05"')
+        (tmp_path / f"test_page{number}.py").write_text(shorter)
     ends, text = run_pytest(
         tmp_path,
-        *("-p", "no:xdist", "--durations=9", "good", *pages),
+        *("-p", "no:xdist", "--durations=9", *sorted(path.name for path in tmp_path.glob(files))),
         env={"PYTHONPATH": write_fake_sklearn(tmp_path)},
     )
-    assert [*ends.values()] == ["PASSED"] * (2 + 3), text
+    assert [*ends.values()] == ["PASSED"] * count, text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 from collections import Counter
@@ -17,7 +16,6 @@ from elastic_resume.events import EventLog
 from elastic_resume.report.loader import load_run
 from elastic_resume.snapshot.progress_page import ProgressRecord, WorkerProcess
 from elastic_resume.testing import Cluster, TriggerError
-from elastic_resume.testing.cluster import Recovery
 from elastic_resume.testing.triggers import RankProgress, StepCondition, TriggerWatcher
 from tests.support.machine_cluster import MachineCluster
 from tests.support.paths import SCRIPTS
@@ -113,36 +111,6 @@ def test_cluster_refuses_wrong_use(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="wait for step="):
             cluster.wait(step=1, commit=2)
         cluster.at(step=5, node=1).do(cluster.cut, 1)
-
-
-@pytest.mark.cluster
-@pytest.mark.slow
-def test_simulated_machine_without_power_keeps_synced_data(tmp_path: Path) -> None:
-    """The job continues without a lost step; the events and the newest checkpoint of the machine are kept."""
-    flags = ["--snapshot-every", "1", "--save-every", "5", "--node-timeout", "1"]
-    with MachineCluster(tmp_path, min_nodes=2, flags=flags, disk_bytes=32 * MB, shm_bytes=8 * MB) as cluster:
-        args = ["--diary", str(tmp_path / "diary"), "--epochs", "100000", "--step-delay", "0.02"]
-        cluster.start(SCRIPT, *args)
-        cluster.wait(commit=10, node=2)
-        agent = cluster.nodes[0].agent
-        assert agent is not None
-        root = Path(f"/proc/{agent.pid}/root")
-        assert os.statvfs(root / "dev/shm").f_blocks * 4096 == 8 * MB
-        disk = os.statvfs(root / str(cluster.nodes[0].ckpt_dir).lstrip("/"))
-        assert 24 * MB < disk.f_blocks * disk.f_frsize < 32 * MB
-        cluster.poweroff(2)
-        assert cluster.node_events(2, "step")
-
-        def find_recovery() -> Recovery | None:
-            cause = r"node n2 (was lost|died|is unreachable).*"
-            return next((one for one in cluster.recoveries if re.fullmatch(cause, one.cause)), None)
-
-        recovery = cluster.wait(find_recovery, "the loss of n2")
-        cluster.wait(step=1, generation=recovery.generation, node=0)
-        assert recovery.lost_steps == 0
-        assert [entry.error for entry in cluster.checkpoints(2)][:1] == [None]
-    assert max(entry.manifest.step for entry in cluster.checkpoints(2) if entry.manifest) >= 5
-    assert not (tmp_path / "checkpoints" / "job" / "n0").is_symlink()
 
 
 @pytest.mark.cluster

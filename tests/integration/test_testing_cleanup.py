@@ -188,7 +188,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 
 @pytest.mark.cluster
-@pytest.mark.slow
+@pytest.mark.soak
 def test_killed_worker_and_run_leave_nothing(start: Callable[..., Run]) -> None:
     """SIGKILL to a worker of pytest-xdist, while another worker trains on, and then to pytest itself."""
     run = start("-n", "2")
@@ -208,11 +208,14 @@ def test_killed_worker_and_run_leave_nothing(start: Callable[..., Run]) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_interrupted_run_leaves_nothing(start: Callable[..., Run]) -> None:
-    """Ctrl-C, with nodes of both kinds; pytest's exit code is unchanged."""
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, pytest.ExitCode.INTERRUPTED), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_ended_run_leaves_nothing(start: Callable[..., Run], number: signal.Signals, code: int) -> None:
+    """Ctrl-C or SIGKILL, with nodes of both kinds; pytest's exit code is unchanged."""
     run = start("-k", "test_both")
     run.ready("test_both")
     assert run.traces.namespaces
-    run.process.send_signal(signal.SIGINT)
-    assert run.process.wait(60) == pytest.ExitCode.INTERRUPTED
+    run.process.send_signal(number)
+    assert run.process.wait(60) == code
     run.nothing_is_left()

@@ -38,7 +38,7 @@ from tests.support.power_loss_writer import NODE
 
 pytestmark = pytest.mark.slow
 
-CUTS = int(os.environ.get("ELASTIC_RESUME_POWER_CUTS", "100"))
+CUTS = int(os.environ.get("ELASTIC_RESUME_POWER_CUTS", "50"))
 SEED = int(os.environ.get("ELASTIC_RESUME_POWER_SEED", "8"))
 POINTS = ("before-data", "after-data", "before-manifest", "before-rename", "after-rename")
 COMMIT_S = 0.01  # a commit takes 3 to 15 ms

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shlex
-import signal
 import socket
 import sys
 import threading
@@ -23,7 +22,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_resume import constants
 from elastic_resume.agent import shutdown
 from elastic_resume.errors import ConfigError
 from elastic_resume.schedulers import preemption as notices
@@ -36,7 +34,6 @@ from elastic_resume.schedulers.preemption import (
     parse_sources,
     request_metadata,
 )
-from elastic_resume.testing import Cluster
 from tests.support.paths import SCRIPTS
 from tests.support.rendezvous_nodes import TIMEOUT_S, wait_until
 
@@ -520,29 +517,3 @@ def test_watch_logs_failing_source_once_and_drains_once(caplog: pytest.LogCaptur
     assert event["source"] in {"aws", "gcp"}
     assert "soon, in " in caplog.messages[-1]
     assert "leaves" in caplog.messages[-1]
-
-
-@pytest.mark.cluster
-@pytest.mark.slow
-def test_node_with_notice_leaves_and_no_step_is_lost(tmp_path: Path) -> None:
-    """It commits its newest step; the other nodes continue from there without a drain."""
-    notice = tmp_path / "notice"
-    flags = ["--snapshot-every", "1", "--save-every", "100000"]
-    with Cluster(tmp_path, nodes=3, min_nodes=2, flags=flags) as cluster:
-        cluster.start(TRAIN, "--diary", str(tmp_path), "--epochs", "1000", only=[0, 2])
-        cluster.start_node(1, env={constants.ENV_PREEMPTION_NOTICE: f"file:{notice}"})
-        generation = cluster.wait(step=5, node=1)["generation"]
-        written = tmp_path / "notice.new"
-        written.write_text("rack 7 is switched off")
-        written.replace(notice)
-        (code,) = cluster.wait_exit(60, only=[1])
-        assert code in {75, 128 + signal.SIGTERM}, cluster.output(1)
-        (event,) = cluster.node_events(1, "preemption-notice")
-        assert event["reason"] == "rack 7 is switched off"
-        last = max(event["step"] for event in cluster.node_events(1, "step"))
-        assert cluster.node_events(1, "commit")[-1]["step"] >= last
-        resumed = cluster.wait(generation=generation + 1)
-        assert resumed["recomputed_steps"] == 0, resumed
-        cluster.wait(step=resumed["step"] + 3, generation=generation + 1)
-        assert "rack 7 is switched off" in cluster.output(1)
-        assert not cluster.node_events(0, "preemption-notice")

@@ -45,7 +45,7 @@ from elastic_resume.rendezvous.core.status import EventLines
 from elastic_resume.rendezvous.net import codec, protocol
 from elastic_resume.rendezvous.net.protocol import LineReader, ProtocolError
 
-CASES = int(os.environ.get("ELASTIC_RESUME_FUZZ_CASES", "300"))
+CASES = int(os.environ.get("ELASTIC_RESUME_FUZZ_CASES", "100"))
 """Cases of each slow test; `make nightly` runs more."""
 
 texts = st.text(max_size=8)
