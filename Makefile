@@ -107,10 +107,13 @@ oldest newest: pyproject.toml constraints.txt
 	.venv-$@/bin/python -m pytest -q $(PURE_PARALLEL) -m 'not cluster and not slow'
 	.venv-$@/bin/python -m pytest -q $(PARALLEL) $(patsubst %,tests/integration/test_%.py,run_command restore training warm_start)
 
+# Files with tests marked soak, and files whose tests do more there.
+SOAK_TESTS := tests/docs/test_examples.py tests/docs/test_ports.py tests/system/disk/test_power_loss.py $(patsubst %,tests/integration/test_%.py, \
+	accelerate chaos every_fault forkserver lightning lost_nodes no_step_lost optimizer_matrix pytest_plugin soak streams testing_cleanup transformers)
 SOAK_KILLS ?= 100
 CHAOS_S ?= 600
 soak: $(READY)
-	ELASTIC_RESUME_SOAK_KILLS=$(SOAK_KILLS) ELASTIC_RESUME_POWER_CUTS=2000 ELASTIC_RESUME_CHAOS_S=$(CHAOS_S) $(BIN)/python -m pytest -q tests/integration/test_soak.py tests/integration/test_streams.py tests/integration/test_no_step_lost.py tests/integration/test_optimizer_matrix.py tests/integration/test_accelerate.py tests/integration/test_lightning.py tests/integration/test_transformers.py tests/system/disk/test_power_loss.py tests/integration/test_chaos.py tests/integration/test_forkserver.py tests/docs/test_examples.py --timeout 3600
+	ELASTIC_RESUME_SOAK_KILLS=$(SOAK_KILLS) ELASTIC_RESUME_POWER_CUTS=2000 ELASTIC_RESUME_CHAOS_S=$(CHAOS_S) $(BIN)/python -m pytest -q $(SOAK_TESTS) --timeout 3600
 
 bench: $(READY)
 	$(BIN)/python benchmarks/start.py --repetitions 2

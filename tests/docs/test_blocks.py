@@ -5,7 +5,8 @@ A page is one session in an empty directory, in the page's order:
 - A python block whose first line is ``# train.py``, or whose paragraph names ``train.py`` at its end, is
   written to that file. With ``def test_`` pytest runs it. Any other python or diff block is a fragment: it
   runs on two ranks after `PREFACE`, which has the objects that a reader has.
-- An sh block runs in bash. If the paragraph says "second terminal", the block before still runs.
+- An sh block runs in bash, or its job is forked. If the paragraph says "second terminal", the block before
+  still runs.
 - A text block is part of the output before. ``…`` matches any text, a number any number.
 - `NOT_RUN` names what cannot run here, with the reason. Its commands are parsed all the same.
 """
@@ -20,9 +21,10 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import kubernetes_validate as schemas
 import psutil
@@ -32,11 +34,13 @@ import yaml
 from elastic_resume import cli, config
 from elastic_resume.agent import torchelastic
 from elastic_resume.rendezvous import config as rendezvous_config
-from elastic_resume.testing import chaos
+from elastic_resume.testing import chaos, fork_server
 from elastic_resume.testing.faults import read_plan
+from elastic_resume.testing.fork_server import AgentProcess
 from tests.support import launch_ranks
-from tests.support.paths import ROOT, SCRIPTS
+from tests.support.paths import ROOT, SCRIPTS, TESTS
 
+PRELOAD = TESTS / "support" / "preload"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [page for page in PAGES if "_build" not in page.parts]
 # A page or a text in a block, the language, and why the block does not run here.
@@ -61,8 +65,8 @@ NOT_RUN = (
 # Replaced in all blocks, because the machine has two cores and the test should end soon.
 SHORTER = (
     (r"(--nproc-per-node[ =])\d+", r"\g<1>2"),
-    (r"time\.sleep\(0\.1\)", "time.sleep(0.02)"),
-    (r"run\.epochs\(20\)", "run.epochs(3)"),
+    (r"time\.sleep\(0\.1\)", "time.sleep(0.05)"),
+    (r"run\.epochs\(20\)", "run.epochs(1)"),
 )
 SECOND_TERMINAL = re.compile(r"(second|another) terminal", re.IGNORECASE)
 COMMANDS = r"(?:elastic-resume|pip|srun|sbatch|make|python|torchrun|kubectl|docker|export|cp|git) "
@@ -168,19 +172,11 @@ for epoch in run.epochs(2):
 run.close()
 """
 
-# In the place of pkill, which would look at the jobs of the whole machine: those of this session only.
-PKILL = """#!{python}
-import argparse, os, signal, psutil
-parser = argparse.ArgumentParser()
-parser.add_argument("--signal", default="TERM")
-parser.add_argument("--newest", "-n", action="store_true", required=True)
-parser.add_argument("--full", "-f", action="store_true", required=True)
-parser.add_argument("pattern")
-args = parser.parse_args()
-found = psutil.Process(int(os.environ["SESSION_JOB"])).children(recursive=True)
-found = [process for process in found if args.pattern in " ".join(process.cmdline())]
-max(found, key=psutil.Process.create_time).send_signal(signal.Signals["SIG" + args.signal])
-"""
+# Imported once for the jobs of a page, by the process that forks their agents.
+IMPORTS = {
+    "docs/guides/lightning.md": "lightning.pytorch",
+    "docs/guides/transformers.md": "transformers.trainer",
+}
 
 
 @dataclass(frozen=True)
@@ -274,59 +270,62 @@ def commands(text: str) -> Iterator[list[str]]:
 class Session:
     """The commands of one page, in a directory that begins with ``train.py`` alone."""
 
-    def __init__(self, directory: Path, copies: Path) -> None:
-        """``copies`` has checkpoints of two nodes, for pages that begin with them."""
+    def __init__(self, directory: Path, find_copies: Callable[[], Path], imports: str) -> None:
+        """``find_copies`` returns checkpoints of two nodes, for pages that begin with them."""
         self.directory = directory
         self.output = directory.parent / "output"
-        self.job: subprocess.Popen[str] | None = None
-        self._copies = copies
-        programs = directory.parent / "bin"
-        for folder in (directory, programs):
-            folder.mkdir()
+        self.job: AgentProcess | None = None
+        self._find_copies = find_copies
+        directory.mkdir()
         (directory / "train.py").write_text(TRAIN)
-        (programs / "pkill").write_text(PKILL.format(python=sys.executable))
-        (programs / "pkill").chmod(0o755)
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("ELASTIC_RESUME_", "PET_"))}
-        path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self._environ = {**kept, "PATH": path, "OMP_NUM_THREADS": "1"}
+        if imports:
+            self._environ |= {"PYTHONPATH": str(PRELOAD), "PYTHON_TEST_IMPORTS": imports}
 
     def run_shell(self, block: Block, *, stays: bool) -> None:
-        """Run a block. If it ``stays``, return when its job has trained a step, else at its end."""
+        """Run a block. If it ``stays``, return when its job has committed a checkpoint, else at its end."""
         if not (self.directory / "checkpoints").exists() and re.search(r"\bcheckpoints\b", block.text):
-            (self.directory / "checkpoints").symlink_to(self._copies)
-        if not (self.directory / "copies").exists():
-            (self.directory / "copies").symlink_to(self._copies / "train")
+            (self.directory / "checkpoints").symlink_to(self._find_copies())
         if self.job is not None and SECOND_TERMINAL.search(block.paragraph):
-            done = subprocess.run(
-                self._bash(block),
-                cwd=self.directory,
-                env={**self._environ, "SESSION_JOB": str(self.job.pid)},
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=TIMEOUT_S,
-            )
-            assert done.returncode == 0, done.stderr
+            self._kill_newest(*commands(block.text))
             return
-        self.finish()
-        with self.output.open("w") as file:
-            self.job = subprocess.Popen(
-                self._bash(block),
-                cwd=self.directory,
-                env=self._environ,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+        script = [words for words in commands(block.code) if words]
+        is_forked = not stays and all(words[0] == "elastic-resume" for words in script)
+        with self.output.open("wb") as file:
+            # A job that stays is bash's own process, so that its end is the end of the job.
+            for command in script if is_forked else [["bash", "-e", "-c", block.code]]:
+                self.finish()
+                self.job = self._start(command, file)
         if stays:
-            self.wait_for("a step", lambda: bool(self._steps()))
+            # At the first step of one rank no snapshot may be whole, and a kill then starts the job afresh.
+            manifests = "checkpoints/*/*/g*/manifest.json"
+            self.wait_for("a checkpoint", lambda: any(self.directory.glob(manifests)))
         else:
             self.finish()
 
-    def wait_for(self, description: str, condition: object) -> None:
+    def _start(self, command: list[str], output: IO[bytes]) -> AgentProcess:
+        """Start a process; one of ours is forked if possible, which saves its imports."""
+        forked = None
+        if command[0] == "elastic-resume":
+            own = [sys.executable, "-m", "elastic_resume", *command[1:]]
+            forked = fork_server.start(own, self._environ, output, cwd=self.directory)
+        return forked or subprocess.Popen(
+            command, cwd=self.directory, env=self._environ, stdout=output, stderr=subprocess.STDOUT
+        )
+
+    def _kill_newest(self, words: list[str]) -> None:
+        """Do what pkill does, with the processes of this session only."""
+        assert words[:-1] == ["pkill", "--signal", "KILL", "--newest", "--full"]
+        assert self.job is not None
+        found = psutil.Process(self.job.pid).children(recursive=True)
+        found = [process for process in found if words[-1] in " ".join(process.cmdline())]
+        max(found, key=lambda process: (process.create_time(), process.pid)).kill()
+
+    def wait_for(self, description: str, condition: Callable[[], object]) -> None:
         """Wait until the condition holds; the job's end is the last chance."""
         assert self.job is not None
-        assert callable(condition)
         deadline = time.monotonic() + TIMEOUT_S
         while not condition():
             ended = self.job.poll() is not None
@@ -358,26 +357,12 @@ class Session:
             self.job.wait()
 
     def run_pytest(self, block: Block) -> None:
-        """Run a block as a file of tests."""
-        (self.directory / "test_page.py").write_text(block.code)
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_page.py"],
-            cwd=self.directory,
-            env=self._environ,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=TIMEOUT_S,
-        )
-        assert done.returncode == 0, done.stdout
-
-    def _steps(self) -> list[Path]:
-        logs = self.directory.glob("checkpoints/*/*/events.jsonl")
-        return [log for log in logs if '"event":"step"' in log.read_text().replace(" ", "")]
-
-    def _bash(self, block: Block) -> list[str]:
-        # A job that stays is bash's own process, so that its end is the end of the job.
-        return ["bash", "-e", "-c", block.code]
+        """Run a block as a file of tests, in this process, whose simulated nodes need no new imports."""
+        path = self.directory / "test_page.py"
+        path.write_text(block.code)
+        off = [f"-pno:{plugin}" for plugin in ("cacheprovider", "faulthandler", "timeout", "xdist")]
+        base = ["--import-mode", "importlib", "--basetemp", str(self.directory.parent / "base")]
+        assert pytest.main(["-q", *off, *base, str(path)]) == 0
 
 
 @pytest.fixture(scope="session")
@@ -422,10 +407,13 @@ def pages_with_session() -> list[str]:
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("page", pages_with_session())
-def test_session_of_page_runs(page: str, tmp_path: Path, copies: Path) -> None:
+def test_session_of_page_runs(
+    page: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Files, commands, their output, and tests."""
     blocks = run_blocks(page)
-    session = Session(tmp_path / "session", copies)
+    session = Session(tmp_path / "session", lambda: request.getfixturevalue("copies"), IMPORTS.get(page, ""))
+    monkeypatch.chdir(session.directory)
     try:
         for block, following in zip(blocks, [*blocks[1:], None], strict=True):
             if block.file:

@@ -34,10 +34,10 @@ def test_port_adds_few_lines(name: str, most: int) -> None:
 @pytest.mark.parametrize(
     ("name", "nodes", "kill"),
     [
-        ("toy", 1, "worker 0 at step 20"),
+        pytest.param("toy", 1, "worker 0 at step 20", marks=pytest.mark.soak),
         # Not rank 0: if its last copy is lost, BatchNorm's buffers are one update older.
         ("imagenet", 1, "worker 1 at step 20"),
-        ("ema", 2, "node 1 at step 20"),
+        pytest.param("ema", 2, "node 1 at step 20", marks=pytest.mark.soak),
     ],
 )
 def test_killed_port_ends_with_state_of_undisturbed_run(
@@ -53,17 +53,17 @@ def test_killed_port_ends_with_state_of_undisturbed_run(
 
 @pytest.mark.cluster
 def test_port_continues_from_file_of_original_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All three originals train and save. The port of the classifier starts from the file of a DDP model."""
+    """All originals and ports train. The port of the classifier starts from the file of a DDP model."""
     monkeypatch.chdir(tmp_path)
     for name, *words in (("toy", "--steps", "20"), ("imagenet", "--epochs", "1"), ("ema", "--epochs", "1")):
         done = launch_ranks.run_ranks(1, PORTS / f"{name}_before.py", *words)[0]
         assert done.returncode == 0, done.stderr
     for file in ("toy.checkpoint", "checkpoint.pth.tar", "last.pt"):
         assert (tmp_path / file).exists()
-    ported = launch_ranks.run_ranks(
-        2, PORTS / "imagenet.py", "--epochs", "2", "--resume", "checkpoint.pth.tar"
-    )
-    assert [done.returncode for done in ported] == [0, 0], ported[0].stderr
+    resumed = ("imagenet", "--epochs", "2", "--resume", "checkpoint.pth.tar")
+    for name, *words in (("toy", "--steps", "20"), ("ema", "--epochs", "1"), resumed):
+        ported = launch_ranks.run_ranks(2, PORTS / f"{name}.py", *words)
+        assert [done.returncode for done in ported] == [0, 0], ported[0].stderr
     lines = ported[0].stdout.splitlines()
     assert lines[0] == "=> loaded checkpoint 'checkpoint.pth.tar' (epoch 1)"
     assert lines[1].startswith("epoch [2][0/")

@@ -189,11 +189,11 @@ def test_job_of_changing_size_reads_same_samples(tmp_path: Path, run_undisturbed
         arm, is_waiting = cluster.failpoints.arm, cluster.failpoints.is_waiting
         # All ranks, so that none lacks the record of a step that the others have finished.
         hold_kill = [arm("job.backward=wait", step=5, rank=rank) for rank in range(3)]
-        hold_return = arm("job.begin=wait", step=11, rank=0)
+        hold_return = [arm("job.begin=wait", step=11, rank=rank) for rank in range(2)]
         cluster.start(SCRIPT, str(diary), "accumulate")
         cluster.wait(lambda: all(map(is_waiting, hold_kill)), "step 5 of all ranks")
         cluster.kill_node(2)
-        cluster.wait(lambda: is_waiting(hold_return), "step 11")
+        cluster.wait(lambda: all(map(is_waiting, hold_return)), "step 11 of both ranks")
         cluster.start_node(2)
         cluster.wait(generation=3)
         assert cluster.wait_exit() == [0, 0, 0], cluster.output_tails()

@@ -175,6 +175,8 @@ HOOKS = [name for name in dir(TrainerCallback) if name.startswith("on_") and nam
 class Observer(TrainerCallback):
     """Records logs, kills at its places, and waits at its pauses until the test lets it go on."""
 
+    trainer: Any
+
     def __init__(self, recorder: Recorder, kills: list[str], pauses: list[int]) -> None:
         self._recorder = recorder
         self._kills, self._pauses = kills, pauses
@@ -205,6 +207,8 @@ def _make_hook(name: str) -> Any:
             (self._recorder.directory / f"reached-{state.global_step}").touch()
             while not (self._recorder.directory / f"go-{state.global_step}").exists():
                 time.sleep(0.02)
+                if self.trainer.elastic_run._drain_request.requested:
+                    (self._recorder.directory / "asked").touch()
 
     return hook
 
@@ -293,7 +297,7 @@ def main() -> None:
     evaluation: Dataset[Any] = Classes(EVALUATION_SAMPLES, 2, has_index=False)
     if case.is_text:
         evaluation = Texts(EVALUATION_SAMPLES, has_index=False)
-    trainer = Observed(
+    trainer = observer.trainer = Observed(
         model=make_llama() if case.is_text else case.net(case.dropout),
         args=TrainingArguments(**{**settings, **case.arguments}),
         train_dataset=train,

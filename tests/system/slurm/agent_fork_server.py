@@ -1,34 +1,42 @@
-"""On a simulated node: `elastic-resume` starts in a moment, forked from a process that has imported torch.
+"""On a simulated node `elastic-resume` starts in a moment, forked from a process that has imported torch.
 
-Run as ``python -m tests.system.slurm.agent_fork_server SOCKET`` on each node, it serves `SHIM`, to which a
-job's PATH leads. The task that Slurm starts is the shim; it passes on what Slurm signals, and ends as the
-agent ends. The agent, and all that it starts, is born into the shim's control group, so Slurm finds and kills
-it as any process of the step. What is left out of a real start is ten seconds of importing.
+A job's PATH leads to `SHIM`. The task that Slurm starts is the shim; it passes on what Slurm signals, and
+ends as the agent ends. One process of the host forks the agents of all nodes. An agent enters the shim's
+namespaces and control group, so Slurm finds and kills it as any process of the step. What is left out of a
+real start is ten seconds of importing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import socket
+import struct
 import sys
 import threading
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[3])
+
+from elastic_resume.agent.workers import forkserver
 from elastic_resume.testing import fork_server_main
 from elastic_resume.testing.fork_server import AgentForkServer
+from tests.support import namespaces
 
 FREEZER = Path("/sys/fs/cgroup/freezer")
 SHIM = """#!{python} -IS
-import json, os, signal, socket, sys, time
+import json, os, signal, socket, sys
 group = next(line.split(":")[2].strip() for line in open("/proc/self/cgroup") if ":freezer:" in line)
 told = {{"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "group": group}}
 passed_on = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
 line = socket.socket(socket.AF_UNIX)
-for _ in range(600):  # a node that has just booted may have jobs before it has this
-    if line.connect_ex("{socket}") == 0:
-        break
-    time.sleep(0.05)
+line.connect("{socket}")
 data = json.dumps(told).encode()
 socket.send_fds(line, [len(data).to_bytes(4, "big")], [1])
 line.sendall(data)
@@ -37,52 +45,72 @@ pid = int(answers.readline())
 for each in passed_on:
     signal.signal(each, lambda number, frame: os.kill(pid, number))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
-code = int(answers.readline())
-if code < 0:
-    signal.signal(-code, signal.SIG_DFL) if code != -9 else None
-    os.kill(os.getpid(), -code)
-sys.exit(code)
+sys.exit(int(answers.readline()))
 """
+
+_set_up_agent = fork_server_main._set_up_agent
 
 
 class SlurmAgentServer:
-    """Forks agents for shims that ask."""
+    """Forks agents for the shims that connect to a socket."""
 
-    def __init__(self) -> None:
-        self._fork_server = AgentForkServer({**os.environ, "OMP_NUM_THREADS": "1"})
-        self._lock = threading.Lock()
+    def __init__(self, path: Path, env: Mapping[str, str]) -> None:
+        self._fork_server = AgentForkServer(env, Path(__file__))
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        threading.Thread(target=self._serve, daemon=True).start()
 
-    def serve(self, connection: socket.socket) -> None:
-        """Serve one shim: fork its agent, tell its process id, and its exit code when it has ended."""
-        with connection:
-            told, (output,) = fork_server_main.receive(connection, 1)
-            command = [sys.executable, "-m", "elastic_resume", *told["argv"]]
-            with self._lock:
-                self._move_fork_server(told["group"])
-                agent = self._fork_server.fork(
-                    command, told["env"], output, cwd=Path(told["cwd"]), network=""
-                )
-                self._move_fork_server("/")
-            os.close(output)
-            connection.sendall(f"{agent.pid}\n".encode())
-            connection.sendall(f"{agent.wait()}\n".encode())
+    def close(self) -> None:
+        """End all agents."""
+        self._fork_server.close()
 
-    def _move_fork_server(self, group: str) -> None:
-        """Have what is forked from now on be born there."""
-        procs = FREEZER / group.lstrip("/") / "cgroup.procs"
-        procs.write_text(str(self._fork_server._process.pid))
-
-
-def main() -> None:
-    """Serve for ever."""
-    hatchery = SlurmAgentServer()
-    with socket.socket(socket.AF_UNIX) as door:
-        door.bind(sys.argv[1])
-        door.listen()
+    def _serve(self) -> None:
         while True:
-            line, _ = door.accept()
-            threading.Thread(target=hatchery.serve, args=[line], daemon=True).start()
+            connection, _ = self._listener.accept()
+            threading.Thread(target=self._handle_request, args=[connection], daemon=True).start()
+
+    def _handle_request(self, connection: socket.socket) -> None:
+        """Fork an agent for one shim; send its process id on the node, and its exit code at its end."""
+        with connection, contextlib.suppress(OSError, EOFError):  # the node has lost its power
+            request, (output,) = fork_server_main.receive(connection, 1)
+            peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            (shim, _, _) = struct.unpack("3i", peer)
+            command = [sys.executable, "-m", "elastic_resume", *request["argv"]]
+            place = {"cwd": Path(request["cwd"]), "beside": shim, "group": request["group"]}
+            parent = self._fork_server.fork(command, request["env"], output, **place)
+            os.close(output)
+            connection.sendall(f"{_find_pid_on_node(parent.pid)}\n".encode())
+            connection.sendall(f"{parent.wait()}\n".encode())
+
+
+def _find_pid_on_node(parent: int) -> str:
+    """Return the process id that the only child of a process has in its own namespace."""
+    while not (children := Path(f"/proc/{parent}/task/{parent}/children").read_text().split()):
+        time.sleep(0.001)
+    status = Path(f"/proc/{children[0]}/status").read_text()
+    return str(re.findall(r"^NSpid:.*\s(\d+)$", status, re.MULTILINE)[0])
+
+
+def set_up_agent_on_node(
+    parent: int, request: dict[str, Any], output: int, import_environment: dict[str, str]
+) -> Callable[[], None]:
+    """Fork the agent into the shim's namespaces; this process waits for it outside, and ends as it ends."""
+    del parent
+    kinds = ("net", "uts", "ipc", "pid", "mnt")
+    for space in [os.open(f"/proc/{request['beside']}/ns/{kind}", os.O_RDONLY) for kind in kinds]:
+        namespaces.enter_namespace(space)
+        os.close(space)
+    agent = forkserver.fork()
+    if agent:
+        os.close(output)  # srun waits until nobody can write any more
+        code = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
+        os._exit(code if code >= 0 else 128 - code)
+    (FREEZER / request["group"].lstrip("/") / "cgroup.procs").write_text("0")
+    return _set_up_agent(0, request, output, import_environment)  # a parent outside has the number 0
 
 
 if __name__ == "__main__":
-    main()
+    fork_server_main._set_up_agent = set_up_agent_on_node
+    with contextlib.suppress(KeyboardInterrupt):
+        fork_server_main.main()

@@ -27,16 +27,15 @@ from elastic_resume.testing.virtual_network import unavailable_reason as hosts_a
 from tests.support.machines import Machines
 from tests.support.paths import ROOT
 from tests.system.slurm import agent_fork_server
-from tests.system.slurm.agent_fork_server import FREEZER
+from tests.system.slurm.agent_fork_server import FREEZER, SlurmAgentServer
 
 T = TypeVar("T")
 
 NODES = (1, 2, 3)
 """Indices of the machines that are nodes; machine 0 is the controller's."""
 CONTROLLER = 0
-POLL_S = 0.05
+POLL_S = 0.2  # each look is a command of Slurm's, or reads all events
 TIMEOUT_S = 60.0
-AGENT_SERVER_SOCKET = "/tmp/agent-fork-server"  # noqa: S108  a node's own
 TOOLS = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm", "munged": "munge"}
 
 # Times are short, so that what takes minutes on a site takes seconds; nothing else is unlike a usual site.
@@ -118,6 +117,7 @@ class SlurmCluster:
         self.env = {**own, "SLURM_CONF": str(directory / "slurm.conf")}
         self.shim = str(directory / "bin" / "elastic-resume")
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._agent_server: SlurmAgentServer | None = None
         try:
             self._configure()
             self.machines.boot()
@@ -142,6 +142,8 @@ class SlurmCluster:
     def close(self) -> None:
         """End every process of it, and remove what it has left in the host's control groups."""
         self.machines.close()
+        if self._agent_server is not None:
+            self._agent_server.close()
         _remove_groups(self.prefix)
 
     # ---- asking --------------------------------------------------------------------------------------
@@ -270,26 +272,18 @@ class SlurmCluster:
     def _start_node(self, index: int) -> None:
         name = self.machines.name(index)
         self._start_daemon(index, f"slurmd.{name}", "slurmd", "-D", "-N", name)
-        if FREEZER.is_dir():
-            self._start_daemon(
-                index,
-                f"agent_fork_server.{name}",
-                sys.executable,
-                "-m",
-                agent_fork_server.__name__,
-                AGENT_SERVER_SOCKET,
-            )
 
     def _use_forked_agents(self) -> None:
         """Have jobs find the `elastic-resume` that is forked, where Slurm can tell whose it is."""
         real = Path(sys.executable).parent
         self.env["PATH"] = f"{real}:{self.env['PATH']}"
-        self.real = {"PATH": self.env["PATH"]}
         if FREEZER.is_dir():
             shim = Path(self.shim)
             shim.parent.mkdir()
-            shim.write_text(agent_fork_server.SHIM.format(python=sys.executable, socket=AGENT_SERVER_SOCKET))
+            path = self.directory / "agents"
+            shim.write_text(agent_fork_server.SHIM.format(python=sys.executable, socket=path))
             shim.chmod(0o755)
+            self._agent_server = SlurmAgentServer(path, {**self.env, "OMP_NUM_THREADS": "1"})
             self.env["PATH"] = f"{shim.parent}:{self.env['PATH']}"
 
     def _start_daemon(self, index: int, log: str, tool: str, *argv: str) -> subprocess.Popen[bytes]:
