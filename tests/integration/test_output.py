@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from elastic_resume import constants
+from elastic_resume.agent.workers import launcher_shim
 from elastic_resume.testing import Cluster
-from tests.support import terminal
+from tests.support import launch_ranks, terminal
 from tests.support.paths import SCRIPTS
 
 pytestmark = pytest.mark.cluster
@@ -40,7 +41,19 @@ def test_start_and_recovery_print_few_lines(tmp_path: Path) -> None:
     env = {constants.ENV_TOKEN: "a secret of 16 bytes", "OMP_NUM_THREADS": "1"}
     flags = ["--snapshot-every", "1", "--save-every", "5"]
     fast = tmp_path / "fast"
-    job = (SCRIPTS / "train.py", "--diary", str(tmp_path), "--epochs", "20", "--fast-from", str(fast))
+    job = (
+        SCRIPTS / "train.py",
+        "--diary",
+        str(tmp_path),
+        "--epochs",
+        "4",
+        "--step-delay",
+        "0",
+        "--slow-from",
+        "7",
+        "--slow-until",
+        str(fast),
+    )
     with Cluster(tmp_path, nodes=2, min_nodes=1, workers_per_node=2, flags=flags, env=env) as cluster:
         cluster.start(*job)
         cluster.wait(step=5)
@@ -89,10 +102,15 @@ def test_start_and_recovery_print_few_lines(tmp_path: Path) -> None:
 
 
 # Saves and resumes in a terminal; its commit takes longer than 2 s.
+# A failpoint in its environment would start it cold.
 SAVES = """
+import os
 import torch
 import elastic_resume as er
+from elastic_resume import failpoints
 
+os.environ["ELASTIC_RESUME_FAILPOINTS"] = "committer.written=delay:2.5@1"
+failpoints.arm()
 model = torch.nn.Linear(1000, 1000)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 run = er.resume(model=model, optimizer=optimizer, save_every=1000)
@@ -108,11 +126,13 @@ def test_long_commit_shows_bar_on_terminal(tmp_path: Path, quiet: str) -> None:
     """The bar is gone before the next line; --quiet hides it."""
     (tmp_path / "train.py").write_text(SAVES)
     env = {
-        constants.ENV_FAILPOINTS: "committer.written=delay:2.5@1",
         constants.ENV_QUIET: quiet,
         "COLUMNS": "100",
+        constants.ENV_FORK_SERVER: launch_ranks.start_fork_server(),
+        **launch_ranks.THREAD_ENVIRONMENT,
     }
-    text = terminal.run([sys.executable, "train.py"], tmp_path, env)
+    shim = [sys.executable, "-I", "-S", launcher_shim.__file__, "0"]
+    text = terminal.run([*shim, sys.executable, "-u", "train.py"], tmp_path, env)
     assert ("writing the checkpoint of step 1:" in text) == (quiet == "0")
     assert ("B/s]" in text) == (quiet == "0")
     lines = terminal.render(text)

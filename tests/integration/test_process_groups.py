@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
+from elastic_resume import constants
+from elastic_resume.agent.workers import launcher_shim
 from elastic_resume.testing.backends import find_free_port
 from tests.support import launch_ranks
-from tests.support.processes import wait_for
+from tests.support.processes import wait_for, wait_for_pid
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +53,7 @@ if "destroyed" in sys.argv:
     dist.destroy_process_group()
 if "stop" in sys.argv:
     if run.rank == 1:
+        Path(sys.argv[1]).with_name("stopping").write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
     if "pending" in sys.argv:  # as in a script that ends by an error in the middle of things
         work = dist.all_reduce(torch.ones(1), group=run._context.collectives._group, async_op=True)
@@ -86,20 +90,18 @@ def test_exit_joins_gloo_threads_before_interpreter_ends(
 @pytest.mark.parametrize("how", [["ours"], ["own"], ["ours", "pending"], ["own", "pending"]])
 def test_exit_does_not_wait_for_stopped_peer(how: list[str], script: Path, tmp_path: Path) -> None:
     """Gloo itself would wait half an hour for a pending collective."""
-    port = find_free_port("")
-    command = [sys.executable, str(script), str(tmp_path / "kept"), "99", "stop", *how]
-    peers = [
-        subprocess.Popen(
-            command, env=launch_ranks.rank_environment(rank, 2, port), stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
+    port, fork_server = find_free_port(""), launch_ranks.start_fork_server()
+    command = [sys.executable, "-I", "-S", launcher_shim.__file__, "0", sys.executable, "-u"]
+    command += [str(script), str(tmp_path / "kept"), "99", "stop", *how]
+    stopping, peers = tmp_path / "stopping", []
+    for rank in range(2):
+        env = launch_ranks.rank_environment(rank, 2, port) | {constants.ENV_FORK_SERVER: fork_server}
+        peers.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
     try:
-        stopped = Path(f"/proc/{peers[1].pid}/stat")
-        # Both ranks import torch first, which takes long on a loaded machine.
-        wait_for(
-            lambda: stopped.read_text().rpartition(")")[2].split()[0] == "T", "rank 1 to stop", timeout_s=120
-        )
+        # The fork server may have to import torch first, which takes long on a loaded machine.
+        wait_for(stopping.exists, "rank 1 to be about to stop", timeout_s=120)
+        stopped = psutil.Process(wait_for_pid(stopping))
+        wait_for(lambda: stopped.status() == psutil.STATUS_STOPPED, "rank 1 to stop")
         _, stderr = peers[0].communicate(timeout=60)
         assert peers[0].returncode == 0, stderr
     finally:

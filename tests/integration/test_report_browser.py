@@ -15,8 +15,8 @@ from tests.support.browser import Browser
 
 pytestmark = pytest.mark.slow
 SCREENS = [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")]
-MAX_BYTES = 5_000_000  # of a page of 5,000 generations; it loads in 0.6 s on two cores
-MAX_ELEMENTS = 120_000
+MAX_BYTES = 2_000_000  # of a page of 2,000 generations
+MAX_ELEMENTS = 48_000
 
 
 @pytest.fixture(scope="module")
@@ -129,18 +129,16 @@ _FAINT = """(() => {
 })()"""
 
 
-def test_page_of_five_thousand_generations_stays_small(chromium: Browser, tmp_path: Path) -> None:
+def test_page_of_two_thousand_generations_stays_small(chromium: Browser, tmp_path: Path) -> None:
     """Folded rows are not laid out."""
-    job = report_runs.make_long_run(5000)
+    job = report_runs.make_long_run(2000)
     path = tmp_path / "long.html"
     path.write_text(html.render_page(summary.build_run_report(job.events)), encoding="utf-8")
     assert path.stat().st_size < MAX_BYTES
     chromium.open(path)
-    spent = chromium.evaluate("performance.timing.loadEventEnd - performance.timing.navigationStart")
-    print(f"5,000 generations: {path.stat().st_size / 1e6:.1f} MB, loaded in {spent / 1000:.2f} s")
     assert chromium.evaluate("document.querySelectorAll('*').length") < MAX_ELEMENTS
     assert chromium.evaluate("document.querySelectorAll('svg *').length") < 6000
-    assert chromium.evaluate("document.querySelectorAll('.generations tbody tr').length") == 5000
+    assert chromium.evaluate("document.querySelectorAll('.generations tbody tr').length") == 2000
     closed = "[...document.querySelectorAll('details:not([open]) tr')]"
     assert chromium.evaluate(f"{closed}.filter(one => one.checkVisibility()).length") == 0
     assert chromium.problems == []

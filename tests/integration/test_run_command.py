@@ -11,15 +11,13 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import time
 
 import psutil
 import pytest
 
 from elastic_resume import constants
 from elastic_resume.testing.backends import find_free_port
-from tests.support.agents import RUN, Agent, Agents, wait_for
+from tests.support.agents import Agent, Agents, wait_for
 from tests.support.agents import agents as agents  # noqa: PLC0414  pytest finds fixtures by name
 from tests.support.processes import is_alive
 
@@ -64,11 +62,14 @@ def test_torchruns_flags_keep_their_meaning(agents: Agents) -> None:
 
 
 def test_a_program_that_is_not_python(agents: Agents) -> None:
-    """--no-python, and --virtual-local-rank, under which the true local rank has a variable of its own."""
+    """Its workers start cold. Under --virtual-local-rank a variable of its own has the true local rank."""
     sh = shutil.which("sh") or "/bin/sh"
     script = "echo got $RANK $LOCAL_RANK $CUDA_VISIBLE_DEVICES $ELASTIC_RESUME_LOCAL_RANK"
-    code, log = agents.run("--nproc-per-node=2", "--virtual-local-rank", "--no-python", sh, "-c", script)
+    flags = ["--nproc-per-node=2", "--virtual-local-rank", "--no-python"]
+    agent = agents.start(*flags, sh, "-c", script, warm=True, ELASTIC_RESUME_LOG_LEVEL="DEBUG")
+    code, log = agent.wait(120), agents.log()
     assert code == 0, log
+    assert log.count("workers start cold: --no-python") == 1
     assert {"got 0 0 0 0", "got 1 0 1 1"} <= set(log.splitlines())
 
 
@@ -221,8 +222,7 @@ def test_signal_during_rendezvous_ends_agent(agents: Agents) -> None:
     """A rendezvous may last minutes."""
     agents.script(WAITS)
     agent = agents.start("--nnodes=2", "--rdzv-endpoint", f"127.0.0.1:{find_free_port(HOST)}", "train.py")
-    wait_for(lambda: agents.events("agent-start"), "the agent to start")
-    time.sleep(0.5)  # nothing tells that it is inside the rendezvous; too early is tested as well
+    wait_for(lambda: agents.events("rendezvous"), "the agent to wait for the other node")
     agent.send_signal(signal.SIGTERM)
     assert agent.wait(60) == 143
     assert agents.events("agent-end")[0]["outcome"] == "signalled"
@@ -244,17 +244,10 @@ def test_second_agent_with_same_node_name_is_rejected(agents: Agents) -> None:
     agents.script(WAITS)
     first = agents.start("train.py")
     wait_for(lambda: agents.pids("worker"), "a worker")
-    second = subprocess.run(
-        [*RUN, "train.py"],
-        cwd=agents.directory,
-        env={**os.environ, "ELASTIC_RESUME_NODE_NAME": "a"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert second.returncode == constants.EXIT_MACHINE_ERROR  # elsewhere the same command would do
-    assert f"is held by process {first.pid} " in second.stderr
-    assert len(second.stderr.splitlines()) == 1
+    printed = len(agents.log())
+    assert agents.start("train.py").wait(60) == constants.EXIT_MACHINE_ERROR  # elsewhere it would start
+    (line,) = agents.log()[printed:].splitlines()
+    assert f"is held by process {first.pid} " in line
     (agents.directory / "finish").touch()
     assert first.wait(60) == 0
 

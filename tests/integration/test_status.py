@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pty
@@ -13,13 +14,14 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from elastic_resume import constants
+from elastic_resume import cli, constants
 from elastic_resume.report.incidents import build_history_from_events
 from elastic_resume.report.loader import load_run
 from elastic_resume.testing import Cluster
@@ -48,14 +50,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def status(*words: str, token: str = TOKEN) -> Told:
     """Run the command."""
-    return subprocess.run(
-        [sys.executable, "-m", "elastic_resume", "status", *words],
-        env={**os.environ, constants.ENV_TOKEN: token},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setenv(constants.ENV_TOKEN, token)
+        code = cli.main(["status", *words])
+    return Told(words, code, out.getvalue(), err.getvalue())
 
 
 def asked(cluster: Cluster, index: int, look: Callable[[Told], object], token: str = TOKEN) -> Told:

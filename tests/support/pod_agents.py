@@ -2,7 +2,6 @@
 
 A pod's PATH leads to `SHIM` as tini: it is process 1, and does what tini does. Its child is forked by
 `pod_fork_server_main` into the pod's namespaces and control group, which saves seconds of imports.
-`use_real_start` makes the next start on a host a real one.
 """
 
 from __future__ import annotations
@@ -22,23 +21,15 @@ from tests.support.pods import IMAGE_ENVIRONMENT
 
 SHIM = f"""#!{sys.executable} -IS
 import json, os, signal, socket, sys
-signals = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 dashes, command, *words = sys.argv[1:]
-real = "/control/really-" + os.environ["HOSTNAME"]
-if os.path.exists(real):
-    os.unlink(real)
-    agent = os.fork()
-    if agent == 0:
-        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
-        os.execv("{Path(sys.executable).parent}/elastic-resume", [command, *words])
-else:
-    with socket.socket(socket.AF_UNIX) as line:
-        line.connect("/control/agents")
-        data = json.dumps({{"argv": words, "env": dict(os.environ), "cwd": os.getcwd()}}).encode()
-        socket.send_fds(line, [len(data).to_bytes(4, "big")], [1])
-        line.sendall(data)
-        line.recv(1)
-    agent = int(open("/proc/self/task/1/children").read())
+with socket.socket(socket.AF_UNIX) as line:
+    line.connect("/control/agents")
+    data = json.dumps({{"argv": words, "env": dict(os.environ), "cwd": os.getcwd()}}).encode()
+    socket.send_fds(line, [len(data).to_bytes(4, "big")], [1])
+    line.sendall(data)
+    line.recv(1)
+agent = int(open("/proc/self/task/1/children").read())
 while True:
     number = signal.sigwait(signal.valid_signals())
     if number != signal.SIGCHLD:
@@ -70,10 +61,6 @@ class PodAgentServer:
         threading.Thread(target=self._serve, daemon=True).start()
         self.image_environment = {"PATH": f"/control:{IMAGE_ENVIRONMENT['PATH']}"}
         """Variables of the pods' image."""
-
-    def use_real_start(self, host: str) -> None:
-        """Make the next start on this host a real one."""
-        (self._control_dir / f"really-{host}").touch()
 
     def _serve(self) -> None:
         while True:

@@ -1,4 +1,7 @@
-"""Prints what a script sees of its start; for test_forkserver.py and test_warm_start.py."""
+"""Prints what a script sees of its start; for test_forkserver.py and test_warm_start.py.
+
+Run as ``mirror.py EXIT_CODE [compile]``, or ``mirror.py fail`` as one of two workers.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,11 @@ import gc
 import json
 import multiprocessing
 import os
-import random
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -109,16 +112,29 @@ def facts() -> dict[str, Any]:
 
 def main() -> None:
     """Print the facts, and print again from a thread and at exit."""
-    import numpy as np  # noqa: PLC0415
-
     print(json.dumps(facts()))
-    chance = [random.random(), float(np.random.rand())]  # noqa: NPY002
-    Path(sys.argv[1]).write_text(json.dumps(chance))
     atexit.register(print, "at exit")
     timer = threading.Timer(0.2, print, ["a thread's last word"])
     timer.start()
-    sys.exit(int(sys.argv[2]))
+    if sys.argv[1] != "fail":
+        sys.exit(int(sys.argv[1]))
+    while not Path("rank-1").exists():  # the failure of rank 0 ends rank 1 too
+        time.sleep(0.01)
+    raise ValueError("no such luck")
+
+
+def stand_by() -> None:
+    """Print the ranks, and wait for the end by a signal. It does without torch."""
+    print("rank", os.environ["RANK"], "local", os.environ["LOCAL_RANK"])
+    Path("rank-1").touch()
+    time.sleep(600)
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "fail":
+        if os.environ["RANK"] == "1":
+            stand_by()
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        main = record(main)
     main()

@@ -34,7 +34,7 @@ def main() -> None:
     for _ in run.epochs(1):
         for indices in batches:
             if not (control / "go").exists():
-                time.sleep(0.05)
+                time.sleep(0.2)
             optimizer.zero_grad()
             pictures = torch.randn(len(indices), 16)
             loss = ddp(pictures).square().mean() * run.loss_weight

@@ -1,4 +1,4 @@
-"""A user's script with every public name, for the type checker: tests/unit/test_types.py.
+"""A user's script with every public name, for the type checker and tests/unit/test_types.py.
 
 It also runs: ``python typed.py DIRECTORY``.
 """

@@ -154,7 +154,8 @@ def test_doctor_in_a_pod_of_a_jobset_knows_its_peers(tmp_path: Path) -> None:
     jobset = yaml.safe_load(render_manifest("1:2", files=manifests.JOBSET))
     container = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
     look = "until getent hosts train-node-0-1.train.default.svc; do sleep 0.01; done"
-    container.update(command=["sh", "-c", f"{look}; elastic-resume doctor; echo code $?; sleep 600"], args=[])
+    look += "; test $JOB_COMPLETION_INDEX = 0 && elastic-resume doctor; echo code $?; sleep 600"
+    container.update(command=["sh", "-c", look], args=[])
     with SimulatedPods(yaml.safe_dump(jobset), tmp_path, secrets=TOKEN) as pods:
         pods.start()
         pods.wait(lambda: "code " in pods.read_log(pods.newest_pod(0)), "what doctor says")

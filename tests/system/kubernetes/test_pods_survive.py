@@ -46,16 +46,12 @@ def nursery() -> Iterator[AgentForkServer]:
 def started(
     tmp_path: Path, nursery: AgentForkServer, nodes: str, *, steps: int, shm: str, claim: str = ""
 ) -> SimulatedPods:
-    """The pods of a job that trains so many steps; what they look for in /control is in ``tmp_path``.
-
-    The first agent of train-1 is started as in a real pod.
-    """
+    """The pods of a job that trains so many steps; what they look for in /control is in ``tmp_path``."""
     args = ("tests/support/scripts/pod.py", str(steps), "/control")
     text = render_manifest(nodes, args=args, memory="2Gi", shm=shm, disk="100Mi", grace_s=30, claim=claim)
     for name in ("control", "claim"):
         (tmp_path / name).mkdir()
     agents = PodAgentServer(nursery, tmp_path / "control")
-    agents.use_real_start("train-1")
     pods = SimulatedPods(
         text,
         tmp_path / "logs",
