@@ -166,7 +166,7 @@ def test_node_that_waits_kills_its_ranks_after_delay(make_cluster: Callable[...,
 def test_suspended_node_sees_no_hang(make_cluster: Callable[..., Cluster]) -> None:
     """Agent and workers stand still for twice the limit, as in a frozen container."""
     cluster = make_cluster()
-    cluster.start(HANG, "slow")
+    cluster.start(HANG, "slow", *["fast"] * 8)
     cluster.wait(step=4)
     frozen = cluster.processes(0)
     for process in frozen:  # the agent first
