@@ -15,14 +15,14 @@ help:
 	@echo "make demo     train on 3 simulated nodes, kill some, show what happened"
 	@echo "make test     every test, real processes included"
 	@echo "make test-slurm  those that run on a real Slurm, which they bring up themselves"
-	@echo "make flaky TESTS=... N=50  runs tests N times beside a load that disturbs them, and prints how often each failed"
+	@echo "make flaky TESTS=... N=50  runs tests N times under a random load, and prints how often each failed (without TESTS: hours)"
 	@echo "make check    lint, types and the pure tests (under a minute)"
 	@echo "make docs     the documentation's site in docs/_build/html, with warnings as errors"
 	@echo "make simulate SEEDS=N FIRST=F  N schedules of faults against the rendezvous, from seed F on"
 	@echo "make nightly  100,000 schedules of faults against the rendezvous, new ones every day, longer fuzzing, make oldest and make newest"
 	@echo "make oldest   the pure tests and a few of real processes with the oldest torch that pyproject.toml promises, in a venv of its own"
 	@echo "make newest   the same with the newest torch that installs"
-	@echo "make soak     a hundred kills of all kinds in one job, two thousand power cuts, ten minutes of mixed faults, and nothing left behind"
+	@echo "make soak     a hundred kills in one job, two thousand power cuts, ten minutes of mixed faults, and what make test leaves out"
 	@echo "make bench    speed, as ratios measured side by side"
 
 $(READY): pyproject.toml constraints.txt
@@ -82,9 +82,9 @@ test: $(READY) slurm-tools browser-tools
 	wait $$slurm || status=1; cat $$slurm_log; exit $$status
 
 # Tests with real processes, unless TESTS names others.
-TESTS ?= tests -m cluster
+TESTS ?= tests -m cluster --ignore=tests/system/slurm
 N ?= 50
-flaky: $(READY)
+flaky: $(READY) network-tools browser-tools
 	$(BIN)/python -m tests.support.flaky --runs $(N) $(TESTS)
 
 # A failing schedule prints the command that plays it again. FIRST=0 plays those that `make check` begins with.

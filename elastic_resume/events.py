@@ -25,7 +25,7 @@ Kinds, their writers and their own fields::
                                      here do), kill_delay_s (0: killed at once; else another node may
                                      act first), threshold_s, seconds (without a step),
                                      steps {rank: step}, report (a path)
-    hang-ended            agent      generation, step; ranks that waited for another node continued
+    hang-ended            agent      generation, step; the stalled ranks continued before their kill
     hang-detector-failed  agent      error; a bug of ours, hang detection continues
     drain                 agent      cause (SIGTERM, SIGUSR1, ..., deadline, a preemption notice),
                                      others_continue

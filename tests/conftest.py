@@ -13,7 +13,7 @@ from elastic_resume.console import PACKAGE_LOGGER
 from elastic_resume.report import summary
 from elastic_resume.report.loader import load_run
 
-MAX_LOG_LINES = 15  # of each node, in the output of a failed test
+MAX_LOG_LINES = 15  # of each log, in the output of a failed test
 
 # Other tests run at the same time, so the duration of one example means nothing.
 settings.register_profile("patient", parent=settings.default, deadline=None)

@@ -349,7 +349,7 @@ class Hang:
 
 @dataclass(frozen=True)
 class _DeferredKill:
-    """Stalled workers that wait for another node, and the time without progress after which to kill them."""
+    """Stalled workers that are killed after so long without progress, unless they continue before."""
 
     hang: Hang
     records: list[ProgressRecord]

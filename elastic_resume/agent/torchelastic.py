@@ -99,6 +99,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         self._node_order = node_order
         self._store_server: TCPStore | None = None
         self._world: StartWorkers | None = None
+        self._logged_start = False  # of the workers of this world
 
     def get_backend(self) -> str:
         """See base class."""
@@ -142,7 +143,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
             raise SystemExit(0) from None
         if world.rank != 0:
             self._store_server = None  # only the store of rank 0 is used
-        self._world = world
+        self._world, self._logged_start = world, False
         changed = last_world is None or set(last_world.members) != set(world.members)
         self._controller.after_rendezvous(world, membership_changed=changed)
         os.environ[ENV_WORKERS_IDENTICAL] = str(int(len(set(world.workers_per_node)) == 1))
@@ -158,7 +159,14 @@ class ElasticRendezvousHandler(RendezvousHandler):
         return summary
 
     def num_nodes_waiting(self) -> int:
-        """See base class. Reads a flag of this process, so no unreachable host can block it."""
+        """See base class. Reads a flag of this process, so no unreachable host can block it.
+
+        torchelastic calls this while its workers run. Before the first call a signal may interrupt their
+        start. Then they end with this process, without SIGTERM and without the grace.
+        """
+        if not self._logged_start:
+            self._logged_start = True
+            logger.debug("all workers of this node have started.")
         return int(self._client.restart_requested)
 
     def is_closed(self) -> bool:

@@ -18,10 +18,10 @@ Two facts show that a rank waits: torch's flight recorder has a collective that 
 the innermost frames of the main thread are in torch.distributed. Stacks alone are weak evidence: DDP waits
 for gradients in C++ under ``backward()``, and a CUDA rank waits where it first needs a result.
 
-So a suspect is certain only by a fact of its process: it is stopped, sleeps in the kernel, has ended or
-holds the GIL. Any other may wait for another node in a way that cannot be seen. For instance the collective
-may have ended since, because a stopped rank was continued for a moment to get its stacks. A node whose
-evidence is uncertain therefore leaves a node with certain evidence the time to act first.
+Only a fact of the process proves that a suspect is the cause: it is stopped, in uninterruptible sleep, ended,
+or holds the GIL. Every other suspect may wait for another node without a visible sign. For instance its
+collective may have ended since, because collecting stacks woke a stopped rank for a moment. An agent without
+such proof therefore waits, so that an agent with proof acts first.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ CALIBRATION_STEPS = 3
 # A node whose ranks all wait for other nodes acts after this time. Normally the culprit's node acts earlier.
 # A rank that is busy and did not say so has this long to finish.
 PEER_WAIT_S = 300.0
-# A node with an uncertain suspect acts after this share of the limit. All nodes reach the limit within about
-# one step, so a node with certain evidence has acted long before.
-UNCERTAIN_DELAY_FACTOR = 0.5
+# An agent without proof waits for this share of the limit. The stalls of different nodes begin at most one
+# step apart, so an agent with proof acts first if a step takes less than half of the limit.
+UNPROVEN_DELAY_FACTOR = 0.5
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class HangThreshold:
         )
 
     def kill_delay_s(self, diagnosis: HangDiagnosis, limit_s: float) -> float:
-        """Return the seconds for which this node leaves its ranks alone, so that another node may act."""
-        if diagnosis.is_certain:
+        """Return for how many seconds this agent waits before it kills: another one may have proof."""
+        if diagnosis.cause_is_here:
             return 0.0
         if not diagnosis.waits_for_other_node:
-            return UNCERTAIN_DELAY_FACTOR * limit_s
+            return UNPROVEN_DELAY_FACTOR * limit_s
         return max(PEER_WAIT_S, limit_s) if self.configured_s is None else self.configured_s
 
 
@@ -189,6 +189,9 @@ def _is_exempt(progress: RankProgress, threshold: HangThreshold) -> bool:
     )
 
 
+# The kernel's letters of a process's state in /proc/PID/stat; none if the process is gone.
+ENDED, STOPPED, UNINTERRUPTIBLE = ("", "Z", "X"), ("T", "t"), "D"
+
 COLLECTIVE, BACKWARD, OPTIMIZER, DATA = "collective", "backward", "optimizer", "data"
 # Search the library frames from the innermost one outward; the first match decides.
 _FRAME_KINDS = (
@@ -276,13 +279,13 @@ class RankFinding:
 class HangDiagnosis:
     """Suspects and victims of a hang, or the finding that all ranks of this node wait for another node.
 
-    ``is_certain``: no rank of another node can be the cause.
+    ``cause_is_here``: this node has all ranks, or a rank here is proved to be the cause.
     """
 
     suspects: tuple[RankFinding, ...] = ()
     victims: tuple[RankFinding, ...] = ()
     waits_for_other_node: bool = False
-    is_certain: bool = False
+    cause_is_here: bool = False
 
 
 def classify_frames(frames: Sequence[StackFrame]) -> str:
@@ -316,10 +319,10 @@ def waits_in_collective(evidence: RankEvidence) -> bool:
 
 def diagnose_hang(evidence: Sequence[RankEvidence], world_size: int) -> HangDiagnosis:
     """Find suspects and victims among the ranks of one node."""
-    is_certain = len(evidence) == world_size or any(
-        item.is_stalled and _has_certain_fault(item) for item in evidence
+    cause_is_here = len(evidence) == world_size or any(
+        item.is_stalled and _cannot_wait_for_peers(item) for item in evidence
     )
-    return replace(_find_suspects(evidence, world_size), is_certain=is_certain)
+    return replace(_find_suspects(evidence, world_size), cause_is_here=cause_is_here)
 
 
 def _find_suspects(evidence: Sequence[RankEvidence], world_size: int) -> HangDiagnosis:
@@ -363,9 +366,9 @@ def _make_finding(evidence: RankEvidence, reason: str) -> RankFinding:
     return RankFinding(evidence.rank, evidence.local_rank, reason)
 
 
-def _has_certain_fault(evidence: RankEvidence) -> bool:
-    """Whether the process ended, is stopped, sleeps in the kernel or holds the GIL: it waits for no rank."""
-    return evidence.process_state in {"", "Z", "X", "T", "t", "D"} or (
+def _cannot_wait_for_peers(evidence: RankEvidence) -> bool:
+    """Whether the process has ended, is stopped, is in uninterruptible sleep or holds the GIL."""
+    return evidence.process_state in {*ENDED, *STOPPED, UNINTERRUPTIBLE} or (
         evidence.python_responded is False and not waits_in_collective(evidence)
     )
 
@@ -374,12 +377,12 @@ def _describe_own_fault(evidence: RankEvidence, *, has_no_peers: bool) -> str:
     """Describe why a rank cannot be waiting for others; empty if it can."""
     at = innermost_user_frame(evidence.frames)
     where = f" at {at}" if at else ""
-    if evidence.process_state in {"", "Z", "X"}:
+    if evidence.process_state in ENDED:
         return "has ended, while others of its generation continue"
-    if evidence.process_state in {"T", "t"}:
+    if evidence.process_state in STOPPED:
         by = "by a signal (SIGSTOP)" if evidence.process_state == "T" else "by a debugger"
         return f"is stopped {by}{where}"
-    if evidence.process_state == "D":
+    if evidence.process_state == UNINTERRUPTIBLE:
         sleeps = f" ({evidence.kernel_function})" if evidence.kernel_function else ""
         return f"sleeps in the kernel{sleeps} and cannot be woken: a disk or a device hangs{where}"
     if not has_no_peers and waits_in_collective(evidence):

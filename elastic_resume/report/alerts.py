@@ -52,10 +52,8 @@ def find_alerts(timeline: EventTimeline) -> tuple[Alert, ...]:
         for event in timeline.select(kind):
             text = describe(event)
             if text:
-                # A hang that another node caused, or may have caused: the generation's end names the cause.
-                is_elsewhere = event.raw.get("waits_for_other_node") is True or bool(
-                    event.get_seconds("kill_delay_s")
-                )
+                # A hang that another node caused.
+                is_elsewhere = event.raw.get("waits_for_other_node") is True
                 found.append(_make_alert(kind, NOTE if is_elsewhere else severity, event, text))
     for event in timeline.select("rendezvous"):
         kind = event.get_text("what")
@@ -173,6 +171,8 @@ def _describe_hang(event: ParsedEvent) -> str:
     suspect_list = [s for s in suspects if isinstance(s, dict)] if isinstance(suspects, list) else []
     suspects_text = "; ".join(f"rank {s.get('rank')} {s.get('reason')}" for s in suspect_list[:3])
     duration = format_seconds(event.get_seconds("seconds"))
+    if suspects_text and event.get_seconds("kill_delay_s"):
+        suspects_text = f"perhaps {suspects_text}"  # or a rank of another node
     explanation = suspects_text or "all ranks of this node wait for a rank of another node"
     return f"no step for {duration} after step {event.step}: {explanation}"
 

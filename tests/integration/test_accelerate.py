@@ -107,8 +107,8 @@ def run_undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 def compare(disturbed: Path, calm: Path, resumed: list[dict[str, Any]]) -> None:
     """Check that every record equals the undisturbed run's, those of repeated steps too.
 
-    A rank that is stopped behind the last all-reduce of a step lacks the record of that step, if the others
-    finished it: then the job resumes behind it.
+    If a rank is stopped after a step's last all-reduce, the others may finish the step, and the job resumes
+    after it. Then the stopped rank has no record of that step.
     """
     records, expected = diary_of(disturbed), diary_of(calm)
     assert records.keys() <= expected.keys()

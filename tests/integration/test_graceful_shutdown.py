@@ -95,15 +95,12 @@ def test_drain_commits_last_finished_step(agents: Agents, number: signal.Signals
 def test_drain_kills_worker_after_grace(agents: Agents) -> None:
     """The worker ignores SIGTERM; the next test shows that it gets the grace."""
     agents.script(STUBBORN)
-    agent = agents.start("--grace=0.5", "train.py")
+    agent = agents.start("--grace=0.5", "train.py", ELASTIC_RESUME_LOG_LEVEL="DEBUG")
     (pid,) = wait_for(lambda: agents.pids("worker"), "the worker")
+    agents.wait_for_workers()
     agent.terminate()
     assert agent.wait(60) == 143
-    assert (
-        agents.log()
-        .splitlines()[-1]
-        .endswith("stopped by SIGTERM; nothing was saved, because no step was finished.")
-    )
+    assert "stopped by SIGTERM; nothing was saved, because no step was finished." in agents.log()
     assert not is_alive(pid)
     (end,) = agents.events("worker-exit")
     assert (end["signal"], end["stopped"]) == ("SIGKILL", True)
@@ -112,8 +109,9 @@ def test_drain_kills_worker_after_grace(agents: Agents) -> None:
 def test_second_interrupt_skips_grace(agents: Agents) -> None:
     """A second Ctrl-C ends the agent at once."""
     agents.script(STUBBORN)
-    agent = agents.start("--grace=3600", "train.py")
+    agent = agents.start("--grace=3600", "train.py", ELASTIC_RESUME_LOG_LEVEL="DEBUG")
     (pid,) = wait_for(lambda: agents.pids("worker"), "the worker")
+    agents.wait_for_workers()
     agent.send_signal(signal.SIGINT)
     wait_for((agents.directory / "terminated").exists, "SIGTERM in the worker")
     assert is_alive(pid)

@@ -255,7 +255,7 @@ def test_hung_worker_is_killed_and_reported_once(stage: Stage) -> None:
 
 
 def test_rank_that_may_wait_for_another_node_is_killed_later(stage: Stage) -> None:
-    """Its agent cannot know whether it does; a node with certain evidence acts at once."""
+    """The agent cannot tell whether it waits; an agent with proof acts at once."""
     stage.hang(polls=3, world_size=2)
     ((kind, fields),) = stage.events
     assert (kind, fields["kill_delay_s"], len(fields["suspects"])) == ("hang", LIMIT_S / 2, 1)
@@ -265,7 +265,7 @@ def test_rank_that_may_wait_for_another_node_is_killed_later(stage: Stage) -> No
 
 
 def test_stopped_rank_is_killed_at_once(stage: Stage) -> None:
-    """Whatever the other nodes do."""
+    """Its state proves that it is the cause."""
     os.kill(stage.pid, signal.SIGSTOP)
     stage.hang(polls=3, world_size=2)
     wait_for(lambda: stage.is_killed, "the worker to be dead")

@@ -60,6 +60,10 @@ class Agents:
         """Return what an agent and its workers have printed."""
         return (self.directory / f"{node}.log").read_text()
 
+    def wait_for_workers(self, node: str = "a") -> None:
+        """Wait until the agent, which logs DEBUG, has started its workers and would pass a signal on."""
+        wait_for(lambda: "all workers of this node have started" in self.log(node), "the workers' start")
+
     def events(self, kind: str, node: str = "a", run_id: str = "train") -> list[events.Event]:
         """Return one node's events of a kind."""
         path = self.directory / "checkpoints" / run_id / node / "events.jsonl"

@@ -1,10 +1,10 @@
-"""Find tests that fail by chance: ``python -m tests.support.flaky --runs 50 [PYTEST ARGUMENT ...]``.
+"""Find flaky tests: ``python -m tests.support.flaky --runs 50 [PYTEST ARGUMENT ...]``.
 
-Runs each test many times, three at a time, and prints how often each failed. Meanwhile `disturb` takes
-processors and disk away from random processes of the tests. ``make flaky TESTS=… N=50`` calls it.
+Runs each test many times under a random load, three at a time, and counts failures. The load keeps processors
+and disk busy, and stops or slows random processes of the tests. ``make flaky TESTS=… N=50`` calls it.
 
-A disturbance may hit a process that its test stops or continues at the same moment. Such a failure is the
-disturbance's own; ``--calm`` repeats the tests without any.
+A failure may come from the load itself: it may continue a process that a test has just stopped.
+``--undisturbed`` runs without load.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import pytest
 
 PARALLEL = 3
 SHORTEST_S, LONGEST_S = 0.05, 0.3  # of one disturbance
+STOP_TIMEOUT_S = 60.0
 WRITE_BYTES = 4 << 20
 HOG = "while True: pass"
 
@@ -54,21 +55,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print each test that failed, how often, and the first line of each error."""
-    runs: Counter[str] = Counter()
-    errors: dict[str, list[str]] = defaultdict(list)
+    runs: dict[str, set[str]] = defaultdict(set)
+    errors: dict[str, dict[str, str]] = defaultdict(dict)
     for outcome, reports in terminalreporter.stats.items():
         for report in reports:
             if isinstance(report, pytest.TestReport):
                 name = _without_run(report.nodeid)
-                runs[name] += report.when == "call"
+                runs[name].add(report.nodeid)
                 if outcome in {"failed", "error"}:
                     crash = getattr(report.longrepr, "reprcrash", None)
-                    errors[name].append(str(getattr(crash, "message", report.longrepr)).partition("\n")[0])
+                    message = str(getattr(crash, "message", report.longrepr)).partition("\n")[0]
+                    errors[name].setdefault(report.nodeid, message)
     write = terminalreporter.write_line
-    terminalreporter.section(f"{len(runs)} tests, {sum(runs.values())} runs, {len(errors)} tests failed")
+    terminalreporter.section(
+        f"{len(runs)} tests, {sum(map(len, runs.values()))} runs, {len(errors)} tests failed"
+    )
     for name, lines in sorted(errors.items(), key=lambda pair: -len(pair[1])):
-        write(f"{len(lines):3} of {runs[name]:3}  {name}")
-        for line, count in Counter(lines).most_common():
+        write(f"{len(lines):3} of {len(runs[name]):3}  {name}")
+        for line, count in Counter(lines.values()).most_common():
             write(f"             {count} x {line[:160]}")
 
 
@@ -82,30 +86,31 @@ def _without_run(nodeid: str) -> str:
 # ---- the disturbance -------------------------------------------------------------------------------------
 
 
-def disturb(tests: subprocess.Popen[bytes], numbers: random.Random, directory: Path) -> None:
-    """Disturb the processes of ``tests`` until it ends, each time in one way and for at most `LONGEST_S`."""
+def disturb(tests: subprocess.Popen[bytes], rng: random.Random, directory: Path) -> None:
+    """Disturb the processes of ``tests`` in random ways until it ends."""
     hogs = [subprocess.Popen([sys.executable, "-c", HOG]) for _ in range(os.cpu_count() or 1)]
     for hog in hogs:
         hog.send_signal(signal.SIGSTOP)
-    ways = (
+    disturbances = [
         lambda: _take_processors(hogs),
-        lambda: _stop(_choose_process(tests.pid, numbers)),
-        lambda: _make_idle(_choose_process(tests.pid, numbers)),
-        lambda: _write(directory / "load"),
-    )
+        lambda: _stop(_choose_process(tests.pid, rng)),
+        lambda: _load_disk(directory / "load"),
+    ]
+    if os.geteuid() == 0:  # others may be unable to raise the priority again
+        disturbances.append(lambda: _lower_priority(_choose_process(tests.pid, rng)))
     try:
         while tests.poll() is None:
-            with contextlib.suppress(psutil.Error, OSError, IndexError), numbers.choice(ways)():
-                time.sleep(numbers.uniform(SHORTEST_S, LONGEST_S))
-            time.sleep(numbers.uniform(0, SHORTEST_S))
+            with contextlib.suppress(psutil.Error, OSError, IndexError), rng.choice(disturbances)():
+                time.sleep(rng.uniform(SHORTEST_S, LONGEST_S))
+            time.sleep(rng.uniform(0, SHORTEST_S))
     finally:
         for hog in hogs:
             hog.kill()
             hog.wait()
 
 
-def _choose_process(root: int, numbers: random.Random) -> psutil.Process:
-    return numbers.choice(psutil.Process(root).children(recursive=True))
+def _choose_process(root: int, rng: random.Random) -> psutil.Process:
+    return rng.choice(psutil.Process(root).children(recursive=True))
 
 
 @contextlib.contextmanager
@@ -132,9 +137,10 @@ def _stop(process: psutil.Process) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _make_idle(process: psutil.Process) -> Iterator[None]:
+def _lower_priority(process: psutil.Process) -> Iterator[None]:
     """Let a process run only while no other wants the processor."""
-    os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
+    # What it forks meanwhile is not idle: nothing would end that.
+    os.sched_setscheduler(process.pid, os.SCHED_IDLE | os.SCHED_RESET_ON_FORK, os.sched_param(0))
     try:
         yield
     finally:
@@ -142,8 +148,8 @@ def _make_idle(process: psutil.Process) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _write(path: Path) -> Iterator[None]:
-    """Make the disk slow by waiting for writes."""
+def _load_disk(path: Path) -> Iterator[None]:
+    """Write and sync 32 MB."""
     with open(path, "wb") as file:
         for _ in range(8):
             file.write(bytes(WRITE_BYTES))
@@ -155,10 +161,10 @@ def main() -> int:
     """Run pytest beside the disturbance; return its exit code."""
     parser = argparse.ArgumentParser(prog="flaky", description=__doc__)
     parser.add_argument("--runs", type=int, default=50)
-    parser.add_argument("--calm", action="store_true", help="without disturbance")
+    parser.add_argument("--undisturbed", action="store_true", help="without load")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
     options, others = parser.parse_known_args()
-    print(f"seed of the disturbance: {options.seed}", flush=True)
+    print(f"seed of the load: {options.seed}", flush=True)
     pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", __spec__.name, "-p", "no:cacheprovider"]
     pytest_command += [
         "-rN",
@@ -172,12 +178,12 @@ def main() -> int:
     ]
     tests = subprocess.Popen(pytest_command)
     try:
-        if not options.calm:
+        if not options.undisturbed:
             with tempfile.TemporaryDirectory() as directory:
                 disturb(tests, random.Random(options.seed), Path(directory))
         return tests.wait()
     finally:
-        tests.kill()
+        tests.wait(STOP_TIMEOUT_S)  # after Ctrl-C pytest stops its nodes
 
 
 if __name__ == "__main__":

@@ -399,19 +399,19 @@ def test_decision_has_time_of_next_check() -> None:
     assert hangs.find_hung_ranks({}, TWO) == HangDecision((), 2.0, 2.0)
 
 
-CERTAIN = HangDiagnosis(is_certain=True)
+HERE = HangDiagnosis(cause_is_here=True)
 ELSEWHERE = HangDiagnosis(waits_for_other_node=True)
 
 
-def test_node_without_certain_evidence_leaves_others_the_time_to_act() -> None:
+def test_kill_delay_follows_where_the_cause_may_be() -> None:
     """Ranks that wait get the configured time again, or five minutes at least, since a rank may be busy."""
-    for diagnosis, two, auto in ((CERTAIN, 0.0, 0.0), (HangDiagnosis(), 1.0, 15.0), (ELSEWHERE, 2.0, 300.0)):
+    for diagnosis, two, auto in ((HERE, 0.0, 0.0), (HangDiagnosis(), 1.0, 15.0), (ELSEWHERE, 2.0, 300.0)):
         assert (TWO.kill_delay_s(diagnosis, 2.0), AUTO.kill_delay_s(diagnosis, 30.0)) == (two, auto)
     assert AUTO.kill_delay_s(ELSEWHERE, 999.0) == 999.0
 
 
 @pytest.mark.parametrize(
-    ("own", "is_certain"),
+    ("own", "cause_is_here"),
     [
         ({"process_state": "T"}, True),
         ({"process_state": "D"}, True),
@@ -427,7 +427,7 @@ def test_node_without_certain_evidence_leaves_others_the_time_to_act() -> None:
         ({"pending_collectives": ALL_REDUCE, "frames": IN_ALL_REDUCE}, False),
     ],
 )
-def test_only_facts_of_the_process_are_certain(own: dict[str, object], is_certain: bool) -> None:
-    """Unless no other node can be the cause."""
-    assert diagnose_hang(alone(**own), world_size=4).is_certain == is_certain
-    assert diagnose_hang(alone(**own), world_size=3).is_certain
+def test_cause_is_proved_only_by_process_state_or_gil(own: dict[str, object], cause_is_here: bool) -> None:
+    """If this node has all ranks, the cause is here anyway."""
+    assert diagnose_hang(alone(**own), world_size=4).cause_is_here == cause_is_here
+    assert diagnose_hang(alone(**own), world_size=3).cause_is_here

@@ -1,4 +1,4 @@
-"""The finder of tests that fail by chance counts each test's failures."""
+"""`make flaky` counts the failures of each test."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_passes():
 
 
 def test_summary_counts_failures_of_each_test(tmp_path: Path) -> None:
-    """By the test's own parameters, with each error's first line."""
+    """Runs of one test with its parameters are counted together; equal errors are printed once."""
     (tmp_path / "test_some.py").write_text(TESTS)
     done = subprocess.run(
         [
@@ -42,7 +42,7 @@ def test_summary_counts_failures_of_each_test(tmp_path: Path) -> None:
             os.devnull,
         ],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""},
         capture_output=True,
         text=True,
         check=False,
