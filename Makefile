@@ -4,8 +4,8 @@ BIN := .venv/bin
 READY := .venv/.ready
 # Else each of a thousand processes compiles the package, and each pytest rewrites it once more.
 unexport PYTHONDONTWRITEBYTECODE
-# Much of a test of real processes is waiting: on two cores, three at a time. Pure tests do not wait.
-PARALLEL := -n 3 --dist worksteal
+# Much of a test of real processes is waiting: on two cores, four at a time. Pure tests do not wait.
+PARALLEL := -n 4 --dist worksteal
 PURE_PARALLEL := -n 2 --dist worksteal
 
 .PHONY: demo test test-slurm test-rest flaky lint check docs simulate nightly oldest newest soak bench clean network-tools slurm-tools browser-tools
