@@ -5,8 +5,10 @@ A page is one session in an empty directory, in the page's order:
 - A python block whose first line is ``# train.py``, or whose paragraph names ``train.py`` at its end, is
   written to that file. With ``def test_`` pytest runs it. Any other python or diff block is a fragment: it
   runs on two ranks after `PREFACE`, which has the objects that a reader has.
-- An sh block runs in bash, or its job is forked. If the paragraph says "second terminal", the block before
-  still runs.
+- An sh block runs in bash. If it has `elastic-resume` commands only, they run without a shell, forked from a
+  process that has imported torch.
+- If the paragraph of an sh block says "second terminal", the block before still runs, in bash. The second
+  block is a `pkill`, which is imitated.
 - A text block is part of the output before. ``…`` matches any text, a number any number.
 - `NOT_RUN` names what cannot run here, with the reason. Its commands are parsed all the same.
 """
@@ -357,7 +359,7 @@ class Session:
             self.job.wait()
 
     def run_pytest(self, block: Block) -> None:
-        """Run a block as a file of tests, in this process, whose simulated nodes need no new imports."""
+        """Run a block of tests in this process, so that its nodes fork without importing torch again."""
         path = self.directory / "test_page.py"
         path.write_text(block.code)
         off = [f"-pno:{plugin}" for plugin in ("cacheprovider", "faulthandler", "timeout", "xdist")]
@@ -413,6 +415,7 @@ def test_session_of_page_runs(
     """Files, commands, their output, and tests."""
     blocks = run_blocks(page)
     session = Session(tmp_path / "session", lambda: request.getfixturevalue("copies"), IMPORTS.get(page, ""))
+    # `run_pytest` runs in this process, and a page's tests name their scripts without a directory.
     monkeypatch.chdir(session.directory)
     try:
         for block, following in zip(blocks, [*blocks[1:], None], strict=True):

@@ -134,7 +134,7 @@ def page_quotes() -> list[str]:
 
 
 def test_each_message_has_an_entry(page_quotes: list[str]) -> None:
-    """Whoever searches the page for the constant part of a message finds it, and no quote covers too many."""
+    """Every message has an entry that quotes its constant part, and no quote covers too many."""
     found = list(messages())
     assert len(found) > 200, "the messages were not collected"
     patterns = [pattern(quote) for quote in page_quotes]

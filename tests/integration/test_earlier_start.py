@@ -74,7 +74,10 @@ def test_start_on_earlier_run_logs_difference_once(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.cluster
 def test_restart_logs_no_notice_and_next_start_does(tmp_path: Path) -> None:
-    """Only a new start may surprise a person. Secrets stay masked. Reports begin at the last fresh start."""
+    """Only a new start may surprise a person. Secrets stay masked.
+
+    Then a start with `never` begins the report and the history of failures anew.
+    """
     (tmp_path / "train.py").write_text(SCRIPT)
     with testing.Cluster(tmp_path / "cluster", nodes=2, flags=["--save-every", "1"]) as cluster:
         cluster.start(str(tmp_path / "train.py"), "2", "once")

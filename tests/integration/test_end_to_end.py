@@ -67,16 +67,21 @@ def wait_for_resume(cluster: Cluster, after: int, size: int = 3) -> dict[str, An
     return cluster.wait(find, f"a world of {size} after generation {after}")[0]
 
 
-def test_job_with_failures_equals_undisturbed_job_and_never_starts_over(tmp_path: Path) -> None:
-    """One job meets one failure after the other; the end state is bit-identical, and no process stays."""
+def test_job_with_five_failures_ends_with_undisturbed_weights(tmp_path: Path) -> None:
+    """The weights are bit-identical, and no process stays.
+
+    When all copies are damaged, the job ends with an error and does not start over.
+    """
     with Cluster(tmp_path, nodes=3, flags=FLAGS) as cluster:
         kept = start(cluster, waits_at=12, raise_at="1:12:1")
 
-        resumed = wait_for_resume(cluster, after=1)  # a rank has raised
+        # 1. A rank raises.
+        resumed = wait_for_resume(cluster, after=1)
         failure = cluster.node_events(1, "failure")[0]
         assert (failure["type"], failure["message"]) == ("RuntimeError", "told to fail at step 12")
         assert "train.py" in failure["frame"]
 
+        # 2. A worker is killed after a checkpoint.
         for index in range(3):
             cluster.wait(commit=10, node=index)
         cluster.kill_worker(1)
@@ -85,6 +90,7 @@ def test_job_with_failures_equals_undisturbed_job_and_never_starts_over(tmp_path
         assert resumed["step"] >= 10
         assert "SIGKILL" in [event["signal"] for event in cluster.node_events(1, "worker-exit")]
 
+        # 3. A node is killed and loses its disk.
         cluster.kill_node(2)
         cluster.wipe(2)
         cluster.start_node(2)
@@ -94,29 +100,31 @@ def test_job_with_failures_equals_undisturbed_job_and_never_starts_over(tmp_path
         start_of_n2 = cluster.wait(lambda: cluster.node_events(2, "worker-start"), "the worker of n2")[0]
         assert (start_of_n2["generation"], start_of_n2["step"]) == (resumed["generation"], resumed["step"])
 
-        planned = cluster.arm(2, "resume.planned=wait")  # n2 dies while the others load
+        # 4. A node is killed in a resume, while the others load.
+        planned = cluster.arm(2, "resume.planned=wait")
         cluster.kill_worker(1)
         cluster.wait(lambda: cluster.failpoints.is_waiting(planned), "n2 to plan its resume")
         cluster.kill_node(2)
         cluster.start_node(2)
         resumed = wait_for_resume(cluster, after=resumed["generation"])
 
+        # 5. The whole job is stopped, and two copies are damaged.
         for index in range(3):
             cluster.wait(commit=resumed["step"] + 1, node=index)
         cluster.stop()
         go_on(cluster)
-        check_damaged_copies_are_replaced(cluster)
+        damage_two_copies_and_finish(cluster)
         assert check_end(kept, world_size=3, epochs=EPOCHS) == train_undisturbed(tmp_path / "undisturbed")
         assert training_log.repeated_steps(kept) <= 5 * (SAVE_EVERY + 1)
         assert max(entry.step for entry in cluster.checkpoints(2)) == EPOCHS * SAMPLES // 24
         cluster.stop()
         wait_for(lambda: not list(left_behind(tmp_path)), "all processes to end")
         assert not [path for path in tmp_path.rglob("*") if path.is_socket()]
-        check_job_ends_when_every_checkpoint_is_damaged(cluster)
+        damage_all_copies_and_expect_error(cluster)
 
 
-def check_damaged_copies_are_replaced(cluster: Cluster) -> None:
-    """Tear one copy and flip a bit of another; the same command again uses the third node's to the end."""
+def damage_two_copies_and_finish(cluster: Cluster) -> None:
+    """Tear one copy and flip a bit of another; the same command continues with the third node's copy."""
     step = max(set.intersection(*({entry.step for entry in cluster.checkpoints(i)} for i in range(3))))
     for index in range(3):
         for entry in cluster.checkpoints(index):
@@ -137,8 +145,8 @@ def check_damaged_copies_are_replaced(cluster: Cluster) -> None:
     assert "rejected n1/" in cluster.output(0)
 
 
-def check_job_ends_when_every_checkpoint_is_damaged(cluster: Cluster) -> None:
-    """An error names them; the job never starts from nothing, however often it is started."""
+def damage_all_copies_and_expect_error(cluster: Cluster) -> None:
+    """Empty every checkpoint. Each start ends with an error and trains no step."""
     before = newest(cluster)
     for index in range(3):
         for entry in cluster.checkpoints(index):

@@ -1,4 +1,4 @@
-"""Inject each kind of fault for real into two jobs; some of them in `make soak` only.
+"""Inject every kind of fault into two jobs; `make test` leaves out `ONLY_IN_SOAK`.
 
 The job either continues without a lost step or ends with the documented error. The report, which knows only
 what the nodes saw, names the cause.
@@ -109,13 +109,22 @@ OF_MACHINES = [
 ]
 
 
-ONLY_IN_SOAK = {"exit", "hold-gil", "kill-agent", "kill-node", "stop-agent", "poweroff", "cut", "cut-out"}
-"""Faults that other tests inject too: those of chaos, of lost nodes, of silent losses and of disks."""
+# Kind of fault -> the test file that has it in `make test`.
+ONLY_IN_SOAK = {
+    "exit": "integration/test_run_command.py",
+    "hold-gil": "integration/test_hang_detector.py",
+    "kill-agent": "integration/test_chaos.py",
+    "kill-node": "integration/test_lost_nodes.py",
+    "stop-agent": "integration/test_lost_nodes.py",
+    "poweroff": "integration/test_disk_faults.py",
+    "cut": "system/network/test_silent_loss.py",
+    "cut-out": "unit/testing/test_fault_runner.py",  # on fake links; "cut-in" has real ones here
+}
 AT_THE_END = {"torn-write", "bit-flip", "skip-collective"}  # see `run_process_faults`
 
 
 def test_every_fault_cases_cover_all_kinds() -> None:
-    """Every kind that a plan may name is injected here."""
+    """Every kind that a plan may name has a case here, and `make soak` injects them all."""
     assert {each.fault.what for each in (*OF_PROCESSES, *OF_MACHINES)} | AT_THE_END == set(KINDS)
 
 
@@ -133,8 +142,9 @@ def read_report(cluster: Cluster) -> RunReport:
 def inject_all(cluster: Cluster, cases: Sequence[Case]) -> dict[Case, tuple[int, int]]:
     """Inject one fault after the other; return the generations before and after each."""
     spans, before = {}, wait_until_steady(cluster)
-    soak = "ELASTIC_RESUME_SOAK_KILLS" in os.environ
-    for each in [each for each in cases if soak or each.fault.what not in ONLY_IN_SOAK]:
+    if "ELASTIC_RESUME_SOAK_KILLS" not in os.environ:
+        cases = [each for each in cases if each.fault.what not in ONLY_IN_SOAK]
+    for each in cases:
         after = inject(cluster, each)
         spans[each], before = (before, after), after
     return spans

@@ -225,8 +225,8 @@ def test_secondary_failures_of_lost_node_do_not_count(make: Make) -> None:
     assert {failure["type"] for failure in verdict["secondary_failures"]} == {"RuntimeError"}
 
 
-def test_drained_node_is_preempted_and_crashed_node_names_place(make: Make) -> None:
-    """SIGTERM to an agent is no failure of the job. After SIGSEGV the stacks of its threads are the trace."""
+def test_drain_is_no_failure_and_crash_prints_stacks(make: Make) -> None:
+    """SIGTERM to an agent preempts its node. After SIGSEGV the agent prints the stacks of its threads."""
     cluster = make("none", env={"ELASTIC_RESUME_MAX_NO_PROGRESS": "1"})
     wait_for_three(cluster)
     cluster.kill_agent(1, signal.SIGTERM)
@@ -240,8 +240,8 @@ def test_drained_node_is_preempted_and_crashed_node_names_place(make: Make) -> N
     assert "elastic_resume/agent/main.py" in cluster.output(2)
 
 
-def test_max_restarts_counts_restarts_only(tmp_path: Path) -> None:
-    """Three restarts without progress, although the default would be two."""
+def test_max_restarts_3_allows_four_starts(tmp_path: Path) -> None:
+    """The flag replaces the default limit of two restarts without progress."""
     script = tmp_path / "train.py"
     script.write_text("import sys; sys.exit(9)\n")
     env = {"ELASTIC_RESUME_NO_WARM": "1"}

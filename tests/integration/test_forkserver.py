@@ -156,7 +156,7 @@ def test_script_behaves_the_same_plain_cold_and_warm(warm: RunningForkServer, tm
     for name in facts[0]:
         assert facts[1][name] == facts[0][name], f"warm: {name}"
         assert facts[2][name] == facts[0][name], f"cold: {name}"
-    assert out[0].splitlines()[1:] == ["a thread's last word", "at exit"]
+    assert out[0].splitlines()[1:] == ["from a thread", "at exit"]
     assert [text.splitlines()[1:] for text in out[1:]] == [out[0].splitlines()[1:]] * 2
     assert err == [""] * 3
 
@@ -544,9 +544,8 @@ def test_shim_waiting_for_imports_ends_on_sigterm(
     start_own: Callable[..., RunningForkServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No worker has been started yet."""
-    monkeypatch.setattr(
-        forkserver_manager, "_is_stopped", lambda _: False
-    )  # else it would replace the server
+    # Otherwise the manager would replace the stopped server.
+    monkeypatch.setattr(forkserver_manager, "_is_stopped", lambda _: False)
     warm = start_own()
     assert warm.manager.pid is not None
     os.kill(warm.manager.pid, signal.SIGSTOP)

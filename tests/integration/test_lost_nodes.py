@@ -115,7 +115,7 @@ def test_view_with_newcomers_and_drained_nodes_keeps_the_order_of_ranks(make_job
     job.cluster.start_node(2)
     generation = job.wait_for_world([0, 1, 3, 2], generation)
     assert job.nodes_in_generation(generation) == ["n0", "n1", "n3", "n2"]
-    for index in (0, 1):  # the leader and another node at once
+    for index in (0, 1):
         job.cluster.kill_agent(index, signal.SIGTERM)
     assert job.cluster.wait_exit(60, only=[0, 1]) == [143, 143]
     generation = job.wait_for_world([3, 2], generation)
@@ -158,7 +158,7 @@ def test_kill_during_a_restart_leaves_a_view_of_the_survivors(make_job: MakeJob,
 
 
 def test_nodes_with_different_numbers_of_workers_get_consecutive_ranks(make_job: MakeJob) -> None:
-    """Torchelastic computes every rank without the store. The finished job starts again with fewer nodes."""
+    """Torchelastic computes every rank without the store. Then the finished job starts again on one node."""
     job = make_job(3, candidates=1)
     job.start([])
     for index, workers in enumerate([1, 3, 2]):

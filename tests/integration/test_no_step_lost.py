@@ -1,6 +1,6 @@
 """With a snapshot at every step, no single failure costs a finished step, at whichever moment it happens.
 
-`make soak` plans fifty kills, `make test` fewer. ELASTIC_RESUME_SOAK_SEED chooses others.
+`make soak` plans a hundred kills, `make test` five. ELASTIC_RESUME_SOAK_SEED chooses others.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """Optimizers with several ways to train, killed in mid-run: the resumed run equals the undisturbed run.
 
+The ways are plain, dropout, BatchNorm, an average of the weights, a GradScaler and accumulated gradients.
+Half of all pairs run.
+
 For each cell (tests/support/scripts/matrix.py) these are compared bit for bit: weights and buffers,
 optimizer, scheduler, scaler, average, the samples that each rank reads in each step, and every loss.
 

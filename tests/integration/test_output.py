@@ -102,7 +102,7 @@ def test_start_and_recovery_print_few_lines(tmp_path: Path) -> None:
 
 
 # Saves and resumes in a terminal; its commit takes longer than 2 s.
-# A failpoint in its environment would start it cold.
+# The script arms the failpoint itself: in the environment it would make the worker start cold.
 SAVES = """
 import os
 import torch

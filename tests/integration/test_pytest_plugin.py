@@ -145,7 +145,7 @@ def test_example_and_page_pass(tmp_path: Path, files: str, count: int) -> None:
         (tmp_path / name).write_text((EXAMPLES / "digits.py").read_text())
     (tmp_path / "test_my_training.py").write_text((EXAMPLES / "test_my_training.py").read_text())
     for number, block in enumerate(blocks()[1:]):
-        # It ends earlier, but not while a node is away.
+        # Fewer epochs, but long enough for the node to return.
         shorter = block.replace('"--epochs", "30"', '"--epochs", "6", "--step-delay", "0.05"')
         (tmp_path / f"test_page{number}.py").write_text(shorter)
     ends, text = run_pytest(

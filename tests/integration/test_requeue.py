@@ -139,7 +139,7 @@ def test_job_of_several_nodes_is_requeued_once(tmp_path: Path, slurm: Slurm) -> 
         (slurm.directory / "away").touch()
         first = agents_of(cluster)[0].pid
         send(processes(cluster), signal.SIGUSR1)
-        assert cluster.wait_exit() == [75, 0]  # the script is told by one
+        assert cluster.wait_exit() == [75, 0]  # only one node's exit code asks the script to requeue
         assert slurm.requeues() == [(first, "77")] * 2  # by node 0; the controller was away once
         assert all_have_saved(cluster)
         assert [event["cause"] for event in cluster.events("drain")] == ["SIGUSR1"] * NODES

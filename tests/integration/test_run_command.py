@@ -61,8 +61,8 @@ def test_torchruns_flags_keep_their_meaning(agents: Agents) -> None:
         assert named == err.with_name("error.json")
 
 
-def test_a_program_that_is_not_python(agents: Agents) -> None:
-    """Its workers start cold. Under --virtual-local-rank a variable of its own has the true local rank."""
+def test_no_python_program_starts_cold(agents: Agents) -> None:
+    """Under --virtual-local-rank a variable of its own has the true local rank."""
     sh = shutil.which("sh") or "/bin/sh"
     script = "echo got $RANK $LOCAL_RANK $CUDA_VISIBLE_DEVICES $ELASTIC_RESUME_LOCAL_RANK"
     flags = ["--nproc-per-node=2", "--virtual-local-rank", "--no-python"]

@@ -211,7 +211,9 @@ def test_killed_worker_and_run_leave_nothing(start: Callable[..., Run]) -> None:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, pytest.ExitCode.INTERRUPTED), (signal.SIGKILL, -signal.SIGKILL)]
 )
-def test_ended_run_leaves_nothing(start: Callable[..., Run], number: signal.Signals, code: int) -> None:
+def test_interrupted_or_killed_run_leaves_nothing(
+    start: Callable[..., Run], number: signal.Signals, code: int
+) -> None:
     """Ctrl-C or SIGKILL, with nodes of both kinds; pytest's exit code is unchanged."""
     run = start("-k", "test_both")
     run.ready("test_both")

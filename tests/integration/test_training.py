@@ -131,8 +131,15 @@ def test_different_or_untrackable_objects_fail_all_ranks(
     assert_refused(probe(tmp_path, behaviour), *texts)
 
 
-def test_runs_of_one_job_resume_refuse_or_start_over(tmp_path: Path) -> None:
-    """One directory sees them all in turn."""
+def test_resume_option_and_damage_decide_how_a_job_starts(tmp_path: Path) -> None:
+    """The starts follow each other in one directory.
+
+    1. With `must` and no checkpoint it is refused.
+    2. After a crash it resumes, and ends with the weights of an undisturbed run.
+    3. With other shapes it is refused; every difference is named, and no file changes.
+    4. With `never` it starts over and sets the old checkpoints aside.
+    5. With one manifest of a newer version it is refused on all nodes, and no file changes.
+    """
     node = tmp_path / "parts" / "probe" / "n0"
 
     def list_names() -> list[str]:

@@ -1,4 +1,7 @@
-"""``elastic-resume run`` with warm workers behaves like torchrun. test_forkserver.py compares cold ones."""
+"""``elastic-resume run`` with warm workers behaves like torchrun.
+
+`make soak` compares cold starts (test_forkserver.py).
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ def run_mirror(way: str, here: Path) -> dict[str, Any]:
     assert "starts cold" not in done.stderr
     assert "the fork server is a new process" not in done.stderr  # but a fork of the agent
     (error,) = read_logs(here, "error.json")
-    assert json.loads(error)["message"]["message"] == "ValueError: no such luck"
+    assert json.loads(error)["message"]["message"] == "ValueError: rank 0 fails"
     (first, *stdout), stderr = read_logs(here, "stdout.log"), read_logs(here, "stderr.log")
     facts: dict[str, Any] = json.loads(first.splitlines()[0])
     environ = facts["environ"]
@@ -66,10 +69,10 @@ def run_mirror(way: str, here: Path) -> dict[str, Any]:
     return {**facts, "last words": first.splitlines()[1:], "rank 1": stdout, "stderr": stderr}
 
 
-def test_script_behaves_the_same_under_torchrun(tmp_path: Path) -> None:
+def test_warm_script_sees_same_as_under_torchrun(tmp_path: Path) -> None:
     """It prints, forks, spawns, loads data with persistent workers, prints at exit, and fails."""
     expected, facts = (run_mirror(way, tmp_path / way) for way in WAYS)
-    assert expected["last words"] == ["a thread's last word", "at exit"]
+    assert expected["last words"] == ["from a thread", "at exit"]
     assert expected["rank 1"] == ["rank 1 local 0\n"]
     # The agent handles the signal that a scheduler sends before the end; workers ignore it.
     expected["signals"]["SIGUSR1"] = str(signal.SIG_IGN)
@@ -110,10 +113,10 @@ def test_caller_of_main_goes_on_alone(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["a worker ['--nproc-per-node']"] * 2 + ["ended 0"]
 
 
-@pytest.mark.parametrize(("flag", "is_inherited"), [("-m", False), ("-u", False), ("-O", True), ("-P", True)])
-def test_agent_with_interpreter_flags_forks_no_fork_server(
-    flag: str, is_inherited: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("flag", "is_detected"), [("-m", False), ("-u", False), ("-O", True), ("-P", True)])
+def test_interpreter_flags_other_than_m_and_u_are_detected(
+    flag: str, is_detected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With -O a script would lose its assertions."""
+    """A worker must not inherit them: with -O it would lose its assertions."""
     monkeypatch.setattr(sys, "orig_argv", [sys.executable, flag, "elastic_resume", "run"])
-    assert cli._has_interpreter_flags() == is_inherited
+    assert cli._has_interpreter_flags() == is_detected

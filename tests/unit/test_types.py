@@ -1,4 +1,7 @@
-"""Test that typed.py uses every public name, and runs. `make lint` checks its types, and mistakes.py."""
+"""typed.py uses every public name and runs.
+
+mypy in `make lint` checks its types, and that mistakes.py is wrong.
+"""
 
 from __future__ import annotations
 

@@ -114,17 +114,17 @@ def main() -> None:
     """Print the facts, and print again from a thread and at exit."""
     print(json.dumps(facts()))
     atexit.register(print, "at exit")
-    timer = threading.Timer(0.2, print, ["a thread's last word"])
+    timer = threading.Timer(0.2, print, ["from a thread"])
     timer.start()
     if sys.argv[1] != "fail":
         sys.exit(int(sys.argv[1]))
     while not Path("rank-1").exists():  # the failure of rank 0 ends rank 1 too
         time.sleep(0.01)
-    raise ValueError("no such luck")
+    raise ValueError("rank 0 fails")
 
 
 def stand_by() -> None:
-    """Print the ranks, and wait for the end by a signal. It does without torch."""
+    """Print the ranks and sleep until a signal. Imports no torch."""
     print("rank", os.environ["RANK"], "local", os.environ["LOCAL_RANK"])
     Path("rank-1").touch()
     time.sleep(600)

@@ -1,4 +1,7 @@
-"""A user's script with mistakes. mypy reports a line whose mistake it no longer finds: an unused ignore."""
+"""Each marked line has one type error.
+
+If mypy stops finding it, `make lint` fails: the `type: ignore` is unused.
+"""
 
 from pathlib import Path
 

@@ -1,8 +1,8 @@
 """Write snapshots and checkpoints, resume from them, and print the result, for test_restore.py.
 
 The argument is JSON: a list of cases, which the same processes do in turn. A case has "env", with a dict of
-variables for each rank, and "wanted": node -> {"memory": [generation, step], "disk": [[generation, step],
-...], "flip": position of a flipped bit in the checkpoint (0 to 1), "slots": false, "fail": failpoints,
+variables for each rank, and "states_by_node": node -> {"memory": [generation, step], "disk": [[generation,
+step], ...], "flip": position of a flipped bit in the checkpoint (0 to 1), "slots": false, "fail": failpoints,
 "hurt": word of the slot's record that holds the position of a flipped bit, "value": value of all tensors}.
 By default the values follow from the step; BatchNorm's buffers follow from the node.
 """
@@ -75,28 +75,28 @@ def objects(value: float, own: float) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "average": average}
 
 
-def make(place: RankContext, memory: SlotClient | None, wanted: dict[str, Any]) -> None:
+def make(place: RankContext, memory: SlotClient | None, states: dict[str, Any]) -> None:
     """Write the snapshots and checkpoints of this node."""
     rank = place.collectives.rank
     own = 100.0 + rank
-    for order in [wanted["memory"]] if "memory" in wanted else []:
-        manifest, image = _copy(place, order, own, wanted.get("value", float(order[1])))
+    for order in [states["memory"]] if "memory" in states else []:
+        manifest, image = _copy(place, order, own, states.get("value", float(order[1])))
         assert memory is not None
         slot = memory.acquire_slot(len(image), manifest)
         assert slot is not None
         memory.begin_fill(slot)
         slot.memory[: len(image)] = image
         memory.finish_fill(slot, manifest, on_disk=True)
-        if "hurt" in wanted:
-            slot.memory[slot.record.get(wanted["hurt"])] ^= 4
-    for order in wanted.get("disk", []):
-        manifest, image = _copy(place, order, own, wanted.get("value", float(order[1])))
+        if "hurt" in states:
+            slot.memory[slot.record.get(states["hurt"])] ^= 4
+    for order in states.get("disk", []):
+        manifest, image = _copy(place, order, own, states.get("value", float(order[1])))
         with CheckpointTransaction(place.node_dir, *order, block_bytes=BLOCK_BYTES) as writer:
             writer.write(image)
             path = writer.commit(manifest)
-    if "flip" in wanted:
+    if "flip" in states:
         with open(path / constants.STATE_FILE, "r+b") as file:
-            file.seek(int(wanted["flip"] * len(image)))
+            file.seek(int(states["flip"] * len(image)))
             byte = file.read(1)[0]
             file.seek(-1, os.SEEK_CUR)
             file.write(bytes([byte ^ 1]))
@@ -121,12 +121,12 @@ def _copy(place: RankContext, order: list[int], own: float, value: float) -> tup
     return manifest, memoryview(b"".join(map(bytes, schedule.iter_state_chunks(flat, layout))))
 
 
-def resume(world: Collectives, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Write and resume on one rank; return what it has then."""
+def resume(world: Collectives, states_by_node: dict[str, Any]) -> dict[str, Any]:
+    """Write this rank's states, resume, and return the result."""
     settings = Settings.for_worker(os.environ, "resumer.py", run_id="job")
     events = settings.ckpt_dir / "job" / settings.node_name / constants.EVENTS_FILE
     place = RankContext(world, settings, EventLog(events, node=settings.node_name))
-    mine = wanted.get(place.node, {})
+    mine = states_by_node.get(place.node, {})
     if place.is_local_leader:
         node_dir = NodeDir.claim(settings.ckpt_dir, "job", place.node)
     world.gather(None)
@@ -191,7 +191,7 @@ def main(cases: list[dict[str, Any]]) -> None:
     before = dict(os.environ)
     for case in cases:
         os.environ.update(case["env"][world.rank])
-        print(json.dumps(resume(world, case["wanted"])), flush=True)
+        print(json.dumps(resume(world, case["states_by_node"])), flush=True)
         os.environ.clear()
         os.environ.update(before)
 

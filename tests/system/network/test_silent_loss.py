@@ -54,7 +54,10 @@ def end(hearts: HeartbeatJob) -> None:
 
 
 def test_node_with_cut_link_is_lost_and_rejoins_last(make: Make) -> None:
-    """Its own workers end first; the survivors continue. It is the leader, or it receives nothing."""
+    """First the leader loses its links, then n2 receives nothing.
+
+    The lost node's own workers end first; the survivors continue.
+    """
     hearts = make(3)
     hearts.start()
     now = hearts.wait_for_world([0, 1, 2])
@@ -71,8 +74,11 @@ def test_node_with_cut_link_is_lost_and_rejoins_last(make: Make) -> None:
     end(hearts)
 
 
-def test_part_without_majority_waits_until_heal(make: Make) -> None:
-    """Two of five log the nodes that they wait for. Of 2|2|1 no part has a quorum, and nothing is lost."""
+def test_side_without_majority_waits_until_network_heals(make: Make) -> None:
+    """Two of five nodes log the nodes that they wait for.
+
+    Then five nodes split 2, 2 and 1: no side has a quorum.
+    """
     hearts = make(5)
     hearts.start()
     now = hearts.wait_for_world([0, 1, 2, 3, 4])

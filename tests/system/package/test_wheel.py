@@ -168,7 +168,7 @@ def test_sdist_and_tree_build_the_same_wheel(wheel_files: dict[str, bytes], tmp_
     assert read_wheel(wheel) == wheel_files
 
 
-def test_metadata_is_accepted_by_the_index(
+def test_metadata_passes_index_check_and_registers_pytest_plugin(
     archives: tuple[Path, Path], wheel_files: dict[str, bytes]
 ) -> None:
     """The description is the README, torch comes with few other packages, and pytest finds the plugin."""

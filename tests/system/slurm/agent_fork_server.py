@@ -1,9 +1,10 @@
-"""On a simulated node `elastic-resume` starts in a moment, forked from a process that has imported torch.
+"""Start `elastic-resume` on simulated Slurm nodes as a fork of a process that has imported torch.
+
+This saves ten seconds per start; all else is as on a real node.
 
 A job's PATH leads to `SHIM`. The task that Slurm starts is the shim; it passes on what Slurm signals, and
 ends as the agent ends. One process of the host forks the agents of all nodes. An agent enters the shim's
-namespaces and control group, so Slurm finds and kills it as any process of the step. What is left out of a
-real start is ten seconds of importing.
+namespaces and control group, so Slurm finds and kills it as any process of the step.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ FREEZER = Path("/sys/fs/cgroup/freezer")
 SHIM = """#!{python} -IS
 import json, os, signal, socket, sys
 group = next(line.split(":")[2].strip() for line in open("/proc/self/cgroup") if ":freezer:" in line)
-told = {{"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "group": group}}
-passed_on = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
-signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
-line = socket.socket(socket.AF_UNIX)
-line.connect("{socket}")
-data = json.dumps(told).encode()
-socket.send_fds(line, [len(data).to_bytes(4, "big")], [1])
-line.sendall(data)
-answers = line.makefile()
+request = {{"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "group": group}}
+forwarded = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
+signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)
+connection = socket.socket(socket.AF_UNIX)
+connection.connect("{socket}")
+data = json.dumps(request).encode()
+socket.send_fds(connection, [len(data).to_bytes(4, "big")], [1])
+connection.sendall(data)
+answers = connection.makefile()
 pid = int(answers.readline())
-for each in passed_on:
-    signal.signal(each, lambda number, frame: os.kill(pid, number))
-signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
+for number in forwarded:
+    signal.signal(number, lambda received, frame: os.kill(pid, received))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, forwarded)
 sys.exit(int(answers.readline()))
 """
 
@@ -72,21 +73,22 @@ class SlurmAgentServer:
 
     def _handle_request(self, connection: socket.socket) -> None:
         """Fork an agent for one shim; send its process id on the node, and its exit code at its end."""
-        with connection, contextlib.suppress(OSError, EOFError):  # the node has lost its power
+        # At any point the node may lose its power, or `close` may end the fork server.
+        with connection, contextlib.suppress(OSError, EOFError):
             request, (output,) = fork_server_main.receive(connection, 1)
             peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             (shim, _, _) = struct.unpack("3i", peer)
             command = [sys.executable, "-m", "elastic_resume", *request["argv"]]
             place = {"cwd": Path(request["cwd"]), "beside": shim, "group": request["group"]}
-            parent = self._fork_server.fork(command, request["env"], output, **place)
+            waiter = self._fork_server.fork(command, request["env"], output, **place)
             os.close(output)
-            connection.sendall(f"{_find_pid_on_node(parent.pid)}\n".encode())
-            connection.sendall(f"{parent.wait()}\n".encode())
+            connection.sendall(f"{_find_pid_on_node(waiter.pid)}\n".encode())
+            connection.sendall(f"{waiter.wait()}\n".encode())
 
 
-def _find_pid_on_node(parent: int) -> str:
-    """Return the process id that the only child of a process has in its own namespace."""
-    while not (children := Path(f"/proc/{parent}/task/{parent}/children").read_text().split()):
+def _find_pid_on_node(waiter: int) -> str:
+    """Return the process id that the only child of ``waiter`` has in its own namespace."""
+    while not (children := Path(f"/proc/{waiter}/task/{waiter}/children").read_text().split()):
         time.sleep(0.001)
     status = Path(f"/proc/{children[0]}/status").read_text()
     return str(re.findall(r"^NSpid:.*\s(\d+)$", status, re.MULTILINE)[0])
@@ -107,7 +109,8 @@ def set_up_agent_on_node(
         code = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
         os._exit(code if code >= 0 else 128 - code)
     (FREEZER / request["group"].lstrip("/") / "cgroup.procs").write_text("0")
-    return _set_up_agent(0, request, output, import_environment)  # a parent outside has the number 0
+    # getppid() is 0 if the parent is outside the pid namespace.
+    return _set_up_agent(0, request, output, import_environment)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ T = TypeVar("T")
 NODES = (1, 2, 3)
 """Indices of the machines that are nodes; machine 0 is the controller's."""
 CONTROLLER = 0
-POLL_S = 0.2  # each look is a command of Slurm's, or reads all events
+POLL_S = 0.2  # each poll runs a Slurm command or reads all events
 TIMEOUT_S = 60.0
 TOOLS = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm", "munged": "munge"}
 

@@ -165,15 +165,15 @@ def went_on(job: Job, former: int) -> Event:
 
 
 def restart(job: Job, former: int) -> int:
-    """Let a requeued job start, and return its new generation: it begins at the step that was reached."""
+    """Release a requeued job, check that it continues at its last step, and return the new generation."""
     job.wait_state("PENDING")
     job.slurm.start_now(job.id)
     went_on(job, former)
     return int(job.wait_world(3, former + 1)["generation"])
 
 
-def test_a_job_goes_on_from_the_disks_of_its_nodes_after_each_end(slurm: SlurmCluster) -> None:
-    """`scontrol requeue`, a preemption and the time limit; then a node loses its power."""
+def test_job_continues_after_requeue_preemption_time_limit_and_power_loss(slurm: SlurmCluster) -> None:
+    """One job meets them in this order, and each time it continues from the disks of its nodes."""
     limited = slurm.directory / "limited.sbatch"
     limit = 'scontrol update JobId="$SLURM_JOB_ID" EndTime=now+24seconds'
     limit = f"\n[[ ${{SLURM_RESTART_COUNT:-0}} != 2 ]] || {limit}\nset -uo"

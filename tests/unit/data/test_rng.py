@@ -153,8 +153,9 @@ def test_seeded_samples_are_same_with_elastic_sampler() -> None:
 
 
 def test_workers_read_same_samples_as_main_process() -> None:
-    """Persistent workers over two epochs, one of them started in the middle. Spawned ones unpickle it."""
+    """Persistent workers over two epochs, one of them started in the middle."""
     batches = batches_at()
+    # The round trip stands for a spawned worker, which unpickles its dataset.
     dataset = pickle.loads(pickle.dumps(er.seeded(Noisy())))  # noqa: S301
     wrapped = DataLoader(dataset, num_workers=2, persistent_workers=True, batch_sampler=batches)
     here = DataLoader(er.seeded(Noisy()), batch_sampler=batches)

@@ -537,7 +537,7 @@ def test_load_refuses_impossible_sizing(cut: Any) -> None:
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("kind", ["batches", "sampler"])
 def test_torchdatas_loader_around_our_samplers_resumes(begin: Begin, kind: str) -> None:
-    """It has a state of its own, which is not used."""
+    """StatefulDataLoader's own state is ignored."""
     stateful = importlib.import_module("torchdata.stateful_dataloader").StatefulDataLoader
     dataset, read = NumberDataset(40), list[int]()
     for steps in (3, 1000):
