@@ -50,7 +50,7 @@ CASES: dict[str, Case] = {}
 
 
 def case(
-    nodes: str, states_by_node: dict[str, Any], *, ends_processes: bool = False, **env: str
+    nodes: str, states_by_node: dict[str, Any], *, ends_processes: bool = False, **env: Any
 ) -> Callable[[Any], Any]:
     """Add a case with the decorated check. Processes do the cases of their number of ranks in turn."""
 
