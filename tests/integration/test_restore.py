@@ -50,13 +50,17 @@ CASES: dict[str, Case] = {}
 
 
 def case(
-    nodes: str, states_by_node: dict[str, Any], *, ends_processes: bool = False, **env: Any
+    nodes: str,
+    states_by_node: dict[str, Any],
+    env: dict[str, str] | None = None,
+    *,
+    ends_processes: bool = False,
 ) -> Callable[[Any], Any]:
     """Add a case with the decorated check. Processes do the cases of their number of ranks in turn."""
 
     def add(check: Any) -> Any:
         name = f"{check.__name__}-{len(CASES)}"
-        CASES[name] = Case(nodes, states_by_node, env, check, ends_processes)
+        CASES[name] = Case(nodes, states_by_node, env or {}, check, ends_processes)
         return check
 
     return add
@@ -218,8 +222,8 @@ def minority_replica_is_refused(results: Results, _: Path) -> None:
 MAJORITY = {constants.ENV_ON_DIVERGENCE: "resume-from-majority"}
 
 
-@case("abc", {"a": {**SNAPSHOT, "value": 7.0}, "b": SNAPSHOT, "c": SNAPSHOT}, **MAJORITY)
-@case("abc", {"a": {**CHECKPOINT, "value": 7.0}, "b": CHECKPOINT, "c": CHECKPOINT}, **MAJORITY)
+@case("abc", {"a": {**SNAPSHOT, "value": 7.0}, "b": SNAPSHOT, "c": SNAPSHOT}, MAJORITY)
+@case("abc", {"a": {**CHECKPOINT, "value": 7.0}, "b": CHECKPOINT, "c": CHECKPOINT}, MAJORITY)
 def minority_replica_is_discarded_under_resume_from_majority(results: Results, _: Path) -> None:
     """The minority includes the lowest rank."""
     for result in results:
@@ -229,7 +233,7 @@ def minority_replica_is_discarded_under_resume_from_majority(results: Results, _
         assert result["held"] == [2, 9]
 
 
-@case("ab", {"a": {**CHECKPOINT, "value": 7.0}, "b": CHECKPOINT}, **{constants.ENV_CHECK_REPLICAS: "off"})
+@case("ab", {"a": {**CHECKPOINT, "value": 7.0}, "b": CHECKPOINT}, {constants.ENV_CHECK_REPLICAS: "off"})
 def source_values_are_used_with_check_replicas_off(results: Results, _: Path) -> None:
     """Nodes that round differently always differ; nothing is called corrupt."""
     for result in results:
@@ -240,14 +244,14 @@ def source_values_are_used_with_check_replicas_off(results: Results, _: Path) ->
 OTHER_HOST = {constants.ENV_LOCAL_HOST: "192.0.2.7"}
 
 
-@case("ab", {"a": {"disk": [[1, 9]]}, "b": {}}, **OTHER_HOST, **{constants.ENV_TRANSFER_ADDR: "lo"})
+@case("ab", {"a": {"disk": [[1, 9]]}, "b": {}}, {**OTHER_HOST, constants.ENV_TRANSFER_ADDR: "lo"})
 def chosen_interface_is_used(results: Results, _: Path) -> None:
     """The host's own address would be wrong."""
     for result in results:
         assert (result["values"], result["receiving_nodes"]) == ([9.0], ["b"])
 
 
-@case("ab", {"a": {"disk": [[1, 9]]}, "b": {}}, **OTHER_HOST)
+@case("ab", {"a": {"disk": [[1, 9]]}, "b": {}}, OTHER_HOST)
 def node_that_cannot_listen_fails_all_ranks(results: Results, _: Path) -> None:
     """The error names the address."""
     for result in results:
