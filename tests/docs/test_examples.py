@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support import launch_ranks
+from tests.support import launch_ranks, launchers
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.skipif(
@@ -21,22 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 EXAMPLES = ROOT / "examples"
-PYTHON = [sys.executable, "-W", "error"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-ELASTIC = [sys.executable, "-m", "elastic_resume", "run", "--nproc-per-node", "2", "--rdzv-id", "digits"]
 PAIRS = [("digits_ddp.py", "digits.py"), ("char_lm_ddp.py", "char_lm.py")]
-
-
-def run(launcher: list[str], example: str, *words: str, cwd: Path) -> str:
-    """Return the output of the example. An exit code other than 0 ends the test."""
-    command = [*launcher, str(EXAMPLES / example), *words]
-    # Two spinning threads on two busy cores take 36 s instead of 5 s.
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=cwd, env=environ, capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
 
 
 def accuracy(output: str) -> float:
@@ -90,8 +72,10 @@ def test_character_example_learns(tmp_path: Path) -> None:
 def test_launchers_continue_the_run_of_each_other(tmp_path: Path) -> None:
     """Epochs by torchrun, python and elastic-resume: one training of ten."""
     lines: list[str] = []
-    for launcher, epochs in ((TORCHRUN, 3), (PYTHON, 5), (ELASTIC, 10)):
-        output = run(launcher, "digits.py", "--epochs", str(epochs), cwd=tmp_path)
+    elastic = [*launchers.ELASTIC, "--rdzv-id", "digits"]
+    for launcher, epochs in ((launchers.TORCHRUN, 3), (launchers.PYTHON, 5), (elastic, 10)):
+        script = EXAMPLES / "digits.py"
+        output = launchers.run(launcher, script, "--epochs", str(epochs), cwd=tmp_path).stdout
         lines += output.splitlines()[:-1]  # of rank 0 alone
     assert [line.split(":")[0] for line in lines] == [f"epoch {number}" for number in range(1, 11)]
     assert accuracy(output) >= 95

@@ -11,8 +11,6 @@ import functools
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +21,7 @@ import pytest
 
 from elastic_resume.errors import ConfigError, MachineError
 from elastic_resume.testing import Cluster, assert_same_run
-from tests.support import launch_ranks
+from tests.support import launch_ranks, launchers
 from tests.support.paths import ROOT, SCRIPTS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -320,22 +318,10 @@ def check_example(output: str) -> None:
 @pytest.mark.soak
 def test_launchers_continue_the_example_of_each_other(tmp_path: Path) -> None:
     """Epochs by python, torchrun and elastic-resume: one training."""
-    python = [sys.executable, "-W", "error"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    elastic = [sys.executable, "-m", "elastic_resume", "run", "--nproc-per-node", "2"]
+    elastic = [*launchers.ELASTIC, "--rdzv-id", EXAMPLE.stem]
     output = ""
-    for launcher, epochs in ((python, 3), (torchrun, 5), ([*elastic, "--rdzv-id", EXAMPLE.stem], 10)):
-        done = subprocess.run(
-            [*launcher, str(EXAMPLE), "--epochs", str(epochs)],
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=240,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        output += done.stdout
+    for launcher, epochs in ((launchers.PYTHON, 3), (launchers.TORCHRUN, 5), (elastic, 10)):
+        output += launchers.run(launcher, EXAMPLE, "--epochs", str(epochs), cwd=tmp_path).stdout
     check_example(output)
 
 

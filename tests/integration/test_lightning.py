@@ -7,13 +7,9 @@ samples.
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import signal
-import subprocess
 import sys
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +19,15 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import elastic_resume as er
 from elastic_resume.errors import ConfigError, MachineError, UsageError
-from elastic_resume.testing import Cluster, assert_same_run
+from elastic_resume.testing import assert_same_run
+from tests.support import launchers
+from tests.support.library_job import Diary, LibraryJob
 from tests.support.paths import ROOT, SCRIPTS, TESTS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 SCRIPT = SCRIPTS / "lightning_job.py"
 EXAMPLE = ROOT / "examples" / "lightning_digits.py"
-PYTHON = [sys.executable]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-FLAGS = ["--snapshot-every", "1", "--save-every", "1000"]
 # All agents and workers are forked from one process, which imports Lightning once.
 PRELOAD = {
     "PYTHONPATH": str(TESTS / "support" / "preload"),
@@ -86,54 +81,12 @@ CASES = {
 }
 
 
-class Diary:
-    """What the processes of one run have recorded."""
-
-    def __init__(self, directory: Path) -> None:
-        self.batches: dict[tuple[int, int], list[list[Any]]] = defaultdict(list)  # (step, rank): by process
-        self.read: dict[tuple[int, int], set[int]] = defaultdict(set)  # (step, generation): samples
-        self.logs: dict[int, set[str]] = defaultdict(set)  # by rank
-        for path in directory.glob("*.jsonl"):
-            rank = int(path.name.partition("-")[0])
-            own: dict[int, list[Any]] = defaultdict(list)
-            for line in path.read_text().splitlines():
-                entry = json.loads(line)
-                if "logs" in entry:
-                    self.logs[rank].add(json.dumps([entry["step"], entry["logs"]], sort_keys=True))
-                    continue
-                own[entry["step"]].append([entry["read"], entry["loss"]])
-                self.read[entry["step"], entry["generation"]].update(entry["read"])
-            for step, batches in own.items():
-                self.batches[step, rank].append(batches)
-        self.ends = [json.loads(path.read_text()) for path in sorted(directory.glob("end-*.json"))]
-
-
-def run(directory: Path, case: str, *kills: str, ranks: int = 2, env: dict[str, str] | None = None) -> Diary:
-    """Train on one node to the end."""
-    place = directory / f"{len(kills)}-kills-{ranks}-ranks"
-    diary = place / "diary"
-    diary.mkdir(parents=True)
-    with Cluster(
-        place, nodes=1, workers_per_node=ranks, flags=FLAGS, env={**PRELOAD, **(env or {})}
-    ) as cluster:
-        options = [word for kill in kills for word in ("--kill", kill)]
-        cluster.start(SCRIPT, "--case", case, "--diary", str(diary), *options)
-        assert cluster.wait_exit() == [0], cluster.output(0)
-        generations = [event["generation"] for event in cluster.events("resume")]
-    assert {path.name for path in diary.glob("killed-*")} == {f"killed-{one.split(':')[0]}" for one in kills}
-    # Two ranks that die in one step may need one restart.
-    assert generations == list(range(1, len(generations) + 1))
-    assert len(kills) / 2 < len(generations) <= len(kills) + 1
-    return Diary(diary)
+JOB = LibraryJob(SCRIPT, PRELOAD)
 
 
 def assert_same(killed: Diary, calm: Diary) -> None:
-    """Check that each process computed what the undisturbed one did at its steps, up to its end."""
-    assert killed.batches.keys() == calm.batches.keys()
-    for place, (whole,) in calm.batches.items():
-        of_processes = killed.batches[place]
-        assert whole in of_processes, f"step and rank {place} was never finished"
-        assert all(batches == whole[: len(batches)] for batches in of_processes), f"step and rank {place}"
+    """Check batches, logs and ends."""
+    killed.check_same_batches(calm)
     for rank in (0, 1):
         assert killed.logs[rank] == calm.logs[rank]
         for part, value in calm.ends[rank].items():
@@ -143,50 +96,32 @@ def assert_same(killed: Diary, calm: Diary) -> None:
 @pytest.mark.parametrize("kills", [KILLS, *([MORE_KILLS] if SOAK else [])])
 def test_kill_in_any_part_of_the_loop_changes_nothing(kills: list[str], tmp_path: Path) -> None:
     """With gradient accumulation, an uneven last batch, validation within a step, and two schedulers."""
-    calm = run(tmp_path, "rich")
-    assert len({batches[0][1] for (batches,) in calm.batches.values()}) > 10, "nothing was learnt"
+    calm = JOB.run(tmp_path, "rich")
+    calm.check_learned()
     assert calm.ends[0]["files"], "Lightning wrote no checkpoint"
-    assert_same(run(tmp_path, "rich", *kills), calm)
+    assert_same(JOB.run(tmp_path, "rich", *kills), calm)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", CASES)
 def test_killed_case_equals_undisturbed_case(case: str, tmp_path: Path) -> None:
     """Each setting of the Trainer that changes its loop."""
-    calm = run(tmp_path, case)
-    assert_same(run(tmp_path, case, *CASES[case]), calm)
+    calm = JOB.run(tmp_path, case)
+    assert_same(JOB.run(tmp_path, case, *CASES[case]), calm)
 
 
 @pytest.mark.soak
 def test_pytorch_lightning_is_the_same(tmp_path: Path) -> None:
     """The same code under its former name."""
-    env = {"LIGHTNING_LIBRARY": "pytorch_lightning"}
-    calm = run(tmp_path, "rich", env=env)
-    assert_same(run(tmp_path, "rich", *KILLS, env=env), calm)
+    job = LibraryJob(SCRIPT, {**PRELOAD, "LIGHTNING_LIBRARY": "pytorch_lightning"})
+    calm = job.run(tmp_path, "rich")
+    assert_same(job.run(tmp_path, "rich", *KILLS), calm)
 
 
 def change_world(tmp_path: Path, case: str) -> tuple[Diary, list[dict[str, Any]]]:
     """Train with 3, 2, 3 and 2 ranks: a node dies in a step and comes back; another one is asked to leave."""
-    diary = tmp_path / "diary"
-    diary.mkdir()
-    options = ["--kill", "on_after_backward@2:2:node", "--pause", "6", "--pause", "9"]
-    with Cluster(tmp_path, nodes=3, min_nodes=2, flags=FLAGS, env=PRELOAD) as cluster:
-        cluster.start(SCRIPT, "--case", case, "--diary", str(diary), *options)
-        cluster.wait((diary / "reached-6").exists, "the pause of two ranks")
-        cluster.kill_node(2)
-        cluster.start_node(2)
-        cluster.wait(generation=3)
-        (diary / "go-6").touch()
-        cluster.wait((diary / "reached-9").exists, "the pause of three ranks")
-        cluster.kill_agent(1, signal.SIGTERM)
-        cluster.wait((diary / "asked").exists, "the request to n1's worker")
-        (diary / "go-9").touch()
-        codes = cluster.wait_exit()
-        resumed = cluster.events("resume")
-        assert codes == [0, 128 + signal.SIGTERM, 0], cluster.output(0)
-        assert cluster.lost_steps == 0
-    assert [event["world_size"] for event in resumed] == [3, 2, 3, 2]
-    return Diary(diary), resumed
+    options = ["--case", case, "--kill", "on_after_backward@2:2:node"]
+    return JOB.run_in_changing_worlds(tmp_path, *options, pauses=(6, 9))
 
 
 def test_other_worlds_read_the_same_samples(tmp_path: Path) -> None:
@@ -197,11 +132,7 @@ def test_other_worlds_read_the_same_samples(tmp_path: Path) -> None:
     for epoch in range(3):
         batches.seek(epoch, 0)
         wholes += [set(batch) for batch in batches]
-    assert {step for step, _ in found.read} == {*range(1, len(wholes) + 1)}
-    for step, whole in enumerate(wholes, 1):
-        by_generation = [read for (number, _), read in found.read.items() if number == step]
-        assert all(read <= whole for read in by_generation)
-        assert whole in by_generation, f"step {step}"
+    found.check_samples(dict(enumerate(wholes, 1)))
 
 
 @pytest.mark.soak
@@ -246,13 +177,8 @@ def test_example_is_the_same_run_after_kills(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.soak
 def test_launchers_continue_the_run_of_each_other(tmp_path: Path) -> None:
     """One epoch by python, one by torchrun."""
-    for launcher, epochs in ((PYTHON, 1), (TORCHRUN, 2)):
-        command = [*launcher, str(EXAMPLE), "--epochs", str(epochs)]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=120
-        )
-        assert done.returncode == 0, done.stderr
+    for launcher, epochs in (([sys.executable], 1), (launchers.TORCHRUN, 2)):
+        done = launchers.run(launcher, EXAMPLE, "--epochs", str(epochs), cwd=tmp_path)
         assert re.fullmatch(r"best accuracy [\d.]+%", done.stdout.splitlines()[-1])
     assert "resumed at step 45 (epoch 1)" in done.stderr
 

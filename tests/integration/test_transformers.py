@@ -9,10 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +18,15 @@ import torch
 import transformers
 
 from elastic_resume.errors import MachineError, UsageError
-from elastic_resume.testing import Cluster, FaultPlan, assert_same_run
+from elastic_resume.testing import FaultPlan, assert_same_run
+from tests.support import launchers
+from tests.support.library_job import Diary, LibraryJob
 from tests.support.paths import ROOT, SCRIPTS, TESTS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 SCRIPT = SCRIPTS / "trainer.py"
 EXAMPLE = ROOT / "examples" / "transformers_digits.py"
-PYTHON = [sys.executable]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-FLAGS = ["--snapshot-every", "1", "--save-every", "1000"]
 # All agents and workers are forked from one process, which imports once what they need.
 IMPORTS = (
     "transformers.trainer",
@@ -91,55 +87,12 @@ CASES = {
 }
 
 
-class Diary:
-    """What the processes of one run have recorded."""
-
-    def __init__(self, directory: Path) -> None:
-        self.batches: dict[tuple[int, int], list[list[Any]]] = defaultdict(list)  # (step, rank): by process
-        self.read: dict[tuple[int, int], set[int]] = defaultdict(set)  # (step, generation): samples
-        self.logs: dict[int, set[str]] = defaultdict(set)  # by rank
-        self.loggers: set[str] = set()  # the names that Weights & Biases gets
-        for path in directory.glob("*.jsonl"):
-            rank = int(path.name.partition("-")[0])
-            own: dict[int, list[Any]] = defaultdict(list)
-            for line in path.read_text().splitlines():
-                entry = json.loads(line)
-                if "logger" in entry:
-                    if entry["step"]:  # without a step there is no state yet, so a kill starts afresh
-                        self.loggers.add(entry["logger"])
-                    continue
-                if "logs" in entry:
-                    self.logs[rank].add(json.dumps([entry["step"], entry["logs"]], sort_keys=True))
-                    continue
-                own[entry["step"]].append([entry["read"], entry["loss"]])
-                self.read[entry["step"], entry["generation"]].update(entry["read"])
-            for step, batches in own.items():
-                self.batches[step, rank].append(batches)
-        self.ends = [json.loads(path.read_text()) for path in sorted(directory.glob("end-*.json"))]
-
-
-def run(directory: Path, case: str, *kills: str, ranks: int = 2) -> Diary:
-    """Train on one node to the end."""
-    place = directory / f"{len(kills)}-kills-{ranks}-ranks"
-    diary = place / "diary"
-    diary.mkdir(parents=True)
-    with Cluster(place, nodes=1, workers_per_node=ranks, flags=FLAGS, env=PRELOAD) as cluster:
-        options = [word for kill in kills for word in ("--kill", kill)]
-        cluster.start(SCRIPT, "--case", case, "--diary", str(diary), *options)
-        assert cluster.wait_exit() == [0], cluster.output(0)
-        generations = [event["generation"] for event in cluster.events("resume")]
-    assert {path.name for path in diary.glob("killed-*")} == {f"killed-{one.split(':')[0]}" for one in kills}
-    assert generations == list(range(1, len(kills) + 2))
-    return Diary(diary)
+JOB = LibraryJob(SCRIPT, PRELOAD)
 
 
 def assert_same(killed: Diary, calm: Diary) -> None:
-    """Check that each process computed what the undisturbed one did at its steps, up to its end."""
-    assert killed.batches.keys() == calm.batches.keys()
-    for place, (whole,) in calm.batches.items():
-        of_processes = killed.batches[place]
-        assert whole in of_processes, f"step and rank {place} was never finished"
-        assert all(batches == whole[: len(batches)] for batches in of_processes), f"step and rank {place}"
+    """Check batches, logs and ends."""
+    killed.check_same_batches(calm)
     for rank, logs in calm.logs.items():
         assert sorted(killed.logs[rank]) == sorted(logs)
     assert killed.ends == calm.ends
@@ -150,53 +103,29 @@ def assert_same(killed: Diary, calm: Diary) -> None:
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Diary:
     """An undisturbed run with gradient accumulation, an uneven last batch, evaluation and the best model."""
-    return run(tmp_path_factory.mktemp("calm"), "rich")
+    return JOB.run(tmp_path_factory.mktemp("calm"), "rich")
 
 
 @pytest.mark.parametrize("kills", [KILLS, *([MORE_KILLS] if SOAK else [])])
 def test_kill_in_any_part_of_the_loop_changes_nothing(calm: Diary, kills: list[str], tmp_path: Path) -> None:
     """Workers die one after the other."""
-    assert len({batches[0][1] for (batches,) in calm.batches.values()}) > 10, "nothing was learnt"
-    assert_same(run(tmp_path, "rich", *kills), calm)
+    calm.check_learned()
+    assert_same(JOB.run(tmp_path, "rich", *kills), calm)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", CASES)
 def test_killed_case_equals_undisturbed_case(case: str, tmp_path: Path) -> None:
     """Each setting of the Trainer that changes its loop."""
-    calm = run(tmp_path, case)
-    assert_same(run(tmp_path, case, *CASES[case]), calm)
+    calm = JOB.run(tmp_path, case)
+    assert_same(JOB.run(tmp_path, case, *CASES[case]), calm)
 
 
 def test_other_worlds_read_the_same_samples(calm: Diary, tmp_path: Path) -> None:
     """A node dies in a step and comes back; another one is asked to leave: 3, 2, 3, 2 ranks."""
-    diary = tmp_path / "diary"
-    diary.mkdir()
-    options = ["--kill", "on_optimizer_step@3:2:node", "--pause", "6", "--pause", "10"]
-    with Cluster(tmp_path, nodes=3, min_nodes=2, flags=FLAGS, env=PRELOAD) as cluster:
-        cluster.start(SCRIPT, "--diary", str(diary), *options)
-        cluster.wait((diary / "reached-6").exists, "the pause of two ranks")
-        cluster.kill_node(2)
-        cluster.start_node(2)
-        cluster.wait(generation=3)
-        (diary / "go-6").touch()
-        cluster.wait((diary / "reached-10").exists, "the pause of three ranks")
-        cluster.kill_agent(1, signal.SIGTERM)
-        cluster.wait((diary / "asked").exists, "the request to n1's worker")
-        (diary / "go-10").touch()
-        codes = cluster.wait_exit()
-        resumed = cluster.events("resume")
-        assert codes == [0, 128 + signal.SIGTERM, 0], cluster.output(0)
-        assert cluster.lost_steps == 0
-    assert [event["world_size"] for event in resumed] == [3, 2, 3, 2]
-    found = Diary(diary)
-    steps = {step for step, _ in calm.read}
-    assert {step for step, _ in found.read} == steps
-    for step in steps:
-        whole = calm.read[step, 1]
-        by_generation = [read for (number, _), read in found.read.items() if number == step]
-        assert all(read <= whole for read in by_generation)
-        assert whole in by_generation, f"step {step}"
+    kill = ["--kill", "on_optimizer_step@3:2:node"]
+    found, _ = JOB.run_in_changing_worlds(tmp_path, *kill, pauses=(6, 10))
+    found.check_samples({step: read for (step, _), read in calm.read.items()})
 
 
 @pytest.mark.parametrize(
@@ -209,7 +138,7 @@ def test_other_worlds_read_the_same_samples(calm: Diary, tmp_path: Path) -> None
 )
 def test_ranks_without_samples_change_no_loss(case: str, tmp_path: Path) -> None:
     """The last batch of an epoch has one sample, so the second of two ranks counts none of its own."""
-    logs = [run(tmp_path, case, ranks=ranks).logs[0] for ranks in (1, 2)]
+    logs = [JOB.run(tmp_path, case, ranks=ranks).logs[0] for ranks in (1, 2)]
     alone, together = (sorted(map(json.loads, lines), key=str) for lines in logs)
     assert len(alone) > 5
     for (step, values), (other_step, others) in zip(alone, together, strict=True):
@@ -239,13 +168,8 @@ def test_example_is_the_same_run_after_a_node_left_and_came_back(tmp_path: Path)
 @pytest.mark.soak
 def test_launchers_continue_the_run_of_each_other(tmp_path: Path) -> None:
     """One epoch by python, one by torchrun."""
-    for launcher, epochs in ((PYTHON, 1), (TORCHRUN, 2)):
-        command = [*launcher, str(EXAMPLE), "--epochs", str(epochs)]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=120
-        )
-        assert done.returncode == 0, done.stderr
+    for launcher, epochs in (([sys.executable], 1), (launchers.TORCHRUN, 2)):
+        done = launchers.run(launcher, EXAMPLE, "--epochs", str(epochs), cwd=tmp_path)
         assert re.fullmatch(r"test accuracy [\d.]+%", done.stdout.splitlines()[-1])
     assert "resumed at step 15 (epoch 1)" in done.stderr
 

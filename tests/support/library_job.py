@@ -1,0 +1,119 @@
+"""Run jobs whose training loop a library owns, with kills and in changing worlds, and compare their diaries.
+
+A job's script takes ``--diary DIRECTORY``, ``--kill PLACE@STEP:RANK[:node]`` and ``--pause STEP``. Each of
+its processes writes the samples and losses of its batches, and the library's logs.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic_resume.testing import Cluster
+
+FLAGS = ["--snapshot-every", "1", "--save-every", "1000"]
+
+
+class Diary:
+    """What the processes of one run have recorded."""
+
+    def __init__(self, directory: Path) -> None:
+        self.batches: dict[tuple[int, int], list[list[Any]]] = defaultdict(list)  # (step, rank): by process
+        self.read: dict[tuple[int, int], set[int]] = defaultdict(set)  # (step, generation): samples
+        self.logs: dict[int, set[str]] = defaultdict(set)  # by rank
+        self.loggers: set[str] = set()  # the names that Weights & Biases gets
+        for path in directory.glob("*.jsonl"):
+            rank = int(path.name.partition("-")[0])
+            own: dict[int, list[Any]] = defaultdict(list)
+            for line in path.read_text().splitlines():
+                entry = json.loads(line)
+                if "logger" in entry:
+                    if entry["step"]:  # without a step there is no state yet, so a kill starts afresh
+                        self.loggers.add(entry["logger"])
+                elif "logs" in entry:
+                    self.logs[rank].add(json.dumps([entry["step"], entry["logs"]], sort_keys=True))
+                else:
+                    own[entry["step"]].append([entry["read"], entry["loss"]])
+                    self.read[entry["step"], entry["generation"]].update(entry["read"])
+            for step, batches in own.items():
+                self.batches[step, rank].append(batches)
+        self.ends = [json.loads(path.read_text()) for path in sorted(directory.glob("end-*.json"))]
+
+    def check_learned(self) -> None:
+        """Check that the losses differ: equal runs that learn nothing would show nothing."""
+        assert len({batches[0][1] for (batches,) in self.batches.values()}) > 10, "nothing was learnt"
+
+    def check_same_batches(self, calm: Diary) -> None:
+        """Check that each process computed what the undisturbed one did at its steps, up to its end."""
+        assert self.batches.keys() == calm.batches.keys()
+        for place, (whole,) in calm.batches.items():
+            of_processes = self.batches[place]
+            assert whole in of_processes, f"step and rank {place} was never finished"
+            assert all(batches == whole[: len(batches)] for batches in of_processes), f"step and rank {place}"
+
+    def check_samples(self, samples_by_step: Mapping[int, set[int]]) -> None:
+        """Check that some generation read all samples of each step, and none read others."""
+        assert {step for step, _ in self.read} == samples_by_step.keys()
+        for step, whole in samples_by_step.items():
+            by_generation = [read for (number, _), read in self.read.items() if number == step]
+            assert all(read <= whole for read in by_generation)
+            assert whole in by_generation, f"step {step}"
+
+
+@dataclass(frozen=True)
+class LibraryJob:
+    """A script, and the environment of its nodes."""
+
+    script: Path
+    env: dict[str, str]
+
+    def run(self, directory: Path, case: str, *kills: str, ranks: int = 2) -> Diary:
+        """Train on one node to the end."""
+        place = directory / f"{len(kills)}-kills-{ranks}-ranks"
+        diary = place / "diary"
+        diary.mkdir(parents=True)
+        with Cluster(place, nodes=1, workers_per_node=ranks, flags=FLAGS, env=self.env) as cluster:
+            options = [word for kill in kills for word in ("--kill", kill)]
+            cluster.start(self.script, "--case", case, "--diary", str(diary), *options)
+            assert cluster.wait_exit() == [0], cluster.output(0)
+            generations = [event["generation"] for event in cluster.events("resume")]
+        killed = {path.name for path in diary.glob("killed-*")}
+        assert killed == {f"killed-{one.split(':')[0]}" for one in kills}
+        # Two ranks that die in one step may need one restart.
+        assert generations == list(range(1, len(generations) + 1))
+        assert len(kills) / 2 < len(generations) <= len(kills) + 1
+        return Diary(diary)
+
+    def run_in_changing_worlds(
+        self, directory: Path, *options: str, pauses: tuple[int, int]
+    ) -> tuple[Diary, list[dict[str, Any]]]:
+        """Train with 3, 2, 3 and 2 ranks; return the diary and the `resume` events.
+
+        ``options`` kill node 2. It comes back in the first pause, and node 1 is asked to leave in the second.
+        """
+        diary = directory / "diary"
+        diary.mkdir()
+        first, second = pauses
+        options = (*options, "--pause", str(first), "--pause", str(second))
+        with Cluster(directory, nodes=3, min_nodes=2, flags=FLAGS, env=self.env) as cluster:
+            cluster.start(self.script, "--diary", str(diary), *options)
+            cluster.wait((diary / f"reached-{first}").exists, "the pause of two ranks")
+            cluster.kill_node(2)
+            cluster.start_node(2)
+            cluster.wait(generation=3)
+            (diary / f"go-{first}").touch()
+            cluster.wait((diary / f"reached-{second}").exists, "the pause of three ranks")
+            cluster.kill_agent(1, signal.SIGTERM)
+            cluster.wait((diary / "asked").exists, "the request to n1's worker")
+            (diary / f"go-{second}").touch()
+            codes = cluster.wait_exit()
+            resumed = cluster.events("resume")
+            assert codes == [0, 128 + signal.SIGTERM, 0], cluster.output(0)
+            assert cluster.lost_steps == 0
+        assert [event["world_size"] for event in resumed] == [3, 2, 3, 2]
+        return Diary(diary), resumed
