@@ -84,6 +84,7 @@ def test_job_with_five_failures_ends_with_undisturbed_weights(tmp_path: Path) ->
         # 2. A worker is killed after a checkpoint.
         for index in range(3):
             cluster.wait(commit=10, node=index)
+        cluster.wait(step=1, generation=resumed["generation"], node=1)
         cluster.kill_worker(1)
         resumed = wait_for_resume(cluster, after=resumed["generation"])
         assert resumed["kind"] == "checkpoint"
@@ -102,6 +103,7 @@ def test_job_with_five_failures_ends_with_undisturbed_weights(tmp_path: Path) ->
 
         # 4. A node is killed in a resume, while the others load.
         planned = cluster.arm(2, "resume.planned=wait")
+        cluster.wait(step=1, generation=resumed["generation"], node=1)
         cluster.kill_worker(1)
         cluster.wait(lambda: cluster.failpoints.is_waiting(planned), "n2 to plan its resume")
         cluster.kill_node(2)
