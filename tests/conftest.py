@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,9 @@ from elastic_resume.console import PACKAGE_LOGGER
 from elastic_resume.report import summary
 from elastic_resume.report.loader import load_run
 
-MAX_LOG_LINES = 15  # of each log, in the output of a failed test
+# In the output of a failed test.
+MAX_LOG_BYTES = 4_000  # of each log
+MAX_SECTIONS = 20
 
 # Other tests run at the same time, so the duration of one example means nothing.
 settings.register_profile("patient", parent=settings.default, deadline=None)
@@ -42,21 +46,40 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     report = yield
     directory = getattr(item, "funcargs", {}).get("tmp_path")
     if report.failed and isinstance(directory, Path):
-        report.sections += list(_describe_jobs(directory))
+        report.sections += itertools.islice(_describe_jobs(directory), MAX_SECTIONS)
     return report
 
 
 def _describe_jobs(directory: Path) -> Iterator[tuple[str, str]]:
-    """Yield a title and a text for each job and each log below ``directory``, which pytest keeps."""
-    for run in sorted({path.parent.parent for path in directory.rglob("events.jsonl")}):
-        try:
-            text = summary.format_text(summary.build_run_report(load_run([run]).events))
-        except Exception as error:  # noqa: BLE001  the test's own error is what matters
-            text = f"no report: {error!r}"
-        yield f"report of {run}", text
-    for path in sorted(directory.rglob("*.log")):
-        lines = path.read_text(errors="replace").splitlines()[-MAX_LOG_LINES:]
-        yield f"end of {path}", "\n".join(lines)
+    """Yield a title and a text for each job and each log below ``directory``, which pytest keeps.
+
+    Processes of the test may still write there.
+    """
+    found = [Path(folder, name) for folder, _, names in os.walk(directory) for name in sorted(names)]
+    for run in sorted({path.parent.parent for path in found if path.name == "events.jsonl"}):
+        yield f"report of {run}", _text_or_error(partial(_format_report, run))
+    for log in found:
+        if log.suffix == ".log":
+            yield f"end of {log}", _text_or_error(partial(_read_end, log))
+
+
+def _text_or_error(read: Callable[[], str]) -> str:
+    try:
+        return read()
+    except Exception as error:  # noqa: BLE001  the test's own error is what matters
+        return repr(error)
+
+
+def _format_report(run: Path) -> str:
+    return summary.format_text(summary.build_run_report(load_run([run]).events))
+
+
+def _read_end(log: Path) -> str:
+    if not log.is_file():
+        return "no regular file"
+    with open(log, "rb") as file:
+        file.seek(max(0, log.stat().st_size - MAX_LOG_BYTES))
+        return file.read(MAX_LOG_BYTES).decode(errors="replace")
 
 
 @pytest.fixture(autouse=True)

@@ -215,7 +215,9 @@ class HangDetector:
         previous = deferred.progress
         current = {record.local_rank: self._progress.get(record.local_rank) for record in deferred.records}
         progress = {rank: entry for rank, entry in current.items() if entry is not None}
-        if len(progress) < len(current) or any(
+        if len(progress) < len(current):
+            return  # the page cannot be read, as on a disk that hangs, or the round has ended
+        if any(
             entry.sample.incarnation != previous[rank].sample.incarnation for rank, entry in progress.items()
         ):
             self._deferred_kill = None  # a worker has ended
@@ -225,7 +227,7 @@ class HangDetector:
             self._emit("hang-ended", generation=deferred.hang.generation, step=deferred.hang.step)
             logger.warning("training continues after the hang of step %d.", deferred.hang.step)
         elif not self._paused.is_set() and all(
-            entry.no_progress_s >= deferred.kill_after_s for entry in progress.values()
+            entry.is_finished or entry.no_progress_s >= deferred.kill_after_s for entry in progress.values()
         ):
             self._deferred_kill = None
             logger.debug(

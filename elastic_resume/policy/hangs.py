@@ -44,6 +44,8 @@ PEER_WAIT_S = 300.0
 # An agent without proof waits for this share of the limit. The stalls of different nodes begin at most one
 # step apart, so an agent with proof acts first if a step takes less than half of the limit.
 UNPROVEN_DELAY_FACTOR = 0.5
+# More than an agent with proof takes to collect it (`stack_dump`: three seconds) and to write the event.
+MIN_UNPROVEN_DELAY_S = 4.0
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,10 @@ class HangThreshold:
         """Return for how many seconds this agent waits before it kills: another one may have proof."""
         if diagnosis.cause_is_here:
             return 0.0
+        unproven_s = max(UNPROVEN_DELAY_FACTOR * limit_s, MIN_UNPROVEN_DELAY_S)
         if not diagnosis.waits_for_other_node:
-            return UNPROVEN_DELAY_FACTOR * limit_s
-        return max(PEER_WAIT_S, limit_s) if self.configured_s is None else self.configured_s
+            return unproven_s
+        return max(unproven_s, max(PEER_WAIT_S, limit_s) if self.configured_s is None else self.configured_s)
 
 
 @dataclass(frozen=True)
@@ -368,9 +371,11 @@ def _make_finding(evidence: RankEvidence, reason: str) -> RankFinding:
 
 def _cannot_wait_for_peers(evidence: RankEvidence) -> bool:
     """Whether the process has ended, is stopped, is in uninterruptible sleep or holds the GIL."""
-    return evidence.process_state in {*ENDED, *STOPPED, UNINTERRUPTIBLE} or (
-        evidence.python_responded is False and not waits_in_collective(evidence)
-    )
+    if evidence.process_state in {*ENDED, *STOPPED, UNINTERRUPTIBLE}:
+        return True
+    # A rank that waits in C++ and gets no processor does not respond in time either.
+    may_wait = classify_frames(evidence.frames) in {COLLECTIVE, BACKWARD}
+    return evidence.python_responded is False and not may_wait
 
 
 def _describe_own_fault(evidence: RankEvidence, *, has_no_peers: bool) -> str:

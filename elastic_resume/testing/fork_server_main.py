@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
 import importlib
 import json
@@ -93,7 +94,8 @@ def main() -> None:
     gc.freeze()
     # All forks share this memory. Otherwise each agent's fork server would move a copy of its own.
     for chunk in forkserver.list_huge_page_chunks():
-        forkserver.move_into_huge_pages(*chunk)
+        if forkserver.move_into_huge_pages(*chunk) in {errno.ENOMEM, errno.EBUSY}:
+            break  # memory is short
     imported = {k: v for k, v in forkserver.read_environment().items() if before.get(k) != v}
     become = _serve(connection, imported)
     gc.enable()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from elastic_resume import constants
@@ -115,6 +116,7 @@ def test_second_interrupt_skips_grace(agents: Agents) -> None:
     agent.send_signal(signal.SIGINT)
     wait_for((agents.directory / "terminated").exists, "SIGTERM in the worker")
     assert is_alive(pid)
+    assert "er-fork-server" not in {child.name() for child in psutil.Process(agent.pid).children()}  # NO_WARM
     agent.send_signal(signal.SIGINT)
     assert agent.wait(60) == 130
     wait_for(lambda: not is_alive(pid), "the worker to die")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from elastic_resume import constants
@@ -21,7 +23,7 @@ from elastic_resume.agent.hang_detector import MAX_REPORTS, HangDetector, detect
 from elastic_resume.checkpoint.atomic_io import DISK, Disk
 from elastic_resume.errors import MachineError
 from elastic_resume.events import Event
-from elastic_resume.policy.hangs import HangThreshold
+from elastic_resume.policy.hangs import MIN_UNPROVEN_DELAY_S, HangThreshold
 from elastic_resume.snapshot.progress_page import (
     STACKS_SIGNAL,
     ProgressPage,
@@ -186,6 +188,8 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
     """Start a process that waits. It has the descriptors of a worker, but no handler for them."""
     code = "import os; print(os.memfd_create('elastic_resume-stacks'), os.pipe()[1], flush=True); input()"
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    select.select([process.stdout], [], [])  # it has started
     yield process
     process.kill()
     process.communicate()
@@ -254,19 +258,52 @@ def test_hung_worker_is_killed_and_reported_once(stage: Stage) -> None:
     assert len(stage.events) == 1
 
 
-def test_rank_that_may_wait_for_another_node_is_killed_later(stage: Stage) -> None:
+def test_rank_that_may_wait_for_another_node_is_killed_later(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
     """The agent cannot tell whether it waits; an agent with proof acts at once."""
-    stage.hang(polls=3, world_size=2)
+    stage.hang(polls=6, world_size=2)
     ((kind, fields),) = stage.events
-    assert (kind, fields["kill_delay_s"], len(fields["suspects"])) == ("hang", LIMIT_S / 2, 1)
+    assert (kind, fields["kill_delay_s"], len(fields["suspects"])) == ("hang", MIN_UNPROVEN_DELAY_S, 1)
     assert not stage.is_killed
+    assert "may be the cause. The stalled workers are killed in 4 s" in caplog.text
     stage.detector.poll(1.0)
     wait_for(lambda: stage.is_killed, "the worker to be dead")
+
+
+def test_later_kill_survives_page_that_cannot_be_read(stage: Stage) -> None:
+    """The disk that hangs may be the one that the page is on."""
+    stage.hang(polls=4, world_size=2)
+    page = stage.path / constants.PROGRESS_FILE
+    page.rename(stage.path / "away")
+    stage.detector.poll(1.0)
+    (stage.path / "away").rename(page)
+    for _ in range(8):  # the page's reading begins again
+        stage.detector.poll(1.0)
+    wait_for(lambda: stage.is_killed, "the worker to be dead")
+
+
+def test_later_kill_does_not_wait_for_finished_rank(tmp_path: Path, stage: Stage) -> None:
+    """A rank that has done its last step makes no progress that could be missed."""
+    stage.hang(polls=0, world_size=4)
+    with subprocess.Popen(["sleep", "60"]) as finished:
+        fields = {"rank": 1, "agent_pid": os.getpid(), "round": 7, "pid": finished.pid}
+        fields |= {"start_ticks": start_ticks(finished.pid), "stack_output_fd": 0, "stack_request_fd": 0}
+        worker = WorkerProcess(**fields)
+        stage.page.start_generation(1, generation=3, step=10, world_size=4, worker=worker)
+        stage.page.finish_step(1, 11)
+        stage.page.set_idle(1)
+        stage.detector = HangDetector(tmp_path, 2, HangThreshold(LIMIT_S), stage.emit)
+        for _ in range(8):
+            stage.detector.poll(1.0)
+        wait_for(lambda: stage.is_killed, "the worker to be dead")
+        finished.kill()
 
 
 def test_stopped_rank_is_killed_at_once(stage: Stage) -> None:
     """Its state proves that it is the cause."""
     os.kill(stage.pid, signal.SIGSTOP)
+    wait_for(lambda: psutil.Process(stage.pid).status() == psutil.STATUS_STOPPED, "the stopped worker")
     stage.hang(polls=3, world_size=2)
     wait_for(lambda: stage.is_killed, "the worker to be dead")
 

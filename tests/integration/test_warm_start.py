@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 from elastic_resume import cli, constants, events
+from elastic_resume.agent import main
+from elastic_resume.agent.workers import forkserver_manager
 from tests.support.paths import SCRIPTS
 
 pytestmark = pytest.mark.cluster
@@ -119,4 +121,8 @@ def test_interpreter_flags_other_than_m_and_u_are_detected(
 ) -> None:
     """A worker must not inherit them: with -O it would lose its assertions."""
     monkeypatch.setattr(sys, "orig_argv", [sys.executable, flag, "elastic_resume", "run"])
-    assert cli._has_interpreter_flags() == is_detected
+    forks: list[None] = []
+    monkeypatch.setattr(forkserver_manager, "prefork", lambda: forks.append(None))
+    monkeypatch.setattr(main, "run_agent", lambda *_: 0)
+    assert cli.run(["train.py"], owns_process=True) == 0
+    assert (not forks) == is_detected

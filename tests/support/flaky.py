@@ -29,7 +29,7 @@ PARALLEL = 3
 SHORTEST_S, LONGEST_S = 0.05, 0.3  # of one disturbance
 STOP_TIMEOUT_S = 60.0
 WRITE_BYTES = 4 << 20
-HOG = "while True: pass"
+HOG = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"  # ends with us
 
 
 # ---- the pytest plugin -----------------------------------------------------------------------------------
@@ -88,9 +88,7 @@ def _without_run(nodeid: str) -> str:
 
 def disturb(tests: subprocess.Popen[bytes], rng: random.Random, directory: Path) -> None:
     """Disturb the processes of ``tests`` in random ways until it ends."""
-    hogs = [subprocess.Popen([sys.executable, "-c", HOG]) for _ in range(os.cpu_count() or 1)]
-    for hog in hogs:
-        hog.send_signal(signal.SIGSTOP)
+    hogs: list[subprocess.Popen[bytes]] = []
     disturbances = [
         lambda: _take_processors(hogs),
         lambda: _stop(_choose_process(tests.pid, rng)),
@@ -99,6 +97,9 @@ def disturb(tests: subprocess.Popen[bytes], rng: random.Random, directory: Path)
     if os.geteuid() == 0:  # others may be unable to raise the priority again
         disturbances.append(lambda: _lower_priority(_choose_process(tests.pid, rng)))
     try:
+        for _ in range(os.cpu_count() or 1):
+            hogs.append(subprocess.Popen([sys.executable, "-c", HOG]))
+            hogs[-1].send_signal(signal.SIGSTOP)
         while tests.poll() is None:
             with contextlib.suppress(psutil.Error, OSError, IndexError), rng.choice(disturbances)():
                 time.sleep(rng.uniform(SHORTEST_S, LONGEST_S))
@@ -164,6 +165,7 @@ def main() -> int:
     parser.add_argument("--undisturbed", action="store_true", help="without load")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
     options, others = parser.parse_known_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # continues what it has stopped
     print(f"seed of the load: {options.seed}", flush=True)
     pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", __spec__.name, "-p", "no:cacheprovider"]
     pytest_command += [
@@ -183,7 +185,10 @@ def main() -> int:
                 disturb(tests, random.Random(options.seed), Path(directory))
         return tests.wait()
     finally:
-        tests.wait(STOP_TIMEOUT_S)  # after Ctrl-C pytest stops its nodes
+        try:
+            tests.wait(STOP_TIMEOUT_S)  # after Ctrl-C pytest stops its nodes
+        except subprocess.TimeoutExpired:
+            tests.kill()
 
 
 if __name__ == "__main__":

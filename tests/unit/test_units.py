@@ -17,6 +17,7 @@ from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.config import OPTIONS, Settings, add_flags, parse_flags_and_file
 from elastic_resume.errors import ConfigError
 from elastic_resume.policy.checkpoint_interval import IntervalSetting
+from elastic_resume.policy.restart import UNLIMITED
 from elastic_resume.policy.resume_plan import ResumePlan
 from elastic_resume.rendezvous.config import RendezvousConfig
 from elastic_resume.report import status
@@ -32,6 +33,18 @@ FORMS = {"300": 300.0, "5m": 300.0, "30s": 30.0, "1.5h": 5400.0, " 45 ": 45.0, "
 FORMS |= {"4.5e1": 45.0, "30.": 30.0}
 NONSENSE = ["", " ", "-5", "-5s", "nan", "inf", "infs", "1e400", "5 minutes", "3 s", "5x", "s", "1.5.2"]
 NONSENSE += ["e5", ".", "5\u0661"]
+
+
+@pytest.mark.parametrize(
+    ("given", "max_no_progress", "expected"),
+    [(set(), None, 3), ({"max_restarts"}, None, UNLIMITED), ({"max_restarts"}, 2, 2), (set(), 2, 2)],
+)
+def test_max_no_progress_limits_beside_max_restarts(
+    given: set[str], max_no_progress: int | None, expected: int
+) -> None:
+    """Alone, --max-restarts keeps torchrun's meaning."""
+    args = argparse.Namespace(max_no_progress=max_no_progress, exclude_after=None)
+    assert main._read_limits(args, given).max_no_progress == expected
 
 
 def _terms(text: str) -> float:

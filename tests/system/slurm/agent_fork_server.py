@@ -16,7 +16,6 @@ import socket
 import struct
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ if __name__ == "__main__":
 from elastic_resume.agent.workers import forkserver
 from elastic_resume.testing import fork_server_main
 from elastic_resume.testing.fork_server import AgentForkServer
-from tests.support import namespaces
+from tests.support import namespaces, processes
 
 FREEZER = Path("/sys/fs/cgroup/freezer")
 SHIM = """#!{python} -IS
@@ -88,8 +87,9 @@ class SlurmAgentServer:
 
 def _find_pid_on_node(waiter: int) -> str:
     """Return the process id that the only child of ``waiter`` has in its own namespace."""
-    while not (children := Path(f"/proc/{waiter}/task/{waiter}/children").read_text().split()):
-        time.sleep(0.001)
+    path = Path(f"/proc/{waiter}/task/{waiter}/children")
+    processes.wait_for(lambda: path.read_text().split(), "the agent on its node")
+    children = path.read_text().split()
     status = Path(f"/proc/{children[0]}/status").read_text()
     return str(re.findall(r"^NSpid:.*\s(\d+)$", status, re.MULTILINE)[0])
 

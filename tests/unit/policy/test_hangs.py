@@ -405,7 +405,7 @@ ELSEWHERE = HangDiagnosis(waits_for_other_node=True)
 
 def test_kill_delay_follows_where_the_cause_may_be() -> None:
     """Ranks that wait get the configured time again, or five minutes at least, since a rank may be busy."""
-    for diagnosis, two, auto in ((HERE, 0.0, 0.0), (HangDiagnosis(), 1.0, 15.0), (ELSEWHERE, 2.0, 300.0)):
+    for diagnosis, two, auto in ((HERE, 0.0, 0.0), (HangDiagnosis(), 4.0, 15.0), (ELSEWHERE, 4.0, 300.0)):
         assert (TWO.kill_delay_s(diagnosis, 2.0), AUTO.kill_delay_s(diagnosis, 30.0)) == (two, auto)
     assert AUTO.kill_delay_s(ELSEWHERE, 999.0) == 999.0
 
@@ -418,6 +418,7 @@ def test_kill_delay_follows_where_the_cause_may_be() -> None:
         ({"process_state": ""}, True),
         ({"python_responded": False, **NO_RECORDER}, True),
         ({"python_responded": False, "frames": IN_ALL_REDUCE, **NO_RECORDER}, False),
+        ({"python_responded": False, "frames": IN_BACKWARD, **NO_RECORDER}, False),
         ({"process_state": "T", "is_stalled": False}, False),
         ({"frames": IN_BACKWARD}, False),
         ({"frames": IN_DATA}, False),

@@ -139,7 +139,7 @@ def test_slow_commit_is_relative_to_the_nodes_median() -> None:
 
 
 def test_each_kind_of_alert_has_severity_and_node() -> None:
-    """A hang that another node caused is only a note."""
+    """A hang that another node caused is only a note; one that it may have caused is called so."""
     report = summary.build_run_report(report_runs.make_eventful_run().events)
     found = {item.kind: (item.severity, item.node) for item in report.alerts}
     bad = {"commit-failed": "n2", "quarantine": "n3", "hang": "n2", "replicas-differ": "n0"}
@@ -151,6 +151,9 @@ def test_each_kind_of_alert_has_severity_and_node() -> None:
     job = Job().begun()
     job.add(150, "hang", "n0", generation=1, step=10, seconds=40.0, suspects=[], waits_for_other_node=True)
     assert summary.build_run_report(job.events).alerts[0].severity == "note"
+    suspects = [{"rank": 2, "reason": "is in backward()"}]
+    job.add(200, "hang", "n1", generation=1, step=10, seconds=40.0, suspects=suspects, kill_delay_s=15.0)
+    assert "perhaps rank 2 is in backward()" in summary.build_run_report(job.events).alerts[1].text
 
 
 def test_injected_faults_do_not_change_the_history() -> None:
