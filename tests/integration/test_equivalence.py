@@ -26,24 +26,9 @@ from elastic_resume.testing.equivalence import (
 )
 from tests.support import checkpoint_samples
 from tests.support.paths import SCRIPTS
-from tests.support.state_image import copy_to_image
+from tests.support.state_image import Box, copy_to_image
 
 SCRIPT = SCRIPTS / "forgetful.py"
-
-
-class Kept:
-    """Any state."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state."""
-        self.value = state["value"]
 
 
 def make_result(
@@ -98,21 +83,21 @@ def test_plan_among_arguments_needs_hosts_with_links_and_disks() -> None:
 
 def test_compare_state_of_equal_ends_finds_nothing(tmp_path: Path) -> None:
     """A nan equals itself; without data= the step within the epoch is ignored."""
-    one = make_result(tmp_path / "one", model=net(), notes=Kept([1, float("nan")]))
-    other = make_result(tmp_path / "other", model=net(), notes=Kept([1, float("nan")]), at=2)
+    one = make_result(tmp_path / "one", model=net(), notes=Box([1, float("nan")]))
+    other = make_result(tmp_path / "other", model=net(), notes=Box([1, float("nan")]), at=2)
     assert compare_state(one, other, []) == []
 
 
 def test_compare_state_lists_differences_in_order(tmp_path: Path) -> None:
     """The seed comes first, then position, tensors and values; internal entries are left out."""
     mine: dict[str, Any] = {
-        name: Kept(1) for name in ("data", "elastic_resume.seed", "elastic_resume.buckets")
+        name: Box(1) for name in ("data", "elastic_resume.seed", "elastic_resume.buckets")
     }
-    theirs = {name: Kept(2) for name in mine}
+    theirs = {name: Box(2) for name in mine}
     follows = ("model/1.running_mean",)
     model = net(1.0)
     model.get_buffer("1.running_mean")[1] = 4
-    notes = Kept({"a": [1, 2], "gone": 3}), Kept({"a": [1, 2.0], "new": torch.ones(2)})
+    notes = Box({"a": [1, 2], "gone": 3}), Box({"a": [1, 2.0], "new": torch.ones(2)})
     one = make_result(tmp_path / "one", model=net(), notes=notes[0], follows=follows, **mine)
     other = make_result(
         tmp_path / "other", model=model, notes=notes[1], follows=follows, step=6, at=2, **theirs

@@ -222,7 +222,9 @@ def test_signal_during_rendezvous_ends_agent(agents: Agents) -> None:
     """A rendezvous may last minutes."""
     agents.script(WAITS)
     agent = agents.start("--nnodes=2", "--rdzv-endpoint", f"127.0.0.1:{find_free_port(HOST)}", "train.py")
-    wait_for(lambda: agents.events("rendezvous"), "the agent to wait for the other node")
+    wait_for(
+        lambda: any(event["what"] == "waiting" for event in agents.events("rendezvous")), "the agent to join"
+    )
     agent.send_signal(signal.SIGTERM)
     assert agent.wait(60) == 143
     assert agents.events("agent-end")[0]["outcome"] == "signalled"

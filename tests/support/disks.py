@@ -29,11 +29,11 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 from elastic_resume.errors import MachineError, UsageError
 from tests.support import mounts
+from tests.support.closing import ClosedAtExit
 
 FileSystem = Literal["ext4", "xfs"]
 MB = 1 << 20
@@ -72,7 +72,7 @@ def _probe_error(kind: FileSystem) -> str:
     return ""
 
 
-class SimulatedDisk:
+class SimulatedDisk(ClosedAtExit):
     """One disk with a file system; use it as a context manager or call `close`."""
 
     def __init__(self, directory: Path | str, size_bytes: int = 64 * MB, kind: FileSystem = "ext4") -> None:
@@ -107,14 +107,6 @@ class SimulatedDisk:
             except BaseException:
                 self.close()
                 raise
-
-    def __enter__(self) -> SimulatedDisk:  # noqa: PYI034  typing.Self needs Python 3.11
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     @property
     def path(self) -> Path:

@@ -20,13 +20,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.testing import fork_server
 from elastic_resume.testing.virtual_network import VirtualNetwork
 from tests.support import namespaces
+from tests.support.closing import ClosedAtExit
 from tests.support.namespaces import MemoryLimit
 from tests.support.paths import ROOT
 
@@ -59,7 +59,7 @@ class _RunningMachine:
     """Processes of `Machines.run`. Process 1 ends only when this process has waited for them."""
 
 
-class Machines:
+class Machines(ClosedAtExit):
     """Several machines on one network; use it as a context manager or call `close`."""
 
     def __init__(
@@ -93,14 +93,6 @@ class Machines:
 
     def __len__(self) -> int:
         return len(self._names)
-
-    def __enter__(self) -> Machines:  # noqa: PYI034  typing.Self needs Python 3.11
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def name(self, index: int) -> str:
         """Return the machine's host name."""

@@ -22,7 +22,6 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import yaml
@@ -30,6 +29,7 @@ import yaml
 from elastic_resume.errors import UsageError
 from elastic_resume.units import parse_kubernetes_quantity
 from tests.support import job_controller
+from tests.support.closing import ClosedAtExit
 from tests.support.machines import Machines
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class Pod:
     kill_at: float = field(default=float("inf"))
 
 
-class SimulatedPods:
+class SimulatedPods(ClosedAtExit):
     """The pods of a manifest's Job. Use it as a context manager, or call `close`; `wait` drives it."""
 
     def __init__(
@@ -115,14 +115,6 @@ class SimulatedPods:
         """If true, new pods get no name in DNS."""
         self._dns: dict[str, str] = {}
         self._due_starts: list[int] = []
-
-    def __enter__(self) -> SimulatedPods:  # noqa: PYI034  typing.Self needs Python 3.11
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End everything."""

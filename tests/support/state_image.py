@@ -55,3 +55,18 @@ def are_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(
         a[key].dtype == b[key].dtype and torch.equal(a[key], b[key]) for key in a
     )
+
+
+class Box:
+    """An object with state_dict and load_state_dict."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the value."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the value."""
+        self.value = state["value"]

@@ -105,10 +105,11 @@ def test_failpoint_armed_at_runtime_with_once_acts_in_one_process(
     assert arming.read_fired(other) is None
 
 
-def test_failpoint_with_duration_repeats_in_first_process(
-    arming: FailpointController, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ends_by", ["successor", "time"])
+def test_failpoint_with_duration_repeats_in_first_process_until_its_end(
+    arming: FailpointController, monkeypatch: pytest.MonkeyPatch, ends_by: str
 ) -> None:
-    """A slow rank is slow at each step, and its successor is not."""
+    """A slow rank is slow at each step, and its successor is not. It ends though it is still armed."""
     now = 100.0
     monkeypatch.setattr(failpoints, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
     arming.arm("step=raise:KeyError", for_=0.2)
@@ -116,20 +117,10 @@ def test_failpoint_with_duration_repeats_in_first_process(
         now = 100.0 + since_s
         with pytest.raises(KeyError):
             failpoints.hit("step")
-    failpoints.arm()  # as its successor does
-    failpoints.hit("step")
-
-
-def test_failpoint_with_duration_ends_after_its_time(
-    arming: FailpointController, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It ends though it is still armed."""
-    now = 100.0
-    monkeypatch.setattr(failpoints, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
-    arming.arm("step=raise:KeyError", for_=0.2)
-    with pytest.raises(KeyError):
-        failpoints.hit("step")
-    now = 100.3
+    if ends_by == "successor":
+        failpoints.arm()  # as it does
+    else:
+        now = 100.3
     failpoints.hit("step")
 
 

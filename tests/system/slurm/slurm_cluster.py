@@ -18,12 +18,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 import psutil
 
 from elastic_resume.testing.virtual_network import unavailable_reason as hosts_available
+from tests.support.closing import ClosedAtExit
 from tests.support.machines import Machines
 from tests.support.paths import ROOT
 from tests.system.slurm import agent_fork_server
@@ -98,7 +98,7 @@ class SlurmTimeoutError(AssertionError):
     """What was waited for did not happen; the text ends with what the cluster has printed last."""
 
 
-class SlurmCluster:
+class SlurmCluster(ClosedAtExit):
     """Use it as a context manager, or call `close`."""
 
     def __init__(self, directory: Path) -> None:
@@ -130,14 +130,6 @@ class SlurmCluster:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> SlurmCluster:  # noqa: PYI034  typing.Self needs Python 3.11
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End every process of it, and remove what it has left in the host's control groups."""

@@ -23,23 +23,9 @@ from elastic_resume.snapshot import slots
 from elastic_resume.state import state_dict
 from elastic_resume.state.bucket_order import BucketOrder
 from elastic_resume.state.state_dict import ParameterOrder
+from tests.support.state_image import Box
 
 pytestmark = pytest.mark.slow
-
-
-class Box:
-    """An object with state_dict and load_state_dict."""
-
-    def __init__(self, value: Any = None) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the value."""
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the value."""
-        self.value = state["value"]
 
 
 class Parts(nn.Module):

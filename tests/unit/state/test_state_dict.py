@@ -18,22 +18,7 @@ from torch import Tensor, nn
 from elastic_resume.errors import ConfigError, MismatchError, UntrackableError
 from elastic_resume.state import load_state, state_dict
 from elastic_resume.state.state_dict import TensorBuffer
-from tests.support.state_image import copy_to_image
-
-
-class Box:
-    """An object with state_dict and load_state_dict."""
-
-    def __init__(self, value: Any = None) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the value."""
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the value."""
-        self.value = state["value"]
+from tests.support.state_image import Box, copy_to_image
 
 
 def carry(source: dict[str, Any], target: dict[str, Any]) -> TensorBuffer:
