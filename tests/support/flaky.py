@@ -167,26 +167,18 @@ def main() -> int:
     options, others = parser.parse_known_args()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # continues what it has stopped
     print(f"seed of the load: {options.seed}", flush=True)
-    pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", __spec__.name, "-p", "no:cacheprovider"]
-    pytest_command += [
-        "-rN",
-        "-n",
-        str(PARALLEL),
-        "--dist",
-        "worksteal",
-        "--flaky-runs",
-        str(options.runs),
-        *others,
-    ]
-    tests = subprocess.Popen(pytest_command)
+    flags = f"-q -rN -n {PARALLEL} --dist worksteal -p no:cacheprovider -p {__spec__.name}".split()
+    flags += ["--flaky-runs", str(options.runs)]
+    tests = subprocess.Popen([sys.executable, "-m", "pytest", *flags, *others])
     try:
         if not options.undisturbed:
             with tempfile.TemporaryDirectory() as directory:
                 disturb(tests, random.Random(options.seed), Path(directory))
         return tests.wait()
     finally:
+        tests.send_signal(signal.SIGINT)
         try:
-            tests.wait(STOP_TIMEOUT_S)  # after Ctrl-C pytest stops its nodes
+            tests.wait(STOP_TIMEOUT_S)  # pytest stops its nodes
         except subprocess.TimeoutExpired:
             tests.kill()
 

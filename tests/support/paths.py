@@ -8,4 +8,3 @@ ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
 SCRIPTS = TESTS / "support" / "scripts"
 SCENARIOS = TESTS / "scenarios"
-DOCS = ROOT / "docs"
