@@ -47,6 +47,7 @@ def find_notices(text: str) -> list[str]:
     return [line for line in text.splitlines() if "AN EARLIER RUN" in line]
 
 
+@pytest.mark.slow
 def test_start_on_earlier_run_logs_difference_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the notice a second start might silently train nothing."""
     monkeypatch.chdir(tmp_path)

@@ -27,8 +27,6 @@ import pytest
 
 PARALLEL = 3
 SHORTEST_S, LONGEST_S = 0.05, 0.3  # of one disturbance
-STOP_TIMEOUT_S = 60.0
-WRITE_BYTES = 4 << 20
 HOG = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"  # ends with us
 
 
@@ -153,7 +151,7 @@ def _load_disk(path: Path) -> Iterator[None]:
     """Write and sync 32 MB."""
     with open(path, "wb") as file:
         for _ in range(8):
-            file.write(bytes(WRITE_BYTES))
+            file.write(bytes(4 << 20))
             os.fsync(file.fileno())
     yield
 
@@ -178,7 +176,7 @@ def main() -> int:
     finally:
         tests.send_signal(signal.SIGINT)
         try:
-            tests.wait(STOP_TIMEOUT_S)  # pytest stops its nodes
+            tests.wait(60)  # pytest stops its nodes
         except subprocess.TimeoutExpired:
             tests.kill()
 

@@ -262,6 +262,7 @@ def test_shard_that_has_lost_samples_is_refused(workers: int) -> None:
             train(1, state, make_stream=build(sizes))
 
 
+@pytest.mark.slow
 def test_streams_that_differ_between_ranks_are_refused() -> None:
     """Such as files in the order in which each machine lists them."""
     orders = iter((["a/1", "a/2"], ["a/2", "a/1"]))
