@@ -47,8 +47,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run all tests once, then all of them again: repetitions of one test meet different neighbours."""
-    items.sort(key=lambda item: item.callspec.params["flaky_run"])  # type: ignore[attr-defined]
+    """Run all tests once, then those of pytest again: repetitions meet different neighbours."""
+    items.sort(key=lambda item: item.callspec.params["flaky_run"] if hasattr(item, "callspec") else 0)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -76,7 +76,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def _without_run(nodeid: str) -> str:
     """Return the name of a test without the number of its run, which is its last parameter."""
-    name, _, parameters = nodeid.rpartition("[")
+    name, _, parameters = nodeid.partition("[")
     others = parameters.rstrip("]").rpartition("-")[0]
     return f"{name}[{others}]" if others else name
 
