@@ -27,9 +27,9 @@ def make_job(tmp_path: Path) -> Iterator[MakeJob]:
     def build(nodes: int, min_nodes: int = 1, max_nodes: int | None = None, **more: object) -> HeartbeatJob:
         options: dict[str, Any] = {"min_nodes": min_nodes, "max_nodes": max_nodes or nodes, **more}
         # The workers need no torch, so a fork server would only cost seconds. The first view waits for a node
-        # that is slow to start. A refused call proves a death only within a lease after the last contact. A
-        # busy machine may miss that with the default node timeout; conftest.py sets a longer one.
-        options["flags"] = ["--rdzv-conf", "last_call_timeout=60", *options.get("flags", [])]
+        # that is slow to start. The node timeout is the default.
+        flags = ["--rdzv-conf", "last_call_timeout=60", "--node-timeout", "3"]
+        options["flags"] = [*flags, *options.get("flags", [])]
         options["env"] = {"ELASTIC_RESUME_NO_WARM": "1", **options.get("env", {})}
         cluster = Cluster(tmp_path, nodes=nodes, **options)
         clusters.append(cluster)
