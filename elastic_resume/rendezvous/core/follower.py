@@ -201,7 +201,8 @@ class Follower:
         if dead:
             state.set_quorum_state(state.quorum_state.with_dead([self.leader]))
             state.extend_grace(timeout_s)  # its other followers may not know yet
-            state.view_current_until = self.compute_view_current_until()
+            # The lease of the leader before still counts: this leader may have died before it granted one.
+            state.view_current_until = max(state.view_current_until, self.compute_view_current_until())
         if unreachable:
             state.unreachable.add(self.leader)
         state.disconnect(self.link)
@@ -215,10 +216,9 @@ class Follower:
         for the members that they know, but never for a spare. The time counts from sending, because the
         leader's last message may have been queued here.
         """
-        state = self.state
-        if any(view.rank(state.incarnation) is None for view in state.quorum_state.voting_views):
+        if self.state.is_spare:
             return NEVER
-        return min(self.link.leader_lease_until, self.link.acked_sent_at + state.settings.lease_s)
+        return min(self.link.leader_lease_until, self.link.acked_sent_at + self.state.settings.lease_s)
 
     def advance(self) -> None:
         """Check the own lease first; then send heartbeats and acknowledgements, and watch the leader."""

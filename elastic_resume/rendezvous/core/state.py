@@ -179,9 +179,10 @@ class NodeState:
 
         An agent listens at one address all its life, so the process has ended. The answer may come late:
         only members known when we dialled count. Until `view_current_until` no view can have been
-        installed without this node, so the dead member knew of none.
+        installed without this node, so the dead member knew of none. That holds for no spare, for which
+        nobody waits.
         """
-        if self.now >= self.view_current_until:
+        if self.is_spare or self.now >= self.view_current_until:
             return
         members_at_dial = {
             member
@@ -247,6 +248,11 @@ class NodeState:
     def installed_generation(self) -> int:
         """The generation of the newest view known to be installed; 0 for none."""
         return self.quorum_state.installed.generation if self.quorum_state.installed else 0
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether a view that may run is known to have no place for this node."""
+        return any(view.rank(self.incarnation) is None for view in self.quorum_state.voting_views)
 
     @property
     def is_disk_stalled(self) -> bool:

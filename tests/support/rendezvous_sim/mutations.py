@@ -73,15 +73,11 @@ def _merge_deaths_alone() -> list[Patch]:
 
 def _count_from_receipt(self: Follower) -> float:
     delay_s = self.link.last_received_at - self.link.acked_sent_at
-    return _include_spares(self) + delay_s
+    return min(self.link.leader_lease_until, self.link.acked_sent_at + self.state.settings.lease_s) + delay_s
 
 
 def _trust_any_leader(self: Follower) -> float:
     return self.link.acked_sent_at + self.state.settings.lease_s
-
-
-def _include_spares(self: Follower) -> float:
-    return min(self.link.leader_lease_until, self.link.acked_sent_at + self.state.settings.lease_s)
 
 
 def _no_grace_after_leaving() -> list[Patch]:
@@ -170,7 +166,7 @@ BUGS: dict[str, Callable[[], list[Patch]]] = {
     # `view_current_until` ignores whether the dead leader had a quorum.
     "currency-without-quorum": lambda: [(Follower, "compute_view_current_until", _trust_any_leader)],
     # A spare concludes that no view was installed without it, though no leader waits for a spare.
-    "spares-prove-deaths": lambda: [(Follower, "compute_view_current_until", _include_spares)],
+    "spares-prove-deaths": lambda: [(NodeState, "is_spare", False)],
     # A node that leaves its leader early does not wait for the leases of the nodes it left.
     "no-grace-after-leaving": _no_grace_after_leaving,
     # A node does not note the generations in a leader's announcement, and reuses one.
