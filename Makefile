@@ -6,7 +6,7 @@ READY := .venv/.ready
 unexport PYTHONDONTWRITEBYTECODE
 # Much of a test of real processes is waiting: on two cores, four at a time. Pure tests do not wait.
 PARALLEL := -n 4 --dist worksteal
-PURE_PARALLEL := -n 2 --dist worksteal
+PURE_PARALLEL := -n 3 --dist worksteal
 
 .PHONY: demo test test-slurm test-rest flaky lint check docs simulate nightly oldest newest soak bench clean network-tools slurm-tools browser-tools
 .DEFAULT_GOAL := help

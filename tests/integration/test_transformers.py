@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.testing import FaultPlan, assert_same_run
@@ -185,13 +184,15 @@ def test_example_has_four_lines_that_a_plain_script_lacks() -> None:
 
 def make_trainer(directory: Path, batch: int = 8, **settings: Any) -> Any:
     """Make a Trainer of this process alone."""
-    from elastic_resume.integrations.transformers import ElasticTrainer  # noqa: PLC0415  seconds
+    from transformers import TrainingArguments  # noqa: PLC0415  seconds
+
+    from elastic_resume.integrations.transformers import ElasticTrainer  # noqa: PLC0415
     from tests.support.scripts.trainer import Classes, Net  # noqa: PLC0415
 
     class Elastic(ElasticTrainer):
         elastic_global_batch = batch
 
-    args = transformers.TrainingArguments(
+    args = TrainingArguments(
         output_dir=str(directory), report_to="none", use_cpu=True, disable_tqdm=True, **settings
     )
     return Elastic(model=Net(), args=args, train_dataset=Classes(8, 1, has_index=False))
@@ -231,10 +232,12 @@ def test_ranks_that_the_trainer_does_not_see_are_refused(
 @pytest.mark.parametrize("is_base", [False, True])
 def test_own_order_of_samples_is_refused(name: str, is_base: bool, tmp_path: Path) -> None:
     """It has no position, and our own order would silently take its place."""
-    from elastic_resume.integrations.transformers import ElasticTrainer  # noqa: PLC0415  seconds
+    from transformers import Trainer  # noqa: PLC0415  seconds
+
+    from elastic_resume.integrations.transformers import ElasticTrainer  # noqa: PLC0415
 
     trainer = make_trainer(tmp_path)
-    own = type("Own", (transformers.Trainer,), {name: lambda *_: None})
+    own = type("Own", (Trainer,), {name: lambda *_: None})
     kinds = (ElasticTrainer, own) if is_base else (type("Mixed", (own, ElasticTrainer), {}),)
     trainer.__class__ = type("Mine", kinds, {"elastic_global_batch": 8})
     with pytest.raises(UsageError, match=r"get_train_dataloader\(\) or _get_train_sampler\(\) is overridden"):

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.scheduler import AcceleratedScheduler
-from lightning.fabric import Fabric
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 
 from elastic_resume.state.state_dict import collect_objects
@@ -17,6 +12,12 @@ from elastic_resume.state.state_dict import collect_objects
 @pytest.mark.filterwarnings("ignore")  # those of the libraries
 def test_wrappers_of_libraries_are_removed() -> None:
     """The tracked object is the one that the script made."""
+    from accelerate import Accelerator  # noqa: PLC0415  seconds, as the next four
+    from accelerate.scheduler import AcceleratedScheduler  # noqa: PLC0415
+    from lightning.fabric import Fabric  # noqa: PLC0415
+    from lightning.fabric.plugins.environments.lightning import LightningEnvironment  # noqa: PLC0415
+    from lightning.pytorch.core.optimizer import LightningOptimizer  # noqa: PLC0415
+
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
