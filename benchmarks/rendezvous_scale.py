@@ -51,7 +51,7 @@ from rendezvous_simulated import simulate
 
 from elastic_resume.rendezvous.core.events import Effect, PersistentState, Settings, StartWorkers, StopWorkers
 from elastic_resume.rendezvous.core.messages import JoinRequest, JoinSpec
-from elastic_resume.rendezvous.core.quorum import Incarnation
+from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.rendezvous.net import protocol
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
 from elastic_resume.rendezvous.net.server import RendezvousServer, raise_descriptor_limit
@@ -175,7 +175,7 @@ class Member:
         self.join = JoinRequest(JoinSpec(address, WORKERS, index))
         self.node = RendezvousServer(
             job.settings,
-            Incarnation(f"node{index:05}", secrets.token_hex(8), address, index if index < 3 else None),
+            Incarnation(f"node{index:05}", secrets.token_hex(8), 1, address, index if index < 3 else None),
             listener=job.listeners[index],
             run_id="benchmark",
             token=TOKEN,

@@ -39,7 +39,7 @@ from elastic_resume.rendezvous.core.events import (
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.messages import JoinRequest, JoinSpec
 from elastic_resume.rendezvous.core.node import RendezvousNode
-from elastic_resume.rendezvous.core.quorum import Incarnation
+from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.rendezvous.net import protocol
 
 LIMIT_S = 60.0
@@ -83,7 +83,7 @@ class SimulatedNode:
         address = f"node{index:05}.cluster:29400"
         self.join = JoinRequest(JoinSpec(address, WORKERS, index))
         incarnation = Incarnation(
-            f"node{index:05}", secrets.token_hex(8), address, index if index < CANDIDATES else None
+            f"node{index:05}", secrets.token_hex(8), 1, address, index if index < CANDIDATES else None
         )
         self.core = RendezvousNode(job.settings, incarnation, None, job.now)
         self.ends: dict[int, SimulatedEnd] = {}
@@ -173,7 +173,8 @@ class SimulatedNode:
         target = self.job.nodes[int(effect.address[4:9])]
         self._charge(self.job.costs.connection_s)
         if target.is_lost:
-            refused = PeerDisconnected(effect.conn_id, "Connection refused", refused=True)
+            ips = frozenset({"10.0.0.1"})
+            refused = PeerDisconnected(effect.conn_id, "Connection refused", refused=True, refusing_ips=ips)
             self.job.at(self.now + 2 * LATENCY_S, self.receive, self.handle, refused)
             return
         end, other = SimulatedEnd(self, effect.conn_id), SimulatedEnd(target, 0)
@@ -217,7 +218,7 @@ class SimulatedNode:
                 self.accepted -= 1
                 end.conn_id = self.accepted
             self.ends[end.conn_id] = end
-            self.handle(PeerConnected(end.conn_id, "10.0.0.1" if end.is_dialler else ""))
+            self.handle(PeerConnected(end.conn_id, "10.0.0.1"))
 
     def close(self, end: SimulatedEnd) -> None:
         """Close a connection; the other end learns of it after the latency."""

@@ -54,9 +54,8 @@ ENV_CKPT_LIMIT = "ELASTIC_RESUME_CKPT_LIMIT"  # (user) size limit of ENV_CKPT_DI
 
 # ---- names on disk, under CKPT_DIR/RUN_ID/NODE/ ----------------------------------------------------------
 EVENTS_FILE = "events.jsonl"  # appended by the agent, its worker supervisors and its workers
-PEER_EVENTS_FILE = "peers.jsonl"  # events that other nodes sent while this node was leader or deputy
 AGENT_ENDPOINT_FILE = "agent-endpoint.json"  # 0600: the agent's status address and its read-only key
-FAULTS_FILE = "faults.jsonl"  # events of injected faults; lies beside the nodes' directories
+FAULTS_FILE = "faults.jsonl"  # injected faults and wiped nodes' events; beside the nodes' directories
 GENERATION_FILE = "generation.json"  # the greatest generation this node has been part of
 LOCK_FILE = "lock"  # held by the node's agent, or by its local rank 0 when there is no agent
 LOCK_OWNER_FILE = "lock-owner.json"  # the lock's owner, for the message to a second process
@@ -70,7 +69,7 @@ MANIFEST_FILE = "manifest.json"
 
 SAFE_NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"  # names that become directories and shell words
 
-STATUS_VERSION = 3
-"""Version of the `elastic-resume status --json` document; it grows when a member changes or goes."""
+STATUS_VERSION = 4
+"""Version of an agent's reply and of `status --json`; it grows when a member changes or goes."""
 
 MAX_NODES = 10_000  # limit of --nnodes MAX: with more names a rendezvous message exceeds its size limit

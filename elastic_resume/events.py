@@ -257,8 +257,7 @@ def get_count(event: Mapping[str, Any], name: str) -> int | None:
 
 def read_run(run_dir: Path) -> list[Event]:
     """Return all events of all nodes under ``CKPT_DIR/RUN_ID``, with injected faults, by time."""
-    beside = [run_dir / name for name in (constants.FAULTS_FILE, constants.PEER_EVENTS_FILE)]
-    paths = [*sorted(run_dir.glob(f"*/{constants.EVENTS_FILE}")), *beside]
+    paths = [*sorted(run_dir.glob(f"*/{constants.EVENTS_FILE}")), run_dir / constants.FAULTS_FILE]
     merged = [event for path in paths for event in read(path)]
     return sorted(merged, key=lambda event: event["t"])
 

@@ -37,7 +37,7 @@ from elastic_resume.events import EventLog
 from elastic_resume.policy import restart
 from elastic_resume.rendezvous.net.protocol import derive_status_key
 from elastic_resume.report import metrics
-from elastic_resume.report.status import fetch_status
+from elastic_resume.report.agent_status import fetch_status
 from elastic_resume.schedulers import resources
 from elastic_resume.schedulers.environment import SchedulerContext
 from elastic_resume.snapshot.committer import CheckpointCommitter
@@ -230,7 +230,7 @@ class _Agent:
             read_slot_states=committer.slot_pool.control_block.read_slots,
             describe_problem=lambda: committer.last_error or self.memory_monitor.read_pressure().description,
         )
-        return StatusReporter(self.node_dir.path, self.spec.config.run_id, sampler, self.event_tail)
+        return StatusReporter(self.node_dir.path, sampler, self.event_tail)
 
     def _run_job(self, snapshots: SnapshotService, fork_server: ForkServerManager | None) -> _Outcome:
         """Join the rendezvous, run workers until the job ends, and map errors to an outcome."""

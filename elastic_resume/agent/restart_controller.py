@@ -38,15 +38,16 @@ from elastic_resume.policy.failure_classification import (
     describe_failure,
     separate_root_causes,
 )
+from elastic_resume.policy.reasons import format_node_names
 from elastic_resume.policy.requeue import count_starts_without_progress
 from elastic_resume.rendezvous.core.events import EmitEvent, StartWorkers
-from elastic_resume.rendezvous.core.quorum import Incarnation, format_node_names
+from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.snapshot.progress_page import MAX_LOCAL_RANKS, ProgressRecord, WorkerProcess, read_records
 
 logger = logging.getLogger(__name__)
 
 # Kinds of rendezvous events that are logged for people; the others are only in the event log.
-WARNING_KINDS = {"refused", "disk", "unauthenticated", "quorum-forced"}
+WARNING_KINDS = {"refused", "disk", "unauthenticated", "left-out"}
 STATE_KINDS = {"waiting", "spare", "workers-finished"}  # logged only if the state lasts
 LASTING_S = 5.0
 MAX_LOST_NAMED = 3
@@ -112,6 +113,7 @@ class RestartController:
         memory_monitor: MemoryMonitor | None = None,
     ) -> None:
         self.on_workers_dead: Callable[[], object] = lambda: None  # called when a round's workers are dead
+        self.list_unreachable_nodes: Callable[[], tuple[str, ...]] = tuple  # names members it cannot reach
         self.is_spare = False  # a view runs without this node
         self.node_rank: int | None = None  # this node's rank in the newest view; None before the first view
         self._started_at = time.monotonic()
@@ -145,6 +147,10 @@ class RestartController:
             return 0
         return count_starts_without_progress(self._read_events(0), restarts)
 
+    def has_resumed(self) -> bool:
+        """Return whether a worker of this round has come out of `er.resume`. From any thread."""
+        return any(event["event"] == "worker-start" for event in self._round_events.read())
+
     def has_finished_a_step(self) -> bool:
         """Return whether this node has finished a step since its agent started."""
         current = self._build_round(failed=False)
@@ -152,7 +158,8 @@ class RestartController:
 
     def on_rendezvous_event(self, event: EmitEvent) -> None:
         """Emit an event of the rendezvous, and log it if it concerns people."""
-        self._event_log.emit("rendezvous", what=event.kind, message=event.text)
+        missing = {"missing": list(event.missing)} if event.missing else {}
+        self._event_log.emit("rendezvous", what=event.kind, message=event.text, **missing)
         if event.kind == "spare":
             self.is_spare = True
         if event.kind in WARNING_KINDS:
@@ -243,7 +250,9 @@ class RestartController:
         self._world = restart.WorldSummary(nodes, world.newest_step)
         if self._history:
             self._judge_round(world.failures, joined, lost, membership_changed=membership_changed)
-            if world.rank == 0 and (world.failures or lost):  # the workers had their time; all ranks resume
+            is_cut = any(failure.kind == failure_classification.NETWORK for failure in world.failures)
+            if world.rank == 0 and not is_cut and (world.failures or lost):
+                # The workers had their time; all ranks resume.
                 self._warn_of_no_resume()
         self._round += 1
         self._num_nodes, self.node_rank, self.is_spare = len(world.members), world.rank, False
@@ -411,13 +420,18 @@ class RestartController:
 
     def _build_round(self, *, failed: bool) -> restart.RoundResult:
         monitor = self._memory_monitor
-        return restart.summarize_round(
+        result = restart.summarize_round(
             [*self._round_events.read(), *self._read_steps()],
             node=self._node,
             failed=failed,
             num_nodes=self._num_nodes,
             memory_pressure=monitor.read_pressure() if monitor is not None else None,
         )
+        unreachable = self.list_unreachable_nodes()
+        if unreachable:
+            failure = failure_classification.make_network_failure(self._node, unreachable)
+            result = replace(result, failures=(failure, *result.failures))
+        return result
 
     def _read_steps(self) -> list[events.Event]:
         """Return this round's steps from the event log and the progress page.

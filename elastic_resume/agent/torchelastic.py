@@ -42,12 +42,14 @@ from torch.distributed.run import config_from_args, determine_local_world_size, 
 
 from elastic_resume import config, constants
 from elastic_resume.agent import options, run_help
+from elastic_resume.agent.peer_probe import PeerProbe
 from elastic_resume.agent.restart_controller import RestartController
 from elastic_resume.agent.status import StatusReporter
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.agent.workers.supervisor import read_drain_signals
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.errors import ConfigError, JobFailedError, MachineError
+from elastic_resume.policy.reasons import Departure
 from elastic_resume.policy.restart import RoundSummary
 from elastic_resume.rendezvous.client import JobCompleted, RendezvousClient
 from elastic_resume.rendezvous.config import RendezvousConfig
@@ -86,6 +88,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         self,
         client: RendezvousClient,
         controller: RestartController,
+        peer_probe: PeerProbe,
         *,
         host: str,
         local_world_size: int,
@@ -94,6 +97,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         """``host`` is this node's address for workers, ``node_order`` its place in the scheduler's order."""
         self._client = client
         self._controller = controller
+        self._peer_probe = peer_probe
         self._host = host
         self._local_world_size = local_world_size
         self._node_order = node_order
@@ -120,6 +124,18 @@ class ElasticRendezvousHandler(RendezvousHandler):
             ConfigError, RendezvousLostError: see `RendezvousClient.join`.
 
         """
+        world = self._join_view()
+        while self._client.restart_requested:
+            # The view has ended before its workers start. Another node may have left because of its failures.
+            world = self._join_view()
+        self._peer_probe.begin_generation(world)
+        os.environ[ENV_WORKERS_IDENTICAL] = str(int(len(set(world.workers_per_node)) == 1))
+        store: Any = _RoundStore(_create_rank_store(world.workers_per_node), self._client)
+        bootstrap = RendezvousStoreInfo(*_split_address(world.store_address))
+        return RendezvousInfo(store, world.rank, len(world.members), bootstrap)
+
+    def _join_view(self) -> StartWorkers:
+        """Judge the last round, join the next view, and judge the last round with all nodes' failures."""
         self._client.raise_if_over()
         last_world, restart_reason = self._world, self._client.restart_reason
         newest_step = 0
@@ -143,17 +159,17 @@ class ElasticRendezvousHandler(RendezvousHandler):
             raise SystemExit(0) from None
         if world.rank != 0:
             self._store_server = None  # only the store of rank 0 is used
-        self._world, self._logged_start = world, False
         changed = last_world is None or set(last_world.members) != set(world.members)
         self._controller.after_rendezvous(world, membership_changed=changed)
-        os.environ[ENV_WORKERS_IDENTICAL] = str(int(len(set(world.workers_per_node)) == 1))
-        store: Any = _RoundStore(_create_rank_store(world.workers_per_node), self._client)
-        bootstrap = RendezvousStoreInfo(*_split_address(world.store_address))
-        return RendezvousInfo(store, world.rank, len(world.members), bootstrap)
+        self._world, self._logged_start = world, False  # an excluded node reports nothing about this view
+        return world
 
     def _report_failure(self, world: StartWorkers) -> RoundSummary:
         """Report to the leader how a worker of this node failed, if one did, before any decision."""
         summary = self._controller.summarize_round()
+        if summary.failure is not None:
+            self._peer_probe.handle_failure(summary.failure)
+            summary = self._controller.summarize_round()
         if summary.failure is not None:
             self._client.report_failure(world.generation, summary.failure)
         return summary
@@ -273,7 +289,9 @@ def open_rendezvous(
 
     """
     node = node_dir.path.name
-    state_file = DurableStateFile(node_dir.path, launch_id=scheduler_context.launch_id, node=node)
+    # A scheduler cannot end what runs on a node that it does not reach.
+    launch_id = "" if rendezvous_config.is_strict else scheduler_context.launch_id
+    state_file = DurableStateFile(node_dir.path, launch_id=launch_id, node=node)
     listen_endpoint = open_listen_endpoint(
         rendezvous_config.endpoints,
         rendezvous_config.local_addr,
@@ -293,7 +311,6 @@ def open_rendezvous(
         max_generation=node_dir.read_generation(),
         lease=lease_page,
         on_log=on_log,
-        on_peer_status=status_reporter.on_peer_status,
         render_status=status_reporter.render_status,
     )
     client.start()
@@ -301,7 +318,8 @@ def open_rendezvous(
     try:
         yield RendezvousSession(client, listen_endpoint.host, scheduler_context.node_index)
     except BaseException as error:
-        client.leave((str(error) or type(error).__name__)[:200])
+        text = (str(error) or type(error).__name__)[:200]
+        client.leave(Departure(text, is_asked=isinstance(error, StoppedError)))
         raise
     finally:
         status_reporter.close()
@@ -440,6 +458,9 @@ def run_workers(spec: LaunchSpec, controller: RestartController, session: Rendez
     config = spec.config
     signals = _stop_signals(config)
     previous = {number: signal.getsignal(number) for number in signals}
+    report = session.client.report_unreachable_peers
+    peer_probe = PeerProbe(spec.rendezvous_config.node_timeout_s, report, controller.has_resumed)
+    controller.list_unreachable_nodes = peer_probe.list_unreachable_nodes
 
     def create_handler(_: RendezvousParameters) -> RendezvousHandler:
         # torchelastic handles these once the first workers start, but a rendezvous can last minutes.
@@ -448,6 +469,7 @@ def run_workers(spec: LaunchSpec, controller: RestartController, session: Rendez
         return ElasticRendezvousHandler(
             session.client,
             controller,
+            peer_probe,
             host=session.host,
             local_world_size=config.nproc_per_node,
             node_order=session.node_order,
@@ -455,6 +477,7 @@ def run_workers(spec: LaunchSpec, controller: RestartController, session: Rendez
 
     rendezvous_handler_registry.register(RENDEZVOUS_BACKEND, create_handler)
     _filter_torchelastic_logs()
+    peer_probe.start()
     try:
         launch_agent(config, spec.entrypoint, spec.args)
     except SystemExit as end:
@@ -469,6 +492,7 @@ def run_workers(spec: LaunchSpec, controller: RestartController, session: Rendez
         session.client.fail_job(reason)
         raise JobFailedError(reason) from error
     finally:
+        peer_probe.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
     job_end = session.client.job_end

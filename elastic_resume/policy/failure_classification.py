@@ -21,10 +21,10 @@ from elastic_resume.events import Event
 
 EXCEPTION, EXIT, SIGNAL, OOM = "exception", "exit", "signal", "oom"
 HANG, DIVERGENCE, DISK, STUCK = "hang", "divergence", "disk", "stuck"
-NODE_LOST, PREEMPTED = "node-lost", "preempted"
-FAILURE_KINDS = (EXCEPTION, EXIT, SIGNAL, OOM, HANG, DIVERGENCE, DISK, STUCK, NODE_LOST, PREEMPTED)
-NODE_FAILURE_KINDS = frozenset({NODE_LOST, PREEMPTED})
-"""Kinds that say nothing about a worker: the node came or went."""
+NODE_LOST, PREEMPTED, NETWORK = "node-lost", "preempted", "network"
+FAILURE_KINDS = (EXCEPTION, EXIT, SIGNAL, OOM, HANG, DIVERGENCE, DISK, STUCK, NODE_LOST, PREEMPTED, NETWORK)
+NODE_FAILURE_KINDS = frozenset({NODE_LOST, PREEMPTED, NETWORK})
+"""Kinds that say nothing about a worker: the node came or went, or two nodes cannot reach each other."""
 
 MAX_TEXT_CHARS = 500
 """Characters of each text: a failure travels to every node."""
@@ -116,9 +116,9 @@ def looks_secondary(text: str) -> bool:
 def separate_root_causes(failures: Iterable[Failure]) -> FailureVerdict:
     """Separate root causes from secondary failures. ``failures`` are in order of arrival.
 
-    Deterministic failures come before all others.
+    Deterministic failures come before all others, then nodes that cannot reach each other.
     """
-    listed = sorted(failures, key=lambda failure: not failure.is_deterministic)
+    listed = sorted(failures, key=lambda failure: (not failure.is_deterministic, failure.kind != NETWORK))
     causes = [failure for failure in listed if failure.is_deterministic or not failure.is_secondary]
     if not causes:
         causes = listed[:1]
@@ -128,6 +128,12 @@ def separate_root_causes(failures: Iterable[Failure]) -> FailureVerdict:
 def make_node_failure(node: str, reason: str, *, announced: bool = False) -> Failure:
     """Make the failure of a lost node; ``announced``: the node had been asked to leave."""
     return truncate_failure(Failure(PREEMPTED if announced else NODE_LOST, node, None, reason))
+
+
+def make_network_failure(node: str, peers: Sequence[str]) -> Failure:
+    """Make the failure of a node that cannot reach some of the others."""
+    more = f" and {len(peers) - MAX_NAMED} more" if len(peers) > MAX_NAMED else ""
+    return Failure(NETWORK, node, None, to_printable(f"cannot reach {', '.join(peers[:MAX_NAMED])}{more}"))
 
 
 def truncate_failure(failure: Failure) -> Failure:
@@ -146,6 +152,55 @@ def to_printable(text: str, limit: int = MAX_TEXT_CHARS) -> str:
     """Return one line of printable text with at most ``limit`` characters."""
     text = "".join(char if char.isprintable() else " " for char in text[: limit + 1])
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+MAX_FAILURES = 8
+"""Different failures kept of one generation."""
+
+
+def bound_failures(failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
+    """Limit the number and the length of failures received from a leader."""
+    return tuple(truncate_failure(failure) for failure in failures[:MAX_FAILURES])
+
+
+class FailureLog:
+    """The first failures of the newest generation, in order of arrival.
+
+    It keeps one failure of each node and counts equal failures as one. So if a thousand workers meet the same
+    error, every node receives it once. `policy.failure_classification.separate_root_causes` decides what they
+    mean.
+    """
+
+    def __init__(self) -> None:
+        self.generation = 0
+        self._reported_nodes: set[str] = set()
+        self._failures: list[Failure] = []
+
+    def record(self, generation: int, failure: Failure) -> None:
+        """Keep a failure of that generation, unless its node has reported another."""
+        if generation < self.generation:
+            return
+        if generation > self.generation:
+            self.generation, self._reported_nodes, self._failures = generation, set(), []
+        if failure.node in self._reported_nodes:
+            return
+        self._reported_nodes.add(failure.node)
+        for place, kept in enumerate(self._failures):
+            # The failure of a whole node has no rank; it is named and never counted as "one more".
+            if kept.rank is not None and kept.signature == failure.signature:
+                self._failures[place] = replace(kept, nodes=kept.nodes + 1)
+                return
+        if len(self._failures) == MAX_FAILURES:
+            # Secondary failures may arrive before their root cause, and from every node.
+            secondary = next((kept for kept in reversed(self._failures) if kept.is_secondary), None)
+            if secondary is None or failure.is_secondary:
+                return
+            self._failures.remove(secondary)
+        self._failures.append(replace(truncate_failure(failure), nodes=1))
+
+    def get_failures(self, generation: int) -> tuple[Failure, ...]:
+        """Return the failures that ended that generation, as far as known."""
+        return tuple(self._failures) if generation == self.generation else ()
 
 
 # ---- in words ------------------------------------------------------------------------------------------

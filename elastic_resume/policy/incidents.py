@@ -193,19 +193,15 @@ class IncidentTracker:
         self._boot_times: dict[str, float] = {}  # Unix time of each boot, by its first event
         self._cached_incidents: dict[int, tuple[tuple[int, ...], Incident | None]] = {}
 
-    def record(self, event: Event, max_generation: int = MAX_COUNT_VALUE) -> None:
-        """Record one event; ignore an event whose kind or form is unknown.
-
-        No generation beyond ``max_generation`` can have begun. A made-up number would push out the real
-        ones.
-        """
+    def record(self, event: Event) -> None:
+        """Record one event; ignore an event whose kind or form is unknown."""
         t, since = get_seconds(event), get_boot_time(event)
         if t is not None and since is not None:  # a wall clock may jump
             t = since[1] + self._boot_times.setdefault(since[0], t - since[1])
-        if t is not None and (get_count(event, "generation") or 0) <= max_generation:
-            self.record_at(event, t, max_generation)
+        if t is not None:
+            self.record_at(event, t)
 
-    def record_at(self, event: Event, t: float, max_generation: int = MAX_COUNT_VALUE) -> None:
+    def record_at(self, event: Event, t: float) -> None:
         """Record an event that happened at ``t``, a time comparable with the other events' times."""
         kind, node = event.get("event"), str(event.get("node", ""))
         generation = get_count(event, "generation") or None
@@ -214,7 +210,7 @@ class IncidentTracker:
         elif kind == "agent-end":
             self._record_agent_end(event, node, t)
         elif kind == "rendezvous":
-            self._record_rendezvous(event, node, t, max_generation)
+            self._record_rendezvous(event, node, t)
         elif kind in _WORKER_EVENT_KINDS:
             self._record_worker_event(event, node, generation, t)
         elif generation is None:
@@ -331,10 +327,10 @@ class IncidentTracker:
                 node, _AgentStatus(status_kind, t, reason)
             )
 
-    def _record_rendezvous(self, event: Event, node: str, t: float, max_generation: int) -> None:
+    def _record_rendezvous(self, event: Event, node: str, t: float) -> None:
         position, what = self._node_positions.get(node), event.get("what")
         restart = _RESTART_PATTERN.fullmatch(str(event.get("message", ""))) if what == "restart" else None
-        if restart and 0 < int(restart[1]) <= max_generation:
+        if restart and int(restart[1]):
             state = self._get_or_create_state(int(restart[1]))
             state.restart_reason = restart[2]
             state.detected_t = min(t, state.detected_t or t)

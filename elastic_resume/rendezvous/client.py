@@ -15,18 +15,18 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
 from elastic_resume.errors import ConfigError, JobFailedError, RendezvousLostError
 from elastic_resume.policy.divergence import Digest, is_digest
 from elastic_resume.policy.failure_classification import Failure
+from elastic_resume.policy.reasons import Departure
 from elastic_resume.rendezvous.config import RendezvousConfig
 from elastic_resume.rendezvous.core import events, messages
 from elastic_resume.rendezvous.core.node import RendezvousNode
-from elastic_resume.rendezvous.core.quorum import Incarnation
-from elastic_resume.rendezvous.core.status import NodeStatus
+from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.rendezvous.endpoint import ListenEndpoint
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
 from elastic_resume.rendezvous.net.server import RendezvousServer, RendezvousThread
@@ -35,7 +35,7 @@ from elastic_resume.rendezvous.net.status import RendezvousStatus
 SHUTDOWN_TIMEOUT_S = 2.0
 """Minimum time that a node which ends the job waits for its leader's confirmation."""
 LEAVE_TIMEOUT_S = 3.0
-"""How long a leaving node waits for a leader to send its notice to."""
+"""How long a leaving node waits until it has left; longer than `node.LEAVE_TIMEOUT_S`."""
 LIVENESS_CHECK_S = 1.0
 """Between two checks that the rendezvous thread is alive, while nothing happens."""
 
@@ -64,7 +64,6 @@ class RendezvousClient:
         max_generation: int,
         lease: WorkerLease,
         on_log: Callable[[events.EmitEvent], None],
-        on_peer_status: Callable[[events.DeliverPeerStatus], None] = lambda _: None,
         render_status: Callable[[RendezvousStatus], bytes] | None = None,
     ) -> None:
         """Set up the membership; `start` begins it.
@@ -77,18 +76,16 @@ class RendezvousClient:
             max_generation: the greatest generation that this node knows of.
             lease: of this node's workers.
             on_log: called with log entries, in the callback thread.
-            on_peer_status: called with status updates of other nodes in the rendezvous thread; never blocks.
             render_status: renders the status for status clients, in a thread of its own.
 
         """
         self.run_id = config.run_id
         self.node = node
         self._lease = lease
-        self._on_peer_status = on_peer_status
         self._single_node = config.single_node
         # An unreachable leader is noticed after a node timeout; then the next one must be found.
         self._end_timeout_s = max(SHUTDOWN_TIMEOUT_S, 2 * config.node_timeout_s + 1)
-        self._can_announce_leave = True  # written by the rendezvous thread
+        self._has_left = False  # written by the rendezvous thread
         self._condition = threading.Condition()
         self.is_importing = False
         """This node's new workers would wait for imports. Set it before `join`; see `finish_imports`."""
@@ -105,8 +102,13 @@ class RendezvousClient:
         self._callback_thread = threading.Thread(
             target=self._run_callbacks, args=(on_log,), name="elastic-resume-callbacks", daemon=True
         )
+        former = state_file.state.incarnation if state_file.state else None
         incarnation = Incarnation(
-            node, secrets.token_hex(8), listen_endpoint.address, listen_endpoint.candidate_index
+            node,
+            former.disk_id if former else secrets.token_hex(8),
+            former.boot + 1 if former else 1,
+            listen_endpoint.address,
+            listen_endpoint.candidate_index,
         )
         settings = config.settings(listen_endpoint.address)
         self.address = listen_endpoint.address
@@ -136,6 +138,7 @@ class RendezvousClient:
     def join(self, request: messages.JoinSpec) -> events.StartWorkers:
         """Wait for a view with this node in it. Its workers must be dead.
 
+        The view may have ended already: see `restart_requested`. Its failures have to be judged all the same.
         While `is_importing`, a view that runs without this node does not end for it.
 
         Raises:
@@ -146,15 +149,12 @@ class RendezvousClient:
 
         """
         with self._condition:
-            while True:
-                self._view, self.restart_reason = None, ""
-                self._wait_for_divergence_handling()
-                join = replace(request, is_importing=self.is_importing)
-                self._server.submit(messages.JoinRequest(join))
-                view = self._wait_for_view()
-                self._wait_for_divergence_handling()
-                if not self.restart_requested:
-                    return view
+            self._view, self.restart_reason = None, ""
+            self._wait_for_divergence_handling()
+            self._server.submit(messages.JoinRequest(replace(request, is_importing=self.is_importing)))
+            view = self._wait_for_view()
+            self._wait_for_divergence_handling()
+            return view
 
     def finish_imports(self) -> None:
         """Note that new workers need not wait for imports; from any thread."""
@@ -199,6 +199,10 @@ class RendezvousClient:
         """Report how a worker of this node failed. Call it before `join`."""
         self._server.submit(messages.FailureReport(generation, failure))
 
+    def report_unreachable_peers(self, generation: int, nodes: tuple[str, ...]) -> None:
+        """Report the members that this node cannot reach, also if none are left; from any thread."""
+        self._server.submit(messages.UnreachablePeers(generation, nodes))
+
     def sleep_unless_over(self, duration_s: float) -> None:
         """Sleep until the time has passed or the job is over."""
         if duration_s > 0:
@@ -216,26 +220,16 @@ class RendezvousClient:
         """Return how the job ended, with the failures of the last view; None if it has not."""
         return self._outcome if isinstance(self._outcome, events.EndJob) else None
 
-    def send_status(self, status: NodeStatus | None, event_lines: Sequence[str]) -> None:
-        """Send this node's status and events with the next heartbeats; from any thread."""
-        self._server.submit(events.StatusPublished(status, tuple(event_lines)))
-
-    def leave(self, reason: str) -> None:
+    def leave(self, departure: Departure) -> None:
         """Send a leave notice and close.
 
-        If the leader has just died, wait for the next one, which may be this agent. Without a notice the
-        other nodes could not tell this node from one behind a partition.
+        Without a notice the other nodes could not tell this node from one behind a partition.
         """
-        deadline = time.monotonic() + LEAVE_TIMEOUT_S
-        while (
-            self._outcome is None
-            and not self._can_announce_leave
-            and time.monotonic() < deadline
-            and self._server.is_alive
-        ):
-            time.sleep(0.01)
         if self._outcome is None:
-            self._server.submit(events.Leave(reason))
+            deadline = time.monotonic() + LEAVE_TIMEOUT_S
+            self._server.submit(events.Leave(departure))
+            while not self._has_left and time.monotonic() < deadline and self._server.is_alive:
+                time.sleep(0.005)
         self.close()
 
     def close(self) -> None:
@@ -285,7 +279,7 @@ class RendezvousClient:
 
     def _update_lease(self, node: RendezvousNode) -> None:
         """Move the lease before the effects of an event are carried out."""
-        self._can_announce_leave = node.can_announce_leave
+        self._has_left = bool(node.end_reason)
         if node.running_view is None:
             self._lease.set(-math.inf)
         else:
@@ -294,9 +288,6 @@ class RendezvousClient:
     def _handle_effect(self, effect: events.Effect) -> None:
         if isinstance(effect, events.EmitEvent):
             self._callback_queue.put(effect)
-            return
-        if isinstance(effect, events.DeliverPeerStatus):
-            self._on_peer_status(effect)
             return
         with self._condition:
             if isinstance(effect, messages.ReplicasDiverged):

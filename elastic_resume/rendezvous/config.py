@@ -23,6 +23,7 @@ CONF_KEYS = {
     "node_timeout": "TIME: as --node-timeout",
     "join_timeout": "TIME: how long a node waits for a rendezvous (default 10m)",
     "last_call_timeout": "TIME: how long a first start waits for one more node (default 3s; in pods 35s)",
+    "strict": "true: count no votes of dead nodes (docs/concepts/worlds.md)",
     "token_file": "FILE: 0600, with the secret of all nodes, 16 bytes or more (or ELASTIC_RESUME_TOKEN)",
 }
 """The keys of --rdzv-conf, each with its help."""
@@ -42,6 +43,7 @@ class RendezvousConfig:
     node_timeout_s: float = 3.0  # ten times the heartbeat interval
     last_call_timeout_s: float = 3.0  # how long the first start waits for another node
     join_timeout_s: float = 600.0
+    is_strict: bool = False
     on_divergence: str = STOP  # STOP or RESUME_FROM_MAJORITY; the leader's setting counts
 
     @classmethod
@@ -87,6 +89,7 @@ class RendezvousConfig:
             node_timeout_s=parse_seconds("node_timeout", 3.0, 0.5),
             last_call_timeout_s=parse_seconds("last_call_timeout", 3.0, 0.0),
             join_timeout_s=parse_seconds("join_timeout", 600.0, 1.0),
+            is_strict=_parse_bool(f"{source} strict", conf.get("strict", False)),
         )
 
     def settings(self, own_address: str) -> Settings:
@@ -100,6 +103,7 @@ class RendezvousConfig:
             last_call_timeout_s=self.last_call_timeout_s,
             join_timeout_s=self.join_timeout_s,
             single_node=self.single_node,
+            is_strict=self.is_strict,
             resume_from_majority=self.on_divergence == RESUME_FROM_MAJORITY,
         )
 
@@ -107,3 +111,11 @@ class RendezvousConfig:
     def single_node(self) -> bool:
         """Return whether no other node can exist: one node at most, at a port that the kernel chooses."""
         return self.max_nodes == 1 and not self.endpoints[0].port
+
+
+def _parse_bool(name: str, value: Any) -> bool:
+    """Return a switch of the configuration."""
+    text = str(value).lower()
+    if text not in {"true", "false"}:
+        raise ConfigError(f"{name}: {value!r} is neither true nor false.")
+    return text == "true"

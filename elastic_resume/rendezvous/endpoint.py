@@ -303,6 +303,11 @@ def open_listen_endpoint(
     """
     local_host = _parse_host(local_addr, "--local-addr") if local_addr else None
     hosts = _resolve_hosts(endpoints, local_host)
+    if not single_node and any(_LOOPBACK_NAME.fullmatch(endpoint.host) for endpoint in endpoints):
+        logger.warning(
+            "--rdzv-endpoint has localhost, which is another machine on each node: agents of other machines "
+            "cannot join. Give names or addresses that all nodes reach."
+        )
     if local_host is not None and not hosts.is_own(local_host):
         raise ConfigError(
             f"--local-addr {local_host} is not an address of this machine: give one of its own, or leave it "

@@ -219,14 +219,12 @@ _RENDEZVOUS_SEVERITIES = {
     "disk": BAD,
     "refused": BAD,
     "unauthenticated": BAD,
-    "quorum-forced": BAD,
     "lease-expired": BAD,
+    "left-out": BAD,
     "waiting": NOTE,
     "spare": INFO,
-    "proposal-aborted": INFO,
     "step-down": INFO,
     "leader-lost": INFO,
-    "new-incarnation": INFO,
 }
 
 

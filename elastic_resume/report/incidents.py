@@ -21,7 +21,6 @@ from elastic_resume.checkpoint.reader import parse_checkpoint_name
 from elastic_resume.events import Event
 from elastic_resume.policy import failure_classification, incidents
 from elastic_resume.policy.incidents import FINISHED, GenerationEnd, IncidentTracker
-from elastic_resume.rendezvous.core.quorum import MissingQuorum
 from elastic_resume.report import event_log
 from elastic_resume.report.checkpoints import QUARANTINED, CheckpointEntry
 from elastic_resume.report.event_log import EventTimeline, ParsedEvent
@@ -283,7 +282,7 @@ def _find_wait(timeline: EventTimeline, rows: Sequence[Generation]) -> Wait | No
     if not waits:
         return None
     text = waits[-1].get_text("message")
-    return Wait(waits[0].t, MissingQuorum.parse_missing_names(text), text.rstrip("."))
+    return Wait(waits[0].t, waits[-1].get_texts("missing"), text.rstrip("."))
 
 
 def _has_ended(events: Sequence[ParsedEvent]) -> bool:

@@ -1,10 +1,9 @@
 """Load the events, checkpoints and hang reports of one run from the paths that a person typed.
 
-The logs of a run's nodes may lie in several places: a shared disk, copies of the nodes' own disks, and
-lines that a leader kept of other nodes (`constants.PEER_EVENTS_FILE`). Identical lines are one event.
-Directories may have any name, since the logs hold the names of the run and its nodes. This module only
-reads, and follows no link to a hang report. A file that cannot be read becomes a problem with its reason;
-the rest is loaded.
+The logs of a run's nodes may lie in several places: a shared disk, and copies of the nodes' own disks.
+Identical lines are one event. Directories may have any name, since the logs hold the names of the run and its
+nodes. This module only reads, and follows no link to a hang report. A file that cannot be read becomes a
+problem with its reason; the rest is loaded.
 """
 
 from __future__ import annotations
@@ -83,24 +82,20 @@ def _find_node_dirs(path: Path) -> tuple[NodeDir, ...]:
 
 
 def _find_logs(node_dir: Path) -> list[Path]:
-    """Return the event files of a node, and those beside its directory."""
-    beside = (constants.PEER_EVENTS_FILE, constants.FAULTS_FILE)
-    paths = [
-        *(node_dir / name for name in (constants.EVENTS_FILE, constants.PEER_EVENTS_FILE)),
-        *(node_dir.parent / name for name in beside),
-    ]
+    """Return the event file of a node, and the one beside its directory."""
+    paths = [node_dir / constants.EVENTS_FILE, node_dir.parent / constants.FAULTS_FILE]
     return [path for path in paths if os.path.isfile(path)]  # noqa: PTH113 - Path.is_file may raise
 
 
 def _load_events(logs: Iterable[Path], loaded: LoadedRun) -> tuple[str | None, dict[Path, str]]:
-    """Load each event once: first from nodes' own logs, then from other nodes' copies of them.
+    """Load each event once.
 
     Return the names of the run and of its nodes by directory, as the logs give them.
     """
     runs: dict[str, Path] = {}
     nodes: dict[Path, str] = {}
     seen: set[str] = set()
-    for log in sorted(logs, key=lambda path: path.name == constants.PEER_EVENTS_FILE):
+    for log in logs:
         try:
             for event in events.read(log):
                 line = repr(event)

@@ -1,9 +1,9 @@
-"""Export an agent's status document as metrics for Prometheus, with prometheus_client's server.
+"""Export an agent's status as metrics for Prometheus, with prometheus_client's server.
 
-`agent.status` builds the document. Names follow https://prometheus.io/docs/practices/naming: base units,
-``_total`` for counters. Labels are node names and kinds of incidents, so the number of series is bounded.
-A follower exports its own node only and the leader the whole job, so sums over agents are right. The
-server is read-only, and no metric holds a secret of the job.
+Names follow https://prometheus.io/docs/practices/naming: base units, ``_total`` for counters. Labels are node
+names and kinds of incidents, so the number of series is bounded. Each agent exports its own node, and only
+the leader what it knows of the whole job, so sums over agents are right. The server is read-only, and no
+metric holds a secret of the job.
 
 prometheus_client is an optional dependency: it is imported only if metrics are requested.
 """
@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from elastic_resume.errors import ConfigError
-from elastic_resume.policy.incidents import INCIDENT_KINDS
+from elastic_resume.policy.incidents import INCIDENT_KINDS, RECOVERY_BUCKETS_S
 from elastic_resume.rendezvous.net.protocol import ProtocolError
+from elastic_resume.report.agent_status import AgentStatus, KnownIncidents, NodeStatus, describe_node
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PREFIX = "elastic_resume_"
-# The description of each metric, and the member of a node in the document.
+# The description of each metric, and the member of `describe_node`.
 NODE_GAUGES = {
     "node_step": ("The newest step that the node's workers have finished.", "step"),
     "node_steps_per_second": ("Steps per second, over the last ten seconds.", "steps_per_s"),
-    "node_status_age_seconds": ("Seconds since the node's last status update.", "status_age_s"),
+    "node_status_age_seconds": ("Seconds since the agent last looked at its node.", "status_age_s"),
     "snapshot_step": ("Step of the newest snapshot in the node's memory.", "snapshot_step"),
     "snapshot_age_seconds": ("Age of the newest snapshot in the node's memory.", "snapshot_age_s"),
     "checkpoint_step": ("Step of the newest checkpoint on the node's disk.", "checkpoint_step"),
@@ -43,8 +44,8 @@ NODE_COUNTERS = {
 }
 JOB_GAUGES = {
     "generation": "Generation of the newest world.",
-    "step": "The newest step that any node has finished.",
-    "steps_per_second": "Steps per second, over the last ten seconds.",
+    "step": "The newest step that the leader's node has finished.",
+    "steps_per_second": "Steps per second of the leader's node, over the last ten seconds.",
     "world_nodes": "Nodes of the running world; 0 without one.",
     "world_ranks": "Ranks of the running world.",
     "spares": "Spare nodes.",
@@ -61,10 +62,10 @@ def check_installed(listen_address: tuple[str, int] | None) -> None:
         )
 
 
-def serve_metrics(listen_address: tuple[str, int], get_status: Callable[[], Mapping[str, Any]]) -> None:
+def serve_metrics(listen_address: tuple[str, int], get_status: Callable[[], AgentStatus]) -> None:
     """Serve metrics from daemon threads until this process ends.
 
-    ``get_status`` returns the agent's document for each scrape. If the port is taken, training continues
+    ``get_status`` returns the agent's status for each scrape. If the port is taken, training continues
     without.
     """
     from prometheus_client import start_http_server  # noqa: PLC0415 - an extra
@@ -80,7 +81,7 @@ def serve_metrics(listen_address: tuple[str, int], get_status: Callable[[], Mapp
     logger.debug("metrics at http://%s:%d/metrics", shown, server.server_port)
 
 
-def make_registry(get_status: Callable[[], Mapping[str, Any]]) -> CollectorRegistry:
+def make_registry(get_status: Callable[[], AgentStatus]) -> CollectorRegistry:
     """Return a registry that collects the metrics of ``get_status()`` for each scrape."""
     from prometheus_client import CollectorRegistry  # noqa: PLC0415 - an extra
     from prometheus_client.registry import Collector  # noqa: PLC0415
@@ -98,63 +99,62 @@ def make_registry(get_status: Callable[[], Mapping[str, Any]]) -> CollectorRegis
     return registry
 
 
-def collect_metrics(status: Mapping[str, Any]) -> Iterator[Metric]:
-    """Yield each metric family of a status document."""
+def collect_metrics(status: AgentStatus) -> Iterator[Metric]:
+    """Yield each metric family of an agent's status."""
     from prometheus_client.core import GaugeMetricFamily  # noqa: PLC0415
 
     is_leader = GaugeMetricFamily(
         f"{PREFIX}is_leader", "1 if this agent is the leader, which exports the metrics of the job."
     )
-    is_leader.add_metric([], float(status["is_leader"]))
+    is_leader.add_metric([], float(status.rendezvous.is_leader))
     yield is_leader
-    yield from _collect_node_metrics(status["nodes"])
-    if status["is_leader"]:
+    if status.node_status:
+        yield from _collect_node_metrics(status)
+    if status.rendezvous.is_leader:
         yield from _collect_job_metrics(status)
-        yield from _collect_incident_metrics(status["totals"])
+        yield from _collect_incident_metrics(status.incidents)
 
 
-def _collect_node_metrics(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
+def _collect_node_metrics(status: AgentStatus) -> Iterator[Metric]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily  # noqa: PLC0415
 
-    # A new leader has no status of some nodes yet: a counter that falls to 0 would count everything again.
-    nodes = [node for node in nodes if node["status_age_s"] is not None]
+    name_label, node = [status.rendezvous.incarnation.node], describe_node(status)
     for name, (text, key) in NODE_GAUGES.items():
         gauge = GaugeMetricFamily(PREFIX + name, text, labels=["node"])
-        for node in nodes:
-            if node[key] is not None:
-                gauge.add_metric([node["node"]], node[key])
+        if node[key] is not None:
+            gauge.add_metric(name_label, node[key])
         yield gauge
     problem = GaugeMetricFamily(
         f"{PREFIX}node_problem", "1 while the node's disk or memory has a problem.", labels=["node"]
     )
-    for node in nodes:
-        problem.add_metric([node["node"]], float(bool(node["problem"])))
+    problem.add_metric(name_label, float(bool(node["problem"])))
     yield problem
     for name, (text, key) in NODE_COUNTERS.items():
         counter = CounterMetricFamily(PREFIX + name, text, labels=["node"])
-        for node in nodes:
-            counter.add_metric([node["node"]], node[key])
+        counter.add_metric(name_label, node[key])
         yield counter
 
 
-def _collect_job_metrics(status: Mapping[str, Any]) -> Iterator[Metric]:
+def _collect_job_metrics(status: AgentStatus) -> Iterator[Metric]:
     from prometheus_client.core import GaugeMetricFamily  # noqa: PLC0415
 
-    world = status["world"]
+    rendezvous, node = status.rendezvous, status.node_status or NodeStatus()
+    view = rendezvous.view
+    is_running = view is not None and node.generation == view.generation
     values = {
-        "generation": status["generation"],
-        "step": status["step"],
-        "steps_per_second": status["steps_per_s"],
-        "world_nodes": len(world["nodes"]) if world else 0,
-        "world_ranks": world["ranks"] if world else 0,
-        "spares": len(status["spares"]),
-        "missing_nodes": len(status["missing"]),
+        "generation": rendezvous.generation,
+        "step": node.step,
+        "steps_per_second": node.steps_per_s if is_running else 0.0,
+        "world_nodes": len(view.members) if view else 0,
+        "world_ranks": node.world_size if is_running else 0,
+        "spares": len(rendezvous.others) if view else 0,
+        "missing_nodes": len(rendezvous.missing),
     }
     for name, text in JOB_GAUGES.items():
         yield GaugeMetricFamily(PREFIX + name, text, value=values[name])
 
 
-def _collect_incident_metrics(totals: Mapping[str, Any]) -> Iterator[Metric]:
+def _collect_incident_metrics(known: KnownIncidents) -> Iterator[Metric]:
     from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily  # noqa: PLC0415
 
     incidents = CounterMetricFamily(
@@ -162,21 +162,20 @@ def _collect_incident_metrics(totals: Mapping[str, Any]) -> Iterator[Metric]:
         "Generations that ended by a failure, by kind of the root cause.",
         labels=["kind"],
     )
+    by_kind = dict(known.by_kind)
     for kind in INCIDENT_KINDS:  # list all kinds from the start, because a rate needs an initial 0
-        incidents.add_metric([kind], totals["incidents"].get(kind, 0))
+        incidents.add_metric([kind], by_kind.get(kind, 0))
     yield incidents
     yield CounterMetricFamily(
-        f"{PREFIX}recomputed_steps", "Steps that were run again.", value=totals["recomputed_steps"]
+        f"{PREFIX}recomputed_steps", "Steps that were run again.", value=known.recomputed_steps
     )
     total, buckets = 0, []
-    for bound, count in zip(
-        [*map(str, totals["recovery_bounds_s"]), "+Inf"], totals["recovery_counts"], strict=True
-    ):
+    for bound, count in zip([*map(str, RECOVERY_BUCKETS_S), "+Inf"], known.recovery_counts, strict=True):
         total += count
         buckets.append((bound, float(total)))
     yield HistogramMetricFamily(
         f"{PREFIX}recovery_seconds",
         "From the first sign of a failure to the next world's first step.",
         buckets=buckets,
-        sum_value=totals["recovery_s"],
+        sum_value=known.recovery_s,
     )

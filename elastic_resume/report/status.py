@@ -1,32 +1,37 @@
 """``elastic-resume status``: show how a running job stands.
 
 The command finds an agent of the job, by the endpoint file in a node's directory or by
-``--rdzv-endpoint``, and asks it for the status document that `agent.status` builds. The answer names the
-leader, whose document covers all nodes, so the command asks the leader next. The key that it sends is
-derived from the job's token and only allows reading. This module also formats the document for a
-terminal.
+``--rdzv-endpoint``. Its answer names the leader, the leader's answer names all nodes, and each node answers
+for itself (`report.agent_status`). This module asks them, builds one document from the answers and formats
+it for a terminal. The key that it sends is derived from the job's token and only allows reading.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import queue
 import shutil
 import stat
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from elastic_resume import constants
 from elastic_resume.config import DEFAULT_CKPT_DIR
 from elastic_resume.errors import RendezvousLostError, UsageError
+from elastic_resume.policy.incidents import RECOVERY_BUCKETS_S
+from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.rendezvous.endpoint import parse_endpoints
 from elastic_resume.rendezvous.net.protocol import ProtocolError, derive_status_key, load_token
-from elastic_resume.rendezvous.net.status import query_agent
+from elastic_resume.rendezvous.net.status import RendezvousStatus
+from elastic_resume.report.agent_status import QUERY_TIMEOUT_S, AgentStatus, describe_node, fetch_status
 from elastic_resume.report.formatting import (
     format_count,
     format_seconds,
@@ -39,8 +44,10 @@ from elastic_resume.schedulers import environment
 from elastic_resume.schedulers.environment import SchedulerContext
 from elastic_resume.units import parse_duration
 
-QUERY_TIMEOUT_S = 3.0
 MAX_HOPS = 3
+MAX_PARALLEL_QUERIES = 32
+ALL_NODES_TIMEOUT_S = 30.0
+"""All nodes together must answer within this time; others are shown as not asked."""
 MAX_ADDRESSES = 64
 """Addresses that are kept, in case the given ones die."""
 _MAX_FILE_BYTES = 64 * 1024
@@ -65,11 +72,7 @@ def fit_screen(status: Mapping[str, Any], columns: int, rows: int) -> list[str]:
 
 
 def format_screen(status: Mapping[str, Any], max_nodes: int = MAX_NODES) -> list[str]:
-    """Return the lines of the screen, with at most ``max_nodes`` nodes.
-
-    Raises:
-        KeyError, TypeError, ValueError: the document is malformed.
-    """
+    """Return the lines of the screen, with at most ``max_nodes`` nodes."""
     return [
         *_format_headline(status),
         "",
@@ -89,10 +92,14 @@ def _format_headline(status: Mapping[str, Any]) -> list[str]:
         lines = wrap_text(f"{job}: no world, {leader_text}")
         lines += wrap_text(f"waiting: {status['waiting']}") if status["waiting"] else []
         return lines + (wrap_text(f"missing: {', '.join(status['missing'])}") if status["missing"] else [])
-    size = f"{format_count(len(world['nodes']), 'node')}, {format_count(world['ranks'], 'rank')}"
+    nodes = f"{format_count(len(world['nodes']), 'node')}, " if world["nodes"] else ""
+    size = f"{nodes}{format_count(world['ranks'], 'rank')}"
     lines = wrap_text(f"{job}: generation {world['generation']}, {size}, {leader_text}")
     if not status["is_leader"]:
         lines += wrap_text(f"(as {status['node']} knows it: the leader did not answer)")
+    unanswered = sum(bool(node["error"]) for node in status["nodes"])
+    if unanswered:
+        lines.append(f"{format_count(unanswered, 'node')} did not answer")
     return [*lines, f"step {status['step']}, {status['steps_per_s']:.3g} steps/s"]
 
 
@@ -106,18 +113,21 @@ def _format_nodes(status: Mapping[str, Any], max_nodes: int) -> list[str]:
     # Of thousands of nodes, show those with a problem or without a recent update.
     shown = nodes
     if len(nodes) > max_nodes:
-        by_concern = sorted(nodes, key=lambda node: (not node["problem"], -(node["status_age_s"] or 1e9)))
+        by_concern = sorted(
+            nodes,
+            key=lambda node: (not (node["error"] or node["problem"]), -(node["status_age_s"] or 1e9)),
+        )
         shown = by_concern[:max_nodes]
     rows = [
         (
             "-" if node["node_rank"] is None else str(node["node_rank"]),
             node["node"],
-            str(node["step"]),
-            f"{node['steps_per_s']:.3g}",
+            "-" if node["status_age_s"] is None else str(node["step"]),
+            "-" if node["status_age_s"] is None else f"{node['steps_per_s']:.3g}",
             _format_saved_state(node["snapshot_step"], node["snapshot_age_s"]),
             _format_saved_state(node["checkpoint_step"], node["checkpoint_age_s"]),
-            "never" if node["status_age_s"] is None else f"{format_seconds(node['status_age_s'])} ago",
-            node["problem"],
+            "-" if node["status_age_s"] is None else f"{format_seconds(node['status_age_s'])} ago",
+            f"no answer: {node['error']}" if node["error"] else node["problem"] or "",
         )
         for node in shown
     ]
@@ -153,6 +163,10 @@ def _format_incidents(status: Mapping[str, Any]) -> list[str]:
     ]
 
 
+_Answer = AgentStatus | str
+"""What an agent replied, or why it did not."""
+
+
 @dataclass
 class JobEndpoint:
     """One job, and the last known addresses of its agents."""
@@ -161,50 +175,142 @@ class JobEndpoint:
     key: bytes = field(repr=False)
     addresses: list[str]
 
-    def query_leader(self) -> dict[str, Any]:
-        """Return the leader's document, or another agent's if the leader does not answer.
+    def query_job(self) -> dict[str, Any]:
+        """Ask the leader, or another agent if it does not answer, and then each node that it names.
+
+        Return the document; a node that does not answer is in it with the reason.
 
         Raises:
             RendezvousLostError: no agent answers.
         """
-        errors: dict[str, str] = {}
-        for address in list(self.addresses):
-            document = self._query(address, errors)
+        answers: dict[str, _Answer] = {}
+        asked = self._find_leader(answers)
+        nodes = _list_nodes(asked.rendezvous)
+        own = asked.rendezvous.incarnation.address
+        answers[own] = asked  # the command may have reached it by another address
+        self._ask_all([node.address for node in nodes if node.address not in answers], answers)
+        self.addresses = list(dict.fromkeys([own, *(node.address for node in nodes), *self.addresses]))
+        del self.addresses[MAX_ADDRESSES:]
+        return build_document(self.run_id, asked, nodes, dict(answers))
+
+    def _find_leader(self, answers: dict[str, _Answer]) -> AgentStatus:
+        for address in self.addresses:
+            answer = self._ask(address, answers)
             for _ in range(MAX_HOPS):
-                leader = document and document["leader"]
-                if not document or document["is_leader"] or not leader or leader["address"] in errors:
+                if isinstance(answer, str) or answer.rendezvous.is_leader:
                     break
-                document = self._query(leader["address"], errors) or document
-            if document:
-                self._remember_addresses(document)
-                return document
-        details = "; ".join(f"{address}: {reason}" for address, reason in list(errors.items())[:_MAX_NAMED])
+                leader = answer.rendezvous.leader
+                if leader is None or leader.address in answers:
+                    break
+                found = self._ask(leader.address, answers)
+                answer = answer if isinstance(found, str) else found
+            if not isinstance(answer, str):
+                return answer
+        details = "; ".join(f"{address}: {reason}" for address, reason in list(answers.items())[:_MAX_NAMED])
         raise RendezvousLostError(f"no agent of job {self.run_id!r} answers ({details}).")
 
-    def _query(self, address: str, errors: dict[str, str]) -> dict[str, Any] | None:
+    def _ask_all(self, addresses: Sequence[str], answers: dict[str, _Answer]) -> None:
+        """Ask agents in threads of their own, which cannot delay the end: a name server may hang too."""
+        waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+        for address in addresses:
+            waiting.put(address)
+        deadline = time.monotonic() + ALL_NODES_TIMEOUT_S
+
+        def ask() -> None:
+            with contextlib.suppress(queue.Empty):
+                while time.monotonic() < deadline:
+                    self._ask(waiting.get_nowait(), answers)
+
+        threads = [
+            threading.Thread(target=ask, daemon=True)
+            for _ in range(min(MAX_PARALLEL_QUERIES, len(addresses)))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _ask(self, address: str, answers: dict[str, _Answer]) -> _Answer:
+        """Ask one agent, and keep its answer or the reason why there is none."""
+        answer: _Answer
         try:
-            return fetch_status(address, self.run_id, self.key)
+            answer = fetch_status(address, self.run_id, self.key)
         except ProtocolError as error:
-            errors[address] = str(error)
-        except (OSError, ValueError) as error:
-            errors[address] = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        return None
-
-    def _remember_addresses(self, document: Mapping[str, Any]) -> None:
-        """Put the answering agent first, then the members of its world, then the known addresses."""
-        world = document["world"]
-        members = world["addresses"] if world else []
-        self.addresses = list(dict.fromkeys([document["address"], *members, *self.addresses]))[:MAX_ADDRESSES]
+            answer = str(error)
+        except (OSError, OverflowError, ValueError) as error:
+            answer = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        answers[address] = answer
+        return answer
 
 
-def fetch_status(address: str, run_id: str, key: bytes) -> dict[str, Any]:
-    """Return the document of one agent; ``key`` comes from `derive_status_key`.
+def _list_nodes(view: RendezvousStatus) -> list[Incarnation]:
+    """List the nodes that an agent knows: members in rank order, then the others by name."""
+    members = view.view.members if view.view else ()
+    return list(dict.fromkeys([*members, *view.others, view.incarnation]))
 
-    Raises:
-        ProtocolError: it is no agent of that job, or refuses the key.
-        OSError: it cannot be reached, or does not answer in time.
+
+def build_document(
+    run_id: str, asked: AgentStatus, nodes: Sequence[Incarnation], answers: Mapping[str, _Answer]
+) -> dict[str, Any]:
+    """Build the JSON object that ``elastic-resume status --json`` prints.
+
+    ``asked`` is the leader's answer, or another agent's, and names the ``nodes``; ``answers`` are by address.
+    Members may be added; any other change increases `constants.STATUS_VERSION`.
     """
-    return _parse_document(query_agent(address, run_id, key, timeout_s=QUERY_TIMEOUT_S))
+    view = asked.rendezvous
+    world = view.view
+    described = [_describe_node(node, asked, answers) for node in nodes]
+    running = [node for node in described if world and node["generation"] == world.generation]
+    furthest = max(running, key=lambda node: node["step"], default=None)
+    replies = [answer for answer in answers.values() if isinstance(answer, AgentStatus)]
+    # Each node knows the failures since its agent started or its disk was new; the oldest one knows most.
+    incidents = max((reply.incidents for reply in [asked, *replies]), key=lambda known: known.extent)
+    return {
+        "version": constants.STATUS_VERSION,
+        "run_id": run_id,
+        "t": round(time.time(), 3),
+        "node": view.incarnation.node,
+        "address": view.incarnation.address,
+        "is_leader": view.is_leader,
+        "leader": {"node": view.leader.node, "address": view.leader.address} if view.leader else None,
+        "generation": view.generation,
+        "world": {
+            "generation": world.generation,
+            "nodes": [member.node for member in world.members],
+            "addresses": [member.address for member in world.members],
+            "ranks": max((node["world_size"] for node in running), default=0),
+        }
+        if world
+        else None,
+        "spares": [other.node for other in view.others] if world else [],
+        "missing": list(view.missing),
+        "waiting": view.waiting_reason,
+        "end_reason": view.end_reason,
+        "step": furthest["step"] if furthest else max((node["step"] or 0 for node in described), default=0),
+        "steps_per_s": furthest["steps_per_s"] if furthest else 0.0,
+        "nodes": described,
+        "incidents": [asdict(incident) for incident in incidents.newest],
+        "totals": {
+            "incidents": dict(incidents.by_kind),
+            "recomputed_steps": incidents.recomputed_steps,
+            "recovery_bounds_s": list(RECOVERY_BUCKETS_S),
+            "recovery_counts": list(incidents.recovery_counts),
+            "recovery_s": incidents.recovery_s,
+        },
+    }
+
+
+def _describe_node(node: Incarnation, asked: AgentStatus, answers: Mapping[str, _Answer]) -> dict[str, Any]:
+    answer = answers.get(node.address, f"not within {ALL_NODES_TIMEOUT_S:g} s")
+    if isinstance(answer, AgentStatus) and answer.rendezvous.incarnation.node != node.node:
+        answer = f"node {answer.rendezvous.incarnation.node} has its address"
+    view = asked.rendezvous.view
+    return {
+        "node": node.node,
+        "node_rank": view.rank(node) if view else None,
+        "error": answer if isinstance(answer, str) else "",
+        **describe_node(None if isinstance(answer, str) else answer),
+    }
 
 
 def find_job(
@@ -287,33 +393,6 @@ def read_agent_endpoint(path: Path) -> JobEndpoint | None:
     return None
 
 
-def _parse_document(line: bytes) -> dict[str, Any]:
-    """Parse an agent's answer, and check the members that lead to other agents."""
-    try:
-        document = json.loads(line)
-    except RecursionError:
-        document = None
-    if isinstance(document, dict) and "error" in document:
-        raise ProtocolError(str(document["error"])[:500])
-    if isinstance(document, dict) and document.get("version") != constants.STATUS_VERSION:
-        raise ProtocolError(
-            f"its status has version {str(document.get('version'))[:16]!r}; "
-            f"this command reads version {constants.STATUS_VERSION}"
-        )
-    try:
-        leader, world = document["leader"], document["world"]
-        addresses = [document["address"], *([leader["address"]] if leader is not None else [])]
-        addresses += list(world["addresses"]) if world is not None else []
-        is_valid = isinstance(document["is_leader"], bool) and all(
-            isinstance(text, str) for text in addresses
-        )
-    except (KeyError, TypeError):
-        is_valid = False
-    if not is_valid:
-        raise ProtocolError("its answer is not a status document")
-    return dict(document)
-
-
 def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Add the parser of the command."""
     parser = subparsers.add_parser(
@@ -343,9 +422,9 @@ def status(args: argparse.Namespace) -> int:
         args.path, endpoint=args.rdzv_endpoint, run_id=args.rdzv_id, token_file=args.token_file
     )
     if args.json:
-        write_stdout(json.dumps(endpoint.query_leader(), indent=2) + "\n")
+        write_stdout(json.dumps(endpoint.query_job(), indent=2) + "\n")
     elif args.once or not (sys.stdout and sys.stdout.isatty()):
-        write_stdout(_format_text(endpoint.query_leader()))
+        write_stdout(_format_text(endpoint.query_job()))
     else:
         _refresh(endpoint, args.interval)
     return constants.EXIT_SUCCESS
@@ -353,7 +432,7 @@ def status(args: argparse.Namespace) -> int:
 
 def _refresh(endpoint: JobEndpoint, interval_s: float) -> None:
     """Show the status repeatedly, until Ctrl-C or until no agent has answered for `MAX_SILENCE_S`."""
-    document, answered_at = endpoint.query_leader(), time.monotonic()
+    document, answered_at = endpoint.query_job(), time.monotonic()
     while True:
         silent_s = time.monotonic() - answered_at
         note = f"\nno answer for {silent_s:.0f} s\n" if silent_s > interval_s + QUERY_TIMEOUT_S else ""
@@ -362,7 +441,7 @@ def _refresh(endpoint: JobEndpoint, interval_s: float) -> None:
         write_stdout(f"{_CLEAR}{_format_text(document, columns, rows - 1 - note.count(chr(10)))}{note}")
         time.sleep(interval_s)
         try:
-            document, answered_at = endpoint.query_leader(), time.monotonic()
+            document, answered_at = endpoint.query_job(), time.monotonic()
         except RendezvousLostError:
             if time.monotonic() > answered_at + MAX_SILENCE_S:
                 raise
@@ -370,8 +449,5 @@ def _refresh(endpoint: JobEndpoint, interval_s: float) -> None:
 
 def _format_text(document: dict[str, Any], columns: int = 0, rows: int = 0) -> str:
     """Format the document as text, cut to ``columns`` and ``rows`` if given."""
-    try:
-        lines = fit_screen(document, columns, rows) if rows else format_screen(document)
-        return "\n".join(lines) + "\n"
-    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
-        raise UsageError(f"an agent answered with a malformed status document: {error!r}.") from error
+    lines = fit_screen(document, columns, rows) if rows else format_screen(document)
+    return "\n".join(lines) + "\n"

@@ -151,8 +151,8 @@ def _hints_from_end(history: RunHistory, silent_s: float | None) -> list[str]:
     hints = []
     if history.wait is not None and history.wait.missing_nodes:
         hints.append(
-            f"start {', '.join(history.wait.missing_nodes)} again; if dead for good: "
-            "`elastic-resume force-quorum RUN_DIR --yes` on a node that waits"
+            f"start {', '.join(history.wait.missing_nodes)} again, with their disks; if they are gone for "
+            "good: end the job, remove rendezvous.json from the node directories, and start it again"
         )
     last = history.generations[-1] if history.generations else None
     if history.outcome == "failed" and last is not None and last.end.is_failure:

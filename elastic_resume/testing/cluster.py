@@ -541,8 +541,8 @@ class Cluster:
             raise UsageError(f"node {node.name} is running: kill it before its disk is wiped.")
         with contextlib.suppress(OSError):  # the node has no events, or its disk fails
             lines = (node.directory / constants.EVENTS_FILE).read_bytes().splitlines()
-            with open(self.run_dir / constants.PEER_EVENTS_FILE, "ab") as log:
-                log.writelines(line + b"\n" for line in lines)
+            with open(self.run_dir / constants.FAULTS_FILE, "ab") as log:
+                log.write(b"".join(line + b"\n" for line in lines))
         shutil.rmtree(node.directory, ignore_errors=True)
 
     def truncate_newest(self, index: int, keep_fraction: float = 0.5) -> Path:

@@ -58,7 +58,6 @@ NOT_RUN = (
     ("pip install|python -m build|git clone", "sh", "needs the network; a test installs the wheel"),
     (r"\bmake ", "sh", "the tests run by it"),
     ("ssh |systemctl ", "sh", "needs another machine"),
-    ("force-quorum", "sh", "needs a partition; integration/test_force_quorum.py has one"),
     ("preemption-notice|PREEMPTION_NOTICE", "sh", "asks a cloud; unit/schedulers/test_preemption.py"),
     ("elastic-resume chaos", "sh", "integration/test_chaos.py runs it, for a minute"),
     ("elastic-resume status", "sh", "runs until it is interrupted; integration/test_status.py"),

@@ -162,6 +162,7 @@ def test_node_that_fails_alone_is_excluded(make: Make) -> None:
     )
     wait_for_two(cluster)
     assert "node n1 is excluded" in cluster.output(0)
+    assert [cause["kind"] for cause in verdicts(cluster, 2)[-1]["root_causes"]] == ["node-lost"]
     finish(cluster)
     (end,) = cluster.node_events(1, "agent-end")
     assert (end["outcome"], end["exit_code"]) == ("left", 75)

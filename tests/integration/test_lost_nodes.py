@@ -78,14 +78,28 @@ def test_job_survives_loss_of_leader_successor_and_all_candidates(make_job: Make
     finish(job, [0, 1, 2, 3, 4])
 
 
-def test_last_node_continues_after_simultaneous_deaths(make_job: MakeJob) -> None:
-    """Three of four die at once, all candidates among them."""
+@pytest.mark.parametrize("survivor", [0, 1])
+def test_leader_or_heir_continues_alone_after_simultaneous_deaths(make_job: MakeJob, survivor: int) -> None:
+    """Three of four die at once: the votes of the dead belong to the leader, the leader's to its heir."""
+    job = make_job(4)
+    job.start()
+    generation = job.wait_for_world([0, 1, 2, 3])
+    job.cluster.kill_nodes([index for index in range(4) if index != survivor])
+    job.wait_for_world([survivor], generation)
+    finish(job, [survivor])
+
+
+def test_last_node_waits_for_leader_and_heir(make_job: MakeJob) -> None:
+    """Nobody else knows what these two have decided, and they return with their disks."""
     job = make_job(4)
     job.start()
     generation = job.wait_for_world([0, 1, 2, 3])
     job.cluster.kill_nodes([0, 1, 2])
-    job.wait_for_world([3], generation)
-    finish(job, [3])
+    job.wait_for_rendezvous_event(3, "waiting")
+    job.cluster.start_node(1)
+    job.cluster.start_node(0)
+    job.wait_for_world([0, 1, 3], generation)
+    finish(job, [0, 1, 3])
 
 
 def test_spares_replace_lost_nodes(make_job: MakeJob) -> None:

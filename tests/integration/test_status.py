@@ -1,4 +1,4 @@
-"""Status, metrics and events of a job of three real agents, with unauthenticated peers and a lost leader."""
+"""Status and metrics of a job of three real agents, with unauthenticated peers and a lost leader."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
-from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_resume import cli, constants
-from elastic_resume.report.incidents import build_history_from_events
-from elastic_resume.report.loader import load_run
 from elastic_resume.testing import Cluster
 from tests.support.paths import SCRIPTS
 from tests.support.rendezvous_nodes import is_disconnected
@@ -121,18 +118,19 @@ def test_status_tells_the_same_whoever_is_asked(cluster: Cluster) -> None:
     )
 
 
-def test_metrics_of_leader_cover_the_job_and_of_follower_its_node(cluster: Cluster) -> None:
+def test_metrics_of_leader_cover_the_job_too(cluster: Cluster) -> None:
     """Each node serves its own; a stranger's garbage does no harm."""
 
     def heard() -> list[dict[str, float]] | None:
         leads, follows = found = [scrape(cluster, index) for index in (0, 1)]
-        told = leads.get("elastic_resume_node_stepn2") and follows.get("elastic_resume_node_stepn1")
+        told = leads.get("elastic_resume_node_stepn0") and follows.get("elastic_resume_node_stepn1")
         return found if told else None
 
     leads, follows = cluster.wait(heard, "each node to have told how far it is")
     assert (leads["elastic_resume_is_leader"], follows["elastic_resume_is_leader"]) == (1, 0)
     assert leads["elastic_resume_world_ranks"] == 3
     assert "elastic_resume_world_ranks" not in follows
+    assert "elastic_resume_node_stepn1" not in leads
     port = int(re.findall(r"metrics at http://127.0.0.1:(\d+)/", cluster.output(0))[0])
     generation = cluster.events("round")[-1]["generation"]
     for data in (secrets.token_bytes(4096), b"GET / HTTP/1.1\r\n" + b"A: " + b"x" * 4_000_000):
@@ -147,7 +145,7 @@ def test_metrics_of_leader_cover_the_job_and_of_follower_its_node(cluster: Clust
 
 
 def test_the_leader_dies_while_status_looks_on(cluster: Cluster) -> None:
-    """The next one is asked; what the dead one had seen is told by who is left, though its disk is gone."""
+    """The next one is asked, and knows how the dead one ended, though its disk is gone."""
     master, slave = pty.openpty()
     watching = subprocess.Popen(
         [sys.executable, "-m", "elastic_resume", "status", *by_name(cluster, 0), "--interval", "0.2"],
@@ -168,12 +166,6 @@ def test_the_leader_dies_while_status_looks_on(cluster: Cluster) -> None:
     os.set_blocking(master, False)
     try:
         cluster.wait(lambda: shows("led by n0"), "the screen is there")
-        own = cluster.nodes[0].directory / constants.EVENTS_FILE
-        started = own.read_text().splitlines()[0]
-        kept = cluster.nodes[1].directory / constants.PEER_EVENTS_FILE
-        cluster.wait(
-            lambda: kept.exists() and started in kept.read_text(), "the deputy knows what the leader saw"
-        )
         cluster.kill_node(0)
         cluster.wipe(0)
         cluster.wait(
@@ -184,9 +176,6 @@ def test_the_leader_dies_while_status_looks_on(cluster: Cluster) -> None:
         watching.kill()
         watching.wait()
         os.close(master)
-    found = load_run([cluster.run_dir])
-    assert {"n0", "n1", "n2"} <= {event["node"] for event in found.events}
-    assert "node n0" in build_history_from_events(found.events).generations[0].end.text
     after = scrape(cluster, 1)
     assert after["elastic_resume_is_leader"] == 1
     assert after["elastic_resume_incidents_totalnode-lost"] == 1
@@ -198,24 +187,16 @@ def test_a_job_that_was_killed_as_a_whole_goes_on_counting(cluster: Cluster) -> 
         cluster.kill_node(0)
         cluster.wipe(0)
         cluster.wait(generation=2)
-    # Either may lead next. Each must have been told of the other before both die: about a second.
-    logs = [cluster.nodes[index].directory / constants.PEER_EVENTS_FILE for index in (1, 2)]
-    cluster.wait(lambda: all(_tells_of_generation(log, 2) for log in logs), "each knows of the other")
     cluster.kill_nodes([1, 2])
     flags = ["--rdzv-conf", "last_call_timeout=0.5"]  # the third does not come
     cluster.start_node(2, flags=flags)
-    cluster.wait(lambda: cluster.output(2).count("n2 leads"), "n2 leads, whose log does not name n1")
+    cluster.wait(lambda: cluster.output(2).count("n2 leads"), "n2 leads")
     cluster.start_node(1, flags=flags)
     cluster.wait(lambda: max(item["generation"] for item in cluster.events("round")) >= 3, "a third world")
 
     def told() -> str:
         said = status(*by_name(cluster, 1), "--once").stdout
-        return said if "2 incidents (1 job, 1 node-lost)" in said else ""
+        return said if "2 incidents (" in said else ""
 
     said = cluster.wait(told, "what befell the worlds of before")
     assert "node n0 died" in said
-
-
-def _tells_of_generation(log: Path, generation: int) -> bool:
-    events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    return any(event["event"] == "round" and event["generation"] == generation for event in events)

@@ -111,16 +111,18 @@ class HeartbeatJob:
     def check_survivors_keep_first_ranks(self) -> None:
         """Check that members of the preceding generation have the first ranks, in their order.
 
-        A generation is skipped if not every node has emitted its `round` event.
+        A member is the process of an agent: a node whose agent was started again is a newcomer. A generation
+        is skipped if not every node has emitted its `round` event.
         """
-        worlds: dict[int, list[str]] = {}
+        worlds: dict[int, list[tuple[str, int]]] = {}
+        absent = ("", 0)
         for event in self.cluster.events("round"):
-            nodes = worlds.setdefault(event["generation"], [""] * event["num_nodes"])
-            nodes[event["node_rank"]] = event["node"]
+            members = worlds.setdefault(event["generation"], [absent] * event["num_nodes"])
+            members[event["node_rank"]] = event["node"], event["pid"]
         for generation, world in worlds.items():
-            before = worlds.get(generation - 1, [""])
-            if "" not in (*before, *world):
-                stayed = [node for node in before if node in world]
+            before = worlds.get(generation - 1, [absent])
+            if absent not in (*before, *world):
+                stayed = [member for member in before if member in world]
                 assert world[: len(stayed)] == stayed, f"generation {generation} of {worlds}"
 
     def check_no_minority_world(self, after: int, *sides: set[str]) -> None:

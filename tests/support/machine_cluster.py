@@ -247,8 +247,8 @@ class MachineCluster(Cluster):
         written = self._events_before_fault.pop(index, b"").splitlines(keepends=True)
         lost = [line for line in written if line not in there and line.endswith(b"\n")]
         if lost:
-            with open(self.run_dir / constants.PEER_EVENTS_FILE, "ab") as log:
-                log.writelines(lost)
+            with open(self.run_dir / constants.FAULTS_FILE, "ab") as log:
+                log.write(b"".join(lost))
         found = map(events.parse_line, lost)
         self._lost_events.setdefault(index, []).extend(event for event in found if event is not None)
 

@@ -26,7 +26,7 @@ from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.checkpoint.reader import allocate_memory, checkpoint_name
 from elastic_resume.errors import MachineError
 from elastic_resume.rendezvous.core.events import PersistentState
-from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState
+from elastic_resume.rendezvous.core.world import NO_VIEW, Ballot, Incarnation
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
 from tests.support.checkpoint_samples import RUN, make_manifest, save_image
 
@@ -76,7 +76,8 @@ def make_image(step: int) -> memoryview:
 
 def make_memory(generation: int) -> PersistentState:
     """Return a state of the rendezvous."""
-    return PersistentState(Incarnation(NODE, "1", "a:1", 0), QuorumState(1), generation)
+    incarnation = Incarnation(NODE, "1", 1, "a:1", 0)
+    return PersistentState(incarnation, NO_VIEW, Ballot(), None, frozenset(), generation)
 
 
 def report(*words: object) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from elastic_resume.rendezvous.core.events import Effect, EmitEvent, Settings, StartWorkers, StopWorkers
 from elastic_resume.rendezvous.core.messages import Header, JoinRequest, JoinSpec, Message
 from elastic_resume.rendezvous.core.node import RendezvousNode
-from elastic_resume.rendezvous.core.quorum import Incarnation
+from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.rendezvous.endpoint import ResolveFunction, resolve_name
 from elastic_resume.rendezvous.net import protocol
 from elastic_resume.rendezvous.net.connection import ConnectionLimits
@@ -63,9 +63,9 @@ class SocketNode:
         self.name = f"n{index}"
         self.index = index
         self.address = listener_address(listeners[index], host)
-        candidates = settings.candidates
-        candidate_index = candidates.index(self.address) if self.address in candidates else None
-        self.incarnation = Incarnation(self.name, f"process-{index}", self.address, candidate_index)
+        self.candidates = settings.candidates
+        candidate_index = self.candidates.index(self.address) if self.address in self.candidates else None
+        self.incarnation = Incarnation(self.name, f"disk-{index}", 1, self.address, candidate_index)
         self.worlds: queue.Queue[StartWorkers] = queue.Queue()
         self.stop_effects: list[StopWorkers] = []
         self.logs: list[EmitEvent] = []

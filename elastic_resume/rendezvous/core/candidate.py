@@ -8,18 +8,22 @@ too. A candidate leads when every node before it has failed to answer. Two nodes
 
 from __future__ import annotations
 
-import itertools
 from enum import Enum
 
+from elastic_resume.policy.reasons import SettingDiffers, describe
 from elastic_resume.rendezvous.core import messages
 from elastic_resume.rendezvous.core.peers import Link
-from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState
 from elastic_resume.rendezvous.core.state import NodeState
+from elastic_resume.rendezvous.core.world import JobEnd, View
 
 ROUND_PAUSE_S = 0.3
 """Between two rounds of calls."""
-MAX_ROUND_NODE_TIMEOUTS = 3
-"""A round ends after so many node timeouts, even if nodes keep redirecting this one."""
+PATIENCE_CALLS = 5
+"""A node leads although others of higher priority may answer, after the time of so many unanswered calls."""
+MAX_VAIN_TURNS = 4
+"""A node that has led without a quorum waits so many times longer at most."""
+PATIENCE_PER_RANK_S = 0.02
+"""So much more for each rank, so that not all lead at once: see `Candidate.patience_until`."""
 RETRY_DELAY_S = 0.1
 """Before a second call to a leader that did not answer, or to the node that named it."""
 
@@ -38,7 +42,8 @@ class Candidate:
 
     def __init__(self, state: NodeState, first_address: str = "") -> None:
         self.state = state
-        self.started_at = state.now
+        self.named_leader = first_address if first_address != state.incarnation.address else ""
+        """The leader that another one has named, until it does not answer."""
         self.waiting_peers: dict[int, messages.Hello] = {}
         """Nodes that asked this one and wait for the result, by connection."""
         self.result = SearchResult.SEARCHING
@@ -52,23 +57,31 @@ class Candidate:
         self.failed_addresses: set[str] = set()
         self.called_addresses: set[str] = set()
         self.remaining_addresses: list[str] = []
-        self.round_started_at = state.now
+        rank = state.view.rank(state.incarnation)
+        place = len(state.view.members) + (state.incarnation.candidate_index or 0) if rank is None else rank
+        turns = 1 + min(state.led_in_vain, MAX_VAIN_TURNS)
+        self.patience_until = (
+            state.now + turns * PATIENCE_CALLS * state.settings.dial_timeout_s + PATIENCE_PER_RANK_S * place
+        )
+        """When this node leads without an answer of all before it: a hundred of them may have lost power, and
+        some may follow a leader that this node cannot reach. A node that has led in vain lets others lead."""
+        self.misled_by: set[str] = set()
+        """Nodes that redirected this one to a leader that did not answer."""
         self.redirected_by: dict[str, str] = {}
         self.retry_at: dict[str, float] = {}
         """When to call an address again: it was called too early, or named a leader that did not answer."""
         self.next_call_at = state.now
-        self._priority_inputs: tuple[QuorumState | None, Incarnation, int] = (None, state.incarnation, 0)
+        self._priority_inputs: tuple[View | None, int, int] = (None, 0, 0)
         self._higher_priority: list[str] | None = None
         self._start_round(first_address)
 
     def _start_round(self, first_address: str = "") -> None:
         state = self.state
         targets = self.find_higher_priority()
-        if targets is None:
-            members = [member.address for member in self._list_known_members()]
+        if targets is None or self._lets_others_lead():
+            members = [member.address for member in state.view.members if member not in state.voter.ended]
             targets = members + list(state.settings.candidates)
         self.failed_addresses.clear()
-        self.round_started_at = state.now
         self.redirected_by.clear()
         self.retry_at.clear()
         self.called_addresses = {state.incarnation.address}
@@ -80,53 +93,36 @@ class Candidate:
 
     # Priority.
 
-    def _list_known_members(self) -> list[Incarnation]:
-        known = self.state.quorum_state
-        live = [known.live_members(view) for view in known.voting_views]
-        return list(live[0] if len(live) == 1 else dict.fromkeys(itertools.chain(*live)))
-
     def find_higher_priority(self) -> list[str] | None:
         """Return the addresses of nodes that lead before this one; None if this node may not lead."""
         state = self.state
-        inputs = (state.quorum_state, state.incarnation, len(state.unreachable))
+        inputs = state.view, len(state.voter.ended), len(state.unreachable)
         if inputs[0] is not self._priority_inputs[0] or inputs[1:] != self._priority_inputs[1:]:
             self._priority_inputs, self._higher_priority = inputs, self._compute_higher_priority()
         return self._higher_priority
 
     def _compute_higher_priority(self) -> list[str] | None:
         state = self.state
-        members = self._list_known_members()
-        for rank, member in enumerate(members):
-            # Comparing the id first is faster with 1,000 members.
-            if member.incarnation_id == state.incarnation.incarnation_id and member == state.incarnation:
-                return [
-                    other.address
-                    for other in members[:rank]
-                    if not state.unreachable or other not in state.unreachable
-                ]
-        index = state.incarnation.candidate_index
-        if index is None and not self._may_lead_by_force():
+        absent = state.voter.ended | state.unreachable
+        rank, index = state.view.rank(state.incarnation), state.incarnation.candidate_index
+        if rank is None and index is None and not state.voter.is_voter:
             return None
-        reachable = [member.address for member in members if member not in state.unreachable]
-        return reachable + list(state.settings.candidates[:index])
-
-    def _may_lead_by_force(self) -> bool:
-        """Return whether an operator forced a quorum and this node was in the last view."""
-        installed = self.state.quorum_state.installed
-        was_member = installed is not None and any(
-            member.node == self.state.incarnation.node for member in installed.members
-        )
-        return bool(self.state.quorum_state.forced_generation) and was_member
+        higher = [member.address for member in state.view.members[:rank] if member not in absent]
+        return higher if rank is not None else [*higher, *state.settings.candidates[:index]]
 
     # Messages.
 
-    def handle_message(self, link: Link, header: messages.Header, message: messages.Message) -> None:
+    def handle_message(self, link: Link, message: messages.Message) -> None:
         """Handle one message."""
-        del header
         if isinstance(message, messages.Hello):
+            self.state.voter.mark_former_ended(message.sender)
             self.waiting_peers[link.conn_id] = message
             link.peer = message.sender
-            self.state.send(link, messages.Redirect())
+            if not self.named_leader and (self.state.leaving or self._lets_others_lead()):
+                self.waiting_peers.pop(link.conn_id)
+                self._drop_call(link)  # it will not lead: nobody shall wait for it
+                return
+            self.state.send(link, messages.Redirect(self.named_leader))
         elif isinstance(message, messages.LeaderAnnouncement):
             self._handle_announcement(link, message)
         elif link.conn_id not in self.pending_calls and link.conn_id not in self.redirect_waits:
@@ -137,26 +133,21 @@ class Candidate:
             self._handle_redirect(link, message.address)
         elif isinstance(message, messages.Refused):
             self._handle_refusal(link, message)
-        elif isinstance(message, messages.JobEnd):
-            self.state.job_end = message
+        elif isinstance(message, JobEnd):
+            self.state.learn_end(message)
 
     def _handle_announcement(self, link: Link, message: messages.LeaderAnnouncement) -> None:
-        """Call the leader that announced itself, unless this node's stuck disk would only delay it."""
-        state = self.state
-        state.record_announced_generation(message)
-        if not state.is_disk_stalled:
+        """Call the leader that announced itself."""
+        del link
+        if not self.state.is_disk_stalled:
             self._call(message.leader.address)
-            return
-        notice = messages.LeaveNotice(
-            "its disk does not complete writes", state.quorum_state, state.incarnation
-        )
-        state.send(link, notice)
-        if state.hello_sent or state.incarnation in state.find_absent_members([]):
-            # Other nodes may know a view with this incarnation that this node does not know.
-            state.start_new_incarnation()
 
     def _handle_redirect(self, link: Link, address: str) -> None:
-        if not address or address == self.state.incarnation.address:
+        if address == self.state.incarnation.address:
+            self._drop_call(link)
+            self.failed_addresses.add(link.address)  # it does not lead, but waits for this node to do so
+            return
+        if not address:
             self.redirect_waits.add(link.conn_id)
             self.pending_calls.setdefault(link.conn_id, self.state.now)
             return
@@ -171,23 +162,20 @@ class Candidate:
 
     def _handle_refusal(self, link: Link, message: messages.Refused) -> None:
         state = self.state
-        if message.reason == "dead":
-            state.emit_event(
-                "new-incarnation", f"{link.address} counts this node as dead; it joins as a new incarnation"
-            )
-            state.start_new_incarnation()
-            for conn_id in {*self.pending_calls, *self.redirect_waits} - {link.conn_id}:
-                self._drop_call(state.links[conn_id])  # the answer would concern the former incarnation
-            state.send(link, state.make_hello())
-            self.pending_calls[link.conn_id] = state.now
-            return
         last_reason = self.refusal_reason
-        self.refusal_reason = f"{link.address} refuses this node: {message.reason}"
-        if self.refusal_reason != last_reason and not message.is_permanent:
+        self.refusal_reason = f"{link.address} refuses this node: {describe(message.refusal)}"
+        is_permanent = isinstance(message.refusal, SettingDiffers)
+        if self.refusal_reason != last_reason and not is_permanent:
             state.emit_event("refused", self.refusal_reason)
-        if message.is_permanent:
+        if is_permanent:
             self.result = SearchResult.REFUSED
         self._drop_call(link)
+
+    def send_away_waiting_peers(self) -> None:
+        """Let the nodes that wait for this one look for another leader."""
+        for conn_id in self.waiting_peers:
+            self._drop_call(self.state.links[conn_id])
+        self.waiting_peers.clear()
 
     # Calls.
 
@@ -210,9 +198,8 @@ class Candidate:
         if link.conn_id in self.pending_calls:
             self.state.send(link, self.state.make_hello())
 
-    def handle_disconnected(self, link: Link, *, refused: bool) -> None:
+    def handle_disconnected(self, link: Link) -> None:
         """Note a failed call, or a waiting node that went away."""
-        del refused
         self.waiting_peers.pop(link.conn_id, None)
         self.redirect_waits.discard(link.conn_id)
         if self.pending_calls.pop(link.conn_id, None) is not None:
@@ -221,13 +208,19 @@ class Candidate:
 
     def _record_failed_call(self, address: str) -> None:
         self.failed_addresses.add(address)
+        self.named_leader = "" if address == self.named_leader else self.named_leader
         sender = self.redirected_by.pop(address, "")
-        if sender:
+        if sender in self.misled_by:
+            self.failed_addresses.add(sender)  # it can reach that leader, and this node cannot
+        elif sender:
+            self.misled_by.add(sender)
             self.retry_at[sender] = self.state.now + RETRY_DELAY_S
 
     def advance(self) -> None:
         """End calls that timed out, make the next one, and lead if no other node can."""
         state = self.state
+        if not state.durable_version:
+            return  # this process has not counted its boot yet
         if state.is_disk_stalled:
             # The leader and all its followers would wait for acknowledgements that never come.
             self._drop_all_calls()
@@ -242,7 +235,11 @@ class Candidate:
             address in self.failed_addresses or address == state.incarnation.address
             for address in higher_priority
         )
-        if is_first and not self.pending_calls.keys() - self.redirect_waits:
+        is_first = is_first and not self.pending_calls.keys() - self.redirect_waits
+        # A leader that refuses this node would make it step down at once.
+        is_first = is_first and not self._lets_others_lead() and not self.refusal_reason
+        is_patient = higher_priority is None or state.now < self.patience_until
+        if state.is_durable and not state.leaving and (is_first or not is_patient):
             self.result = SearchResult.LEAD
             return
         for address in [address for address, at in self.retry_at.items() if at <= state.now]:
@@ -253,6 +250,9 @@ class Candidate:
                 self._call(address)
         if state.now >= self.next_call_at:
             self._call_next()
+
+    def _lets_others_lead(self) -> bool:
+        return self.state.led_in_vain > 0 and self.state.now < self.patience_until
 
     def _end_timed_out_calls(self) -> None:
         state = self.state
@@ -274,8 +274,7 @@ class Candidate:
             crowd_s = settings.crowd_delay_s * len(self.pending_calls)
             self.next_call_at = state.now + settings.dial_stagger_s + crowd_s
             return
-        round_until = self.round_started_at + MAX_ROUND_NODE_TIMEOUTS * settings.node_timeout_s
-        if state.now >= round_until or not (self.pending_calls or self.retry_at):
+        if not (self.pending_calls or self.retry_at):
             self._drop_all_calls()
             self._start_round()
             self.next_call_at = state.now + ROUND_PAUSE_S
@@ -284,8 +283,11 @@ class Candidate:
 
     def next_deadline(self) -> float:
         """Return when to advance next."""
+        if not self.state.durable_version:
+            return float("inf")
         timeouts = [since + self.state.settings.dial_timeout_s for since in self.pending_calls.values()]
-        return min([self.next_call_at, *timeouts, *self.retry_at.values()])
+        patience = [self.patience_until] if self.state.now < self.patience_until else []
+        return min([self.next_call_at, *patience, *timeouts, *self.retry_at.values()])
 
     def close(self) -> None:
         """End all calls but the one that was answered."""

@@ -23,8 +23,8 @@ from elastic_resume.policy.divergence import (
 from elastic_resume.policy.failure_classification import DIVERGENCE, Failure
 from elastic_resume.rendezvous.core.messages import FailureReport, Message, ReplicasDiverged, StateDigest
 from elastic_resume.rendezvous.core.peers import Peer, PeerTable
-from elastic_resume.rendezvous.core.quorum import Incarnation, View
 from elastic_resume.rendezvous.core.state import NodeState
+from elastic_resume.rendezvous.core.world import Incarnation, View
 
 MAX_STEPS_KEPT = 64  # steps without digests of all members: 20 s with a heartbeat every 0.3 s
 MAJORITY_NODE_TIMEOUTS = 20  # wait this long for a step that shows which node is wrong: one minute

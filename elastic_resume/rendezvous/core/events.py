@@ -10,19 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic_resume.policy.failure_classification import Failure
+from elastic_resume.policy.reasons import Departure
 from elastic_resume.rendezvous.core.messages import (
     FailJob,
     FailureReport,
-    ForceQuorumRequest,
     Header,
     ImportsFinished,
     JoinRequest,
     Message,
     ReplicasDiverged,
     StateDigest,
+    UnreachablePeers,
 )
-from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState
-from elastic_resume.rendezvous.core.status import NodeStatus, StatusUpdate
+from elastic_resume.rendezvous.core.world import Accepted, Ballot, Incarnation, View
 
 UNCROWDED_NODES = 64
 """A leader answers so many nodes before any call times out."""
@@ -42,6 +42,8 @@ class Settings:
     join_timeout_s: float = 600.0
     single_node: bool = False
     """There is no other node, so earlier views with other nodes need not vote."""
+    is_strict: bool = False
+    """No vote of a dead node counts: see `taken_votes`."""
     dial_stagger_s: float = 0.2
     """How long a candidate waits for an answer before it also calls the next address."""
     probe_interval_s: float = 0.05
@@ -93,7 +95,7 @@ class Settings:
 class PeerConnected:
     """A connection is open and both sides have proved that they hold the token.
 
-    `ip_address` is the address that answered, if this side dialled.
+    `ip_address` is the peer's.
     """
 
     conn_id: int
@@ -106,11 +108,13 @@ class PeerDisconnected:
 
     `refused`: the dialled host answered that no process listens there, which proves that the process has
     ended. Any other end, a reset too, only means that the peer cannot be reached this way.
+    `refusing_ips` are the IP addresses that answered so.
     """
 
     conn_id: int
     reason: str = ""
     refused: bool = False
+    refusing_ips: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,18 +137,10 @@ class WorkersFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class StatusPublished:
-    """This node has a new status or new event lines for people."""
-
-    status: NodeStatus | None
-    event_lines: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Leave:
     """This node shuts down or fails for good; its workers are stopped."""
 
-    reason: str
+    departure: Departure
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +151,7 @@ class Persisted:
 
 
 # Requests of this node's client are message objects, of the same classes that a follower sends to its leader.
-# A `FailureReport`, if any, precedes the `JoinRequest`, which says that the workers are stopped. The leader
-# ignores a `ForceQuorumRequest` while a view runs or if it knows a later generation.
+# A `FailureReport`, if any, precedes the `JoinRequest`, which says that the workers are stopped.
 Event = (
     PeerConnected
     | PeerDisconnected
@@ -166,11 +161,10 @@ Event = (
     | ImportsFinished
     | WorkersFinished
     | FailureReport
+    | UnreachablePeers
     | FailJob
     | StateDigest
-    | StatusPublished
     | Leave
-    | ForceQuorumRequest
     | Persisted
 )
 
@@ -211,7 +205,14 @@ class PersistentState:
     """What an agent keeps on disk for its next process."""
 
     incarnation: Incarnation
-    quorum_state: QuorumState
+    view: View
+    """The newest view known to be decided."""
+    promised: Ballot
+    """The greatest ballot that this node has promised; it accepts no earlier one."""
+    accepted: Accepted | None
+    """The newest proposal that it has accepted for the successor of `view`."""
+    taken: frozenset[str]
+    """Disks whose votes it has taken for that successor: see `taken_votes`."""
     max_generation: int
     """The greatest generation known to this node."""
 
@@ -250,15 +251,6 @@ class StopWorkers:
 
 
 @dataclass(frozen=True, slots=True)
-class DeliverPeerStatus:
-    """Pass on what another node reports for people."""
-
-    sender: Incarnation
-    status_update: StatusUpdate
-    installed_generation: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class EndJob:
     """The job has ended on every node: done, or `failed`."""
 
@@ -280,10 +272,11 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True)
 class EmitEvent:
-    """Write an event to the event log."""
+    """Write an event to the event log; `missing` names the nodes that it waits for."""
 
     kind: str
     text: str
+    missing: tuple[str, ...] = ()
 
 
 # `ReplicasDiverged` reports that replicas differ; other effects end the view or the job.
@@ -295,7 +288,6 @@ Effect = (
     | StartWorkers
     | StopWorkers
     | ReplicasDiverged
-    | DeliverPeerStatus
     | EndJob
     | GiveUp
     | EmitEvent

@@ -1,16 +1,16 @@
-"""The follower's role: heartbeats under a lease, acknowledged proposals, and detection of a lost leader.
+"""The follower's role: heartbeats under a lease, votes, and detection of a lost leader.
 
-If the link breaks, the follower dials its leader again. Only a refused connection proves that the leader
-died; otherwise the leader counts as unreachable after the node timeout.
+If the link breaks, the follower dials its leader again. A refused connection proves that the leader's process
+has ended; otherwise the leader counts as unreachable after the node timeout.
 """
 
 from __future__ import annotations
 
+from elastic_resume.policy.reasons import Departure, Loss, NodeLost, WaitReason, describe
 from elastic_resume.rendezvous.core import messages
-from elastic_resume.rendezvous.core.events import DeliverPeerStatus
 from elastic_resume.rendezvous.core.peers import NEVER, Link
-from elastic_resume.rendezvous.core.quorum import Incarnation, View
 from elastic_resume.rendezvous.core.state import NodeState
+from elastic_resume.rendezvous.core.world import Accepted, Ballot, JobEnd, View
 
 FIRST_REDIAL_PAUSE_S = 0.005
 """Before the second call to a lost leader. Each later pause doubles, up to `Settings.probe_interval_s`."""
@@ -20,129 +20,160 @@ MAX_PAUSE_DOUBLINGS = 10
 class Follower:
     """The role of a node that has a leader."""
 
-    def __init__(self, state: NodeState, link: Link, leader: Incarnation) -> None:
+    def __init__(self, state: NodeState, link: Link, welcome: messages.Welcome) -> None:
         self.state = state
         self.link = link
-        self.leader = leader
+        self.leader = welcome.leader
+        link.followed_nobody_else = not welcome.has_followed_another
         self.has_ended = False
         """This node follows the leader no longer."""
         self.next_leader_address = ""
-        self.wait_reason = ""
+        self.wait_reason: WaitReason | None = None
         self.standby_generation = 0
         """The generation that runs without this node."""
         self.next_heartbeat_at = state.now
-        # The leader includes this node only after its first reply. Until then it may form views without this
-        # node, so its death would prove nothing.
-        link.acked_sent_at = link.leader_lease_until = NEVER
-        self.proposal: View | None = None
-        self.proposal_version = 0
-        self.acknowledged_proposal: View | None = None
+        # The leader includes this node only after its first reply, so its lease does not count before.
+        link.acked_sent_at = NEVER
+        self.asked: messages.AskVote | None = None
+        self.cast: tuple[int, Ballot] | None = None
+        """The slot and ballot of the vote that the leader has."""
+        self.proposal: Accepted | None = None
+        self.is_accepted = False
+        """The leader knows that this node has accepted the proposal."""
         self.is_disconnected = False
-        """The link broke, and this node dials until the leader answers, is dead, or is unreachable."""
+        """The link broke, and this node dials until the leader answers, has ended, or is unreachable."""
         self.redial_link: Link | None = None
         self.redial_count = 0
         """Calls since the link broke."""
         self.redial_at = state.now
         """When the call in progress times out; without one, when to make the next."""
-        state.unreachable.discard(leader)
+        state.unreachable.discard(self.leader)
+        state.voter.follow_links[self.leader, True] = link
+        self._note_leader()
 
-    def handle_message(self, link: Link, header: messages.Header, message: messages.Message) -> None:
-        """Handle one message; only the leader's has effects."""
-        if isinstance(message, (messages.Hello, messages.LeaderAnnouncement)):
-            if isinstance(message, messages.LeaderAnnouncement):
-                self.state.record_announced_generation(message)
-            self.state.send(link, messages.Redirect(self.leader.address))
+    def _note_leader(self) -> None:
+        """Take no votes in the slot of a view whose leader is not this node's."""
+        self.state.voter.note_vote_for(self.leader)
+
+    def handle_message(self, link: Link, message: messages.Message) -> None:
+        """Handle one message; only the leader's has effects, and that of a leader with a running view."""
+        if isinstance(message, messages.Hello):
+            self._handle_hello(link, message)
+        elif isinstance(message, messages.LeaderAnnouncement):
+            self._handle_announcement(link, message)
         elif link is self.redial_link:
             self._handle_redial_reply(link, message)
         elif link is self.link and not self.is_disconnected:
-            self._handle_leader_message(header, message)
-            self._renew_lease(header)
-            self._extend_join_timeout(header)
+            self._handle_leader_message(message)
+            self._renew_lease()
+            self._extend_join_timeout()
 
-    def _handle_leader_message(self, header: messages.Header, message: messages.Message) -> None:
+    def _handle_hello(self, link: Link, hello: messages.Hello) -> None:
+        is_restarted_leader = (
+            hello.sender.disk_id == self.leader.disk_id and hello.sender.boot > self.leader.boot
+        )
+        if is_restarted_leader:
+            self._end_following(NodeLost(self.leader.node, Loss.RESTARTED))
+        self.state.send(link, messages.Redirect("" if is_restarted_leader else self.leader.address))
+
+    def _handle_announcement(self, link: Link, announcement: messages.LeaderAnnouncement) -> None:
+        """Follow a leader with a running view if the own leader has none, and perhaps cannot reach enough."""
+        own_runs = self.state.running_view or self.link.generation
+        if announcement.active_generation and not own_runs and announcement.leader != self.leader:
+            self.next_leader_address = announcement.leader.address
+            self._end_following(f"{announcement.leader} leads a running generation")
+        else:
+            self.state.send(link, messages.Redirect(self.leader.address))
+
+    def _handle_leader_message(self, message: messages.Message) -> None:
         state = self.state
-        if isinstance(message, messages.Heartbeat):
-            if message.status_update:
-                state.effects.append(
-                    DeliverPeerStatus(self.leader, message.status_update, state.installed_generation)
-                )
-        elif isinstance(message, messages.ProposeView):
-            state.merge_quorum_state(message.quorum_state)
-            state.set_quorum_state(state.quorum_state.with_proposal(message.view))
-            self.proposal, self.proposal_version = message.view, state.version
+        if isinstance(message, messages.AskVote):
+            self.asked = message
+            if state.voter.is_voter:
+                state.voter.promise(message.ballot)
+        elif isinstance(message, messages.Propose):
+            if message.generation == state.view.generation:
+                self.proposal, self.is_accepted = message.proposal, False
         elif isinstance(message, messages.InstallView):
-            self._install_view(header, message)
+            self._install_view(message)
+        elif isinstance(message, messages.Decided):
+            self._adopt(message.view)
         elif isinstance(message, messages.EndView):
-            state.merge_quorum_state(message.quorum_state)
-            state.stop_workers(message.reason)
-        elif isinstance(message, messages.WaitReason):
+            state.stop_workers(describe(message.reason))
+        elif isinstance(message, messages.Waiting):
             self.wait_reason = message.reason
-            state.emit_event("waiting", message.reason)
+            state.emit_wait(message.reason)
         elif isinstance(message, messages.ReplicasDiverged):
             state.effects.append(message)
-        elif isinstance(message, messages.JobEnd):
-            state.job_end = message
+        elif isinstance(message, JobEnd):
+            state.learn_end(message)
         elif isinstance(message, (messages.Redirect, messages.Refused)):
             self.next_leader_address = message.address if isinstance(message, messages.Redirect) else ""
             self._end_following("the leader stepped down")
         elif isinstance(message, messages.LeaveNotice):
-            state.merge_quorum_state(message.quorum_state)
-            self._end_following(f"the leader {self.leader} left ({message.reason})", dead=True)
+            self._end_following(NodeLost(self.leader.node, Loss.LEFT, message.departure))
 
-    def _install_view(self, header: messages.Header, message: messages.InstallView) -> None:
-        state, view = self.state, self.acknowledged_proposal
-        if view is None or view.generation != message.generation:
+    def _install_view(self, message: messages.InstallView) -> None:
+        state, proposal = self.state, self.proposal
+        if proposal is None or proposal.view.generation != message.generation:
             return
-        self.acknowledged_proposal = self.proposal = None
-        state.set_quorum_state(state.quorum_state.with_installed(view))
-        lease_until = self._compute_lease_until(header)
-        if view.rank(state.incarnation) is None:
+        self._adopt(proposal.view)
+        state.started_generation = message.generation
+        lease_until = self._compute_lease_until()
+        if state.view != proposal.view or state.view.rank(state.incarnation) is None:
             return
         if lease_until <= state.now:
-            # Stay connected: the leader might take a closed connection for the death of this node.
+            # Stay connected: this node is not unreachable, only late.
             state.emit_event(
                 "lease-expired",
-                f"generation {view.generation}: the start message arrived after the lease expired; rejoining",
+                f"generation {state.view.generation}: the start message arrived after the lease expired; "
+                "rejoining",
             )
             self.handle_join_requested()
         elif state.join is not None:
-            state.start_workers(view, message, lease_until)
+            state.start_workers(state.view, message, lease_until)
 
-    def _extend_join_timeout(self, header: messages.Header) -> None:
+    def _adopt(self, view: View) -> None:
+        if view.generation > self.state.view.generation:
+            self.link.followed_nobody_else = True
+        self.state.adopt_view(view, self.leader)
+        self.proposal = None
+        self._note_leader()
+
+    def _extend_join_timeout(self) -> None:
         """Restart the join timeout while a view runs without this node: a spare may wait for long."""
-        state = self.state
-        if not header.generation or state.running_view or state.join is None:
+        state, generation = self.state, self.link.generation
+        if not generation or state.running_view:
             return
         state.join_since = state.now
-        if self.standby_generation != header.generation:
-            self.standby_generation = header.generation
-            state.emit_event(
-                "spare", f"generation {header.generation} runs without this node, which stands by"
-            )
+        if state.join is None:
+            return
+        if self.standby_generation != generation:
+            self.standby_generation = generation
+            state.emit_event("spare", f"generation {generation} runs without this node, which stands by")
 
-    def _compute_lease_until(self, header: messages.Header) -> float:
-        return self.link.acked_sent_at + min(header.lease_s, self.state.settings.lease_s)
+    def _compute_lease_until(self) -> float:
+        return self.link.acked_sent_at + self.state.settings.lease_s
 
-    def _renew_lease(self, header: messages.Header) -> None:
+    def _renew_lease(self) -> None:
         state = self.state
-        if state.running_view and state.running_view.generation == header.generation:
-            state.lease_until = max(state.lease_until, self._compute_lease_until(header))
+        if state.running_view and state.running_view.generation == self.link.generation:
+            state.lease_until = max(state.lease_until, self._compute_lease_until())
 
     def _handle_redial_reply(self, link: Link, message: messages.Message) -> None:
-        if isinstance(message, messages.Welcome):
+        if isinstance(message, messages.Welcome) and message.leader == self.leader:
             self.state.disconnect(self.link)
-            link.acked_sent_at = link.leader_lease_until = NEVER
-            if message.leader == self.leader:
-                link.inherit_lease(self.link)
+            link.acked_sent_at, link.generation = self.link.acked_sent_at, self.link.generation
             self.next_heartbeat_at = self.state.now
-            self.leader = link.peer = message.leader
+            link.peer = self.leader
             self.link, self.redial_link, self.is_disconnected = link, None, False
-            self.state.merge_quorum_state(message.quorum_state)
-            if not message.resumes_view:
-                self.state.stop_workers("the leader no longer runs the generation of this node")
+            self.state.voter.follow_links[self.leader, True] = link
+            self.state.adopt_view(message.view, self.leader)
+            self._note_leader()
+            link.followed_nobody_else = not message.has_followed_another
             self.send_reports()
-        elif isinstance(message, messages.JobEnd):
-            self.state.job_end = message
+        elif isinstance(message, JobEnd):
+            self.state.learn_end(message)
         else:
             self.next_leader_address = (
                 message.address if isinstance(message, messages.Redirect) else self.leader.address
@@ -155,18 +186,16 @@ class Follower:
             self.redial_at = self.state.now + self.state.settings.redial_timeout_s
             self.state.send(link, self.state.make_hello())
 
-    def handle_disconnected(self, link: Link, *, refused: bool) -> None:
-        """Redial the leader after its link broke; only a refused call proves its death."""
+    def handle_disconnected(self, link: Link) -> None:
+        """Redial the leader after its link broke, unless it has ended for certain."""
         state = self.state
         if link is self.link:
             self.is_disconnected = True
-            self.proposal = None
-            self.acknowledged_proposal = None
+            self.proposal = self.asked = self.cast = None
             self.redial_count = 0
             self._redial_leader()
-        elif link is self.redial_link and refused:
-            dead = state.proves_death(self.link, refused=True)
-            self._end_following(f"the leader {self.leader} died", dead=dead, unreachable=not dead)
+        elif link is self.redial_link and self.leader in state.voter.ended:
+            self._end_following(NodeLost(self.leader.node, Loss.DIED))
         elif link is self.redial_link:
             # A dying process may still accept a call just before its host refuses all.
             pause_s = min(
@@ -189,39 +218,26 @@ class Follower:
         )
         self.redial_at = state.now + state.settings.redial_timeout_s
 
-    def _end_following(self, reason: str, *, dead: bool = False, unreachable: bool = False) -> None:
-        state, timeout_s = self.state, self.state.settings.node_timeout_s
+    def _end_following(self, reason: NodeLost | str) -> None:
+        state = self.state
+        if self.has_ended:
+            return
         self.has_ended = True
-        if state.now < min(self.link.last_received_at, self.link.leader_lease_until) + timeout_s:
-            state.extend_grace(timeout_s)  # other followers may run until their leases expire
-        state.stop_workers(reason)
-        state.emit_event("leader-lost", reason)
-        if dead or unreachable:
-            state.record_lost_member(self.leader, reason.removeprefix(f"the leader {self.leader} "))
-        if dead:
-            state.set_quorum_state(state.quorum_state.with_dead([self.leader]))
-            state.extend_grace(timeout_s)  # its other followers may not know yet
-            # The lease of the leader before still counts: this leader may have died before it granted one.
-            state.view_current_until = max(state.view_current_until, self.compute_view_current_until())
-        if unreachable:
-            state.unreachable.add(self.leader)
+        text = reason if isinstance(reason, str) else f"the leader {describe(reason)}"
+        state.stop_workers(text)
+        state.emit_event("leader-lost", text)
+        if isinstance(reason, NodeLost):
+            state.record_lost_member(self.leader, reason)
+            if reason.loss is Loss.UNREACHABLE:
+                state.unreachable.add(self.leader)
+            else:
+                state.voter.mark_ended(self.leader)
         state.disconnect(self.link)
         if self.redial_link:
             state.disconnect(self.redial_link)
 
-    def compute_view_current_until(self) -> float:
-        """Return until when no view can have been installed without this node.
-
-        The dead leader had a quorum of followers until its lease expired. Its followers wait a node timeout
-        for the members that they know, but never for a spare. The time counts from sending, because the
-        leader's last message may have been queued here.
-        """
-        if self.state.is_spare:
-            return NEVER
-        return min(self.link.leader_lease_until, self.link.acked_sent_at + self.state.settings.lease_s)
-
     def advance(self) -> None:
-        """Check the own lease first; then send heartbeats and acknowledgements, and watch the leader."""
+        """Check the own lease first; then vote, send heartbeats, and watch the leader."""
         state = self.state
         if state.running_view and state.now >= state.lease_until:
             state.stop_workers(
@@ -230,27 +246,53 @@ class Follower:
         if self.has_ended or state.job_end:
             return
         if state.now >= self.link.last_received_at + state.settings.node_timeout_s:
-            self._end_following(f"the leader {self.leader} is unreachable", unreachable=True)
+            self._end_following(NodeLost(self.leader.node, Loss.UNREACHABLE))
             return
         if self.is_disconnected:
             if state.now >= self.redial_at:
                 self._redial_leader()
             return
-        if self.proposal and state.durable_version >= self.proposal_version and not state.pending_closes:
-            state.send(self.link, messages.ProposalAck(self.proposal.generation))
-            self.acknowledged_proposal, self.proposal = self.proposal, None
+        if self.asked and state.voter.is_voter and state.has_stopped():
+            self._vote(self.asked)
+        if self.proposal and not state.voter.is_voter and not self.is_accepted:
+            self._acknowledge(self.proposal.ballot)
         if state.now >= self.next_heartbeat_at:
-            state.send(
-                self.link, messages.Heartbeat(state.take_digest(), state.status_outbox.take(self.leader))
-            )
+            state.send(self.link, messages.Heartbeat(state.take_digest()))
             self.next_heartbeat_at = state.now + state.settings.heartbeat_interval_s
+
+    def _vote(self, asked: messages.AskVote) -> None:
+        """Vote, and accept the leader's proposal, when this node may and all that it says is durable."""
+        state, voter, proposal = self.state, self.state.voter, self.proposal
+        if (asked.generation, asked.ballot) != (voter.view.generation, voter.known.promised):
+            return
+        if not voter.may_vote_for(self.leader, asked):
+            return
+        if proposal and voter.known.accepted != proposal and proposal.ballot == voter.known.promised:
+            voter.accept(proposal)
+        if not state.is_durable:
+            return
+        if self.cast != (asked.generation, asked.ballot):
+            state.send(self.link, voter.make_vote())
+            self.cast = asked.generation, asked.ballot
+        if proposal and voter.known.accepted == proposal and not self.is_accepted:
+            self._acknowledge(asked.ballot)
+
+    def _acknowledge(self, ballot: Ballot) -> None:
+        state = self.state
+        message = messages.AcceptProposal(state.view.generation, ballot, is_acceptance=state.voter.is_voter)
+        state.send(self.link, message)
+        self.is_accepted = True
 
     def send_reports(self) -> None:
         """Repeat what may have changed since the hello was sent."""
         if self.state.failure_report and not self.is_disconnected:
             self.state.send(self.link, self.state.failure_report)
+        if self.state.unreachable_peers and not self.is_disconnected:
+            self.state.send(self.link, self.state.unreachable_peers)
         if self.state.job_failure and not self.is_disconnected:
             self.state.send(self.link, messages.FailJob(self.state.job_failure))
+        if self.state.leaving and not self.is_disconnected:
+            self.state.send(self.link, messages.LeaveNotice(self.state.leaving, is_final=False))
         if self.state.join:
             self.handle_join_requested()
         elif self.state.finished_generation:
@@ -266,29 +308,26 @@ class Follower:
         if not self.is_disconnected:
             self.state.send(self.link, messages.ImportsFinished())
 
-    def force_quorum(self, generation: int) -> None:
-        """Pass an operator's request to the leader."""
-        if not self.is_disconnected:
-            self.state.send(self.link, messages.ForceQuorumRequest(generation))
-
     def handle_workers_finished(self) -> None:
         """Report that this node's workers have finished."""
         if not self.is_disconnected:
             self.state.send(self.link, messages.NodeFinished(self.state.finished_generation))
 
-    def leave(self, reason: str) -> None:
+    def leave(self, departure: Departure) -> None:
         """Send the leader a leave notice."""
         if not self.is_disconnected:
-            self.state.send(self.link, messages.LeaveNotice(reason, self.state.quorum_state))
+            self.state.send(self.link, messages.LeaveNotice(departure, is_final=True))
 
     def next_deadline(self) -> float:
         """Return when to advance next."""
         state = self.state
         lease_until = state.lease_until if state.running_view else float("inf")
         due = self.redial_at if self.is_disconnected else self.next_heartbeat_at
-        return min(lease_until, due, self.link.last_received_at + state.settings.node_timeout_s)
+        # A vote may have to wait until a node timeout after another node's last message.
+        vote_at = state.now + state.settings.heartbeat_interval_s if self.asked and not self.cast else due
+        return min(lease_until, due, vote_at, self.link.last_received_at + state.settings.node_timeout_s)
 
     def explain_wait(self) -> str:
         """Return one clause for the error after the join timeout."""
-        reason = f": {self.wait_reason}" if self.wait_reason else ""
+        reason = f": {describe(self.wait_reason)}" if self.wait_reason else ""
         return f"the leader {self.leader} started no generation with this node{reason}"

@@ -9,110 +9,97 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
+from itertools import zip_longest
 
+from elastic_resume.policy.reasons import (
+    Departure,
+    Diverged,
+    EndedMeanwhile,
+    JobOver,
+    LaterViewDecided,
+    LeaderReason,
+    Loss,
+    NameTaken,
+    NodeLost,
+    NodesCutOff,
+    OtherLeads,
+    SettingDiffers,
+    ViewEndReason,
+    WorkersStopped,
+    describe,
+    name_nodes,
+)
 from elastic_resume.rendezvous.core import messages
 from elastic_resume.rendezvous.core.divergence import DivergenceDetector
-from elastic_resume.rendezvous.core.events import DeliverPeerStatus
-from elastic_resume.rendezvous.core.peers import NEVER, Link, Peer, PeerTable
-from elastic_resume.rendezvous.core.quorum import Incarnation, View
-from elastic_resume.rendezvous.core.state import MAX_CANDIDATES_NAMED, NodeState
-from elastic_resume.rendezvous.core.status import find_deputy
+from elastic_resume.rendezvous.core.peers import Link, Peer, PeerTable
+from elastic_resume.rendezvous.core.state import NodeState
 from elastic_resume.rendezvous.core.view_change import PendingWelcome, ViewChange
+from elastic_resume.rendezvous.core.world import Ballot, Incarnation, JobEnd, View, Vote
 
 MAX_PARALLEL_CALLS = 16
 """A job that lost 500 of 1,000 nodes must not dial 500 addresses every round."""
+VAIN_NODE_TIMEOUTS = 2
+"""A leader that has followers and no quorum for so long steps down."""
+MAX_REPORTED_PEERS = 64
 EMPTY_HEARTBEAT = messages.Heartbeat()
 
 
 class Admission:
-    """Decides which nodes may follow: settings must agree, names be unique, former processes be dead."""
+    """Decides which nodes may follow: settings must agree, and names must be unique."""
 
-    def __init__(self, state: NodeState, peers: PeerTable, remove_peer: Callable[[Peer, str], None]) -> None:
+    def __init__(self, state: NodeState, peers: PeerTable, remove_peer: Callable[[Peer, Loss], None]) -> None:
         """`remove_peer` is called for a follower whose node is back as a new process."""
         self.state = state
         self.peers = peers
         self.remove_peer = remove_peer
 
     def check_hello(self, hello: messages.Hello) -> messages.Refused | None:
-        """Merge what the node knows; return why it may not join, or None."""
-        state = self.state
+        """Learn what the node knows; return why it may not join, or None."""
+        state, sender = self.state, hello.sender
         mismatch = self._find_setting_mismatch(hello)
         if mismatch:
-            return messages.Refused(mismatch, is_permanent=True)
-        before = state.quorum_state
-        state.merge_quorum_state(hello.quorum_state, hello.max_generation)
-        if state.quorum_state != before:
-            self._mark_former_incarnations_dead()
-        state.extend_grace(hello.remaining_grace_s)
-        if hello.sender in state.quorum_state.dead:
-            return messages.Refused("dead")
-        if self._is_name_taken(hello):
-            return messages.Refused(
-                f"another live agent is called {hello.sender.node}: give one of them a different name with "
-                "ELASTIC_RESUME_NODE_NAME"
-            )
+            return messages.Refused(SettingDiffers(*mismatch))
+        if self._is_name_taken(sender):
+            return messages.Refused(NameTaken(sender.node))
+        state.voter.record_generation(hello.max_generation)
+        state.voter.note_ballot(hello.promised)
+        state.adopt_view(hello.view)
+        state.voter.mark_former_ended(sender)
         return None
 
-    def _find_setting_mismatch(self, hello: messages.Hello) -> str:
-        """Name a setting that must be equal on all nodes and is not; empty if there is none."""
-        settings = self.state.settings
-        if hello.node_timeout_s != settings.node_timeout_s:
-            return (
-                f"--node-timeout is {hello.node_timeout_s:g} s on this node and "
-                f"{settings.node_timeout_s:g} s at the leader: give all nodes the same"
-            )
-        if (hello.min_nodes, hello.max_nodes) != (settings.min_nodes, settings.max_nodes):
-            return (
-                f"--nnodes is {hello.min_nodes}:{hello.max_nodes} on this node and "
-                f"{settings.min_nodes}:{settings.max_nodes} at the leader: give all nodes the same"
-            )
-        own_count, count = self.state.quorum_state.candidate_count, hello.quorum_state.candidate_count
-        if count != own_count:
-            return (
-                f"--rdzv-endpoint lists {count} nodes on this node and {own_count} at the leader: "
-                "give all the same list"
-            )
-        return ""
+    def _find_setting_mismatch(self, hello: messages.Hello) -> tuple[str, str, str] | None:
+        """Return a setting that must be equal on all nodes and is not, with its values there and here."""
+        own = self.state.settings
+        compared = (
+            ("--node-timeout", f"{hello.node_timeout_s:g} s", f"{own.node_timeout_s:g} s"),
+            ("--nnodes", f"{hello.min_nodes}:{hello.max_nodes}", f"{own.min_nodes}:{own.max_nodes}"),
+            *(
+                (f"host {number} of the list in --rdzv-endpoint", theirs, ours)
+                for number, (theirs, ours) in enumerate(
+                    zip_longest(hello.candidates, own.candidates, fillvalue="missing"), 1
+                )
+            ),
+            ("--rdzv-conf strict", str(hello.is_strict).lower(), str(own.is_strict).lower()),
+        )
+        return next((setting for setting in compared if setting[1] != setting[2]), None)
 
-    def _mark_former_incarnations_dead(self) -> None:
-        """Mark former processes of the followers' nodes dead in the views that were just merged.
-
-        A follower without a recent acknowledgement, or known dead, may itself be the former process.
-        """
-        state = self.state
-        live = {
-            peer.incarnation.node: peer.incarnation
-            for peer in self.peers
-            if state.has_recent_ack(peer.link) and peer.incarnation not in state.quorum_state.dead
-        }
-        former = [
-            member for member in state.find_absent_members([]) if live.get(member.node, member) != member
-        ]
-        if former:
-            state.mark_former_dead(former)
-
-    def _is_name_taken(self, hello: messages.Hello) -> bool:
-        """Return whether a live agent has the sender's name; else mark its former processes dead."""
-        state, sender = self.state, hello.sender
-        if sender.node == state.incarnation.node:
+    def _is_name_taken(self, sender: Incarnation) -> bool:
+        """Return whether a live agent has the sender's name, or a later process of its node is known."""
+        if sender.node == self.state.incarnation.node:
             return True
-        views = state.quorum_state.voting_views
-        former = {known for view in views for known in view.find_incarnations(sender.node)} - {sender}
-        follower = self.peers.by_node.get(sender.node)
-        if follower and follower.incarnation != sender:
-            former.add(follower.incarnation)
-        if not former:
+        known = self.peers.by_node.get(sender.node)
+        if known is None or known.incarnation == sender:
             return False
-        for incarnation in former:
-            peer = self.peers.by_incarnation.get(incarnation)
-            if peer and peer.disconnected_at is None and incarnation not in hello.quorum_state.dead:
-                return True
-        state.mark_former_dead(former)
-        for peer in [self.peers.by_incarnation.get(incarnation) for incarnation in former]:
-            if peer:
-                self.remove_peer(peer, f"{sender} is back as a new process")
-        return False
+        if sender.disk_id == known.incarnation.disk_id:
+            return sender.boot < known.incarnation.boot
+        return known.disconnected_at is None
+
+    def remove_former(self, sender: Incarnation) -> None:
+        """Remove the former process of a node that has replied as a new one; a hello may be an old one."""
+        former = self.peers.by_node.get(sender.node)
+        if former and former.incarnation != sender:
+            is_restarted = former.incarnation.disk_id == sender.disk_id
+            self.remove_peer(former, Loss.RESTARTED if is_restarted else Loss.REPLACED)
 
 
 class LeaderDiscovery:
@@ -134,8 +121,9 @@ class LeaderDiscovery:
 
     def list_targets(self) -> list[str]:
         """Return the addresses of nodes that may not know the leader."""
-        known = self.state.quorum_state
-        members = [member.address for view in known.voting_views for member in known.live_members(view)]
+        members = [
+            member.address for member in self.state.view.members if member not in self.state.voter.ended
+        ]
         own = self.list_follower_addresses() | {self.state.incarnation.address}
         return [
             address
@@ -193,19 +181,6 @@ class LeaderDiscovery:
             if message.address not in {"", self.state.incarnation.address} | self.list_follower_addresses():
                 self.call(message.address)
 
-    def handle_leave_notice(self, link: Link, sender: Incarnation, message: messages.LeaveNotice) -> bool:
-        """Mark a called node dead that does not take part; return whether a view may depend on that."""
-        state = self.state
-        self.end_call(link.conn_id)
-        if sender.address != link.address:
-            return False
-        state.merge_quorum_state(message.quorum_state)
-        if sender not in state.find_absent_members([]):
-            return False
-        state.set_quorum_state(state.quorum_state.with_dead([sender]))
-        state.emit_event("lost", f"{sender} does not take part ({message.reason})")
-        return True
-
     def end_call(self, conn_id: int) -> None:
         """End one call."""
         link = self.pending_calls.pop(conn_id, None)
@@ -236,15 +211,14 @@ class Leader:
         self.new_leader_address = ""
         self.pending_welcomes: dict[int, PendingWelcome] = {}
         """Nodes that were welcomed on a connection and have not replied on it."""
-        self.unresponsive: set[Incarnation] = set()
-        """Nodes that did not reply to their last welcome; no view waits for them again."""
-        self.view_change = ViewChange(state, self.peers, self.pending_welcomes)
+        self.view_change = ViewChange(state, self.peers)
         self.discovery = LeaderDiscovery(state, self.make_announcement, self.peers.addresses)
         self.divergence = DivergenceDetector(state, self.peers, self._send)
-        self.admission = Admission(state, self.peers, partial(self._remove_peer, dead=True))
+        self.admission = Admission(state, self.peers, self._remove_peer)
+        self.question: messages.AskVote | None = None
+        """What the voters have been asked last."""
         self.next_scan_at = state.now
         self.next_probe_at = state.now
-        self.lease_until = NEVER
         self.finished_generation = 0
         """The newest generation in which a node has finished."""
         state.emit_event("leading", f"{state.incarnation} leads")
@@ -256,22 +230,22 @@ class Leader:
 
     def make_announcement(self) -> messages.LeaderAnnouncement:
         """Return an announcement of this leader with its priority."""
-        state, installed = self.state, self.state.quorum_state.installed
-        active = self.view.generation if self.view and self.lease_until > state.now else 0
-        rank = installed.rank(state.incarnation) if installed else None
-        if rank is None:
-            rank = len(installed.members) if installed else 0
+        state, view = self.state, self.state.view
+        active = self.view.generation if self.view else 0
+        rank = view.rank(state.incarnation)
+        find_key = state.voter.electorate.find_key
+        voters = {find_key(node) for node in (state.incarnation, *self.peers.by_incarnation)} - {None}
         return messages.LeaderAnnouncement(
-            state.incarnation, active, state.quorum_state.newest_generation, rank
+            state.incarnation,
+            active,
+            view.generation,
+            len(voters),
+            len(view.members) if rank is None else rank,
         )
 
     def _send(self, peer: Peer, message: messages.Message) -> None:
         state = self.state
-        if self.view is None:
-            state.send(peer.link, message)
-            return
-        lease_s = max(0.0, min(state.settings.lease_s, self.lease_until - state.now))
-        state.send(peer.link, message, self.view.generation, lease_s)
+        state.send(peer.link, message, self.view.generation if self.view else 0)
 
     def _broadcast(self, message: messages.Message) -> None:
         for peer in self.peers:
@@ -282,22 +256,14 @@ class Leader:
 
     # Receiving.
 
-    def handle_message(self, link: Link, header: messages.Header, message: messages.Message) -> None:
+    def handle_message(self, link: Link, message: messages.Message) -> None:
         """Handle one message."""
-        del header
         if isinstance(message, messages.Hello):
             self._handle_hello(link, message)
         elif isinstance(message, messages.LeaderAnnouncement):
             self._handle_announcement(link, message)
         elif isinstance(message, messages.Redirect):
             self.discovery.handle_redirect(link, message)
-        elif (
-            isinstance(message, messages.LeaveNotice)
-            and message.sender
-            and link.conn_id in self.discovery.pending_calls
-        ):
-            if self.discovery.handle_leave_notice(link, message.sender, message):
-                self.view_change.reevaluate()
         else:
             if link.conn_id in self.pending_welcomes:
                 self._admit(link)
@@ -308,82 +274,103 @@ class Leader:
     def _handle_follower_message(self, peer: Peer, message: messages.Message) -> None:
         state = self.state
         if isinstance(message, messages.Heartbeat):
-            self._handle_heartbeat(peer, message)
+            self._send(peer, EMPTY_HEARTBEAT)
+            self.divergence.add_digest(peer.incarnation, message.state_digest)
         elif isinstance(message, messages.JoinRequest):
             peer.join, peer.running_generation = message.join, 0
             if self.view and peer.incarnation in self.view.members:
-                self.end_view(f"the workers of {peer.incarnation} stopped")
+                self.end_view(WorkersStopped(peer.incarnation.node))
             self.view_change.handle_join(peer.incarnation, message.join, self.view)
         elif isinstance(message, messages.ImportsFinished):
             if peer.join:
                 peer.join = replace(peer.join, is_importing=False)
                 self.view_change.handle_imports_finished(peer.incarnation, self.view)
-        elif isinstance(message, messages.ProposalAck):
-            self.view_change.handle_ack(peer.incarnation, message.generation)
+        elif isinstance(message, Vote):
+            self.view_change.decision.add_vote(peer.incarnation, message)
+            self.view_change.reevaluate()
+        elif isinstance(message, messages.AcceptProposal):
+            self.view_change.handle_ack(peer.incarnation, message)
         elif isinstance(message, messages.NodeFinished):
             peer.finished_generation, peer.running_generation = message.generation, 0
             self.finished_generation = max(self.finished_generation, message.generation)
             self.view_change.reevaluate()
         elif isinstance(message, messages.FailureReport):
             state.record_failure_report(peer.incarnation, message)
+        elif isinstance(message, messages.UnreachablePeers):
+            self.handle_unreachable_peers(peer.incarnation, message)
         elif isinstance(message, messages.FailJob):
             state.job_failure = message.reason
-        elif isinstance(message, messages.ForceQuorumRequest):
-            state.force_quorum(message.generation, running=self.view is not None)
+        elif isinstance(message, messages.LeaveNotice) and message.is_final:
+            self._remove_peer(peer, Loss.LEFT, message.departure)
         elif isinstance(message, messages.LeaveNotice):
-            state.merge_quorum_state(message.quorum_state)
-            self._remove_peer(peer, f"{peer.incarnation} left ({message.reason})", dead=True)
+            self._handle_leaving(peer, message.departure)
 
-    def _handle_heartbeat(self, peer: Peer, message: messages.Heartbeat) -> None:
-        state = self.state
-        update = None
-        if peer.incarnation == find_deputy(self.view, state.incarnation, self.peers.by_incarnation):
-            update = state.status_outbox.take(peer.incarnation)
-        self._send(peer, messages.Heartbeat(None, update) if update else EMPTY_HEARTBEAT)
-        self.divergence.add_digest(peer.incarnation, message.state_digest)
-        if message.status_update:
-            state.effects.append(
-                DeliverPeerStatus(peer.incarnation, message.status_update, state.installed_generation)
-            )
+    def handle_unreachable_peers(self, reporter: Incarnation, report: messages.UnreachablePeers) -> None:
+        """End the view if two of its members cannot reach each other; admit nodes that others reach again."""
+        view_change, nodes = self.view_change, frozenset(report.nodes[:MAX_REPORTED_PEERS])
+        view = self.view if self.view and self.view.rank(reporter) is not None else None
+        if view and report.generation != view.generation:
+            nodes -= {member.node for member in view.members}  # from before this generation began
+        reached = view_change.unreachable_nodes.get(reporter, frozenset()) - nodes
+        view_change.unreachable_nodes[reporter] = nodes
+        if view and view_change.is_cut_off(reporter, view):
+            self.end_view(NodesCutOff(reporter.node, name_nodes(nodes)))
+        view_change.handle_imports_finished(reporter, self.view)
+        for peer in self.peers:
+            if peer.incarnation.node in reached and peer.join and not peer.join.is_importing:
+                view_change.handle_imports_finished(peer.incarnation, self.view)
+        view_change.reevaluate()
+
+    def _handle_leaving(self, peer: Peer, departure: Departure) -> None:
+        """Form a view without a follower, which leaves when that is decided."""
+        if peer.is_leaving:
+            return
+        peer.is_leaving, peer.join, peer.running_generation = True, None, 0
+        lost = NodeLost(peer.incarnation.node, Loss.LEFT, departure)
+        self.state.emit_event("lost", describe(lost))
+        self.state.record_lost_member(peer.incarnation, lost)
+        if self.view and peer.incarnation in self.view.members and not self.has_finished_node():
+            self.end_view(lost)
+        self.view_change.reevaluate()
 
     def _handle_hello(self, link: Link, hello: messages.Hello) -> None:
+        if link.address or link.conn_id in self.pending_welcomes or self.peers.find_by_link(link):
+            # Only a defective node introduces itself twice on one connection, or on a call of this node.
+            self.state.disconnect(link)
+            self.handle_disconnected(link)
+            return
         refused = self.admission.check_hello(hello)
         link.peer = hello.sender
         if refused:
             self.state.send(link, refused)
         else:
             self._send_welcome(link, hello)
-        newest = self.state.quorum_state.installed
-        if self.view and newest and newest.generation > self.view.generation:
-            self.end_view(f"generation {newest.generation} was started elsewhere")
+        newest = self.state.view.generation
+        if self.view and newest > self.view.generation:
+            self.end_view(LaterViewDecided(newest))
 
     def _send_welcome(self, link: Link, hello: messages.Hello) -> None:
         """Welcome a node; its first reply makes it a follower and proves that the link works both ways.
 
-        Over a one-way link it would otherwise delay every view. A view change waits once for that reply.
+        Over a one-way link it would otherwise delay every view.
         """
         state, peer = self.state, self.peers.by_incarnation.get(hello.sender)
         if peer and peer.link is not link and peer.disconnected_at is None:
             state.disconnect(peer.link)
             self._mark_disconnected(peer)
-        resumed = bool(
-            self.view and peer and hello.running_generation == peer.running_generation == self.view.generation
-        )
-        is_responsive = hello.sender not in self.unresponsive
-        reply_until = state.now + state.settings.dial_timeout_s if is_responsive else NEVER
-        self.pending_welcomes[link.conn_id] = PendingWelcome(hello, resumed, reply_until)
-        state.send(link, messages.Welcome(state.incarnation, state.quorum_state, resumed))
+        self.pending_welcomes[link.conn_id] = PendingWelcome(hello, state.view.generation)
+        state.send(link, messages.Welcome(state.incarnation, state.view, state.voter.has_followed_another))
 
     def _admit(self, link: Link) -> None:
         """Add a node that has replied to its welcome to the followers."""
         welcome = self.pending_welcomes.pop(link.conn_id)
         self.view_change.reevaluate()
         state, hello, sender = self.state, welcome.hello, welcome.hello.sender
-        self.unresponsive.discard(sender)
         refused = self.admission.check_hello(hello)
         if refused:
             state.send(link, refused)
             return
+        self.admission.remove_former(sender)
         state.unreachable.discard(sender)
         peer = self.peers.by_incarnation.get(sender)
         if peer:
@@ -391,13 +378,22 @@ class Leader:
         else:
             peer = Peer(sender, link)
             self.peers.add(peer)
+        state.voter.follow_links[sender, False] = link
         peer.join, peer.finished_generation = hello.join, hello.finished_generation
+        link.followed_nobody_else = (
+            hello.view.generation < state.view.generation or not hello.has_followed_another
+        )
+        if welcome.generation < state.view.generation:
+            self._send(peer, messages.Decided(state.view))
+        if self.question:
+            self._send(peer, self.question)
+        self._repeat_proposal(peer)
         self.finished_generation = max(self.finished_generation, hello.finished_generation)
-        if not (welcome.resumed and self.view and self.view.generation == hello.running_generation):
+        if not (self.view and hello.running_generation == peer.running_generation == self.view.generation):
             former_generation, peer.running_generation = peer.running_generation, hello.running_generation
-            if welcome.resumed:
-                reason = f"generation {hello.running_generation} ended while this node was reconnecting"
-                self._send(peer, messages.EndView(hello.running_generation, reason, state.quorum_state))
+            if hello.running_generation:
+                reason = EndedMeanwhile(hello.running_generation)
+                self._send(peer, messages.EndView(hello.running_generation, reason))
             # Neither running nor finished: its workers failed, or it never received InstallView.
             idle = (
                 self.view
@@ -405,16 +401,15 @@ class Leader:
                 and (former_generation == self.view.generation or hello.join)
             )
             if idle and self.view and sender in self.view.members:
-                self.end_view(f"the workers of {sender} stopped")
+                self.end_view(WorkersStopped(sender.node))
         self.divergence.resend_divergence(peer)
         if self.view is None and self.view_change.reported_reason:
-            self._send(peer, messages.WaitReason(self.view_change.reported_reason))
+            self._send(peer, messages.Waiting(self.view_change.reported_reason))
         if peer.join:
             self.view_change.handle_join(sender, peer.join, self.view)
         self.view_change.reevaluate()
 
     def _handle_announcement(self, link: Link, announcement: messages.LeaderAnnouncement) -> None:
-        self.state.record_announced_generation(announcement)
         own = self.make_announcement()
         if announcement.leader == self.state.incarnation:
             self.discovery.end_call(link.conn_id)
@@ -429,39 +424,36 @@ class Leader:
         """Announce this leader on a call that was answered."""
         self.discovery.handle_connected(link)
 
-    def handle_disconnected(self, link: Link, *, refused: bool) -> None:
-        """Handle a broken link or a failed call; only a refused call proves a death."""
+    def handle_disconnected(self, link: Link) -> None:
+        """Handle a broken link or a failed call, which may have proved that a follower has ended."""
         self.discovery.pending_calls.pop(link.conn_id, None)
-        if link.conn_id in self.pending_welcomes:
-            self._handle_missing_reply(link)
+        self.pending_welcomes.pop(link.conn_id, None)
         peer = self.peers.find_by_link(link)
         if peer and peer.disconnected_at is None:
             self._mark_disconnected(peer)
-        elif refused:
-            for absent in list(self.peers.disconnected.values()):
-                if absent.incarnation.address == link.address and link.dialled_at >= (
-                    absent.disconnected_at or 0.0
-                ):
-                    dead = self.state.proves_death(absent.link, refused=True)
-                    self._remove_peer(absent, f"{absent.incarnation} died", dead=dead)
+            return
+        for absent in list(self.peers.disconnected.values()):
+            if absent.incarnation in self.state.voter.ended:
+                self._remove_peer(absent, Loss.DIED)
 
     def _mark_disconnected(self, peer: Peer) -> None:
         self.peers.mark_disconnected(peer, self.state.now)
-        self.view_change.handle_disconnected(peer.incarnation)
+        self.view_change.handle_lost(peer.incarnation)
         self.next_probe_at = self.state.now
 
-    def _remove_peer(self, peer: Peer, reason: str, *, dead: bool) -> None:
-        state = self.state
+    def _remove_peer(self, peer: Peer, loss: Loss, departure: Departure | None = None) -> None:
+        state, lost = self.state, NodeLost(peer.incarnation.node, loss, departure)
         self.peers.remove(peer.incarnation)
-        if dead:
-            state.set_quorum_state(state.quorum_state.with_dead([peer.incarnation]))
-        else:
+        if loss in {Loss.DIED, Loss.LEFT, Loss.RESTARTED}:
+            state.voter.mark_ended(peer.incarnation)
+        else:  # another machine of its name proves nothing: it may run behind a cut
             state.unreachable.add(peer.incarnation)
         if peer.link.conn_id in state.links:
             state.disconnect(peer.link)
-        state.emit_event("lost", reason)
-        state.record_lost_member(peer.incarnation, reason.removeprefix(f"{peer.incarnation} "))
-        self.view_change.handle_disconnected(peer.incarnation)
+        if not peer.is_leaving:
+            state.emit_event("lost", describe(lost))
+        state.record_lost_member(peer.incarnation, lost)
+        self.view_change.handle_removed(peer.incarnation)
         view = self.view
         if view is None or peer.incarnation not in view.members:
             return
@@ -470,97 +462,94 @@ class Leader:
         )
         if not self.has_finished_node() or (peer.finished_generation != view.generation and runs):
             # The remaining workers would wait for the lost ones in their next collective.
-            self.end_view(reason)
+            self.end_view(lost)
 
     def has_finished_node(self) -> bool:
         """Return whether a node of the newest view has finished; then no other view is needed."""
-        newest = self.state.quorum_state.installed
-        return newest is not None and newest.generation in {
-            self.finished_generation,
-            self.state.finished_generation,
-        }
+        newest = self.state.view.generation
+        return newest > 0 and newest in {self.finished_generation, self.state.finished_generation}
 
     # Acting.
 
-    def end_view(self, reason: str, *, immediately: bool = False) -> None:
+    def end_view(self, reason: ViewEndReason, *, immediately: bool = False) -> None:
         """End the running view; its members join again."""
         view = self.view
         if view is None:
             return
-        message = messages.EndView(
-            view.generation, reason, self.state.quorum_state
-        )  # shared, so that it is encoded once
+        message = messages.EndView(view.generation, reason)  # shared, so that it is encoded once
         for peer in self.peers:
             if peer.running_generation == view.generation and peer.disconnected_at is None:
                 self._send(peer, message)
-        self.view, self.lease_until = None, NEVER
+        self.view = None
         self.divergence.reset()
-        self.state.stop_workers(reason, immediately=immediately)
+        self.state.stop_workers(describe(reason), immediately=immediately)
         self.view_change.started_at = self.state.now
         self.view_change.reevaluate()
-        self.state.emit_event("restart", f"generation {view.generation} is over: {reason}")
+        if not isinstance(reason, JobOver):
+            self.state.emit_event("restart", f"generation {view.generation} is over: {describe(reason)}")
 
     def advance(self) -> None:
         """Check the own lease first; then look for losses, the end of the job, and the next view."""
         state = self.state
-        if self.new_leader_address or (self.view is None and state.is_disk_stalled):
-            self._step_down()
+        if self.new_leader_address:
+            self._step_down(OtherLeads(self.new_leader_address))
+            return
+        if self.view is None and state.is_disk_stalled:
+            self._step_down(LeaderReason.DISK_STUCK)
+            return
+        if self._leads_in_vain():
+            state.led_in_vain += 1
+            self._step_down(LeaderReason.NO_QUORUM)
             return
         if self.view:
-            if state.join:  # a spare may wait for as long as a view runs without it
+            if state.running_view is None:  # a spare may wait for as long as a view runs without it
                 state.join_since = state.now
-            self._renew_lease()
-            if state.now >= self.lease_until:
-                self.end_view("the leader has lost its quorum", immediately=True)
+            elif state.now >= state.lease_until:
+                self.end_view(LeaderReason.PAUSED, immediately=True)
+            else:
+                state.lease_until = state.now + state.settings.lease_s
         if state.now >= self.next_scan_at:
             self.next_scan_at = state.now + state.settings.heartbeat_interval_s / 2
             self._remove_unreachable_peers()
             self.divergence.add_digest(state.incarnation, state.take_digest())
         divergence = self.divergence.advance()
         if divergence and not self.has_finished_node():
-            self.end_view(divergence)
+            self.end_view(Diverged(divergence))
         self._probe_disconnected()
         self.discovery.advance()
-        if state.job_failure or self._is_job_finished():
-            self._end_job()
-            return
+        if self.view_change.end is None and (state.job_failure or self._is_job_finished()):
+            self._begin_end()
         if self.view is None:
             self._advance_view_change()
             self._broadcast_wait_reason()
         elif state.now >= self.view_change.scale_up_at:
             self.view_change.scale_up_at = float("inf")
             if not self.has_finished_node():
-                self.end_view("newcomers are here")
+                self.end_view(LeaderReason.NEWCOMERS)
+
+    def _leads_in_vain(self) -> bool:
+        """Return whether others should lead: nodes that this one cannot reach may follow them."""
+        since = self.view_change.without_quorum_since
+        if self.view or since is None or not self.peers.by_incarnation:
+            return False
+        return self.state.now >= since + VAIN_NODE_TIMEOUTS * self.state.settings.node_timeout_s
 
     def _broadcast_wait_reason(self) -> None:
-        reason = self.view_change.take_wait_reason() if self.view is None else ""
+        reason = self.view_change.take_wait_reason() if self.view is None else None
         if reason:
-            self.state.emit_event("waiting", reason)
-            self._broadcast(messages.WaitReason(reason))
-
-    def _renew_lease(self, *, force: bool = False) -> None:
-        """Compute for how long a quorum surely follows; no lease that is granted lasts longer."""
-        state = self.state
-        if self.view is None or not (force or state.now >= self.next_scan_at):
-            return
-        self.lease_until = self.view_change.compute_lease_until()
-        if self.view.rank(state.incarnation) is not None and state.running_view:
-            state.lease_until = self.lease_until
+            self.state.emit_wait(reason)
+            self._broadcast(messages.Waiting(reason))
 
     def _remove_unreachable_peers(self) -> None:
+        """Give up followers a little earlier than they give up this leader, so that its workers end first."""
         state = self.state
         for peer in self.peers:
-            if state.now >= peer.link.last_received_at + state.settings.node_timeout_s:
-                self._remove_peer(peer, f"{peer.incarnation} is unreachable", dead=False)
+            if state.now >= peer.link.last_received_at + state.settings.lease_s:
+                self._remove_peer(peer, Loss.UNREACHABLE)
         for link in [state.links[conn_id] for conn_id in self.pending_welcomes]:
             if state.now >= link.last_received_at + state.settings.node_timeout_s:
-                self._handle_missing_reply(link)
+                del self.pending_welcomes[link.conn_id]
                 state.disconnect(link)
-
-    def _handle_missing_reply(self, link: Link) -> None:
-        """Note that a node did not reply to its welcome, so no view waits for it again."""
-        self.unresponsive.add(self.pending_welcomes.pop(link.conn_id).hello.sender)
-        self.view_change.reevaluate()
 
     def _probe_disconnected(self) -> None:
         """Dial followers whose links broke. A live one also dials this node; a refusal proves a death."""
@@ -571,22 +560,86 @@ class Leader:
         self.discovery.probe(peer.incarnation.address for peer in self.peers.disconnected.values())
 
     def _advance_view_change(self) -> None:
-        installed = self.view_change.advance()
-        if installed is None:
-            return
+        state, view_change = self.state, self.view_change
+        decision = view_change.decision
+        if state.view.generation > decision.slot:  # a node that joined knew a newer view
+            view_change.end = None
+            decision.clear()
+            self._broadcast(messages.Decided(state.view))
+            view_change.reevaluate()
+        if state.voter.newest_ballot > decision.ballot:
+            decision.start_ballot()
+            view_change.reevaluate()
+        state.voter.take_votes()
+        self._ask_votes()
+        if decision.add_own():
+            view_change.reevaluate()
+        view_change.advance()
+        if decision.proposal and not decision.is_sent and state.is_durable:
+            decision.is_sent = True
+            for peer in self.peers:
+                self._repeat_proposal(peer)
+        is_stalled = view_change.is_stalled()
+        if is_stalled:
+            for peer in [self.peers.by_incarnation[member] for member in view_change.awaiting]:
+                self._detach(peer)
+        if view_change.is_decided():
+            self._announce_decision()
+        elif is_stalled:
+            decision.start_ballot()
+            view_change.reevaluate()
+
+    def _detach(self, peer: Peer) -> None:
+        """Go on without a follower that has not acknowledged a proposal for long; it may follow again."""
+        self.state.send(peer.link, messages.Redirect())
+        self._remove_peer(peer, Loss.SILENT)
+
+    def _ask_votes(self) -> None:
+        """Ask the followers for their votes in a new slot or ballot."""
+        question = self.view_change.decision.question
+        # A ballot is promised by its own leader first, on disk.
+        if question != self.question and (self.state.is_durable or self._has_asked(question.ballot)):
+            self.question = question
+            self.view_change.reevaluate()
+            for peer in self.peers:
+                self._send(peer, question)
+
+    def _has_asked(self, ballot: Ballot) -> bool:
+        return self.question is not None and self.question.ballot == ballot
+
+    def _repeat_proposal(self, peer: Peer) -> None:
+        """Send the pending proposal to a follower that does not have it."""
+        decision = self.view_change.decision
+        if decision.proposal and decision.is_sent:
+            self._send(peer, messages.Propose(self.state.view.generation, decision.proposal))
+
+    def _announce_decision(self) -> None:
+        """Start the decided view, or end the job, or go on to the next slot."""
         state = self.state
-        view, message = installed
-        state.set_quorum_state(state.quorum_state.with_installed(view))
-        self.view = view
+        view, end, start = self.view_change.settle()
+        for peer in self.peers:
+            peer.link.followed_nobody_else = True
+        if end:
+            state.job_end = end
+            self._broadcast(end)
+            return
+        # This process may have been paused for long, and its followers may run a later view by now.
+        is_current = all(
+            state.has_recent_ack(peer.link) for peer in self.peers if view.rank(peer.incarnation) is not None
+        )
+        if start is None or not is_current:
+            self._broadcast(messages.Decided(view))
+            self.view_change.reevaluate()
+            return
+        self.view, state.started_generation = view, view.generation
         self.view_change.handle_view_installed(view)
         self.divergence.handle_view_installed(view)
-        self._renew_lease(force=True)
         members = frozenset(view.members)
         for peer in self.peers:
             if peer.incarnation in members:
                 peer.join, peer.running_generation, peer.finished_generation = None, view.generation, 0
-            self._send(peer, message)
-        state.start_workers(view, message, self.lease_until)
+            self._send(peer, start)
+        state.start_workers(view, start, state.now + state.settings.lease_s)
 
     def _is_job_finished(self) -> bool:
         """Return whether every present node has finished and no absent one is worth waiting for.
@@ -594,17 +647,17 @@ class Leader:
         A partition may leave nodes that finished an earlier view. For them the job ends when all members of
         the newest view are lost, even if none of those finished.
         """
-        state, newest = self.state, self.state.quorum_state.installed
-        if newest is None or self.view_change.pending:
+        state, newest = self.state, self.state.view
+        if not newest.members or self.view_change.decision.proposal:
             return False
         # This runs for every message. Nearly always the first member has not finished, so look no further.
         if not all(self._has_finished_or_is_absent(member, newest.generation) for member in newest.members):
             return False
-        finished = {peer.incarnation: peer.finished_generation for peer in self.peers}
+        finished = {peer.incarnation: peer.finished_generation for peer in self.peers if not peer.is_leaving}
         finished[state.incarnation] = state.finished_generation
         timed_out = state.now >= self.view_change.started_at + state.settings.node_timeout_s
         if self.has_finished_node():
-            return timed_out or not state.find_absent_members(finished) - state.unreachable
+            return timed_out or not state.voter.find_absent_members(finished) - state.unreachable
         wants_view = state.join or self.peers.disconnected or any(peer.join for peer in self.peers)
         return timed_out and all(finished.values()) and not wants_view
 
@@ -612,49 +665,36 @@ class Leader:
         if member == self.state.incarnation:
             return self.state.finished_generation == generation
         peer = self.peers.by_incarnation.get(member)
-        return peer is None or peer.finished_generation == generation
+        return peer is None or peer.is_leaving or peer.finished_generation == generation
 
-    def _end_job(self) -> None:
-        connected = {peer.incarnation for peer in self.peers if peer.disconnected_at is None}
-        self.state.job_end = self._make_job_end(connected)
-        self._broadcast(self.state.job_end)
-
-    def _make_job_end(self, connected: set[Incarnation]) -> messages.JobEnd:
-        """Describe the end of the job; it is final if no node outside `connected` can still run workers."""
-        state, newest = self.state, self.state.quorum_state.installed
-        absent = state.find_absent_members(connected | {state.incarnation})
-        is_final = not absent and not state.job_failure
-        generation, members = (newest.generation, newest.members) if newest else (0, ())
-        finished = {peer.incarnation for peer in self.peers if peer.finished_generation == generation}
-        unfinished = [str(member) for member in members if member not in finished | {state.incarnation}]
-        return messages.JobEnd(
-            generation,
+    def _begin_end(self) -> None:
+        """Stop the workers that still run, and let the end of the job be decided."""
+        state, view = self.state, self.state.view
+        finished = {peer.incarnation for peer in self.peers if peer.finished_generation == view.generation}
+        finished.add(state.incarnation)
+        unfinished = [str(member) for member in view.members if member not in finished]
+        self.end_view(JobOver(state.job_failure))
+        self.view_change.end = JobEnd(
+            0,  # not known before it is proposed
             state.job_failure,
-            is_final,
-            tuple(unfinished[:MAX_CANDIDATES_NAMED]),
-            state.failure_log.get_failures(generation),
+            name_nodes(unfinished),
+            len(unfinished),
+            state.failure_log.get_failures(state.failed_generation),
         )
+        self.view_change.reevaluate()
 
-    def _step_down(self) -> None:
-        state, timeout_s = self.state, self.state.settings.node_timeout_s
-        if self.view or state.now < self.view_change.started_at + timeout_s:
-            state.extend_grace(timeout_s)  # followers that miss the redirect run until their leases expire
-        reason = (
-            f"{self.new_leader_address} leads"
-            if self.new_leader_address
-            else "the leader's disk does not complete writes"
-        )
+    def _step_down(self, reason: OtherLeads | LeaderReason) -> None:
+        state = self.state
         self.has_stepped_down = True
         self.end_view(reason, immediately=True)
-        self.view_change.abort(reason)
+        redirect = messages.Redirect(self.new_leader_address)
         for peer in self.peers:
             if peer.disconnected_at is None:
-                state.redirect(peer.link, self.new_leader_address)
-            else:
-                state.defer_close(peer.link)
+                state.send(peer.link, redirect)
+                state.disconnect(peer.link)
         for conn_id in self.pending_welcomes:
-            state.send(state.links[conn_id], messages.Redirect(self.new_leader_address))
-        state.emit_event("step-down", f"{state.incarnation} steps down: {reason}")
+            state.send(state.links[conn_id], redirect)
+        state.emit_event("step-down", f"{state.incarnation} steps down: {describe(reason)}")
 
     def close(self) -> None:
         """End the calls to nodes that do not follow."""
@@ -663,7 +703,7 @@ class Leader:
     def handle_join_requested(self) -> None:
         """Count this node's own workers as stopped and the node as joined."""
         if self.view and self.view.rank(self.state.incarnation) is not None:
-            self.end_view("the workers of the leader stopped")
+            self.end_view(WorkersStopped(self.state.incarnation.node))
         if self.state.join:
             self.view_change.handle_join(self.state.incarnation, self.state.join, self.view)
 
@@ -675,10 +715,25 @@ class Leader:
         """Check for the next view, since this node's own workers have finished."""
         self.view_change.reevaluate()
 
-    def leave(self, reason: str) -> None:
+    def hand_over(self, departure: Departure) -> bool:
+        """Step down for the lowest ranked follower that stays; return whether there is one."""
+        rank = self.state.view.rank
+        staying = [
+            peer.incarnation for peer in self.peers if not peer.is_leaving and peer.disconnected_at is None
+        ]
+        members = [node for node in staying if rank(node) is not None]
+        if not staying:
+            return False
+        successor = min(members, key=lambda node: rank(node) or 0) if members else staying[0]
+        lost = NodeLost(self.state.incarnation.node, Loss.LEFT, departure)
+        self.state.record_lost_member(self.state.incarnation, lost)
+        self.end_view(lost)
+        self.new_leader_address = successor.address
+        return True
+
+    def leave(self, departure: Departure) -> None:
         """Send all followers a leave notice; they look for another leader at once."""
-        self.view_change.abort("the leader leaves")
-        self._broadcast(messages.LeaveNotice(reason, self.state.quorum_state))
+        self._broadcast(messages.LeaveNotice(departure, is_final=True))
 
     def next_deadline(self) -> float:
         """Return when to advance next."""
@@ -687,11 +742,12 @@ class Leader:
         if self.peers.disconnected:
             deadlines.append(self.next_probe_at)
         if self.view:
-            deadlines += [self.lease_until, self.view_change.scale_up_at]
+            deadlines.append(self.view_change.scale_up_at)
         else:
             deadlines += [self.view_change.next_deadline(), state.disk_stalls_at]
         return min(deadlines)
 
     def explain_wait(self) -> str:
         """Return one clause for the error after the join timeout."""
-        return self.view_change.wait_reason
+        reason = self.view_change.wait_reason
+        return describe(reason) if reason else ""

@@ -1,6 +1,6 @@
 """The messages that nodes exchange. The package's docstring says which role sends which.
 
-Every message that can make a node count as dead also carries what that node knew (rule 4).
+A node that learns from a message that a newer view is decided adopts it (`state.NodeState.adopt_view`).
 """
 
 from __future__ import annotations
@@ -9,23 +9,22 @@ from dataclasses import dataclass
 
 from elastic_resume.policy.divergence import Digest, DivergenceVerdict
 from elastic_resume.policy.failure_classification import Failure
-from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState, View
-from elastic_resume.rendezvous.core.status import StatusUpdate
+from elastic_resume.policy.reasons import Departure, Refusal, ViewEndReason, WaitReason
+from elastic_resume.rendezvous.core.world import Accepted, Ballot, Incarnation, JobEnd, View, Vote
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Sequence numbers and lease on every message.
+    """Sequence numbers on every message, and the running generation on the leader's.
 
     `seq` is the message's number on this connection, `ack` the newest number received from the other side.
-    The receiver may keep its workers of `generation` running for `lease_s` seconds from when it sent message
-    `ack`; 0 grants no lease.
+    `generation` is the one that runs, if the sender leads; 0 for none. It renews the receiver's lease, from
+    when message `ack` was sent.
     """
 
     seq: int
     ack: int
     generation: int = 0
-    lease_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,31 +46,47 @@ class JoinSpec:
 class Hello:
     """Ask a node to lead, and describe the sender.
 
+    `view` is the newest view that the sender knows to be decided, and `promised` its greatest ballot.
     `running_generation` is the generation whose workers run at the sender, `finished_generation` the one
-    whose workers have all finished. Views with the sender may run elsewhere for `remaining_grace_s`. The last
-    three members must be equal on all nodes: leases depend on the first, the leader's decisions on the
-    others.
+    whose workers have all finished. The settings at the end must be equal on all nodes.
     """
 
     sender: Incarnation
-    quorum_state: QuorumState
+    view: View
+    promised: Ballot
     max_generation: int
+    has_followed_another: bool
+    """As `voter.Voter.has_followed_another`, in the slot of `view`."""
     join: JoinSpec | None = None
     running_generation: int = 0
     finished_generation: int = 0
-    remaining_grace_s: float = 0.0
     node_timeout_s: float = 0.0
     min_nodes: int = 0
     max_nodes: int = 0
+    candidates: tuple[str, ...] = ()
+    is_strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Accept the receiver as a follower; with `resumes_view` its workers keep running."""
+    """Accept the receiver as a follower. Its workers keep running until `EndView`."""
 
     leader: Incarnation
-    quorum_state: QuorumState
-    resumes_view: bool = False
+    view: View
+    has_followed_another: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AskVote:
+    """Ask for a vote in a ballot of the sender, for the successor of the view of `generation`.
+
+    `harmless` are those of that view's leader and heir that take no votes any more: they follow the sender,
+    or it has taken their votes.
+    """
+
+    generation: int
+    ballot: Ballot
+    harmless: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +98,9 @@ class Redirect:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Refuse a node. The reason "dead" asks it to come back as a new incarnation; others are for people.
+    """Refuse a node."""
 
-    If `is_permanent`, asking again will not help.
-    """
-
-    reason: str
-    is_permanent: bool = False
+    refusal: Refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +121,9 @@ class StateDigest:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Renew leases by the header. A follower adds a digest; `status_update` is for people."""
+    """Renew leases by the header. A follower adds a digest."""
 
     state_digest: StateDigest | None = None
-    status_update: StatusUpdate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,23 +140,25 @@ class ReplicasDiverged:
 
 
 @dataclass(frozen=True, slots=True)
-class ProposeView:
-    """First step of a view change: store this view and all that the leader knows, then acknowledge."""
+class Propose:
+    """Ask the voters to store a proposal for the successor of the view of `generation`, and to accept it."""
 
-    view: View
-    quorum_state: QuorumState
+    generation: int
+    proposal: Accepted
 
 
 @dataclass(frozen=True, slots=True)
-class ProposalAck:
-    """Acknowledge the proposal of that generation, which is durable at the sender."""
+class AcceptProposal:
+    """Acknowledge the proposal of a ballot; with `is_acceptance` it is accepted, on disk."""
 
     generation: int
+    ballot: Ballot
+    is_acceptance: bool
 
 
 @dataclass(frozen=True, slots=True)
 class InstallView:
-    """Second step of a view change: start workers. Spares receive it too."""
+    """Start the workers of a decided view that was proposed to the receiver. Spares receive it too."""
 
     generation: int
     store_address: str
@@ -155,7 +167,14 @@ class InstallView:
     newest_step: int = 0
     """The greatest `JoinSpec.newest_step` of all joined nodes."""
     failures: tuple[Failure, ...] = ()
-    """What ended the last view, in order of arrival at the leader; at most `state.MAX_FAILURES`."""
+    """What ended the last view, in order of arrival at the leader; at most `MAX_FAILURES`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A view is decided that nobody will start, because a member was lost meanwhile."""
+
+    view: View
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +182,14 @@ class EndView:
     """End the view of that generation: stop the workers and join again."""
 
     generation: int
-    reason: str
-    quorum_state: QuorumState
+    reason: ViewEndReason
 
 
 @dataclass(frozen=True, slots=True)
-class WaitReason:
+class Waiting:
     """Inform followers why no view is formed yet."""
 
-    reason: str
+    reason: WaitReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,17 +201,18 @@ class FailureReport:
 
 
 @dataclass(frozen=True, slots=True)
+class UnreachablePeers:
+    """Report the members of a generation that the sender cannot reach; none: it reaches all of them again."""
+
+    generation: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class FailJob:
     """Demand the end of the job on all nodes, because a restart would fail again."""
 
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ForceQuorumRequest:
-    """Declare the missing members of the newest view, of that generation, dead for good, for an operator."""
-
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,55 +228,43 @@ class ImportsFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class JobEnd:
-    """End the job: the workers of every node have succeeded, or it failed for `failure_reason`.
+class LeaveNotice:
+    """Report that the sender's workers have ended, and that its process ends now if `is_final`.
 
-    If `is_final`, no node outside the receivers can still run workers. So a new start of the job needs no
-    vote of these views, whatever nodes it has. `unfinished_nodes` are members whose workers did not succeed.
+    Otherwise ask for a view without the sender, which votes for it before it leaves.
     """
 
-    generation: int
-    failure_reason: str = ""
-    is_final: bool = False
-    unfinished_nodes: tuple[str, ...] = ()
-    failures: tuple[Failure, ...] = ()
-    """As in `InstallView`."""
-
-
-@dataclass(frozen=True, slots=True)
-class LeaveNotice:
-    """Leave for good and count as dead; `sender` is set if the receiver does not know the link's peer."""
-
-    reason: str
-    quorum_state: QuorumState
-    sender: Incarnation | None = None
+    departure: Departure
+    is_final: bool
 
 
 @dataclass(frozen=True, slots=True)
 class LeaderAnnouncement:
     """Announce a leader. Of two leaders, the one with the lower `priority` steps down.
 
-    `active_generation` is that of its running view (0: none), `known_generation` the newest view or proposal
-    that it knows.
+    `active_generation` is that of its running view (0: none), `known_generation` the newest view that it
+    knows to be decided, `votes` how many of its voters follow the leader.
     """
 
     leader: Incarnation
     active_generation: int
     known_generation: int
+    votes: int
     rank: int
-    """Rank in the newest installed view; for other nodes, the number of its members."""
+    """Rank in the newest view; for other nodes, the number of its members."""
 
     @property
-    def priority(self) -> tuple[int, int, int, int, str, str]:
+    def priority(self) -> tuple[int, int, int, int, int, str, str]:
         """Return a key that orders all leaders; the greatest leads."""
         index = self.leader.candidate_index
         return (
             self.active_generation,
             self.known_generation,
+            self.votes,
             -self.rank,
             -index if index is not None else -(1 << 30),
             self.leader.node,
-            self.leader.incarnation_id,
+            self.leader.disk_id,
         )
 
 
@@ -270,14 +277,17 @@ Message = (
     | ImportsFinished
     | Heartbeat
     | ReplicasDiverged
-    | ProposeView
-    | ProposalAck
+    | AskVote
+    | Vote
+    | Propose
+    | AcceptProposal
     | InstallView
+    | Decided
     | EndView
-    | WaitReason
+    | Waiting
     | FailureReport
+    | UnreachablePeers
     | FailJob
-    | ForceQuorumRequest
     | NodeFinished
     | JobEnd
     | LeaveNotice

@@ -2,22 +2,25 @@
 
 `RendezvousNode` dispatches events to the node's current role and changes the role; the package's docstring
 describes the protocol. The state that outlives a role is `state.NodeState`. After a crash the node is a new
-incarnation that starts from its `PersistentState`, which holds all that it ever acknowledged.
+incarnation that starts from its `PersistentState`, which holds all that it ever promised and accepted.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from elastic_resume.policy.failure_classification import bound_failures
+from elastic_resume.policy.reasons import Departure, format_node_names
 from elastic_resume.rendezvous.core import events, messages
 from elastic_resume.rendezvous.core.candidate import Candidate, SearchResult
 from elastic_resume.rendezvous.core.follower import Follower
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.peers import Link
-from elastic_resume.rendezvous.core.quorum import Incarnation, View
-from elastic_resume.rendezvous.core.state import NodeState, bound_failures
+from elastic_resume.rendezvous.core.state import NodeState
+from elastic_resume.rendezvous.core.world import Incarnation, JobEnd, View
 
-EMPTY_HEADER = messages.Header(0, 0)
+LEAVE_TIMEOUT_S = 2.0
+"""How long a node that leaves waits for the decision of a view without it."""
 
 
 class RendezvousNode:
@@ -65,7 +68,7 @@ class RendezvousNode:
         """
         state = self.state
         late_s = now - max(state.now, self.next_deadline)
-        state.now = max(now, state.now)
+        state.now = state.voter.now = max(now, state.now)
         if late_s > state.settings.heartbeat_interval_s:
             for link in state.links.values():
                 link.last_received_at += late_s
@@ -78,13 +81,13 @@ class RendezvousNode:
             self._handle_connected(event)
         elif isinstance(event, events.PeerDisconnected):
             link = state.links.pop(event.conn_id, None)
-            state.pending_closes.pop(event.conn_id, None)
             if link and link.address in state.settings.candidates:
                 state.unreachable_reasons[link.address] = event.reason[:120]
-            if event.refused and link and link.state_at_dial:
-                state.mark_dead_at(link.address, link.state_at_dial)
+            if link and event.refused:
+                link.refusing_ips = event.refusing_ips
+                state.voter.mark_ended_at(link)
             if link and role:
-                role.handle_disconnected(link, refused=event.refused)
+                role.handle_disconnected(link)
         elif isinstance(event, events.Persisted):
             state.durable_version = max(state.durable_version, event.version)
         elif isinstance(event, messages.JoinRequest):
@@ -104,16 +107,18 @@ class RendezvousNode:
             state.record_failure_report(state.incarnation, event)  # this node may be the leader, now or later
             if isinstance(role, Follower):
                 role.send_reports()
+        elif isinstance(event, messages.UnreachablePeers):
+            state.unreachable_peers = event
+            if isinstance(role, Follower):
+                role.send_reports()
+            elif isinstance(role, Leader):
+                role.handle_unreachable_peers(state.incarnation, event)
         elif isinstance(event, messages.FailJob):
             state.job_failure = event.reason
             if isinstance(role, Follower):
                 role.send_reports()
         elif isinstance(event, messages.StateDigest):
             state.queue_digest(event)
-        elif isinstance(event, events.StatusPublished):
-            state.status_outbox.add(event.status, event.event_lines)
-        elif isinstance(event, messages.ForceQuorumRequest):
-            self._force_quorum(event.generation)
         elif isinstance(event, events.Leave):
             self._handle_leave(event)
 
@@ -121,13 +126,13 @@ class RendezvousNode:
         link = self.state.links.get(event.conn_id)
         if link and self.role:
             link.record_header(event.header, self.state.now)
-            self.role.handle_message(link, event.header, event.message)
+            self.role.handle_message(link, event.message)
 
     def _handle_connected(self, event: events.PeerConnected) -> None:
         state = self.state
         link = state.links.get(event.conn_id)
         if link is None and event.conn_id < 0:
-            state.links[event.conn_id] = Link(event.conn_id)
+            state.links[event.conn_id] = Link(event.conn_id, ip_address=event.ip_address)
         elif link and self.role:
             link.ip_address = event.ip_address
             self.role.handle_connected(link)
@@ -138,37 +143,55 @@ class RendezvousNode:
         view = state.running_view or state.last_view
         if view is None or state.join is not None:
             return
-        state.finished_generation, state.running_view = view.generation, None
+        state.finished_generation, state.running_view, state.join_since = view.generation, None, state.now
         if isinstance(self.role, (Follower, Leader)):
             self.role.handle_workers_finished()
 
-    def _force_quorum(self, generation: int) -> None:
-        if isinstance(self.role, Follower):
-            self.role.force_quorum(generation)
-        else:
-            running = isinstance(self.role, Leader) and self.role.view is not None
-            self.state.force_quorum(generation, running=running)
-
     def _handle_leave(self, event: events.Leave) -> None:
+        """Vote for a view without this node before it leaves, if others are here."""
+        state, role = self.state, self.role
+        waits = state.voter.is_voter and not state.settings.single_node
+        if isinstance(role, Leader):
+            # A follower whose link has just broken may be back in time for the notice.
+            waits = waits and (role.hand_over(event.departure) or bool(role.peers.disconnected))
+        if not waits or role is None:
+            self._leave(event.departure)
+            return
+        state.leaving, state.leave_at = event.departure, state.now + LEAVE_TIMEOUT_S
+        state.leave_generation = state.view.generation
+        state.join = None
+        state.stop_workers(f"left: {event.departure.text}")
+        if isinstance(role, Follower):
+            role.send_reports()
+        elif isinstance(role, Candidate):
+            role.send_away_waiting_peers()
+
+    def _leave(self, departure: Departure) -> None:
         if isinstance(self.role, (Follower, Leader)):
-            self.role.leave(event.reason)
-        self._close(f"left: {event.reason}")
+            self.role.leave(departure)
+        self._close(f"left: {departure.text}")
 
     def _advance_role(self) -> None:
         """Advance the role, and each new role after it."""
         state = self.state
-        state.expire_pending_closes()
         before = None
         while self.role is not before and not self.end_reason:
             before = self.role
             if self.role:
                 self.role.advance()
             self._change_role()
+        # A view that was proposed before may still have this node.
+        is_decided = state.view.generation > state.leave_generation
+        is_left_out = is_decided and state.view.rank(state.incarnation) is None
+        if self.role and state.leaving and (is_left_out or state.now >= state.leave_at):
+            self._leave(state.leaving)
+            return
         waited_s = state.now - state.join_since
-        if state.join and waited_s >= state.settings.join_timeout_s and self.role:
+        waits = state.join or state.finished_generation
+        if waits and waited_s >= state.settings.join_timeout_s and self.role:
             reason = f"no rendezvous within {state.settings.join_timeout_s:g} s: {self.role.explain_wait()}"
             if isinstance(self.role, (Follower, Leader)):
-                self.role.leave(reason)
+                self.role.leave(Departure(reason))
             state.effects.append(events.GiveUp(reason))
             self._close(reason)
 
@@ -184,13 +207,13 @@ class RendezvousNode:
             role.close()
             self.role = Candidate(state, role.new_leader_address)
 
-    def _end_job(self, end: messages.JobEnd) -> None:
+    def _end_job(self, end: JobEnd) -> None:
         self.state.job_end = end
-        if end.is_final:
-            self.state.drop_all_views()
+        self.state.adopt_view(View(end.generation, ()))
         done = "every node has finished"
         if end.unfinished_nodes:
-            done = f"all remaining nodes have finished; absent at the end: {', '.join(end.unfinished_nodes)}"
+            absent = format_node_names(end.unfinished_nodes, end.unfinished_count)
+            done = f"all remaining nodes have finished; absent at the end: {absent}"
         self.state.effects.append(
             events.EndJob(end.failure_reason or done, bool(end.failure_reason), bound_failures(end.failures))
         )
@@ -198,27 +221,21 @@ class RendezvousNode:
 
     def _finish_search(self, role: Candidate) -> None:
         state = self.state
-        is_alone = state.finished_generation and state.now >= role.started_at + state.settings.node_timeout_s
         if role.result is SearchResult.FOLLOW and role.link and role.welcome:
             role.close()
-            state.merge_quorum_state(role.welcome.quorum_state)
             role.link.peer = role.welcome.leader
-            if state.quorum_state != role.welcome.quorum_state:
-                # A refused call proved a death after our hello: the leader may wait for the dead node.
-                state.send(role.link, state.make_hello())
-            self.role = Follower(state, role.link, role.welcome.leader)
+            state.adopt_view(role.welcome.view, role.welcome.leader)
+            self.role = Follower(state, role.link, role.welcome)
             self.role.send_reports()
             for conn_id, hello in role.waiting_peers.items():
                 if conn_id in state.links:
-                    self.role.handle_message(state.links[conn_id], EMPTY_HEADER, hello)
+                    self.role.handle_message(state.links[conn_id], hello)
         elif role.result is SearchResult.LEAD:
             role.close()
             self.role = Leader(state, role.waiting_peers)
         elif role.result is SearchResult.REFUSED:
             state.effects.append(events.GiveUp(role.refusal_reason, is_permanent=True))
             self._close(role.refusal_reason)
-        elif is_alone:
-            self._end_job(messages.JobEnd(state.finished_generation))
 
     def _close(self, reason: str) -> None:
         """Leave the rendezvous."""
@@ -248,11 +265,9 @@ class RendezvousNode:
         state = self.state
         if self.role is None:
             return float("inf")
-        deadlines = [self.role.next_deadline(), *state.pending_closes.values()]
-        if state.join:
+        deadlines = [self.role.next_deadline(), state.leave_at]
+        if state.join or state.finished_generation:
             deadlines.append(state.join_since + state.settings.join_timeout_s)
-        if isinstance(self.role, Candidate) and state.finished_generation:
-            deadlines.append(self.role.started_at + state.settings.node_timeout_s)
         return min(deadlines)
 
     # Read by the shell after every event.
@@ -266,21 +281,6 @@ class RendezvousNode:
     def running_view(self) -> View | None:
         """The view whose workers run on this node."""
         return self.state.running_view
-
-    @property
-    def can_announce_leave(self) -> bool:
-        """Whether a leave notice would reach every node that might wait for this one."""
-        role, present = self.role, {self.state.incarnation}
-        if isinstance(role, Follower):
-            return not role.is_disconnected
-        if isinstance(role, Leader):
-            present |= set(role.peers.by_incarnation) - set(role.peers.disconnected)
-        return not self.state.find_absent_members(present)
-
-    @property
-    def can_force_quorum(self) -> bool:
-        """Whether to send `ForceQuorumRequest` now: not during a search that will end soon."""
-        return not isinstance(self.role, Candidate) or self.role.find_higher_priority() is None
 
     @property
     def is_leader(self) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from elastic_resume.rendezvous.core.messages import Header, JoinSpec
-from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState
+from elastic_resume.rendezvous.core.world import Incarnation, View
 
 NEVER = float("-inf")
 MAX_UNACKED = 64
@@ -25,40 +25,46 @@ class Link:
     conn_id: int
     address: str = ""
     peer: Incarnation | None = None
-    state_at_dial: QuorumState | None = None
-    """What this node knew when it dialled. A refusal proves nothing about processes that started later."""
+    view_at_dial: View | None = None
+    """The newest view when this node dialled. A refusal proves nothing about processes that started later."""
     dialled_at: float = NEVER
     ip_address: str = ""
-    """The IP address that answered, if this node dialled."""
+    """The peer's IP address, once connected."""
+    refusing_ips: frozenset[str] = frozenset()
+    """The IP addresses that refused the call."""
     last_received_at: float = NEVER
     acked_sent_at: float = NEVER
     """When this node sent the newest message that the other side has acknowledged."""
-    leader_lease_until: float = NEVER
-    """Until when the other side, if it leads, was sure of a quorum."""
+    followed_nobody_else: bool = False
+    """The peer has followed only the newest view's leader since that view was decided."""
+    generation: int = 0
+    """The generation in the peer's newest message: see `Header`."""
     last_sent_seq: int = 0
     last_received_seq: int = 0
     unacked: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MAX_UNACKED))
 
-    def next_header(self, now: float, generation: int, lease_s: float) -> Header:
+    def proves_end(self, ip_address: str) -> bool:
+        """Return whether this refused call proves that the process has ended that was at `ip_address`.
+
+        A name may lead to another machine by now, whose refusal proves nothing.
+        """
+        host = self.address.rpartition(":")[0].strip("[]")
+        return not ip_address or not self.refusing_ips.isdisjoint({ip_address, host})
+
+    def next_header(self, now: float, generation: int) -> Header:
         """Number the next message to be sent."""
         self.last_sent_seq += 1
         self.unacked.append((self.last_sent_seq, now))
-        return Header(self.last_sent_seq, self.last_received_seq, generation, lease_s)
+        return Header(self.last_sent_seq, self.last_received_seq, generation)
 
     def record_header(self, header: Header, now: float) -> None:
-        """Note the acknowledgement and the lease in a received header."""
-        self.last_received_seq = header.seq
+        """Note the acknowledgement in a received header."""
+        self.last_received_seq, self.generation = header.seq, header.generation
         self.last_received_at = now
         while self.unacked and self.unacked[0][0] <= header.ack:
             seq, sent_at = self.unacked.popleft()
             if seq == header.ack:
                 self.acked_sent_at = sent_at
-        if header.lease_s > 0:
-            self.leader_lease_until = max(self.leader_lease_until, self.acked_sent_at + header.lease_s)
-
-    def inherit_lease(self, broken: Link) -> None:
-        """Take over the lease times of a broken link to the same process."""
-        self.acked_sent_at, self.leader_lease_until = broken.acked_sent_at, broken.leader_lease_until
 
 
 @dataclass(slots=True)
@@ -70,13 +76,16 @@ class Peer:
     join: JoinSpec | None = None
     running_generation: int = 0
     finished_generation: int = 0
+    is_leaving: bool = False
+    """It waits for a view without it."""
     disconnected_at: float | None = None
     """When its link broke. The leader dials it until it answers, is dead, or is given up."""
 
     @property
     def has_stopped_workers(self) -> bool:
-        """Whether it has joined, or its workers have finished."""
-        return self.join is not None or (self.finished_generation > 0 and self.running_generation == 0)
+        """Whether it has joined, or its workers have finished, or it leaves."""
+        is_idle = self.finished_generation > 0 and self.running_generation == 0
+        return self.join is not None or is_idle or self.is_leaving
 
 
 class PeerTable:
@@ -101,13 +110,12 @@ class PeerTable:
         self.by_incarnation[peer.incarnation] = peer
         self.by_node[peer.incarnation.node] = peer
 
-    def remove(self, incarnation: Incarnation) -> Peer | None:
+    def remove(self, incarnation: Incarnation) -> None:
         """Remove a follower."""
         self.disconnected.pop(incarnation, None)
         peer = self.by_incarnation.pop(incarnation, None)
         if peer and self.by_node.get(incarnation.node) is peer:
             del self.by_node[incarnation.node]
-        return peer
 
     def mark_disconnected(self, peer: Peer, now: float) -> None:
         """Note that a follower's link broke."""
@@ -116,7 +124,7 @@ class PeerTable:
 
     def mark_reconnected(self, peer: Peer, link: Link) -> None:
         """Give a follower its new link."""
-        link.inherit_lease(peer.link)
+        link.acked_sent_at = peer.link.acked_sent_at
         peer.link, peer.disconnected_at = link, None
         self.disconnected.pop(peer.incarnation, None)
 

@@ -1,41 +1,81 @@
-"""The leader's view change: decide when to propose a view, collect acknowledgements, and install it.
+"""The leader's view change: decide when to propose a view, and when to start its workers.
 
 ::
 
-    waiting ── joined, quorum, no lease elsewhere ──▶ proposed ── all acknowledged, durable ──▶ running
-      ▲  ▲                                               │                                        │
-      │  └── abort: a follower is lost or does not ack ──┘                                        │
-      └── end_view: a member is lost, its workers failed, or newcomers are here ──────────────────┘
+    waiting ── joined, quorum of votes ──▶ proposed ── a quorum has accepted ──▶ running
+      ▲  ▲                                    │                                     │
+      │  └── decided, but a member was lost ──┘                                     │
+      └── end_view: a member is lost, its workers failed, or newcomers are here ────┘
 
-A view change waits for followers of the last view until they have stopped their workers, and for absent
-members until their leases have expired. At the first start it waits until no newcomer has joined for the
-last-call timeout.
+A view change waits for followers until they have stopped their workers, and for absent members for a node
+timeout, since they may be looking for this leader. At the first start it waits until no newcomer has joined
+for the last-call timeout.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from elastic_resume.rendezvous.core.messages import Hello, InstallView, JoinSpec, ProposeView
-from elastic_resume.rendezvous.core.peers import NEVER, PeerTable
-from elastic_resume.rendezvous.core.quorum import (
-    Incarnation,
-    View,
-    find_missing_quorum,
-    format_node_names,
-    has_quorum,
+from elastic_resume.policy.reachability import choose_left_out
+from elastic_resume.policy.reasons import (
+    CandidatesMissing,
+    LastCall,
+    MembersAbsent,
+    NodesCutOff,
+    TooFewNodes,
+    VotesMissing,
+    Wait,
+    WaitReason,
+    WorkersRunning,
+    describe,
+    name_nodes,
 )
+from elastic_resume.rendezvous.core.decision import Decision
+from elastic_resume.rendezvous.core.messages import AcceptProposal, Hello, InstallView, JoinSpec
+from elastic_resume.rendezvous.core.peers import NEVER, PeerTable
 from elastic_resume.rendezvous.core.state import NodeState
+from elastic_resume.rendezvous.core.world import (
+    Incarnation,
+    JobEnd,
+    View,
+)
 
 REPORT_WAIT_AFTER_S = 1.0
 """A wait is reported when it lasts so long; most waits last milliseconds."""
 MANY_FOLLOWERS = 64
 EVALUATION_S_PER_FOLLOWER = 2e-5
 """With 1,000 followers, evaluate every 20 ms at most, because each evaluation takes a millisecond."""
+SHORT_VIEW_NODE_TIMEOUTS = 2
+"""A node that is lost so soon after a start has made the start fail."""
+MAX_BACKOFF_S = 300.0
 MAX_ACK_NODE_TIMEOUTS = 2
-"""A follower that has not acknowledged for so many node timeouts (a stuck disk) is detached."""
+"""A follower that has not acknowledged for so many node timeouts (a stuck disk, a lossy path) is detached."""
+
+
+class Backoff:
+    """Which nodes have to wait, because they made changes of the view fail.
+
+    A newcomer behind a path that drops large packets, or whose workers die at each start, would else stop all
+    others again and again. The first failure costs nothing; each further one doubles the wait.
+    """
+
+    def __init__(self, node_timeout_s: float) -> None:
+        self._node_timeout_s = node_timeout_s
+        self._by_disk: dict[str, tuple[int, float]] = {}
+
+    def add(self, node: Incarnation, now: float) -> None:
+        """Note that a node did not acknowledge a proposal, or was lost soon after a start."""
+        count = self._by_disk.get(node.disk_id, (0, now))[0] + 1
+        wait_s = min(MAX_BACKOFF_S, self._node_timeout_s * (2 ** (count - 1) - 1))
+        self._by_disk[node.disk_id] = count, now + wait_s
+
+    def remove(self, node: Incarnation) -> None:
+        """Note that a view with that node has lasted."""
+        self._by_disk.pop(node.disk_id, None)
+
+    def wait_until(self, node: Incarnation) -> float:
+        """Return when the node may be in the next view."""
+        return self._by_disk.get(node.disk_id, (0, NEVER))[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,45 +83,44 @@ class PendingWelcome:
     """A node that was welcomed and has not replied yet."""
 
     hello: Hello
-    resumed: bool
-    """The welcome told it to keep its workers running."""
-    reply_until: float
-    """Until when a view change waits for the reply."""
-
-
-@dataclass(slots=True)
-class PendingProposal:
-    """A proposal that is not installed yet."""
-
-    view: View
-    joins: dict[Incarnation, JoinSpec]
-    proposed_at: float
-    version: int
-    awaiting_ack: set[Incarnation]
-    present: frozenset[Incarnation]
+    generation: int
+    """The newest view that the welcome named."""
 
 
 class ViewChange:
     """Forms one view after another for a leader."""
 
-    def __init__(
-        self, state: NodeState, peers: PeerTable, pending_welcomes: Mapping[int, PendingWelcome]
-    ) -> None:
+    def __init__(self, state: NodeState, peers: PeerTable) -> None:
         self.state = state
         self.peers = peers
-        self.pending_welcomes = pending_welcomes
-        self.pending: PendingProposal | None = None
+        self.decision = Decision(state, peers)
+        self.joins: dict[Incarnation, JoinSpec] = {}
+        """The nodes of the proposal."""
+        self.proposed_at = state.now
+        self.awaiting: set[Incarnation] = set()
+        """Members of the proposal that have not acknowledged it."""
+        self.without_quorum_since: float | None = None
+        """Since when all that are here have voted, and more votes are needed."""
+        self.has_lost_member = False
+        """The link to a member of the proposal broke."""
+        self.end: JobEnd | None = None
+        """The end of the job that is to be decided."""
+        self.backoff = Backoff(state.settings.node_timeout_s)
+        own_report = state.unreachable_peers
+        self.unreachable_nodes = {state.incarnation: frozenset(own_report.nodes if own_report else ())}
+        """The nodes that a node cannot reach, by its last report."""
+        self.left_out: dict[Incarnation, NodesCutOff] = {}
+        """The joined nodes that are left out because others cannot reach them, and why."""
+        self.installed_at = NEVER
+        """When the last view was started."""
         self.started_at = state.now
         self.last_arrival_at = state.now
         self.evaluate_at = state.now
-        self._evaluated_state = state.quorum_state
-        self._followers_for_quorum = 0
-        """How many followers had a quorum when the lease was last computed."""
-        self.wait_reason = "no node has joined yet"
+        self.wait_reason: WaitReason | None = Wait.NOTHING_JOINED
         self.scale_up_at = float("inf")
         """When to end the running view to admit newcomers."""
         self.waiting_since = state.now
-        self.reported_reason = ""
+        self.reported_reason: WaitReason | None = None
         """The wait reason that all followers have received."""
 
     def reevaluate(self) -> None:
@@ -95,8 +134,7 @@ class ViewChange:
 
     def handle_join(self, incarnation: Incarnation, join: JoinSpec, running_view: View | None) -> None:
         """Note that a node has joined; another newcomer may follow it."""
-        last = self.state.quorum_state.installed
-        if last is None or last.rank(incarnation) is None:
+        if self.state.view.rank(incarnation) is None:
             self.last_arrival_at = self.state.now
         if not join.is_importing:
             self.handle_imports_finished(incarnation, running_view)
@@ -108,254 +146,285 @@ class ViewChange:
             running_view
             and len(running_view.members) < self.state.settings.max_nodes
             and running_view.rank(incarnation) is None
+            and not self.is_cut_off(incarnation, running_view)
         ):
             delay_s = self.state.settings.scale_up_delay_s
-            self.scale_up_at = max(self.state.now, self.last_arrival_at + delay_s)
+            ready_at = max(self.last_arrival_at + delay_s, self.backoff.wait_until(incarnation))
+            self.scale_up_at = min(self.scale_up_at, max(self.state.now, ready_at))
 
-    def handle_disconnected(self, incarnation: Incarnation) -> None:
-        """Abort the proposal that a disconnected follower can no longer acknowledge."""
-        if self.pending and incarnation in self.pending.present:
-            self.abort(f"{incarnation} was lost before it acknowledged")
-        self.reevaluate()
-
-    def handle_ack(self, incarnation: Incarnation, generation: int) -> None:
-        """Note that a follower has stored the proposal."""
-        if self.pending and self.pending.view.generation == generation:
-            self.pending.awaiting_ack.discard(incarnation)
-
-    def abort(self, reason: str) -> None:
-        """Abort the proposal. It can never be installed, so its members' votes are no longer needed."""
-        if self.pending is None:
+    def advance(self) -> None:
+        """Make a proposal when it is time for one."""
+        decision = self.decision
+        if decision.proposal or self.state.now < self.evaluate_at:
             return
-        state, view = self.state, self.pending.view
-        state.emit_event(
-            "proposal-aborted", f"the proposal of generation {view.generation} is aborted: {reason}"
-        )
-        self.pending = None
-        state.set_quorum_state(state.quorum_state.with_aborted(view))
+        self.evaluate_at, self.proposed_at = float("inf"), self.state.now
+        votes = decision.find_quorum(decision.cast.keys(), self._find_replaced_nodes)
+        if votes is not None:
+            self.without_quorum_since = None
+            earlier = decision.find_proposal_to_repeat(votes)
+            if earlier:
+                self.joins = {}
+                decision.propose(earlier.view, earlier.end, votes, is_repeated=True)
+                return
+            if self.end:
+                end = replace(self.end, generation=1 + self.state.voter.known.max_generation)
+                decision.propose(View(end.generation, (), self.state.incarnation), end, votes)
+                return
+        if self.end:
+            self._note_missing_votes()
+            self.evaluate_at = self.state.now + self.state.settings.heartbeat_interval_s
+        self.joins = {} if self.end else self._collect_joins(has_quorum=votes is not None)
+        if not self.joins or votes is None:
+            return
+        self.has_lost_member = False
+        view = self._make_view()
+        self.joins = {member: self.joins[member] for member in view.members}
+        decision.propose(view, None, votes)
+        self.awaiting = set(view.members) - {self.state.incarnation}
+
+    def _note_missing_votes(self) -> None:
+        if self.without_quorum_since is None:
+            self.without_quorum_since = self.state.now
+
+    def _find_replaced_nodes(self) -> set[str]:
+        """Return the names of members that are back with an empty disk, and have any proposal."""
+        present = {self.state.incarnation, *self.peers.by_incarnation} - self.awaiting
+        former = {member.node: member.disk_id for member in self.state.view.members}
+        return {node.node for node in present if former.get(node.node, node.disk_id) != node.disk_id}
+
+    def handle_ack(self, incarnation: Incarnation, message: AcceptProposal) -> None:
+        """Note that a node has the proposal, and if it votes, has accepted it."""
+        if self.decision.add_accept(incarnation, message):
+            self.awaiting.discard(incarnation)
+
+    def handle_lost(self, incarnation: Incarnation) -> None:
+        """Note that the link to a node broke: a view with it will not be started."""
+        self.awaiting.discard(incarnation)
+        self.has_lost_member |= incarnation in self.joins
         self.reevaluate()
 
-    def advance(self) -> tuple[View, InstallView] | None:
-        """Propose a view when it is time; return a view to be installed now."""
-        if self.state.quorum_state is not self._evaluated_state:  # a refused connection may prove a death
-            self._evaluated_state = self.state.quorum_state
+    def handle_removed(self, incarnation: Incarnation) -> None:
+        """Note that a node is lost: if soon after a start, it has to wait longer each time."""
+        self.decision.remove(incarnation)
+        self.handle_lost(incarnation)
+        lasted_s, timeout_s = self.state.now - self.installed_at, self.state.settings.node_timeout_s
+        if incarnation in self.joins or (
+            self.state.view.rank(incarnation) is not None and lasted_s < SHORT_VIEW_NODE_TIMEOUTS * timeout_s
+        ):
+            self.backoff.add(incarnation, self.state.now)
+        elif self.state.view.rank(incarnation) is not None:
+            self.backoff.remove(incarnation)
+
+    def is_decided(self) -> bool:
+        """Return whether a quorum has accepted the proposal, and all members have received it or are lost."""
+        decision = self.decision
+        if decision.proposal is None or self.awaiting:
+            return False
+        return decision.find_quorum(decision.accepts, self._find_replaced_nodes) is not None
+
+    def is_stalled(self) -> bool:
+        """Return whether a proposal has waited for so long that its ballot may never decide it.
+
+        Members may not have acknowledged it. Or members that have restarted voted too late to count.
+        """
+        return self.decision.proposal is not None and self.state.now >= self._stall_at
+
+    @property
+    def _stall_at(self) -> float:
+        return self.proposed_at + MAX_ACK_NODE_TIMEOUTS * self.state.settings.node_timeout_s
+
+    def settle(self) -> tuple[View, JobEnd | None, InstallView | None]:
+        """Go on to the next slot; return what is decided, and with what to start its workers.
+
+        Nobody starts the view if a member was lost meanwhile, or if another leader may have started it.
+        """
+        is_repeated = self.decision.is_repeated
+        failures = self.state.failure_log.get_failures(self.state.failed_generation)
+        if self.joins:
+            self._note_left_out(self.state.view)
+        proposal = self.decision.settle()
+        view, joins = proposal.view, self.joins
+        self.joins, self.awaiting, self.reported_reason, self.wait_reason = {}, set(), None, None
+        self.started_at = self.state.now
+        if proposal.end or self.end or is_repeated or self.has_lost_member:
             self.reevaluate()
-        if self.pending is None and self.state.now >= self.evaluate_at:
-            self.evaluate_at = float("inf")
-            joins = self._collect_joins()
-            if joins:
-                self._propose(joins)
-        return self._install() if self.pending else None
+            return view, proposal.end, None
+        workers = tuple(joins[member].num_workers for member in view.members)
+        newest_step = max(join.newest_step for join in joins.values())
+        store_address = joins[view.members[0]].store_address
+        return view, None, InstallView(view.generation, store_address, workers, newest_step, failures)
 
     # Waiting.
 
-    def _set_wait_reason(self, reason: str, until: float = float("inf")) -> dict[Incarnation, JoinSpec]:
+    def _wait(self, reason: WaitReason, until: float = float("inf")) -> dict[Incarnation, JoinSpec]:
         """Note why no view can be proposed; return no joins."""
         self.evaluate_at = until
         if reason != self.wait_reason:
             self.wait_reason, self.waiting_since = reason, self.state.now
         return {}
 
-    def take_wait_reason(self) -> str:
-        """Return a wait reason that lasts and was not reported yet; else an empty text."""
-        if self.pending or self.reported_reason == self.wait_reason or self.state.now < self._report_due_at():
-            return ""
+    def take_wait_reason(self) -> WaitReason | None:
+        """Return a wait reason that lasts and was not reported yet."""
+        if (
+            self.decision.proposal
+            or self.reported_reason == self.wait_reason
+            or self.state.now < self._report_due_at()
+        ):
+            return None
         self.reported_reason = self.wait_reason
         return self.reported_reason
 
     def _report_due_at(self) -> float:
         return self.waiting_since + REPORT_WAIT_AFTER_S
 
-    def _collect_joins(self) -> dict[Incarnation, JoinSpec]:
+    def _collect_joins(self, *, has_quorum: bool) -> dict[Incarnation, JoinSpec]:
         """Return the nodes that want to be in the next view; none if it cannot be proposed yet."""
         state, settings = self.state, self.state.settings
-        if state.join is None and not state.finished_generation:
-            return self._set_wait_reason("this node's workers have not stopped")
+        if not state.has_stopped():
+            return self._wait(WorkersRunning(state.incarnation.node))
         if self.peers.disconnected:
-            return self._set_wait_reason("a connection has just broken")
-        reply_until = max((welcome.reply_until for welcome in self.pending_welcomes.values()), default=NEVER)
-        if state.now < reply_until:
-            return self._set_wait_reason("a welcomed node has not replied yet", reply_until)
+            return self._wait(Wait.LINK_BROKEN)
         for peer in self.peers.by_incarnation.values():
             if not peer.has_stopped_workers:
-                return self._set_wait_reason(f"the workers of {peer.incarnation} have not stopped")
+                return self._wait(WorkersRunning(peer.incarnation.node))
+        joins = self._list_joins()
+        present = {state.incarnation, *self.peers.by_incarnation}
+        leaving = sum(peer.is_leaving for peer in self.peers.by_incarnation.values())
+        has_finished_nodes = len(present) - leaving > len(joins) + len(self.left_out)
+        if not joins or (len(joins) < settings.min_nodes and not has_finished_nodes):
+            return self._wait(TooFewNodes(len(joins), settings.min_nodes, tuple(self.left_out.values())))
+        if not has_quorum:
+            self._note_missing_votes()
+            # This node's own vote may count only after a while, without any message.
+            again_at = state.now + settings.heartbeat_interval_s
+            return self._wait(self._find_missing_votes(present), again_at)
+        until = self._compute_wait_deadline(present, full=len(joins) >= settings.max_nodes)
+        if state.now < until:
+            return self._wait(self._find_absent(joins, present), until)
+        return self._leave_out_importing(joins)
+
+    def _list_joins(self) -> dict[Incarnation, JoinSpec]:
+        """Return the nodes that have joined, without those that have to wait, if the others are enough."""
+        state = self.state
         joins = {peer.incarnation: peer.join for peer in self.peers.by_incarnation.values() if peer.join}
         if state.join:
             joins[state.incarnation] = state.join
-        present = {state.incarnation, *self.peers.by_incarnation}
-        has_finished_nodes = len(present) > len(joins)
-        if not joins or (len(joins) < settings.min_nodes and not has_finished_nodes):
-            return self._set_wait_reason(f"{len(joins)} of at least {settings.min_nodes} nodes have joined")
-        missing = find_missing_quorum(present, state.quorum_state)
-        if missing:
-            absent = "" if missing.generation else f"; not here: {state.format_absent_candidates(present)}"
-            return self._set_wait_reason(f"{missing}{absent}")
-        until = self._compute_wait_deadline(present, full=len(joins) >= settings.max_nodes)
-        if state.now < until:
-            return self._set_wait_reason(self._describe_wait(joins, present), until)
-        return self._leave_out_importing(joins)
+        self.left_out = self._find_left_out(joins)
+        joins = {node: join for node, join in joins.items() if node not in self.left_out}
+        ready = {node: join for node, join in joins.items() if state.now >= self.backoff.wait_until(node)}
+        return ready if len(ready) >= state.settings.min_nodes else joins
+
+    def _find_left_out(self, joins: dict[Incarnation, JoinSpec]) -> dict[Incarnation, NodesCutOff]:
+        """Choose which of the joined nodes to leave out, because others cannot reach them."""
+        reports = {node: self.unreachable_nodes.get(node, frozenset()) for node in joins}
+        pairs = [frozenset((node.node, other)) for node, others in reports.items() for other in others]
+        ranked = rank_members(self.state.view, joins, len(joins)) if pairs else ()
+        nodes = {node.node: node for node in ranked}
+        members = [name for name, node in nodes.items() if self.state.view.rank(node) is not None]
+        left_out = choose_left_out(members, list(nodes)[len(members) :], pairs)
+        return {nodes[name]: NodesCutOff(name, name_nodes(others)) for name, others in left_out.items()}
+
+    def is_cut_off(self, node: Incarnation, view: View) -> bool:
+        """Return whether a node and a member of the view cannot reach each other, as one has reported."""
+        return any(
+            any(member.node in others for member in view.members)
+            if reporter == node
+            else node.node in others and view.rank(reporter) is not None
+            for reporter, others in self.unreachable_nodes.items()
+            if others
+        )
+
+    def _note_left_out(self, before: View) -> None:
+        """Let members that lose their place wait longer each time, unless the last view lasted."""
+        for node in before.members:
+            if self.state.now >= self.installed_at + MAX_BACKOFF_S:
+                self.backoff.remove(node)
+            if node in self.left_out:
+                self.backoff.add(node, self.state.now)
+                reason = describe(self.left_out[node])
+                self.state.emit_event("left-out", f"{reason}, and is left out until it can")
+
+    def _find_missing_votes(self, present: set[Incarnation]) -> WaitReason:
+        state = self.state
+        counted = self.decision.find_counted(self.decision.cast.keys(), frozenset())
+        needed = state.voter.electorate.votes_needed
+        if not state.view.members:
+            return CandidatesMissing(len(counted), needed, state.format_absent_candidates(present))
+        missing = [member for member in state.view.members if member.disk_id not in counted]
+        generation = state.view.generation
+        return VotesMissing(generation, len(counted), needed, name_nodes(missing), len(missing))
 
     def _leave_out_importing(self, joins: dict[Incarnation, JoinSpec]) -> dict[Incarnation, JoinSpec]:
         """Leave out newcomers that still import, while survivors of the last view can do without them."""
-        last = self.state.quorum_state.installed
-        survivors = {member for member in joins if last and last.rank(member) is not None}
+        survivors = {member for member in joins if self.state.view.rank(member) is not None}
         ready = {
             member: join for member, join in joins.items() if not join.is_importing or member in survivors
         }
         return ready if survivors and len(ready) >= self.state.settings.min_nodes else joins
 
-    def _describe_wait(self, joins: dict[Incarnation, JoinSpec], present: set[Incarnation]) -> str:
-        absent = self.state.find_absent_members(present)
+    def _find_absent(self, joins: dict[Incarnation, JoinSpec], present: set[Incarnation]) -> WaitReason:
+        absent = self.state.voter.find_absent_members(present)
         if absent:
-            return (
-                f"{format_node_names(absent)} may still run workers: waiting until their leases have expired"
-            )
+            return MembersAbsent(name_nodes(absent), len(absent))
         settings = self.state.settings
-        return (
-            f"{len(joins)} of at most {settings.max_nodes} nodes have joined: waiting until no new node has "
-            f"joined for {settings.last_call_timeout_s:g} s"
-        )
+        return LastCall(len(joins), settings.max_nodes, settings.last_call_timeout_s)
 
     def _compute_wait_deadline(self, present: set[Incarnation], *, full: bool) -> float:
-        """Return until when absent nodes may come or may run workers."""
-        state, settings, last = self.state, self.state.settings, self.state.quorum_state.installed
+        """Return until when absent nodes may come."""
+        state, settings, view = self.state, self.state.settings, self.state.view
         until = NEVER
-        absent = state.find_absent_members(present)
-        if absent:
-            until = state.grace_until
-            if not absent <= state.unreachable:
-                until = max(until, self.started_at + settings.node_timeout_s)
-        if last is None and not state.quorum_state.proposals and settings.max_nodes > 1:
+        if not state.voter.find_absent_members(present) <= state.unreachable:
+            until = self.started_at + settings.node_timeout_s
+        if settings.max_nodes > 1 and (not view.generation or self._find_replaced_nodes()):
             # If disks were lost, a view may run that no present node knows. Its leader connects soon.
-            until = max(until, self.started_at + 2 * settings.announce_interval_s)
-        has_survivors = last is not None and any(
-            member in present for member in state.quorum_state.live_members(last)
-        )
+            since = self.last_arrival_at if view.generation else self.started_at
+            until = max(until, since + 2 * settings.announce_interval_s)
+        has_survivors = any(member in present for member in view.members)
         if not has_survivors and not full:
             until = max(until, self.last_arrival_at + settings.last_call_timeout_s)
         return until
 
-    # Proposing and installing.
-
-    def _propose(self, joins: dict[Incarnation, JoinSpec]) -> None:
+    def _make_view(self) -> View:
         state = self.state
-        generation = 1 + max(state.max_generation, state.quorum_state.newest_generation)
-        members = rank_members(state.quorum_state.voting_views, joins, state.settings.max_nodes)
-        view = View(generation, members, state.incarnation)
-        before = state.quorum_state
-        state.set_quorum_state(before.with_proposal(view))
-        followers = set(self.peers.by_incarnation)
-        self.pending = PendingProposal(
-            view, joins, state.now, state.version, followers, frozenset({state.incarnation, *followers})
-        )
-        message = ProposeView(view, before)
-        for peer in self.peers.by_incarnation.values():
-            state.send(peer.link, message)
-
-    def _install(self) -> tuple[View, InstallView] | None:
-        state, proposal = self.state, self.pending
-        if proposal is None:
-            return None
-        if not self._may_install(proposal):
-            self._detach_stalled_members(proposal)
-            return None
-        if not self._still_has_quorum(proposal):
-            self.abort("its members may follow another leader")
-            return None
-        self.pending = None
-        self.reported_reason = self.wait_reason = ""
-        before = state.quorum_state.installed
-        return proposal.view, InstallView(
-            proposal.view.generation,
-            proposal.joins[proposal.view.members[0]].store_address,
-            tuple(proposal.joins[member].num_workers for member in proposal.view.members),
-            max(join.newest_step for join in proposal.joins.values()),
-            state.failure_log.get_failures(before.generation) if before else (),
-        )
-
-    def _may_install(self, proposal: PendingProposal) -> bool:
-        """Return whether all nodes have stored the proposal and no redirected one is still connected."""
-        is_durable = not proposal.awaiting_ack and self.state.durable_version >= proposal.version
-        return is_durable and not self.state.pending_closes
-
-    def _still_has_quorum(self, proposal: PendingProposal) -> bool:
-        """Return whether followers with a recent acknowledgement have a quorum by all that is known now."""
-        following = {self.state.incarnation} | {
-            peer.incarnation
-            for peer in self.peers.by_incarnation.values()
-            if peer.incarnation in proposal.present and self.state.has_recent_ack(peer.link)
-        }
-        return has_quorum(following, self.state.quorum_state)
-
-    def _detach_stalled_members(self, proposal: PendingProposal) -> None:
-        limit_s = MAX_ACK_NODE_TIMEOUTS * self.state.settings.node_timeout_s
-        if self.state.now < proposal.proposed_at + limit_s:
-            return
-        self.abort(f"{format_node_names(proposal.awaiting_ack)} did not acknowledge within {limit_s:g} s")
-        for peer in self.peers:  # keep the table's order; the order of a set differs between processes
-            if peer.incarnation in proposal.awaiting_ack:
-                self.peers.remove(peer.incarnation)
-                self.state.redirect(peer.link, "")
-
-    # The running view.
-
-    def compute_lease_until(self) -> float:
-        """Return until when so many members surely follow this leader that no other view can have a quorum.
-
-        A follower turns away a node timeout after it *received* our last message. We count from when we
-        *sent* the last message that it acknowledged, less `clock_drift`.
-        """
-        state = self.state
-        peers = sorted(self.peers, key=lambda peer: -peer.link.acked_sent_at)
-        followers = [peer.incarnation for peer in peers]
-
-        def suffices(count: int) -> bool:
-            return has_quorum({state.incarnation, *followers[:count]}, state.quorum_state)
-
-        enough = self._followers_for_quorum
-        is_fewest = enough <= len(followers) and suffices(enough) and not (enough and suffices(enough - 1))
-        if not is_fewest:  # rarely: a vote costs as much as it has members
-            enough = bisect_left(range(len(followers) + 1), True, key=suffices)
-            if enough > len(followers):
-                return NEVER
-            self._followers_for_quorum = enough
-        sent_at = peers[enough - 1].link.acked_sent_at if enough else state.now
-        return sent_at + state.settings.lease_s
+        members = rank_members(state.view, self.joins, state.settings.max_nodes)
+        leader = state.incarnation if state.incarnation in members else members[0]
+        return View(1 + state.voter.known.max_generation, members, leader)
 
     def handle_view_installed(self, view: View) -> None:
         """Schedule the next view if it has room for nodes that joined too late for this one."""
         has_room = len(view.members) < self.state.settings.max_nodes
         members = frozenset(view.members)
-        has_late_joins = any(
-            peer.join and not peer.join.is_importing and peer.incarnation not in members
+        late = [
+            peer.incarnation
             for peer in self.peers
-        )
-        self.scale_up_at = (
-            self.last_arrival_at + self.state.settings.scale_up_delay_s
-            if has_late_joins and has_room
-            else float("inf")
-        )
+            if peer.join
+            and not peer.join.is_importing
+            and peer.incarnation not in members
+            and not self.is_cut_off(peer.incarnation, view)
+        ]
+        self.installed_at, self.scale_up_at = self.state.now, float("inf")
+        names = {member.node for member in view.members} if any(self.unreachable_nodes.values()) else set()
+        for node in self.unreachable_nodes.keys() & members:
+            self.unreachable_nodes[node] -= names  # their workers try again
+        if has_room and late:
+            ready_at = min(self.backoff.wait_until(node) for node in late)
+            self.scale_up_at = max(ready_at, self.last_arrival_at + self.state.settings.scale_up_delay_s)
 
     def next_deadline(self) -> float:
         """Return when to advance next."""
-        if self.pending:
-            return self.pending.proposed_at + MAX_ACK_NODE_TIMEOUTS * self.state.settings.node_timeout_s
+        if self.decision.proposal:
+            return self._stall_at
         if self.reported_reason == self.wait_reason:
             return self.evaluate_at
         return min(self.evaluate_at, self._report_due_at())
 
 
-def rank_members(
-    views: tuple[View, ...], joins: dict[Incarnation, JoinSpec], max_members: int
-) -> tuple[Incarnation, ...]:
-    """Order the joined nodes by rank: members of `views` as before, then newcomers in the scheduler's order.
+def rank_members(last: View, joins: dict[Incarnation, JoinSpec], max_members: int) -> tuple[Incarnation, ...]:
+    """Order the joined nodes by rank: members of the last view as before, then newcomers.
 
-    `views` are the newest installed view and later proposals, of which one may have been installed elsewhere.
-    Nodes beyond `max_members` are spares.
+    Newcomers follow the scheduler's order. Nodes beyond `max_members` are spares.
     """
-    survivors = dict.fromkeys(member for view in views for member in view.members if member in joins)
+    survivors = dict.fromkeys(member for member in last.members if member in joins)
     newcomers = [incarnation for incarnation in joins if incarnation not in survivors]
-    newcomers.sort(
-        key=lambda newcomer: (joins[newcomer].scheduler_order, newcomer.node, newcomer.incarnation_id)
-    )
+    newcomers.sort(key=lambda newcomer: (joins[newcomer].scheduler_order, newcomer.node, newcomer.disk_id))
     return tuple([*survivors, *newcomers][:max_members])

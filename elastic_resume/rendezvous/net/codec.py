@@ -20,12 +20,13 @@ import types
 import typing
 import zlib
 from collections.abc import Callable
+from enum import Enum
+from functools import partial
 from typing import Any
 from urllib.parse import quote, unquote
 
 from elastic_resume.policy.divergence import Digest, is_digest
-from elastic_resume.rendezvous.core.quorum import Incarnation, View
-from elastic_resume.rendezvous.core.status import MAX_UPDATE_BYTES, EventLines, are_event_lines
+from elastic_resume.rendezvous.core.world import Incarnation, View
 
 MAX_MEMBERS = 100_000
 MAX_CACHED_VIEWS = 16
@@ -50,7 +51,8 @@ def pack_view(view: View) -> str:
     cached = _text_cache.get(id(view))
     if cached is not None and cached[0] is view:
         return cached[1]
-    text = ";".join([str(view.generation), *map(_pack_member, (view.leader, *view.members))])
+    leader = _pack_member(view.leader) if view.leader else ""
+    text = ";".join([str(view.generation), leader, *map(_pack_member, view.members)])
     if len(text) > COMPRESS_ABOVE_CHARS:
         text = _COMPRESSED_PREFIX + base64.b64encode(zlib.compress(text.encode(), 1)).decode()
     _cache_view(text, view)
@@ -85,10 +87,9 @@ def _cache_view(text: str, view: View) -> None:
 
 
 def _pack_member(member: Incarnation) -> str:
-    names = (
-        quote(field, safe=_UNQUOTED_CHARS) for field in (member.node, member.incarnation_id, member.address)
-    )
-    return ",".join((*names, "" if member.candidate_index is None else str(member.candidate_index)))
+    names = (quote(field, safe=_UNQUOTED_CHARS) for field in (member.node, member.disk_id, member.address))
+    index = "" if member.candidate_index is None else str(member.candidate_index)
+    return ",".join((*names, str(member.boot), index))
 
 
 def _parse_view(text: str) -> View:
@@ -97,8 +98,8 @@ def _parse_view(text: str) -> View:
     generation, *fields = text.split(";", MAX_MEMBERS + 2)
     if not 1 <= len(fields) <= MAX_MEMBERS + 1:
         raise ValueError("no leader, or too many members")
-    leader, *members = map(_parse_member, fields)
-    return View(_parse_number(generation), tuple(members), leader)
+    leader = _parse_member(fields[0]) if fields[0] else None
+    return View(_parse_number(generation), tuple(map(_parse_member, fields[1:])), leader)
 
 
 def _decompress(text: str) -> str:
@@ -113,10 +114,11 @@ def _decompress(text: str) -> str:
 
 
 def _parse_member(text: str) -> Incarnation:
-    node, incarnation_id, address, candidate = text.split(",")
+    node, disk_id, address, boot, candidate = text.split(",")
     return Incarnation(
         _parse_field(node),
-        _parse_field(incarnation_id),
+        _parse_field(disk_id),
+        _parse_number(boot),
         _parse_field(address),
         None if candidate == "" else _parse_number(candidate),
     )
@@ -176,10 +178,6 @@ def _encode_text(value: str) -> str:
 def _decode_text(value: Any, where: str) -> str:
     if not isinstance(value, str) or len(value) > _MAX_TEXT:
         raise ProtocolError(f"{where}: not a text of at most {_MAX_TEXT} characters")
-    return _check_encodable(value, where)
-
-
-def _check_encodable(value: str, where: str) -> str:
     if not value.isascii():
         try:
             value.encode()
@@ -198,12 +196,6 @@ def _decode_digest(value: Any, where: str) -> Digest:
     if not is_digest(value):
         raise ProtocolError(f"{where}: not a digest of 32 hexadecimal digits")
     return Digest(value)
-
-
-def _decode_event_lines(value: Any, where: str) -> EventLines:
-    if not isinstance(value, list) or not are_event_lines(value):
-        raise ProtocolError(f"{where}: not lines of at most {MAX_UPDATE_BYTES} characters together")
-    return EventLines(tuple(_check_encodable(line, where) for line in value))
 
 
 _SCALAR_DECODERS: dict[Any, Decode] = {
@@ -249,10 +241,10 @@ def _build_codec(kind: Any) -> tuple[Encode, Decode]:
         return (lambda value: value), _SCALAR_DECODERS[kind]
     if kind is View:
         return pack_view, _decode_view
-    if kind is EventLines:
-        return list, _decode_event_lines
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return _build_dataclass_codec(kind)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return (lambda value: value.name), partial(_decode_member, kind)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in {types.UnionType, typing.Union} and len(arguments) == 2 and type(None) in arguments:
         put, take = _build_codec(next(kind for kind in arguments if kind is not type(None)))
@@ -260,6 +252,8 @@ def _build_codec(kind: Any) -> tuple[Encode, Decode]:
             lambda value: None if value is None else put(value),
             lambda value, where: None if value is None else take(value, where),
         )
+    if origin in {types.UnionType, typing.Union}:
+        return _build_union_codec(arguments)
     if origin is tuple and arguments == (int, ...):
         return list, _decode_ints
     if origin is tuple and arguments[1:] == (...,):
@@ -277,6 +271,29 @@ def _build_codec(kind: Any) -> tuple[Encode, Decode]:
             lambda value, where: frozenset(take(item, where) for item in _check_list(value, where)),
         )
     raise TypeError(f"no codec for {kind}")
+
+
+def _decode_member(kind: type[Enum], value: Any, where: str) -> Enum:
+    if not isinstance(value, str) or value not in kind.__members__:
+        raise ProtocolError(f"{where}: not one of {', '.join(kind.__members__)}")
+    return kind[value]
+
+
+def _build_union_codec(kinds: tuple[Any, ...]) -> tuple[Encode, Decode]:
+    """Build the codec of one of several classes: the name of the class, and the value."""
+    codecs = {kind.__name__: _build_codec(kind) for kind in kinds}
+
+    def put(value: Any) -> Any:
+        name = type(value).__name__
+        return [name, codecs[name][0](value)]
+
+    def take(value: Any, where: str) -> Any:
+        items = _check_list(value, where)
+        if len(items) != 2 or not isinstance(items[0], str) or items[0] not in codecs:
+            raise ProtocolError(f"{where}: not one of {', '.join(codecs)}")
+        return codecs[items[0]][1](items[1], f"{where}.{items[0]}")
+
+    return put, take
 
 
 def _build_tuple_codec(kinds: tuple[Any, ...]) -> tuple[Encode, Decode]:

@@ -95,6 +95,7 @@ class Connection(asyncio.BufferedProtocol):
         self.is_ended = False
         self.was_refused = False
         """Nothing listened at the address."""
+        self.refusing_ips: list[str] = []
         self.peer_address = "an unknown address"
         self.peer_host = ""
         """The peer's IP address, once connected."""
@@ -116,12 +117,12 @@ class Connection(asyncio.BufferedProtocol):
     def send(self, line: bytes) -> None:
         """Queue a signed line if the handshake is over; never block."""
         if self._signer is not None:
-            self.write(self._signer.sign(line))
+            self.write(failpoints.mutate("rendezvous.line", self._signer.sign(line)))
 
-    def write(self, line: bytes) -> None:
+    def write(self, line: bytes | bytearray) -> None:
         """Queue a line unchanged; never block."""
         if self._transport is not None and not self.is_ended and not self._transport.is_closing():
-            self._transport.write(failpoints.mutate("rendezvous.line", line))
+            self._transport.write(line)
 
     @property
     def queued_bytes(self) -> int:
@@ -182,7 +183,7 @@ class Connection(asyncio.BufferedProtocol):
             tcp.abort()
             return
         host, port = (tcp.get_extra_info("peername") or (self.peer_address, 0))[:2]
-        self.peer_host = str(host)
+        self.peer_host = str(host).removeprefix("::ffff:")  # an IPv6 socket names IPv4 peers so
         self.peer_address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         # The kernel shall notice a vanished peer while nothing is sent. (asyncio sets TCP_NODELAY.)
         tcp.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -279,6 +280,8 @@ async def connect(
         try:
             await loop.create_connection(lambda: connection, ip_address, port)
         except OSError as reason:
+            if reason.errno == errno.ECONNREFUSED:
+                connection.refusing_ips.append(ip_address)
             # One refusal among time-outs proves nothing.
             if error.errno in _CLOSED_ERRNOS | {errno.EADDRNOTAVAIL} or reason.errno not in _CLOSED_ERRNOS:
                 error = reason

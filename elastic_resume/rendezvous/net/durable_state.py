@@ -1,7 +1,7 @@
 """The rendezvous state that a node keeps on disk across restarts of its agent.
 
-It is one small JSON file, replaced atomically and durably. The quorum rules rely on it, so an unreadable file
-is an error. If it were treated as missing, both halves of a partition could continue.
+It is one small JSON file, replaced atomically and durably. The votes rely on it, so an unreadable file is an
+error. If it were treated as missing, both halves of a partition could continue.
 
 When a scheduler restarts the whole job, all its old processes have ended. Earlier views then have no vote:
 their members may be other nodes now, and the job would wait for them for ever.
@@ -21,22 +21,20 @@ from elastic_resume import failpoints
 from elastic_resume.checkpoint.atomic_io import DISK, Disk
 from elastic_resume.errors import NodeFileError
 from elastic_resume.rendezvous.core.events import PersistentState
-from elastic_resume.rendezvous.core.quorum import QuorumState
+from elastic_resume.rendezvous.core.world import NO_VIEW, Ballot, Incarnation
 from elastic_resume.rendezvous.net import protocol
 
 RENDEZVOUS_STATE_FILE = "rendezvous.json"
-FORCE_QUORUM_FILE = "force-quorum.json"
-"""Written by ``elastic-resume force-quorum``; the agent removes it after applying it."""
-_QUORUM_FIELDS_BEFORE_FORCE_QUORUM = 6
+_FIELDS_OF_PROTOCOL_4 = 3
 
 
 class DurableStateFile:
-    """The state file of one node, and the request of an operator beside it."""
+    """The state file of one node."""
 
     def __init__(self, node_dir: Path, disk: Disk = DISK, launch_id: str = "", node: str = "") -> None:
         """Read what an earlier agent of ``node`` wrote.
 
-        ``launch_id`` names this start of the job, if the scheduler gives one.
+        ``launch_id`` names this start of the job, if the scheduler has ended all processes of the last one.
 
         Raises:
             NodeFileError: the file exists and cannot be read, or is another node's.
@@ -64,30 +62,6 @@ class DurableStateFile:
         self._disk.write_atomic(self._path, text.encode())
         self.state = state
 
-    def request_force_quorum(self, generation: int) -> None:
-        """Ask this node's agent to treat the missing members of ``generation`` as dead.
-
-        Raises:
-            MachineError: the write failed.
-
-        """
-        self._disk.write_atomic(
-            self._path.with_name(FORCE_QUORUM_FILE), f'{{"generation": {generation}}}\n'.encode()
-        )
-
-    def read_force_request(self) -> int | None:
-        """Return the generation of `request_force_quorum`; None without a readable request."""
-        try:
-            generation = json.loads(self._path.with_name(FORCE_QUORUM_FILE).read_bytes())["generation"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return None
-        return generation if type(generation) is int else None
-
-    def remove_force_request(self) -> None:
-        """Remove the request of `request_force_quorum`."""
-        with contextlib.suppress(OSError):
-            self._path.with_name(FORCE_QUORUM_FILE).unlink()
-
     def _load(self) -> PersistentState | None:
         try:
             data = self._path.read_bytes()
@@ -98,7 +72,7 @@ class DurableStateFile:
             record = json.loads(data)
             if record["digest"] == _compute_digest(record["memory"]):
                 launch_id = str(record.get("launch", ""))
-                state = protocol.from_json_value(PersistentState, _upgrade(record["memory"]))
+                state = _parse_state(record["memory"])
         if state is None:
             raise NodeFileError(
                 f"{self._path} is damaged. It records in which views this node took part. While other nodes "
@@ -112,16 +86,20 @@ class DurableStateFile:
                 "--ckpt-dir of its own, or remove the file."
             )
         if launch_id and self._launch_id and launch_id != self._launch_id:
-            return replace(state, quorum_state=QuorumState(state.quorum_state.candidate_count))
+            return replace(state, view=NO_VIEW, accepted=None, taken=frozenset())
         return state
 
 
-def _upgrade(value: Any) -> Any:
-    """Add the default of `QuorumState.forced_generation` to a state that was written before it existed."""
-    incarnation, quorum_state, max_generation = value
-    if len(quorum_state) == _QUORUM_FIELDS_BEFORE_FORCE_QUORUM:
-        quorum_state = [*quorum_state, 0]
-    return [incarnation, quorum_state, max_generation]
+def _parse_state(value: Any) -> PersistentState:
+    """Parse a state; keep of one of protocol 4 the generation, because none of its agents can run here.
+
+    Its random id of the former process becomes the disk's id.
+    """
+    if len(value) == _FIELDS_OF_PROTOCOL_4:
+        (node, incarnation_id, *_), _, max_generation = value
+        former = Incarnation(str(node), str(incarnation_id), 0)
+        return PersistentState(former, NO_VIEW, Ballot(), None, frozenset(), int(max_generation))
+    return protocol.from_json_value(PersistentState, value)
 
 
 def _compute_digest(value: object) -> str:

@@ -6,8 +6,8 @@ machine never sees the line.
 
 The handshake precedes all messages (HMAC-SHA256, RFC 2104; challenge and response as in RFC 2195)::
 
-    dialler   {"elastic_resume": 4, "run": RUN, "nonce": A, "status_only": false}
-    acceptor  {"elastic_resume": 4, "nonce": B}
+    dialler   {"elastic_resume": 5, "run": RUN, "nonce": A, "status_only": false}
+    acceptor  {"elastic_resume": 5, "nonce": B}
     dialler   {"proof": HMAC(token, "dialler" RUN A B)}
     acceptor  {"proof": HMAC(token, "acceptor" RUN A B)}
 
@@ -48,14 +48,13 @@ from elastic_resume.rendezvous.core.messages import Header, Message
 from elastic_resume.rendezvous.net.codec import (
     Decode,
     Encode,
-    decode_float,
     decode_int,
     dump_json,
     get_codec,
 )
 from elastic_resume.rendezvous.net.codec import ProtocolError as ProtocolError  # noqa: PLC0414 - re-exported
 
-VERSION = 4
+VERSION = 5
 DIGEST_HEX_CHARS = 32
 MAX_GREETING_BYTES = 4096  # limit of a line from an unauthenticated peer
 MAX_LINE_BYTES = 8 * 1024 * 1024  # enough for the quorum state of views with 10,000 members
@@ -310,7 +309,7 @@ def encode_body(message: Message) -> bytes:
 def encode_line(header: Header, body: bytes) -> bytes:
     """Return a whole line: a header, which each connection has its own of, and a body."""
     # Format by hand, because json takes too long for each heartbeat of a leader.
-    head = f'{{"header":[{header.seq},{header.ack},{header.generation},{header.lease_s!r}],'
+    head = f'{{"header":[{header.seq},{header.ack},{header.generation}],'
     return head.encode() + body + b"\n"
 
 
@@ -369,13 +368,12 @@ def _parse_object(line: bytes, keys: set[str]) -> dict[str, Any]:
 
 
 def _parse_header(value: Any) -> Header:
-    if not isinstance(value, list) or len(value) != 4:
-        raise ProtocolError("its header is not four numbers")
-    counts = [decode_int(count, "header") for count in value[:3]]
-    return Header(counts[0], counts[1], counts[2], decode_float(value[3], "header"))
+    if not isinstance(value, list) or len(value) != 3:
+        raise ProtocolError("its header is not three numbers")
+    return Header(*(decode_int(count, "header") for count in value))
 
 
-_EMPTY_HEARTBEAT_JSON = b'"type":"Heartbeat","body":[null,null]}'
+_EMPTY_HEARTBEAT_JSON = b'"type":"Heartbeat","body":[null]}'
 _EMPTY_HEARTBEAT = messages.Heartbeat()
 _MESSAGE_TYPES: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(messages.Message)}
 _CODECS: dict[type, tuple[Encode, Decode]] = {kind: get_codec(kind) for kind in _MESSAGE_TYPES.values()}

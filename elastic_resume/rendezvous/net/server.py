@@ -7,7 +7,7 @@ the effects. It decides nothing. `RendezvousThread` runs it in a thread of its o
 - `Persisted` follows only after fsync, however often the disk fails.
 - Times are CLOCK_BOOTTIME: a jump of the wall clock changes nothing, and leases run on during a suspend.
 - An internal error ends the thread, so that no half of a state machine continues. `RendezvousThread.is_alive`
-  is false then, and `threading.excepthook` reports the error.
+  is false then, and `threading.excepthook` reports the error. The listener stays open until the process ends.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from elastic_resume.rendezvous.core.events import (
     Settings,
     Tick,
 )
-from elastic_resume.rendezvous.core.messages import ForceQuorumRequest, Message
+from elastic_resume.rendezvous.core.messages import Message
 from elastic_resume.rendezvous.core.node import RendezvousNode
-from elastic_resume.rendezvous.core.quorum import Incarnation
+from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.rendezvous.endpoint import LISTEN_BACKLOG, ResolveFunction, resolve_name
 from elastic_resume.rendezvous.net import protocol
 from elastic_resume.rendezvous.net.connection import (
@@ -61,8 +61,6 @@ DISK_RETRY_S = 1.0
 """Between two attempts to write the state file."""
 DISK_LOG_INTERVAL_S = 60.0
 """Between two log lines about failed writes."""
-FORCE_POLL_S = 0.5
-"""Between two reads of the request of ``elastic-resume force-quorum``, while no workers run."""
 MAX_IDLE_SWEEPS = 2
 """Sweeps without data before a peer is dropped. Counting sweeps ignores pauses of this process itself."""
 LINGER_S = 1.0
@@ -142,7 +140,6 @@ class RendezvousServer:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s = math.inf
         self._idle_timer: asyncio.TimerHandle | None = None
-        self._force_timer: asyncio.TimerHandle | None = None
         self._last_body: tuple[Message, bytes] | None = None
         self._server: asyncio.Server | None = None
         self._closing = False
@@ -161,17 +158,19 @@ class RendezvousServer:
             self._make_acceptor, sock=self._listener, backlog=LISTEN_BACKLOG
         )
         self._drop_idle()
-        self._poll_force_request()
         self.handle_event(Tick())
 
     async def close(self, linger_s: float) -> None:
         """Write and send what is queued for at most ``linger_s``; then close all sockets and tasks."""
         await self._wait_for_writes(linger_s)
         self._closing = True  # the state machine would reconnect to the peers
-        for timer in (self._timer, self._idle_timer, self._force_timer):
+        for timer in (self._timer, self._idle_timer):
             if timer is not None:
                 timer.cancel()
-        if self._server is not None:
+        if self.failure.done():
+            # Workers may still run, and a refused call would prove the death of this process.
+            self._loop.remove_reader(self._listener)
+        elif self._server is not None:
             self._server.close()
         for connection in list(self._open_connections):
             connection.disconnect()
@@ -276,23 +275,6 @@ class RendezvousServer:
             await asyncio.sleep(DISK_RETRY_S)
         self.handle_event(Persisted(effect.version))
 
-    def _poll_force_request(self) -> None:
-        if self._core.running_view is None and not self._core.end_reason and self._core.can_force_quorum:
-            self._start_task(self._apply_force_request())
-        else:
-            self._force_timer = self._loop.call_later(FORCE_POLL_S, self._poll_force_request)
-
-    async def _apply_force_request(self) -> None:
-        """Pass an operator's request to the state machine, then remove its file.
-
-        The removal is queued behind the write of the new state.
-        """
-        generation = await self._loop.run_in_executor(self._disk_thread, self._state_file.read_force_request)
-        if generation is not None:
-            self.handle_event(ForceQuorumRequest(generation))
-            await self._loop.run_in_executor(self._disk_thread, self._state_file.remove_force_request)
-        self._force_timer = self._loop.call_later(FORCE_POLL_S, self._poll_force_request)
-
     # ---- connections: effects of the state machine ---------------------------------------------------
 
     def _send(self, effect: Send) -> None:
@@ -363,9 +345,7 @@ class RendezvousServer:
             self._last_accepted_id -= 1
             connection.conn_id = self._last_accepted_id
             self._connections[connection.conn_id] = connection
-        self.handle_event(
-            PeerConnected(connection.conn_id, connection.peer_host if connection.conn_id > 0 else "")
-        )
+        self.handle_event(PeerConnected(connection.conn_id, connection.peer_host))
 
     def on_line(self, connection: Connection, line: bytes) -> None:
         """Pass a message to the state machine."""
@@ -378,9 +358,8 @@ class RendezvousServer:
         """Report the end to the state machine, if it knew the connection."""
         self._release(connection)
         if self._connections.pop(connection.conn_id, None) is not None:
-            self.handle_event(
-                PeerDisconnected(connection.conn_id, reason=reason, refused=connection.was_refused)
-            )
+            refused, refusing_ips = connection.was_refused, frozenset(connection.refusing_ips)
+            self.handle_event(PeerDisconnected(connection.conn_id, reason, refused, refusing_ips))
         if by_peer and connection.has_greeted and not connection.is_authenticated:
             self.on_dropped(
                 connection, "it closed the connection before it proved that it holds the run's token"

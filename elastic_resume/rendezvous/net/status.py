@@ -1,4 +1,4 @@
-"""Serve one agent's view of the job's status over TCP, for commands such as ``elastic-resume status``.
+"""Serve one agent's own status over TCP, for commands such as ``elastic-resume status``.
 
 A client proves that it holds the status key (`protocol.derive_status_key`), reads one line of JSON, and the
 connection is closed. The state machine never learns of such clients.
@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from elastic_resume.rendezvous.core.follower import Follower
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.node import RendezvousNode
-from elastic_resume.rendezvous.core.quorum import Incarnation, View
+from elastic_resume.rendezvous.core.world import Incarnation, View
 from elastic_resume.rendezvous.net import protocol
 from elastic_resume.rendezvous.net.connection import Connection, ConnectionLimits
 
-MAX_REPLY_BYTES = 16 << 20  # enough for a job of 10,000 nodes
+MAX_REPLY_BYTES = 4 << 20  # a leader names 10,000 nodes in less
 
 
 # ---- the status ----------------------------------------------------------------------------------------
@@ -43,7 +43,8 @@ class RendezvousStatus:
     """The running view."""
     generation: int = 0
     """Of the newest installed view."""
-    spares: tuple[str, ...] = ()
+    others: tuple[Incarnation, ...] = ()
+    """Present nodes outside the running view, known to a leader; all present nodes without a view."""
     missing: tuple[str, ...] = ()
     """Absent members of the newest view, known to a leader without a running view."""
     waiting_reason: str = ""
@@ -58,14 +59,14 @@ def build_status(node: RendezvousNode) -> RendezvousStatus:
     if isinstance(role, Leader):
         members = role.view.members if role.view else ()
         present = {state.incarnation, *role.peers.by_incarnation}
-        absent = () if role.view else state.find_absent_members(present)
+        absent = () if role.view else set(state.view.members) - present
         return RendezvousStatus(
             state.incarnation,
             is_leader=True,
             leader=state.incarnation,
             view=role.view,
-            generation=state.installed_generation,
-            spares=tuple(sorted(spare.node for spare in present - set(members))) if role.view else (),
+            generation=state.view.generation,
+            others=tuple(sorted(present - set(members), key=lambda other: other.node)),
             missing=tuple(sorted(member.node for member in absent)),
             waiting_reason="" if role.view else role.explain_wait(),
             end_reason=node.end_reason,
@@ -74,7 +75,7 @@ def build_status(node: RendezvousNode) -> RendezvousStatus:
         state.incarnation,
         leader=role.leader if isinstance(role, Follower) else None,
         view=state.running_view,
-        generation=state.installed_generation,
+        generation=state.view.generation,
         waiting_reason=role.explain_wait() if role and not state.running_view and state.join else "",
         end_reason=node.end_reason,
     )

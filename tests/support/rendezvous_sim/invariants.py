@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
-from elastic_resume.policy.failure_classification import Failure
+from elastic_resume.policy.failure_classification import MAX_FAILURES, Failure
 from elastic_resume.rendezvous.core.events import StartWorkers
-from elastic_resume.rendezvous.core.quorum import Incarnation
-from elastic_resume.rendezvous.core.state import MAX_FAILURES
+from elastic_resume.rendezvous.core.world import Incarnation, View
 
 ONE_VIEW_PER_GENERATION = "one view per generation"
-ONE_RUNNING_VIEW = "at most one running view"
+ONE_WHOLE_VIEW = "at most one whole view"
+ONE_DECISION = "a slot is decided once"
+NO_STEP_AFTER_SUCCESSOR = "no view is whole once a later one is decided"
 STABLE_RANKS = "survivors keep the order of their ranks"
 MONOTONIC_GENERATION = "generations never decrease"
 EVENTUAL_VIEW = "a lasting connected quorum forms a view"
@@ -18,10 +20,12 @@ JOB_ENDS_EVERYWHERE = "a finished job ends on every node"
 QUIESCENCE = "agents come to rest"
 SAME_FAILURES = "all members get the same few causes of the last restart"
 NO_FALSE_DEATH = "no live node counts as dead"
-UNUSED_GENERATION = "no announced generation is reused"
+FEW_VIEWS = "few views begin after the last fault"
 INVARIANTS = (
     ONE_VIEW_PER_GENERATION,
-    ONE_RUNNING_VIEW,
+    ONE_WHOLE_VIEW,
+    NO_STEP_AFTER_SUCCESSOR,
+    ONE_DECISION,
     STABLE_RANKS,
     MONOTONIC_GENERATION,
     EVENTUAL_VIEW,
@@ -29,8 +33,11 @@ INVARIANTS = (
     QUIESCENCE,
     SAME_FAILURES,
     NO_FALSE_DEATH,
-    UNUSED_GENERATION,
+    FEW_VIEWS,
 )
+
+WholeView = tuple[int, tuple[Incarnation, ...]]
+"""A generation and its members. By a fault of the core, two views may share a generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +60,17 @@ class InvariantChecker:
         self.waived = waived
         self.violations: list[Violation] = []
         self.views: dict[int, tuple[Incarnation, ...]] = {}
-        self.starters: dict[int, set[Incarnation]] = {}
-        """The members of a generation that have started workers; others may not know that it was installed.
-        """
-        self.proposed: set[tuple[int, tuple[Incarnation, ...]]] = set()
+        """The members of each generation; of two views that share one, those of the first."""
         self.start_info: dict[int, tuple[int, tuple[Failure, ...]]] = {}
         self.last_generation: dict[str, int] = {}
         self.running: dict[str, StartWorkers] = {}
+        """What runs on each machine, by its address."""
+        self.running_members: defaultdict[WholeView, set[Incarnation]] = defaultdict(set)
+        self.decided: dict[int, View] = {}
+        """The value of each slot, by the generation before."""
+        self.learned: dict[int, tuple[Incarnation, ...]] = {}
+        """The members of each generation that any node knows to be decided."""
+        self.newest_decided = 0
         self.suspended_runs: dict[str, StartWorkers] = {}
         """Workers on suspended machines."""
         self.finished_generations: set[int] = set()
@@ -99,24 +110,40 @@ class InvariantChecker:
                 f"{node} goes from generation {self.last_generation[node]} to {generation}",
             )
         self.last_generation[node] = max(generation, self.last_generation.get(node, 0))
-        self.starters.setdefault(generation, set()).add(incarnation)
         self._add_running(node, start, at_s)
 
     def _add_running(self, node: str, start: StartWorkers, at_s: float) -> None:
-        generation, members = start.generation, start.members
-        for other, theirs in self.running.items():
-            if (theirs.generation, theirs.members) != (generation, members):
-                self.add_violation(
-                    ONE_RUNNING_VIEW,
-                    at_s,
-                    f"{node} runs generation {generation} of {format_members(members)} while {other} "
-                    f"runs {theirs.generation} of {format_members(theirs.members)}",
-                )
+        self._remove_running(node)
         self.running[node] = start
+        self.running_members[start.generation, start.members].add(start.members[start.rank])
+        self._check_whole_views(at_s)
+
+    def _remove_running(self, node: str) -> StartWorkers | None:
+        start = self.running.pop(node, None)
+        if start:
+            view = start.generation, start.members
+            self.running_members[view].discard(start.members[start.rank])
+            if not self.running_members[view]:
+                del self.running_members[view]
+        return start
+
+    def find_whole_views(self) -> list[WholeView]:
+        """Return the views of which all members run, so that they can take a step."""
+        return [view for view, nodes in self.running_members.items() if len(nodes) == len(view[1])]
+
+    def _check_whole_views(self, at_s: float) -> None:
+        whole = self.find_whole_views()
+        if len(whole) > 1:
+            text = " and ".join(f"{generation}{format_members(members)}" for generation, members in whole)
+            self.add_violation(ONE_WHOLE_VIEW, at_s, f"{text} are whole at once")
+        oldest = min((generation for generation, _ in whole), default=self.newest_decided)
+        if oldest < self.newest_decided:
+            text = f"generation {oldest} is whole although {self.newest_decided} is decided"
+            self.add_violation(NO_STEP_AFTER_SUCCESSOR, at_s, text)
 
     def on_suspend(self, node: str) -> None:
         """Note that the machine and its workers stand still."""
-        start = self.running.pop(node, None)
+        start = self._remove_running(node)
         if start:
             self.suspended_runs[node] = start
 
@@ -133,35 +160,25 @@ class InvariantChecker:
             self.add_violation(MONOTONIC_GENERATION, at_s, f"generation {generation} begins after {newest}")
         # Where generations may go back, the one with the greatest number is not the one before.
         if MONOTONIC_GENERATION not in self.waived:
-            befores = [
-                self.views.get(number, ()) for number in (newest, *self._find_known_generations(members))
-            ]
-            # A later proposal may be installed at its leader only, if its InstallView arrived late.
-            befores += [view for number, view in self.proposed if newest < number < generation]
-            if not any(keeps_order(before, members) for before in befores):
-                self.add_violation(
-                    STABLE_RANKS,
-                    at_s,
-                    f"{' or '.join(map(format_members, befores))} became {format_members(members)}",
-                )
+            before = self.learned.get(max((it for it in self.learned if it < generation), default=0), ())
+            if not keeps_order(before, members):
+                text = f"{format_members(before)} became {format_members(members)}"
+                self.add_violation(STABLE_RANKS, at_s, text)
+        self.learned.setdefault(generation, members)
         self.views[generation] = members
 
-    def _find_known_generations(self, members: tuple[Incarnation, ...]) -> tuple[int, int]:
-        """Return the newest generation that a member has started, and that any process of their nodes has.
-
-        Ranks follow the newest view that a present node knows to be installed. A node that restarted knows it
-        if its disk was fast enough.
-        """
-        nodes = {member.node for member in members}
-        by_member = [
-            generation for generation, starters in self.starters.items() if starters.intersection(members)
-        ]
-        by_node = [
-            generation
-            for generation, starters in self.starters.items()
-            if nodes & {starter.node for starter in starters}
-        ]
-        return max(by_member, default=0), max(by_node, default=0)
+    def on_decided(self, slot: int | None, view: View, at_s: float) -> None:
+        """Note that a leader has decided a slot, or that a node has learned of a decision."""
+        others = [View(view.generation, self.learned.setdefault(view.generation, view.members))]
+        if slot is not None:
+            others.append(self.decided.setdefault(slot, view))
+        for other in others:
+            if (other.generation, other.members) != (view.generation, view.members):
+                text = f"{other.generation}{format_members(other.members)} and "
+                text += f"{view.generation}{format_members(view.members)}, learned after {slot}"
+                self.add_violation(ONE_DECISION, at_s, text)
+        self.newest_decided = max(self.newest_decided, view.generation)
+        self._check_whole_views(at_s)
 
     def on_disk_lost(self, node: str) -> None:
         """Note that a node has lost its disk, so it may start a generation again."""
@@ -169,13 +186,13 @@ class InvariantChecker:
 
     def on_finish(self, node: str) -> None:
         """Note that the workers of a node have succeeded."""
-        start = self.running.pop(node, None)
+        start = self._remove_running(node)
         if start:
             self.finished_generations.add(start.generation)
 
     def on_stop(self, node: str) -> None:
         """Note that no worker runs on a node."""
-        self.running.pop(node, None)
+        self._remove_running(node)
         self.suspended_runs.pop(node, None)
 
 
@@ -188,4 +205,4 @@ def keeps_order(before: tuple[Incarnation, ...], members: tuple[Incarnation, ...
 
 def format_members(members: tuple[Incarnation, ...]) -> str:
     """Format members with their incarnations."""
-    return "{" + " ".join(f"{member.node}{member.incarnation_id}" for member in members) + "}"
+    return "{" + " ".join(f"{member.node}{member.boot}" for member in members) + "}"

@@ -15,11 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-MAX_STEPS = 40_000
-"""Ten times the steps of the busiest schedule."""
+from elastic_resume.rendezvous.net import protocol
+
+MAX_STEPS_PER_NODE = 10_000
+"""Several times the steps of the busiest schedule."""
 
 MAX_DELAY_S = 0.02
 """The longest time that a packet takes between nodes that are not slowed down."""
+SMALL_PATH_BYTES = 110
+"""The largest message that passes a path which drops large packets: most that name three nodes are larger."""
 RETRANSMIT_S = 0.4
 """When a lost first packet, or its answer, is sent again."""
 
@@ -34,6 +38,7 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.steps = 0
+        self.max_steps = 0
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
 
@@ -48,8 +53,8 @@ class Clock:
             self.now, _, do, args = heapq.heappop(due)
             do(*args)
             self.steps += 1
-            if self.steps > MAX_STEPS:
-                raise LivelockError(f"{MAX_STEPS} steps by {self.now:.3f} s")
+            if self.steps > self.max_steps:
+                raise LivelockError(f"{self.max_steps} steps by {self.now:.3f} s")
         self.now = time_s
 
 
@@ -95,10 +100,14 @@ class Network:
         self.rng = rng
         self.hosts: dict[str, Host] = {}
         self.blocked_links: set[tuple[str, str]] = set()
+        self.lasting_cuts: set[tuple[str, str]] = set()
+        """The links that stay blocked to the end of the run."""
         self.rejects_dials = False
         """Answer calls over blocked links with a refusal, as a rejecting firewall does; else drop them."""
         self.slow_delay_s: dict[str, float] = {}
         """The longest delay of packets to and from slow nodes, by name."""
+        self.path_limits: dict[str, int] = {}
+        """The largest message in bytes that reaches a node, if not all do."""
         self.ends: list[ConnectionEnd] = []
 
     def draw_delay(self, source: str, target: str) -> float:
@@ -143,6 +152,13 @@ class Network:
     def _is_blocked(self, source: str, target: str) -> bool:
         return (source, target) in self.blocked_links
 
+    def _is_head_stuck(self, source: str, end: ConnectionEnd) -> bool:
+        """Return whether the oldest message in flight cannot pass; those behind it wait for it."""
+        if self._is_blocked(source, end.host):
+            return True
+        (kind, payload), limit = end.in_flight[0], self.path_limits.get(end.host)
+        return limit is not None and kind == "message" and len(protocol.encode(*payload)) > limit
+
     def _deliver(self, end: ConnectionEnd, source: str, kind: str, payload: Any) -> None:
         """Deliver an event outside the stream; a lost packet is sent again."""
         if self._is_blocked(source, end.host):
@@ -173,7 +189,7 @@ class Network:
 
     def _arrive(self, source: str, end: ConnectionEnd) -> None:
         """Deliver the oldest message in flight."""
-        if self._is_blocked(source, end.host):
+        if self._is_head_stuck(source, end):
             end.blocked_count += 1
             return
         kind, payload = end.in_flight.popleft()
@@ -186,8 +202,17 @@ class Network:
     def set_blocked_links(self, links: set[tuple[str, str]]) -> None:
         """Block these directions and no others; messages that waited on the others arrive."""
         self.blocked_links = links
+        self.retransmit()
+
+    def limit_path(self, name: str, limit_bytes: int = 10**6) -> None:
+        """Drop larger messages to a node."""
+        self.path_limits[name] = limit_bytes
+        self.retransmit()
+
+    def retransmit(self) -> None:
+        """Send again what waited and may pass now."""
         for end in self.ends:
-            if end.blocked_count and end.peer and (end.peer.host, end.host) not in links:
+            if end.blocked_count and end.peer and not self._is_head_stuck(end.peer.host, end):
                 held_up, end.blocked_count = end.blocked_count, 0
                 for _ in range(held_up):
                     self._schedule_arrival(end.peer.host, end)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import combinations
 
 from elastic_resume.rendezvous.core.events import Settings
 from tests.support.rendezvous_sim import schedule as kinds
@@ -17,23 +18,26 @@ NODE_NAMES = "abcdefghi"
 MAX_CLOCK_DRIFT = 0.02
 """Clock rates differ from true by up to this share; leases keep 0.05 back for two clocks."""
 FAMILY_WEIGHTS = {
-    kinds.VIEW_CHANGES: 33,
-    kinds.ANY_FAULT: 18,
-    kinds.RESETS: 9,
+    kinds.VIEW_CHANGES: 31,
+    kinds.ANY_FAULT: 15,
+    kinds.RESETS: 8,
     kinds.LATE_READERS: 7,
-    kinds.MILD_FAULTS: 6,
+    kinds.MILD_FAULTS: 5,
     kinds.JOB_END: 6,
-    kinds.SHORT_JOIN_TIMEOUT: 8,
+    kinds.SHORT_JOIN_TIMEOUT: 6,
     kinds.LOST_DISKS: 3,
-    kinds.LOST_DISKS_AND_PARTITIONS: 3,
+    kinds.LOST_DISKS_AND_PARTITIONS: 2,
     kinds.REJECTING_FIREWALL: 3,
-    kinds.FORCED_QUORUM: 4,
+    kinds.PARTIAL_PARTITIONS: 6,
+    kinds.CROWDS: 3,
+    kinds.NEWCOMERS: 3,
+    kinds.WRONG_SETUPS: 2,
 }
 """Schedules of each family in a hundred."""
 
 CRASHES = ("kill", "kill", "crash-before-send", "written")
 UNREACHABLE_KINDS = ("power", "pause", "suspend", "partition", "repartition", "repartition", "one-way")
-OTHER_KINDS = ("slow", "disk", "stuck", "worker", "leave", "reset", "half-reset")
+OTHER_KINDS = ("slow", "disk", "stuck", "worker", "leave", "reset", "half-reset", "small-path")
 KINDS_BY_FAMILY = {
     kinds.ANY_FAULT: (*CRASHES, *UNREACHABLE_KINDS, *OTHER_KINDS),
     kinds.MILD_FAULTS: ("reset", "worker", "half-reset", "slowish", "reset", "kill"),
@@ -41,11 +45,13 @@ KINDS_BY_FAMILY = {
     kinds.SHORT_JOIN_TIMEOUT: (*CRASHES, *UNREACHABLE_KINDS, *OTHER_KINDS),
     kinds.LOST_DISKS: (*CRASHES, "wipe", "wipe", "wipe", "worker", "leave", "disk"),
     kinds.LOST_DISKS_AND_PARTITIONS: (*CRASHES, *UNREACHABLE_KINDS, *OTHER_KINDS, *["wipe"] * 4),
-    kinds.FORCED_QUORUM: (*CRASHES, *UNREACHABLE_KINDS, *OTHER_KINDS, "power", "power", "repartition"),
     kinds.REJECTING_FIREWALL: (*CRASHES, "reject", "reject", "reject", "pause", "worker", "leave"),
+    kinds.WRONG_SETUPS: (*CRASHES, *UNREACHABLE_KINDS, *OTHER_KINDS),
 }
 MAX_DURATION_S = {"slow": 8.0, "slowish": 12.0, "disk": 8.0, "pause": 8.0, "suspend": 12.0, "stuck": 12.0}
 """The longest duration of faults that would hide all others."""
+STRICT_PROBABILITY = 0.15
+"""Share of the jobs without the exception of `taken_votes`: only there clocks stop."""
 SPARE_PROBABILITY = 0.2
 """Share of the attacks that are played with one node more than the job takes."""
 LATEST_START_S = 15.0
@@ -60,37 +66,42 @@ def draw_schedule(seed: int) -> Schedule:
         job = draw_job(rng, family, rng.choice((3, 3, 3, 4, 5, 5, 5, 5, 6, 7)))
         if rng.random() < SPARE_PROBABILITY:
             job = replace(job, settings=replace(job.settings, max_nodes=len(job.nodes) - 1))
-        return Schedule(seed, family, job, tuple(targeted_faults.draw_faults(rng, family, len(job.nodes))))
+        faults = targeted_faults.draw_faults(rng, family, len(job.nodes))
+        return Schedule(seed, family, job, tuple(stop_clocks(job, faults)))
+    if family in DRAWN_WITH_JOB:
+        return Schedule(seed, family, *DRAWN_WITH_JOB[family](rng, family))
     job = draw_job(rng, family, rng.choice((3, 3, 4, 5, 5, 6, 7, 9)))
-    if family == kinds.FORCED_QUORUM and rng.random() < 0.7:
-        job = replace(job, settings=replace(job.settings, max_nodes=len(job.nodes)))
-        return Schedule(
-            seed, family, job, tuple(targeted_faults.forced_quorum_after_deaths(rng, len(job.nodes)))
-        )
     if family == kinds.JOB_END and rng.random() < 0.5:
         return Schedule(seed, family, job, tuple(targeted_faults.partition_at_job_end(rng, len(job.nodes))))
     faults = draw_faults(rng, family, job.node_names)
-    if family == kinds.LOST_DISKS:
-        faults = keep_candidate_disks(rng, job, faults)
-    return Schedule(seed, family, job, tuple(faults))
+    if family in (kinds.LOST_DISKS, kinds.LOST_DISKS_AND_PARTITIONS):
+        faults = keep_candidate_disks(rng, job, faults, may_lose=family == kinds.LOST_DISKS)
+    return Schedule(seed, family, job, tuple(stop_clocks(job, faults)))
+
+
+def stop_clocks(job: JobSpec, faults: list[Fault]) -> list[Fault]:
+    """Let the clocks of suspended machines stop, unless votes of dead nodes count: these trust clocks."""
+    if not job.settings.is_strict:
+        return faults
+    return [replace(fault, kind="stop-clock") if fault.kind == "suspend" else fault for fault in faults]
 
 
 def draw_job(rng: random.Random, family: str, count: int) -> JobSpec:
     """Draw nodes, candidates, limits and clocks."""
-    names = tuple(NODE_NAMES[:count])
-    candidates = names[: rng.choice((1, 2, 3, 3, count))]
+    names = tuple(NODE_NAMES[:count]) if count <= 9 else tuple(f"n{place:03}" for place in range(count))
+    candidates = names[: rng.choice((1, 2, 3, 3, min(count, 9)))]
     settings = Settings(
         candidates,
         min_nodes=rng.choice((1, 1, 1, 2)),
         max_nodes=count
-        if family in targeted_faults.ATTACKS_BY_FAMILY
+        if family in targeted_faults.ATTACKS_BY_FAMILY or family in DRAWN_WITH_JOB
         else rng.choice((count, count, count - 1, 2)),
+        is_strict=family == kinds.LOST_DISKS_AND_PARTITIONS or rng.random() < STRICT_PROBABILITY,
         heartbeats_per_timeout=4,
         join_timeout_s=rng.choice((10.0, 15.0, 20.0)) if family == kinds.SHORT_JOIN_TIMEOUT else 600.0,
     )
-    late = {kinds.SHORT_JOIN_TIMEOUT: 0.4, **dict.fromkeys(targeted_faults.ATTACKS_BY_FAMILY, 0.0)}.get(
-        family, 0.05
-    )
+    on_time = dict.fromkeys((*targeted_faults.ATTACKS_BY_FAMILY, *DRAWN_WITH_JOB), 0.0)
+    late = {kinds.SHORT_JOIN_TIMEOUT: 0.4, **on_time}.get(family, 0.05)
     nodes = tuple(
         NodeSpec(
             name,
@@ -106,7 +117,6 @@ def draw_job(rng: random.Random, family: str, count: int) -> JobSpec:
         settings,
         linger_s=rng.choice((2.0, 2.0, 5.0)),
         finishes_at_end=family == kinds.JOB_END,
-        has_operator=family == kinds.FORCED_QUORUM,
     )
 
 
@@ -146,9 +156,14 @@ def _draw_node_count(rng: random.Random, kind: str, count: int) -> int:
     return 2 if kind in ("kill", "power", "wipe", "pause", "suspend") and rng.random() < 0.3 else 1
 
 
-def keep_candidate_disks(rng: random.Random, job: JobSpec, faults: list[Fault]) -> list[Fault]:
-    """Let most candidates keep their disks, so that nodes without knowledge cannot form a first view."""
-    few = rng.sample(job.settings.candidates, (len(job.settings.candidates) - 1) // 2)
+def keep_candidate_disks(
+    rng: random.Random, job: JobSpec, faults: list[Fault], *, may_lose: bool
+) -> list[Fault]:
+    """Let most candidates keep their disks, so that nodes without knowledge cannot form a first view.
+
+    Unless a few `may_lose` them, all do: a candidate may have been cut off from the first view.
+    """
+    few = rng.sample(job.settings.candidates, (len(job.settings.candidates) - 1) // 2 * may_lose)
     forgetful = [*few, *(name for name in job.node_names if name not in job.settings.candidates)]
     kept = []
     for fault in faults:
@@ -158,3 +173,87 @@ def keep_candidate_disks(rng: random.Random, job: JobSpec, faults: list[Fault]) 
         else:
             kept.append(fault)
     return kept or [Fault(Trigger(5.0), "worker", job.node_names[:1])]
+
+
+# Families that draw their faults to fit the job.
+
+
+def draw_partial_partition(rng: random.Random, family: str) -> tuple[JobSpec, tuple[Fault, ...]]:
+    """Cut some links for good, but none of a majority, before or after the first view; few faults follow."""
+    job = draw_job(rng, family, rng.choice((3, 4, 5, 5, 6, 7)))
+    names = job.node_names
+    # The first node mostly leads. It may be outside of the majority, and connected to few others.
+    others = names[1:] if rng.random() < 0.5 and len(names) > 3 else names
+    majority = set(rng.sample(others, len(names) // 2 + 1))
+    pairs = [pair for pair in combinations(names, 2) if not majority.issuperset(pair)]
+    cut = [rng.sample(pair, 2) for pair in rng.sample(pairs, rng.randint(1, len(pairs)))]
+    links = tuple(f"{first}{rng.choice('-->')}{second}" for first, second in cut)
+    when = rng.choice((Trigger(0.0), Trigger(rng.uniform(0.0, 2.0), "view", 1)))
+    faults = [Fault(when, "links", links, float("inf"))]
+    for _ in range(rng.choice((0, 0, 1, 2))):
+        kind = rng.choice(("kill", "power", "worker", "leave"))
+        faults.append(Fault(_draw_next(rng), kind, (rng.choice(names),), rng.choice((0.3, 3.0, 60.0))))
+    return job, tuple(faults)
+
+
+def _draw_next(rng: random.Random) -> Trigger:
+    return Trigger(rng.choice((0.02, 0.3, 1.0, 4.0, 8.0)), after_previous=True)
+
+
+def draw_crowd(rng: random.Random, family: str) -> tuple[JobSpec, tuple[Fault, ...]]:
+    """Let many nodes of a large job lose power or restart at once."""
+    job = draw_job(rng, family, rng.randint(100, 300))
+    count = len(job.nodes)
+    lost = job.node_names[: rng.choice((12, count // 4, (count - 1) // 2, count))]
+    if rng.random() < 0.3:
+        lost = tuple(rng.sample(job.node_names, len(lost)))
+    crash = Fault(Trigger(1.0, "view", 1), rng.choice(("power", "kill")), lost, rng.choice((0.5, 3.0, 60.0)))
+    return job, (crash,)
+
+
+def draw_newcomers(rng: random.Random, family: str) -> tuple[JobSpec, tuple[Fault, ...]]:
+    """Let late nodes import for long, or crash again and again."""
+    job = draw_job(rng, family, rng.choice((3, 4, 5, 6)))
+    late = rng.sample(job.nodes, rng.choice((1, 1, 2)))
+    start_s, imports_s = rng.uniform(5.0, 9.0), rng.choice((0.0, 0.0, 3.0, 20.0))
+    nodes = tuple(
+        replace(node, start_s=start_s, imports_s=imports_s) if node in late else node for node in job.nodes
+    )
+    faults, at = [], 9.0
+    pause_s = rng.choice((1.0, 3.0, 5.0))
+    for _ in range(rng.randint(0, 8)):
+        at += pause_s * rng.uniform(0.8, 1.2)
+        kind = rng.choice(("kill", "kill", "power", "worker", "leave", "small-path"))
+        faults.append(Fault(Trigger(at), kind, (late[0].name,), rng.choice((0.1, 0.5, 1.0))))
+    if rng.random() < 0.5:
+        faults += draw_faults(rng, kinds.ANY_FAULT, job.node_names)[:2]
+    return replace(job, nodes=nodes), tuple(faults)
+
+
+def draw_wrong_setup(rng: random.Random, family: str) -> tuple[JobSpec, tuple[Fault, ...]]:
+    """Give one node another list of candidates; or replace one that is cut off by another of its name."""
+    job = draw_job(rng, family, rng.choice((3, 4, 5, 6)))
+    names = job.node_names
+    nodes = list(job.nodes)
+    place = rng.randrange(len(nodes))
+    faults = draw_faults(rng, family, names)[: rng.randint(0, 3)]
+    if rng.random() < 0.5:
+        job = replace(job, settings=replace(job.settings, candidates=names[:3]))
+        others = tuple(rng.sample(names, rng.choice((2, 3, 3))))
+        nodes[place] = replace(nodes[place], candidates=others)
+    else:
+        at = rng.uniform(4.0, 8.0)
+        cut = Fault(Trigger(at), "partition", (names[place],), rng.choice((4.0, 10.0, 60.0)))
+        new = NodeSpec(f"{names[place]}2", at + rng.uniform(0.1, 6.0), same_name_as=names[place])
+        settings = replace(job.settings, is_strict=True, max_nodes=len(nodes) + rng.choice((0, 1)))
+        job, faults = replace(job, settings=settings), [cut, *faults]
+        nodes.append(new)
+    return replace(job, nodes=tuple(nodes)), tuple(faults)
+
+
+DRAWN_WITH_JOB = {
+    kinds.PARTIAL_PARTITIONS: draw_partial_partition,
+    kinds.CROWDS: draw_crowd,
+    kinds.NEWCOMERS: draw_newcomers,
+    kinds.WRONG_SETUPS: draw_wrong_setup,
+}

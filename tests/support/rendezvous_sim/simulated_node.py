@@ -12,17 +12,19 @@ from typing import Any
 
 from elastic_resume.policy.divergence import Digest
 from elastic_resume.policy.failure_classification import SIGNAL, Failure
+from elastic_resume.policy.reasons import Departure
 from elastic_resume.rendezvous.core import events, messages
+from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.node import RendezvousNode
-from elastic_resume.rendezvous.core.quorum import Incarnation
-from tests.support.rendezvous_sim.invariants import NO_FALSE_DEATH, UNUSED_GENERATION, InvariantChecker
-from tests.support.rendezvous_sim.network import ConnectionEnd, Host, Network
+from elastic_resume.rendezvous.core.world import Accepted, Incarnation
+from tests.support.rendezvous_sim.invariants import NO_FALSE_DEATH, InvariantChecker
+from tests.support.rendezvous_sim.network import MAX_STEPS_PER_NODE, ConnectionEnd, Host, Network
 
 RESTART_DELAY_S = 1.0
 """When an agent that gave up is started again."""
-VIEW_CHANGE_MESSAGES = (messages.ProposeView, messages.ProposalAck, messages.InstallView)
-WRITE_BOUND_S = 0.5
-"""A disk that is not slowed down completes a write within this time."""
+COLLECTIVE_TIMEOUT_S = 2.0
+"""After which workers fail that cannot reach a peer."""
+VIEW_CHANGE_MESSAGES = (messages.Propose, messages.AcceptProposal, messages.InstallView)
 
 TraceFunction = Callable[[str, object], None]
 
@@ -30,10 +32,11 @@ TraceFunction = Callable[[str, object], None]
 class SimulatedNode(Host):
     """One machine with at most one agent on it."""
 
-    def __init__(  # noqa: PLR0915 - one line for each thing that a node is
+    def __init__(
         self, name: str, settings: events.Settings, net: Network, checkers: InvariantChecker
     ) -> None:
-        self.name = name
+        self.name = self.node_name = name
+        """Its address, and the name that its agent says. By mistake two machines may have the same."""
         self.settings = settings
         self.net = net
         self.clock = net.clock
@@ -42,30 +45,25 @@ class SimulatedNode(Host):
         self.clock_rate = 1.0
         self.clock_origin_s = 0.0
         self.order = 0
-        self.is_importing = False
+        self.is_importing, self.imports_s = False, 0.0
         self.saved_state: events.PersistentState | None = None
         self.max_write_s = 0.01
         self.max_stop_s = 0.02
         self.incarnation_id = 0
         self.has_power = True
         self.has_process = False
+        self.is_retired = False
         self.is_paused = False
         self.is_suspended = False
         """The whole machine is suspended, not only the agent."""
+        self.stops_clock = False
+        """Its clock stands still while it is suspended, as that of a paused virtual machine."""
         self.suspended_s = 0.0
-        """Total time suspended; a clock that stops in suspend does not count it."""
+        """Total time that its clock stood still."""
         self._suspended_since = 0.0
-        self.announced_generation = 0
-        """The greatest generation that a leader has announced to this node while its disk worked."""
-        self.announced_at = 0.0
-        self._writing_incarnation_id = 0
-        """The incarnation whose write is in progress; 0 for none."""
-        self.saved_generation = 0
-        """The part of `announced_generation` that is surely on disk."""
-        self._known_dead: frozenset[Incarnation] = frozenset()
+        self._known_ended: set[Incarnation] = set()
         self.workers_lost_lease = False
         """Its workers ended by themselves while it was paused."""
-        self.declared_dead = False  # by the operator
         self.agent: RendezvousNode | None = None
         self.ends: dict[int, ConnectionEnd] = {}
         self.queued_events: list[tuple[events.Event, int]] = []
@@ -88,41 +86,39 @@ class SimulatedNode(Host):
         self._last_accepted_id = 0
         self._timer_due_s = float("inf")
         net.hosts[name] = self
-
-    clock_stops_in_suspend = False
-    """Whether its clock stops while it is suspended: CLOCK_MONOTONIC does, CLOCK_BOOTTIME does not."""
+        self.clock.max_steps += MAX_STEPS_PER_NODE
 
     def local_time(self) -> float:
         """Return the clock of this node's leases."""
-        return self.clock_origin_s + (self.clock.now - self._uncounted_s()) * self.clock_rate
+        return self.clock_origin_s + (self.clock.now - self.suspended_s) * self.clock_rate
 
     def _to_simulated_time(self, local: float) -> float:
-        return (local - self.clock_origin_s) / self.clock_rate + self._uncounted_s()
-
-    def _uncounted_s(self) -> float:
-        return self.suspended_s if self.clock_stops_in_suspend else 0.0
+        return (local - self.clock_origin_s) / self.clock_rate + self.suspended_s
 
     # Processes.
 
     def boot(self) -> None:
         """Start an agent with the state on disk."""
-        if self.has_process or self.declared_dead or (self.stays_ended and self.has_ended):
+        if self.has_process or self.is_retired or (self.stays_ended and self.has_ended):
             return
         self.incarnation_id += 1
         self.has_power = self.has_process = True
         self.is_paused = self.is_suspended = self.workers_lost_lease = False
-        self.announced_generation, self._known_dead, self._writing_incarnation_id = (
-            self.saved_generation,
-            frozenset(),
-            0,
-        )
+        self._known_ended = set()
         self.end_text = self.planned_crash = ""
         candidates = self.settings.candidates
         index = candidates.index(self.name) if self.name in candidates else None
-        incarnation = Incarnation(self.name, str(self.incarnation_id), self.name, index)
+        former = self.saved_state.incarnation if self.saved_state else None
+        disk_id, boot = (
+            (former.disk_id, former.boot + 1) if former else (f"{self.name}{self.incarnation_id}", 1)
+        )
+        incarnation = Incarnation(self.node_name, disk_id, boot, self.name, index)
         self.agent = RendezvousNode(self.settings, incarnation, self.saved_state, self.local_time())
         self.ends, self.queued_events, self._timer_due_s = {}, [], float("inf")
         self._handle_event(events.Tick())
+        if self.imports_s:
+            self.is_importing = True
+            self.clock.call_at(self.clock.now + self.imports_s, self.finish_imports, self.incarnation_id)
         self._join_soon(0.3)
 
     @property
@@ -144,10 +140,9 @@ class SimulatedNode(Host):
         """Return the addresses that its agent may call."""
         if self.agent is None:
             return set()
-        known = self.agent.state.quorum_state
-        return {member.address for view in known.voting_views for member in known.live_members(view)} | set(
-            self.settings.candidates
-        )
+        state = self.agent.state
+        members = {member.address for member in state.view.members if member not in state.voter.ended}
+        return members | set(self.settings.candidates)
 
     def __str__(self) -> str:
         """Describe the node's role and view, for a violation's text."""
@@ -157,7 +152,7 @@ class SimulatedNode(Host):
         role = type(agent.role).__name__ if agent.role else agent.end_reason
         runs = f" runs {agent.running_view.generation}" if agent.running_view else ""
         why = f" ({agent.role.explain_wait()})" if agent.role and not agent.running_view else ""
-        return f"{self.name}{agent.state.incarnation.incarnation_id} {role}{runs}{why}"
+        return f"{self.name}{agent.state.incarnation.boot} {role}{runs}{why}"
 
     def die(self, *, power: bool = False) -> None:
         """Kill the agent with its workers; with `power`, without closing connections."""
@@ -166,12 +161,6 @@ class SimulatedNode(Host):
         if power:
             self.net.lose_power(self.name)
             self.has_power = False
-        if (
-            self.clock.now >= self.announced_at + WRITE_BOUND_S
-            and self.max_write_s < WRITE_BOUND_S
-            and not self._writing_incarnation_id
-        ):
-            self.saved_generation = self.announced_generation
         self.has_process, self.agent = False, None
         self.checkers.on_stop(self.name)
 
@@ -179,17 +168,22 @@ class SimulatedNode(Host):
         """Kill the agent without closing connections."""
         self.die(power=True)
 
+    def retire(self) -> None:
+        """Kill the agent for good."""
+        self.is_retired = True
+        self.die()
+
     def wipe(self) -> None:
         """Kill the agent and clear its disk."""
         self.die()
-        self.saved_state, self.saved_generation = None, 0
+        self.saved_state = None
         self.checkers.on_disk_lost(self.name)
 
     def _crash_as_planned(self) -> None:
         self.die()
         self.clock.call_at(self.clock.now + self.restart_after_s, self.boot)
 
-    def _exit_process(self, incarnation_id: int, *, restart: bool) -> None:
+    def _exit_process(self, incarnation_id: int, *, restart: bool = False) -> None:
         """End the process of an agent that has left the rendezvous."""
         if incarnation_id == self.incarnation_id and self.has_process:
             self.die()
@@ -209,10 +203,11 @@ class SimulatedNode(Host):
                 self.agent.lease_until,
             )
 
-    def suspend(self) -> None:
+    def suspend(self, *, stops_clock: bool = False) -> None:
         """Suspend the whole machine with its workers; it answers no calls."""
         if self.agent is None or self.is_paused:
             return
+        self.stops_clock = stops_clock
         self.is_paused = self.is_suspended = True
         self._suspended_since = self.clock.now
         self.checkers.on_suspend(self.name)
@@ -220,7 +215,8 @@ class SimulatedNode(Host):
     def _wake(self) -> None:
         """Continue after a suspend; supervisors check the lease first."""
         self.is_suspended = False
-        self.suspended_s += self.clock.now - self._suspended_since
+        if self.stops_clock:
+            self.suspended_s += self.clock.now - self._suspended_since
         if self.agent and self.running:
             self.workers_lost_lease = self.local_time() >= self.agent.lease_until
             self.checkers.on_wake(self.name, self.clock.now, lease_expired=self.workers_lost_lease)
@@ -260,6 +256,38 @@ class SimulatedNode(Host):
             self._handle_event(messages.FailureReport(self.agent.state.last_view.generation, failure))
         self.request_join(self.incarnation_id)
 
+    def probe_members(self, incarnation_id: int, generation: int) -> None:
+        """Fail the workers and report the members, if any, that these cannot reach for good.
+
+        Of many pairs only one node finds out: the one that connects. The other waits to be called.
+        """
+        view = self.agent.running_view if self.agent and incarnation_id == self.incarnation_id else None
+        if view and view.generation == generation and not self.is_paused:
+            cuts = {address for link in self.net.lasting_cuts if self.name in link for address in link}
+            lost = [
+                member.node
+                for member in view.members
+                if member.address in cuts - {self.name} and self._connects_to(member.node)
+            ]
+            if lost:
+                self.report_unreachable(tuple(lost))
+                self.fail_worker("cannot connect to its peers")
+
+    def _connects_to(self, other: str) -> bool:
+        kind = sum(map(ord, self.name + other)) % 3  # both, the first, or the second by name
+        return kind == 0 or (self.name < other) == (kind == 1)
+
+    def call_probe(self, generation: int) -> None:
+        """Probe the members when collectives have had the time to fail."""
+        self.clock.call_at(
+            self.clock.now + COLLECTIVE_TIMEOUT_S, self.probe_members, self.incarnation_id, generation
+        )
+
+    def report_unreachable(self, nodes: tuple[str, ...]) -> None:
+        """Let the agent report the members that it cannot reach."""
+        if self.agent and self.agent.state.last_view:
+            self._handle_event(messages.UnreachablePeers(self.agent.state.last_view.generation, nodes))
+
     def request_join(self, incarnation_id: int) -> None:
         """Stop the workers and request the next view, as torchelastic does."""
         if incarnation_id == self.incarnation_id and self.agent:
@@ -267,10 +295,11 @@ class SimulatedNode(Host):
             join = messages.JoinSpec(f"{self.name}:store", 1, self.order, is_importing=self.is_importing)
             self._handle_event(messages.JoinRequest(join))
 
-    def finish_imports(self) -> None:
+    def finish_imports(self, incarnation_id: int = 0) -> None:
         """Let the fork server have imported everything."""
-        self.is_importing = False
-        if self.agent:
+        if incarnation_id in (0, self.incarnation_id):
+            self.is_importing = False
+        if self.agent and not self.is_importing:
             self._handle_event(messages.ImportsFinished())
 
     def _join_soon(self, within_s: float) -> None:
@@ -304,7 +333,7 @@ class SimulatedNode(Host):
     def leave(self) -> None:
         """Shut this node down in order."""
         self.checkers.on_stop(self.name)
-        self._handle_event(events.Leave("drained"))
+        self._handle_event(events.Leave(Departure("drained")))
 
     # The network's side.
 
@@ -341,11 +370,12 @@ class SimulatedNode(Host):
             return
         if self.trace and not isinstance(event, events.Tick):
             self.trace(self.name, event)
-        if isinstance(event, events.MessageReceived) and isinstance(
-            event.message, messages.LeaderAnnouncement
-        ):
-            self._note_announced(max(event.message.active_generation, event.message.known_generation))
+        before, role = self.agent.state.view, self.agent.role
+        proposal = role.view_change.decision.proposal if isinstance(role, Leader) else None
         effects = self.agent.handle(event, self.local_time())
+        if self.agent.state.view is not before:
+            decided = proposal or (role.view_change.decision.proposal if isinstance(role, Leader) else None)
+            self._note_decision(before.generation, decided)
         self._check_false_deaths()
         for effect in effects:
             if self.trace:
@@ -353,27 +383,31 @@ class SimulatedNode(Host):
             self._carry_out(effect)
             if not self.has_process:
                 return  # it crashed before the other effects
+        if self.agent.end_reason.startswith("left: "):
+            self.clock.call_at(self.clock.now + 0.01, self._exit_process, self.incarnation_id)
         due = self._to_simulated_time(self.agent.next_deadline)
         due = max(due, self.clock.now) + 1e-6  # not a rounding error too early
         if due < self._timer_due_s:
             self._timer_due_s = due
             self.clock.call_at(self._timer_due_s, self._on_timer, self._timer_due_s, self.incarnation_id)
 
-    def _note_announced(self, generation: int) -> None:
-        if generation > self.announced_generation:
-            self.announced_generation, self.announced_at = generation, self.clock.now
+    def _note_decision(self, slot: int, proposal: Accepted | None) -> None:
+        """Tell the checkers what this node has decided as a leader, or has learned."""
+        if self.agent is None:
+            return
+        view = self.agent.state.view
+        is_own = proposal is not None and proposal.view == view
+        self.checkers.on_decided(slot if is_own else None, view, self.clock.now)
 
     def _check_false_deaths(self) -> None:
-        known = self.agent.state.quorum_state.dead if self.agent else frozenset()
-        if known is self._known_dead:
-            return
-        for member in known - self._known_dead:
-            node = self.net.hosts[member.node]
+        known = self.agent.state.voter.ended if self.agent else set()
+        for member in known - self._known_ended:
+            node = self.net.hosts.get(member.address)
             agent = node.agent if isinstance(node, SimulatedNode) else None
             if agent and agent.state.incarnation == member and not agent.end_reason:
-                text = f"{self.name} counts {member.node}{member.incarnation_id} as dead, which is alive"
+                text = f"{self.name} counts {member.node}{member.boot} as ended, which is alive"
                 self.checkers.add_violation(NO_FALSE_DEATH, self.clock.now, text)
-        self._known_dead = known
+        self._known_ended = set(known)
 
     def _on_timer(self, due_s: float, incarnation_id: int) -> None:
         if due_s == self._timer_due_s and incarnation_id == self.incarnation_id:
@@ -393,7 +427,6 @@ class SimulatedNode(Host):
             if effect.conn_id in self.ends:
                 self.net.close(self.ends.pop(effect.conn_id))
         elif isinstance(effect, events.Persist):
-            self._writing_incarnation_id = self.incarnation_id
             delay = self.rng.random() * self.max_write_s
             self.clock.call_at(self.clock.now + delay, self._on_written, effect, self.incarnation_id)
         elif isinstance(effect, events.StartWorkers):
@@ -423,23 +456,13 @@ class SimulatedNode(Host):
             if self.planned_crash == "crash-before-send":
                 self._crash_as_planned()
                 return
-        if isinstance(effect.message, messages.ProposeView):
-            self.checkers.proposed.add((effect.message.view.generation, effect.message.view.members))
-        if (
-            isinstance(effect.message, messages.ProposeView)
-            and effect.message.view.generation <= self.announced_generation
-        ):
-            number = effect.message.view.generation
-            self.checkers.add_violation(
-                UNUSED_GENERATION,
-                self.clock.now,
-                f"{self.name} proposes {number} although a leader announced {self.announced_generation}",
-            )
         self.net.send(end, (effect.header, effect.message))
 
     def _start_workers(self, effect: events.StartWorkers) -> None:
         if self.agent is None:
             return
+        if self.net.lasting_cuts:
+            self.call_probe(effect.generation)
         first = effect.generation not in self.checkers.views
         self.checkers.on_start(self.name, self.agent.state.incarnation, effect, self.clock.now)
         if first and self.on_event:
@@ -461,12 +484,11 @@ class SimulatedNode(Host):
     def _on_workers_stopped(self, incarnation_id: int) -> None:
         if incarnation_id == self.incarnation_id and self.agent and not self.agent.running_view:
             self.checkers.on_stop(self.name)
-            if not self.end_text and not self.agent.state.join:
+            if not self.end_text and not self.agent.state.join and not self.agent.state.leaving:
                 self._join_soon(0.1)
 
     def _on_written(self, effect: events.Persist, incarnation_id: int) -> None:
         if incarnation_id == self.incarnation_id and self.agent:
-            self._writing_incarnation_id = 0
             self.saved_state = effect.persistent_state
             if self.planned_crash == "written":
                 self._crash_as_planned()

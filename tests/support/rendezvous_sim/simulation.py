@@ -1,100 +1,58 @@
 """Play one schedule of faults against the real core in simulated time, with named checkers.
 
-`run_seed` draws the schedule of a seed and plays it. At the end the network heals, whole or in two parts.
-Then every part with a quorum must form a view, and a finished job must end. Only the core is real.
+`run_seed` draws the schedule of a seed and plays it. At the end the network heals, whole or in two parts,
+but for single links that stay cut. Then every part with a quorum must form a view, and not many; and a
+finished job must end. Only the core is real.
 """
 
 from __future__ import annotations
 
-import functools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from itertools import combinations, permutations
 
-from elastic_resume.rendezvous.core.leader import Leader
-from elastic_resume.rendezvous.core.messages import ForceQuorumRequest, Header, Heartbeat
-from elastic_resume.rendezvous.core.node import RendezvousNode
-from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState, View, has_quorum
-from elastic_resume.rendezvous.net.status import build_status
+from elastic_resume.rendezvous.core.messages import Header, Heartbeat
+from elastic_resume.rendezvous.core.taken_votes import are_others_replaced, find_counted, find_restarted
+from elastic_resume.rendezvous.core.world import Electorate, Incarnation, View
 from tests.support.rendezvous_sim.invariants import (
     EVENTUAL_VIEW,
+    FEW_VIEWS,
     JOB_ENDS_EVERYWHERE,
     QUIESCENCE,
     InvariantChecker,
     Violation,
 )
-from tests.support.rendezvous_sim.network import MAX_DELAY_S, Clock, LivelockError, Network
+from tests.support.rendezvous_sim.network import (
+    MAX_DELAY_S,
+    SMALL_PATH_BYTES,
+    Clock,
+    LivelockError,
+    Network,
+)
 from tests.support.rendezvous_sim.random_schedules import draw_schedule
 from tests.support.rendezvous_sim.schedule import LEADER, OTHER_LEADER, PARTITION_KINDS, Fault, Schedule
 from tests.support.rendezvous_sim.simulated_node import SimulatedNode, TraceFunction
 
 VIEW_BOUND_S = 25.0
 """From the last fault to a view: a node timeout, a grace period, the last-call timeout and some calls."""
+PARTIAL_VIEW_BOUND_S = 120.0
+"""The same, while some links stay cut: leaders that reach no quorum have to step down first."""
+MAX_VIEWS_AT_END = 5
+"""Views that may be decided after the last fault, until one is stable."""
 STABLE_S = 5.0
 """A view that lasts so long is stable: a node timeout, a lease or newcomers would have ended it."""
 TRIGGER_WAIT_S = 15.0
 """How long to wait, after the last timed fault, for faults whose trigger may never occur."""
 SLOW_DELAY_S = {"slow": 0.6, "slowish": 0.3}
 """The longest time that a packet takes to or from a slow node."""
+MAX_STOP_S = (0.02, 0.02, 0.02, 2.0)
+"""The longest time that the workers of a node may take to end."""
 POLL_INTERVAL_S = 0.5
 MAX_SHOWN = 4
 """Violations shown of one schedule; later ones follow from the first."""
-OPERATOR_INTERVAL_S = (0.3, 3.0)
-"""Range of the time between two checks of the job by the operator."""
-MAX_COMMAND_DELAY_S = 2.0
-"""The longest delay of the operator's command. No agent starts on a node declared dead within it."""
-
-
-class Operator:
-    """An operator who forces the quorum of simulated nodes at random moments.
-
-    The operator does so only when every missing node is dead, and keeps the dead down until the network is
-    whole.
-    """
-
-    def __init__(self, nodes: Mapping[str, SimulatedNode], clock: Clock, rng: random.Random) -> None:
-        self.nodes = nodes
-        self.clock = clock
-        self.rng = rng
-
-    def start(self) -> None:
-        """Schedule the next check of the job."""
-        self.clock.call_at(self.clock.now + self.rng.uniform(*OPERATOR_INTERVAL_S), self._poll)
-
-    def allow_restarts(self) -> None:
-        """Let nodes that were declared dead restart, because the network is whole."""
-        for node in self.nodes.values():
-            if node.declared_dead:
-                self.clock.call_at(self.clock.now + MAX_COMMAND_DELAY_S, self._restart_node, node)
-
-    @staticmethod
-    def _restart_node(node: SimulatedNode) -> None:
-        node.declared_dead = False
-        node.boot()
-
-    def _poll(self) -> None:
-        for node in self.nodes.values():
-            agent = None if node.is_paused else node.agent
-            if agent and isinstance(agent.role, Leader) and build_status(agent).missing:
-                self._force_quorum(agent, {node.name, *agent.role.peers.by_node})
-        self.start()
-
-    def _force_quorum(self, leader: RendezvousNode, present: set[str]) -> None:
-        """Send the command to a random present node, which passes it to its leader."""
-        missing = [node for node in self.nodes.values() if node.name not in present]
-        if any(node.has_process for node in missing):
-            return
-        for node in missing:
-            node.declared_dead = node.incarnation_id > 0
-        receiver = self.nodes[self.rng.choice(sorted(present))]
-        request = ForceQuorumRequest(leader.state.quorum_state.newest_generation)
-        self.clock.call_at(
-            self.clock.now + self.rng.random() * MAX_COMMAND_DELAY_S,
-            receiver.deliver_event,
-            request,
-            receiver.incarnation_id,
-        )
 
 
 @dataclass(slots=True)
@@ -135,14 +93,13 @@ class Simulation:
         }
         for spec in job.nodes:
             node = self.nodes[spec.name]
-            node.order, node.clock_origin_s, node.clock_rate = (
-                spec.order,
-                spec.clock_origin_s,
-                spec.clock_rate,
-            )
+            node.node_name = spec.same_name_as or spec.name
+            node.settings = replace(self.settings, candidates=spec.candidates or self.settings.candidates)
+            node.order, node.imports_s = spec.order, spec.imports_s
+            node.clock_origin_s, node.clock_rate = spec.clock_origin_s, spec.clock_rate
             node.linger_s = job.linger_s
+            node.max_stop_s = self.rng.choice(MAX_STOP_S)
             node.on_event = self._on_event
-        self.operator = Operator(self.nodes, self.clock, self.rng) if job.has_operator else None
         self.event_counts: Counter[str] = Counter()
         self.faults_by_event: dict[tuple[str, int], list[int]] = {}
         self.pending_faults = len(schedule.faults)
@@ -169,8 +126,6 @@ class Simulation:
         for spec in self.schedule.job.nodes:
             if spec.start_s < float("inf"):
                 self.clock.call_at(spec.start_s, self.nodes[spec.name].boot)
-        if self.operator:
-            self.operator.start()
         faults = self.schedule.faults
         for number, fault in enumerate(faults):
             if not fault.trigger.after_previous:
@@ -218,7 +173,12 @@ class Simulation:
             self.trace(
                 "*", f"{fault.kind} {' | '.join(' '.join(group) for group in self._resolve_groups(fault))}"
             )
-        if fault.kind in PARTITION_KINDS:
+        if fault.kind == "links":
+            self.net.lasting_cuts |= parse_links(fault.nodes)
+            self._set_blocked(number, set())
+            for name, start in self.checkers.running.items():
+                self.nodes[name].call_probe(start.generation)
+        elif fault.kind in PARTITION_KINDS:
             self._partition(number, fault, back_at)
         elif fault.kind in SLOW_DELAY_S:
             for name in self._resolve_names(fault.nodes):
@@ -237,7 +197,7 @@ class Simulation:
     def _resolve_names(self, nodes: Iterable[str]) -> list[str]:
         """Replace ranks in the newest view, and leaders, by node names."""
         views = self.checkers.views
-        members = [member.node for member in views[max(views)]] if views else list(self.nodes)
+        members = [member.address for member in views[max(views)]] if views else list(self.nodes)
         outside = [node.name for node in self.nodes.values() if node.has_process and node.name not in members]
         leaders = [node.name for node in self.nodes.values() if node.is_leader]
         leaders.sort(key=lambda name: not self.nodes[name].running)
@@ -271,7 +231,7 @@ class Simulation:
 
     def _set_blocked(self, number: int, links: set[tuple[str, str]]) -> None:
         self.blocked_by_fault[number] = links
-        self.net.set_blocked_links(set().union(*self.blocked_by_fault.values()))
+        self.net.set_blocked_links(self.net.lasting_cuts.union(*self.blocked_by_fault.values()))
 
     def _inject_node_fault(self, node: SimulatedNode, kind: str, duration_s: float) -> None:
         back_at = self.clock.now + duration_s
@@ -280,9 +240,15 @@ class Simulation:
             self.clock.call_at(back_at, node.boot)
         elif kind in ("crash-before-send", "written"):
             node.planned_crash, node.restart_after_s = kind, duration_s
-        elif kind in ("pause", "suspend"):
-            {"pause": node.pause, "suspend": node.suspend}[kind]()
+        elif kind in ("pause", "suspend", "stop-clock"):
+            if kind == "pause":
+                node.pause()
+            else:
+                node.suspend(stops_clock=kind == "stop-clock")
             self.clock.call_at(back_at, node.resume)
+        elif kind == "small-path":
+            self.net.limit_path(node.name, SMALL_PATH_BYTES)
+            self.clock.call_at(back_at, self.net.limit_path, node.name)
         elif kind in ("disk", "stuck"):
             node.max_write_s = 1.5 if kind == "disk" else 20.0
             self.clock.call_at(back_at, setattr, node, "max_write_s", 0.01)
@@ -298,7 +264,6 @@ class Simulation:
             node.fail_job(f"node {node.name} gave up")
         elif kind == "leave":
             node.leave()
-            node.die()
             self.clock.call_at(end_s, node.boot)
 
     # After the last fault every quorum must continue.
@@ -306,8 +271,11 @@ class Simulation:
     def _heal_and_check(self) -> None:
         rng, names = self.rng, set(self.nodes)
         self.healed = True
-        ours = names if rng.random() < 0.6 else set(rng.sample(sorted(names), rng.randint(1, len(names) - 1)))
+        is_whole = bool(self.net.lasting_cuts) or rng.random() < 0.6
+        ours = names if is_whole else set(rng.sample(sorted(names), rng.randint(1, len(names) - 1)))
+        views_before = len(self.checkers.learned)
         self.net.slow_delay_s.clear()
+        self.net.path_limits.clear()
         self.net.rejects_dials = False
         self.blocked_by_fault.clear()
         self._set_blocked(-1, links_between([sorted(ours)], names))
@@ -316,33 +284,47 @@ class Simulation:
         for spec in self.schedule.job.nodes:
             node = self.nodes[spec.name]
             node.max_write_s, node.planned_crash, node.stays_ended = 0.01, "", True
+            node.imports_s = 0.0
             node.resume()
+            node.finish_imports()
+            if spec.candidates:
+                node.die()
+                node.settings = self.settings
+            if spec.same_name_as:
+                self.nodes[spec.same_name_as].retire()
             if spec.start_s < float("inf") and (ours == names or rng.random() < 0.5):
                 node.boot()
-        if self.operator and ours == names:
-            self.operator.allow_restarts()
         self.clock.run_until(self.clock.now + 1)
         parts = [part for part in (ours, names - ours) if part]
+        if self.net.lasting_cuts:
+            parts = self._list_cliques()
         quorums = [part for part in parts if self._must_form_view(part)]
+        if self.net.lasting_cuts:
+            quorums = quorums[:1]
         self._wait_until(lambda: not any(map(self._describe_shortfall, quorums)))
         for part in quorums:
             # A node that gives up no longer votes, so only a lasting quorum must form a view. (With a join
             # timeout below the last-call timeout, nodes may come and go without end.)
-            lasted = self._must_form_view(part) and self.clock.now >= self._last_exit_s() + VIEW_BOUND_S
+            lasted = self._must_form_view(part) and self.clock.now >= self._last_exit_s() + self.view_bound_s
             shortfall = self._describe_shortfall(part)
             if shortfall and lasted:
                 self.checkers.add_violation(EVENTUAL_VIEW, self.clock.now, shortfall)
+        views = len(self.checkers.learned) - views_before
+        if views > MAX_VIEWS_AT_END:
+            self.checkers.add_violation(FEW_VIEWS, self.clock.now, f"{views} views were decided")
         if self.schedule.job.finishes_at_end:
-            self._finish_job(quorums)
+            # A part may have learned meanwhile of a later view, whose members are in the other.
+            self._finish_job([part for part in quorums if self._must_form_view(part)])
 
     def _wait_until(self, done: Callable[[], bool]) -> None:
         """Wait until `done` has held for `STABLE_S`, but no longer than it may take."""
         start = since = self.clock.now
-        while self.clock.now < min(max(start, self._last_exit_s()) + VIEW_BOUND_S, start + 3 * VIEW_BOUND_S):
+        bound_s = self.view_bound_s
+        while self.clock.now < min(max(start, self._last_exit_s()) + bound_s, start + 3 * bound_s):
             self.clock.run_until(self.clock.now + POLL_INTERVAL_S)
             if not done():
                 since = self.clock.now
-            elif self.clock.now >= since + STABLE_S:
+            elif self.clock.now >= since + (3 * STABLE_S if self.net.lasting_cuts else STABLE_S):
                 return
 
     def _last_exit_s(self) -> float:
@@ -368,26 +350,44 @@ class Simulation:
             largest = max(largest, found, key=len)
         return [self.nodes[name] for name in sorted(largest)]
 
+    @property
+    def view_bound_s(self) -> float:
+        """How long it may take to form a view after the last fault."""
+        return PARTIAL_VIEW_BOUND_S if self.net.lasting_cuts else VIEW_BOUND_S
+
+    def _list_cliques(self) -> list[set[str]]:
+        """Return the sets of nodes that are all connected with each other, the largest first."""
+        sizes = range(len(self.nodes), 0, -1)
+        groups = (group for size in sizes for group in combinations(self.nodes, size))
+        return [set(group) for group in groups if not self.net.lasting_cuts & set(permutations(group, 2))]
+
     def _must_form_view(self, part: set[str]) -> bool:
         """Return whether all nodes are present in a part, or a quorum by what they know."""
         if any(node.has_ended for node in self.nodes.values()):
             return False  # ended nodes are dead, which the others may not know
         agents = [node.agent for node in self._list_connected(part) if node.agent]
         present = {agent.state.incarnation for agent in agents}
-        if len(present) == len(self.nodes):
-            return True
         if len(present) < self.settings.min_nodes:
             return False
-        # Of two views of one generation, which a family may waive, each agent keeps the one that it knows.
-        for agent in agents:
-            known = functools.reduce(
-                QuorumState.merge, (other.state.quorum_state for other in agents), agent.state.quorum_state
-            )
-            members = {member for view in known.voting_views for member in known.live_members(view)}
-            reachable = any(node.candidate_index is not None or node in members for node in present)
-            if not (reachable and has_quorum(present, known)):
-                return False
-        return bool(agents)
+        newest = max((agent.state.view for agent in agents), key=lambda view: view.generation)
+        electorate = Electorate(newest, len(self.settings.candidates))
+        cast = {
+            key: (agent.state.incarnation, agent.state.voter.make_vote())
+            for agent in agents
+            if (key := electorate.find_key(agent.state.incarnation))
+        }
+        if not newest.members:
+            return len(present) == len(self.nodes) or electorate.has_quorum(cast.keys())
+        if self.settings.is_strict:
+            return electorate.has_quorum(cast.keys())
+
+        def count(replaced_nodes: set[str]) -> AbstractSet[str]:
+            nobody, restarted = Incarnation("", ""), find_restarted(newest, cast, replaced_nodes)
+            return find_counted(newest, nobody, cast, restarted, is_free_of_heir=True).keys()
+
+        disks = {member.node: member.disk_id for member in newest.members}
+        replaced = {node.node for node in present if disks.get(node.node, node.disk_id) != node.disk_id}
+        return electorate.has_quorum(count(set())) or are_others_replaced(newest, count(replaced), replaced)
 
     def _describe_shortfall(self, part: set[str]) -> str:
         """Describe what is missing for the required view; empty if nothing is."""
@@ -396,6 +396,10 @@ class Simulation:
             node.has_ended or (node.agent and node.agent.state.job_failure) for node in self.nodes.values()
         ):
             return ""  # `_finish_job` checks that
+        if self.net.lasting_cuts:
+            whole = [[member.address for member in view[1]] for view in self.checkers.find_whole_views()]
+            is_connected = any(not self.net.lasting_cuts & set(permutations(view, 2)) for view in whole)
+            return "" if is_connected else f"no connected view: {', '.join(map(str, alive))}"
         live = [self.checkers.running[node.name] for node in alive if node.name in self.checkers.running]
         unfinished = [node for node in alive if node.agent and not node.agent.state.finished_generation]
         wanted = min(len(unfinished), self.settings.max_nodes)
@@ -428,6 +432,18 @@ def links_between(groups: list[list[str]], names: Iterable[str]) -> set[tuple[st
     return {(a, b) for a in names for b in names if place.get(a, -1) != place.get(b, -1)}
 
 
+def parse_links(links: Iterable[str]) -> set[tuple[str, str]]:
+    """Parse `a-b`, both directions between two nodes, or `a>b`, one direction."""
+    directions = set()
+    for link in links:
+        first, is_one_way, second = link.partition(">")
+        if not is_one_way:
+            first, _, second = link.partition("-")
+            directions.add((second, first))
+        directions.add((first, second))
+    return directions
+
+
 def run_seed(seed: int, *, with_trace: bool = False) -> Result:
     """Play the schedule of a seed; with `with_trace`, record every event and effect."""
     return run_schedule(draw_schedule(seed), with_trace=with_trace)
@@ -452,14 +468,11 @@ def run_schedule(schedule: Schedule, *, with_trace: bool = False, strict: bool =
 def describe(item: object) -> str:
     """Describe an event, effect or message in a few words for a trace."""
     if isinstance(item, Incarnation):
-        return f"{item.node}{item.incarnation_id}"
+        return f"{item.node}{item.boot}"
     if isinstance(item, View):
         return f"{item.generation}{_describe_set(item.members)} of {describe(item.leader)}"
-    if isinstance(item, QuorumState):
-        return _describe_quorum_state(item)
     if isinstance(item, Header):
-        lease = f" lease {item.lease_s:.2f} of {item.generation}" if item.generation else ""
-        return f"{item.seq}/{item.ack}{lease}"
+        return f"{item.seq}/{item.ack}{f' of {item.generation}' if item.generation else ''}"
     if is_dataclass(item):
         values = [(field.name, getattr(item, field.name)) for field in fields(item)]
         texts = [f"{name}={describe(value)}" for name, value in values if value or value == 0]
@@ -467,17 +480,6 @@ def describe(item: object) -> str:
     if isinstance(item, (tuple, frozenset, set)):
         return _describe_set(item)
     return f"{item:.3f}" if isinstance(item, float) else str(item)
-
-
-def _describe_quorum_state(state: QuorumState) -> str:
-    parts = [f"installed {describe(state.installed)}" if state.installed else "none installed"]
-    parts += [f"proposed {describe(view)}" for view in state.proposals]
-    parts += [f"dead {_describe_set(state.dead)}"] if state.dead else []
-    if state.aborted:
-        parts.append(
-            f"aborted {_describe_set(f'{number}{describe(leader)}' for number, leader in state.aborted)}"
-        )
-    return f"<{', '.join(parts)}>"
 
 
 def _describe_set(items: Iterable[object]) -> str:

@@ -1,8 +1,8 @@
 """Faults that follow each view change: partitions that shift between its steps, crashes and late messages.
 
-Each attack says what it guards: a quorum rule (`quorum`), or what the core concludes from resets, late
-messages and suspended machines. Without the guarded rule an attack forms two views. Attacks name nodes by
-rank in the newest view, so they work whatever view has formed.
+Each attack says what it guards: a rule of `docs/concepts/worlds.md`, or what the core concludes from resets,
+late messages and suspended machines. Without the guarded rule an attack forms two views. Attacks name nodes
+by rank in the newest view, so they work whatever view has formed.
 """
 
 from __future__ import annotations
@@ -68,8 +68,7 @@ def draw_majority(rng: random.Random, count: int) -> list[int]:
 def defecting_followers(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
     """Some members of the next view join the nodes that were left out, as it is installed.
 
-    Guards rule 3: the newest installed view is not enough, since a later proposal may have been installed
-    elsewhere.
+    Guards that what may be decided is proposed again: those that left may have accepted it.
     """
     ours = draw_majority(rng, count)
     stay = ours[: (len(ours) + 1) // 2]
@@ -86,7 +85,7 @@ def defecting_followers(rng: random.Random, start: Trigger, count: int) -> list[
 def member_changes_side(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
     """A member of the next view, when it runs, joins the nodes that were left out and do not know it.
 
-    Guards rule 4: the member must pass on all that it knows, or no deaths either.
+    Guards that a vote stops: the member has not voted on a later view when it changes sides.
     """
     ours = draw_majority(rng, count)
     faults = [repartition(start, *ours)]
@@ -100,8 +99,8 @@ def member_changes_side(rng: random.Random, start: Trigger, count: int) -> list[
 def restarted_member_changes_side(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
     """A node dies and restarts on the other side of a partition from the nodes that saw it die.
 
-    Guards rule 1: to these it is dead, so it must not vote for its former process there. The leader sees the
-    link break at once and counts it dead when a call is refused; the cut comes between.
+    Guards the exception: these may have taken its vote. The leader sees the link break at once, and that a
+    call is refused; the cut comes between.
     """
     victim = rng.randrange(1, count) if rng.random() < 0.9 else 0
     others = [rank for rank in range(1, count) if rank != victim]
@@ -112,16 +111,31 @@ def restarted_member_changes_side(rng: random.Random, start: Trigger, count: int
     return [killed, Fault(when, "repartition", (LEADER, *ranks(*witnesses)), LONG_S)]
 
 
+def machines_change_sides(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
+    """Machines restart one after the other within a node timeout, each on the other side of a cut.
+
+    Guards the exception: a member that has restarted votes only if nobody may have taken its vote.
+    """
+    side = set(draw_majority(rng, count))
+    faults = [repartition(start, *side)]
+    when = then(rng.choice((*SOON_S, *AFTER_TIMEOUT_S)))
+    for mover in rng.sample(range(count), rng.randint(1, max(1, count // 2))):
+        kind = rng.choice(("kill", "power"))
+        faults.append(Fault(when, kind, ranks(mover), rng.choice((0.05, 0.3, 0.3, 1.0))))
+        side ^= {mover}
+        faults.append(repartition(then(rng.choice((0.02, 0.05, 0.2))), *side))
+        when = then(rng.choice((0.05, 0.2, 0.5)))
+    return faults
+
+
 def interrupted_proposal(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
     """A partition, a pause or a crash between the proposal and the installation of a view.
 
-    Guards rule 2: a node without the durable proposal may take part in another view.
+    Guards that a slot is decided once, although a proposal has reached some voters only.
     """
     ours = draw_majority(rng, count)
     first = repartition(start, *ours)
-    step, number = rng.choice(
-        (("ProposeView", 1), ("ProposeView", 2), ("ProposalAck", 1), ("InstallView", 1))
-    )
+    step, number = rng.choice((("Propose", 1), ("Propose", 2), ("AcceptProposal", 1), ("InstallView", 1)))
     when = then(rng.choice(DURING_VIEW_CHANGE_S), step, number)
     kind = rng.choice(
         ("repartition", "repartition", "pause", "kill", "crash-before-send", "written", "power")
@@ -135,30 +149,6 @@ def interrupted_proposal(rng: random.Random, start: Trigger, count: int) -> list
         then(rng.choice((*DURING_VIEW_CHANGE_S, *SOON_S))), *rng.sample(rest, rng.randint(1, len(rest)))
     )
     return [first, hit, apart]
-
-
-def forced_quorum_after_deaths(rng: random.Random, count: int) -> list[Fault]:
-    """A majority continues without the others, admits newcomers, and loses power, wholly or mostly.
-
-    Guards a forced quorum: what the dead knew is lost, or only one live node knows it.
-    """
-    ours = draw_majority(rng, count)
-    faults = [repartition(Trigger(rng.choice(SOON_S), "view", 1), *ours)]
-    settled = then(rng.choice(AFTER_TIMEOUT_S), "view")
-    if rng.random() < 0.3:
-        newcomer = rng.choice([rank for rank in range(count) if rank not in ours] or [0])
-        faults += [repartition(settled, *range(len(ours)), newcomer)]
-        settled = then(rng.choice(AFTER_TIMEOUT_S))
-    dead = list(range(len(ours) - rng.choice((0, 1))))
-    rng.shuffle(dead)
-    apart = rng.randint(0, len(dead))
-    faults.append(Fault(settled, "power", ranks(*dead[apart:]), rng.choice((8.0, LONG_S, LONG_S))))
-    faults.append(Fault(then(rng.choice(SOON_S)), "power", ranks(*dead[:apart]), rng.choice((8.0, LONG_S))))
-    if rng.random() < 0.2:
-        faults.append(heal(rng))
-    # The operator acts when the dead are missing, and the command takes time.
-    faults.append(Fault(then(rng.uniform(6.0, 12.0)), "worker", ranks(0)))
-    return [fault for fault in faults if fault.nodes or fault.kind == "repartition"]
 
 
 def staggered_merge(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
@@ -273,32 +263,6 @@ def suspended_nodes(rng: random.Random, start: Trigger, count: int) -> list[Faul
     return faults
 
 
-def second_leader(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
-    """Let a second leader lead for long, and meet the others while one of theirs is cut off but runs.
-
-    Guards the wait for leases: the second leader has waited long enough for all that it knows.
-    """
-    faults = [
-        Fault(start, "worker", ranks(2)),
-        repartition(then(rng.choice(DURING_VIEW_CHANGE_S), "ProposeView"), 0, 1),
-        Fault(then(rng.choice((0.1, 0.2, 0.5))), "kill", (LEADER,), LONG_S),
-        repartition(then(0.0), 1),
-    ]
-    # From here on ranks are those of the view of the others.
-    last = count - 3
-    apart = Fault(then(rng.choice(AFTER_TIMEOUT_S), "view"), "repartition", (f"#{last}", "|", "!0"), LONG_S)
-    faults.append(apart)
-    how = rng.choice(("reset", "half-reset", "none"))
-    if how != "none":
-        faults.append(Fault(then(rng.choice(DURING_VIEW_CHANGE_S)), how, (LEADER, f"#{last}")))
-    trouble = rng.choice(
-        (("worker", ranks(1)), ("worker", (LEADER,)), ("kill", (LEADER,)), ("leave", (LEADER,)))
-    )
-    faults.append(Fault(then(rng.choice(DURING_VIEW_CHANGE_S)), *trouble, rng.choice((0.05, 0.3, LONG_S))))
-    faults.append(repartition(then(rng.choice((*DURING_VIEW_CHANGE_S, 0.1, 0.3))), last))
-    return [*faults, heal(rng)] if rng.random() < 0.3 else faults
-
-
 def leader_without_quorum(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
     """Partition a majority, kill it after it forms a view, kill the other leader, then heal.
 
@@ -315,7 +279,39 @@ def leader_without_quorum(rng: random.Random, start: Trigger, count: int) -> lis
     return faults
 
 
+def forgetful_first_view(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
+    """A node with a slow disk dies after the first view is proposed, and the leader is cut off.
+
+    Guards the disk: what a node has accepted must be on it before others count it. Only before the first view
+    do restarted nodes vote without others, so the faults do not wait for a view.
+    """
+    del start
+    names = [f"{chr(ord('a') + place)}" for place in range(count)]
+    victims = tuple(rng.sample(names, rng.randint(1, max(1, count // 2))))
+    step = rng.choice(("Propose", "AcceptProposal", "InstallView"))
+    return [
+        Fault(Trigger(rng.choice((0.5, 2.0))), "disk", victims, 8.0),
+        Fault(Trigger(rng.choice(DURING_VIEW_CHANGE_S), step, 1), "repartition", (LEADER,), LONG_S),
+        Fault(then(rng.choice(DURING_VIEW_CHANGE_S)), "kill", victims, 0.3),
+    ]
+
+
+def leader_dies_without_heir(rng: random.Random, start: Trigger, count: int) -> list[Fault]:
+    """The heir's connection is reset while a view is decided, and the leader dies at once.
+
+    Guards the pair: the leader's own vote counts only together with its heir's, which may take it.
+    """
+    worker = Fault(start, "worker", ranks(rng.randrange(count)))
+    step, number = rng.choice((("Propose", 1), ("AcceptProposal", 1), ("AcceptProposal", 1)))
+    reset = Fault(then(0.0, step, number), "reset", ranks(0, 1), 1.0)
+    cut = repartition(then(rng.choice((0.0, 0.005, 0.01))), 0, 1)
+    kill = Fault(then(rng.choice((0.0, 0.005, 0.01, 0.02))), "kill", ranks(0), rng.choice((5.0, LONG_S)))
+    return [worker, reset, kill, cut] if rng.random() < 0.5 else [worker, reset, cut, kill]
+
+
 VIEW_CHANGE_ATTACKS = (
+    machines_change_sides,
+    machines_change_sides,
     defecting_followers,
     defecting_followers,
     restarted_member_changes_side,
@@ -326,7 +322,11 @@ VIEW_CHANGE_ATTACKS = (
     member_changes_side,
     staggered_merge,
     leader_without_quorum,
-    second_leader,
+    forgetful_first_view,
+    forgetful_first_view,
+    leader_dies_without_heir,
+    leader_dies_without_heir,
+    leader_dies_without_heir,
 )
 ATTACKS_BY_FAMILY = {
     VIEW_CHANGES: VIEW_CHANGE_ATTACKS,
@@ -335,7 +335,6 @@ ATTACKS_BY_FAMILY = {
         reset_and_cut,
         reset_and_cut,
         resets,
-        second_leader,
         interrupted_proposal,
         restarted_member_changes_side,
     ),

@@ -16,11 +16,11 @@ from elastic_resume.agent.restart_controller import RestartController, WaitLog
 from elastic_resume.agent.round_evidence import RoundEvents
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.errors import JobFailedError
-from elastic_resume.events import EventLog
-from elastic_resume.policy.failure_classification import Failure, make_node_failure
+from elastic_resume.events import EventLog, parse_line
+from elastic_resume.policy.failure_classification import Failure, make_network_failure, make_node_failure
 from elastic_resume.policy.restart import RestartLimits
 from elastic_resume.rendezvous.core.events import EmitEvent, StartWorkers
-from elastic_resume.rendezvous.core.quorum import Incarnation
+from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.snapshot.progress_page import ProgressPage, WorkerProcess
 from tests.support.disks import SimulatedDisk
 from tests.support.processes import wait_for
@@ -51,7 +51,7 @@ def open_controller(
 
 def world(generation: int, *failures: Failure, nodes: str = "a") -> StartWorkers:
     """Return a view, by default of node a alone."""
-    members = tuple(Incarnation(node, "1", f"{node}:1") for node in nodes)
+    members = tuple(Incarnation(node, "1", 1, f"{node}:1") for node in nodes)
     return StartWorkers(generation, 0, members, "a:2", (1,) * len(nodes), failures=failures)
 
 
@@ -67,6 +67,15 @@ def test_controller_is_spare_after_spare_event(tmp_path: Path) -> None:
         assert not controller.is_spare
         controller.on_rendezvous_event(EmitEvent("spare", "generation 1 runs without this node"))
         assert controller.is_spare
+
+
+def test_event_of_a_wait_has_the_missing_nodes(tmp_path: Path) -> None:
+    """The report names them. Without missing nodes the field is absent."""
+    with open_controller(tmp_path) as (controller, _):
+        controller.on_rendezvous_event(EmitEvent("waiting", "for votes", ("b", "c")))
+        controller.on_rendezvous_event(EmitEvent("waiting", "for others"))
+    events = [parse_line(line) for line in (tmp_path / constants.EVENTS_FILE).read_text().splitlines()]
+    assert [event.get("missing") for event in events if event] == [["b", "c"], None]
 
 
 @pytest.mark.parametrize(("step", "fails"), [(7, False), (5, True)])
@@ -160,6 +169,24 @@ def test_restart_logs_its_cause_in_one_line(  # noqa: PLR0917 - the cases and th
         controller.after_rendezvous(world(2, *reported, nodes=nodes), membership_changed=nodes != "ab")
     assert caplog.messages == [line]
     assert capsys.readouterr().err == ""
+
+
+def test_starts_of_nodes_that_cannot_reach_each_other_never_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor do they when the world is the same again, or when the other nodes' failures are unknown here."""
+    with open_controller(tmp_path, RestartLimits(max_no_progress=2)) as (controller, log):
+        controller.after_rendezvous(world(1, nodes="ab"))
+        for generation in range(2, 9):
+            log.emit("failure", rank=0, type="RuntimeError", message="connect: No route to host")
+            log.emit("worker-exit", rank=0, signal=None, exit_code=1, stopped=False)
+            controller.list_unreachable_nodes = lambda: ("b",)
+            failure = controller.summarize_round().failure
+            assert failure == make_network_failure("a", ["b"])
+            controller.before_round(failed=True)
+            controller.list_unreachable_nodes = tuple
+            controller.after_rendezvous(world(generation, *[failure] * (generation % 2), nodes="ab"))
+    assert set(caplog.messages) == {"node a cannot reach b; restarting."}
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,19 @@
-"""What `prepare_launch` makes of flags, file, environment and scheduler. Nothing is started."""
+"""What `prepare_launch` makes of flags, file, environment and scheduler, and how a round begins."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest.mock import Mock, PropertyMock
 
 import pytest
 
 from elastic_resume import config
 from elastic_resume.agent import torchelastic
+from elastic_resume.errors import NodeFileError
+from elastic_resume.policy.restart import RoundSummary
+from elastic_resume.rendezvous.core.events import StartWorkers
+from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.schedulers import environment
 
 SLURM = {
@@ -80,6 +85,34 @@ def test_several_workers_get_one_thread_each_without_a_banner(
     assert "OMP_NUM_THREADS" not in os.environ
 
 
+def test_strict_reaches_the_rendezvous() -> None:
+    """No vote of a dead node counts then. Without the key it does."""
+    words = ["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:29400"]
+    for conf, is_strict in (([], False), (["--rdzv-conf", "strict=true"], True)):
+        config = prepare(*words, *conf).rendezvous_config
+        assert config.is_strict is is_strict
+        assert config.settings("127.0.0.1:29400").is_strict is is_strict
+
+
+@pytest.mark.parametrize(("conf", "launch"), [([], "slurm 77 0"), (["--rdzv-conf", "strict=true"], "")])
+def test_strict_job_keeps_its_votes_across_a_requeue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conf: list[str], launch: str
+) -> None:
+    """Slurm requeues a job although it does not reach one of its nodes, which may still train."""
+    opened = Mock(side_effect=NodeFileError("not now"))
+    monkeypatch.setattr(torchelastic, "DurableStateFile", opened)
+    config, context = prepare(*conf).rendezvous_config, environment.read_context(os.environ)
+    node_dir = Mock(path=tmp_path / "n0")
+    with (
+        pytest.raises(NodeFileError),
+        torchelastic.open_rendezvous(
+            config, node_dir, Mock(), context, on_log=Mock(), status_reporter=Mock()
+        ),
+    ):
+        pass
+    opened.assert_called_once_with(tmp_path / "n0", launch_id=launch, node="n0")
+
+
 def test_rdzv_conf_of_flag_keeps_other_keys_of_file(tmp_path: Path) -> None:
     """A timeout on the command line must not drop the file's token."""
     (tmp_path / "token").write_text("y" * 20)
@@ -88,3 +121,19 @@ def test_rdzv_conf_of_flag_keeps_other_keys_of_file(tmp_path: Path) -> None:
     spec = prepare("--config", "c.yaml", "--rdzv-conf", "last_call_timeout=9s")
     assert spec.rendezvous_config.last_call_timeout_s == 9
     assert spec.rendezvous_config.token == b"y" * 20
+
+
+def test_view_that_ended_before_its_workers_start_is_judged_all_the_same() -> None:
+    """Its failures may be why another node has left, and no later view carries them."""
+    members = tuple(Incarnation(name, name, 1, f"{name}:1") for name in ("n0", "n1"))
+    first = StartWorkers(3, 0, members, "n0:1", (1, 1))
+    client, controller = Mock(restart_reason=""), Mock()
+    client.join.side_effect = [first, StartWorkers(4, 0, members[:1], "n0:1", (1,))]
+    type(client).restart_requested = PropertyMock(side_effect=[True, False])
+    controller.summarize_round.return_value = RoundSummary()
+    handler = torchelastic.ElasticRendezvousHandler(
+        client, controller, Mock(), host="127.0.0.1", local_world_size=1, node_order=0
+    )
+    assert handler.next_rendezvous().world_size == 1
+    judged = [call.args[0].generation for call in controller.after_rendezvous.call_args_list]
+    assert judged == [3, 4]

@@ -17,6 +17,7 @@ from elastic_resume.policy.failure_classification import (
     EXIT,
     FAILURE_KINDS,
     HANG,
+    MAX_FAILURES,
     MAX_TEXT_CHARS,
     NODE_LOST,
     OOM,
@@ -24,15 +25,17 @@ from elastic_resume.policy.failure_classification import (
     SIGNAL,
     STUCK,
     Failure,
+    FailureLog,
     MemoryPressure,
+    bound_failures,
     classify_round,
     describe_failure,
     explain_verdict,
+    make_network_failure,
     make_node_failure,
     separate_root_causes,
     truncate_failure,
 )
-from elastic_resume.rendezvous.core.state import MAX_FAILURES, FailureLog, bound_failures
 
 Events = list[dict[str, Any]]
 NO_STRAIN = MemoryPressure()
@@ -197,6 +200,15 @@ OUT_OF_MEMORY = (
 WITH_FRAME = [report("ValueError", "boom", frame="t.py:3 in f"), end()]
 
 
+def test_network_failure_names_a_few_of_the_others() -> None:
+    """It may be many."""
+    assert describe_failure(make_network_failure("d", ["e"])) == "node d cannot reach e"
+    assert (
+        describe_failure(make_network_failure("d", list("abcef")))
+        == "node d cannot reach a, b, c, e and 1 more"
+    )
+
+
 @pytest.mark.parametrize(
     ("events", "pressure", "text"),
     [
@@ -255,6 +267,8 @@ def test_root_causes_keep_order_of_arrival() -> None:
     fault = failure("c", message="fc.weight", is_deterministic=True)
     assert separate_root_causes([first, second]).root_causes == (first, second)
     assert separate_root_causes([first, second, fault]).root_causes == (fault, first, second)
+    cut = make_network_failure("d", ["e"])
+    assert separate_root_causes([first, cut, fault]).root_causes == (fault, cut, first)
 
 
 def test_sigabrt_of_nccl_watchdog_is_secondary() -> None:

@@ -298,12 +298,14 @@ def test_listen_at_localhost_binds_loopback_alone(
     local: str | None,
     host_name: str,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Other machines cannot connect, also if a container is named localhost."""
+    """Other machines cannot connect, also if a container is named localhost. The user is warned of it."""
     monkeypatch.setattr(socket, "gethostname", lambda: host_name)
     answers["localhost"] = [["127.0.0.1"]]
     opened = listen(f"localhost:{port}", local)
     assert (opened.candidate_index, opened.host, bound(opened)) == (0, "localhost", ("127.0.0.1", port))
+    assert "--rdzv-endpoint has localhost, which is another machine on each node" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["node1", "NODE1", "node1."])

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 
 import pytest
 
-from elastic_resume.rendezvous.core import state
 from elastic_resume.rendezvous.core.events import Settings, StartWorkers
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.node import RendezvousNode
-from elastic_resume.rendezvous.core.quorum import Incarnation
 from elastic_resume.rendezvous.core.view_change import ViewChange
+from elastic_resume.rendezvous.core.world import Incarnation
 from tests.support.rendezvous_sim import schedule as kinds
 from tests.support.rendezvous_sim.__main__ import main
 from tests.support.rendezvous_sim.batch import run_chunk, run_parallel
@@ -22,13 +20,15 @@ from tests.support.rendezvous_sim.invariants import (
     EVENTUAL_VIEW,
     JOB_ENDS_EVERYWHERE,
     MONOTONIC_GENERATION,
-    ONE_RUNNING_VIEW,
+    NO_STEP_AFTER_SUCCESSOR,
+    ONE_DECISION,
     ONE_VIEW_PER_GENERATION,
+    ONE_WHOLE_VIEW,
     QUIESCENCE,
     STABLE_RANKS,
     InvariantChecker,
 )
-from tests.support.rendezvous_sim.mutations import BROKEN_RULES, BUGS, MUTATIONS, apply_mutation
+from tests.support.rendezvous_sim.mutations import BROKEN_RULES, MUTATIONS, apply_mutation
 from tests.support.rendezvous_sim.random_schedules import FAMILY_WEIGHTS, draw_schedule
 from tests.support.rendezvous_sim.schedule import Fault, JobSpec, NodeSpec, Schedule, Trigger
 from tests.support.rendezvous_sim.simulation import Result, run_schedule, run_seed
@@ -48,14 +48,16 @@ def test_schedules_violate_no_invariant(seeds: range) -> None:
     assert not failed, "\n\n".join(failed[:3])
 
 
-SPLIT_VIEWS = {ONE_RUNNING_VIEW, ONE_VIEW_PER_GENERATION}
+SPLIT_VIEWS = {ONE_WHOLE_VIEW, ONE_VIEW_PER_GENERATION, ONE_DECISION, NO_STEP_AFTER_SUCCESSOR}
 
 
 def find_split_views(rule: str, seeds: Sequence[int]) -> Iterator[Result]:
-    """Yield the schedules in which two views run or share a generation, with a rule broken."""
+    """Yield the small schedules in which two views run or share a generation, with a rule broken."""
     with apply_mutation(rule):
-        for seed in seeds:
-            result = run_seed(seed)
+        for schedule in map(draw_schedule, seeds):
+            if schedule.family == kinds.CROWDS:
+                continue
+            result = run_schedule(schedule)
             if SPLIT_VIEWS & result.violated:
                 yield result
 
@@ -65,50 +67,29 @@ def draw_family(family: str, seeds: range) -> Iterator[Schedule]:
     return (schedule for schedule in map(draw_schedule, seeds) if schedule.family == family)
 
 
-ONLY_IN_SCENARIOS = {"spares-prove-deaths", "no-grace-after-leaving", "announcements-ignored"}
-"""Mutations that random schedules do not find; scenarios do."""
-
-
 SEARCHED_FIRST = {
-    "currency-from-receipt": 680,
-    "late-refusal-proves-death": 1260,
-    "incarnations": 150,
-    "two-phase": 50,
-    "later-proposals": 50,
+    "votes-before-disk": 950,
+    "leader-votes-first": 345,
+    "end-undecided": 110,
+    "vote-while-running": 45,
+    "nothing-bound": 40,
+    "anyone-takes": 205,
+    "late-taking": 30,
 }
 """Seeds shortly before the first that found a rare mutation; the search goes round all of them from there."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mutation", sorted(BUGS.keys() - ONLY_IN_SCENARIOS))
-def test_mutation_is_found_within_2000_schedules(mutation: str) -> None:
-    """Each bug that was fixed comes back without its fix, and a checker reports it."""
-    first = SEARCHED_FIRST.get(mutation, 0)
-    with apply_mutation(mutation):
-        assert any(run_seed(seed).violations for seed in (*range(first, 2000), *range(first)))
-
-
 @pytest.mark.parametrize("rule", BROKEN_RULES)
 def test_broken_rule_forms_two_views(rule: str) -> None:
-    """Without any one of the four quorum rules a schedule forms two views, and a checker reports it."""
+    """Without any one clause a schedule decides two views, and a checker reports it."""
     first = SEARCHED_FIRST.get(rule, 0)
-    assert any(find_split_views(rule, (*range(first, 300), *range(first))))
+    assert any(find_split_views(rule, (*range(first, 2000), *range(first))))
 
 
 @pytest.mark.slow
-def test_forced_quorum_without_gap_reuses_generations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forced quorum does not know the views of the dead; only the gap keeps their generations unused."""
-    schedules = list(islice(draw_family(kinds.FORCED_QUORUM, range(3000)), 40))
-    assert not any(ONE_VIEW_PER_GENERATION in run_schedule(schedule).violated for schedule in schedules)
-    monkeypatch.setattr(state, "FORCED_GENERATION_GAP", 0)
-    assert any(ONE_VIEW_PER_GENERATION in run_schedule(schedule).violated for schedule in schedules)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [kinds.LOST_DISKS_AND_PARTITIONS, kinds.REJECTING_FIREWALL])
-def test_waived_invariants_are_violated_without_the_waiver(family: str) -> None:
-    """The known limits are real."""
-    schedules = islice(draw_family(family, range(30_000)), 600)
+def test_waived_invariants_are_violated_without_the_waiver() -> None:
+    """The known limit is real."""
+    schedules = islice(draw_family(kinds.REJECTING_FIREWALL, range(30_000)), 600)
     assert any(SPLIT_VIEWS & run_schedule(schedule, strict=True).violated for schedule in schedules)
 
 
@@ -130,12 +111,10 @@ def test_checkers_report_the_smallest_violation_of_each_invariant() -> None:
     """These follow the starts of workers."""
     assert check_starts(("a", 1, "ab", 0), ("b", 1, "ab", 1)) == []
     assert ONE_VIEW_PER_GENERATION in check_starts(("a", 1, "ab", 0), ("b", 1, "bc", 0))
-    assert check_starts(("a", 1, "ab", 0), ("c", 2, "c", 0)) == [ONE_RUNNING_VIEW]
+    assert check_starts(("a", 1, "ab", 0), ("c", 2, "c", 0)) == []
+    assert check_starts(("a", 1, "ab", 0), ("b", 1, "ab", 1), ("c", 2, "c", 0)) == [ONE_WHOLE_VIEW]
     assert check_starts(("a", 1, "ab", 1)) == [STABLE_RANKS]
     assert STABLE_RANKS in check_starts(("a", 1, "abc", 0), ("a", 2, "acb", 0))
-    assert STABLE_RANKS not in check_starts(("a", 1, "ab", 0), ("c", 2, "cbd", 0), ("d", 3, "db", 0)), (
-        "d knows of none"
-    )
     assert check_starts(("a", 2, "ab", 0), ("a", 2, "ab", 0)) == [MONOTONIC_GENERATION]
     assert MONOTONIC_GENERATION in check_starts(("a", 2, "ab", 0), ("a", 1, "ab", 0))
 
@@ -143,7 +122,7 @@ def test_checkers_report_the_smallest_violation_of_each_invariant() -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "instead", "checker"),
     [
-        (ViewChange, "_collect_joins", lambda _: {}, EVENTUAL_VIEW),
+        (ViewChange, "_collect_joins", lambda _, **__: {}, EVENTUAL_VIEW),
         (Leader, "_is_job_finished", lambda _: False, JOB_ENDS_EVERYWHERE),
         (RendezvousNode, "_compute_deadline", lambda self: self.state.now, QUIESCENCE),
     ],
@@ -162,27 +141,6 @@ def test_core_without_progress_or_rest_is_found(
     assert checker in run_schedule(schedule).violated
 
 
-@pytest.mark.parametrize("seed", [197120, 220612])
-def test_part_with_two_views_of_one_generation_need_not_form_another(seed: int) -> None:
-    """A rejecting firewall let both start; by what some nodes know the others have no quorum."""
-    assert draw_schedule(seed).family == kinds.REJECTING_FIREWALL
-    assert not run_seed(seed).violations
-
-
-@pytest.mark.parametrize(
-    "seed",
-    [
-        pytest.param(60008553, id="a follower learns of a death before it is welcomed"),
-        pytest.param(70065200, id="a node with a stuck disk leaves and becomes a new incarnation"),
-        pytest.param(80058237, id="a refused call is answered late, when the node has come back"),
-        pytest.param(70080964, id="a late node forms its own view and is lost"),
-    ],
-)
-def test_schedule_that_once_failed_violates_no_invariant(seed: int) -> None:
-    """Found by long runs: the leader waited for ever, or a live node counted as dead."""
-    assert not run_seed(seed).violations
-
-
 def test_seed_played_twice_gives_the_same_trace() -> None:
     """The trace is equal to the last message."""
     first, again = run_seed(7, with_trace=True), run_seed(7, with_trace=True)
@@ -198,9 +156,9 @@ def test_trace_does_not_change_the_result() -> None:
 
 def test_parallel_run_gives_the_result_of_one_process() -> None:
     """In the same order."""
-    seeds = range(45, 65)
-    results = list(run_parallel(seeds, "two-phase", jobs=2))
-    assert results == run_chunk(seeds, "two-phase")
+    seeds = range(20)
+    results = list(run_parallel(seeds, "any-half", jobs=2))
+    assert results == run_chunk(seeds, "any-half")
     assert any(result.violations for result in results)
 
 
@@ -220,7 +178,7 @@ def test_schedule_written_by_hand_is_played() -> None:
     schedules = [Schedule(seed, kinds.VIEW_CHANGES, job, faults) for seed in range(20)]
     assert "then InstallView 1 + 0.000 s  repartition a b for 60.00 s" in str(schedules[0])
     assert not [violation for schedule in schedules for violation in run_schedule(schedule).violations]
-    with apply_mutation("later-proposals"):
+    with apply_mutation("nothing-bound"):
         assert any(SPLIT_VIEWS & run_schedule(schedule).violated for schedule in schedules)
 
 
@@ -239,19 +197,6 @@ def test_leader_that_ended_the_job_unheard_keeps_its_views() -> None:
         assert not result.violations, result
 
 
-def test_quorum_forms_a_view_without_a_node_that_never_starts() -> None:
-    """One of three nodes alone does not."""
-    nodes = (NodeSpec("a"), NodeSpec("b"), NodeSpec("c", start_s=float("inf")))
-    job = JobSpec(nodes, Settings(("a", "b", "c"), max_nodes=3, heartbeats_per_timeout=4))
-    late = Fault(Trigger(8.0), "slow", ("a",), 0.1)
-    schedule = Schedule(1, kinds.SHORT_JOIN_TIMEOUT, job, (late,))
-    result = run_schedule(schedule)
-    assert not result.violations
-    assert result.view_count
-    alone = replace(job, nodes=(NodeSpec("a"), *(NodeSpec(name, start_s=float("inf")) for name in "bc")))
-    assert not run_schedule(replace(schedule, job=alone)).view_count
-
-
 def test_command_prints_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
     """It names the seeds, the speed and the invariants."""
     assert main(["--seeds", "5", "--jobs", "1"]) == 0
@@ -265,9 +210,9 @@ def test_failing_seed_prints_its_schedule_and_the_command_that_repeats_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The command fails in the same way and prints a trace."""
-    found = next(find_split_views("two-phase", range(100)))
+    found = next(find_split_views("any-half", range(100)))
     seed = str(found.schedule.seed)
-    arguments = ["--first", seed, "--seeds", "1", "--break", "two-phase"]
+    arguments = ["--first", seed, "--seeds", "1", "--break", "any-half"]
     assert main(arguments) == 1
     output = capsys.readouterr().out
     assert str(found) in output

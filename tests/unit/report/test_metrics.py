@@ -7,7 +7,7 @@ import json
 import re
 import urllib.error
 import urllib.request
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -17,16 +17,18 @@ from prometheus_client.parser import text_string_to_metric_families
 from elastic_resume import config
 from elastic_resume.errors import ConfigError
 from elastic_resume.policy.incidents import INCIDENT_KINDS
+from elastic_resume.rendezvous.net.status import RendezvousStatus
 from elastic_resume.report import metrics
+from elastic_resume.report.agent_status import AgentStatus
 from tests.support.paths import ROOT
-from tests.unit.agent.test_status import make_document
+from tests.unit.report.test_status import make_document, make_leader_status, make_members, make_status
 
 DASHBOARD = ROOT / "deploy" / "grafana" / "elastic-resume.json"
 
 
-def scrape(document: dict[str, Any]) -> dict[tuple[str, tuple[str, ...]], float]:
-    """Return a document's metrics as Prometheus parses them: name and label values to value."""
-    return samples(generate_latest(metrics.make_registry(lambda: document)).decode())
+def scrape(status: AgentStatus) -> dict[tuple[str, tuple[str, ...]], float]:
+    """Return an agent's metrics as Prometheus parses them: name and label values to value."""
+    return samples(generate_latest(metrics.make_registry(lambda: status)).decode())
 
 
 def samples(text: str) -> dict[tuple[str, tuple[str, ...]], float]:
@@ -38,11 +40,11 @@ def samples(text: str) -> dict[tuple[str, tuple[str, ...]], float]:
     }
 
 
-def test_scrape_has_metrics_of_job_and_nodes() -> None:
-    """Each number of the document has its metric."""
-    found = scrape(make_document(trouble=1))
+def test_scrape_of_leader_has_metrics_of_job_and_own_node() -> None:
+    """Each number of the status has its metric."""
+    found = scrape(make_leader_status(problem="disk full"))
     for name, labels, value in (
-        ("step", (), 101),
+        ("step", (), 100),
         ("steps_per_second", (), 2.5),
         ("generation", (), 3),
         ("world_nodes", (), 2),
@@ -58,39 +60,33 @@ def test_scrape_has_metrics_of_job_and_nodes() -> None:
         ("recovery_seconds_count", (), 2),
         ("recovery_seconds_sum", (), 0.8),
         ("node_step", ("n0",), 100),
-        ("snapshot_step", ("n1",), 99),
-        ("node_problem", ("n0",), 0),
-        ("node_problem", ("n1",), 1),
+        ("snapshot_step", ("n0",), 99),
+        ("node_problem", ("n0",), 1),
         ("commits_total", ("n0",), 0),
     ):
         assert found["elastic_resume_" + name, labels] == pytest.approx(value), name
     assert ("elastic_resume_checkpoint_step", ("n0",)) not in found, "there is none"
 
 
-def test_number_of_series_is_bounded_by_nodes_and_kinds() -> None:
-    """Another incident or step adds none."""
-    few, many = (len(scrape(make_document(count))) for count in (20, 30))
-    assert (many - few) % 10 == 0
-    assert few < 400
-    document = make_document()
-    document["totals"]["incidents"]["of a kind that somebody made up"] = 5
-    kinds = {labels for name, labels in scrape(document) if name == "elastic_resume_incidents_total"}
+def test_number_of_series_is_bounded_by_kinds() -> None:
+    """Another node, incident or step adds none."""
+    status = make_leader_status(1000)
+    assert len(scrape(status)) == len(scrape(make_leader_status(2))) < 100
+    made_up = replace(status, incidents=replace(status.incidents, by_kind=(("somebody made this up", 5),)))
+    kinds = {labels for name, labels in scrape(made_up) if name == "elastic_resume_incidents_total"}
     assert kinds == {(kind,) for kind in INCIDENT_KINDS}
 
 
-def test_node_without_status_has_no_samples() -> None:
-    """A new leader's zeros would count all commits again."""
-    document = make_document()
-    document["nodes"][1].update(status_age_s=None)
-    found = scrape(document)
-    assert ("elastic_resume_commits_total", ("n0",)) in found
-    assert not [name for name, labels in found if labels == ("n1",)]
+def test_agent_without_sample_exports_nothing_of_its_node() -> None:
+    """Zeros would count all commits again."""
+    found = scrape(replace(make_leader_status(), node_status=None))
+    assert ("elastic_resume_is_leader", ()) in found
+    assert not [name for name, labels in found if labels == ("n0",)]
 
 
 def test_follower_exports_no_metrics_of_the_job() -> None:
     """Sums over all agents would count them twice."""
-    document = {**make_document(), "is_leader": False}
-    names = {name for name, _ in scrape(document)}
+    names = {name for name, _ in scrape(make_status(RendezvousStatus(make_members(1)[0])))}
     assert "elastic_resume_node_step" in names
     assert not {f"elastic_resume_{name}" for name in (*metrics.JOB_GAUGES, "incidents_total")} & names
 
@@ -101,9 +97,7 @@ def test_dashboard_and_document_name_only_exported_metrics() -> None:
     asked = " ".join(
         target["expr"] for panel in dashboard["panels"] for target in panel["targets"]
     ) + " ".join(str(item.get("expr")) for item in dashboard["annotations"]["list"])
-    document = make_document()
-    document["nodes"][0].update(checkpoint_step=1, checkpoint_age_s=2.0)
-    exposed = {name for name, _ in scrape(document)}
+    exposed = {name for name, _ in scrape(make_leader_status(checkpoint_step=1, checkpoint_age_s=2.0))}
     names = set(re.findall(r"elastic_resume_\w+", asked))
     assert len(names) > 15
     assert names <= exposed
@@ -151,21 +145,21 @@ def test_metrics_flag_invalid_or_without_prometheus_client_is_refused(
 
 def test_scrape_over_http_is_read_only_and_empty_without_status(caplog: pytest.LogCaptureFixture) -> None:
     """Before an agent has its status, and after it ended, nothing is exported."""
-    documents: list[dict[str, Any]] = []
+    statuses: list[AgentStatus] = []
 
-    def status() -> dict[str, Any]:
-        if not documents:
+    def status() -> AgentStatus:
+        if not statuses:
             raise ConnectionRefusedError
-        return documents[0]
+        return statuses[0]
 
     caplog.set_level("DEBUG", "elastic_resume")
     metrics.serve_metrics(("127.0.0.1", 0), status)
     address = caplog.messages[0].removeprefix("metrics at ")
     with urllib.request.urlopen(address, timeout=20) as answer:  # noqa: S310 - of this process
         assert answer.read() == b""
-    documents.append(make_document())
+    statuses.append(make_leader_status())
     with urllib.request.urlopen(address, timeout=20) as answer:  # noqa: S310
-        assert samples(answer.read().decode())["elastic_resume_step", ()] == 101
+        assert samples(answer.read().decode())["elastic_resume_step", ()] == 100
     with pytest.raises(urllib.error.HTTPError, match="405"):
         urllib.request.urlopen(address, data=b"x", timeout=20)  # noqa: S310
     metrics.serve_metrics(("127.0.0.1", int(address.split(":")[2].split("/")[0])), status)

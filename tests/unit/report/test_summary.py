@@ -238,22 +238,19 @@ def write_log(path: Path, found: list[Event], torn: bytes = b"") -> None:
 
 @pytest.fixture
 def apart(tmp_path: Path) -> tuple[Path, Path, list[Event]]:
-    """Write a run whose node directories lie in two places; only n0 has the events of n2."""
+    """Write a run whose node directories lie in two places; the disk of n2 was wiped by a fault."""
     job = node_killed()
     by_node = {node: [item for item in job.events if item["node"] == node] for node in ("n0", "n1", "n2")}
     here, there = tmp_path / "a" / "run", tmp_path / "b" / "copies" / "n1"
     write_log(here / "n0" / constants.EVENTS_FILE, by_node["n0"])
-    write_log(
-        here / "n0" / constants.PEER_EVENTS_FILE, [*by_node["n2"], *by_node["n1"][:3], *by_node["n2"][:2]]
-    )
     write_log(there / constants.EVENTS_FILE, by_node["n1"])
     fault = {"t": 110.0, "event": "fault", "node": "n2", "pid": 1, "number": 1, "what": "kill-node"}
-    write_log(here / constants.FAULTS_FILE, [fault])
+    write_log(here / constants.FAULTS_FILE, [fault, *by_node["n2"], *by_node["n1"][:3], *by_node["n2"][:2]])
     return here, there, [*job.events, fault]
 
 
 def test_logs_of_several_places_are_merged(apart: tuple[Path, Path, list[Event]]) -> None:
-    """An event that the leader kept too counts once."""
+    """An event in two logs counts once."""
     here, there, every = apart
     found = load_run([here, there])
     assert sorted(map(repr, found.events)) == sorted(map(repr, every))
@@ -375,7 +372,10 @@ def test_verdict_of_waiting_nodes_names_the_missing_ones() -> None:
         "Waiting for a quorum since 1970-01-01 00:01:54 UTC, at step 10 after 24 s: n2, n3 are missing. "
     )
     assert "No failure" not in report.verdict.text
-    assert report.verdict.hints[0].startswith("start n2, n3 again; if dead for good: `elastic-resume force-q")
+    assert report.verdict.hints[0] == (
+        "start n2, n3 again, with their disks; if they are gone for good: end the job, remove "
+        "rendezvous.json from the node directories, and start it again"
+    )
     assert report.history.wait == incidents.Wait(114, ("n2", "n3"), report_runs.WAITS_FOR_QUORUM)
     assert ">waiting<" in html.render_page(report)
 

@@ -17,8 +17,8 @@ from elastic_resume.rendezvous.core.events import Send, Settings
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.messages import Heartbeat, Message, ReplicasDiverged, StateDigest
 from elastic_resume.rendezvous.core.peers import Link, Peer, PeerTable
-from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState, View
 from elastic_resume.rendezvous.core.state import NodeState
+from elastic_resume.rendezvous.core.world import Incarnation, View
 from tests.support.rendezvous_sim.invariants import InvariantChecker
 from tests.support.rendezvous_sim.network import Clock, Network
 from tests.support.rendezvous_sim.simulated_node import SimulatedNode
@@ -30,11 +30,11 @@ class Setting:
     """A leader `a` and its followers in generation 7, and all messages sent to them."""
 
     def __init__(self, names: str = "abc", *, on: str = "stop") -> None:
-        self.incarnations = {name: Incarnation(name, "1") for name in names}
+        self.incarnations = {name: Incarnation(name, name) for name in names}
         members = tuple(self.incarnations.values())
         self.state = NodeState(Settings(("a",), resume_from_majority=on != "stop"), members[0], None, 0.0)
         self.view = View(7, members, members[0])
-        self.state.quorum_state = QuorumState(1, self.view)
+        self.state.adopt_view(self.view)
         self.state.running_view = self.view
         peers = PeerTable()
         for number, name in enumerate(names[1:]):
@@ -78,8 +78,8 @@ def test_digests_of_other_generations_and_of_spares_are_ignored() -> None:
     setting = Setting()
     setting.add_digest("a", 64, ONE)
     setting.add_digest("b", 64, OTHER, generation=6)
-    setting.detector.add_digest(Incarnation("spare", "1"), StateDigest(7, 64, OTHER))
-    setting.detector.add_digest(Incarnation("b", "0"), StateDigest(7, 64, OTHER))
+    setting.detector.add_digest(Incarnation("spare", "spare"), StateDigest(7, 64, OTHER))
+    setting.detector.add_digest(Incarnation("b", "b", 0), StateDigest(7, 64, OTHER))
     assert setting.detector.diverged_since is None
     setting.detector.reset()
     setting.add_digest("b", 64, OTHER)

@@ -2,46 +2,84 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
+from elastic_resume.policy.reasons import SettingDiffers
 from elastic_resume.rendezvous.core.events import Settings
 from elastic_resume.rendezvous.core.leader import Admission
-from elastic_resume.rendezvous.core.messages import Hello, JoinSpec
+from elastic_resume.rendezvous.core.messages import Hello
 from elastic_resume.rendezvous.core.peers import Link, Peer, PeerTable
-from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState, View
 from elastic_resume.rendezvous.core.state import NodeState
-from elastic_resume.rendezvous.core.view_change import ViewChange
-
-A, B, C, D = (Incarnation(name, "1", f"{name}:1", candidate_index=at) for at, name in enumerate("abcd"))
-
-
-def test_refused_call_lets_a_waiting_leader_propose() -> None:
-    """Three of four nodes died at once; the last leads before its calls to them are refused."""
-    state = NodeState(Settings(("a:1", "b:1", "c:1"), max_nodes=4), D, None, 100.0)
-    state.set_quorum_state(QuorumState(3, View(1, (A, B, C, D), A), (), frozenset({A})))
-    state.join = JoinSpec("d:2", 1)
-    view_change = ViewChange(state, PeerTable(), {})
-    view_change.advance()
-    assert "1 of the 2 required votes" in view_change.wait_reason
-    state.view_current_until = state.now + 1
-    state.mark_dead_at("b:1", state.quorum_state)
-    state.mark_dead_at("c:1", state.quorum_state)
-    state.now = view_change.started_at + state.settings.node_timeout_s  # their leases have expired
-    view_change.advance()
-    assert view_change.pending is not None
-    assert view_change.pending.view.members == (D,)
+from elastic_resume.rendezvous.core.view_change import MAX_BACKOFF_S, Backoff
+from elastic_resume.rendezvous.core.world import Ballot, Incarnation, View
 
 
 def test_admission_accepts_a_restarted_node_whose_former_process_still_follows() -> None:
-    """The leader was suspended, and learns of the follower's death from its next process."""
-    leader = Incarnation("a", "1", "a", 0)
-    former, newer = Incarnation("c", "1", "c", 2), Incarnation("c", "2", "c", 2)
-    installed = View(1, (leader, former), leader)
+    """The leader was suspended, and learns of the follower's end from its next process."""
+    leader = Incarnation("a", "disk a", 1, "a", 0)
+    former, newer = (Incarnation("c", "disk c", boot, "c", 2) for boot in (1, 2))
+    view = View(1, (leader, former), leader)
     state = NodeState(Settings(("a", "b", "c"), max_nodes=3), leader, None, 100.0)
-    state.set_quorum_state(QuorumState(3, installed))
+    state.adopt_view(view)
     peers = PeerTable()
     peers.add(Peer(former, Link(-1, peer=former)))
-    known = QuorumState(3, installed, (View(2, (newer,), newer),), frozenset({former}))
-    admission = Admission(
-        state, peers, lambda peer, _: state.emit_event("lost", str(peers.remove(peer.incarnation)))
+    admission = Admission(state, peers, lambda peer, _: peers.remove(peer.incarnation))
+    hello = Hello(
+        newer, view, Ballot(), 2, has_followed_another=False, node_timeout_s=3.0, min_nodes=1, max_nodes=3
     )
-    assert admission.check_hello(Hello(newer, known, 2, node_timeout_s=3.0, min_nodes=1, max_nodes=3)) is None
-    assert state.quorum_state.dead == {former}
+    refused = admission.check_hello(hello)
+    assert refused is not None
+    assert refused.refusal == SettingDiffers("host 1 of the list in --rdzv-endpoint", "missing", "a")
+    hello = Hello(
+        newer,
+        view,
+        Ballot(),
+        2,
+        has_followed_another=False,
+        node_timeout_s=3.0,
+        min_nodes=1,
+        max_nodes=3,
+        candidates=("a", "b", "c"),
+    )
+    assert admission.check_hello(hello) is None
+    assert state.voter.ended == {former}
+
+
+def test_each_setback_doubles_the_wait() -> None:
+    """The first costs nothing, a view that lasts forgets them, and the wait has a limit."""
+    node, backoff = Incarnation("d", "disk"), Backoff(node_timeout_s=3.0)
+    waits = []
+    for _ in range(4):
+        backoff.add(node, 10.0)
+        waits.append(backoff.wait_until(node) - 10.0)
+    assert waits == [0.0, 3.0, 9.0, 21.0]
+    for _ in range(9):
+        backoff.add(node, 10.0)
+    assert backoff.wait_until(node) == 10.0 + MAX_BACKOFF_S
+    backoff.remove(node)
+    assert backoff.wait_until(node) < 0
+
+
+@pytest.mark.parametrize(
+    ("theirs", "difference"),
+    [
+        (("a", "c", "b"), (2, "c", "b")),
+        (("localhost", "b", "c"), (1, "localhost", "a")),
+        (("a", "b"), (3, "missing", "c")),
+        (("a", "b", "c", "d"), (4, "d", "missing")),
+    ],
+)
+def test_admission_names_the_first_candidate_that_differs(
+    theirs: tuple[str, ...], difference: tuple[int, str, str]
+) -> None:
+    """The order counts: a candidate's place is its vote before the first view."""
+    state = NodeState(Settings(("a", "b", "c")), Incarnation("a", "disk a", 1, "a", 0), None, 0.0)
+    admission = Admission(state, PeerTable(), lambda *_: None)
+    sender = Incarnation("x", "disk x", 1, "x")
+    hello = replace(state.make_hello(), sender=sender, candidates=theirs)
+    refused = admission.check_hello(hello)
+    assert refused is not None
+    number, *values = difference
+    assert refused.refusal == SettingDiffers(f"host {number} of the list in --rdzv-endpoint", *values)

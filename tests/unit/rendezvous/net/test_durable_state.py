@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from elastic_resume.errors import NodeFileError
 from elastic_resume.rendezvous.core.events import PersistentState
-from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState, View
+from elastic_resume.rendezvous.core.world import NO_VIEW, Accepted, Ballot, Incarnation, View
 from elastic_resume.rendezvous.net.durable_state import (
     RENDEZVOUS_STATE_FILE,
     DurableStateFile,
@@ -17,8 +18,11 @@ from elastic_resume.rendezvous.net.durable_state import (
 )
 from elastic_resume.schedulers import environment
 
-A, B = Incarnation("a", "1", "a:1", 0), Incarnation("b", "1", "b:1")
-STATE = PersistentState(A, QuorumState(1, View(4, (A, B), A), dead=frozenset({B})), 5)
+A, B = Incarnation("a", "1", 2, "a:1", 0), Incarnation("b", "2", 1, "b:1")
+BALLOT = Ballot(3, "1", 2)
+STATE = PersistentState(
+    A, View(4, (A, B), A), BALLOT, Accepted(BALLOT, View(5, (A,), A)), frozenset({"2"}), 5
+)
 
 
 def test_state_file_returns_what_was_written(tmp_path: Path) -> None:
@@ -51,31 +55,38 @@ def test_state_file_with_a_changed_digit_is_an_error(tmp_path: Path) -> None:
     """The digest covers the whole state."""
     DurableStateFile(tmp_path).write(STATE)
     record = json.loads((tmp_path / RENDEZVOUS_STATE_FILE).read_text())
-    record["memory"][2] += 1
+    record["memory"][-1] += 1
     (tmp_path / RENDEZVOUS_STATE_FILE).write_text(json.dumps(record))
     with pytest.raises(NodeFileError):
         DurableStateFile(tmp_path)
 
 
-def test_state_file_of_the_version_before_force_quorum_is_read(tmp_path: Path) -> None:
-    """The member that it lacks has its default."""
-    DurableStateFile(tmp_path).write(STATE)
-    record = json.loads((tmp_path / RENDEZVOUS_STATE_FILE).read_text())
-    del record["memory"][1][-1]
-    assert len(record["memory"][1]) == 6
-    record["digest"] = _compute_digest(record["memory"])
-    (tmp_path / RENDEZVOUS_STATE_FILE).write_text(json.dumps(record))
-    assert DurableStateFile(tmp_path).state == STATE
+def write_memory(directory: Path, memory: object) -> None:
+    """Write a state file with this value and its digest."""
+    record = {"memory": memory, "digest": _compute_digest(memory), "launch": ""}
+    (directory / RENDEZVOUS_STATE_FILE).write_text(json.dumps(record))
 
 
-@pytest.mark.parametrize("removed", [2, 6])
-def test_state_file_that_lacks_more_is_an_error(tmp_path: Path, removed: int) -> None:
+def test_state_file_of_protocol_4_keeps_generation_and_tells_disks_apart(tmp_path: Path) -> None:
+    """Its views have no vote. Nodes with one disk id would count as one voter."""
+    disk_ids = set()
+    for process in ("0123456789abcdef", "fedcba9876543210"):
+        quorum_state = [3, f"4;a,{process},a:1,0;a,{process},a:1,0", [], [], [], 0, 0]
+        write_memory(tmp_path, [["a", process, "a:1", 0], quorum_state, 5])
+        state = DurableStateFile(tmp_path, node="a").state
+        assert state is not None
+        assert state == PersistentState(state.incarnation, NO_VIEW, Ballot(), None, frozenset(), 5)
+        assert (state.incarnation.node, state.incarnation.boot) == ("a", 0)
+        disk_ids.add(state.incarnation.disk_id)
+    assert len(disk_ids) == 2
+
+
+@pytest.mark.parametrize("removed", [1, 2, 3, 4])
+def test_state_file_that_lacks_fields_is_an_error(tmp_path: Path, removed: int) -> None:
     """No version wrote such a state."""
     DurableStateFile(tmp_path).write(STATE)
-    record = json.loads((tmp_path / RENDEZVOUS_STATE_FILE).read_text())
-    del record["memory"][1][-removed:]
-    record["digest"] = _compute_digest(record["memory"])
-    (tmp_path / RENDEZVOUS_STATE_FILE).write_text(json.dumps(record))
+    memory = json.loads((tmp_path / RENDEZVOUS_STATE_FILE).read_text())["memory"]
+    write_memory(tmp_path, memory[:-removed])
     with pytest.raises(NodeFileError, match="is damaged"):
         DurableStateFile(tmp_path)
 
@@ -92,12 +103,12 @@ def test_state_file_that_lacks_more_is_an_error(tmp_path: Path, removed: int) ->
 def test_new_launch_of_the_whole_job_forgets_earlier_views(
     tmp_path: Path, before: str, now: str, forgotten: bool
 ) -> None:
-    """The scheduler ended their processes first. Generations continue to count."""
+    """The scheduler ended their processes first. Generations and ballots continue to count."""
     DurableStateFile(tmp_path, launch_id=before).write(STATE)
     state = DurableStateFile(tmp_path, launch_id=now).state
     assert state is not None
-    assert (state.quorum_state == QuorumState(1)) is forgotten
-    assert (state.incarnation, state.max_generation) == (A, 5)
+    expected = replace(STATE, view=NO_VIEW, accepted=None, taken=frozenset()) if forgotten else STATE
+    assert state == expected
 
 
 @pytest.mark.parametrize(
@@ -115,7 +126,7 @@ def test_slurm_launch_id_differs_between_starts_of_a_job(environ: dict[str, str]
 
 
 def test_state_file_of_another_node_is_refused(tmp_path: Path) -> None:
-    """Used as ours, it would count the other node dead while it lives."""
+    """Used as ours, two nodes would cast the vote of one disk."""
     DurableStateFile(tmp_path).write(STATE)
     with pytest.raises(NodeFileError, match="belongs to node 'a', but this is node 'b'"):
         DurableStateFile(tmp_path, node="b")

@@ -18,28 +18,30 @@ from pathlib import Path
 
 import pytest
 
+from elastic_resume.policy.reasons import Departure, LeaderReason, NameTaken, SettingDiffers, Wait
 from elastic_resume.rendezvous.core.messages import (
+    AcceptProposal,
+    AskVote,
+    Decided,
     EndView,
     FailJob,
     Header,
     Heartbeat,
     Hello,
     InstallView,
-    JobEnd,
     JoinRequest,
     JoinSpec,
     LeaderAnnouncement,
     LeaveNotice,
     Message,
     NodeFinished,
-    ProposalAck,
-    ProposeView,
+    Propose,
     Redirect,
     Refused,
-    WaitReason,
+    Waiting,
     Welcome,
 )
-from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState, View
+from elastic_resume.rendezvous.core.world import NO_VIEW, Accepted, Ballot, Incarnation, JobEnd, View, Vote
 from elastic_resume.rendezvous.net import protocol
 from elastic_resume.rendezvous.net.connection import ConnectionLimits, HandshakeLimiter, LogThrottle
 from tests.support.rendezvous_nodes import (
@@ -65,7 +67,6 @@ LIMITS = ConnectionLimits(
     max_unauthenticated=64, handshake_timeout_s=TIMEOUT_S, max_queued_bytes=1 << 18, log_interval_s=0.01
 )
 NONCE = "0" * 64
-KNOWN = QuorumState(3)
 MIB = 1 << 20
 
 
@@ -96,9 +97,25 @@ def node(request: pytest.FixtureRequest, running: list[SocketNode]) -> Iterator[
     )
 
 
-def make_hello(incarnation: Incarnation, node_timeout_s: float = NODE_TIMEOUT_S) -> Hello:
-    """Return the first message of a node of this job."""
-    return Hello(incarnation, KNOWN, 0, node_timeout_s=node_timeout_s, min_nodes=1, max_nodes=3)
+def make_hello(
+    node: SocketNode,
+    incarnation: Incarnation,
+    *,
+    node_timeout_s: float = NODE_TIMEOUT_S,
+    max_nodes: int = 3,
+) -> Hello:
+    """Return the first message of a node of the same job as ``node``."""
+    return Hello(
+        incarnation,
+        NO_VIEW,
+        Ballot(),
+        0,
+        has_followed_another=False,
+        node_timeout_s=node_timeout_s,
+        min_nodes=1,
+        max_nodes=max_nodes,
+        candidates=node.candidates,
+    )
 
 
 def check_undisturbed(running: list[SocketNode]) -> None:
@@ -127,7 +144,7 @@ UNAUTHENTICATED = {
     "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\n", "not JSON"),
     "another job": (protocol.encode_greeting("another", NONCE), "belongs to job 'another'"),
     "another version": (b'{"elastic_resume":99,"run":"job","nonce":"00"}\n', "protocol version '99'"),
-    "a bad nonce": (b'{"elastic_resume":4,"run":"job","nonce":"00","status_only":false}\n', "nonce"),
+    "a bad nonce": (b'{"elastic_resume":5,"run":"job","nonce":"00","status_only":false}\n', "nonce"),
     "deep JSON": (b"[" * 4000 + b"\n", "not JSON"),
     "a large number": (b'{"elastic_resume":' + b"9" * 4000 + b"}\n", "protocol version"),
     "no proof": (protocol.encode_greeting(RUN, NONCE) + b"{}\n", "the fields proof"),
@@ -224,7 +241,7 @@ def test_connection_closed_in_a_line_leaves_nothing(node: SocketNode) -> None:
             peer.sendall(protocol.encode_greeting(RUN, NONCE)[:size])
     with connect(node.address) as peer:
         authenticate(peer)
-        peer.sendall(b'{"header":[1,0,0,0.0],"type":"He')
+        peer.sendall(b'{"header":[1,0,0],"type":"He')
 
 
 def test_idle_connections_do_not_lock_members_out(node: SocketNode) -> None:
@@ -236,7 +253,7 @@ def test_idle_connections_do_not_lock_members_out(node: SocketNode) -> None:
             held.enter_context(connect(node.address)).sendall(protocol.encode_greeting(RUN, NONCE))
         with connect(node.address) as peer:
             authenticate(peer)
-            send_messages(peer, make_hello(Incarnation("late", "x"), node_timeout_s=1.0))
+            send_messages(peer, make_hello(node, Incarnation("late", "x"), node_timeout_s=1.0))
             assert isinstance(receive_message(peer), (Refused, Redirect)), (
                 "a peer with the token gets an answer"
             )
@@ -263,11 +280,11 @@ def test_memory_for_unauthenticated_peers_is_bounded(node: SocketNode) -> None:
 GARBAGE = {
     "no JSON": (b"garbage\n", "not JSON"),
     "another type": (
-        b'{"header":[1,0,0,0.0],"type":"Reboot","body":[]}\n',
+        b'{"header":[1,0,0],"type":"Reboot","body":[]}\n',
         "there is no message 'Reboot'",
     ),
     "a stamp too short": (b'{"header":[1],"type":"Heartbeat","body":[]}\n', "header"),
-    "a number out of range": (b'{"header":[1,0,0,0.0],"type":"ProposalAck","body":[-1]}\n', "ProposalAck"),
+    "a number out of range": (b'{"header":[1,0,0],"type":"NodeFinished","body":[-1]}\n', "NodeFinished"),
 }
 
 
@@ -281,7 +298,7 @@ def test_authenticated_peer_that_sends_garbage_is_dropped(node: SocketNode) -> N
         wait_for_log(node, reason, since)
 
 
-HEARTBEAT = protocol.encode(Header(1, 0, 7, 0.5), Heartbeat())
+HEARTBEAT = protocol.encode(Header(1, 0, 7), Heartbeat())
 INJECTED: dict[str, Callable[[protocol.LineAuthenticator], bytes]] = {
     "binary": lambda _: bytes(range(256)),
     "less than a digest": lambda _: b"\n",
@@ -322,7 +339,7 @@ def test_queue_for_a_peer_that_never_reads_is_bounded(node: SocketNode) -> None:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         peer.connect((host, int(port)))
         proof = authenticate(peer)
-        question = make_hello(Incarnation("late", "x"), node_timeout_s=1.0)
+        question = make_hello(node, Incarnation("late", "x"), node_timeout_s=1.0)
         line = protocol.encode(Header(1, 0), question)
         sender = EndlessSender(peer, lambda: b"".join(proof.signer.sign(line) for _ in range(100)))
         sender.start()
@@ -332,25 +349,29 @@ def test_queue_for_a_peer_that_never_reads_is_bounded(node: SocketNode) -> None:
 
 def all_messages() -> list[Message]:
     """Return a message of every type, from a peer that is neither leader nor member."""
-    impostor = Incarnation("unauthenticated", "x", "127.0.0.1:1", None)
+    impostor = Incarnation("unauthenticated", "x", 1, "127.0.0.1:1")
     world = View(10**6, (impostor,), impostor)
-    known = QuorumState(3, world, (), frozenset())
+    ballot = Ballot(10**6, "x", 1)
+    proposal = Accepted(ballot, world)
     return [
-        Welcome(impostor, known, resumes_view=True),
+        Welcome(impostor, world),
         Redirect("127.0.0.1:1"),
-        Refused("gone", is_permanent=True),
+        Refused(SettingDiffers("--nnodes", "1:2", "1:4")),
         JoinRequest(JoinSpec("127.0.0.1:1", 1)),
         Heartbeat(),
-        ProposeView(world, known),
-        ProposalAck(1),
+        AskVote(1, ballot),
+        Vote(1, ballot, proposal),
+        Propose(1, proposal),
+        AcceptProposal(1, ballot, is_acceptance=True),
         InstallView(10**6, "127.0.0.1:1", (1,)),
-        EndView(1, "says a peer", known),
-        WaitReason("says a peer"),
+        Decided(world),
+        EndView(1, LeaderReason.PAUSED),
+        Waiting(Wait.LINK_BROKEN),
         FailJob("says a peer"),
         NodeFinished(1),
         JobEnd(10**6, "says a peer"),
-        LeaveNotice("says a peer", known),
-        LeaderAnnouncement(impostor, 0, 0, 9),
+        LeaveNotice(Departure("says a peer"), is_final=True),
+        LeaderAnnouncement(impostor, 0, 0, 0, 9),
     ]
 
 
@@ -366,11 +387,12 @@ def test_messages_of_a_role_that_the_peer_lacks_change_nothing(node: SocketNode)
 
 def test_peer_with_other_settings_is_refused(node: SocketNode) -> None:
     """The leader refuses it; a member redirects it to the leader."""
-    ours = make_hello(Incarnation("late", "x", "127.0.0.1:1", None))
+    ours = make_hello(node, Incarnation("late", "x", 1, "127.0.0.1:1"))
     for other in (
         replace(ours, node_timeout_s=99.0),
-        replace(ours, quorum_state=QuorumState(5)),
+        replace(ours, candidates=ours.candidates[:2]),
         replace(ours, max_nodes=4),
+        replace(ours, is_strict=True),
     ):
         with connect(node.address) as peer:
             authenticate(peer)
@@ -382,9 +404,9 @@ def test_peer_with_the_name_of_a_live_node_is_refused(node: SocketNode) -> None:
     """The first agent of that name keeps its membership."""
     with connect(node.address) as peer:
         authenticate(peer)
-        send_messages(peer, make_hello(Incarnation("n1", "another life", "127.0.0.1:1")))
+        send_messages(peer, make_hello(node, Incarnation("n1", "another disk", 1, "127.0.0.1:1")))
         answer = receive_message(peer)
-    assert isinstance(answer, Redirect) or (isinstance(answer, Refused) and "called n" in answer.reason)
+    assert isinstance(answer, Redirect) or (isinstance(answer, Refused) and answer.refusal == NameTaken("n1"))
 
 
 @pytest.mark.parametrize("answers", [True, False], ids=["after an answer", "after its welcome"])
@@ -396,8 +418,8 @@ def test_unreachable_spare_is_dropped_without_a_view_change(tmp_path: Path, *, a
         alone.worlds.get(timeout=30)
         with connect(alone.address) as peer:
             authenticate(peer)
-            late = Incarnation("late", "x", "127.0.0.1:1")
-            send_messages(peer, Hello(late, QuorumState(1), 0, node_timeout_s=1.0, min_nodes=1, max_nodes=1))
+            late = Incarnation("late", "x", 1, "127.0.0.1:1")
+            send_messages(peer, make_hello(alone, late, node_timeout_s=1.0, max_nodes=1))
             assert isinstance(receive_message(peer), Welcome)
             if answers:
                 send_messages(peer, Heartbeat())
@@ -421,7 +443,7 @@ def test_stolen_identity_costs_one_view_change_at_most(tmp_path: Path) -> None:
         leader, victim = built[leads.index(True)], built[leads.index(False)]
         with connect(leader.address) as peer:
             authenticate(peer)
-            send_messages(peer, make_hello(victim.incarnation, node_timeout_s=1.0))
+            send_messages(peer, make_hello(leader, victim.incarnation, node_timeout_s=1.0))
             admitted = isinstance(receive_message(peer), Welcome)
             send_messages(peer, Heartbeat())
             # The real node replaces it in the end.

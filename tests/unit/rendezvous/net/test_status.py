@@ -1,4 +1,4 @@
-"""Status updates between nodes, and status clients: limited in size, and without effect on the view."""
+"""Status clients: limited in number, and without effect on the view."""
 
 from __future__ import annotations
 
@@ -10,19 +10,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from elastic_resume.rendezvous.core.messages import Header, Heartbeat, Hello
-from elastic_resume.rendezvous.core.quorum import Incarnation, QuorumState
-from elastic_resume.rendezvous.core.status import (
-    MAX_QUEUED_BYTES,
-    MAX_UPDATE_BYTES,
-    EventLines,
-    NodeStatus,
-    StatusOutbox,
-    StatusUpdate,
-)
+from elastic_resume.rendezvous.core.messages import Hello
+from elastic_resume.rendezvous.core.world import NO_VIEW, Ballot, Incarnation
 from elastic_resume.rendezvous.net import protocol, status
 from elastic_resume.rendezvous.net.connection import ConnectionLimits
 from elastic_resume.rendezvous.net.protocol import ProtocolError
@@ -45,71 +35,7 @@ from tests.support.rendezvous_nodes import (
 pytestmark = pytest.mark.slow
 
 STATUS_KEY = protocol.derive_status_key(TOKEN)
-A, B = Incarnation("a", "1", "a:1"), Incarnation("b", "1", "b:1")
-
-
-# ---- StatusOutbox --------------------------------------------------------------------------------------
-
-
-@given(
-    st.lists(st.lists(st.text(st.characters(exclude_characters="\n"), max_size=9), max_size=4), max_size=9)
-)
-def test_outbox_sends_lines_once_in_order_and_again_to_another_leader(batches: list[list[str]]) -> None:
-    """Each update has the number of its first line."""
-    outbox = StatusOutbox()
-    received: list[str] = []
-    for batch in batches:
-        outbox.add(None, batch)
-        update = outbox.take(A)
-        if update:
-            assert update.first_line_number == len(received)
-            received += update.event_lines
-    assert received == [line for batch in batches for line in batch]
-    assert outbox.take(A) is None
-    again = outbox.take(B)
-    assert (list(again.event_lines), again.first_line_number) == (received, 0) if again else not received
-
-
-def test_outbox_sends_the_newest_node_status_once() -> None:
-    """An older status is dropped."""
-    outbox = StatusOutbox()
-    outbox.add(NodeStatus(step=1), [])
-    outbox.add(NodeStatus(step=2), [])
-    assert outbox.take(A) == StatusUpdate(NodeStatus(step=2))
-    assert outbox.take(A) is None
-
-
-def test_outbox_limits_each_heartbeat_and_the_queue() -> None:
-    """The oldest lines are dropped and leave a gap in the numbers; a line that is too long is left out."""
-    outbox = StatusOutbox()
-    line = '"' * 500
-    outbox.add(None, ["x" * (MAX_UPDATE_BYTES + 1), *[line] * 3000])
-    before = 3001
-    received = 0
-    firsts = []
-    while (update := outbox.take(A)) is not None:
-        sent = protocol.encode(Header(1, 2), Heartbeat(None, update))
-        assert len(sent) < MAX_UPDATE_BYTES + 1000
-        assert protocol.decode(sent[:-1])[1] == Heartbeat(None, update)
-        firsts.append(update.first_line_number)
-        received += len(update.event_lines)
-    assert 0 < received * len(line) <= MAX_QUEUED_BYTES
-    assert firsts[0] == before - received, "dropped lines are missing in the numbers"
-    outbox.add(None, ["new"])
-    assert outbox.take(A) == StatusUpdate(None, before, EventLines(("new",)))
-
-
-@pytest.mark.parametrize(
-    "news", [["a\nb"], ["x" * (MAX_UPDATE_BYTES + 1)], [1], ["x"] * 2000, ["\ud800"], "x", None]
-)
-def test_malformed_event_lines_are_refused(news: object) -> None:
-    """The error names the field."""
-    line = json.dumps({"header": [1, 2, 3, 0.5], "type": "Heartbeat", "body": [None, [None, 0, news]]})
-    with pytest.raises(ProtocolError, match=r"Heartbeat\.status_update\.event_lines"):
-        protocol.decode(line.encode())
-
-
-# ---- status clients ------------------------------------------------------------------------------------
+A = Incarnation("a", "1", 1, "a:1")
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +96,7 @@ def test_status_key_does_not_admit_a_member(pair: list[SocketNode], monkeypatch:
                 authenticate(peer, STATUS_KEY)
             assert is_disconnected(peer)
     with status_client(pair[0].address) as peer:
-        send_messages(peer, Hello(A, QuorumState(1), 99))
+        send_messages(peer, Hello(A, NO_VIEW, Ballot(), 99, has_followed_another=False))
         assert is_disconnected(peer)
     check_undisturbed(pair)
 

@@ -1,0 +1,142 @@
+"""Find members that this node's workers cannot reach, although both sides reach the leader.
+
+A worker that connects to a node behind a cut link waits for long: the kernel repeats its request for 135 s,
+and gloo tries several times. So until a worker has come out of `er.resume`, `PeerProbe` looks for a
+connection of a worker that nobody answers. Then it dials the agents of the other members. It also does so
+when a worker fails because it could not connect. Without such a sign it dials nobody: a firewall may block
+connections between agents that training does not need.
+
+The leader ends the generation and leaves a node out. A probe that found a pair dials on, in the node that is
+left out or in the other, and reports when all answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+
+from elastic_resume.background import BackgroundThread
+from elastic_resume.policy.failure_classification import Failure
+from elastic_resume.rendezvous.core.events import StartWorkers
+from elastic_resume.rendezvous.core.world import Incarnation
+
+QUIET_NODE_TIMEOUTS = 2
+"""Most workers have come out of `er.resume` so soon after a start."""
+MAX_LOOK_INTERVAL_S = 60.0
+ATTEMPTS = 3
+"""Together they take a node timeout. By then the leader has lost a node that nobody reaches."""
+MAX_PEERS = 64
+MAX_PARALLEL_DIALS = 16
+# "unhandled system error" is NCCL's, also for a connection that failed.
+_FAILED_CONNECT_PATTERN = re.compile(
+    r"time(d |-)?out|no route to host|unreachable|unhandled system error", re.IGNORECASE
+)
+
+
+class PeerProbe:
+    """Looks for unreachable members in a thread, from `start` to `close`."""
+
+    def __init__(
+        self,
+        node_timeout_s: float,
+        report: Callable[[int, tuple[str, ...]], object],
+        has_resumed: Callable[[], bool],
+    ) -> None:
+        """``report`` takes a generation and the unreachable nodes, or none if all answer again.
+
+        ``has_resumed`` returns whether a worker of this generation has come out of `er.resume`.
+        """
+        self._node_timeout_s = node_timeout_s
+        self._report = report
+        self._has_resumed = has_resumed
+        self._world: StartWorkers | None = None
+        self._unreachable: list[Incarnation] = []
+        """The nodes that did not answer: members of this generation, or nodes that it leaves out."""
+        self._look_at = self._look_interval_s = 0.0
+        self._thread = BackgroundThread("peer-probe", self.poll)
+        self.start, self.close = self._thread.start, self._thread.request_close
+
+    def list_unreachable_nodes(self) -> tuple[str, ...]:
+        """Return the names of the members of this generation that did not answer, since it began here."""
+        members = {member.node for member in self._world.members} if self._world else set()
+        return tuple(member.node for member in self._unreachable if member.node in members)
+
+    def begin_generation(self, world: StartWorkers) -> None:
+        """Forget what was found about these members; the workers of the generation start now."""
+        members = {member.node for member in world.members}
+        self._look_interval_s = self._node_timeout_s
+        self._look_at = time.monotonic() + QUIET_NODE_TIMEOUTS * self._node_timeout_s
+        self._world = world
+        self._unreachable = [node for node in self._unreachable if node.node not in members]
+
+    def handle_failure(self, failure: Failure) -> None:
+        """Dial the other members if a worker has failed because it could not connect to one."""
+        is_failed_connect = _FAILED_CONNECT_PATTERN.search(f"{failure.type} {failure.message}")
+        is_new = self._world and not self.list_unreachable_nodes() and not self._has_resumed()
+        if self._world and is_new and is_failed_connect:
+            self._dial(self._world, list_peers(self._world))
+
+    def poll(self) -> float:
+        """Look once; return the seconds until the next time."""
+        world, now, peers = self._world, time.monotonic(), []
+        is_new = not self.list_unreachable_nodes() and not self._has_resumed()
+        if world and is_new and now >= self._look_at:
+            self._look_at = now + self._look_interval_s
+            self._look_interval_s = min(2 * self._look_interval_s, MAX_LOOK_INTERVAL_S)
+            peers = list_peers(world) if has_unanswered_connection() else []
+        if world and (peers or self._unreachable):
+            self._dial(world, peers)
+        return self._node_timeout_s / ATTEMPTS
+
+    def _dial(self, world: StartWorkers, peers: Sequence[Incarnation]) -> None:
+        """Dial these members, and the nodes that did not answer before."""
+        before = self._unreachable
+        unreachable = find_unreachable([*before, *peers], self._node_timeout_s)
+        if world is self._world and unreachable != before:
+            self._unreachable = unreachable
+            self._report(world.generation, tuple(member.node for member in unreachable))
+
+
+def list_peers(world: StartWorkers) -> list[Incarnation]:
+    """Return the other members, those of the nearest ranks first, at most `MAX_PEERS`."""
+    size = len(world.members)
+    distances = sorted(range(1, size), key=lambda distance: min(distance, size - distance))
+    return [world.members[(world.rank + distance) % size] for distance in distances[:MAX_PEERS]]
+
+
+def find_unreachable(members: Sequence[Incarnation], timeout_s: float) -> list[Incarnation]:
+    """Return the members whose hosts answer no attempt; the attempts to one of them take ``timeout_s``."""
+    for _ in range(ATTEMPTS):
+        with ThreadPoolExecutor(MAX_PARALLEL_DIALS, "peer-probe") as pool:
+            answers = list(pool.map(lambda member: _answers(member, timeout_s / ATTEMPTS), members))
+        members = [member for member, has_answered in zip(members, answers, strict=True) if not has_answered]
+    return list(members)
+
+
+def _answers(member: Incarnation, timeout_s: float) -> bool:
+    """Return whether a member's host answers. A refusal is an answer; an unknown name proves nothing."""
+    host, _, port = member.address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
+    except (ConnectionRefusedError, socket.gaierror):
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def has_unanswered_connection() -> bool:
+    """Return whether a process below this one opens a TCP connection that has no answer yet."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            # psutil 6 has renamed it.
+            list_connections = getattr(process, "net_connections", None) or process.connections
+            if any(connection.status == psutil.CONN_SYN_SENT for connection in list_connections("tcp")):
+                return True
+    return False

@@ -1,0 +1,197 @@
+"""What a node knows of views, and how it votes: the voter's side of Paxos, and what it must keep on disk.
+
+`Voter` promises ballots, accepts proposals, and adopts decided views. It also keeps what `taken_votes` needs:
+the last contacts with leaders and followers, and which processes have ended for certain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from elastic_resume.rendezvous.core import events, messages
+from elastic_resume.rendezvous.core.peers import Link
+from elastic_resume.rendezvous.core.taken_votes import may_take, may_vote
+from elastic_resume.rendezvous.core.world import (
+    NO_VIEW,
+    Accepted,
+    Ballot,
+    Electorate,
+    Incarnation,
+    View,
+    Vote,
+)
+
+
+class Voter:
+    """One node as a voter. Each change of what has to be on disk gives a new `version`."""
+
+    def __init__(
+        self,
+        settings: events.Settings,
+        incarnation: Incarnation,
+        persistent_state: events.PersistentState | None,
+        now: float,
+        max_generation: int,
+    ) -> None:
+        self.settings = settings
+        self.incarnation = incarnation
+        self.now = now
+        former = persistent_state or events.PersistentState(
+            incarnation, NO_VIEW, Ballot(), None, frozenset(), 0
+        )
+        generation = max(max_generation, former.max_generation)
+        if settings.single_node:
+            # No other node exists, so nobody of an earlier view can vote.
+            former = replace(former, view=View(generation, ()), accepted=None, taken=frozenset())
+        self.known = replace(former, incarnation=incarnation, max_generation=generation)
+        """What is to be on disk."""
+        self.version = 1  # a process counts its boot on disk before it sends anything
+        self.has_followed_another = False
+        """Whether this process has followed, or voted for, another than the view's leader."""
+        self.newest_ballot = self.known.promised
+        """The greatest ballot known, of any node."""
+        self.follow_links: dict[tuple[Incarnation, bool], Link] = {}
+        """The newest link to each leader that this node followed (True) and to each follower (False).
+
+        A link stays here after it has ended, with the times of the last contact.
+        """
+        self.ended: set[Incarnation] = set()
+        """Processes of members, and of others with a link, that have ended for certain."""
+        self.takeable: set[tuple[Incarnation, bool]] = set()
+        """Those of them that died while this node followed them (True) or led them (False)."""
+        self.mark_former_ended(incarnation)
+
+    def _change(self, **fields: Any) -> None:
+        self.known = replace(self.known, **fields)
+        self.version += 1
+
+    # What is decided, promised and accepted.
+
+    @property
+    def view(self) -> View:
+        """The newest view that is known to be decided."""
+        return self.known.view
+
+    @property
+    def electorate(self) -> Electorate:
+        """Who decides the successor of the newest view."""
+        return Electorate(self.view, len(self.settings.candidates))
+
+    @property
+    def is_voter(self) -> bool:
+        """Whether this node votes on the successor of the newest view."""
+        return self.electorate.find_key(self.incarnation) is not None
+
+    def adopt_view(self, view: View, source: Incarnation | None) -> None:
+        """Learn from `source` that a view is decided; forget the votes on it."""
+        generation = max(self.known.max_generation, view.generation)
+        self._change(view=view, accepted=None, taken=frozenset(), max_generation=generation)
+        # Another leader may have decided it, and may lead this node in the next slot too.
+        self.has_followed_another = source is None or source != view.leader
+        self.ended = {member for member in self.ended if view.rank(member) is not None}
+        kept_since = self.now - 2 * self.settings.node_timeout_s  # a role ends a silent link earlier
+        self.follow_links = {
+            key: link
+            for key, link in self.follow_links.items()
+            if view.rank(key[0]) is not None or link.last_received_at > kept_since
+        }
+        self.mark_former_ended(self.incarnation)
+
+    def promise(self, ballot: Ballot) -> None:
+        """Accept no ballot before this one."""
+        self.note_ballot(ballot)
+        if ballot > self.known.promised:
+            self._change(promised=ballot)
+
+    def note_ballot(self, ballot: Ballot) -> None:
+        """Note that a ballot is in use."""
+        self.newest_ballot = max(self.newest_ballot, ballot)
+
+    def accept(self, proposal: Accepted) -> None:
+        """Accept a proposal of a ballot that is not before the promised one."""
+        self.promise(proposal.ballot)
+        self._change(accepted=proposal)
+
+    def take_votes(self) -> None:
+        """Take the votes of the dead that this node may take: see `taken_votes`."""
+        if self.settings.is_strict or self.has_followed_another:
+            return
+        taken = {
+            dead.disk_id
+            for dead, led in self.takeable
+            if led == (dead == self.view.leader) and may_take(self.view, self.incarnation, dead)
+        }
+        if not taken <= self.known.taken:
+            self._change(taken=self.known.taken | taken)
+
+    def make_vote(self) -> Vote:
+        """Return this node's vote for the ballot that it promised."""
+        known = self.known
+        return Vote(known.view.generation, known.promised, known.accepted, known.taken)
+
+    def may_vote_for(self, proposer: Incarnation, question: messages.AskVote) -> bool:
+        """Return whether this node may vote in a ballot of `proposer` now: see `taken_votes`."""
+        if self.settings.is_strict:
+            return True
+
+        def is_free_of(taker: Incarnation) -> bool:
+            return taker.disk_id in question.harmless or self.is_free_of(taker)
+
+        return may_vote(self.view, self.incarnation, proposer, is_free_of=is_free_of)
+
+    def note_vote_for(self, proposer: Incarnation) -> None:
+        """Note for whom this node has voted."""
+        if proposer != self.view.leader:
+            self.has_followed_another = True
+
+    def record_generation(self, generation: int) -> None:
+        """Note that a generation is in use."""
+        if generation > self.known.max_generation:
+            self._change(max_generation=generation)
+
+    # Processes that have ended.
+
+    def is_free_of(self, process: Incarnation) -> bool:
+        """Return whether `process`, the newest view's leader or its heir, cannot take this node's vote."""
+        if process in self.ended:
+            return True
+        link = self.follow_links.get((process, process == self.view.leader))
+        return link is None or self.now >= link.last_received_at + self.settings.node_timeout_s
+
+    def mark_ended(self, process: Incarnation) -> None:
+        """Note that a process has ended for certain; take its vote if the last contact is recent enough."""
+        if process in self.ended or process == self.incarnation:
+            return
+        self.ended.add(process)
+        for leads in (True, False):
+            link = self.follow_links.get((process, leads))
+            if link and link.followed_nobody_else and self.now < link.acked_sent_at + self.settings.lease_s:
+                self.takeable.add((process, leads))
+
+    def mark_former_ended(self, incarnation: Incarnation) -> None:
+        """Note that the earlier processes of a node's disk have ended."""
+        member = self.view.find_disk(incarnation.disk_id)
+        if member and member.boot < incarnation.boot:
+            self.mark_ended(member)
+
+    def mark_ended_at(self, call: Link) -> None:
+        """Note that the processes at an address have ended, because it has refused a call.
+
+        An agent listens at one address all its life. The answer may come late, so only processes count that
+        this node knew when it dialled.
+        """
+        known = [
+            peer for (peer, _), link in self.follow_links.items() if link.last_received_at <= call.dialled_at
+        ]
+        if call.view_at_dial is self.view:
+            known += self.view.members
+        for process in [process for process in known if process.address == call.address]:
+            links = [self.follow_links.get((process, leads)) for leads in (True, False)]
+            if all(call.proves_end(link.ip_address) for link in links if link):
+                self.mark_ended(process)
+
+    def find_absent_members(self, present: Iterable[Incarnation]) -> set[Incarnation]:
+        """Return the members of the newest view that are not present and may come."""
+        return set(self.view.members).difference(present) - self.ended

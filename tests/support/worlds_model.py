@@ -1,0 +1,792 @@
+"""Explore the rule that decides the sequence of worlds, exhaustively: breadth first, every interleaving.
+
+    python -m tests.support.worlds_model nodes=3 crashes=1 strict=True
+    python -m tests.support.worlds_model nodes=2 newcomers=1 slots=2 crashes=2 e4=False
+
+World 1 has the members a, b, c, ... in rank order and is at work; newcomers follow them in the alphabet. With
+`first=True` nothing is decided yet, and the same nodes are the candidates of --rdzv-endpoint.
+
+There is no network and no clock. Whatever was sent is kept, and anybody reads it in any order, once, often or
+never. A window ("f is free of its leader", "the leader is free of its heir") may be over at any moment.
+`Config` lists the clauses of the rule; a clause that is taken out must break an invariant:
+
+I1  A slot is never decided with two values. With lost disks: no two disks that exist know different values.
+I2  There are never two whole worlds. A world is whole if each member is up in its incarnation of the world,
+    knows that the world is decided, and has not joined a ballot for its successor.
+I3  No world is whole while a later slot is decided (with lost disks: known to a disk that exists).
+
+A slot depends only on the value of the slot before, and a node forgets a slot when it learns a later one. So
+`late=True`, where nodes learn world 1 at any time and may be dead before, stands for every later slot.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, combinations
+from typing import Any, NamedTuple
+
+Incarnation = tuple[int, int]  # node, life
+Bits = int  # of nodes
+DISK = 16  # A life is DISK * (number of the disk) + (number of starts of the node's name).
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of an exploration, and the clauses of the rule."""
+
+    nodes: int = 3  # members of world 1
+    newcomers: int = 0
+    leader: int = 0  # rank of world 1's leader
+    slots: int = 1  # successors that are decided
+    ballots: tuple[int, ...] = (2, 2)  # for each slot
+    owners: tuple[str, ...] = ()  # for each ballot: "L" leader, "H" heir, "*" others; () is everybody
+    crashes: int = 1
+    lost: int = 0  # restarts with an empty disk
+    end: bool = True  # the end of the job may be proposed
+    first: bool = False  # start before world 1
+    late: bool = False
+    check_i1: bool = True
+    strict: bool = False  # without the exception
+    half_with_lowest: bool = True  # exactly half is a quorum only with rank 0
+    all_candidates: bool = False  # the first world needs all candidates, not half of them
+    members_only: bool = True
+    by_disk: bool = True  # an acceptor is a disk, not a name
+    own_promise: bool = True  # who begins a ballot has promised it, and leads it until it promises another
+    durable_promise: bool = True
+    durable_accept: bool = True
+    stop_on_join: bool = True
+    repropose: str = "value"  # "value" (count by value), "always" (Paxos), "never"
+    end_decided: bool = True
+    take_alive: bool = True  # only the incarnation that is in the world takes votes
+    take_elsewhere: bool = True  # L takes none once it joined others; H none once it joined any but L
+    e1_window: bool = True
+    e2_window: bool = True
+    e2_only_heir: bool = True
+    e3_durable: bool = True
+    e3_accept_first: bool = True  # a proposer accepts its proposal before it sends it
+    e4: bool = True
+    e5: bool = True
+    e6: bool = True
+    e7_followers: bool = True
+    e7_leader: bool = True
+    e8: str = "off"  # whose votes replace a quorum's: "members", as in the product, or "everybody"
+    known_losses: bool = False  # a disk is lost only while all others know what is decided
+    e8_accept: bool = True  # everybody accepts, and not only joins
+
+
+class World(NamedTuple):
+    """A value of a slot; without members it is the end of the job or, in the last slot, any other value."""
+
+    generation: int
+    members: tuple[Incarnation, ...] = ()
+    leader: Incarnation | None = None
+    heir: Incarnation | None = None
+    before: int = 0
+    token: int = 0
+
+
+class Node(NamedTuple):
+    """A node's disk and process. All but the first three fields are about the successor of `world`."""
+
+    life: int
+    up: int
+    world: int
+    promised: int = 0
+    accepted: int = 0  # ballot
+    value: int = 0
+    taken: Bits = 0  # members whose votes it took
+    elsewhere: int = 0  # it has joined a ballot that bars it from taking votes
+
+
+class Join(NamedTuple):
+    """A promise, and what its node had accepted and taken."""
+
+    node: int
+    life: int
+    accepted: int
+    value: int
+    taken: Bits
+
+
+class Ballot(NamedTuple):
+    """All messages of one ballot."""
+
+    world: int
+    number: int
+    owner: Incarnation | None  # None: anybody but the leader and the heir
+    value: int = 0  # the proposal
+    joins: tuple[Join, ...] = ()
+    plain: Bits = 0  # votes of acceptors that count by themselves
+    late: Bits = 0  # votes of restarted acceptors
+    cast: Bits = 0  # taken votes
+    guests: Bits = 0  # agreement of nodes without a vote
+
+
+class State(NamedTuple):
+    """Nodes, ballots in order, and for each world the nodes whose windows are over."""
+
+    nodes: tuple[Node, ...]
+    ballots: tuple[Ballot, ...] = ()
+    free: tuple[tuple[int, Bits], ...] = ()
+
+
+Step = tuple[tuple[Any, ...], State]
+
+
+class Model:
+    """The states and steps of one configuration."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.first_generation = 0 if config.first else 1
+        self.last_generation = self.first_generation + config.slots
+        self.total = config.nodes + config.newcomers
+        self.everybody = (1 << self.total) - 1
+        # Without lost disks I1 and I3 imply I2. Then the last slot's values need no members: only whether two
+        # are equal matters. A free choice is any value so far or a fresh one, a superset of what joins allow.
+        self.tokens = not config.lost
+        # Whether every ballot has a certain owner.
+        self.named = config.lost > 0 or not (config.take_alive and config.e2_only_heir)
+        self.worlds: list[World] = []
+        self.ids: dict[World, int] = {}
+        self.places: list[dict[int, int]] = []  # for each world: node -> life of the member
+        self.quorums: dict[tuple[int, Bits], bool] = {}
+        members = tuple((node, 0) for node in range(config.nodes))
+        self.intern(World(0, members))
+        self.start = 0 if config.first else self.world(1, members, members[config.leader], 0)
+        self.first = State((Node(0, 1, 0 if config.late else self.start),) * self.total)
+
+    def intern(self, world: World) -> int:
+        """Return the number of a world, which is cheap to compare and to hash."""
+        if world not in self.ids:
+            self.ids[world] = len(self.worlds)
+            self.worlds.append(world)
+            self.places.append(dict(world.members))
+        return self.ids[world]
+
+    def world(
+        self, generation: int, members: tuple[Incarnation, ...], leader: Incarnation, before: int
+    ) -> int:
+        """Return the number of a world, without its leader and heir where nobody uses them."""
+        heir = next((member for member in members if member != leader), None)
+        if self.config.strict or generation == self.last_generation or heir is None:
+            return self.intern(World(generation, members, before=before))
+        return self.intern(World(generation, members, leader, heir, before))
+
+    def is_acceptor(self, world: int, node: int, life: int) -> bool:
+        """Return whether an incarnation runs on the disk of a member."""
+        member = self.places[world].get(node)
+        if member is None:
+            return not self.config.members_only
+        return member // DISK == life // DISK or not world or not self.config.by_disk
+
+    def quorum(self, world: int, votes: Bits) -> bool:
+        """Return whether members are a quorum of a world."""
+        key = world, votes
+        if key not in self.quorums:
+            members = [node for node, _ in self.worlds[world].members]
+            voters = members if self.config.members_only else range(self.total)
+            twice = 2 * sum(votes >> node & 1 for node in voters)
+            half = (
+                world
+                and twice == len(members)
+                and (votes >> members[0] & 1 or not self.config.half_with_lowest)
+            )
+            everybody = not world and self.config.all_candidates
+            self.quorums[key] = twice == 2 * len(members) if everybody else twice > len(members) or bool(half)
+        return self.quorums[key]
+
+    def counts(self, ballot: Ballot, node: int, life: int, reports: dict[int, Bits]) -> bool:
+        """Return whether a vote counts in a ballot whose joiners report to have taken `reports` (E7)."""
+        leader, heir = self.worlds[ballot.world].leader, self.worlds[ballot.world].heir
+        if leader is None or heir is None or self.places[ballot.world].get(node) in (life, None):
+            return True
+        if not (self.config.e7_leader if node == leader[0] else self.config.e7_followers):
+            return True
+        guard = heir[0] if node == leader[0] else leader[0]
+        return guard in reports and not reports[guard] >> node & 1
+
+    def reports(self, nodes: tuple[Node, ...], ballot: Ballot, joins: tuple[Join, ...]) -> dict[int, Bits]:
+        """Return the votes taken by each joiner; who leads a ballot is a joiner of it."""
+        taken = {
+            join.node: join.taken for join in joins if self.is_acceptor(ballot.world, join.node, join.life)
+        }
+        if ballot.owner and self.leads(nodes, ballot) and self.is_acceptor(ballot.world, *ballot.owner):
+            taken[ballot.owner[0]] = nodes[ballot.owner[0]].taken
+        return taken
+
+    def leads(self, nodes: tuple[Node, ...], ballot: Ballot) -> bool:
+        """Return whether the ballot's owner can still lead it."""
+        if ballot.owner is None:
+            return True
+        node = nodes[ballot.owner[0]]
+        return (
+            node.life == ballot.owner[1]
+            and bool(node.up)
+            and node.world == ballot.world
+            and (node.promised == ballot.number or not self.config.own_promise)
+        )
+
+    def chosen(self, state: State) -> list[Ballot]:
+        """Return the ballots that have decided."""
+        result = []
+        for ballot in state.ballots:
+            if not ballot.value or not ballot.plain | ballot.late:
+                continue
+            votes = ballot.plain | ballot.cast
+            if ballot.late:
+                reports = self.reports(state.nodes, ballot, ballot.joins)
+                for node in range(self.total):
+                    if ballot.late >> node & 1 and self.counts(ballot, node, -1, reports):
+                        votes |= 1 << node | reports.get(node, 0)
+            own = ballot.plain | ballot.late
+            if self.quorum(ballot.world, votes) or (
+                own
+                and (
+                    self.all_replaced(ballot.world, votes, ballot.joins)
+                    or (self.config.e8 == "everybody" and own | ballot.guests == self.everybody)
+                )
+            ):
+                result.append(ballot)
+        return result
+
+    def all_replaced(self, world: int, votes: Bits, joins: tuple[Join, ...]) -> bool:
+        """Return whether all members without a vote have joined with another disk (E8 of the product)."""
+        if self.config.e8 == "everybody" and not self.config.e8_accept:
+            return {join.node for join in joins} == set(range(self.total))
+        replaced = sum(
+            1 << node
+            for node in {join.node for join in joins if not self.is_acceptor(world, join.node, join.life)}
+        )
+        return self.config.e8 == "members" and not sum(1 << node for node in self.places[world]) & ~(
+            votes | replaced
+        )
+
+    def may_lose_disk(self, state: State, i: int, chosen: list[Ballot]) -> bool:
+        """Return whether a disk may be lost by the premise of the exception."""
+        newest = max((self.worlds[ballot.value].generation for ballot in chosen), default=0)
+        others = (self.worlds[node.world] for j, node in enumerate(state.nodes) if j != i)
+        return not self.config.known_losses or all(world.generation >= newest for world in others)
+
+    @staticmethod
+    def ended(nodes: tuple[Node, ...], member: Incarnation) -> bool:
+        """Return whether a process has ended for certain."""
+        return nodes[member[0]].life != member[1] or not nodes[member[0]].up
+
+    def waits_for_window(self, state: State, i: int, ballot: Ballot, heir_voted: bool) -> bool:
+        """Return whether node i needs the end of a window to join or accept in a ballot (E4, E5, E6)."""
+        node = state.nodes[i]
+        leader, heir = self.worlds[node.world].leader, self.worlds[node.world].heir
+        if leader is None or heir is None or self.places[node.world].get(i) != node.life:
+            return False
+        if i != leader[0]:
+            return self.config.e5 and ballot.owner != leader and not self.ended(state.nodes, leader)
+        if self.ended(state.nodes, heir):
+            return False
+        return self.config.e4 and not heir_voted if ballot.owner == leader else self.config.e6
+
+    def freed(self, state: State, i: int, waits: bool) -> tuple[tuple[int, Bits], ...]:
+        """Return the windows that are over, with node i's.
+
+        The end of a window allows its node more, and others less. So it is enough to let it end when its node
+        first needs it.
+        """
+        windows = dict(state.free)
+        if waits:
+            world = state.nodes[i].world
+            windows[world] = windows.get(world, 0) | 1 << i
+        return tuple(sorted(windows.items()))
+
+    def bars(self, i: int, node: Node, owner: Incarnation | None) -> int:
+        """Return whether node i may not take votes after it joined a ballot of `owner`."""
+        world = self.worlds[node.world]
+        me = i, node.life
+        if me not in (world.leader, world.heir) or node.elsewhere or not self.config.take_elsewhere:
+            return node.elsewhere
+        return int(owner != me and (owner != world.leader or me != world.heir))
+
+    def steps(self, state: State) -> Iterator[Step]:
+        """Yield every step that somebody can take, with its description."""
+        table = {(ballot.world, ballot.number): ballot for ballot in state.ballots}
+        chosen = self.chosen(state)
+        crashes = sum(node.life % DISK + (not node.up) for node in state.nodes)
+        lost = sum(node.life // DISK for node in state.nodes)
+        for i, node in enumerate(state.nodes):
+            if not node.up:
+                yield self.step(state, i, self.restarted(node), "restarts")
+                if lost < self.config.lost and self.may_lose_disk(state, i, chosen):
+                    life = DISK * (node.life // DISK + 1) + node.life % DISK + 1
+                    yield self.step(state, i, Node(life, 1, 0), "restarts with an empty disk")
+                continue
+            if crashes < self.config.crashes:
+                yield self.step(state, i, node._replace(up=0, elsewhere=0), "crashes")
+            yield from self.learn(state, i, chosen)
+            world = self.worlds[node.world]
+            if not world.members or not self.first_generation <= world.generation < self.last_generation:
+                continue
+            if (node.world, 0) in table:
+                continue
+            for number in range(1, self.config.ballots[world.generation - self.first_generation] + 1):
+                ballot = table.get((node.world, number))
+                if ballot and ballot.value:
+                    yield from self.accept(state, i, ballot)
+                elif ballot:
+                    yield from self.join(state, i, ballot)
+                else:
+                    for owner in self.owners(state, node.world, number):
+                        yield from self.join(state, i, Ballot(node.world, number, owner))
+            yield from self.take(state, i, table)
+        for ballot in state.ballots:
+            if not ballot.value and self.leads(state.nodes, ballot):
+                for value in sorted(self.proposals(state, ballot)):
+                    what = ("proposal in ballot", ballot.number, ballot.owner, self.worlds[value])
+                    after = state
+                    if ballot.owner and self.config.e3_accept_first:
+                        i = ballot.owner[0]
+                        node = state.nodes[i]._replace(accepted=ballot.number, value=value)
+                        _, after = self.step(state, i, node)
+                    yield what, after._replace(ballots=self.put(state, ballot._replace(value=value)))
+
+    def step(self, state: State, i: int, node: Node, *what: Any) -> Step:
+        """Return the state with another node i, and what happened to it."""
+        nodes = (*state.nodes[:i], node, *state.nodes[i + 1 :])
+        return ((i, state.nodes[i].life), *what), State(nodes, state.ballots, state.free)
+
+    def put(self, state: State, ballot: Ballot) -> tuple[Ballot, ...]:
+        """Return the ballots with another one in the place of its old self."""
+        return tuple(sorted([other for other in state.ballots if other[:2] != ballot[:2]] + [ballot]))
+
+    def restarted(self, node: Node) -> Node:
+        """Return a node that starts again with its disk."""
+        keep = self.config
+        return Node(
+            node.life + 1,
+            1,
+            node.world,
+            node.promised if keep.durable_promise else 0,
+            node.accepted if keep.durable_accept else 0,
+            node.value if keep.durable_accept else 0,
+            node.taken if keep.e3_durable else 0,
+        )
+
+    def learn(self, state: State, i: int, chosen: list[Ballot]) -> Iterator[Step]:
+        """Learn a decided world: from anybody who ever knew it, or with lost disks from processes that exist.
+
+        What a process on a lost disk sent has to be discarded, and is not modelled.
+        """
+        node = state.nodes[i]
+        values = {other.world for other in state.nodes if other.up or not self.config.lost}
+        values |= {
+            ballot.value
+            for ballot in chosen
+            if not self.config.lost or (ballot.owner == (i, node.life) and self.leads(state.nodes, ballot))
+        }
+        if self.config.late:
+            values.add(self.start)
+        if not self.config.end_decided and (i, node.life) in self.worlds[node.world].members:
+            values.add(self.intern(World(self.worlds[node.world].generation + 1, before=node.world)))
+        for value in sorted(values):
+            generation = self.worlds[value].generation
+            last = self.tokens and generation == self.last_generation and self.config.end_decided
+            if generation > self.worlds[node.world].generation and not last:
+                yield self.step(state, i, Node(node.life, 1, value), "learns", self.worlds[value])
+
+    def owners(self, state: State, world: int, number: int) -> list[Incarnation | None]:
+        """Return who may begin a ballot. Ballots are numbered in their order, so each has one owner.
+
+        Without lost disks it matters only whether that is the leader, the heir or somebody else.
+        """
+        kinds = self.config.owners[number - 1] if self.config.owners else "LH*"
+        leader, heir = self.worlds[world].leader, self.worlds[world].heir
+        result: list[Incarnation | None] = []
+        for i, node in enumerate(state.nodes):
+            kind = "L" if (i, node.life) == leader else "H" if (i, node.life) == heir else "*"
+            if (
+                node.up
+                and node.world == world
+                and node.promised < number
+                and kind in kinds
+                and (kind != "*" or self.named)
+            ):
+                result.append((i, node.life))
+        if not self.named and ("*" in kinds or leader is None):
+            result.append(None)
+        return result
+
+    def join(self, state: State, i: int, ballot: Ballot) -> Iterator[Step]:
+        """Join a ballot: promise it, end the workers, and report what was accepted and taken.
+
+        The first who joins lets the owner begin: it promises the ballot, though that may not count yet (E4).
+        """
+        node = state.nodes[i]
+        own = ballot.owner == (i, node.life) and not any(join.node == i for join in ballot.joins)
+        if (not self.is_acceptor(node.world, i, node.life) and self.config.e8 == "off") or not (
+            node.promised < ballot.number or (own and node.promised == ballot.number)
+        ):
+            return
+        heir_joined = any((join.node, join.life) == self.worlds[node.world].heir for join in ballot.joins)
+        waits = self.waits_for_window(state, i, ballot, heir_joined)
+        join = Join(i, node.life, node.accepted, node.value, node.taken)
+        joined = node._replace(promised=ballot.number, elsewhere=self.bars(i, node, ballot.owner))
+        what, after = self.step(
+            state,
+            i,
+            joined,
+            "joins ballot",
+            ballot.number,
+            ballot.owner,
+            join,
+            "after its window" if waits else "",
+        )
+        if ballot.owner and not ballot.joins and self.config.own_promise:
+            owner = ballot.owner[0]
+            _, after = self.step(after, owner, after.nodes[owner]._replace(promised=ballot.number))
+        new = ballot._replace(joins=tuple(sorted((*ballot.joins, join))))
+        yield what, State(after.nodes, self.put(state, new), self.freed(state, i, waits))
+
+    def accept(self, state: State, i: int, ballot: Ballot) -> Iterator[Step]:
+        """Accept a proposal, for the dead whose votes are held, too."""
+        node = state.nodes[i]
+        acceptor = self.is_acceptor(node.world, i, node.life)
+        own = ballot.owner == (i, node.life) and not (ballot.plain | ballot.late) >> i & 1
+        if ballot.number < max(node.promised, 1) or ballot.number < node.accepted + (not own):
+            return
+        if not acceptor and (
+            self.config.e8 != "everybody"
+            or (i, node.life // DISK) not in [(join.node, join.life // DISK) for join in ballot.joins]
+        ):
+            return
+        heir = self.worlds[node.world].heir
+        waits = self.waits_for_window(
+            state, i, ballot, heir is not None and bool(ballot.plain >> heir[0] & 1)
+        )
+        if not acceptor:
+            new = ballot._replace(guests=ballot.guests | 1 << i)
+        elif self.counts(ballot, i, node.life, self.reports(state.nodes, ballot, ballot.joins)):
+            new = ballot._replace(plain=ballot.plain | 1 << i, cast=ballot.cast | node.taken)
+        else:
+            new = ballot._replace(late=ballot.late | 1 << i)
+        changed = node._replace(
+            promised=ballot.number,
+            accepted=ballot.number,
+            value=ballot.value,
+            elsewhere=self.bars(i, node, ballot.owner),
+        )
+        what, after = self.step(
+            state,
+            i,
+            changed,
+            "accepts in ballot",
+            ballot.number,
+            ballot.owner,
+            self.worlds[ballot.value],
+            "after its window" if waits else "",
+        )
+        yield what, State(after.nodes, self.put(state, new), self.freed(state, i, waits))
+
+    def take(self, state: State, i: int, table: dict[tuple[int, int], Ballot]) -> Iterator[Step]:
+        """Take the vote of a dead member, and cast it at once where the holder's own vote is cast already.
+
+        Casting adds to what is decided and changes nothing else, so it need not be delayed.
+        """
+        node = state.nodes[i]
+        world = self.worlds[node.world]
+        life = self.places[node.world].get(i)
+        if (
+            world.leader is None
+            or world.heir is None
+            or node.elsewhere
+            or life is None
+            or (life != node.life and self.config.take_alive)
+        ):
+            return
+        over = dict(state.free).get(node.world, 0)
+        for dead in world.members:
+            if dead[0] == i or node.taken >> dead[0] & 1 or not self.ended(state.nodes, dead):
+                continue
+            if i != world.leader[0] and (
+                dead != world.leader or (i != world.heir[0] and self.config.e2_only_heir)
+            ):
+                continue
+            if over >> dead[0] & 1 and (
+                self.config.e2_window if dead == world.leader else self.config.e1_window
+            ):
+                continue
+            holder = node._replace(taken=node.taken | 1 << dead[0])
+            what, after = self.step(state, i, holder, "takes the vote of", dead)
+            ballot = table.get((node.world, node.accepted))
+            if ballot and ballot.plain >> i & 1 and node.accepted == node.promised:
+                after = after._replace(
+                    ballots=self.put(state, ballot._replace(cast=ballot.cast | holder.taken))
+                )
+            yield what, after
+
+    def proposals(self, state: State, ballot: Ballot) -> set[int]:
+        """Return what the owner of a ballot may propose, for whichever joins it has read."""
+        result: set[int] = set()
+        for joins in chain.from_iterable(combinations(ballot.joins, n + 1) for n in range(len(ballot.joins))):
+            voted = self.votes(state, ballot, joins)
+            votes = sum(1 << node for node in voted)
+            quorum = self.quorum(ballot.world, votes) or self.all_replaced(ballot.world, votes, joins)
+            repropose = self.config.repropose
+            if self.config.e8 == "everybody" and len({join.node for join in joins}) == self.total:
+                quorum, repropose = True, "always"
+                voted = {
+                    join.node: (join.accepted, join.value)
+                    for join in joins
+                    if self.is_acceptor(ballot.world, join.node, join.life)
+                }
+            if not quorum or not voted:
+                continue
+            accepted, value = max(voted.values())
+            forced = accepted > 0 and repropose != "never"
+            if forced and repropose == "value":
+                against = sum(1 << node for node, vote in voted.items() if vote[1] != value)
+                forced = self.quorum(ballot.world, self.everybody & ~against)
+            result.update([value] if forced else self.new_values(state, ballot, joins))
+        return result
+
+    def votes(self, state: State, ballot: Ballot, joins: tuple[Join, ...]) -> dict[int, tuple[int, int]]:
+        """Return the joiners whose votes count, the dead whose votes are held, and what each had accepted."""
+        reports = self.reports(state.nodes, ballot, joins)
+        voted: dict[int, tuple[int, int]] = {}
+        for join in joins:
+            if self.is_acceptor(ballot.world, join.node, join.life) and self.counts(
+                ballot, join.node, join.life, reports
+            ):
+                own = ballot.owner == (join.node, join.life)
+                votes = 1 << join.node | (state.nodes[join.node].taken if own else join.taken)
+                for node in range(self.total):
+                    if votes >> node & 1:
+                        voted[node] = max((join.accepted, join.value), voted.get(node, (0, 0)))
+        return voted
+
+    def new_values(self, state: State, ballot: Ballot, joins: tuple[Join, ...]) -> Iterator[int]:
+        """Yield new values: all that have joined, voters first in rank order, or the end of the job."""
+        generation = self.worlds[ballot.world].generation + 1
+        if self.tokens and generation == self.last_generation:
+            yield from {other.value for other in state.ballots if other.world == ballot.world and other.value}
+            yield self.intern(World(generation, before=ballot.world, token=ballot.number))
+            return
+        if self.config.end:
+            yield self.intern(World(generation, before=ballot.world))
+        ranks = {member[0]: rank for rank, member in enumerate(self.worlds[ballot.world].members)}
+        newest = dict(sorted((join.node, join.life) for join in joins))  # a name is one machine
+        joined = sorted(
+            newest.items(),
+            key=lambda member: (
+                not self.is_acceptor(ballot.world, *member),
+                ranks.get(member[0], self.total),
+                member,
+            ),
+        )
+        # Newcomers join only with E8 in the model. Without, any that are up may be in the new world.
+        guests = (
+            []
+            if self.config.e8 != "off"
+            else [(i, node.life) for i, node in enumerate(state.nodes) if node.up and i not in ranks]
+        )
+        for some in chain.from_iterable(combinations(guests, n) for n in range(len(guests) + 1)):
+            members = (*joined, *some)
+            leaders = {ballot.owner if ballot.owner in members else members[0]}
+            if ballot.owner is None:
+                world = self.worlds[ballot.world]
+                leaders.update(set(members) - {world.leader, world.heir})
+            for leader in sorted(leaders):
+                yield self.world(generation, members, leader, ballot.world)
+
+    def canonical(self, state: State) -> State:
+        """Drop what nobody can use any more, so that fewer states differ.
+
+        - Ballots of a slot that all nodes have left: nobody joins, accepts, proposes or learns there.
+        - All but the value (ballot 0) of a slot that is decided and not the last. What happens there later
+          can break I1 in that slot alone, and an exploration with one slot finds that. Not with lost disks.
+        - Ballots without a proposal whose owner has ended: who joined cannot join that number again, so a
+          second use of the number is a ballot of its own between the same neighbours.
+        - What joins reported, once the proposal is made: only E7 and E8 ask for joins then.
+        - Windows, once the leader (or the heir) cannot take votes.
+        """
+        low = min(self.worlds[node.world].generation for node in state.nodes)
+        done = (
+            {}
+            if not self.tokens
+            else {
+                ballot.world: ballot.value
+                for ballot in self.chosen(state)
+                if self.worlds[ballot.value].generation < self.last_generation
+            }
+        )
+        nodes = tuple(
+            [Node(node.life, node.up, node.world, 1) if node.world in done else node for node in state.nodes]
+        )
+        ballots = [Ballot(world, 0, None, value, plain=self.everybody) for world, value in done.items()]
+        for ballot in state.ballots:
+            if ballot.world in done or self.worlds[ballot.world].generation < low:
+                continue
+            if ballot.value:
+                ballots.append(self.without_reports(nodes, ballot))
+            elif self.leads(nodes, ballot):
+                ballots.append(ballot)
+        free = []
+        for world, windows in state.free:
+            leader, heir = self.worlds[world].leader, self.worlds[world].heir
+            bit = 1 << leader[0] if leader else 0
+            left = (windows & ~bit) * self.takes_in(nodes, leader, world)
+            left |= (windows & bit) * self.takes_in(nodes, heir, world)
+            if left:
+                free.append((world, left))
+        return State(nodes, tuple(sorted(ballots)) if done else tuple(ballots), tuple(free))
+
+    def takes_in(self, nodes: tuple[Node, ...], member: Incarnation | None, world: int) -> bool:
+        """Return whether a member may still take votes."""
+        node = nodes[member[0]] if member else nodes[0]
+        if not member or not self.config.take_alive or not self.config.e2_only_heir:
+            return True
+        late = self.worlds[node.world].generation < self.worlds[world].generation
+        return (
+            node.life == member[1]
+            and bool(node.up)
+            and (late or (node.world == world and not node.elsewhere))
+        )
+
+    def without_reports(self, nodes: tuple[Node, ...], ballot: Ballot) -> Ballot:
+        """Return a ballot that has its proposal, without what no vote in it needs.
+
+        A ballot whose votes cannot become a quorum any more keeps its proposal, which its owner may report.
+        """
+        world = self.worlds[ballot.world]
+        guards = {member[0] for member in (world.leader, world.heir) if member}
+        e8 = self.config.e8 != "off"
+        if not e8 and self.config.durable_promise and not (ballot.owner and self.leads(nodes, ballot)):
+            votes = ballot.plain | ballot.late | ballot.cast
+            votes |= sum(
+                1 << i
+                for i, node in enumerate(nodes)
+                if node.promised <= ballot.number or self.worlds[node.world].generation != world.generation
+            )
+            if not self.quorum(ballot.world, votes):
+                return Ballot(ballot.world, ballot.number, ballot.owner, ballot.value)
+        joins = {
+            Join(join.node, join.life if e8 else 0, 0, 0, join.taken)
+            for join in ballot.joins
+            if join.node in guards or e8
+        }
+        return ballot._replace(joins=tuple(sorted(joins)))
+
+    def violation(self, state: State) -> str:
+        """Return the invariant that a state breaks, or ''."""
+        chosen = {ballot.value for ballot in self.chosen(state)}
+        known = {node.world for node in state.nodes}
+        slots: dict[int, set[int]] = {}
+        decided = known if self.config.lost else known | chosen
+        for value in decided:
+            if self.worlds[value].generation > self.first_generation:
+                slots.setdefault(self.worlds[value].before, set()).add(value)
+        if self.config.check_i1 and any(len(values) > 1 for values in slots.values()):
+            return "I1: a slot is decided with two values"
+        at_work = {
+            (i, node.life, node.world)
+            for i, node in enumerate(state.nodes)
+            if node.up and not (node.promised and self.config.stop_on_join)
+        }
+        whole = {
+            world
+            for world in known
+            if world
+            and self.worlds[world].members
+            and all((*member, world) in at_work for member in self.worlds[world].members)
+        }
+        if len(whole) > 1:
+            return "I2: two worlds are whole"
+        newest = max(self.worlds[value].generation for value in decided)
+        if any(self.worlds[world].generation < newest for world in whole):
+            return "I3: a world is whole and a later slot is decided"
+        return ""
+
+
+class Result(NamedTuple):
+    """What an exploration found."""
+
+    violation: str  # '' if all invariants hold
+    complete: bool
+    states: int
+    trace: list[str]
+
+
+def explore(config: Config, max_s: float = 1e9) -> Result:
+    """Visit all states in breadth-first order, until an invariant breaks."""
+    model = Model(config)
+    first = model.first
+    parents = {hash(first): 0}  # of hashes: two of 10^7 states share one with a probability of 10^-5
+    frontier, deadline = [first], time.monotonic() + max_s
+    while frontier:
+        reached = []
+        for state in frontier:
+            for _, after in model.steps(state):
+                new = model.canonical(after)
+                key = hash(new)
+                if key in parents:
+                    continue
+                parents[key] = hash(state)
+                if violation := model.violation(after):
+                    return Result(violation, True, len(parents), describe(model, first, parents, key))
+                reached.append(new)
+            if time.monotonic() > deadline:
+                return Result("", False, len(parents), [])
+        frontier = reached
+    return Result("", True, len(parents), [])
+
+
+def describe(model: Model, state: State, parents: dict[int, int], key: int) -> list[str]:
+    """Return the steps that lead to a state."""
+    path = []
+    while parents[key]:
+        path.append(key)
+        key = parents[key]
+    lines = []
+    for key in reversed(path):
+        what, state = next(
+            (what, new) for what, after in model.steps(state) if hash(new := model.canonical(after)) == key
+        )
+        lines.append(" ".join(filter(None, map(show, what))))
+    return lines
+
+
+def show(word: Any) -> str:
+    """Return a readable form of a part of a step."""
+    if isinstance(word, World):
+        members = " ".join(map(show, word.members)) or (
+            f"value {word.token}" if word.token else "end of the job"
+        )
+        return f"world {word.generation} {{{members}}}"
+    if isinstance(word, Join):
+        accepted = f"accepted in ballot {word.accepted}" if word.accepted else "nothing accepted"
+        return f"({accepted}, has taken {word.taken:b})" if word.taken else f"({accepted})"
+    if isinstance(word, tuple):
+        return f"{'abcdef'[word[0]]}{'~' * (word[1] // DISK)}{word[1] % DISK or ''}"
+    return "of anybody" if word is None else str(word)
+
+
+def main(arguments: list[str]) -> None:
+    """Explore one configuration and print the verdict."""
+    pairs = (argument.split("=", 1) for argument in arguments)
+    options: dict[str, Any] = {}
+    for key, value in pairs:
+        options[key] = ast.literal_eval(value) if value[:1] in set("0123456789(TF") else value
+    max_s = options.pop("max_s", 1e9)
+    start = time.process_time()
+    result = explore(Config(**options), max_s)
+    verdict = result.violation or ("holds" if result.complete else "NOT FINISHED")
+    print(
+        f"{verdict}: {result.states} states, {len(result.trace)} steps, {time.process_time() - start:.0f} s"
+    )
+    for line in result.trace:
+        print("   ", line)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,231 @@
+"""Schedules found by reading that a scenario file cannot express: they need a moment or a single message."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elastic_resume.policy.reasons import Departure
+from elastic_resume.rendezvous.core import events, messages
+from elastic_resume.rendezvous.core.node import RendezvousNode
+from elastic_resume.rendezvous.core.state import NodeState
+from elastic_resume.rendezvous.core.world import NO_VIEW, Ballot, Incarnation
+from tests.support.rendezvous_sim.scenario import Scenario
+
+NEWCOMER = Incarnation("x", "disk of x", 1, "x")
+
+
+def start_job(nodes: str = "a,b,c", options: str = "") -> Scenario:
+    """Return a job whose first view runs."""
+    scenario = Scenario(f"nodes={nodes} candidates=a,b,c {options}")
+    scenario.play(f"start {nodes.replace(',', ' ')}; run 5")
+    return scenario
+
+
+def get_state(scenario: Scenario, name: str) -> NodeState:
+    """Return the state of a node's agent."""
+    agent = scenario.nodes[name].agent
+    assert agent
+    return agent.state
+
+
+def find_proposal(scenario: Scenario, name: str) -> Any:
+    """Return the pending proposal of a leader."""
+    agent = scenario.nodes[name].agent
+    return agent and agent.is_leader and agent.role.view_change.decision.proposal  # type: ignore[union-attr]
+
+
+def play_unacknowledged_proposal() -> Scenario:
+    """Play until b has proposed a view without the paused a, and a leads again. b never gets f's answer."""
+    scenario = start_job("a,b,c,d,e,f")
+    scenario.play("pause a")
+    scenario.run_until(lambda: find_proposal(scenario, "b"))
+    scenario.play("drop-messages f b; run 0.1; resume a")
+    return scenario
+
+
+def test_heir_that_followed_another_leader_takes_no_vote() -> None:
+    """A returns, and decides b's proposal. Then a, and all that know the end of the job, die."""
+    scenario = play_unacknowledged_proposal()
+    scenario.run_until(lambda: get_state(scenario, "a").view.generation > 1)
+    scenario.play("reset b a; fail-job a")
+    scenario.run_until(lambda: get_state(scenario, "c").view.generation > 1 and find_proposal(scenario, "a"))
+    scenario.play("reset c a; partition b c | a d e f")
+    scenario.run_until(lambda: all(scenario.nodes[name].has_ended for name in "adef"))
+    scenario.play("run 0.6; kill a d e f; heal; run 6")
+    assert not scenario.checkers.violations
+
+
+def test_end_of_the_job_has_a_generation_of_its_own() -> None:
+    """A demands the end before it learns what b has proposed. All restart, twice."""
+    scenario = play_unacknowledged_proposal()
+    scenario.play("fail-job a; run 3")
+    for _ in range(2):
+        scenario.play("kill a b c d e f; heal; start a b c d e f; run 6")
+    assert not scenario.checkers.violations
+    assert scenario.checkers.find_whole_views(), "the end of the first run ended the second"
+
+
+def test_taken_vote_counts_only_when_it_is_on_disk() -> None:
+    """A takes b's vote for a view with the spare d, and dies before the write ends."""
+    scenario = Scenario("nodes=a,b,c,d candidates=a,b,c nnodes=1:3")
+    scenario.play("start a b c; run 5; start d; run 2; partition a b d | c; run 2; leave b")
+    scenario.run_until(lambda: find_proposal(scenario, "a"))
+    scenario.play("kill b")
+    scenario.run_until(lambda: get_state(scenario, "a").view.generation > 1)
+    scenario.play("kill a; run 1; partition d | a b c; start a b; run 14")
+    assert not scenario.checkers.violations
+
+
+def test_hello_of_a_former_process_does_not_remove_the_present_one() -> None:
+    """A packet of c's first process arrives when the second one leads the other side of a cut."""
+    scenario = Scenario("nodes=a,b,c,d,e candidates=a,b,c")
+    held: list[Any] = []
+    send = scenario.net.send
+
+    def hold(end: Any, payload: Any) -> None:
+        if not held and isinstance(payload[1], messages.Hello) and (end.host, end.peer.host) == ("c", "a"):
+            held.append(payload)
+        else:
+            send(end, payload)
+
+    scenario.net.send = hold  # type: ignore[method-assign]
+    scenario.play("start a b c; run 0.1; kill c; start c d e; run 6; reset c a; partition a b | c d e")
+    deliver(scenario, "a", -900, *held)
+    scenario.play("run 8")
+    assert not scenario.checkers.violations
+
+
+def deliver(scenario: Scenario, name: str, conn_id: int, *payloads: Any) -> None:
+    """Let a node receive messages on a connection of its own, which is accepted first."""
+    node = scenario.nodes[name]
+    if conn_id not in get_state(scenario, name).links:
+        node.deliver_event(events.PeerConnected(conn_id), node.incarnation_id)
+    for payload in payloads:
+        header, message = payload if isinstance(payload, tuple) else (messages.Header(1, 0), payload)
+        node.deliver_event(events.MessageReceived(conn_id, header, message), node.incarnation_id)
+
+
+def test_node_that_introduces_itself_twice_stops_no_other() -> None:
+    """It does so on one connection, and then on another."""
+    scenario = start_job()
+    hello = replace(get_state(scenario, "b").make_hello(), sender=NEWCOMER, view=NO_VIEW, promised=Ballot())
+    deliver(scenario, "a", -900, hello, messages.Heartbeat(), hello)
+    deliver(scenario, "a", -901, hello)
+    scenario.play("run 12")
+    assert not scenario.checkers.violations
+    assert scenario.checkers.find_whole_views()
+
+
+def start_candidate() -> tuple[RendezvousNode, int]:
+    """Return the candidate b, and the connection of its call to a."""
+    settings = events.Settings(("a", "b", "c"), 1, 9)
+    node = RendezvousNode(settings, Incarnation("b", "disk of b", 1, "b", 1), None, 0.0)
+    node.handle(events.Tick(), 0.0)
+    node.handle(events.Persisted(1), 0.01)
+    (conn_id,) = node.state.links
+    node.handle(events.PeerConnected(conn_id, "1"), 0.02)
+    return node, conn_id
+
+
+def receive(node: RendezvousNode, conn_id: int, message: messages.Message) -> None:
+    """Let a node receive the first message of a connection."""
+    node.handle(events.MessageReceived(conn_id, messages.Header(1, 0), message), 0.04)
+
+
+CANDIDATE_A = Incarnation("a", "disk of a", 1, "a", 0)
+
+
+def test_candidate_that_leaves_drops_its_own_call() -> None:
+    """The node that it calls introduces itself on that call."""
+    node, conn_id = start_candidate()
+    node.handle(events.Leave(Departure("drained")), 0.03)
+    receive(node, conn_id, replace(node.state.make_hello(), sender=CANDIDATE_A))
+    for now in (0.5, 1.2, 1.5, 2.0, 2.5):
+        node.handle(events.Tick(), now)
+    assert node.end_reason == "left: drained"
+
+
+def test_restarted_leader_that_called_twice_is_followed_again() -> None:
+    """Its former process welcomes the candidate that holds both calls."""
+    node, conn_id = start_candidate()
+    for accepted_id in (-1, -2):
+        node.handle(events.PeerConnected(accepted_id), 0.03)
+        receive(node, accepted_id, replace(node.state.make_hello(), sender=replace(CANDIDATE_A, boot=2)))
+    receive(node, conn_id, messages.Welcome(CANDIDATE_A, NO_VIEW))
+    assert not node.end_reason
+
+
+def test_follower_that_left_may_still_take_its_leaders_vote() -> None:
+    """C leads without a quorum and still lists b, which has left it and is the heir of a later view."""
+    scenario = Scenario("nodes=a,b,c,d,e candidates=a,c,b,d,e nnodes=1:4")
+    scenario.play("partition b c | a d e; start a b c d; run 2; block-links c>b c-a c-d c-e")
+    scenario.play("run 2.8; block-links c-b c-a c-d c-e; start e")
+    scenario.run_until(lambda: len(scenario.checkers.find_whole_views()) == 1, 10)
+    scenario.play("run 0.2; leave a; run 0.02; partition a c d | b e; run 1.5; kill a")
+    scenario.play("partition c d | a b e; run 20")
+    assert scenario.checkers.violations == []
+
+
+@pytest.mark.parametrize(
+    ("nodes", "leaving"), [("a,b,c", "ab"), ("a,b,c", "ba"), ("a,b,c,d", "abc"), ("a,b,c,d", "cba")]
+)
+@pytest.mark.parametrize("pause", ["0.03", "0.1"])
+def test_last_node_continues_when_the_others_leave(nodes: str, leaving: str, pause: str) -> None:
+    """The view that is decided meanwhile still has the node that leaves next."""
+    scenario = Scenario(f"nodes={nodes} candidates={nodes}")
+    scenario.play(f"start {nodes.replace(',', ' ')}; run 5")
+    for name in leaving:
+        scenario.play(f"leave {name}; run {pause}")
+    scenario.play("run 25")
+    assert whole_members(scenario) == (set(nodes) - set(leaving) - {","}).pop()
+
+
+@pytest.mark.parametrize("after_s", ["0.08", "0.085", "0.09", "0.095", "0.1"])
+def test_second_of_two_nodes_continues_when_the_first_dies_during_a_start(after_s: str) -> None:
+    """B has accepted a's proposal and decides it again. It takes a's vote on the next view, too."""
+    scenario = Scenario("nodes=a,b candidates=a,b")
+    scenario.play(f"start a b; run 6; kill-worker a; run {after_s}; kill a; run 10")
+    assert whole_members(scenario) == "b"
+
+
+def test_node_that_is_replaced_behind_a_cut_keeps_its_vote() -> None:
+    """A new pod of e's name joins a, while e runs on beside b."""
+    scenario = Scenario("nodes=a,b,e,e2 candidates=a,b,e same_names")
+    scenario.play("start a b e; run 5; reset a e; partition a e2 | b e; start e2; run 30")
+    assert not scenario.checkers.violations
+
+
+def whole_members(scenario: Scenario) -> str:
+    """Return the members of the only whole view in rank order."""
+    ((_, members),) = scenario.checkers.find_whole_views()
+    return "".join(member.node for member in members)
+
+
+def test_node_that_another_cannot_reach_is_left_out_until_that_one_can() -> None:
+    """Only a reports the pair, because it connects. It keeps its place and reports when the link is back."""
+    scenario = Scenario("nodes=a,b,c candidates=a,b,c")
+    scenario.play("start a b c; run 5; report-unreachable a b; run 600")
+    assert whole_members(scenario) == "ac"
+    scenario.play("report-unreachable a; run 5")
+    assert whole_members(scenario) == "acb"
+
+
+def test_crowd_goes_on_when_its_lowest_ranks_lose_power() -> None:
+    """They are those that all others call first."""
+    names = [f"n{place:03}" for place in range(120)]
+    scenario = Scenario(f"nodes={','.join(names)} candidates={','.join(names[:3])} nnodes=1:120 heartbeats=4")
+    scenario.play(f"start {' '.join(names)}; run 8; power-off {' '.join(names[:11])}; run 25")
+    ((generation, members),) = scenario.checkers.find_whole_views()
+    assert generation > 1
+    assert len(members) == 109
+
+
+def test_followers_killed_twice_stop_nobody() -> None:
+    """Their second processes have introduced themselves and not joined when they die too."""
+    scenario = start_job(options="nnodes=1:3")
+    scenario.play("begin-imports b c; kill b c; start b c; run 0.1; kill b c; run 10")
+    ((_, members),) = scenario.checkers.find_whole_views()
+    assert len(members) == 1
