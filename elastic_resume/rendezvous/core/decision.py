@@ -36,8 +36,8 @@ class Decision:
         self.accepts: set[str] = set()
         """The voters that have accepted the proposal."""
         self.proposal: Accepted | None = None
-        self.is_sent = False
-        """The followers have the proposal. It is on this node's disk before."""
+        self.sent: messages.Propose | None = None
+        """The proposal as the followers have it. It is on this node's disk before."""
         self.restarted: set[str] | None = None
         """The restarted voters that counted when the proposal was made: see `taken_votes`."""
         self.is_repeated = False
@@ -63,8 +63,8 @@ class Decision:
         self.cast.clear()
         self.taken = frozenset()
         self.accepts.clear()
-        self.proposal = self.restarted = None
-        self.is_sent = self.is_repeated = False
+        self.proposal = self.restarted = self.sent = None
+        self.is_repeated = False
 
     @property
     def question(self) -> messages.AskVote:
@@ -103,8 +103,11 @@ class Decision:
             self.accepts.add(key)
         return True
 
-    def add_own(self) -> bool:
-        """Add this node's vote and acceptance, once they are durable; return whether the vote is new."""
+    def add_own(self, question: messages.AskVote) -> bool:
+        """Add this node's vote and acceptance, once they are durable; return whether the vote is new.
+
+        `question` is `self.question`.
+        """
         state = self.state
         key = state.voter.electorate.find_key(state.incarnation)
         if (
@@ -114,7 +117,7 @@ class Decision:
             or not state.has_stopped()
         ):
             return False
-        if not state.voter.may_vote_for(state.incarnation, self.question):
+        if not state.voter.may_vote_for(state.incarnation, question):
             return False
         state.voter.note_vote_for(state.incarnation)
         vote, before = (state.incarnation, state.voter.make_vote()), self.cast.get(key)

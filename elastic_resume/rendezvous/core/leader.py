@@ -233,13 +233,11 @@ class Leader:
         state, view = self.state, self.state.view
         active = self.view.generation if self.view else 0
         rank = view.rank(state.incarnation)
-        find_key = state.voter.electorate.find_key
-        voters = {find_key(node) for node in (state.incarnation, *self.peers.by_incarnation)} - {None}
         return messages.LeaderAnnouncement(
             state.incarnation,
             active,
             view.generation,
-            len(voters),
+            state.voter.electorate.count((state.incarnation, *self.peers.by_incarnation)),
             len(view.members) if rank is None else rank,
         )
 
@@ -387,7 +385,8 @@ class Leader:
             self._send(peer, messages.Decided(state.view))
         if self.question:
             self._send(peer, self.question)
-        self._repeat_proposal(peer)
+        if self.view_change.decision.sent:
+            self._send(peer, self.view_change.decision.sent)
         self.finished_generation = max(self.finished_generation, hello.finished_generation)
         if not (self.view and hello.running_generation == peer.running_generation == self.view.generation):
             former_generation, peer.running_generation = peer.running_generation, hello.running_generation
@@ -571,14 +570,15 @@ class Leader:
             decision.start_ballot()
             view_change.reevaluate()
         state.voter.take_votes()
-        self._ask_votes()
-        if decision.add_own():
+        question = decision.question
+        self._ask_votes(question)
+        if decision.add_own(question):
             view_change.reevaluate()
         view_change.advance()
-        if decision.proposal and not decision.is_sent and state.is_durable:
-            decision.is_sent = True
+        if decision.proposal and not decision.sent and state.is_durable:
+            decision.sent = messages.Propose(decision.slot, decision.proposal)  # shared: encoded once
             for peer in self.peers:
-                self._repeat_proposal(peer)
+                self._send(peer, decision.sent)
         is_stalled = view_change.is_stalled()
         if is_stalled:
             for peer in [self.peers.by_incarnation[member] for member in view_change.awaiting]:
@@ -594,9 +594,8 @@ class Leader:
         self.state.send(peer.link, messages.Redirect())
         self._remove_peer(peer, Loss.SILENT)
 
-    def _ask_votes(self) -> None:
+    def _ask_votes(self, question: messages.AskVote) -> None:
         """Ask the followers for their votes in a new slot or ballot."""
-        question = self.view_change.decision.question
         # A ballot is promised by its own leader first, on disk.
         if question != self.question and (self.state.is_durable or self._has_asked(question.ballot)):
             self.question = question
@@ -606,12 +605,6 @@ class Leader:
 
     def _has_asked(self, ballot: Ballot) -> bool:
         return self.question is not None and self.question.ballot == ballot
-
-    def _repeat_proposal(self, peer: Peer) -> None:
-        """Send the pending proposal to a follower that does not have it."""
-        decision = self.view_change.decision
-        if decision.proposal and decision.is_sent:
-            self._send(peer, messages.Propose(self.state.view.generation, decision.proposal))
 
     def _announce_decision(self) -> None:
         """Start the decided view, or end the job, or go on to the next slot."""

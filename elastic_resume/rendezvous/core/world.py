@@ -8,7 +8,7 @@ PODC 2009. This module knows no time and no messages; `docs/concepts/worlds.md` 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
@@ -147,6 +147,12 @@ class Electorate:
             return incarnation.disk_id if self.view.find_disk(incarnation.disk_id) else None
         index = incarnation.candidate_index
         return None if index is None or index >= self.candidate_count else f"candidate {index}"
+
+    def count(self, nodes: Iterable[Incarnation]) -> int:
+        """Return how many voters are among these nodes."""
+        if self.view.members:
+            return len(_index_disks(self.view).keys() & {node.disk_id for node in nodes})
+        return len({self.find_key(node) for node in nodes} - {None})
 
     @property
     def keys(self) -> frozenset[str]:
