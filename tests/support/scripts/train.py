@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -51,16 +52,20 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--raise-at", default="", help="GENERATION:STEP:RANK")
     parser.add_argument("--damage-at", default="", help="GENERATION:STEP:RANK: one weight becomes another")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--backend", help="make the process group here, with this backend")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(1)
+    if args.backend:
+        dist.init_process_group(args.backend)
     model = nn.Sequential(
         nn.Linear(16, args.width),
         nn.ReLU(),
         nn.Dropout(0.1),
         nn.BatchNorm1d(args.width),
         nn.Linear(args.width, 4),
-    )
+    ).to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
     batches = er.GlobalBatches(SAMPLES, args.global_batch, seed=3)
@@ -80,8 +85,8 @@ def main() -> None:
             if args.raise_at == f"{run.generation}:{step}:{run.rank}":
                 raise RuntimeError(f"told to fail at step {step}")
             optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(ddp(pictures), labels) * run.loss_weight
-            loss.backward()
+            loss = nn.functional.cross_entropy(ddp(pictures.to(args.device)), labels.to(args.device))
+            (loss * run.loss_weight).backward()
             optimizer.step()
             if args.damage_at == f"{run.generation}:{step}:{run.rank}":
                 with torch.no_grad():

@@ -434,6 +434,8 @@ class Cudart:
 def test_replaced_slots_are_unpinned(begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     """A closed run leaves no slot pinned."""
     cuda = Cudart()
+    if torch.cuda.is_available():
+        torch.cuda.init()  # else torch seeds generators that are not there
     streams = copy_engine.CudaCopyStreams
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
