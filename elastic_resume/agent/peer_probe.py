@@ -1,13 +1,12 @@
 """Find members that this node's workers cannot reach, although both sides reach the leader.
 
-A worker that connects to a node behind a cut link waits for long: the kernel repeats its request for 135 s,
-and gloo tries several times. So until a worker has come out of `er.resume`, `PeerProbe` looks for a
-connection of a worker that nobody answers. Then it dials the agents of the other members. It also does so
-when a worker fails because it could not connect. Without such a sign it dials nobody: a firewall may block
-connections between agents that training does not need.
+Workers notice a cut link late: gloo and the kernel repeat what they send for minutes. So `PeerProbe` looks
+each second for a TCP connection of a worker whose other host does not answer, and then dials the agents of
+the other members. It also does so when a worker fails because it could not connect. Without such a sign it
+dials nobody: a firewall may block connections between agents that training does not need.
 
-The leader ends the generation and leaves a node out. A probe that found a pair dials on, in the node that is
-left out or in the other, and reports when all answer.
+The leader ends the generation and leaves out one of the two nodes. After its report the probe continues on
+both, and reports again when all nodes answer.
 """
 
 from __future__ import annotations
@@ -16,8 +15,9 @@ import contextlib
 import re
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 
@@ -26,14 +26,16 @@ from elastic_resume.policy.failure_classification import Failure
 from elastic_resume.rendezvous.core.events import StartWorkers
 from elastic_resume.rendezvous.core.world import Incarnation
 
-QUIET_NODE_TIMEOUTS = 2
-"""Most workers have come out of `er.resume` so soon after a start."""
-MAX_LOOK_INTERVAL_S = 60.0
+MIN_RETRANSMITS = 2
+"""Times that the kernel has repeated what is not acknowledged: after 0.6 s, or 3 s for a new connection."""
+MAX_PAUSE_S = 60.0
+"""Between two rounds of dialling, while all members answer."""
 ATTEMPTS = 3
 """Together they take a node timeout. By then the leader has lost a node that nobody reaches."""
 MAX_PEERS = 64
 MAX_PARALLEL_DIALS = 16
 # "unhandled system error" is NCCL's, also for a connection that failed.
+_ESTABLISHED, _SYN_SENT = "01", "02"
 _FAILED_CONNECT_PATTERN = re.compile(
     r"time(d |-)?out|no route to host|unreachable|unhandled system error", re.IGNORECASE
 )
@@ -46,19 +48,14 @@ class PeerProbe:
         self,
         node_timeout_s: float,
         report: Callable[[int, tuple[str, ...]], object],
-        has_resumed: Callable[[], bool],
     ) -> None:
-        """``report`` takes a generation and the unreachable nodes, or none if all answer again.
-
-        ``has_resumed`` returns whether a worker of this generation has come out of `er.resume`.
-        """
+        """``report`` takes a generation and the unreachable nodes, or none if all answer again."""
         self._node_timeout_s = node_timeout_s
         self._report = report
-        self._has_resumed = has_resumed
         self._world: StartWorkers | None = None
         self._unreachable: list[Incarnation] = []
         """The nodes that did not answer: members of this generation, or nodes that it leaves out."""
-        self._look_at = self._look_interval_s = 0.0
+        self._dial_at = self._pause_s = 0.0
         self._thread = BackgroundThread("peer-probe", self.poll)
         self.start, self.close = self._thread.start, self._thread.request_close
 
@@ -70,26 +67,23 @@ class PeerProbe:
     def begin_generation(self, world: StartWorkers) -> None:
         """Forget what was found about these members; the workers of the generation start now."""
         members = {member.node for member in world.members}
-        self._look_interval_s = self._node_timeout_s
-        self._look_at = time.monotonic() + QUIET_NODE_TIMEOUTS * self._node_timeout_s
+        self._dial_at, self._pause_s = 0.0, self._node_timeout_s
         self._world = world
         self._unreachable = [node for node in self._unreachable if node.node not in members]
 
     def handle_failure(self, failure: Failure) -> None:
         """Dial the other members if a worker has failed because it could not connect to one."""
         is_failed_connect = _FAILED_CONNECT_PATTERN.search(f"{failure.type} {failure.message}")
-        is_new = self._world and not self.list_unreachable_nodes() and not self._has_resumed()
-        if self._world and is_new and is_failed_connect:
+        if self._world and is_failed_connect and not self.list_unreachable_nodes():
             self._dial(self._world, list_peers(self._world))
 
     def poll(self) -> float:
         """Look once; return the seconds until the next time."""
         world, now, peers = self._world, time.monotonic(), []
-        is_new = not self.list_unreachable_nodes() and not self._has_resumed()
-        if world and is_new and now >= self._look_at:
-            self._look_at = now + self._look_interval_s
-            self._look_interval_s = min(2 * self._look_interval_s, MAX_LOOK_INTERVAL_S)
-            peers = list_peers(world) if has_unanswered_connection() else []
+        is_due = world and now >= self._dial_at and not self.list_unreachable_nodes()
+        if world and is_due and has_unanswered_connection():
+            self._dial_at, self._pause_s = now + self._pause_s, min(2 * self._pause_s, MAX_PAUSE_S)
+            peers = list_peers(world)
         if world and (peers or self._unreachable):
             self._dial(world, peers)
         return self._node_timeout_s / ATTEMPTS
@@ -132,11 +126,29 @@ def _answers(member: Incarnation, timeout_s: float) -> bool:
 
 
 def has_unanswered_connection() -> bool:
-    """Return whether a process below this one opens a TCP connection that has no answer yet."""
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            # psutil 6 has renamed it.
-            list_connections = getattr(process, "net_connections", None) or process.connections
-            if any(connection.status == psutil.CONN_SYN_SENT for connection in list_connections("tcp")):
-                return True
-    return False
+    """Return whether a process below this one sends to a host over TCP that does not answer."""
+    unanswered = set(_list_unanswered_sockets())
+    return bool(unanswered) and any(
+        not unanswered.isdisjoint(_list_open_files(process.pid))
+        for process in psutil.Process().children(recursive=True)
+    )
+
+
+def _list_unanswered_sockets() -> Iterator[str]:
+    """Yield the sockets of this network namespace that send again; the format is that of proc_net_tcp.txt."""
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):  # no IPv6
+            for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]:
+                fields = line.split()
+                state, retransmits, inode = fields[3], fields[6], fields[9]
+                if state in (_ESTABLISHED, _SYN_SENT) and int(retransmits, 16) >= MIN_RETRANSMITS:
+                    yield f"socket:[{inode}]"
+
+
+def _list_open_files(pid: int) -> set[str]:
+    files = set()
+    with contextlib.suppress(OSError):  # the process has ended
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                files.add(str(entry.readlink()))
+    return files

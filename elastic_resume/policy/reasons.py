@@ -51,7 +51,7 @@ class WorkersStopped:
 
 
 @dataclass(frozen=True, slots=True)
-class NodesCutOff:
+class NodesUnreachable:
     """A node cannot reach others."""
 
     node: str
@@ -105,7 +105,7 @@ class LeaderReason(Enum):
 ViewEndReason = (
     NodeLost
     | WorkersStopped
-    | NodesCutOff
+    | NodesUnreachable
     | LaterViewDecided
     | EndedMeanwhile
     | OtherLeads
@@ -154,7 +154,7 @@ class TooFewNodes:
 
     joined: int
     min_nodes: int
-    left_out: tuple[NodesCutOff, ...] = ()
+    left_out: tuple[NodesUnreachable, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ def describe(reason: ViewEndReason | Refusal | WaitReason) -> str:
             return f"{node} {describe_loss(reason)}"
         case WorkersStopped(node):
             return f"the workers of {node} stopped"
-        case NodesCutOff(node, others):
+        case NodesUnreachable(node, others):
             return f"{node} cannot reach {format_node_names(others)}"
         case LaterViewDecided(generation):
             return f"generation {generation} was decided elsewhere"

@@ -1,7 +1,7 @@
 """Explore the rule that decides the sequence of worlds, exhaustively: breadth first, every interleaving.
 
     python -m tests.support.worlds_model nodes=3 crashes=1 strict=True
-    python -m tests.support.worlds_model nodes=2 newcomers=1 slots=2 crashes=2 e4=False
+    python -m tests.support.worlds_model nodes=2 newcomers=1 slots=2 crashes=2 leader_waits_for_heir=False
 
 World 1 has the members a, b, c, ... in rank order and is at work; newcomers follow them in the alphabet. With
 `first=True` nothing is decided yet, and the same nodes are the candidates of --rdzv-endpoint.
@@ -52,7 +52,6 @@ class Config:
     check_i1: bool = True
     strict: bool = False  # without the exception
     half_with_lowest: bool = True  # exactly half is a quorum only with rank 0
-    all_candidates: bool = False  # the first world needs all candidates, not half of them
     members_only: bool = True
     by_disk: bool = True  # an acceptor is a disk, not a name
     own_promise: bool = True  # who begins a ballot has promised it, and leads it until it promises another
@@ -63,19 +62,23 @@ class Config:
     end_decided: bool = True
     take_alive: bool = True  # only the incarnation that is in the world takes votes
     take_elsewhere: bool = True  # L takes none once it joined others; H none once it joined any but L
-    e1_window: bool = True
-    e2_window: bool = True
-    e2_only_heir: bool = True
-    e3_durable: bool = True
-    e3_accept_first: bool = True  # a proposer accepts its proposal before it sends it
-    e4: bool = True
-    e5: bool = True
-    e6: bool = True
-    e7_followers: bool = True
-    e7_leader: bool = True
-    e8: str = "off"  # whose votes replace a quorum's: "members", as in the product, or "everybody"
-    known_losses: bool = False  # a disk is lost only while all others know what is decided
-    e8_accept: bool = True  # everybody accepts, and not only joins
+    # Clauses of the exception, with their rules in docs/concepts/worlds.md.
+    follower_window: bool = (
+        True  # 1, 5: a leader takes a follower's vote only while the follower votes for no other
+    )
+    leader_window: bool = (
+        True  # 1, 5: an heir takes its leader's vote only while the leader votes for no other
+    )
+    only_heir_takes: bool = True  # 1: of the leader
+    durable_taking: bool = True  # 3
+    accept_before_send: bool = True  # 4: a proposer accepts its proposal before it sends it
+    leader_waits_for_heir: bool = True  # 4: in its own ballots
+    follower_waits: bool = True  # 5: until its leader cannot take its vote
+    leader_waits_elsewhere: bool = True  # 5: in the ballots of others, until its heir cannot take its vote
+    restarted_follower: bool = True  # 6: its vote counts only with its leader's
+    restarted_leader: bool = True  # 6: its vote counts only with its heir's
+    replaced: bool = False  # 7: the votes of all members whose disks are not replaced suffice
+    known_losses: bool = False  # 7: a disk is lost only while all others know what is decided
 
 
 class World(NamedTuple):
@@ -123,7 +126,6 @@ class Ballot(NamedTuple):
     plain: Bits = 0  # votes of acceptors that count by themselves
     late: Bits = 0  # votes of restarted acceptors
     cast: Bits = 0  # taken votes
-    guests: Bits = 0  # agreement of nodes without a vote
 
 
 class State(NamedTuple):
@@ -150,7 +152,7 @@ class Model:
         # are equal matters. A free choice is any value so far or a fresh one, a superset of what joins allow.
         self.tokens = not config.lost
         # Whether every ballot has a certain owner.
-        self.named = config.lost > 0 or not (config.take_alive and config.e2_only_heir)
+        self.named = config.lost > 0 or not (config.take_alive and config.only_heir_takes)
         self.worlds: list[World] = []
         self.ids: dict[World, int] = {}
         self.places: list[dict[int, int]] = []  # for each world: node -> life of the member
@@ -196,16 +198,15 @@ class Model:
                 and twice == len(members)
                 and (votes >> members[0] & 1 or not self.config.half_with_lowest)
             )
-            everybody = not world and self.config.all_candidates
-            self.quorums[key] = twice == 2 * len(members) if everybody else twice > len(members) or bool(half)
+            self.quorums[key] = twice > len(members) or bool(half)
         return self.quorums[key]
 
     def counts(self, ballot: Ballot, node: int, life: int, reports: dict[int, Bits]) -> bool:
-        """Return whether a vote counts in a ballot whose joiners report to have taken `reports` (E7)."""
+        """Return whether a vote counts in a ballot whose joiners report to have taken `reports` (rule 6)."""
         leader, heir = self.worlds[ballot.world].leader, self.worlds[ballot.world].heir
         if leader is None or heir is None or self.places[ballot.world].get(node) in (life, None):
             return True
-        if not (self.config.e7_leader if node == leader[0] else self.config.e7_followers):
+        if not (self.config.restarted_leader if node == leader[0] else self.config.restarted_follower):
             return True
         guard = heir[0] if node == leader[0] else leader[0]
         return guard in reports and not reports[guard] >> node & 1
@@ -243,28 +244,18 @@ class Model:
                 for node in range(self.total):
                     if ballot.late >> node & 1 and self.counts(ballot, node, -1, reports):
                         votes |= 1 << node | reports.get(node, 0)
-            own = ballot.plain | ballot.late
-            if self.quorum(ballot.world, votes) or (
-                own
-                and (
-                    self.all_replaced(ballot.world, votes, ballot.joins)
-                    or (self.config.e8 == "everybody" and own | ballot.guests == self.everybody)
-                )
-            ):
+            if self.quorum(ballot.world, votes) or self.all_replaced(ballot.world, votes, ballot.joins):
                 result.append(ballot)
         return result
 
     def all_replaced(self, world: int, votes: Bits, joins: tuple[Join, ...]) -> bool:
-        """Return whether all members without a vote have joined with another disk (E8 of the product)."""
-        if self.config.e8 == "everybody" and not self.config.e8_accept:
-            return {join.node for join in joins} == set(range(self.total))
+        """Return whether all members without a vote have joined with another disk (rule 7)."""
         replaced = sum(
             1 << node
             for node in {join.node for join in joins if not self.is_acceptor(world, join.node, join.life)}
         )
-        return self.config.e8 == "members" and not sum(1 << node for node in self.places[world]) & ~(
-            votes | replaced
-        )
+        members = sum(1 << node for node in self.places[world])
+        return self.config.replaced and not members & ~(votes | replaced)
 
     def may_lose_disk(self, state: State, i: int, chosen: list[Ballot]) -> bool:
         """Return whether a disk may be lost by the premise of the exception."""
@@ -278,16 +269,22 @@ class Model:
         return nodes[member[0]].life != member[1] or not nodes[member[0]].up
 
     def waits_for_window(self, state: State, i: int, ballot: Ballot, heir_voted: bool) -> bool:
-        """Return whether node i needs the end of a window to join or accept in a ballot (E4, E5, E6)."""
+        """Return whether node i needs the end of a window to join or accept in a ballot (rules 4 and 5)."""
         node = state.nodes[i]
         leader, heir = self.worlds[node.world].leader, self.worlds[node.world].heir
         if leader is None or heir is None or self.places[node.world].get(i) != node.life:
             return False
         if i != leader[0]:
-            return self.config.e5 and ballot.owner != leader and not self.ended(state.nodes, leader)
+            return (
+                self.config.follower_waits and ballot.owner != leader and not self.ended(state.nodes, leader)
+            )
         if self.ended(state.nodes, heir):
             return False
-        return self.config.e4 and not heir_voted if ballot.owner == leader else self.config.e6
+        return (
+            self.config.leader_waits_for_heir and not heir_voted
+            if ballot.owner == leader
+            else self.config.leader_waits_elsewhere
+        )
 
     def freed(self, state: State, i: int, waits: bool) -> tuple[tuple[int, Bits], ...]:
         """Return the windows that are over, with node i's.
@@ -345,7 +342,7 @@ class Model:
                 for value in sorted(self.proposals(state, ballot)):
                     what = ("proposal in ballot", ballot.number, ballot.owner, self.worlds[value])
                     after = state
-                    if ballot.owner and self.config.e3_accept_first:
+                    if ballot.owner and self.config.accept_before_send:
                         i = ballot.owner[0]
                         node = state.nodes[i]._replace(accepted=ballot.number, value=value)
                         _, after = self.step(state, i, node)
@@ -370,7 +367,7 @@ class Model:
             node.promised if keep.durable_promise else 0,
             node.accepted if keep.durable_accept else 0,
             node.value if keep.durable_accept else 0,
-            node.taken if keep.e3_durable else 0,
+            node.taken if keep.durable_taking else 0,
         )
 
     def learn(self, state: State, i: int, chosen: list[Ballot]) -> Iterator[Step]:
@@ -420,11 +417,11 @@ class Model:
     def join(self, state: State, i: int, ballot: Ballot) -> Iterator[Step]:
         """Join a ballot: promise it, end the workers, and report what was accepted and taken.
 
-        The first who joins lets the owner begin: it promises the ballot, though that may not count yet (E4).
+        The first who joins lets the owner begin: it promises the ballot, which may not count yet (rule 4).
         """
         node = state.nodes[i]
         own = ballot.owner == (i, node.life) and not any(join.node == i for join in ballot.joins)
-        if (not self.is_acceptor(node.world, i, node.life) and self.config.e8 == "off") or not (
+        if (not self.is_acceptor(node.world, i, node.life) and not self.config.replaced) or not (
             node.promised < ballot.number or (own and node.promised == ballot.number)
         ):
             return
@@ -451,22 +448,16 @@ class Model:
     def accept(self, state: State, i: int, ballot: Ballot) -> Iterator[Step]:
         """Accept a proposal, for the dead whose votes are held, too."""
         node = state.nodes[i]
-        acceptor = self.is_acceptor(node.world, i, node.life)
         own = ballot.owner == (i, node.life) and not (ballot.plain | ballot.late) >> i & 1
         if ballot.number < max(node.promised, 1) or ballot.number < node.accepted + (not own):
             return
-        if not acceptor and (
-            self.config.e8 != "everybody"
-            or (i, node.life // DISK) not in [(join.node, join.life // DISK) for join in ballot.joins]
-        ):
+        if not self.is_acceptor(node.world, i, node.life):
             return
         heir = self.worlds[node.world].heir
         waits = self.waits_for_window(
             state, i, ballot, heir is not None and bool(ballot.plain >> heir[0] & 1)
         )
-        if not acceptor:
-            new = ballot._replace(guests=ballot.guests | 1 << i)
-        elif self.counts(ballot, i, node.life, self.reports(state.nodes, ballot, ballot.joins)):
+        if self.counts(ballot, i, node.life, self.reports(state.nodes, ballot, ballot.joins)):
             new = ballot._replace(plain=ballot.plain | 1 << i, cast=ballot.cast | node.taken)
         else:
             new = ballot._replace(late=ballot.late | 1 << i)
@@ -509,11 +500,11 @@ class Model:
             if dead[0] == i or node.taken >> dead[0] & 1 or not self.ended(state.nodes, dead):
                 continue
             if i != world.leader[0] and (
-                dead != world.leader or (i != world.heir[0] and self.config.e2_only_heir)
+                dead != world.leader or (i != world.heir[0] and self.config.only_heir_takes)
             ):
                 continue
             if over >> dead[0] & 1 and (
-                self.config.e2_window if dead == world.leader else self.config.e1_window
+                self.config.leader_window if dead == world.leader else self.config.follower_window
             ):
                 continue
             holder = node._replace(taken=node.taken | 1 << dead[0])
@@ -532,19 +523,11 @@ class Model:
             voted = self.votes(state, ballot, joins)
             votes = sum(1 << node for node in voted)
             quorum = self.quorum(ballot.world, votes) or self.all_replaced(ballot.world, votes, joins)
-            repropose = self.config.repropose
-            if self.config.e8 == "everybody" and len({join.node for join in joins}) == self.total:
-                quorum, repropose = True, "always"
-                voted = {
-                    join.node: (join.accepted, join.value)
-                    for join in joins
-                    if self.is_acceptor(ballot.world, join.node, join.life)
-                }
             if not quorum or not voted:
                 continue
             accepted, value = max(voted.values())
-            forced = accepted > 0 and repropose != "never"
-            if forced and repropose == "value":
+            forced = accepted > 0 and self.config.repropose != "never"
+            if forced and self.config.repropose == "value":
                 against = sum(1 << node for node, vote in voted.items() if vote[1] != value)
                 forced = self.quorum(ballot.world, self.everybody & ~against)
             result.update([value] if forced else self.new_values(state, ballot, joins))
@@ -584,10 +567,10 @@ class Model:
                 member,
             ),
         )
-        # Newcomers join only with E8 in the model. Without, any that are up may be in the new world.
+        # Newcomers join only with rule 7 in the model. Without it, any that are up may be in the new world.
         guests = (
             []
-            if self.config.e8 != "off"
+            if self.config.replaced
             else [(i, node.life) for i, node in enumerate(state.nodes) if node.up and i not in ranks]
         )
         for some in chain.from_iterable(combinations(guests, n) for n in range(len(guests) + 1)):
@@ -607,7 +590,7 @@ class Model:
           can break I1 in that slot alone, and an exploration with one slot finds that. Not with lost disks.
         - Ballots without a proposal whose owner has ended: who joined cannot join that number again, so a
           second use of the number is a ballot of its own between the same neighbours.
-        - What joins reported, once the proposal is made: only E7 and E8 ask for joins then.
+        - What joins reported, once the proposal is made: only rules 6 and 7 ask for joins then.
         - Windows, once the leader (or the heir) cannot take votes.
         """
         low = min(self.worlds[node.world].generation for node in state.nodes)
@@ -644,7 +627,7 @@ class Model:
     def takes_in(self, nodes: tuple[Node, ...], member: Incarnation | None, world: int) -> bool:
         """Return whether a member may still take votes."""
         node = nodes[member[0]] if member else nodes[0]
-        if not member or not self.config.take_alive or not self.config.e2_only_heir:
+        if not member or not self.config.take_alive or not self.config.only_heir_takes:
             return True
         late = self.worlds[node.world].generation < self.worlds[world].generation
         return (
@@ -660,8 +643,8 @@ class Model:
         """
         world = self.worlds[ballot.world]
         guards = {member[0] for member in (world.leader, world.heir) if member}
-        e8 = self.config.e8 != "off"
-        if not e8 and self.config.durable_promise and not (ballot.owner and self.leads(nodes, ballot)):
+        replaced = self.config.replaced
+        if not replaced and self.config.durable_promise and not (ballot.owner and self.leads(nodes, ballot)):
             votes = ballot.plain | ballot.late | ballot.cast
             votes |= sum(
                 1 << i
@@ -671,9 +654,9 @@ class Model:
             if not self.quorum(ballot.world, votes):
                 return Ballot(ballot.world, ballot.number, ballot.owner, ballot.value)
         joins = {
-            Join(join.node, join.life if e8 else 0, 0, 0, join.taken)
+            Join(join.node, join.life if replaced else 0, 0, 0, join.taken)
             for join in ballot.joins
-            if join.node in guards or e8
+            if join.node in guards or replaced
         }
         return ballot._replace(joins=tuple(sorted(joins)))
 

@@ -27,9 +27,9 @@ address it knows, and the leader of lower priority steps down (`messages.LeaderA
 Messages. A node follows a leader when it has been welcomed and has sent its first reply::
 
     candidate → any node    Hello                   reply: Welcome | Redirect | Refused | JobEnd
-    follower  → leader      Heartbeat JoinRequest Vote AcceptProposal NodeFinished FailureReport FailJob
+    follower  → leader      Heartbeat JoinRequest Vote ProposalAck NodeFinished FailureReport FailJob
                             UnreachablePeers ImportsFinished LeaveNotice
-    leader    → follower    Heartbeat AskVote Propose InstallView Decided EndView Waiting
+    leader    → follower    Heartbeat RequestVote Propose StartView Decided EndView Waiting
                             ReplicasDiverged JobEnd Redirect Refused LeaveNotice
     leader    → any node    LeaderAnnouncement      reply: LeaderAnnouncement | Redirect
 

@@ -13,10 +13,10 @@ from elastic_resume.rendezvous.core import messages, taken_votes
 from elastic_resume.rendezvous.core.peers import PeerTable
 from elastic_resume.rendezvous.core.state import NodeState
 from elastic_resume.rendezvous.core.world import (
-    Accepted,
     Ballot,
     Incarnation,
     JobEnd,
+    Proposal,
     View,
     Vote,
     find_proposal_to_repeat,
@@ -35,7 +35,7 @@ class Decision:
         """The disks whose votes these voters have taken."""
         self.accepts: set[str] = set()
         """The voters that have accepted the proposal."""
-        self.proposal: Accepted | None = None
+        self.proposal: Proposal | None = None
         self.sent: messages.Propose | None = None
         """The proposal as the followers have it. It is on this node's disk before."""
         self.restarted: set[str] | None = None
@@ -67,15 +67,15 @@ class Decision:
         self.is_repeated = False
 
     @property
-    def question(self) -> messages.AskVote:
+    def request(self) -> messages.RequestVote:
         """What to ask of each voter."""
         view = self.state.view
-        harmless = frozenset(
+        cannot_take = frozenset(
             taker.disk_id
             for taker in (view.leader, view.heir)
             if taker and (taker.disk_id in self.taken or self._has_followed(taker))
         )
-        return messages.AskVote(view.generation, self.ballot, harmless)
+        return messages.RequestVote(view.generation, self.ballot, cannot_take)
 
     def _has_followed(self, taker: Incarnation) -> bool:
         """Return whether a member has followed this node in this slot, so that it takes no votes any more.
@@ -94,19 +94,19 @@ class Decision:
             self.cast[key] = voter, vote
             self.taken |= vote.taken
 
-    def add_accept(self, voter: Incarnation, message: messages.AcceptProposal) -> bool:
+    def add_accept(self, voter: Incarnation, message: messages.ProposalAck) -> bool:
         """Count an accepted proposal; return whether the message is about this ballot and slot."""
         if (message.generation, message.ballot) != (self.state.view.generation, self.ballot):
             return False
         key = self.state.voter.electorate.find_key(voter)
-        if key and message.is_acceptance:
+        if key and message.is_accepted:
             self.accepts.add(key)
         return True
 
-    def add_own(self, question: messages.AskVote) -> bool:
+    def add_own(self, request: messages.RequestVote) -> bool:
         """Add this node's vote and acceptance, once they are durable; return whether the vote is new.
 
-        `question` is `self.question`.
+        `request` is `self.request`.
         """
         state = self.state
         key = state.voter.electorate.find_key(state.incarnation)
@@ -117,9 +117,9 @@ class Decision:
             or not state.has_stopped()
         ):
             return False
-        if not state.voter.may_vote_for(state.incarnation, question):
+        if not state.voter.may_vote_for(state.incarnation, request):
             return False
-        state.voter.note_vote_for(state.incarnation)
+        state.voter.note_leader(state.incarnation)
         vote, before = (state.incarnation, state.voter.make_vote()), self.cast.get(key)
         self.cast[key] = vote
         self.taken |= vote[1].taken
@@ -162,7 +162,7 @@ class Decision:
             return counted
         return None
 
-    def find_proposal_to_repeat(self, votes: Mapping[str, Vote]) -> Accepted | None:
+    def find_proposal_to_repeat(self, votes: Mapping[str, Vote]) -> Proposal | None:
         """Return the proposal of an earlier ballot that has to be proposed again, if there is one."""
         accepted = {key: vote.accepted for key, vote in votes.items()}
         return find_proposal_to_repeat(self.state.voter.electorate, accepted)
@@ -176,10 +176,10 @@ class Decision:
         """
         find_disk, cast = self.state.view.find_disk, self.cast
         self.restarted = {key for key in votes if key in cast and cast[key][0] != find_disk(key)}
-        self.proposal, self.is_repeated = Accepted(self.ballot, view, end), is_repeated
+        self.proposal, self.is_repeated = Proposal(self.ballot, view, end), is_repeated
         self.state.voter.accept(self.proposal)
 
-    def settle(self) -> Accepted:
+    def finish_slot(self) -> Proposal:
         """Return the decided proposal, and go on to the next slot."""
         proposal = self.proposal
         if proposal is None:

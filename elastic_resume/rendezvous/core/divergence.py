@@ -44,7 +44,7 @@ class DivergenceDetector:
         self.diverged_since: float | None = None
         self.divergence: ReplicasDiverged | None = None  # resent to nodes that reconnect before the next view
 
-    def handle_view_installed(self, view: View) -> None:
+    def handle_view_started(self, view: View) -> None:
         """Start the comparison of a new view."""
         self.reset()
         self.view, self.divergence = view, None

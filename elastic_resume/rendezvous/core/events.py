@@ -22,7 +22,7 @@ from elastic_resume.rendezvous.core.messages import (
     StateDigest,
     UnreachablePeers,
 )
-from elastic_resume.rendezvous.core.world import Accepted, Ballot, Incarnation, View
+from elastic_resume.rendezvous.core.world import Ballot, Incarnation, Proposal, View
 
 UNCROWDED_NODES = 64
 """A leader answers so many nodes before any call times out."""
@@ -53,7 +53,7 @@ class Settings:
     heartbeats_per_timeout: int = 10
     announce_interval_s: float = 0.5
     """Between two rounds of a leader's announcements."""
-    clock_drift: float = 0.05
+    lease_margin: float = 0.05
     """Share of a lease kept back for different clock rates and the time it takes to kill workers."""
     resume_from_majority: bool = False
     """If replicas diverge and a majority agrees, restart from its state; else end the job."""
@@ -66,7 +66,12 @@ class Settings:
     @property
     def lease_s(self) -> float:
         """How long workers may run after the sending of an acknowledged message."""
-        return self.node_timeout_s * (1 - self.clock_drift)
+        return self.node_timeout_s * (1 - self.lease_margin)
+
+    @property
+    def take_window_s(self) -> float:
+        """How long after the sending of an acknowledged message the peer's vote may be taken."""
+        return self.lease_s
 
     @property
     def dial_timeout_s(self) -> float:
@@ -209,7 +214,7 @@ class PersistentState:
     """The newest view known to be decided."""
     promised: Ballot
     """The greatest ballot that this node has promised; it accepts no earlier one."""
-    accepted: Accepted | None
+    accepted: Proposal | None
     """The newest proposal that it has accepted for the successor of `view`."""
     taken: frozenset[str]
     """Disks whose votes it has taken for that successor: see `taken_votes`."""
@@ -227,7 +232,7 @@ class Persist:
 
 @dataclass(frozen=True, slots=True)
 class StartWorkers:
-    """Start workers, as `JoinRequest` asked; `newest_step` and `failures` are those of `InstallView`."""
+    """Start workers, as `JoinRequest` asked; `newest_step` and `failures` are those of `StartView`."""
 
     generation: int
     rank: int

@@ -10,7 +10,7 @@ from elastic_resume.policy.reasons import Departure, Loss, NodeLost, WaitReason,
 from elastic_resume.rendezvous.core import messages
 from elastic_resume.rendezvous.core.peers import NEVER, Link
 from elastic_resume.rendezvous.core.state import NodeState
-from elastic_resume.rendezvous.core.world import Accepted, Ballot, JobEnd, View
+from elastic_resume.rendezvous.core.world import Ballot, JobEnd, Proposal, View
 
 FIRST_REDIAL_PAUSE_S = 0.005
 """Before the second call to a lost leader. Each later pause doubles, up to `Settings.probe_interval_s`."""
@@ -24,7 +24,7 @@ class Follower:
         self.state = state
         self.link = link
         self.leader = welcome.leader
-        link.followed_nobody_else = not welcome.has_followed_another
+        link.has_followed_another = welcome.has_followed_another
         self.has_ended = False
         """This node follows the leader no longer."""
         self.next_leader_address = ""
@@ -34,11 +34,11 @@ class Follower:
         self.next_heartbeat_at = state.now
         # The leader includes this node only after its first reply, so its lease does not count before.
         link.acked_sent_at = NEVER
-        self.asked: messages.AskVote | None = None
-        self.cast: tuple[int, Ballot] | None = None
+        self.request: messages.RequestVote | None = None
+        self.voted_in: tuple[int, Ballot] | None = None
         """The slot and ballot of the vote that the leader has."""
-        self.proposal: Accepted | None = None
-        self.is_accepted = False
+        self.proposal: Proposal | None = None
+        self.has_acknowledged = False
         """The leader knows that this node has accepted the proposal."""
         self.is_disconnected = False
         """The link broke, and this node dials until the leader answers, has ended, or is unreachable."""
@@ -48,12 +48,12 @@ class Follower:
         self.redial_at = state.now
         """When the call in progress times out; without one, when to make the next."""
         state.unreachable.discard(self.leader)
-        state.voter.follow_links[self.leader, True] = link
+        state.voter.leader_links[self.leader] = link
         self._note_leader()
 
     def _note_leader(self) -> None:
         """Take no votes in the slot of a view whose leader is not this node's."""
-        self.state.voter.note_vote_for(self.leader)
+        self.state.voter.note_leader(self.leader)
 
     def handle_message(self, link: Link, message: messages.Message) -> None:
         """Handle one message; only the leader's has effects, and that of a leader with a running view."""
@@ -87,14 +87,14 @@ class Follower:
 
     def _handle_leader_message(self, message: messages.Message) -> None:
         state = self.state
-        if isinstance(message, messages.AskVote):
-            self.asked = message
+        if isinstance(message, messages.RequestVote):
+            self.request = message
             if state.voter.is_voter:
                 state.voter.promise(message.ballot)
         elif isinstance(message, messages.Propose):
             if message.generation == state.view.generation:
-                self.proposal, self.is_accepted = message.proposal, False
-        elif isinstance(message, messages.InstallView):
+                self.proposal, self.has_acknowledged = message.proposal, False
+        elif isinstance(message, messages.StartView):
             self._install_view(message)
         elif isinstance(message, messages.Decided):
             self._adopt(message.view)
@@ -113,7 +113,7 @@ class Follower:
         elif isinstance(message, messages.LeaveNotice):
             self._end_following(NodeLost(self.leader.node, Loss.LEFT, message.departure))
 
-    def _install_view(self, message: messages.InstallView) -> None:
+    def _install_view(self, message: messages.StartView) -> None:
         state, proposal = self.state, self.proposal
         if proposal is None or proposal.view.generation != message.generation:
             return
@@ -135,7 +135,7 @@ class Follower:
 
     def _adopt(self, view: View) -> None:
         if view.generation > self.state.view.generation:
-            self.link.followed_nobody_else = True
+            self.link.has_followed_another = False
         self.state.adopt_view(view, self.leader)
         self.proposal = None
         self._note_leader()
@@ -167,10 +167,10 @@ class Follower:
             self.next_heartbeat_at = self.state.now
             link.peer = self.leader
             self.link, self.redial_link, self.is_disconnected = link, None, False
-            self.state.voter.follow_links[self.leader, True] = link
+            self.state.voter.leader_links[self.leader] = link
             self.state.adopt_view(message.view, self.leader)
             self._note_leader()
-            link.followed_nobody_else = not message.has_followed_another
+            link.has_followed_another = message.has_followed_another
             self.send_reports()
         elif isinstance(message, JobEnd):
             self.state.learn_end(message)
@@ -191,7 +191,7 @@ class Follower:
         state = self.state
         if link is self.link:
             self.is_disconnected = True
-            self.proposal = self.asked = self.cast = None
+            self.proposal = self.request = self.voted_in = None
             self.redial_count = 0
             self._redial_leader()
         elif link is self.redial_link and self.leader in state.voter.ended:
@@ -252,36 +252,36 @@ class Follower:
             if state.now >= self.redial_at:
                 self._redial_leader()
             return
-        if self.asked and state.voter.is_voter and state.has_stopped():
-            self._vote(self.asked)
-        if self.proposal and not state.voter.is_voter and not self.is_accepted:
+        if self.request and state.voter.is_voter and state.has_stopped():
+            self._vote(self.request)
+        if self.proposal and not state.voter.is_voter and not self.has_acknowledged:
             self._acknowledge(self.proposal.ballot)
         if state.now >= self.next_heartbeat_at:
             state.send(self.link, messages.Heartbeat(state.take_digest()))
             self.next_heartbeat_at = state.now + state.settings.heartbeat_interval_s
 
-    def _vote(self, asked: messages.AskVote) -> None:
+    def _vote(self, request: messages.RequestVote) -> None:
         """Vote, and accept the leader's proposal, when this node may and all that it says is durable."""
         state, voter, proposal = self.state, self.state.voter, self.proposal
-        if (asked.generation, asked.ballot) != (voter.view.generation, voter.known.promised):
+        if (request.generation, request.ballot) != (voter.view.generation, voter.known.promised):
             return
-        if not voter.may_vote_for(self.leader, asked):
+        if not voter.may_vote_for(self.leader, request):
             return
         if proposal and voter.known.accepted != proposal and proposal.ballot == voter.known.promised:
             voter.accept(proposal)
         if not state.is_durable:
             return
-        if self.cast != (asked.generation, asked.ballot):
+        if self.voted_in != (request.generation, request.ballot):
             state.send(self.link, voter.make_vote())
-            self.cast = asked.generation, asked.ballot
-        if proposal and voter.known.accepted == proposal and not self.is_accepted:
-            self._acknowledge(asked.ballot)
+            self.voted_in = request.generation, request.ballot
+        if proposal and voter.known.accepted == proposal and not self.has_acknowledged:
+            self._acknowledge(request.ballot)
 
     def _acknowledge(self, ballot: Ballot) -> None:
         state = self.state
-        message = messages.AcceptProposal(state.view.generation, ballot, is_acceptance=state.voter.is_voter)
+        message = messages.ProposalAck(state.view.generation, ballot, is_accepted=state.voter.is_voter)
         state.send(self.link, message)
-        self.is_accepted = True
+        self.has_acknowledged = True
 
     def send_reports(self) -> None:
         """Repeat what may have changed since the hello was sent."""
@@ -323,9 +323,10 @@ class Follower:
         state = self.state
         lease_until = state.lease_until if state.running_view else float("inf")
         due = self.redial_at if self.is_disconnected else self.next_heartbeat_at
-        # A vote may have to wait until a node timeout after another node's last message.
-        vote_at = state.now + state.settings.heartbeat_interval_s if self.asked and not self.cast else due
-        return min(lease_until, due, vote_at, self.link.last_received_at + state.settings.node_timeout_s)
+        if self.request and not self.voted_in:
+            # The vote may have to wait until a node timeout after another node's last message.
+            due = min(due, state.now + state.settings.heartbeat_interval_s)
+        return min(lease_until, due, self.link.last_received_at + state.settings.node_timeout_s)
 
     def explain_wait(self) -> str:
         """Return one clause for the error after the join timeout."""

@@ -1,7 +1,7 @@
 """The leader's role: admit followers, notice losses, end views, and settle the end of the job.
 
 `view_change` decides when a view is proposed and installed, `divergence` compares replicas. `Admission`
-decides who may follow. `LeaderDiscovery` calls nodes that do not follow, so that newcomers find the job and
+decides who may follow. `LeaderAnnouncer` calls nodes that do not follow, so that newcomers find the job and
 two leaders learn of each other.
 """
 
@@ -21,7 +21,7 @@ from elastic_resume.policy.reasons import (
     Loss,
     NameTaken,
     NodeLost,
-    NodesCutOff,
+    NodesUnreachable,
     OtherLeads,
     SettingDiffers,
     ViewEndReason,
@@ -38,7 +38,7 @@ from elastic_resume.rendezvous.core.world import Ballot, Incarnation, JobEnd, Vi
 
 MAX_PARALLEL_CALLS = 16
 """A job that lost 500 of 1,000 nodes must not dial 500 addresses every round."""
-VAIN_NODE_TIMEOUTS = 2
+MAX_NODE_TIMEOUTS_WITHOUT_QUORUM = 2
 """A leader that has followers and no quorum for so long steps down."""
 MAX_REPORTED_PEERS = 64
 EMPTY_HEARTBEAT = messages.Heartbeat()
@@ -102,7 +102,7 @@ class Admission:
             self.remove_peer(former, Loss.RESTARTED if is_restarted else Loss.REPLACED)
 
 
-class LeaderDiscovery:
+class LeaderAnnouncer:
     """Announces the leader to candidates and members that do not follow it."""
 
     def __init__(
@@ -206,16 +206,16 @@ class Leader:
     def __init__(self, state: NodeState, waiting_peers: dict[int, messages.Hello]) -> None:
         self.state = state
         self.peers = PeerTable()
-        self.view: View | None = None
+        self.running_view: View | None = None
         self.has_stepped_down = False
         self.new_leader_address = ""
         self.pending_welcomes: dict[int, PendingWelcome] = {}
         """Nodes that were welcomed on a connection and have not replied on it."""
         self.view_change = ViewChange(state, self.peers)
-        self.discovery = LeaderDiscovery(state, self.make_announcement, self.peers.addresses)
+        self.discovery = LeaderAnnouncer(state, self.make_announcement, self.peers.addresses)
         self.divergence = DivergenceDetector(state, self.peers, self._send)
         self.admission = Admission(state, self.peers, self._remove_peer)
-        self.question: messages.AskVote | None = None
+        self.request: messages.RequestVote | None = None
         """What the voters have been asked last."""
         self.next_scan_at = state.now
         self.next_probe_at = state.now
@@ -231,7 +231,7 @@ class Leader:
     def make_announcement(self) -> messages.LeaderAnnouncement:
         """Return an announcement of this leader with its priority."""
         state, view = self.state, self.state.view
-        active = self.view.generation if self.view else 0
+        active = self.running_view.generation if self.running_view else 0
         rank = view.rank(state.incarnation)
         return messages.LeaderAnnouncement(
             state.incarnation,
@@ -243,7 +243,7 @@ class Leader:
 
     def _send(self, peer: Peer, message: messages.Message) -> None:
         state = self.state
-        state.send(peer.link, message, self.view.generation if self.view else 0)
+        state.send(peer.link, message, self.running_view.generation if self.running_view else 0)
 
     def _broadcast(self, message: messages.Message) -> None:
         for peer in self.peers:
@@ -276,17 +276,17 @@ class Leader:
             self.divergence.add_digest(peer.incarnation, message.state_digest)
         elif isinstance(message, messages.JoinRequest):
             peer.join, peer.running_generation = message.join, 0
-            if self.view and peer.incarnation in self.view.members:
+            if self._runs_on(peer.incarnation):
                 self.end_view(WorkersStopped(peer.incarnation.node))
-            self.view_change.handle_join(peer.incarnation, message.join, self.view)
+            self.view_change.handle_join(peer.incarnation, message.join, self.running_view)
         elif isinstance(message, messages.ImportsFinished):
             if peer.join:
                 peer.join = replace(peer.join, is_importing=False)
-                self.view_change.handle_imports_finished(peer.incarnation, self.view)
+                self.view_change.schedule_scale_up(peer.incarnation, self.running_view)
         elif isinstance(message, Vote):
             self.view_change.decision.add_vote(peer.incarnation, message)
             self.view_change.reevaluate()
-        elif isinstance(message, messages.AcceptProposal):
+        elif isinstance(message, messages.ProposalAck):
             self.view_change.handle_ack(peer.incarnation, message)
         elif isinstance(message, messages.NodeFinished):
             peer.finished_generation, peer.running_generation = message.generation, 0
@@ -306,17 +306,17 @@ class Leader:
     def handle_unreachable_peers(self, reporter: Incarnation, report: messages.UnreachablePeers) -> None:
         """End the view if two of its members cannot reach each other; admit nodes that others reach again."""
         view_change, nodes = self.view_change, frozenset(report.nodes[:MAX_REPORTED_PEERS])
-        view = self.view if self.view and self.view.rank(reporter) is not None else None
+        view = self.running_view if self._runs_on(reporter) else None
         if view and report.generation != view.generation:
             nodes -= {member.node for member in view.members}  # from before this generation began
         reached = view_change.unreachable_nodes.get(reporter, frozenset()) - nodes
         view_change.unreachable_nodes[reporter] = nodes
         if view and view_change.is_cut_off(reporter, view):
-            self.end_view(NodesCutOff(reporter.node, name_nodes(nodes)))
-        view_change.handle_imports_finished(reporter, self.view)
+            self.end_view(NodesUnreachable(reporter.node, name_nodes(nodes)))
+        view_change.schedule_scale_up(reporter, self.running_view)
         for peer in self.peers:
             if peer.incarnation.node in reached and peer.join and not peer.join.is_importing:
-                view_change.handle_imports_finished(peer.incarnation, self.view)
+                view_change.schedule_scale_up(peer.incarnation, self.running_view)
         view_change.reevaluate()
 
     def _handle_leaving(self, peer: Peer, departure: Departure) -> None:
@@ -327,7 +327,7 @@ class Leader:
         lost = NodeLost(peer.incarnation.node, Loss.LEFT, departure)
         self.state.emit_event("lost", describe(lost))
         self.state.record_lost_member(peer.incarnation, lost)
-        if self.view and peer.incarnation in self.view.members and not self.has_finished_node():
+        if self._runs_on(peer.incarnation) and not self.has_finished_node():
             self.end_view(lost)
         self.view_change.reevaluate()
 
@@ -344,7 +344,7 @@ class Leader:
         else:
             self._send_welcome(link, hello)
         newest = self.state.view.generation
-        if self.view and newest > self.view.generation:
+        if self.running_view and newest > self.running_view.generation:
             self.end_view(LaterViewDecided(newest))
 
     def _send_welcome(self, link: Link, hello: messages.Hello) -> None:
@@ -369,6 +369,24 @@ class Leader:
             state.send(link, refused)
             return
         self.admission.remove_former(sender)
+        peer = self._add_peer(link, hello)
+        if welcome.generation < state.view.generation:
+            self._send(peer, messages.Decided(state.view))
+        if self.request:
+            self._send(peer, self.request)
+        if self.view_change.decision.sent:
+            self._send(peer, self.view_change.decision.sent)
+        self._keep_or_end_workers(peer, hello)
+        self.divergence.resend_divergence(peer)
+        if self.running_view is None and self.view_change.reported_reason:
+            self._send(peer, messages.Waiting(self.view_change.reported_reason))
+        if peer.join:
+            self.view_change.handle_join(sender, peer.join, self.running_view)
+        self.view_change.reevaluate()
+
+    def _add_peer(self, link: Link, hello: messages.Hello) -> Peer:
+        """Add a follower, or give a disconnected one its new link."""
+        state, sender = self.state, hello.sender
         state.unreachable.discard(sender)
         peer = self.peers.by_incarnation.get(sender)
         if peer:
@@ -376,37 +394,29 @@ class Leader:
         else:
             peer = Peer(sender, link)
             self.peers.add(peer)
-        state.voter.follow_links[sender, False] = link
+        state.voter.follower_links[sender] = link
+        # A node that knew only an earlier view learns of the newest one from this leader.
+        knows_newest = hello.view.generation == state.view.generation
+        link.has_followed_another = knows_newest and hello.has_followed_another
         peer.join, peer.finished_generation = hello.join, hello.finished_generation
-        link.followed_nobody_else = (
-            hello.view.generation < state.view.generation or not hello.has_followed_another
-        )
-        if welcome.generation < state.view.generation:
-            self._send(peer, messages.Decided(state.view))
-        if self.question:
-            self._send(peer, self.question)
-        if self.view_change.decision.sent:
-            self._send(peer, self.view_change.decision.sent)
         self.finished_generation = max(self.finished_generation, hello.finished_generation)
-        if not (self.view and hello.running_generation == peer.running_generation == self.view.generation):
-            former_generation, peer.running_generation = peer.running_generation, hello.running_generation
-            if hello.running_generation:
-                reason = EndedMeanwhile(hello.running_generation)
-                self._send(peer, messages.EndView(hello.running_generation, reason))
-            # Neither running nor finished: its workers failed, or it never received InstallView.
-            idle = (
-                self.view
-                and not hello.finished_generation
-                and (former_generation == self.view.generation or hello.join)
-            )
-            if idle and self.view and sender in self.view.members:
-                self.end_view(WorkersStopped(sender.node))
-        self.divergence.resend_divergence(peer)
-        if self.view is None and self.view_change.reported_reason:
-            self._send(peer, messages.Waiting(self.view_change.reported_reason))
-        if peer.join:
-            self.view_change.handle_join(sender, peer.join, self.view)
-        self.view_change.reevaluate()
+        return peer
+
+    def _keep_or_end_workers(self, peer: Peer, hello: messages.Hello) -> None:
+        """Let the workers of a follower run on if they are those of the running view; else end them."""
+        view = self.running_view
+        if view and hello.running_generation == peer.running_generation == view.generation:
+            return
+        former_generation, peer.running_generation = peer.running_generation, hello.running_generation
+        if hello.running_generation:
+            reason = EndedMeanwhile(hello.running_generation)
+            self._send(peer, messages.EndView(hello.running_generation, reason))
+        # Neither running nor finished: its workers failed, or it never received StartView.
+        is_idle = not hello.finished_generation and (
+            hello.join or (view and former_generation == view.generation)
+        )
+        if is_idle and self._runs_on(peer.incarnation):
+            self.end_view(WorkersStopped(peer.incarnation.node))
 
     def _handle_announcement(self, link: Link, announcement: messages.LeaderAnnouncement) -> None:
         own = self.make_announcement()
@@ -437,7 +447,7 @@ class Leader:
 
     def _mark_disconnected(self, peer: Peer) -> None:
         self.peers.mark_disconnected(peer, self.state.now)
-        self.view_change.handle_lost(peer.incarnation)
+        self.view_change.handle_link_broken(peer.incarnation)
         self.next_probe_at = self.state.now
 
     def _remove_peer(self, peer: Peer, loss: Loss, departure: Departure | None = None) -> None:
@@ -453,7 +463,7 @@ class Leader:
             state.emit_event("lost", describe(lost))
         state.record_lost_member(peer.incarnation, lost)
         self.view_change.handle_removed(peer.incarnation)
-        view = self.view
+        view = self.running_view
         if view is None or peer.incarnation not in view.members:
             return
         runs = state.running_view or any(
@@ -462,6 +472,10 @@ class Leader:
         if not self.has_finished_node() or (peer.finished_generation != view.generation and runs):
             # The remaining workers would wait for the lost ones in their next collective.
             self.end_view(lost)
+
+    def _runs_on(self, node: Incarnation) -> bool:
+        """Return whether a node is a member of the running view."""
+        return self.running_view is not None and self.running_view.rank(node) is not None
 
     def has_finished_node(self) -> bool:
         """Return whether a node of the newest view has finished; then no other view is needed."""
@@ -472,17 +486,17 @@ class Leader:
 
     def end_view(self, reason: ViewEndReason, *, immediately: bool = False) -> None:
         """End the running view; its members join again."""
-        view = self.view
+        view = self.running_view
         if view is None:
             return
         message = messages.EndView(view.generation, reason)  # shared, so that it is encoded once
         for peer in self.peers:
             if peer.running_generation == view.generation and peer.disconnected_at is None:
                 self._send(peer, message)
-        self.view = None
+        self.running_view = None
         self.divergence.reset()
         self.state.stop_workers(describe(reason), immediately=immediately)
-        self.view_change.started_at = self.state.now
+        self.view_change.began_at = self.state.now
         self.view_change.reevaluate()
         if not isinstance(reason, JobOver):
             self.state.emit_event("restart", f"generation {view.generation} is over: {describe(reason)}")
@@ -493,14 +507,14 @@ class Leader:
         if self.new_leader_address:
             self._step_down(OtherLeads(self.new_leader_address))
             return
-        if self.view is None and state.is_disk_stalled:
+        if self.running_view is None and state.is_disk_stalled:
             self._step_down(LeaderReason.DISK_STUCK)
             return
-        if self._leads_in_vain():
-            state.led_in_vain += 1
+        if self._lacks_quorum():
+            state.terms_without_quorum += 1
             self._step_down(LeaderReason.NO_QUORUM)
             return
-        if self.view:
+        if self.running_view:
             if state.running_view is None:  # a spare may wait for as long as a view runs without it
                 state.join_since = state.now
             elif state.now >= state.lease_until:
@@ -518,7 +532,7 @@ class Leader:
         self.discovery.advance()
         if self.view_change.end is None and (state.job_failure or self._is_job_finished()):
             self._begin_end()
-        if self.view is None:
+        if self.running_view is None:
             self._advance_view_change()
             self._broadcast_wait_reason()
         elif state.now >= self.view_change.scale_up_at:
@@ -526,15 +540,15 @@ class Leader:
             if not self.has_finished_node():
                 self.end_view(LeaderReason.NEWCOMERS)
 
-    def _leads_in_vain(self) -> bool:
+    def _lacks_quorum(self) -> bool:
         """Return whether others should lead: nodes that this one cannot reach may follow them."""
         since = self.view_change.without_quorum_since
-        if self.view or since is None or not self.peers.by_incarnation:
+        if self.running_view or since is None or not self.peers.by_incarnation:
             return False
-        return self.state.now >= since + VAIN_NODE_TIMEOUTS * self.state.settings.node_timeout_s
+        return self.state.now >= since + MAX_NODE_TIMEOUTS_WITHOUT_QUORUM * self.state.settings.node_timeout_s
 
     def _broadcast_wait_reason(self) -> None:
-        reason = self.view_change.take_wait_reason() if self.view is None else None
+        reason = self.view_change.take_wait_reason() if self.running_view is None else None
         if reason:
             self.state.emit_wait(reason)
             self._broadcast(messages.Waiting(reason))
@@ -570,9 +584,9 @@ class Leader:
             decision.start_ballot()
             view_change.reevaluate()
         state.voter.take_votes()
-        question = decision.question
-        self._ask_votes(question)
-        if decision.add_own(question):
+        request = decision.request
+        self._ask_votes(request)
+        if decision.add_own(request):
             view_change.reevaluate()
         view_change.advance()
         if decision.proposal and not decision.sent and state.is_durable:
@@ -583,7 +597,7 @@ class Leader:
         if is_stalled:
             for peer in [self.peers.by_incarnation[member] for member in view_change.awaiting]:
                 self._detach(peer)
-        if view_change.is_decided():
+        if view_change.is_concluded():
             self._announce_decision()
         elif is_stalled:
             decision.start_ballot()
@@ -594,24 +608,24 @@ class Leader:
         self.state.send(peer.link, messages.Redirect())
         self._remove_peer(peer, Loss.SILENT)
 
-    def _ask_votes(self, question: messages.AskVote) -> None:
+    def _ask_votes(self, request: messages.RequestVote) -> None:
         """Ask the followers for their votes in a new slot or ballot."""
         # A ballot is promised by its own leader first, on disk.
-        if question != self.question and (self.state.is_durable or self._has_asked(question.ballot)):
-            self.question = question
+        if request != self.request and (self.state.is_durable or self._has_asked(request.ballot)):
+            self.request = request
             self.view_change.reevaluate()
             for peer in self.peers:
-                self._send(peer, question)
+                self._send(peer, request)
 
     def _has_asked(self, ballot: Ballot) -> bool:
-        return self.question is not None and self.question.ballot == ballot
+        return self.request is not None and self.request.ballot == ballot
 
     def _announce_decision(self) -> None:
         """Start the decided view, or end the job, or go on to the next slot."""
         state = self.state
-        view, end, start = self.view_change.settle()
+        view, end, start = self.view_change.conclude()
         for peer in self.peers:
-            peer.link.followed_nobody_else = True
+            peer.link.has_followed_another = False
         if end:
             state.job_end = end
             self._broadcast(end)
@@ -624,9 +638,9 @@ class Leader:
             self._broadcast(messages.Decided(view))
             self.view_change.reevaluate()
             return
-        self.view, state.started_generation = view, view.generation
-        self.view_change.handle_view_installed(view)
-        self.divergence.handle_view_installed(view)
+        self.running_view, state.started_generation = view, view.generation
+        self.view_change.handle_view_started(view)
+        self.divergence.handle_view_started(view)
         members = frozenset(view.members)
         for peer in self.peers:
             if peer.incarnation in members:
@@ -648,7 +662,7 @@ class Leader:
             return False
         finished = {peer.incarnation: peer.finished_generation for peer in self.peers if not peer.is_leaving}
         finished[state.incarnation] = state.finished_generation
-        timed_out = state.now >= self.view_change.started_at + state.settings.node_timeout_s
+        timed_out = state.now >= self.view_change.began_at + state.settings.node_timeout_s
         if self.has_finished_node():
             return timed_out or not state.voter.find_absent_members(finished) - state.unreachable
         wants_view = state.join or self.peers.disconnected or any(peer.join for peer in self.peers)
@@ -695,14 +709,14 @@ class Leader:
 
     def handle_join_requested(self) -> None:
         """Count this node's own workers as stopped and the node as joined."""
-        if self.view and self.view.rank(self.state.incarnation) is not None:
+        if self._runs_on(self.state.incarnation):
             self.end_view(WorkersStopped(self.state.incarnation.node))
         if self.state.join:
-            self.view_change.handle_join(self.state.incarnation, self.state.join, self.view)
+            self.view_change.handle_join(self.state.incarnation, self.state.join, self.running_view)
 
     def handle_imports_finished(self) -> None:
         """Let the running view end for this node, which has joined too late for it."""
-        self.view_change.handle_imports_finished(self.state.incarnation, self.view)
+        self.view_change.schedule_scale_up(self.state.incarnation, self.running_view)
 
     def handle_workers_finished(self) -> None:
         """Check for the next view, since this node's own workers have finished."""
@@ -734,7 +748,7 @@ class Leader:
         deadlines = [self.next_scan_at, self.discovery.next_deadline()]
         if self.peers.disconnected:
             deadlines.append(self.next_probe_at)
-        if self.view:
+        if self.running_view:
             deadlines.append(self.view_change.scale_up_at)
         else:
             deadlines += [self.view_change.next_deadline(), state.disk_stalls_at]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from elastic_resume.policy.divergence import Digest, DivergenceVerdict
 from elastic_resume.policy.failure_classification import Failure
 from elastic_resume.policy.reasons import Departure, Refusal, ViewEndReason, WaitReason
-from elastic_resume.rendezvous.core.world import Accepted, Ballot, Incarnation, JobEnd, View, Vote
+from elastic_resume.rendezvous.core.world import Ballot, Incarnation, JobEnd, Proposal, View, Vote
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +77,16 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True)
-class AskVote:
+class RequestVote:
     """Ask for a vote in a ballot of the sender, for the successor of the view of `generation`.
 
-    `harmless` are those of that view's leader and heir that take no votes any more: they follow the sender,
-    or it has taken their votes.
+    `cannot_take` has that view's leader or heir if it takes no votes any more: it follows the sender, or the
+    sender has taken its vote.
     """
 
     generation: int
     ballot: Ballot
-    harmless: frozenset[str] = frozenset()
+    cannot_take: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,20 +144,20 @@ class Propose:
     """Ask the voters to store a proposal for the successor of the view of `generation`, and to accept it."""
 
     generation: int
-    proposal: Accepted
+    proposal: Proposal
 
 
 @dataclass(frozen=True, slots=True)
-class AcceptProposal:
-    """Acknowledge the proposal of a ballot; with `is_acceptance` it is accepted, on disk."""
+class ProposalAck:
+    """Acknowledge the proposal of a ballot; with `is_accepted` it is accepted, on disk."""
 
     generation: int
     ballot: Ballot
-    is_acceptance: bool
+    is_accepted: bool
 
 
 @dataclass(frozen=True, slots=True)
-class InstallView:
+class StartView:
     """Start the workers of a decided view that was proposed to the receiver. Spares receive it too."""
 
     generation: int
@@ -277,11 +277,11 @@ Message = (
     | ImportsFinished
     | Heartbeat
     | ReplicasDiverged
-    | AskVote
+    | RequestVote
     | Vote
     | Propose
-    | AcceptProposal
-    | InstallView
+    | ProposalAck
+    | StartView
     | Decided
     | EndView
     | Waiting

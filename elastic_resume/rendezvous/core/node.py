@@ -12,10 +12,10 @@ from dataclasses import replace
 from elastic_resume.policy.failure_classification import bound_failures
 from elastic_resume.policy.reasons import Departure, format_node_names
 from elastic_resume.rendezvous.core import events, messages
-from elastic_resume.rendezvous.core.candidate import Candidate, SearchResult
 from elastic_resume.rendezvous.core.follower import Follower
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.peers import Link
+from elastic_resume.rendezvous.core.searcher import Searcher, SearchResult
 from elastic_resume.rendezvous.core.state import NodeState
 from elastic_resume.rendezvous.core.world import Incarnation, JobEnd, View
 
@@ -39,7 +39,7 @@ class RendezvousNode:
         `persistent_state` is that of the former process, `max_generation` a generation known from elsewhere.
         """
         self.state = NodeState(settings, incarnation, persistent_state, now, max_generation)
-        self.role: Candidate | Follower | Leader | None = Candidate(self.state)
+        self.role: Searcher | Follower | Leader | None = Searcher(self.state)
         self.next_deadline = now
         """When to call `handle` next, at the latest."""
         self.end_reason = ""
@@ -163,7 +163,7 @@ class RendezvousNode:
         state.stop_workers(f"left: {event.departure.text}")
         if isinstance(role, Follower):
             role.send_reports()
-        elif isinstance(role, Candidate):
+        elif isinstance(role, Searcher):
             role.send_away_waiting_peers()
 
     def _leave(self, departure: Departure) -> None:
@@ -199,13 +199,13 @@ class RendezvousNode:
         state, role = self.state, self.role
         if state.job_end:
             self._end_job(state.job_end)
-        elif isinstance(role, Candidate):
+        elif isinstance(role, Searcher):
             self._finish_search(role)
         elif isinstance(role, Follower) and role.has_ended:
-            self.role = Candidate(state, role.next_leader_address)
+            self.role = Searcher(state, role.next_leader_address)
         elif isinstance(role, Leader) and role.has_stepped_down:
             role.close()
-            self.role = Candidate(state, role.new_leader_address)
+            self.role = Searcher(state, role.new_leader_address)
 
     def _end_job(self, end: JobEnd) -> None:
         self.state.job_end = end
@@ -219,7 +219,7 @@ class RendezvousNode:
         )
         self._close("ended")
 
-    def _finish_search(self, role: Candidate) -> None:
+    def _finish_search(self, role: Searcher) -> None:
         state = self.state
         if role.result is SearchResult.FOLLOW and role.link and role.welcome:
             role.close()
@@ -241,7 +241,7 @@ class RendezvousNode:
         """Leave the rendezvous."""
         self.state.stop_workers(reason)
         self.end_reason = reason
-        if isinstance(self.role, (Candidate, Leader)):
+        if isinstance(self.role, (Searcher, Leader)):
             self.role.close()
         self.role = None
 

@@ -69,7 +69,7 @@ class NodeState:
         self._unsent_digest: messages.StateDigest | None = None
         self.lease_until = NEVER
         self.unreachable: set[Incarnation] = set()
-        self.led_in_vain = 0
+        self.terms_without_quorum = 0
         """How often this node has led without a quorum since the newest view was decided."""
         self.durable_version = 0
         self._persisting_version = 0
@@ -115,7 +115,7 @@ class NodeState:
             if self.running_view:
                 self.stop_workers(f"generation {view.generation} is decided")
             self.voter.adopt_view(view, source)
-            self.led_in_vain = 0
+            self.terms_without_quorum = 0
 
     def learn_end(self, end: JobEnd) -> None:
         """Learn that the end of the job is decided, unless it is that of an earlier run."""
@@ -167,7 +167,7 @@ class NodeState:
 
     # Workers.
 
-    def start_workers(self, view: View, message: messages.InstallView, lease_until: float) -> None:
+    def start_workers(self, view: View, message: messages.StartView, lease_until: float) -> None:
         """Start workers if this node is a member of the view."""
         rank = view.rank(self.incarnation)
         if rank is None:

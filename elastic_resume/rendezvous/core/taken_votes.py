@@ -1,23 +1,10 @@
-"""The one exception of the rule: a dead follower's vote belongs to its leader, a dead leader's to its heir.
+"""The one exception of the rule: a dead follower's vote passes to its leader, a dead leader's to its heir.
 
 Without it, the second of two nodes could not continue when the process of the first is killed. It rests on
 clocks and on refused calls, and nothing else in the rendezvous does. `Settings.is_strict` switches it off.
-`docs/concepts/worlds.md` has the argument and what it trusts. In the slot of a view's successor:
 
-1. The leader of the view takes the vote of a member that died while the leader's link to it was alive. Its
-   heir, the lowest ranked other member, takes the leader's vote in the same way. Neither does so any more
-   once it has followed, or voted for, another than that leader. See `may_take`.
-2. A taken vote is durable before it is used. From then on the taker's vote counts for both, in every ballot
-   and also after a restart. So the dead may have accepted only what the taker has accepted: a leader's
-   acceptance is durable before it proposes, and the leader's own vote follows rule 3.
-3. The leader's own vote counts in its ballots only together with the heir's, or when the heir cannot take it
-   any more. See `find_counted`.
-4. A member votes in another's ballot only when its leader cannot take its vote any more; the leader, when its
-   heir cannot. See `may_vote`.
-5. The vote of a member that has restarted counts if whoever may have taken it votes too and did not take it.
-   See `find_restarted`.
-6. A node that returns with an empty disk replaces the member of its name. If the votes of all others count,
-   the view has a quorum, how few they may be. See `are_others_replaced`.
+`docs/concepts/worlds.md` has the exception's seven rules, the argument, and what they trust; the functions
+below name their rules. A taken vote equals its taker's, in every ballot and also after a restart (rule 3).
 """
 
 from __future__ import annotations
@@ -29,7 +16,7 @@ from elastic_resume.rendezvous.core.world import Incarnation, View, Vote
 
 
 def may_take(view: View, taker: Incarnation, dead: Incarnation) -> bool:
-    """Return whether it is the part of `taker` in this view to take the vote of `dead`."""
+    """Return whether it is the part of `taker` in this view to take the vote of `dead` (rules 1 and 2)."""
     if taker == dead or view.rank(taker) is None or view.rank(dead) is None:
         return False
     return taker == view.leader or (taker == view.heir and dead == view.leader)
@@ -38,7 +25,7 @@ def may_take(view: View, taker: Incarnation, dead: Incarnation) -> bool:
 def may_vote(
     view: View, voter: Incarnation, proposer: Incarnation, *, is_free_of: Callable[[Incarnation], bool]
 ) -> bool:
-    """Return whether `voter` may vote in a ballot of `proposer`.
+    """Return whether `voter` may vote in a ballot of `proposer` (rule 5).
 
     `is_free_of` tells whether a process cannot take the voter's vote any more.
     """
@@ -53,7 +40,7 @@ def find_restarted(
     cast: Mapping[str, tuple[Incarnation, Vote]],
     replaced_nodes: AbstractSet[str] = frozenset(),
 ) -> set[str]:
-    """Return the members that have restarted and whose votes surely nobody has taken, nor will.
+    """Return the members that have restarted and whose votes surely nobody has taken, nor will (rule 6).
 
     `cast` has the votes that arrived, by disk, with the processes that sent them.
     """
@@ -77,7 +64,7 @@ def find_counted(
     *,
     is_free_of_heir: bool,
 ) -> dict[str, Vote]:
-    """Return the votes that count in a ballot of `proposer`, by disk. A taken vote equals its taker's.
+    """Return the votes that count in a ballot of `proposer`, by disk (rules 3 and 4).
 
     `cast` is that of `find_restarted`, and `restarted` its result when the proposer had made no proposal yet.
     """
@@ -94,7 +81,10 @@ def find_counted(
 
 
 def are_others_replaced(view: View, counted: AbstractSet[str], replaced_nodes: AbstractSet[str]) -> bool:
-    """Return whether each member's vote counts, or its node is back with an empty disk."""
+    """Return whether each member's vote counts, or its node is back with an empty disk (rule 7).
+
+    Then these votes are a quorum, however few they are.
+    """
     return bool(counted and view.members) and all(
         member.disk_id in counted or member.node in replaced_nodes for member in view.members
     )

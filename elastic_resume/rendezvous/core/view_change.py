@@ -21,7 +21,7 @@ from elastic_resume.policy.reasons import (
     CandidatesMissing,
     LastCall,
     MembersAbsent,
-    NodesCutOff,
+    NodesUnreachable,
     TooFewNodes,
     VotesMissing,
     Wait,
@@ -31,7 +31,7 @@ from elastic_resume.policy.reasons import (
     name_nodes,
 )
 from elastic_resume.rendezvous.core.decision import Decision
-from elastic_resume.rendezvous.core.messages import AcceptProposal, Hello, InstallView, JoinSpec
+from elastic_resume.rendezvous.core.messages import Hello, JoinSpec, ProposalAck, StartView
 from elastic_resume.rendezvous.core.peers import NEVER, PeerTable
 from elastic_resume.rendezvous.core.state import NodeState
 from elastic_resume.rendezvous.core.world import (
@@ -101,7 +101,7 @@ class ViewChange:
         """Members of the proposal that have not acknowledged it."""
         self.without_quorum_since: float | None = None
         """Since when all that are here have voted, and more votes are needed."""
-        self.has_lost_member = False
+        self.has_broken_link = False
         """The link to a member of the proposal broke."""
         self.end: JobEnd | None = None
         """The end of the job that is to be decided."""
@@ -109,11 +109,11 @@ class ViewChange:
         own_report = state.unreachable_peers
         self.unreachable_nodes = {state.incarnation: frozenset(own_report.nodes if own_report else ())}
         """The nodes that a node cannot reach, by its last report."""
-        self.left_out: dict[Incarnation, NodesCutOff] = {}
+        self.left_out: dict[Incarnation, NodesUnreachable] = {}
         """The joined nodes that are left out because others cannot reach them, and why."""
-        self.installed_at = NEVER
+        self.started_at = NEVER
         """When the last view was started."""
-        self.started_at = state.now
+        self.began_at = state.now
         self.last_arrival_at = state.now
         self.evaluate_at = state.now
         self.wait_reason: WaitReason | None = Wait.NOTHING_JOINED
@@ -137,10 +137,10 @@ class ViewChange:
         if self.state.view.rank(incarnation) is None:
             self.last_arrival_at = self.state.now
         if not join.is_importing:
-            self.handle_imports_finished(incarnation, running_view)
+            self.schedule_scale_up(incarnation, running_view)
         self.reevaluate()
 
-    def handle_imports_finished(self, incarnation: Incarnation, running_view: View | None) -> None:
+    def schedule_scale_up(self, incarnation: Incarnation, running_view: View | None) -> None:
         """Schedule the next view if a newcomer is ready that the running view has room for."""
         if (
             running_view
@@ -176,7 +176,7 @@ class ViewChange:
         self.joins = {} if self.end else self._collect_joins(has_quorum=votes is not None)
         if not self.joins or votes is None:
             return
-        self.has_lost_member = False
+        self.has_broken_link = False
         view = self._make_view()
         self.joins = {member: self.joins[member] for member in view.members}
         decision.propose(view, None, votes)
@@ -192,22 +192,22 @@ class ViewChange:
         former = {member.node: member.disk_id for member in self.state.view.members}
         return {node.node for node in present if former.get(node.node, node.disk_id) != node.disk_id}
 
-    def handle_ack(self, incarnation: Incarnation, message: AcceptProposal) -> None:
+    def handle_ack(self, incarnation: Incarnation, message: ProposalAck) -> None:
         """Note that a node has the proposal, and if it votes, has accepted it."""
         if self.decision.add_accept(incarnation, message):
             self.awaiting.discard(incarnation)
 
-    def handle_lost(self, incarnation: Incarnation) -> None:
+    def handle_link_broken(self, incarnation: Incarnation) -> None:
         """Note that the link to a node broke: a view with it will not be started."""
         self.awaiting.discard(incarnation)
-        self.has_lost_member |= incarnation in self.joins
+        self.has_broken_link |= incarnation in self.joins
         self.reevaluate()
 
     def handle_removed(self, incarnation: Incarnation) -> None:
         """Note that a node is lost: if soon after a start, it has to wait longer each time."""
         self.decision.remove(incarnation)
-        self.handle_lost(incarnation)
-        lasted_s, timeout_s = self.state.now - self.installed_at, self.state.settings.node_timeout_s
+        self.handle_link_broken(incarnation)
+        lasted_s, timeout_s = self.state.now - self.started_at, self.state.settings.node_timeout_s
         if incarnation in self.joins or (
             self.state.view.rank(incarnation) is not None and lasted_s < SHORT_VIEW_NODE_TIMEOUTS * timeout_s
         ):
@@ -215,7 +215,7 @@ class ViewChange:
         elif self.state.view.rank(incarnation) is not None:
             self.backoff.remove(incarnation)
 
-    def is_decided(self) -> bool:
+    def is_concluded(self) -> bool:
         """Return whether a quorum has accepted the proposal, and all members have received it or are lost."""
         decision = self.decision
         if decision.proposal is None or self.awaiting:
@@ -233,7 +233,7 @@ class ViewChange:
     def _stall_at(self) -> float:
         return self.proposed_at + MAX_ACK_NODE_TIMEOUTS * self.state.settings.node_timeout_s
 
-    def settle(self) -> tuple[View, JobEnd | None, InstallView | None]:
+    def conclude(self) -> tuple[View, JobEnd | None, StartView | None]:
         """Go on to the next slot; return what is decided, and with what to start its workers.
 
         Nobody starts the view if a member was lost meanwhile, or if another leader may have started it.
@@ -242,17 +242,17 @@ class ViewChange:
         failures = self.state.failure_log.get_failures(self.state.failed_generation)
         if self.joins:
             self._note_left_out(self.state.view)
-        proposal = self.decision.settle()
+        proposal = self.decision.finish_slot()
         view, joins = proposal.view, self.joins
         self.joins, self.awaiting, self.reported_reason, self.wait_reason = {}, set(), None, None
-        self.started_at = self.state.now
-        if proposal.end or self.end or is_repeated or self.has_lost_member:
+        self.began_at = self.state.now
+        if proposal.end or self.end or is_repeated or self.has_broken_link:
             self.reevaluate()
             return view, proposal.end, None
         workers = tuple(joins[member].num_workers for member in view.members)
         newest_step = max(join.newest_step for join in joins.values())
         store_address = joins[view.members[0]].store_address
-        return view, None, InstallView(view.generation, store_address, workers, newest_step, failures)
+        return view, None, StartView(view.generation, store_address, workers, newest_step, failures)
 
     # Waiting.
 
@@ -314,7 +314,7 @@ class ViewChange:
         ready = {node: join for node, join in joins.items() if state.now >= self.backoff.wait_until(node)}
         return ready if len(ready) >= state.settings.min_nodes else joins
 
-    def _find_left_out(self, joins: dict[Incarnation, JoinSpec]) -> dict[Incarnation, NodesCutOff]:
+    def _find_left_out(self, joins: dict[Incarnation, JoinSpec]) -> dict[Incarnation, NodesUnreachable]:
         """Choose which of the joined nodes to leave out, because others cannot reach them."""
         reports = {node: self.unreachable_nodes.get(node, frozenset()) for node in joins}
         pairs = [frozenset((node.node, other)) for node, others in reports.items() for other in others]
@@ -322,7 +322,7 @@ class ViewChange:
         nodes = {node.node: node for node in ranked}
         members = [name for name, node in nodes.items() if self.state.view.rank(node) is not None]
         left_out = choose_left_out(members, list(nodes)[len(members) :], pairs)
-        return {nodes[name]: NodesCutOff(name, name_nodes(others)) for name, others in left_out.items()}
+        return {nodes[name]: NodesUnreachable(name, name_nodes(others)) for name, others in left_out.items()}
 
     def is_cut_off(self, node: Incarnation, view: View) -> bool:
         """Return whether a node and a member of the view cannot reach each other, as one has reported."""
@@ -337,7 +337,7 @@ class ViewChange:
     def _note_left_out(self, before: View) -> None:
         """Let members that lose their place wait longer each time, unless the last view lasted."""
         for node in before.members:
-            if self.state.now >= self.installed_at + MAX_BACKOFF_S:
+            if self.state.now >= self.started_at + MAX_BACKOFF_S:
                 self.backoff.remove(node)
             if node in self.left_out:
                 self.backoff.add(node, self.state.now)
@@ -374,10 +374,10 @@ class ViewChange:
         state, settings, view = self.state, self.state.settings, self.state.view
         until = NEVER
         if not state.voter.find_absent_members(present) <= state.unreachable:
-            until = self.started_at + settings.node_timeout_s
+            until = self.began_at + settings.node_timeout_s
         if settings.max_nodes > 1 and (not view.generation or self._find_replaced_nodes()):
             # If disks were lost, a view may run that no present node knows. Its leader connects soon.
-            since = self.last_arrival_at if view.generation else self.started_at
+            since = self.last_arrival_at if view.generation else self.began_at
             until = max(until, since + 2 * settings.announce_interval_s)
         has_survivors = any(member in present for member in view.members)
         if not has_survivors and not full:
@@ -390,7 +390,7 @@ class ViewChange:
         leader = state.incarnation if state.incarnation in members else members[0]
         return View(1 + state.voter.known.max_generation, members, leader)
 
-    def handle_view_installed(self, view: View) -> None:
+    def handle_view_started(self, view: View) -> None:
         """Schedule the next view if it has room for nodes that joined too late for this one."""
         has_room = len(view.members) < self.state.settings.max_nodes
         members = frozenset(view.members)
@@ -402,7 +402,7 @@ class ViewChange:
             and peer.incarnation not in members
             and not self.is_cut_off(peer.incarnation, view)
         ]
-        self.installed_at, self.scale_up_at = self.state.now, float("inf")
+        self.started_at, self.scale_up_at = self.state.now, float("inf")
         names = {member.node for member in view.members} if any(self.unreachable_nodes.values()) else set()
         for node in self.unreachable_nodes.keys() & members:
             self.unreachable_nodes[node] -= names  # their workers try again

@@ -15,10 +15,10 @@ from elastic_resume.rendezvous.core.peers import Link
 from elastic_resume.rendezvous.core.taken_votes import may_take, may_vote
 from elastic_resume.rendezvous.core.world import (
     NO_VIEW,
-    Accepted,
     Ballot,
     Electorate,
     Incarnation,
+    Proposal,
     View,
     Vote,
 )
@@ -52,15 +52,15 @@ class Voter:
         """Whether this process has followed, or voted for, another than the view's leader."""
         self.newest_ballot = self.known.promised
         """The greatest ballot known, of any node."""
-        self.follow_links: dict[tuple[Incarnation, bool], Link] = {}
-        """The newest link to each leader that this node followed (True) and to each follower (False).
+        self.leader_links: dict[Incarnation, Link] = {}
+        """The newest link to each leader that this node has followed.
 
         A link stays here after it has ended, with the times of the last contact.
         """
+        self.follower_links: dict[Incarnation, Link] = {}
+        """The newest link to each node that has followed this one, in the same way."""
         self.ended: set[Incarnation] = set()
         """Processes of members, and of others with a link, that have ended for certain."""
-        self.takeable: set[tuple[Incarnation, bool]] = set()
-        """Those of them that died while this node followed them (True) or led them (False)."""
         self.mark_former_ended(incarnation)
 
     def _change(self, **fields: Any) -> None:
@@ -92,11 +92,10 @@ class Voter:
         self.has_followed_another = source is None or source != view.leader
         self.ended = {member for member in self.ended if view.rank(member) is not None}
         kept_since = self.now - 2 * self.settings.node_timeout_s  # a role ends a silent link earlier
-        self.follow_links = {
-            key: link
-            for key, link in self.follow_links.items()
-            if view.rank(key[0]) is not None or link.last_received_at > kept_since
-        }
+        for links in (self.leader_links, self.follower_links):
+            for process, link in list(links.items()):
+                if view.rank(process) is None and link.last_received_at <= kept_since:
+                    del links[process]
         self.mark_former_ended(self.incarnation)
 
     def promise(self, ballot: Ballot) -> None:
@@ -109,7 +108,7 @@ class Voter:
         """Note that a ballot is in use."""
         self.newest_ballot = max(self.newest_ballot, ballot)
 
-    def accept(self, proposal: Accepted) -> None:
+    def accept(self, proposal: Proposal) -> None:
         """Accept a proposal of a ballot that is not before the promised one."""
         self.promise(proposal.ballot)
         self._change(accepted=proposal)
@@ -120,8 +119,10 @@ class Voter:
             return
         taken = {
             dead.disk_id
-            for dead, led in self.takeable
-            if led == (dead == self.view.leader) and may_take(self.view, self.incarnation, dead)
+            for dead in self.ended
+            if (link := self._find_voting_link(dead))
+            and link.ended_in_contact
+            and may_take(self.view, self.incarnation, dead)
         }
         if not taken <= self.known.taken:
             self._change(taken=self.known.taken | taken)
@@ -131,17 +132,17 @@ class Voter:
         known = self.known
         return Vote(known.view.generation, known.promised, known.accepted, known.taken)
 
-    def may_vote_for(self, proposer: Incarnation, question: messages.AskVote) -> bool:
+    def may_vote_for(self, proposer: Incarnation, request: messages.RequestVote) -> bool:
         """Return whether this node may vote in a ballot of `proposer` now: see `taken_votes`."""
         if self.settings.is_strict:
             return True
 
         def is_free_of(taker: Incarnation) -> bool:
-            return taker.disk_id in question.harmless or self.is_free_of(taker)
+            return taker.disk_id in request.cannot_take or self.is_free_of(taker)
 
         return may_vote(self.view, self.incarnation, proposer, is_free_of=is_free_of)
 
-    def note_vote_for(self, proposer: Incarnation) -> None:
+    def note_leader(self, proposer: Incarnation) -> None:
         """Note for whom this node has voted."""
         if proposer != self.view.leader:
             self.has_followed_another = True
@@ -157,18 +158,21 @@ class Voter:
         """Return whether `process`, the newest view's leader or its heir, cannot take this node's vote."""
         if process in self.ended:
             return True
-        link = self.follow_links.get((process, process == self.view.leader))
+        link = self._find_voting_link(process)
         return link is None or self.now >= link.last_received_at + self.settings.node_timeout_s
 
+    def _find_voting_link(self, process: Incarnation) -> Link | None:
+        """Return the link over which one of this node and `process` may take the other's vote."""
+        return (self.leader_links if process == self.view.leader else self.follower_links).get(process)
+
     def mark_ended(self, process: Incarnation) -> None:
-        """Note that a process has ended for certain; take its vote if the last contact is recent enough."""
+        """Note that a process has ended for certain, and whether that was soon after the last contact."""
         if process in self.ended or process == self.incarnation:
             return
         self.ended.add(process)
-        for leads in (True, False):
-            link = self.follow_links.get((process, leads))
-            if link and link.followed_nobody_else and self.now < link.acked_sent_at + self.settings.lease_s:
-                self.takeable.add((process, leads))
+        for link in (self.leader_links.get(process), self.follower_links.get(process)):
+            if link and not link.has_followed_another:
+                link.ended_in_contact = self.now < link.acked_sent_at + self.settings.take_window_s
 
     def mark_former_ended(self, incarnation: Incarnation) -> None:
         """Note that the earlier processes of a node's disk have ended."""
@@ -182,15 +186,15 @@ class Voter:
         An agent listens at one address all its life. The answer may come late, so only processes count that
         this node knew when it dialled.
         """
-        known = [
-            peer for (peer, _), link in self.follow_links.items() if link.last_received_at <= call.dialled_at
-        ]
+        links = [*self.leader_links.items(), *self.follower_links.items()]
+        known = {process for process, link in links if link.last_received_at <= call.dialled_at}
         if call.view_at_dial is self.view:
-            known += self.view.members
-        for process in [process for process in known if process.address == call.address]:
-            links = [self.follow_links.get((process, leads)) for leads in (True, False)]
-            if all(call.proves_end(link.ip_address) for link in links if link):
-                self.mark_ended(process)
+            # No vote passes over by a refusal at the name alone: a link is needed for that.
+            known.update(self.view.members)
+        proved = {process for process in known if process.address == call.address}
+        proved -= {process for process, link in links if not call.proves_end(link.ip_address)}
+        for process in proved:
+            self.mark_ended(process)
 
     def find_absent_members(self, present: Iterable[Incarnation]) -> set[Incarnation]:
         """Return the members of the newest view that are not present and may come."""

@@ -109,7 +109,7 @@ class Ballot:
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
+class Proposal:
     """A proposal that a node has accepted: a view, or the end of the job if `end` is set."""
 
     ballot: Ballot
@@ -127,7 +127,7 @@ class Vote:
 
     generation: int
     ballot: Ballot
-    accepted: Accepted | None = None
+    accepted: Proposal | None = None
     taken: frozenset[str] = frozenset()
 
 
@@ -179,8 +179,8 @@ class Electorate:
 
 
 def find_proposal_to_repeat(
-    electorate: Electorate, accepted: Mapping[str, Accepted | None]
-) -> Accepted | None:
+    electorate: Electorate, accepted: Mapping[str, Proposal | None]
+) -> Proposal | None:
     """Return the proposal that has to be proposed again, because it may be decided; None if there is none.
 
     `accepted` has what voters have accepted. Only the proposal of the greatest ballot may be decided. It is

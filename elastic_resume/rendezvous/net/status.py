@@ -42,7 +42,7 @@ class RendezvousStatus:
     view: View | None = None
     """The running view."""
     generation: int = 0
-    """Of the newest installed view."""
+    """Of the newest decided view."""
     others: tuple[Incarnation, ...] = ()
     """Present nodes outside the running view, known to a leader; all present nodes without a view."""
     missing: tuple[str, ...] = ()
@@ -57,18 +57,18 @@ def build_status(node: RendezvousNode) -> RendezvousStatus:
     """Return the status of an agent without changing it."""
     state, role = node.state, node.role
     if isinstance(role, Leader):
-        members = role.view.members if role.view else ()
+        members = role.running_view.members if role.running_view else ()
         present = {state.incarnation, *role.peers.by_incarnation}
-        absent = () if role.view else set(state.view.members) - present
+        absent = () if role.running_view else set(state.view.members) - present
         return RendezvousStatus(
             state.incarnation,
             is_leader=True,
             leader=state.incarnation,
-            view=role.view,
+            view=role.running_view,
             generation=state.view.generation,
             others=tuple(sorted(present - set(members), key=lambda other: other.node)),
             missing=tuple(sorted(member.node for member in absent)),
-            waiting_reason="" if role.view else role.explain_wait(),
+            waiting_reason="" if role.running_view else role.explain_wait(),
             end_reason=node.end_reason,
         )
     return RendezvousStatus(

@@ -28,7 +28,7 @@ def _take_any_half(self: Electorate, voters: AbstractSet[str]) -> bool:
 
 
 def _end_without_quorum() -> list[Patch]:
-    advance, is_decided = view_change.ViewChange.advance, view_change.ViewChange.is_decided
+    advance, is_concluded = view_change.ViewChange.advance, view_change.ViewChange.is_concluded
 
     def propose_end(self: view_change.ViewChange) -> None:
         if self.end and not self.decision.proposal:
@@ -37,18 +37,20 @@ def _end_without_quorum() -> list[Patch]:
         advance(self)
 
     def has_ended(self: view_change.ViewChange) -> bool:
-        return bool(self.end and self.decision.proposal) or is_decided(self)
+        return bool(self.end and self.decision.proposal) or is_concluded(self)
 
     return [
         (view_change.ViewChange, "advance", propose_end),
-        (view_change.ViewChange, "is_decided", has_ended),
+        (view_change.ViewChange, "is_concluded", has_ended),
     ]
 
 
 def _mark_ended_whenever(self: Voter, process: Incarnation) -> None:
     if process != self.incarnation:
         self.ended.add(process)
-        self.takeable |= {(process, True), (process, False)}
+        for link in (self.leader_links.get(process), self.follower_links.get(process)):
+            if link:
+                link.ended_in_contact = True
 
 
 def _count_leader_first() -> Callable[..., dict[str, Vote]]:

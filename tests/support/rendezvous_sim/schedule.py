@@ -121,7 +121,7 @@ class JobSpec:
 class Trigger:
     """When a fault occurs: `delay_s` after the start or after the `count`-th `event`.
 
-    Events are `view` (a new view starts anywhere), `Propose`, `AcceptProposal` and `InstallView` (such a
+    Events are `view` (a new view starts anywhere), `Propose`, `ProposalAck` and `StartView` (such a
     message is sent), `message` (any of the three) and `LeaderAnnouncement`. With `after_previous`, time and
     events count from the fault before.
     """
@@ -132,7 +132,7 @@ class Trigger:
     after_previous: bool = False
 
     def __str__(self) -> str:
-        """Format it, such as `then InstallView 2 + 0.010 s`."""
+        """Format it, such as `then StartView 2 + 0.010 s`."""
         words = ["then"] if self.after_previous else []
         if self.event:
             words += [self.event, str(self.count)]

@@ -16,7 +16,7 @@ from elastic_resume.policy.reasons import Departure
 from elastic_resume.rendezvous.core import events, messages
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.node import RendezvousNode
-from elastic_resume.rendezvous.core.world import Accepted, Incarnation
+from elastic_resume.rendezvous.core.world import Incarnation, Proposal
 from tests.support.rendezvous_sim.invariants import NO_FALSE_DEATH, InvariantChecker
 from tests.support.rendezvous_sim.network import MAX_STEPS_PER_NODE, ConnectionEnd, Host, Network
 
@@ -24,7 +24,7 @@ RESTART_DELAY_S = 1.0
 """When an agent that gave up is started again."""
 COLLECTIVE_TIMEOUT_S = 2.0
 """After which workers fail that cannot reach a peer."""
-VIEW_CHANGE_MESSAGES = (messages.Propose, messages.AcceptProposal, messages.InstallView)
+VIEW_CHANGE_MESSAGES = (messages.Propose, messages.ProposalAck, messages.StartView)
 
 TraceFunction = Callable[[str, object], None]
 
@@ -391,7 +391,7 @@ class SimulatedNode(Host):
             self._timer_due_s = due
             self.clock.call_at(self._timer_due_s, self._on_timer, self._timer_due_s, self.incarnation_id)
 
-    def _note_decision(self, slot: int, proposal: Accepted | None) -> None:
+    def _note_decision(self, slot: int, proposal: Proposal | None) -> None:
         """Tell the checkers what this node has decided as a leader, or has learned."""
         if self.agent is None:
             return

@@ -74,7 +74,7 @@ def defecting_followers(rng: random.Random, start: Trigger, count: int) -> list[
     stay = ours[: (len(ours) + 1) // 2]
     if rng.random() < 0.3:
         stay = rng.sample(ours, rng.randint(1, len(ours)))
-    when = then(rng.choice(DURING_VIEW_CHANGE_S), "InstallView", rng.choice((1, 1, 2)))
+    when = then(rng.choice(DURING_VIEW_CHANGE_S), "StartView", rng.choice((1, 1, 2)))
     faults = [repartition(start, *ours), repartition(when, *stay)]
     if rng.random() < 0.3:
         kind = rng.choice(("kill", "pause"))
@@ -135,7 +135,7 @@ def interrupted_proposal(rng: random.Random, start: Trigger, count: int) -> list
     """
     ours = draw_majority(rng, count)
     first = repartition(start, *ours)
-    step, number = rng.choice((("Propose", 1), ("Propose", 2), ("AcceptProposal", 1), ("InstallView", 1)))
+    step, number = rng.choice((("Propose", 1), ("Propose", 2), ("ProposalAck", 1), ("StartView", 1)))
     when = then(rng.choice(DURING_VIEW_CHANGE_S), step, number)
     kind = rng.choice(
         ("repartition", "repartition", "pause", "kill", "crash-before-send", "written", "power")
@@ -160,7 +160,7 @@ def staggered_merge(rng: random.Random, start: Trigger, count: int) -> list[Faul
     for _ in range(rng.choice((1, 2))):
         settled, torn = (
             then(rng.choice(AFTER_TIMEOUT_S)),
-            then(rng.choice(DURING_VIEW_CHANGE_S), "InstallView"),
+            then(rng.choice(DURING_VIEW_CHANGE_S), "StartView"),
         )
         when = rng.choice((settled, torn, then(0.2, "view")))
         faults.append(repartition(when, *rng.sample(range(count), rng.randint(1, count - 1))))
@@ -288,7 +288,7 @@ def forgetful_first_view(rng: random.Random, start: Trigger, count: int) -> list
     del start
     names = [f"{chr(ord('a') + place)}" for place in range(count)]
     victims = tuple(rng.sample(names, rng.randint(1, max(1, count // 2))))
-    step = rng.choice(("Propose", "AcceptProposal", "InstallView"))
+    step = rng.choice(("Propose", "ProposalAck", "StartView"))
     return [
         Fault(Trigger(rng.choice((0.5, 2.0))), "disk", victims, 8.0),
         Fault(Trigger(rng.choice(DURING_VIEW_CHANGE_S), step, 1), "repartition", (LEADER,), LONG_S),
@@ -302,7 +302,7 @@ def leader_dies_without_heir(rng: random.Random, start: Trigger, count: int) -> 
     Guards the pair: the leader's own vote counts only together with its heir's, which may take it.
     """
     worker = Fault(start, "worker", ranks(rng.randrange(count)))
-    step, number = rng.choice((("Propose", 1), ("AcceptProposal", 1), ("AcceptProposal", 1)))
+    step, number = rng.choice((("Propose", 1), ("ProposalAck", 1), ("ProposalAck", 1)))
     reset = Fault(then(0.0, step, number), "reset", ranks(0, 1), 1.0)
     cut = repartition(then(rng.choice((0.0, 0.005, 0.01))), 0, 1)
     kill = Fault(then(rng.choice((0.0, 0.005, 0.01, 0.02))), "kill", ranks(0), rng.choice((5.0, LONG_S)))

@@ -87,3 +87,14 @@ def test_link_that_refuses_packets_for_good_leaves_one_out(cluster: Cluster, net
     check_causes(cluster)
     assert "n3 cannot reach n2, and is left out until it can" in cluster.report_text()
     training_job.check_end(diary, world_size=3)
+
+
+def test_link_that_breaks_while_training_leaves_one_out(cluster: Cluster, network: VirtualNetwork) -> None:
+    """No rank of the two nodes is at fault, and no hang timeout has to pass."""
+    start(cluster, "--slow-until", str(cluster.directory / "never"))
+    cluster.wait(generation=1, step=1)
+    network.cut_link(2, 3)
+    wait_for_events(cluster, "left-out", "n3 cannot reach n2, and is left out until it can")
+    cluster.wait(generation=2, step=2)
+    assert not cluster.events("hang")
+    check_causes(cluster)

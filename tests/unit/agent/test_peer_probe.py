@@ -49,7 +49,6 @@ class Network:
 
     cut_off: str = ""
     has_sign: bool = True
-    has_resumed: bool = False
     dialled: list[str] = field(default_factory=list)
     reports: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
 
@@ -71,7 +70,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Network:
 @pytest.fixture
 def probe(network: Network) -> PeerProbe:
     """A probe on rank 1 of four nodes, which looks at each poll."""
-    made = PeerProbe(0.0, lambda *report: network.reports.append(report), lambda: network.has_resumed)
+    made = PeerProbe(0.0, lambda *report: network.reports.append(report))
     made.begin_generation(start(1, "abcd"))
     return made
 
@@ -123,15 +122,12 @@ def test_unreachable_members_are_reported_once_and_again_when_they_answer(
     assert probe.list_unreachable_nodes() == ()
 
 
-@pytest.mark.parametrize(("has_sign", "has_resumed"), [(False, False), (True, True)])
-def test_nobody_is_dialled_without_a_sign_or_after_resume(
-    network: Network, probe: PeerProbe, *, has_sign: bool, has_resumed: bool
-) -> None:
+def test_nobody_is_dialled_without_a_sign(network: Network, probe: PeerProbe) -> None:
     """Nor on a single node."""
-    network.has_sign, network.has_resumed = has_sign, has_resumed
+    network.has_sign = False
     probe.poll()
     assert network.dialled == []
-    network.has_sign, network.has_resumed = True, False
+    network.has_sign = True
     probe.begin_generation(start(0, "a", 2))
     probe.poll()
     assert network.dialled == []

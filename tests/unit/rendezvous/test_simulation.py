@@ -168,15 +168,15 @@ def test_300_seeds_draw_every_family() -> None:
 
 
 def test_schedule_written_by_hand_is_played() -> None:
-    """The second partition comes at the first InstallView after the majority was cut off."""
+    """The second partition comes at the first StartView after the majority was cut off."""
     nodes = tuple(NodeSpec(name, order=place) for place, name in enumerate("abcde"))
     job = JobSpec(nodes, Settings(("a", "b", "c"), max_nodes=5, heartbeats_per_timeout=4))
     faults = (
         Fault(Trigger(0.5, "view", 1), "repartition", ("a", "b", "c"), 60.0),
-        Fault(Trigger(0.0, "InstallView", 1, after_previous=True), "repartition", ("a", "b"), 60.0),
+        Fault(Trigger(0.0, "StartView", 1, after_previous=True), "repartition", ("a", "b"), 60.0),
     )
     schedules = [Schedule(seed, kinds.VIEW_CHANGES, job, faults) for seed in range(20)]
-    assert "then InstallView 1 + 0.000 s  repartition a b for 60.00 s" in str(schedules[0])
+    assert "then StartView 1 + 0.000 s  repartition a b for 60.00 s" in str(schedules[0])
     assert not [violation for schedule in schedules for violation in run_schedule(schedule).violations]
     with apply_mutation("nothing-bound"):
         assert any(SPLIT_VIEWS & run_schedule(schedule).violated for schedule in schedules)

@@ -43,7 +43,7 @@ class Setting:
         self.detector = DivergenceDetector(
             self.state, peers, lambda peer, message: self.sent.append((peer.incarnation.node, message))
         )
-        self.detector.handle_view_installed(self.view)
+        self.detector.handle_view_started(self.view)
 
     def add_digest(self, name: str, step: int, digest: Digest, generation: int = 7) -> None:
         """Deliver one member's heartbeat."""
@@ -83,7 +83,7 @@ def test_digests_of_other_generations_and_of_spares_are_ignored() -> None:
     assert setting.detector.diverged_since is None
     setting.detector.reset()
     setting.add_digest("b", 64, OTHER)
-    setting.detector.handle_view_installed(View(8, setting.view.members, setting.view.leader))
+    setting.detector.handle_view_started(View(8, setting.view.members, setting.view.leader))
     setting.add_digest("b", 64, OTHER)
     setting.add_digest("b", 64, OTHER, generation=8)
     assert setting.detector.diverged_since is None

@@ -58,7 +58,7 @@ def test_refused_call_proves_the_end_of_the_process_that_was_there(
     voter = Voter(SETTINGS, leader, None, 0.0, 0)
     voter.adopt_view(View(1, (leader, follower), leader), leader)
     if known_ip:
-        voter.follow_links[follower, False] = Link(-1, peer=follower, ip_address=known_ip)
+        voter.follower_links[follower] = Link(-1, peer=follower, ip_address=known_ip)
     call = Link(1, address, view_at_dial=voter.view, refusing_ips=frozenset(refusing_ips))
     voter.mark_ended_at(call)
     assert (follower in voter.ended) is is_ended
@@ -69,7 +69,7 @@ def test_refused_call_proves_the_end_of_a_process_known_before(dialled_at: float
     """The follower, a spare, sent its message at 5 s: an earlier call may have come before it listened."""
     leader, follower = Incarnation("a", "disk a", 1, "a:1"), Incarnation("b", "disk b", 1, "b:1")
     voter = Voter(SETTINGS, leader, None, 0.0, 0)
-    voter.follow_links[follower, False] = Link(-1, peer=follower, ip_address="1", last_received_at=5.0)
+    voter.follower_links[follower] = Link(-1, peer=follower, ip_address="1", last_received_at=5.0)
     voter.mark_ended_at(Link(1, "b:1", dialled_at=dialled_at, refusing_ips=frozenset({"1"})))
     assert (follower in voter.ended) is is_ended
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from elastic_resume.rendezvous.core.world import (
     NO_VIEW,
-    Accepted,
     Ballot,
     Electorate,
     Incarnation,
+    Proposal,
     View,
     find_proposal_to_repeat,
 )
@@ -65,9 +65,9 @@ def test_newcomer_is_no_voter() -> None:
     assert Electorate(NO_VIEW, 1).find_key(Incarnation("b", "y")) is None
 
 
-def accepted(number: int, generation: int) -> Accepted:
+def accepted(number: int, generation: int) -> Proposal:
     """Make a proposal of a ballot."""
-    return Accepted(Ballot(number, "d0", 1), make_view(2, generation))
+    return Proposal(Ballot(number, "d0", 1), make_view(2, generation))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def accepted(number: int, generation: int) -> Accepted:
     ],
 )
 def test_bound_proposal_is_the_newest_that_may_be_decided(
-    votes: dict[str, Accepted | None], expected: int | None
+    votes: dict[str, Proposal | None], expected: int | None
 ) -> None:
     """Of three members."""
     bound = find_proposal_to_repeat(Electorate(make_view(3), 1), votes)

@@ -10,7 +10,7 @@ import pytest
 
 from elastic_resume.errors import NodeFileError
 from elastic_resume.rendezvous.core.events import PersistentState
-from elastic_resume.rendezvous.core.world import NO_VIEW, Accepted, Ballot, Incarnation, View
+from elastic_resume.rendezvous.core.world import NO_VIEW, Ballot, Incarnation, Proposal, View
 from elastic_resume.rendezvous.net.durable_state import (
     RENDEZVOUS_STATE_FILE,
     DurableStateFile,
@@ -21,7 +21,7 @@ from elastic_resume.schedulers import environment
 A, B = Incarnation("a", "1", 2, "a:1", 0), Incarnation("b", "2", 1, "b:1")
 BALLOT = Ballot(3, "1", 2)
 STATE = PersistentState(
-    A, View(4, (A, B), A), BALLOT, Accepted(BALLOT, View(5, (A,), A)), frozenset({"2"}), 5
+    A, View(4, (A, B), A), BALLOT, Proposal(BALLOT, View(5, (A,), A)), frozenset({"2"}), 5
 )
 
 

@@ -32,16 +32,16 @@ from elastic_resume.rendezvous.core.messages import (
     Header,
     Heartbeat,
     Hello,
-    InstallView,
     JoinRequest,
     JoinSpec,
     Message,
     Propose,
+    StartView,
     StateDigest,
     Waiting,
 )
 from elastic_resume.rendezvous.core.node import RendezvousNode
-from elastic_resume.rendezvous.core.world import Accepted, Ballot, Incarnation, View, Vote
+from elastic_resume.rendezvous.core.world import Ballot, Incarnation, Proposal, View, Vote
 from elastic_resume.rendezvous.net import codec, protocol
 from elastic_resume.rendezvous.net.protocol import LineReader, ProtocolError
 
@@ -276,7 +276,7 @@ def test_messages_of_the_largest_job_fit_the_limits() -> None:
     members = tuple(Incarnation(name, f"{rng.getrandbits(64):016x}", 1, f"{name}:29400") for name in names)
     view = View(7, members, members[0])
     ballot = Ballot(9, members[0].disk_id, 1)
-    proposal = Accepted(ballot, View(8, members[1:], members[1]))
+    proposal = Proposal(ballot, View(8, members[1:], members[1]))
     taken = frozenset(member.disk_id for member in members[: MAX_NODES // 2])
     failure = Failure("crash", names[0], 0, "x" * 4000)
     messages: list[Message] = [
@@ -284,7 +284,7 @@ def test_messages_of_the_largest_job_fit_the_limits() -> None:
         Vote(7, ballot, proposal, taken),
         Propose(7, proposal),
         Decided(view),
-        InstallView(9, f"{names[0]}:29400", (8,) * MAX_NODES, 10**9, (failure,) * MAX_FAILURES),
+        StartView(9, f"{names[0]}:29400", (8,) * MAX_NODES, 10**9, (failure,) * MAX_FAILURES),
     ]
     for message in messages:
         line = protocol.encode(Header(1, 1), message)

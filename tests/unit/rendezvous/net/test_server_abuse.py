@@ -20,28 +20,28 @@ import pytest
 
 from elastic_resume.policy.reasons import Departure, LeaderReason, NameTaken, SettingDiffers, Wait
 from elastic_resume.rendezvous.core.messages import (
-    AcceptProposal,
-    AskVote,
     Decided,
     EndView,
     FailJob,
     Header,
     Heartbeat,
     Hello,
-    InstallView,
     JoinRequest,
     JoinSpec,
     LeaderAnnouncement,
     LeaveNotice,
     Message,
     NodeFinished,
+    ProposalAck,
     Propose,
     Redirect,
     Refused,
+    RequestVote,
+    StartView,
     Waiting,
     Welcome,
 )
-from elastic_resume.rendezvous.core.world import NO_VIEW, Accepted, Ballot, Incarnation, JobEnd, View, Vote
+from elastic_resume.rendezvous.core.world import NO_VIEW, Ballot, Incarnation, JobEnd, Proposal, View, Vote
 from elastic_resume.rendezvous.net import protocol
 from elastic_resume.rendezvous.net.connection import ConnectionLimits, HandshakeLimiter, LogThrottle
 from tests.support.rendezvous_nodes import (
@@ -352,18 +352,18 @@ def all_messages() -> list[Message]:
     impostor = Incarnation("unauthenticated", "x", 1, "127.0.0.1:1")
     world = View(10**6, (impostor,), impostor)
     ballot = Ballot(10**6, "x", 1)
-    proposal = Accepted(ballot, world)
+    proposal = Proposal(ballot, world)
     return [
         Welcome(impostor, world),
         Redirect("127.0.0.1:1"),
         Refused(SettingDiffers("--nnodes", "1:2", "1:4")),
         JoinRequest(JoinSpec("127.0.0.1:1", 1)),
         Heartbeat(),
-        AskVote(1, ballot),
+        RequestVote(1, ballot),
         Vote(1, ballot, proposal),
         Propose(1, proposal),
-        AcceptProposal(1, ballot, is_acceptance=True),
-        InstallView(10**6, "127.0.0.1:1", (1,)),
+        ProposalAck(1, ballot, is_accepted=True),
+        StartView(10**6, "127.0.0.1:1", (1,)),
         Decided(world),
         EndView(1, LeaderReason.PAUSED),
         Waiting(Wait.LINK_BROKEN),

@@ -3,7 +3,7 @@
 A candidate dials the members of the newest view by rank, then the configured candidates in their order. Every
 node uses this order. A node that does not lead answers with the leader's address, or that it is searching
 too. A candidate leads when every node before it has failed to answer. Two nodes may conclude that at once;
-`leader.LeaderDiscovery` settles it, and the quorum rules keep them from forming two views.
+`leader.LeaderAnnouncer` settles it, and the quorum rules keep them from forming two views.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ ROUND_PAUSE_S = 0.3
 """Between two rounds of calls."""
 PATIENCE_CALLS = 5
 """A node leads although others of higher priority may answer, after the time of so many unanswered calls."""
-MAX_VAIN_TURNS = 4
+MAX_DEFERRED_TERMS = 4
 """A node that has led without a quorum waits so many times longer at most."""
 PATIENCE_PER_RANK_S = 0.02
-"""So much more for each rank, so that not all lead at once: see `Candidate.patience_until`."""
+"""So much more for each rank, so that not all lead at once: see `Searcher.lead_anyway_at`."""
 RETRY_DELAY_S = 0.1
 """Before a second call to a leader that did not answer, or to the node that named it."""
 
@@ -37,7 +37,7 @@ class SearchResult(Enum):
     REFUSED = "refused"
 
 
-class Candidate:
+class Searcher:
     """The role of a node that knows no leader. It tries `first_address` first."""
 
     def __init__(self, state: NodeState, first_address: str = "") -> None:
@@ -59,13 +59,13 @@ class Candidate:
         self.remaining_addresses: list[str] = []
         rank = state.view.rank(state.incarnation)
         place = len(state.view.members) + (state.incarnation.candidate_index or 0) if rank is None else rank
-        turns = 1 + min(state.led_in_vain, MAX_VAIN_TURNS)
-        self.patience_until = (
+        turns = 1 + min(state.terms_without_quorum, MAX_DEFERRED_TERMS)
+        self.lead_anyway_at = (
             state.now + turns * PATIENCE_CALLS * state.settings.dial_timeout_s + PATIENCE_PER_RANK_S * place
         )
         """When this node leads without an answer of all before it: a hundred of them may have lost power, and
         some may follow a leader that this node cannot reach. A node that has led in vain lets others lead."""
-        self.misled_by: set[str] = set()
+        self.stale_redirect_senders: set[str] = set()
         """Nodes that redirected this one to a leader that did not answer."""
         self.redirected_by: dict[str, str] = {}
         self.retry_at: dict[str, float] = {}
@@ -78,7 +78,7 @@ class Candidate:
     def _start_round(self, first_address: str = "") -> None:
         state = self.state
         targets = self.find_higher_priority()
-        if targets is None or self._lets_others_lead():
+        if targets is None or self._defers():
             members = [member.address for member in state.view.members if member not in state.voter.ended]
             targets = members + list(state.settings.candidates)
         self.failed_addresses.clear()
@@ -118,7 +118,7 @@ class Candidate:
             self.state.voter.mark_former_ended(message.sender)
             self.waiting_peers[link.conn_id] = message
             link.peer = message.sender
-            if not self.named_leader and (self.state.leaving or self._lets_others_lead()):
+            if not self.named_leader and (self.state.leaving or self._defers()):
                 self.waiting_peers.pop(link.conn_id)
                 self._drop_call(link)  # it will not lead: nobody shall wait for it
                 return
@@ -210,10 +210,10 @@ class Candidate:
         self.failed_addresses.add(address)
         self.named_leader = "" if address == self.named_leader else self.named_leader
         sender = self.redirected_by.pop(address, "")
-        if sender in self.misled_by:
+        if sender in self.stale_redirect_senders:
             self.failed_addresses.add(sender)  # it can reach that leader, and this node cannot
         elif sender:
-            self.misled_by.add(sender)
+            self.stale_redirect_senders.add(sender)
             self.retry_at[sender] = self.state.now + RETRY_DELAY_S
 
     def advance(self) -> None:
@@ -237,8 +237,8 @@ class Candidate:
         )
         is_first = is_first and not self.pending_calls.keys() - self.redirect_waits
         # A leader that refuses this node would make it step down at once.
-        is_first = is_first and not self._lets_others_lead() and not self.refusal_reason
-        is_patient = higher_priority is None or state.now < self.patience_until
+        is_first = is_first and not self._defers() and not self.refusal_reason
+        is_patient = higher_priority is None or state.now < self.lead_anyway_at
         if state.is_durable and not state.leaving and (is_first or not is_patient):
             self.result = SearchResult.LEAD
             return
@@ -251,8 +251,8 @@ class Candidate:
         if state.now >= self.next_call_at:
             self._call_next()
 
-    def _lets_others_lead(self) -> bool:
-        return self.state.led_in_vain > 0 and self.state.now < self.patience_until
+    def _defers(self) -> bool:
+        return self.state.terms_without_quorum > 0 and self.state.now < self.lead_anyway_at
 
     def _end_timed_out_calls(self) -> None:
         state = self.state
@@ -286,7 +286,7 @@ class Candidate:
         if not self.state.durable_version:
             return float("inf")
         timeouts = [since + self.state.settings.dial_timeout_s for since in self.pending_calls.values()]
-        patience = [self.patience_until] if self.state.now < self.patience_until else []
+        patience = [self.lead_anyway_at] if self.state.now < self.lead_anyway_at else []
         return min([self.next_call_at, *patience, *timeouts, *self.retry_at.values()])
 
     def close(self) -> None:
