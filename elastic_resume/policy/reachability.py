@@ -11,10 +11,11 @@ def choose_left_out(
 ) -> dict[str, list[str]]:
     """Return the nodes to leave out, each with those that it cannot reach; nodes are in rank order.
 
-    Of the members of the last view, leave out the one that is in the most pairs, of equals the one with the
-    highest rank, until no pair is left. Then leave out each newcomer that has a pair with a chosen node: it
-    must not cost a member its place, or newcomers would end one view after the other. Without members the
-    newcomers are treated like members. A pair with any other name does not count.
+    `pairs` names nodes that cannot reach each other. First leave out, again and again, the member of the last
+    view that is in the most pairs (on a tie, that of the highest rank), until no pair is left. Then leave out
+    each newcomer that has a pair with a chosen node: it must not cost a member its place, or newcomers would
+    end one view after the other. Without members the newcomers are treated like members. A pair with any
+    other name does not count.
     """
     if not members:
         members, newcomers = newcomers, ()

@@ -159,7 +159,7 @@ class TooFewNodes:
 
 @dataclass(frozen=True, slots=True)
 class VotesMissing:
-    """Too few members of the newest view have voted; of the others, `missing_nodes` names some."""
+    """Too few votes of members of the newest view count; `missing_nodes` names some that are missing."""
 
     generation: int
     votes: int
@@ -241,7 +241,7 @@ def describe(reason: ViewEndReason | Refusal | WaitReason) -> str:
             reasons = [f"{describe(reason)}, and is left out until it can" for reason in left_out]
             return "; ".join([f"{joined} of at least {min_nodes} nodes have joined", *reasons])
         case VotesMissing(generation, votes, needed, missing, count):
-            here = f"{votes} of the {needed} required votes are here"
+            here = f"{votes} of the {needed} required votes count"
             nodes = format_node_names(missing, count)
             return f"generation {generation} may still run elsewhere: {here}; waiting for {nodes}"
         case CandidatesMissing(votes, needed, missing):

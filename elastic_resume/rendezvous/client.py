@@ -25,7 +25,7 @@ from elastic_resume.policy.failure_classification import Failure
 from elastic_resume.policy.reasons import Departure
 from elastic_resume.rendezvous.config import RendezvousConfig
 from elastic_resume.rendezvous.core import events, messages
-from elastic_resume.rendezvous.core.node import RendezvousNode
+from elastic_resume.rendezvous.core.node import LEAVE_TIMEOUT_S, RendezvousNode
 from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.rendezvous.endpoint import ListenEndpoint
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
@@ -34,8 +34,8 @@ from elastic_resume.rendezvous.net.status import RendezvousStatus
 
 SHUTDOWN_TIMEOUT_S = 2.0
 """Minimum time that a node which ends the job waits for its leader's confirmation."""
-LEAVE_TIMEOUT_S = 3.0
-"""How long a leaving node waits until it has left; longer than `node.LEAVE_TIMEOUT_S`."""
+LEAVE_WAIT_S = LEAVE_TIMEOUT_S + 1
+"""How long a leaving node waits until it has left."""
 LIVENESS_CHECK_S = 1.0
 """Between two checks that the rendezvous thread is alive, while nothing happens."""
 
@@ -226,7 +226,7 @@ class RendezvousClient:
         Without a notice the other nodes could not tell this node from one behind a partition.
         """
         if self._outcome is None:
-            deadline = time.monotonic() + LEAVE_TIMEOUT_S
+            deadline = time.monotonic() + LEAVE_WAIT_S
             self._server.submit(events.Leave(departure))
             while not self._has_left and time.monotonic() < deadline and self._server.is_alive:
                 time.sleep(0.005)

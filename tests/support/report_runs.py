@@ -13,9 +13,7 @@ from elastic_resume.report.checkpoints import CheckpointEntry
 KILLED = "rank 1 on node n1 was killed by SIGKILL"
 NAN_2 = "rank 2 on node n2 ended with exit code 1"
 GLOO = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2481."
-WAITS_FOR_QUORUM = (
-    "generation 1 may still run elsewhere: 2 of the 3 required votes are here; waiting for n2, n3"
-)
+WAITS_FOR_QUORUM = "generation 1 may still run elsewhere: 2 of the 3 required votes count; waiting for n2, n3"
 
 
 @dataclass

@@ -10,7 +10,7 @@ Roles. A node has one role at a time; each role is a module::
                     no node of higher priority answers
            ┌───────────────────────────────────────────────┐
            │                                               ▼
-    CANDIDATE ── Welcome ──▶ FOLLOWER                    LEADER ── end decided ──▶ ended
+     SEARCHER ── Welcome ──▶ FOLLOWER                    LEADER ── end decided ──▶ ended
       ▲    ▲                   │  │                        │
       │    └── leader lost, ───┘  └── JobEnd ──▶ ended     │
       │        or stepped down                             │
@@ -20,9 +20,11 @@ Roles. A node has one role at a time; each role is a module::
                  ▲                                                      │
                  └── EndView, leader lost, or lease expired ────────────┘
 
-The members of the newest view have priority by rank, then the candidates (the addresses that the user lists)
-in their order. Two nodes may lead at once. That costs time, not safety. Each leader announces itself to every
-address it knows, and the leader of lower priority steps down (`messages.LeaderAnnouncement.priority`).
+A searcher asks the members of the newest view by rank, then the candidates (the addresses that the user
+lists) in their order, and leads if none before it answers. Two nodes may lead at once. That costs time, not
+safety. Each leader announces itself to every address it knows. Of two leaders, the one with a running view
+stays, then the one that knows the newer view, then the one with more voters
+(`messages.LeaderAnnouncement.priority`).
 
 Messages. A node follows a leader when it has been welcomed and has sent its first reply::
 
@@ -41,9 +43,9 @@ proposes a view, or the end of the job. What a quorum has accepted, on disk, is 
 view when all its members have acknowledged the proposal. If one was lost meanwhile, nobody starts it, and the
 next slot follows. A node that learns of a newer decided view adopts it. Hello and Welcome name the newest.
 
-Leases keep a partition tidy and decide nothing. Workers run only until their lease expires, a node timeout
-after the sending of the newest message that the other side acknowledged. So workers on a side without a
-quorum end by themselves.
+Leases keep a partition tidy, and decide nothing but when a vote may be taken. Workers run only until their
+lease expires, a node timeout after the sending of the newest message that the other side acknowledged. So
+workers on a side without a quorum end by themselves.
 
 A newcomer that still imports joins with `is_importing`. A running view ends for it only after its
 `ImportsFinished`. Survivors that are enough form the next view without it.
@@ -51,6 +53,6 @@ A newcomer that still imports joins with `is_importing`. A running view ends for
 Two followers may be unable to reach each other. Then a node reports `UnreachablePeers`, the view ends, and
 the next one leaves out one of the two. It remains a follower, and joins once it reports that it reaches all.
 
-A node that finished and cannot reach a quorum waits for the join timeout. After a machine is suspended, its
-workers may run 50 ms before their supervisor checks the lease.
+Limits. A node that finished and cannot reach a quorum waits for the join timeout. After a machine is
+suspended, its workers may run 50 ms before their supervisor checks the lease.
 """

@@ -39,7 +39,10 @@ class Decision:
         self.sent: messages.Propose | None = None
         """The proposal as the followers have it. It is on this node's disk before."""
         self.restarted: set[str] | None = None
-        """The restarted voters that counted when the proposal was made: see `taken_votes`."""
+        """The restarted voters that counted when the proposal was made: see `taken_votes`.
+
+        Those that vote later do not count for it, because the leader has not seen what they accepted.
+        """
         self.is_repeated = False
         """The proposal is an earlier one that may have been decided."""
         self.ballot = Ballot()
@@ -90,7 +93,7 @@ class Decision:
         """Count a vote of this ballot and slot."""
         key = self.state.voter.electorate.find_key(voter)
         is_current = (vote.generation, vote.ballot) == (self.state.view.generation, self.ballot)
-        if key and is_current and key not in self.accepts:
+        if key and is_current and key not in self.accepts:  # the vote that was accepted with stays
             self.cast[key] = voter, vote
             self.taken |= vote.taken
 
@@ -104,10 +107,7 @@ class Decision:
         return True
 
     def add_own(self, request: messages.RequestVote) -> bool:
-        """Add this node's vote and acceptance, once they are durable; return whether the vote is new.
-
-        `request` is `self.request`.
-        """
+        """Add this node's vote and acceptance, once they are durable; return whether the vote is new."""
         state = self.state
         key = state.voter.electorate.find_key(state.incarnation)
         if (
@@ -128,7 +128,7 @@ class Decision:
         return vote != before
 
     def remove(self, voter: Incarnation) -> None:
-        """Forget the vote of a lost node: its next process may report more."""
+        """Forget the vote of a lost node: its next process may report more, unless it has accepted here."""
         key = self.state.voter.electorate.find_key(voter)
         if key and key in self.cast and self.cast[key][0] == voter and key not in self.accepts:
             del self.cast[key]

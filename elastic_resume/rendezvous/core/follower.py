@@ -48,6 +48,7 @@ class Follower:
         self.redial_at = state.now
         """When the call in progress times out; without one, when to make the next."""
         state.unreachable.discard(self.leader)
+        state.voter.mark_former_ended(self.leader)
         state.voter.leader_links[self.leader] = link
         self._note_leader()
 
@@ -56,7 +57,7 @@ class Follower:
         self.state.voter.note_leader(self.leader)
 
     def handle_message(self, link: Link, message: messages.Message) -> None:
-        """Handle one message; only the leader's has effects, and that of a leader with a running view."""
+        """Handle one message. Those of other nodes are answered, and may name another leader."""
         if isinstance(message, messages.Hello):
             self._handle_hello(link, message)
         elif isinstance(message, messages.LeaderAnnouncement):
@@ -107,10 +108,12 @@ class Follower:
             state.effects.append(message)
         elif isinstance(message, JobEnd):
             state.learn_end(message)
-        elif isinstance(message, (messages.Redirect, messages.Refused)):
-            self.next_leader_address = message.address if isinstance(message, messages.Redirect) else ""
-            self._end_following("the leader stepped down")
-        elif isinstance(message, messages.LeaveNotice):
+        elif isinstance(message, messages.Redirect):
+            self.next_leader_address = message.address
+            self._end_following("the leader stepped down, or continues without this node")
+        elif isinstance(message, messages.Refused):
+            self._end_following(f"the leader refuses this node: {describe(message.refusal)}")
+        elif isinstance(message, messages.LeaveNotice) and message.is_final:
             self._end_following(NodeLost(self.leader.node, Loss.LEFT, message.departure))
 
     def _install_view(self, message: messages.StartView) -> None:

@@ -120,10 +120,11 @@ class LeaderAnnouncer:
         self._next_target = 0
 
     def list_targets(self) -> list[str]:
-        """Return the addresses of nodes that may not know the leader."""
-        members = [
-            member.address for member in self.state.view.members if member not in self.state.voter.ended
-        ]
+        """Return the addresses of nodes that may not know the leader, also of processes that have ended.
+
+        Their next processes may listen there, and lead.
+        """
+        members = [member.address for member in self.state.view.members]
         own = self.list_follower_addresses() | {self.state.incarnation.address}
         return [
             address
@@ -262,6 +263,9 @@ class Leader:
             self._handle_announcement(link, message)
         elif isinstance(message, messages.Redirect):
             self.discovery.handle_redirect(link, message)
+        elif isinstance(message, JobEnd):
+            if self.state.view.members:  # else it may be the end of an earlier run
+                self.state.learn_end(message)
         else:
             if link.conn_id in self.pending_welcomes:
                 self._admit(link)
@@ -394,7 +398,7 @@ class Leader:
         else:
             peer = Peer(sender, link)
             self.peers.add(peer)
-        state.voter.follower_links[sender] = link
+        state.voter.note_follower(sender, link)
         # A node that knew only an earlier view learns of the newest one from this leader.
         knows_newest = hello.view.generation == state.view.generation
         link.has_followed_another = knows_newest and hello.has_followed_another
@@ -455,7 +459,8 @@ class Leader:
         self.peers.remove(peer.incarnation)
         if loss in {Loss.DIED, Loss.LEFT, Loss.RESTARTED}:
             state.voter.mark_ended(peer.incarnation)
-        else:  # another machine of its name proves nothing: it may run behind a cut
+        elif state.view.rank(peer.incarnation) is not None:
+            # Another machine of its name proves nothing: this one may run beyond a partition.
             state.unreachable.add(peer.incarnation)
         if peer.link.conn_id in state.links:
             state.disconnect(peer.link)
@@ -542,7 +547,7 @@ class Leader:
 
     def _lacks_quorum(self) -> bool:
         """Return whether others should lead: nodes that this one cannot reach may follow them."""
-        since = self.view_change.without_quorum_since
+        since = self.view_change.blocked_since
         if self.running_view or since is None or not self.peers.by_incarnation:
             return False
         return self.state.now >= since + MAX_NODE_TIMEOUTS_WITHOUT_QUORUM * self.state.settings.node_timeout_s

@@ -246,7 +246,7 @@ class RendezvousNode:
         self.role = None
 
     def _handle_after_end(self, event: events.Event) -> None:
-        """Answer each hello with the end of the job, and close all connections."""
+        """Answer each searcher and each leader with the end of the job, and close all connections."""
         state = self.state
         if isinstance(event, events.Persisted):
             state.durable_version = max(state.durable_version, event.version)
@@ -257,7 +257,7 @@ class RendezvousNode:
             state.links.pop(event.conn_id, None)
         elif isinstance(event, events.MessageReceived) and event.conn_id in state.links:
             link = state.links[event.conn_id]
-            if isinstance(event.message, messages.Hello) and state.job_end:
+            if isinstance(event.message, (messages.Hello, messages.LeaderAnnouncement)) and state.job_end:
                 state.send(link, state.job_end)
             state.disconnect(link)
 

@@ -84,10 +84,15 @@ class Peer:
     """When its link broke. The leader dials it until it answers, is dead, or is given up."""
 
     @property
+    def has_finished(self) -> bool:
+        """Whether its workers have succeeded, and it stays."""
+        is_idle = self.finished_generation > 0 and self.running_generation == 0
+        return is_idle and self.join is None and not self.is_leaving
+
+    @property
     def has_stopped_workers(self) -> bool:
         """Whether it has joined, or its workers have finished, or it leaves."""
-        is_idle = self.finished_generation > 0 and self.running_generation == 0
-        return self.join is not None or is_idle or self.is_leaving
+        return self.join is not None or self.has_finished or self.is_leaving
 
 
 class PeerTable:

@@ -1,27 +1,29 @@
-"""The candidate's role: find the leader, or find out that this node has to lead.
+"""The searcher's role: find the leader, or find out that this node has to lead.
 
-A candidate dials the members of the newest view by rank, then the configured candidates in their order. Every
-node uses this order. A node that does not lead answers with the leader's address, or that it is searching
-too. A candidate leads when every node before it has failed to answer. Two nodes may conclude that at once;
-`leader.LeaderAnnouncer` settles it, and the quorum rules keep them from forming two views.
+A searcher dials the members of the newest view by rank, then the candidates of the settings in their order.
+Every node uses this order. A node that does not lead answers with the leader's address, or that it is
+searching too. A searcher leads when every node before it has failed to answer. Two nodes may conclude that at
+once: then `leader.LeaderAnnouncer` makes one of them step down.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import Enum
+from itertools import islice
 
 from elastic_resume.policy.reasons import SettingDiffers, describe
 from elastic_resume.rendezvous.core import messages
 from elastic_resume.rendezvous.core.peers import Link
 from elastic_resume.rendezvous.core.state import NodeState
-from elastic_resume.rendezvous.core.world import JobEnd, View
+from elastic_resume.rendezvous.core.world import JobEnd
 
 ROUND_PAUSE_S = 0.3
 """Between two rounds of calls."""
 PATIENCE_CALLS = 5
 """A node leads although others of higher priority may answer, after the time of so many unanswered calls."""
 MAX_DEFERRED_TERMS = 4
-"""A node that has led without a quorum waits so many times longer at most."""
+"""After terms without a quorum a node waits at most so many times longer."""
 PATIENCE_PER_RANK_S = 0.02
 """So much more for each rank, so that not all lead at once: see `Searcher.lead_anyway_at`."""
 RETRY_DELAY_S = 0.1
@@ -64,23 +66,23 @@ class Searcher:
             state.now + turns * PATIENCE_CALLS * state.settings.dial_timeout_s + PATIENCE_PER_RANK_S * place
         )
         """When this node leads without an answer of all before it: a hundred of them may have lost power, and
-        some may follow a leader that this node cannot reach. A node that has led in vain lets others lead."""
+        some may follow a leader that this node cannot reach. After a term without a quorum it waits longer.
+        """
         self.stale_redirect_senders: set[str] = set()
         """Nodes that redirected this one to a leader that did not answer."""
         self.redirected_by: dict[str, str] = {}
         self.retry_at: dict[str, float] = {}
         """When to call an address again: it was called too early, or named a leader that did not answer."""
         self.next_call_at = state.now
-        self._priority_inputs: tuple[View | None, int, int] = (None, 0, 0)
-        self._higher_priority: list[str] | None = None
         self._start_round(first_address)
 
     def _start_round(self, first_address: str = "") -> None:
         state = self.state
-        targets = self.find_higher_priority()
-        if targets is None or self._defers():
-            members = [member.address for member in state.view.members if member not in state.voter.ended]
-            targets = members + list(state.settings.candidates)
+        if self._may_lead() and not self._defers():
+            targets = list(self._iterate_earlier())
+        else:
+            # Also those that have ended: their next processes may listen there.
+            targets = [*(member.address for member in state.view.members), *state.settings.candidates]
         self.failed_addresses.clear()
         self.redirected_by.clear()
         self.retry_at.clear()
@@ -91,24 +93,20 @@ class Searcher:
         self.next_call_at = state.now
         self._call(first_address)
 
-    # Priority.
+    # The search order.
 
-    def find_higher_priority(self) -> list[str] | None:
-        """Return the addresses of nodes that lead before this one; None if this node may not lead."""
-        state = self.state
-        inputs = state.view, len(state.voter.ended), len(state.unreachable)
-        if inputs[0] is not self._priority_inputs[0] or inputs[1:] != self._priority_inputs[1:]:
-            self._priority_inputs, self._higher_priority = inputs, self._compute_higher_priority()
-        return self._higher_priority
+    def _may_lead(self) -> bool:
+        return self.state.incarnation.candidate_index is not None or self.state.voter.is_voter
 
-    def _compute_higher_priority(self) -> list[str] | None:
-        state = self.state
-        absent = state.voter.ended | state.unreachable
-        rank, index = state.view.rank(state.incarnation), state.incarnation.candidate_index
-        if rank is None and index is None and not state.voter.is_voter:
-            return None
-        higher = [member.address for member in state.view.members[:rank] if member not in absent]
-        return higher if rank is not None else [*higher, *state.settings.candidates[:index]]
+    def _iterate_earlier(self) -> Iterator[str]:
+        """Yield the addresses of the nodes that lead before this one, if it may lead."""
+        state, view = self.state, self.state.view
+        rank = view.rank(state.incarnation)  # None for a restarted member too: all precede it
+        for member in islice(view.members, rank):
+            if member not in state.voter.ended and member not in state.unreachable:
+                yield member.address
+        if rank is None:
+            yield from state.settings.candidates[: state.incarnation.candidate_index]
 
     # Messages.
 
@@ -124,7 +122,7 @@ class Searcher:
                 return
             self.state.send(link, messages.Redirect(self.named_leader))
         elif isinstance(message, messages.LeaderAnnouncement):
-            self._handle_announcement(link, message)
+            self._handle_announcement(message)
         elif link.conn_id not in self.pending_calls and link.conn_id not in self.redirect_waits:
             return
         elif isinstance(message, messages.Welcome):
@@ -136,10 +134,9 @@ class Searcher:
         elif isinstance(message, JobEnd):
             self.state.learn_end(message)
 
-    def _handle_announcement(self, link: Link, message: messages.LeaderAnnouncement) -> None:
-        """Call the leader that announced itself."""
-        del link
-        if not self.state.is_disk_stalled:
+    def _handle_announcement(self, message: messages.LeaderAnnouncement) -> None:
+        """Call the leader that announced itself, if this process has counted its boot on disk."""
+        if self.state.durable_version and not self.state.is_disk_stalled:
             self._call(message.leader.address)
 
     def _handle_redirect(self, link: Link, address: str) -> None:
@@ -230,16 +227,7 @@ class Searcher:
         self._end_timed_out_calls()
         if self.result is not SearchResult.SEARCHING or state.job_end:
             return
-        higher_priority = self.find_higher_priority()
-        is_first = higher_priority is not None and all(
-            address in self.failed_addresses or address == state.incarnation.address
-            for address in higher_priority
-        )
-        is_first = is_first and not self.pending_calls.keys() - self.redirect_waits
-        # A leader that refuses this node would make it step down at once.
-        is_first = is_first and not self._defers() and not self.refusal_reason
-        is_patient = higher_priority is None or state.now < self.lead_anyway_at
-        if state.is_durable and not state.leaving and (is_first or not is_patient):
+        if self._may_lead() and state.is_durable and not state.leaving and self._leads_now():
             self.result = SearchResult.LEAD
             return
         for address in [address for address, at in self.retry_at.items() if at <= state.now]:
@@ -250,6 +238,16 @@ class Searcher:
                 self._call(address)
         if state.now >= self.next_call_at:
             self._call_next()
+
+    def _leads_now(self) -> bool:
+        """Return whether no node before this one answers, or it has waited long enough for them."""
+        if self.state.now >= self.lead_anyway_at:
+            return True
+        # A leader that refuses this node would make it step down at once.
+        if self._defers() or self.refusal_reason or self.pending_calls.keys() - self.redirect_waits:
+            return False
+        answered_nothing = {*self.failed_addresses, self.state.incarnation.address}
+        return all(address in answered_nothing for address in self._iterate_earlier())
 
     def _defers(self) -> bool:
         return self.state.terms_without_quorum > 0 and self.state.now < self.lead_anyway_at

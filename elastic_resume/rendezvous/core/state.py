@@ -11,7 +11,14 @@ from dataclasses import replace
 
 from elastic_resume.policy.divergence import choose_common_step
 from elastic_resume.policy.failure_classification import FailureLog, bound_failures, make_node_failure
-from elastic_resume.policy.reasons import Departure, NodeLost, WaitReason, describe, describe_loss
+from elastic_resume.policy.reasons import (
+    Departure,
+    NodeLost,
+    VotesMissing,
+    WaitReason,
+    describe,
+    describe_loss,
+)
 from elastic_resume.rendezvous.core import events, messages
 from elastic_resume.rendezvous.core.peers import NEVER, Link
 from elastic_resume.rendezvous.core.voter import Voter
@@ -115,6 +122,7 @@ class NodeState:
             if self.running_view:
                 self.stop_workers(f"generation {view.generation} is decided")
             self.voter.adopt_view(view, source)
+            self.unreachable = {member for member in self.unreachable if view.rank(member) is not None}
             self.terms_without_quorum = 0
 
     def learn_end(self, end: JobEnd) -> None:
@@ -252,7 +260,8 @@ class NodeState:
 
     def emit_wait(self, reason: WaitReason) -> None:
         """Add to the event log why no view is formed."""
-        self.emit_event("waiting", describe(reason), getattr(reason, "missing_nodes", ()))
+        missing = reason.missing_nodes if isinstance(reason, VotesMissing) else ()
+        self.emit_event("waiting", describe(reason), missing)
 
     def emit_event(self, kind: str, text: str, missing: tuple[str, ...] = ()) -> None:
         """Add an event to the event log."""

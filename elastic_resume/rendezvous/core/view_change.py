@@ -2,10 +2,10 @@
 
 ::
 
-    waiting ── joined, quorum of votes ──▶ proposed ── a quorum has accepted ──▶ running
-      ▲  ▲                                    │                                     │
-      │  └── decided, but a member was lost ──┘                                     │
-      └── end_view: a member is lost, its workers failed, or newcomers are here ────┘
+    waiting ── joined, quorum of votes ──▶ proposed ── a quorum has accepted, all have it ──▶ running
+      ▲  ▲                                    │                                              │
+      │  └── decided, but a member was lost ──┘                                              │
+      └── end_view: a member is lost, its workers failed, or newcomers are here ─────────────┘
 
 A view change waits for followers until they have stopped their workers, and for absent members for a node
 timeout, since they may be looking for this leader. At the first start it waits until no newcomer has joined
@@ -48,6 +48,8 @@ EVALUATION_S_PER_FOLLOWER = 2e-5
 SHORT_VIEW_NODE_TIMEOUTS = 2
 """A node that is lost so soon after a start has made the start fail."""
 MAX_BACKOFF_S = 300.0
+MAX_STOP_S = 60.0
+"""Workers may take so long to stop. A node whose workers take longer has no part in the next view."""
 MAX_ACK_NODE_TIMEOUTS = 2
 """A follower that has not acknowledged for so many node timeouts (a stuck disk, a lossy path) is detached."""
 
@@ -61,21 +63,21 @@ class Backoff:
 
     def __init__(self, node_timeout_s: float) -> None:
         self._node_timeout_s = node_timeout_s
-        self._by_disk: dict[str, tuple[int, float]] = {}
+        self._by_node: dict[str, tuple[int, float]] = {}  # a name stays, also with an empty disk
 
     def add(self, node: Incarnation, now: float) -> None:
         """Note that a node did not acknowledge a proposal, or was lost soon after a start."""
-        count = self._by_disk.get(node.disk_id, (0, now))[0] + 1
+        count = self._by_node.get(node.node, (0, now))[0] + 1
         wait_s = min(MAX_BACKOFF_S, self._node_timeout_s * (2 ** (count - 1) - 1))
-        self._by_disk[node.disk_id] = count, now + wait_s
+        self._by_node[node.node] = count, now + wait_s
 
     def remove(self, node: Incarnation) -> None:
         """Note that a view with that node has lasted."""
-        self._by_disk.pop(node.disk_id, None)
+        self._by_node.pop(node.node, None)
 
     def wait_until(self, node: Incarnation) -> float:
         """Return when the node may be in the next view."""
-        return self._by_disk.get(node.disk_id, (0, NEVER))[1]
+        return self._by_node.get(node.node, (0, NEVER))[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +101,10 @@ class ViewChange:
         self.proposed_at = state.now
         self.awaiting: set[Incarnation] = set()
         """Members of the proposal that have not acknowledged it."""
-        self.without_quorum_since: float | None = None
-        """Since when all that are here have voted, and more votes are needed."""
-        self.has_broken_link = False
-        """The link to a member of the proposal broke."""
+        self.blocked_since: float | None = None
+        """Since when another leader may be able to form a view, and this one is not."""
+        self.broken_links: set[Incarnation] = set()
+        """Members of the proposal whose link broke."""
         self.end: JobEnd | None = None
         """The end of the job that is to be decided."""
         self.backoff = Backoff(state.settings.node_timeout_s)
@@ -160,7 +162,7 @@ class ViewChange:
         self.evaluate_at, self.proposed_at = float("inf"), self.state.now
         votes = decision.find_quorum(decision.cast.keys(), self._find_replaced_nodes)
         if votes is not None:
-            self.without_quorum_since = None
+            self.blocked_since = None
             earlier = decision.find_proposal_to_repeat(votes)
             if earlier:
                 self.joins = {}
@@ -171,20 +173,20 @@ class ViewChange:
                 decision.propose(View(end.generation, (), self.state.incarnation), end, votes)
                 return
         if self.end:
-            self._note_missing_votes()
+            self._note_blocked()
             self.evaluate_at = self.state.now + self.state.settings.heartbeat_interval_s
         self.joins = {} if self.end else self._collect_joins(has_quorum=votes is not None)
         if not self.joins or votes is None:
             return
-        self.has_broken_link = False
+        self.broken_links = set()
         view = self._make_view()
         self.joins = {member: self.joins[member] for member in view.members}
         decision.propose(view, None, votes)
         self.awaiting = set(view.members) - {self.state.incarnation}
 
-    def _note_missing_votes(self) -> None:
-        if self.without_quorum_since is None:
-            self.without_quorum_since = self.state.now
+    def _note_blocked(self) -> None:
+        if self.blocked_since is None:
+            self.blocked_since = self.state.now
 
     def _find_replaced_nodes(self) -> set[str]:
         """Return the names of members that are back with an empty disk, and have any proposal."""
@@ -200,19 +202,23 @@ class ViewChange:
     def handle_link_broken(self, incarnation: Incarnation) -> None:
         """Note that the link to a node broke: a view with it will not be started."""
         self.awaiting.discard(incarnation)
-        self.has_broken_link |= incarnation in self.joins
+        if incarnation in self.joins and incarnation not in self.broken_links:
+            self.broken_links.add(incarnation)
+            self.backoff.add(incarnation, self.state.now)
         self.reevaluate()
 
     def handle_removed(self, incarnation: Incarnation) -> None:
         """Note that a node is lost: if soon after a start, it has to wait longer each time."""
         self.decision.remove(incarnation)
+        self.unreachable_nodes.pop(incarnation, None)
         self.handle_link_broken(incarnation)
-        lasted_s, timeout_s = self.state.now - self.started_at, self.state.settings.node_timeout_s
-        if incarnation in self.joins or (
-            self.state.view.rank(incarnation) is not None and lasted_s < SHORT_VIEW_NODE_TIMEOUTS * timeout_s
-        ):
-            self.backoff.add(incarnation, self.state.now)
-        elif self.state.view.rank(incarnation) is not None:
+        state = self.state
+        if incarnation in self.joins or state.view.rank(incarnation) is None:
+            return
+        lasted_s = state.now - self.started_at
+        if lasted_s < SHORT_VIEW_NODE_TIMEOUTS * state.settings.node_timeout_s:
+            self.backoff.add(incarnation, state.now)
+        elif state.view.generation == state.started_generation:
             self.backoff.remove(incarnation)
 
     def is_concluded(self) -> bool:
@@ -246,7 +252,7 @@ class ViewChange:
         view, joins = proposal.view, self.joins
         self.joins, self.awaiting, self.reported_reason, self.wait_reason = {}, set(), None, None
         self.began_at = self.state.now
-        if proposal.end or self.end or is_repeated or self.has_broken_link:
+        if proposal.end or self.end or is_repeated or self.broken_links:
             self.reevaluate()
             return view, proposal.end, None
         workers = tuple(joins[member].num_workers for member in view.members)
@@ -280,28 +286,39 @@ class ViewChange:
     def _collect_joins(self, *, has_quorum: bool) -> dict[Incarnation, JoinSpec]:
         """Return the nodes that want to be in the next view; none if it cannot be proposed yet."""
         state, settings = self.state, self.state.settings
+        stop_until = self.began_at + MAX_STOP_S
         if not state.has_stopped():
+            if state.now < stop_until:
+                return self._wait(WorkersRunning(state.incarnation.node), stop_until)
+            self._note_blocked()
             return self._wait(WorkersRunning(state.incarnation.node))
         if self.peers.disconnected:
             return self._wait(Wait.LINK_BROKEN)
-        for peer in self.peers.by_incarnation.values():
-            if not peer.has_stopped_workers:
-                return self._wait(WorkersRunning(peer.incarnation.node))
+        if state.now < stop_until:
+            for peer in self.peers.by_incarnation.values():
+                if not peer.has_stopped_workers:
+                    return self._wait(WorkersRunning(peer.incarnation.node), stop_until)
         joins = self._list_joins()
         present = {state.incarnation, *self.peers.by_incarnation}
-        leaving = sum(peer.is_leaving for peer in self.peers.by_incarnation.values())
-        has_finished_nodes = len(present) - leaving > len(joins) + len(self.left_out)
-        if not joins or (len(joins) < settings.min_nodes and not has_finished_nodes):
-            return self._wait(TooFewNodes(len(joins), settings.min_nodes, tuple(self.left_out.values())))
+        # This node's own vote may count only after a while, without any message.
+        until = NEVER if has_quorum else state.now + settings.heartbeat_interval_s
         if not has_quorum:
-            self._note_missing_votes()
-            # This node's own vote may count only after a while, without any message.
-            again_at = state.now + settings.heartbeat_interval_s
-            return self._wait(self._find_missing_votes(present), again_at)
+            self._note_blocked()
+        if not joins or (len(joins) < settings.min_nodes and not self._has_finished_nodes()):
+            reason = TooFewNodes(len(joins), settings.min_nodes, tuple(self.left_out.values()))
+            return self._wait(reason, float("inf") if has_quorum else until)
+        if not has_quorum:
+            return self._wait(self._find_missing_votes(present), until)
         until = self._compute_wait_deadline(present, full=len(joins) >= settings.max_nodes)
         if state.now < until:
             return self._wait(self._find_absent(joins, present), until)
         return self._leave_out_importing(joins)
+
+    def _has_finished_nodes(self) -> bool:
+        """Return whether workers of a node that is here have succeeded; then fewer nodes may go on."""
+        state = self.state
+        is_own = state.join is None and state.finished_generation > 0 and not state.leaving
+        return is_own or any(peer.has_finished for peer in self.peers.by_incarnation.values())
 
     def _list_joins(self) -> dict[Incarnation, JoinSpec]:
         """Return the nodes that have joined, without those that have to wait, if the others are enough."""
@@ -351,6 +368,9 @@ class ViewChange:
         if not state.view.members:
             return CandidatesMissing(len(counted), needed, state.format_absent_candidates(present))
         missing = [member for member in state.view.members if member.disk_id not in counted]
+        # A vote that is here may wait for that of another, who may have taken it: name only who is not here.
+        disks = {node.disk_id for node in present}
+        missing = [member for member in missing if member.disk_id not in disks] or missing
         generation = state.view.generation
         return VotesMissing(generation, len(counted), needed, name_nodes(missing), len(missing))
 
@@ -375,9 +395,9 @@ class ViewChange:
         until = NEVER
         if not state.voter.find_absent_members(present) <= state.unreachable:
             until = self.began_at + settings.node_timeout_s
-        if settings.max_nodes > 1 and (not view.generation or self._find_replaced_nodes()):
+        if settings.max_nodes > 1 and (not view.members or self._find_replaced_nodes()):
             # If disks were lost, a view may run that no present node knows. Its leader connects soon.
-            since = self.last_arrival_at if view.generation else self.began_at
+            since = self.last_arrival_at if view.members else self.began_at
             until = max(until, since + 2 * settings.announce_interval_s)
         has_survivors = any(member in present for member in view.members)
         if not has_survivors and not full:

@@ -91,12 +91,22 @@ class Voter:
         # Another leader may have decided it, and may lead this node in the next slot too.
         self.has_followed_another = source is None or source != view.leader
         self.ended = {member for member in self.ended if view.rank(member) is not None}
+        self._forget_others()
+        self.mark_former_ended(self.incarnation)
+
+    def note_follower(self, process: Incarnation, link: Link) -> None:
+        """Note the newest link to a follower."""
+        self.follower_links[process] = link
+        self._forget_others()
+
+    def _forget_others(self) -> None:
+        """Forget processes that are no members and have been silent for long: spares may crash in a loop."""
         kept_since = self.now - 2 * self.settings.node_timeout_s  # a role ends a silent link earlier
         for links in (self.leader_links, self.follower_links):
             for process, link in list(links.items()):
-                if view.rank(process) is None and link.last_received_at <= kept_since:
+                if self.view.rank(process) is None and link.last_received_at <= kept_since:
                     del links[process]
-        self.mark_former_ended(self.incarnation)
+                    self.ended.discard(process)
 
     def promise(self, ballot: Ballot) -> None:
         """Accept no ballot before this one."""

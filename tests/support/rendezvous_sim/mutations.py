@@ -72,7 +72,7 @@ def apply_mutation(name: str) -> Iterator[None]:
         yield
 
 
-BROKEN_RULES: dict[str, Callable[[], list[Patch]]] = {
+MUTATIONS: dict[str, Callable[[], list[Patch]]] = {
     # Exactly half of a view's members are a quorum, whichever half.
     "any-half": lambda: [(Electorate, "has_quorum", _take_any_half)],
     # A node votes on the next view while its workers run.
@@ -94,4 +94,3 @@ BROKEN_RULES: dict[str, Callable[[], list[Patch]]] = {
     # A restarted member votes, although its vote may have been taken.
     "restarted-vote": lambda: [(taken_votes, "find_restarted", lambda _, cast, __: set(cast))],
 }
-MUTATIONS = BROKEN_RULES

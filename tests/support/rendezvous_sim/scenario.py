@@ -140,6 +140,7 @@ class Scenario:
             "power-off": node.lose_power,
             "wipe-disk": lambda: setattr(node, "saved_state", None),
             "stall-disk": lambda: setattr(node, "max_write_s", 20.0),
+            "hang-workers": lambda: setattr(node, "max_stop_s", 1e9),
             "kill-worker": node.fail_worker,
             "abort-worker": lambda: node.fail_worker("was killed by SIGABRT"),
             "fail-job": lambda: node.fail_job(f"node {node.name} gave up"),

@@ -229,3 +229,28 @@ def test_followers_killed_twice_stop_nobody() -> None:
     scenario.play("begin-imports b c; kill b c; start b c; run 0.1; kill b c; run 10")
     ((_, members),) = scenario.checkers.find_whole_views()
     assert len(members) == 1
+
+
+@pytest.mark.parametrize("fault", ["reset", "die"])
+def test_newcomer_that_is_lost_during_each_proposal_stops_the_others_rarely(fault: str) -> None:
+    """Its connection breaks when it gets a proposal, or it dies then and is started again."""
+    scenario = Scenario("nodes=a,b,c,x candidates=a,b,c nnodes=1:9")
+    scenario.play("start a b c; run 8")
+    newcomer, send, call_at = scenario.nodes["x"], scenario.net.send, scenario.clock.call_at
+
+    def lose(leader: str, incarnation_id: int) -> None:
+        if fault == "reset":
+            scenario.net.reset_connections(leader, "x")
+        elif newcomer.incarnation_id == incarnation_id and newcomer.has_process:
+            newcomer.die()
+            call_at(scenario.clock.now + 0.5, newcomer.boot)
+
+    def send_and_lose(end: Any, payload: Any) -> None:
+        send(end, payload)
+        if isinstance(payload[1], messages.Propose) and end.peer.host == "x":
+            call_at(scenario.clock.now + 0.002, lose, end.host, newcomer.incarnation_id)
+
+    scenario.net.send = send_and_lose  # type: ignore[method-assign]
+    scenario.play("start x; run 60")
+    assert get_state(scenario, "a").view.generation < 15
+    assert whole_members(scenario) == "abc"

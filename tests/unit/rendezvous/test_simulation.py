@@ -28,7 +28,7 @@ from tests.support.rendezvous_sim.invariants import (
     STABLE_RANKS,
     InvariantChecker,
 )
-from tests.support.rendezvous_sim.mutations import BROKEN_RULES, MUTATIONS, apply_mutation
+from tests.support.rendezvous_sim.mutations import MUTATIONS, apply_mutation
 from tests.support.rendezvous_sim.random_schedules import FAMILY_WEIGHTS, draw_schedule
 from tests.support.rendezvous_sim.schedule import Fault, JobSpec, NodeSpec, Schedule, Trigger
 from tests.support.rendezvous_sim.simulation import Result, run_schedule, run_seed
@@ -79,7 +79,7 @@ SEARCHED_FIRST = {
 """Seeds shortly before the first that found a rare mutation; the search goes round all of them from there."""
 
 
-@pytest.mark.parametrize("rule", BROKEN_RULES)
+@pytest.mark.parametrize("rule", MUTATIONS)
 def test_broken_rule_forms_two_views(rule: str) -> None:
     """Without any one clause a schedule decides two views, and a checker reports it."""
     first = SEARCHED_FIRST.get(rule, 0)
