@@ -15,6 +15,8 @@ from elastic_resume.rendezvous.core.world import Ballot, JobEnd, Proposal, View
 FIRST_REDIAL_PAUSE_S = 0.005
 """Before the second call to a lost leader. Each later pause doubles, up to `Settings.probe_interval_s`."""
 MAX_PAUSE_DOUBLINGS = 10
+PATIENT_NODE_TIMEOUTS = 2
+"""A follower stays so long with a leader that starts no view, while another leader announces itself."""
 
 
 class Follower:
@@ -31,6 +33,8 @@ class Follower:
         self.wait_reason: WaitReason | None = None
         self.standby_generation = 0
         """The generation that runs without this node."""
+        self.idle_since = state.now
+        """Since when the leader has no running view, as far as known."""
         self.next_heartbeat_at = state.now
         # The leader includes this node only after its first reply, so its lease does not count before.
         link.acked_sent_at = NEVER
@@ -78,13 +82,19 @@ class Follower:
         self.state.send(link, messages.Redirect("" if is_restarted_leader else self.leader.address))
 
     def _handle_announcement(self, link: Link, announcement: messages.LeaderAnnouncement) -> None:
-        """Follow a leader with a running view if the own leader has none, and perhaps cannot reach enough."""
-        own_runs = self.state.running_view or self.link.generation
-        if announcement.active_generation and not own_runs and announcement.leader != self.leader:
-            self.next_leader_address = announcement.leader.address
-            self._end_following(f"{announcement.leader} leads a running generation")
+        """Follow another leader if the own one has no running view, and perhaps cannot reach enough nodes.
+
+        Of leaders that reach each other only one stays, so another is beyond a partition.
+        """
+        state, other = self.state, announcement.leader
+        own_runs = state.running_view or self.link.generation
+        patient_until = self.idle_since + PATIENT_NODE_TIMEOUTS * state.settings.node_timeout_s
+        is_better = announcement.active_generation or state.now >= patient_until
+        if is_better and not own_runs and other != self.leader:
+            self.next_leader_address = other.address
+            self._end_following(f"the leader {self.leader} starts no generation, and {other} leads, too")
         else:
-            self.state.send(link, messages.Redirect(self.leader.address))
+            state.send(link, messages.Redirect(self.leader.address))
 
     def _handle_leader_message(self, message: messages.Message) -> None:
         state = self.state
@@ -246,6 +256,8 @@ class Follower:
             state.stop_workers(
                 f"the lease expired: no message from the leader {self.leader}", immediately=True
             )
+        if state.running_view or self.link.generation:
+            self.idle_since = state.now
         if self.has_ended or state.job_end:
             return
         if state.now >= self.link.last_received_at + state.settings.node_timeout_s:

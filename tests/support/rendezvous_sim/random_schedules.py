@@ -18,7 +18,8 @@ NODE_NAMES = "abcdefghi"
 MAX_CLOCK_DRIFT = 0.02
 """Clock rates differ from true by up to this share; leases keep 0.05 back for two clocks."""
 FAMILY_WEIGHTS = {
-    kinds.VIEW_CHANGES: 31,
+    kinds.VIEW_CHANGES: 28,
+    kinds.RESTARTS: 3,
     kinds.ANY_FAULT: 15,
     kinds.RESETS: 8,
     kinds.LATE_READERS: 7,
@@ -185,6 +186,9 @@ def draw_partial_partition(rng: random.Random, family: str) -> tuple[JobSpec, tu
     # The first node mostly leads. It may be outside of the majority, and connected to few others.
     others = names[1:] if rng.random() < 0.5 and len(names) > 3 else names
     majority = set(rng.sample(others, len(names) // 2 + 1))
+    if rng.random() < 0.3:
+        settings = replace(job.settings, min_nodes=rng.randint(2, len(majority)))
+        job = replace(job, settings=settings)
     pairs = [pair for pair in combinations(names, 2) if not majority.issuperset(pair)]
     cut = [rng.sample(pair, 2) for pair in rng.sample(pairs, rng.randint(1, len(pairs)))]
     links = tuple(f"{first}{rng.choice('-->')}{second}" for first, second in cut)
@@ -209,6 +213,37 @@ def draw_crowd(rng: random.Random, family: str) -> tuple[JobSpec, tuple[Fault, .
         lost = tuple(rng.sample(job.node_names, len(lost)))
     crash = Fault(Trigger(1.0, "view", 1), rng.choice(("power", "kill")), lost, rng.choice((0.5, 3.0, 60.0)))
     return job, (crash,)
+
+
+def draw_restart(rng: random.Random, family: str) -> tuple[JobSpec, tuple[Fault, ...]]:
+    """Let some nodes die for good, and all others die and start again within some milliseconds."""
+    job = draw_job(rng, family, rng.choice((3, 4, 5, 6)))
+    names = job.node_names
+    faults = []
+    if rng.random() < 0.5:
+        faults += [
+            Fault(Trigger(1.0, "view", 1), "finish", names),
+            Fault(
+                Trigger(rng.choice((1.0, 6.0)), after_previous=True), "kill", names, rng.choice((0.3, 1.0))
+            ),
+        ]
+    gone = rng.sample(names, rng.randint(0, (len(names) - 1) // 2))
+    kinds_of_loss = ("kill", "power", "kill", "leave")
+    faults += [Fault(_draw_next(rng), rng.choice(kinds_of_loss), (name,), float("inf")) for name in gone]
+    others = tuple(name for name in names if name not in gone)
+    restart_s = rng.choice((0.3, 1.0, 4.0))
+    pause_s = rng.choice((0.0, 0.002, 0.005, 0.01, 0.1))
+    kind = rng.choice(("kill", "power"))
+    at = Trigger(rng.choice((1.0, 4.0, 8.0)), after_previous=True)
+    for name in rng.sample(others, len(others)):
+        faults.append(Fault(at, kind, (name,), restart_s))
+        at = Trigger(pause_s, after_previous=True)
+    if rng.random() < 0.3:
+        faults += draw_faults(rng, kinds.ANY_FAULT, names)[:2]
+    first = faults[0]
+    if first.trigger.after_previous:
+        faults[0] = replace(first, trigger=Trigger(first.trigger.delay_s, "view", 1))
+    return job, tuple(faults)
 
 
 def draw_newcomers(rng: random.Random, family: str) -> tuple[JobSpec, tuple[Fault, ...]]:
@@ -255,5 +290,6 @@ DRAWN_WITH_JOB = {
     kinds.PARTIAL_PARTITIONS: draw_partial_partition,
     kinds.CROWDS: draw_crowd,
     kinds.NEWCOMERS: draw_newcomers,
+    kinds.RESTARTS: draw_restart,
     kinds.WRONG_SETUPS: draw_wrong_setup,
 }

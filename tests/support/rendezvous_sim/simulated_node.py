@@ -270,7 +270,11 @@ class SimulatedNode(Host):
                 if member.address in cuts - {self.name} and self._connects_to(member.node)
             ]
             if lost:
-                self.report_unreachable(tuple(lost))
+                # As the real probe, it continues to dial those that views left out before.
+                nodes = {member.node for member in view.members}
+                known = self.agent.state.unreachable_peers if self.agent else None
+                left_out = [node for node in (known.nodes if known else ()) if node not in nodes]
+                self.report_unreachable((*left_out, *lost))
                 self.fail_worker("cannot connect to its peers")
 
     def _connects_to(self, other: str) -> bool:
