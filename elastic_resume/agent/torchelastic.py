@@ -290,14 +290,14 @@ def open_rendezvous(
     """
     node = node_dir.path.name
     # A scheduler cannot end what runs on a node that it does not reach.
-    launch_id = "" if rendezvous_config.is_strict else scheduler_context.launch_id
+    launch_id = "" if rendezvous_config.settings.is_strict else scheduler_context.launch_id
     state_file = DurableStateFile(node_dir.path, launch_id=launch_id, node=node)
     listen_endpoint = open_listen_endpoint(
         rendezvous_config.endpoints,
         rendezvous_config.local_addr,
-        single_node=rendezvous_config.max_nodes == 1,
+        single_node=rendezvous_config.settings.max_nodes == 1,
     )
-    if not rendezvous_config.has_user_token and rendezvous_config.max_nodes > 1:
+    if not rendezvous_config.has_user_token and rendezvous_config.settings.max_nodes > 1:
         logger.warning(
             "no token is set: any host that reaches this node's port and knows the job's name can join. Set "
             "--rdzv-conf token_file=FILE or ELASTIC_RESUME_TOKEN to keep others out."
@@ -459,7 +459,7 @@ def run_workers(spec: LaunchSpec, controller: RestartController, session: Rendez
     signals = _stop_signals(config)
     previous = {number: signal.getsignal(number) for number in signals}
     report = session.client.report_unreachable_peers
-    peer_probe = PeerProbe(spec.rendezvous_config.node_timeout_s, report)
+    peer_probe = PeerProbe(spec.rendezvous_config.settings.node_timeout_s, report)
     controller.list_unreachable_nodes = peer_probe.list_unreachable_nodes
 
     def create_handler(_: RendezvousParameters) -> RendezvousHandler:

@@ -82,9 +82,9 @@ class RendezvousClient:
         self.run_id = config.run_id
         self.node = node
         self._lease = lease
-        self._single_node = config.single_node
+        self._single_node = config.settings.single_node
         # An unreachable leader is noticed after a node timeout; then the next one must be found.
-        self._end_timeout_s = max(SHUTDOWN_TIMEOUT_S, 2 * config.node_timeout_s + 1)
+        self._end_timeout_s = max(SHUTDOWN_TIMEOUT_S, 2 * config.settings.node_timeout_s + 1)
         self._has_left = False  # written by the rendezvous thread
         self._condition = threading.Condition()
         self.is_importing = False
@@ -110,7 +110,7 @@ class RendezvousClient:
             listen_endpoint.address,
             listen_endpoint.candidate_index,
         )
-        settings = config.settings(listen_endpoint.address)
+        settings = config.settings_at(listen_endpoint.address)
         self.address = listen_endpoint.address
         self.candidates = settings.candidates
         make_server = functools.partial(

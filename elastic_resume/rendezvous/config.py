@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from elastic_resume.errors import ConfigError
-from elastic_resume.policy.divergence import RESUME_FROM_MAJORITY, STOP
 from elastic_resume.rendezvous.core.events import Settings
 from elastic_resume.rendezvous.endpoint import Endpoint, parse_endpoints
 from elastic_resume.rendezvous.net.protocol import load_token
@@ -35,16 +34,11 @@ class RendezvousConfig:
 
     run_id: str
     endpoints: tuple[Endpoint, ...]
-    min_nodes: int
-    max_nodes: int
     local_addr: str | None
     token: bytes = field(repr=False)
     has_user_token: bool
-    node_timeout_s: float = 3.0  # ten times the heartbeat interval
-    last_call_timeout_s: float = 3.0  # how long the first start waits for another node
-    join_timeout_s: float = 600.0
-    is_strict: bool = False
-    on_divergence: str = STOP  # STOP or RESUME_FROM_MAJORITY; the leader's setting counts
+    settings: Settings
+    """Of the state machine; a candidate's open port is filled in by `settings_at`."""
 
     @classmethod
     def parse(
@@ -78,39 +72,25 @@ class RendezvousConfig:
 
         path = conf.get("token_file")
         token, has_user_token = load_token(Path(path) if path else None, environ, run_id)
-        return cls(
-            run_id=run_id,
-            endpoints=parse_endpoints(endpoints),
-            min_nodes=nnodes[0],
-            max_nodes=nnodes[1],
-            local_addr=local_addr or None,
-            token=token,
-            has_user_token=has_user_token,
+        candidates = parse_endpoints(endpoints)
+        min_nodes, max_nodes = nnodes
+        settings = Settings(
+            tuple(map(str, candidates)),
+            min_nodes,
+            max_nodes,
             node_timeout_s=parse_seconds("node_timeout", 3.0, 0.5),
             last_call_timeout_s=parse_seconds("last_call_timeout", 3.0, 0.0),
             join_timeout_s=parse_seconds("join_timeout", 600.0, 1.0),
+            # No other node can exist: one node at most, at a port that the kernel chooses.
+            single_node=max_nodes == 1 and not candidates[0].port,
             is_strict=_parse_bool(f"{source} strict", conf.get("strict", False)),
         )
+        return cls(run_id, candidates, local_addr or None, token, has_user_token, settings)
 
-    def settings(self, own_address: str) -> Settings:
-        """Return the state machine's settings; ``own_address`` replaces a candidate with an open port."""
+    def settings_at(self, own_address: str) -> Settings:
+        """Return the settings; ``own_address`` replaces a candidate with an open port."""
         candidates = tuple(str(endpoint) if endpoint.port else own_address for endpoint in self.endpoints)
-        return Settings(
-            candidates=candidates,
-            min_nodes=self.min_nodes,
-            max_nodes=self.max_nodes,
-            node_timeout_s=self.node_timeout_s,
-            last_call_timeout_s=self.last_call_timeout_s,
-            join_timeout_s=self.join_timeout_s,
-            single_node=self.single_node,
-            is_strict=self.is_strict,
-            resume_from_majority=self.on_divergence == RESUME_FROM_MAJORITY,
-        )
-
-    @property
-    def single_node(self) -> bool:
-        """Return whether no other node can exist: one node at most, at a port that the kernel chooses."""
-        return self.max_nodes == 1 and not self.endpoints[0].port
+        return replace(self.settings, candidates=candidates)
 
 
 def _parse_bool(name: str, value: Any) -> bool:

@@ -12,8 +12,7 @@ from typing import Any
 
 from elastic_resume import constants
 from elastic_resume.policy.incidents import Incident
-from elastic_resume.rendezvous.net.codec import dump_json, get_codec
-from elastic_resume.rendezvous.net.protocol import ProtocolError
+from elastic_resume.rendezvous.net.codec import ProtocolError, dump_json, from_json_value, to_json_value
 from elastic_resume.rendezvous.net.status import RendezvousStatus, query_agent
 
 QUERY_TIMEOUT_S = 3.0
@@ -73,8 +72,7 @@ class AgentStatus:
 
 def encode_reply(status: AgentStatus) -> bytes:
     """Return the line that `parse_reply` reads."""
-    put, _ = get_codec(AgentStatus)
-    return dump_json({"version": constants.STATUS_VERSION, "status": put(status)})
+    return dump_json({"version": constants.STATUS_VERSION, "status": to_json_value(status)})
 
 
 def parse_reply(line: bytes) -> AgentStatus:
@@ -96,9 +94,7 @@ def parse_reply(line: bytes) -> AgentStatus:
             f"its status has version {str(reply.get('version'))[:16]!r}; "
             f"this command reads version {constants.STATUS_VERSION}"
         )
-    _, take = get_codec(AgentStatus)
-    status: AgentStatus = take(reply.get("status"), "its status")
-    return status
+    return from_json_value(AgentStatus, reply.get("status"), "its status")
 
 
 def fetch_status(address: str, run_id: str, key: bytes) -> AgentStatus:

@@ -114,28 +114,26 @@ class FakeNode:
 @pytest.fixture
 def config(request: pytest.FixtureRequest) -> RendezvousConfig:
     """Give the settings of three candidates; the parameter is ``on_divergence``."""
-    endpoints = tuple(Endpoint("127.0.0.1", 0) for _ in range(3))
-    return RendezvousConfig("job", endpoints, 3, 3, None, b"token", True, on_divergence=request.param)
+    settings = Settings(
+        (),
+        3,
+        3,
+        NODE_TIMEOUT_S,
+        heartbeats_per_timeout=round(NODE_TIMEOUT_S / HEARTBEAT_S),
+        resume_from_majority=request.param == RESUME_FROM_MAJORITY,
+    )
+    return RendezvousConfig("job", (), None, b"token", True, settings)
 
 
 @pytest.fixture
-def nodes(
-    config: RendezvousConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[list[FakeNode]]:
+def nodes(config: RendezvousConfig, tmp_path: Path) -> Iterator[list[FakeNode]]:
     """Give nodes a, b and c in their first view.
 
     Their node timeout is long: they are threads of node process, which may wait for a processor.
     """
-    make_settings, heartbeats = RendezvousConfig.settings, round(NODE_TIMEOUT_S / HEARTBEAT_S)
-
-    def patient_settings(config: RendezvousConfig, own_address: str) -> Settings:
-        settings = make_settings(config, own_address)
-        return replace(settings, node_timeout_s=NODE_TIMEOUT_S, heartbeats_per_timeout=heartbeats)
-
-    monkeypatch.setattr(RendezvousConfig, "settings", patient_settings)
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
     endpoints = tuple(Endpoint("127.0.0.1", listener.getsockname()[1]) for listener in listeners)
-    config = RendezvousConfig(**{**vars(config), "endpoints": endpoints})
+    config = replace(config, endpoints=endpoints)
     built = []
     for place, name in enumerate("abc"):
         (tmp_path / name).mkdir()

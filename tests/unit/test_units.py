@@ -51,7 +51,7 @@ def _terms(text: str) -> float:
     terms = RendezvousConfig.parse(
         "localhost:0", {"join_timeout": text}, {}, run_id="r", nnodes=(1, 1), local_addr="127.0.0.1"
     )
-    return terms.join_timeout_s
+    return terms.settings.join_timeout_s
 
 
 def _option(name: str) -> Callable[[str], float]:

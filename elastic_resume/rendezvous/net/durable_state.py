@@ -22,7 +22,7 @@ from elastic_resume.checkpoint.atomic_io import DISK, Disk
 from elastic_resume.errors import NodeFileError
 from elastic_resume.rendezvous.core.events import PersistentState
 from elastic_resume.rendezvous.core.world import NO_VIEW, Ballot, Incarnation
-from elastic_resume.rendezvous.net import protocol
+from elastic_resume.rendezvous.net import codec
 
 RENDEZVOUS_STATE_FILE = "rendezvous.json"
 _FIELDS_OF_PROTOCOL_4 = 3
@@ -54,7 +54,7 @@ class DurableStateFile:
 
         """
         failpoints.hit("rendezvous.record")
-        value = protocol.to_json_value(state)
+        value = codec.to_json_value(state)
         text = json.dumps(
             {"memory": value, "digest": _compute_digest(value), "launch": self._launch_id},
             separators=(",", ":"),
@@ -68,7 +68,7 @@ class DurableStateFile:
         except FileNotFoundError:
             return None
         state, launch_id = None, ""
-        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError, protocol.ProtocolError):
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError, codec.ProtocolError):
             record = json.loads(data)
             if record["digest"] == _compute_digest(record["memory"]):
                 launch_id = str(record.get("launch", ""))
@@ -99,7 +99,7 @@ def _parse_state(value: Any) -> PersistentState:
         (node, incarnation_id, *_), _, max_generation = value
         former = Incarnation(str(node), str(incarnation_id), 0)
         return PersistentState(former, NO_VIEW, Ballot(), None, frozenset(), int(max_generation))
-    return protocol.from_json_value(PersistentState, value)
+    return codec.from_json_value(PersistentState, value)
 
 
 def _compute_digest(value: object) -> str:

@@ -39,29 +39,20 @@ import stat
 import typing
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from elastic_resume.constants import ENV_TOKEN
 from elastic_resume.errors import ConfigError
 from elastic_resume.rendezvous.core import messages
 from elastic_resume.rendezvous.core.messages import Header, Message
-from elastic_resume.rendezvous.net.codec import (
-    Decode,
-    Encode,
-    decode_int,
-    dump_json,
-    get_codec,
-)
 from elastic_resume.rendezvous.net.codec import ProtocolError as ProtocolError  # noqa: PLC0414 - re-exported
+from elastic_resume.rendezvous.net.codec import decode_int, dump_json, from_json_value, to_json_value
 
 VERSION = 5
 DIGEST_HEX_CHARS = 32
 MAX_GREETING_BYTES = 4096  # limit of a line from an unauthenticated peer
 MAX_LINE_BYTES = 8 * 1024 * 1024  # enough for the quorum state of views with 10,000 members
 NONCE_HEX_CHARS = 64
-
-T = TypeVar("T")
-
 
 # ---- lines -------------------------------------------------------------------------------------------
 
@@ -300,10 +291,9 @@ def _parse_nonce(value: Any) -> str:
 
 def encode_body(message: Message) -> bytes:
     """Return the part of a message's line that is the same for every receiver."""
-    kind = type(message)
     if message == _EMPTY_HEARTBEAT:
         return _EMPTY_HEARTBEAT_JSON
-    return dump_json({"type": kind.__name__, "body": _CODECS[kind][0](message)})[1:]
+    return dump_json({"type": type(message).__name__, "body": to_json_value(message)})[1:]
 
 
 def encode_line(header: Header, body: bytes) -> bytes:
@@ -332,23 +322,7 @@ def decode(line: bytes) -> tuple[Header, Message]:
     kind = _MESSAGE_TYPES.get(fields["type"]) if isinstance(fields["type"], str) else None
     if kind is None:
         raise ProtocolError(f"there is no message {str(fields['type'])[:64]!r}")
-    return _parse_header(fields["header"]), _CODECS[kind][1](fields["body"], kind.__name__)
-
-
-def to_json_value(value: Any) -> Any:
-    """Return a frozen dataclass as plain JSON data, as it would be sent."""
-    return get_codec(type(value))[0](value)
-
-
-def from_json_value(kind: type[T], value: Any) -> T:
-    """Parse what `to_json_value` returned.
-
-    Raises:
-        ProtocolError: it is not of that kind.
-
-    """
-    parsed: T = get_codec(kind)[1](value, kind.__name__)
-    return parsed
+    return _parse_header(fields["header"]), from_json_value(kind, fields["body"])
 
 
 def _encode_json_line(value: Any) -> bytes:
@@ -375,8 +349,7 @@ def _parse_header(value: Any) -> Header:
 
 _EMPTY_HEARTBEAT_JSON = b'"type":"Heartbeat","body":[null]}'
 _EMPTY_HEARTBEAT = messages.Heartbeat()
-_MESSAGE_TYPES: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(messages.Message)}
-_CODECS: dict[type, tuple[Encode, Decode]] = {kind: get_codec(kind) for kind in _MESSAGE_TYPES.values()}
+_MESSAGE_TYPES: dict[str, type[Message]] = {kind.__name__: kind for kind in typing.get_args(messages.Message)}
 
 
 # ---- the token ---------------------------------------------------------------------------------------

@@ -90,8 +90,7 @@ def test_strict_reaches_the_rendezvous() -> None:
     words = ["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:29400"]
     for conf, is_strict in (([], False), (["--rdzv-conf", "strict=true"], True)):
         config = prepare(*words, *conf).rendezvous_config
-        assert config.is_strict is is_strict
-        assert config.settings("127.0.0.1:29400").is_strict is is_strict
+        assert config.settings_at("127.0.0.1:29400").is_strict is is_strict
 
 
 @pytest.mark.parametrize(("conf", "launch"), [([], "slurm 77 0"), (["--rdzv-conf", "strict=true"], "")])
@@ -119,7 +118,7 @@ def test_rdzv_conf_of_flag_keeps_other_keys_of_file(tmp_path: Path) -> None:
     (tmp_path / "token").chmod(0o600)
     (tmp_path / "c.yaml").write_text("rdzv-conf: token_file=token,last_call_timeout=7s")
     spec = prepare("--config", "c.yaml", "--rdzv-conf", "last_call_timeout=9s")
-    assert spec.rendezvous_config.last_call_timeout_s == 9
+    assert spec.rendezvous_config.settings.last_call_timeout_s == 9
     assert spec.rendezvous_config.token == b"y" * 20
 
 
