@@ -23,6 +23,8 @@ from elastic_resume.rendezvous.core.world import (
     Vote,
 )
 
+MIN_LINKS_KEPT = 64
+
 
 class Voter:
     """One node as a voter. Each change of what has to be on disk gives a new `version`."""
@@ -59,6 +61,8 @@ class Voter:
         """
         self.follower_links: dict[Incarnation, Link] = {}
         """The newest link to each node that has followed this one, in the same way."""
+        self._forget_at = MIN_LINKS_KEPT
+        """With so many links to followers, look for those that are not needed: rarely, as a leader has many."""
         self.ended: set[Incarnation] = set()
         """Processes of members, and of others with a link, that have ended for certain."""
         self.mark_former_ended(incarnation)
@@ -95,18 +99,20 @@ class Voter:
         self.mark_former_ended(self.incarnation)
 
     def note_follower(self, process: Incarnation, link: Link) -> None:
-        """Note the newest link to a follower."""
+        """Note the newest link to a follower; a spare may crash in a loop while one view lasts."""
         self.follower_links[process] = link
-        self._forget_others()
+        if len(self.follower_links) >= self._forget_at:
+            self._forget_others()
 
     def _forget_others(self) -> None:
-        """Forget processes that are no members and have been silent for long: spares may crash in a loop."""
+        """Forget processes that are no members and have been silent for long."""
         kept_since = self.now - 2 * self.settings.node_timeout_s  # a role ends a silent link earlier
         for links in (self.leader_links, self.follower_links):
             for process, link in list(links.items()):
                 if self.view.rank(process) is None and link.last_received_at <= kept_since:
                     del links[process]
                     self.ended.discard(process)
+        self._forget_at = 2 * len(self.follower_links) + MIN_LINKS_KEPT
 
     def promise(self, ballot: Ballot) -> None:
         """Accept no ballot before this one."""
