@@ -33,7 +33,7 @@ from elastic_resume.rendezvous.core import messages
 from elastic_resume.rendezvous.core.divergence import DivergenceDetector
 from elastic_resume.rendezvous.core.peers import Link, Peer, PeerTable
 from elastic_resume.rendezvous.core.state import NodeState
-from elastic_resume.rendezvous.core.view_change import PendingWelcome, ViewChange
+from elastic_resume.rendezvous.core.view_change import MANY_FOLLOWERS, PendingWelcome, ViewChange
 from elastic_resume.rendezvous.core.world import Ballot, Incarnation, JobEnd, View, Vote
 
 MAX_PARALLEL_CALLS = 16
@@ -70,12 +70,15 @@ class Admission:
     def _find_setting_mismatch(self, hello: messages.Hello) -> tuple[str, str, str] | None:
         """Return a setting that must be equal on all nodes and is not, with its values there and here."""
         own = self.state.settings
+        theirs = hello.node_timeout_s, hello.min_nodes, hello.max_nodes, hello.candidates, hello.is_strict
+        if theirs == (own.node_timeout_s, own.min_nodes, own.max_nodes, own.candidates, own.is_strict):
+            return None
         compared = (
             ("--node-timeout", f"{hello.node_timeout_s:g} s", f"{own.node_timeout_s:g} s"),
             ("--nnodes", f"{hello.min_nodes}:{hello.max_nodes}", f"{own.min_nodes}:{own.max_nodes}"),
             *(
-                (f"host {number} of the list in --rdzv-endpoint", theirs, ours)
-                for number, (theirs, ours) in enumerate(
+                (f"host {number} of the list in --rdzv-endpoint", there, ours)
+                for number, (there, ours) in enumerate(
                     zip_longest(hello.candidates, own.candidates, fillvalue="missing"), 1
                 )
             ),
@@ -218,6 +221,7 @@ class Leader:
         self.admission = Admission(state, self.peers, self._remove_peer)
         self.request: messages.RequestVote | None = None
         """What the voters have been asked last."""
+        self.seen_durable_version = 0
         self.next_scan_at = state.now
         self.next_probe_at = state.now
         self.finished_generation = 0
@@ -538,7 +542,8 @@ class Leader:
         if self.view_change.end is None and (state.job_failure or self._is_job_finished()):
             self._begin_end()
         if self.running_view is None:
-            self._advance_view_change()
+            if self._is_view_change_due():
+                self._advance_view_change()
             self._broadcast_wait_reason()
         elif state.now >= self.view_change.scale_up_at:
             self.view_change.scale_up_at = float("inf")
@@ -577,8 +582,22 @@ class Leader:
         self.next_probe_at = state.now + state.settings.probe_interval_s
         self.discovery.probe(peer.incarnation.address for peer in self.peers.disconnected.values())
 
+    def _is_view_change_due(self) -> bool:
+        """Return whether the view change may go on: heartbeats of many followers alone are no reason."""
+        state, view_change = self.state, self.view_change
+        decision = view_change.decision
+        return (
+            len(self.peers.by_incarnation) < MANY_FOLLOWERS
+            or state.now >= view_change.next_deadline()
+            or state.durable_version != self.seen_durable_version
+            or state.view.generation > decision.slot
+            or state.voter.newest_ballot > decision.ballot
+            or (decision.proposal is not None and not view_change.awaiting)
+        )
+
     def _advance_view_change(self) -> None:
         state, view_change = self.state, self.view_change
+        self.seen_durable_version = state.durable_version
         decision = view_change.decision
         if state.view.generation > decision.slot:  # a node that joined knew a newer view
             view_change.end = None

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from elastic_resume.policy.reachability import choose_left_out
 from elastic_resume.policy.reasons import (
+    MAX_NODES_NAMED,
     CandidatesMissing,
     LastCall,
     MembersAbsent,
@@ -190,9 +191,13 @@ class ViewChange:
 
     def _find_replaced_nodes(self) -> set[str]:
         """Return the names of members that are back with an empty disk, and have any proposal."""
+        find_node = self.state.view.find_node
         present = {self.state.incarnation, *self.peers.by_incarnation} - self.awaiting
-        former = {member.node: member.disk_id for member in self.state.view.members}
-        return {node.node for node in present if former.get(node.node, node.disk_id) != node.disk_id}
+        return {
+            node.node
+            for node in present
+            if (member := find_node(node.node)) and member.disk_id != node.disk_id
+        }
 
     def handle_ack(self, incarnation: Incarnation, message: ProposalAck) -> None:
         """Note that a node has the proposal, and if it votes, has accepted it."""
@@ -371,8 +376,8 @@ class ViewChange:
         # A vote that is here may wait for that of another, who may have taken it: name only who is not here.
         disks = {node.disk_id for node in present}
         missing = [member for member in missing if member.disk_id not in disks] or missing
-        generation = state.view.generation
-        return VotesMissing(generation, len(counted), needed, name_nodes(missing), len(missing))
+        names = tuple(member.node for member in missing[:MAX_NODES_NAMED])  # in rank order
+        return VotesMissing(state.view.generation, len(counted), needed, names, len(missing))
 
     def _leave_out_importing(self, joins: dict[Incarnation, JoinSpec]) -> dict[Incarnation, JoinSpec]:
         """Leave out newcomers that still import, while survivors of the last view can do without them."""

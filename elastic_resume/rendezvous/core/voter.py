@@ -62,7 +62,7 @@ class Voter:
         self.follower_links: dict[Incarnation, Link] = {}
         """The newest link to each node that has followed this one, in the same way."""
         self._forget_at = MIN_LINKS_KEPT
-        """With so many links to followers, look for those that are not needed: rarely, as a leader has many."""
+        """With so many links to followers, look for needless ones. A leader of many nodes does so rarely."""
         self.ended: set[Incarnation] = set()
         """Processes of members, and of others with a link, that have ended for certain."""
         self.mark_former_ended(incarnation)

@@ -75,6 +75,10 @@ class View:
         rank = _index_disks(self).get(disk_id)
         return None if rank is None else self.members[rank]
 
+    def find_node(self, name: str) -> Incarnation | None:
+        """Return the member of that name."""
+        return _index_names(self).get(name)
+
     @property
     def heir(self) -> Incarnation | None:
         """The member of lowest rank besides the leader."""
@@ -93,6 +97,11 @@ NO_VIEW = View(0, ())
 def _index_disks(view: View) -> dict[str, int]:
     """Index ranks by disk, once for each of the newest views."""
     return {member.disk_id: rank for rank, member in enumerate(view.members)}
+
+
+@functools.lru_cache(maxsize=8)
+def _index_names(view: View) -> dict[str, Incarnation]:
+    return {member.node: member for member in view.members}
 
 
 @dataclass(frozen=True, slots=True, order=True)
