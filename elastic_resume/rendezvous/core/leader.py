@@ -268,7 +268,7 @@ class Leader:
         elif isinstance(message, messages.Redirect):
             self.discovery.handle_redirect(link, message)
         elif isinstance(message, JobEnd):
-            # Only from a node that this one calls. Before its first view, it may be the end of an earlier run.
+            # Only from a node that this one calls. Before a first view it may be the end of an earlier run.
             if link.conn_id in self.discovery.pending_calls and self.state.view.members:
                 self.state.learn_end(message)
         else:
