@@ -2,8 +2,9 @@
 
 Workers notice a cut link late: gloo and the kernel repeat what they send for minutes. So `PeerProbe` looks
 each second for a TCP connection of a worker whose other host does not answer, and then dials the agents of
-the other members. It also does so when a worker fails because it could not connect. Without such a sign it
-dials nobody: a firewall may block connections between agents that training does not need.
+the other members; once the workers have resumed, only those on that host. It also dials when a worker fails
+at its start because it could not connect. Without such a sign it dials nobody: a firewall may block
+connections between agents that training does not need.
 
 The leader ends the generation and leaves out one of the two nodes. After its report the probe continues on
 both, and reports again when all nodes answer.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,10 +50,15 @@ class PeerProbe:
         self,
         node_timeout_s: float,
         report: Callable[[int, tuple[str, ...]], object],
+        has_resumed: Callable[[], bool],
     ) -> None:
-        """``report`` takes a generation and the unreachable nodes, or none if all answer again."""
+        """``report`` takes a generation and the unreachable nodes, or none if all answer again.
+
+        ``has_resumed`` returns whether a worker of this generation has come out of `er.resume`.
+        """
         self._node_timeout_s = node_timeout_s
         self._report = report
+        self._has_resumed = has_resumed
         self._world: StartWorkers | None = None
         self._unreachable: list[Incarnation] = []
         """The nodes that did not answer: members of this generation, or nodes that it leaves out."""
@@ -74,16 +81,19 @@ class PeerProbe:
     def handle_failure(self, failure: Failure) -> None:
         """Dial the other members if a worker has failed because it could not connect to one."""
         is_failed_connect = _FAILED_CONNECT_PATTERN.search(f"{failure.type} {failure.message}")
-        if self._world and is_failed_connect and not self.list_unreachable_nodes():
+        is_new = self._world and not self.list_unreachable_nodes() and not self._has_resumed()
+        if self._world and is_new and is_failed_connect:
             self._dial(self._world, list_peers(self._world))
 
     def poll(self) -> float:
         """Look once; return the seconds until the next time."""
         world, now, peers = self._world, time.monotonic(), []
         is_due = world and now >= self._dial_at and not self.list_unreachable_nodes()
-        if world and is_due and has_unanswered_connection():
+        if world and is_due and (hosts := find_silent_hosts()):
             self._dial_at, self._pause_s = now + self._pause_s, min(2 * self._pause_s, MAX_PAUSE_S)
             peers = list_peers(world)
+            if self._has_resumed():  # the silent host may be a file server, and a firewall between agents
+                peers = [peer for peer in peers if not hosts.isdisjoint(_resolve(peer))]
         if world and (peers or self._unreachable):
             self._dial(world, peers)
         return self._node_timeout_s / ATTEMPTS
@@ -125,24 +135,43 @@ def _answers(member: Incarnation, timeout_s: float) -> bool:
     return True
 
 
-def has_unanswered_connection() -> bool:
-    """Return whether a process below this one sends to a host over TCP that does not answer."""
-    unanswered = set(_list_unanswered_sockets())
-    return bool(unanswered) and any(
-        not unanswered.isdisjoint(_list_open_files(process.pid))
-        for process in psutil.Process().children(recursive=True)
-    )
+def find_silent_hosts() -> set[str]:
+    """Return the IP addresses to which processes below this one send over TCP without an answer."""
+    sockets = dict(_list_unanswered_sockets())
+    if not sockets:
+        return set()
+    open_files: set[str] = set()
+    for process in psutil.Process().children(recursive=True):
+        open_files |= _list_open_files(process.pid)
+    return {host for file, host in sockets.items() if file in open_files}
 
 
-def _list_unanswered_sockets() -> Iterator[str]:
-    """Yield the sockets of this network namespace that send again; the format is that of proc_net_tcp.txt."""
+def _list_unanswered_sockets() -> Iterator[tuple[str, str]]:
+    """Yield each socket of this network namespace that sends again, with the other IP address.
+
+    The format is that of the kernel's proc_net_tcp.txt; addresses are words in the byte order of the host.
+    """
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):  # no IPv6
             for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]:
                 fields = line.split()
-                state, retransmits, inode = fields[3], fields[6], fields[9]
+                remote, state, retransmits, inode = fields[2], fields[3], fields[6], fields[9]
                 if state in (_ESTABLISHED, _SYN_SENT) and int(retransmits, 16) >= MIN_RETRANSMITS:
-                    yield f"socket:[{inode}]"
+                    yield f"socket:[{inode}]", _parse_address(remote.partition(":")[0])
+
+
+def _parse_address(text: str) -> str:
+    words = [int(text[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(text), 8)]
+    family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
+    return socket.inet_ntop(family, b"".join(words)).removeprefix("::ffff:")
+
+
+def _resolve(member: Incarnation) -> set[str]:
+    """Return the IP addresses of a member's agent; none if its name cannot be resolved."""
+    host = member.address.rpartition(":")[0].strip("[]")
+    with contextlib.suppress(OSError):
+        return {str(address[4][0]) for address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    return set()
 
 
 def _list_open_files(pid: int) -> set[str]:

@@ -147,6 +147,10 @@ class RestartController:
             return 0
         return count_starts_without_progress(self._read_events(0), restarts)
 
+    def has_resumed(self) -> bool:
+        """Return whether a worker of this round has come out of `er.resume`. From any thread."""
+        return any(event["event"] == "worker-start" for event in self._round_events.read())
+
     def has_finished_a_step(self) -> bool:
         """Return whether this node has finished a step since its agent started."""
         current = self._build_round(failed=False)

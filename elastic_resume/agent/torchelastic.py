@@ -459,7 +459,7 @@ def run_workers(spec: LaunchSpec, controller: RestartController, session: Rendez
     signals = _stop_signals(config)
     previous = {number: signal.getsignal(number) for number in signals}
     report = session.client.report_unreachable_peers
-    peer_probe = PeerProbe(spec.rendezvous_config.settings.node_timeout_s, report)
+    peer_probe = PeerProbe(spec.rendezvous_config.settings.node_timeout_s, report, controller.has_resumed)
     controller.list_unreachable_nodes = peer_probe.list_unreachable_nodes
 
     def create_handler(_: RendezvousParameters) -> RendezvousHandler:

@@ -6,7 +6,16 @@ has ended; otherwise the leader counts as unreachable after the node timeout.
 
 from __future__ import annotations
 
-from elastic_resume.policy.reasons import Departure, Loss, NodeLost, WaitReason, describe
+from elastic_resume.policy.reasons import (
+    CandidatesMissing,
+    Departure,
+    Loss,
+    NodeLost,
+    TooFewNodes,
+    VotesMissing,
+    WaitReason,
+    describe,
+)
 from elastic_resume.rendezvous.core import messages
 from elastic_resume.rendezvous.core.peers import NEVER, Link
 from elastic_resume.rendezvous.core.state import NodeState
@@ -16,7 +25,7 @@ FIRST_REDIAL_PAUSE_S = 0.005
 """Before the second call to a lost leader. Each later pause doubles, up to `Settings.probe_interval_s`."""
 MAX_PAUSE_DOUBLINGS = 10
 PATIENT_NODE_TIMEOUTS = 2
-"""A follower stays so long with a leader that starts no view, while another leader announces itself."""
+"""A follower stays so long with a leader that lacks nodes or votes, while another leader announces itself."""
 
 
 class Follower:
@@ -34,7 +43,7 @@ class Follower:
         self.standby_generation = 0
         """The generation that runs without this node."""
         self.idle_since = state.now
-        """Since when the leader has no running view, as far as known."""
+        """Since when the leader says that it lacks nodes or votes."""
         self.next_heartbeat_at = state.now
         # The leader includes this node only after its first reply, so its lease does not count before.
         link.acked_sent_at = NEVER
@@ -53,7 +62,7 @@ class Follower:
         """When the call in progress times out; without one, when to make the next."""
         state.unreachable.discard(self.leader)
         state.voter.mark_former_ended(self.leader)
-        state.voter.leader_links[self.leader] = link
+        state.voter.note_leader_link(self.leader, link)
         self._note_leader()
 
     def _note_leader(self) -> None:
@@ -256,7 +265,8 @@ class Follower:
             state.stop_workers(
                 f"the lease expired: no message from the leader {self.leader}", immediately=True
             )
-        if state.running_view or self.link.generation:
+        lacks_nodes = isinstance(self.wait_reason, (TooFewNodes, VotesMissing, CandidatesMissing))
+        if state.running_view or self.link.generation or not lacks_nodes:
             self.idle_since = state.now
         if self.has_ended or state.job_end:
             return
@@ -300,10 +310,10 @@ class Follower:
 
     def send_reports(self) -> None:
         """Repeat what may have changed since the hello was sent."""
-        if self.state.failure_report and not self.is_disconnected:
-            self.state.send(self.link, self.state.failure_report)
         if self.state.unreachable_peers and not self.is_disconnected:
             self.state.send(self.link, self.state.unreachable_peers)
+        if self.state.failure_report and not self.is_disconnected:
+            self.state.send(self.link, self.state.failure_report)
         if self.state.job_failure and not self.is_disconnected:
             self.state.send(self.link, messages.FailJob(self.state.job_failure))
         if self.state.leaving and not self.is_disconnected:

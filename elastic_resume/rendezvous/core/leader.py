@@ -548,7 +548,7 @@ class Leader:
             self._broadcast_wait_reason()
         elif state.now >= self.view_change.scale_up_at:
             self.view_change.scale_up_at = float("inf")
-            if not self.has_finished_node():
+            if not self.has_finished_node() and self.view_change.list_ready_newcomers(self.running_view):
                 self.end_view(LeaderReason.NEWCOMERS)
 
     def _lacks_quorum(self) -> bool:

@@ -162,8 +162,9 @@ class ViewChange:
             return
         self.evaluate_at, self.proposed_at = float("inf"), self.state.now
         votes = decision.find_quorum(decision.cast.keys(), self._find_replaced_nodes)
-        if votes is not None:
+        if votes is not None and self.state.has_stopped():
             self.blocked_since = None
+        if votes is not None:
             earlier = decision.find_proposal_to_repeat(votes)
             if earlier:
                 self.joins = {}
@@ -334,7 +335,9 @@ class ViewChange:
         self.left_out = self._find_left_out(joins)
         joins = {node: join for node, join in joins.items() if node not in self.left_out}
         ready = {node: join for node, join in joins.items() if state.now >= self.backoff.wait_until(node)}
-        return ready if len(ready) >= state.settings.min_nodes else joins
+        # If most have to wait, it was this node's own link that broke.
+        is_enough = len(ready) >= state.settings.min_nodes and 2 * len(ready) > len(joins)
+        return ready if is_enough else joins
 
     def _find_left_out(self, joins: dict[Incarnation, JoinSpec]) -> dict[Incarnation, NodesUnreachable]:
         """Choose which of the joined nodes to leave out, because others cannot reach them."""
@@ -344,6 +347,8 @@ class ViewChange:
         nodes = {node.node: node for node in ranked}
         members = [name for name, node in nodes.items() if self.state.view.rank(node) is not None]
         left_out = choose_left_out(members, list(nodes)[len(members) :], pairs)
+        if len(nodes) - len(left_out) < self.state.settings.min_nodes:
+            left_out = choose_left_out(list(nodes), [], pairs)  # a newcomer may replace a member then
         return {nodes[name]: NodesUnreachable(name, name_nodes(others)) for name, others in left_out.items()}
 
     def is_cut_off(self, node: Incarnation, view: View) -> bool:
@@ -415,18 +420,20 @@ class ViewChange:
         leader = state.incarnation if state.incarnation in members else members[0]
         return View(1 + state.voter.known.max_generation, members, leader)
 
+    def list_ready_newcomers(self, view: View) -> list[Incarnation]:
+        """Return the joined nodes outside of a view that it could admit."""
+        joins = [(peer.incarnation, peer.join) for peer in self.peers.by_incarnation.values()]
+        return [
+            node
+            for node, join in [*joins, (self.state.incarnation, self.state.join)]
+            if join and not join.is_importing and view.rank(node) is None and not self.is_cut_off(node, view)
+        ]
+
     def handle_view_started(self, view: View) -> None:
         """Schedule the next view if it has room for nodes that joined too late for this one."""
         has_room = len(view.members) < self.state.settings.max_nodes
         members = frozenset(view.members)
-        late = [
-            peer.incarnation
-            for peer in self.peers
-            if peer.join
-            and not peer.join.is_importing
-            and peer.incarnation not in members
-            and not self.is_cut_off(peer.incarnation, view)
-        ]
+        late = self.list_ready_newcomers(view)
         self.started_at, self.scale_up_at = self.state.now, float("inf")
         names = {member.node for member in view.members} if any(self.unreachable_nodes.values()) else set()
         for node in self.unreachable_nodes.keys() & members:

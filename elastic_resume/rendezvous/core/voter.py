@@ -98,6 +98,11 @@ class Voter:
         self._forget_others()
         self.mark_former_ended(self.incarnation)
 
+    def note_leader_link(self, process: Incarnation, link: Link) -> None:
+        """Note the newest link to the leader."""
+        self._forget_others()
+        self.leader_links[process] = link
+
     def note_follower(self, process: Incarnation, link: Link) -> None:
         """Note the newest link to a follower; a spare may crash in a loop while one view lasts."""
         self.follower_links[process] = link

@@ -49,6 +49,7 @@ class Network:
 
     cut_off: str = ""
     has_sign: bool = True
+    has_resumed: bool = False
     dialled: list[str] = field(default_factory=list)
     reports: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
 
@@ -63,14 +64,15 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Network:
     """A network in the place of sockets."""
     made = Network()
     monkeypatch.setattr(peer_probe, "find_unreachable", made.find)
-    monkeypatch.setattr(peer_probe, "has_unanswered_connection", lambda: made.has_sign)
+    monkeypatch.setattr(peer_probe, "find_silent_hosts", lambda: {"10.0.0.4"} if made.has_sign else set())
+    monkeypatch.setattr(peer_probe, "_resolve", lambda member: {f"10.0.0.{'abcd'.index(member.node) + 1}"})
     return made
 
 
 @pytest.fixture
 def probe(network: Network) -> PeerProbe:
     """A probe on rank 1 of four nodes, which looks at each poll."""
-    made = PeerProbe(0.0, lambda *report: network.reports.append(report))
+    made = PeerProbe(0.0, lambda *report: network.reports.append(report), lambda: network.has_resumed)
     made.begin_generation(start(1, "abcd"))
     return made
 
@@ -99,11 +101,11 @@ def test_connection_of_a_worker_without_an_answer_is_a_sign() -> None:
     """A connection of another process on the machine is none; nor is one that has been answered."""
     code = "import socket, sys; host, port = sys.argv[1].split(':'); socket.create_connection((host, port))"
     with listen(drops_calls=True) as silent:
-        assert not peer_probe.has_unanswered_connection()
+        assert not peer_probe.find_silent_hosts()
         with subprocess.Popen([sys.executable, "-I", "-S", "-c", code, silent]) as worker:
-            wait_for(peer_probe.has_unanswered_connection, "the worker's call")
+            assert wait_for(peer_probe.find_silent_hosts, "the worker's call") == {"127.0.0.1"}
             worker.kill()
-        assert not peer_probe.has_unanswered_connection()
+        assert not peer_probe.find_silent_hosts()
 
 
 def test_unreachable_members_are_reported_once_and_again_when_they_answer(
@@ -131,6 +133,16 @@ def test_nobody_is_dialled_without_a_sign(network: Network, probe: PeerProbe) ->
     probe.begin_generation(start(0, "a", 2))
     probe.poll()
     assert network.dialled == []
+
+
+def test_only_members_on_the_silent_host_are_dialled_after_a_resume(
+    network: Network, probe: PeerProbe
+) -> None:
+    """Nor is anybody after a failure: it may have waited for any reason."""
+    network.has_resumed = True
+    probe.handle_failure(Failure(EXCEPTION, "b", 1, "", "RuntimeError", CONNECT_TIMEOUT))
+    probe.poll()
+    assert network.dialled == ["d"]
 
 
 @pytest.mark.parametrize(

@@ -254,3 +254,13 @@ def test_newcomer_that_is_lost_during_each_proposal_stops_the_others_rarely(faul
     scenario.play("start x; run 60")
     assert get_state(scenario, "a").view.generation < 15
     assert whole_members(scenario) == "abc"
+
+
+def test_leader_whose_workers_do_not_stop_lets_others_lead_beside_a_crashing_newcomer() -> None:
+    """Each change of the followers makes it look again."""
+    scenario = Scenario("nodes=a,b,c,d candidates=a,b,c")
+    scenario.play("start a b c; run 8; hang-workers a; kill-worker b")
+    for _ in range(70):
+        scenario.play("start d; run 1; kill d; run 1")
+    ((_, members),) = scenario.checkers.find_whole_views()
+    assert "bc" in "".join(member.node for member in members)
