@@ -34,7 +34,6 @@ from elastic_resume.units import parse_duration, parse_size
 
 MIN_KEEP = 2
 RESUME_MODES = ("auto", "must", "never")
-DIVERGENCE_POLICIES = ("stop", "resume-from-majority")
 REQUEUE_MODES = ("auto", "off")
 DEFAULT_CKPT_DIR = "./checkpoints"
 DEFAULT_KEEP = 3  # MIN_KEEP + 1: one may be corrupt while another is written
@@ -377,13 +376,6 @@ OPTIONS = (
         AUTO,
     ),
     Option(
-        "on-divergence",
-        "|".join(DIVERGENCE_POLICIES),
-        "what to do when replicas differ",
-        partial(parse_choice, choices=DIVERGENCE_POLICIES),
-        "stop",
-    ),
-    Option(
         "shared-dir",
         "DIR|off",
         "Slurm: a directory that all nodes see, for the job's token",
@@ -502,7 +494,6 @@ class Settings:
     snapshot_every: IntervalSetting = AUTO
     snapshot_memory: int | None = None  # bytes for this node's snapshots; None: auto, 0: off
     check_replicas: IntervalSetting = AUTO  # steps or auto, not time: all nodes compare the same step
-    on_divergence: str = "stop"  # "stop" or "resume-from-majority"
     transfer_addr: str | None = None  # where other nodes take the state from this one; None: auto
 
     def to_env(self) -> dict[str, str]:

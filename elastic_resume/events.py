@@ -34,8 +34,7 @@ Kinds, their writers and their own fields::
     preemption-notice     agent      source, reason, deadline (seconds since the epoch, or null)
     verdict               agent      generation, root_causes, secondary_failures
     replicas-differ       agent      generation, step, agreed_step (the newest step with equal replicas),
-                                     nodes [groups of equal nodes, largest first], diverged_nodes [node],
-                                     continues_from_majority (otherwise the job ends)
+                                     nodes [groups of equal nodes, largest first], diverged_nodes [node]
     agent-end             agent      outcome (done | failed | signalled | left), exit_code, message
     resume                rank 0     generation, step, epoch, world_size, previous_world_size (or null),
                                      nodes, kind (cold | checkpoint), source_node, source_tier (memory |

@@ -35,7 +35,6 @@ from elastic_resume.config import Settings
 from elastic_resume.errors import ConfigError, ElasticResumeError, NodeExcludedError
 from elastic_resume.events import EventLog
 from elastic_resume.policy import restart
-from elastic_resume.policy.divergence import RESUME_FROM_MAJORITY
 from elastic_resume.rendezvous.net.protocol import derive_status_key
 from elastic_resume.report import metrics
 from elastic_resume.report.agent_status import fetch_status
@@ -110,16 +109,11 @@ def run_agent(
                 limits=replace(limits, min_nodes=spec.config.min_nodes),
                 memory_monitor=memory_monitor,
             )
-            resume_from_majority = settings.on_divergence == RESUME_FROM_MAJORITY
-            rendezvous_settings = replace(
-                spec.rendezvous_config.settings, resume_from_majority=resume_from_majority
-            )
-            rendezvous_config = replace(spec.rendezvous_config, settings=rendezvous_settings)
             memory_monitor.start()
             agent = _Agent(
                 settings=settings,
                 args=args,
-                spec=replace(spec, rendezvous_config=rendezvous_config),
+                spec=spec,
                 preforked=preforked,
                 node_dir=node_dir,
                 scheduler_context=scheduler_context,

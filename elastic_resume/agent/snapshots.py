@@ -19,8 +19,7 @@ from typing import Any
 from elastic_resume import constants
 from elastic_resume.checkpoint.writer import RetentionPolicy
 from elastic_resume.config import Settings
-from elastic_resume.errors import ElasticResumeError, MachineError
-from elastic_resume.policy.divergence import describe_divergence
+from elastic_resume.errors import MachineError
 from elastic_resume.rendezvous.client import RendezvousClient
 from elastic_resume.rendezvous.core.messages import ReplicasDiverged
 from elastic_resume.snapshot.committer import CheckpointCommitter, SnapshotDigester
@@ -39,24 +38,19 @@ class SnapshotService:
     digester: SnapshotDigester
 
     def start_replica_comparison(self, client: RendezvousClient, emit: Callable[..., Any]) -> None:
-        """Compare this node's state with the other nodes' state, through ``client``, from now on.
-
-        If this node has diverged and the job continues, its later snapshots of that generation are
-        distrusted before it joins another view (`RendezvousClient.join` waits for that).
-        """
-        committer, digester = self.committer, self.digester
+        """Compare this node's state with the other nodes' state, through ``client``, from now on."""
         # A view's generation -> its workers' generation, which is greater if they resumed another job's copy.
         worker_generations: dict[int, int] = {}
 
         def request_digest(snapshot_id: int, view_generation: int) -> None:
             worker_generations[view_generation] = decode_snapshot_id(snapshot_id)[0]
-            digester.enqueue(snapshot_id)
+            self.digester.enqueue(snapshot_id)
 
         def send_digest(worker_generation: int, step: int, digest: str) -> None:
             view_generations = {worker: view for view, worker in list(worker_generations.items())}
             client.send_digest(view_generations[worker_generation], step, digest)
 
-        def handle_divergence(report: ReplicasDiverged) -> None:
+        def emit_divergence(report: ReplicasDiverged) -> None:
             verdict = report.verdict
             emit(
                 "replicas-differ",
@@ -65,23 +59,11 @@ class SnapshotService:
                 agreed_step=verdict.agreed_step,
                 nodes=[list(group) for group in verdict.groups],
                 diverged_nodes=list(verdict.diverged),
-                continues_from_majority=report.continues_from_majority,
             )
-            if not report.continues_from_majority:
-                return  # the message at the end of the job reports it
-            logger.warning(describe_divergence(verdict, continues=True))
-            if client.node in verdict.diverged:
-                worker_generation = worker_generations.get(report.generation, report.generation)
-                try:
-                    committer.distrust_after(worker_generation, verdict.agreed_step)
-                except ElasticResumeError as error:
-                    # The next generation compares the states it resumed from, and finds the difference again.
-                    text = "diverged checkpoints after step %d of generation %d could not be set aside: %s"
-                    logger.warning(text, verdict.agreed_step, worker_generation, error)
 
-        client.set_divergence_handler(handle_divergence)
-        digester.on_digest = send_digest
-        committer.request_comparison = request_digest
+        client.set_divergence_handler(emit_divergence)
+        self.digester.on_digest = send_digest
+        self.committer.request_comparison = request_digest
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -208,7 +207,7 @@ class CommitResult:
 
 
 class CheckpointWriter:
-    """Commit, distrust and prune the checkpoints of a node whose directory this process or its agent owns."""
+    """Commit and prune the checkpoints of a node whose directory this process or its agent owns."""
 
     def __init__(self, node_dir: Path, run_id: str, emit: Callable[..., Any], disk: Disk = DISK) -> None:
         """``emit`` gets each event's kind and fields."""
@@ -218,13 +217,10 @@ class CheckpointWriter:
         self._catalog = Catalog(node_dir, run_id, disk)
         self._retention = RetentionPolicy()
         self._trusted_versions: set[tuple[int, int]] = set()
-        self._last_trusted_steps: dict[int, int] = {}  # generation -> the last step that is trusted
-        self._commit_lock = threading.Lock()
 
     def start_generation(self, retention: RetentionPolicy) -> None:
-        """Apply the retention policy of workers that have resumed, and trust all steps again."""
+        """Apply the retention policy of workers that have resumed."""
         self._retention = retention
-        self._last_trusted_steps.clear()  # the majority's state may reach the same step again
         if retention.trusted_version is not None:
             self._trusted_versions.add(retention.trusted_version)
 
@@ -252,37 +248,16 @@ class CheckpointWriter:
         except CheckpointError:
             return False
 
-    def is_trusted(self, version: tuple[int, int]) -> bool:
-        """Whether ``version`` is not later than a step at which this node diverged from most replicas."""
-        return version[1] <= self._last_trusted_steps.get(version[0], version[1])
-
-    def list_last_trusted(self) -> list[tuple[int, int]]:
-        """Return (generation, last trusted step) of generations in which this node diverged."""
-        return list(self._last_trusted_steps.items())
-
-    def distrust_after(self, generation: int, step: int) -> None:
-        """Quarantine this node's checkpoints of later steps of that generation, and refuse further ones."""
-        with self._commit_lock:
-            self._last_trusted_steps[generation] = min(step, self._last_trusted_steps.get(generation, step))
-            for entry in self._catalog.list_entries():
-                if not self.is_trusted(entry.version) and not entry.is_link:
-                    self._trusted_versions.discard(entry.version)
-                    reason = "differs from the checkpoints of most nodes"
-                    path = self._catalog.quarantine(entry.path, reason)
-                    self._emit("quarantine", path=str(path), reason=reason)
-
     def commit(
         self, manifest: Manifest, image: Iterable[memoryview], is_current: Callable[[], bool] = lambda: True
     ) -> CommitResult | None:
-        """Commit an image; return None if it is not trusted or ``is_current`` is false after writing.
+        """Commit an image; return None if ``is_current`` is false after writing.
 
         Raises:
             MachineError: the disk refuses; a ``commit-failed`` event was emitted.
 
         """
         version = {"generation": manifest.generation, "step": manifest.step}
-        if not self.is_trusted(manifest.version):
-            return None
         start, cpu_start = time.monotonic(), time.thread_time()
         try:
             with CheckpointTransaction(
@@ -291,10 +266,9 @@ class CheckpointWriter:
                 for piece in image:
                     writer.write(piece)
                 failpoints.hit("committer.written")
-                with self._commit_lock:
-                    if not is_current() or not self.is_trusted(manifest.version):
-                        return None
-                    path = writer.commit(manifest)
+                if not is_current():
+                    return None
+                path = writer.commit(manifest)
         except MachineError as error:
             self._emit("commit-failed", **version, error=str(error))
             raise

@@ -6,8 +6,8 @@ two: an interval divides every larger one. If a heartbeat can carry only one of 
 one that is divisible by the highest power of two (`choose_common_step`).
 
 A difference proves that a node is wrong, but not which. A strict majority of all members with equal digests
-is right; every other node is wrong. Without a strict majority no node is blamed. The majority can continue,
-but its state differs from an undisturbed run, because the wrong node's gradients are in every node's average.
+is right; every other node is wrong. Without a strict majority no node is blamed. The job ends in either case,
+because the wrong node's gradients are in every node's average.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Any, NewType
 from elastic_resume.policy.checkpoint_interval import MAX_OVERHEAD_SHARE, IntervalSetting
 from elastic_resume.policy.failure_classification import to_printable
 
-STOP, RESUME_FROM_MAJORITY = "stop", "resume-from-majority"  # values of on-divergence
 MAX_DIGEST_INTERVAL = 1 << 30
 MIXED_HARDWARE_HINT = (
     "Machines of different kinds round differently: with ELASTIC_RESUME_CHECK_REPLICAS=off they continue, "
@@ -105,18 +104,14 @@ def summarize_divergence(verdict: DivergenceVerdict) -> str:
     return f"replicas differ at step {verdict.step}: {text}"
 
 
-def describe_divergence(verdict: DivergenceVerdict, *, continues: bool = False) -> str:
-    """Describe which nodes differ, and what happens next or what to do."""
+def describe_divergence(verdict: DivergenceVerdict) -> str:
+    """Describe which nodes differ, and what to do."""
     agreed = verdict.agreed_step
     since = f"all were equal at step {agreed}" if agreed else "no step of this generation was seen equal"
-    if continues:
-        then = f"The majority's state counts, and no later copy of the others does ({since})."
-        return f"{summarize_divergence(verdict)}. {then}"
     if verdict.diverged:
         then = (
             f"Look at what that machine computes (memory, device), or at what the script does only there "
-            f"({since}). Start again without it. With ELASTIC_RESUME_ON_DIVERGENCE={RESUME_FROM_MAJORITY} "
-            "the job continues by itself."
+            f"({since}). Start again without it."
         )
     else:
         then = (

@@ -80,13 +80,6 @@ class OtherLeads:
 
 
 @dataclass(frozen=True, slots=True)
-class Diverged:
-    """The replicas of the view differ, as `summary` says."""
-
-    summary: str
-
-
-@dataclass(frozen=True, slots=True)
 class JobOver:
     """The job ends: it failed for the reason that its workers gave, or every node has finished."""
 
@@ -109,7 +102,6 @@ ViewEndReason = (
     | LaterViewDecided
     | EndedMeanwhile
     | OtherLeads
-    | Diverged
     | JobOver
     | LeaderReason
 )
@@ -226,8 +218,6 @@ def describe(reason: ViewEndReason | Refusal | WaitReason) -> str:
             return f"generation {generation} ended while this node was reconnecting"
         case OtherLeads(address):
             return f"{address} leads"
-        case Diverged(summary):
-            return summary
         case JobOver(failure):
             return failure or "every node has finished"
         case SettingDiffers(setting, here, at_leader):

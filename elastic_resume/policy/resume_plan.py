@@ -169,26 +169,6 @@ def plan_senders(plan: ResumePlan) -> dict[str, Senders]:
     return senders
 
 
-def find_minority_holders(plan: ResumePlan, digests_by_node: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """Return the holders whose state differs from a strict majority; empty if there is no majority.
-
-    Args:
-        plan: the plan that the ranks have executed.
-        digests_by_node: digests of what the ranks of each node have loaded. Each holder has one vote. Nodes
-            that received the state have none, and two nodes that read one copy have one together.
-    """
-    votes: dict[str, set[str]] = {}
-    for node, copy in plan.holders:
-        votes.setdefault(copy.owner_node, set()).update(digests_by_node[node])
-    if any(len(digests) != 1 for digests in votes.values()):
-        return ()  # ranks that loaded the same bytes differ: no saved state is to blame
-    voted = [next(iter(digests)) for digests in votes.values()]
-    right = max(voted, key=voted.count, default="")
-    if 2 * voted.count(right) <= len(voted):
-        return ()
-    return tuple(node for node, copy in plan.holders if right not in votes[copy.owner_node])
-
-
 def choose_resume_plan(inventories: Sequence[Inventory], mode: str) -> ResumePlan:
     """Choose the newest saved state of all nodes.
 

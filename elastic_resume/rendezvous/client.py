@@ -1,8 +1,8 @@
 """The rendezvous as the agent uses it: blocking calls to join a view, finish, fail or leave the job.
 
 Three threads take part. The torchelastic thread calls the methods and may block. The rendezvous thread runs
-the state machine and moves the workers' lease. A callback thread writes the log and handles diverged
-replicas, since both may wait for a slow disk; `join` returns no view before that is done.
+the state machine and moves the workers' lease. A callback thread writes the log and reports diverged
+replicas, since both may wait for a slow disk.
 
 Every blocking call ends: with the view, with the end of the job, or when this node cannot take part any more.
 """
@@ -97,8 +97,6 @@ class RendezvousClient:
             queue.SimpleQueue()
         )
         self._on_divergence: Callable[[messages.ReplicasDiverged], None] = lambda _: None
-        self._unhandled_divergences = 0
-        """Divergences whose handler has not returned."""
         self._callback_thread = threading.Thread(
             target=self._run_callbacks, args=(on_log,), name="elastic-resume-callbacks", daemon=True
         )
@@ -150,11 +148,8 @@ class RendezvousClient:
         """
         with self._condition:
             self._view, self.restart_reason = None, ""
-            self._wait_for_divergence_handling()
             self._server.submit(messages.JoinRequest(replace(request, is_importing=self.is_importing)))
-            view = self._wait_for_view()
-            self._wait_for_divergence_handling()
-            return view
+            return self._wait_for_view()
 
     def finish_imports(self) -> None:
         """Note that new workers need not wait for imports; from any thread."""
@@ -167,12 +162,6 @@ class RendezvousClient:
             self.raise_if_over()
             if self._view is not None:
                 return self._view
-            self._wait_for_change()
-
-    def _wait_for_divergence_handling(self) -> None:
-        """Wait until the handler has returned for every divergence."""
-        while self._unhandled_divergences and self._callback_thread.is_alive():
-            self.raise_if_over()
             self._wait_for_change()
 
     @property
@@ -259,7 +248,7 @@ class RendezvousClient:
     # ---- replicas: any thread --------------------------------------------------------------------------
 
     def set_divergence_handler(self, handler: Callable[[messages.ReplicasDiverged], None]) -> None:
-        """Set what the callback thread calls when replicas diverge; `join` waits until it returns."""
+        """Set what the callback thread calls when replicas diverge."""
         self._on_divergence = handler
 
     def send_digest(self, generation: int, step: int, digest: str) -> None:
@@ -286,14 +275,11 @@ class RendezvousClient:
             self._lease.set(math.inf if self._single_node and node.is_leader else node.lease_until)
 
     def _handle_effect(self, effect: events.Effect) -> None:
-        if isinstance(effect, events.EmitEvent):
+        if isinstance(effect, (events.EmitEvent, messages.ReplicasDiverged)):
             self._callback_queue.put(effect)
             return
         with self._condition:
-            if isinstance(effect, messages.ReplicasDiverged):
-                self._unhandled_divergences += 1
-                self._callback_queue.put(effect)
-            elif isinstance(effect, events.StartWorkers):
+            if isinstance(effect, events.StartWorkers):
                 self._view = effect
             elif isinstance(effect, events.StopWorkers):
                 if self._view is not None and self._view.generation == effect.generation:
@@ -308,10 +294,5 @@ class RendezvousClient:
         while (effect := self._callback_queue.get()) is not None:
             if isinstance(effect, events.EmitEvent):
                 on_log(effect)
-                continue
-            try:
+            else:
                 self._on_divergence(effect)
-            finally:
-                with self._condition:
-                    self._unhandled_divergences -= 1
-                    self._condition.notify_all()

@@ -140,12 +140,7 @@ def _describe_quarantine(event: ParsedEvent) -> str:
 def _describe_divergence(event: ParsedEvent) -> str:
     nodes = event.get_texts("diverged_nodes")
     which = f"of {', '.join(nodes)} differ from the majority" if nodes else "differ, and there is no majority"
-    consequence = (
-        "training continues from the majority's state"
-        if event.raw.get("continues_from_majority") is True
-        else "the job ends"
-    )
-    return f"replicas {which}; {consequence}"
+    return f"replicas {which}; the job ends"
 
 
 def _describe_drain(event: ParsedEvent) -> str:

@@ -6,7 +6,7 @@ All ranks run the same steps::
                                                          ▲                   │
           exclude and quarantine the failed copies ──────┘◄── failed ── open, transfer, load (attempt.py)
                                                          ▲                   │ loaded
-                                                         └◄── minority ── compare replicas (replica_check.py)
+                                                         └◄─── unlike ─── compare replicas (replica_check.py)
                                                                              │ equal
                                         record the generation on every node ◄┘
 
@@ -34,9 +34,9 @@ from elastic_resume import failpoints
 from elastic_resume.checkpoint import reader
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.node_dir import NodeDir, record_job_start
-from elastic_resume.errors import CorruptError, DivergenceError, MachineError, MismatchError
+from elastic_resume.errors import DivergenceError, MachineError, MismatchError
 from elastic_resume.policy import resume_plan
-from elastic_resume.policy.divergence import MIXED_HARDWARE_HINT, RESUME_FROM_MAJORITY
+from elastic_resume.policy.divergence import MIXED_HARDWARE_HINT
 from elastic_resume.policy.resume_plan import MEMORY, Inventory, ResumePlan
 from elastic_resume.restore import inventory
 from elastic_resume.restore.attempt import PROVEN_INVALID_KINDS, NodeFailures, RestoreAttempt
@@ -121,7 +121,7 @@ def restore(
         attempt = RestoreAttempt(context, plan)
         failures = attempt.open() or attempt.load(tracked)
         if not failures:
-            flat, failures = _find_outvoted_copies(context, plan, tracked)
+            flat, failures = _find_unlike_copies(context, plan, tracked)
         if not failures:
             manifest, on_disk = attempt.manifest, attempt.on_disk
             attempt.publish_slot()
@@ -238,17 +238,15 @@ def _quarantine_local_copy(context: RankContext, plan: ResumePlan, failures: Nod
 # ---- comparison of replicas --------------------------------------------------------------------------
 
 
-def _find_outvoted_copies(
+def _find_unlike_copies(
     context: RankContext, plan: ResumePlan, tracked: Mapping[str, Any]
 ) -> tuple[FlatState, NodeFailures]:
     """Flatten and compare the state of all ranks; return it, and the copies that must not be used.
 
-    With on-divergence resume-from-majority these are the copies that a majority of nodes contradicts.
-    With check-replicas off they are those unlike the source's.
+    With check-replicas off these are the copies unlike the source's.
 
     Raises:
-        DivergenceError: replicas differ and neither option applies; the text names the first tensor and the
-        ranks.
+        DivergenceError: replicas differ otherwise; the text names the first tensor and the ranks.
 
     """
     flattened: list[FlatState] = []
@@ -267,25 +265,16 @@ def _find_outvoted_copies(
     digests_by_node: dict[str, list[str]] = {}
     for digest, node in zip(difference.digest_by_rank, context.node_by_rank, strict=True):
         digests_by_node.setdefault(node, []).append(digest)
-    minority = resume_plan.find_minority_holders(plan, digests_by_node)
-    if minority and context.settings.on_divergence == RESUME_FROM_MAJORITY:
-        reason = f"its values differ from those of most nodes, first in {name}"
-        return flat, dict.fromkeys(minority, (CorruptError.kind, reason))
     source_digests = set(digests_by_node[plan.source_node])
     unlike = [node for node, _ in plan.holders if set(digests_by_node[node]) != source_digests]
     if unlike and context.settings.check_replicas.is_off:
         reason = f"its values differ from {plan.source_node}'s, first in {name}"
         return flat, dict.fromkeys(unlike, ("unlike", reason))
-    hint = (
-        f", or let the majority decide with ELASTIC_RESUME_ON_DIVERGENCE={RESUME_FROM_MAJORITY}"
-        if minority
-        else ""
-    )
     raise DivergenceError(
         f"ranks hold different values of {name!r} after loading step {plan.step} ({difference.ranks_text}). "
         "Replicas diverged before it was saved, or an object does not restore all that it saves. Move the "
-        "checkpoints of this step elsewhere on the nodes that you do not trust (see `elastic-resume ls`)"
-        f"{hint}. {MIXED_HARDWARE_HINT}"
+        "checkpoints of this step elsewhere on the nodes that you do not trust (see `elastic-resume ls`). "
+        f"{MIXED_HARDWARE_HINT}"
     )
 
 

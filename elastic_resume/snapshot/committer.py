@@ -142,21 +142,8 @@ class CheckpointCommitter:
             raise MachineError(request.error)
         return request.path
 
-    def distrust_after(self, generation: int, step: int) -> None:
-        """Discard snapshots and quarantine checkpoints of later steps of that generation.
-
-        Workers that are still alive may write more of them; `commit_newest` discards those.
-        """
-        try:
-            self._writer.distrust_after(generation, step)  # call it first: `commit_newest` reads its result
-        finally:
-            self.slot_pool.distrust_after(generation, step)
-            self._last_commit = (0, None)  # the last commit may be one of the quarantined checkpoints
-
     def commit_newest(self) -> None:
-        """Have the newest trusted snapshot committed after the workers exited; do not wait."""
-        for generation, step in self._writer.list_last_trusted():
-            self.slot_pool.distrust_after(generation, step)
+        """Have the newest snapshot committed after the workers exited; do not wait."""
         with self._wakeup:
             self._requests.append(_CommitRequest(0, time.monotonic()))
             self._wakeup.notify()
@@ -237,7 +224,7 @@ class CheckpointCommitter:
         request.finished.set()
 
     def _commit(self, state: SlotState | None, *, show_progress: bool = False) -> Path | None:
-        """Commit a slot unless its snapshot is on disk; return None if it is incomplete or distrusted."""
+        """Commit a slot unless its snapshot is on disk; return None if it is incomplete."""
         if state is None or not state.complete:
             self._retry_at = 0.0
             return None
@@ -259,9 +246,7 @@ class CheckpointCommitter:
                 self._release_slot(state)
                 return None
             if result is None:
-                if not self._writer.is_trusted((generation, step)):
-                    time.sleep(POLL_S)  # `start_generation` will trust it in a moment
-                return None  # or a newer snapshot has overwritten it
+                return None  # a newer snapshot has overwritten it
             path, self._needs_prune = result.path, True
             self._last_commit = (state.target, path)
             if result.seconds:

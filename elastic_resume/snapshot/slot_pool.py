@@ -152,13 +152,6 @@ class SlotPool:
                 if not owned.pins[pin_field]:
                     owned.slot.record.set(pin_field, 0)
 
-    def distrust_after(self, generation: int, step: int) -> None:
-        """Discard snapshots of that generation with a later step."""
-        for state in self.control_block.read_slots():
-            found_generation, found_step = slots.decode_snapshot_id(state.target)
-            if found_generation == generation and found_step > step:
-                self.discard(state.index)
-
     def discard(self, index: int) -> None:
         """Make the slot's snapshot incomplete."""
         self.control_block.slot_record(index).set("target", 0)

@@ -465,7 +465,7 @@ def _add_other_events(job: EventfulRun) -> None:
         "agreed_step": job.step - 8,
         "diverged_nodes": ["n2"],
     }
-    job.add(job.now, "replicas-differ", "n0", **differ, continues_from_majority=True)
+    job.add(job.now, "replicas-differ", "n0", **differ)
     job.add(job.now, "hang-detector-failed", "n0", error="KeyError('x')")
     job.train(30)
 

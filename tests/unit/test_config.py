@@ -363,16 +363,13 @@ def test_settings_defaults_are_valid_and_absolute() -> None:
         None,
         IntervalSetting(),
     )
-    assert found.on_divergence == "stop"
 
 
 @pytest.mark.parametrize(
     "agent",
     [
         Settings(Path("/c"), "job", "n1", IntervalSetting(seconds=1.5), 4, "never", 0.1),
-        Settings(
-            Path("/c"), "job", "n1", IntervalSetting(), 2, "auto", 5.0, OFF, 0, OFF, "resume-from-majority"
-        ),
+        Settings(Path("/c"), "job", "n1", IntervalSetting(), 2, "auto", 5.0, OFF, 0, OFF),
         Settings(
             Path("/c"),
             "job",
@@ -434,8 +431,6 @@ def test_snapshot_memory_accepts_sizes(tmp_path: Path, text: str, size: int | No
         ),
         ("save-every", "off", r"save-every is 'off': .* a time \(30s, 5m\) or auto"),
         ("check-replicas", "30s", r"check-replicas is '30s': write a number of steps \(100\), auto or off"),
-        ("on-divergence", "halt", "on-divergence is 'halt': write stop or resume-from-majority"),
-        ("on-divergence", "resume-from-major", "Did you mean resume-from-majority"),
         ("transfer-addr", "192.0.2.7", "no address and no network interface of this machine: .*lo"),
         ("transfer-addr", "ib9", "write one of its addresses, one of its interfaces"),
     ],

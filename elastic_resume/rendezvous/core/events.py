@@ -55,8 +55,6 @@ class Settings:
     """Between two rounds of a leader's announcements."""
     lease_margin: float = 0.05
     """Share of a lease kept back for different clock rates and the time it takes to kill workers."""
-    resume_from_majority: bool = False
-    """If replicas diverge and a majority agrees, restart from its state; else end the job."""
 
     @property
     def heartbeat_interval_s(self) -> float:

@@ -13,7 +13,6 @@ from itertools import zip_longest
 
 from elastic_resume.policy.reasons import (
     Departure,
-    Diverged,
     EndedMeanwhile,
     JobOver,
     LaterViewDecided,
@@ -386,7 +385,6 @@ class Leader:
         if self.view_change.decision.sent:
             self._send(peer, self.view_change.decision.sent)
         self._keep_or_end_workers(peer, hello)
-        self.divergence.resend_divergence(peer)
         if self.running_view is None and self.view_change.reported_reason:
             self._send(peer, messages.Waiting(self.view_change.reported_reason))
         if peer.join:
@@ -535,9 +533,7 @@ class Leader:
             self.next_scan_at = state.now + state.settings.heartbeat_interval_s / 2
             self._remove_unreachable_peers()
             self.divergence.add_digest(state.incarnation, state.take_digest())
-        divergence = self.divergence.advance()
-        if divergence and not self.has_finished_node():
-            self.end_view(Diverged(divergence))
+        self.divergence.advance()
         self._probe_disconnected()
         self.discovery.advance()
         if self.view_change.end is None and (state.job_failure or self._is_job_finished()):

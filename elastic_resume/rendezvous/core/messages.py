@@ -128,15 +128,10 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class ReplicasDiverged:
-    """Report that the replicas of a generation differ.
-
-    If `continues_from_majority`, the wrong nodes take the majority's state. Their own copies of that
-    generation are valid up to the verdict's `agreed_step` only.
-    """
+    """Report that the replicas of a generation differ; the job ends."""
 
     generation: int
     verdict: DivergenceVerdict
-    continues_from_majority: bool
 
 
 @dataclass(frozen=True, slots=True)

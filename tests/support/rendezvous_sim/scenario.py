@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from elastic_resume.policy.divergence import RESUME_FROM_MAJORITY, summarize_divergence
+from elastic_resume.policy.divergence import summarize_divergence
 from elastic_resume.policy.failure_classification import Failure, describe_failure
 from elastic_resume.rendezvous.core.events import (
     EmitEvent,
@@ -47,7 +47,6 @@ class Scenario:
             join_timeout_s=float(options.get("join_timeout", 600)),
             heartbeats_per_timeout=int(options.get("heartbeats", Settings(()).heartbeats_per_timeout)),
             is_strict="strict" in options,
-            resume_from_majority=options.get("on_divergence") == RESUME_FROM_MAJORITY,
         )
         self.clock = Clock()
         self.net = Network(self.clock, ConstantRandom())

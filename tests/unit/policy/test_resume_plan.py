@@ -19,7 +19,6 @@ from elastic_resume.policy.resume_plan import (
     SavedState,
     Senders,
     choose_resume_plan,
-    find_minority_holders,
     plan_senders,
     reject_saved_state,
 )
@@ -389,20 +388,3 @@ def test_sources_spread_without_circles(memory: int, disk: int, lacking: int) ->
 def test_cold_start_has_no_sources() -> None:
     """There is no copy."""
     assert plan_senders(choose_resume_plan([node("a", 0), node("b", 1)], "auto")) == {}
-
-
-def test_minority_holders_differ_from_strict_majority() -> None:
-    """Without a majority, or if ranks of one state differ, there is none. Received states have no vote."""
-
-    def found(homes: dict[str, str], **told: str) -> tuple[str, ...]:
-        held = tuple((name, SavedState(home, 1, 9, 0)) for name, home in homes.items())
-        plan = ResumePlan("checkpoint", holders=held, receiving_nodes=tuple(set(told) - set(homes)))
-        return find_minority_holders(plan, {name: digests.split() for name, digests in told.items()})
-
-    own = {name: name for name in "abc"}
-    assert found(own, a="x x", b="y y", c="y") == ("a",)
-    assert found({"a": "a", "b": "b"}, a="x", b="y", c="x", d="x") == ()
-    assert found({"a": "b", "b": "b", "c": "c"}, a="x", b="x", c="y") == ()
-    assert found(own, a="x y", b="y y", c="y") == ()
-    assert found(own, a="x", b="y", c="z") == ()
-    assert found({}, c="y") == ()

@@ -26,7 +26,6 @@ from elastic_resume.checkpoint.writer import RetentionPolicy
 from elastic_resume.errors import MachineError
 from elastic_resume.policy.divergence import is_digest
 from elastic_resume.snapshot import committer as committers
-from elastic_resume.snapshot import slots
 from elastic_resume.snapshot.committer import CheckpointCommitter, digest_image
 from elastic_resume.snapshot.ipc import MAX_MESSAGE_BYTES, SnapshotClient, SnapshotServer
 from elastic_resume.snapshot.slot_pool import SlotPool
@@ -483,36 +482,6 @@ def test_server_recovers_from_lack_of_descriptors(
     client = SnapshotClient(name)
     assert client.call("reserve", bytes=1)[0] == {"slots": 3}
     client.close()
-
-
-def test_diverged_node_commits_again_after_resume(fixture: CommitterFixture) -> None:
-    """This holds for the majority's state of the same step too."""
-    committer = fixture.committer
-    snapshot_id = write_snapshot(fixture.slot(0), 9, commit_requested=True)
-    assert committer.commit(snapshot_id) is not None
-    committer.distrust_after(1, 4)
-    assert fixture.committed_names() == []
-    write_snapshot(fixture.slot(1), 9, commit_requested=True)
-    committer.request_commit(snapshot_id)
-    time.sleep(0.02)
-    assert fixture.committed_names() == []  # it may still be the diverged snapshot
-    committer.start_generation(RetentionPolicy())
-    wait_until(
-        lambda: not any(state.needs_commit for state in committer.slot_pool.control_block.read_slots())
-    )
-    assert fixture.committed_names() == [checkpoint_name(1, 9)]
-
-
-def test_commit_newest_discards_late_snapshots_of_diverged_workers(fixture: CommitterFixture) -> None:
-    """Workers live a moment longer than the discovery that their state is wrong."""
-    committer = fixture.committer
-    committer.distrust_after(1, 4)
-    write_snapshot(fixture.slot(0), 10)
-    write_snapshot(fixture.slot(1), 4)
-    committer.commit_newest()
-    newest = slots.newest_complete(committer.slot_pool.control_block.read_slots())
-    assert newest is not None
-    assert slots.decode_snapshot_id(newest.target) == (1, 4)
 
 
 def test_checkpoint_quarantined_by_resume_is_written_again(fixture: CommitterFixture) -> None:

@@ -63,7 +63,6 @@ WITH_AGENT = [
     # Settings without an argument.
     Case("snapshot_memory", "None", {FILE: "4096", ENVIRONMENT: "8192"}),
     Case("check_replicas", "auto", {FILE: "5", ENVIRONMENT: "off"}),
-    Case("on_divergence", "stop", {FILE: "resume-from-majority", ENVIRONMENT: "stop"}),
 ]
 
 

@@ -29,10 +29,10 @@ ONE, OTHER = Digest("1" * 32), Digest("2" * 32)
 class Setting:
     """A leader `a` and its followers in generation 7, and all messages sent to them."""
 
-    def __init__(self, names: str = "abc", *, on: str = "stop") -> None:
+    def __init__(self, names: str = "abc") -> None:
         self.incarnations = {name: Incarnation(name, name) for name in names}
         members = tuple(self.incarnations.values())
-        self.state = NodeState(Settings(("a",), resume_from_majority=on != "stop"), members[0], None, 0.0)
+        self.state = NodeState(Settings(("a",)), members[0], None, 0.0)
         self.view = View(7, members, members[0])
         self.state.adopt_view(self.view)
         self.state.running_view = self.view
@@ -49,10 +49,10 @@ class Setting:
         """Deliver one member's heartbeat."""
         self.detector.add_digest(self.incarnations[name], StateDigest(generation, step, digest))
 
-    def wait(self, node_timeouts: float) -> str:
-        """Let time pass; return why the view has to restart."""
+    def wait(self, node_timeouts: float) -> None:
+        """Let time pass, and the leader decide."""
         self.state.now += node_timeouts * self.state.settings.node_timeout_s
-        return self.detector.advance()
+        self.detector.advance()
 
     def find_report(self) -> ReplicasDiverged | None:
         """Return the report that all members got."""
@@ -100,14 +100,10 @@ def test_kept_steps_are_bounded() -> None:
     assert setting.detector.agreed_step == 999
 
 
-def has_reported(
-    setting: Setting, step: int, groups: tuple[str, ...], diverged: str, *, continues: bool
-) -> bool:
+def has_reported(setting: Setting, step: int, groups: tuple[str, ...], diverged: str) -> bool:
     """Return whether all members got this report; each letter is a node."""
-    verdict = DivergenceVerdict(
-        step, setting.detector.agreed_step, tuple(map(tuple, groups)), tuple(diverged)
-    )
-    return setting.find_report() == ReplicasDiverged(7, verdict, continues)
+    verdict = DivergenceVerdict(step, 0, tuple(map(tuple, groups)), tuple(diverged))
+    return setting.find_report() == ReplicasDiverged(7, verdict)
 
 
 def test_wrong_node_is_reported_once_when_all_digests_are_here() -> None:
@@ -115,93 +111,80 @@ def test_wrong_node_is_reported_once_when_all_digests_are_here() -> None:
     setting = Setting()
     setting.add_digest("a", 64, ONE)
     setting.add_digest("b", 64, OTHER)
-    assert not setting.wait(0)
+    setting.wait(0)
     assert setting.find_report() is None
     setting.add_digest("c", 64, ONE)
-    assert not setting.wait(0)
-    assert has_reported(setting, 64, ("ac", "b"), "b", continues=False)
+    setting.wait(0)
+    assert has_reported(setting, 64, ("ac", "b"), "b")
     assert setting.state.job_failure.startswith("replicas differ at step 64: node b is not as nodes a and c")
     setting.sent.clear()
     setting.state.effects.clear()
     for name, digest in zip("abc", [ONE, OTHER, ONE], strict=True):
         setting.add_digest(name, 128, digest)
-    assert not setting.wait(99)
+    setting.wait(99)
     assert setting.find_report() is None
 
 
 def test_majority_waits_a_node_timeout_for_the_others() -> None:
     """A node without a digest is neither wrong nor right."""
-    setting = Setting("abcde", on="resume-from-majority")
+    setting = Setting("abcde")
     for name, digest in zip("abcd", [ONE, OTHER, ONE, ONE], strict=True):
         setting.add_digest(name, 64, digest)
-    assert not setting.wait(0.9)
+    setting.wait(0.9)
+    assert setting.find_report() is None
+    setting.wait(0.1)
+    assert has_reported(setting, 64, ("acd", "b"), "b")
     reason = "replicas differ at step 64: node b is not as nodes a, c and d, the majority"
-    assert setting.wait(0.1) == reason
-    assert has_reported(setting, 64, ("acd", "b"), "b", continues=True)
-    assert not setting.state.job_failure
+    assert setting.state.job_failure.startswith(reason)
 
 
-@pytest.mark.parametrize("on", ["stop", "resume-from-majority"])
-def test_two_halves_name_no_node_and_end_the_job(on: str) -> None:
-    """By either policy."""
-    setting = Setting("abcd", on=on)
+def test_two_halves_name_no_node_and_end_the_job() -> None:
+    """It is unknown which half is wrong."""
+    setting = Setting("abcd")
     for name, digest in zip("abcd", [ONE, OTHER, ONE, OTHER], strict=True):
         setting.add_digest(name, 64, digest)
-    assert not setting.wait(0)
-    assert has_reported(setting, 64, ("ac", "bd"), "", continues=False)
+    setting.wait(0)
+    assert has_reported(setting, 64, ("ac", "bd"), "")
     assert "No majority" in setting.state.job_failure
 
 
 def test_majority_counts_all_members() -> None:
     """Two of five that agree are no majority, whatever the others would send."""
-    setting = Setting("abcde", on="resume-from-majority")
+    setting = Setting("abcde")
     for name, digest in zip("abc", [ONE, ONE, OTHER], strict=True):
         setting.add_digest(name, 64, digest)
-    assert not setting.wait(1)
+    setting.wait(1)
     assert setting.find_report() is None, "a later step may show a majority"
-    assert not setting.wait(MAJORITY_NODE_TIMEOUTS)
-    assert has_reported(setting, 64, ("ab", "c"), "", continues=False)
+    setting.wait(MAJORITY_NODE_TIMEOUTS)
+    assert has_reported(setting, 64, ("ab", "c"), "")
 
 
 def test_leader_without_a_majority_waits_for_a_later_step() -> None:
     """The third node digests fewer steps; until then two that differ show no majority."""
-    setting = Setting(on="resume-from-majority")
+    setting = Setting()
     for step in (96, 100, 128):
         setting.add_digest("a", step, ONE)
         setting.add_digest("b", step, OTHER)
-        assert not setting.wait(1)
+        setting.wait(1)
+        assert setting.find_report() is None
     setting.add_digest("c", 128, ONE)
-    assert setting.wait(0)
-    assert has_reported(setting, 128, ("ac", "b"), "b", continues=True)
+    setting.wait(0)
+    assert has_reported(setting, 128, ("ac", "b"), "b")
 
 
 def test_leader_without_a_majority_ends_the_job_after_a_limit() -> None:
     """No node is named. Equal digests of later steps change nothing."""
-    setting = Setting(on="resume-from-majority")
+    setting = Setting()
     setting.add_digest("a", 96, ONE)
     setting.add_digest("b", 96, OTHER)
-    assert not setting.wait(1)
+    setting.wait(1)
     for step in range(128, 1000):
         for name in "abc":
             setting.add_digest(name, step, ONE)
         assert len(setting.detector.digests_by_step) <= MAX_STEPS_KEPT
-    assert not setting.wait(MAJORITY_NODE_TIMEOUTS)
-    assert has_reported(setting, 96, ("a", "b"), "", continues=False)
+    setting.wait(MAJORITY_NODE_TIMEOUTS)
+    assert has_reported(setting, 96, ("a", "b"), "")
     assert "No majority" in setting.state.job_failure
-    assert not setting.wait(0)
-
-
-def test_report_is_resent_to_the_wrong_node_only() -> None:
-    """Its link may have broken before."""
-    setting = Setting(on="resume-from-majority")
-    for name, digest in zip("abc", [ONE, OTHER, ONE], strict=True):
-        setting.add_digest(name, 64, digest)
-    assert setting.wait(0)
-    setting.detector.reset()
-    setting.sent.clear()
-    for peer in setting.detector.peers:
-        setting.detector.resend_divergence(peer)
-    assert [name for name, _ in setting.sent] == ["b"]
 
 
 def test_queue_keeps_the_common_step_of_the_running_generation() -> None:
@@ -232,10 +215,7 @@ class Job:
         rng = self.rng = random.Random(seed)
         count = rng.choice((2, 3, 3, 4, 5))
         self.names = "abcde"[:count]
-        self.on = rng.random() < 0.5
-        settings = Settings(
-            tuple(self.names), max_nodes=count, last_call_timeout_s=0.5, resume_from_majority=self.on
-        )
+        settings = Settings(tuple(self.names), max_nodes=count, last_call_timeout_s=0.5)
         self.clock = Clock()
         self.clock.steps = -1_000_000
         net = self.net = Network(self.clock, rng)
@@ -310,6 +290,5 @@ def test_diverged_replica_is_named_on_all_nodes(seed: int) -> None:
         verdict = report.verdict
         assert verdict.diverged == named
         assert verdict.agreed_step < since <= verdict.step < since + 48 + 2 * node_timeout_steps
-        assert report.continues_from_majority == (bool(named) and job.on)
-    if not report.continues_from_majority and report.generation == 1:
+    if report.generation == 1:
         assert job.sent["ReplicasDiverged"] <= len(job.names) - 1
