@@ -199,7 +199,10 @@ class RendezvousClient:
                 self._condition.wait_for(lambda: self._outcome is not None, duration_s)
 
     def fail_job(self, reason: str) -> None:
-        """End the job on all nodes; return when the leader has confirmed it, or after a timeout."""
+        """End the job on all nodes; return when the end is decided, or after a timeout.
+
+        This node's workers must be dead.
+        """
         self._server.submit(messages.FailJob(reason))
         with self._condition:
             self._condition.wait_for(lambda: self._outcome is not None, self._end_timeout_s)

@@ -114,7 +114,8 @@ class RendezvousNode:
             elif isinstance(role, Leader):
                 role.handle_unreachable_peers(state.incarnation, event)
         elif isinstance(event, messages.FailJob):
-            state.job_failure = event.reason
+            state.job_failure, state.has_failed_job = event.reason, True
+            state.stop_workers(event.reason)
             if isinstance(role, Follower):
                 role.send_reports()
         elif isinstance(event, messages.StateDigest):

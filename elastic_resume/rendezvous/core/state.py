@@ -67,6 +67,8 @@ class NodeState:
         """Why the last connection to a candidate failed, by address."""
         self.job_failure = ""
         """Why this node demands the end of the job."""
+        self.has_failed_job = False
+        """This node's own agent demands it. Its workers have ended, and it joins no more."""
         self.job_end: JobEnd | None = None
         self.failure_log = FailureLog()
         self.failure_report: messages.FailureReport | None = None
@@ -85,7 +87,8 @@ class NodeState:
 
     def has_stopped(self) -> bool:
         """Return whether this node's workers of the newest view have ended."""
-        is_idle = self.join is not None or self.finished_generation > 0 or bool(self.leaving)
+        is_idle = self.join is not None or self.finished_generation > 0
+        is_idle = is_idle or bool(self.leaving) or self.has_failed_job
         return self.running_view is None and is_idle
 
     def request_persist(self) -> None:

@@ -32,6 +32,8 @@ TraceFunction = Callable[[str, object], None]
 class SimulatedNode(Host):
     """One machine with at most one agent on it."""
 
+    has_failed_job = False
+
     def __init__(
         self, name: str, settings: events.Settings, net: Network, checkers: InvariantChecker
     ) -> None:
@@ -106,6 +108,7 @@ class SimulatedNode(Host):
         self.is_paused = self.is_suspended = self.workers_lost_lease = False
         self._known_ended = set()
         self.end_text = self.planned_crash = ""
+        self.has_failed_job = False
         candidates = self.settings.candidates
         index = candidates.index(self.name) if self.name in candidates else None
         former = self.saved_state.incarnation if self.saved_state else None
@@ -294,7 +297,7 @@ class SimulatedNode(Host):
 
     def request_join(self, incarnation_id: int) -> None:
         """Stop the workers and request the next view, as torchelastic does."""
-        if incarnation_id == self.incarnation_id and self.agent:
+        if incarnation_id == self.incarnation_id and self.agent and not self.has_failed_job:
             self.checkers.on_stop(self.name)
             join = messages.JoinSpec(f"{self.name}:store", 1, self.order, is_importing=self.is_importing)
             self._handle_event(messages.JoinRequest(join))
@@ -330,8 +333,9 @@ class SimulatedNode(Host):
         self._handle_event(events.WorkersFinished())
 
     def fail_job(self, reason: str) -> None:
-        """Fail the job for all nodes."""
+        """Fail the job for all nodes; a real agent does not join again."""
         self.checkers.on_stop(self.name)
+        self.has_failed_job = True
         self._handle_event(messages.FailJob(reason))
 
     def leave(self) -> None:
