@@ -49,7 +49,13 @@ from typing import Any
 import psutil
 from rendezvous_simulated import simulate
 
-from elastic_resume.rendezvous.core.events import Effect, PersistentState, Settings, StartWorkers, StopWorkers
+from elastic_resume.rendezvous.core.interface import (
+    Effect,
+    PersistentState,
+    RendezvousSettings,
+    StartWorkers,
+    StopWorkers,
+)
 from elastic_resume.rendezvous.core.messages import JoinRequest, JoinSpec
 from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.rendezvous.net import protocol
@@ -211,7 +217,7 @@ class Job:
     def __init__(self, members: int, directory: Path | None) -> None:
         self.listeners = [socket.create_server(("127.0.0.1", 0), backlog=1024) for _ in range(members)]
         self.addresses = [f"127.0.0.1:{one.getsockname()[1]}" for one in self.listeners]
-        self.settings = Settings(candidates=tuple(self.addresses[:3]), max_nodes=members)
+        self.settings = RendezvousSettings(candidates=tuple(self.addresses[:3]), max_nodes=members)
         self.directory = directory
         self.started: dict[int, set[int]] = collections.defaultdict(set)
         self.informed: dict[int, set[int]] = collections.defaultdict(set)

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_resume.rendezvous.core.events import (
+from elastic_resume.rendezvous.core.interface import (
     Connect,
     Disconnect,
     Effect,
@@ -30,8 +30,8 @@ from elastic_resume.rendezvous.core.events import (
     PeerDisconnected,
     Persist,
     Persisted,
+    RendezvousSettings,
     Send,
-    Settings,
     StartWorkers,
     StopWorkers,
     Tick,
@@ -249,7 +249,9 @@ class SimulatedJob:
     def __init__(self, count: int, costs: SocketCosts, node_timeout_s: float) -> None:
         self.costs = costs
         candidates = tuple(f"node{index:05}.cluster:29400" for index in range(CANDIDATES))
-        self.settings = Settings(candidates=candidates, max_nodes=count, node_timeout_s=node_timeout_s)
+        self.settings = RendezvousSettings(
+            candidates=candidates, max_nodes=count, node_timeout_s=node_timeout_s
+        )
         self.now = 0.0
         self.queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.order = itertools.count()

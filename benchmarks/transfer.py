@@ -40,7 +40,7 @@ import torch.distributed as dist
 from elastic_resume.restore import transfer
 from elastic_resume.restore.streaming import LocalWatermark, StreamingBuffer
 from elastic_resume.restore.transfer import BlockSender, BlockServer, BlockTable
-from elastic_resume.snapshot import slots
+from elastic_resume.slots import slot_memory
 from elastic_resume.testing.virtual_network import VirtualNetwork
 
 BLOCK_BYTES = 16 << 20
@@ -57,7 +57,7 @@ Result = dict[str, float]
 
 def make_slot(size: int, *, fresh: bool) -> tuple[memoryview, int]:
     """Return the memory of a slot and its descriptor; only a fresh one is not allocated yet."""
-    descriptor = slots.create_memory_file("benchmark", size, allocate=not fresh)
+    descriptor = slot_memory.create_memory_file("benchmark", size, allocate=not fresh)
     memory = memoryview(mmap.mmap(descriptor, size))
     if not fresh:
         memory[:] = os.urandom(1 << 20) * (size >> 20) + bytes(size & ((1 << 20) - 1))
@@ -84,7 +84,7 @@ def run_node(line: Connection, host: str, namespace: str, size: int, role: str) 
     before, start = processor_seconds(), time.perf_counter()
     if sources:
         if role == "fresh" and os.fork() == 0:
-            slots.allocate_memory_file(slot, size)
+            slot_memory.allocate_memory_file(slot, size)
             os._exit(0)
         transfer.receive(table, sources, 1)
     seconds = time.perf_counter() - start

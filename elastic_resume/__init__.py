@@ -23,14 +23,14 @@ from elastic_resume import errors
 
 if TYPE_CHECKING:
     from elastic_resume.checkpoint.manifest import Position as Position
+    from elastic_resume.data.batch_size import WorldChange as WorldChange
     from elastic_resume.data.elastic_sampler import ElasticSampler as ElasticSampler
     from elastic_resume.data.global_batches import GlobalBatches as GlobalBatches
     from elastic_resume.data.rank_values import RankValues as RankValues
     from elastic_resume.data.rng import seeded as seeded
     from elastic_resume.data.sharded_stream import ShardedStream as ShardedStream
-    from elastic_resume.data.world_size import WorldChange as WorldChange
     from elastic_resume.policy.resume_plan import ResumePlan as ResumePlan
-    from elastic_resume.state.load import load as load
+    from elastic_resume.state.open_checkpoint import load as load
     from elastic_resume.training.run import Run as Run
     from elastic_resume.training.run import resume as resume
 
@@ -44,8 +44,8 @@ _MODULE_BY_NAME = {
     "ResumePlan": "elastic_resume.policy.resume_plan",
     "Run": "elastic_resume.training.run",
     "ShardedStream": "elastic_resume.data.sharded_stream",
-    "WorldChange": "elastic_resume.data.world_size",
-    "load": "elastic_resume.state.load",
+    "WorldChange": "elastic_resume.data.batch_size",
+    "load": "elastic_resume.state.open_checkpoint",
     "resume": "elastic_resume.training.run",
     "seeded": "elastic_resume.data.rng",
 }

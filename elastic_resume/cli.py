@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None, *, owns_process: bool = False) -> in
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    from elastic_resume.report import doctor  # noqa: PLC0415 - `run` reports a broken set-up without it
+    from elastic_resume.commands import doctor  # noqa: PLC0415 - `run` reports a broken set-up without it
 
     parser = _build_parser(run_parents=[], chaos_parents=[])
     args, unknown = parser.parse_known_args(words)
@@ -86,8 +86,8 @@ def _build_parser(
     *, run_parents: Sequence[Parser], chaos_parents: Sequence[Parser]
 ) -> argparse.ArgumentParser:
     """Build the parser. `main` parses ``run`` and ``chaos`` elsewhere, so it needs no parents for them."""
+    from elastic_resume.commands import doctor, job_status, run_directory  # noqa: PLC0415
     from elastic_resume.config import Parser  # noqa: PLC0415 - `run` reports a broken set-up without it
-    from elastic_resume.report import commands, doctor, status  # noqa: PLC0415
 
     parser = Parser(
         prog=PROG, description="Wraps a PyTorch DDP job so that it survives the death of workers and nodes."
@@ -107,7 +107,7 @@ def _build_parser(
             description=parents[0].description if parents else None,
             epilog=parents[0].epilog if parents else None,
         )
-    for module in (commands, doctor, status):
+    for module in (run_directory, doctor, job_status):
         module.register(subparsers)
     return parser
 

@@ -84,7 +84,7 @@ MAX_TIME_S = 1e12  # Unix time of the year 33658
 ROUND_END_KINDS = frozenset({"worker-start", "failure", "worker-exit", "hang", "hang-ended"})
 MAX_PENDING_LINES = 1000  # each has a few hundred bytes
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
-_MEMFD_LINK_PREFIX = "/memfd:elastic_resume-round-events"  # link of `agent.round_evidence` in /proc
+_MEMFD_LINK_PREFIX = "/memfd:elastic_resume-round-events"  # link of `agent.failure_evidence` in /proc
 _EVENT_PREFIX = b'{"t":'  # every event begins so; inside a JSON string the quotes would be escaped
 
 

@@ -41,7 +41,7 @@ from typing import TypeVar
 
 from elastic_resume import constants
 from elastic_resume.errors import ConfigError
-from elastic_resume.schedulers.resources import MemoryCgroup
+from elastic_resume.machine import MemoryCgroup
 
 Data = TypeVar("Data", bytes, memoryview)
 

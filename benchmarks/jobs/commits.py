@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from elastic_resume.capture.copy_engine import copy_tensors, make_tensor_views
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import Manifest, Position
-from elastic_resume.snapshot.ipc import SlotClient
-from elastic_resume.snapshot.slots import encode_snapshot_id
+from elastic_resume.slots.ipc import SlotClient
+from elastic_resume.slots.slot_memory import encode_snapshot_id
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import make_spec
 from jobs.trained import NODE, RUN, Training, in_turns, large, start_committer, sync, write_raw

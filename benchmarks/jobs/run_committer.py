@@ -11,9 +11,9 @@ from pathlib import Path
 
 from elastic_resume import console
 from elastic_resume.checkpoint.node_dir import NodeDir
-from elastic_resume.snapshot.committer import CheckpointCommitter
-from elastic_resume.snapshot.ipc import SnapshotServer
-from elastic_resume.snapshot.slot_pool import SlotPool
+from elastic_resume.slots.committer import CheckpointCommitter
+from elastic_resume.slots.ipc import SnapshotServer
+from elastic_resume.slots.slot_pool import SlotPool
 
 
 def main() -> None:

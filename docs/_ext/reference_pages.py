@@ -21,7 +21,7 @@ from sphinx.util.docutils import SphinxDirective
 
 import elastic_resume as er
 from elastic_resume import cli, config
-from elastic_resume.rendezvous.config import CONF_KEYS
+from elastic_resume.rendezvous.rendezvous_config import CONF_KEYS
 
 
 def escape(text: str) -> str:

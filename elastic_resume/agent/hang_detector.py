@@ -30,7 +30,7 @@ from typing import Any
 
 from elastic_resume import constants
 from elastic_resume.agent import stack_dump
-from elastic_resume.agent.stack_dump import RankState
+from elastic_resume.agent.stack_dump import ExaminedRank
 from elastic_resume.background import BackgroundThread
 from elastic_resume.checkpoint.atomic_io import DISK, Disk
 from elastic_resume.errors import MachineError
@@ -42,7 +42,7 @@ from elastic_resume.policy.hangs import (
     ProgressSample,
     RankProgress,
 )
-from elastic_resume.snapshot.progress_page import ProgressRecord, read_records
+from elastic_resume.slots.progress_page import ProgressRecord, read_records
 
 logger = logging.getLogger(__name__)
 
@@ -282,7 +282,7 @@ class Hang:
     no_progress_s: float
     kill_delay_s: float
     diagnosis: HangDiagnosis
-    ranks: tuple[RankState, ...]
+    ranks: tuple[ExaminedRank, ...]
 
     def event_fields(self) -> dict[str, Any]:
         """Return the fields of the ``hang`` event; see `events`."""

@@ -20,14 +20,14 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from elastic_resume import config, console, constants
+from elastic_resume import config, console, constants, machine
 from elastic_resume.agent import options, shutdown, torchelastic
+from elastic_resume.agent.failure_evidence import MemoryMonitor, RoundEvents
 from elastic_resume.agent.hang_detector import detect_hangs, make_threshold
 from elastic_resume.agent.restart_controller import RestartController
-from elastic_resume.agent.round_evidence import MemoryMonitor, RoundEvents
 from elastic_resume.agent.shutdown import ShutdownController
 from elastic_resume.agent.snapshots import SnapshotService, serve_snapshots
-from elastic_resume.agent.status import EventTail, StatusReporter, StatusSampler
+from elastic_resume.agent.status_reporter import EventTail, StatusReporter, StatusSampler
 from elastic_resume.agent.workers.forkserver_manager import ForkServerManager, PreforkedServer
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.checkpoint.node_dir import NodeDir, mask_secrets
@@ -38,9 +38,8 @@ from elastic_resume.policy import restart
 from elastic_resume.rendezvous.net.protocol import derive_status_key
 from elastic_resume.report import metrics
 from elastic_resume.report.agent_status import fetch_status
-from elastic_resume.schedulers import resources
 from elastic_resume.schedulers.environment import SchedulerContext
-from elastic_resume.snapshot.committer import CheckpointCommitter
+from elastic_resume.slots.committer import CheckpointCommitter
 from elastic_resume.units import format_count
 
 logger = logging.getLogger(__name__)
@@ -194,7 +193,7 @@ class _Agent:
         )
         count = format_count(launch.nproc_per_node, "worker")
         logger.info("job %s: %s on this node, checkpoints in %s", launch.run_id, count, self.node_dir.path)
-        shared_memory_problem = resources.check_shared_memory()
+        shared_memory_problem = machine.check_shared_memory()
         if shared_memory_problem:
             logger.warning("%s.", shared_memory_problem)
         for message in config.find_misspelled_variables(os.environ):

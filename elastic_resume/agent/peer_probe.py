@@ -25,7 +25,7 @@ import psutil
 
 from elastic_resume.background import BackgroundThread
 from elastic_resume.policy.failure_classification import Failure
-from elastic_resume.rendezvous.core.events import StartWorkers
+from elastic_resume.rendezvous.core.interface import StartWorkers
 from elastic_resume.rendezvous.core.world import Incarnation
 
 MIN_RETRANSMITS = 2

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from elastic_resume import constants, events
-from elastic_resume.agent.round_evidence import MemoryMonitor, RoundEvents
-from elastic_resume.agent.status import file_size
+from elastic_resume.agent.failure_evidence import MemoryMonitor, RoundEvents
+from elastic_resume.agent.status_reporter import file_size
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.errors import JobFailedError, NodeExcludedError
 from elastic_resume.policy import checkpoint_interval, failure_classification, restart
@@ -40,9 +40,9 @@ from elastic_resume.policy.failure_classification import (
 )
 from elastic_resume.policy.reasons import format_node_names
 from elastic_resume.policy.requeue import count_starts_without_progress
-from elastic_resume.rendezvous.core.events import EmitEvent, StartWorkers
+from elastic_resume.rendezvous.core.interface import EmitEvent, StartWorkers
 from elastic_resume.rendezvous.core.world import Incarnation
-from elastic_resume.snapshot.progress_page import MAX_LOCAL_RANKS, ProgressRecord, WorkerProcess, read_records
+from elastic_resume.slots.progress_page import MAX_LOCAL_RANKS, ProgressRecord, WorkerProcess, read_records
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from elastic_resume import config
-from elastic_resume.rendezvous.config import CONF_KEYS
+from elastic_resume.rendezvous.rendezvous_config import CONF_KEYS
 from elastic_resume.report.formatting import write_stdout
 
 USAGE = "elastic-resume run [flags] SCRIPT [arguments of the script]"

@@ -22,10 +22,10 @@ from elastic_resume.config import Settings
 from elastic_resume.errors import MachineError
 from elastic_resume.rendezvous.client import RendezvousClient
 from elastic_resume.rendezvous.core.messages import ReplicasDiverged
-from elastic_resume.snapshot.committer import CheckpointCommitter, SnapshotDigester
-from elastic_resume.snapshot.ipc import SnapshotServer
-from elastic_resume.snapshot.slot_pool import SlotPool
-from elastic_resume.snapshot.slots import decode_snapshot_id
+from elastic_resume.slots.committer import CheckpointCommitter, SnapshotDigester
+from elastic_resume.slots.ipc import SnapshotServer
+from elastic_resume.slots.slot_memory import decode_snapshot_id
+from elastic_resume.slots.slot_pool import SlotPool
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_resume.policy.hangs import PendingCollective, RankEvidence, StackFrame
-from elastic_resume.snapshot.progress_page import STACKS_SIGNAL, ProgressRecord
+from elastic_resume.slots.progress_page import STACKS_SIGNAL, ProgressRecord
 
 ANSWER_TIMEOUT_S = 0.5  # a healthy interpreter passes its GIL on after 5 ms
 STACKS_TIMEOUT_S = 0.6
@@ -44,7 +44,7 @@ _STATUS_FIELDS = ("Name", "State", "Threads", "VmRSS", "SigPnd", "ShdPnd", "volu
 
 
 @dataclass(frozen=True)
-class RankState:
+class ExaminedRank:
     """The state of one rank: the evidence for a diagnosis, and a text for the report."""
 
     record: ProgressRecord
@@ -65,7 +65,7 @@ def kill(record: ProgressRecord) -> bool:
 
 def collect_rank_states(
     records: Sequence[ProgressRecord], is_stalled: Callable[[ProgressRecord], bool]
-) -> list[RankState]:
+) -> list[ExaminedRank]:
     """Collect the state of all ranks at once. ``is_stalled``: whether a rank makes no progress."""
     queries = [_RankQuery(record) for record in records]
     start = time.monotonic()
@@ -175,7 +175,7 @@ class _RankQuery:
                 output = os.pread(self._stacks_file, MAX_STACK_BYTES, self._stacks_offset)
                 self._output = output.decode("utf-8", "replace")
 
-    def build_state(self, is_stalled: bool) -> RankState:
+    def build_state(self, is_stalled: bool) -> ExaminedRank:
         """Combine the answers with what /proc shows."""
         record, before, after = self.record, self._first_sample, _sample_process(self.record)
         # A later answer would describe the worker after the signal has set it going.
@@ -197,7 +197,7 @@ class _RankQuery:
             is_stalled=is_stalled or state in {"", "Z", "X"},
             is_finished=record.last_progress_ns == 0,
         )
-        return RankState(record, evidence, _format_state(record, evidence, stacks))
+        return ExaminedRank(record, evidence, _format_state(record, evidence, stacks))
 
     def close(self) -> None:
         """Close the file of the stacks."""

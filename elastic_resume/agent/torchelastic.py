@@ -44,7 +44,7 @@ from elastic_resume import config, constants
 from elastic_resume.agent import options, run_help
 from elastic_resume.agent.peer_probe import PeerProbe
 from elastic_resume.agent.restart_controller import RestartController
-from elastic_resume.agent.status import StatusReporter
+from elastic_resume.agent.status_reporter import StatusReporter
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.agent.workers.supervisor import read_drain_signals
 from elastic_resume.checkpoint.node_dir import NodeDir
@@ -52,12 +52,12 @@ from elastic_resume.errors import ConfigError, JobFailedError, MachineError
 from elastic_resume.policy.reasons import Departure
 from elastic_resume.policy.restart import RoundSummary
 from elastic_resume.rendezvous.client import JobCompleted, RendezvousClient
-from elastic_resume.rendezvous.config import RendezvousConfig
-from elastic_resume.rendezvous.core.events import EmitEvent, StartWorkers
+from elastic_resume.rendezvous.core.interface import EmitEvent, StartWorkers
 from elastic_resume.rendezvous.core.messages import JoinSpec
 from elastic_resume.rendezvous.endpoint import Endpoint, open_listen_endpoint
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
 from elastic_resume.rendezvous.net.protocol import derive_status_key
+from elastic_resume.rendezvous.rendezvous_config import RendezvousConfig
 from elastic_resume.schedulers.environment import SchedulerContext
 from elastic_resume.schedulers.slurm import SharedDir
 

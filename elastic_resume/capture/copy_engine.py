@@ -28,8 +28,8 @@ from torch import Tensor
 
 from elastic_resume.checkpoint.atomic_io import memory_address
 from elastic_resume.checkpoint.layout import Layout
-from elastic_resume.snapshot.progress_page import STACKS_SIGNAL
-from elastic_resume.snapshot.slots import Slot
+from elastic_resume.slots.progress_page import STACKS_SIGNAL
+from elastic_resume.slots.slot_memory import Slot
 from elastic_resume.state.state_dict import DTYPE_BY_NAME
 
 get_format = attrgetter("dtype", "shape")

@@ -25,13 +25,13 @@ from elastic_resume.checkpoint.manifest import Manifest, Position
 from elastic_resume.checkpoint.writer import CheckpointWriter, CommitResult, RetentionPolicy
 from elastic_resume.console import ByteProgress
 from elastic_resume.errors import MachineError
-from elastic_resume.policy import checkpoint_interval, divergence
+from elastic_resume.policy import checkpoint_interval, digests
 from elastic_resume.policy.checkpoint_interval import SaveCost
 from elastic_resume.policy.resume_plan import ResumePlan
-from elastic_resume.restore import rank_context
-from elastic_resume.restore.rank_context import RankContext
-from elastic_resume.snapshot.ipc import SlotClient
-from elastic_resume.snapshot.slots import encode_snapshot_id
+from elastic_resume.ranks import rank_context
+from elastic_resume.ranks.rank_context import RankContext
+from elastic_resume.slots.ipc import SlotClient
+from elastic_resume.slots.slot_memory import encode_snapshot_id
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import REPLICATED, FlatState, make_spec, view_bytes
 
@@ -289,16 +289,16 @@ class SnapshotScheduler:
         ) and not any(slot.needs_commit for slot in control.read_slots())
 
     def _is_comparison_due(self, step: int) -> bool:
-        """Return whether all nodes compare their replicas at this step; see `policy.divergence`."""
+        """Return whether all nodes compare their replicas at this step; see `policy.digests`."""
         if not self._compares_replicas:
             return False
         digest_s = self._slot_client.control_block.get("digest_cpu_us") / 1e6 or None
         if digest_s is not None and self._snapshot_cost_s is not None:
             digest_s += self._snapshot_cost_s * self._cpu_count  # the snapshot may be taken only for it
-        gap = divergence.digest_interval_steps(
+        gap = digests.digest_interval_steps(
             self._context.settings.check_replicas, cost_s=digest_s, step_s=self._step_s, cores=self._cpu_count
         )
-        return divergence.is_digest_due(step, gap)
+        return digests.is_digest_due(step, gap)
 
     def _next_snapshot_step(self, step: int) -> int:
         every = self._context.settings.snapshot_every

@@ -58,10 +58,10 @@ from elastic_resume.capture.state_cache import (
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.errors import UsageError
-from elastic_resume.restore.rank_context import RankContext
-from elastic_resume.snapshot import slots
-from elastic_resume.snapshot.ipc import SlotClient
-from elastic_resume.snapshot.slots import Slot, encode_snapshot_id
+from elastic_resume.ranks.rank_context import RankContext
+from elastic_resume.slots import slot_memory
+from elastic_resume.slots.ipc import SlotClient
+from elastic_resume.slots.slot_memory import Slot, encode_snapshot_id
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import REPLICATED, Leaf, digest_leaves, make_spec
 
@@ -125,8 +125,8 @@ class SnapshotPlan:
 
     def min_slot_bytes(self, dynamic_metadata: bytes) -> int:
         """Return the size that a slot must have at least."""
-        return slots.round_up_to_page(
-            slots.round_up_to_page(self.layout.total_bytes) + len(self.static_metadata)
+        return slot_memory.round_up_to_page(
+            slot_memory.round_up_to_page(self.layout.total_bytes) + len(self.static_metadata)
         ) + len(dynamic_metadata)
 
     def as_single_shard(self) -> SnapshotPlan:
@@ -173,7 +173,7 @@ def make_plan(state_view: StateView, base_metadata: Mapping[str, Any], shard_cou
     cached, leaves = state_view.cached, state_view.leaves
     layout = Layout.build([make_spec(leaf.name, leaf.tensor) for leaf in leaves])
     follows = [leaf.name for leaf in leaves if leaf.kind != REPLICATED]
-    static_metadata = slots.encode_metadata(
+    static_metadata = slot_memory.encode_metadata(
         {**base_metadata, "follows_rank0": follows, "state": cached.static_skeleton}
     )
     filled = [pair for pair in zip(cached.leaves, cached.may_overlap, strict=True) if pair[0].tensor.numel()]
@@ -392,8 +392,8 @@ class Snapshotter:
     ) -> Slot | None:
         """Take a slot and write the local leader's part. Return None if no slot is free."""
         control = self._slot_client.control_block
-        dynamic_metadata = slots.encode_metadata(
-            slots.dynamic_metadata(self._generation, position, time.time(), state_view.dynamic_skeleton)
+        dynamic_metadata = slot_memory.encode_metadata(
+            slot_memory.dynamic_metadata(self._generation, position, time.time(), state_view.dynamic_skeleton)
         )
         slot = self._choose_slot(plan, dynamic_metadata, snapshot_id)
         if slot is not None:
@@ -423,14 +423,14 @@ class Snapshotter:
         min_bytes = plan.min_slot_bytes(dynamic_metadata)
         states = self._slot_client.list_writable(min_bytes)
         if not states or self._slot_client.reserved_bytes < min_bytes:  # the first reservation was a guess
-            needed = slots.required_slot_bytes(
+            needed = slot_memory.required_slot_bytes(
                 plan.layout.total_bytes, len(plan.static_metadata), len(dynamic_metadata)
             )
-            if needed > slots.SMALL_SLOT_BYTES:
+            if needed > slot_memory.SMALL_SLOT_BYTES:
                 self._slot_client.prepare_slots(needed)
             elif self._slot_client.reserve(needed):
                 states = self._slot_client.list_writable(min_bytes)
-        chosen = slots.choose_overwritable(states, is_only_slot=self._slot_client.slot_count == 1)
+        chosen = slot_memory.choose_overwritable(states, is_only_slot=self._slot_client.slot_count == 1)
         if chosen is None:
             self.problem = (
                 "all slots are being committed" if states else "its memory is still being allocated"
@@ -545,7 +545,7 @@ class Snapshotter:
                 failpoints.hit("snapshot.confirmed")
         except BaseException:
             if slot is not None:
-                slot.record.set_copied(rank, slots.COPY_FAILED)
+                slot.record.set_copied(rank, slot_memory.COPY_FAILED)
             raise
         finally:
             self._slot_client.control_block.set_copying(rank, 0)
@@ -587,7 +587,7 @@ class Snapshotter:
             is_intact = not self._torn_names
         finally:
             if slot is not None and not is_intact:
-                slot.record.set_copied(self._context.local_rank, slots.COPY_FAILED)
+                slot.record.set_copied(self._context.local_rank, slot_memory.COPY_FAILED)
             self._slot_client.control_block.set_copying(self._context.local_rank, 0)
             self.cpu_s += time.thread_time() - began
 

@@ -29,10 +29,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_resume import constants
+from elastic_resume import constants, machine
 from elastic_resume.checkpoint.atomic_io import DISK, Disk, temporary_name, translate_os_errors
 from elastic_resume.errors import ConfigError, MachineError, NodeFileError, NodeLockedError, UsageError
-from elastic_resume.schedulers import resources
 from elastic_resume.units import format_bytes
 
 JOB_START_FILE = "job-start.json"
@@ -152,9 +151,9 @@ class NodeDir:
             self._disk.close(descriptor, probe)
             self._disk.unlink(probe)
         with translate_os_errors("read", self.path):
-            free = resources.free_disk_bytes(self.path, os.environ)
+            free = machine.free_disk_bytes(self.path, os.environ)
         if free < bytes_needed:
-            limit = resources.read_checkpoint_limit(os.environ)
+            limit = machine.read_checkpoint_limit(os.environ)
             volume = f" of the volume's {format_bytes(limit)}" if limit is not None else ""
             raise MachineError(
                 f"cannot save to {self.path}: {format_bytes(bytes_needed)} are needed and "

@@ -12,15 +12,15 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from elastic_resume.data.global_batches import SECOND_SHARDING, GlobalBatches, make_permutation
-from elastic_resume.data.rng import SeededDataset, attach_epoch
-from elastic_resume.data.world_size import (
+from elastic_resume.data.batch_size import (
     KEEP_GLOBAL,
     BatchSizing,
     check_bool,
     check_integer,
     read_rank_and_world_size,
 )
+from elastic_resume.data.global_batches import SECOND_SHARDING, GlobalBatches, make_permutation
+from elastic_resume.data.rng import SeededDataset, attach_epoch
 from elastic_resume.errors import ConfigError, MismatchError
 from elastic_resume.units import format_count
 

@@ -28,9 +28,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler
 
 from elastic_resume.checkpoint.manifest import Position
-from elastic_resume.data import world_size
-from elastic_resume.data.rng import SeededIndices
-from elastic_resume.data.world_size import (
+from elastic_resume.data import batch_size
+from elastic_resume.data.batch_size import (
     KEEP_LOCAL,
     BatchSizing,
     EpochPlan,
@@ -38,6 +37,7 @@ from elastic_resume.data.world_size import (
     check_integer,
     compute_share,
 )
+from elastic_resume.data.rng import SeededIndices
 from elastic_resume.errors import ConfigError, MismatchError, UsageError
 
 
@@ -109,7 +109,7 @@ class GlobalBatches(BatchSampler):
         self.shuffle = check_bool("shuffle", shuffle)
         self.drop_last = check_bool("drop_last", drop_last)
         self.micro_batch = None if micro_batch is None else check_integer("micro_batch", micro_batch, least=1)
-        self._rank, self._world_size = world_size.read_rank_and_world_size()
+        self._rank, self._world_size = batch_size.read_rank_and_world_size()
         self._policy: str | None = None
         self._sizing = self._make_sizing(self._requested_global_batch)
         self._epoch, self._step = 0, 0
@@ -259,7 +259,7 @@ class GlobalBatches(BatchSampler):
         plan = self._epoch_plan()
         if self.micro_batch is None:
             return plan.steps
-        full_parts = world_size.count_micro_batches(plan.global_batch, self._world_size, self.micro_batch)
+        full_parts = batch_size.count_micro_batches(plan.global_batch, self._world_size, self.micro_batch)
         last_parts = self.parts(plan.steps - 1) if plan.steps > plan.first_step else full_parts
         return (plan.steps - 1) * full_parts + last_parts
 
@@ -304,7 +304,7 @@ class GlobalBatches(BatchSampler):
 
     def parts(self, step_in_epoch: int) -> int:
         """Return the number of micro-batches of a step, the same on all ranks; 1 without ``micro_batch``."""
-        return world_size.count_micro_batches(self.samples(step_in_epoch), self._world_size, self.micro_batch)
+        return batch_size.count_micro_batches(self.samples(step_in_epoch), self._world_size, self.micro_batch)
 
     def loss_weight(self, step_in_epoch: int, part: int | None = None) -> float:
         """Return the factor for the mean loss over this rank's share, or over one part of it.
@@ -340,7 +340,7 @@ class GlobalBatches(BatchSampler):
             return self._make_sizing(self._initial_global_batch)
         # of_world is 0 if the batch was the same in any world
         first_world = (before and before.of_world) or old_world_size
-        size = world_size.scale_global_batch(self._initial_global_batch, first_world, self._world_size)
+        size = batch_size.scale_global_batch(self._initial_global_batch, first_world, self._world_size)
         return self._make_sizing(size, reference_world_size=first_world)
 
     def _make_sizing(self, global_batch: int, reference_world_size: int = 0) -> BatchSizing:
@@ -363,7 +363,7 @@ class GlobalBatches(BatchSampler):
         initial = state.get("global_batch")
         if self._policy != KEEP_LOCAL or sizing is None or not sizing.of_world or type(initial) is not int:
             return self._requested_global_batch
-        scaled = world_size.scale_global_batch(initial, sizing.of_world, self._world_size)
+        scaled = batch_size.scale_global_batch(initial, sizing.of_world, self._world_size)
         return initial if self._requested_global_batch == scaled else self._requested_global_batch
 
     def _epoch_plan(self) -> EpochPlan:
@@ -392,7 +392,7 @@ class GlobalBatches(BatchSampler):
                 self.handed_out = step + 1
             samples, first = plan.sample_count(step), plan.sample_offset(step)
             share = _nonempty_share(samples, *rank_and_world_size)
-            parts = world_size.count_micro_batches(samples, rank_and_world_size[1], self.micro_batch)
+            parts = batch_size.count_micro_batches(samples, rank_and_world_size[1], self.micro_batch)
             for part in range(parts):
                 in_share = _nonempty_share(len(share), part, parts)
                 start, stop = first + share[in_share.start], first + share[in_share.stop - 1] + 1

@@ -15,14 +15,14 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from elastic_resume.data.world_size import read_rank_and_world_size
+from elastic_resume.data.batch_size import read_rank_and_world_size
 from elastic_resume.errors import ConfigError, MismatchError
 
 MAX_NUMBERS = 64  # all ranks send them at every step
 
 
 class Gatherer(Protocol):
-    """The connection of the ranks: `elastic_resume.restore.collectives.Collectives`."""
+    """The connection of the ranks: `elastic_resume.ranks.collectives.Collectives`."""
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's ``value``."""

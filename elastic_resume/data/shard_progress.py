@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elastic_resume.data.world_size import check_integer
+from elastic_resume.data.batch_size import check_integer
 from elastic_resume.errors import ConfigError, MismatchError
 
 Entry = tuple[int, int]  # a shard's place in the order, and the samples that were read before the deal

@@ -30,9 +30,9 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from torch.utils.data._utils import worker as loader_worker
 
 from elastic_resume.data import rng
+from elastic_resume.data.batch_size import check_bool, check_integer
 from elastic_resume.data.global_batches import make_permutation
 from elastic_resume.data.shard_progress import Entry, LaneReport, ShardProgress
-from elastic_resume.data.world_size import check_bool, check_integer
 from elastic_resume.errors import ConfigError, MismatchError, UsageError
 from elastic_resume.units import format_count
 
@@ -47,7 +47,7 @@ _Item = tuple[Any, int, int, int, int]
 
 
 class Ranks(Protocol):
-    """The connection of the ranks: `elastic_resume.restore.collectives.Collectives`."""
+    """The connection of the ranks: `elastic_resume.ranks.collectives.Collectives`."""
 
     rank: int
     size: int

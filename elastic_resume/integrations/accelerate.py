@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from elastic_resume.data import world_size
+from elastic_resume.data import batch_size
 from elastic_resume.data.elastic_sampler import ElasticSampler
 from elastic_resume.data.global_batches import SECOND_SHARDING, GlobalBatches
 from elastic_resume.errors import ConfigError, MachineError, UsageError
@@ -269,7 +269,7 @@ def _check_accelerator(accelerator: Accelerator, data: Any) -> None:
             "with Accelerate's DDP and with a single process. FSDP, DeepSpeed, Megatron-LM, XLA, tensor and "
             "context parallelism are not supported."
         )
-    processes = world_size.read_rank_and_world_size()[1]
+    processes = batch_size.read_rank_and_world_size()[1]
     if accelerator.num_processes != processes:
         raise ConfigError(
             f"the accelerator counts {format_count(accelerator.num_processes, 'process', 'processes')} and "

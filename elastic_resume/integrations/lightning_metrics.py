@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from elastic_resume.data.batch_size import read_rank_and_world_size
 from elastic_resume.data.rank_values import RankState
-from elastic_resume.data.world_size import read_rank_and_world_size
 from elastic_resume.errors import UsageError
 
 logger = logging.getLogger(__name__)

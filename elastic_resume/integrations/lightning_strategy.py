@@ -43,10 +43,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from elastic_resume.checkpoint.atomic_io import translate_os_errors
+from elastic_resume.data.batch_size import KEEP_LOCAL, count_micro_batches
 from elastic_resume.data.elastic_sampler import ElasticSampler
 from elastic_resume.data.global_batches import GlobalBatches, MicroBatch
 from elastic_resume.data.rng import seeded
-from elastic_resume.data.world_size import KEEP_LOCAL, count_micro_batches
 from elastic_resume.errors import ConfigError, MachineError, UsageError
 from elastic_resume.integrations import LIGHTNING_VERSIONS, set_known
 from elastic_resume.integrations.lightning_metrics import CarriedMetrics

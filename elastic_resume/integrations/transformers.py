@@ -43,10 +43,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from elastic_resume.data.batch_size import KEEP_LOCAL, read_rank_and_world_size
 from elastic_resume.data.global_batches import GlobalBatches, MicroBatch
 from elastic_resume.data.rank_values import RankValues
 from elastic_resume.data.rng import preserve_cpu_generators, seeded
-from elastic_resume.data.world_size import KEEP_LOCAL, read_rank_and_world_size
 from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.integrations import require_versions, set_known
 from elastic_resume.training.run import Run, resume

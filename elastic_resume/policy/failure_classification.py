@@ -87,7 +87,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPressure:
-    """The memory of this node during a generation, as `agent.round_evidence` measured it."""
+    """The memory of this node during a generation, as `agent.failure_evidence` measured it."""
 
     oom_kills: int = 0
     """The increase of the kernel's count of processes killed for memory."""

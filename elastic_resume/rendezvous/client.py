@@ -20,17 +20,17 @@ from dataclasses import replace
 from typing import Protocol
 
 from elastic_resume.errors import ConfigError, JobFailedError, RendezvousLostError
-from elastic_resume.policy.divergence import Digest, is_digest
+from elastic_resume.policy.digests import Digest, is_digest
 from elastic_resume.policy.failure_classification import Failure
 from elastic_resume.policy.reasons import Departure
-from elastic_resume.rendezvous.config import RendezvousConfig
-from elastic_resume.rendezvous.core import events, messages
+from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.node import LEAVE_TIMEOUT_S, RendezvousNode
 from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.rendezvous.endpoint import ListenEndpoint
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
 from elastic_resume.rendezvous.net.server import RendezvousServer, RendezvousThread
-from elastic_resume.rendezvous.net.status import RendezvousStatus
+from elastic_resume.rendezvous.net.status_server import RendezvousStatus
+from elastic_resume.rendezvous.rendezvous_config import RendezvousConfig
 
 SHUTDOWN_TIMEOUT_S = 2.0
 """Minimum time that a node which ends the job waits for its leader's confirmation."""
@@ -63,7 +63,7 @@ class RendezvousClient:
         state_file: DurableStateFile,
         max_generation: int,
         lease: WorkerLease,
-        on_log: Callable[[events.EmitEvent], None],
+        on_log: Callable[[interface.EmitEvent], None],
         render_status: Callable[[RendezvousStatus], bytes] | None = None,
     ) -> None:
         """Set up the membership; `start` begins it.
@@ -89,11 +89,11 @@ class RendezvousClient:
         self._condition = threading.Condition()
         self.is_importing = False
         """This node's new workers would wait for imports. Set it before `join`; see `finish_imports`."""
-        self._view: events.StartWorkers | None = None
+        self._view: interface.StartWorkers | None = None
         self.restart_reason = ""
         """Why other nodes ended the last view; empty if this node's workers did."""
-        self._outcome: events.EndJob | events.GiveUp | None = None
-        self._callback_queue: queue.SimpleQueue[events.EmitEvent | messages.ReplicasDiverged | None] = (
+        self._outcome: interface.EndJob | interface.GiveUp | None = None
+        self._callback_queue: queue.SimpleQueue[interface.EmitEvent | messages.ReplicasDiverged | None] = (
             queue.SimpleQueue()
         )
         self._on_divergence: Callable[[messages.ReplicasDiverged], None] = lambda _: None
@@ -133,7 +133,7 @@ class RendezvousClient:
 
     # ---- the torchelastic thread ---------------------------------------------------------------------
 
-    def join(self, request: messages.JoinSpec) -> events.StartWorkers:
+    def join(self, request: messages.JoinSpec) -> interface.StartWorkers:
         """Wait for a view with this node in it. Its workers must be dead.
 
         The view may have ended already: see `restart_requested`. Its failures have to be judged all the same.
@@ -157,7 +157,7 @@ class RendezvousClient:
             self.is_importing = False
             self._server.submit(messages.ImportsFinished())
 
-    def _wait_for_view(self) -> events.StartWorkers:
+    def _wait_for_view(self) -> interface.StartWorkers:
         while True:
             self.raise_if_over()
             if self._view is not None:
@@ -171,13 +171,13 @@ class RendezvousClient:
 
     def finish_and_wait(self) -> None:
         """Report that this node's workers have succeeded; return when the job is over."""
-        self._server.submit(events.WorkersFinished())
+        self._server.submit(interface.WorkersFinished())
         with self._condition:
             if self._outcome is None:
                 self._wait_for_change()
             if self._outcome is None:
                 self._callback_queue.put(
-                    events.EmitEvent(
+                    interface.EmitEvent(
                         "workers-finished", "this node's workers have finished; waiting for the others'"
                     )
                 )
@@ -208,9 +208,9 @@ class RendezvousClient:
             self._condition.wait_for(lambda: self._outcome is not None, self._end_timeout_s)
 
     @property
-    def job_end(self) -> events.EndJob | None:
+    def job_end(self) -> interface.EndJob | None:
         """Return how the job ended, with the failures of the last view; None if it has not."""
-        return self._outcome if isinstance(self._outcome, events.EndJob) else None
+        return self._outcome if isinstance(self._outcome, interface.EndJob) else None
 
     def leave(self, departure: Departure) -> None:
         """Send a leave notice and close.
@@ -219,7 +219,7 @@ class RendezvousClient:
         """
         if self._outcome is None:
             deadline = time.monotonic() + LEAVE_WAIT_S
-            self._server.submit(events.Leave(departure))
+            self._server.submit(interface.Leave(departure))
             while not self._has_left and time.monotonic() < deadline and self._server.is_alive:
                 time.sleep(0.005)
         self.close()
@@ -236,16 +236,16 @@ class RendezvousClient:
         # The timeout also lets signal handlers run, which may raise.
         self._condition.wait(LIVENESS_CHECK_S)
         if self._outcome is None and not self._server.is_alive:
-            self._outcome = events.GiveUp(
+            self._outcome = interface.GiveUp(
                 "the rendezvous thread ended, which is an internal error of elastic_resume"
             )
 
     def raise_if_over(self) -> None:
         """Raise what `join` would raise, if the job or this membership has ended."""
         outcome = self._outcome
-        if isinstance(outcome, events.EndJob):
+        if isinstance(outcome, interface.EndJob):
             raise JobFailedError(outcome.reason) if outcome.failed else JobCompleted(outcome.reason)
-        if isinstance(outcome, events.GiveUp):
+        if isinstance(outcome, interface.GiveUp):
             raise ConfigError(outcome.reason) if outcome.is_permanent else RendezvousLostError(outcome.reason)
 
     # ---- replicas: any thread --------------------------------------------------------------------------
@@ -257,7 +257,7 @@ class RendezvousClient:
     def send_digest(self, generation: int, step: int, digest: str) -> None:
         """Send the digest of this node's state after a step; from any thread.
 
-        A heartbeat carries one digest: that of the roundest step since the last (`policy.divergence`).
+        A heartbeat carries one digest: that of the roundest step since the last (`policy.digests`).
 
         Raises:
             ValueError: ``digest`` is not 32 hexadecimal digits.
@@ -277,25 +277,25 @@ class RendezvousClient:
         else:
             self._lease.set(math.inf if self._single_node and node.is_leader else node.lease_until)
 
-    def _handle_effect(self, effect: events.Effect) -> None:
-        if isinstance(effect, (events.EmitEvent, messages.ReplicasDiverged)):
+    def _handle_effect(self, effect: interface.Effect) -> None:
+        if isinstance(effect, (interface.EmitEvent, messages.ReplicasDiverged)):
             self._callback_queue.put(effect)
             return
         with self._condition:
-            if isinstance(effect, events.StartWorkers):
+            if isinstance(effect, interface.StartWorkers):
                 self._view = effect
-            elif isinstance(effect, events.StopWorkers):
+            elif isinstance(effect, interface.StopWorkers):
                 if self._view is not None and self._view.generation == effect.generation:
                     self.restart_reason = effect.reason
-            elif isinstance(effect, (events.EndJob, events.GiveUp)):
+            elif isinstance(effect, (interface.EndJob, interface.GiveUp)):
                 self._outcome = effect
             self._condition.notify_all()
 
     # ---- the callback thread -------------------------------------------------------------------------
 
-    def _run_callbacks(self, on_log: Callable[[events.EmitEvent], None]) -> None:
+    def _run_callbacks(self, on_log: Callable[[interface.EmitEvent], None]) -> None:
         while (effect := self._callback_queue.get()) is not None:
-            if isinstance(effect, events.EmitEvent):
+            if isinstance(effect, interface.EmitEvent):
                 on_log(effect)
             else:
                 self._on_divergence(effect)

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from elastic_resume import constants
-from elastic_resume.policy.incidents import Incident
 from elastic_resume.rendezvous.net.codec import ProtocolError, dump_json, from_json_value, to_json_value
-from elastic_resume.rendezvous.net.status import RendezvousStatus, query_agent
+from elastic_resume.rendezvous.net.status_server import RendezvousStatus, query_agent
+from elastic_resume.report.incident_tracker import Incident
 
 QUERY_TIMEOUT_S = 3.0
 
@@ -49,7 +49,7 @@ class KnownIncidents:
     by_kind: tuple[tuple[str, int], ...] = ()
     recomputed_steps: int = 0
     recovery_counts: tuple[int, ...] = ()
-    """As `policy.incidents.IncidentTotals.recovery_buckets`."""
+    """As `report.incident_tracker.IncidentTotals.recovery_buckets`."""
     recovery_s: float = 0.0
 
     @property

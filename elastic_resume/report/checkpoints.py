@@ -2,7 +2,7 @@
 
 `find_node_dirs` finds the node directories below a path that a person typed: a checkpoint, a node's
 directory, a run's directory (it holds nodes) or CKPT_DIR (it holds runs). The contents decide which, so
-directories that were moved elsewhere are found too. A directory that cannot be read becomes a `NodeDir`
+directories that were moved elsewhere are found too. A directory that cannot be read becomes a `FoundNodeDir`
 with a problem, not an exception.
 
 `list_checkpoints` gives each checkpoint an entry; one that cannot be read has its reason. It does not say
@@ -42,7 +42,7 @@ _MAX_CHILDREN = 10_000
 
 
 @dataclass(frozen=True)
-class NodeDir:
+class FoundNodeDir:
     """One node's directory.
 
     ``run_id`` is the name of the run's directory above it; None if the node's own directory was given.
@@ -60,7 +60,7 @@ class FoundPath:
 
     path: Path
     level: str
-    node_dirs: tuple[NodeDir, ...]
+    node_dirs: tuple[FoundNodeDir, ...]
 
     @property
     def run_ids(self) -> tuple[str, ...]:
@@ -79,16 +79,16 @@ def find_node_dirs(path_argument: Path) -> FoundPath:
     if parse_checkpoint_name(path.name) is not None or constants.MANIFEST_FILE in names:
         return FoundPath(path, "checkpoint", ())
     if _is_node_dir(path, names):
-        return FoundPath(path, "node", (NodeDir(path, None, path.name),))
+        return FoundPath(path, "node", (FoundNodeDir(path, None, path.name),))
     children = _list_children(path, names)
     nodes = _find_nodes(children, path.name)
     if any(not node.problem for node in nodes):
         return FoundPath(path, "run", nodes)
-    node_dirs: list[NodeDir] = []
+    node_dirs: list[FoundNodeDir] = []
     for child in children:
         inside = _list_names(child)
         if isinstance(inside, OSError):
-            node_dirs.append(NodeDir(child, None, child.name, _describe_problem(inside, child)))
+            node_dirs.append(FoundNodeDir(child, None, child.name, _describe_problem(inside, child)))
         else:
             node_dirs += _find_nodes(_list_children(child, inside), child.name)
     return FoundPath(path, "root", tuple(node_dirs))
@@ -120,15 +120,15 @@ def _resolve(typed: Path) -> Path:
         raise UsageError(f"{typed}: {error}.") from error
 
 
-def _find_nodes(paths: Iterable[Path], run: str) -> tuple[NodeDir, ...]:
+def _find_nodes(paths: Iterable[Path], run: str) -> tuple[FoundNodeDir, ...]:
     """Return the node directories of ``run`` among ``paths``."""
     nodes = []
     for path in paths:
         names = _list_names(path)
         if isinstance(names, OSError):
-            nodes.append(NodeDir(path, run, path.name, _describe_problem(names, path)))
+            nodes.append(FoundNodeDir(path, run, path.name, _describe_problem(names, path)))
         elif _is_node_dir(path, names):
-            nodes.append(NodeDir(path, run, path.name))
+            nodes.append(FoundNodeDir(path, run, path.name))
     return tuple(nodes)
 
 
@@ -227,7 +227,7 @@ def _summarize_quarantined(entries: Sequence[CheckpointEntry]) -> str:
     return f"{count}, {size}: kept for inspection; runs never remove them\n"
 
 
-def _list_node(node_dir: NodeDir, deep: bool) -> Iterator[CheckpointEntry]:
+def _list_node(node_dir: FoundNodeDir, deep: bool) -> Iterator[CheckpointEntry]:
     run_id = node_dir.run_id if node_dir.run_id is not None else node_dir.path.parent.name
     if node_dir.problem:
         yield CheckpointEntry(node_dir.path, run_id, node_dir.node, BAD, node_dir.problem)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
 
 from elastic_resume.report.event_log import EventTimeline
-from elastic_resume.report.incidents import Generation, GenerationFacts, RunHistory, collect_facts
+from elastic_resume.report.run_history import Generation, GenerationFacts, RunHistory, collect_facts
 
 
 @dataclass(frozen=True)

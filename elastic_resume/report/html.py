@@ -23,7 +23,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from elastic_resume import __version__
-from elastic_resume.report import checkpoints, incidents, summary
+from elastic_resume.report import checkpoints, run_history, summary
 from elastic_resume.report.alerts import BAD, NOTE, describe_recurrence
 from elastic_resume.report.event_log import ParsedEvent
 from elastic_resume.report.formatting import (
@@ -37,7 +37,7 @@ from elastic_resume.report.formatting import (
     truncate,
 )
 from elastic_resume.report.goodput import GenerationTimes
-from elastic_resume.report.incidents import Generation, SavedStateRecord
+from elastic_resume.report.run_history import Generation, SavedStateRecord
 from elastic_resume.report.summary import (
     GOODPUT_LABELS,
     MAX_SILENCE_S,
@@ -72,12 +72,12 @@ OUTCOME_LABELS = {
 }
 STATE_LABELS = {
     checkpoints.VALID: ("good", "on disk, checked"),
-    incidents.COMMITTED: ("good", "on disk"),
+    run_history.COMMITTED: ("good", "on disk"),
     checkpoints.BAD: ("bad", "BAD"),
     checkpoints.QUARANTINED: ("bad", "quarantined"),
-    incidents.LOST: ("dim", "lost"),
-    incidents.PRUNED: ("dim", "pruned"),
-    incidents.USED: ("good", "in memory"),
+    run_history.LOST: ("dim", "lost"),
+    run_history.PRUNED: ("dim", "pruned"),
+    run_history.USED: ("good", "in memory"),
 }
 
 
@@ -246,7 +246,9 @@ def _checkpoint_rows(report: RunReport) -> dict[str, Any] | None:
     """Return a row for each step with a snapshot or checkpoint that was kept or loaded."""
     if not report.saved_states:
         return None
-    shown = [record for record in report.saved_states if record.state != incidents.PRUNED or record.loaded_by]
+    shown = [
+        record for record in report.saved_states if record.state != run_history.PRUNED or record.loaded_by
+    ]
     num_hidden = len(report.saved_states) - len(shown)
     note = format_count(len(report.saved_states), "snapshot or checkpoint", "snapshots and checkpoints")
     note += " known."
@@ -362,7 +364,7 @@ def _absence_spans(
 def _marks_by_node(report: RunReport) -> Mapping[str, list[TimelineMark]]:
     marks: dict[str, list[TimelineMark]] = defaultdict(list)
     for record in report.saved_states:
-        if record.t is not None and record.tier == incidents.DISK:
+        if record.t is not None and record.tier == run_history.DISK:
             marks[record.node].append(TimelineMark(CHECKPOINT, record.t, f"checkpoint of step {record.step}"))
     for alert in report.alerts:
         if alert.severity in {BAD, NOTE}:

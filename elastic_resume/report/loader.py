@@ -18,7 +18,7 @@ from elastic_resume import constants, events
 from elastic_resume.errors import UsageError
 from elastic_resume.events import Event
 from elastic_resume.report import checkpoints
-from elastic_resume.report.checkpoints import CheckpointEntry, FoundPath, NodeDir
+from elastic_resume.report.checkpoints import CheckpointEntry, FoundNodeDir, FoundPath
 
 MAX_STACK_FILES = 50  # the newest hang reports are read
 MAX_STACKS_BYTES = 256 * 1024
@@ -60,7 +60,7 @@ def load_run(paths: Sequence[Path]) -> LoadedRun:
     return loaded
 
 
-def _find_node_dirs(path: Path) -> tuple[NodeDir, ...]:
+def _find_node_dirs(path: Path) -> tuple[FoundNodeDir, ...]:
     """Return the node directories of the one run at ``path``."""
     node_dirs = checkpoints.find_node_dirs(path).node_dirs
     changed: dict[str, float] = {}  # the time of the last event, by run
@@ -116,7 +116,7 @@ def _load_events(logs: Iterable[Path], loaded: LoadedRun) -> tuple[str | None, d
     return next(iter(runs), None), nodes
 
 
-def _load_stacks(node_dirs: Iterable[NodeDir], loaded: LoadedRun) -> None:
+def _load_stacks(node_dirs: Iterable[FoundNodeDir], loaded: LoadedRun) -> None:
     files = [
         (path, node_dir.node)
         for node_dir in node_dirs

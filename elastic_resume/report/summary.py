@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 
 from elastic_resume.events import Event, get_boot_time
 from elastic_resume.policy.failure_classification import NODE_LOST
-from elastic_resume.policy.incidents import WHOLE_JOB
-from elastic_resume.report import alerts, checkpoints, event_log, goodput, incidents
+from elastic_resume.report import alerts, checkpoints, event_log, goodput, run_history
 from elastic_resume.report.alerts import BAD, INFO, Alert, describe_recurrence
 from elastic_resume.report.checkpoints import CheckpointEntry
 from elastic_resume.report.event_log import ClockOffset, EventTimeline
@@ -50,7 +49,8 @@ from elastic_resume.report.goodput import (
     measure_generations,
     recovery_phases,
 )
-from elastic_resume.report.incidents import FailedStart, Generation, RunHistory, SavedStateRecord, Wait
+from elastic_resume.report.incident_tracker import WHOLE_JOB
+from elastic_resume.report.run_history import FailedStart, Generation, JobWait, RunHistory, SavedStateRecord
 
 MAX_HINTS = 6
 MAX_MESSAGE_CHARS = 500  # limit of an exception's text within a sentence
@@ -129,7 +129,7 @@ def _describe_state(history: RunHistory, goodput: Goodput) -> str:
     return f"Running, or killed as a whole,{when}."
 
 
-def _describe_wait(wait: Wait, when: str) -> str:
+def _describe_wait(wait: JobWait, when: str) -> str:
     since = f"{format_utc(wait.since_t)} UTC"
     if not wait.missing_nodes:
         return f"Waiting since {since}{when}: {truncate(wait.text, MAX_MESSAGE_CHARS)}."
@@ -262,10 +262,9 @@ class RunReport:
     @property
     def present_checkpoints(self) -> list[SavedStateRecord]:
         """The usable checkpoints on disk, oldest first."""
-        usable = {incidents.COMMITTED, checkpoints.VALID}
-        return [
-            record for record in self.saved_states if record.tier == incidents.DISK and record.state in usable
-        ]
+        usable = {run_history.COMMITTED, checkpoints.VALID}
+        on_disk = (record for record in self.saved_states if record.tier == run_history.DISK)
+        return [record for record in on_disk if record.state in usable]
 
     @property
     def earlier_training_text(self) -> str:
@@ -301,7 +300,7 @@ def build_run_report(
     boot_time = get_boot_time(boot_stamp or {})
     if now is not None and boot_time is not None and boot_time[0] in timeline.boot_times:
         now = timeline.boot_times[boot_time[0]] + boot_time[1]
-    history = incidents.build_history(timeline)
+    history = run_history.build_history(timeline)
     generation_times = measure_generations(timeline, history)
     slices = goodput.slice_time(timeline, history, generation_times)
     total = goodput.sum_goodput(slices, generation_times)
@@ -330,7 +329,7 @@ def build_run_report(
         goodput=total,
         alerts=alert_list,
         faults=_collect_faults(timeline, generation_times),
-        saved_states=incidents.build_saved_state_records(timeline, history, checkpoint_entries),
+        saved_states=run_history.build_saved_state_records(timeline, history, checkpoint_entries),
         clocks=timeline.clocks,
         stacks={
             name: text
@@ -555,7 +554,7 @@ def _describe_recoveries(report: RunReport) -> str:
 
 
 def _describe_checkpoints(report: RunReport) -> str:
-    states = Counter(record.state for record in report.saved_states if record.tier == incidents.DISK)
+    states = Counter(record.state for record in report.saved_states if record.tier == run_history.DISK)
     if not states:
         return ""
     present = report.present_checkpoints

@@ -58,18 +58,19 @@ from elastic_resume.errors import (
 )
 from elastic_resume.policy import resume_plan
 from elastic_resume.policy.resume_plan import MEMORY, ResumePlan, SavedState
+from elastic_resume.ranks.rank_context import RankContext, raise_if_set
 from elastic_resume.restore import transfer
-from elastic_resume.restore.rank_context import RankContext, raise_if_set
 from elastic_resume.restore.streaming import (
     BackgroundTask,
     LocalWatermark,
     Prefetcher,
     StreamingBuffer,
+    broadcast_buffer,
     is_local_copy_error,
 )
 from elastic_resume.restore.transfer import BlockSender, BlockServer, BlockTable
-from elastic_resume.snapshot.slots import Slot
-from elastic_resume.state import load_state
+from elastic_resume.slots.slot_memory import Slot
+from elastic_resume.state import load_objects
 from elastic_resume.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -334,7 +335,7 @@ class RestoreAttempt:
         collectives = self._context.collectives
         if collectives.size == 1 or not values.names:
             return
-        send_or_receive = functools.partial(collectives.broadcast_buffer, values, source_rank)
+        send_or_receive = functools.partial(broadcast_buffer, collectives, values, source_rank)
         if collectives.rank == source_rank:
             buffer = self._require_buffer()
             self._tasks.append(BackgroundTask("collect-values", lambda: values.copy_from(buffer), values))
@@ -444,7 +445,7 @@ class RestoreAttempt:
 
         prefetcher = Prefetcher(names if is_large else (), lambda name: buffer_of(name).get_tensor(name))
         try:
-            load_state.load_into(
+            load_objects.load_into(
                 tracked,
                 manifest.state,
                 lambda name: count(buffer_of(name).get_tensor(name)),

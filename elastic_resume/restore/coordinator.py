@@ -36,15 +36,15 @@ from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.node_dir import NodeDir, record_job_start
 from elastic_resume.errors import DivergenceError, MachineError, MismatchError
 from elastic_resume.policy import resume_plan
-from elastic_resume.policy.divergence import MIXED_HARDWARE_HINT
+from elastic_resume.policy.digests import MIXED_HARDWARE_HINT
 from elastic_resume.policy.resume_plan import MEMORY, Inventory, ResumePlan
+from elastic_resume.ranks.rank_context import RankContext, raise_if_set
 from elastic_resume.restore import inventory
 from elastic_resume.restore.attempt import PROVEN_INVALID_KINDS, NodeFailures, RestoreAttempt
-from elastic_resume.restore.rank_context import RankContext, raise_if_set
 from elastic_resume.restore.replica_check import find_first_difference
-from elastic_resume.snapshot.progress_page import ProgressPage
-from elastic_resume.state import load_state, state_dict
-from elastic_resume.state.load import INTERNAL_PREFIX
+from elastic_resume.slots.progress_page import ProgressPage
+from elastic_resume.state import load_objects, state_dict
+from elastic_resume.state.open_checkpoint import INTERNAL_PREFIX
 from elastic_resume.state.state_dict import (
     BUFFER,
     DTYPE_BY_NAME,
@@ -336,7 +336,7 @@ def _load_rank_0_state(
     tracked: Mapping[str, Any], skeletons: Mapping[str, Any], values: Mapping[str, Tensor]
 ) -> None:
     try:
-        load_state.load_into(tracked, skeletons, lambda name: values[name].cpu())
+        load_objects.load_into(tracked, skeletons, lambda name: values[name].cpu())
     except MismatchError as error:
         raise MismatchError(
             "the ranks built different objects, and this one cannot take rank 0's state. Build the same "

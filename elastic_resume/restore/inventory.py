@@ -18,10 +18,10 @@ from elastic_resume.checkpoint.catalog import Catalog, CatalogEntry, read_quaran
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.errors import CheckpointError, ElasticResumeError, ForeignError, NodeFileError
 from elastic_resume.policy.resume_plan import DISK, MEMORY, Inventory, RejectedState, SavedState
-from elastic_resume.restore import rank_context
-from elastic_resume.restore.rank_context import RankContext
-from elastic_resume.snapshot import slots
-from elastic_resume.snapshot.progress_page import ProgressPage
+from elastic_resume.ranks import rank_context
+from elastic_resume.ranks.rank_context import RankContext
+from elastic_resume.slots import slot_memory
+from elastic_resume.slots.progress_page import ProgressPage
 
 _STARTTIME_FIELD = 19  # index in /proc/PID/stat of proc(5)'s starttime, counted after the name
 MAX_LISTED_COPIES = 64  # limit per directory, newest first; older ones matter only after 64 corrupt ones
@@ -149,14 +149,15 @@ def _list_snapshots(context: RankContext) -> tuple[list[SavedState], list[Reject
     rejected: list[RejectedState] = []
     client = context.slot_client
     while (
-        client is not None and (state := slots.newest_complete(client.control_block.read_slots())) is not None
+        client is not None
+        and (state := slot_memory.newest_complete(client.control_block.read_slots())) is not None
     ):
         try:
             snapshot = client.find_newest()
             if snapshot is not None and snapshot.manifest.run_id != context.settings.run_id:
                 raise ForeignError(f"belongs to the run {snapshot.manifest.run_id!r}.")
         except CheckpointError as error:
-            version = slots.decode_snapshot_id(state.target)
+            version = slot_memory.decode_snapshot_id(state.target)
             name = f"{reader.checkpoint_name(*version)} (in memory)"
             rejected.append(RejectedState(context.node, name, str(error), version, error.kind))
             client.discard(state.index)

@@ -16,16 +16,16 @@ from torch.optim import Optimizer
 from elastic_resume.checkpoint import json_codec
 from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.errors import DivergenceError
-from elastic_resume.restore.rank_context import RankContext
+from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.state import state_dict
-from elastic_resume.state.load import iter_leaves
+from elastic_resume.state.open_checkpoint import iter_leaves
 from elastic_resume.state.state_dict import BUFFER, EMA_NAME, REPLICATED, SCRIPT_OWNED, Leaf
 
 MAX_NAMED_GROUPS, MAX_NAMED_RANKS = 4, 8  # limits in a message, so that a thousand ranks make one line
 
 
 @dataclass(frozen=True)
-class Difference:
+class RankDifference:
     """The first name under which ranks hold different values."""
 
     name: str
@@ -35,7 +35,7 @@ class Difference:
 
 def find_first_difference(
     context: RankContext, compute: Callable[[], Mapping[str, str]]
-) -> Difference | None:
+) -> RankDifference | None:
     """Compare named values (digests, say) over all ranks; return None if names, order and values are equal.
 
     Every rank calls it at the same time, and all get the same answer. If ``compute`` fails on one rank, all
@@ -56,7 +56,7 @@ def find_first_difference(
     value_by_rank = collectives.gather(values.get(name))
     if len(set(value_by_rank)) == 1:  # the order of the names differs
         value_by_rank = digests
-    return Difference(name, describe_groups(value_by_rank), tuple(digests))
+    return RankDifference(name, describe_groups(value_by_rank), tuple(digests))
 
 
 def _first_difference_from(reference: list[list[str]], values: Mapping[str, str]) -> tuple[int, str] | None:

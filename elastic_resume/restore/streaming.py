@@ -3,7 +3,7 @@
 A `StreamingBuffer` is a buffer that is filled from the front: threads read a file, or receive from other
 nodes (`transfer.py`). A watermark follows it: all bytes below the watermark are written and verified.
 The watermark is an integer in the slot's control block, which all ranks of the node see
-(`snapshot/slots.py`), or a private integer. Readers wait until the watermark passes a tensor. So reading,
+(`slots/slot_memory.py`), or a private integer. Readers wait until the watermark passes a tensor. So reading,
 sending and loading overlap, and each byte is written once.
 
 - No byte that is read from disk or received is used before its digest was checked. A snapshot in this node's
@@ -19,13 +19,17 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+import torch
+import xxhash
 from torch import Tensor
 
 from elastic_resume.checkpoint.layout import Layout, header_size
-from elastic_resume.errors import CheckpointError, PeerFailedError
+from elastic_resume.errors import CheckpointError, CorruptError, PeerFailedError
+from elastic_resume.ranks.collectives import Collectives
 from elastic_resume.state.state_dict import TensorBuffer
 
 WATERMARK_FAILED = (1 << 64) - 1
+BROADCAST_BLOCK_BYTES = 1 << 20
 STALL_TIMEOUT_S = 1800.0  # the same as `collectives.COLLECTIVE_TIMEOUT`
 _PREFETCH_THREADS = 2  # in addition to the thread that loads
 _POLL_INTERVAL_S = 0.0005  # interval to read another process's watermark; a disk reads 16 MiB in about 8 ms
@@ -225,3 +229,38 @@ class Prefetcher:
 
     def _copy(self, name: str) -> Tensor:
         return self._get_tensor(name).clone()
+
+
+def broadcast_buffer(collectives: Collectives, buffer: StreamingBuffer, source_rank: int) -> None:
+    """Fill ``buffer`` with the source's, block by block as they arrive there, and verify each block.
+
+    One thread of a rank may call this while no other collective runs.
+
+    Raises:
+        CheckpointError: the source's buffer failed; on the other ranks a PeerFailedError.
+        CorruptError: a block arrived with a wrong digest.
+
+    """
+    memory = buffer.memory
+    failure: CheckpointError | None = None
+    for start in range(0, len(memory), BROADCAST_BLOCK_BYTES):
+        block = memory[start : start + BROADCAST_BLOCK_BYTES]
+        digest = torch.zeros(16, dtype=torch.uint8)  # zeros announce a failure
+        if collectives.rank == source_rank:
+            try:
+                buffer.wait_for_bytes(start + len(block))
+                digest = torch.frombuffer(bytearray(xxhash.xxh3_128_digest(block)), dtype=torch.uint8)
+            except CheckpointError as error:
+                failure = error
+        collectives.broadcast(digest, source_rank)
+        if not digest.any():
+            raise failure or PeerFailedError(f"rank {source_rank} could not send all of its values")
+        collectives.broadcast(torch.frombuffer(block, dtype=torch.uint8), source_rank)
+        if buffer.error is not None or collectives.rank == source_rank:
+            continue  # after a bad block the others still take part in each broadcast
+        if xxhash.xxh3_128_digest(block) == bytes(digest.tolist()):
+            buffer.advance(start + len(block))
+        else:
+            buffer.fail(CorruptError(f"bytes {start} to {start + len(block)} arrived damaged"))
+    if buffer.error is not None:
+        raise buffer.error

@@ -49,7 +49,7 @@ from elastic_resume import constants, failpoints
 from elastic_resume.background import AcceptThread
 from elastic_resume.errors import CorruptError, MachineError, PeerFailedError
 from elastic_resume.restore.streaming import BackgroundTask, StreamingBuffer
-from elastic_resume.snapshot import slots
+from elastic_resume.slots import slot_memory
 
 logger = logging.getLogger(__name__)
 
@@ -368,7 +368,7 @@ class _Receiver:
     def _fetch_and_verify(self, connection: socket.socket, index: int) -> None:
         block = self._table.block(index)
         connection.sendall(_REQUEST.pack(index))
-        slots.populate_pages(block)  # while the first bytes travel
+        slot_memory.populate_pages(block)  # while the first bytes travel
         while (status := _receive_exactly(connection, 1)) == _WAIT:
             self._table.buffer.raise_if_cancelled()
         if status != _OK:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from elastic_resume.checkpoint.json_codec import TensorRef
-from elastic_resume.state import load
-from elastic_resume.state.load import OpenCheckpoint, iter_leaves
-from elastic_resume.state.load_state import describe_tensor
+from elastic_resume.state import open_checkpoint
+from elastic_resume.state.load_objects import describe_tensor
+from elastic_resume.state.open_checkpoint import OpenCheckpoint, iter_leaves
 
 _CHUNK_ELEMENTS = 1 << 20  # elements that are compared at a time
 _INTEGER_DTYPE_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -76,7 +76,7 @@ def compare(path_a: Path, path_b: Path) -> Comparison:
         CheckpointError, NoValidCheckpointError: one of them cannot be read.
 
     """
-    checkpoints = (load.open_checkpoint(path_a), load.open_checkpoint(path_b))
+    checkpoints = (open_checkpoint.open_checkpoint(path_a), open_checkpoint.open_checkpoint(path_b))
     state_a, state_b = (dict(_iter_state(checkpoint)) for checkpoint in checkpoints)
     names = list(dict.fromkeys([*state_a, *state_b]))
     differences = [

@@ -28,7 +28,7 @@ from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.errors import MachineError, UsageError
-from elastic_resume.state.load import INTERNAL_PREFIX, OpenCheckpoint, iter_leaves, open_image
+from elastic_resume.state.open_checkpoint import INTERNAL_PREFIX, OpenCheckpoint, iter_leaves, open_image
 from elastic_resume.state.state_dict import TensorBuffer
 
 NAME_PREFIXES = {"plain": "", "dp": "module.", "ddp": "module."}

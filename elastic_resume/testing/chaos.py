@@ -41,8 +41,8 @@ from elastic_resume.errors import ConfigError, UsageError
 from elastic_resume.events import Event, parse_line
 from elastic_resume.report import formatting, summary
 from elastic_resume.report.formatting import format_count, format_seconds, format_table, truncate, wrap_text
-from elastic_resume.report.incidents import Generation
 from elastic_resume.report.loader import LoadedRun, load_run
+from elastic_resume.report.run_history import Generation
 from elastic_resume.report.summary import RunReport
 from elastic_resume.testing import faults, virtual_network
 from elastic_resume.testing.cluster import Cluster, Hosts

@@ -29,8 +29,8 @@ from elastic_resume import constants, events
 from elastic_resume.checkpoint.catalog import Catalog, CatalogEntry
 from elastic_resume.errors import UsageError
 from elastic_resume.events import Event
-from elastic_resume.report import incidents, summary
-from elastic_resume.snapshot import progress_page
+from elastic_resume.report import run_history, summary
+from elastic_resume.slots import progress_page
 from elastic_resume.testing import fork_server
 from elastic_resume.testing.backends import Hosts, LoopbackBackend, make_backend
 from elastic_resume.testing.triggers import (
@@ -282,12 +282,12 @@ class Cluster:
     @property
     def lost_steps(self) -> int:
         """Count the recomputed steps of all failures so far."""
-        return incidents.build_history_from_events(self.events()).recomputed_steps
+        return run_history.build_history_from_events(self.events()).recomputed_steps
 
     @property
     def recoveries(self) -> list[Recovery]:
         """List the failures that the job has recovered from so far, in order."""
-        rows = incidents.build_history_from_events(self.events()).generations
+        rows = run_history.build_history_from_events(self.events()).generations
         return [
             Recovery(following.number, row.end.text, row.recovery_s, row.recomputed_steps)
             for row, following in itertools.pairwise(rows)

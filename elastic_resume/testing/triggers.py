@@ -21,7 +21,7 @@ from typing import Any
 from elastic_resume import constants, failpoints
 from elastic_resume.background import BackgroundThread
 from elastic_resume.failpoints import ARMED_FILE, DONE_SUFFIX, FIRED_SUFFIX, REACHED_SUFFIX
-from elastic_resume.snapshot.progress_page import ProgressRecord
+from elastic_resume.slots.progress_page import ProgressRecord
 
 POLL_S = 0.002  # a step of a small model takes a few milliseconds
 IDLE_POLL_S = 0.01

@@ -9,11 +9,11 @@ from typing import Any
 
 from elastic_resume.checkpoint import node_dir
 from elastic_resume.checkpoint.manifest import Position
-from elastic_resume.data.world_size import WorldChange
+from elastic_resume.data.batch_size import WorldChange
 from elastic_resume.policy.resume_plan import DISK
+from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.restore import inventory
 from elastic_resume.restore.coordinator import ResumeResult
-from elastic_resume.restore.rank_context import RankContext
 from elastic_resume.units import format_count
 
 logger = logging.getLogger(__name__)

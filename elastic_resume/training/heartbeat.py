@@ -1,6 +1,6 @@
 """A worker's signs of life for the hang detector: a record on the progress page, and evidence on request.
 
-`Heartbeat` writes this rank's record. Under an agent each worker can also be examined in two ways:
+`RankHeartbeat` writes this rank's record. Under an agent each worker can also be examined in two ways:
 
 - A thread waits for a byte in a pipe, and answers with the collectives in which this rank takes part. It
   needs the GIL: without an answer, something holds the GIL.
@@ -27,13 +27,13 @@ from typing import Any
 import torch.distributed as dist
 
 from elastic_resume import constants
-from elastic_resume.restore.rank_context import RankContext
-from elastic_resume.snapshot.progress_page import STACKS_SIGNAL, ProgressPage, WorkerProcess
+from elastic_resume.ranks.rank_context import RankContext
+from elastic_resume.slots.progress_page import STACKS_SIGNAL, ProgressPage, WorkerProcess
 
 MAX_PENDING_COLLECTIVES = 8  # limit of collectives in one answer, oldest first
 
 
-class Heartbeat:
+class RankHeartbeat:
     """This rank's record on the progress page, in one generation."""
 
     def __init__(self, progress_page: ProgressPage, context: RankContext) -> None:

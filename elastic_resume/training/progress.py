@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from elastic_resume.checkpoint.manifest import Manifest, Position
-from elastic_resume.data import world_size
+from elastic_resume.data import batch_size
+from elastic_resume.data.batch_size import WorldChange
 from elastic_resume.data.global_batches import SECOND_SHARDING, GlobalBatches, MicroBatch
 from elastic_resume.data.sharded_stream import ShardedStream
-from elastic_resume.data.world_size import WorldChange
 from elastic_resume.errors import UsageError
-from elastic_resume.restore.collectives import Collectives
+from elastic_resume.ranks.collectives import Collectives
 from elastic_resume.units import format_count
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class TrainingProgress:
         """Start at the manifest's position, or at zero without a manifest."""
         data = stream if batches is None else batches
         self.position = _start_position(manifest, data)
-        world_size.check_change_allowed(
+        batch_size.check_change_allowed(
             options.on_world_change, manifest.world_size if manifest else None, collectives.size
         )
         self.world_change = _apply_world_size(manifest, data, collectives.size)

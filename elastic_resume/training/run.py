@@ -27,23 +27,23 @@ from elastic_resume import console, constants, failpoints
 from elastic_resume.capture.schedule import SnapshotScheduler
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.config import Settings, suggest_similar
-from elastic_resume.data import elastic_sampler, rng, world_size
+from elastic_resume.data import batch_size, elastic_sampler, rng
+from elastic_resume.data.batch_size import WorldChange
 from elastic_resume.data.global_batches import GlobalBatches, MicroBatch
 from elastic_resume.data.rank_values import RankState, exchange
 from elastic_resume.data.sharded_stream import ShardedStream
-from elastic_resume.data.world_size import WorldChange
 from elastic_resume.errors import ConfigError, ElasticResumeError, MachineError, UsageError
 from elastic_resume.policy.resume_plan import ResumePlan
+from elastic_resume.ranks.collectives import Collectives
+from elastic_resume.ranks.rank_context import CommitterConnection, RankContext, open_node_dir
 from elastic_resume.restore import coordinator, replica_check
-from elastic_resume.restore.collectives import Collectives
 from elastic_resume.restore.coordinator import ResumeResult
-from elastic_resume.restore.rank_context import CommitterConnection, RankContext, open_node_dir
-from elastic_resume.snapshot.progress_page import ProgressPage
+from elastic_resume.slots.progress_page import ProgressPage
 from elastic_resume.state import state_dict
 from elastic_resume.state.bucket_order import BucketOrder
 from elastic_resume.state.state_dict import ParameterOrder, UntrackedOptimizerCheck
 from elastic_resume.training import announce, worker_exit
-from elastic_resume.training.heartbeat import Heartbeat
+from elastic_resume.training.heartbeat import RankHeartbeat
 from elastic_resume.training.progress import RunOptions, TrainingProgress
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class Run:
         if options.seed is not None:
             self._random_numbers.seed = options.seed  # an explicit seed overrides the checkpoint's
         self._plan = result.plan
-        self._heartbeat = Heartbeat(page, context)
+        self._heartbeat = RankHeartbeat(page, context)
         self._snapshot_scheduler = SnapshotScheduler(
             context,
             self._plan,
@@ -740,16 +740,16 @@ def _check_random_options(seed: object, rng_mode: object) -> None:
 
 
 def _check_world_change_policy(data: object, batches: GlobalBatches | None, policy: object) -> None:
-    if policy is not None and policy not in world_size.POLICIES:
-        policies = ", ".join(map(repr, world_size.POLICIES))
+    if policy is not None and policy not in batch_size.POLICIES:
+        policies = ", ".join(map(repr, batch_size.POLICIES))
         raise ConfigError(f"on_world_change is {policy!r}: use one of {policies}.")
     if isinstance(data, ShardedStream):
-        if policy == world_size.KEEP_GLOBAL:
+        if policy == batch_size.KEEP_GLOBAL:
             raise ConfigError(
                 f"on_world_change is {policy!r}, but a ShardedStream reads batch_size samples on each rank, "
                 'so its global batch grows with the number of ranks: use "keep_local_batch".'
             )
-    elif batches is None and policy not in {None, world_size.ERROR}:
+    elif batches is None and policy not in {None, batch_size.ERROR}:
         raise ConfigError(
             f"on_world_change is {policy!r}, but without data= batches cannot be divided: pass a "
             "GlobalBatches or a loader with an ElasticSampler as data=."

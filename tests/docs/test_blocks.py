@@ -35,7 +35,7 @@ import yaml
 
 from elastic_resume import cli, config
 from elastic_resume.agent import torchelastic
-from elastic_resume.rendezvous import config as rendezvous_config
+from elastic_resume.rendezvous import rendezvous_config
 from elastic_resume.testing import chaos, fork_server
 from elastic_resume.testing.faults import read_plan
 from elastic_resume.testing.fork_server import AgentProcess

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic_resume import cli, config, constants
-from elastic_resume.rendezvous.config import CONF_KEYS
+from elastic_resume.rendezvous.rendezvous_config import CONF_KEYS
 from elastic_resume.schedulers import environment
 from tests.support.paths import ROOT
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from elastic_resume import constants, events
-from elastic_resume.agent.round_evidence import RoundEvents
+from elastic_resume.agent.failure_evidence import RoundEvents
 from elastic_resume.events import MAX_LINE_BYTES
 
 pytestmark = pytest.mark.cluster

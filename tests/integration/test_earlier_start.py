@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastic_resume import constants, testing
-from elastic_resume.agent.status import load_past_incidents
+from elastic_resume.agent.status_reporter import load_past_incidents
 from elastic_resume.checkpoint import node_dir
 from elastic_resume.checkpoint.atomic_io import Disk
 from elastic_resume.report import summary

@@ -21,7 +21,7 @@ import pytest
 from elastic_resume.report import summary
 from elastic_resume.report.loader import load_run
 from elastic_resume.report.summary import RunReport
-from elastic_resume.snapshot.progress_page import ProgressRecord
+from elastic_resume.slots.progress_page import ProgressRecord
 from elastic_resume.testing import Cluster
 from elastic_resume.testing.fault_runner import DONE, FaultInjector
 from elastic_resume.testing.faults import KINDS, Fault

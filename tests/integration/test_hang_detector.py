@@ -24,7 +24,7 @@ from elastic_resume.checkpoint.atomic_io import DISK, Disk
 from elastic_resume.errors import MachineError
 from elastic_resume.events import Event
 from elastic_resume.policy.hangs import MIN_UNPROVEN_DELAY_S, HangThreshold
-from elastic_resume.snapshot.progress_page import (
+from elastic_resume.slots.progress_page import (
     STACKS_SIGNAL,
     ProgressPage,
     ProgressRecord,

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from elastic_resume import constants, events
-from elastic_resume.agent.round_evidence import RoundEvents
+from elastic_resume.agent.failure_evidence import RoundEvents
 from elastic_resume.agent.workers import launcher_shim, supervisor
 from elastic_resume.agent.workers.lease_page import LeasePage
 from tests.support.processes import is_alive, read_exit_event, wait_for, wait_for_pid

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_resume.restore.collectives import Collectives
-from elastic_resume.restore.rank_context import RankContext
-from elastic_resume.restore.replica_check import Difference, describe_groups, find_first_difference
+from elastic_resume.ranks.collectives import Collectives
+from elastic_resume.ranks.rank_context import RankContext
+from elastic_resume.restore.replica_check import RankDifference, describe_groups, find_first_difference
 from tests.support import launch_ranks
 from tests.support.paths import SCRIPTS
 
@@ -45,7 +45,7 @@ class ThreadCollectives(Collectives):
         return self.gather(value)[source_rank]
 
 
-def compare(values: list[dict[str, str]]) -> list[Difference | None]:
+def compare(values: list[dict[str, str]]) -> list[RankDifference | None]:
     """Let each rank compare its values; return what each found."""
     size = len(values)
     shared: list[Any] = [None] * size
@@ -53,7 +53,7 @@ def compare(values: list[dict[str, str]]) -> list[Difference | None]:
     settings: Any = SimpleNamespace(node_name="n0", ckpt_dir=Path(), run_id="job")
     events: Any = None
 
-    def compare_on(rank: int) -> Difference | None:
+    def compare_on(rank: int) -> RankDifference | None:
         context = RankContext(ThreadCollectives(rank, shared, barrier), settings, events)
         return find_first_difference(context, lambda: values[rank])
 

@@ -21,12 +21,12 @@ from elastic_resume.errors import JobFailedError
 from elastic_resume.policy.checkpoint_interval import AUTO
 from elastic_resume.policy.failure_classification import DIVERGENCE
 from elastic_resume.rendezvous.client import RendezvousClient
-from elastic_resume.rendezvous.config import RendezvousConfig
-from elastic_resume.rendezvous.core.events import Settings, StartWorkers
+from elastic_resume.rendezvous.core.interface import RendezvousSettings, StartWorkers
 from elastic_resume.rendezvous.core.messages import JoinSpec
 from elastic_resume.rendezvous.endpoint import Endpoint, ListenEndpoint
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
-from elastic_resume.snapshot.ipc import SnapshotClient
+from elastic_resume.rendezvous.rendezvous_config import RendezvousConfig
+from elastic_resume.slots.ipc import SnapshotClient
 from tests.support.rendezvous_nodes import NODE_TIMEOUT_S, wait_until
 from tests.support.snapshot_samples import SLOT_BYTES as NEEDED
 from tests.support.snapshot_samples import write_snapshot as snapshot
@@ -104,7 +104,9 @@ def nodes(tmp_path: Path) -> Iterator[list[FakeNode]]:
     """
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
     endpoints = tuple(Endpoint("127.0.0.1", listener.getsockname()[1]) for listener in listeners)
-    settings = Settings((), 3, 3, NODE_TIMEOUT_S, heartbeats_per_timeout=round(NODE_TIMEOUT_S / HEARTBEAT_S))
+    settings = RendezvousSettings(
+        (), 3, 3, NODE_TIMEOUT_S, heartbeats_per_timeout=round(NODE_TIMEOUT_S / HEARTBEAT_S)
+    )
     config = RendezvousConfig("job", endpoints, None, b"token", True, settings)
     built = []
     for place, name in enumerate("abc"):

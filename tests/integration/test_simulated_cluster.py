@@ -14,7 +14,7 @@ from elastic_resume import constants, events
 from elastic_resume.errors import ConfigError, UsageError
 from elastic_resume.events import EventLog
 from elastic_resume.report.loader import load_run
-from elastic_resume.snapshot.progress_page import ProgressRecord, WorkerProcess
+from elastic_resume.slots.progress_page import ProgressRecord, WorkerProcess
 from elastic_resume.testing import Cluster, TriggerError
 from elastic_resume.testing.triggers import RankProgress, StepCondition, TriggerWatcher
 from tests.support.machine_cluster import MachineCluster

@@ -20,8 +20,8 @@ from torch.optim.swa_utils import SWALR
 
 from elastic_resume.capture.state_cache import StateTracker
 from elastic_resume.errors import MismatchError, UntrackableError
-from elastic_resume.snapshot import slots
-from elastic_resume.state import load_state, state_dict
+from elastic_resume.slots import slot_memory
+from elastic_resume.state import load_objects, state_dict
 from elastic_resume.state.bucket_order import BucketOrder
 from elastic_resume.state.state_dict import UntrackedOptimizerCheck
 from tests.support import launch_ranks
@@ -159,9 +159,9 @@ def test_optimizer_and_scheduler_are_restored(optimizer: str, scheduler: str) ->
     for step in range(3):
         first.train(step)
         view, flat = tracker.read_state(), state_dict.flatten(first.tracked)
-        assert slots.merge_state(view.cached.static_skeleton, view.dynamic_skeleton) == flat.skeleton
+        assert slot_memory.merge_state(view.cached.static_skeleton, view.dynamic_skeleton) == flat.skeleton
         assert {leaf.name for leaf in view.leaves} == {leaf.name for leaf in flat.leaves}
-    load_state.load_into(second.tracked, flat.skeleton, copy_to_image(flat).tensor)
+    load_objects.load_into(second.tracked, flat.skeleton, copy_to_image(flat).tensor)
     assert second.all() == first.all()
     for step in range(3, 7):
         first.train(step)
@@ -189,7 +189,7 @@ def test_optimizer_state_of_other_dtype_is_not_rounded() -> None:
     optimizers = [Rounded([nn.Parameter(torch.ones(3, dtype=torch.bfloat16))]) for _ in range(2)]
     optimizers[0].step()
     flat = state_dict.flatten({"optimizer": optimizers[0]})
-    load_state.load_into({"optimizer": optimizers[1]}, flat.skeleton, copy_to_image(flat).tensor)
+    load_objects.load_into({"optimizer": optimizers[1]}, flat.skeleton, copy_to_image(flat).tensor)
     (restored,) = optimizers[1].state.values()
     assert restored["exact"].dtype == torch.float32
     assert restored["exact"].tolist() == [pytest.approx(0.999, abs=1e-7)] * 3
@@ -240,7 +240,7 @@ def test_bucket_order_is_replayed_to_ddp_with_device_ids() -> None:
 def carry(source: Any, target: Any) -> None:
     """Save ``source`` and load it into ``target``."""
     flat = state_dict.flatten(state_dict.collect_objects({"ema": source}))
-    load_state.load_into(
+    load_objects.load_into(
         state_dict.collect_objects({"ema": target}), flat.skeleton, copy_to_image(flat).tensor
     )
 

@@ -18,11 +18,11 @@ from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.errors import MachineError
-from elastic_resume.snapshot import slots
-from elastic_resume.snapshot.committer import CheckpointCommitter
-from elastic_resume.snapshot.ipc import SlotClient, SnapshotServer
-from elastic_resume.snapshot.slot_pool import SlotPool
-from elastic_resume.snapshot.slots import Slot
+from elastic_resume.slots import slot_memory
+from elastic_resume.slots.committer import CheckpointCommitter
+from elastic_resume.slots.ipc import SlotClient, SnapshotServer
+from elastic_resume.slots.slot_memory import Slot
+from elastic_resume.slots.slot_pool import SlotPool
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import TensorBuffer
 from tests.support import launch_ranks
@@ -54,9 +54,9 @@ COMMIT = """
 import sys
 from pathlib import Path
 from elastic_resume.checkpoint.node_dir import NodeDir
-from elastic_resume.snapshot.committer import CheckpointCommitter
-from elastic_resume.snapshot.slot_pool import SlotPool
-from elastic_resume.snapshot.slots import Slot
+from elastic_resume.slots.committer import CheckpointCommitter
+from elastic_resume.slots.slot_pool import SlotPool
+from elastic_resume.slots.slot_memory import Slot
 from tests.support.snapshot_samples import SLOT_BYTES, write_snapshot
 with NodeDir.claim(Path(sys.argv[1]), "job", "a") as node_dir:
     pool = SlotPool(3 * SLOT_BYTES)
@@ -120,7 +120,7 @@ def test_slot_whose_pages_cannot_be_mapped_is_not_writable(
         raise MachineError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(slots, "populate_pages", refuse)
+        patch.setattr(slot_memory, "populate_pages", refuse)
         assert memory.reserve(4096) > 0
         assert memory.list_writable(4096) == []
     assert memory.list_writable(4096)

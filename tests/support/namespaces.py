@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from elastic_resume.errors import MachineError
-from elastic_resume.schedulers.resources import MemoryCgroup
+from elastic_resume.machine import MemoryCgroup
 
 CLONE_NEWPID = 0x20000000  # linux/sched.h
 _GROUP_PREFIX = "elastic-resume-machine-"

@@ -14,7 +14,7 @@ import sys
 import threading
 from pathlib import Path
 
-from elastic_resume.schedulers.resources import MemoryCgroup
+from elastic_resume.machine import MemoryCgroup
 from elastic_resume.testing import fork_server_main
 from elastic_resume.testing.fork_server import AgentForkServer
 from tests.support.pods import IMAGE_ENVIRONMENT

@@ -14,7 +14,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from elastic_resume.rendezvous.core.events import Effect, EmitEvent, Settings, StartWorkers, StopWorkers
+from elastic_resume.rendezvous.core.interface import (
+    Effect,
+    EmitEvent,
+    RendezvousSettings,
+    StartWorkers,
+    StopWorkers,
+)
 from elastic_resume.rendezvous.core.messages import Header, JoinRequest, JoinSpec, Message
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.world import Incarnation
@@ -23,7 +29,7 @@ from elastic_resume.rendezvous.net import protocol
 from elastic_resume.rendezvous.net.connection import ConnectionLimits
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
 from elastic_resume.rendezvous.net.server import RendezvousServer, RendezvousThread
-from elastic_resume.rendezvous.net.status import RendezvousStatus
+from elastic_resume.rendezvous.net.status_server import RendezvousStatus
 
 TOKEN = b"a token that nobody may read in a log"
 RUN = "job"
@@ -56,7 +62,7 @@ class SocketNode:
         state_file: DurableStateFile,
         *,
         limits: ConnectionLimits,
-        settings: Settings,
+        settings: RendezvousSettings,
         host: str = "127.0.0.1",
         resolve: ResolveFunction = resolve_name,
     ) -> None:
@@ -153,7 +159,7 @@ class RendezvousNodes:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the kernel queues little
         addresses = (listener_address(listener, host) for listener in listeners[:3])
         candidates = (*first_candidates, *addresses)
-        settings = Settings(
+        settings = RendezvousSettings(
             candidates,
             max_nodes=count,
             last_call_timeout_s=TIMEOUT_S,  # a view of all nodes does not wait for it

@@ -6,11 +6,11 @@ import time
 
 from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.checkpoint.manifest import Position
-from elastic_resume.snapshot import slots
-from elastic_resume.snapshot.slots import Slot, encode_snapshot_id
+from elastic_resume.slots import slot_memory
+from elastic_resume.slots.slot_memory import Slot, encode_snapshot_id
 
 LAYOUT = Layout.build([TensorSpec("model/w", "U8", (100_000,))])
-SLOT_BYTES = slots.required_slot_bytes(LAYOUT.total_bytes, 1000, 1000)
+SLOT_BYTES = slot_memory.required_slot_bytes(LAYOUT.total_bytes, 1000, 1000)
 
 
 def write_snapshot(
@@ -23,10 +23,14 @@ def write_snapshot(
         "follows_rank0": [], "state": {"model": {"w": {"$": "tensor", "name": "model/w", "kind": "tensor"}}},
     }  # fmt: skip
     position = Position(0, step, step, step)
-    dynamic = slots.dynamic_metadata(generation, position, time.time(), {})
+    dynamic = slot_memory.dynamic_metadata(generation, position, time.time(), {})
     slot.record.set("target", 0)
     slot.write_metadata(
-        LAYOUT.header, LAYOUT.total_bytes, slots.encode_metadata(static), slots.encode_metadata(dynamic), 7
+        LAYOUT.header,
+        LAYOUT.total_bytes,
+        slot_memory.encode_metadata(static),
+        slot_memory.encode_metadata(dynamic),
+        7,
     )
     slot.memory[len(LAYOUT.header) : LAYOUT.total_bytes] = bytes([step % 256]) * 100_000
     slot.record.set("parts", parts)

@@ -19,24 +19,25 @@ PACKAGE = ROOT / "elastic_resume"
 LAYERS = """
     constants errors
     units events background
-    console
+    console machine
+    failpoints
     policy
     schedulers
-    config failpoints
+    config
     checkpoint
-    snapshot
+    slots
     rendezvous
     state data
-    restore
-    capture
+    ranks
+    restore capture
     training report
-    integrations
+    integrations commands
     agent
     testing
     cli
 """
 LEVEL = {part: level for level, line in enumerate(LAYERS.split("\n")) for part in line.split()}
-WORKER_PACKAGES = {"state", "data", "restore", "capture", "training", "integrations"}
+WORKER_PACKAGES = {"state", "data", "ranks", "restore", "capture", "training", "integrations"}
 MAY_IMPORT_TORCH = (
     *(f"{package}/" for package in sorted(WORKER_PACKAGES)),
     "agent/torchelastic.py",
@@ -212,3 +213,19 @@ def test_no_identifier_or_message_uses_retired_word(modules: list[Module]) -> No
         for word in sorted({part.lower() for part in pattern.findall(text)} & RETIRED)
     ]
     assert found == []
+
+
+def test_names_of_modules_and_classes_are_unique(modules: list[Module]) -> None:
+    """A reader who meets a name has one place to look. Lightning has two packages with equal names."""
+    places: dict[str, list[str]] = {}
+    for module in modules:
+        stem = module.path.rsplit("/")[-1]
+        classes = [node.name for node in ast.parse(module.text).body if isinstance(node, ast.ClassDef)]
+        for name in classes if module.path.startswith("integrations/") else [*classes, stem]:
+            places.setdefault(name, []).append(module.path)
+    repeated = {
+        name: paths
+        for name, paths in places.items()
+        if len(paths) > 1 and name != "__init__.py" and not all("lightning" in path for path in paths)
+    }
+    assert repeated == {}

@@ -17,7 +17,7 @@ from torch.distributed.run import get_args_parser
 
 from elastic_resume import cli, config
 from elastic_resume.agent import run_help
-from elastic_resume.rendezvous.config import CONF_KEYS
+from elastic_resume.rendezvous.rendezvous_config import CONF_KEYS
 
 TWO = ["--nnodes", "2", "--rdzv-endpoint", "h"]
 

@@ -183,7 +183,7 @@ def test_failpoint_out_of_memory_is_simulated_without_limit(
     arming: FailpointController, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process ends by SIGKILL, and its message says that the kernel did not do it."""
-    monkeypatch.setattr("elastic_resume.schedulers.resources.MemoryCgroup.read_usage", lambda _: None)
+    monkeypatch.setattr("elastic_resume.machine.MemoryCgroup.read_usage", lambda _: None)
     arming.arm("step=out-of-memory:10000000")
     assert status_of(lambda: failpoints.hit("step")) == -signal.SIGKILL
     assert "no control group limits it" in capfd.readouterr().err

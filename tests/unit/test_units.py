@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from elastic_resume.agent import main
-from elastic_resume.agent.round_evidence import RoundEvents
+from elastic_resume.agent.failure_evidence import RoundEvents
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.checkpoint.manifest import Position
+from elastic_resume.commands import job_status
 from elastic_resume.config import OPTIONS, Settings, add_flags, parse_flags_and_file
 from elastic_resume.errors import ConfigError
 from elastic_resume.policy.checkpoint_interval import IntervalSetting
 from elastic_resume.policy.restart import UNLIMITED
 from elastic_resume.policy.resume_plan import ResumePlan
-from elastic_resume.rendezvous.config import RendezvousConfig
-from elastic_resume.report import status
+from elastic_resume.rendezvous.rendezvous_config import RendezvousConfig
 from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.schedulers import environment
 from elastic_resume.state.state_dict import FlatState
@@ -78,7 +78,7 @@ READERS: dict[str, Callable[[str], float | None]] = {
     "--hang-timeout": _option("hang-timeout"),
     "--node-timeout": _option("node-timeout"),
     "--rdzv-conf": _terms,
-    "--interval": status._parse_interval,
+    "--interval": job_status._parse_interval,
     "chaos --patience": chaos._duration_parser("--patience"),
     "fault": _fault,
     "fault plan": _plan_file,

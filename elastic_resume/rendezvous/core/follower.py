@@ -22,7 +22,7 @@ from elastic_resume.rendezvous.core.state import NodeState
 from elastic_resume.rendezvous.core.world import Ballot, JobEnd, Proposal, View
 
 FIRST_REDIAL_PAUSE_S = 0.005
-"""Before the second call to a lost leader. Each later pause doubles, up to `Settings.probe_interval_s`."""
+"""Before the second call to a lost leader. Each later pause doubles, up to `probe_interval_s`."""
 MAX_PAUSE_DOUBLINGS = 10
 PATIENT_NODE_TIMEOUTS = 2
 """A follower stays so long with a leader that lacks nodes or votes, while another leader announces itself."""

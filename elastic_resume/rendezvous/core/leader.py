@@ -29,8 +29,8 @@ from elastic_resume.policy.reasons import (
     name_nodes,
 )
 from elastic_resume.rendezvous.core import messages
-from elastic_resume.rendezvous.core.divergence import DivergenceDetector
 from elastic_resume.rendezvous.core.peers import Link, Peer, PeerTable
+from elastic_resume.rendezvous.core.replica_comparison import DivergenceDetector
 from elastic_resume.rendezvous.core.state import NodeState
 from elastic_resume.rendezvous.core.view_change import MANY_FOLLOWERS, PendingWelcome, ViewChange
 from elastic_resume.rendezvous.core.world import Ballot, Incarnation, JobEnd, View, Vote

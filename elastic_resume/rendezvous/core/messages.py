@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_resume.policy.divergence import Digest, DivergenceVerdict
+from elastic_resume.policy.digests import Digest, DivergenceVerdict
 from elastic_resume.policy.failure_classification import Failure
 from elastic_resume.policy.reasons import Departure, Refusal, ViewEndReason, WaitReason
 from elastic_resume.rendezvous.core.world import Ballot, Incarnation, JobEnd, Proposal, View, Vote

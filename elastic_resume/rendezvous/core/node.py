@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from elastic_resume.policy.failure_classification import bound_failures
 from elastic_resume.policy.reasons import Departure, format_node_names
-from elastic_resume.rendezvous.core import events, messages
+from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.follower import Follower
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.peers import Link
@@ -28,9 +28,9 @@ class RendezvousNode:
 
     def __init__(
         self,
-        settings: events.Settings,
+        settings: interface.RendezvousSettings,
         incarnation: Incarnation,
-        persistent_state: events.PersistentState | None,
+        persistent_state: interface.PersistentState | None,
         now: float,
         max_generation: int = 0,
     ) -> None:
@@ -45,7 +45,7 @@ class RendezvousNode:
         self.end_reason = ""
         """Why this node has left the rendezvous; empty before."""
 
-    def handle(self, event: events.Event, now: float) -> list[events.Effect]:
+    def handle(self, event: interface.Event, now: float) -> list[interface.Effect]:
         """Handle one event at the time `now`, in seconds since boot; return effects to carry out in order."""
         state = self.state
         self._advance_clock(now)
@@ -73,13 +73,13 @@ class RendezvousNode:
             for link in state.links.values():
                 link.last_received_at += late_s
 
-    def _dispatch(self, event: events.Event) -> None:
+    def _dispatch(self, event: interface.Event) -> None:
         state, role = self.state, self.role
-        if isinstance(event, events.MessageReceived):
+        if isinstance(event, interface.MessageReceived):
             self._handle_message(event)
-        elif isinstance(event, events.PeerConnected):
+        elif isinstance(event, interface.PeerConnected):
             self._handle_connected(event)
-        elif isinstance(event, events.PeerDisconnected):
+        elif isinstance(event, interface.PeerDisconnected):
             link = state.links.pop(event.conn_id, None)
             if link and link.address in state.settings.candidates:
                 state.unreachable_reasons[link.address] = event.reason[:120]
@@ -88,7 +88,7 @@ class RendezvousNode:
                 state.voter.mark_ended_at(link)
             if link and role:
                 role.handle_disconnected(link)
-        elif isinstance(event, events.Persisted):
+        elif isinstance(event, interface.Persisted):
             state.durable_version = max(state.durable_version, event.version)
         elif isinstance(event, messages.JoinRequest):
             state.stop_workers("torchelastic stopped its workers")
@@ -100,7 +100,7 @@ class RendezvousNode:
                 state.join = replace(state.join, is_importing=False)
                 if isinstance(role, (Follower, Leader)):
                     role.handle_imports_finished()
-        elif isinstance(event, events.WorkersFinished):
+        elif isinstance(event, interface.WorkersFinished):
             self._handle_workers_finished()
         elif isinstance(event, messages.FailureReport):
             state.failure_report = event
@@ -120,16 +120,16 @@ class RendezvousNode:
                 role.send_reports()
         elif isinstance(event, messages.StateDigest):
             state.queue_digest(event)
-        elif isinstance(event, events.Leave):
+        elif isinstance(event, interface.Leave):
             self._handle_leave(event)
 
-    def _handle_message(self, event: events.MessageReceived) -> None:
+    def _handle_message(self, event: interface.MessageReceived) -> None:
         link = self.state.links.get(event.conn_id)
         if link and self.role:
             link.record_header(event.header, self.state.now)
             self.role.handle_message(link, event.message)
 
-    def _handle_connected(self, event: events.PeerConnected) -> None:
+    def _handle_connected(self, event: interface.PeerConnected) -> None:
         state = self.state
         link = state.links.get(event.conn_id)
         if link is None and event.conn_id < 0:
@@ -148,7 +148,7 @@ class RendezvousNode:
         if isinstance(self.role, (Follower, Leader)):
             self.role.handle_workers_finished()
 
-    def _handle_leave(self, event: events.Leave) -> None:
+    def _handle_leave(self, event: interface.Leave) -> None:
         """Vote for a view without this node before it leaves, if others are here."""
         state, role = self.state, self.role
         waits = state.voter.is_voter and not state.settings.single_node
@@ -193,7 +193,7 @@ class RendezvousNode:
             reason = f"no rendezvous within {state.settings.join_timeout_s:g} s: {self.role.explain_wait()}"
             if isinstance(self.role, (Follower, Leader)):
                 self.role.leave(Departure(reason))
-            state.effects.append(events.GiveUp(reason))
+            state.effects.append(interface.GiveUp(reason))
             self._close(reason)
 
     def _change_role(self) -> None:
@@ -216,7 +216,9 @@ class RendezvousNode:
             absent = format_node_names(end.unfinished_nodes, end.unfinished_count)
             done = f"all remaining nodes have finished; absent at the end: {absent}"
         self.state.effects.append(
-            events.EndJob(end.failure_reason or done, bool(end.failure_reason), bound_failures(end.failures))
+            interface.EndJob(
+                end.failure_reason or done, bool(end.failure_reason), bound_failures(end.failures)
+            )
         )
         self._close("ended")
 
@@ -235,7 +237,7 @@ class RendezvousNode:
             role.close()
             self.role = Leader(state, role.waiting_peers)
         elif role.result is SearchResult.REFUSED:
-            state.effects.append(events.GiveUp(role.refusal_reason, is_permanent=True))
+            state.effects.append(interface.GiveUp(role.refusal_reason, is_permanent=True))
             self._close(role.refusal_reason)
 
     def _close(self, reason: str) -> None:
@@ -246,17 +248,17 @@ class RendezvousNode:
             self.role.close()
         self.role = None
 
-    def _handle_after_end(self, event: events.Event) -> None:
+    def _handle_after_end(self, event: interface.Event) -> None:
         """Answer each searcher and each leader with the end of the job, and close all connections."""
         state = self.state
-        if isinstance(event, events.Persisted):
+        if isinstance(event, interface.Persisted):
             state.durable_version = max(state.durable_version, event.version)
             state.request_persist()
-        elif isinstance(event, events.PeerConnected):
+        elif isinstance(event, interface.PeerConnected):
             state.links[event.conn_id] = Link(event.conn_id)
-        elif isinstance(event, events.PeerDisconnected):
+        elif isinstance(event, interface.PeerDisconnected):
             state.links.pop(event.conn_id, None)
-        elif isinstance(event, events.MessageReceived) and event.conn_id in state.links:
+        elif isinstance(event, interface.MessageReceived) and event.conn_id in state.links:
             link = state.links[event.conn_id]
             if isinstance(event.message, (messages.Hello, messages.LeaderAnnouncement)) and state.job_end:
                 state.send(link, state.job_end)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from elastic_resume.policy.divergence import choose_common_step
+from elastic_resume.policy.digests import choose_common_step
 from elastic_resume.policy.failure_classification import FailureLog, bound_failures, make_node_failure
 from elastic_resume.policy.reasons import (
     Departure,
@@ -19,7 +19,7 @@ from elastic_resume.policy.reasons import (
     describe,
     describe_loss,
 )
-from elastic_resume.rendezvous.core import events, messages
+from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.peers import NEVER, Link
 from elastic_resume.rendezvous.core.voter import Voter
 from elastic_resume.rendezvous.core.world import (
@@ -37,9 +37,9 @@ class NodeState:
 
     def __init__(
         self,
-        settings: events.Settings,
+        settings: interface.RendezvousSettings,
         incarnation: Incarnation,
-        persistent_state: events.PersistentState | None,
+        persistent_state: interface.PersistentState | None,
         now: float,
         max_generation: int = 0,
     ) -> None:
@@ -54,7 +54,7 @@ class NodeState:
         """When it leaves although none is decided."""
         self.now = now
         self.links: dict[int, Link] = {}
-        self.effects: list[events.Effect] = []
+        self.effects: list[interface.Effect] = []
         self.join: messages.JoinSpec | None = None
         self.join_since = now
         self.running_view: View | None = None
@@ -95,7 +95,7 @@ class NodeState:
         """Ask for a write of what is known, unless one is in progress."""
         if self._persisting_version <= self.durable_version < self.voter.version:
             self._persisting_version, self._persist_since = self.voter.version, self.now
-            self.effects.append(events.Persist(self.voter.version, self.voter.known))
+            self.effects.append(interface.Persist(self.voter.version, self.voter.known))
 
     @property
     def is_durable(self) -> bool:
@@ -140,17 +140,17 @@ class NodeState:
         self._last_conn_id += 1
         link = Link(self._last_conn_id, address, view_at_dial=self.view, dialled_at=self.now)
         self.links[link.conn_id] = link
-        self.effects.append(events.Connect(link.conn_id, address, ip_address))
+        self.effects.append(interface.Connect(link.conn_id, address, ip_address))
         return link
 
     def send(self, link: Link, message: messages.Message, generation: int = 0) -> None:
         """Queue a message on an open link."""
-        self.effects.append(events.Send(link.conn_id, link.next_header(self.now, generation), message))
+        self.effects.append(interface.Send(link.conn_id, link.next_header(self.now, generation), message))
 
     def disconnect(self, link: Link) -> None:
         """Close a link."""
         if self.links.pop(link.conn_id, None):
-            self.effects.append(events.Disconnect(link.conn_id))
+            self.effects.append(interface.Disconnect(link.conn_id))
 
     def has_recent_ack(self, link: Link) -> bool:
         """Return whether the peer surely follows this node still, by its newest acknowledgement."""
@@ -191,7 +191,7 @@ class NodeState:
             others = tuple(node for node in self.unreachable_peers.nodes if node not in members)
             self.unreachable_peers = messages.UnreachablePeers(view.generation, others) if others else None
         self.effects.append(
-            events.StartWorkers(
+            interface.StartWorkers(
                 view.generation,
                 rank,
                 view.members,
@@ -206,7 +206,7 @@ class NodeState:
         """End the running view on this node, if there is one."""
         if self.running_view is None:
             return
-        self.effects.append(events.StopWorkers(self.running_view.generation, reason, immediately))
+        self.effects.append(interface.StopWorkers(self.running_view.generation, reason, immediately))
         self.running_view = None
         self.lease_until = NEVER
 
@@ -268,4 +268,4 @@ class NodeState:
 
     def emit_event(self, kind: str, text: str, missing: tuple[str, ...] = ()) -> None:
         """Add an event to the event log."""
-        self.effects.append(events.EmitEvent(kind, text, missing))
+        self.effects.append(interface.EmitEvent(kind, text, missing))

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from elastic_resume.rendezvous.core import events, messages
+from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.peers import Link
 from elastic_resume.rendezvous.core.taken_votes import may_take, may_vote
 from elastic_resume.rendezvous.core.world import (
@@ -31,16 +31,16 @@ class Voter:
 
     def __init__(
         self,
-        settings: events.Settings,
+        settings: interface.RendezvousSettings,
         incarnation: Incarnation,
-        persistent_state: events.PersistentState | None,
+        persistent_state: interface.PersistentState | None,
         now: float,
         max_generation: int,
     ) -> None:
         self.settings = settings
         self.incarnation = incarnation
         self.now = now
-        former = persistent_state or events.PersistentState(
+        former = persistent_state or interface.PersistentState(
             incarnation, NO_VIEW, Ballot(), None, frozenset(), 0
         )
         generation = max(max_generation, former.max_generation)

@@ -25,7 +25,7 @@ from enum import Enum
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
-from elastic_resume.policy.divergence import Digest, is_digest
+from elastic_resume.policy.digests import Digest, is_digest
 from elastic_resume.rendezvous.core.world import Incarnation, View
 
 MAX_MEMBERS = 100_000

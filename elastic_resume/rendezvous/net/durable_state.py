@@ -20,7 +20,7 @@ import xxhash
 from elastic_resume import failpoints
 from elastic_resume.checkpoint.atomic_io import DISK, Disk
 from elastic_resume.errors import NodeFileError
-from elastic_resume.rendezvous.core.events import PersistentState
+from elastic_resume.rendezvous.core.interface import PersistentState
 from elastic_resume.rendezvous.core.world import NO_VIEW, Ballot, Incarnation
 from elastic_resume.rendezvous.net import codec
 

@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from elastic_resume.errors import MachineError
-from elastic_resume.rendezvous.core.events import (
+from elastic_resume.rendezvous.core.interface import (
     Connect,
     Disconnect,
     Effect,
@@ -37,8 +37,8 @@ from elastic_resume.rendezvous.core.events import (
     PeerDisconnected,
     Persist,
     Persisted,
+    RendezvousSettings,
     Send,
-    Settings,
     Tick,
 )
 from elastic_resume.rendezvous.core.messages import Message
@@ -55,7 +55,7 @@ from elastic_resume.rendezvous.net.connection import (
     connect,
 )
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
-from elastic_resume.rendezvous.net.status import RendezvousStatus, StatusServer, build_status
+from elastic_resume.rendezvous.net.status_server import RendezvousStatus, StatusServer, build_status
 
 DISK_RETRY_S = 1.0
 """Between two attempts to write the state file."""
@@ -82,7 +82,7 @@ class RendezvousServer:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: RendezvousSettings,
         incarnation: Incarnation,
         *,
         listener: socket.socket,

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from elastic_resume.policy.failure_classification import MAX_FAILURES, Failure
-from elastic_resume.rendezvous.core.events import StartWorkers
+from elastic_resume.rendezvous.core.interface import StartWorkers
 from elastic_resume.rendezvous.core.world import Incarnation, View
 
 ONE_VIEW_PER_GENERATION = "one view per generation"

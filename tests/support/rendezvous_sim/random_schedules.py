@@ -9,7 +9,7 @@ import random
 from dataclasses import replace
 from itertools import combinations
 
-from elastic_resume.rendezvous.core.events import Settings
+from elastic_resume.rendezvous.core.interface import RendezvousSettings
 from tests.support.rendezvous_sim import schedule as kinds
 from tests.support.rendezvous_sim import targeted_faults
 from tests.support.rendezvous_sim.schedule import PARTITION_KINDS, Fault, JobSpec, NodeSpec, Schedule, Trigger
@@ -91,7 +91,7 @@ def draw_job(rng: random.Random, family: str, count: int) -> JobSpec:
     """Draw nodes, candidates, limits and clocks."""
     names = tuple(NODE_NAMES[:count]) if count <= 9 else tuple(f"n{place:03}" for place in range(count))
     candidates = names[: rng.choice((1, 2, 3, 3, min(count, 9)))]
-    settings = Settings(
+    settings = RendezvousSettings(
         candidates,
         min_nodes=rng.choice((1, 1, 1, 2)),
         max_nodes=count

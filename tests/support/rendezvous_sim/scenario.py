@@ -9,13 +9,13 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from elastic_resume.policy.divergence import summarize_divergence
+from elastic_resume.policy.digests import summarize_divergence
 from elastic_resume.policy.failure_classification import Failure, describe_failure
-from elastic_resume.rendezvous.core.events import (
+from elastic_resume.rendezvous.core.interface import (
     EmitEvent,
     EndJob,
     GiveUp,
-    Settings,
+    RendezvousSettings,
     StartWorkers,
     StopWorkers,
 )
@@ -40,12 +40,14 @@ class Scenario:
     def __init__(self, job: str) -> None:
         options = dict(word.partition("=")[::2] for word in job.split())
         min_nodes, max_nodes = options.get("nnodes", "1:9").split(":")
-        settings = Settings(
+        settings = RendezvousSettings(
             tuple(options["candidates"].split(",")),
             int(min_nodes),
             int(max_nodes),
             join_timeout_s=float(options.get("join_timeout", 600)),
-            heartbeats_per_timeout=int(options.get("heartbeats", Settings(()).heartbeats_per_timeout)),
+            heartbeats_per_timeout=int(
+                options.get("heartbeats", RendezvousSettings(()).heartbeats_per_timeout)
+            ),
             is_strict="strict" in options,
         )
         self.clock = Clock()

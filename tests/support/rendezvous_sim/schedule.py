@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_resume.rendezvous.core.events import Settings
+from elastic_resume.rendezvous.core.interface import RendezvousSettings
 from tests.support.rendezvous_sim.invariants import (
     MONOTONIC_GENERATION,
     NO_FALSE_DEATH,
@@ -94,7 +94,7 @@ class JobSpec:
     """The job of a schedule."""
 
     nodes: tuple[NodeSpec, ...]
-    settings: Settings
+    settings: RendezvousSettings
     linger_s: float = 1.0
     """How long an agent answers after the end of the job, or after it has left."""
     finishes_at_end: bool = False
@@ -112,7 +112,7 @@ class JobSpec:
         words.append(f"nnodes {s.min_nodes}:{s.max_nodes}")
         if s.is_strict:
             words.append("strict")
-        if s.join_timeout_s < Settings(()).join_timeout_s:
+        if s.join_timeout_s < RendezvousSettings(()).join_timeout_s:
             words.append(f"join timeout {s.join_timeout_s:g} s")
         if self.finishes_at_end:
             words.append("finishes at the end")

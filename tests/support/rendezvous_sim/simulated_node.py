@@ -10,10 +10,10 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from elastic_resume.policy.divergence import Digest
+from elastic_resume.policy.digests import Digest
 from elastic_resume.policy.failure_classification import SIGNAL, Failure
 from elastic_resume.policy.reasons import Departure
-from elastic_resume.rendezvous.core import events, messages
+from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.world import Incarnation, Proposal
@@ -35,7 +35,7 @@ class SimulatedNode(Host):
     has_failed_job = False
 
     def __init__(
-        self, name: str, settings: events.Settings, net: Network, checkers: InvariantChecker
+        self, name: str, settings: interface.RendezvousSettings, net: Network, checkers: InvariantChecker
     ) -> None:
         self.name = self.node_name = name
         """Its address, and the name that its agent says. By mistake two machines may have the same."""
@@ -48,7 +48,7 @@ class SimulatedNode(Host):
         self.clock_origin_s = 0.0
         self.order = 0
         self.is_importing, self.imports_s = False, 0.0
-        self.saved_state: events.PersistentState | None = None
+        self.saved_state: interface.PersistentState | None = None
         self.max_write_s = 0.01
         self.max_stop_s = 0.02
         self.incarnation_id = 0
@@ -68,7 +68,7 @@ class SimulatedNode(Host):
         """Its workers ended by themselves while it was paused."""
         self.agent: RendezvousNode | None = None
         self.ends: dict[int, ConnectionEnd] = {}
-        self.queued_events: list[tuple[events.Event, int]] = []
+        self.queued_events: list[tuple[interface.Event, int]] = []
         self.trace: TraceFunction | None = None
         self.on_event: Callable[[str], None] | None = None
         """Called with the name of each view change message and with each new `view`."""
@@ -118,7 +118,7 @@ class SimulatedNode(Host):
         incarnation = Incarnation(self.node_name, disk_id, boot, self.name, index)
         self.agent = RendezvousNode(self.settings, incarnation, self.saved_state, self.local_time())
         self.ends, self.queued_events, self._timer_due_s = {}, [], float("inf")
-        self._handle_event(events.Tick())
+        self._handle_event(interface.Tick())
         if self.imports_s:
             self.is_importing = True
             self.clock.call_at(self.clock.now + self.imports_s, self.finish_imports, self.incarnation_id)
@@ -137,7 +137,7 @@ class SimulatedNode(Host):
     @property
     def has_ended(self) -> bool:
         """Whether the job has ended for its agent."""
-        return self.end_text.startswith(events.EndJob.__name__)
+        return self.end_text.startswith(interface.EndJob.__name__)
 
     def known_addresses(self) -> set[str]:
         """Return the addresses that its agent may call."""
@@ -243,7 +243,7 @@ class SimulatedNode(Host):
         self.is_paused = False
         queued, self.queued_events = self.queued_events, []
         if not queued:
-            self._handle_event(events.Tick())
+            self._handle_event(interface.Tick())
         for event, incarnation_id in queued:
             self.deliver_event(event, incarnation_id)
         if self.workers_lost_lease and self.running:
@@ -330,7 +330,7 @@ class SimulatedNode(Host):
     def finish(self) -> None:
         """Let every worker of this node succeed."""
         self.checkers.on_finish(self.name)
-        self._handle_event(events.WorkersFinished())
+        self._handle_event(interface.WorkersFinished())
 
     def fail_job(self, reason: str) -> None:
         """Fail the job for all nodes; a real agent does not join again."""
@@ -341,7 +341,7 @@ class SimulatedNode(Host):
     def leave(self) -> None:
         """Shut this node down in order."""
         self.checkers.on_stop(self.name)
-        self._handle_event(events.Leave(Departure("drained")))
+        self._handle_event(interface.Leave(Departure("drained")))
 
     # The network's side.
 
@@ -350,33 +350,33 @@ class SimulatedNode(Host):
         self._last_accepted_id -= 1
         end.conn = self._last_accepted_id
         self.ends[end.conn] = end
-        self._handle_event(events.PeerConnected(end.conn))
+        self._handle_event(interface.PeerConnected(end.conn))
 
     def on_network_event(self, end: ConnectionEnd, kind: str, payload: Any) -> None:
         """Turn a network event into an event of the process that owns that end."""
         if end.incarnation_id != self.incarnation_id or self.agent is None:
             return
         if kind == "message":
-            self._handle_event(events.MessageReceived(end.conn, *payload))
+            self._handle_event(interface.MessageReceived(end.conn, *payload))
         elif kind == "connected":
-            self._handle_event(events.PeerConnected(end.conn))
+            self._handle_event(interface.PeerConnected(end.conn))
         else:
             end.is_open = False
-            self._handle_event(events.PeerDisconnected(end.conn, refused=kind == "refused"))
+            self._handle_event(interface.PeerDisconnected(end.conn, refused=kind == "refused"))
 
     # The core.
 
-    def _handle_event(self, event: events.Event) -> None:
+    def _handle_event(self, event: interface.Event) -> None:
         self.deliver_event(event, self.incarnation_id)
 
-    def deliver_event(self, event: events.Event, incarnation_id: int) -> None:
+    def deliver_event(self, event: interface.Event, incarnation_id: int) -> None:
         """Hand an event to the agent of that incarnation."""
         if self.agent is None or incarnation_id != self.incarnation_id:
             return
         if self.is_paused:
             self.queued_events.append((event, incarnation_id))
             return
-        if self.trace and not isinstance(event, events.Tick):
+        if self.trace and not isinstance(event, interface.Tick):
             self.trace(self.name, event)
         before, role = self.agent.state.view, self.agent.role
         proposal = role.view_change.decision.proposal if isinstance(role, Leader) else None
@@ -422,24 +422,24 @@ class SimulatedNode(Host):
             self._timer_due_s = float("inf")
             if self.is_paused:
                 return
-            self._handle_event(events.Tick())
+            self._handle_event(interface.Tick())
 
     def _carry_out(self, effect: object) -> None:
-        if isinstance(effect, events.Send):
+        if isinstance(effect, interface.Send):
             self._send(effect)
-        elif isinstance(effect, events.Connect):
+        elif isinstance(effect, interface.Connect):
             end = ConnectionEnd(self.name, self.incarnation_id, effect.conn_id)
             self.ends[effect.conn_id] = end
             self.net.dial(end, effect.address)
-        elif isinstance(effect, events.Disconnect):
+        elif isinstance(effect, interface.Disconnect):
             if effect.conn_id in self.ends:
                 self.net.close(self.ends.pop(effect.conn_id))
-        elif isinstance(effect, events.Persist):
+        elif isinstance(effect, interface.Persist):
             delay = self.rng.random() * self.max_write_s
             self.clock.call_at(self.clock.now + delay, self._on_written, effect, self.incarnation_id)
-        elif isinstance(effect, events.StartWorkers):
+        elif isinstance(effect, interface.StartWorkers):
             self._start_workers(effect)
-        elif isinstance(effect, events.StopWorkers):
+        elif isinstance(effect, interface.StopWorkers):
             self.clock.call_at(
                 self.clock.now + self.rng.random() * self.max_stop_s,
                 self._on_workers_stopped,
@@ -447,12 +447,12 @@ class SimulatedNode(Host):
             )
         elif isinstance(effect, messages.ReplicasDiverged):
             self.divergences.append(effect)
-        elif isinstance(effect, (events.EndJob, events.GiveUp)):
+        elif isinstance(effect, (interface.EndJob, interface.GiveUp)):
             self._end_participation(effect)
-        elif not isinstance(effect, events.EmitEvent):
+        elif not isinstance(effect, interface.EmitEvent):
             raise TypeError(f"no way to carry out {effect!r}")
 
-    def _send(self, effect: events.Send) -> None:
+    def _send(self, effect: interface.Send) -> None:
         end = self.ends.get(effect.conn_id)
         if end is None:
             return
@@ -466,7 +466,7 @@ class SimulatedNode(Host):
                 return
         self.net.send(end, (effect.header, effect.message))
 
-    def _start_workers(self, effect: events.StartWorkers) -> None:
+    def _start_workers(self, effect: interface.StartWorkers) -> None:
         if self.agent is None:
             return
         if self.net.lasting_cuts:
@@ -476,9 +476,9 @@ class SimulatedNode(Host):
         if first and self.on_event:
             self.on_event("view")
 
-    def _end_participation(self, effect: events.EndJob | events.GiveUp) -> None:
+    def _end_participation(self, effect: interface.EndJob | interface.GiveUp) -> None:
         self.end_text = f"{type(effect).__name__}: {effect.reason}"
-        restarts = isinstance(effect, events.GiveUp)
+        restarts = isinstance(effect, interface.GiveUp)
         if restarts:
             self.stays_ended = False
         self.exited_at = self.clock.now
@@ -495,13 +495,13 @@ class SimulatedNode(Host):
             if not self.end_text and not self.agent.state.join and not self.agent.state.leaving:
                 self._join_soon(0.1)
 
-    def _on_written(self, effect: events.Persist, incarnation_id: int) -> None:
+    def _on_written(self, effect: interface.Persist, incarnation_id: int) -> None:
         if incarnation_id == self.incarnation_id and self.agent:
             self.saved_state = effect.persistent_state
             if self.planned_crash == "written":
                 self._crash_as_planned()
             else:
-                self._handle_event(events.Persisted(effect.version))
+                self._handle_event(interface.Persisted(effect.version))
 
 
 def _hash_text(text: str) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import elastic_resume as er
-from elastic_resume.snapshot import committer
+from elastic_resume.slots import committer
 
 
 class Odd:

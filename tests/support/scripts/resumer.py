@@ -26,14 +26,14 @@ from elastic_resume.checkpoint.writer import CheckpointTransaction
 from elastic_resume.config import Settings
 from elastic_resume.errors import ElasticResumeError
 from elastic_resume.events import EventLog
+from elastic_resume.ranks.collectives import Collectives
+from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.restore import coordinator as resuming
-from elastic_resume.restore.collectives import Collectives
-from elastic_resume.restore.rank_context import RankContext
 from elastic_resume.restore.streaming import StreamingBuffer
-from elastic_resume.snapshot.committer import CheckpointCommitter
-from elastic_resume.snapshot.ipc import SlotClient, SnapshotServer
-from elastic_resume.snapshot.progress_page import ProgressPage
-from elastic_resume.snapshot.slot_pool import SlotPool
+from elastic_resume.slots.committer import CheckpointCommitter
+from elastic_resume.slots.ipc import SlotClient, SnapshotServer
+from elastic_resume.slots.progress_page import ProgressPage
+from elastic_resume.slots.slot_pool import SlotPool
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import REPLICATED
 from elastic_resume.training import announce

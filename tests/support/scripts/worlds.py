@@ -1,6 +1,6 @@
 """Trains parts of one epoch in several ways, and prints which samples were read and counted.
 
-tests/unit/data/test_world_size.py starts it several times with other numbers of ranks. Each rank compares
+tests/unit/data/test_batch_size.py starts it several times with other numbers of ranks. Each rank compares
 DDP's gradient with that of one process on the whole global batch.
 """
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from elastic_resume.errors import MachineError, UsageError
-from elastic_resume.schedulers.resources import MemoryCgroup
+from elastic_resume.machine import MemoryCgroup
 from elastic_resume.testing import fork_server
 from elastic_resume.testing.virtual_network import unavailable_reason
 from tests.support.machine_cluster import MachineBackend

@@ -17,7 +17,7 @@ import pytest
 from elastic_resume.agent import peer_probe
 from elastic_resume.agent.peer_probe import MAX_PEERS, PeerProbe, find_unreachable, list_peers
 from elastic_resume.policy.failure_classification import EXCEPTION, SIGNAL, Failure
-from elastic_resume.rendezvous.core.events import StartWorkers
+from elastic_resume.rendezvous.core.interface import StartWorkers
 from elastic_resume.rendezvous.core.world import Incarnation
 from tests.support.processes import wait_for
 

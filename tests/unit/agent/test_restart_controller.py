@@ -12,16 +12,16 @@ import pytest
 
 from elastic_resume import constants
 from elastic_resume.agent import restart_controller
+from elastic_resume.agent.failure_evidence import RoundEvents
 from elastic_resume.agent.restart_controller import RestartController, WaitLog
-from elastic_resume.agent.round_evidence import RoundEvents
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.errors import JobFailedError
 from elastic_resume.events import EventLog, parse_line
 from elastic_resume.policy.failure_classification import Failure, make_network_failure, make_node_failure
 from elastic_resume.policy.restart import RestartLimits
-from elastic_resume.rendezvous.core.events import EmitEvent, StartWorkers
+from elastic_resume.rendezvous.core.interface import EmitEvent, StartWorkers
 from elastic_resume.rendezvous.core.world import Incarnation
-from elastic_resume.snapshot.progress_page import ProgressPage, WorkerProcess
+from elastic_resume.slots.progress_page import ProgressPage, WorkerProcess
 from tests.support.disks import SimulatedDisk
 from tests.support.processes import wait_for
 

@@ -12,7 +12,7 @@ from elastic_resume import config
 from elastic_resume.agent import torchelastic
 from elastic_resume.errors import NodeFileError
 from elastic_resume.policy.restart import RoundSummary
-from elastic_resume.rendezvous.core.events import StartWorkers
+from elastic_resume.rendezvous.core.interface import StartWorkers
 from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.schedulers import environment
 

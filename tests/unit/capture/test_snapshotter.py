@@ -21,7 +21,7 @@ from elastic_resume.capture import copy_engine, snapshotter
 from elastic_resume.capture.copy_engine import copy_tensors, get_format
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.errors import UsageError
-from elastic_resume.snapshot import slots
+from elastic_resume.slots import slot_memory
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import TensorBuffer
 from elastic_resume.training.run import Run
@@ -571,7 +571,7 @@ def test_last_step_of_epoch_is_snapshotted_before_and_after_epoch_end(begin: Cal
         assert position == [epoch, 2]
     *position, last_id = find_newest()
     assert position == [2, 0]
-    assert slots.decode_snapshot_id(last_id) == slots.decode_snapshot_id(snapshot_id)
+    assert slot_memory.decode_snapshot_id(last_id) == slot_memory.decode_snapshot_id(snapshot_id)
     assert last_id > snapshot_id
 
 

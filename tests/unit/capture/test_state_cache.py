@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from elastic_resume.capture.state_cache import StateTracker, StateView
 from elastic_resume.data import rng
 from elastic_resume.errors import UntrackableError
-from elastic_resume.snapshot import slots
+from elastic_resume.slots import slot_memory
 from elastic_resume.state import state_dict
 from elastic_resume.state.bucket_order import BucketOrder
 from elastic_resume.state.state_dict import ParameterOrder
@@ -107,7 +107,7 @@ def described(leaves: Any) -> dict[str, Any]:
 def check(tracker: StateTracker, tracked: dict[str, Any]) -> StateView:
     """Read the state and compare it with flatten, bit for bit."""
     view, flat = tracker.read_state(), state_dict.flatten(tracked)
-    merged = slots.merge_state(view.cached.static_skeleton, view.dynamic_skeleton)
+    merged = slot_memory.merge_state(view.cached.static_skeleton, view.dynamic_skeleton)
     assert merged == flat.skeleton
     assert repr(merged) == repr(flat.skeleton)  # the order of names as well
     assert described(view.leaves) == described(flat.leaves)
@@ -390,7 +390,9 @@ def test_bucket_order_invalidates_cache_when_it_becomes_known() -> None:
     assert check(tracker, tracked).cached is before.cached
     order.end_step()
     after = check(tracker, tracked)
-    assert slots.merge_state(after.cached.static_skeleton, after.dynamic_skeleton)["order"]["orders"]["model"]
+    assert slot_memory.merge_state(after.cached.static_skeleton, after.dynamic_skeleton)["order"]["orders"][
+        "model"
+    ]
     order.load_state_dict({"orders": {}})
     check(tracker, tracked)
 

@@ -23,11 +23,11 @@ from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.checkpoint.reader import checkpoint_name, deep_check, read_image
 from elastic_resume.config import Settings
 from elastic_resume.events import EventLog
+from elastic_resume.ranks.collectives import Collectives
+from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.rendezvous.net.durable_state import DurableStateFile
-from elastic_resume.restore.collectives import Collectives
 from elastic_resume.restore.inventory import list_snapshots_and_checkpoints
-from elastic_resume.restore.rank_context import RankContext
-from elastic_resume.snapshot.progress_page import ProgressPage
+from elastic_resume.slots.progress_page import ProgressPage
 from tests.support.paths import TESTS
 
 OLD_RUN = TESTS / "support" / "old_checkpoint" / "job"

@@ -14,9 +14,9 @@ from hypothesis import given
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from elastic_resume.checkpoint.manifest import Position
+from elastic_resume.data.batch_size import compute_share
 from elastic_resume.data.elastic_sampler import ElasticSampler, find_batches
 from elastic_resume.data.global_batches import GlobalBatches
-from elastic_resume.data.world_size import compute_share
 from elastic_resume.errors import ConfigError, MismatchError, UsageError
 from tests.support.datasets import NumberDataset
 

@@ -351,7 +351,7 @@ def test_diagnosis_names_suspects_then_victims() -> None:
         (IN_OPTIMIZER, OPTIMIZER),
         ((MAIN, *IN_BACKWARD), ""),  # the user's own hook within backward()
         ((), ""),
-        ((StackFrame("/x/elastic_resume/restore/collectives.py", 80, "gather"), MAIN), COLLECTIVE),
+        ((StackFrame("/x/elastic_resume/ranks/collectives.py", 80, "gather"), MAIN), COLLECTIVE),
     ],
 )
 def test_innermost_library_frames_classify_a_rank(frames: tuple[StackFrame, ...], kind: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elastic_resume.policy.reasons import Departure
-from elastic_resume.rendezvous.core import events, messages
+from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.state import NodeState
 from elastic_resume.rendezvous.core.world import NO_VIEW, Ballot, Incarnation
@@ -102,10 +102,10 @@ def deliver(scenario: Scenario, name: str, conn_id: int, *payloads: Any) -> None
     """Let a node receive messages on a connection of its own, which is accepted first."""
     node = scenario.nodes[name]
     if conn_id not in get_state(scenario, name).links:
-        node.deliver_event(events.PeerConnected(conn_id), node.incarnation_id)
+        node.deliver_event(interface.PeerConnected(conn_id), node.incarnation_id)
     for payload in payloads:
         header, message = payload if isinstance(payload, tuple) else (messages.Header(1, 0), payload)
-        node.deliver_event(events.MessageReceived(conn_id, header, message), node.incarnation_id)
+        node.deliver_event(interface.MessageReceived(conn_id, header, message), node.incarnation_id)
 
 
 def test_node_that_introduces_itself_twice_stops_no_other() -> None:
@@ -121,18 +121,18 @@ def test_node_that_introduces_itself_twice_stops_no_other() -> None:
 
 def start_candidate() -> tuple[RendezvousNode, int]:
     """Return the candidate b, and the connection of its call to a."""
-    settings = events.Settings(("a", "b", "c"), 1, 9)
+    settings = interface.RendezvousSettings(("a", "b", "c"), 1, 9)
     node = RendezvousNode(settings, Incarnation("b", "disk of b", 1, "b", 1), None, 0.0)
-    node.handle(events.Tick(), 0.0)
-    node.handle(events.Persisted(1), 0.01)
+    node.handle(interface.Tick(), 0.0)
+    node.handle(interface.Persisted(1), 0.01)
     (conn_id,) = node.state.links
-    node.handle(events.PeerConnected(conn_id, "1"), 0.02)
+    node.handle(interface.PeerConnected(conn_id, "1"), 0.02)
     return node, conn_id
 
 
 def receive(node: RendezvousNode, conn_id: int, message: messages.Message) -> None:
     """Let a node receive the first message of a connection."""
-    node.handle(events.MessageReceived(conn_id, messages.Header(1, 0), message), 0.04)
+    node.handle(interface.MessageReceived(conn_id, messages.Header(1, 0), message), 0.04)
 
 
 CANDIDATE_A = Incarnation("a", "disk of a", 1, "a", 0)
@@ -141,10 +141,10 @@ CANDIDATE_A = Incarnation("a", "disk of a", 1, "a", 0)
 def test_candidate_that_leaves_drops_its_own_call() -> None:
     """The node that it calls introduces itself on that call."""
     node, conn_id = start_candidate()
-    node.handle(events.Leave(Departure("drained")), 0.03)
+    node.handle(interface.Leave(Departure("drained")), 0.03)
     receive(node, conn_id, replace(node.state.make_hello(), sender=CANDIDATE_A))
     for now in (0.5, 1.2, 1.5, 2.0, 2.5):
-        node.handle(events.Tick(), now)
+        node.handle(interface.Tick(), now)
     assert node.end_reason == "left: drained"
 
 
@@ -152,7 +152,7 @@ def test_restarted_leader_that_called_twice_is_followed_again() -> None:
     """Its former process welcomes the candidate that holds both calls."""
     node, conn_id = start_candidate()
     for accepted_id in (-1, -2):
-        node.handle(events.PeerConnected(accepted_id), 0.03)
+        node.handle(interface.PeerConnected(accepted_id), 0.03)
         receive(node, accepted_id, replace(node.state.make_hello(), sender=replace(CANDIDATE_A, boot=2)))
     receive(node, conn_id, messages.Welcome(CANDIDATE_A, NO_VIEW))
     assert not node.end_reason

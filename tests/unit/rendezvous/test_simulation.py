@@ -8,7 +8,7 @@ from itertools import islice
 
 import pytest
 
-from elastic_resume.rendezvous.core.events import Settings, StartWorkers
+from elastic_resume.rendezvous.core.interface import RendezvousSettings, StartWorkers
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.view_change import ViewChange
@@ -135,7 +135,9 @@ def test_core_without_progress_or_rest_is_found(
     monkeypatch.setattr(owner, name, instead)
     nodes = tuple(NodeSpec(name) for name in "abc")
     job = JobSpec(
-        nodes, Settings(("a", "b", "c"), max_nodes=3, heartbeats_per_timeout=4), finishes_at_end=True
+        nodes,
+        RendezvousSettings(("a", "b", "c"), max_nodes=3, heartbeats_per_timeout=4),
+        finishes_at_end=True,
     )
     schedule = Schedule(0, kinds.JOB_END, job, (Fault(Trigger(8.0), "worker", ("a",)),))
     assert checker in run_schedule(schedule).violated
@@ -170,7 +172,7 @@ def test_300_seeds_draw_every_family() -> None:
 def test_schedule_written_by_hand_is_played() -> None:
     """The second partition comes at the first StartView after the majority was cut off."""
     nodes = tuple(NodeSpec(name, order=place) for place, name in enumerate("abcde"))
-    job = JobSpec(nodes, Settings(("a", "b", "c"), max_nodes=5, heartbeats_per_timeout=4))
+    job = JobSpec(nodes, RendezvousSettings(("a", "b", "c"), max_nodes=5, heartbeats_per_timeout=4))
     faults = (
         Fault(Trigger(0.5, "view", 1), "repartition", ("a", "b", "c"), 60.0),
         Fault(Trigger(0.0, "StartView", 1, after_previous=True), "repartition", ("a", "b"), 60.0),
@@ -185,7 +187,7 @@ def test_schedule_written_by_hand_is_played() -> None:
 def test_leader_that_ended_the_job_unheard_keeps_its_views() -> None:
     """One node is cut off and the others finish. The leader is cut off, ends the job and restarts."""
     nodes = (NodeSpec("a"), NodeSpec("b", order=1, clock_rate=0.983), NodeSpec("c"))
-    job = JobSpec(nodes, Settings(("a",), max_nodes=3, heartbeats_per_timeout=4))
+    job = JobSpec(nodes, RendezvousSettings(("a",), max_nodes=3, heartbeats_per_timeout=4))
     faults = (
         Fault(Trigger(1.0, "view", 1), "partition", ("#2",), 4.0),
         Fault(Trigger(0.01, after_previous=True), "finish", ("#0", "#1")),

@@ -16,12 +16,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_resume import config
 from elastic_resume.errors import ConfigError
-from elastic_resume.policy.incidents import INCIDENT_KINDS
-from elastic_resume.rendezvous.net.status import RendezvousStatus
+from elastic_resume.rendezvous.net.status_server import RendezvousStatus
 from elastic_resume.report import metrics
 from elastic_resume.report.agent_status import AgentStatus
+from elastic_resume.report.incident_tracker import INCIDENT_KINDS
 from tests.support.paths import ROOT
-from tests.unit.report.test_status import make_document, make_leader_status, make_members, make_status
+from tests.unit.commands.test_job_status import make_document, make_leader_status, make_members, make_status
 
 DASHBOARD = ROOT / "deploy" / "grafana" / "elastic-resume.json"
 

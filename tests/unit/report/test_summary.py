@@ -13,7 +13,7 @@ import pytest
 from elastic_resume import constants, events
 from elastic_resume.cli import main
 from elastic_resume.events import Event
-from elastic_resume.report import html, incidents, summary
+from elastic_resume.report import html, run_history, summary
 from elastic_resume.report.checkpoints import CheckpointEntry
 from elastic_resume.report.loader import load_run
 from elastic_resume.report.summary import RunReport
@@ -376,7 +376,7 @@ def test_verdict_of_waiting_nodes_names_the_missing_ones() -> None:
         "start n2, n3 again, with their disks; if they are gone for good: end the job, remove "
         "rendezvous.json from the node directories, and start it again"
     )
-    assert report.history.wait == incidents.Wait(114, ("n2", "n3"), report_runs.WAITS_FOR_QUORUM)
+    assert report.history.wait == run_history.JobWait(114, ("n2", "n3"), report_runs.WAITS_FOR_QUORUM)
     assert ">waiting<" in html.render_page(report)
 
 

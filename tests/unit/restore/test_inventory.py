@@ -25,12 +25,12 @@ from elastic_resume.errors import (
 from elastic_resume.events import EventLog
 from elastic_resume.policy import resume_plan
 from elastic_resume.policy.resume_plan import Inventory, ResumePlan
+from elastic_resume.ranks.collectives import Collectives
+from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.restore import coordinator
 from elastic_resume.restore.attempt import NodeFailures, RestoreAttempt
-from elastic_resume.restore.collectives import Collectives
 from elastic_resume.restore.inventory import from_json, list_snapshots_and_checkpoints, to_json
-from elastic_resume.restore.rank_context import RankContext
-from elastic_resume.snapshot.progress_page import ProgressPage
+from elastic_resume.slots.progress_page import ProgressPage
 from tests.support.checkpoint_samples import RUN, flip_bits, save_checkpoint
 
 NEWER = '{"kind":"elastic_resume checkpoint","format":2}'

@@ -19,7 +19,7 @@ from elastic_resume.errors import CorruptError, MachineError, PeerFailedError
 from elastic_resume.restore import transfer
 from elastic_resume.restore.streaming import BackgroundTask, LocalWatermark, StreamingBuffer
 from elastic_resume.restore.transfer import BlockSender, BlockServer, BlockTable, receive
-from elastic_resume.snapshot import slots
+from elastic_resume.slots import slot_memory
 from tests.support.processes import wait_for
 
 BLOCK = 1000
@@ -315,7 +315,7 @@ def test_receive_without_memory_raises_machine_error(serve: Serve, monkeypatch: 
     def refuse(_: memoryview) -> None:
         raise MachineError("no memory")
 
-    monkeypatch.setattr(slots, "populate_pages", refuse)
+    monkeypatch.setattr(slot_memory, "populate_pages", refuse)
     with pytest.raises(MachineError, match="no memory"):
         receive(empty_table(), [serve("a").sender], 1)
 

@@ -27,8 +27,8 @@ from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.writer import RetentionPolicy
 from elastic_resume.errors import ConfigError, ElasticResumeError, MismatchError, UsageError
-from elastic_resume.snapshot.committer import CheckpointCommitter
-from elastic_resume.snapshot.progress_page import ProgressPage
+from elastic_resume.slots.committer import CheckpointCommitter
+from elastic_resume.slots.progress_page import ProgressPage
 from elastic_resume.state import state_dict
 from elastic_resume.training import run as run_module
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastic_resume.policy.reasons import SettingDiffers
-from elastic_resume.rendezvous.core.events import Settings
+from elastic_resume.rendezvous.core.interface import RendezvousSettings
 from elastic_resume.rendezvous.core.leader import Admission
 from elastic_resume.rendezvous.core.messages import Hello
 from elastic_resume.rendezvous.core.peers import Link, Peer, PeerTable
@@ -21,7 +21,7 @@ def test_admission_accepts_a_restarted_node_whose_former_process_still_follows()
     leader = Incarnation("a", "disk a", 1, "a", 0)
     former, newer = (Incarnation("c", "disk c", boot, "c", 2) for boot in (1, 2))
     view = View(1, (leader, former), leader)
-    state = NodeState(Settings(("a", "b", "c"), max_nodes=3), leader, None, 100.0)
+    state = NodeState(RendezvousSettings(("a", "b", "c"), max_nodes=3), leader, None, 100.0)
     state.adopt_view(view)
     peers = PeerTable()
     peers.add(Peer(former, Link(-1, peer=former)))
@@ -75,7 +75,7 @@ def test_admission_names_the_first_candidate_that_differs(
     theirs: tuple[str, ...], difference: tuple[int, str, str]
 ) -> None:
     """The order counts: a candidate's place is its vote before the first view."""
-    state = NodeState(Settings(("a", "b", "c")), Incarnation("a", "disk a", 1, "a", 0), None, 0.0)
+    state = NodeState(RendezvousSettings(("a", "b", "c")), Incarnation("a", "disk a", 1, "a", 0), None, 0.0)
     admission = Admission(state, PeerTable(), lambda *_: None)
     sender = Incarnation("x", "disk x", 1, "x")
     hello = replace(state.make_hello(), sender=sender, candidates=theirs)

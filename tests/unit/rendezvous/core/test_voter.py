@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_resume.rendezvous.core.events import (
+from elastic_resume.rendezvous.core.follower import Follower
+from elastic_resume.rendezvous.core.interface import (
     Connect,
     Effect,
     Event,
@@ -13,17 +14,16 @@ from elastic_resume.rendezvous.core.events import (
     PeerDisconnected,
     Persist,
     Persisted,
-    Settings,
+    RendezvousSettings,
     Tick,
 )
-from elastic_resume.rendezvous.core.follower import Follower
 from elastic_resume.rendezvous.core.messages import Header, Welcome
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.peers import Link
 from elastic_resume.rendezvous.core.voter import Voter
 from elastic_resume.rendezvous.core.world import NO_VIEW, Incarnation, View
 
-SETTINGS = Settings(("head:1", "b:1"), max_nodes=3)
+SETTINGS = RendezvousSettings(("head:1", "b:1"), max_nodes=3)
 
 
 def feed(node: RendezvousNode, now: float, *received: Event) -> list[Effect]:

@@ -14,17 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_resume.constants import MAX_NODES
-from elastic_resume.policy.divergence import Digest
+from elastic_resume.policy.digests import Digest
 from elastic_resume.policy.failure_classification import MAX_FAILURES, Failure
 from elastic_resume.policy.reasons import WorkersRunning
-from elastic_resume.rendezvous.core.events import (
+from elastic_resume.rendezvous.core.interface import (
     Event,
     MessageReceived,
     PeerConnected,
     PeerDisconnected,
     Persist,
     Persisted,
-    Settings,
+    RendezvousSettings,
     Tick,
 )
 from elastic_resume.rendezvous.core.messages import (
@@ -395,7 +395,7 @@ def test_no_message_of_an_authenticated_peer_makes_the_state_machine_fail(
     """Messages of any type arrive in any role and order."""
     addresses = ("a:1", "b:1")
     me = Incarnation("me", "disk", 1, addresses[place], place)
-    agent = RendezvousNode(Settings(addresses, max_nodes=3), me, None, 0.0)
+    agent = RendezvousNode(RendezvousSettings(addresses, max_nodes=3), me, None, 0.0)
     now = 0.0
     feed(agent, now, Tick(), JoinRequest(JoinSpec("a:2", 1)), PeerConnected(-1), PeerConnected(-2))
     for conn, header, message, pause_s, chance in said:

@@ -17,8 +17,8 @@ from typing import cast
 import pytest
 
 from elastic_resume.checkpoint.atomic_io import Disk, translate_os_errors
-from elastic_resume.rendezvous.core.events import Effect, StartWorkers
 from elastic_resume.rendezvous.core.follower import Follower
+from elastic_resume.rendezvous.core.interface import Effect, StartWorkers
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.net import connection, protocol, server
 from elastic_resume.rendezvous.net.connection import ConnectionLimits

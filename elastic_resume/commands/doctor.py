@@ -1,0 +1,320 @@
+"""``elastic-resume doctor``: show what a start without flags would take from its environment.
+
+The first lines are the problems, or say that there are none. Each value has its source. The command changes
+nothing, waits at most `LOOKUP_TIMEOUT_S` for name lookups and `TORCH_TIMEOUT_S` for torch, and shows no
+secret. The exit code is 1 if such a start would fail. Run it like the job itself: ``srun elastic-resume
+doctor``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+
+from elastic_resume import __version__, console, constants, machine
+from elastic_resume.config import OPTIONS, find_misspelled_variables, read_option
+from elastic_resume.errors import ConfigError
+from elastic_resume.rendezvous.endpoint import local_addresses, parse_address, resolve_name
+from elastic_resume.rendezvous.net.protocol import load_token
+from elastic_resume.report.formatting import format_bytes, write_stdout
+from elastic_resume.schedulers import environment, slurm
+from elastic_resume.schedulers.environment import SchedulerContext
+
+LOOKUP_TIMEOUT_S = 5.0
+TORCH_TIMEOUT_S = 60.0
+NO_PROBLEM = "Nothing found that would make a start fail."
+CHECKED = "Checked: this environment, with defaults. Flags of run and a --config file are not read."
+_TORCH_PROBE = "import torch; print(torch.__version__, torch.cuda.device_count())"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: a name, its value, and its source. ``problem`` says why a start would fail."""
+
+    name: str
+    value: str
+    source: str = ""
+    problem: str = ""
+
+
+def register(subparsers: argparse._SubParsersAction[Any]) -> None:
+    """Add the parser of the command."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="show what a start here would take from scheduler and machine",
+        description="Shows what a start of run without flags would take from its environment here. It takes "
+        "no flags of run.",
+    )
+    parser.add_argument("--ckpt-dir", metavar="DIR", help="as for run")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.set_defaults(function=doctor)
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """Print the findings; exit code 1 if a start without flags would fail."""
+    context = _add_deadline(environment.read_context(os.environ))
+    findings = [
+        *check_scheduler(context),
+        *check_candidates(context),
+        *check_settings(os.environ),
+        *check_machine(args.ckpt_dir, os.environ),
+        *check_installation(),
+    ]
+    problems = [*context.problems, *(finding.problem for finding in findings if finding.problem)]
+    if args.json:
+        items = [
+            {"what": finding.name, "value": finding.value, "source": finding.source} for finding in findings
+        ]
+        write_stdout(json.dumps({"findings": items, "problems": problems}, indent=2) + "\n")
+    else:
+        write_stdout(format_findings(findings, problems) + "\n")
+    return constants.EXIT_JOB_ERROR if problems else constants.EXIT_SUCCESS
+
+
+def _add_deadline(context: SchedulerContext) -> SchedulerContext:
+    """Add the job's time limit from squeue; before Slurm 23.02 no variable has it."""
+    deadline = slurm.find_deadline(context.requeue_id, environ={}) if context.scheduler == "slurm" else None
+    if deadline is None:
+        return context
+    return replace(context, deadline=deadline, sources={**context.sources, "deadline": "squeue"})
+
+
+def format_findings(findings: list[Finding], problems: list[str]) -> str:
+    """Format the problems, or that there are none, the findings as a table, and what was checked."""
+    name_width = max(len(finding.name) for finding in findings)
+    value_width = min(52, max(len(finding.value) for finding in findings))
+    lines = [
+        f"{finding.name:<{name_width}}  {finding.value:<{value_width}}  {finding.source}".rstrip()
+        for finding in findings
+    ]
+    header = "A start without flags would fail here:" if problems else NO_PROBLEM
+    return "\n".join([header, *(f"  - {problem}" for problem in problems), "", *lines, "", CHECKED])
+
+
+def refuse_arguments(arguments: Sequence[str]) -> NoReturn:
+    """Raise ConfigError for arguments that the command does not know, such as flags of run."""
+    name = arguments[0].partition("=")[0]
+    option = next((option for option in OPTIONS if f"--{option.name}" == name.replace("_", "-")), None)
+    hint = f" Set {option.variable}." if option is not None else ""
+    raise ConfigError(
+        f"{name[:100]}: doctor takes no flags of run; it reads the environment.{hint} "
+        "(see elastic-resume doctor --help)"
+    )
+
+
+# ---- checks --------------------------------------------------------------------------------------------
+
+
+def check_scheduler(context: SchedulerContext) -> list[Finding]:
+    """Return what the scheduler's variables say."""
+    peers = ", ".join(context.peers[:4]) + (f", … {context.peers[-1]}" if len(context.peers) > 4 else "")
+    node_range = (
+        str(context.max_nodes)
+        if context.max_nodes == context.min_nodes
+        else f"{context.min_nodes} to {context.max_nodes}"
+    )
+    values = {
+        "scheduler": context.scheduler,
+        "job": context.job or "named after the script",
+        "name": context.name,
+        "order": str(context.node_index) if context.max_nodes > 1 else "",
+        "nodes": node_range,
+        "peers": peers,
+        "candidates": ", ".join(context.candidates) if context.max_nodes > 1 else "",
+        "address": context.address,
+        "workers": str(context.workers_per_node or 1),
+        "restarts": str(context.restarts) if context.scheduler == "slurm" else "",
+        "requeue": context.requeue_id,
+        "deadline": _format_time(context.deadline),
+    }
+    defaults = {
+        "job": "not set by a scheduler",
+        "workers": "default",
+        "nodes": "default",
+        "scheduler": "environment",
+    }
+    sources = {**defaults, "candidates": context.sources.get("peers", ""), "restarts": "not set: first start"}
+    if context.scheduler == "host":
+        sources["scheduler"] = "no variable of Slurm, Kubernetes or a trainer is set"
+    sources |= context.sources
+    return [Finding(name, value, sources.get(name, "")) for name, value in values.items() if value]
+
+
+def check_candidates(context: SchedulerContext) -> list[Finding]:
+    """Return the addresses of the rendezvous candidates."""
+    if context.max_nodes == 1:
+        return []
+    own_addresses = local_addresses()
+    found = []
+    resolved = _resolve_hosts([candidate.rpartition(":")[0] for candidate in context.candidates])
+    for host, addresses in resolved.items():
+        is_own = any(parse_address(address) in own_addresses for address in addresses)
+        text = ", ".join(addresses) or "no address yet"
+        loopback = [address for address in addresses if (read := parse_address(address)) and read.is_loopback]
+        hint = "a loopback address here; other nodes may resolve it differently" if loopback else ""
+        found.append(Finding(host, text + (" (this node)" if is_own else ""), hint or "resolved now"))
+    return found
+
+
+def check_settings(environ: Mapping[str, str]) -> list[Finding]:
+    """Return the settings that variables give; the others have their defaults."""
+    found = []
+    for option in OPTIONS:
+        if environ.get(option.variable) and option.name != "ckpt-dir":
+            problem = ""
+            try:
+                read_option(option, {}, {}, environ)
+            except ConfigError as error:
+                problem = str(error).rstrip(".")
+            # A command may hold a secret.
+            text = re.sub(r"command:\S+ .*", "command:…", environ[option.variable][:200])
+            found.append(Finding(option.name, text, option.variable, problem))
+    try:
+        level = environ.get(constants.ENV_LOG_LEVEL, "")
+        console.read_level({constants.ENV_LOG_LEVEL: level})
+    except ConfigError as error:
+        problem = str(error).rstrip(".")
+        found.append(Finding("log level", level[:200], constants.ENV_LOG_LEVEL, problem))
+    return found + [Finding("variable", message) for message in find_misspelled_variables(environ)]
+
+
+def check_machine(ckpt_dir: str | None, environ: Mapping[str, str]) -> list[Finding]:
+    """Return what this machine offers the job."""
+    group = machine.MemoryCgroup.find_own()
+    usage = group.read_usage() if group is not None else None
+    limit = f"control group's limit {format_bytes(usage[1])}" if usage else "no limit of a control group"
+    found = [
+        Finding("memory", f"{format_bytes(machine.available_memory_bytes())} available", limit),
+        _check_shared_memory(),
+        _check_disk(ckpt_dir, environ),
+        Finding("processors", str(len(os.sched_getaffinity(0))), f"of {psutil.cpu_count()}"),
+    ]
+    token = "set" if environ.get(constants.ENV_TOKEN) else "not set"
+    if "SLURM_JOB_ID" in environ and token == "not set":  # noqa: S105
+        token = "created in the shared directory if there are several nodes"  # noqa: S105
+    problem = ""
+    try:
+        load_token(None, environ, "")
+    except ConfigError as error:
+        problem = str(error).rstrip(".")
+    found.append(Finding("token", token, constants.ENV_TOKEN, problem))
+    return [*found, *_check_grace(environ)]
+
+
+def check_installation() -> list[Finding]:
+    """Return versions and the number of GPUs; another process imports torch, which takes seconds."""
+    found = [
+        Finding("elastic_resume", __version__, str(Path(__file__).parents[1])),
+        Finding("Python", platform.python_version(), sys.executable),
+    ]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _TORCH_PROBE],
+            capture_output=True,
+            text=True,
+            timeout=TORCH_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return [*found, Finding("torch", f"not imported after {TORCH_TIMEOUT_S:.0f} s", "import torch")]
+    answer = done.stdout.split()[-2:]
+    if done.returncode or len(answer) < 2:
+        error = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        problem = f"torch cannot be imported by {sys.executable}: {error[:300]}"
+        return [*found, Finding("torch", "cannot be imported", "import torch", problem)]
+    version, num_gpus = answer
+    return [
+        *found,
+        Finding("torch", version, "import torch"),
+        Finding("GPUs", num_gpus, "torch.cuda.device_count()"),
+    ]
+
+
+def _check_shared_memory() -> Finding:
+    path = str(machine.SHARED_MEMORY_DIR)
+    try:
+        total = format_bytes(psutil.disk_usage(path).total)
+    except OSError:
+        total = "missing"
+    return Finding(path, total, machine.check_shared_memory())
+
+
+def _check_grace(environ: Mapping[str, str]) -> list[Finding]:
+    try:
+        grace_s = environment.read_termination_grace_s(environ)
+    except ConfigError as error:
+        return [Finding("grace", "unknown", constants.ENV_TERMINATION_GRACE_S, problem=str(error))]
+    if grace_s is None or environ.get(constants.ENV_GRACE):
+        return []
+    value = f"{grace_s:g} s from SIGTERM to SIGKILL, of which workers get {grace_s / 2:g}"
+    return [Finding("grace", value, constants.ENV_TERMINATION_GRACE_S)]
+
+
+def _check_disk(ckpt_dir: str | None, environ: Mapping[str, str]) -> Finding:
+    (option,) = (option for option in OPTIONS if option.name == "ckpt-dir")
+    is_set = environ.get(option.variable)
+    source = "--ckpt-dir" if ckpt_dir else option.variable if is_set else "default of --ckpt-dir"
+    shown = str(ckpt_dir or is_set or option.default)[:200]
+    try:
+        directory = existing = read_option(option, {"ckpt_dir": ckpt_dir}, {"ckpt_dir": source}, environ)
+        while not existing.exists() and existing != existing.parent:
+            existing = existing.parent
+        if not existing.is_dir():
+            return Finding("checkpoints", shown, source, f"{existing} is no directory: {source}")
+        free, limit = machine.free_disk_bytes(existing, environ), machine.read_checkpoint_limit(environ)
+    except ConfigError as error:
+        return Finding("checkpoints", shown, source, problem=str(error))
+    except OSError as error:
+        return Finding("checkpoints", shown, source, problem=f"{shown}: {error.strerror}")
+    if free == 0:
+        return Finding("checkpoints", shown, source, f"{existing} has no space left: {source}")
+    if not os.access(existing, os.W_OK):
+        return Finding("checkpoints", shown, source, f"{existing} cannot be written to: {source}")
+    volume = f", volume of {format_bytes(limit)}" if limit is not None else ""
+    value = f"{directory}: {format_bytes(free)} free"
+    return Finding("checkpoints", value, f"{source}; {_file_system_type(existing)}{volume}")
+
+
+def _file_system_type(path: Path) -> str:
+    """Return the type of the file system that holds ``path``."""
+    mounts = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
+    return max(mounts, key=lambda part: len(part.mountpoint)).fstype if mounts else "unknown file system"
+
+
+def _resolve_hosts(hosts: list[str]) -> dict[str, list[str]]:
+    """Look names up in parallel; a lookup that takes too long is abandoned."""
+    found: dict[str, list[str]] = {host: [] for host in hosts}
+
+    def look_up(host: str) -> None:
+        try:
+            found[host] = resolve_name(host)
+        except (OSError, UnicodeError):
+            return
+
+    threads = [threading.Thread(target=look_up, args=[host], daemon=True) for host in hosts]
+    deadline = time.monotonic() + LOOKUP_TIMEOUT_S
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return dict(found)
+
+
+def _format_time(unix: float | None) -> str:
+    if unix is None:
+        return ""
+    return datetime.fromtimestamp(unix).astimezone().isoformat(sep=" ", timespec="seconds")

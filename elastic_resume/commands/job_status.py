@@ -1,0 +1,453 @@
+"""``elastic-resume status``: show how a running job stands.
+
+The command finds an agent of the job, by the endpoint file in a node's directory or by
+``--rdzv-endpoint``. Its answer names the leader, the leader's answer names all nodes, and each node answers
+for itself (`report.agent_status`). This module asks them, builds one document from the answers and formats
+it for a terminal. The key that it sends is derived from the job's token and only allows reading.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import queue
+import shutil
+import stat
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elastic_resume import constants
+from elastic_resume.config import DEFAULT_CKPT_DIR
+from elastic_resume.errors import RendezvousLostError, UsageError
+from elastic_resume.rendezvous.core.world import Incarnation
+from elastic_resume.rendezvous.endpoint import parse_endpoints
+from elastic_resume.rendezvous.net.protocol import ProtocolError, derive_status_key, load_token
+from elastic_resume.rendezvous.net.status_server import RendezvousStatus
+from elastic_resume.report.agent_status import QUERY_TIMEOUT_S, AgentStatus, describe_node, fetch_status
+from elastic_resume.report.formatting import (
+    format_count,
+    format_seconds,
+    format_table,
+    truncate,
+    wrap_text,
+    write_stdout,
+)
+from elastic_resume.report.incident_tracker import RECOVERY_BUCKETS_S
+from elastic_resume.schedulers import environment
+from elastic_resume.schedulers.environment import SchedulerContext
+from elastic_resume.units import parse_duration
+
+MAX_HOPS = 3
+MAX_PARALLEL_QUERIES = 32
+ALL_NODES_TIMEOUT_S = 30.0
+"""All nodes together must answer within this time; others are shown as not asked."""
+MAX_ADDRESSES = 64
+"""Addresses that are kept, in case the given ones die."""
+_MAX_FILE_BYTES = 64 * 1024
+_MAX_NAMED = 5
+MAX_SILENCE_S = 60.0
+"""Without an answer for this long, the command takes the job as ended."""
+_CLEAR = "\x1b[H\x1b[J"
+MAX_NODES = 24
+MAX_INCIDENTS = 5
+MAX_SPARES = 24
+_INCIDENT_COLUMNS = ("UTC", "generation", "cause", "recomputed", "recovery")
+_COLUMNS = ("rank", "node", "step", "steps/s", "snapshot", "checkpoint", "updated", "")
+
+
+def fit_screen(status: Mapping[str, Any], columns: int, rows: int) -> list[str]:
+    """Return the lines of `format_screen` that fit a terminal of this size, with fewer nodes if needed."""
+    lines = format_screen(status)
+    nodes = min(MAX_NODES, len(status["nodes"]))
+    if len(lines) > rows and nodes:
+        lines = format_screen(status, max(1, nodes - 1 - (len(lines) - rows)))
+    return [line[:columns] for line in lines[: max(1, rows)]]
+
+
+def format_screen(status: Mapping[str, Any], max_nodes: int = MAX_NODES) -> list[str]:
+    """Return the lines of the screen, with at most ``max_nodes`` nodes."""
+    return [
+        *_format_headline(status),
+        "",
+        *_format_nodes(status, max_nodes),
+        *_format_spares(status["spares"]),
+        "",
+        *_format_incidents(status),
+    ]
+
+
+def _format_headline(status: Mapping[str, Any]) -> list[str]:
+    world, leader, job = status["world"], status["leader"], f"job {status['run_id']}"
+    leader_text = f"led by {leader['node']}" if leader else "no leader"
+    if status["end_reason"]:
+        return wrap_text(f"{job}: {status['end_reason']}")
+    if world is None:
+        lines = wrap_text(f"{job}: no world, {leader_text}")
+        lines += wrap_text(f"waiting: {status['waiting']}") if status["waiting"] else []
+        return lines + (wrap_text(f"missing: {', '.join(status['missing'])}") if status["missing"] else [])
+    nodes = f"{format_count(len(world['nodes']), 'node')}, " if world["nodes"] else ""
+    size = f"{nodes}{format_count(world['ranks'], 'rank')}"
+    lines = wrap_text(f"{job}: generation {world['generation']}, {size}, {leader_text}")
+    if not status["is_leader"]:
+        lines += wrap_text(f"(as {status['node']} knows it: the leader did not answer)")
+    unanswered = sum(bool(node["error"]) for node in status["nodes"])
+    if unanswered:
+        lines.append(f"{format_count(unanswered, 'node')} did not answer")
+    return [*lines, f"step {status['step']}, {status['steps_per_s']:.3g} steps/s"]
+
+
+def _format_spares(names: Sequence[str]) -> list[str]:
+    more = f" and {len(names) - MAX_SPARES} more" if len(names) > MAX_SPARES else ""
+    return ["", *wrap_text(f"spares: {', '.join(names[:MAX_SPARES])}{more}")] if names else []
+
+
+def _format_nodes(status: Mapping[str, Any], max_nodes: int) -> list[str]:
+    nodes = status["nodes"]
+    # Of thousands of nodes, show those with a problem or without a recent update.
+    shown = nodes
+    if len(nodes) > max_nodes:
+        by_concern = sorted(
+            nodes,
+            key=lambda node: (not (node["error"] or node["problem"]), -(node["status_age_s"] or 1e9)),
+        )
+        shown = by_concern[:max_nodes]
+    rows = [
+        (
+            "-" if node["node_rank"] is None else str(node["node_rank"]),
+            node["node"],
+            "-" if node["status_age_s"] is None else str(node["step"]),
+            "-" if node["status_age_s"] is None else f"{node['steps_per_s']:.3g}",
+            _format_saved_state(node["snapshot_step"], node["snapshot_age_s"]),
+            _format_saved_state(node["checkpoint_step"], node["checkpoint_age_s"]),
+            "-" if node["status_age_s"] is None else f"{format_seconds(node['status_age_s'])} ago",
+            f"no answer: {node['error']}" if node["error"] else node["problem"] or "",
+        )
+        for node in shown
+    ]
+    lines = format_table(_COLUMNS, rows, right_aligned=(0, 2, 3), shrinkable=7)
+    return [*lines, f"and {len(nodes) - len(shown)} more"] if len(shown) < len(nodes) else lines
+
+
+def _format_saved_state(step: int | None, age_s: float | None) -> str:
+    return "-" if step is None else f"{step}, {format_seconds(age_s)} old"
+
+
+def _format_incidents(status: Mapping[str, Any]) -> list[str]:
+    totals = status["totals"]
+    by_kind = sorted(totals["incidents"].items())
+    count = sum(totals["incidents"].values())
+    if not count:
+        return ["no incidents"]
+    kinds = ", ".join(f"{number} {kind}" for kind, number in by_kind)
+    steps = format_count(totals["recomputed_steps"], "step")
+    rows = [
+        (
+            "-" if incident["t"] is None else time.strftime("%H:%M:%S", time.gmtime(incident["t"])),
+            str(incident["generation"]),
+            truncate(incident["cause"], 70),
+            "-" if incident["recomputed_steps"] is None else str(incident["recomputed_steps"]),
+            format_seconds(incident["recovery_s"]),
+        )
+        for incident in status["incidents"][-MAX_INCIDENTS:]
+    ]
+    return [
+        *wrap_text(f"{format_count(count, 'incident')} ({kinds}), {steps} recomputed"),
+        *format_table(_INCIDENT_COLUMNS, rows, right_aligned=(1, 3), shrinkable=2),
+    ]
+
+
+_Answer = AgentStatus | str
+"""What an agent replied, or why it did not."""
+
+
+@dataclass
+class JobEndpoint:
+    """One job, and the last known addresses of its agents."""
+
+    run_id: str
+    key: bytes = field(repr=False)
+    addresses: list[str]
+
+    def query_job(self) -> dict[str, Any]:
+        """Ask the leader, or another agent if it does not answer, and then each node that it names.
+
+        Return the document; a node that does not answer is in it with the reason.
+
+        Raises:
+            RendezvousLostError: no agent answers.
+        """
+        answers: dict[str, _Answer] = {}
+        asked = self._find_leader(answers)
+        nodes = _list_nodes(asked.rendezvous)
+        own = asked.rendezvous.incarnation.address
+        answers[own] = asked  # the command may have reached it by another address
+        self._ask_all([node.address for node in nodes if node.address not in answers], answers)
+        self.addresses = list(dict.fromkeys([own, *(node.address for node in nodes), *self.addresses]))
+        del self.addresses[MAX_ADDRESSES:]
+        return build_document(self.run_id, asked, nodes, dict(answers))
+
+    def _find_leader(self, answers: dict[str, _Answer]) -> AgentStatus:
+        for address in self.addresses:
+            answer = self._ask(address, answers)
+            for _ in range(MAX_HOPS):
+                if isinstance(answer, str) or answer.rendezvous.is_leader:
+                    break
+                leader = answer.rendezvous.leader
+                if leader is None or leader.address in answers:
+                    break
+                found = self._ask(leader.address, answers)
+                answer = answer if isinstance(found, str) else found
+            if not isinstance(answer, str):
+                return answer
+        details = "; ".join(f"{address}: {reason}" for address, reason in list(answers.items())[:_MAX_NAMED])
+        raise RendezvousLostError(f"no agent of job {self.run_id!r} answers ({details}).")
+
+    def _ask_all(self, addresses: Sequence[str], answers: dict[str, _Answer]) -> None:
+        """Ask agents in threads of their own, which cannot delay the end: a name server may hang too."""
+        waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+        for address in addresses:
+            waiting.put(address)
+        deadline = time.monotonic() + ALL_NODES_TIMEOUT_S
+
+        def ask() -> None:
+            with contextlib.suppress(queue.Empty):
+                while time.monotonic() < deadline:
+                    self._ask(waiting.get_nowait(), answers)
+
+        threads = [
+            threading.Thread(target=ask, daemon=True)
+            for _ in range(min(MAX_PARALLEL_QUERIES, len(addresses)))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _ask(self, address: str, answers: dict[str, _Answer]) -> _Answer:
+        """Ask one agent, and keep its answer or the reason why there is none."""
+        answer: _Answer
+        try:
+            answer = fetch_status(address, self.run_id, self.key)
+        except ProtocolError as error:
+            answer = str(error)
+        except (OSError, OverflowError, ValueError) as error:
+            answer = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        answers[address] = answer
+        return answer
+
+
+def _list_nodes(view: RendezvousStatus) -> list[Incarnation]:
+    """List the nodes that an agent knows: members in rank order, then the others by name."""
+    members = view.view.members if view.view else ()
+    return list(dict.fromkeys([*members, *view.others, view.incarnation]))
+
+
+def build_document(
+    run_id: str, asked: AgentStatus, nodes: Sequence[Incarnation], answers: Mapping[str, _Answer]
+) -> dict[str, Any]:
+    """Build the JSON object that ``elastic-resume status --json`` prints.
+
+    ``asked`` is the leader's answer, or another agent's, and names the ``nodes``; ``answers`` are by address.
+    Members may be added; any other change increases `constants.STATUS_VERSION`.
+    """
+    view = asked.rendezvous
+    world = view.view
+    described = [_describe_node(node, asked, answers) for node in nodes]
+    running = [node for node in described if world and node["generation"] == world.generation]
+    furthest = max(running, key=lambda node: node["step"], default=None)
+    replies = [answer for answer in answers.values() if isinstance(answer, AgentStatus)]
+    # Each node knows the failures since its agent started or its disk was new; the oldest one knows most.
+    incidents = max((reply.incidents for reply in [asked, *replies]), key=lambda known: known.extent)
+    return {
+        "version": constants.STATUS_VERSION,
+        "run_id": run_id,
+        "t": round(time.time(), 3),
+        "node": view.incarnation.node,
+        "address": view.incarnation.address,
+        "is_leader": view.is_leader,
+        "leader": {"node": view.leader.node, "address": view.leader.address} if view.leader else None,
+        "generation": view.generation,
+        "world": {
+            "generation": world.generation,
+            "nodes": [member.node for member in world.members],
+            "addresses": [member.address for member in world.members],
+            "ranks": max((node["world_size"] for node in running), default=0),
+        }
+        if world
+        else None,
+        "spares": [other.node for other in view.others] if world else [],
+        "missing": list(view.missing),
+        "waiting": view.waiting_reason,
+        "end_reason": view.end_reason,
+        "step": furthest["step"] if furthest else max((node["step"] or 0 for node in described), default=0),
+        "steps_per_s": furthest["steps_per_s"] if furthest else 0.0,
+        "nodes": described,
+        "incidents": [asdict(incident) for incident in incidents.newest],
+        "totals": {
+            "incidents": dict(incidents.by_kind),
+            "recomputed_steps": incidents.recomputed_steps,
+            "recovery_bounds_s": list(RECOVERY_BUCKETS_S),
+            "recovery_counts": list(incidents.recovery_counts),
+            "recovery_s": incidents.recovery_s,
+        },
+    }
+
+
+def _describe_node(node: Incarnation, asked: AgentStatus, answers: Mapping[str, _Answer]) -> dict[str, Any]:
+    answer = answers.get(node.address, f"not within {ALL_NODES_TIMEOUT_S:g} s")
+    if isinstance(answer, AgentStatus) and answer.rendezvous.incarnation.node != node.node:
+        answer = f"node {answer.rendezvous.incarnation.node} has its address"
+    view = asked.rendezvous.view
+    return {
+        "node": node.node,
+        "node_rank": view.rank(node) if view else None,
+        "error": answer if isinstance(answer, str) else "",
+        **describe_node(None if isinstance(answer, str) else answer),
+    }
+
+
+def find_job(
+    path: Path | None, *, endpoint: str | None, run_id: str | None, token_file: Path | None
+) -> JobEndpoint:
+    """Find the job to ask.
+
+    Args:
+        path: CKPT_DIR, or the directory of a run or a node in it; None: the directory that `run` would use.
+        endpoint: ``--rdzv-endpoint``; if given, ``path`` is ignored.
+        run_id: ``--rdzv-id``.
+        token_file: ``--token-file``.
+
+    Raises:
+        UsageError: there is no job, or more than one.
+        ConfigError: a value is wrong.
+    """
+    context = environment.read_context(os.environ)
+    wanted = run_id or os.environ.get(constants.ENV_RUN_ID)
+    if endpoint is None:
+        root = path or Path(os.environ.get(constants.ENV_CKPT_DIR) or DEFAULT_CKPT_DIR)
+        jobs = [job for job in _find_jobs(root) if wanted in {None, job.run_id}]
+        if not wanted and not path and context.job:
+            jobs = [job for job in jobs if _matches_scheduler_job(context, job.run_id)]
+        if len(jobs) == 1:
+            return jobs[0]
+        if jobs:
+            names = ", ".join(job.run_id for job in jobs[:_MAX_NAMED])
+            raise UsageError(f"{root}: {len(jobs)} jobs run here ({names}): choose one with --rdzv-id.")
+        if path is not None or not context.candidates:
+            raise UsageError(
+                f"{root}: no job runs here. Give the CKPT_DIR of a running job, as its user, on a machine of "
+                "the job; or from elsewhere --rdzv-endpoint and --rdzv-id as for `elastic-resume run`. For a "
+                "job that has ended: `elastic-resume report`."
+            )
+    wanted = wanted or context.job
+    if not wanted:
+        raise UsageError("--rdzv-endpoint needs the name of the job: add --rdzv-id.")
+    token, _ = load_token(token_file, os.environ, wanted)
+    addresses = map(str, parse_endpoints(endpoint)) if endpoint else context.candidates
+    return JobEndpoint(wanted, derive_status_key(token), list(addresses))
+
+
+def _matches_scheduler_job(context: SchedulerContext, run_id: str) -> bool:
+    """Whether the run belongs to the scheduler's job; in Slurm its name starts with the job's."""
+    return run_id == context.job or (context.scheduler == "slurm" and run_id.startswith(f"{context.job}-"))
+
+
+def _find_jobs(root: Path) -> list[JobEndpoint]:
+    """Return the jobs whose agents left an endpoint file at or below ``root``."""
+    jobs: dict[str, JobEndpoint] = {}
+    for depth in ("", "*/", "*/*/"):
+        try:
+            files = sorted(root.glob(f"{depth}{constants.AGENT_ENDPOINT_FILE}"))
+        except OSError:
+            files = []
+        for file in files:
+            job = read_agent_endpoint(file)
+            if job is None:
+                continue
+            merged = jobs.setdefault(job.run_id, job)
+            merged.addresses = list(dict.fromkeys([*merged.addresses, *job.addresses]))
+    return [job for _, job in sorted(jobs.items())]
+
+
+def read_agent_endpoint(path: Path) -> JobEndpoint | None:
+    """Read an agent's endpoint file; None if it is missing or malformed."""
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return None
+            content = json.loads(file.read(_MAX_FILE_BYTES))
+        addresses = [content["address"], *content["endpoints"]]
+        if all(isinstance(text, str) for text in (content["run_id"], *addresses)):
+            return JobEndpoint(
+                content["run_id"], bytes.fromhex(content["key"]), list(dict.fromkeys(addresses))
+            )
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass
+    return None
+
+
+def register(subparsers: argparse._SubParsersAction[Any]) -> None:
+    """Add the parser of the command."""
+    parser = subparsers.add_parser(
+        "status", help="show a running job: world, steps, snapshots, checkpoints, incidents"
+    )
+    path_help = "CKPT_DIR, or a run's or node's directory in it (default ./checkpoints)"
+    parser.add_argument("path", type=Path, nargs="?", metavar="CKPT_DIR", help=path_help)
+    parser.add_argument("--rdzv-endpoint", metavar="HOST,...", help="as for run; any agent of the job")
+    parser.add_argument("--rdzv-id", metavar="NAME", help="as for run: the job's name")
+    file_help = "as token_file of --rdzv-conf for run (or ELASTIC_RESUME_TOKEN)"
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help=file_help)
+    once_help = "print once; the default if stdout is no terminal"
+    parser.add_argument("--once", action="store_true", help=once_help)
+    parser.add_argument("--json", action="store_true", help="print everything once, as one JSON object")
+    interval_help = "time between two refreshes (default 1s)"
+    parser.add_argument("--interval", type=_parse_interval, default=1.0, metavar="TIME", help=interval_help)
+    parser.set_defaults(function=status)
+
+
+def _parse_interval(text: str) -> float:
+    return parse_duration("--interval", text, min_s=0.1, max_s=3600)
+
+
+def status(args: argparse.Namespace) -> int:
+    """Show the status; exit code 1 if no agent answers."""
+    endpoint = find_job(
+        args.path, endpoint=args.rdzv_endpoint, run_id=args.rdzv_id, token_file=args.token_file
+    )
+    if args.json:
+        write_stdout(json.dumps(endpoint.query_job(), indent=2) + "\n")
+    elif args.once or not (sys.stdout and sys.stdout.isatty()):
+        write_stdout(_format_text(endpoint.query_job()))
+    else:
+        _refresh(endpoint, args.interval)
+    return constants.EXIT_SUCCESS
+
+
+def _refresh(endpoint: JobEndpoint, interval_s: float) -> None:
+    """Show the status repeatedly, until Ctrl-C or until no agent has answered for `MAX_SILENCE_S`."""
+    document, answered_at = endpoint.query_job(), time.monotonic()
+    while True:
+        silent_s = time.monotonic() - answered_at
+        note = f"\nno answer for {silent_s:.0f} s\n" if silent_s > interval_s + QUERY_TIMEOUT_S else ""
+        # One row stays free: the last line ends with a line feed.
+        columns, rows = shutil.get_terminal_size()
+        write_stdout(f"{_CLEAR}{_format_text(document, columns, rows - 1 - note.count(chr(10)))}{note}")
+        time.sleep(interval_s)
+        try:
+            document, answered_at = endpoint.query_job(), time.monotonic()
+        except RendezvousLostError:
+            if time.monotonic() > answered_at + MAX_SILENCE_S:
+                raise
+
+
+def _format_text(document: dict[str, Any], columns: int = 0, rows: int = 0) -> str:
+    """Format the document as text, cut to ``columns`` and ``rows`` if given."""
+    lines = fit_screen(document, columns, rows) if rows else format_screen(document)
+    return "\n".join(lines) + "\n"

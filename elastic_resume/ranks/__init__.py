@@ -1,0 +1,1 @@
+"""What all ranks of a job share: their connection, and the context of one rank."""

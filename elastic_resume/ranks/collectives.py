@@ -1,0 +1,155 @@
+"""Collectives that the restore protocol needs: gather and broadcast JSON, broadcast tensors.
+
+They run over a gloo group of our own, so the script's NCCL stream is not involved. JSON travels as byte
+tensors and nothing is unpickled. A gather is one collective, or two if a value exceeds `FIRST_BYTES`. A c10d
+store would cost rank 0 requests from every rank.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elastic_resume.errors import CorruptError
+from elastic_resume.state.state_dict import view_bytes
+
+# Most values fit, so that one collective suffices. On busy nodes each costs milliseconds, whatever its size.
+FIRST_BYTES = 1024
+MAX_JSON_BYTES = 256 * 1024 * 1024  # the manifest of a model with a million tensors
+# A large state is read and sent between two collectives. A dead peer closes its connection, so this bounds
+# only a peer that hangs.
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+DESTROY_TIMEOUT_S = 5.0  # ending idle gloo threads takes a millisecond
+
+
+class Collectives:
+    """This process's rank, the number of ranks, and the collectives among them."""
+
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None) -> None:
+        """``group`` is a gloo group of all ranks, or None for a single rank without a process group."""
+        self.rank = rank
+        self.size = size
+        self._group = group
+        self._created_groups = [] if group is None else [group]
+        self._created_default_group = False
+        self._pid = os.getpid()
+
+    @classmethod
+    def join(cls) -> Collectives:
+        """Join the ranks: use the existing process group, or create it from torchrun's environment.
+
+        Without both this process is the only rank.
+        """
+        if not dist.is_available():
+            return cls(0, 1, None)
+        creates_default = not dist.is_initialized()
+        if creates_default:
+            if any(name not in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+                return cls(0, 1, None)
+            local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+            if torch.cuda.is_available() and torch.cuda.device_count() > local_rank:
+                torch.cuda.set_device(local_rank)  # otherwise every rank allocates on GPU 0 first
+            cuda = torch.cuda.is_available() and dist.is_nccl_available()
+            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        collectives = cls(dist.get_rank(), dist.get_world_size(), group)
+        collectives._created_default_group = creates_default
+        atexit.register(collectives._destroy_groups)
+        return collectives
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's ``value`` (small, and JSON), in the order of ranks, on every rank.
+
+        Raises:
+            CorruptError: a peer sent something that is not JSON, or more than MAX_JSON_BYTES.
+
+        """
+        if self._group is None:
+            return [json.loads(json.dumps(value))]
+        own = json.dumps(value, separators=(",", ":")).encode()
+        rows = self._gather_rows(_frame(own, FIRST_BYTES))
+        sizes = [_read_size(row) for row in rows]
+        if 8 + max(sizes) > FIRST_BYTES:
+            rows = self._gather_rows(_frame(own, 8 + max(sizes)))
+        return [_parse_json(view_bytes(row)[8 : 8 + size]) for row, size in zip(rows, sizes, strict=True)]
+
+    def _gather_rows(self, own: Tensor) -> list[Tensor]:
+        rows = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(rows, own, group=self._group)
+        return rows
+
+    def broadcast_json(self, value: Any, source_rank: int) -> Any:
+        """Return the ``value`` of ``source_rank`` on every rank, up to MAX_JSON_BYTES."""
+        own = json.dumps(value, separators=(",", ":")).encode() if self.rank == source_rank else b""
+        if self._group is None:
+            return json.loads(own)
+        row = _frame(own, FIRST_BYTES)
+        self.broadcast(row, source_rank)
+        size = _read_size(row)
+        if 8 + size > FIRST_BYTES:
+            row = _frame(own, 8 + size)
+            self.broadcast(row, source_rank)
+        return _parse_json(view_bytes(row)[8 : 8 + size])
+
+    def broadcast(self, tensor: Tensor, source_rank: int) -> None:
+        """Overwrite ``tensor`` (contiguous, CPU) with that of ``source_rank``."""
+        if self._group is not None:
+            dist.broadcast(tensor, src=source_rank, group=self._group)
+
+    def _destroy_groups(self) -> None:
+        """Destroy the groups that were created here, at process exit.
+
+        A gloo thread that frees tensors at interpreter exit aborts the process (pytorch#190489). A gloo
+        thread that waits for a peer would delay the exit, so wait at most `DESTROY_TIMEOUT_S`.
+        """
+        if os.getpid() != self._pid:  # a forked child has none of those threads
+            return
+        self._group = None
+        thread = threading.Thread(
+            target=_destroy_process_groups,
+            args=(self._created_groups, self._created_default_group),
+            daemon=True,
+        )
+        with contextlib.suppress(RuntimeError):  # Python 3.12.0 starts no thread at exit
+            thread.start()
+            thread.join(DESTROY_TIMEOUT_S)
+
+
+def _frame(data: bytes, size: int) -> Tensor:
+    """Return the number of bytes in ``data``, 8 bytes, and ``data``: cut or filled up to ``size`` bytes."""
+    framed = bytearray(len(data).to_bytes(8, "big") + data[: size - 8])
+    return torch.frombuffer(framed.ljust(size, b"\0"), dtype=torch.uint8)
+
+
+def _read_size(row: Tensor) -> int:
+    """Return the number of bytes in a frame."""
+    size = int.from_bytes(view_bytes(row)[:8], "big")
+    if not 0 < size <= MAX_JSON_BYTES:
+        raise CorruptError(f"a rank announced {size} bytes of JSON; 1 to {MAX_JSON_BYTES} are allowed.")
+    return size
+
+
+def _parse_json(data: bytes | memoryview) -> Any:
+    try:
+        return json.loads(bytes(data))
+    except ValueError as error:
+        raise CorruptError(f"a rank sent bytes that are not JSON: {error}.") from error
+
+
+def _destroy_process_groups(groups: list[dist.ProcessGroup], destroy_default: bool) -> None:
+    with contextlib.suppress(RuntimeError, ValueError, AssertionError):  # the script may have destroyed it
+        if destroy_default:
+            dist.destroy_process_group()
+    while groups:
+        with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+            dist.destroy_process_group(groups[-1])
+        groups.pop()  # dropping the last reference joins the group's threads

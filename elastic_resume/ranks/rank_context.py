@@ -1,0 +1,185 @@
+"""A rank's place in the job: its collectives, its node's directory, and its connection to the committer.
+
+The lowest rank of each node is the local leader: it lists the node's snapshots and checkpoints, and saves.
+Under an agent the committer runs in the agent. Under plain torchrun or python the local leader runs the
+committer itself, and the snapshots in memory end with that process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from elastic_resume import constants
+from elastic_resume.checkpoint import reader
+from elastic_resume.checkpoint.catalog import Catalog
+from elastic_resume.checkpoint.node_dir import NodeDir
+from elastic_resume.config import Settings
+from elastic_resume.errors import ConfigError, ElasticResumeError
+from elastic_resume.events import EventLog
+from elastic_resume.policy.resume_plan import SavedState
+from elastic_resume.ranks.collectives import Collectives
+from elastic_resume.slots.committer import CheckpointCommitter
+from elastic_resume.slots.ipc import SlotClient, SnapshotServer
+from elastic_resume.slots.slot_pool import SlotPool
+
+T = TypeVar("T")
+
+
+class RankContext:
+    """This rank, its node's directory and its event log."""
+
+    def __init__(self, collectives: Collectives, settings: Settings, events: EventLog) -> None:
+        """Gather the node names. Every rank calls this at the same time."""
+        self.collectives = collectives
+        self.settings = settings
+        self.events = events
+        self.node = settings.node_name
+        self.run_dir = settings.ckpt_dir / settings.run_id
+        self.node_dir = self.run_dir / self.node
+        self.node_by_rank: list[str] = collectives.gather(self.node)
+        self.local_leader_by_node = {
+            name: self.node_by_rank.index(name) for name in dict.fromkeys(self.node_by_rank)
+        }
+        self.is_local_leader = self.local_leader_by_node[self.node] == collectives.rank
+        self.slot_client: SlotClient | None = None  # set once the committer is connected
+        self.local_rank = self.node_by_rank[: collectives.rank].count(self.node)
+
+    @property
+    def catalog(self) -> Catalog:
+        """The checkpoints of this node."""
+        return Catalog(self.node_dir, self.settings.run_id)
+
+    def checkpoint_path(self, copy: SavedState) -> Path:
+        """Return the directory from which this node reads ``copy``."""
+        return self.run_dir / copy.owner_node / reader.checkpoint_name(copy.generation, copy.step)
+
+    def check_node_names_unique(self, ids: Sequence[str]) -> None:
+        """Raise if two ranks have the same node name and different directories under it.
+
+        Two hosts named "localhost" that have separate disks would both take the lock, and neither would see
+        the other's checkpoints. ``ids`` are the random ids in the nodes' directories, by rank.
+        """
+        for rank, node in enumerate(self.node_by_rank):
+            first = self.local_leader_by_node[node]
+            if ids[rank] != ids[first]:
+                raise ConfigError(
+                    f"ranks {first} and {rank} both run on a node named {node!r} and see different disks "
+                    "under it: give each node its own name with ELASTIC_RESUME_NODE_NAME."
+                )
+
+    def quarantine(self, path: Path, reason: str) -> None:
+        """Move a checkpoint of this node to quarantine, and emit an event."""
+        kept = self.catalog.quarantine(path, reason)
+        self.events.emit("quarantine", path=str(kept), reason=reason)
+
+    def run_on_all_ranks(self, action: Callable[[], T]) -> T:
+        """Run ``action`` on every rank; if it fails on one rank, raise on all ranks.
+
+        The other ranks raise too, because they would otherwise wait for the failed one in their next
+        collective.
+        """
+        return self.run_and_gather(lambda: (action(), None))[0]
+
+    def run_and_gather(self, action: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
+        """Run ``action``, which returns its result and a JSON value; if it fails on one rank, raise on all.
+
+        Returns:
+            this rank's result, and the values of all ranks.
+
+        """
+        failure: ElasticResumeError | None = None
+        result: T | None = None
+        value = None
+        try:
+            result, value = action()
+        except ElasticResumeError as error:
+            failure = error
+        encoded = [str(failure), failure.is_deterministic] if failure else None
+        outcomes = self.collectives.gather([value, encoded])
+        if failure is not None:
+            raise failure
+        for rank, (_, failed) in enumerate(outcomes):
+            if failed is not None:
+                text = f"rank {rank} on node {self.node_by_rank[rank]} cannot continue: {failed[0]}"
+                peer_failure = ElasticResumeError(text)
+                peer_failure.is_deterministic = bool(failed[1])
+                raise peer_failure
+        return result, [value for value, _ in outcomes]  # type: ignore[return-value]
+
+
+def raise_if_set(error: ElasticResumeError | None) -> None:
+    """Raise ``error`` unless it is None; for `RankContext.run_on_all_ranks`."""
+    if error is not None:
+        raise error
+
+
+def open_node_dir(context: RankContext) -> NodeDir:
+    """Open the node's directory; without an agent the local leader locks it first."""
+    settings = context.settings
+    if context.is_local_leader and constants.ENV_AGENT_PID not in os.environ:
+        # After a SIGKILL the script's forked DataLoader workers keep the lock for some seconds.
+        node_dir = NodeDir.claim(settings.ckpt_dir, settings.run_id, settings.node_name, timeout_s=20)
+    else:
+        node_dir = NodeDir.attach(settings.ckpt_dir, settings.run_id, settings.node_name)
+    if context.is_local_leader:
+        context.catalog.remove_unfinished()
+    return node_dir
+
+
+class CommitterConnection:
+    """The connection to the node's committer, and the committer itself if this process runs it."""
+
+    def __init__(self, context: RankContext) -> None:
+        """Connect to the committer, or start it. Every rank calls this at the same time.
+
+        Raises:
+            ElasticResumeError: the committer cannot be reached.
+
+        """
+        self._pid = os.getpid()
+        self._snapshot_server: SnapshotServer | None = None
+        self._committer: CheckpointCommitter | None = None
+        own = os.environ.get(constants.ENV_COMMITTER, "") if constants.ENV_AGENT_PID in os.environ else ""
+        starts_committer = not own and context.is_local_leader
+        _, socket_names = context.run_and_gather(
+            lambda: (None, self._start_committer(context) if starts_committer else own)
+        )
+        name = socket_names[context.local_leader_by_node[context.node]]
+        try:
+            self.slot_client = context.run_on_all_ranks(
+                lambda: SlotClient(name, context.local_rank, is_local_leader=context.is_local_leader)
+            )
+        except ElasticResumeError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the connection. A committer in this process finishes its current commit first."""
+        if os.getpid() != self._pid:
+            return
+        with contextlib.suppress(AttributeError):  # the constructor failed before it connected
+            self.slot_client.close()
+        if self._snapshot_server is not None and self._committer is not None:
+            self._snapshot_server.close()
+            self._committer.close()
+            self._snapshot_server = None
+
+    def _start_committer(self, context: RankContext) -> str:
+        pool = SlotPool(context.settings.snapshot_memory)
+        self._committer = CheckpointCommitter(
+            context.node_dir, context.settings.run_id, pool, emit=context.events.emit
+        )
+        self._snapshot_server = SnapshotServer(self._committer)
+        self._committer.start()
+        self._snapshot_server.start()
+        return self._snapshot_server.socket_name
+
+
+def assigned_generation() -> int:
+    """Return the generation that the agents' rendezvous assigned; 0 under another launcher."""
+    text = os.environ.get(constants.ENV_GENERATION, "")
+    return int(text) if text.isdigit() else 0

@@ -1,0 +1,297 @@
+"""The core's settings, its inputs (`Event`) and its outputs (`Effect`): plain frozen data.
+
+The shell in `rendezvous/net` turns each occurrence into an event and hands it to `node.RendezvousNode.handle`
+with the time since boot. It carries out the returned effects in order, and sends a `Tick` at `next_deadline`.
+The core numbers the connections that it requests (positive); the shell numbers those it accepts (negative).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic_resume.policy.failure_classification import Failure
+from elastic_resume.policy.reasons import Departure
+from elastic_resume.rendezvous.core.messages import (
+    FailJob,
+    FailureReport,
+    Header,
+    ImportsFinished,
+    JoinRequest,
+    Message,
+    ReplicasDiverged,
+    StateDigest,
+    UnreachablePeers,
+)
+from elastic_resume.rendezvous.core.world import Ballot, Incarnation, Proposal, View
+
+UNCROWDED_NODES = 64
+"""A leader answers so many nodes before any call times out."""
+
+
+@dataclass(frozen=True, slots=True)
+class RendezvousSettings:
+    """RendezvousSettings of the job; seconds are of this node's CLOCK_BOOTTIME."""
+
+    candidates: tuple[str, ...]
+    """Addresses that newcomers know, in order of priority."""
+    min_nodes: int = 1
+    max_nodes: int = 1
+    node_timeout_s: float = 3.0
+    last_call_timeout_s: float = 3.0
+    """The first view waits until no newcomer has joined for so long."""
+    join_timeout_s: float = 600.0
+    single_node: bool = False
+    """There is no other node, so earlier views with other nodes need not vote."""
+    is_strict: bool = False
+    """No vote of a dead node counts: see `taken_votes`."""
+    dial_stagger_s: float = 0.2
+    """How long a candidate waits for an answer before it also calls the next address."""
+    probe_interval_s: float = 0.05
+    """Between two calls to a peer whose connection broke."""
+    scale_up_delay_s: float = 1.0
+    """How long a newcomer to a running view waits for others, so that one restart admits all."""
+    heartbeats_per_timeout: int = 10
+    announce_interval_s: float = 0.5
+    """Between two rounds of a leader's announcements."""
+    lease_margin: float = 0.05
+    """Share of a lease kept back for different clock rates and the time it takes to kill workers."""
+
+    @property
+    def heartbeat_interval_s(self) -> float:
+        """The time between heartbeats."""
+        return self.node_timeout_s / self.heartbeats_per_timeout
+
+    @property
+    def lease_s(self) -> float:
+        """How long workers may run after the sending of an acknowledged message."""
+        return self.node_timeout_s * (1 - self.lease_margin)
+
+    @property
+    def take_window_s(self) -> float:
+        """How long after the sending of an acknowledged message the peer's vote may be taken."""
+        return self.lease_s
+
+    @property
+    def dial_timeout_s(self) -> float:
+        """How long a call may stay unanswered before the next address has priority."""
+        return self.node_timeout_s / 3 + self.crowd_delay_s
+
+    @property
+    def redial_timeout_s(self) -> float:
+        """How long one call to a peer whose connection broke may take; a round trip may take 0.3 s."""
+        return self.node_timeout_s / 2
+
+    @property
+    def crowd_delay_s(self) -> float:
+        """How much longer a leader of a large job may take to answer when all members call at once.
+
+        A leader needs up to a millisecond for each. Without this delay members would go on to call each
+        other, and a thousand members with a thousand calls each never finish.
+        """
+        return max(0, self.max_nodes - UNCROWDED_NODES) * 2e-3
+
+
+# Events.
+
+
+@dataclass(frozen=True, slots=True)
+class PeerConnected:
+    """A connection is open and both sides have proved that they hold the token.
+
+    `ip_address` is the peer's.
+    """
+
+    conn_id: int
+    ip_address: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDisconnected:
+    """A connection has ended, or could not be opened.
+
+    `refused`: the dialled host answered that no process listens there, which proves that the process has
+    ended. Any other end, a reset too, only means that the peer cannot be reached this way.
+    `refusing_ips` are the IP addresses that answered so.
+    """
+
+    conn_id: int
+    reason: str = ""
+    refused: bool = False
+    refusing_ips: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class MessageReceived:
+    """A message has arrived; messages of one connection arrive in order."""
+
+    conn_id: int
+    header: Header
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersFinished:
+    """Every worker of this node has succeeded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """This node shuts down or fails for good; its workers are stopped."""
+
+    departure: Departure
+
+
+@dataclass(frozen=True, slots=True)
+class Persisted:
+    """The state of the `Persist` effect with that version is on disk, fsynced."""
+
+    version: int
+
+
+# Requests of this node's client are message objects, of the same classes that a follower sends to its leader.
+# A `FailureReport`, if any, precedes the `JoinRequest`, which says that the workers are stopped.
+Event = (
+    PeerConnected
+    | PeerDisconnected
+    | MessageReceived
+    | Tick
+    | JoinRequest
+    | ImportsFinished
+    | WorkersFinished
+    | FailureReport
+    | UnreachablePeers
+    | FailJob
+    | StateDigest
+    | Leave
+    | Persisted
+)
+
+
+# Effects.
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Dial the address; answer with `PeerConnected` or `PeerDisconnected`. Nothing is sent before.
+
+    `ip_address` answered for the same peer before; with it, do not look the name up.
+    """
+
+    conn_id: int
+    address: str
+    ip_address: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    """Send what is queued and close the connection; report nothing more about it."""
+
+    conn_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Queue a message, in order and without blocking."""
+
+    conn_id: int
+    header: Header
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class PersistentState:
+    """What an agent keeps on disk for its next process."""
+
+    incarnation: Incarnation
+    view: View
+    """The newest view known to be decided."""
+    promised: Ballot
+    """The greatest ballot that this node has promised; it accepts no earlier one."""
+    accepted: Proposal | None
+    """The newest proposal that it has accepted for the successor of `view`."""
+    taken: frozenset[str]
+    """Disks whose votes it has taken for that successor: see `taken_votes`."""
+    max_generation: int
+    """The greatest generation known to this node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """Replace the state on disk durably, then answer with `Persisted`. At most one write is in progress."""
+
+    version: int
+    persistent_state: PersistentState
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorkers:
+    """Start workers, as `JoinRequest` asked; `newest_step` and `failures` are those of `StartView`."""
+
+    generation: int
+    rank: int
+    members: tuple[Incarnation, ...]
+    store_address: str
+    workers_per_node: tuple[int, ...]
+    newest_step: int = 0
+    failures: tuple[Failure, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorkers:
+    """The view has ended: stop the workers, then join again.
+
+    If `immediately`, the lease has expired: kill the workers before anything else.
+    """
+
+    generation: int
+    reason: str
+    immediately: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EndJob:
+    """The job has ended on every node: done, or `failed`."""
+
+    reason: str
+    failed: bool = False
+    failures: tuple[Failure, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """This node found no view within the join timeout, or was refused.
+
+    If `is_permanent`, its settings are wrong and starting it again will not help.
+    """
+
+    reason: str
+    is_permanent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EmitEvent:
+    """Write an event to the event log; `missing` names the nodes that it waits for."""
+
+    kind: str
+    text: str
+    missing: tuple[str, ...] = ()
+
+
+# `ReplicasDiverged` reports that replicas differ; other effects end the view or the job.
+Effect = (
+    Connect
+    | Disconnect
+    | Send
+    | Persist
+    | StartWorkers
+    | StopWorkers
+    | ReplicasDiverged
+    | EndJob
+    | GiveUp
+    | EmitEvent
+)

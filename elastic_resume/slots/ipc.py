@@ -1,0 +1,447 @@
+"""Give workers access to their node's slots and committer, over a unix socket and shared memory.
+
+A request is one line with a JSON object ``{"operation": ..., ...}``. Its answer, if it has one, is a line
+too, with a file descriptor beside it where one was requested. The socket has an abstract name of 128 random
+bits. Each side asks the kernel whether the other runs as the same user. One connection serves one worker.
+
+    operation          arguments               answer
+    hello                                      {} and the control block's descriptor
+    slot               index serial            {"capacity"} and the slot's descriptor, or {"missing": true}
+    reserve            bytes all               {"slots"}: how many there will be; `SlotPool.reserve`
+    commit             snapshot_id             {"path"} or {"error"}, after the commit
+    start_generation   floor trusted keep      none; the generation's `RetentionPolicy`
+    request_commit     snapshot_id             none
+    compare            snapshot_id world       none; compare the snapshot in that generation
+    discard            index                   none; the slot's snapshot no longer counts
+
+`SlotClient` reserves, maps, fills and reads slots for one local rank. Mapping and populating a large slot
+takes a moment, so a thread does it, and `SlotClient.list_writable` returns only slots that are ready.
+`capture` writes snapshots through it, and `restore` fills slots with received ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_resume.background import AcceptThread
+from elastic_resume.checkpoint.layout import Layout
+from elastic_resume.checkpoint.manifest import Manifest
+from elastic_resume.checkpoint.writer import RetentionPolicy
+from elastic_resume.errors import CheckpointError, ElasticResumeError, MachineError
+from elastic_resume.slots import slot_memory, slot_pool
+from elastic_resume.slots.committer import CheckpointCommitter
+from elastic_resume.slots.progress_page import MAX_LOCAL_RANKS
+from elastic_resume.slots.slot_memory import MAX_SLOTS, ControlBlock, Slot, SlotState
+
+MAX_MESSAGE_BYTES = 64 * 1024
+MAX_COUNT = 1 << 53
+RESERVE_RETRY_S = 1.0  # a second slot may fit only after a smaller one was dropped
+RESPONSE_TIMEOUT_S = 120.0  # allocating a large slot takes long
+
+
+class SnapshotServer:
+    """The committer's side: a thread per connection answers requests, from `start` to `close`."""
+
+    def __init__(self, committer: CheckpointCommitter) -> None:
+        self._committer = committer
+        self.socket_name = f"elastic_resume-snapshots-{secrets.token_hex(16)}"
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind("\0" + self.socket_name)
+        listener.listen(2 * MAX_LOCAL_RANKS)  # each worker's connection and its successor's
+        self._accept_thread = AcceptThread("elastic-resume-snapshot-server", listener, self._serve_connection)
+
+    def start(self) -> None:
+        """Start answering."""
+        self._accept_thread.start()
+
+    def close(self) -> None:
+        """Accept no more connections; requests in progress are still answered."""
+        self._accept_thread.close()
+
+    def _serve_connection(self, connection: socket.socket) -> None:
+        if not is_same_user(connection):
+            return
+        with (
+            connection.makefile("rb") as lines,
+            contextlib.suppress(OSError, ValueError, RecursionError),
+        ):
+            while (request := lines.readline(MAX_MESSAGE_BYTES)).endswith(b"\n"):  # else too long or cut off
+                answer, descriptor = self._handle_request(json.loads(request))
+                if answer is not None:
+                    data = json.dumps(answer).encode() + b"\n"
+                    socket.send_fds(connection, [data], [] if descriptor is None else [descriptor])
+
+    def _handle_request(self, request: Any) -> tuple[dict[str, Any] | None, int | None]:
+        """Return the answer to a request and a descriptor to pass; raise ValueError if it is invalid."""
+        if not isinstance(request, dict):
+            raise ValueError("not a request")  # noqa: TRY004
+        operation, pool = request.get("operation"), self._committer.slot_pool
+        if operation == "hello":
+            return {}, pool.control_descriptor
+        if operation == "slot":
+            index, serial = _parse_count(request, "index", MAX_SLOTS - 1), _parse_count(request, "serial")
+            descriptor = pool.slot_descriptor(index, serial)
+            if descriptor is None:
+                return {"missing": True}, None
+            return {"capacity": pool.control_block.slot_record(index).get("capacity")}, descriptor
+        if operation == "reserve":
+            count = pool.reserve(_parse_count(request, "bytes"), all_now=bool(request.get("all", True)))
+            return {"slots": count}, None
+        if operation == "commit":
+            return self._handle_commit(_parse_snapshot_id(request)), None
+        if operation == "start_generation":
+            self._committer.start_generation(_parse_retention(request))
+        elif operation == "request_commit":
+            self._committer.request_commit(_parse_snapshot_id(request))
+        elif operation == "compare":
+            self._committer.request_comparison(_parse_snapshot_id(request), _parse_count(request, "world"))
+        elif operation == "discard":
+            pool.discard(_parse_count(request, "index", MAX_SLOTS - 1))
+        else:
+            raise ValueError(f"unknown operation {operation!r}")
+        return None, None
+
+    def _handle_commit(self, snapshot_id: int) -> dict[str, Any]:
+        try:
+            path = self._committer.commit(snapshot_id)
+        except MachineError as error:
+            return {"error": str(error)[: MAX_MESSAGE_BYTES // 4]}
+        return {"path": str(path) if path is not None else None}
+
+
+class SnapshotClient:
+    """A worker's connection; its threads may share it, but a fork must create its own."""
+
+    def __init__(self, socket_name: str) -> None:
+        """Connect to the committer's socket; raise ElasticResumeError if nothing answers there."""
+        self._call_lock = threading.Lock()
+        self._send_lock = threading.Lock()  # separate, so that `send` never waits for an answer to `call`
+        self._socket_name = socket_name
+        self._socket: socket.socket | None = None
+        self._received = b""
+        try:
+            _, self.control_descriptor = self.call("hello")
+            if self.control_descriptor < 0:
+                raise OSError("it sent no descriptor")  # noqa: TRY301
+        except OSError as error:
+            self.close()
+            raise ElasticResumeError(
+                f"this node's snapshot server does not answer ({error}): has the agent ended, or does this "
+                "worker run in another network namespace? "
+                "ELASTIC_RESUME_SNAPSHOT_MEMORY=off works without it."
+            ) from error
+
+    def send(self, operation: str, **fields: Any) -> None:
+        """Send a request without an answer; errors are ignored, because a dead committer ends its workers."""
+        with contextlib.suppress(OSError), self._send_lock:
+            self._ensure_connected().sendall(json.dumps({"operation": operation, **fields}).encode() + b"\n")
+
+    def call(
+        self, operation: str, *, timeout_s: float | None = RESPONSE_TIMEOUT_S, **fields: Any
+    ) -> tuple[dict[str, Any], int]:
+        """Send a request; return its answer and the descriptor that came with it, or -1.
+
+        An OSError means that the committer exited, or did not answer within ``timeout_s``.
+        """
+        with self._call_lock:
+            try:
+                return self._send_and_receive({"operation": operation, **fields}, timeout_s)
+            except OSError:
+                # A late answer would be taken for the answer to the next request.
+                with self._send_lock:
+                    self._disconnect()
+                raise
+
+    def _send_and_receive(
+        self, request: dict[str, Any], timeout_s: float | None
+    ) -> tuple[dict[str, Any], int]:
+        with self._send_lock:
+            connection = self._ensure_connected()
+            connection.settimeout(timeout_s)
+            connection.sendall(json.dumps(request).encode() + b"\n")
+        descriptors: list[int] = []
+        while b"\n" not in self._received:
+            data, received, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 1)
+            descriptors += received
+            self._received += data
+            if not data or len(self._received) > MAX_MESSAGE_BYTES:
+                raise OSError("the committer closed the connection")
+        line, _, self._received = self._received.partition(b"\n")
+        return json.loads(line), descriptors[0] if descriptors else -1
+
+    def _ensure_connected(self) -> socket.socket:
+        """Return the connection, reconnecting after a failure; hold ``_send_lock``."""
+        if self._socket is None:
+            self._socket, self._received = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), b""
+            try:
+                self._socket.connect("\0" + self._socket_name)
+                if not is_same_user(self._socket):
+                    raise OSError("the socket belongs to another user")  # noqa: TRY301
+            except OSError:
+                self._disconnect()
+                raise
+        return self._socket
+
+    def _disconnect(self) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for an answer
+            self._socket.close()
+            self._socket = None
+
+    def close(self) -> None:
+        """Close the connection and the control block's descriptor."""
+        with self._send_lock:
+            self._socket_name = ""  # do not reconnect
+            self._disconnect()
+        with contextlib.suppress(OSError, AttributeError):
+            os.close(self.control_descriptor)
+            del self.control_descriptor
+
+
+@dataclass(frozen=True)
+class LocalSnapshot:
+    """A complete snapshot of this node; its manifest's blocks have no digests yet."""
+
+    slot: Slot
+    snapshot_id: int
+    manifest: Manifest
+    image: memoryview
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """(generation, step)."""
+        return self.manifest.version
+
+
+class SlotClient:
+    """The slots of this node, for one of its local ranks."""
+
+    def __init__(self, socket_name: str, local_rank: int, *, is_local_leader: bool) -> None:
+        """Connect to the committer's socket; raise ElasticResumeError if it does not answer."""
+        self.is_local_leader = is_local_leader
+        self.local_rank = local_rank
+        self.slot_count = slot_pool.SLOT_COUNT  # existing or planned; exact after `reserve`
+        self.reserved_bytes = 0  # slot size for which `slot_count` is exact
+        self._reserved_at = 0.0
+        self._client = SnapshotClient(socket_name)
+        self.control_block = ControlBlock(self._client.control_descriptor)
+        self._slots: dict[tuple[int, int], Slot] = {}
+        self._populated: set[tuple[int, int]] = set()
+        self._lock = threading.Lock()
+        self._prepare_thread: threading.Thread | None = None
+
+    # ---- for snapshots ---------------------------------------------------------------------------------
+
+    def prepare_slots(self, nbytes: int, *, is_estimate: bool = False) -> None:
+        """Reserve (as local leader), map and populate slots of ``nbytes`` in a thread.
+
+        ``is_estimate``: the true size is unknown, so do not record how many slots fit.
+        """
+        if self._prepare_thread is None or not self._prepare_thread.is_alive():
+            self._reserved_at = time.monotonic()
+            self._prepare_thread = threading.Thread(
+                target=self._prepare, args=(nbytes, is_estimate), name="elastic-resume-slots", daemon=True
+            )
+            self._prepare_thread.start()
+
+    def reserve(self, nbytes: int, *, is_estimate: bool = False, all_now: bool = True) -> int:
+        """Reserve slots of ``nbytes``; return how many exist or are planned. See `SlotPool.reserve`.
+
+        Only the local leader calls this.
+        """
+        count = 0
+        with contextlib.suppress(OSError, KeyError, TypeError, ValueError):
+            answer, _ = self._client.call("reserve", bytes=nbytes, all=all_now)
+            count = int(answer["slots"])
+        if not is_estimate:
+            self.slot_count, self.reserved_bytes = count, nbytes
+        return count
+
+    def list_writable(self, nbytes: int) -> list[SlotState]:
+        """Return the slots of at least ``nbytes`` that can be written without waiting."""
+        fitting = [state for state in self.control_block.read_slots() if state.capacity >= nbytes]
+        if nbytes <= slot_memory.SMALL_SLOT_BYTES:
+            for state in fitting:
+                self._map_and_populate(state)
+        elif any((state.index, state.serial) not in self._populated for state in fitting):
+            # The present capacity, so that the metadata has room to grow.
+            self.prepare_slots(min(state.capacity for state in fitting))
+        may_retry = time.monotonic() > self._reserved_at + RESERVE_RETRY_S
+        if fitting and len(fitting) < self.slot_count and may_retry:
+            self.prepare_slots(min(state.capacity for state in fitting))
+        return [state for state in fitting if (state.index, state.serial) in self._populated]
+
+    def map_slot(self, index: int, serial: int | None = None) -> Slot | None:
+        """Map slot ``index``; return None if it no longer exists or cannot be mapped."""
+        serial = self.control_block.slot_record(index).get("serial") if serial is None else serial
+        with self._lock:
+            if (index, serial) not in self._slots:
+                self._unmap_stale()
+                descriptor = -1
+                try:
+                    answer, descriptor = self._client.call("slot", index=index, serial=serial)
+                    if descriptor < 0:
+                        return None
+                    record = self.control_block.slot_record(index)
+                    self._slots[index, serial] = Slot(descriptor, int(answer["capacity"]), serial, record)
+                except OSError:  # the committer has ended, or this process may map no more memory
+                    return None
+                finally:
+                    if descriptor >= 0:
+                        os.close(descriptor)
+            return self._slots[index, serial]
+
+    def find_slot(self, snapshot_id: int) -> Slot | None:
+        """Map the slot assigned to ``snapshot_id``; return None if there is none."""
+        for state in self.control_block.read_slots():
+            if state.target == snapshot_id:
+                return self.map_slot(state.index, state.serial)
+        return None
+
+    def send(self, operation: str, **fields: Any) -> None:
+        """Send the committer a request without an answer; see `ipc`."""
+        self._client.send(operation, **fields)
+
+    def commit(self, snapshot_id: int) -> dict[str, Any]:
+        """Wait until the committer has committed ``snapshot_id``; return its answer."""
+        answer, _ = self._client.call("commit", timeout_s=None, snapshot_id=snapshot_id)
+        return answer
+
+    # ---- for resuming ----------------------------------------------------------------------------------
+
+    def find_newest(self) -> LocalSnapshot | None:
+        """Return the newest complete snapshot or None; raise CheckpointError if it is damaged."""
+        state = slot_memory.newest_complete(self.control_block.read_slots())
+        slot = self.map_slot(state.index, state.serial) if state is not None else None
+        if state is None or slot is None:
+            return None
+        manifest, image = slot.read_snapshot(state.target)
+        Layout.parse(image, len(image))
+        return LocalSnapshot(slot, state.target, manifest, image)
+
+    def discard(self, index: int) -> None:
+        """Make the slot's snapshot incomplete."""
+        self._client.send("discard", index=index)
+        self.control_block.slot_record(index).set("target", 0)
+
+    def acquire_slot(self, image_bytes: int, manifest: Manifest) -> Slot | None:
+        """Return a slot into which an image can be received; None if none is free.
+
+        Only one slot is created now; creating the others would delay the transfer. Populate its pages before
+        you write.
+        """
+        needed = slot_memory.required_slot_bytes(image_bytes, *map(len, _encode_manifest(manifest)))
+        if self.reserve(needed, is_estimate=True, all_now=False) == 0:
+            return None
+        # This never chooses the only snapshot: the source rank may die while it sends.
+        state = slot_memory.choose_overwritable(
+            [state for state in self.control_block.read_slots() if state.capacity >= needed]
+        )
+        return self.map_slot(state.index, state.serial) if state is not None else None
+
+    def populate(self, slot: Slot) -> None:
+        """Map all pages of a slot; another thread may fill it meanwhile.
+
+        Raises:
+            MachineError: there is not enough memory.
+
+        """
+        slot.populate()
+        self._populated.add((slot.index, slot.serial))
+
+    def begin_fill(self, slot: Slot) -> None:
+        """Make the slot incomplete until `finish_fill`."""
+        for name in ("target", "layout", "watermark"):
+            slot.record.set(name, 0)
+
+    def finish_fill(self, slot: Slot, manifest: Manifest, *, on_disk: bool) -> None:
+        """Make the verified image in ``slot`` this node's snapshot; request its commit unless ``on_disk``."""
+        snapshot_id = slot_memory.encode_snapshot_id(*manifest.version)
+        static, dynamic = _encode_manifest(manifest)
+        slot.write_metadata(b"", manifest.file_bytes, static, dynamic, secrets.randbits(63) | 1)
+        slot.record.set("parts", 1)
+        slot.record.set_copied(0, snapshot_id)
+        slot.record.set("committed" if on_disk else "commit_requested", snapshot_id)
+        slot.record.set("target", snapshot_id)
+        if not on_disk:
+            self._client.send("request_commit", snapshot_id=snapshot_id)
+
+    def close(self) -> None:
+        """Close the connection; mapped slots stay mapped."""
+        self._client.close()
+
+    # ---- inside ----------------------------------------------------------------------------------------
+
+    def _prepare(self, nbytes: int, is_estimate: bool) -> None:
+        if self.is_local_leader:
+            self.reserve(nbytes, is_estimate=is_estimate)
+        with contextlib.suppress(CheckpointError, OSError):
+            for state in self.control_block.read_slots():
+                if state.capacity >= nbytes:
+                    self._map_and_populate(state)
+
+    def _map_and_populate(self, state: SlotState) -> None:
+        key = (state.index, state.serial)
+        if key in self._populated:
+            return
+        slot = self.map_slot(*key)
+        if slot is not None:
+            with contextlib.suppress(MachineError):  # the slot counts as not writable, and training goes on
+                self.populate(slot)
+
+    def _unmap_stale(self) -> None:
+        existing = {(state.index, state.serial) for state in self.control_block.read_slots()}
+        for key in self._slots.keys() - existing:
+            self._populated.discard(key)
+            del self._slots[key]
+
+
+def is_same_user(connection: socket.socket) -> bool:
+    """Whether the peer process runs as this user."""
+    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return bool(uid == os.getuid())
+
+
+def _parse_retention(request: dict[str, Any]) -> RetentionPolicy:
+    trusted = request.get("trusted")
+    if trusted is not None and not (
+        isinstance(trusted, list) and len(trusted) == 2 and all(type(n) is int for n in trusted)
+    ):
+        raise ValueError("trusted")
+    floor, keep = _parse_count(request, "floor", minimum=-1), _parse_count(request, "keep", minimum=2)
+    return RetentionPolicy(floor, (trusted[0], trusted[1]) if trusted is not None else None, keep)
+
+
+def _parse_snapshot_id(request: dict[str, Any]) -> int:
+    return _parse_count(request, "snapshot_id", 1 << 64)
+
+
+def _parse_count(request: dict[str, Any], name: str, maximum: int = MAX_COUNT, minimum: int = 0) -> int:
+    value = request.get(name)
+    if type(value) is not int or not minimum <= value <= maximum:
+        raise ValueError(f"{name} is {value!r}")
+    return value
+
+
+def _encode_manifest(manifest: Manifest) -> tuple[bytes, bytes]:
+    static = {
+        "run_id": manifest.run_id,
+        "node": manifest.node,
+        "rank": manifest.rank,
+        "world_size": manifest.world_size,
+        "writer": manifest.writer,
+        "follows_rank0": list(manifest.follows_rank0),
+        "state": manifest.state,
+    }
+    dynamic = slot_memory.dynamic_metadata(manifest.generation, manifest.position, manifest.written_at, {})
+    return slot_memory.encode_metadata(static), slot_memory.encode_metadata(dynamic)

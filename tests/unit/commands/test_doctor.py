@@ -1,0 +1,143 @@
+"""Test what `elastic-resume doctor` reports of a node, and when it predicts a failure."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import threading
+from pathlib import Path
+
+import pytest
+
+from elastic_resume import __version__
+from elastic_resume.cli import main
+from elastic_resume.commands import doctor
+from elastic_resume.schedulers import environment
+from tests.unit.schedulers.test_environment import POD, STEP
+
+
+@pytest.fixture
+def _bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ELASTIC_RESUME_TOKEN", "ELASTIC_RESUME_CKPT_DIR", "ELASTIC_RESUME_SHARED_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(doctor, "_TORCH_PROBE", "print('2.9.9+cu1 8')")  # the import takes seconds
+    monkeypatch.setenv("PATH", "")  # a squeue without its controller takes four seconds to say so
+
+
+def run_doctor(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], *flags: str) -> int:
+    """Return the exit code of the command in this environment."""
+    for name, text in environ.items():
+        monkeypatch.setenv(name, text)
+    return main(["doctor", *flags])
+
+
+@pytest.mark.usefixtures("_bare")
+def test_findings_have_sources_and_no_secret(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """This is a healthy step of a Slurm job."""
+    environ = {
+        **STEP,
+        "SLURM_STEP_NODELIST": "localhost,nobody[2-9]",
+        "ELASTIC_RESUME_TOKEN": "do not show this",
+        "ELASTIC_RESUME_PREEMPTION_NOTICE": "command:/bin/true -H 'do not show this'",
+        "ELASTIC_RESUME_MAX_NO_PROGRESS": "7",
+        "ELASTIC_RESUME_CKPT_DIR": "/proc/stat",  # the flag beats it
+    }
+    assert run_doctor(monkeypatch, environ, "--ckpt-dir", str(tmp_path / "new")) == 0
+    header, table, checked = capsys.readouterr().out.split("\n\n")
+    assert "a --config file are not read" in checked
+    assert header == "Nothing found that would make a start fail."
+    lines = dict(line.split(maxsplit=1) for line in table.splitlines())
+    assert lines["job"].split() == ["slurm-1234567", "SLURM_JOB_ID"]
+    assert lines["workers"].split() == ["8", "SLURM_GPUS_ON_NODE"]
+    assert "127.0.0.1 (this node)" in lines["localhost"]  # perhaps behind ::1
+    assert lines["nobody2"].startswith("no address")
+    assert lines["max-no-progress"].split() == ["7", "ELASTIC_RESUME_MAX_NO_PROGRESS"]
+    assert "free" in lines["checkpoints"]
+    assert "--ckpt-dir; " in lines["checkpoints"]
+    assert "do not show" not in str(lines)
+    assert lines["Python"].split()[0] == platform.python_version()
+    assert lines["elastic_resume"].split()[0] == __version__
+    assert lines["torch"].split()[0] == "2.9.9+cu1"
+    assert lines["GPUs"].split()[0] == "8"
+
+
+@pytest.mark.usefixtures("_bare")
+def test_hanging_name_lookups_run_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are abandoned together."""
+    monkeypatch.setattr(doctor, "LOOKUP_TIMEOUT_S", 60.0)
+    silent = threading.Barrier(3, timeout=30)
+    monkeypatch.setattr(doctor, "resolve_name", lambda _: [str(silent.wait())])
+    found = doctor.check_candidates(environment.read_context(POD))
+    assert sorted(item.value for item in found) == ["0", "1", "2"]
+
+
+@pytest.mark.usefixtures("_bare")
+@pytest.mark.parametrize(
+    ("environ", "problem"),
+    [
+        ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2"}, "--ntasks-per-node=1"),
+        ({**POD, "ELASTIC_RESUME_NODES": "4:2"}, "ELASTIC_RESUME_NODES"),
+        ({"ELASTIC_RESUME_CKPT_DIR": "/proc/nothing"}, "/proc"),
+        ({"ELASTIC_RESUME_CKPT_DIR": "/proc/stat"}, "/proc/stat is no directory"),
+        ({"ELASTIC_RESUME_CKPT_DIR": "/x" * 3000}, "name too long"),
+        ({"ELASTIC_RESUME_PREEMPTION_NOTICE": "bogus"}, "ELASTIC_RESUME_PREEMPTION_NOTICE is 'bogus'"),
+        ({"ELASTIC_RESUME_KEEP": "1"}, "ELASTIC_RESUME_KEEP is 1, which is too few"),
+        ({"ELASTIC_RESUME_GRACE": "soon"}, "ELASTIC_RESUME_GRACE is 'soon'"),
+        ({"ELASTIC_RESUME_LOG_LEVEL": "TRACE"}, "ELASTIC_RESUME_LOG_LEVEL is 'TRACE'"),
+        ({"ELASTIC_RESUME_TOKEN": ""}, "ELASTIC_RESUME_TOKEN holds no token"),
+        ({"ELASTIC_RESUME_TOKEN": "short"}, "ELASTIC_RESUME_TOKEN is shorter than 16 bytes"),
+    ],
+)
+def test_problem_is_reported_with_exit_code_1(
+    environ: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """People get it first; programs get the same problem."""
+    assert run_doctor(monkeypatch, environ) == 1
+    header, _, below = capsys.readouterr().out.partition("\n")
+    problems, _, table = below.partition("\n\n")
+    assert header == "A start without flags would fail here:"
+    assert problem in problems
+    assert table.startswith("scheduler")
+    assert run_doctor(monkeypatch, environ, "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert problem in " ".join(found["problems"])
+    assert {"what": "scheduler", "value": "host", "source": ""}.keys() == found["findings"][0].keys()
+
+
+@pytest.mark.usefixtures("_bare")
+def test_missing_torch_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No worker could start."""
+    monkeypatch.setattr(doctor, "_TORCH_PROBE", "import torch_that_is_missing")
+    assert run_doctor(monkeypatch, {}) == 1
+    assert "No module named 'torch_that_is_missing'" in capsys.readouterr().out
+
+
+def test_torch_is_probed_in_another_process() -> None:
+    """The version is that of this environment."""
+    found = {finding.name: finding for finding in doctor.check_installation()}
+    # A build's own suffix (+cpu, +cu130) is not always in the package's version.
+    assert found["torch"].value.partition("+")[0] == importlib.metadata.version("torch").partition("+")[0]
+    assert found["GPUs"].value.isdecimal()
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["--node-timeout", "3s"], " Set ELASTIC_RESUME_NODE_TIMEOUT. (see"),
+        (["--nnodes=2"], " (see"),
+        (["train.py"], " (see"),
+    ],
+)
+def test_flags_of_run_are_refused_with_a_reason(
+    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The flags would change what a start does, and doctor would not know."""
+    assert main(["doctor", *words]) == 1
+    name = words[0].partition("=")[0]
+    text = f"error: {name}: doctor takes no flags of run; it reads the environment.{hint}"
+    assert text in capsys.readouterr().err
