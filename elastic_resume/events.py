@@ -29,8 +29,6 @@ Kinds, their writers and their own fields::
     hang-detector-failed  agent      error; a bug of ours, hang detection continues
     drain                 agent      cause (SIGTERM, SIGUSR1, ..., deadline, a preemption notice),
                                      others_continue
-    requeue               agent      action (requeue | exit code | leave alone), reason; after a request to
-                                     Slurm also job, done, attempts, message (Slurm's last one)
     preemption-notice     agent      source, reason, deadline (seconds since the epoch, or null)
     verdict               agent      generation, root_causes, secondary_failures
     replicas-differ       agent      generation, step, agreed_step (the newest step with equal replicas),

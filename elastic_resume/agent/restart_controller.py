@@ -39,7 +39,6 @@ from elastic_resume.policy.failure_classification import (
     separate_root_causes,
 )
 from elastic_resume.policy.reasons import format_node_names
-from elastic_resume.policy.requeue import count_starts_without_progress
 from elastic_resume.rendezvous.core.interface import EmitEvent, StartWorkers
 from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.slots.progress_page import MAX_LOCAL_RANKS, ProgressRecord, WorkerProcess, read_records
@@ -140,12 +139,6 @@ class RestartController:
         self._has_warned_of_no_resume = False
         self._restart_text = ""  # why the last round ended, as far as this node knows
         self._restart_logged = False
-
-    def starts_without_progress(self, restarts: int) -> int:
-        """Count the newest starts of the job in a row, this one included, that finished no new step here."""
-        if self.has_finished_a_step():
-            return 0
-        return count_starts_without_progress(self._read_events(0), restarts)
 
     def has_resumed(self) -> bool:
         """Return whether a worker of this round has come out of `er.resume`. From any thread."""

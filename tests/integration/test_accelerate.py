@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from elastic_resume.errors import ConfigError, MachineError
-from elastic_resume.testing import Cluster, assert_same_run
+from elastic_resume.testing import Cluster, Fault, assert_same_run
 from tests.support import launch_ranks, launchers
 from tests.support.paths import ROOT, SCRIPTS
 
@@ -313,5 +313,5 @@ def test_launchers_continue_the_example_of_each_other(tmp_path: Path) -> None:
 def test_example_as_it_is_passes_assert_same_run() -> None:
     """With a worker and a node killed."""
     flags = ["--preload", "sklearn.datasets"]
-    kills = ["worker 1 at step 20", "node 2 at step 80"]
-    assert_same_run(EXAMPLE, kills=kills, flags=flags, lines="^epoch")
+    faults = [Fault("kill-worker", rank=1, step=20), Fault("kill-node", node=2, step=80)]
+    assert_same_run(EXAMPLE, faults=faults, flags=flags, lines="^epoch")

@@ -25,7 +25,6 @@ from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.schedulers import environment
 from elastic_resume.state.state_dict import FlatState
 from elastic_resume.testing import chaos, faults
-from elastic_resume.testing.faults import Fault
 from elastic_resume.training import announce
 from elastic_resume.units import choose_verb, format_count, parse_duration, parse_kubernetes_quantity
 
@@ -60,7 +59,8 @@ def _option(name: str) -> Callable[[str], float]:
 
 
 def _fault(text: str) -> float:
-    return Fault.parse(f"cut node 1 at {text}").at_s or 0.0
+    (fault,) = faults.parse_plan(f"faults: [{{what: cut, at: '{text}'}}]").faults
+    return fault.at_s or 0.0
 
 
 def _plan_file(text: str) -> float:
@@ -79,7 +79,7 @@ READERS: dict[str, Callable[[str], float | None]] = {
     "--node-timeout": _option("node-timeout"),
     "--rdzv-conf": _terms,
     "--interval": job_status._parse_interval,
-    "chaos --patience": chaos._duration_parser("--patience"),
+    "chaos --patience": lambda text: float(chaos.build_parser().parse_args(["--patience", text]).patience),
     "fault": _fault,
     "fault plan": _plan_file,
 }
