@@ -87,7 +87,6 @@ def test_inventory_offers_old_checkpoint(node: Path, mode: str) -> None:
     assert [(state.generation, state.step) for state in inventory.saved_states] == [(1, 3)]
     assert inventory.rejected == ()
     assert inventory.committed_generation == 1
-    assert not inventory.has_joined_world
     assert not inventory.has_restarted
 
 
