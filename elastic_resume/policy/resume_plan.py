@@ -89,7 +89,7 @@ class Inventory:
 class ResumePlan:
     """The state that a generation starts from.
 
-    ``kind`` is "checkpoint" or "cold". The source of a cold start is rank 0 with its live state. ``holders``
+    ``kind`` is "resumed" or "cold". The source of a cold start is rank 0 with its live state. ``holders``
     maps node names to the state that each node reads; ``receiving_nodes`` get it sent.
     """
 
@@ -219,7 +219,7 @@ def _plan_from_newest(nodes: Sequence[Inventory]) -> ResumePlan:
         key=lambda n: (held[n.node].writer_rank, held[n.node].tier != MEMORY, n.local_leader_rank),
     )
     return ResumePlan(
-        "checkpoint",
+        "resumed",
         step=newest[0][1],
         source_node=source.node,
         source_rank=source.local_leader_rank,

@@ -72,7 +72,7 @@ def format_start(result: ResumeResult, position: Position, world_size: int) -> s
     """Describe in one line where a generation starts."""
     plan = result.plan
     state = "no checkpoint found, starting fresh"
-    if plan.kind == "checkpoint":
+    if plan.kind == "resumed":
         tier = "checkpoint" if plan.source_tier == DISK else "snapshot in memory"
         sent = f", sent to {', '.join(plan.receiving_nodes)}" if plan.receiving_nodes else ""
         state = (

@@ -398,7 +398,7 @@ class Run:
         that is registered later runs at once. If a hook raises, the exception reaches the script, and the
         hooks after it do not run.
         """
-        if self._plan.kind == "checkpoint":
+        if self._plan.kind == "resumed":
             self._add_start_hook(lambda: hook(self))
         return hook
 

@@ -86,7 +86,7 @@ def test_restart_logs_no_notice_and_next_start_does(tmp_path: Path) -> None:
         assert cluster.wait_exit(120) == [0, 0]
         assert find_notices(cluster.output(0) + cluster.output(1)) == []
         resumes = [event["kind"] for event in cluster.events("resume")]
-        assert resumes == ["cold", "checkpoint"]
+        assert resumes == ["cold", "resumed"]
         cluster.start(str(tmp_path / "train.py"), "2", "once", "--api-key", "hunter2")
         assert cluster.wait_exit(120) == [0, 0]
         files = [path for node in cluster.nodes for path in node.directory.iterdir() if path.is_file()]
@@ -100,7 +100,7 @@ def test_restart_logs_no_notice_and_next_start_does(tmp_path: Path) -> None:
         cluster.start(str(tmp_path / "train.py"), "1", "once")
         assert cluster.wait_exit(120) == [0, 0]
         resumes = cluster.events("resume")
-        assert [event["kind"] for event in resumes] == ["cold", "checkpoint"]
+        assert [event["kind"] for event in resumes] == ["cold", "resumed"]
         for node in cluster.nodes:
             entries = trained[node.name]
             assert resumes[0]["generation"] > entries[0].generation
@@ -109,7 +109,7 @@ def test_restart_logs_no_notice_and_next_start_does(tmp_path: Path) -> None:
             assert [entry.version for entry in moved] == [entry.version for entry in entries]
             assert set(find_node_dirs(run_dir.parent).run_ids) == {run_dir.name, f"{run_dir.name}.old-1"}
         report = summary.build_run_report(load_run([cluster.run_dir]).events)
-    assert [generation.resume_kind for generation in report.history.generations] == ["cold", "checkpoint"]
+    assert [generation.resume_kind for generation in report.history.generations] == ["cold", "resumed"]
     assert " 1 failure, " in report.verdict.text, "those of the earlier run do not count"
 
 
@@ -121,7 +121,7 @@ import elastic_resume as er
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 run = er.resume(model=model, optimizer=optimizer)
-if not pathlib.Path("crashed").exists() and run.plan.kind == "checkpoint":
+if not pathlib.Path("crashed").exists() and run.plan.kind == "resumed":
     pathlib.Path("crashed").touch()
     os._exit(9)
 for epoch in run.epochs(1):

@@ -135,7 +135,7 @@ def test_rejecting_every_state_raises_instead_of_cold_start(
         return
     for _ in range(sum(len(copies) for copies in held)):
         plan = choose_resume_plan(inventories, "auto")
-        assert plan.kind == "checkpoint"
+        assert plan.kind == "resumed"
         victim, copy = plan.holders[0]
         inventories = [
             reject_saved_state(item, copy, "x", "bad") if item.node == victim else item
