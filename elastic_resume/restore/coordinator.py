@@ -44,11 +44,11 @@ from elastic_resume.restore.attempt import PROVEN_INVALID_KINDS, NodeFailures, R
 from elastic_resume.restore.replica_check import find_first_difference
 from elastic_resume.slots.progress_page import ProgressPage
 from elastic_resume.state import load_objects, state_dict
-from elastic_resume.state.open_checkpoint import INTERNAL_PREFIX
 from elastic_resume.state.state_dict import (
     BUFFER,
     DTYPE_BY_NAME,
     REPLICATED,
+    RESERVED_PREFIX,
     SCRIPT_OWNED,
     FlatState,
     make_spec,
@@ -298,7 +298,7 @@ def _broadcast_rank_0_state(context: RankContext, flat: FlatState, tracked: Mapp
     others = {
         name: item
         for name, item in tracked.items()
-        if not (isinstance(item, nn.Module) or name == DATA or name.startswith(INTERNAL_PREFIX))
+        if not (isinstance(item, nn.Module) or name == DATA or name.startswith(RESERVED_PREFIX))
     }
     skeletons = {name: flat.skeleton[name] for name in others}
     digest = state_dict.combine_digests({**state_dict.digest_leaves(flat.leaves), "": skeletons})
