@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from elastic_resume.errors import ConfigError, MachineError
+from elastic_resume.errors import ConfigError
 from elastic_resume.testing import Cluster, Fault, assert_same_run
 from tests.support import launch_ranks, launchers
 from tests.support.paths import ROOT, SCRIPTS
@@ -273,18 +273,6 @@ def test_unsupported_accelerator_is_refused_by_name(attributes: dict[str, Any], 
         attributes = {"ddp_handler": SimpleNamespace(comm_hook=hook)}
     with pytest.raises(ConfigError, match=message):
         prepare(make_accelerator(**attributes), model=None, optimizer=None, data=None)
-
-
-def test_changed_method_of_accelerate_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the range of versions, at import."""
-    from accelerate import Accelerator  # noqa: PLC0415  seconds
-
-    from elastic_resume.integrations import accelerate as integration  # noqa: PLC0415  needs accelerate
-
-    integration._check_methods()
-    monkeypatch.setattr(Accelerator, "backward", print)
-    with pytest.raises(MachineError, match=r"no Accelerator\.backward\(loss\).* 1\.15 to below 1\.20"):
-        integration._check_methods()
 
 
 def test_example_differs_from_plain_script_by_few_lines() -> None:

@@ -404,15 +404,3 @@ def test_files_of_lost_steps_are_set_aside_until_written_again(tmp_path: Path) -
     (tmp_path / ".elastic_resume.json").write_text('{"../a.ckpt": 9}')
     lightning_strategy.set_newer_files_aside(tmp_path, 1)
     assert left() == sorted(names)
-
-
-@pytest.mark.parametrize("path", ["strategies.ddp.DDPStrategy", "loops.fit_loop._Unknown"])
-def test_other_library_is_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the range of versions."""
-    from lightning import pytorch as pl  # noqa: PLC0415  seconds
-
-    from elastic_resume.integrations import lightning_strategy  # noqa: PLC0415
-
-    monkeypatch.setitem(lightning_strategy._METHODS, path, {"setup": "self unknown"})
-    with pytest.raises(MachineError, match=r"lightning has another .*setup than versions 2\.6 to below 2\.7"):
-        lightning_strategy.check_signatures("lightning", pl)

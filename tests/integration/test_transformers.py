@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_resume.errors import MachineError, UsageError
+from elastic_resume.errors import UsageError
 from elastic_resume.testing import Fault, assert_same_run
 from tests.support import launchers
 from tests.support.library_job import Diary, LibraryJob
@@ -288,13 +288,3 @@ def test_kind_of_loss_is_found_by_trying_it(tmp_path: Path) -> None:
     trainer.loss_is_scaled_for_ga = True
     assert find(None)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("method", ["_run_epoch", "_unknown"])
-def test_other_trainer_is_refused(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the range of versions."""
-    from elastic_resume.integrations import transformers as integration  # noqa: PLC0415  seconds
-
-    monkeypatch.setitem(integration.PARAMETERS, method, ("unknown",))
-    with pytest.raises(MachineError, match=f"another Trainer.{method}.*5.23 to below 5.30"):
-        integration.check_trainer()
