@@ -62,7 +62,7 @@ class ShutdownController:
         self._started_at = time.time()
         self._end_time: float | None = None  # end of the Slurm job, in seconds since the epoch
         # Nodes query one after the other: a controller must not get all queries in one moment.
-        self._query_delay_s = min(MAX_QUERY_DELAY_S, scheduler_context.node_index / 50)
+        self._query_delay_s = min(MAX_QUERY_DELAY_S, scheduler_context.node_order / 50)
         self._queried_at = time.monotonic() - END_TIME_QUERY_INTERVAL_S + self._query_delay_s
         self.read_commit_s: Callable[[], float] = lambda: 0.0  # returns the duration of the last commit
 
@@ -169,7 +169,7 @@ class ShutdownController:
             signal.signal(number, signal.SIG_IGN)  # the newest step is on disk; the exit code stays
         context = self._scheduler_context
         is_single_node = os.environ.get("SLURM_JOB_NUM_NODES", str(context.max_nodes)) == "1"
-        is_first_node = (context.node_index if node_rank is None else node_rank) == 0 and not is_spare
+        is_first_node = (context.node_order if node_rank is None else node_rank) == 0 and not is_spare
         return drain.decide_exit_code(
             self._classify_end(outcome),
             exit_code,
