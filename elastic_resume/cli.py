@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from elastic_resume import __version__, constants
@@ -133,7 +132,7 @@ def run(arguments: Sequence[str], *, owns_process: bool = False) -> int:
         write_stdout(run_help.format_help())
         return constants.EXIT_SUCCESS
 
-    with _guessed_omp_threads(arguments):
+    with _omp_threads_of_workers(arguments):
         gc.disable()  # imports create no garbage, and take a fifth less time without the collector
         from elastic_resume.agent import torchelastic  # noqa: PLC0415 - imports torch, seconds
         from elastic_resume.agent.main import run_agent  # noqa: PLC0415 - imports torch, seconds
@@ -160,14 +159,21 @@ def _has_interpreter_flags() -> bool:
 
 
 @contextlib.contextmanager
-def _guessed_omp_threads(arguments: Sequence[str]) -> Iterator[None]:
-    """Set OMP_NUM_THREADS within the context as the workers will have it.
+def _omp_threads_of_workers(arguments: Sequence[str]) -> Iterator[None]:
+    """Set OMP_NUM_THREADS within the context as torchrun sets it for workers: to 1 if there are several.
 
-    OpenMP reads it once, when torch is imported, and workers are forked from this process. torchrun's parser,
-    which gives the exact number, is in torch. After a wrong guess the workers' fork server is a new process.
+    OpenMP reads it once, when torch is imported, and workers are forked from this process. torchrun's parser
+    is in torch, so this one reads a single flag. Where the settings file or the script's own words say
+    otherwise, the workers' fork server is a new process.
     """
+    from elastic_resume.config import Parser  # noqa: PLC0415
+
+    parser = Parser(prog=f"{PROG} run", add_help=False, allow_abbrev=False)
+    default = os.environ.get("PET_NPROC_PER_NODE", "1")
+    parser.add_argument("--nproc-per-node", "--nproc_per_node", default=default)
+    workers = parser.parse_known_args(arguments)[0].nproc_per_node
     agent = os.getpid()
-    if "OMP_NUM_THREADS" in os.environ or _guess_workers(arguments) == "1":
+    if "OMP_NUM_THREADS" in os.environ or workers == "1":
         yield
         return
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -176,14 +182,3 @@ def _guessed_omp_threads(arguments: Sequence[str]) -> Iterator[None]:
     finally:
         if os.getpid() == agent:  # a worker passes here too, at the end of its script
             del os.environ["OMP_NUM_THREADS"]
-
-
-def _guess_workers(arguments: Sequence[str]) -> str:
-    """Return what --nproc-per-node seems to be. Words behind the script are the script's own."""
-    for word, following in pairwise([*arguments, ""]):
-        if word.endswith(".py") or word in {"-m", "--module"}:
-            break
-        name, _, value = word.partition("=")
-        if name in {"--nproc-per-node", "--nproc_per_node"}:
-            return value or following
-    return os.environ.get("PET_NPROC_PER_NODE", "1")

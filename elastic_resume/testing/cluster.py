@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -475,36 +475,8 @@ class Cluster:
 
     @property
     def network(self) -> VirtualNetwork:
-        """Return the virtual network, for faults that have no method here."""
+        """Return the virtual network, whose links can be cut, lossy or slow."""
         return self._backend.network
-
-    def cut(self, index: int) -> None:
-        """Drop all packets of a node, both ways. No connection is refused or ends."""
-        self.network.cut(index)
-
-    def restore_link(self, index: int) -> None:
-        """Undo `cut` and every other fault of a node's link, within its side of a partition."""
-        self.network.restore_link(index)
-
-    def cut_link(self, sender: int, receiver: int, *, one_way: bool = False) -> None:
-        """Drop what one node sends to another and, unless ``one_way``, what that one sends back."""
-        self.network.cut_link(sender, receiver, one_way=one_way)
-
-    def partition(self, *groups: Collection[int]) -> None:
-        """Let nodes reach only those of their own group, as `cut` does. Each node is in one group."""
-        self.network.partition(groups)
-
-    def heal(self) -> None:
-        """Undo every cut, partition, packet loss and rate limit."""
-        self.network.heal()
-
-    def lose_packets(self, index: int, percent: float) -> None:
-        """Drop ``percent`` of the packets to and from a node, at random; 0 drops none."""
-        self.network.lose_packets(index, percent)
-
-    def limit_rate(self, index: int, bytes_per_s: float) -> None:
-        """Limit the rate of a node's link, each way; 0 removes the limit."""
-        self.network.limit_rate(index, bytes_per_s)
 
     # ---- disks ---------------------------------------------------------------------------------------
 

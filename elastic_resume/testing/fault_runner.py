@@ -29,7 +29,7 @@ from elastic_resume.events import EventLog
 from elastic_resume.testing import virtual_network
 from elastic_resume.testing.cluster import Cluster
 from elastic_resume.testing.faults import NODES, WORKER, WORKER_FAILPOINTS, Fault, format_duration
-from elastic_resume.testing.triggers import ActionQueue, RankProgress, ScheduledAction
+from elastic_resume.testing.triggers import RankProgress
 
 logger = logging.getLogger(__name__)
 
@@ -227,16 +227,16 @@ def _wipe_disk(cluster: Cluster, fault: Fault, target: Target) -> None:
 
 
 def _cut_links(cluster: Cluster, fault: Fault, target: Target) -> Undo:
-    others = [other for other in range(len(cluster.nodes)) if other != target.node_index]
-    sent = {(target.node_index, other) for other in others} if fault.what != "cut-in" else set()
-    received = {(other, target.node_index) for other in others} if fault.what != "cut-out" else set()
-    return cluster.network.silence_links(sent | received)
+    links = virtual_network.links_of(target.node_index, len(cluster.nodes))
+    if fault.what != "cut":
+        side = 0 if fault.what == "cut-out" else 1
+        links = frozenset(link for link in links if link[side] == target.node_index)
+    return cluster.network.silence_links(links)
 
 
 def _partition(cluster: Cluster, fault: Fault, target: Target) -> Undo:
     del target
-    sides = virtual_network.assign_sides(fault.groups, len(cluster.nodes))
-    return cluster.network.silence_links(virtual_network.SilencedLinks(sides).silent_pairs())
+    return cluster.network.silence_links(virtual_network.links_between(fault.groups, len(cluster.nodes)))
 
 
 def _damage_checkpoint(cluster: Cluster, fault: Fault, target: Target) -> None:
@@ -270,12 +270,12 @@ _LASTING_FAULTS: Mapping[
         lambda cluster, node: cluster.kill_agent(node, signal.SIGCONT),
     ),
     "packet-loss": (
-        lambda cluster, node, fault: cluster.lose_packets(node, fault.percent or 0),
-        lambda cluster, node: cluster.lose_packets(node, 0),
+        lambda cluster, node, fault: cluster.network.lose_packets(node, fault.percent or 0),
+        lambda cluster, node: cluster.network.lose_packets(node, 0),
     ),
     "slow-link": (
-        lambda cluster, node, fault: cluster.limit_rate(node, fault.bytes_per_s or 0),
-        lambda cluster, node: cluster.limit_rate(node, 0),
+        lambda cluster, node, fault: cluster.network.limit_rate(node, fault.bytes_per_s or 0),
+        lambda cluster, node: cluster.network.limit_rate(node, 0),
     ),
     "slow-disk": (
         lambda cluster, node, fault: cluster.slow_disk(node, fault.delay_s or 0),
@@ -342,11 +342,6 @@ class FaultInjector:
         self._event_log = EventLog(cluster.run_dir / constants.FAULTS_FILE)
         self._first_step_at: float | None = None
         self._generation = 0
-        self._queue = ActionQueue()
-        for outcome in self.outcomes:
-            self._queue.schedule(
-                ScheduledAction(str(outcome.fault), partial(self._is_due, outcome), self._advance)
-            )
         self._lasting_effects: list[_LastingEffect] = []
         self._restart_delays_s: dict[int, float] = {}  # node index -> delay after its end
         self._down_since: dict[int, float] = {}  # node index -> time at which the node went down
@@ -381,11 +376,12 @@ class FaultInjector:
             self._first_step_at = time.monotonic()
         self._undo_expired_faults()
         self._restart_nodes()
-        self._queue.run_due(progress)
+        for outcome in self.pending:
+            if outcome.state == ARMED or self._is_due(outcome.fault, progress):
+                self._advance(outcome)
 
     def cancel_pending(self, reason: str) -> None:
         """Cancel the faults that are not due yet. Nodes that are down are still restarted."""
-        self._queue.clear()
         for outcome in self.pending:
             self._disarm(outcome)
             outcome.state, outcome.reason = FAILED, outcome.reason or reason
@@ -408,26 +404,21 @@ class FaultInjector:
 
     # ---- when ----------------------------------------------------------------------------------------
 
-    def _is_due(self, outcome: FaultOutcome, progress: Sequence[RankProgress]) -> FaultOutcome | None:
-        """Return the outcome if its fault is due, or if its armed failpoint is to be polled."""
-        fault = outcome.fault
-        if outcome.state == ARMED or _is_armed_for_step(fault):  # a worker counts its own steps
-            return outcome
+    def _is_due(self, fault: Fault, progress: Sequence[RankProgress]) -> bool:
+        if _is_armed_for_step(fault):  # a worker counts its own steps
+            return True
         if fault.step is not None:
-            is_due = any(record.step >= fault.step for _, record in progress)
-        elif fault.at_s is not None:
-            is_due = self._first_step_at is not None and self.elapsed_s >= fault.at_s
-        else:
-            is_due = True
-        return outcome if is_due else None
+            return any(record.step >= fault.step for _, record in progress)
+        if fault.at_s is not None:
+            return self._first_step_at is not None and self.elapsed_s >= fault.at_s
+        return True
 
-    def _advance(self, outcome: FaultOutcome) -> bool:
-        """Start a fault that is due, or poll its failpoint; return whether nothing is left to do."""
+    def _advance(self, outcome: FaultOutcome) -> None:
+        """Start a fault that is due, or poll its failpoint."""
         if outcome.state != ARMED:
             self._start_fault(outcome)
         if outcome.state == ARMED:
             self._poll_armed(outcome)
-        return outcome.state in {DONE, FAILED}
 
     def _start_fault(self, outcome: FaultOutcome) -> None:
         """Inject a fault, or arm the failpoint of the process that injects it into itself."""

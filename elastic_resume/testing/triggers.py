@@ -1,7 +1,6 @@
 """Schedule test actions, such as faults, for a step or condition, and arm failpoints in running processes.
 
-`ActionQueue` is the one engine: `Cluster.at` and `FaultInjector` both schedule their actions in such a queue.
-`TriggerWatcher` serves the queue of `Cluster.at` in a thread, milliseconds after a step. An action that
+`TriggerWatcher` runs the actions of `Cluster.at` in a thread, milliseconds after a step. An action that
 fails, or whose step never comes, is an error of the test (`raise_error`, `require_all_done`).
 
 `FailpointController` writes a directory that all processes of a job see. The list of armed failpoints is
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,69 +59,21 @@ class StepCondition:
 
 @dataclass(eq=False)
 class ScheduledAction:
-    """One action. It gets the true value that its condition returned; if it returns False, it runs again."""
+    """One action. It gets what its condition returned; if it returns False, it runs again."""
 
     description: str
-    condition: Callable[[Sequence[RankProgress]], Any]
-    action: Callable[[Any], object]
-
-
-class ActionQueue:
-    """Scheduled actions. Several threads may schedule; one thread runs what is due."""
-
-    def __init__(self) -> None:
-        self._actions: list[ScheduledAction] = []
-        self._lock = threading.Lock()
-
-    @property
-    def pending(self) -> list[ScheduledAction]:
-        """List the actions that have not run, in the order in which they were scheduled."""
-        with self._lock:
-            return list(self._actions)
-
-    def schedule(self, action: ScheduledAction) -> None:
-        """Add an action."""
-        with self._lock:
-            self._actions.append(action)
-
-    def clear(self) -> list[ScheduledAction]:
-        """Remove all actions, and return them."""
-        with self._lock:
-            removed, self._actions = self._actions, []
-        return removed
-
-    def run_due(self, progress: Sequence[RankProgress]) -> None:
-        """Run each action whose condition holds, and remove it.
-
-        Raises:
-            TriggerError: an action failed; it is removed, and the actions behind it run the next time.
-
-        """
-        for scheduled in self.pending:
-            match = scheduled.condition(progress)
-            if not match:
-                continue
-            try:
-                is_done = scheduled.action(match) is not False
-            except Exception as error:
-                self._remove(scheduled)
-                raise TriggerError(f"{scheduled.description}: {error}") from error
-            if is_done:
-                self._remove(scheduled)
-
-    def _remove(self, action: ScheduledAction) -> None:
-        with self._lock:
-            if action in self._actions:
-                self._actions.remove(action)
+    condition: StepCondition
+    action: Callable[[RankProgress], object]
 
 
 class TriggerWatcher:
-    """Runs the actions that a test has planned for one cluster, in a thread."""
+    """Runs the actions that a test has planned for one cluster, in a thread. Any thread may plan one."""
 
     def __init__(self, read_progress: Callable[[], Iterable[RankProgress]]) -> None:
         """Prepare the watcher; ``read_progress`` returns each rank's node and progress."""
         self._read_progress = read_progress
-        self._queue = ActionQueue()
+        self._actions: list[ScheduledAction] = []
+        self._lock = threading.Lock()
         self._error: Exception | None = None
         self._thread: BackgroundThread | None = None
 
@@ -130,7 +81,8 @@ class TriggerWatcher:
         self, description: str, condition: StepCondition, action: Callable[[RankProgress], object]
     ) -> None:
         """Add an action and start the thread."""
-        self._queue.schedule(ScheduledAction(f"{description} at {condition}", condition, action))
+        with self._lock:
+            self._actions.append(ScheduledAction(f"{description} at {condition}", condition, action))
         if self._thread is None:
             self._thread = BackgroundThread("triggers", self._poll, retry_s=POLL_S, on_error=self._keep_error)
             self._thread.start()
@@ -153,7 +105,7 @@ class TriggerWatcher:
             TriggerError: it names the actions that have not run.
 
         """
-        left = ", ".join(action.description for action in self._queue.clear())
+        left = ", ".join(action.description for action in self._clear())
         if left:
             raise TriggerError(
                 f"{left}: never came. Plan it earlier, train longer, or wait for it (wait_exit)."
@@ -161,15 +113,37 @@ class TriggerWatcher:
 
     def close(self) -> None:
         """Discard the remaining actions and end the thread. A second call does nothing."""
-        self._queue.clear()
+        self._clear()
         if self._thread is not None:
             self._thread.close()
 
+    def _clear(self) -> list[ScheduledAction]:
+        with self._lock:
+            removed, self._actions = self._actions, []
+        return removed
+
     def _poll(self) -> float:
-        if not self._queue.pending:
-            return IDLE_POLL_S
-        self._queue.run_due(list(self._read_progress()))
-        return POLL_S
+        """Run each action that is due, and remove it. If one fails, those behind it run the next time."""
+        with self._lock:
+            actions = list(self._actions)
+        progress = list(self._read_progress()) if actions else []
+        for scheduled in actions:
+            match = scheduled.condition(progress)
+            if match is None:
+                continue
+            try:
+                is_done = scheduled.action(match) is not False
+            except Exception as error:
+                self._remove(scheduled)
+                raise TriggerError(f"{scheduled.description}: {error}") from error
+            if is_done:
+                self._remove(scheduled)
+        return POLL_S if actions else IDLE_POLL_S
+
+    def _remove(self, action: ScheduledAction) -> None:
+        with self._lock:
+            if action in self._actions:
+                self._actions.remove(action)
 
     def _keep_error(self, error: Exception) -> None:
         self._error = error

@@ -25,8 +25,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -42,29 +41,13 @@ _MIN_BURST_BYTES = 3200  # two packets of Ethernet
 _MAX_QUEUE_MS = 400  # packets that would wait longer are dropped
 
 
-@dataclass
-class SilencedLinks:
-    """The faults that silence links. Each ends by itself; a link works when none of them names it."""
-
-    partition_sides: list[int]  # node -> its side of the partition
-    cut_nodes: set[int] = field(default_factory=set)
-    cut_links: set[NodePair] = field(default_factory=set)
-    temporary_cuts: list[frozenset[NodePair]] = field(default_factory=list)  # cuts by `silence_links`
-
-    def silent_pairs(self) -> set[NodePair]:
-        """Return the pairs (sender, receiver) between which packets are dropped."""
-        named = self.cut_links.union(*self.temporary_cuts)
-        return {
-            (sender, receiver)
-            for sender, receiver in itertools.permutations(range(len(self.partition_sides)), 2)
-            if (sender, receiver) in named
-            or self.cut_nodes.intersection((sender, receiver))
-            or self.partition_sides[sender] != self.partition_sides[receiver]
-        }
+def links_of(node: int, nodes: int) -> frozenset[NodePair]:
+    """Return the links from and to a node."""
+    return frozenset(pair for pair in itertools.permutations(range(nodes), 2) if node in pair)
 
 
-def assign_sides(groups: Sequence[Collection[int]], nodes: int) -> list[int]:
-    """Return the index of each node's group.
+def links_between(groups: Sequence[Collection[int]], nodes: int) -> frozenset[NodePair]:
+    """Return the links between nodes of different groups.
 
     Raises:
         UsageError: a node is in no group, or in two.
@@ -72,7 +55,12 @@ def assign_sides(groups: Sequence[Collection[int]], nodes: int) -> list[int]:
     """
     if sorted(itertools.chain(*groups)) != list(range(nodes)):
         raise UsageError(f"a partition of nodes 0 to {nodes - 1} names each once; got {groups}.")
-    return [next(side for side, group in enumerate(groups) if node in group) for node in range(nodes)]
+    return frozenset(
+        (sender, receiver)
+        for group in groups
+        for sender, receiver in itertools.product(group, range(nodes))
+        if receiver not in group
+    )
 
 
 def nft_rules(losses: Mapping[str, float]) -> Iterator[str]:
@@ -151,7 +139,8 @@ class VirtualNetwork:
         self._host_numbers = list(range(1, nodes + 1))  # the last part of each node's address
         self._next_host_number = nodes + 1
         self._namespaces: list[int] = []  # descriptors: one for each node, then the bridge's
-        self._silenced_links = SilencedLinks([0] * nodes)
+        # What silences links, and which; a link works when nothing names it.
+        self._silences: dict[Hashable, frozenset[NodePair]] = {}
         self._applied_silent_pairs: set[NodePair] = set()
         self._packet_losses: dict[int, float] = {}
         self._rate_limited: set[int] = set()
@@ -228,7 +217,7 @@ class VirtualNetwork:
     def cut(self, index: int) -> None:
         """Drop all packets to and from a node."""
         self._require_open(index)
-        self._silenced_links.cut_nodes.add(index)
+        self._silences["node", index] = links_of(index, len(self))
         self._apply_silence()
 
     def lose_packets(self, index: int, percent: float) -> None:
@@ -267,12 +256,12 @@ class VirtualNetwork:
         """
         cut = frozenset(pairs)
         self._require_open(*{index for pair in cut for index in pair})
-        self._silenced_links.temporary_cuts.append(cut)
+        key = object()
+        self._silences[key] = cut
         self._apply_silence()
 
         def restore() -> None:
-            if cut in self._silenced_links.temporary_cuts:  # `heal` removes it too
-                self._silenced_links.temporary_cuts.remove(cut)
+            if self._silences.pop(key, None) is not None:  # `heal` removes it too
                 self._apply_silence()
 
         return restore
@@ -280,19 +269,16 @@ class VirtualNetwork:
     def restore_link(self, index: int) -> None:
         """Undo `cut`, `cut_link`, loss and rate of a node. A partition and `silence_links` stay."""
         self._require_open(index)
-        self._silenced_links.cut_nodes.discard(index)
-        self._silenced_links.cut_links = {
-            link for link in self._silenced_links.cut_links if index not in link
-        }
+        for key in [("node", index), *((link,) for link in links_of(index, len(self)))]:
+            self._silences.pop(key, None)
         self._apply_silence()
         self._clear_loss_and_rate([index])
 
     def cut_link(self, sender: int, receiver: int, *, one_way: bool = False) -> None:
         """Drop what one node sends to another and, unless ``one_way``, what that one sends back."""
         self._require_open(sender, receiver)
-        self._silenced_links.cut_links.add((sender, receiver))
-        if not one_way:
-            self._silenced_links.cut_links.add((receiver, sender))
+        for link in [(sender, receiver)] if one_way else [(sender, receiver), (receiver, sender)]:
+            self._silences[link,] = frozenset([link])
         self._apply_silence()
 
     def partition(self, groups: Sequence[Collection[int]]) -> None:
@@ -302,12 +288,12 @@ class VirtualNetwork:
             UsageError: a node is in no group, or in two.
 
         """
-        self._silenced_links.partition_sides = assign_sides(groups, len(self))
+        self._silences["partition"] = links_between(groups, len(self))
         self._apply_silence()
 
     def heal(self) -> None:
         """Undo every cut, partition, loss and rate limit."""
-        self._silenced_links = SilencedLinks([0] * len(self))
+        self._silences.clear()
         self._apply_silence()
         self._clear_loss_and_rate(range(len(self)))
 
@@ -358,7 +344,7 @@ class VirtualNetwork:
 
     def _apply_silence(self) -> None:
         """Make the kernel drop exactly what the cuts, links and groups say."""
-        wanted = self._silenced_links.silent_pairs()
+        wanted = set[NodePair]().union(*self._silences.values())
         changed = wanted ^ self._applied_silent_pairs
         for sender in sorted({pair[0] for pair in changed}):
             receivers = sorted(pair[1] for pair in changed if pair[0] == sender)

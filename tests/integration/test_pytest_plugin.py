@@ -43,7 +43,7 @@ def test_fails(make_cluster):
     one, other = make_cluster(nodes=2), make_cluster()
     one.nodes[1].log.write_text("".join(f"line {n}\\n" for n in range(100)))
     assert not {node.address for node in one.nodes} & {node.address for node in other.nodes}
-    one.cut(0)
+    one.network.cut(0)
 
 @pytest.mark.elastic_resume(nodes=4)
 class TestMarks:

@@ -103,14 +103,17 @@ def test_cluster_keeps_events_of_wiped_node(tmp_path: Path) -> None:
 
 def test_cluster_refuses_wrong_use(tmp_path: Path) -> None:
     """A planned action that never ran is an error when the cluster ends."""
-    with pytest.raises(TriggerError, match="cut at step 5 on n1: never came"), Cluster(tmp_path) as cluster:
+    with (
+        pytest.raises(TriggerError, match="poweroff at step 5 on n1: never came"),
+        Cluster(tmp_path) as cluster,
+    ):
         with pytest.raises(UsageError, match=r"node= \(the whole node"):
             cluster.at(step=3, node=1).kill(signal.SIGSTOP)
         with pytest.raises(ConfigError, match="cannot read 'commit"):
             cluster.arm(0, "commit.after-data=kil")
         with pytest.raises(UsageError, match="wait for step="):
             cluster.wait(step=1, commit=2)
-        cluster.at(step=5, node=1).do(cluster.cut, 1)
+        cluster.at(step=5, node=1).do(cluster.poweroff, 1)
 
 
 @pytest.mark.cluster

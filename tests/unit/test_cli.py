@@ -205,19 +205,21 @@ def test_command_reports_failed_output_in_one_line(
 
 
 @pytest.mark.parametrize(
-    ("words", "workers"),
+    ("words", "threads"),
     [
-        (["train.py"], "1"),
-        (["--nproc-per-node", "4", "train.py"], "4"),
-        (["--nproc_per_node=gpu", "train.py"], "gpu"),
-        (["train.py", "--nproc-per-node=7"], "1"),  # the script's own
-        (["-m", "package.train", "--nproc-per-node", "7"], "1"),
-        (["--nproc-per-node"], ""),  # torchrun's parser refuses it later
+        (["train.py"], None),
+        (["--nnodes", "2", "--nproc-per-node", "4", "train.py"], "1"),
+        (["--nproc_per_node=gpu", "train.py"], "1"),
     ],
 )
-def test_workers_are_guessed_before_torch_is_imported(words: list[str], workers: str) -> None:
-    """A wrong guess costs time, and nothing else."""
-    assert cli._guess_workers(words) == workers
+def test_torch_is_imported_with_omp_threads_of_workers(
+    words: list[str], threads: str | None, monkeypatch: Any
+) -> None:
+    """A worker that is forked afterwards has as many threads as under torchrun."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with cli._omp_threads_of_workers(words):
+        assert os.environ.get("OMP_NUM_THREADS") == threads
+    assert "OMP_NUM_THREADS" not in os.environ
 
 
 def test_only_run_imports_torch() -> None:

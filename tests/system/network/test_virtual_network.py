@@ -295,12 +295,12 @@ def test_cluster_uses_given_network(five: VirtualNetwork, shouts: Shouts, tmp_pa
     """Its nodes have the network's addresses, and its cuts and partitions act on the network."""
     with Cluster(tmp_path, nodes=5, hosts=five) as cluster:
         assert [node.address for node in cluster.nodes] == [five.address(index) for index in range(5)]
-        cluster.partition({0, 1}, {2, 3, 4})
-        cluster.cut(4)
+        cluster.network.partition([{0, 1}, {2, 3, 4}])
+        cluster.network.cut(4)
         shouts.shout("cut")
-        cluster.restore_link(4)
+        cluster.network.restore_link(4)
         shouts.shout("parted")
-        cluster.heal()
+        cluster.network.heal()
         shouts.shout("healed")
     heard = shouts.heard()
     assert heard["cut"] == within({0, 1}, {2, 3})
@@ -311,7 +311,7 @@ def test_cluster_uses_given_network(five: VirtualNetwork, shouts: Shouts, tmp_pa
 def test_cluster_without_network_refuses_cut(tmp_path: Path) -> None:
     """A cluster larger than its network is refused too."""
     with Cluster(tmp_path) as cluster, pytest.raises(UsageError, match='hosts="namespaces", which takes'):
-        cluster.cut(0)
+        cluster.network.cut(0)
     with VirtualNetwork(2) as hosts, pytest.raises(UsageError, match="0 to 1"):
         Cluster(tmp_path, nodes=3, hosts=hosts)
 

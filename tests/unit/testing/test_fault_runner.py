@@ -17,7 +17,7 @@ from elastic_resume.testing.cluster import Cluster
 from elastic_resume.testing.fault_runner import ARMED, DONE, WAITING, FaultInjector
 from elastic_resume.testing.faults import Fault
 from elastic_resume.testing.triggers import FailpointController
-from elastic_resume.testing.virtual_network import NodePair, SilencedLinks
+from elastic_resume.testing.virtual_network import NodePair
 
 
 class Nodes:
@@ -29,7 +29,7 @@ class Nodes:
         self.workers_per_node = 1
         self.failpoints = FailpointController(directory / "armed")
         self.done: list[tuple[object, ...]] = []
-        self.silence = SilencedLinks([0] * 3)
+        self.silences: list[frozenset[NodePair]] = []
         self.network = SimpleNamespace(silence_links=self.hold)
 
     def rank_progress(self) -> list[tuple[int, Any]]:
@@ -57,12 +57,12 @@ class Nodes:
     def hold(self, pairs: set[NodePair]) -> Callable[[], None]:
         """Silence links as `VirtualNetwork` does."""
         held = frozenset(pairs)
-        self.silence.temporary_cuts.append(held)
-        return lambda: self.silence.temporary_cuts.remove(held)
+        self.silences.append(held)
+        return lambda: self.silences.remove(held)
 
-    def limit_rate(self, index: int, bytes_per_s: float) -> None:
-        """Record the call."""
-        self.done.append(("rate", index, bytes_per_s))
+    def silent_pairs(self) -> set[NodePair]:
+        """Return the pairs between which a fault silences the link."""
+        return set().union(*self.silences)
 
     def start_node(self, index: int) -> None:
         """Record the call; the node is up again."""
@@ -228,9 +228,9 @@ def test_link_stays_silent_until_last_fault_ends(nodes: Nodes, clock: Clock) -> 
         Fault("cut", node=0, at_s=0, for_s=10),
     )
     cut = {(0, 1), (1, 0), (0, 2), (2, 0)}
-    assert nodes.silence.silent_pairs() == cut | {(1, 2), (2, 1)}
+    assert nodes.silent_pairs() == cut | {(1, 2), (2, 1)}
     clock.now = 4
     injector.poll()
-    assert nodes.silence.silent_pairs() == cut
+    assert nodes.silent_pairs() == cut
     injector.close()
-    assert nodes.silence.silent_pairs() == set()
+    assert nodes.silent_pairs() == set()
