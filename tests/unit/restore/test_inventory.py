@@ -27,7 +27,8 @@ from elastic_resume.ranks.collectives import Collectives
 from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.restore import coordinator
 from elastic_resume.restore.attempt import NodeFailures, RestoreAttempt
-from elastic_resume.restore.inventory import from_json, list_snapshots_and_checkpoints, to_json
+from elastic_resume.restore.inventory import from_json, take_inventory, to_json
+from elastic_resume.restore.sources import list_sources
 from elastic_resume.slots.progress_page import ProgressPage
 from tests.support.checkpoint_samples import RUN, flip_bits, save_checkpoint
 
@@ -54,9 +55,8 @@ def make_context(node: Path, mode: str = "auto") -> RankContext:
 
 def list_node(node: Path, mode: str = "auto", generation: int = 1) -> Inventory:
     """Return the inventory that the node sends to the others."""
-    return list_snapshots_and_checkpoints(
-        make_context(node, mode), ProgressPage(node / constants.PROGRESS_FILE), generation
-    )
+    context, page = make_context(node, mode), ProgressPage(node / constants.PROGRESS_FILE)
+    return take_inventory(context, list_sources(context), page, generation)
 
 
 def plan_resume(node: Path, mode: str = "auto") -> ResumePlan:
@@ -66,10 +66,15 @@ def plan_resume(node: Path, mode: str = "auto") -> ResumePlan:
 
 def execute(context: RankContext, plan: ResumePlan) -> NodeFailures:
     """Execute a plan without tracked objects; return the copies that failed."""
-    attempt = RestoreAttempt(context, plan)
-    failures = attempt.open() or attempt.load({})
-    coordinator._close_attempt(context, attempt, failures)
-    return failures
+    return RestoreAttempt(context, plan, list_sources(context)).run({})[1]
+
+
+def exclude(
+    context: RankContext, plan: ResumePlan, inventories: list[Inventory], failures: NodeFailures
+) -> list[Inventory]:
+    """Return the inventories without the failed copies."""
+    sources = list_sources(context)
+    return coordinator._exclude_failed_copies(context, plan, sources, inventories, failures)
 
 
 def read_events(node: Path, kind: str) -> list[events.Event]:
@@ -214,9 +219,7 @@ def test_failed_load_quarantines_only_proven_damage(
     plan = resume_plan.choose_resume_plan(inventories, "auto")
     monkeypatch.setattr(reader, "map_unverified", fail)
     failures = execute(context, plan)
-    again = resume_plan.choose_resume_plan(
-        coordinator._exclude_failed_copies(context, plan, inventories, failures), "auto"
-    )
+    again = resume_plan.choose_resume_plan(exclude(context, plan, inventories, failures), "auto")
     assert (again.step, len(again.rejected)) == (1, 1)
     assert "made up" in again.rejected[0].reason
     assert (node / checkpoint_name(1, 2)).exists() is not moved
@@ -229,7 +232,7 @@ def test_restore_detects_flipped_bit_before_loading(node: Path) -> None:
     plan = resume_plan.choose_resume_plan(inventories, "auto")
     failures = execute(context, plan)
     assert failures["a"][0] == CorruptError.kind
-    coordinator._exclude_failed_copies(context, plan, inventories, failures)
+    exclude(context, plan, inventories, failures)
     assert not (node / checkpoint_name(1, 2)).exists()
 
 
@@ -242,7 +245,5 @@ def test_newer_format_found_at_open_stops_job(node: Path) -> None:
     failures = execute(context, plan)
     assert failures["a"][0] == NewerFormatError.kind
     with pytest.raises(NoValidCheckpointError, match="Upgrade"):
-        resume_plan.choose_resume_plan(
-            coordinator._exclude_failed_copies(context, plan, inventories, failures), "auto"
-        )
+        resume_plan.choose_resume_plan(exclude(context, plan, inventories, failures), "auto")
     assert (node / checkpoint_name(1, 2)).exists()
