@@ -129,7 +129,7 @@ def diverge(nodes: list[FakeNode]) -> int:
     for node in nodes:
         node.train(generation, 64)
     leader = next(node for node in nodes if node.member._server._server._core.is_leader)  # type: ignore[union-attr]
-    comparer = leader.member._server._server._core.role.divergence  # type: ignore[union-attr]
+    comparer = leader.member._server._server._core.role.replicas  # type: ignore[union-attr]
     wait_until(lambda: comparer.agreed_step == 64, "step 64 was compared")
     for node in nodes:
         node.train(generation, 128, (1.0, 2.5, 3.0) if node.name == "c" else STATE)
