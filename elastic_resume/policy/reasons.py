@@ -93,6 +93,7 @@ class LeaderReason(Enum):
     PAUSED = "the leader was paused for longer than its lease"
     DISK_STUCK = "the leader's disk does not complete writes"
     NO_QUORUM = "too few members follow it, and perhaps more follow another"
+    WORKERS_STUCK = "its workers do not stop, and others may train without them"
 
 
 ViewEndReason = (

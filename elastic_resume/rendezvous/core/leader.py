@@ -416,7 +416,7 @@ class Leader(Role):
             return
         if self._lacks_quorum():
             state.terms_without_quorum += 1
-            self._step_down(LeaderReason.NO_QUORUM)
+            self._step_down(LeaderReason.NO_QUORUM if state.has_stopped() else LeaderReason.WORKERS_STUCK)
             return
         if self.running_view:
             if state.running_view is None:  # a spare may wait for as long as a view runs without it

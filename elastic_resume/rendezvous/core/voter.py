@@ -227,7 +227,7 @@ class Voter:
         self.ended.add(process)
         for link in (self.leader_links.get(process), self.follower_links.get(process)):
             if link and not link.has_followed_another:
-                link.ended_in_contact = self.now < link.acked_sent_at + self.settings.take_window_s
+                link.ended_in_contact = self.now < link.acked_sent_at + self.settings.lease_s
 
     def mark_former_ended(self, incarnation: Incarnation) -> None:
         """Note that the earlier processes of a node's disk have ended."""
