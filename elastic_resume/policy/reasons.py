@@ -119,6 +119,8 @@ class ViewEnd(Enum):
     """The leader's disk does not complete writes."""
     NO_QUORUM = "no-quorum"
     """Too few members follow the leader."""
+    WORKERS_STUCK = "workers-stuck"
+    """The leader's own workers do not stop, and others may train without them."""
     JOB_OVER = "job-over"
     LEADER_STEPPED_DOWN = "leader-stepped-down"
     """Or it continues without this node."""

@@ -49,6 +49,7 @@ _MEMBERS: dict[Enum, str] = {
     ViewEnd.PAUSED: "the leader was paused for longer than its lease",
     ViewEnd.DISK_STUCK: "the leader's disk does not complete writes",
     ViewEnd.NO_QUORUM: "too few members follow it, and perhaps more follow another",
+    ViewEnd.WORKERS_STUCK: "its workers do not stop, and others may train without them",
     ViewEnd.JOB_OVER: "the job is over",
     ViewEnd.LEADER_STEPPED_DOWN: "the leader stepped down, or continues without this node",
     ViewEnd.NOT_READMITTED: "the leader does not readmit this node",

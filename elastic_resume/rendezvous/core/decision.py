@@ -112,7 +112,7 @@ class Decision:
         key = state.voter.electorate.find_key(state.incarnation)
         if (
             key is None
-            or not state.is_durable
+            or not state.voter.is_durable
             or state.voter.known.promised != self.ballot
             or not state.has_stopped()
         ):

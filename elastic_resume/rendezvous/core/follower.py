@@ -6,6 +6,8 @@ has ended; otherwise the leader counts as unreachable after the node timeout.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from elastic_resume.policy.reasons import (
     CandidatesMissing,
     DepartureReason,
@@ -20,9 +22,10 @@ from elastic_resume.policy.reasons import (
     VotesMissing,
     WaitReason,
 )
-from elastic_resume.rendezvous.core import messages
+from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.peers import NEVER, Link
-from elastic_resume.rendezvous.core.state import NodeState
+from elastic_resume.rendezvous.core.role import Handlers, Role
+from elastic_resume.rendezvous.core.state import NodeState, Search
 from elastic_resume.rendezvous.core.world import Ballot, JobEnd, Proposal, View
 
 FIRST_REDIAL_PAUSE_S = 0.005
@@ -32,17 +35,14 @@ PATIENT_NODE_TIMEOUTS = 2
 """A follower stays so long with a leader that lacks nodes or votes, while another leader announces itself."""
 
 
-class Follower:
+class Follower(Role):
     """The role of a node that has a leader."""
 
     def __init__(self, state: NodeState, link: Link, welcome: messages.Welcome) -> None:
-        self.state = state
+        super().__init__(state)
         self.link = link
         self.leader = welcome.leader
         link.has_followed_another = welcome.has_followed_another
-        self.has_ended = False
-        """This node follows the leader no longer."""
-        self.next_leader_address = ""
         self.wait_reason: WaitReason | None = None
         self.standby_generation = 0
         """The generation that runs without this node."""
@@ -75,14 +75,12 @@ class Follower:
 
     def handle_message(self, link: Link, message: messages.Message) -> None:
         """Handle one message. Those of other nodes are answered, and may name another leader."""
-        if isinstance(message, messages.Hello):
-            self._handle_hello(link, message)
-        elif isinstance(message, messages.LeaderAnnouncement):
-            self._handle_announcement(link, message)
-        elif link is self.redial_link:
+        if self.dispatch(self._HANDLERS, link, message):
+            return
+        if link is self.redial_link:
             self._handle_redial_reply(link, message)
         elif link is self.link and not self.is_disconnected:
-            self._handle_leader_message(message)
+            self.dispatch(self._LEADER_HANDLERS, link, message)
             self._renew_lease()
             self._extend_join_timeout()
 
@@ -104,42 +102,20 @@ class Follower:
         patient_until = self.idle_since + PATIENT_NODE_TIMEOUTS * state.settings.node_timeout_s
         is_better = announcement.active_generation or state.now >= patient_until
         if is_better and not own_runs and other != self.leader:
-            self.next_leader_address = other.address
-            self._end_following(LeaderIdle(self.leader.node, other.node))
+            self._end_following(LeaderIdle(self.leader.node, other.node), other.address)
         else:
             state.send(link, messages.Redirect(self.leader.address))
 
-    def _handle_leader_message(self, message: messages.Message) -> None:
-        state = self.state
-        if isinstance(message, messages.RequestVote):
-            self.request = message
-            if state.voter.is_voter:
-                state.voter.promise(message.ballot)
-        elif isinstance(message, messages.Propose):
-            if message.generation == state.view.generation:
-                self.proposal, self.has_acknowledged = message.proposal, False
-        elif isinstance(message, messages.StartView):
-            self._install_view(message)
-        elif isinstance(message, messages.Decided):
-            self._adopt(message.view)
-        elif isinstance(message, messages.EndView):
-            state.stop_workers(message.reason)
-        elif isinstance(message, messages.Waiting):
-            self.wait_reason = message.reason
-            state.emit_event("waiting", message.reason)
-        elif isinstance(message, messages.ReplicasDiverged):
-            state.effects.append(message)
-        elif isinstance(message, JobEnd):
-            state.learn_end(message)
-        elif isinstance(message, messages.Redirect):
-            self.next_leader_address = message.address
-            self._end_following(ViewEnd.LEADER_STEPPED_DOWN)
-        elif isinstance(message, messages.Refused):
-            self._end_following(message.refusal)
-        elif isinstance(message, messages.LeaveNotice) and message.is_final:
-            self._end_following(NodeLost(self.leader.node, Loss.LEFT, message.departure))
+    def _handle_vote_request(self, _: Link, request: messages.RequestVote) -> None:
+        self.request = request
+        if self.state.voter.is_voter:
+            self.state.voter.promise(request.ballot)
 
-    def _install_view(self, message: messages.StartView) -> None:
+    def _handle_proposal(self, _: Link, message: messages.Propose) -> None:
+        if message.generation == self.state.view.generation:
+            self.proposal, self.has_acknowledged = message.proposal, False
+
+    def _handle_start(self, _: Link, message: messages.StartView) -> None:
         state, proposal = self.state, self.proposal
         if proposal is None or proposal.view.generation != message.generation:
             return
@@ -151,9 +127,24 @@ class Follower:
         if lease_until <= state.now:
             # Stay connected: this node is not unreachable, only late.
             state.emit_event("lease-expired", generation=state.view.generation)
-            self.handle_join_requested()
+            if state.join:
+                self._send(messages.JoinRequest(state.join))
         elif state.join is not None:
             state.start_workers(state.view, message, lease_until)
+
+    def _handle_waiting(self, _: Link, message: messages.Waiting) -> None:
+        self.wait_reason = message.reason
+        self.state.emit_event("waiting", message.reason)
+
+    def _handle_redirect(self, _: Link, message: messages.Redirect) -> None:
+        self._end_following(ViewEnd.LEADER_STEPPED_DOWN, message.address)
+
+    def _handle_refusal(self, _: Link, message: messages.Refused) -> None:
+        self._end_following(message.refusal)
+
+    def _handle_leave_notice(self, _: Link, message: messages.LeaveNotice) -> None:
+        if message.is_final:
+            self._end_following(NodeLost(self.leader.node, Loss.LEFT, message.departure))
 
     def _adopt(self, view: View) -> None:
         if view.generation > self.state.view.generation:
@@ -197,10 +188,8 @@ class Follower:
         elif isinstance(message, JobEnd):
             self.state.learn_end(message)
         else:
-            self.next_leader_address = (
-                message.address if isinstance(message, messages.Redirect) else self.leader.address
-            )
-            self._end_following(ViewEnd.NOT_READMITTED)
+            address = message.address if isinstance(message, messages.Redirect) else self.leader.address
+            self._end_following(ViewEnd.NOT_READMITTED, address)
 
     def handle_connected(self, link: Link) -> None:
         """Introduce this node again after a successful redial."""
@@ -240,11 +229,11 @@ class Follower:
         )
         self.redial_at = state.now + state.settings.redial_timeout_s
 
-    def _end_following(self, reason: ViewEndReason) -> None:
+    def _end_following(self, reason: ViewEndReason, next_leader_address: str = "") -> None:
         state = self.state
-        if self.has_ended:
+        if state.next_role:
             return
-        self.has_ended = True
+        state.end_role(Search(next_leader_address))
         generation = state.running_view.generation if state.running_view else 0
         state.stop_workers(reason)
         state.emit_event("leader-lost", reason, generation)
@@ -266,7 +255,7 @@ class Follower:
         lacks_nodes = isinstance(self.wait_reason, (TooFewNodes, VotesMissing, CandidatesMissing))
         if state.running_view or self.link.generation or not lacks_nodes:
             self.idle_since = state.now
-        if self.has_ended or state.job_end:
+        if state.next_role:
             return
         if state.now >= self.link.last_received_at + state.settings.node_timeout_s:
             self._end_following(NodeLost(self.leader.node, Loss.UNREACHABLE))
@@ -280,7 +269,7 @@ class Follower:
         if self.proposal and not state.voter.is_voter and not self.has_acknowledged:
             self._acknowledge(self.proposal.ballot)
         if state.now >= self.next_heartbeat_at:
-            state.send(self.link, messages.Heartbeat(state.take_digest()))
+            state.send(self.link, messages.Heartbeat(state.digests.take()))
             self.next_heartbeat_at = state.now + state.settings.heartbeat_interval_s
 
     def _vote(self, request: messages.RequestVote) -> None:
@@ -292,7 +281,7 @@ class Follower:
             return
         if proposal and voter.known.accepted != proposal and proposal.ballot == voter.known.promised:
             voter.accept(proposal)
-        if not state.is_durable:
+        if not state.voter.is_durable:
             return
         if self.voted_in != (request.generation, request.ballot):
             state.send(self.link, voter.make_vote())
@@ -306,40 +295,32 @@ class Follower:
         state.send(self.link, message)
         self.has_acknowledged = True
 
+    def _send(self, message: messages.Message) -> None:
+        if not self.is_disconnected:
+            self.state.send(self.link, message)
+
     def send_reports(self) -> None:
         """Repeat what may have changed since the hello was sent."""
-        if self.state.unreachable_peers and not self.is_disconnected:
-            self.state.send(self.link, self.state.unreachable_peers)
-        if self.state.failure_report and not self.is_disconnected:
-            self.state.send(self.link, self.state.failure_report)
-        if self.state.job_failure and not self.is_disconnected:
-            self.state.send(self.link, messages.FailJob(self.state.job_failure))
-        if self.state.leaving and not self.is_disconnected:
-            self.state.send(self.link, messages.LeaveNotice(self.state.leaving, is_final=False))
-        if self.state.join:
-            self.handle_join_requested()
-        elif self.state.finished_generation:
-            self.handle_workers_finished()
+        state = self.state
+        reports = (
+            state.unreachable_peers,
+            state.failure_report,
+            messages.FailJob(state.job_failure) if state.job_failure else None,
+            messages.LeaveNotice(state.leaving, is_final=False) if state.leaving else None,
+            messages.JoinRequest(state.join) if state.join else None,
+        )
+        for report in reports:
+            if report:
+                self._send(report)
+        if state.finished_generation and not state.join:
+            self._report_finished()
 
-    def handle_join_requested(self) -> None:
-        """Report that this node's workers are stopped and that it joins the next view."""
-        if self.state.join and not self.is_disconnected:
-            self.state.send(self.link, messages.JoinRequest(self.state.join))
-
-    def handle_imports_finished(self) -> None:
-        """Report that this node, which has joined, imports nothing any more."""
-        if not self.is_disconnected:
-            self.state.send(self.link, messages.ImportsFinished())
-
-    def handle_workers_finished(self) -> None:
-        """Report that this node's workers have finished."""
-        if not self.is_disconnected:
-            self.state.send(self.link, messages.NodeFinished(self.state.finished_generation))
+    def _report_finished(self) -> None:
+        self._send(messages.NodeFinished(self.state.finished_generation))
 
     def leave(self, departure: DepartureReason) -> None:
         """Send the leader a leave notice."""
-        if not self.is_disconnected:
-            self.state.send(self.link, messages.LeaveNotice(departure, is_final=True))
+        self._send(messages.LeaveNotice(departure, is_final=True))
 
     def next_deadline(self) -> float:
         """Return when to advance next."""
@@ -354,3 +335,30 @@ class Follower:
     def explain_wait(self) -> LeaderWaits:
         """Return what this node waits for."""
         return LeaderWaits(self.leader.node, self.wait_reason)
+
+    _HANDLERS: ClassVar[Handlers] = {
+        messages.Hello: _handle_hello,
+        messages.LeaderAnnouncement: _handle_announcement,
+    }
+    _LEADER_HANDLERS: ClassVar[Handlers] = {
+        messages.RequestVote: _handle_vote_request,
+        messages.Propose: _handle_proposal,
+        messages.StartView: _handle_start,
+        messages.Decided: lambda self, _, decided: self._adopt(decided.view),
+        messages.EndView: lambda self, _, end: self.state.stop_workers(end.reason),
+        messages.Waiting: _handle_waiting,
+        messages.ReplicasDiverged: lambda self, _, report: self.state.effects.append(report),
+        messages.Redirect: _handle_redirect,
+        messages.Refused: _handle_refusal,
+        messages.LeaveNotice: _handle_leave_notice,
+        JobEnd: lambda self, _, end: self.state.learn_end(end),
+    }
+    _OWN_HANDLERS: ClassVar[Handlers] = {
+        messages.JoinRequest: lambda self, _, request: self._send(request),
+        messages.ImportsFinished: lambda self, _, message: self._send(message),
+        messages.FailureReport: lambda self, *_: self.send_reports(),
+        messages.UnreachablePeers: lambda self, *_: self.send_reports(),
+        messages.FailJob: lambda self, *_: self.send_reports(),
+        interface.WorkersFinished: lambda self, *_: self._report_finished(),
+        interface.Leave: lambda self, *_: self.send_reports(),
+    }

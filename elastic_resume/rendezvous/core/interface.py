@@ -73,13 +73,8 @@ class RendezvousSettings:
 
     @property
     def lease_s(self) -> float:
-        """How long workers may run after the sending of an acknowledged message."""
+        """How long workers may run, and a vote may be taken, after the sending of an acknowledged message."""
         return self.node_timeout_s * (1 - self.lease_margin)
-
-    @property
-    def take_window_s(self) -> float:
-        """How long after the sending of an acknowledged message the peer's vote may be taken."""
-        return self.lease_s
 
     @property
     def dial_timeout_s(self) -> float:

@@ -1,16 +1,17 @@
 """The leader's role: admit followers, notice losses, end views, and settle the end of the job.
 
-`view_change` decides when a view is proposed and installed, `divergence` compares replicas. `Admission`
-decides who may follow. `LeaderAnnouncer` calls nodes that do not follow, so that newcomers find the job and
-two leaders learn of each other.
+`view_change` decides when a view is proposed and installed. `Admission` decides who may follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import zip_longest
+from typing import ClassVar
 
+from elastic_resume.policy.digests import DivergenceVerdict
+from elastic_resume.policy.failure_classification import DIVERGENCE, Failure
 from elastic_resume.policy.reasons import (
     DepartureReason,
     EndedMeanwhile,
@@ -27,15 +28,16 @@ from elastic_resume.policy.reasons import (
     WorkersStopped,
     name_nodes,
 )
-from elastic_resume.rendezvous.core import messages
+from elastic_resume.policy.restart import ReplicasDiffer
+from elastic_resume.rendezvous.core import interface, messages
+from elastic_resume.rendezvous.core.leader_announcer import LeaderAnnouncer
 from elastic_resume.rendezvous.core.peers import Link, Peer, PeerTable
-from elastic_resume.rendezvous.core.replica_comparison import DivergenceDetector
-from elastic_resume.rendezvous.core.state import NodeState
+from elastic_resume.rendezvous.core.role import Handlers, Role
+from elastic_resume.rendezvous.core.state import NodeState, Search
 from elastic_resume.rendezvous.core.view_change import MANY_FOLLOWERS, PendingWelcome, ViewChange
 from elastic_resume.rendezvous.core.world import Ballot, Incarnation, JobEnd, View, Vote
+from elastic_resume.rendezvous.replica_comparison import ReplicaComparison
 
-MAX_PARALLEL_CALLS = 16
-"""A job that lost 500 of 1,000 nodes must not dial 500 addresses every round."""
 MAX_NODE_TIMEOUTS_WITHOUT_QUORUM = 2
 """A leader that has followers and no quorum for so long steps down."""
 MAX_REPORTED_PEERS = 64
@@ -103,119 +105,19 @@ class Admission:
             self.remove_peer(former, Loss.RESTARTED if is_restarted else Loss.REPLACED)
 
 
-class LeaderAnnouncer:
-    """Announces the leader to candidates and members that do not follow it."""
-
-    def __init__(
-        self,
-        state: NodeState,
-        make_announcement: Callable[[], messages.LeaderAnnouncement],
-        list_follower_addresses: Callable[[], set[str]],
-    ) -> None:
-        self.state = state
-        self.make_announcement = make_announcement
-        self.list_follower_addresses = list_follower_addresses
-        self.next_round_at = state.now
-        self.pending_calls: dict[int, Link] = {}
-        """Unanswered calls by connection, the oldest first."""
-        self._next_target = 0
-
-    def list_targets(self) -> list[str]:
-        """Return the addresses of nodes that may not know the leader, also of processes that have ended.
-
-        Their next processes may listen there, and lead.
-        """
-        members = [member.address for member in self.state.view.members]
-        own = self.list_follower_addresses() | {self.state.incarnation.address}
-        return [
-            address
-            for address in dict.fromkeys([*self.state.settings.candidates, *members])
-            if address not in own
-        ]
-
-    def advance(self) -> None:
-        """End the calls that timed out and make those that are due."""
-        state = self.state
-        while self.pending_calls and state.now >= self._first_timeout_at():
-            self.end_call(next(iter(self.pending_calls)))
-        if state.now < self.next_round_at:
-            return
-        self.next_round_at = state.now + state.settings.announce_interval_s
-        targets = self.list_targets()
-        if len(targets) > MAX_PARALLEL_CALLS:
-            start = self._next_target % len(targets)
-            targets = (targets[start:] + targets[:start])[:MAX_PARALLEL_CALLS]
-            self._next_target += MAX_PARALLEL_CALLS
-        for address in targets:
-            self.call(address)
-
-    def call(self, address: str) -> None:
-        """Call an address, unless a call to it is in progress."""
-        if not self._is_calling(address):
-            link = self.state.dial(address)
-            self.pending_calls[link.conn_id] = link
-
-    def _is_calling(self, address: str) -> bool:
-        return any(link.address == address for link in self.pending_calls.values())
-
-    def probe(self, addresses: Iterable[str]) -> None:
-        """Call addresses round-robin, at most `MAX_PARALLEL_CALLS` at a time.
-
-        A switch failure breaks many links at once.
-        """
-        targets = list(addresses)
-        start = self._next_target % len(targets)
-        due = [target for target in targets[start:] + targets[:start] if not self._is_calling(target)]
-        in_progress = len(targets) - len(due)
-        for address in due[: max(0, MAX_PARALLEL_CALLS - in_progress)]:
-            self.call(address)
-            self._next_target += 1
-
-    def handle_connected(self, link: Link) -> None:
-        """Send the announcement on a call that was answered."""
-        if link.conn_id in self.pending_calls:
-            self.state.send(link, self.make_announcement())
-
-    def handle_redirect(self, link: Link, message: messages.Redirect) -> None:
-        """Call the other leader, whose address a node gave."""
-        if link.conn_id in self.pending_calls:
-            self.end_call(link.conn_id)
-            if message.address not in {"", self.state.incarnation.address} | self.list_follower_addresses():
-                self.call(message.address)
-
-    def end_call(self, conn_id: int) -> None:
-        """End one call."""
-        link = self.pending_calls.pop(conn_id, None)
-        if link:
-            self.state.disconnect(link)
-
-    def close(self) -> None:
-        """End all calls."""
-        for conn_id in list(self.pending_calls):
-            self.end_call(conn_id)
-
-    def next_deadline(self) -> float:
-        """Return when to advance next."""
-        return min(self.next_round_at, self._first_timeout_at()) if self.pending_calls else self.next_round_at
-
-    def _first_timeout_at(self) -> float:
-        return next(iter(self.pending_calls.values())).dialled_at + self.state.settings.dial_timeout_s
-
-
-class Leader:
+class Leader(Role):
     """The role of a node that leads. It is a member too, without a link to itself."""
 
     def __init__(self, state: NodeState, waiting_peers: dict[int, messages.Hello]) -> None:
-        self.state = state
+        super().__init__(state)
         self.peers = PeerTable()
         self.running_view: View | None = None
-        self.has_stepped_down = False
         self.new_leader_address = ""
         self.pending_welcomes: dict[int, PendingWelcome] = {}
         """Nodes that were welcomed on a connection and have not replied on it."""
         self.view_change = ViewChange(state, self.peers)
         self.discovery = LeaderAnnouncer(state, self.make_announcement, self.peers.addresses)
-        self.divergence = DivergenceDetector(state, self.peers, self._send)
+        self.replicas = ReplicaComparison(state.settings.node_timeout_s)
         self.admission = Admission(state, self.peers, self._remove_peer)
         self.request: messages.RequestVote | None = None
         """What the voters have been asked last."""
@@ -258,59 +160,54 @@ class Leader:
     # Receiving.
 
     def handle_message(self, link: Link, message: messages.Message) -> None:
-        """Handle one message."""
-        if isinstance(message, messages.Hello):
-            self._handle_hello(link, message)
-        elif isinstance(message, messages.LeaderAnnouncement):
-            self._handle_announcement(link, message)
-        elif isinstance(message, messages.Redirect):
-            self.discovery.handle_redirect(link, message)
-        elif isinstance(message, JobEnd):
-            # Only from a node that this one calls. Before a first view it may be the end of an earlier run.
-            if link.conn_id in self.discovery.pending_calls and self.state.view.members:
-                self.state.learn_end(message)
-        else:
-            if link.conn_id in self.pending_welcomes:
-                self._admit(link)
-            peer = self.peers.find_by_link(link)
-            if peer and peer.disconnected_at is None:
-                self._handle_follower_message(peer, message)
+        """Handle one message; the first reply to a welcome makes its sender a follower."""
+        if self.dispatch(self._HANDLERS, link, message):
+            return
+        if link.conn_id in self.pending_welcomes:
+            self._admit(link)
+        peer = self.peers.find_by_link(link)
+        if peer and peer.disconnected_at is None:
+            self.dispatch(self._FOLLOWER_HANDLERS, peer, message)
 
-    def _handle_follower_message(self, peer: Peer, message: messages.Message) -> None:
-        state = self.state
-        if isinstance(message, messages.Heartbeat):
-            self._send(peer, EMPTY_HEARTBEAT)
-            self.divergence.add_digest(peer.incarnation, message.state_digest)
-        elif isinstance(message, messages.JoinRequest):
-            peer.join, peer.running_generation = message.join, 0
-            if self._runs_on(peer.incarnation):
-                self.end_view(WorkersStopped(peer.incarnation.node))
-            self.view_change.handle_join(peer.incarnation, message.join, self.running_view)
-        elif isinstance(message, messages.ImportsFinished):
-            if peer.join:
-                peer.join = replace(peer.join, is_importing=False)
-                self.view_change.schedule_scale_up(peer.incarnation, self.running_view)
-        elif isinstance(message, Vote):
-            self.view_change.decision.add_vote(peer.incarnation, message)
-            self.view_change.reevaluate()
-        elif isinstance(message, messages.ProposalAck):
-            self.view_change.handle_ack(peer.incarnation, message)
-        elif isinstance(message, messages.NodeFinished):
-            peer.finished_generation, peer.running_generation = message.generation, 0
-            self.finished_generation = max(self.finished_generation, message.generation)
-            self.view_change.reevaluate()
-        elif isinstance(message, messages.FailureReport):
-            state.record_failure_report(peer.incarnation, message)
-        elif isinstance(message, messages.UnreachablePeers):
-            self.handle_unreachable_peers(peer.incarnation, message)
-        elif isinstance(message, messages.FailJob):
-            state.job_failure = message.failure
-        elif isinstance(message, messages.LeaveNotice) and message.is_final:
+    def _handle_job_end(self, link: Link, end: JobEnd) -> None:
+        # Only from a node that this one calls. Before a first view it may be the end of an earlier run.
+        if link.conn_id in self.discovery.pending_calls and self.state.view.members:
+            self.state.learn_end(end)
+
+    def _handle_heartbeat(self, peer: Peer, message: messages.Heartbeat) -> None:
+        self._send(peer, EMPTY_HEARTBEAT)
+        self._compare_digest(peer.incarnation, message.state_digest)
+
+    def _handle_join(self, peer: Peer, message: messages.JoinRequest) -> None:
+        peer.join, peer.running_generation = message.join, 0
+        if self._runs_on(peer.incarnation):
+            self.end_view(WorkersStopped(peer.incarnation.node))
+        self.view_change.handle_join(peer.incarnation, message.join, self.running_view)
+
+    def _handle_imports_finished(self, peer: Peer, _: messages.ImportsFinished) -> None:
+        if peer.join:
+            peer.join = replace(peer.join, is_importing=False)
+            self.view_change.schedule_scale_up(peer.incarnation, self.running_view)
+
+    def _handle_vote(self, peer: Peer, vote: Vote) -> None:
+        self.view_change.decision.add_vote(peer.incarnation, vote)
+        self.view_change.reevaluate()
+
+    def _handle_finished(self, peer: Peer, message: messages.NodeFinished) -> None:
+        peer.finished_generation, peer.running_generation = message.generation, 0
+        self.finished_generation = max(self.finished_generation, message.generation)
+        self.view_change.reevaluate()
+
+    def _handle_fail_job(self, _: Peer, message: messages.FailJob) -> None:
+        self.state.job_failure = message.failure
+
+    def _handle_leave_notice(self, peer: Peer, message: messages.LeaveNotice) -> None:
+        if message.is_final:
             self._remove_peer(peer, Loss.LEFT, message.departure)
-        elif isinstance(message, messages.LeaveNotice):
+        else:
             self._handle_leaving(peer, message.departure)
 
-    def handle_unreachable_peers(self, reporter: Incarnation, report: messages.UnreachablePeers) -> None:
+    def _note_unreachable(self, reporter: Incarnation, report: messages.UnreachablePeers) -> None:
         """End the view if two of its members cannot reach each other; admit nodes that others reach again."""
         view_change, nodes = self.view_change, frozenset(report.nodes[:MAX_REPORTED_PEERS])
         view = self.running_view if self._runs_on(reporter) else None
@@ -501,7 +398,7 @@ class Leader:
             if peer.running_generation == view.generation and peer.disconnected_at is None:
                 self._send(peer, message)
         self.running_view = None
-        self.divergence.reset()
+        self.replicas.reset()
         self.state.stop_workers(reason, immediately=immediately)
         self.view_change.began_at = self.state.now
         self.view_change.reevaluate()
@@ -514,12 +411,12 @@ class Leader:
         if self.new_leader_address:
             self._step_down(OtherLeads(self.new_leader_address))
             return
-        if self.running_view is None and state.is_disk_stalled:
+        if self.running_view is None and state.voter.is_disk_stalled:
             self._step_down(ViewEnd.DISK_STUCK)
             return
         if self._lacks_quorum():
             state.terms_without_quorum += 1
-            self._step_down(ViewEnd.NO_QUORUM)
+            self._step_down(ViewEnd.NO_QUORUM if state.has_stopped() else ViewEnd.WORKERS_STUCK)
             return
         if self.running_view:
             if state.running_view is None:  # a spare may wait for as long as a view runs without it
@@ -531,8 +428,10 @@ class Leader:
         if state.now >= self.next_scan_at:
             self.next_scan_at = state.now + state.settings.heartbeat_interval_s / 2
             self._remove_unreachable_peers()
-            self.divergence.add_digest(state.incarnation, state.take_digest())
-        self.divergence.advance()
+            self._compare_digest(state.incarnation, state.digests.take())
+        verdict = self.replicas.find_verdict(state.now)
+        if verdict and self.running_view:
+            self._report_divergence(self.running_view, verdict)
         self._probe_disconnected()
         self.discovery.advance()
         if self.view_change.end is None and (state.job_failure or self._is_job_finished()):
@@ -545,6 +444,25 @@ class Leader:
             self.view_change.scale_up_at = float("inf")
             if not self.has_finished_node() and self.view_change.list_ready_newcomers(self.running_view):
                 self.end_view(ViewEnd.NEWCOMERS)
+
+    def _compare_digest(self, node: Incarnation, digest: messages.StateDigest | None) -> None:
+        view = self.running_view
+        if digest and view and digest.generation == view.generation and view.rank(node) is not None:
+            self.replicas.add(node, digest, self.state.now)
+
+    def _report_divergence(self, view: View, verdict: DivergenceVerdict) -> None:
+        """Report to every member that replicas differ, and end the job."""
+        state, report = self.state, messages.ReplicasDiverged(view.generation, verdict)
+        for peer in self.peers:
+            if peer.disconnected_at is None:
+                self._send(peer, report)
+        state.effects.append(report)
+        # Recorded as a failure of each wrong node, so that it is the root cause of the job's end.
+        for member in view.members:
+            if member.node in verdict.diverged:
+                failure = Failure(DIVERGENCE, member.node, None, step=verdict.step)
+                state.record_failure_report(member, messages.FailureReport(view.generation, failure))
+        state.job_failure = ReplicasDiffer(verdict)
 
     def _lacks_quorum(self) -> bool:
         """Return whether others should lead: nodes that this one cannot reach may follow them."""
@@ -585,7 +503,7 @@ class Leader:
         return (
             len(self.peers.by_incarnation) < MANY_FOLLOWERS
             or state.now >= view_change.next_deadline()
-            or state.durable_version != self.seen_durable_version
+            or state.voter.durable_version != self.seen_durable_version
             or state.view.generation > decision.slot
             or state.voter.newest_ballot > decision.ballot
             or (decision.proposal is not None and not view_change.awaiting)
@@ -593,7 +511,7 @@ class Leader:
 
     def _advance_view_change(self) -> None:
         state, view_change = self.state, self.view_change
-        self.seen_durable_version = state.durable_version
+        self.seen_durable_version = state.voter.durable_version
         decision = view_change.decision
         if state.view.generation > decision.slot:  # a node that joined knew a newer view
             view_change.end = None
@@ -609,7 +527,7 @@ class Leader:
         if decision.add_own(request):
             view_change.reevaluate()
         view_change.advance()
-        if decision.proposal and not decision.sent and state.is_durable:
+        if decision.proposal and not decision.sent and state.voter.is_durable:
             decision.sent = messages.Propose(decision.slot, decision.proposal)  # shared: encoded once
             for peer in self.peers:
                 self._send(peer, decision.sent)
@@ -631,7 +549,7 @@ class Leader:
     def _ask_votes(self, request: messages.RequestVote) -> None:
         """Ask the followers for their votes in a new slot or ballot."""
         # A ballot is promised by its own leader first, on disk.
-        if request != self.request and (self.state.is_durable or self._has_asked(request.ballot)):
+        if request != self.request and (self.state.voter.is_durable or self._has_asked(request.ballot)):
             self.request = request
             self.view_change.reevaluate()
             for peer in self.peers:
@@ -647,7 +565,7 @@ class Leader:
         for peer in self.peers:
             peer.link.has_followed_another = False
         if end:
-            state.job_end = end
+            state.end_role(end)
             self._broadcast(end)
             return
         # This process may have been paused for long, and its followers may run a later view by now.
@@ -660,7 +578,7 @@ class Leader:
             return
         self.running_view, state.started_generation = view, view.generation
         self.view_change.handle_view_started(view)
-        self.divergence.handle_view_started(view)
+        self.replicas.reset(view.members)
         members = frozenset(view.members)
         for peer in self.peers:
             if peer.incarnation in members:
@@ -712,7 +630,7 @@ class Leader:
 
     def _step_down(self, reason: OtherLeads | ViewEnd) -> None:
         state = self.state
-        self.has_stepped_down = True
+        state.end_role(Search(self.new_leader_address))
         self.end_view(reason, immediately=True)
         redirect = messages.Redirect(self.new_leader_address)
         for peer in self.peers:
@@ -727,30 +645,25 @@ class Leader:
         """End the calls to nodes that do not follow."""
         self.discovery.close()
 
-    def handle_join_requested(self) -> None:
-        """Count this node's own workers as stopped and the node as joined."""
-        if self._runs_on(self.state.incarnation):
-            self.end_view(WorkersStopped(self.state.incarnation.node))
-        if self.state.join:
-            self.view_change.handle_join(self.state.incarnation, self.state.join, self.running_view)
+    def _handle_own_join(self, _: None, request: messages.JoinRequest) -> None:
+        own = self.state.incarnation
+        if self._runs_on(own):
+            self.end_view(WorkersStopped(own.node))
+        self.view_change.handle_join(own, request.join, self.running_view)
 
-    def handle_imports_finished(self) -> None:
-        """Let the running view end for this node, which has joined too late for it."""
+    def _handle_own_imports(self, *_: object) -> None:
         self.view_change.schedule_scale_up(self.state.incarnation, self.running_view)
 
-    def handle_workers_finished(self) -> None:
-        """Check for the next view, since this node's own workers have finished."""
-        self.view_change.reevaluate()
-
     def hand_over(self, departure: DepartureReason) -> bool:
-        """Step down for the lowest ranked follower that stays; return whether there is one."""
+        """Step down for the lowest ranked follower that stays; return whether one is here or may be back."""
         rank = self.state.view.rank
         staying = [
             peer.incarnation for peer in self.peers if not peer.is_leaving and peer.disconnected_at is None
         ]
         members = [node for node in staying if rank(node) is not None]
         if not staying:
-            return False
+            # A follower whose link has just broken may be back in time for the notice.
+            return bool(self.peers.disconnected)
         successor = min(members, key=lambda node: rank(node) or 0) if members else staying[0]
         lost = NodeLost(self.state.incarnation.node, Loss.LEFT, departure)
         self.state.record_lost_member(self.state.incarnation, lost)
@@ -771,9 +684,40 @@ class Leader:
         if self.running_view:
             deadlines.append(self.view_change.scale_up_at)
         else:
-            deadlines += [self.view_change.next_deadline(), state.disk_stalls_at]
+            deadlines += [self.view_change.next_deadline(), state.voter.disk_stalls_at]
         return min(deadlines)
 
     def explain_wait(self) -> WaitReason | None:
         """Return why no view is formed."""
         return self.view_change.wait_reason
+
+    _HANDLERS: ClassVar[Handlers] = {
+        messages.Hello: _handle_hello,
+        messages.LeaderAnnouncement: _handle_announcement,
+        messages.Redirect: lambda self, link, redirect: self.discovery.handle_redirect(link, redirect),
+        JobEnd: _handle_job_end,
+    }
+    _FOLLOWER_HANDLERS: ClassVar[Handlers] = {
+        messages.Heartbeat: _handle_heartbeat,
+        messages.JoinRequest: _handle_join,
+        messages.ImportsFinished: _handle_imports_finished,
+        messages.NodeFinished: _handle_finished,
+        messages.FailJob: _handle_fail_job,
+        messages.LeaveNotice: _handle_leave_notice,
+        Vote: _handle_vote,
+        messages.ProposalAck: lambda self, peer, ack: self.view_change.handle_ack(peer.incarnation, ack),
+        messages.FailureReport: lambda self, peer, report: self.state.record_failure_report(
+            peer.incarnation, report
+        ),
+        messages.UnreachablePeers: lambda self, peer, report: self._note_unreachable(
+            peer.incarnation, report
+        ),
+    }
+    _OWN_HANDLERS: ClassVar[Handlers] = {
+        messages.JoinRequest: _handle_own_join,
+        messages.ImportsFinished: _handle_own_imports,
+        messages.UnreachablePeers: lambda self, _, report: self._note_unreachable(
+            self.state.incarnation, report
+        ),
+        interface.WorkersFinished: lambda self, *_: self.view_change.reevaluate(),
+    }

@@ -7,7 +7,9 @@ incarnation that starts from its `PersistentState`, which holds all that it ever
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, ClassVar
 
 from elastic_resume.policy.failure_classification import bound_failures
 from elastic_resume.policy.reasons import (
@@ -24,8 +26,9 @@ from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.follower import Follower
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.peers import Link
-from elastic_resume.rendezvous.core.searcher import Searcher, SearchResult
-from elastic_resume.rendezvous.core.state import NodeState
+from elastic_resume.rendezvous.core.role import Left, Role
+from elastic_resume.rendezvous.core.searcher import Searcher
+from elastic_resume.rendezvous.core.state import Lead, NextRole, NodeState, Search
 from elastic_resume.rendezvous.core.world import Incarnation, JobEnd, View
 
 LEAVE_TIMEOUT_S = 2.0
@@ -43,30 +46,32 @@ class RendezvousNode:
         now: float,
         max_generation: int = 0,
     ) -> None:
-        """Start as a candidate.
+        """Start as a searcher.
 
         `persistent_state` is that of the former process, `max_generation` a generation known from elsewhere.
         """
         self.state = NodeState(settings, incarnation, persistent_state, now, max_generation)
-        self.role: Searcher | Follower | Leader | None = Searcher(self.state)
+        self.role: Role = Searcher(self.state)
+        self._leave_generation = 0
+        """The newest view when this node was asked to leave."""
+        self._leave_at = float("inf")
+        """When it leaves although no view without it is decided."""
         self.next_deadline = now
         """When to call `handle` next, at the latest."""
-        self.end_reason: interface.StopReason | None = None
-        """Why this node has left the rendezvous."""
 
     def handle(self, event: interface.Event, now: float) -> list[interface.Effect]:
         """Handle one event at the time `now`, in seconds since boot; return effects to carry out in order."""
         state = self.state
         self._advance_clock(now)
         state.effects = []
-        if self.end_reason:
-            self._handle_after_end(event)
-            self.next_deadline = float("inf")
-            return state.effects
-        self._dispatch(event)
+        handler = (self._HANDLERS_AFTER_END if self.end_reason else self._HANDLERS).get(type(event))
+        if handler:
+            handler(self, event)
         if not self.end_reason:
             self._advance_role()
-        state.request_persist()
+        write = state.voter.request_write()
+        if write:
+            state.effects.append(write)
         self.next_deadline = self._compute_deadline()
         return state.effects
 
@@ -82,59 +87,11 @@ class RendezvousNode:
             for link in state.links.values():
                 link.last_received_at += late_s
 
-    def _dispatch(self, event: interface.Event) -> None:
-        state, role = self.state, self.role
-        if isinstance(event, interface.MessageReceived):
-            self._handle_message(event)
-        elif isinstance(event, interface.PeerConnected):
-            self._handle_connected(event)
-        elif isinstance(event, interface.PeerDisconnected):
-            link = state.links.pop(event.conn_id, None)
-            if link and link.address in state.settings.candidates:
-                state.connection_errors[link.address] = event.reason[:120]
-            if link and event.refused:
-                link.refusing_ips = event.refusing_ips
-                state.voter.mark_ended_at(link)
-            if link and role:
-                role.handle_disconnected(link)
-        elif isinstance(event, interface.Persisted):
-            state.durable_version = max(state.durable_version, event.version)
-        elif isinstance(event, messages.JoinRequest):
-            state.stop_workers(WorkersStopped(state.incarnation.node))
-            state.join, state.join_since = event.join, state.now
-            if isinstance(role, (Follower, Leader)):
-                role.handle_join_requested()
-        elif isinstance(event, messages.ImportsFinished):
-            if state.join and state.join.is_importing:
-                state.join = replace(state.join, is_importing=False)
-                if isinstance(role, (Follower, Leader)):
-                    role.handle_imports_finished()
-        elif isinstance(event, interface.WorkersFinished):
-            self._handle_workers_finished()
-        elif isinstance(event, messages.FailureReport):
-            state.failure_report = event
-            state.record_failure_report(state.incarnation, event)  # this node may be the leader, now or later
-            if isinstance(role, Follower):
-                role.send_reports()
-        elif isinstance(event, messages.UnreachablePeers):
-            state.unreachable_peers = event
-            if isinstance(role, Follower):
-                role.send_reports()
-            elif isinstance(role, Leader):
-                role.handle_unreachable_peers(state.incarnation, event)
-        elif isinstance(event, messages.FailJob):
-            state.job_failure, state.has_failed_job = event.failure, True
-            state.stop_workers(ViewEnd.JOB_OVER)
-            if isinstance(role, Follower):
-                role.send_reports()
-        elif isinstance(event, messages.StateDigest):
-            state.queue_digest(event)
-        elif isinstance(event, interface.Leave):
-            self._handle_leave(event)
+    # Events of the network and the disk.
 
     def _handle_message(self, event: interface.MessageReceived) -> None:
         link = self.state.links.get(event.conn_id)
-        if link and self.role:
+        if link:
             link.record_header(event.header, self.state.now)
             self.role.handle_message(link, event.message)
 
@@ -143,139 +100,156 @@ class RendezvousNode:
         link = state.links.get(event.conn_id)
         if link is None and event.conn_id < 0:
             state.links[event.conn_id] = Link(event.conn_id, ip_address=event.ip_address)
-        elif link and self.role:
+        elif link:
             link.ip_address = event.ip_address
             self.role.handle_connected(link)
 
-    def _handle_workers_finished(self) -> None:
+    def _handle_disconnected(self, event: interface.PeerDisconnected) -> None:
+        state = self.state
+        link = state.links.pop(event.conn_id, None)
+        if link is None:
+            return
+        if link.address in state.settings.candidates:
+            state.connection_errors[link.address] = event.reason[:120]
+        if event.refused:
+            link.refusing_ips = event.refusing_ips
+            state.voter.mark_ended_at(link)
+        self.role.handle_disconnected(link)
+
+    # Events of this node's agent, before the role handles them.
+
+    def _handle_join_request(self, event: messages.JoinRequest) -> None:
+        self.state.stop_workers(WorkersStopped(self.state.incarnation.node))
+        self.state.join, self.state.join_since = event.join, self.state.now
+        self.role.handle_own(event)
+
+    def _handle_imports_finished(self, event: messages.ImportsFinished) -> None:
+        if self.state.join and self.state.join.is_importing:
+            self.state.join = replace(self.state.join, is_importing=False)
+            self.role.handle_own(event)
+
+    def _handle_workers_finished(self, event: interface.WorkersFinished) -> None:
         state = self.state
         # They may have finished just before EndView arrived.
         view = state.running_view or state.last_view
         if view is None or state.join is not None:
             return
         state.finished_generation, state.running_view, state.join_since = view.generation, None, state.now
-        if isinstance(self.role, (Follower, Leader)):
-            self.role.handle_workers_finished()
+        self.role.handle_own(event)
+
+    def _handle_failure_report(self, event: messages.FailureReport) -> None:
+        self.state.failure_report = event
+        self.state.record_failure_report(self.state.incarnation, event)  # this node may lead, now or later
+        self.role.handle_own(event)
+
+    def _handle_unreachable_peers(self, event: messages.UnreachablePeers) -> None:
+        self.state.unreachable_peers = event
+        self.role.handle_own(event)
+
+    def _handle_fail_job(self, event: messages.FailJob) -> None:
+        self.state.job_failure, self.state.has_failed_job = event.failure, True
+        self.state.stop_workers(ViewEnd.JOB_OVER)
+        self.role.handle_own(event)
+
+    def _handle_digest(self, event: messages.StateDigest) -> None:
+        view = self.state.running_view or self.state.last_view
+        if view and event.generation == view.generation:
+            self.state.digests.add(event)
 
     def _handle_leave(self, event: interface.Leave) -> None:
         """Vote for a view without this node before it leaves, if others are here."""
-        state, role = self.state, self.role
+        state = self.state
         waits = state.voter.is_voter and not state.settings.single_node
-        if isinstance(role, Leader):
-            # A follower whose link has just broken may be back in time for the notice.
-            waits = waits and (role.hand_over(event.departure) or bool(role.peers.disconnected))
-        if not waits or role is None:
+        if not waits or not self.role.hand_over(event.departure):
             self._leave(event.departure)
             return
-        state.leaving, state.leave_at = event.departure, state.now + LEAVE_TIMEOUT_S
-        state.leave_generation = state.view.generation
+        state.leaving, self._leave_at = event.departure, state.now + LEAVE_TIMEOUT_S
+        self._leave_generation = state.view.generation
         state.join = None
         state.stop_workers(NodeLost(state.incarnation.node, Loss.LEFT, event.departure))
-        if isinstance(role, Follower):
-            role.send_reports()
-        elif isinstance(role, Searcher):
-            role.send_away_waiting_peers()
+        self.role.handle_own(event)
 
-    def _leave(self, departure: DepartureReason) -> None:
-        if isinstance(self.role, (Follower, Leader)):
-            self.role.leave(departure)
-        self._close(NodeLost(self.state.incarnation.node, Loss.LEFT, departure))
+    # Roles.
 
     def _advance_role(self) -> None:
         """Advance the role, and each new role after it."""
         state = self.state
-        before = None
-        while self.role is not before and not self.end_reason:
-            before = self.role
-            if self.role:
-                self.role.advance()
-            self._change_role()
-        # A view that was proposed before may still have this node.
-        is_decided = state.view.generation > state.leave_generation
-        is_left_out = is_decided and state.view.rank(state.incarnation) is None
-        if self.role and state.leaving and (is_left_out or state.now >= state.leave_at):
-            self._leave(state.leaving)
-            return
-        waited_s = state.now - state.join_since
-        waits = state.join or state.finished_generation
-        if waits and waited_s >= state.settings.join_timeout_s and self.role:
+        self.role.advance()
+        while state.next_role:
+            self._change_role(state.next_role)
+            if self.end_reason:
+                return
+            self.role.advance()
+        if state.leaving:
+            # A view that was proposed before may still have this node.
+            is_decided = state.view.generation > self._leave_generation
+            is_left_out = is_decided and state.view.rank(state.incarnation) is None
+            if is_left_out or state.now >= self._leave_at:
+                self._leave(state.leaving)
+                return
+        if state.now >= self._give_up_at():
             reason = JoinTimeout(state.settings.join_timeout_s, self.role.explain_wait())
-            if isinstance(self.role, (Follower, Leader)):
-                self.role.leave(Departure.NO_RENDEZVOUS)
-            state.effects.append(interface.EndMembership(reason))
-            self._close(reason)
+            self.role.leave(Departure.NO_RENDEZVOUS)
+            self._give_up(interface.EndMembership(reason))
 
-    def _change_role(self) -> None:
+    def _give_up_at(self) -> float:
+        waits = self.state.join or self.state.finished_generation
+        return self.state.join_since + self.state.settings.join_timeout_s if waits else float("inf")
+
+    def _change_role(self, next_role: NextRole) -> None:
         state, role = self.state, self.role
-        if state.job_end:
-            self._end_job(state.job_end)
-        elif isinstance(role, Searcher):
-            self._finish_search(role)
-        elif isinstance(role, Follower) and role.has_ended:
-            self.role = Searcher(state, role.next_leader_address)
-        elif isinstance(role, Leader) and role.has_stepped_down:
-            role.close()
-            self.role = Searcher(state, role.new_leader_address)
+        if isinstance(next_role, JobEnd):
+            self._end_job(next_role)
+            return
+        if isinstance(next_role, interface.EndMembership):
+            self._give_up(next_role)
+            return
+        role.close()
+        state.next_role = None
+        if isinstance(next_role, Search):
+            self.role = Searcher(state, next_role.first_address)
+        elif isinstance(next_role, Lead):
+            self.role = Leader(state, next_role.waiting_peers)
+        else:
+            next_role.link.peer = next_role.welcome.leader
+            state.adopt_view(next_role.welcome.view, next_role.welcome.leader)
+            self.role = follower = Follower(state, next_role.link, next_role.welcome)
+            follower.send_reports()
+            for conn_id, hello in next_role.waiting_peers.items():
+                if conn_id in state.links:
+                    follower.handle_message(state.links[conn_id], hello)
 
     def _end_job(self, end: JobEnd) -> None:
-        self.state.job_end = end
         self.state.adopt_view(View(end.generation, ()))
         reason = end.failure or JobFinished(end.unfinished_nodes, end.unfinished_count)
         self.state.effects.append(interface.EndJob(reason, bound_failures(end.failures)))
-        self._close(ViewEnd.JOB_OVER)
+        self._close(ViewEnd.JOB_OVER, end)
 
-    def _finish_search(self, role: Searcher) -> None:
-        state = self.state
-        if role.result is SearchResult.FOLLOW and role.link and role.welcome:
-            role.close()
-            role.link.peer = role.welcome.leader
-            state.adopt_view(role.welcome.view, role.welcome.leader)
-            self.role = Follower(state, role.link, role.welcome)
-            self.role.send_reports()
-            for conn_id, hello in role.waiting_peers.items():
-                if conn_id in state.links:
-                    self.role.handle_message(state.links[conn_id], hello)
-        elif role.result is SearchResult.LEAD:
-            role.close()
-            self.role = Leader(state, role.waiting_peers)
-        elif role.result is SearchResult.REFUSED and role.refusal:
-            state.effects.append(interface.EndMembership(role.refusal))
-            self._close(role.refusal)
+    def _give_up(self, effect: interface.EndMembership) -> None:
+        self.state.effects.append(effect)
+        self._close(effect.reason)
 
-    def _close(self, reason: interface.StopReason) -> None:
+    def _leave(self, departure: DepartureReason) -> None:
+        self.role.leave(departure)
+        self._close(NodeLost(self.state.incarnation.node, Loss.LEFT, departure))
+
+    def _close(self, reason: interface.StopReason, end: JobEnd | None = None) -> None:
         """Leave the rendezvous."""
         self.state.stop_workers(reason)
-        self.end_reason = reason
-        if isinstance(self.role, (Searcher, Leader)):
-            self.role.close()
-        self.role = None
-
-    def _handle_after_end(self, event: interface.Event) -> None:
-        """Answer each searcher and each leader with the end of the job, and close all connections."""
-        state = self.state
-        if isinstance(event, interface.Persisted):
-            state.durable_version = max(state.durable_version, event.version)
-            state.request_persist()
-        elif isinstance(event, interface.PeerConnected):
-            state.links[event.conn_id] = Link(event.conn_id)
-        elif isinstance(event, interface.PeerDisconnected):
-            state.links.pop(event.conn_id, None)
-        elif isinstance(event, interface.MessageReceived) and event.conn_id in state.links:
-            link = state.links[event.conn_id]
-            if isinstance(event.message, (messages.Hello, messages.LeaderAnnouncement)) and state.job_end:
-                state.send(link, state.job_end)
-            state.disconnect(link)
+        self.role.close()
+        self.role = Left(self.state, reason, end)
 
     def _compute_deadline(self) -> float:
-        state = self.state
-        if self.role is None:
+        if self.end_reason:
             return float("inf")
-        deadlines = [self.role.next_deadline(), state.leave_at]
-        if state.join or state.finished_generation:
-            deadlines.append(state.join_since + state.settings.join_timeout_s)
-        return min(deadlines)
+        return min(self.role.next_deadline(), self._leave_at, self._give_up_at())
 
     # Read by the shell after every event.
+
+    @property
+    def end_reason(self) -> interface.StopReason | None:
+        """Why this node has left the rendezvous; None before."""
+        return self.role.reason if isinstance(self.role, Left) else None
 
     @property
     def lease_until(self) -> float:
@@ -291,3 +265,21 @@ class RendezvousNode:
     def is_leader(self) -> bool:
         """Whether this node leads."""
         return isinstance(self.role, Leader)
+
+    _HANDLERS_AFTER_END: ClassVar[dict[type[Any], Callable[[RendezvousNode, Any], None]]] = {
+        interface.MessageReceived: _handle_message,
+        interface.PeerConnected: _handle_connected,
+        interface.PeerDisconnected: _handle_disconnected,
+        interface.Persisted: lambda self, event: self.state.voter.handle_written(event.version),
+    }
+    _HANDLERS = _HANDLERS_AFTER_END | {
+        messages.JoinRequest: _handle_join_request,
+        messages.ImportsFinished: _handle_imports_finished,
+        messages.FailureReport: _handle_failure_report,
+        messages.UnreachablePeers: _handle_unreachable_peers,
+        messages.FailJob: _handle_fail_job,
+        messages.StateDigest: _handle_digest,
+        interface.WorkersFinished: _handle_workers_finished,
+        interface.Leave: _handle_leave,
+    }
+    """By the class of the event; a `Tick` only advances the role."""

@@ -38,7 +38,7 @@ class Link:
     has_followed_another: bool = True
     """The peer may have followed another than the newest view's leader since that view was decided."""
     ended_in_contact: bool = False
-    """The peer's process has ended within `take_window_s` of the newest acknowledged message."""
+    """The peer's process has ended within `lease_s` of the newest acknowledged message."""
     generation: int = 0
     """The generation in the peer's newest message: see `Header`."""
     last_sent_seq: int = 0

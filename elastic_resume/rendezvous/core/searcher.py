@@ -3,14 +3,14 @@
 A searcher dials the members of the newest view by rank, then the candidates of the settings in their order.
 Every node uses this order. A node that does not lead answers with the leader's address, or that it is
 searching too. A searcher leads when every node before it has failed to answer. Two nodes may conclude that at
-once: then `leader.LeaderAnnouncer` makes one of them step down.
+once: then `leader_announcer` makes one of them step down.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from enum import Enum
 from itertools import islice
+from typing import ClassVar
 
 from elastic_resume.policy.reasons import (
     JoinObstacle,
@@ -20,8 +20,10 @@ from elastic_resume.policy.reasons import (
     SettingDiffers,
 )
 from elastic_resume.rendezvous.core import messages
+from elastic_resume.rendezvous.core.interface import EndMembership, Leave
 from elastic_resume.rendezvous.core.peers import Link
-from elastic_resume.rendezvous.core.state import NodeState
+from elastic_resume.rendezvous.core.role import Handlers, Role
+from elastic_resume.rendezvous.core.state import Follow, Lead, NodeState
 from elastic_resume.rendezvous.core.world import JobEnd
 
 ROUND_PAUSE_S = 0.3
@@ -36,27 +38,15 @@ RETRY_DELAY_S = 0.1
 """Before a second call to a leader that did not answer, or to the node that named it."""
 
 
-class SearchResult(Enum):
-    """The result of the search."""
-
-    SEARCHING = "searching"
-    LEAD = "lead"
-    FOLLOW = "follow"
-    REFUSED = "refused"
-
-
-class Searcher:
+class Searcher(Role):
     """The role of a node that knows no leader. It tries `first_address` first."""
 
     def __init__(self, state: NodeState, first_address: str = "") -> None:
-        self.state = state
+        super().__init__(state)
         self.named_leader = first_address if first_address != state.incarnation.address else ""
         """The leader that another one has named, until it does not answer."""
         self.waiting_peers: dict[int, messages.Hello] = {}
         """Nodes that asked this one and wait for the result, by connection."""
-        self.result = SearchResult.SEARCHING
-        self.link: Link | None = None
-        self.welcome: messages.Welcome | None = None
         self.refusal: NodeRefused | None = None
         self.pending_calls: dict[int, float] = {}
         """When each unanswered call was made, by connection."""
@@ -117,35 +107,31 @@ class Searcher:
     # Messages.
 
     def handle_message(self, link: Link, message: messages.Message) -> None:
-        """Handle one message."""
-        if isinstance(message, messages.Hello):
-            self.state.voter.mark_former_ended(message.sender)
-            self.waiting_peers[link.conn_id] = message
-            link.peer = message.sender
-            if not self.named_leader and (self.state.leaving or self._defers()):
-                self.waiting_peers.pop(link.conn_id)
-                self._drop_call(link)  # it will not lead: nobody shall wait for it
-                return
-            self.state.send(link, messages.Redirect(self.named_leader))
-        elif isinstance(message, messages.LeaderAnnouncement):
-            self._handle_announcement(message)
-        elif link.conn_id not in self.pending_calls and link.conn_id not in self.redirect_waits:
-            return
-        elif isinstance(message, messages.Welcome):
-            self.result, self.link, self.welcome = SearchResult.FOLLOW, link, message
-        elif isinstance(message, messages.Redirect):
-            self._handle_redirect(link, message.address)
-        elif isinstance(message, messages.Refused):
-            self._handle_refusal(link, message)
-        elif isinstance(message, JobEnd):
-            self.state.learn_end(message)
+        """Handle one message; answers count on calls of this node only."""
+        is_called = link.conn_id in self.pending_calls or link.conn_id in self.redirect_waits
+        if not self.dispatch(self._HANDLERS, link, message) and is_called:
+            self.dispatch(self._ANSWER_HANDLERS, link, message)
 
-    def _handle_announcement(self, message: messages.LeaderAnnouncement) -> None:
+    def _handle_hello(self, link: Link, hello: messages.Hello) -> None:
+        self.state.voter.mark_former_ended(hello.sender)
+        link.peer = hello.sender
+        if not self.named_leader and (self.state.leaving or self._defers()):
+            self.waiting_peers.pop(link.conn_id, None)
+            self._drop_call(link)  # it will not lead: nobody shall wait for it
+            return
+        self.waiting_peers[link.conn_id] = hello
+        self.state.send(link, messages.Redirect(self.named_leader))
+
+    def _handle_welcome(self, link: Link, welcome: messages.Welcome) -> None:
+        self.state.end_role(Follow(link, welcome, self.waiting_peers))
+
+    def _handle_announcement(self, _: Link, message: messages.LeaderAnnouncement) -> None:
         """Call the leader that announced itself, if this process has counted its boot on disk."""
-        if self.state.durable_version and not self.state.is_disk_stalled:
+        if self.state.voter.durable_version and not self.state.voter.is_disk_stalled:
             self._call(message.leader.address)
 
-    def _handle_redirect(self, link: Link, address: str) -> None:
+    def _handle_redirect(self, link: Link, message: messages.Redirect) -> None:
+        address = message.address
         if address == self.state.incarnation.address:
             self._drop_call(link)
             self.failed_addresses.add(link.address)  # it does not lead, but waits for this node to do so
@@ -170,11 +156,11 @@ class Searcher:
         if self.refusal != former and not is_permanent:
             state.emit_event("refused", self.refusal)
         if is_permanent:
-            self.result = SearchResult.REFUSED
+            state.end_role(EndMembership(self.refusal))
         self._drop_call(link)
 
-    def send_away_waiting_peers(self) -> None:
-        """Let the nodes that wait for this one look for another leader."""
+    def _send_away_waiting_peers(self, *_: object) -> None:
+        """Let the nodes that wait for this one look for another leader, because this one leaves."""
         for conn_id in self.waiting_peers:
             self._drop_call(self.state.links[conn_id])
         self.waiting_peers.clear()
@@ -221,19 +207,19 @@ class Searcher:
     def advance(self) -> None:
         """End calls that timed out, make the next one, and lead if no other node can."""
         state = self.state
-        if not state.durable_version:
+        if not state.voter.durable_version:
             return  # this process has not counted its boot yet
-        if state.is_disk_stalled:
+        if state.voter.is_disk_stalled:
             # The leader and all its followers would wait for acknowledgements that never come.
             self._drop_all_calls()
             self._start_round()
             self.next_call_at = state.now + state.settings.heartbeat_interval_s
             return
         self._end_timed_out_calls()
-        if self.result is not SearchResult.SEARCHING or state.job_end:
+        if state.next_role:
             return
-        if self._may_lead() and state.is_durable and not state.leaving and self._leads_now():
-            self.result = SearchResult.LEAD
+        if self._may_lead() and state.voter.is_durable and not state.leaving and self._leads_now():
+            state.end_role(Lead(self.waiting_peers))
             return
         for address in [address for address, at in self.retry_at.items() if at <= state.now]:
             del self.retry_at[address]
@@ -286,7 +272,7 @@ class Searcher:
 
     def next_deadline(self) -> float:
         """Return when to advance next."""
-        if not self.state.durable_version:
+        if not self.state.voter.durable_version:
             return float("inf")
         timeouts = [since + self.state.settings.dial_timeout_s for since in self.pending_calls.values()]
         patience = [self.lead_anyway_at] if self.state.now < self.lead_anyway_at else []
@@ -294,12 +280,25 @@ class Searcher:
 
     def close(self) -> None:
         """End all calls but the one that was answered."""
+        answered = self.state.next_role.link if isinstance(self.state.next_role, Follow) else None
         for conn_id in {*self.pending_calls, *self.redirect_waits}:
-            if conn_id in self.state.links and (self.link is None or conn_id != self.link.conn_id):
+            if conn_id in self.state.links and self.state.links[conn_id] is not answered:
                 self.state.disconnect(self.state.links[conn_id])
 
     def explain_wait(self) -> JoinObstacle:
         """Return why this node has found no leader."""
-        if self.state.is_disk_stalled:
+        if self.state.voter.is_disk_stalled:
             return OwnObstacle.DISK_STUCK
         return self.refusal or NoLeader(self.state.find_absent_candidates([self.state.incarnation]))
+
+    _HANDLERS: ClassVar[Handlers] = {
+        messages.Hello: _handle_hello,
+        messages.LeaderAnnouncement: _handle_announcement,
+    }
+    _ANSWER_HANDLERS: ClassVar[Handlers] = {
+        messages.Welcome: _handle_welcome,
+        messages.Redirect: _handle_redirect,
+        messages.Refused: _handle_refusal,
+        JobEnd: lambda self, _, end: self.state.learn_end(end),
+    }
+    _OWN_HANDLERS: ClassVar[Handlers] = {Leave: _send_away_waiting_peers}

@@ -1,15 +1,13 @@
 """The state of a node that outlives its role: what it knows and promised, its links and its workers.
 
-The roles `candidate`, `follower` and `leader` read and change it, and it collects their effects. Whenever
-what it knows durably changes it asks for one `Persist`; `durable_version` is the newest change on disk.
+The roles read and change it, and it collects their effects.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from elastic_resume.policy.digests import choose_common_step
 from elastic_resume.policy.failure_classification import FailureLog, bound_failures, make_node_failure
 from elastic_resume.policy.reasons import (
     AbsentCandidates,
@@ -26,9 +24,38 @@ from elastic_resume.rendezvous.core.world import (
     JobEnd,
     View,
 )
+from elastic_resume.rendezvous.replica_comparison import DigestQueue
 
 MAX_CANDIDATES_NAMED = 5
 """Candidates named in one message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """Look for a leader, at this address first."""
+
+    first_address: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Follow the leader that has sent this welcome."""
+
+    link: Link
+    welcome: messages.Welcome
+    waiting_peers: dict[int, messages.Hello]
+    """The nodes that asked this one and wait for the result, by connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """Lead, because no node before this one answers."""
+
+    waiting_peers: dict[int, messages.Hello]
+
+
+NextRole = Search | Follow | Lead | JobEnd | interface.EndMembership
+"""What comes after a role."""
 
 
 class NodeState:
@@ -45,12 +72,10 @@ class NodeState:
         self.settings = settings
         self.incarnation = incarnation
         self.voter = Voter(settings, incarnation, persistent_state, now, max_generation)
+        self.next_role: NextRole | None = None
+        """What the role has to make place for: see `end_role`."""
         self.leaving: DepartureReason | None = None
         """Why this node leaves; it only votes any more, for a view without it."""
-        self.leave_generation = 0
-        """The newest view when it was asked to leave."""
-        self.leave_at = float("inf")
-        """When it leaves although none is decided."""
         self.now = now
         self.links: dict[int, Link] = {}
         self.effects: list[interface.Effect] = []
@@ -68,20 +93,16 @@ class NodeState:
         """Why this node demands the end of the job."""
         self.has_failed_job = False
         """This node's own agent demands it. Its workers have ended, and it joins no more."""
-        self.job_end: JobEnd | None = None
         self.failure_log = FailureLog()
         self.failure_report: messages.FailureReport | None = None
         """The failure of a worker of this node, to be reported."""
         self.unreachable_peers: messages.UnreachablePeers | None = None
         """The members that this node cannot reach, to be reported."""
-        self._unsent_digest: messages.StateDigest | None = None
+        self.digests = DigestQueue()
         self.lease_until = NEVER
         self.unreachable: set[Incarnation] = set()
         self.terms_without_quorum = 0
         """How often this node has led without a quorum since the newest view was decided."""
-        self.durable_version = 0
-        self._persisting_version = 0
-        self._persist_since = now
         self._last_conn_id = 0
 
     def has_stopped(self) -> bool:
@@ -89,29 +110,6 @@ class NodeState:
         is_idle = self.join is not None or self.finished_generation > 0
         is_idle = is_idle or bool(self.leaving) or self.has_failed_job
         return self.running_view is None and is_idle
-
-    def request_persist(self) -> None:
-        """Ask for a write of what is known, unless one is in progress."""
-        if self._persisting_version <= self.durable_version < self.voter.version:
-            self._persisting_version, self._persist_since = self.voter.version, self.now
-            self.effects.append(interface.Persist(self.voter.version, self.voter.known))
-
-    @property
-    def is_durable(self) -> bool:
-        """Whether all that this node knows is on disk."""
-        return self.durable_version >= self.voter.version
-
-    @property
-    def is_disk_stalled(self) -> bool:
-        """Whether the write in progress takes so long that other nodes should not wait for this node."""
-        return self.settings.max_nodes > 1 and self.now >= self.disk_stalls_at
-
-    @property
-    def disk_stalls_at(self) -> float:
-        """When the write in progress will have taken too long; infinity without one."""
-        if self._persisting_version <= self.durable_version:
-            return float("inf")
-        return self._persist_since + self.settings.node_timeout_s
 
     @property
     def view(self) -> View:
@@ -130,7 +128,12 @@ class NodeState:
     def learn_end(self, end: JobEnd) -> None:
         """Learn that the end of the job is decided, unless it is that of an earlier run."""
         if end.generation > self.view.generation:
-            self.job_end = end
+            self.end_role(end)
+
+    def end_role(self, next_role: NextRole) -> None:
+        """Let another role follow, unless the job has ended."""
+        if not isinstance(self.next_role, JobEnd):
+            self.next_role = next_role
 
     # Links.
 
@@ -223,26 +226,6 @@ class NodeState:
     def failed_generation(self) -> int:
         """The generation whose end the failures explain; later views were decided and not started."""
         return self.started_generation or self.view.generation
-
-    def queue_digest(self, state_digest: messages.StateDigest) -> None:
-        """Keep a digest for the next heartbeat; of two steps keep the one that more nodes digest.
-
-        Digests are computed in the background, so one of an earlier view may arrive now. It is dropped.
-        """
-        view, kept = self.running_view or self.last_view, self._unsent_digest
-        if view is None or state_digest.generation != view.generation:
-            return
-        if (
-            kept is None
-            or kept.generation != state_digest.generation
-            or choose_common_step(state_digest.step, kept.step) == state_digest.step
-        ):
-            self._unsent_digest = state_digest
-
-    def take_digest(self) -> messages.StateDigest | None:
-        """Return the digest for the next heartbeat, once."""
-        digest, self._unsent_digest = self._unsent_digest, None
-        return digest
 
     # Identity and reports.
 

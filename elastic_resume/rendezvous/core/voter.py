@@ -50,6 +50,10 @@ class Voter:
         self.known = replace(former, incarnation=incarnation, max_generation=generation)
         """What is to be on disk."""
         self.version = 1  # a process counts its boot on disk before it sends anything
+        self.durable_version = 0
+        """The newest version that is on disk."""
+        self._writing_version = 0
+        self._writing_since = now
         self.has_followed_another = False
         """Whether this process has followed, or voted for, another than the view's leader."""
         self.newest_ballot = self.known.promised
@@ -70,6 +74,36 @@ class Voter:
     def _change(self, **fields: Any) -> None:
         self.known = replace(self.known, **fields)
         self.version += 1
+
+    # What is on disk.
+
+    def request_write(self) -> interface.Persist | None:
+        """Return the write that is due; None while all is on disk, or one is in progress."""
+        if not self._writing_version <= self.durable_version < self.version:
+            return None
+        self._writing_version, self._writing_since = self.version, self.now
+        return interface.Persist(self.version, self.known)
+
+    def handle_written(self, version: int) -> None:
+        """Note that a version is on disk."""
+        self.durable_version = max(self.durable_version, version)
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether all that this node knows is on disk."""
+        return self.durable_version >= self.version
+
+    @property
+    def is_disk_stalled(self) -> bool:
+        """Whether the write in progress takes so long that other nodes should not wait for this node."""
+        return self.settings.max_nodes > 1 and self.now >= self.disk_stalls_at
+
+    @property
+    def disk_stalls_at(self) -> float:
+        """When the write in progress will have taken too long; infinity without one."""
+        if self._writing_version <= self.durable_version:
+            return float("inf")
+        return self._writing_since + self.settings.node_timeout_s
 
     # What is decided, promised and accepted.
 
@@ -193,7 +227,7 @@ class Voter:
         self.ended.add(process)
         for link in (self.leader_links.get(process), self.follower_links.get(process)):
             if link and not link.has_followed_another:
-                link.ended_in_contact = self.now < link.acked_sent_at + self.settings.take_window_s
+                link.ended_in_contact = self.now < link.acked_sent_at + self.settings.lease_s
 
     def mark_former_ended(self, incarnation: Incarnation) -> None:
         """Note that the earlier processes of a node's disk have ended."""

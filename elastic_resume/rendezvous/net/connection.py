@@ -59,8 +59,8 @@ class ConnectionHandler(Protocol):
     def on_line(self, connection: Connection, line: bytes) -> None:
         """Handle a line; `protocol.ProtocolError` drops the connection."""
 
-    def on_ended(self, connection: Connection, *, by_peer: bool, reason: str) -> None:
-        """Handle the end, or a failed attempt to connect. ``by_peer``: the peer or its kernel closed it."""
+    def on_ended(self, connection: Connection, reason: str) -> None:
+        """Handle the end, or a failed attempt to connect."""
 
     def on_dropped(self, connection: Connection, reason: str) -> None:
         """Handle our decision to end the connection; `on_ended` follows."""
@@ -78,12 +78,8 @@ class Connection(asyncio.BufferedProtocol):
         handshake: protocol.Handshake,
         handshake_timeout_s: float,
         conn_id: int = 0,
-        abort_line: bytes = b"",
     ) -> None:
-        """Start the handshake's timer.
-
-        ``abort_line`` is what a dialler sends if it gives up before it has authenticated itself.
-        """
+        """Start the handshake's timer; ``conn_id`` is given for a connection that this side dials."""
         self.conn_id = conn_id
         self.is_authenticated = False
         self.status_only = False
@@ -103,8 +99,7 @@ class Connection(asyncio.BufferedProtocol):
         self._handshake = handshake
         self._signer: protocol.LineAuthenticator | None = None
         self._verifier: protocol.LineAuthenticator | None = None
-        self._abort_line = abort_line
-        self._is_dialler = bool(abort_line)
+        self._is_dialler = conn_id > 0
         self._line_reader = protocol.LineReader(protocol.MAX_GREETING_BYTES)
         self._buffer = _get_thread_buffer()
         self._transport: asyncio.Transport | None = None
@@ -142,33 +137,30 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def disconnect(self) -> None:
-        """Give the connection up. A dialler announces it if the handshake is not over."""
-        if not self.is_authenticated:
-            self.write(self._abort_line)
+        """Give the connection up."""
         self.close() if self.is_authenticated or self._is_dialler else self.abort()
 
-    def abort_and_report(self, *, by_peer: bool, reason: str) -> None:
+    def abort_and_report(self, reason: str) -> None:
         """Close at once and report the end."""
         if not self.is_ended:
             self.abort()
-            self._handler.on_ended(self, by_peer=by_peer, reason=reason)
+            self._handler.on_ended(self, reason)
 
     def drop(self, reason: str) -> None:
         """Close at once because of what the peer did, and report it."""
         if not self.is_ended:
             self._handler.on_dropped(self, reason)
-            self.abort_and_report(by_peer=False, reason=reason)
+            self.abort_and_report(reason)
 
     def on_dial_failed(self, error: Exception) -> None:
         """Report that `connect` failed."""
-        closed = isinstance(error, OSError) and error.errno in _CLOSED_ERRNOS
         self.was_refused = isinstance(error, OSError) and error.errno == errno.ECONNREFUSED
         # asyncio's text has the address, which stands beside the reason.
         number = (
             error.errno if isinstance(error, OSError) and not isinstance(error, socket.gaierror) else None
         )
         reason = os.strerror(number) if number else str(error)
-        self.abort_and_report(by_peer=closed, reason=reason or type(error).__name__)
+        self.abort_and_report(reason or type(error).__name__)
 
     def _set_ended(self) -> None:
         self.is_ended = True
@@ -219,10 +211,6 @@ class Connection(asyncio.BufferedProtocol):
         try:
             self.write(self._handshake.send(line))
             self.has_greeted = not self._is_dialler  # an acceptor proves nothing by answering
-            self._abort_line = b""  # the dialler has sent its proof and cannot take it back
-        except protocol.HandshakeAbortedError:
-            self.has_greeted = False
-            self.abort_and_report(by_peer=True, reason="the dialler gave up the handshake")
         except protocol.AuthenticationError as error:
             self.write(error.rejection_line)
             self.drop(str(error))
@@ -238,13 +226,12 @@ class Connection(asyncio.BufferedProtocol):
 
     def eof_received(self) -> None:
         """Treat a half-closed connection as closed."""
-        self.abort_and_report(by_peer=True, reason="closed")
+        self.abort_and_report("closed")
 
     def connection_lost(self, error: Exception | None) -> None:
         """Report the end, unless this side closed the connection."""
         if not self.is_ended:
-            by_peer = error is None or (isinstance(error, OSError) and error.errno in _CLOSED_ERRNOS)
-            self.abort_and_report(by_peer=by_peer, reason=str(error) if error else "closed")
+            self.abort_and_report(str(error) if error else "closed")
         self._handler.on_socket_closed(self)
 
 

@@ -13,7 +13,6 @@ import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -21,11 +20,10 @@ from elastic_resume import constants, failpoints
 from elastic_resume.checkpoint.atomic_io import DISK, Disk
 from elastic_resume.errors import NodeFileError
 from elastic_resume.rendezvous.core.interface import PersistentState
-from elastic_resume.rendezvous.core.world import NO_VIEW, Ballot, Incarnation
+from elastic_resume.rendezvous.core.world import NO_VIEW
 from elastic_resume.rendezvous.net import codec
 
 RENDEZVOUS_STATE_FILE = constants.RENDEZVOUS_STATE_FILE
-_FIELDS_OF_PROTOCOL_4 = 3
 
 
 class DurableStateFile:
@@ -72,7 +70,7 @@ class DurableStateFile:
             record = json.loads(data)
             if record["digest"] == _compute_digest(record["memory"]):
                 launch_id = str(record.get("launch", ""))
-                state = _parse_state(record["memory"])
+                state = codec.from_json_value(PersistentState, record["memory"])
         if state is None:
             raise NodeFileError(
                 f"{self._path} is damaged. It records in which views this node took part. While other nodes "
@@ -88,18 +86,6 @@ class DurableStateFile:
         if launch_id and self._launch_id and launch_id != self._launch_id:
             return replace(state, view=NO_VIEW, accepted=None, taken=frozenset())
         return state
-
-
-def _parse_state(value: Any) -> PersistentState:
-    """Parse a state; keep of one of protocol 4 the generation, because none of its agents can run here.
-
-    Its random id of the former process becomes the disk's id.
-    """
-    if len(value) == _FIELDS_OF_PROTOCOL_4:
-        (node, incarnation_id, *_), _, max_generation = value
-        former = Incarnation(str(node), str(incarnation_id), 0)
-        return PersistentState(former, NO_VIEW, Ballot(), None, frozenset(), int(max_generation))
-    return codec.from_json_value(PersistentState, value)
 
 
 def _compute_digest(value: object) -> str:

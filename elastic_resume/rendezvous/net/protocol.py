@@ -18,8 +18,6 @@ The handshake precedes all messages (HMAC-SHA256, RFC 2104; challenge and respon
 - A wrong proof is answered with an empty one, so that the dialler can report the reason too.
 - A dialler with ``status_only`` reads one status line. It uses `derive_status_key` in place of the token, and
   that key permits nothing else.
-- A dialler that gives up before its proof sends ``{"abort": HMAC(token, "abort" RUN A "")}``. Then the
-  acceptor does not log it as unauthenticated.
 
 After the handshake each line is signed, not encrypted. It ends with HMAC-SHA256, cut to 16 bytes, of the line
 and the number of lines before it (`LineAuthenticator`). Each direction has its own key, HMAC(token, "dialler
@@ -142,12 +140,8 @@ class HandshakeResult(NamedTuple):
 Handshake = Generator[bytes, bytes, HandshakeResult]
 """One side of a handshake: it yields lines to send, receives the peer's lines, and returns a result.
 
-It raises `ProtocolError` if the peer does not belong to this job, `HandshakeAbortedError` if it gave up.
+It raises `ProtocolError` if the peer does not belong to this job.
 """
-
-
-class HandshakeAbortedError(Exception):
-    """The dialler gave up the handshake, and proved that it belongs to this job."""
 
 
 class AuthenticationError(ProtocolError):
@@ -180,8 +174,6 @@ def accept(token: bytes, run_id: str, nonce: str) -> Handshake:
     theirs, status_only = parse_greeting(line, run_id)
     key = derive_status_key(token) if status_only else token
     line = yield encode_challenge(nonce)
-    if hmac.compare_digest(line + b"\n", encode_abort(key, run_id, theirs)):
-        raise HandshakeAbortedError
     try:
         verify_proof(line, key, "dialler", run_id, (theirs, nonce))
     except ProtocolError as error:
@@ -190,11 +182,6 @@ def accept(token: bytes, run_id: str, nonce: str) -> Handshake:
     return HandshakeResult(
         encode_proof(key, "acceptor", run_id, (theirs, nonce)), status_only, signer, verifier
     )
-
-
-def encode_abort(token: bytes, run_id: str, nonce: str) -> bytes:
-    """Return the last line of a dialler that gives up the handshake."""
-    return _encode_json_line({"abort": _compute_mac(token, "abort", run_id, (nonce, "")).hex()})
 
 
 def encode_greeting(run_id: str, nonce: str, *, status_only: bool = False) -> bytes:

@@ -304,10 +304,8 @@ class RendezvousServer:
         return Connection(self, handshake, self._limits.handshake_timeout_s)
 
     def _make_dialler(self, conn_id: int) -> Connection:
-        nonce = secrets.token_hex(32)
-        handshake = protocol.dial(self._token, self._run_id, nonce)
-        abort_line = protocol.encode_abort(self._token, self._run_id, nonce)
-        return Connection(self, handshake, self._limits.handshake_timeout_s, conn_id, abort_line)
+        handshake = protocol.dial(self._token, self._run_id, secrets.token_hex(32))
+        return Connection(self, handshake, self._limits.handshake_timeout_s, conn_id)
 
     async def _dial(self, connection: Connection, address: str, known_ip: str) -> None:
         try:
@@ -355,16 +353,12 @@ class RendezvousServer:
         header, message = protocol.decode(line)
         self.handle_event(MessageReceived(connection.conn_id, header, message))
 
-    def on_ended(self, connection: Connection, *, by_peer: bool, reason: str) -> None:
+    def on_ended(self, connection: Connection, reason: str) -> None:
         """Report the end to the state machine, if it knew the connection."""
         self._release(connection)
         if self._connections.pop(connection.conn_id, None) is not None:
             refused, refusing_ips = connection.was_refused, frozenset(connection.refusing_ips)
             self.handle_event(PeerDisconnected(connection.conn_id, reason, refused, refusing_ips))
-        if by_peer and connection.has_greeted and not connection.is_authenticated:
-            self.on_dropped(
-                connection, "it closed the connection before it proved that it holds the run's token"
-            )
 
     def on_dropped(self, connection: Connection, reason: str) -> None:
         """Log the drop."""

@@ -13,10 +13,10 @@ import asyncio
 import json
 import secrets
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from io import BufferedReader
 
 from elastic_resume.policy.reasons import JoinObstacle
 from elastic_resume.policy.wording import describe
@@ -153,7 +153,7 @@ def _render_unavailable(_: RendezvousStatus) -> bytes:
 
 
 def query_agent(address: str, run_id: str, status_key: bytes, *, timeout_s: float = 5.0) -> bytes:
-    """Ask the agent at ``host:port`` for its status line, within ``timeout_s`` for each of its addresses.
+    """Ask the agent at ``host:port`` for its status line, with ``timeout_s`` for each answer.
 
     Raises:
         ProtocolError: it is not an agent of that job, does not accept the key, or closed the connection.
@@ -161,49 +161,26 @@ def query_agent(address: str, run_id: str, status_key: bytes, *, timeout_s: floa
         ValueError: ``address`` is not an address.
 
     """
-    deadline = time.monotonic() + timeout_s
     host, _, port = address.rpartition(":")
-    with socket.create_connection((host.strip("[]"), int(port)), timeout_s) as connection:
-        return _exchange(connection, run_id, status_key, deadline)
-
-
-def _exchange(connection: socket.socket, run_id: str, status_key: bytes, deadline: float) -> bytes:
     handshake = protocol.dial(status_key, run_id, secrets.token_hex(32), status_only=True)
-    reader = protocol.LineReader()
-    received = _receive_lines(connection, reader, deadline)
-    connection.sendall(next(handshake))
-    try:
-        while True:
-            connection.sendall(handshake.send(_read_line(received)))
-    except StopIteration as stop:
-        result: protocol.HandshakeResult = stop.value
-    reader.max_line_bytes = MAX_REPLY_BYTES
-    connection.sendall(result.final_line)
-    return result.verifier.verify(_read_line(received))
+    with (
+        socket.create_connection((host.strip("[]"), int(port)), timeout_s) as connection,
+        connection.makefile("rb") as reader,
+    ):
+        connection.sendall(next(handshake))
+        try:
+            while True:
+                connection.sendall(handshake.send(_read_line(reader, protocol.MAX_GREETING_BYTES)))
+        except StopIteration as stop:
+            result: protocol.HandshakeResult = stop.value
+        connection.sendall(result.final_line)
+        return result.verifier.verify(_read_line(reader, MAX_REPLY_BYTES))
 
 
-def _read_line(received: Iterator[bytes]) -> bytes:
-    line = next(received, None)
-    if line is None:
+def _read_line(reader: BufferedReader, max_bytes: int) -> bytes:
+    line = reader.readline(max_bytes + 1)
+    if not line.endswith(b"\n"):
         raise protocol.ProtocolError(
             "it closed the connection: it belongs to another job, or another program listens there"
         )
-    return line
-
-
-def _receive_lines(
-    connection: socket.socket, reader: protocol.LineReader, deadline: float
-) -> Iterator[bytes]:
-    while True:
-        connection.settimeout(_compute_remaining(deadline))
-        data = connection.recv(1 << 16)
-        if not data:
-            return
-        yield from reader.feed(data)
-
-
-def _compute_remaining(deadline: float) -> float:
-    remaining_s = deadline - time.monotonic()
-    if remaining_s <= 0:
-        raise TimeoutError("no answer in time")
-    return remaining_s
+    return line[:-1]

@@ -80,7 +80,7 @@ MUTATIONS: dict[str, Callable[[], list[Patch]]] = {
     # A new leader proposes what it likes, whatever others have accepted.
     "nothing-bound": lambda: [(Decision, "find_proposal_to_repeat", lambda *_: None)],
     # Promises and accepted proposals are sent before they are on disk.
-    "votes-before-disk": lambda: [(NodeState, "is_durable", True)],
+    "votes-before-disk": lambda: [(Voter, "is_durable", True)],
     # A node that was in no view votes.
     "newcomers-vote": lambda: [(Electorate, "find_key", lambda _, node: node.disk_id)],
     # The leader ends the job without a decision.

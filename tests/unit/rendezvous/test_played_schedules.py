@@ -9,6 +9,7 @@ import pytest
 
 from elastic_resume.policy.reasons import Departure
 from elastic_resume.rendezvous.core import interface, messages
+from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.state import NodeState
 from elastic_resume.rendezvous.core.world import NO_VIEW, Ballot, Incarnation
@@ -34,7 +35,7 @@ def get_state(scenario: Scenario, name: str) -> NodeState:
 def find_proposal(scenario: Scenario, name: str) -> Any:
     """Return the pending proposal of a leader."""
     agent = scenario.nodes[name].agent
-    return agent and agent.is_leader and agent.role.view_change.decision.proposal  # type: ignore[union-attr]
+    return agent and isinstance(agent.role, Leader) and agent.role.view_change.decision.proposal
 
 
 def play_unacknowledged_proposal() -> Scenario:

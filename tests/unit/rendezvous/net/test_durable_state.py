@@ -1,4 +1,4 @@
-"""The rendezvous state file: round trip, damage, the version before, another launch, another node."""
+"""The rendezvous state file: round trip, damage, another launch, another node."""
 
 from __future__ import annotations
 
@@ -65,20 +65,6 @@ def write_memory(directory: Path, memory: object) -> None:
     """Write a state file with this value and its digest."""
     record = {"memory": memory, "digest": _compute_digest(memory), "launch": ""}
     (directory / RENDEZVOUS_STATE_FILE).write_text(json.dumps(record))
-
-
-def test_state_file_of_protocol_4_keeps_generation_and_tells_disks_apart(tmp_path: Path) -> None:
-    """Its views have no vote. Nodes with one disk id would count as one voter."""
-    disk_ids = set()
-    for process in ("0123456789abcdef", "fedcba9876543210"):
-        quorum_state = [3, f"4;a,{process},a:1,0;a,{process},a:1,0", [], [], [], 0, 0]
-        write_memory(tmp_path, [["a", process, "a:1", 0], quorum_state, 5])
-        state = DurableStateFile(tmp_path, node="a").state
-        assert state is not None
-        assert state == PersistentState(state.incarnation, NO_VIEW, Ballot(), None, frozenset(), 5)
-        assert (state.incarnation.node, state.incarnation.boot) == ("a", 0)
-        disk_ids.add(state.incarnation.disk_id)
-    assert len(disk_ids) == 2
 
 
 @pytest.mark.parametrize("removed", [1, 2, 3, 4])

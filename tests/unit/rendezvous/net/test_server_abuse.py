@@ -202,20 +202,6 @@ def test_peer_with_another_token_is_refused_by_both_sides(node: SocketNode) -> N
     wait_for_log(node, "does not hold the run's token", before)
 
 
-def test_dialler_that_gives_up_with_a_proof_is_not_logged(node: SocketNode) -> None:
-    """A dialler that gives up without a proof is logged."""
-    before = len(node.log_lines("unauthenticated"))
-    with connect(node.address) as peer:
-        address = "{}:{}: ".format(*peer.getsockname())
-        peer.sendall(protocol.encode_greeting(RUN, NONCE) + protocol.encode_abort(TOKEN, RUN, NONCE))
-        assert is_disconnected(peer)
-    with connect(node.address) as peer:
-        peer.sendall(protocol.encode_greeting(RUN, NONCE) + protocol.encode_abort(b"another", RUN, NONCE))
-        assert is_disconnected(peer)
-    wait_for_log(node, "the fields proof", before)
-    assert address not in "".join(node.log_lines("unauthenticated"))
-
-
 @pytest.mark.parametrize("greeting", [b"", protocol.encode_greeting(RUN, NONCE)], ids=["greeting", "proof"])
 def test_handshake_has_a_timeout_as_a_whole(tmp_path: Path, greeting: bytes) -> None:
     """A peer that sends a byte now and then is dropped before its line is complete."""
