@@ -23,7 +23,7 @@ from elastic_resume import cli, constants
 from elastic_resume.background import BackgroundThread
 from elastic_resume.events import read_run
 from elastic_resume.report import summary
-from elastic_resume.report.incident_tracker import GenerationEnd
+from elastic_resume.report.generations import GenerationEnd
 from elastic_resume.report.run_history import Generation, RejectedStateRecord, RunHistory
 from elastic_resume.state import diff
 from elastic_resume.testing import Cluster, chaos, faults, virtual_network
