@@ -66,6 +66,11 @@ class ElasticResumeError(Exception):
 
     is_deterministic = True
 
+    def __init__(self, *args: object, reason: object = None) -> None:
+        """``reason`` is the fact that the text describes, for events; see `policy.reasons`."""
+        super().__init__(*args)
+        self.reason = reason
+
 
 class UsageError(ElasticResumeError):
     """The caller's code or flags are wrong.

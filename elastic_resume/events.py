@@ -9,16 +9,21 @@ Every event has ``t`` (seconds since the epoch), ``event`` (its kind), ``node``,
 (CLOCK_BOOTTIME) and ``boot`` (the id of that boot). The wall clock may jump: take durations from ``b``,
 between events of one boot.
 
+A ``reason``, a ``decision`` and the ``cause`` of a failure are facts in the form of
+`policy.reasons.to_json`: ``kind`` and fields; `from_json` reads them. A failure has the fields of
+`policy.failure_classification.Failure`. A ``message`` has words for people.
+
 Kinds, their writers and their own fields::
 
     agent-start           agent      run_id, command, min_nodes, max_nodes, local_world_size
-    round                 agent      round, node_rank, num_nodes, generation; workers are about to start
-    rendezvous            agent      what (leading, lost, waiting, spare, ...), message
+    generation-start      agent      generation, node_rank, num_nodes; workers are about to start
+    rendezvous            agent      what (leading, lost, view-ended, waiting, spare, ...), generation (if
+                                     known), reason, message
     fork-server-ready     agent      seconds, skipped_modules {module: reason}
     fork-server-exit      agent      exit_code
-    worker-exit           supervisor rank, local_rank, round, worker_pid (null: not started), exit_code (or
-                                     null), signal (name or null), stopped (the agent had requested the
-                                     end), message (from torch's @record), lease_expired, stuck (it could
+    worker-exit           supervisor rank, local_rank, generation, worker_pid (null: not started), exit_code
+                                     (or null), signal (name or null), stopped (the agent had requested
+                                     the end), message (from torch's @record), lease_expired, stuck (it could
                                      not be killed)
     hang                  agent      generation, step, suspects [{rank, local_rank, worker_pid, reason}],
                                      victims [rank], waiting {rank: reason}, waits_for_other_node (all ranks
@@ -32,10 +37,13 @@ Kinds, their writers and their own fields::
     requeue               agent      action (requeue | exit code | leave alone), reason; after a request to
                                      Slurm also job, done, attempts, message (Slurm's last one)
     preemption-notice     agent      source, reason, deadline (seconds since the epoch, or null)
-    verdict               agent      generation, root_causes, secondary_failures
+    verdict               agent      generation (that ended), next_generation (null: this node takes part in
+                                     none), reason (why the leader ended the view, or null), joined [node],
+                                     lost [node], root_causes, secondary_failures [failures], decision
+                                     (continue | give-up | exclude)
     replicas-differ       agent      generation, step, agreed_step (the newest step with equal replicas),
                                      nodes [groups of equal nodes, largest first], diverged_nodes [node]
-    agent-end             agent      outcome (done | failed | signalled | left), exit_code, message
+    agent-end             agent      outcome (done | failed | signalled | left), exit_code, reason, message
     resume                rank 0     generation, step, epoch, world_size, previous_world_size (or null),
                                      nodes, kind (cold | checkpoint), source_node, source_tier (memory |
                                      disk | ""), source_generation, receiving_nodes [node], rejected [{node,
@@ -80,11 +88,11 @@ Event = dict[str, Any]
 MAX_LINE_BYTES = 64 * 1024  # enough for the ends of a traceback
 MAX_COUNT_VALUE = 1 << 53
 MAX_TIME_S = 1e12  # Unix time of the year 33658
-# The agent uses these events to decide what follows a round, so its memory keeps them too.
-ROUND_END_KINDS = frozenset({"worker-start", "failure", "worker-exit", "hang", "hang-ended"})
+# The agent uses these events to decide what follows a generation, so its memory keeps them too.
+FAILURE_EVIDENCE_KINDS = frozenset({"worker-start", "failure", "worker-exit", "hang", "hang-ended"})
 MAX_PENDING_LINES = 1000  # each has a few hundred bytes
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
-_MEMFD_LINK_PREFIX = "/memfd:elastic_resume-round-events"  # link of `agent.failure_evidence` in /proc
+_MEMFD_LINK_PREFIX = "/memfd:elastic_resume-evidence"  # link of `agent.failure_evidence` in /proc
 _EVENT_PREFIX = b'{"t":'  # every event begins so; inside a JSON string the quotes would be escaped
 
 
@@ -108,7 +116,7 @@ class EventLog:
         Args:
             path: the file.
             on_line: called with each line, also when the disk refuses it.
-            memory_path: a memfd that also receives `ROUND_END_KINDS` (`constants.ENV_ROUND_EVENTS`).
+            memory_path: a memfd that also receives `FAILURE_EVIDENCE_KINDS` (`constants.ENV_EVIDENCE`).
             **common_fields: added to every event.
 
         """
@@ -137,7 +145,7 @@ class EventLog:
             line = (json.dumps(record, separators=(",", ":"), default=str) + "\n").encode()
         if self._on_line is not None:
             self._on_line(line[:-1].decode())
-        if self._memory_path is not None and event in ROUND_END_KINDS:
+        if self._memory_path is not None and event in FAILURE_EVIDENCE_KINDS:
             _append_to_memory(self._memory_path, line)
         self._pending.append(line)
         with contextlib.suppress(IndexError):  # another thread took the last line

@@ -1,4 +1,4 @@
-"""Collect what explains the end of a round on this node: worker events, and memory pressure.
+"""Collect what explains the end of a generation on this node: worker events, and memory pressure.
 
 `restart_controller` classifies failures by both. The events name exits and exceptions; memory explains a
 worker that died of SIGKILL.
@@ -6,16 +6,17 @@ worker that died of SIGKILL.
 
 from __future__ import annotations
 
+import math
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from elastic_resume import events
 from elastic_resume.agent.workers.lease_page import create_anonymous_file
 from elastic_resume.background import BackgroundThread
 from elastic_resume.machine import MemoryCgroup, read_fields
-from elastic_resume.policy.failure_classification import MemoryPressure
-from elastic_resume.units import format_bytes
+from elastic_resume.policy.failure_classification import Failure, MemoryPressure
 
 POLL_INTERVAL_S = 1.0
 PRESSURE_MAX_AGE_S = 10.0
@@ -24,15 +25,15 @@ NEAR_LIMIT_SHARE = 0.95
 """Share of the limit that counts as pressure. Below it the kernel still finds pages to reclaim."""
 
 
-class RoundEvents:
-    """The events of `events.ROUND_END_KINDS` on this node since the last `clear`.
+class FailureEvents:
+    """The events of `events.FAILURE_EVIDENCE_KINDS` on this node since the last `clear`.
 
     Supervisors and workers append to a memory file that the agent owns, so a failing disk cannot lose these
     events. The log on disk gets the same events, for people.
     """
 
     def __init__(self) -> None:
-        self._descriptor = create_anonymous_file("elastic_resume-round-events")
+        self._descriptor = create_anonymous_file("elastic_resume-evidence")
         # torchelastic passes no descriptors on, so supervisors and workers open this name.
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
@@ -42,8 +43,17 @@ class RoundEvents:
         parsed = (events.parse_complete_line(line) for line in data.splitlines(keepends=True))
         return [event for event in parsed if event is not None]
 
+    def find_traceback(self, failure: Failure) -> str:
+        """Return the traceback of a worker's exception; empty if the worker printed it itself."""
+        for event in self.read():
+            if event["event"] == "failure" and event.get("type") == failure.type:
+                rank = event.get("rank")
+                if (rank is None or rank == failure.rank) and isinstance(event.get("traceback"), str):
+                    return str(event["traceback"])
+        return ""
+
     def clear(self) -> None:
-        """Remove all events, for a new round."""
+        """Remove all events, for a new generation."""
         os.ftruncate(self._descriptor, 0)
 
     def close(self) -> None:
@@ -66,7 +76,7 @@ class MemoryMonitor:
         """Measure the control group of the workers, by default that of this process."""
         self._group = group or MemoryCgroup.find_own(proc)
         self._proc = proc
-        self._last_pressure: tuple[float, str] | None = None
+        self._last_pressure: tuple[float, MemoryPressure] | None = None
         self._kills_at_reset = self._read_kills()
         self._thread = BackgroundThread("memory-pressure", self.poll)
 
@@ -79,35 +89,34 @@ class MemoryMonitor:
         self._thread.close()
 
     def reset(self) -> None:
-        """Forget what was measured, for a new round."""
+        """Forget what was measured, for a new generation."""
         self._kills_at_reset = self._read_kills()
         self._last_pressure = None
 
     def read_pressure(self) -> MemoryPressure:
-        """Return the kills since the reset, and a description of recent pressure."""
+        """Return the kills since the reset, and recent pressure."""
         self.poll()
-        last = self._last_pressure
-        is_recent = last is not None and time.monotonic() - last[0] <= PRESSURE_MAX_AGE_S
-        return MemoryPressure(
-            max(0, self._read_kills() - self._kills_at_reset), last[1] if last and is_recent else ""
-        )
+        measured_at, pressure = self._last_pressure or (-math.inf, MemoryPressure())
+        if time.monotonic() - measured_at > PRESSURE_MAX_AGE_S:
+            pressure = MemoryPressure()
+        return replace(pressure, oom_kills=max(0, self._read_kills() - self._kills_at_reset))
 
     def poll(self) -> float:
         """Measure once; return the seconds until the next measurement."""
-        text = self._describe_pressure()
-        if text:
-            self._last_pressure = (time.monotonic(), text)
+        pressure = self._measure_pressure()
+        if pressure.is_short:
+            self._last_pressure = (time.monotonic(), pressure)
         return POLL_INTERVAL_S
 
     def _read_kills(self) -> int:
         return self._group.read_oom_kills() if self._group else 0
 
-    def _describe_pressure(self) -> str:
+    def _measure_pressure(self) -> MemoryPressure:
         usage = self._group.read_usage() if self._group else None
         if usage is not None and usage[0] >= NEAR_LIMIT_SHARE * usage[1]:
-            return f"its control group had used {format_bytes(usage[0])} of {format_bytes(usage[1])}"
+            return MemoryPressure(0, usage[0], usage[1], is_control_group=True)
         memory = read_fields(self._proc / "meminfo")
         total, available = memory.get("MemTotal:", 0) << 10, memory.get("MemAvailable:", 0) << 10
         if total and available <= (1 - NEAR_LIMIT_SHARE) * total:
-            return f"{format_bytes(available)} of {format_bytes(total)} of this machine's memory were left"
-        return ""
+            return MemoryPressure(0, total - available, total)
+        return MemoryPressure()

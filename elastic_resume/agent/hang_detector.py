@@ -11,8 +11,8 @@ torchelastic then sees workers end and restarts. Each node judges its own ranks.
 cause, the kill is deferred, so that the detector there acts first; see `HangThreshold.kill_delay_s`. The
 report of a run combines the events of all nodes.
 
-Invariants: only workers of this agent's current round are ever judged or killed, whatever the page says. A
-disk that hangs, perhaps the cause, delays a kill by at most `EVENT_WRITE_TIMEOUT_S`.
+Invariants: only workers of this agent's current generation are ever judged or killed, whatever the page says.
+A disk that hangs, perhaps the cause, delays a kill by at most `EVENT_WRITE_TIMEOUT_S`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ from elastic_resume.policy.hangs import (
     ProgressSample,
     RankProgress,
 )
+from elastic_resume.policy.reasons import to_json
+from elastic_resume.policy.wording import describe_diagnosis, describe_finding
 from elastic_resume.slots.progress_page import ProgressRecord, read_records
 
 logger = logging.getLogger(__name__)
@@ -52,7 +54,6 @@ EVENT_WRITE_TIMEOUT_S = 0.5
 CLOSE_TIMEOUT_S = 2.0
 MAX_REPORTS = 20
 MAX_REPORT_BYTES = 1 << 20
-MAX_REASON_CHARS = 300
 MAX_ERROR_CHARS = 500
 MAX_LISTED_RANKS = 64  # limit of ranks in one event
 
@@ -70,12 +71,13 @@ def detect_hangs(
     local_world_size: int,
     hang_threshold: HangThreshold | None,
     emit: Callable[..., Any],
+    get_generation: Callable[[], int],
 ) -> Iterator[Callable[[], None]]:
     """Run a `HangDetector` within the context, unless the threshold is None. Yield its `pause`."""
     if hang_threshold is None:
         yield lambda: None
         return
-    detector = HangDetector(node_dir, local_world_size, hang_threshold, emit)
+    detector = HangDetector(node_dir, local_world_size, hang_threshold, emit, get_generation)
     detector.start()
     try:
         yield detector.pause
@@ -92,13 +94,19 @@ class HangDetector:
         local_world_size: int,
         hang_threshold: HangThreshold,
         emit: Callable[..., Any],
+        get_generation: Callable[[], int],
+        *,
         disk: Disk = DISK,
     ) -> None:
-        """``node_dir`` has the progress page and the reports; ``emit`` takes an event's kind and fields."""
+        """``node_dir`` has the progress page and the reports; ``emit`` takes an event's kind and fields.
+
+        ``get_generation`` returns the current generation, 0 before the first.
+        """
         self._node_dir = node_dir
         self._local_world_size = local_world_size
         self._hang_threshold = hang_threshold
         self._emit = emit
+        self._get_generation = get_generation
         self._disk = disk
         self._progress: dict[int, RankProgress] = {}
         self._handled_workers: set[tuple[int, ...]] = set()  # incarnations whose hang was reported
@@ -152,14 +160,16 @@ class HangDetector:
         return min(POLL_INTERVAL_S, max(MIN_POLL_INTERVAL_S, decision.next_check_s))
 
     def _read_progress(self) -> list[ProgressRecord]:
-        """Read the records of this round's workers."""
-        text, agent = os.environ.get(constants.ENV_ROUND, ""), os.getpid()  # the environment of new workers
-        this_round = int(text) if text.isdigit() else 0
-        path = self._node_dir / constants.PROGRESS_FILE
+        """Read the records of the current generation's workers."""
+        path, agent, generation = (
+            self._node_dir / constants.PROGRESS_FILE,
+            os.getpid(),
+            self._get_generation(),
+        )
         return [
             record
             for record in read_records(path, self._local_world_size)
-            if record.worker.round == this_round > 0 and record.worker.agent_pid == agent
+            if record.worker.assigned_generation == generation > 0 and record.worker.agent_pid == agent
         ]
 
     def _judge_live_workers(self, records: Sequence[ProgressRecord]) -> HangDecision:
@@ -216,7 +226,7 @@ class HangDetector:
         current = {record.local_rank: self._progress.get(record.local_rank) for record in deferred.records}
         progress = {rank: entry for rank, entry in current.items() if entry is not None}
         if len(progress) < len(current):
-            return  # the page cannot be read, as on a disk that hangs, or the round has ended
+            return  # the page cannot be read, as on a disk that hangs, or the generation has ended
         if any(
             entry.sample.incarnation != previous[rank].sample.incarnation for rank, entry in progress.items()
         ):
@@ -292,7 +302,7 @@ class Hang:
                 "rank": suspect.rank,
                 "local_rank": suspect.local_rank,
                 "worker_pid": pids[suspect.local_rank],
-                "reason": suspect.reason[:MAX_REASON_CHARS],
+                "reason": to_json(suspect.stall),
             }
             for suspect in self.diagnosis.suspects
         ]
@@ -302,7 +312,7 @@ class Hang:
             "suspects": suspects,
             "victims": [victim.rank for victim in self.diagnosis.victims],
             "waiting": {
-                str(victim.rank): victim.reason[:MAX_REASON_CHARS]
+                str(victim.rank): to_json(victim.stall)
                 for victim in self.diagnosis.victims[:MAX_LISTED_RANKS]
             },
             "waits_for_other_node": self.diagnosis.waits_for_other_node,
@@ -327,7 +337,7 @@ class Hang:
                 "A rank of another node may be the cause. The stalled workers are killed in "
                 f"{self.kill_delay_s:.0f} s, unless that node ends the hang"
             )
-        diagnosis = hangs.describe_diagnosis(self.diagnosis)
+        diagnosis = describe_diagnosis(self.diagnosis)
         return f"hang: {diagnosis}; {duration}. {action}. Stacks of all ranks: {path}"
 
     def format_report(self) -> str:
@@ -337,11 +347,11 @@ class Hang:
             f"A hang in generation {self.generation} after step {self.step}, detected at {now}.",
             f"No step was finished for {self.no_progress_s:.1f} s; the limit is {self.limit_s:.1f} s.",
             "",
-            *(f"SUSPECT rank {suspect.rank} {suspect.reason}" for suspect in self.diagnosis.suspects),
-            *(f"victim  rank {victim.rank} {victim.reason}" for victim in self.diagnosis.victims),
+            *(f"SUSPECT {describe_finding(suspect)}" for suspect in self.diagnosis.suspects),
+            *(f"victim  {describe_finding(victim)}" for victim in self.diagnosis.victims),
         ]
         if not self.diagnosis.suspects:
-            lines.append(f"No rank of this node is a suspect: {hangs.describe_diagnosis(self.diagnosis)}.")
+            lines.append(f"No rank of this node is a suspect: {describe_diagnosis(self.diagnosis)}.")
         share = MAX_REPORT_BYTES // max(1, len(self.ranks)) - 4096
         for state in self.ranks:
             text = state.text if len(state.text) <= share else state.text[:share] + "\n  (cut)"
@@ -363,7 +373,7 @@ def take_sample(record: ProgressRecord, now_ns: int) -> ProgressSample:
     """Convert a record of the progress page into a sample for `policy.hangs`."""
     worker = record.worker
     return ProgressSample(
-        incarnation=(worker.pid, worker.start_ticks, worker.round, record.generation),
+        incarnation=(worker.pid, worker.start_ticks, worker.assigned_generation, record.generation),
         first_step=record.first_step,
         step=record.step,
         progress_counter=record.last_progress_ns,

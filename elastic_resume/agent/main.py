@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from elastic_resume import config, console, constants, machine
 from elastic_resume.agent import options, shutdown, torchelastic
-from elastic_resume.agent.failure_evidence import MemoryMonitor, RoundEvents
+from elastic_resume.agent.failure_evidence import FailureEvents, MemoryMonitor
 from elastic_resume.agent.hang_detector import detect_hangs, make_threshold
 from elastic_resume.agent.restart_controller import RestartController
 from elastic_resume.agent.shutdown import ShutdownController
@@ -35,6 +35,8 @@ from elastic_resume.config import Settings
 from elastic_resume.errors import ConfigError, ElasticResumeError, NodeExcludedError
 from elastic_resume.events import EventLog
 from elastic_resume.policy import restart
+from elastic_resume.policy.reasons import ErrorRaised, JobFinished, Signalled, to_json
+from elastic_resume.policy.wording import describe, describe_memory
 from elastic_resume.rendezvous.net.protocol import derive_status_key
 from elastic_resume.report import metrics
 from elastic_resume.report.agent_status import fetch_status
@@ -51,6 +53,7 @@ class _Outcome(NamedTuple):
     kind: str
     exit_code: int
     message: str
+    reason: object
 
 
 def run_agent(
@@ -75,7 +78,7 @@ def run_agent(
     metrics.check_installed(args.metrics)
     os.environ[constants.ENV_QUIET] = "1" if args.quiet else "0"  # workers read it too
     if "node_rank" in given_flags:
-        scheduler_context = replace(scheduler_context, node_index=args.node_rank)
+        scheduler_context = replace(scheduler_context, node_order=args.node_rank)
     with (
         console.log_handler(
             console.PACKAGE_LOGGER,
@@ -86,16 +89,16 @@ def run_agent(
         NodeDir.claim(settings.ckpt_dir, settings.run_id, settings.node_name) as node_dir,
         contextlib.closing(LeasePage()) as lease_page,
         contextlib.closing(MemoryMonitor()) as memory_monitor,
-        contextlib.closing(RoundEvents()) as round_events,
+        contextlib.closing(FailureEvents()) as evidence,
     ):
         events_path = node_dir.path / constants.EVENTS_FILE
-        _set_environment(settings, args, events_path, lease_page, round_events)
+        _set_environment(settings, args, events_path, lease_page, evidence)
         event_tail = EventTail(events_path)
         with contextlib.closing(
             EventLog(
                 events_path,
                 on_line=event_tail.add_own_line,
-                memory_path=round_events.path,
+                memory_path=evidence.path,
                 node=settings.node_name,
             )
         ) as event_log:
@@ -104,7 +107,7 @@ def run_agent(
                 event_log,
                 events_path,
                 lease_page,
-                round_events,
+                evidence,
                 limits=replace(limits, min_nodes=spec.config.min_nodes),
                 memory_monitor=memory_monitor,
             )
@@ -158,9 +161,10 @@ class _Agent:
                     self.spec.config.nproc_per_node,
                     make_threshold(self.args.hang_timeout),
                     emit,
+                    lambda: self.controller.generation,
                 ) as pause_hang_detector,
                 shutdown.watch_stop_signals(
-                    self.controller.end_round, pause_hang_detector, self.shutdown_controller.on_signal
+                    self.controller.revoke_grace, pause_hang_detector, self.shutdown_controller.on_signal
                 ),
                 shutdown.watch_preemption_notices(
                     self.args.preemption_notice, emit=emit, drain=self.shutdown_controller.drain_node
@@ -172,7 +176,7 @@ class _Agent:
                     committer.slot_pool.control_block.get("commit_us") / 1e6
                 )
                 outcome = self._run_job(snapshots, fork_server)
-                self.controller.end_wait()
+                self.controller.log.end_wait()
             if outcome.kind in {"failed", "left"}:
                 self.controller.log_failure_summary(self.args.log_dir or "")
             saved_text = self._describe_saved(committer) if outcome.kind == "signalled" else ""
@@ -226,7 +230,9 @@ class _Agent:
             self.node_dir.path,
             self.spec.config.nproc_per_node,
             read_slot_states=committer.slot_pool.control_block.read_slots,
-            describe_problem=lambda: committer.last_error or self.memory_monitor.read_pressure().description,
+            describe_problem=lambda: (
+                committer.last_error or describe_memory(self.memory_monitor.read_pressure())
+            ),
         )
         return StatusReporter(self.node_dir.path, sampler, self.event_tail)
 
@@ -253,18 +259,20 @@ class _Agent:
                 finally:
                     end = client.job_end
                     self.controller.record_failures(end.failures if end else ())
-                return _Outcome("done", constants.EXIT_SUCCESS, f"{end.reason if end else ''}.")
+                reason = end.reason if end else JobFinished()
+                return _Outcome("done", constants.EXIT_SUCCESS, f"{describe(reason)}.", reason)
         except torchelastic.StoppedError as stop:
             self.shutdown_controller.begin_shutdown(stop.signal)
             exit_code = constants.EXIT_SIGNAL_BASE + stop.signal
-            return _Outcome("signalled", exit_code, self.shutdown_controller.describe())
+            text = self.shutdown_controller.describe()
+            return _Outcome("signalled", exit_code, text, Signalled(stop.signal.name))
         except NodeExcludedError as error:
-            return _Outcome("left", constants.EXIT_REQUEUE, str(error))
+            return _Outcome("left", constants.EXIT_REQUEUE, str(error), error.reason)
         except ConfigError as error:  # only the rendezvous can check some flags
-            return _Outcome("failed", constants.EXIT_USAGE, str(error))
+            return _Outcome("failed", constants.EXIT_USAGE, str(error), _find_reason(error))
         except ElasticResumeError as error:
             exit_code = constants.EXIT_JOB_ERROR if error.is_deterministic else constants.EXIT_REQUEUE
-            return _Outcome("failed", exit_code, str(error))
+            return _Outcome("failed", exit_code, str(error), _find_reason(error))
 
     def _serve_metrics(self, agent_address: str) -> None:
         if self.args.metrics is None:
@@ -298,13 +306,23 @@ class _Agent:
             starts_without_progress=self.controller.starts_without_progress(self.scheduler_context.restarts),
             is_spare=self.controller.is_spare,
         )
-        self.event_log.emit("agent-end", outcome=outcome.kind, exit_code=exit_code, message=outcome.message)
+        self.event_log.emit(
+            "agent-end",
+            outcome=outcome.kind,
+            exit_code=exit_code,
+            reason=to_json(outcome.reason),
+            message=outcome.message,
+        )
         if outcome.message:
             prefix = f"{outcome.kind}: " if outcome.kind in {"done", "failed"} else ""
             level = logging.ERROR if outcome.kind in {"failed", "left"} else logging.INFO
             end_text = f"{outcome.message.rstrip('.')}; {saved_text}." if saved_text else outcome.message
             logger.log(level, "%s%s", prefix, end_text)
         return self.shutdown_controller.requeue_if_decided(decision, exit_code)
+
+
+def _find_reason(error: ElasticResumeError) -> object:
+    return error.reason or ErrorRaised(type(error).__name__, str(error))
 
 
 def _read_limits(args: argparse.Namespace, given_flags: set[str]) -> restart.RestartLimits:
@@ -327,7 +345,7 @@ def _set_environment(
     args: argparse.Namespace,
     events_path: Path,
     lease_page: LeasePage,
-    round_events: RoundEvents,
+    evidence: FailureEvents,
 ) -> None:
     """Set the variables that workers and supervisors inherit."""
     os.environ.update(settings.to_env())
@@ -335,13 +353,12 @@ def _set_environment(
     os.environ.pop(constants.ENV_TOKEN, None)  # already read; the training script must not see it
     os.environ[constants.ENV_AGENT_PID] = str(os.getpid())
     os.environ[constants.ENV_EVENTS_PATH] = str(events_path)
-    os.environ[constants.ENV_ROUND_EVENTS] = round_events.path
+    os.environ[constants.ENV_EVIDENCE] = evidence.path
     os.environ[constants.ENV_LEASE_PAGE] = lease_page.path
     os.environ[constants.ENV_DRAIN_SIGNALS] = ",".join(args.drain_signals)
-    # Each round sets these. A new name would move the C environment, which a thread of torch may be reading.
+    # Each generation sets these. A new name would move the C environment, which a thread of torch may read.
     for name in (
         constants.ENV_MTBF_S,
-        constants.ENV_ROUND,
         constants.ENV_GENERATION,
         torchelastic.ENV_WORKERS_IDENTICAL,
     ):

@@ -117,7 +117,7 @@ def _share_token_in_slurm(args: argparse.Namespace, scheduler_context: Scheduler
     # Each step is a run of its own; the end of the run removes its directory.
     shared_dir = SharedDir(root_path, f"{scheduler_context.job}.{os.environ.get('SLURM_STEP_ID', '0')}")
     # Only node 0 creates the token: if the directory is not shared, the other nodes fail with that message.
-    shared_dir.wait_for_token(create=scheduler_context.node_index == 0)
+    shared_dir.wait_for_token(create=scheduler_context.node_order == 0)
     return shared_dir
 
 

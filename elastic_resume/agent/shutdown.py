@@ -77,7 +77,7 @@ class ShutdownController:
         self._started_at = time.time()
         self._end_time: float | None = None  # end of the Slurm job, in seconds since the epoch
         # Nodes query one after the other: a controller must not get all queries in one moment.
-        self._query_delay_s = min(MAX_QUERY_DELAY_S, scheduler_context.node_index / 50)
+        self._query_delay_s = min(MAX_QUERY_DELAY_S, scheduler_context.node_order / 50)
         self._queried_at = time.monotonic() - END_TIME_QUERY_INTERVAL_S + self._query_delay_s
         self._known_commit_s = 0.0
         self.last_commit_s: Callable[[], float] = lambda: 0.0  # returns the duration of the last commit
@@ -198,7 +198,7 @@ class ShutdownController:
             return None, exit_code
         context = self._scheduler_context
         is_single_node = os.environ.get("SLURM_JOB_NUM_NODES", str(context.max_nodes)) == "1"
-        is_requester = (context.node_index if node_rank is None else node_rank) == 0 and not is_spare
+        is_requester = (context.node_order if node_rank is None else node_rank) == 0 and not is_spare
         termination_reason = TerminationReason.UNKNOWN
         if context.scheduler == "slurm" and end is AgentEnd.TERMINATED and (is_single_node or is_requester):
             termination_reason = slurm.query_termination_reason(context.requeue_id)

@@ -5,7 +5,7 @@ the flags, `run_workers` calls `launch_agent`, and torchelastic gets each view f
 (a `RendezvousHandler`). The worker's command gets the launcher shim in front of it. This is the only module
 that imports torch.distributed.elastic; decisions about failures are in `restart_controller`.
 
-Only `next_rendezvous` and the exit barrier (`_RoundStore.wait`) wait for other nodes. Both end when the
+Only `next_rendezvous` and the exit barrier (`_GenerationStore.wait`) wait for other nodes. Both end when the
 rendezvous says so: torchelastic never blocks on a store of another host.
 """
 
@@ -48,9 +48,17 @@ from elastic_resume.agent.status_reporter import StatusReporter
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.agent.workers.supervisor import read_drain_signals
 from elastic_resume.checkpoint.node_dir import NodeDir
-from elastic_resume.errors import ConfigError, JobFailedError, MachineError
-from elastic_resume.policy.reasons import Departure
-from elastic_resume.policy.restart import RoundSummary
+from elastic_resume.errors import (
+    ConfigError,
+    JobFailedError,
+    MachineError,
+    NodeExcludedError,
+    RendezvousLostError,
+)
+from elastic_resume.policy.failure_classification import EXIT, Failure, WorkerEnd, to_printable
+from elastic_resume.policy.reasons import Departure, DepartureReason, ErrorRaised, JobFinished, Signalled
+from elastic_resume.policy.restart import GenerationReport
+from elastic_resume.policy.wording import describe
 from elastic_resume.rendezvous.client import JobCompleted, RendezvousClient
 from elastic_resume.rendezvous.core.interface import EmitEvent, StartWorkers
 from elastic_resume.rendezvous.core.messages import JoinSpec
@@ -75,8 +83,8 @@ TORCH_RENDEZVOUS_KEYS = frozenset({
 })  # fmt: skip
 # torchelastic requires a number, and passes it to workers as TORCHELASTIC_MAX_RESTARTS.
 UNLIMITED_RESTARTS = 1_000_000
-# How often torchelastic polls its workers and asks for a new round. A restart waits for it on the node that
-# failed, then on the others. 0.015 s costs the agent 0.6 % of a core.
+# How often torchelastic polls its workers and asks whether the view has ended. A restart waits for it on the
+# node that failed, then on the others. 0.015 s costs the agent 0.6 % of a core.
 MONITOR_INTERVAL_S = 0.015
 LAUNCHER_SHIM_PATH = Path(__file__).parent / "workers" / "launcher_shim.py"
 
@@ -129,20 +137,23 @@ class ElasticRendezvousHandler(RendezvousHandler):
             # The view has ended before its workers start. Another node may have left because of its failures.
             world = self._join_view()
         self._peer_probe.begin_generation(world)
+        # torchelastic passes its environment on to workers.
+        os.environ[constants.ENV_GENERATION] = str(world.generation)
+        os.environ[constants.ENV_MTBF_S] = f"{self._controller.mtbf_s:.3f}"
         os.environ[ENV_WORKERS_IDENTICAL] = str(int(len(set(world.workers_per_node)) == 1))
-        store: Any = _RoundStore(_create_rank_store(world.workers_per_node), self._client)
+        store: Any = _GenerationStore(_create_rank_store(world.workers_per_node), self._client)
         bootstrap = RendezvousStoreInfo(*_split_address(world.store_address))
         return RendezvousInfo(store, world.rank, len(world.members), bootstrap)
 
     def _join_view(self) -> StartWorkers:
-        """Judge the last round, join the next view, and judge the last round with all nodes' failures."""
+        """Judge the last generation, join the next view, and judge again with all nodes' failures."""
         self._client.raise_if_over()
-        last_world, restart_reason = self._world, self._client.restart_reason
+        last_world, view_end = self._world, self._client.view_end
         newest_step = 0
         if last_world is not None:
             summary = self._report_failure(last_world)
             newest_step = summary.newest_step
-            self._controller.before_round(failed=not restart_reason, reason=restart_reason)
+            self._controller.end_generation(view_end)
             self._client.sleep_unless_over(summary.restart_delay_s)
         # Each generation has a fresh store, so that workers of two generations never meet.
         self._store_server = None
@@ -160,16 +171,16 @@ class ElasticRendezvousHandler(RendezvousHandler):
         if world.rank != 0:
             self._store_server = None  # only the store of rank 0 is used
         changed = last_world is None or set(last_world.members) != set(world.members)
-        self._controller.after_rendezvous(world, membership_changed=changed)
+        self._controller.start_generation(world, membership_changed=changed)
         self._world, self._logged_start = world, False  # an excluded node reports nothing about this view
         return world
 
-    def _report_failure(self, world: StartWorkers) -> RoundSummary:
+    def _report_failure(self, world: StartWorkers) -> GenerationReport:
         """Report to the leader how a worker of this node failed, if one did, before any decision."""
-        summary = self._controller.summarize_round()
+        summary = self._controller.report_generation()
         if summary.failure is not None:
             self._peer_probe.handle_failure(summary.failure)
-            summary = self._controller.summarize_round()
+            summary = self._controller.report_generation()
         if summary.failure is not None:
             self._client.report_failure(world.generation, summary.failure)
         return summary
@@ -200,14 +211,13 @@ class ElasticRendezvousHandler(RendezvousHandler):
         """See base class. Tells the other nodes the reason if this node ends the job for all."""
         if self._world is not None:
             self._report_failure(self._world)
-        reason = self._controller.end_reason()
-        if reason:
-            self._client.fail_job(reason)
+        if self._controller.job_failure is not None:
+            self._client.fail_job(self._controller.job_failure)
         return True
 
 
-class _RoundStore:
-    """The store that torchelastic gets for one round; it never waits for an unreachable host.
+class _GenerationStore:
+    """The store that torchelastic gets for one generation; it never waits for an unreachable host.
 
     torchelastic uses it twice. If nodes have different numbers of workers, it computes ranks through the
     store: we know those numbers and store the result beforehand. When workers have succeeded, it calls
@@ -316,14 +326,26 @@ def open_rendezvous(
     client.start()
     status_reporter.start(client, derive_status_key(rendezvous_config.token))
     try:
-        yield RendezvousSession(client, listen_endpoint.host, scheduler_context.node_index)
+        yield RendezvousSession(client, listen_endpoint.host, scheduler_context.node_order)
     except BaseException as error:
-        text = (str(error) or type(error).__name__)[:200]
-        client.leave(Departure(text, is_asked=isinstance(error, StoppedError)))
+        client.leave(_find_departure(error))
         raise
     finally:
         status_reporter.close()
         client.close()
+
+
+def _find_departure(error: BaseException) -> DepartureReason:
+    """Say why this node leaves when ``error`` ends its membership."""
+    if isinstance(error, StoppedError):
+        return Signalled(error.signal.name)
+    if isinstance(error, NodeExcludedError):
+        return Departure.EXCLUDED
+    if isinstance(error, JobFailedError):
+        return Departure.JOB_FAILED
+    if isinstance(error, RendezvousLostError):
+        return Departure.NO_RENDEZVOUS
+    return ErrorRaised(type(error).__name__, str(error)[:200])
 
 
 @dataclass(frozen=True)
@@ -488,16 +510,20 @@ def run_workers(spec: LaunchSpec, controller: RestartController, session: Rendez
         previous = dict.fromkeys(previous, signal.SIG_IGN)
         raise StoppedError(signal.Signals(error.sigval)) from error
     except ChildFailedError as error:
-        reason = controller.end_reason(workers_failed=True) or _describe_first_failure(error)
-        session.client.fail_job(reason)
-        raise JobFailedError(reason) from error
+        rank, process = error.get_first_failure()
+        message = to_printable(str(process.message).splitlines()[0])
+        job_failure = controller.fail_after_last_restart(
+            Failure(EXIT, session.client.node, rank, WorkerEnd(process.exitcode), message=message)
+        )
+        session.client.fail_job(job_failure)
+        raise JobFailedError(describe(job_failure), reason=job_failure) from error
     finally:
         peer_probe.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
     job_end = session.client.job_end
-    if job_end is not None and job_end.failed:
-        raise JobFailedError(job_end.reason)
+    if job_end is not None and not isinstance(job_end.reason, JobFinished):
+        raise JobFailedError(describe(job_end.reason), reason=job_end.reason)
 
 
 def _stop_signals(config: LaunchConfig) -> list[signal.Signals]:
@@ -590,8 +616,3 @@ def _filter_torchelastic_logs() -> None:
 
 def _raise_signal_exception(number: int, _frame: object) -> None:
     raise SignalException(f"got signal {number}", sigval=signal.Signals(number))
-
-
-def _describe_first_failure(error: ChildFailedError) -> str:
-    rank, failure = error.get_first_failure()
-    return f"rank {rank} ended with exit code {failure.exitcode}: {str(failure.message).splitlines()[0]}"

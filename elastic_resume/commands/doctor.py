@@ -131,7 +131,7 @@ def check_scheduler(context: SchedulerContext) -> list[Finding]:
         "scheduler": context.scheduler,
         "job": context.job or "named after the script",
         "name": context.name,
-        "order": str(context.node_index) if context.max_nodes > 1 else "",
+        "order": str(context.node_order) if context.max_nodes > 1 else "",
         "nodes": node_range,
         "peers": peers,
         "candidates": ", ".join(context.candidates) if context.max_nodes > 1 else "",

@@ -19,15 +19,8 @@ from dataclasses import dataclass
 from typing import Any, NewType
 
 from elastic_resume.policy.checkpoint_interval import MAX_OVERHEAD_SHARE, IntervalSetting
-from elastic_resume.policy.failure_classification import to_printable
 
 MAX_DIGEST_INTERVAL = 1 << 30
-MIXED_HARDWARE_HINT = (
-    "Machines of different kinds round differently: with ELASTIC_RESUME_CHECK_REPLICAS=off they continue, "
-    "and one node's values count at each resume."
-)
-MAX_NAMED = 4  # limit of nodes in a group, and of groups, in a message
-_MAX_NAME_CHARACTERS = 200
 
 Digest = NewType("Digest", str)  # hash of a node's whole state: 128 bits in lower-case hexadecimal
 _DIGEST_PATTERN = re.compile(r"[0-9a-f]{32}")
@@ -91,41 +84,3 @@ def find_diverged_nodes(
     has_majority = 2 * len(ordered[0]) > num_nodes
     diverged = tuple(name for group in ordered[1:] for name in group) if has_majority else ()
     return DivergenceVerdict(step, agreed_step, tuple(ordered), diverged)
-
-
-def summarize_divergence(verdict: DivergenceVerdict) -> str:
-    """Describe in one clause which nodes differ."""
-    if verdict.diverged:
-        verb = "is" if len(verdict.diverged) == 1 else "are"
-        majority = _format_nodes(next(iter(verdict.groups), ()))
-        text = f"{_format_nodes(verdict.diverged)} {verb} not as {majority}, the majority"
-    else:
-        text = " against ".join(_format_nodes(group) for group in verdict.groups[:MAX_NAMED])
-    return f"replicas differ at step {verdict.step}: {text}"
-
-
-def describe_divergence(verdict: DivergenceVerdict) -> str:
-    """Describe which nodes differ, and what to do."""
-    agreed = verdict.agreed_step
-    since = f"all were equal at step {agreed}" if agreed else "no step of this generation was seen equal"
-    if verdict.diverged:
-        then = (
-            f"Look at what that machine computes (memory, device), or at what the script does only there "
-            f"({since}). Start again without it."
-        )
-    else:
-        then = (
-            f"No majority: it is unknown which node is wrong ({since}). Look for what nodes do not share: "
-            "random numbers, samples, a broken device, state that changes between run.step() and "
-            "optimizer.step() (run.verify_copies finds it). To continue from an older checkpoint, move "
-            "the newer ones elsewhere."
-        )
-    diff_hint = "`elastic-resume diff` of two nodes' checkpoints names the tensors."
-    return f"{summarize_divergence(verdict)}. {then} {MIXED_HARDWARE_HINT} {diff_hint}"
-
-
-def _format_nodes(names: Sequence[str]) -> str:
-    shown = [to_printable(name, _MAX_NAME_CHARACTERS) for name in names[:MAX_NAMED]]
-    shown += [f"{len(names) - MAX_NAMED} more"] if len(names) > MAX_NAMED else []
-    listed = " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
-    return ("node " if len(names) == 1 else "nodes ") + listed

@@ -1,7 +1,7 @@
 """Classify failures by kind, and separate root causes from secondary failures.
 
-`classify_round` turns the events that one node wrote in a generation into failures. Each node reports one to
-the leader. The leader adds the nodes that it lost, and sends all of them to every node in the order of
+`classify_failures` turns the events that one node wrote in a generation into failures. Each node reports one
+to the leader. The leader adds the nodes that it lost, and sends all of them to every node in the order of
 arrival. `separate_root_causes` decides which of them are root causes.
 
 When a worker dies, its peers' connections break and they fail too, often before the leader has seen the first
@@ -11,6 +11,7 @@ arrived first. If there is no other failure, the first of them is the root cause
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_resume.events import Event
+from elastic_resume.policy.hangs import Activity, Stall
+from elastic_resume.policy.reasons import NodeLost, NodesUnreachable, Signalled, from_json, name_nodes
 
 EXCEPTION, EXIT, SIGNAL, OOM = "exception", "exit", "signal", "oom"
 HANG, DIVERGENCE, DISK, STUCK = "hang", "divergence", "disk", "stuck"
@@ -28,11 +31,10 @@ NODE_FAILURE_KINDS = frozenset({NODE_LOST, PREEMPTED, NETWORK})
 
 MAX_TEXT_CHARS = 500
 """Characters of each text: a failure travels to every node."""
-MAX_NAMED = 4
 _SECONDARY_PATTERN = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|closed by peer|remote worker|remote process|"
     r"ncclremoteerror|gloo|nccl|dist(backend|network|store)error|sendbytes|recvvalue|socket ?timeout|"
-    r"store->get|watchdog|on node \S+ cannot continue",
+    r"store->get|watchdog",
     re.IGNORECASE,
 )
 _OWN_DISK_ERRORS = frozenset({"MachineError", "NodeLockedError", "NodeFileError"})
@@ -45,7 +47,37 @@ _EXCEPTION_PATTERN = re.compile(
 _SIGKILL_EXIT_CODE = 137  # a shell reports a child that SIGKILL ended as 128 + 9
 _CHILD_KILLED_PATTERN = re.compile(r"killed by signal: Killed|SIGKILL")
 _NUMBER_PATTERN = re.compile(r"0x[0-9a-f]+|\d+")
-_WAITED_FOR_PEER = "timed out waiting for other ranks"  # all ranks of a node hung because of another node
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPressure:
+    """The memory of this node during a generation, as `agent.failure_evidence` measured it.
+
+    ``oom_kills`` is the increase of the kernel's count of processes killed for memory. ``used_bytes`` of
+    ``limit_bytes`` were in use, by the workers' control group or else the machine; 0 if memory was not short.
+    """
+
+    oom_kills: int = 0
+    used_bytes: int = 0
+    limit_bytes: int = 0
+    is_control_group: bool = False
+
+    @property
+    def is_short(self) -> bool:
+        """Whether a process may have been killed for memory."""
+        return self.oom_kills > 0 or self.limit_bytes > 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEnd:
+    """How a worker's process ended; ``memory`` explains a kill for lack of memory."""
+
+    exit_code: int | None = None
+    signal: str = ""
+    memory: MemoryPressure | None = None
+
+
+FailureCause = WorkerEnd | Stall | NodeLost | NodesUnreachable
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +87,7 @@ class Failure:
     kind: str
     node: str
     rank: int | None
-    text: str
-    """What happened, as a clause that follows its subject: "was killed by SIGKILL"."""
+    cause: FailureCause | None = None
     type: str = ""
     """The exception's class."""
     message: str = ""
@@ -74,25 +105,22 @@ class Failure:
     def is_secondary(self) -> bool:
         """Whether it looks like the effect of a lost peer on a living worker."""
         if self.kind == SIGNAL:
-            return "SIGABRT" in self.text  # NCCL's watchdog aborts the process when a peer is gone
-        if self.kind == HANG:
-            return self.text == _WAITED_FOR_PEER
+            return self._signal == "SIGABRT"  # NCCL's watchdog aborts the process when a peer is gone
+        if isinstance(self.cause, Stall):
+            return self.cause.activity is Activity.OTHER_NODE
+        if self.type == "OtherRankFailedError":
+            return True
         return self.kind in {EXCEPTION, EXIT} and looks_secondary(f"{self.type} {self.message}")
 
     @property
     def signature(self) -> tuple[str, str, str, str]:
         """Return a key that ignores numbers: ranks, addresses, process ids."""
-        return (self.kind, self.type, self.frame, _NUMBER_PATTERN.sub("#", self.message or self.text))
+        detail = self.cause.activity.value if isinstance(self.cause, Stall) else self._signal
+        return (self.kind, self.type, self.frame, _NUMBER_PATTERN.sub("#", self.message) or detail)
 
-
-@dataclass(frozen=True, slots=True)
-class MemoryPressure:
-    """The memory of this node during a generation, as `agent.failure_evidence` measured it."""
-
-    oom_kills: int = 0
-    """The increase of the kernel's count of processes killed for memory."""
-    description: str = ""
-    """How short memory was; empty if it was not short."""
+    @property
+    def _signal(self) -> str:
+        return self.cause.signal if isinstance(self.cause, WorkerEnd) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +153,14 @@ def separate_root_causes(failures: Iterable[Failure]) -> FailureVerdict:
     return FailureVerdict(tuple(causes), tuple(failure for failure in listed if failure not in causes))
 
 
-def make_node_failure(node: str, reason: str, *, announced: bool = False) -> Failure:
-    """Make the failure of a lost node; ``announced``: the node had been asked to leave."""
-    return truncate_failure(Failure(PREEMPTED if announced else NODE_LOST, node, None, reason))
+def make_node_failure(lost: NodeLost) -> Failure:
+    """Make the failure of a lost node. One that a signal had asked to leave was preempted."""
+    return Failure(PREEMPTED if isinstance(lost.departure, Signalled) else NODE_LOST, lost.node, None, lost)
 
 
 def make_network_failure(node: str, peers: Sequence[str]) -> Failure:
     """Make the failure of a node that cannot reach some of the others."""
-    more = f" and {len(peers) - MAX_NAMED} more" if len(peers) > MAX_NAMED else ""
-    return Failure(NETWORK, node, None, to_printable(f"cannot reach {', '.join(peers[:MAX_NAMED])}{more}"))
+    return Failure(NETWORK, node, None, NodesUnreachable(node, name_nodes(peers)))
 
 
 def truncate_failure(failure: Failure) -> Failure:
@@ -141,7 +168,6 @@ def truncate_failure(failure: Failure) -> Failure:
     return replace(
         failure,
         kind=to_printable(failure.kind, 32),
-        text=to_printable(failure.text),
         type=to_printable(failure.type, 100),
         message=to_printable(failure.message),
         frame=to_printable(failure.frame),
@@ -203,51 +229,10 @@ class FailureLog:
         return tuple(self._failures) if generation == self.generation else ()
 
 
-# ---- in words ------------------------------------------------------------------------------------------
-
-
-def describe_failure(failure: Failure | None, *, with_node: bool = False) -> str:
-    """Describe what happened to which rank, without a full stop; with ``with_node`` also on which node."""
-    if failure is None:
-        return "a worker exited without reporting an error"
-    if failure.kind in NODE_FAILURE_KINDS:
-        return f"node {failure.node} {failure.text}"
-    subject = "a worker" if failure.rank is None else f"rank {failure.rank}"
-    if with_node:
-        subject += f" on node {failure.node}"
-    if failure.nodes > 1:
-        subject += f" (and alike on {failure.nodes - 1} more)"
-    error = ": ".join(part for part in (failure.type, failure.message.rstrip(".")) if part)
-    where = f" ({failure.frame})" if failure.frame else ""
-    return f"{subject} {failure.text}" + (f": {error}{where}" if error else where)
-
-
-def explain_verdict(verdict: FailureVerdict) -> list[str]:
-    """Describe the root causes and the secondary failures in a few lines."""
-    if verdict.root_cause is None:
-        return []
-    lines = [f"first: {describe_failure(verdict.root_cause, with_node=True)}."]
-    if verdict.root_causes[1:]:
-        lines.append(f"also: {_list_failures(verdict.root_causes[1:])}.")
-    if verdict.secondary_failures:
-        count = sum(failure.nodes for failure in verdict.secondary_failures)
-        lines.append(
-            f"as a consequence, on {count} node{'s' * (count > 1)}: "
-            f"{_list_failures(verdict.secondary_failures)}."
-        )
-    return lines
-
-
-def _list_failures(failures: Sequence[Failure]) -> str:
-    shown = [describe_failure(failure, with_node=True) for failure in failures[:MAX_NAMED]]
-    more = len(failures) - MAX_NAMED
-    return "; ".join(shown) + (f"; and {more} more" if more > 0 else "")
-
-
 # ---- from the events of one node -----------------------------------------------------------------------
 
 
-def classify_round(
+def classify_failures(
     events: Iterable[Event], node: str, memory_pressure: MemoryPressure | None = None
 ) -> tuple[Failure, ...]:
     """Return the failures of one node's workers in a generation; see `classify_with_times`."""
@@ -272,7 +257,8 @@ def classify_with_times(
         if is_killed or not hang.get("kill_delay_s"):  # else another node ended the generation first
             found += [(hang["t"], _hang_failure(suspect, step, node)) for suspect in suspects]
         if is_killed and not suspects:
-            found.append((hang["t"], Failure(HANG, node, _hang_ranks(hang)[0], _WAITED_FOR_PEER, step=step)))
+            waits = Stall(Activity.OTHER_NODE)
+            found.append((hang["t"], Failure(HANG, node, _hang_ranks(hang)[0], waits, step=step)))
     for end in events:
         if end["event"] != "worker-exit" or not (end.get("stuck") or _failed_by_itself(end)):
             continue
@@ -297,33 +283,28 @@ def _classify_exit(
 ) -> Failure:
     rank = _count_or_none(exit_event.get("rank"))
     if exit_event.get("stuck"):
-        text = "does not die of SIGKILL: it sleeps in the kernel (state D), on a device or a file system"
-        return Failure(STUCK, node, rank, text)
+        return Failure(STUCK, node, rank)
     if report:
         return _classify_exception(report, exit_event, node, memory_pressure)
-    code, signal = _count_or_none(exit_event.get("exit_code")), exit_event.get("signal")
-    kind, name, message = (SIGNAL if signal else EXIT), "", _first_line(exit_event.get("message"))
-    text = f"was killed by {signal}" if signal else _describe_exit_code(code)
-    if signal == "SIGKILL" or code == _SIGKILL_EXIT_CODE:
-        reason = _describe_oom(memory_pressure)
-        if reason:
-            return Failure(OOM, node, rank, f"{text}, out of memory: {reason}", message=message)
-    typed = _EXCEPTION_PATTERN.fullmatch(message) if not signal else None
+    end, message = _read_worker_end(exit_event), _first_line(exit_event.get("message"))
+    if (end.signal == "SIGKILL" or end.exit_code == _SIGKILL_EXIT_CODE) and memory_pressure.is_short:
+        return Failure(OOM, node, rank, replace(end, memory=memory_pressure), message=message)
+    kind, name = (SIGNAL if end.signal else EXIT), ""
+    typed = _EXCEPTION_PATTERN.fullmatch(message) if not end.signal else None
     if typed:
         kind, name, message = EXCEPTION, typed[1].rpartition(".")[2], typed[2]
-    return _refine_kind(Failure(kind, node, rank, text, name, message), memory_pressure)
+    return _refine_kind(Failure(kind, node, rank, end, name, message), memory_pressure)
 
 
 def _classify_exception(
     report: Mapping[str, Any], exit_event: Mapping[str, Any], node: str, memory_pressure: MemoryPressure
 ) -> Failure:
     rank = _count_or_none(report.get("rank"))
-    signal, code = exit_event.get("signal"), _count_or_none(exit_event.get("exit_code"))
     failure = Failure(
         EXCEPTION,
         node,
         _count_or_none(exit_event.get("rank")) if rank is None else rank,
-        f"was killed by {signal}" if signal else _describe_exit_code(code),
+        _read_worker_end(exit_event),
         str(report.get("type") or ""),
         _first_line(report.get("message")),
         str(report.get("frame") or ""),
@@ -342,9 +323,14 @@ def _refine_kind(failure: Failure, memory_pressure: MemoryPressure) -> Failure:
         return replace(failure, kind=DISK)
     if is_exception and memory_pressure.oom_kills and _CHILD_KILLED_PATTERN.search(failure.message):
         # The kernel killed a child process of the worker, for instance of a DataLoader.
-        text = f"{failure.text}, out of memory: {_describe_oom(memory_pressure)}"
-        return replace(failure, kind=OOM, text=text)
+        cause = failure.cause if isinstance(failure.cause, WorkerEnd) else WorkerEnd()
+        return replace(failure, kind=OOM, cause=replace(cause, memory=memory_pressure))
     return failure
+
+
+def _read_worker_end(exit_event: Mapping[str, Any]) -> WorkerEnd:
+    signal = to_printable(str(exit_event.get("signal") or ""), 32)
+    return WorkerEnd(None if signal else _count_or_none(exit_event.get("exit_code")), signal)
 
 
 def _unresolved_hangs(events: Iterable[Event]) -> list[Event]:
@@ -364,21 +350,10 @@ def _was_killed_for(hang: Event, end: Event) -> bool:
 
 
 def _hang_failure(suspect: Mapping[str, Any], step: int | None, node: str) -> Failure:
-    reason = str(suspect.get("reason") or "made no progress").removeprefix("it ")
-    return Failure(HANG, node, _count_or_none(suspect.get("rank")), f"hung: it {reason}", step=step)
-
-
-def _describe_oom(memory_pressure: MemoryPressure) -> str:
-    kills, description = memory_pressure.oom_kills, memory_pressure.description
-    if not kills:
-        return description
-    processes = "a process" if kills == 1 else f"{kills} processes"
-    text = f"the kernel killed {processes} of this node's control group"
-    return f"{text}; {description}" if description else text
-
-
-def _describe_exit_code(code: int | None) -> str:
-    return "failed" if code is None else f"ended with exit code {code}"
+    stall = Stall(Activity.UNKNOWN)
+    with contextlib.suppress(ValueError):
+        stall = from_json(Stall, suspect.get("reason"))
+    return Failure(HANG, node, _count_or_none(suspect.get("rank")), stall, step=step)
 
 
 def _first_line(text: object) -> str:

@@ -29,6 +29,8 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
 
 MIN_THRESHOLD_S = 30.0
 LONGEST_STEP_FACTOR = 10.0
@@ -236,12 +238,9 @@ class PendingCollective:
     sizes: str = ""
 
     def __str__(self) -> str:
-        """Format it for a sentence."""
-        group = (
-            ""
-            if self.process_group.startswith("0") or not self.process_group
-            else f" of group {self.process_group}"
-        )
+        """Format it for a sentence; torch calls the group of all ranks ``0 (default_pg)``."""
+        is_default = self.process_group.startswith("0") or not self.process_group
+        group = "" if is_default else f" of group {self.process_group}"
         return f"{self.name} (number {self.sequence_number}{group})"
 
 
@@ -269,13 +268,53 @@ class RankEvidence:
     is_finished: bool = False
 
 
+class Activity(Enum):
+    """What a rank does instead of a step."""
+
+    ENDED = "ended"
+    STOPPED = "stopped"
+    """By SIGSTOP."""
+    TRACED = "traced"
+    """Stopped by a debugger."""
+    UNINTERRUPTIBLE = "uninterruptible"
+    LAST_STEP_DONE = "last-step-done"
+    HOLDS_GIL = "holds-gil"
+    DATA = "data"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+    UNKNOWN = "unknown"
+    COLLECTIVE = "collective"
+    SPLIT_COLLECTIVE = "split-collective"
+    """Ranks wait in different collectives, and no side is the larger."""
+    SKIPPED_COLLECTIVE = "skipped-collective"
+    """It left out a collective that the others wait in, or called one too many."""
+    OTHER_NODE = "other-node"
+    """It waits with all ranks of its node for another node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """Why a rank stands still, and where in the user's code.
+
+    ``target`` is the collective or the kernel's function that it waits in. ``others`` wait in another
+    collective, ``others_target``.
+    """
+
+    activity: Activity
+    at: str = ""
+    target: str = ""
+    cpu_share: float = 0.0
+    others: tuple[int, ...] = ()
+    others_target: str = ""
+
+
 @dataclass(frozen=True)
 class RankFinding:
-    """A rank and the reason why it is a suspect or a victim: a clause that follows "rank N"."""
+    """A rank, and why it is a suspect or a victim."""
 
     rank: int
     local_rank: int
-    reason: str
+    stall: Stall
 
 
 @dataclass(frozen=True)
@@ -330,43 +369,39 @@ def diagnose_hang(evidence: Sequence[RankEvidence], world_size: int) -> HangDiag
 
 def _find_suspects(evidence: Sequence[RankEvidence], world_size: int) -> HangDiagnosis:
     standing = [item for item in evidence if item.is_stalled]
-    faults = {item.rank: _describe_own_fault(item, has_no_peers=world_size == 1) for item in standing}
-    waiting = [item for item in standing if not faults[item.rank]]
-    suspects = [_make_finding(item, faults[item.rank]) for item in standing if faults[item.rank]]
-    if suspects:
-        return HangDiagnosis(
-            tuple(suspects), tuple(_make_finding(item, _describe_wait(item)) for item in waiting)
-        )
+    suspects: list[RankFinding] = []
+    waiting: list[RankEvidence] = []
+    for item in standing:
+        fault = _find_own_fault(item, has_no_peers=world_size == 1)
+        if fault:
+            suspects.append(RankFinding(item.rank, item.local_rank, fault))
+        else:
+            waiting.append(item)
     groups = _group_by_collective(waiting)
-    if len(groups) > 1:
+    if not suspects and len(groups) > 1:
         return _diagnose_groups(groups)
-    victims = tuple(_make_finding(item, _describe_wait(item)) for item in waiting)
-    return HangDiagnosis((), victims, waits_for_other_node=bool(victims) and len(evidence) < world_size)
+    victims = _find_waits(waiting)
+    waits_for_other = not suspects and bool(victims) and len(evidence) < world_size
+    return HangDiagnosis(tuple(suspects), victims, waits_for_other)
 
 
-def describe_diagnosis(diagnosis: HangDiagnosis) -> str:
-    """Describe the suspects with their reasons, then the victims."""
-    if diagnosis.suspects:
-        text = "; ".join(f"rank {item.rank} {item.reason}" for item in diagnosis.suspects)
-        return text + (f". {_describe_waiting_ranks(diagnosis.victims)} for it" if diagnosis.victims else "")
-    if diagnosis.waits_for_other_node:
-        victims = diagnosis.victims
-        return f"{_describe_waiting_ranks(victims)} for a rank of another node: {victims[0].reason}"
-    if diagnosis.victims:
-        return (
-            f"all ranks have entered the same collective ({diagnosis.victims[0].reason}): "
-            "look at the network between them"
+def _find_waits(
+    waiting: Sequence[RankEvidence], activity: Activity = Activity.COLLECTIVE, **others: Any
+) -> tuple[RankFinding, ...]:
+    return tuple(
+        RankFinding(
+            item.rank, item.local_rank, Stall(activity, _user_frame(item), _collective(item), **others)
         )
-    return "no rank can be named"
+        for item in waiting
+    )
 
 
-def _describe_waiting_ranks(named: Sequence[RankFinding] | Sequence[RankEvidence]) -> str:
-    listed = ", ".join(str(item.rank) for item in named)
-    return f"rank {listed} waits" if len(named) == 1 else f"ranks {listed} wait"
+def _user_frame(evidence: RankEvidence) -> str:
+    return str(innermost_user_frame(evidence.frames) or "")
 
 
-def _make_finding(evidence: RankEvidence, reason: str) -> RankFinding:
-    return RankFinding(evidence.rank, evidence.local_rank, reason)
+def _collective(evidence: RankEvidence) -> str:
+    return str(evidence.pending_collectives[0]) if evidence.pending_collectives else ""
 
 
 def _cannot_wait_for_peers(evidence: RankEvidence) -> bool:
@@ -378,38 +413,27 @@ def _cannot_wait_for_peers(evidence: RankEvidence) -> bool:
     return evidence.python_responded is False and not may_wait
 
 
-def _describe_own_fault(evidence: RankEvidence, *, has_no_peers: bool) -> str:
-    """Describe why a rank cannot be waiting for others; empty if it can."""
-    at = innermost_user_frame(evidence.frames)
-    where = f" at {at}" if at else ""
+_OWN_ACTIVITIES = {DATA: Activity.DATA, BACKWARD: Activity.BACKWARD, OPTIMIZER: Activity.OPTIMIZER}
+
+
+def _find_own_fault(evidence: RankEvidence, *, has_no_peers: bool) -> Stall | None:
+    """Find why a rank cannot be waiting for others; None if it can."""
+    at = _user_frame(evidence)
     if evidence.process_state in ENDED:
-        return "has ended, while others of its generation continue"
+        return Stall(Activity.ENDED)
     if evidence.process_state in STOPPED:
-        by = "by a signal (SIGSTOP)" if evidence.process_state == "T" else "by a debugger"
-        return f"is stopped {by}{where}"
+        return Stall(Activity.STOPPED if evidence.process_state == "T" else Activity.TRACED, at)
     if evidence.process_state == UNINTERRUPTIBLE:
-        sleeps = f" ({evidence.kernel_function})" if evidence.kernel_function else ""
-        return f"sleeps in the kernel{sleeps} and cannot be woken: a disk or a device hangs{where}"
+        return Stall(Activity.UNINTERRUPTIBLE, at, evidence.kernel_function)
     if not has_no_peers and waits_in_collective(evidence):
-        return ""
+        return None
     if evidence.is_finished:
-        return f"has done its last step, and is{where or ' still there'}"
+        return Stall(Activity.LAST_STEP_DONE, at)
     if evidence.python_responded is False:
-        main = f" (its main thread is{where})" if where else ""
-        return f"does not let its Python run: native code of one of its threads holds the GIL{main}"
-    doing = {
-        DATA: "waits for data",
-        BACKWARD: "is in backward()",
-        OPTIMIZER: "is in the optimizer's step",
-    }.get(classify_frames(evidence.frames), "stands still")
-    busy = f", using {evidence.cpu_share:.0%} of a core" if evidence.cpu_share >= _IDLE_CPU_SHARE else ""
-    return f"{doing}{where}{busy}"
-
-
-def _describe_wait(evidence: RankEvidence) -> str:
-    what = f"in {evidence.pending_collectives[0]}" if evidence.pending_collectives else "in a collective"
-    at = innermost_user_frame(evidence.frames)
-    return f"waits {what}" + (f" at {at}" if at else "")
+        return Stall(Activity.HOLDS_GIL, at)
+    activity = _OWN_ACTIVITIES.get(classify_frames(evidence.frames), Activity.UNKNOWN)
+    share = evidence.cpu_share if evidence.cpu_share >= _IDLE_CPU_SHARE else 0.0
+    return Stall(activity, at, cpu_share=share)
 
 
 def _group_by_collective(waiting: Sequence[RankEvidence]) -> list[list[RankEvidence]]:
@@ -436,22 +460,18 @@ def _diagnose_groups(groups: Sequence[Sequence[RankEvidence]]) -> HangDiagnosis:
         progress = [_progress_key(group[0]) for group in most]
         if len(set(progress)) == 1:
             everybody = [item for group in groups for item in group]
-            return HangDiagnosis(
-                tuple(_make_finding(item, f"{_describe_wait(item)}, others elsewhere") for item in everybody)
-            )
+            return HangDiagnosis(_find_waits(everybody, Activity.SPLIT_COLLECTIVE))
         ahead = max(range(len(most)), key=lambda index: progress[index])
         rest += [group for index, group in enumerate(most) if index != ahead]
         most = [most[ahead]]
     right = most[0]
-    text = f"and {_describe_waiting_ranks(right)} {_describe_wait(right[0]).removeprefix('waits ')}"
-    suspects = [
-        _make_finding(
-            item, f"{_describe_wait(item)}, {text}: it left out a collective, or called one too many"
-        )
-        for group in rest
-        for item in group
-    ]
-    return HangDiagnosis(tuple(suspects), tuple(_make_finding(item, _describe_wait(item)) for item in right))
+    suspects = _find_waits(
+        [item for group in rest for item in group],
+        Activity.SKIPPED_COLLECTIVE,
+        others=tuple(item.rank for item in right),
+        others_target=_collective(right[0]),
+    )
+    return HangDiagnosis(suspects, _find_waits(right))
 
 
 def _progress_key(evidence: RankEvidence) -> tuple[int, int]:

@@ -1,15 +1,22 @@
 """Reasons, as facts: why a view ended, why a node leaves, is refused, or waits.
 
-They are made where the fact is known, and messages carry them. `describe` puts them into words, for people
-only: nothing decides by the words.
+They are made where the fact is known. Messages carry them as they are, events as JSON (`to_json`). Only
+`policy.wording` puts them into words, for people; nothing decides by the words.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import heapq
+import re
+import types
+import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, NoReturn
 
 MAX_NODES_NAMED = 16
 """Nodes named in one reason."""
@@ -20,18 +27,41 @@ class Loss(Enum):
 
     DIED = "died"
     LEFT = "left"
-    RESTARTED = "is back as a new process"
-    REPLACED = "is back with an empty disk"
-    UNREACHABLE = "is unreachable"
-    SILENT = "did not acknowledge a proposal"
+    RESTARTED = "restarted"
+    """It is back as a new process."""
+    REPLACED = "replaced"
+    """It is back with an empty disk."""
+    UNREACHABLE = "unreachable"
+    UNRESPONSIVE = "unresponsive"
+    """It did not acknowledge a proposal."""
+
+
+class Departure(Enum):
+    """Why a node leaves by itself, without a signal or an error."""
+
+    EXCLUDED = "excluded"
+    """The restart policy excluded it."""
+    JOB_FAILED = "job-failed"
+    NO_RENDEZVOUS = "no-rendezvous"
+    """It found no view in time, or was refused."""
 
 
 @dataclass(frozen=True, slots=True)
-class Departure:
-    """Why a node leaves by itself; `is_asked`: by a signal, which announces the end of its machine or job."""
+class Signalled:
+    """A signal asked the agent to end, as before the end of its machine or job."""
 
-    text: str
-    is_asked: bool = False
+    signal: str
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRaised:
+    """An error ended the agent, or a part of it."""
+
+    type: str
+    message: str
+
+
+DepartureReason = Departure | Signalled | ErrorRaised
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +70,7 @@ class NodeLost:
 
     node: str
     loss: Loss
-    departure: Departure | None = None
+    departure: DepartureReason | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,32 +109,36 @@ class OtherLeads:
     address: str
 
 
+class ViewEnd(Enum):
+    """Why a leader ended a view, or stepped down, by itself; or why a node's own workers stop."""
+
+    NEWCOMERS = "newcomers"
+    PAUSED = "paused"
+    """The leader was paused for longer than its lease."""
+    DISK_STUCK = "disk-stuck"
+    """The leader's disk does not complete writes."""
+    NO_QUORUM = "no-quorum"
+    """Too few members follow the leader."""
+    JOB_OVER = "job-over"
+    LEADER_STEPPED_DOWN = "leader-stepped-down"
+    """Or it continues without this node."""
+    NOT_READMITTED = "not-readmitted"
+    """The leader does not readmit this node after a broken connection."""
+
+
 @dataclass(frozen=True, slots=True)
-class JobOver:
-    """The job ends: it failed for the reason that its workers gave, or every node has finished."""
+class LeaderIdle:
+    """The leader starts no generation, and another node leads too."""
 
-    failure: str = ""
-
-
-class LeaderReason(Enum):
-    """Why a leader ended a view, or stepped down, by itself."""
-
-    NEWCOMERS = "newcomers are here"
-    PAUSED = "the leader was paused for longer than its lease"
-    DISK_STUCK = "the leader's disk does not complete writes"
-    NO_QUORUM = "too few members follow it, and perhaps more follow another"
+    leader: str
+    other: str
 
 
-ViewEndReason = (
-    NodeLost
-    | WorkersStopped
-    | NodesUnreachable
-    | LaterViewDecided
-    | EndedMeanwhile
-    | OtherLeads
-    | JobOver
-    | LeaderReason
-)
+@dataclass(frozen=True, slots=True)
+class LeaseExpired:
+    """No message of the leader renewed the lease of a node's workers."""
+
+    leader: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +160,26 @@ class NameTaken:
 Refusal = SettingDiffers | NameTaken
 
 
+ViewEndReason = (
+    NodeLost
+    | WorkersStopped
+    | NodesUnreachable
+    | LaterViewDecided
+    | EndedMeanwhile
+    | OtherLeads
+    | ViewEnd
+    | LeaderIdle
+    | LeaseExpired
+    | SettingDiffers
+    | NameTaken
+)
+
+
 class Wait(Enum):
     """Why no view is formed yet."""
 
-    NOTHING_JOINED = "no node has joined yet"
-    LINK_BROKEN = "a connection has just broken"
+    NOTHING_JOINED = "nothing-joined"
+    LINK_BROKEN = "link-broken"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +210,21 @@ class VotesMissing:
 
 
 @dataclass(frozen=True, slots=True)
+class AbsentCandidates:
+    """Addresses of some candidates that are not here, and what the last call of each met."""
+
+    addresses: tuple[str, ...]
+    errors: tuple[str, ...]
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class CandidatesMissing:
-    """Too few candidates have voted on the first view; `missing` lists others, with what calls met."""
+    """Too few candidates have voted on the first view."""
 
     votes: int
     needed: int
-    missing: str
+    absent: AbsentCandidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,60 +247,105 @@ class LastCall:
 WaitReason = Wait | WorkersRunning | TooFewNodes | VotesMissing | CandidatesMissing | MembersAbsent | LastCall
 
 
+@dataclass(frozen=True, slots=True)
+class LeaderWaits:
+    """The leader started no generation with this node."""
+
+    leader: str
+    reason: WaitReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class NoLeader:
+    """No leader answers at the candidates, nor at any member of the newest view."""
+
+    absent: AbsentCandidates
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRefused:
+    """The node at that address refuses this one."""
+
+    address: str
+    refusal: Refusal
+
+
+class OwnObstacle(Enum):
+    """What keeps a node from joining that lies in itself."""
+
+    DISK_STUCK = "disk-stuck"
+    THREAD_ENDED = "thread-ended"
+    """An internal error of elastic_resume."""
+
+
+JoinObstacle = WaitReason | LeaderWaits | NoLeader | NodeRefused | OwnObstacle
+
+
+@dataclass(frozen=True, slots=True)
+class JoinTimeout:
+    """A node found no view within the join timeout; `obstacle` is what it waited for."""
+
+    timeout_s: float
+    obstacle: JoinObstacle | None
+
+
+@dataclass(frozen=True, slots=True)
+class JobFinished:
+    """The workers of all nodes have succeeded, except those of absent ones."""
+
+    unfinished: tuple[str, ...] = ()
+    unfinished_count: int = 0
+
+
 def name_nodes(nodes: Iterable[object]) -> tuple[str, ...]:
     """Return the names that a reason carries."""
     return tuple(heapq.nsmallest(MAX_NODES_NAMED, map(str, nodes)))
 
 
-def format_node_names(names: Iterable[object], count: int = 0) -> str:
-    """List node names for people, at most `MAX_NODES_NAMED`; `count` is their number if not all are given."""
-    texts = list(map(str, names))
-    more = max(count, len(texts)) - MAX_NODES_NAMED
-    return ", ".join(heapq.nsmallest(MAX_NODES_NAMED, texts)) + (f" and {more} more" if more > 0 else "")
+def to_json(fact: Any) -> Any:
+    """Return a fact as plain JSON: its fields, and its class or the name of its member as ``kind``."""
+    if isinstance(fact, Enum):
+        return {"kind": fact.name.lower().replace("_", "-")}
+    if dataclasses.is_dataclass(fact):
+        names = [field.name for field in dataclasses.fields(fact)]
+        return {"kind": _kind_of(type(fact)), **{name: to_json(getattr(fact, name)) for name in names}}
+    return [to_json(item) for item in fact] if isinstance(fact, tuple) else fact
 
 
-def describe(reason: ViewEndReason | Refusal | WaitReason) -> str:
-    """Return one clause for people."""
-    match reason:
-        case LeaderReason() | Wait():
-            return str(reason.value)
-        case NodeLost(node):
-            return f"{node} {describe_loss(reason)}"
-        case WorkersStopped(node):
-            return f"the workers of {node} stopped"
-        case NodesUnreachable(node, others):
-            return f"{node} cannot reach {format_node_names(others)}"
-        case LaterViewDecided(generation):
-            return f"generation {generation} was decided elsewhere"
-        case EndedMeanwhile(generation):
-            return f"generation {generation} ended while this node was reconnecting"
-        case OtherLeads(address):
-            return f"{address} leads"
-        case JobOver(failure):
-            return failure or "every node has finished"
-        case SettingDiffers(setting, here, at_leader):
-            return f"{setting} is {here} on this node and {at_leader} at the leader: give all nodes the same"
-        case NameTaken(node):
-            remedy = "give one of them a different name with ELASTIC_RESUME_NODE_NAME"
-            return f"another live agent is called {node}: {remedy}"
-        case WorkersRunning(node):
-            return f"the workers of {node} have not stopped"
-        case TooFewNodes(joined, min_nodes, left_out):
-            reasons = [f"{describe(reason)}, and is left out until it can" for reason in left_out]
-            return "; ".join([f"{joined} of at least {min_nodes} nodes have joined", *reasons])
-        case VotesMissing(generation, votes, needed, missing, count):
-            here = f"{votes} of the {needed} required votes count"
-            nodes = format_node_names(missing, count)
-            return f"generation {generation} may still run elsewhere: {here}; waiting for {nodes}"
-        case CandidatesMissing(votes, needed, missing):
-            return f"{votes} of the {needed} required votes are here; not here: {missing}"
-        case MembersAbsent(nodes, count):
-            return f"waiting for {format_node_names(nodes, count)}, which may be looking for this leader"
-        case LastCall(joined, max_nodes, timeout_s):
-            wait = f"waiting until no new node has joined for {timeout_s:g} s"
-            return f"{joined} of at most {max_nodes} nodes have joined: {wait}"
+def from_json(hint: Any, value: Any) -> Any:
+    """Return the fact of the type ``hint`` that `to_json` has turned into ``value``.
+
+    Raises:
+        ValueError: it is no such fact.
+
+    """
+    for option in typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,):
+        with contextlib.suppress(ValueError):
+            return _read_json(option, value)
+    return _reject(hint, value)
 
 
-def describe_loss(lost: NodeLost) -> str:
-    """Say what happened to the node, without its name."""
-    return f"{lost.loss.value} ({lost.departure.text})" if lost.departure else lost.loss.value
+def _read_json(hint: Any, value: Any) -> Any:
+    if typing.get_origin(hint) is tuple and isinstance(value, list):
+        return tuple(from_json(typing.get_args(hint)[0], item) for item in value)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return next((member for member in hint if to_json(member) == value), None) or _reject(hint, value)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type) and isinstance(value, dict):
+        hints = _get_hints(hint)
+        if "kind" in hints or value.get("kind") == _kind_of(hint):
+            return hint(**{name: from_json(kind, value.get(name)) for name, kind in hints.items()})
+    if hint is float and type(value) is int:
+        return float(value)
+    return value if type(value) is hint else _reject(hint, value)
+
+
+def _reject(hint: Any, value: Any) -> NoReturn:
+    raise ValueError(f"not {hint}: {value!r}")
+
+
+@functools.cache
+def _kind_of(fact_class: Any) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "-", fact_class.__name__).lower()
+
+
+_get_hints = functools.cache(typing.get_type_hints)

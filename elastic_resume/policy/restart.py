@@ -18,15 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 
 from elastic_resume.events import Event
 from elastic_resume.policy import failure_classification
+from elastic_resume.policy.digests import DivergenceVerdict
 from elastic_resume.policy.failure_classification import (
     Failure,
     FailureVerdict,
     MemoryPressure,
-    describe_failure,
     separate_root_causes,
 )
 
@@ -66,8 +65,8 @@ class WorldSummary:
 
 
 @dataclass(frozen=True)
-class RoundResult:
-    """The outcome of one generation (a round of torchelastic).
+class GenerationResult:
+    """The outcome of one generation on one node.
 
     ``failed`` is true if a worker ended it, and false if membership changed or the workers finished.
     ``failures`` are those of all nodes in order of arrival; before the leader has sent them, those of this
@@ -92,7 +91,7 @@ class RoundResult:
 
 
 @dataclass(frozen=True)
-class RoundSummary:
+class GenerationReport:
     """A node's report of a generation that has ended: its failure, its newest step, its restart delay."""
 
     failure: Failure | None = None
@@ -100,57 +99,140 @@ class RoundSummary:
     restart_delay_s: float = 0.0
 
 
-class RestartAction(Enum):
-    """The three possible decisions."""
+@dataclass(frozen=True, slots=True)
+class SameErrorAgain:
+    """Starting again would meet the same error: it is deterministic, or the script cannot start."""
 
-    CONTINUE = "go on"
-    GIVE_UP = "give up"
-    EXCLUDE = "exclude"
-
-
-@dataclass(frozen=True)
-class RestartDecision:
-    """A decision. ``reason`` is a sentence for the log; ``node`` is the node to exclude."""
-
-    action: RestartAction
-    reason: str = ""
-    node: str = ""
-
-    @property
-    def ends_job(self) -> bool:
-        """Whether the job gives up."""
-        return self.action is RestartAction.GIVE_UP
+    failure: Failure
 
 
-CONTINUE = RestartDecision(RestartAction.CONTINUE)
+@dataclass(frozen=True, slots=True)
+class SameErrorEverywhere:
+    """All nodes met the same error before the first step."""
+
+    failure: Failure
+    num_nodes: int
 
 
-def summarize_round(
+@dataclass(frozen=True, slots=True)
+class StepFails:
+    """A step has failed with the same exception so many times in a row; `failure` is the last."""
+
+    failure: Failure
+    step: int
+    times: int
+
+
+@dataclass(frozen=True, slots=True)
+class NoProgress:
+    """So many starts in a row failed without a step newer than `step`; `failure` is the last."""
+
+    failure: Failure | None
+    starts: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class RestartsExhausted:
+    """torchelastic restarts no more."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStuck:
+    """A worker does not die of SIGKILL, so no other can start beside it."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class CausedAlone:
+    """One node alone caused the last failures; `failure` is the last of them."""
+
+    failure: Failure
+    times: int
+
+
+@dataclass(frozen=True, slots=True)
+class CannotStart:
+    """The script cannot start on one node, and has trained on the others."""
+
+    failure: Failure
+
+
+GiveUpReason = SameErrorAgain | SameErrorEverywhere | StepFails | NoProgress | RestartsExhausted
+ExclusionReason = WorkerStuck | CausedAlone | CannotStart
+
+
+@dataclass(frozen=True, slots=True)
+class Continue:
+    """The job restarts."""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The job ends on all nodes."""
+
+    reason: GiveUpReason
+
+
+@dataclass(frozen=True, slots=True)
+class Exclude:
+    """The node leaves, and the others continue."""
+
+    node: str
+    reason: ExclusionReason
+
+
+RestartDecision = Continue | GiveUp | Exclude
+
+
+@dataclass(frozen=True, slots=True)
+class GaveUp:
+    """A node ended the job."""
+
+    node: str
+    reason: GiveUpReason
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicasDiffer:
+    """Replicas that must be equal are not."""
+
+    verdict: DivergenceVerdict
+
+
+JobFailure = GaveUp | ReplicasDiffer
+"""Why the job fails on all nodes."""
+
+
+def summarize_generation(
     events: Iterable[Event],
     *,
     node: str,
-    failed: bool,
     num_nodes: int = 1,
     memory_pressure: MemoryPressure | None = None,
-) -> RoundResult:
+) -> GenerationResult:
     """Summarize the events of one node since the generation began."""
     events = list(events)
     starts = [_step_or_none(event) for event in events if event["event"] == "worker-start"]
     reached = [
         _step_or_none(event) for event in events if event["event"] in {"worker-start", "step", "commit"}
     ]
-    return RoundResult(
-        failed=failed,
+    failures = failure_classification.classify_failures(events, node, memory_pressure)
+    return GenerationResult(
+        failed=bool(failures),
         start_step=min((step for step in starts if step is not None), default=None),
         newest_step=max((step for step in reached if step is not None), default=None),
-        failures=failure_classification.classify_round(events, node, memory_pressure),
+        failures=failures,
         num_nodes=num_nodes,
     )
 
 
 def merge_reported_failures(
-    result: RoundResult, reported: Sequence[Failure], *, membership_changed: bool
-) -> RoundResult:
+    result: GenerationResult, reported: Sequence[Failure], *, membership_changed: bool
+) -> GenerationResult:
     """Return the result with the failures of all nodes, as the leader has sent them.
 
     If membership changed, workers failed because nodes came or went. That does not count against the job,
@@ -168,50 +250,38 @@ def merge_reported_failures(
 
 
 def decide_restart(
-    history: Sequence[RoundResult], limits: RestartLimits, world: WorldSummary | None = None
+    history: Sequence[GenerationResult], limits: RestartLimits, world: WorldSummary | None = None
 ) -> RestartDecision:
     """Decide after the last generation of ``history`` (oldest first) has ended."""
     world = world or WorldSummary()
     last, root = history[-1], history[-1].verdict.root_cause
     if not last.failed:
-        return CONTINUE
+        return Continue()
     if root is not None and root.is_deterministic:
-        return _give_up_on_same_error(root)
+        return GiveUp(SameErrorAgain(root))
     hopeless = _decide_unstartable(last, limits, world) or _decide_deterministic_failure(history, limits)
     if hopeless is not None:
         return hopeless
     counted = [result for result in history if not result.failed or _has_cause_in_world(result, world)]
-    stuck = count_rounds_without_progress(counted)
+    stuck = count_failures_without_progress(counted)
     alone = _single_node_failures(history)
     can_exclude = bool(alone) and _has_enough_without(alone[0].node, limits, world)
     is_excluded_early = 0 < limits.exclude_after <= len(alone)
     if can_exclude and (is_excluded_early or limits.max_no_progress <= stuck <= len(alone)):
-        times = f"the last {len(alone)} failures were" if len(alone) > 1 else "the failure was"
-        node = alone[0].node
-        reason = f"{times} caused by node {node} alone. Last: {describe_failure(alone[0])}."
-        return RestartDecision(RestartAction.EXCLUDE, reason, node)
+        return Exclude(alone[0].node, CausedAlone(alone[0], len(alone)))
     if stuck < limits.max_no_progress:
-        return CONTINUE
-    reached = max((result.newest_step for result in history if result.newest_step is not None), default=None)
-    where = "before the first step" if not reached else f"at step {reached}"
-    starts = f"{stuck} starts in a row" if stuck > 1 else "a start"
-    return RestartDecision(
-        RestartAction.GIVE_UP, f"{starts} failed without progress, {where}. Last: {describe_failure(root)}."
-    )
+        return Continue()
+    reached = max((result.newest_step or 0 for result in history), default=0)
+    return GiveUp(NoProgress(root, stuck, reached))
 
 
-def _give_up_on_same_error(failure: Failure) -> RestartDecision:
-    reason = f"{describe_failure(failure)}. Starting again would meet the same error."
-    return RestartDecision(RestartAction.GIVE_UP, reason)
-
-
-def restart_delay_s(history: Sequence[RoundResult]) -> float:
+def restart_delay_s(history: Sequence[GenerationResult]) -> float:
     """Return the seconds to wait before the next start: 0 after a first failure, then 1, 2, 4 and so on."""
-    repeats = count_rounds_without_progress(history) - 1
+    repeats = count_failures_without_progress(history) - 1
     return min(MAX_RESTART_DELAY_S, 2.0 ** min(repeats - 1, 16)) if repeats > 0 else 0.0
 
 
-def count_rounds_without_progress(history: Sequence[RoundResult]) -> int:
+def count_failures_without_progress(history: Sequence[GenerationResult]) -> int:
     """Count the failed generations since the last progress.
 
     A generation that starts at an earlier step than its predecessor has lost saved states. Training then
@@ -235,13 +305,13 @@ def count_rounds_without_progress(history: Sequence[RoundResult]) -> int:
     return stuck
 
 
-def find_newest_step(history: Sequence[RoundResult]) -> int:
+def find_newest_step(history: Sequence[GenerationResult]) -> int:
     """Return the newest step finished in these generations, or 0."""
     return max((result.newest_step or 0 for result in history if result.finished_a_step), default=0)
 
 
 def _decide_unstartable(
-    last: RoundResult, limits: RestartLimits, world: WorldSummary
+    last: GenerationResult, limits: RestartLimits, world: WorldSummary
 ) -> RestartDecision | None:
     """Give up, or exclude a node, if the script cannot start."""
     root = last.verdict.root_cause
@@ -249,20 +319,16 @@ def _decide_unstartable(
         return None
     if root.type in _UNSTARTABLE_ERRORS:
         if not (world.newest_step and _has_enough_without(root.node, limits, world)):
-            return _give_up_on_same_error(root)
-        reason = f"{describe_failure(root)}. The other nodes have trained: this node's environment is wrong."
-        return RestartDecision(RestartAction.EXCLUDE, reason, root.node)
+            return GiveUp(SameErrorAgain(root))
+        return Exclude(root.node, CannotStart(root))
     # On a single node it is unknown whether the script or the machine is at fault.
     if not world.newest_step and 1 < last.num_nodes <= root.nodes:
-        return RestartDecision(
-            RestartAction.GIVE_UP,
-            f"the same error on all {last.num_nodes} nodes before the first step: {describe_failure(root)}.",
-        )
+        return GiveUp(SameErrorEverywhere(root, last.num_nodes))
     return None
 
 
 def _decide_deterministic_failure(
-    history: Sequence[RoundResult], limits: RestartLimits
+    history: Sequence[GenerationResult], limits: RestartLimits
 ) -> RestartDecision | None:
     """Give up if one step has failed with the same exception again and again."""
     roots = [result.verdict.root_cause for result in history if result.failed][-limits.max_same_failures :]
@@ -277,15 +343,10 @@ def _decide_deterministic_failure(
         for root in roots
     ):
         return None
-    return RestartDecision(
-        RestartAction.GIVE_UP,
-        f"step {first.step + 1} fails deterministically: {limits.max_same_failures} times in a row with the "
-        f"same exception. Last: {describe_failure(roots[-1])}. Check what is special about it, such as "
-        "its samples.",
-    )
+    return GiveUp(StepFails(roots[-1] or first, first.step + 1, limits.max_same_failures))
 
 
-def _single_node_failures(history: Sequence[RoundResult]) -> list[Failure]:
+def _single_node_failures(history: Sequence[GenerationResult]) -> list[Failure]:
     """Return the newest consecutive failures that one node alone caused, newest first."""
     found: list[Failure] = []
     for result in reversed(history):
@@ -300,7 +361,7 @@ def _single_node_failures(history: Sequence[RoundResult]) -> list[Failure]:
     return found
 
 
-def _has_cause_in_world(result: RoundResult, world: WorldSummary) -> bool:
+def _has_cause_in_world(result: GenerationResult, world: WorldSummary) -> bool:
     """Whether a failed generation has a root cause on a node that is still a member."""
     causes = result.verdict.root_causes
     return (

@@ -105,10 +105,14 @@ class RankContext:
         for rank, (_, failed) in enumerate(outcomes):
             if failed is not None:
                 text = f"rank {rank} on node {self.node_by_rank[rank]} cannot continue: {failed[0]}"
-                peer_failure = ElasticResumeError(text)
+                peer_failure = OtherRankFailedError(text)
                 peer_failure.is_deterministic = bool(failed[1])
                 raise peer_failure
         return result, [value for value, _ in outcomes]  # type: ignore[return-value]
+
+
+class OtherRankFailedError(ElasticResumeError):
+    """Another rank cannot continue, so this one cannot either; `policy.failure_classification` knows it."""
 
 
 def raise_if_set(error: ElasticResumeError | None) -> None:

@@ -22,7 +22,9 @@ from typing import Protocol
 from elastic_resume.errors import ConfigError, JobFailedError, RendezvousLostError
 from elastic_resume.policy.digests import Digest, is_digest
 from elastic_resume.policy.failure_classification import Failure
-from elastic_resume.policy.reasons import Departure
+from elastic_resume.policy.reasons import DepartureReason, JobFinished, NodeRefused, OwnObstacle
+from elastic_resume.policy.restart import JobFailure
+from elastic_resume.policy.wording import describe
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.node import LEAVE_TIMEOUT_S, RendezvousNode
 from elastic_resume.rendezvous.core.world import Incarnation
@@ -90,9 +92,9 @@ class RendezvousClient:
         self.is_importing = False
         """This node's new workers would wait for imports. Set it before `join`; see `finish_imports`."""
         self._view: interface.StartWorkers | None = None
-        self.restart_reason = ""
-        """Why other nodes ended the last view; empty if this node's workers did."""
-        self._outcome: interface.EndJob | interface.GiveUp | None = None
+        self.view_end: interface.StopReason | None = None
+        """Why other nodes ended the last view; None if this node's workers did."""
+        self._outcome: interface.EndJob | interface.EndMembership | None = None
         self._callback_queue: queue.SimpleQueue[interface.EmitEvent | messages.ReplicasDiverged | None] = (
             queue.SimpleQueue()
         )
@@ -147,7 +149,7 @@ class RendezvousClient:
 
         """
         with self._condition:
-            self._view, self.restart_reason = None, ""
+            self._view, self.view_end = None, None
             self._server.submit(messages.JoinRequest(replace(request, is_importing=self.is_importing)))
             return self._wait_for_view()
 
@@ -167,7 +169,7 @@ class RendezvousClient:
     @property
     def restart_requested(self) -> bool:
         """Return whether the running view has ended: stop the workers, and `join` again."""
-        return bool(self.restart_reason) or self._outcome is not None or not self._server.is_alive
+        return self.view_end is not None or self._outcome is not None or not self._server.is_alive
 
     def finish_and_wait(self) -> None:
         """Report that this node's workers have succeeded; return when the job is over."""
@@ -176,11 +178,7 @@ class RendezvousClient:
             if self._outcome is None:
                 self._wait_for_change()
             if self._outcome is None:
-                self._callback_queue.put(
-                    interface.EmitEvent(
-                        "workers-finished", "this node's workers have finished; waiting for the others'"
-                    )
-                )
+                self._callback_queue.put(interface.EmitEvent("workers-finished"))
             while self._outcome is None:
                 self._wait_for_change()
 
@@ -198,12 +196,12 @@ class RendezvousClient:
             with self._condition:
                 self._condition.wait_for(lambda: self._outcome is not None, duration_s)
 
-    def fail_job(self, reason: str) -> None:
+    def fail_job(self, failure: JobFailure) -> None:
         """End the job on all nodes; return when the end is decided, or after a timeout.
 
         This node's workers must be dead.
         """
-        self._server.submit(messages.FailJob(reason))
+        self._server.submit(messages.FailJob(failure))
         with self._condition:
             self._condition.wait_for(lambda: self._outcome is not None, self._end_timeout_s)
 
@@ -212,7 +210,7 @@ class RendezvousClient:
         """Return how the job ended, with the failures of the last view; None if it has not."""
         return self._outcome if isinstance(self._outcome, interface.EndJob) else None
 
-    def leave(self, departure: Departure) -> None:
+    def leave(self, departure: DepartureReason) -> None:
         """Send a leave notice and close.
 
         Without a notice the other nodes could not tell this node from one behind a partition.
@@ -236,17 +234,19 @@ class RendezvousClient:
         # The timeout also lets signal handlers run, which may raise.
         self._condition.wait(LIVENESS_CHECK_S)
         if self._outcome is None and not self._server.is_alive:
-            self._outcome = interface.GiveUp(
-                "the rendezvous thread ended, which is an internal error of elastic_resume"
-            )
+            self._outcome = interface.EndMembership(OwnObstacle.THREAD_ENDED)
 
     def raise_if_over(self) -> None:
         """Raise what `join` would raise, if the job or this membership has ended."""
-        outcome = self._outcome
-        if isinstance(outcome, interface.EndJob):
-            raise JobFailedError(outcome.reason) if outcome.failed else JobCompleted(outcome.reason)
-        if isinstance(outcome, interface.GiveUp):
-            raise ConfigError(outcome.reason) if outcome.is_permanent else RendezvousLostError(outcome.reason)
+        if self._outcome is None:
+            return
+        reason = self._outcome.reason
+        if isinstance(reason, JobFinished):
+            raise JobCompleted(describe(reason))
+        if isinstance(self._outcome, interface.EndJob):
+            raise JobFailedError(describe(reason), reason=reason)
+        error = ConfigError if isinstance(reason, NodeRefused) else RendezvousLostError
+        raise error(describe(reason), reason=reason)
 
     # ---- replicas: any thread --------------------------------------------------------------------------
 
@@ -286,8 +286,8 @@ class RendezvousClient:
                 self._view = effect
             elif isinstance(effect, interface.StopWorkers):
                 if self._view is not None and self._view.generation == effect.generation:
-                    self.restart_reason = effect.reason
-            elif isinstance(effect, (interface.EndJob, interface.GiveUp)):
+                    self.view_end = effect.reason
+            elif isinstance(effect, (interface.EndJob, interface.EndMembership)):
                 self._outcome = effect
             self._condition.notify_all()
 

@@ -36,8 +36,8 @@ from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.node_dir import NodeDir, record_job_start
 from elastic_resume.errors import DivergenceError, MachineError, MismatchError
 from elastic_resume.policy import resume_plan
-from elastic_resume.policy.digests import MIXED_HARDWARE_HINT
 from elastic_resume.policy.resume_plan import MEMORY, Inventory, ResumePlan
+from elastic_resume.policy.wording import MIXED_HARDWARE_HINT
 from elastic_resume.ranks.rank_context import RankContext, raise_if_set
 from elastic_resume.restore import inventory
 from elastic_resume.restore.attempt import PROVEN_INVALID_KINDS, NodeFailures, RestoreAttempt

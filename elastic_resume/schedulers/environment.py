@@ -64,7 +64,7 @@ class SchedulerContext:
         scheduler: ``slurm``, ``kubernetes``, ``pet`` or ``host``.
         name: name of the node, safe as a directory name.
         job: name of the job, the same after each requeue; empty if unknown.
-        node_index: index of the node among the others.
+        node_order: index of the node among the others.
         max_nodes: largest number of nodes.
         min_nodes: smallest number of nodes that train.
         peers: names of all nodes in order, as far as known.
@@ -85,7 +85,7 @@ class SchedulerContext:
     scheduler: str
     name: str
     job: str = ""
-    node_index: int = 0
+    node_order: int = 0
     max_nodes: int = 1
     min_nodes: int = 1
     peers: tuple[str, ...] = ()
@@ -203,7 +203,7 @@ def _read_slurm(reader: _VariableReader) -> SchedulerContext:
         "slurm",
         reader.read_name(),
         job=sanitize_name(f"slurm-{number}", "slurm"),
-        node_index=reader.read_number("order", 0),
+        node_order=reader.read_number("order", 0),
         max_nodes=nodes,
         peers=peers,
         candidates=tuple(f"{peer}:{port}" for peer in peers[:MAX_CANDIDATES]),
@@ -275,7 +275,7 @@ def _read_kubernetes(reader: _VariableReader) -> SchedulerContext:
         "kubernetes",
         name,
         job=sanitize_name(job, "") if job else "",
-        node_index=index,
+        node_order=index,
         max_nodes=nodes,
         min_nodes=least,
         peers=peers,
@@ -307,7 +307,7 @@ def _read_pet(reader: _VariableReader) -> SchedulerContext:
         "pet",
         reader.read_name(),
         job=sanitize_name(job, "") if job and job != "none" else "",
-        node_index=reader.read_number("order", 0),
+        node_order=reader.read_number("order", 0),
         max_nodes=nodes,
         min_nodes=least,
         peers=(host,) if host else (),

@@ -34,7 +34,7 @@ MAX_LOCAL_RANKS = 1024
 STACKS_SIGNAL = signal.SIGRTMIN + 11
 _STEP_FIELDS = ("generation", "step", "world_size", "busy")
 _DETAIL_FIELDS = (
-    "rank", "agent_pid", "round", "pid", "start_ticks", "first_step",
+    "rank", "agent_pid", "assigned_generation", "pid", "start_ticks", "first_step",
     "last_progress_ns", "collectives", "busy_until_ns", "epoch_end_step",
     "stack_output_fd", "stack_request_fd",
 )  # fmt: skip
@@ -52,15 +52,15 @@ _MAX_COUNT = 1 << 53
 class WorkerProcess:
     """The process behind a record, and how to request its stacks.
 
-    ``agent_pid`` and ``round`` identify its agent and restart, 0 without an agent. ``start_ticks`` (field 22
-    of /proc/PID/stat) tells it from a later process with the same pid. Both descriptors are the worker's own:
-    a byte written to ``stack_request_fd`` makes it write one line of JSON to ``stack_output_fd``; see
-    `STACKS_SIGNAL`.
+    ``agent_pid`` and ``assigned_generation`` identify its agent and view, 0 without an agent. ``start_ticks``
+    (field 22 of /proc/PID/stat) tells it from a later process with the same pid. Both descriptors are the
+    worker's own: a byte written to ``stack_request_fd`` makes it write one line of JSON to
+    ``stack_output_fd``; see `STACKS_SIGNAL`.
     """
 
     rank: int
     agent_pid: int
-    round: int
+    assigned_generation: int
     pid: int
     start_ticks: int
     stack_output_fd: int

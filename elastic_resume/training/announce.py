@@ -52,7 +52,12 @@ def resume_event_fields(result: ResumeResult, position: Position, world_size: in
         "source_generation": plan.source_generation,
         "receiving_nodes": list(plan.receiving_nodes),
         "rejected": [
-            {"node": r.node, "generation": r.version[0], "step": r.version[1], "reason": r.reason}
+            {
+                "node": r.node,
+                "generation": r.version[0],
+                "step": r.version[1],
+                "reason": {"kind": r.kind, "detail": r.reason},
+            }
             for r in plan.rejected
         ],
         "recomputed_steps": plan.recomputed_steps,

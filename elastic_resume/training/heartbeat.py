@@ -27,7 +27,7 @@ from typing import Any
 import torch.distributed as dist
 
 from elastic_resume import constants
-from elastic_resume.ranks.rank_context import RankContext
+from elastic_resume.ranks.rank_context import RankContext, assigned_generation
 from elastic_resume.slots.progress_page import STACKS_SIGNAL, ProgressPage, WorkerProcess
 
 MAX_PENDING_COLLECTIVES = 8  # limit of collectives in one answer, oldest first
@@ -124,16 +124,15 @@ _responder: tuple[int, int, int] | None = None  # (pid of the process that answe
 def _describe_worker(rank: int) -> WorkerProcess:
     """Describe this process; under an agent start the thread that answers."""
     global _responder  # noqa: PLW0603 - one thread per process, however often it resumes
-    agent, this_round = (
-        int(text) if text.isdigit() else 0
-        for text in (os.environ.get(constants.ENV_AGENT_PID, ""), os.environ.get(constants.ENV_ROUND, ""))
-    )
+    text = os.environ.get(constants.ENV_AGENT_PID, "")
+    agent = int(text) if text.isdigit() else 0
     pid = os.getpid()
     if agent and (_responder is None or _responder[0] != pid):
         with contextlib.suppress(OSError, RuntimeError):  # without descriptors or threads it cannot answer
             _responder = (pid, *_start_responder())
     _, stacks_fd, request_fd = _responder or (0, 0, 0)
-    return WorkerProcess(rank, agent, this_round, pid, _read_start_ticks(), stacks_fd, request_fd)
+    generation = assigned_generation()
+    return WorkerProcess(rank, agent, generation, pid, _read_start_ticks(), stacks_fd, request_fd)
 
 
 def _start_responder() -> tuple[int, int]:

@@ -47,7 +47,7 @@ def install_startup_hook() -> None:
 
 def open_event_log(path: Path, node: str, rank: int) -> EventLog:
     """Return the log of this process, which also writes into its agent's memory."""
-    memory_path = os.environ.get(constants.ENV_ROUND_EVENTS)
+    memory_path = os.environ.get(constants.ENV_EVIDENCE)
     return EventLog(path, memory_path=memory_path, node=node, rank=rank)
 
 
@@ -90,7 +90,7 @@ class _ExceptHook:
     def _is_printed_by_agent(self) -> bool:
         """Return whether an agent prints to the same standard error as this process."""
         agent = os.environ.get(constants.ENV_AGENT_PID, "")
-        if self.previous_hook is not sys.__excepthook__ or not os.environ.get(constants.ENV_ROUND):
+        if self.previous_hook is not sys.__excepthook__ or not os.environ.get(constants.ENV_GENERATION):
             return False
         try:
             # Compare the links themselves: the target may be a pipe, or not accessible.

@@ -8,8 +8,8 @@ Words of the page, native doubles::
 
     0  end of the lease, in seconds of CLOCK_BOOTTIME, which continues while this machine is suspended, like
        the clocks of the other nodes. Infinity: no lease is needed. Minus infinity or NaN: no worker may run.
-    1  newest round that has ended. A supervisor stores the round of its failed worker; the agent stores a
-       round that nodes have joined or left. Workers of that round are killed without grace.
+    1  newest generation that has ended. A supervisor stores that of its failed worker; the agent stores that
+       of a view which nodes have joined or left. Workers of it are killed without grace.
 
 Invariant: no message has to arrive for a worker to die, and no worker runs after `LeasePage.close`.
 """
@@ -45,9 +45,9 @@ class LeasePage:
         # A memoryview of native doubles stores all eight bytes at once; slices and struct need not.
         self._words[0] = until
 
-    def end_round(self, round_number: int) -> None:
-        """Have workers of that round killed without grace when torchelastic stops them."""
-        self._words[1] = round_number
+    def revoke_grace(self, generation: int) -> None:
+        """Have workers of that generation killed without grace when torchelastic stops them."""
+        self._words[1] = generation
 
     def close(self) -> None:
         """Revoke the lease and release the memory. Further calls do nothing."""

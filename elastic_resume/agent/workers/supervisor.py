@@ -10,8 +10,8 @@ started::
 
 States::
 
-    running --signal, no worker of the round has failed--> stopping --grace period over--> killing
-    running --signal, a worker of the round has failed--> killing
+    running --signal, no worker of the generation has failed--> stopping --grace period over--> killing
+    running --signal, a worker of the generation has failed--> killing
     running, stopping --socket closed, or lease expired--> killing
     any --worker reaped--> kill leftovers, write worker-exit, report to the launcher shim
 
@@ -49,16 +49,16 @@ if TYPE_CHECKING:
 else:
     import _signal as signal  # the module `signal` makes enums of the numbers, which would cost 7 ms
 
-ENV_ROUND = "ELASTIC_RESUME_ROUND"
+ENV_GENERATION = "ELASTIC_RESUME_GENERATION"
 ENV_LOCAL_RANK = "ELASTIC_RESUME_LOCAL_RANK"
 ENV_NODE_NAME = "ELASTIC_RESUME_NODE_NAME"
 ENV_GRACE = "ELASTIC_RESUME_GRACE"
 ENV_LEASE_PAGE = "ELASTIC_RESUME_LEASE_PAGE"
 ENV_SLOTS = "ELASTIC_RESUME_SLOTS"
 ENV_EVENTS_PATH = "ELASTIC_RESUME_EVENTS_PATH"
-ENV_ROUND_EVENTS = "ELASTIC_RESUME_ROUND_EVENTS"
+ENV_EVIDENCE = "ELASTIC_RESUME_EVIDENCE"
 ENV_DRAIN_SIGNALS = "ELASTIC_RESUME_DRAIN_SIGNALS"
-ROUND_EVENTS_MEMFD = "/memfd:elastic_resume-round-events"  # the same literal as in `events`
+EVIDENCE_MEMFD = "/memfd:elastic_resume-evidence"  # the same literal as in `events`
 MAX_ERROR_CHARS = 1024
 
 COPYING_START = 16  # same as in `slots`: the first of the words that name each local rank's copy
@@ -180,7 +180,7 @@ class WorkerSupervisor:
             return
         if status != 0 and self._stopped_at is None:
             self._lease.record_failure()
-        kill_leftovers(self._lease, at_once=self._lease_expired or self._lease.has_round_failed())
+        kill_leftovers(self._lease, at_once=self._lease_expired or self._lease.has_generation_failed())
         write_worker_exit(
             self._worker, status, stopped_at=self._stopped_at, lease_expired=self._lease_expired
         )
@@ -204,7 +204,7 @@ class WorkerSupervisor:
             self._lease_expired = self._lease_expired or self._lease.remaining_s() <= 0
             if self._lease_expired and self._stopped_at is None:
                 self._stopped_at = time.time()
-            must_kill = self._lease_expired or (self._stop_requested and self._lease.has_round_failed())
+            must_kill = self._lease_expired or (self._stop_requested and self._lease.has_generation_failed())
             awaits_copy = (
                 must_kill and now < self._kill_at and self._copy_monitor.should_wait(now, last_expiry)
             )
@@ -229,7 +229,7 @@ class WorkerSupervisor:
         signal_number = receive(self._connection, 1)
         if not signal_number:
             self._kill_at = 0.0
-        elif not self._stop_requested and not self._lease.has_round_failed():
+        elif not self._stop_requested and not self._lease.has_generation_failed():
             send_signal(self._worker, signal.SIGTERM)
             self._kill_at = min(self._kill_at, now_s() + read_grace_s())
         self._stop_requested = True
@@ -315,14 +315,14 @@ class LeaseView:
         return remaining if remaining > 0 else 0.0
 
     def record_failure(self) -> None:
-        """Record for all supervisors of this node that a worker of this round has failed."""
-        this_round = parse_int_or_none(os.environ.get(ENV_ROUND))
-        if self._words is not None and this_round is not None:
-            self._words[1] = this_round
+        """Record for all supervisors of this node that a worker of this generation has failed."""
+        generation = parse_int_or_none(os.environ.get(ENV_GENERATION))
+        if self._words is not None and generation is not None:
+            self._words[1] = generation
 
-    def has_round_failed(self) -> bool:
-        """Return whether a worker of this round has failed on this node."""
-        return self._words is not None and self._words[1] == parse_int_or_none(os.environ.get(ENV_ROUND))
+    def has_generation_failed(self) -> bool:
+        """Return whether a worker of this generation has failed on this node."""
+        return self._words is not None and self._words[1] == parse_int_or_none(os.environ.get(ENV_GENERATION))
 
 
 def open_lease(connection: "_socket.socket") -> LeaseView:
@@ -465,7 +465,7 @@ def write_worker_exit(
         **boot_fields(),
         "rank": parse_int_or_none(os.environ.get("RANK")),
         "local_rank": parse_int_or_none(os.environ.get(ENV_LOCAL_RANK)),
-        "round": parse_int_or_none(os.environ.get(ENV_ROUND)),
+        "generation": parse_int_or_none(os.environ.get(ENV_GENERATION)),
         "worker_pid": worker,
         "exit_code": os.WEXITSTATUS(wait_status) if number is None else None,
         "signal": None if number is None else signal_name(number),
@@ -480,7 +480,7 @@ def write_worker_exit(
     if wait_status != 0 and stopped_at is None:
         event["message"] = message or read_recorded_error(json)
     line = (json.dumps(event, separators=(",", ":")) + "\n").encode()
-    append_line(ENV_ROUND_EVENTS, line, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    append_line(ENV_EVIDENCE, line, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     append_line(ENV_EVENTS_PATH, line, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
 
 
@@ -498,7 +498,7 @@ def append_line(variable: str, line: bytes, flags: int) -> None:
     """Append a line to the file that an environment variable names. A failing disk loses the line."""
     try:
         path = os.environ[variable]
-        if variable == ENV_ROUND_EVENTS and not os.readlink(path).startswith(ROUND_EVENTS_MEMFD):  # noqa: PTH115
+        if variable == ENV_EVIDENCE and not os.readlink(path).startswith(EVIDENCE_MEMFD):  # noqa: PTH115
             return  # the agent has ended, and another process has its pid
         descriptor = os.open(path, flags, 0o644)
     except (KeyError, OSError):

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from elastic_resume.policy.reasons import (
     CandidatesMissing,
-    Departure,
+    DepartureReason,
+    LeaderIdle,
+    LeaderWaits,
+    LeaseExpired,
     Loss,
     NodeLost,
     TooFewNodes,
+    ViewEnd,
+    ViewEndReason,
     VotesMissing,
     WaitReason,
-    describe,
 )
 from elastic_resume.rendezvous.core import messages
 from elastic_resume.rendezvous.core.peers import NEVER, Link
@@ -101,7 +105,7 @@ class Follower:
         is_better = announcement.active_generation or state.now >= patient_until
         if is_better and not own_runs and other != self.leader:
             self.next_leader_address = other.address
-            self._end_following(f"the leader {self.leader} starts no generation, and {other} leads, too")
+            self._end_following(LeaderIdle(self.leader.node, other.node))
         else:
             state.send(link, messages.Redirect(self.leader.address))
 
@@ -119,19 +123,19 @@ class Follower:
         elif isinstance(message, messages.Decided):
             self._adopt(message.view)
         elif isinstance(message, messages.EndView):
-            state.stop_workers(describe(message.reason))
+            state.stop_workers(message.reason)
         elif isinstance(message, messages.Waiting):
             self.wait_reason = message.reason
-            state.emit_wait(message.reason)
+            state.emit_event("waiting", message.reason)
         elif isinstance(message, messages.ReplicasDiverged):
             state.effects.append(message)
         elif isinstance(message, JobEnd):
             state.learn_end(message)
         elif isinstance(message, messages.Redirect):
             self.next_leader_address = message.address
-            self._end_following("the leader stepped down, or continues without this node")
+            self._end_following(ViewEnd.LEADER_STEPPED_DOWN)
         elif isinstance(message, messages.Refused):
-            self._end_following(f"the leader refuses this node: {describe(message.refusal)}")
+            self._end_following(message.refusal)
         elif isinstance(message, messages.LeaveNotice) and message.is_final:
             self._end_following(NodeLost(self.leader.node, Loss.LEFT, message.departure))
 
@@ -146,11 +150,7 @@ class Follower:
             return
         if lease_until <= state.now:
             # Stay connected: this node is not unreachable, only late.
-            state.emit_event(
-                "lease-expired",
-                f"generation {state.view.generation}: the start message arrived after the lease expired; "
-                "rejoining",
-            )
+            state.emit_event("lease-expired", generation=state.view.generation)
             self.handle_join_requested()
         elif state.join is not None:
             state.start_workers(state.view, message, lease_until)
@@ -172,7 +172,7 @@ class Follower:
             return
         if self.standby_generation != generation:
             self.standby_generation = generation
-            state.emit_event("spare", f"generation {generation} runs without this node, which stands by")
+            state.emit_event("spare", generation=generation)
 
     def _compute_lease_until(self) -> float:
         return self.link.acked_sent_at + self.state.settings.lease_s
@@ -200,7 +200,7 @@ class Follower:
             self.next_leader_address = (
                 message.address if isinstance(message, messages.Redirect) else self.leader.address
             )
-            self._end_following("the leader does not readmit this node")
+            self._end_following(ViewEnd.NOT_READMITTED)
 
     def handle_connected(self, link: Link) -> None:
         """Introduce this node again after a successful redial."""
@@ -240,14 +240,14 @@ class Follower:
         )
         self.redial_at = state.now + state.settings.redial_timeout_s
 
-    def _end_following(self, reason: NodeLost | str) -> None:
+    def _end_following(self, reason: ViewEndReason) -> None:
         state = self.state
         if self.has_ended:
             return
         self.has_ended = True
-        text = reason if isinstance(reason, str) else f"the leader {describe(reason)}"
-        state.stop_workers(text)
-        state.emit_event("leader-lost", text)
+        generation = state.running_view.generation if state.running_view else 0
+        state.stop_workers(reason)
+        state.emit_event("leader-lost", reason, generation)
         if isinstance(reason, NodeLost):
             state.record_lost_member(self.leader, reason)
             if reason.loss is Loss.UNREACHABLE:
@@ -262,9 +262,7 @@ class Follower:
         """Check the own lease first; then vote, send heartbeats, and watch the leader."""
         state = self.state
         if state.running_view and state.now >= state.lease_until:
-            state.stop_workers(
-                f"the lease expired: no message from the leader {self.leader}", immediately=True
-            )
+            state.stop_workers(LeaseExpired(self.leader.node), immediately=True)
         lacks_nodes = isinstance(self.wait_reason, (TooFewNodes, VotesMissing, CandidatesMissing))
         if state.running_view or self.link.generation or not lacks_nodes:
             self.idle_since = state.now
@@ -338,7 +336,7 @@ class Follower:
         if not self.is_disconnected:
             self.state.send(self.link, messages.NodeFinished(self.state.finished_generation))
 
-    def leave(self, departure: Departure) -> None:
+    def leave(self, departure: DepartureReason) -> None:
         """Send the leader a leave notice."""
         if not self.is_disconnected:
             self.state.send(self.link, messages.LeaveNotice(departure, is_final=True))
@@ -353,7 +351,6 @@ class Follower:
             due = min(due, state.now + state.settings.heartbeat_interval_s)
         return min(lease_until, due, self.link.last_received_at + state.settings.node_timeout_s)
 
-    def explain_wait(self) -> str:
-        """Return one clause for the error after the join timeout."""
-        reason = f": {describe(self.wait_reason)}" if self.wait_reason else ""
-        return f"the leader {self.leader} started no generation with this node{reason}"
+    def explain_wait(self) -> LeaderWaits:
+        """Return what this node waits for."""
+        return LeaderWaits(self.leader.node, self.wait_reason)

@@ -10,7 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic_resume.policy.failure_classification import Failure
-from elastic_resume.policy.reasons import Departure
+from elastic_resume.policy.reasons import (
+    DepartureReason,
+    ErrorRaised,
+    JobFinished,
+    JoinTimeout,
+    NodeRefused,
+    OwnObstacle,
+    ViewEndReason,
+    WaitReason,
+)
+from elastic_resume.policy.restart import JobFailure
 from elastic_resume.rendezvous.core.messages import (
     FailJob,
     FailureReport,
@@ -143,7 +153,7 @@ class WorkersFinished:
 class Leave:
     """This node shuts down or fails for good; its workers are stopped."""
 
-    departure: Departure
+    departure: DepartureReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +251,11 @@ class StartWorkers:
     failures: tuple[Failure, ...] = ()
 
 
+MembershipEnd = JoinTimeout | NodeRefused | OwnObstacle
+"""Why this node can take no part any more."""
+StopReason = ViewEndReason | MembershipEnd
+
+
 @dataclass(frozen=True, slots=True)
 class StopWorkers:
     """The view has ended: stop the workers, then join again.
@@ -249,37 +264,35 @@ class StopWorkers:
     """
 
     generation: int
-    reason: str
+    reason: StopReason
     immediately: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class EndJob:
-    """The job has ended on every node: done, or `failed`."""
+    """The job has ended on every node."""
 
-    reason: str
-    failed: bool = False
+    reason: JobFinished | JobFailure
     failures: tuple[Failure, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp:
-    """This node found no view within the join timeout, or was refused.
+class EndMembership:
+    """This node found no view within the join timeout, or others refuse it, now and later."""
 
-    If `is_permanent`, its settings are wrong and starting it again will not help.
-    """
+    reason: MembershipEnd
 
-    reason: str
-    is_permanent: bool = False
+
+EventReason = StopReason | WaitReason | ErrorRaised
 
 
 @dataclass(frozen=True, slots=True)
 class EmitEvent:
-    """Write an event to the event log; `missing` names the nodes that it waits for."""
+    """Write an event to the event log."""
 
     kind: str
-    text: str
-    missing: tuple[str, ...] = ()
+    reason: EventReason | None = None
+    generation: int = 0
 
 
 # `ReplicasDiverged` reports that replicas differ; other effects end the view or the job.
@@ -292,6 +305,6 @@ Effect = (
     | StopWorkers
     | ReplicasDiverged
     | EndJob
-    | GiveUp
+    | EndMembership
     | EmitEvent
 )

@@ -12,20 +12,19 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from elastic_resume.policy.reasons import (
-    Departure,
+    DepartureReason,
     EndedMeanwhile,
-    JobOver,
     LaterViewDecided,
-    LeaderReason,
     Loss,
     NameTaken,
     NodeLost,
     NodesUnreachable,
     OtherLeads,
     SettingDiffers,
+    ViewEnd,
     ViewEndReason,
+    WaitReason,
     WorkersStopped,
-    describe,
     name_nodes,
 )
 from elastic_resume.rendezvous.core import messages
@@ -225,7 +224,7 @@ class Leader:
         self.next_probe_at = state.now
         self.finished_generation = 0
         """The newest generation in which a node has finished."""
-        state.emit_event("leading", f"{state.incarnation} leads")
+        state.emit_event("leading")
         for conn_id, hello in waiting_peers.items():
             if conn_id in state.links:
                 self._handle_hello(state.links[conn_id], hello)
@@ -305,7 +304,7 @@ class Leader:
         elif isinstance(message, messages.UnreachablePeers):
             self.handle_unreachable_peers(peer.incarnation, message)
         elif isinstance(message, messages.FailJob):
-            state.job_failure = message.reason
+            state.job_failure = message.failure
         elif isinstance(message, messages.LeaveNotice) and message.is_final:
             self._remove_peer(peer, Loss.LEFT, message.departure)
         elif isinstance(message, messages.LeaveNotice):
@@ -327,13 +326,13 @@ class Leader:
                 view_change.schedule_scale_up(peer.incarnation, self.running_view)
         view_change.reevaluate()
 
-    def _handle_leaving(self, peer: Peer, departure: Departure) -> None:
+    def _handle_leaving(self, peer: Peer, departure: DepartureReason) -> None:
         """Form a view without a follower, which leaves when that is decided."""
         if peer.is_leaving:
             return
         peer.is_leaving, peer.join, peer.running_generation = True, None, 0
         lost = NodeLost(peer.incarnation.node, Loss.LEFT, departure)
-        self.state.emit_event("lost", describe(lost))
+        self.state.emit_event("lost", lost)
         self.state.record_lost_member(peer.incarnation, lost)
         if self._runs_on(peer.incarnation) and not self.has_finished_node():
             self.end_view(lost)
@@ -457,7 +456,7 @@ class Leader:
         self.view_change.handle_link_broken(peer.incarnation)
         self.next_probe_at = self.state.now
 
-    def _remove_peer(self, peer: Peer, loss: Loss, departure: Departure | None = None) -> None:
+    def _remove_peer(self, peer: Peer, loss: Loss, departure: DepartureReason | None = None) -> None:
         state, lost = self.state, NodeLost(peer.incarnation.node, loss, departure)
         self.peers.remove(peer.incarnation)
         if loss in {Loss.DIED, Loss.LEFT, Loss.RESTARTED}:
@@ -468,7 +467,7 @@ class Leader:
         if peer.link.conn_id in state.links:
             state.disconnect(peer.link)
         if not peer.is_leaving:
-            state.emit_event("lost", describe(lost))
+            state.emit_event("lost", lost)
         state.record_lost_member(peer.incarnation, lost)
         self.view_change.handle_removed(peer.incarnation)
         view = self.running_view
@@ -503,11 +502,11 @@ class Leader:
                 self._send(peer, message)
         self.running_view = None
         self.divergence.reset()
-        self.state.stop_workers(describe(reason), immediately=immediately)
+        self.state.stop_workers(reason, immediately=immediately)
         self.view_change.began_at = self.state.now
         self.view_change.reevaluate()
-        if not isinstance(reason, JobOver):
-            self.state.emit_event("restart", f"generation {view.generation} is over: {describe(reason)}")
+        if reason is not ViewEnd.JOB_OVER:
+            self.state.emit_event("view-ended", reason, view.generation)
 
     def advance(self) -> None:
         """Check the own lease first; then look for losses, the end of the job, and the next view."""
@@ -516,17 +515,17 @@ class Leader:
             self._step_down(OtherLeads(self.new_leader_address))
             return
         if self.running_view is None and state.is_disk_stalled:
-            self._step_down(LeaderReason.DISK_STUCK)
+            self._step_down(ViewEnd.DISK_STUCK)
             return
         if self._lacks_quorum():
             state.terms_without_quorum += 1
-            self._step_down(LeaderReason.NO_QUORUM)
+            self._step_down(ViewEnd.NO_QUORUM)
             return
         if self.running_view:
             if state.running_view is None:  # a spare may wait for as long as a view runs without it
                 state.join_since = state.now
             elif state.now >= state.lease_until:
-                self.end_view(LeaderReason.PAUSED, immediately=True)
+                self.end_view(ViewEnd.PAUSED, immediately=True)
             else:
                 state.lease_until = state.now + state.settings.lease_s
         if state.now >= self.next_scan_at:
@@ -545,7 +544,7 @@ class Leader:
         elif state.now >= self.view_change.scale_up_at:
             self.view_change.scale_up_at = float("inf")
             if not self.has_finished_node() and self.view_change.list_ready_newcomers(self.running_view):
-                self.end_view(LeaderReason.NEWCOMERS)
+                self.end_view(ViewEnd.NEWCOMERS)
 
     def _lacks_quorum(self) -> bool:
         """Return whether others should lead: nodes that this one cannot reach may follow them."""
@@ -557,7 +556,7 @@ class Leader:
     def _broadcast_wait_reason(self) -> None:
         reason = self.view_change.take_wait_reason() if self.running_view is None else None
         if reason:
-            self.state.emit_wait(reason)
+            self.state.emit_event("waiting", reason)
             self._broadcast(messages.Waiting(reason))
 
     def _remove_unreachable_peers(self) -> None:
@@ -627,7 +626,7 @@ class Leader:
     def _detach(self, peer: Peer) -> None:
         """Go on without a follower that has not acknowledged a proposal for long; it may follow again."""
         self.state.send(peer.link, messages.Redirect())
-        self._remove_peer(peer, Loss.SILENT)
+        self._remove_peer(peer, Loss.UNRESPONSIVE)
 
     def _ask_votes(self, request: messages.RequestVote) -> None:
         """Ask the followers for their votes in a new slot or ballot."""
@@ -701,7 +700,7 @@ class Leader:
         finished = {peer.incarnation for peer in self.peers if peer.finished_generation == view.generation}
         finished.add(state.incarnation)
         unfinished = [str(member) for member in view.members if member not in finished]
-        self.end_view(JobOver(state.job_failure))
+        self.end_view(ViewEnd.JOB_OVER)
         self.view_change.end = JobEnd(
             0,  # not known before it is proposed
             state.job_failure,
@@ -711,7 +710,7 @@ class Leader:
         )
         self.view_change.reevaluate()
 
-    def _step_down(self, reason: OtherLeads | LeaderReason) -> None:
+    def _step_down(self, reason: OtherLeads | ViewEnd) -> None:
         state = self.state
         self.has_stepped_down = True
         self.end_view(reason, immediately=True)
@@ -722,7 +721,7 @@ class Leader:
                 state.disconnect(peer.link)
         for conn_id in self.pending_welcomes:
             state.send(state.links[conn_id], redirect)
-        state.emit_event("step-down", f"{state.incarnation} steps down: {describe(reason)}")
+        state.emit_event("step-down", reason)
 
     def close(self) -> None:
         """End the calls to nodes that do not follow."""
@@ -743,7 +742,7 @@ class Leader:
         """Check for the next view, since this node's own workers have finished."""
         self.view_change.reevaluate()
 
-    def hand_over(self, departure: Departure) -> bool:
+    def hand_over(self, departure: DepartureReason) -> bool:
         """Step down for the lowest ranked follower that stays; return whether there is one."""
         rank = self.state.view.rank
         staying = [
@@ -759,7 +758,7 @@ class Leader:
         self.new_leader_address = successor.address
         return True
 
-    def leave(self, departure: Departure) -> None:
+    def leave(self, departure: DepartureReason) -> None:
         """Send all followers a leave notice; they look for another leader at once."""
         self._broadcast(messages.LeaveNotice(departure, is_final=True))
 
@@ -775,7 +774,6 @@ class Leader:
             deadlines += [self.view_change.next_deadline(), state.disk_stalls_at]
         return min(deadlines)
 
-    def explain_wait(self) -> str:
-        """Return one clause for the error after the join timeout."""
-        reason = self.view_change.wait_reason
-        return describe(reason) if reason else ""
+    def explain_wait(self) -> WaitReason | None:
+        """Return why no view is formed."""
+        return self.view_change.wait_reason

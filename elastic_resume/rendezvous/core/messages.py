@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from elastic_resume.policy.digests import Digest, DivergenceVerdict
 from elastic_resume.policy.failure_classification import Failure
-from elastic_resume.policy.reasons import Departure, Refusal, ViewEndReason, WaitReason
+from elastic_resume.policy.reasons import DepartureReason, Refusal, ViewEndReason, WaitReason
+from elastic_resume.policy.restart import JobFailure
 from elastic_resume.rendezvous.core.world import Ballot, Incarnation, JobEnd, Proposal, View, Vote
 
 
@@ -34,7 +35,7 @@ class JoinSpec:
     store_address: str
     """host:port at which this node serves the store if it gets rank 0."""
     num_workers: int
-    scheduler_order: int = 0
+    node_order: int = 0
     """Place in the scheduler's order of nodes."""
     newest_step: int = 0
     """The newest step that workers of this node have finished since its agent started."""
@@ -207,7 +208,7 @@ class UnreachablePeers:
 class FailJob:
     """Demand the end of the job on all nodes, because a restart would fail again."""
 
-    reason: str
+    failure: JobFailure
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +230,7 @@ class LeaveNotice:
     Otherwise ask for a view without the sender, which votes for it before it leaves.
     """
 
-    departure: Departure
+    departure: DepartureReason
     is_final: bool
 
 

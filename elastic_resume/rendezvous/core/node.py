@@ -10,7 +10,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic_resume.policy.failure_classification import bound_failures
-from elastic_resume.policy.reasons import Departure, format_node_names
+from elastic_resume.policy.reasons import (
+    Departure,
+    DepartureReason,
+    JobFinished,
+    JoinTimeout,
+    Loss,
+    NodeLost,
+    ViewEnd,
+    WorkersStopped,
+)
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.follower import Follower
 from elastic_resume.rendezvous.core.leader import Leader
@@ -42,8 +51,8 @@ class RendezvousNode:
         self.role: Searcher | Follower | Leader | None = Searcher(self.state)
         self.next_deadline = now
         """When to call `handle` next, at the latest."""
-        self.end_reason = ""
-        """Why this node has left the rendezvous; empty before."""
+        self.end_reason: interface.StopReason | None = None
+        """Why this node has left the rendezvous."""
 
     def handle(self, event: interface.Event, now: float) -> list[interface.Effect]:
         """Handle one event at the time `now`, in seconds since boot; return effects to carry out in order."""
@@ -82,7 +91,7 @@ class RendezvousNode:
         elif isinstance(event, interface.PeerDisconnected):
             link = state.links.pop(event.conn_id, None)
             if link and link.address in state.settings.candidates:
-                state.unreachable_reasons[link.address] = event.reason[:120]
+                state.connection_errors[link.address] = event.reason[:120]
             if link and event.refused:
                 link.refusing_ips = event.refusing_ips
                 state.voter.mark_ended_at(link)
@@ -91,7 +100,7 @@ class RendezvousNode:
         elif isinstance(event, interface.Persisted):
             state.durable_version = max(state.durable_version, event.version)
         elif isinstance(event, messages.JoinRequest):
-            state.stop_workers("torchelastic stopped its workers")
+            state.stop_workers(WorkersStopped(state.incarnation.node))
             state.join, state.join_since = event.join, state.now
             if isinstance(role, (Follower, Leader)):
                 role.handle_join_requested()
@@ -114,8 +123,8 @@ class RendezvousNode:
             elif isinstance(role, Leader):
                 role.handle_unreachable_peers(state.incarnation, event)
         elif isinstance(event, messages.FailJob):
-            state.job_failure, state.has_failed_job = event.reason, True
-            state.stop_workers(event.reason)
+            state.job_failure, state.has_failed_job = event.failure, True
+            state.stop_workers(ViewEnd.JOB_OVER)
             if isinstance(role, Follower):
                 role.send_reports()
         elif isinstance(event, messages.StateDigest):
@@ -161,16 +170,16 @@ class RendezvousNode:
         state.leaving, state.leave_at = event.departure, state.now + LEAVE_TIMEOUT_S
         state.leave_generation = state.view.generation
         state.join = None
-        state.stop_workers(f"left: {event.departure.text}")
+        state.stop_workers(NodeLost(state.incarnation.node, Loss.LEFT, event.departure))
         if isinstance(role, Follower):
             role.send_reports()
         elif isinstance(role, Searcher):
             role.send_away_waiting_peers()
 
-    def _leave(self, departure: Departure) -> None:
+    def _leave(self, departure: DepartureReason) -> None:
         if isinstance(self.role, (Follower, Leader)):
             self.role.leave(departure)
-        self._close(f"left: {departure.text}")
+        self._close(NodeLost(self.state.incarnation.node, Loss.LEFT, departure))
 
     def _advance_role(self) -> None:
         """Advance the role, and each new role after it."""
@@ -190,10 +199,10 @@ class RendezvousNode:
         waited_s = state.now - state.join_since
         waits = state.join or state.finished_generation
         if waits and waited_s >= state.settings.join_timeout_s and self.role:
-            reason = f"no rendezvous within {state.settings.join_timeout_s:g} s: {self.role.explain_wait()}"
+            reason = JoinTimeout(state.settings.join_timeout_s, self.role.explain_wait())
             if isinstance(self.role, (Follower, Leader)):
-                self.role.leave(Departure(reason))
-            state.effects.append(interface.GiveUp(reason))
+                self.role.leave(Departure.NO_RENDEZVOUS)
+            state.effects.append(interface.EndMembership(reason))
             self._close(reason)
 
     def _change_role(self) -> None:
@@ -211,16 +220,9 @@ class RendezvousNode:
     def _end_job(self, end: JobEnd) -> None:
         self.state.job_end = end
         self.state.adopt_view(View(end.generation, ()))
-        done = "every node has finished"
-        if end.unfinished_nodes:
-            absent = format_node_names(end.unfinished_nodes, end.unfinished_count)
-            done = f"all remaining nodes have finished; absent at the end: {absent}"
-        self.state.effects.append(
-            interface.EndJob(
-                end.failure_reason or done, bool(end.failure_reason), bound_failures(end.failures)
-            )
-        )
-        self._close("ended")
+        reason = end.failure or JobFinished(end.unfinished_nodes, end.unfinished_count)
+        self.state.effects.append(interface.EndJob(reason, bound_failures(end.failures)))
+        self._close(ViewEnd.JOB_OVER)
 
     def _finish_search(self, role: Searcher) -> None:
         state = self.state
@@ -236,11 +238,11 @@ class RendezvousNode:
         elif role.result is SearchResult.LEAD:
             role.close()
             self.role = Leader(state, role.waiting_peers)
-        elif role.result is SearchResult.REFUSED:
-            state.effects.append(interface.GiveUp(role.refusal_reason, is_permanent=True))
-            self._close(role.refusal_reason)
+        elif role.result is SearchResult.REFUSED and role.refusal:
+            state.effects.append(interface.EndMembership(role.refusal))
+            self._close(role.refusal)
 
-    def _close(self, reason: str) -> None:
+    def _close(self, reason: interface.StopReason) -> None:
         """Leave the rendezvous."""
         self.state.stop_workers(reason)
         self.end_reason = reason

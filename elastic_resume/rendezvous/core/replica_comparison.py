@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from elastic_resume.policy.digests import Digest, describe_divergence, find_diverged_nodes
+from elastic_resume.policy.digests import Digest, find_diverged_nodes
 from elastic_resume.policy.failure_classification import DIVERGENCE, Failure
+from elastic_resume.policy.restart import ReplicasDiffer
 from elastic_resume.rendezvous.core.messages import FailureReport, Message, ReplicasDiverged, StateDigest
 from elastic_resume.rendezvous.core.peers import Peer, PeerTable
 from elastic_resume.rendezvous.core.state import NodeState
@@ -95,10 +96,9 @@ class DivergenceDetector:
                 self.send(peer, report)
         self.state.effects.append(report)
         # Recorded as a failure of each wrong node, so that it is the root cause of the job's end.
-        text = f"held another state at step {step} than the majority of nodes"
         for member in view.members:
             if member.node in verdict.diverged:
-                failure = Failure(DIVERGENCE, member.node, None, text, step=step)
+                failure = Failure(DIVERGENCE, member.node, None, step=step)
                 self.state.record_failure_report(member, FailureReport(view.generation, failure))
-        self.state.job_failure = describe_divergence(verdict)
+        self.state.job_failure = ReplicasDiffer(verdict)
         self.reset()

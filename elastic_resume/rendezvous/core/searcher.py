@@ -12,7 +12,13 @@ from collections.abc import Iterator
 from enum import Enum
 from itertools import islice
 
-from elastic_resume.policy.reasons import SettingDiffers, describe
+from elastic_resume.policy.reasons import (
+    JoinObstacle,
+    NodeRefused,
+    NoLeader,
+    OwnObstacle,
+    SettingDiffers,
+)
 from elastic_resume.rendezvous.core import messages
 from elastic_resume.rendezvous.core.peers import Link
 from elastic_resume.rendezvous.core.state import NodeState
@@ -51,7 +57,7 @@ class Searcher:
         self.result = SearchResult.SEARCHING
         self.link: Link | None = None
         self.welcome: messages.Welcome | None = None
-        self.refusal_reason = ""
+        self.refusal: NodeRefused | None = None
         self.pending_calls: dict[int, float] = {}
         """When each unanswered call was made, by connection."""
         self.redirect_waits: set[int] = set()
@@ -159,11 +165,10 @@ class Searcher:
 
     def _handle_refusal(self, link: Link, message: messages.Refused) -> None:
         state = self.state
-        last_reason = self.refusal_reason
-        self.refusal_reason = f"{link.address} refuses this node: {describe(message.refusal)}"
+        former, self.refusal = self.refusal, NodeRefused(link.address, message.refusal)
         is_permanent = isinstance(message.refusal, SettingDiffers)
-        if self.refusal_reason != last_reason and not is_permanent:
-            state.emit_event("refused", self.refusal_reason)
+        if self.refusal != former and not is_permanent:
+            state.emit_event("refused", self.refusal)
         if is_permanent:
             self.result = SearchResult.REFUSED
         self._drop_call(link)
@@ -244,7 +249,7 @@ class Searcher:
         if self.state.now >= self.lead_anyway_at:
             return True
         # A leader that refuses this node would make it step down at once.
-        if self._defers() or self.refusal_reason or self.pending_calls.keys() - self.redirect_waits:
+        if self._defers() or self.refusal or self.pending_calls.keys() - self.redirect_waits:
             return False
         answered_nothing = {*self.failed_addresses, self.state.incarnation.address}
         return all(address in answered_nothing for address in self._iterate_earlier())
@@ -293,12 +298,8 @@ class Searcher:
             if conn_id in self.state.links and (self.link is None or conn_id != self.link.conn_id):
                 self.state.disconnect(self.state.links[conn_id])
 
-    def explain_wait(self) -> str:
-        """Return one clause for the error after the join timeout."""
+    def explain_wait(self) -> JoinObstacle:
+        """Return why this node has found no leader."""
         if self.state.is_disk_stalled:
-            return "this node's disk does not complete writes"
-        addresses = self.state.format_absent_candidates([self.state.incarnation])
-        return (
-            self.refusal_reason
-            or f"no leader answers at {addresses} nor at any member of the last generation"
-        )
+            return OwnObstacle.DISK_STUCK
+        return self.refusal or NoLeader(self.state.find_absent_candidates([self.state.incarnation]))

@@ -12,13 +12,12 @@ from dataclasses import replace
 from elastic_resume.policy.digests import choose_common_step
 from elastic_resume.policy.failure_classification import FailureLog, bound_failures, make_node_failure
 from elastic_resume.policy.reasons import (
-    Departure,
+    AbsentCandidates,
+    DepartureReason,
+    LaterViewDecided,
     NodeLost,
-    VotesMissing,
-    WaitReason,
-    describe,
-    describe_loss,
 )
+from elastic_resume.policy.restart import JobFailure
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.peers import NEVER, Link
 from elastic_resume.rendezvous.core.voter import Voter
@@ -46,7 +45,7 @@ class NodeState:
         self.settings = settings
         self.incarnation = incarnation
         self.voter = Voter(settings, incarnation, persistent_state, now, max_generation)
-        self.leaving: Departure | None = None
+        self.leaving: DepartureReason | None = None
         """Why this node leaves; it only votes any more, for a view without it."""
         self.leave_generation = 0
         """The newest view when it was asked to leave."""
@@ -63,9 +62,9 @@ class NodeState:
         self.started_generation = 0
         """The newest generation whose workers were started anywhere, as far as known."""
         self.finished_generation = 0
-        self.unreachable_reasons: dict[str, str] = {}
+        self.connection_errors: dict[str, str] = {}
         """Why the last connection to a candidate failed, by address."""
-        self.job_failure = ""
+        self.job_failure: JobFailure | None = None
         """Why this node demands the end of the job."""
         self.has_failed_job = False
         """This node's own agent demands it. Its workers have ended, and it joins no more."""
@@ -123,7 +122,7 @@ class NodeState:
         """Learn that a view is decided, from `source` if that is the leader that this node follows."""
         if view.generation > self.view.generation:
             if self.running_view:
-                self.stop_workers(f"generation {view.generation} is decided")
+                self.stop_workers(LaterViewDecided(view.generation))
             self.voter.adopt_view(view, source)
             self.unreachable = {member for member in self.unreachable if view.rank(member) is not None}
             self.terms_without_quorum = 0
@@ -202,7 +201,7 @@ class NodeState:
             )
         )
 
-    def stop_workers(self, reason: str, *, immediately: bool = False) -> None:
+    def stop_workers(self, reason: interface.StopReason, *, immediately: bool = False) -> None:
         """End the running view on this node, if there is one."""
         if self.running_view is None:
             return
@@ -218,9 +217,7 @@ class NodeState:
     def record_lost_member(self, incarnation: Incarnation, lost: NodeLost) -> None:
         """Record the loss of a member of the newest view as a failure."""
         if self.view.rank(incarnation) is not None:
-            announced = lost.departure is not None and lost.departure.is_asked
-            failure = make_node_failure(lost.node, describe_loss(lost), announced=announced)
-            self.failure_log.record(self.failed_generation, failure)
+            self.failure_log.record(self.failed_generation, make_node_failure(lost))
 
     @property
     def failed_generation(self) -> int:
@@ -249,23 +246,15 @@ class NodeState:
 
     # Identity and reports.
 
-    def format_absent_candidates(self, present: Iterable[Incarnation]) -> str:
-        """Name the candidates that are not present, with the reason why a connection failed."""
+    def find_absent_candidates(self, present: Iterable[Incarnation]) -> AbsentCandidates:
+        """Return the candidates that are not present, with the errors of the last calls."""
         indices = {member.candidate_index for member in present}
-        absent = [
-            address
-            + (f" ({self.unreachable_reasons[address]})" if address in self.unreachable_reasons else "")
-            for index, address in enumerate(self.settings.candidates)
-            if index not in indices
-        ]
-        more = len(absent) - MAX_CANDIDATES_NAMED
-        return ", ".join(absent[:MAX_CANDIDATES_NAMED]) + (f" and {more} more" if more > 0 else "")
+        candidates = enumerate(self.settings.candidates)
+        absent = [address for index, address in candidates if index not in indices]
+        named = absent[:MAX_CANDIDATES_NAMED]
+        errors = tuple(self.connection_errors.get(address, "") for address in named)
+        return AbsentCandidates(tuple(named), errors, len(absent))
 
-    def emit_wait(self, reason: WaitReason) -> None:
-        """Add to the event log why no view is formed."""
-        missing = reason.missing_nodes if isinstance(reason, VotesMissing) else ()
-        self.emit_event("waiting", describe(reason), missing)
-
-    def emit_event(self, kind: str, text: str, missing: tuple[str, ...] = ()) -> None:
+    def emit_event(self, kind: str, reason: interface.EventReason | None = None, generation: int = 0) -> None:
         """Add an event to the event log."""
-        self.effects.append(interface.EmitEvent(kind, text, missing))
+        self.effects.append(interface.EmitEvent(kind, reason, generation))

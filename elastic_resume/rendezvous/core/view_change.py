@@ -28,7 +28,6 @@ from elastic_resume.policy.reasons import (
     Wait,
     WaitReason,
     WorkersRunning,
-    describe,
     name_nodes,
 )
 from elastic_resume.rendezvous.core.decision import Decision
@@ -368,15 +367,14 @@ class ViewChange:
                 self.backoff.remove(node)
             if node in self.left_out:
                 self.backoff.add(node, self.state.now)
-                reason = describe(self.left_out[node])
-                self.state.emit_event("left-out", f"{reason}, and is left out until it can")
+                self.state.emit_event("left-out", self.left_out[node])
 
     def _find_missing_votes(self, present: set[Incarnation]) -> WaitReason:
         state = self.state
         counted = self.decision.find_counted(self.decision.cast.keys(), frozenset())
         needed = state.voter.electorate.votes_needed
         if not state.view.members:
-            return CandidatesMissing(len(counted), needed, state.format_absent_candidates(present))
+            return CandidatesMissing(len(counted), needed, state.find_absent_candidates(present))
         missing = [member for member in state.view.members if member.disk_id not in counted]
         # A vote that is here may wait for that of another, who may have taken it: name only who is not here.
         disks = {node.disk_id for node in present}
@@ -458,5 +456,5 @@ def rank_members(last: View, joins: dict[Incarnation, JoinSpec], max_members: in
     """
     survivors = dict.fromkeys(member for member in last.members if member in joins)
     newcomers = [incarnation for incarnation in joins if incarnation not in survivors]
-    newcomers.sort(key=lambda newcomer: (joins[newcomer].scheduler_order, newcomer.node, newcomer.disk_id))
+    newcomers.sort(key=lambda newcomer: (joins[newcomer].node_order, newcomer.node, newcomer.disk_id))
     return tuple([*survivors, *newcomers][:max_members])

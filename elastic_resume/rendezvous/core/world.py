@@ -13,6 +13,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from elastic_resume.policy.failure_classification import Failure
+from elastic_resume.policy.restart import JobFailure
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +41,14 @@ class Incarnation:
 
 @dataclass(frozen=True, slots=True)
 class JobEnd:
-    """The end of the job: the workers of every node have succeeded, or it failed for `failure_reason`.
+    """The end of the job: the workers of every node have succeeded, or it failed: `failure`.
 
     `unfinished_nodes` names some of the `unfinished_count` members whose workers did not succeed. `failures`
     ended the last view.
     """
 
     generation: int
-    failure_reason: str = ""
+    failure: JobFailure | None = None
     unfinished_nodes: tuple[str, ...] = ()
     unfinished_count: int = 0
     failures: tuple[Failure, ...] = ()

@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from elastic_resume.errors import MachineError
+from elastic_resume.policy.reasons import ErrorRaised
 from elastic_resume.rendezvous.core.interface import (
     Connect,
     Disconnect,
@@ -266,7 +267,7 @@ class RendezvousServer:
             except MachineError as error:
                 if self._loop.time() >= logged_at + DISK_LOG_INTERVAL_S:
                     logged_at = self._loop.time()
-                    self._on_effect(EmitEvent("disk", f"{str(error).rstrip('.')}; trying again"))
+                    self._on_effect(EmitEvent("disk", ErrorRaised(type(error).__name__, str(error))))
             except Exception as error:  # noqa: BLE001  reported through `failure`
                 # While the interpreter exits, executors refuse work.
                 if not self._closing and threading.main_thread().is_alive():
@@ -379,7 +380,7 @@ class RendezvousServer:
 
     def _log_rejected(self, text: str) -> None:
         if not self._closing:
-            self._on_effect(EmitEvent("unauthenticated", f"a connection was dropped: {text}"))
+            self._on_effect(EmitEvent("unauthenticated", ErrorRaised("ProtocolError", text)))
 
     def _drop_idle(self) -> None:
         """Drop authenticated peers that send nothing: members and waiting nodes send heartbeats."""

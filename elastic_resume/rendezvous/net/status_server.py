@@ -18,7 +18,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from elastic_resume.policy.reasons import JoinObstacle
+from elastic_resume.policy.wording import describe
 from elastic_resume.rendezvous.core.follower import Follower
+from elastic_resume.rendezvous.core.interface import StopReason
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.world import Incarnation, View
@@ -68,17 +71,23 @@ def build_status(node: RendezvousNode) -> RendezvousStatus:
             generation=state.view.generation,
             others=tuple(sorted(present - set(members), key=lambda other: other.node)),
             missing=tuple(sorted(member.node for member in absent)),
-            waiting_reason="" if role.running_view else role.explain_wait(),
-            end_reason=node.end_reason,
+            waiting_reason="" if role.running_view else _describe(role.explain_wait()),
+            end_reason=_describe(node.end_reason),
         )
     return RendezvousStatus(
         state.incarnation,
         leader=role.leader if isinstance(role, Follower) else None,
         view=state.running_view,
         generation=state.view.generation,
-        waiting_reason=role.explain_wait() if role and not state.running_view and state.join else "",
-        end_reason=node.end_reason,
+        waiting_reason=_describe(role.explain_wait())
+        if role and not state.running_view and state.join
+        else "",
+        end_reason=_describe(node.end_reason),
     )
+
+
+def _describe(reason: JoinObstacle | StopReason | None) -> str:
+    return describe(reason) if reason else ""
 
 
 # ---- the server ----------------------------------------------------------------------------------------

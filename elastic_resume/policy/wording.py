@@ -1,0 +1,410 @@
+"""Put facts into words, for people: log lines, error messages, events, reports.
+
+This is the only place that does so, and nothing decides by what it returns. Each function returns one line
+that can be printed: names and messages may come from other nodes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import Any
+
+from elastic_resume.policy import failure_classification as failures
+from elastic_resume.policy import reasons, restart
+from elastic_resume.policy.digests import DivergenceVerdict
+from elastic_resume.policy.failure_classification import (
+    Failure,
+    FailureVerdict,
+    MemoryPressure,
+    WorkerEnd,
+    to_printable,
+)
+from elastic_resume.policy.hangs import Activity, HangDiagnosis, RankFinding, Stall
+from elastic_resume.policy.reasons import MAX_NODES_NAMED, Departure, Loss, NodeLost, ViewEnd
+from elastic_resume.units import format_bytes
+
+MAX_NAMED = 4
+"""Failures, nodes of a group and groups that one line lists."""
+MAX_CANDIDATES_NAMED = 5
+MAX_CHARS = 2000
+MAX_NAME_CHARS = 200
+MIXED_HARDWARE_HINT = (
+    "Machines of different kinds round differently: with ELASTIC_RESUME_CHECK_REPLICAS=off they continue, "
+    "and one node's values count at each resume."
+)
+
+_MEMBERS: dict[Enum, str] = {
+    Loss.DIED: "died",
+    Loss.LEFT: "left",
+    Loss.RESTARTED: "is back as a new process",
+    Loss.REPLACED: "is back with an empty disk",
+    Loss.UNREACHABLE: "is unreachable",
+    Loss.UNRESPONSIVE: "did not acknowledge a proposal",
+    Departure.EXCLUDED: "it leaves the job because of its failures",
+    Departure.JOB_FAILED: "the job failed",
+    Departure.NO_RENDEZVOUS: "it found no rendezvous",
+    ViewEnd.NEWCOMERS: "newcomers are here",
+    ViewEnd.PAUSED: "the leader was paused for longer than its lease",
+    ViewEnd.DISK_STUCK: "the leader's disk does not complete writes",
+    ViewEnd.NO_QUORUM: "too few members follow it, and perhaps more follow another",
+    ViewEnd.JOB_OVER: "the job is over",
+    ViewEnd.LEADER_STEPPED_DOWN: "the leader stepped down, or continues without this node",
+    ViewEnd.NOT_READMITTED: "the leader does not readmit this node",
+    reasons.Wait.NOTHING_JOINED: "no node has joined yet",
+    reasons.Wait.LINK_BROKEN: "a connection has just broken",
+    reasons.OwnObstacle.DISK_STUCK: "this node's disk does not complete writes",
+    reasons.OwnObstacle.THREAD_ENDED: (
+        "the rendezvous thread ended, which is an internal error of elastic_resume"
+    ),
+}
+
+
+def describe(fact: Any) -> str:
+    """Return one clause about any fact of `reasons`, `restart` or `failure_classification`."""
+    return to_printable(_describe(fact), MAX_CHARS)
+
+
+def _describe(fact: Any) -> str:
+    if isinstance(fact, Enum):
+        return _MEMBERS[fact]
+    if isinstance(fact, Failure):
+        return describe_failure(fact)
+    match fact:
+        case reasons.NodeLost(node):
+            return f"{node} {_describe_loss(fact)}"
+        case reasons.Signalled(signal):
+            return signal
+        case reasons.ErrorRaised(kind, message):
+            return message or kind
+        case reasons.WorkersStopped(node):
+            return f"the workers of {node} stopped"
+        case reasons.NodesUnreachable(node, others):
+            return f"{node} {_describe_unreachable(others)}"
+        case reasons.LaterViewDecided(generation):
+            return f"generation {generation} was decided elsewhere"
+        case reasons.EndedMeanwhile(generation):
+            return f"generation {generation} ended while this node was reconnecting"
+        case reasons.OtherLeads(address):
+            return f"{address} leads"
+        case reasons.LeaderIdle(leader, other):
+            return f"the leader {leader} starts no generation, and {other} leads, too"
+        case reasons.LeaseExpired(leader):
+            return f"the lease expired: no message from the leader {leader}"
+        case reasons.SettingDiffers(setting, here, at_leader):
+            return f"{setting} is {here} on this node and {at_leader} at the leader: give all nodes the same"
+        case reasons.NameTaken(node):
+            remedy = "give one of them a different name with ELASTIC_RESUME_NODE_NAME"
+            return f"another live agent is called {node}: {remedy}"
+        case reasons.JobFinished(unfinished, count):
+            absent = format_node_names(unfinished, count)
+            return (
+                f"all remaining nodes have finished; absent at the end: {absent}"
+                if unfinished
+                else "every node has finished"
+            )
+        case restart.GaveUp(node, reason):
+            return f"node {node} gave up: {_describe_decision(reason)}"
+        case restart.ReplicasDiffer(verdict):
+            return describe_divergence(verdict)
+        case restart.GiveUp(reason) | restart.Exclude(_, reason):
+            return _describe_decision(reason)
+    return _describe_wait(fact)
+
+
+def _describe_wait(fact: Any) -> str:
+    """Describe why no view is formed, or why this node is in none."""
+    match fact:
+        case reasons.WorkersRunning(node):
+            return f"the workers of {node} have not stopped"
+        case reasons.TooFewNodes(joined, min_nodes, left_out):
+            clauses = [f"{_describe(item)}, and is left out until it can" for item in left_out]
+            return "; ".join([f"{joined} of at least {min_nodes} nodes have joined", *clauses])
+        case reasons.VotesMissing(generation, votes, needed, missing, count):
+            here = f"{votes} of the {needed} required votes count"
+            nodes = format_node_names(missing, count)
+            return f"generation {generation} may still run elsewhere: {here}; waiting for {nodes}"
+        case reasons.CandidatesMissing(votes, needed, absent):
+            return f"{votes} of the {needed} required votes are here; not here: {_list_candidates(absent)}"
+        case reasons.MembersAbsent(nodes, count):
+            return f"waiting for {format_node_names(nodes, count)}, which may be looking for this leader"
+        case reasons.LastCall(joined, max_nodes, timeout_s):
+            wait = f"waiting until no new node has joined for {timeout_s:g} s"
+            return f"{joined} of at most {max_nodes} nodes have joined: {wait}"
+        case reasons.LeaderWaits(leader, reason):
+            text = f"the leader {leader} started no generation with this node"
+            return f"{text}: {_describe(reason)}" if reason else text
+        case reasons.NoLeader(absent):
+            where = f"{_list_candidates(absent)} nor at any member of the last generation"
+            return f"no leader answers at {where}"
+        case reasons.NodeRefused(address, refusal):
+            return f"{address} refuses this node: {_describe(refusal)}"
+        case reasons.JoinTimeout(timeout_s, obstacle):
+            text = f"no rendezvous within {timeout_s:g} s"
+            return f"{text}: {_describe(obstacle)}" if obstacle else text
+    raise TypeError(f"no words for {fact!r}")
+
+
+def describe_event(kind: str, reason: Any, *, node: str, generation: int) -> str:
+    """Return one line about an event of the rendezvous on that node."""
+    text = describe(reason) if reason is not None else ""
+    match kind:
+        case "leading":
+            return f"{node} leads"
+        case "step-down":
+            return f"{node} steps down: {text}"
+        case "view-ended":
+            return f"generation {generation} is over: {text}"
+        case "lease-expired":
+            return f"generation {generation}: the start message arrived after the lease expired; rejoining"
+        case "spare":
+            return f"generation {generation} runs without this node, which stands by"
+        case "workers-finished":
+            return "this node's workers have finished; waiting for the others'"
+        case "left-out":
+            return f"{text}, and is left out until it can"
+        case "unauthenticated":
+            return f"a connection was dropped: {text}"
+        case "leader-lost" if isinstance(reason, NodeLost):
+            return f"the leader {text}"
+    return text
+
+
+def _describe_decision(reason: restart.GiveUpReason | restart.ExclusionReason) -> str:
+    last = describe_failure(reason.failure)
+    match reason:
+        case restart.SameErrorAgain():
+            return f"{last}. Starting again would meet the same error."
+        case restart.SameErrorEverywhere(_, num_nodes):
+            return f"the same error on all {num_nodes} nodes before the first step: {last}."
+        case restart.StepFails(_, step, times):
+            return (
+                f"step {step} fails deterministically: {times} times in a row with the same exception. "
+                f"Last: {last}. Check what is special about it, such as its samples."
+            )
+        case restart.NoProgress(_, starts, step):
+            where = f"at step {step}" if step else "before the first step"
+            return (
+                f"{f'{starts} starts in a row' if starts > 1 else 'a start'} failed without progress, "
+                f"{where}. Last: {last}."
+            )
+        case restart.RestartsExhausted():
+            return f"{last}."
+        case restart.WorkerStuck():
+            return f"{last}. No worker can be started beside it: repair or reboot this node."
+        case restart.CausedAlone(failure, times):
+            count = f"the last {times} failures were" if times > 1 else "the failure was"
+            return f"{count} caused by node {failure.node} alone. Last: {last}."
+        case restart.CannotStart():
+            return f"{last}. The other nodes have trained: this node's environment is wrong."
+
+
+# ---- nodes ---------------------------------------------------------------------------------------------
+
+
+def format_node_names(names: Iterable[object], count: int = 0) -> str:
+    """List node names, at most `MAX_NODES_NAMED`; `count` is their number if not all are given."""
+    texts = [to_printable(str(name), MAX_NAME_CHARS) for name in names]
+    more = max(count, len(texts)) - MAX_NODES_NAMED
+    return ", ".join(heapq.nsmallest(MAX_NODES_NAMED, texts)) + (f" and {more} more" if more > 0 else "")
+
+
+def _describe_loss(lost: NodeLost) -> str:
+    return _MEMBERS[lost.loss] + (f" ({_describe(lost.departure)})" if lost.departure else "")
+
+
+def _describe_unreachable(others: Sequence[str]) -> str:
+    more = f" and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""
+    return f"cannot reach {', '.join(others[:MAX_NAMED])}{more}"
+
+
+def _list_candidates(absent: reasons.AbsentCandidates) -> str:
+    listed = [
+        f"{address} ({error})" if error else address
+        for address, error in zip(absent.addresses, absent.errors, strict=False)
+    ]
+    more = absent.count - len(listed)
+    return ", ".join(listed) + (f" and {more} more" if more > 0 else "")
+
+
+# ---- failures ------------------------------------------------------------------------------------------
+
+
+def describe_failure(failure: Failure | None, *, with_node: bool = False) -> str:
+    """Describe what happened to which rank, without a full stop; with ``with_node`` also on which node."""
+    if failure is None:
+        return "a worker exited without reporting an error"
+    if failure.kind in failures.NODE_FAILURE_KINDS:
+        return to_printable(f"node {failure.node} {_describe_cause(failure)}")
+    subject = "a worker" if failure.rank is None else f"rank {failure.rank}"
+    if with_node:
+        subject += f" on node {failure.node}"
+    if failure.nodes > 1:
+        subject += f" (and alike on {failure.nodes - 1} more)"
+    error = ": ".join(part for part in (failure.type, failure.message.rstrip(".")) if part)
+    where = f" ({failure.frame})" if failure.frame else ""
+    text = f"{subject} {_describe_cause(failure)}" + (f": {error}{where}" if error else where)
+    return to_printable(text, MAX_CHARS)
+
+
+def _describe_cause(failure: Failure) -> str:
+    cause = failure.cause
+    match cause:
+        case NodeLost():
+            return _describe_loss(cause)
+        case reasons.NodesUnreachable(_, others):
+            return _describe_unreachable(others)
+        case Stall():
+            return f"hung: it {describe_stall(cause)}"
+        case WorkerEnd(exit_code, signal, memory):
+            code = "failed" if exit_code is None else f"ended with exit code {exit_code}"
+            text = f"was killed by {signal}" if signal else code
+            return f"{text}, out of memory: {describe_memory(memory)}" if memory else text
+    if failure.kind == failures.STUCK:
+        return "does not die of SIGKILL: it sleeps in the kernel (state D), on a device or a file system"
+    if failure.kind == failures.DIVERGENCE and failure.step is not None:
+        return f"held another state at step {failure.step} than the majority of nodes"
+    return "failed"
+
+
+def describe_memory(memory: MemoryPressure) -> str:
+    """Describe how short memory was; empty if it was not."""
+    texts = []
+    if memory.oom_kills:
+        processes = "a process" if memory.oom_kills == 1 else f"{memory.oom_kills} processes"
+        texts.append(f"the kernel killed {processes} of this node's control group")
+    used, limit = format_bytes(memory.used_bytes), format_bytes(memory.limit_bytes)
+    if memory.is_control_group:
+        texts.append(f"its control group had used {used} of {limit}")
+    elif memory.limit_bytes:
+        left = format_bytes(memory.limit_bytes - memory.used_bytes)
+        texts.append(f"{left} of {limit} of this machine's memory were left")
+    return "; ".join(texts)
+
+
+def explain_verdict(verdict: FailureVerdict) -> list[str]:
+    """Describe the root causes and the secondary failures in a few lines."""
+    if verdict.root_cause is None:
+        return []
+    lines = [f"first: {describe_failure(verdict.root_cause, with_node=True)}."]
+    if verdict.root_causes[1:]:
+        lines.append(f"also: {_list_failures(verdict.root_causes[1:])}.")
+    if verdict.secondary_failures:
+        count = sum(failure.nodes for failure in verdict.secondary_failures)
+        nodes = f"{count} node{'s' * (count > 1)}"
+        lines.append(f"as a consequence, on {nodes}: {_list_failures(verdict.secondary_failures)}.")
+    return lines
+
+
+def _list_failures(listed: Sequence[Failure]) -> str:
+    shown = [describe_failure(failure, with_node=True) for failure in listed[:MAX_NAMED]]
+    more = len(listed) - MAX_NAMED
+    return "; ".join(shown) + (f"; and {more} more" if more > 0 else "")
+
+
+# ---- hangs ---------------------------------------------------------------------------------------------
+
+
+def describe_stall(stall: Stall) -> str:
+    """Say why a rank stands still: a clause that follows "rank N"."""
+    where = f" at {stall.at}" if stall.at else ""
+    wait = f"waits in {stall.target or 'a collective'}{where}"
+    busy = f", using {stall.cpu_share:.0%} of a core" if stall.cpu_share else ""
+    match stall.activity:
+        case Activity.ENDED:
+            return "has ended, while others of its generation continue"
+        case Activity.STOPPED:
+            return f"is stopped by a signal (SIGSTOP){where}"
+        case Activity.TRACED:
+            return f"is stopped by a debugger{where}"
+        case Activity.UNINTERRUPTIBLE:
+            sleeps = f" ({stall.target})" if stall.target else ""
+            return f"sleeps in the kernel{sleeps} and cannot be woken: a disk or a device hangs{where}"
+        case Activity.LAST_STEP_DONE:
+            return f"has done its last step, and is{where or ' still there'}"
+        case Activity.HOLDS_GIL:
+            main = f" (its main thread is{where})" if where else ""
+            return f"does not let its Python run: native code of one of its threads holds the GIL{main}"
+        case Activity.DATA:
+            return f"waits for data{where}{busy}"
+        case Activity.BACKWARD:
+            return f"is in backward(){where}{busy}"
+        case Activity.OPTIMIZER:
+            return f"is in the optimizer's step{where}{busy}"
+        case Activity.UNKNOWN:
+            return f"stands still{where}{busy}"
+        case Activity.COLLECTIVE:
+            return wait
+        case Activity.SPLIT_COLLECTIVE:
+            return f"{wait}, others elsewhere"
+        case Activity.SKIPPED_COLLECTIVE:
+            others = f"{_list_waiting_ranks(stall.others)} in {stall.others_target or 'another collective'}"
+            return f"{wait}, and {others}: it left out a collective, or called one too many"
+        case Activity.OTHER_NODE:
+            return "timed out waiting for other ranks"
+
+
+def describe_diagnosis(diagnosis: HangDiagnosis) -> str:
+    """Describe the suspects of a hang with their reasons, then the victims."""
+    victims = _list_waiting_ranks([victim.rank for victim in diagnosis.victims])
+    if diagnosis.suspects:
+        text = "; ".join(map(describe_finding, diagnosis.suspects))
+        return text + (f". {victims} for it" if diagnosis.victims else "")
+    if not diagnosis.victims:
+        return "no rank can be named"
+    first = describe_stall(diagnosis.victims[0].stall)
+    if diagnosis.waits_for_other_node:
+        return f"{victims} for a rank of another node: {first}"
+    return f"all ranks have entered the same collective ({first}): look at the network between them"
+
+
+def describe_finding(finding: RankFinding) -> str:
+    """Name a rank and say why it stands still."""
+    return f"rank {finding.rank} {describe_stall(finding.stall)}"
+
+
+def _list_waiting_ranks(ranks: Sequence[int]) -> str:
+    listed = ", ".join(map(str, ranks))
+    return f"rank {listed} waits" if len(ranks) == 1 else f"ranks {listed} wait"
+
+
+# ---- replicas ------------------------------------------------------------------------------------------
+
+
+def summarize_divergence(verdict: DivergenceVerdict) -> str:
+    """Describe in one clause which nodes differ."""
+    if verdict.diverged:
+        verb = "is" if len(verdict.diverged) == 1 else "are"
+        majority = _join_node_names(next(iter(verdict.groups), ()))
+        text = f"{_join_node_names(verdict.diverged)} {verb} not as {majority}, the majority"
+    else:
+        text = " against ".join(_join_node_names(group) for group in verdict.groups[:MAX_NAMED])
+    return f"replicas differ at step {verdict.step}: {text}"
+
+
+def describe_divergence(verdict: DivergenceVerdict) -> str:
+    """Describe which nodes differ, and what to do."""
+    agreed = verdict.agreed_step
+    since = f"all were equal at step {agreed}" if agreed else "no step of this generation was seen equal"
+    if verdict.diverged:
+        then = (
+            f"Look at what that machine computes (memory, device), or at what the script does only there "
+            f"({since}). Start again without it."
+        )
+    else:
+        then = (
+            f"No majority: it is unknown which node is wrong ({since}). Look for what nodes do not share: "
+            "random numbers, samples, a broken device, state that changes between run.step() and "
+            "optimizer.step() (run.verify_copies finds it). To continue from an older checkpoint, move "
+            "the newer ones elsewhere."
+        )
+    diff_hint = "`elastic-resume diff` of two nodes' checkpoints names the tensors."
+    return f"{summarize_divergence(verdict)}. {then} {MIXED_HARDWARE_HINT} {diff_hint}"
+
+
+def _join_node_names(names: Sequence[str]) -> str:
+    shown = [to_printable(name, MAX_NAME_CHARS) for name in names[:MAX_NAMED]]
+    shown += [f"{len(names) - MAX_NAMED} more"] if len(names) > MAX_NAMED else []
+    listed = " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+    return ("node " if len(names) == 1 else "nodes ") + listed
