@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
+from elastic_resume.policy import wording
+from elastic_resume.policy.hangs import Stall
+from elastic_resume.policy.reasons import from_json
 from elastic_resume.report.event_log import EventTimeline, ParsedEvent
 from elastic_resume.report.formatting import format_count, format_seconds, strip_path
 
@@ -162,14 +165,22 @@ def _describe_requeue(event: ParsedEvent) -> str:
 
 
 def _describe_hang(event: ParsedEvent) -> str:
-    suspects = event.raw.get("suspects")
-    suspect_list = [s for s in suspects if isinstance(s, dict)] if isinstance(suspects, list) else []
-    suspects_text = "; ".join(f"rank {s.get('rank')} {s.get('reason')}" for s in suspect_list[:3])
+    suspects_text = "; ".join(
+        f"rank {suspect.get('rank')} {_describe_stall(suspect.get('reason'))}"
+        for suspect in event.get_facts("suspects")[:3]
+    )
     duration = format_seconds(event.get_seconds("seconds"))
     if suspects_text and event.get_seconds("kill_delay_s"):
         suspects_text = f"perhaps {suspects_text}"  # or a rank of another node
     explanation = suspects_text or "all ranks of this node wait for a rank of another node"
     return f"no step for {duration} after step {event.step}: {explanation}"
+
+
+def _describe_stall(fact: object) -> str:
+    try:
+        return wording.describe_stall(from_json(Stall, fact))
+    except ValueError:
+        return "stands still"
 
 
 def _describe_preload(event: ParsedEvent) -> str:
