@@ -20,7 +20,7 @@ from elastic_resume.policy import wording
 from elastic_resume.policy.hangs import Stall
 from elastic_resume.policy.reasons import from_json
 from elastic_resume.report.event_log import EventTimeline, ParsedEvent
-from elastic_resume.report.formatting import format_count, format_seconds, strip_path
+from elastic_resume.report.formatting import format_count, format_seconds
 
 BAD, NOTE, INFO = "bad", "note", "info"
 _SLOW_FACTOR = 5  # a commit is slow if it takes this many times the node's median
@@ -128,7 +128,7 @@ def _find_slow_commits(commits: list[ParsedEvent]) -> list[Alert]:
 
 
 def _first_text(event: ParsedEvent, *names: str) -> str:
-    return next((strip_path(text) for name in names if (text := event.get_text(name))), "no reason recorded")
+    return next((text for name in names if (text := event.get_text(name))), "no reason recorded")
 
 
 def _describe_with_reason(prefix: str, event: ParsedEvent) -> str:

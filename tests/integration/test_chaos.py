@@ -186,10 +186,10 @@ def test_fault_table_shows_consequences_of_each_fault() -> None:
     assert "n0 at 22" not in text
     wrong = " ".join(
         "\n".join(
-            chaos._fault_table(replace(outcome, failure="it stood still", fault_outcomes=outcomes[:3]))
+            chaos._fault_table(replace(outcome, failure="it stood still", fault_outcomes=outcomes[5:]))
         ).split()
     )
-    assert "3 kill-node node 1 5.0 s see below" in wrong
+    assert "6 torn-write node 2 20 s see below" in wrong
 
 
 def test_job_is_drained_only_after_progress_since_last_fault(tmp_path: Path) -> None:

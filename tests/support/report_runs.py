@@ -603,7 +603,7 @@ def remaining_checkpoints(job: Job) -> list[CheckpointEntry]:
     return found
 
 
-def make_long_run(generations: int, nodes: int = 3, seed: int = 0) -> EventfulRun:
+def make_long_run(generations: int = 20, nodes: int = 3, seed: int = 0) -> EventfulRun:
     """Return a run with many kills."""
     random = Random(seed)
     every = tuple(f"n{index}" for index in range(nodes))

@@ -105,7 +105,7 @@ def test_verdict_of_any_node_suffices() -> None:
     """The others' logs are lost, or their agents left without a verdict on others."""
     job = worker_killed()
     job.events = [item for item in job.events if item["event"] != "verdict" or item["node"] == "n2"]
-    empty = {"root_causes": [], "secondary_failures": [], "joined": [], "lost": []}
+    empty: dict[str, Any] = {"root_causes": [], "secondary_failures": [], "joined": [], "lost": []}
     job.add(113, "verdict", "n0", generation=1, next_generation=None, reason=None, **empty)
     assert build(job.events).generations[0].end.text == KILLED
 
@@ -204,7 +204,7 @@ def test_reason_of_agents_that_gave_up_is_shown() -> None:
 def track(events: list[Event], **limits: int) -> GenerationTracker:
     """Record events one by one, as an agent does."""
     tracker = GenerationTracker(**limits)
-    for event in sorted(events, key=lambda item: item.get("b", item["t"])):
+    for event in sorted(events, key=lambda item: float(item.get("b", item["t"]))):
         tracker.record_event(event)
     return tracker
 
