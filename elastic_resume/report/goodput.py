@@ -33,7 +33,7 @@ class StepTiming:
 
     @property
     def step_s(self) -> float | None:
-        """Mean seconds of a step, without the first one, which is longer; that one if no other is recorded."""
+        """Mean seconds of a step, without the first one, which is longer, if others are recorded."""
         if len(self.step_times) < 2:
             return None
         (first, first_t), (last, last_t) = (

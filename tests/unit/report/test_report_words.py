@@ -28,7 +28,7 @@ WORDS = ["finished", "left (SIGTERM)", "newcomers", "is over", "rank 1", "gloo",
 
 def use_random_words(patch: pytest.MonkeyPatch, seed: int) -> None:
     """Let every function that makes a sentence return random words."""
-    source = random.Random(seed)  # noqa: S311 - no secret
+    source = random.Random(seed)
 
     def make(*_facts: Any, **_options: Any) -> str:
         return " ".join(source.choices(WORDS, k=source.randrange(1, 4)))
