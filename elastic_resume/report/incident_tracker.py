@@ -29,12 +29,12 @@ from elastic_resume.policy.failure_classification import (
     FAILURE_KINDS,
     MAX_TEXT_CHARS,
     NODE_FAILURE_KINDS,
+    NODE_LOST,
     PREEMPTED,
     Failure,
     classify_with_times,
-    describe_failure,
-    make_node_failure,
 )
+from elastic_resume.policy.wording import describe_failure
 
 MAX_GENERATIONS = 64
 MAX_FAILURE_EVENTS = 256
@@ -522,17 +522,16 @@ def _collect_signs(state: GenerationState, statuses: Mapping[str, _AgentStatus])
             found.append((_SECONDARY if failure.is_secondary else _DEFINITE, t, t, failure))
         if kills:  # the launcher shim saw its agent die
             t = kills[0]["t"]
-            found.append((_DEFINITE, t, t, make_node_failure(node, "was lost")))
+            found.append((_DEFINITE, t, t, Failure(NODE_LOST, node, None)))
             dated.add(node)
     for node, status in statuses.items():
         if status.kind == _LOST and node not in dated:
             # No rank can finish a step without it, so it was alive at the others' last step.
             alive_t = max((t for t in (state.last_step_t, status.t) if t is not None), default=None)
             order = float("inf") if alive_t is None else alive_t
-            found.append((_UNREACHABLE, order, alive_t, make_node_failure(node, "was lost")))
+            found.append((_UNREACHABLE, order, alive_t, Failure(NODE_LOST, node, None)))
         elif status.kind == _SIGNALLED:
-            text = f"left: {status.text.rstrip('.') or 'stopped by a signal'}"
-            failure = make_node_failure(node, text, announced=True)
+            failure = Failure(PREEMPTED, node, None)
             found.append((_DEFINITE, status.t or 0.0, status.t, failure))
     found.sort(key=lambda sign: (not sign[3].is_deterministic, *sign[:2]))
     return [(t, failure) for _, _, t, failure in found]

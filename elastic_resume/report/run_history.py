@@ -20,6 +20,7 @@ from pathlib import PurePath
 from elastic_resume.checkpoint.reader import parse_checkpoint_name
 from elastic_resume.events import Event
 from elastic_resume.policy import failure_classification
+from elastic_resume.policy.wording import describe_failure
 from elastic_resume.report import event_log, incident_tracker
 from elastic_resume.report.checkpoints import QUARANTINED, CheckpointEntry
 from elastic_resume.report.event_log import EventTimeline, ParsedEvent
@@ -301,7 +302,7 @@ def _find_failed_starts(timeline: EventTimeline, facts: Sequence[GenerationFacts
     for node, events in by_node.items():
         for t, failure in failure_classification.classify_with_times(events, node):
             next_generation = next((later.number for later in facts if later.start_t >= t), None)
-            text = failure_classification.describe_failure(failure, with_node=True)
+            text = describe_failure(failure, with_node=True)
             starts.append(FailedStart(next_generation, t, node, failure.rank, text, failure.is_secondary))
     return tuple(sorted(starts, key=lambda start: start.t))
 
