@@ -201,7 +201,7 @@ COLLECTIVE, BACKWARD, OPTIMIZER, DATA = "collective", "backward", "optimizer", "
 # Search the library frames from the innermost one outward; the first match decides.
 _FRAME_KINDS = (
     (
-        re.compile(r"/torch/distributed/|/elastic_resume/restore/(collectives|streaming|transfer)\.py$"),
+        re.compile(r"/torch/distributed/|/elastic_resume/(ranks|restore)/(collectives|streaming|transfer)\.py$"),
         COLLECTIVE,
     ),
     (re.compile(r"/torch/autograd/|/torch/_tensor\.py$"), BACKWARD),
@@ -210,7 +210,7 @@ _FRAME_KINDS = (
 )
 _LIBRARY_PATTERN = re.compile(
     r"^<frozen|/lib(64)?/python3[^/]*/|/(site|dist)-packages/"
-    r"|/elastic_resume/(agent|capture|checkpoint|data|policy|restore|snapshot|state|training)/(\w+/)?\w+\.py$"
+    r"|/elastic_resume/(agent|capture|checkpoint|data|policy|ranks|restore|slots|state|training)/(\w+/)?\w+\.py$"
 )
 _IDLE_CPU_SHARE = 0.5  # share of a core; a thread in backward() that uses less is taken to be waiting
 
