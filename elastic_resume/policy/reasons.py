@@ -350,4 +350,4 @@ def _kind_of(fact_class: Any) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "-", fact_class.__name__).lower()
 
 
-_get_hints = functools.cache(typing.get_type_hints)
+_get_hints: Any = functools.cache(typing.get_type_hints)

@@ -262,6 +262,8 @@ def _describe_cause(failure: Failure) -> str:
             code = "failed" if exit_code is None else f"ended with exit code {exit_code}"
             text = f"was killed by {signal}" if signal else code
             return f"{text}, out of memory: {describe_memory(memory)}" if memory else text
+    if failure.kind in failures.NODE_FAILURE_KINDS:
+        return "was lost"
     if failure.kind == failures.STUCK:
         return "does not die of SIGKILL: it sleeps in the kernel (state D), on a device or a file system"
     if failure.kind == failures.DIVERGENCE and failure.step is not None:

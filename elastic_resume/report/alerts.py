@@ -16,8 +16,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
+from elastic_resume.policy import wording
+from elastic_resume.policy.hangs import Stall
+from elastic_resume.policy.reasons import from_json
 from elastic_resume.report.event_log import EventTimeline, ParsedEvent
-from elastic_resume.report.formatting import format_count, format_seconds, strip_path
+from elastic_resume.report.formatting import format_count, format_seconds
 
 BAD, NOTE, INFO = "bad", "note", "info"
 _SLOW_FACTOR = 5  # a commit is slow if it takes this many times the node's median
@@ -125,7 +128,7 @@ def _find_slow_commits(commits: list[ParsedEvent]) -> list[Alert]:
 
 
 def _first_text(event: ParsedEvent, *names: str) -> str:
-    return next((strip_path(text) for name in names if (text := event.get_text(name))), "no reason recorded")
+    return next((text for name in names if (text := event.get_text(name))), "no reason recorded")
 
 
 def _describe_with_reason(prefix: str, event: ParsedEvent) -> str:
@@ -156,14 +159,22 @@ def _describe_notice(event: ParsedEvent) -> str:
 
 
 def _describe_hang(event: ParsedEvent) -> str:
-    suspects = event.raw.get("suspects")
-    suspect_list = [s for s in suspects if isinstance(s, dict)] if isinstance(suspects, list) else []
-    suspects_text = "; ".join(f"rank {s.get('rank')} {s.get('reason')}" for s in suspect_list[:3])
+    suspects_text = "; ".join(
+        f"rank {suspect.get('rank')} {_describe_stall(suspect.get('reason'))}"
+        for suspect in event.get_facts("suspects")[:3]
+    )
     duration = format_seconds(event.get_seconds("seconds"))
     if suspects_text and event.get_seconds("kill_delay_s"):
         suspects_text = f"perhaps {suspects_text}"  # or a rank of another node
     explanation = suspects_text or "all ranks of this node wait for a rank of another node"
     return f"no step for {duration} after step {event.step}: {explanation}"
+
+
+def _describe_stall(fact: object) -> str:
+    try:
+        return wording.describe_stall(from_json(Stall, fact))
+    except ValueError:
+        return "stands still"
 
 
 def _describe_preload(event: ParsedEvent) -> str:

@@ -9,30 +9,31 @@ that it dropped. Events must come by time. Pure.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 from elastic_resume.events import MAX_COUNT_VALUE, Event, get_boot_time, get_count, get_seconds
+from elastic_resume.policy import wording
 from elastic_resume.policy.failure_classification import (
     FAILURE_KINDS,
-    MAX_TEXT_CHARS,
     NODE_LOST,
     Failure,
     classify_with_times,
-    describe_failure,
-    make_node_failure,
 )
-from elastic_resume.policy.reasons import format_node_names
+from elastic_resume.policy.reasons import ViewEnd, from_json
+from elastic_resume.rendezvous.core.interface import EventReason
 from elastic_resume.report.event_log import (
     GENERATION_EVENT_KINDS,
     GenerationFinder,
     ParsedEvent,
     parse_event,
 )
+from elastic_resume.units import choose_verb
 
 MAX_GENERATIONS = 64
 MAX_FAILURE_EVENTS = 256
@@ -43,9 +44,6 @@ INCIDENT_KINDS = (*FAILURE_KINDS, WHOLE_JOB, UNKNOWN)
 """Kinds of ends that are failures."""
 RECOVERY_BUCKETS_S = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Upper bounds of the histogram of recoveries; a last bucket without a bound follows."""
-_TEXT_FIELDS = tuple(member.name for member in fields(Failure) if member.type == "str")
-NEWCOMERS = "newcomers"
-"""The kind of the leader's reason if nodes joined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +380,7 @@ def _parse_rejected(resume: ParsedEvent | None) -> tuple[RejectedStateRecord, ..
             get_count(item, "generation"),
             get_count(item, "step"),
             fact_kind(item.get("reason")),
-            describe_fact(item.get("reason")),
+            str(item["reason"].get("detail") or "") if fact_kind(item.get("reason")) else "",
         )
         for item in (resume.get_facts("rejected") if resume else [])
     )
@@ -397,7 +395,7 @@ def _find_end(record: _GenerationRecord, *, is_last: bool) -> GenerationEnd:
         causes = _parse_failures(verdict, "root_causes")
         secondary = _parse_failures(verdict, "secondary_failures")
         joined = verdict.get_texts("joined")
-        has_grown = bool(joined) or _reason_kind(verdict, record.end_reason) == NEWCOMERS
+        has_grown = bool(joined) or _reason_kind(verdict, record.end_reason) == ViewEnd.NEWCOMERS.value
         if has_grown and all(failure.is_secondary for failure in causes):
             # Agents stop their workers one after another, so a join leaves secondary failures only.
             text = f"{_name_nodes(joined)} joined" if joined else "nodes joined and left again"
@@ -408,7 +406,7 @@ def _find_end(record: _GenerationRecord, *, is_last: bool) -> GenerationEnd:
         return GenerationEnd(FINISHED, "finished")
     if verdict is not None and verdict.get_count("next_generation"):
         reason = verdict.raw.get("reason") or (record.end_reason and record.end_reason.raw.get("reason"))
-        return GenerationEnd(UNKNOWN, describe_fact(reason) or "ended for an unknown reason")
+        return GenerationEnd(UNKNOWN, describe_reason(reason) or "ended for an unknown reason")
     return _end_without_verdict(record, is_last=is_last)
 
 
@@ -452,11 +450,15 @@ def _end_without_verdict(record: _GenerationRecord, *, is_last: bool) -> Generat
         causes = causes or [found[0][1]]
         return _failure_end(causes, [failure for _, failure in found if failure not in causes])
     if restarted and not is_last:
-        return _failure_end([make_node_failure(node, "was lost") for node in sorted(restarted)], ())
-    if record.end_reason is not None and _reason_kind(record.end_reason) != NEWCOMERS:
+        return GenerationEnd(
+            NODE_LOST,
+            f"{_name_nodes(sorted(restarted))} {choose_verb(len(restarted), 'was', 'were')} lost",
+            min(restarted),
+        )
+    if record.end_reason is not None and _reason_kind(record.end_reason) != ViewEnd.NEWCOMERS.value:
         reason = record.end_reason.raw.get("reason")
         kind = NODE_LOST if fact_kind(reason) == NODE_LOST else UNKNOWN
-        text = record.end_reason.get_text("message").rstrip(".") or describe_fact(reason)
+        text = describe_reason(reason) or "ended for an unknown reason"
         return GenerationEnd(kind, text, str(reason.get("node", "")) if isinstance(reason, dict) else "")
     if is_last:
         return GenerationEnd(OPEN, "still running, or killed as a whole")
@@ -472,25 +474,20 @@ def _failure_end(causes: Sequence[Failure], secondary: Sequence[Failure]) -> Gen
 
 
 def _describe_all(failures: Iterable[Failure]) -> tuple[str, ...]:
-    return tuple(describe_failure(failure, with_node=True) for failure in failures)
+    return tuple(wording.describe_failure(failure, with_node=True) for failure in failures)
 
 
 def _name_nodes(names: Sequence[str]) -> str:
-    return f"{'nodes' if len(names) > 1 else 'node'} {format_node_names(names)}"
+    return f"{'nodes' if len(names) > 1 else 'node'} {wording.format_node_names(names)}"
 
 
-def _parse_failures(verdict: ParsedEvent, name: str) -> tuple[Failure, ...]:
+def _parse_failures(verdict: ParsedEvent, name: str) -> list[Failure]:
     """Parse the failures in the list of a verdict event."""
-    return tuple(
-        Failure(
-            **{text: str(entry.get(text) or "")[:MAX_TEXT_CHARS] for text in _TEXT_FIELDS},  # type: ignore[arg-type]
-            rank=get_count(entry, "rank"),
-            step=get_count(entry, "step"),
-            nodes=get_count(entry, "nodes") or 1,
-        )
-        for entry in verdict.get_facts(name)
-        if entry.get("kind") in FAILURE_KINDS
-    )
+    failures = []
+    for entry in verdict.get_facts(name):
+        with contextlib.suppress(ValueError):
+            failures.append(from_json(Failure, entry))
+    return [failure for failure in failures if failure.kind in FAILURE_KINDS]
 
 
 def fact_kind(fact: Any) -> str:
@@ -499,9 +496,9 @@ def fact_kind(fact: Any) -> str:
     return kind if isinstance(kind, str) else ""
 
 
-def describe_fact(fact: Any) -> str:
-    """Describe a recorded fact by its kind and fields; empty without one."""
-    if not fact_kind(fact):
-        return ""
-    details = [str(value) for name, value in fact.items() if name != "kind" and isinstance(value, (str, int))]
-    return ": ".join(filter(None, [fact_kind(fact).replace("-", " "), ", ".join(details)]))
+def describe_reason(fact: Any) -> str:
+    """Describe a recorded reason of the rendezvous; empty without one."""
+    try:
+        return wording.describe(from_json(EventReason, fact))
+    except ValueError:
+        return fact_kind(fact)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -28,20 +27,19 @@ from elastic_resume.report.run_history import RunHistory
 
 @dataclass(frozen=True)
 class StepTiming:
-    """When the steps of one generation were finished, interpolated between recorded steps.
-
-    ``typical_step_s`` is a step's length in this run, for a generation with too few recorded steps.
-    """
+    """When the steps of one generation were finished, interpolated between recorded steps."""
 
     step_times: tuple[tuple[int, float], ...]
-    typical_step_s: float | None = None
 
     @property
     def step_s(self) -> float | None:
-        """Mean seconds of a step, without the first one, which is longer."""
-        if len(self.step_times) < 3:
-            return self.typical_step_s
-        (first, first_t), (last, last_t) = self.step_times[1], self.step_times[-1]
+        """Mean seconds of a step, without the first one, which is longer, if others are recorded."""
+        if len(self.step_times) < 2:
+            return None
+        (first, first_t), (last, last_t) = (
+            self.step_times[min(1, len(self.step_times) - 2)],
+            self.step_times[-1],
+        )
         return max(0.0, last_t - first_t) / (last - first)
 
     def time_of_step(self, step: int) -> float | None:
@@ -118,49 +116,9 @@ def measure_generations(timeline: EventTimeline, history: RunHistory) -> tuple[G
     rows = history.generations
     starts = [min(row.start_t, timeline.by_generation[row.number][0].t) for row in rows]
     ends = [*starts[1:], timeline.events[-1].t] if rows else []
-    times = [
+    return tuple(
         _measure_generation(timeline.by_generation[row.number], row, next_start_t)
         for row, next_start_t in zip(rows, ends, strict=True)
-    ]
-    typical_step_s = _typical_step_s(times, rows)
-    return tuple(
-        timing
-        if timing.step_timing.step_s is not None or typical_step_s is None
-        else _estimate_last_step(timing, row, typical_step_s)
-        for timing, row in zip(times, rows, strict=True)
-    )
-
-
-def _typical_step_s(generation_times: Sequence[GenerationTimes], rows: Sequence[Generation]) -> float | None:
-    """Return the median seconds of a step in this run; without any measure, an upper bound."""
-    measured = [
-        times.step_timing.step_s for times in generation_times if times.step_timing.step_s is not None
-    ]
-    if measured:
-        return statistics.median(measured)
-    upper_bounds = [
-        (times.detected_t - times.first_step_t) / (row.last_step - row.first_step)
-        for times, row in zip(generation_times, rows, strict=True)
-        if times.detected_t is not None
-        and times.first_step_t is not None
-        and times.detected_t > times.first_step_t
-        if row.last_step is not None and row.first_step is not None and row.last_step > row.first_step
-    ]
-    return min(upper_bounds, default=None)
-
-
-def _estimate_last_step(times: GenerationTimes, row: Generation, typical_step_s: float) -> GenerationTimes:
-    """Return ``times`` with a last step at the run's typical pace."""
-    step_timing = replace(times.step_timing, typical_step_s=typical_step_s)
-    if times.last_step_t is None or row.last_step is None:
-        return replace(times, step_timing=step_timing)
-    end_t = times.end_t if row.end.kind == "finished" or times.detected_t is None else times.detected_t
-    return replace(
-        times,
-        step_timing=step_timing,
-        last_step_t=min(
-            step_timing.time_of_step(row.last_step) or times.last_step_t, max(end_t, times.last_step_t)
-        ),
     )
 
 

@@ -27,9 +27,9 @@ from elastic_resume.report import checkpoints, run_history, summary
 from elastic_resume.report.alerts import BAD, NOTE, describe_recurrence
 from elastic_resume.report.event_log import ParsedEvent
 from elastic_resume.report.formatting import (
+    fold_node_names,
     format_bytes,
     format_count,
-    format_node_names,
     format_percent,
     format_seconds,
     format_utc,
@@ -122,7 +122,7 @@ def _template() -> jinja2.Template:
     environment.filters |= {
         "count": format_count,
         "cut": truncate,
-        "folded": format_node_names,
+        "folded": fold_node_names,
         "lines": _preformatted_lines,
         "often": describe_recurrence,
         "or_dash": lambda value: "-" if value is None else value,

@@ -20,7 +20,7 @@ from elastic_resume.events import Event
 from elastic_resume.report import event_log
 from elastic_resume.report.checkpoints import QUARANTINED, CheckpointEntry
 from elastic_resume.report.event_log import EventTimeline, ParsedEvent
-from elastic_resume.report.generations import FINISHED, Generation, GenerationTracker
+from elastic_resume.report.generations import FINISHED, Generation, GenerationTracker, describe_reason
 
 MEMORY, DISK = "memory", "disk"
 COMMITTED, PRUNED, LOST, USED = "committed", "pruned", "lost", "used"
@@ -118,8 +118,10 @@ def _find_wait(timeline: EventTimeline, rows: Sequence[Generation]) -> JobWait |
     ]
     if not waits:
         return None
-    text = waits[-1].get_text("message")
-    return JobWait(waits[0].t, waits[-1].get_texts("missing"), text.rstrip("."))
+    reason = waits[-1].raw.get("reason")
+    missing = reason.get("missing_nodes") if isinstance(reason, dict) else None
+    nodes = tuple(node for node in missing if isinstance(node, str)) if isinstance(missing, list) else ()
+    return JobWait(waits[0].t, nodes, describe_reason(reason) or waits[-1].get_text("message"))
 
 
 # ---- saved states ------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ from elastic_resume.report.alerts import BAD, INFO, Alert, describe_recurrence
 from elastic_resume.report.checkpoints import CheckpointEntry
 from elastic_resume.report.event_log import EventTimeline
 from elastic_resume.report.formatting import (
+    fold_node_names,
     format_count,
-    format_node_names,
     format_percent,
     format_seconds,
     format_table,
@@ -401,7 +401,7 @@ def _limit_notes(notes: Sequence[str], limit: int) -> list[str]:
 def _generation_row(generation: Generation) -> tuple[str, ...]:
     return (
         str(generation.number),
-        format_node_names(generation.nodes),
+        fold_node_names(generation.nodes),
         "-" if generation.world_size is None else str(generation.world_size),
         format_step_range(generation),
         generation.end.text,
@@ -426,7 +426,7 @@ def describe_details(generation: Generation) -> list[str]:
         more = f"; and {len(others) - MAX_OTHERS} more" if len(others) > MAX_OTHERS else ""
         details.append(f"also {'; '.join(others[:MAX_OTHERS])}{more}")
     if generation.receiving_nodes:
-        receivers = format_node_names(generation.receiving_nodes, 40)
+        receivers = fold_node_names(generation.receiving_nodes, 40)
         details.append(f"{generation.source_node} sent its state to {receivers}")
     for record in generation.rejected:
         version = f"generation {record.generation}, step {record.step}"
@@ -487,7 +487,7 @@ def _describe_checkpoints(report: RunReport) -> str:
     if not states:
         return ""
     present = report.present_checkpoints
-    holders = format_node_names(sorted({record.node for record in present}), 40) or "no node"
+    holders = fold_node_names(sorted({record.node for record in present}), 40) or "no node"
     parts = [f"{format_count(states.total(), 'checkpoint')} written, {len(present)} present on {holders}"]
     parts += [f"newest: step {present[-1].step}"] if present else []
     for state, text in ((checkpoints.BAD, "bad"), (checkpoints.QUARANTINED, "in quarantine")):

@@ -174,7 +174,7 @@ def test_every_variable_that_a_pod_reads_is_set() -> None:
     filled_in = {"ELASTIC_RESUME_JOB": "elastic-resume-train", "POD_NAMESPACE": "ml", "POD_IP": "10.1.2.3"}
     here = environment.read_context({**env, **given, **filled_in})
     assert here.problems == ()
-    assert (here.name, here.job, here.node_index) == ("elastic-resume-train-2", "elastic-resume-train", 2)
+    assert (here.name, here.job, here.node_order) == ("elastic-resume-train-2", "elastic-resume-train", 2)
     assert (here.min_nodes, here.max_nodes, here.workers_per_node) == (2, 3, 1)
     assert here.candidates[0] == "elastic-resume-train-0.elastic-resume-train.ml.svc:29400"
     assert environment.read_termination_grace_s(env) == 120

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from elastic_resume import constants, events
-from elastic_resume.agent.failure_evidence import RoundEvents
+from elastic_resume.agent.failure_evidence import FailureEvents
 from elastic_resume.events import MAX_LINE_BYTES
 
 pytestmark = pytest.mark.cluster
@@ -79,7 +79,7 @@ def test_crash_prints_nothing_if_agent_prints_traceback(
         open(tmp_path / agent_log, "a") as output,
         subprocess.Popen(["sleep", "60"], stderr=output) as agent,
     ):
-        environ = {constants.ENV_AGENT_PID: str(agent.pid), constants.ENV_ROUND: "1"}
+        environ = {constants.ENV_AGENT_PID: str(agent.pid), constants.ENV_GENERATION: "1"}
         environ[constants.ENV_EVENTS_PATH] = str(tmp_path / events_path)
         printed, _ = crash(tmp_path, "raise ValueError('boom')", **environ)
         agent.kill()
@@ -92,8 +92,8 @@ def test_crash_prints_nothing_if_agent_prints_traceback(
 
 def test_crash_event_reaches_agents_memory_if_disk_is_full(tmp_path: Path) -> None:
     """It has everything that decides about a restart."""
-    with contextlib.closing(RoundEvents()) as memory:
-        environ = {constants.ENV_EVENTS_PATH: "/dev/full", constants.ENV_ROUND_EVENTS: memory.path}
+    with contextlib.closing(FailureEvents()) as memory:
+        environ = {constants.ENV_EVENTS_PATH: "/dev/full", constants.ENV_EVIDENCE: memory.path}
         crash(tmp_path, "raise ValueError('boom')", **environ)
         (event,) = memory.read()
     assert (event["event"], event["rank"], event["message"]) == ("failure", 3, "boom")

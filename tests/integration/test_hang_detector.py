@@ -210,7 +210,10 @@ class Stage:
         self.pid = pid
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.page = ProgressPage(path / constants.PROGRESS_FILE)
-        self.detector = HangDetector(path, 1, HangThreshold(LIMIT_S), emit or self.emit, disk)
+        self.generation = 7
+        self.detector = HangDetector(
+            path, 1, HangThreshold(LIMIT_S), emit or self.emit, lambda: self.generation, disk=disk
+        )
 
     def emit(self, event: str, **fields: Any) -> None:
         """Keep an event."""
@@ -218,7 +221,7 @@ class Stage:
 
     def hang(self, polls: int = 4, world_size: int = 1, **other: int) -> None:
         """Let the worker finish one step and no other; ``other`` overrides fields of its record."""
-        fields = {"rank": 0, "agent_pid": os.getpid(), "round": 7, "pid": self.pid}
+        fields = {"rank": 0, "agent_pid": os.getpid(), "assigned_generation": 7, "pid": self.pid}
         fields |= {"start_ticks": start_ticks(self.pid), "stack_output_fd": 0, "stack_request_fd": 0, **other}
         self.page.start_generation(
             0, generation=3, step=10, world_size=world_size, worker=WorkerProcess(**fields)
@@ -239,9 +242,8 @@ class Stage:
 
 
 @pytest.fixture
-def stage(tmp_path: Path, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> Stage:
-    """Create a stage in round 7."""
-    monkeypatch.setenv(constants.ENV_ROUND, "7")
+def stage(tmp_path: Path, child: subprocess.Popen[bytes]) -> Stage:
+    """Create a stage in generation 7."""
     return Stage(tmp_path, child.pid)
 
 
@@ -287,13 +289,13 @@ def test_later_kill_does_not_wait_for_finished_rank(tmp_path: Path, stage: Stage
     """A rank that has done its last step makes no progress that could be missed."""
     stage.hang(polls=0, world_size=4)
     with subprocess.Popen(["sleep", "60"]) as finished:
-        fields = {"rank": 1, "agent_pid": os.getpid(), "round": 7, "pid": finished.pid}
+        fields = {"rank": 1, "agent_pid": os.getpid(), "assigned_generation": 7, "pid": finished.pid}
         fields |= {"start_ticks": start_ticks(finished.pid), "stack_output_fd": 0, "stack_request_fd": 0}
         worker = WorkerProcess(**fields)
         stage.page.start_generation(1, generation=3, step=10, world_size=4, worker=worker)
         stage.page.finish_step(1, 11)
         stage.page.set_idle(1)
-        stage.detector = HangDetector(tmp_path, 2, HangThreshold(LIMIT_S), stage.emit)
+        stage.detector = HangDetector(tmp_path, 2, HangThreshold(LIMIT_S), stage.emit, lambda: 7)
         for _ in range(8):
             stage.detector.poll(1.0)
         wait_for(lambda: stage.is_killed, "the worker to be dead")
@@ -309,7 +311,13 @@ def test_stopped_rank_is_killed_at_once(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [{"round": 6}, {"round": 8}, {"agent_pid": 1}, {"start_ticks": 1}, {"pid": 0}, {"pid": 1 << 40}]
+    "other",
+    [
+        *({"assigned_generation": other} for other in (6, 8)),
+        *({"pid": other} for other in (0, 1 << 40)),
+        {"agent_pid": 1},
+        {"start_ticks": 1},
+    ],
 )
 def test_record_of_other_worker_kills_nothing(stage: Stage, other: dict[str, int]) -> None:
     """It is stale, or its process ID was recycled."""
@@ -317,13 +325,11 @@ def test_record_of_other_worker_kills_nothing(stage: Stage, other: dict[str, int
     assert (stage.is_killed, stage.events) == (False, [])
 
 
-def test_detector_judges_nothing_between_rounds_or_while_paused(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_detector_judges_nothing_before_first_view_or_while_paused(stage: Stage) -> None:
     """Workers that are being stopped may take their time."""
     stage.detector.pause()
     stage.hang(polls=8)
-    monkeypatch.delenv(constants.ENV_ROUND)
+    stage.generation = 0
     stage.hang(polls=8)
     assert (stage.is_killed, stage.events) == (False, [])
 
@@ -335,7 +341,7 @@ def test_stop_signal_pauses_detector(tmp_path: Path, monkeypatch: pytest.MonkeyP
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
         with (
-            detect_hangs(tmp_path, 1, None, print) as pause,
+            detect_hangs(tmp_path, 1, None, print, int) as pause,
             shutdown.watch_stop_signals(pause, paused.set),
         ):
             os.kill(os.getpid(), signal.SIGUSR1)

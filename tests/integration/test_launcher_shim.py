@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from elastic_resume import constants, events
-from elastic_resume.agent.failure_evidence import RoundEvents
+from elastic_resume.agent.failure_evidence import FailureEvents
 from elastic_resume.agent.workers import launcher_shim, supervisor
 from elastic_resume.agent.workers.lease_page import LeasePage
 from tests.support.processes import is_alive, read_exit_event, wait_for, wait_for_pid
@@ -36,7 +36,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
         "RANK": "3",
         constants.ENV_AGENT_PID: str(os.getpid()),
         constants.ENV_EVENTS_PATH: str(tmp_path / "events.jsonl"),
-        constants.ENV_ROUND: "2",
+        constants.ENV_GENERATION: "2",
         constants.ENV_NODE_NAME: "a",
         constants.ENV_GRACE: "600",  # ample on a busy machine
     }
@@ -100,7 +100,7 @@ def test_shim_exits_with_exit_code_of_worker(code: int, start: Any, tmp_path: Pa
     assert start("/bin/sh", "-c", f"exit {code}").wait(30) == code
     event = read_exit_event(tmp_path)
     assert (event["exit_code"], event["signal"], event["stopped"]) == (code, None, False)
-    assert (event["rank"], event["local_rank"], event["round"], event["node"]) == (3, 0, 2, "a")
+    assert (event["rank"], event["local_rank"], event["generation"], event["node"]) == (3, 0, 2, "a")
     now = events.boot_fields()  # the same boot, in seconds since
     assert event["boot"] == now["boot"] == events.BOOT_ID_FILE.read_text().replace("-", "")[:12]
     assert now["b"] - 1800 < event["b"] <= now["b"]
@@ -157,24 +157,24 @@ def test_exit_event_has_message_of_record(environ: Any, start: Any, tmp_path: Pa
     assert read_exit_event(tmp_path)["message"] == "ValueError: x"
 
 
-def test_exit_event_reaches_round_events_despite_full_disk(environ: Any, start: Any) -> None:
+def test_exit_event_reaches_evidence_despite_full_disk(environ: Any, start: Any) -> None:
     """The agent decides by its events in memory."""
     environ[constants.ENV_EVENTS_PATH] = "/dev/full"
-    with contextlib.closing(RoundEvents()) as round_events:
-        environ[constants.ENV_ROUND_EVENTS] = round_events.path
+    with contextlib.closing(FailureEvents()) as evidence:
+        environ[constants.ENV_EVIDENCE] = evidence.path
         assert start("/bin/sh", "-c", "exit 5").wait(30) == 5
-        (event,) = round_events.read()
+        (event,) = evidence.read()
         assert (event["event"], event["rank"], event["exit_code"]) == ("worker-exit", 3, 5)
-        round_events.clear()
+        evidence.clear()
         assert start("/bin/sh", "-c", "kill -9 $$").wait(30) == -signal.SIGKILL
-        (event,) = round_events.read()
+        (event,) = evidence.read()
         assert event["signal"] == "SIGKILL"
 
 
 def test_exit_event_is_not_written_to_recycled_descriptor(environ: Any, start: Any, tmp_path: Path) -> None:
     """The agent has ended, and another process has its process ID."""
     with open(tmp_path / "strangers", "w") as file:
-        environ[constants.ENV_ROUND_EVENTS] = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        environ[constants.ENV_EVIDENCE] = f"/proc/{os.getpid()}/fd/{file.fileno()}"
         assert start("/bin/sh", "-c", "exit 5").wait(30) == 5
         assert read_exit_event(tmp_path)["exit_code"] == 5
     assert (tmp_path / "strangers").read_text() == ""
@@ -225,12 +225,12 @@ def test_signal_after_failure_of_same_round_kills_at_once(
     )
     process = start(*python(code))
     worker = wait_for_pid(tmp_path / "pid")
-    environ[constants.ENV_ROUND] = "1"
+    environ[constants.ENV_GENERATION] = "1"
     assert start("/bin/sh", "-c", "exit 3").wait(30) == 3
     process.terminate()
     wait_for(signalled.exists, "the signal to reach the worker")
     assert is_alive(worker)
-    environ[constants.ENV_ROUND] = "2"
+    environ[constants.ENV_GENERATION] = "2"
     assert start("/bin/sh", "-c", "exit 3").wait(30) == 3
     process.terminate()
     assert process.wait(30) == -signal.SIGKILL
@@ -548,7 +548,7 @@ def test_worker_within_lease_exits_as_without_one(
         del environ[constants.ENV_LEASE_PAGE]
     assert start("/bin/sh", "-c", f"exit {code}").wait(30) == code
     event = read_exit_event(tmp_path)
-    fields = {"t", "event", "node", "pid", "b", "boot", "rank", "local_rank", "round", "worker_pid"}
+    fields = {"t", "event", "node", "pid", "b", "boot", "rank", "local_rank", "generation", "worker_pid"}
     fields |= {"exit_code", "signal", "stopped"}
     assert set(event) == fields | ({"message"} if code else set())
     assert event["stopped"] is False

@@ -27,7 +27,7 @@ MB = 1 << 20
 def make_record(step: int, *, rank: int = 0, generation: int = 1) -> ProgressRecord:
     """Make the progress record of a rank."""
     worker = WorkerProcess(
-        rank=rank, agent_pid=1, round=1, pid=2, start_ticks=3, stack_output_fd=4, stack_request_fd=5
+        rank=rank, agent_pid=1, assigned_generation=1, pid=2, start_ticks=3, stack_output_fd=4, stack_request_fd=5
     )
     return ProgressRecord(0, generation, step, 2, False, worker, 0, 0, 0, 0, 0)
 
@@ -86,7 +86,7 @@ def test_cluster_keeps_events_of_wiped_node(tmp_path: Path) -> None:
                 log = EventLog(node.directory / constants.EVENTS_FILE, node=node.name, rank=index)
                 about = {"generation": 1, "world_size": 2}  # both lives report generation 1
                 log.emit("agent-start", run_id=cluster.run_id)
-                log.emit("round", round=1, **about)
+                log.emit("generation-start", **about)
                 log.emit("worker-start", step=0, **about)
                 if index == 0:
                     log.emit("resume", step=0, kind="cold", nodes=["n0", "n1"], recomputed_steps=0, **about)

@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from elastic_resume.events import Event
+from elastic_resume.policy import wording
 from elastic_resume.policy.failure_classification import (
     Failure,
     classify_with_times,
     make_node_failure,
     separate_root_causes,
 )
+from elastic_resume.policy.hangs import Activity, Stall
+from elastic_resume.policy.reasons import (
+    Loss,
+    NodeLost,
+    Signalled,
+    ViewEnd,
+    ViewEndReason,
+    VotesMissing,
+    WorkersStopped,
+    to_json,
+)
 from elastic_resume.report.checkpoints import CheckpointEntry
 
 KILLED = "rank 1 on node n1 was killed by SIGKILL"
 NAN_2 = "rank 2 on node n2 ended with exit code 1"
 GLOO = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2481."
-WAITS_FOR_QUORUM = "generation 1 may still run elsewhere: 2 of the 3 required votes count; waiting for n2, n3"
+WAITS_FOR_QUORUM = VotesMissing(1, 2, 3, ("n2", "n3"), 2)
 
 
 def record_failure(failure: Failure) -> dict[str, Any]:
     """Return a failure as a verdict has it."""
-    return asdict(failure)
+    recorded: dict[str, Any] = to_json(failure)
+    return recorded
 
 
 @dataclass
@@ -111,13 +124,15 @@ class Job:
 
     def lose(self, t: float, node: str) -> None:
         """Let the leader notice that a node died."""
-        self.lost.append(make_node_failure(node, "died"))
-        self.end_view(t, next(name for name in self.nodes if name != node), kind="node-lost", node=node)
+        reason = NodeLost(node, Loss.DIED)
+        self.lost.append(make_node_failure(reason))
+        self.end_view(t, next(name for name in self.nodes if name != node), reason)
 
-    def end_view(self, t: float, leader: str, **reason: Any) -> None:
+    def end_view(self, t: float, leader: str, reason: ViewEndReason) -> None:
         """Let the leader end the view."""
-        about = {"what": "view-ended", "generation": self.generation, "reason": reason}
-        self.add(t, "rendezvous", leader, **about, message=f"generation {self.generation} is over")
+        about = {"what": "view-ended", "generation": self.generation, "reason": to_json(reason)}
+        message = wording.describe_event("view-ended", reason, node=leader, generation=self.generation)
+        self.add(t, "rendezvous", leader, **about, message=message)
 
     def pid(self, rank: int) -> dict[str, int]:
         """Return a rank's process id in this generation."""
@@ -188,7 +203,7 @@ def node_killed_and_wiped() -> Job:
     job = node_killed()
     job.events = [event for event in job.events if event["node"] != "n2" and event["t"] < 113]
     job.generation, job.nodes = 1, ("n0", "n1", "n2")
-    job.lost = [make_node_failure("n2", "died")]
+    job.lost = [make_node_failure(NodeLost("n2", Loss.DIED))]
     job.agents(112, "n2")
     job.begin(115, 10, "n0", "n1", "n2", recomputed_steps=2, receiving_nodes=["n2"], source_node="n0")
     return job
@@ -213,7 +228,7 @@ def node_returns() -> Job:
     job.begin(100, 0, "n0", "n1", kind="cold")
     job.steps(110, 10)
     job.agents(109, "n2")
-    job.end_view(110, "n0", kind="newcomers")
+    job.end_view(110, "n0", ViewEnd.NEWCOMERS)
     job.stop(110.1, 0)
     job.fail(110.15, 1, "RuntimeError", GLOO)
     job.stop(110.2, 1)
@@ -233,7 +248,7 @@ def newcomers_left_again() -> Job:
     """End a world for new nodes that are gone before the next one."""
     job = Job().begun()
     job.stop(110.2, 0, 1, 2)
-    job.end_view(110.1, "n0", kind="newcomers")
+    job.end_view(110.1, "n0", ViewEnd.NEWCOMERS)
     job.begin(112, 10, "n0", "n1", "n2")
     return job
 
@@ -262,8 +277,9 @@ def node_told_to_leave() -> Job:
     job = Job().begun()
     job.stop(110.2, 1)
     job.add(110.4, "agent-end", "n1", outcome="signalled", exit_code=143, message="stopped by SIGTERM.")
-    job.end_view(110.4, "n0", kind="node-lost", node="n1")
-    job.lost.append(make_node_failure("n1", "left (SIGTERM)", announced=True))
+    left = NodeLost("n1", Loss.LEFT, Signalled("SIGTERM"))
+    job.end_view(110.4, "n0", left)
+    job.lost.append(make_node_failure(left))
     job.fail(110.5, 0, "RuntimeError", GLOO)
     job.begin(115, 10, "n0", "n2")
     return job
@@ -296,9 +312,9 @@ def half_lost() -> Job:
     job.begin(100, 0, "n0", "n1", "n2", "n3", kind="cold")
     job.steps(110, 10)
     job.stop(113, 0, 1)
-    job.end_view(113, "n0", kind="node-lost", node="n2")
+    job.end_view(113, "n0", NodeLost("n2", Loss.UNREACHABLE))
     for node in ("n0", "n1"):
-        job.add(114, "rendezvous", node, what="waiting", message=WAITS_FOR_QUORUM, missing=["n2", "n3"])
+        job.add(114, "rendezvous", node, what="waiting", reason=to_json(WAITS_FOR_QUORUM), message="w")
     return job
 
 
@@ -375,7 +391,7 @@ def killed() -> Job:
     """Kill rank 1 half a second after step 10; steps 9 and 10 are recomputed from 115 on."""
     job = run_steps(*range(1, 11))
     job.exit(110.5, 1, signal="SIGKILL")
-    job.end_view(110.6, "n0", kind="workers-stopped", node="n1")
+    job.end_view(110.6, "n0", WorkersStopped("n1"))
     job.stop(110.8, 0, 2)
     begin_at(job, 111, 114, 8, seconds=1.0, recomputed_steps=2)
     record_steps(job, 115, *range(9, 21))
@@ -437,7 +453,7 @@ class EventfulRun(Job):
     def kill_worker(self, rank: int, signal: str = "SIGKILL", code: int | None = None) -> None:
         """Kill a worker; its peers' connections break, and they are stopped."""
         self.exit(self.now + 0.2, rank, signal=signal or None, code=code)
-        self.end_view(self.now + 0.25, self.nodes[0], kind="workers-stopped", node=self.nodes[rank])
+        self.end_view(self.now + 0.25, self.nodes[0], WorkersStopped(self.nodes[rank]))
         others = [other for other in range(len(self.nodes)) if other != rank]
         self.fail(self.now + 0.22, others[0], "RuntimeError", GLOO)
         self.stop(self.now + 0.3, *others)
@@ -459,7 +475,7 @@ class EventfulRun(Job):
 
 
 ALL_NODES = ("n0", "n1", "n2", "n3")
-TORN_WRITE = {"kind": "corrupt", "message": "block 7 of 38 is not what was written"}
+TORN_WRITE = {"kind": "corrupt", "detail": "block 7 of 38 is not what was written"}
 TORN_WRITE_REASON = "state.safetensors: block 7 of 38 is not what was written"
 
 
@@ -506,8 +522,9 @@ def _add_node_failures(job: EventfulRun) -> None:
     job.stop(job.now + 0.5, 1)
     message = "aws takes this node away; step 133 is saved."
     job.add(job.now + 0.9, "agent-end", "n1", outcome="signalled", exit_code=75, message=message)
-    job.end_view(job.now + 0.6, "n0", kind="node-lost", node="n1")
-    job.lost.append(make_node_failure("n1", "left (aws)", announced=True))
+    left = NodeLost("n1", Loss.LEFT, Signalled("SIGTERM"))
+    job.end_view(job.now + 0.6, "n0", left)
+    job.lost.append(make_node_failure(left))
     job.stop(job.now + 0.6, 0, 2)
     job.now += 1.0
     job.start_generation("n0", "n2")
@@ -515,7 +532,8 @@ def _add_node_failures(job: EventfulRun) -> None:
 
 
 def _add_hang(job: EventfulRun) -> None:
-    suspects = [{"rank": 1, "local_rank": 0, "worker_pid": 1, "reason": "holds the GIL in <module 'PIL'>"}]
+    stall = to_json(Stall(Activity.HOLDS_GIL, at="<module 'PIL'>"))
+    suspects = [{"rank": 1, "local_rank": 0, "worker_pid": 1, "reason": stall}]
     about = {"generation": job.generation, "step": job.step, "suspects": suspects, "victims": [0]}
     job.add(
         job.now + 31,
@@ -585,7 +603,7 @@ def remaining_checkpoints(job: Job) -> list[CheckpointEntry]:
     return found
 
 
-def make_long_run(generations: int, nodes: int = 3, seed: int = 0) -> EventfulRun:
+def make_long_run(generations: int = 20, nodes: int = 3, seed: int = 0) -> EventfulRun:
     """Return a run with many kills."""
     random = Random(seed)
     every = tuple(f"n{index}" for index in range(nodes))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic_resume.agent import main
-from elastic_resume.agent.failure_evidence import RoundEvents
+from elastic_resume.agent.failure_evidence import FailureEvents
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.commands import job_status
@@ -180,7 +180,7 @@ def test_grace_variable_reaches_supervisors_in_seconds(
     add_flags(parser)
     args, _ = parse_flags_and_file(parser, [], os.environ)
     settings = Settings.for_worker({}, "t.py")
-    with contextlib.closing(LeasePage()) as lease_page, contextlib.closing(RoundEvents()) as events:
+    with contextlib.closing(LeasePage()) as lease_page, contextlib.closing(FailureEvents()) as events:
         main._set_environment(settings, args, tmp_path / "events.jsonl", lease_page, events)
     from elastic_resume.agent.workers.supervisor import read_grace_s  # noqa: PLC0415 - reads the environment when asked
 

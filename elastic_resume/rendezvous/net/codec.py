@@ -240,8 +240,8 @@ def _get_codec(kind: Any) -> tuple[Encode, Decode]:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return (lambda value: value.name), functools.partial(_decode_member, kind)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in {types.UnionType, typing.Union} and len(arguments) == 2 and type(None) in arguments:
-        put, take = _get_codec(next(kind for kind in arguments if kind is not type(None)))
+    if origin in {types.UnionType, typing.Union} and type(None) in arguments:
+        put, take = _get_codec(typing.Union[*(kind for kind in arguments if kind is not type(None))])
         return (
             lambda value: None if value is None else put(value),
             lambda value, where: None if value is None else take(value, where),

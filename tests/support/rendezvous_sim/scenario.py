@@ -9,12 +9,12 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from elastic_resume.policy.digests import summarize_divergence
-from elastic_resume.policy.failure_classification import Failure, describe_failure
+from elastic_resume.policy import wording
+from elastic_resume.policy.failure_classification import Failure
 from elastic_resume.rendezvous.core.interface import (
     EmitEvent,
     EndJob,
-    GiveUp,
+    EndMembership,
     RendezvousSettings,
     StartWorkers,
     StopWorkers,
@@ -55,6 +55,8 @@ class Scenario:
         self.checkers = InvariantChecker()
         self.nodes: dict[str, SimulatedNode] = {}
         self.lines: list[str] = []
+        self.facts: list[tuple[float, str, object]] = []
+        """What `lines` says, without words."""
         for place, name in enumerate(options["nodes"].split(",")):
             node_settings = settings
             if name == options.get("other_node_timeout"):
@@ -63,7 +65,7 @@ class Scenario:
                 node_settings = replace(settings, candidates=(*settings.candidates[:-1], name))
             node = self.nodes[name] = SimulatedNode(name, node_settings, self.net, self.checkers)
             node.node_name = name[0] if "same_names" in options else name  # b2 is another machine called b
-            node.order = place if "scheduler_order" in options else 0
+            node.order = place if "node_order" in options else 0
             node.trace = self.record
 
     def record(self, name: str, item: object) -> None:
@@ -74,19 +76,23 @@ class Scenario:
             text += f"; store {item.store_address}{format_causes(item.failures)}"
         elif isinstance(item, StopWorkers):
             verb = "kills" if item.immediately else "stops"
-            text = f"{verb} generation {item.generation}: {item.reason}"
+            text = f"{verb} generation {item.generation}: {wording.describe(item.reason)}"
         elif isinstance(item, ReplicasDiverged):
             verdict = item.verdict
-            text = f"reports: {summarize_divergence(verdict)}; last equal at step {verdict.agreed_step}"
+            text = (
+                f"reports: {wording.summarize_divergence(verdict)}; last equal at step {verdict.agreed_step}"
+            )
         elif isinstance(item, EndJob):
-            text = f"ends the job: {item.reason}{format_causes(item.failures)}"
-        elif isinstance(item, GiveUp):
-            text = f"gives up: {item.reason}"
+            text = f"ends the job: {wording.describe(item.reason)}{format_causes(item.failures)}"
+        elif isinstance(item, EndMembership):
+            text = f"gives up: {wording.describe(item.reason)}"
         elif isinstance(item, EmitEvent):
-            text = f"({item.kind}) {item.text}"
+            text = wording.describe_event(item.kind, item.reason, node=name, generation=item.generation)
+            text = f"({item.kind}) {text}"
         else:
             return
         self.lines.append(f"{self.clock.now:7.2f}  {name}  {text}")
+        self.facts.append((self.clock.now, name, item))
 
     def play(self, commands: str) -> None:
         """Run commands that semicolons separate."""
@@ -143,8 +149,8 @@ class Scenario:
             "stall-disk": lambda: setattr(node, "max_write_s", 20.0),
             "hang-workers": lambda: setattr(node, "max_stop_s", 1e9),
             "kill-worker": node.fail_worker,
-            "abort-worker": lambda: node.fail_worker("was killed by SIGABRT"),
-            "fail-job": lambda: node.fail_job(f"node {node.name} gave up"),
+            "abort-worker": lambda: node.fail_worker("SIGABRT"),
+            "fail-job": node.fail_job,
             "pause": node.pause,
             "stop-clock": lambda: node.suspend(stops_clock=True),
             "resume": node.resume,
@@ -158,12 +164,12 @@ class Scenario:
 
 def format_causes(failures: tuple[Failure, ...]) -> str:
     """Format the failures that ended the last view."""
-    texts = [describe_failure(failure, with_node=True) for failure in failures]
+    texts = [wording.describe_failure(failure, with_node=True) for failure in failures]
     return f"; after: {'; '.join(texts)}" if texts else ""
 
 
-def play(text: str) -> str:
-    """Run a scenario's commands and return it with what really happened."""
+def play(text: str) -> tuple[str, list[tuple[float, str, object]]]:
+    """Run a scenario's commands; return it with what really happened, and the same without words."""
     scenario: Scenario | None = None
     lines: list[str] = []
     for line in text.splitlines():
@@ -178,4 +184,4 @@ def play(text: str) -> str:
             lines += [line, *scenario.lines]
     assert scenario is not None, "a scenario begins with '> job'"
     assert not scenario.checkers.violations, scenario.checkers.violations
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n", scenario.facts

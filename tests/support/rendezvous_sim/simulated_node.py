@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic_resume.policy.digests import Digest
-from elastic_resume.policy.failure_classification import SIGNAL, Failure
-from elastic_resume.policy.reasons import Departure
+from elastic_resume.policy.failure_classification import SIGNAL, Failure, WorkerEnd
+from elastic_resume.policy.reasons import NodeLost, Signalled
+from elastic_resume.policy.restart import GaveUp, NoProgress
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.node import RendezvousNode
@@ -72,8 +73,8 @@ class SimulatedNode(Host):
         self.trace: TraceFunction | None = None
         self.on_event: Callable[[str], None] | None = None
         """Called with the name of each view change message and with each new `view`."""
-        self.end_text = ""
-        """The agent's last effect, `EndJob` or `GiveUp`."""
+        self.end: interface.EndJob | interface.EndMembership | None = None
+        """How the agent's part in the job has ended."""
         self.stays_ended = False
         """Do not start an agent again once the job has ended here."""
         self.divergences: list[messages.ReplicasDiverged] = []
@@ -107,7 +108,7 @@ class SimulatedNode(Host):
         self.has_power = self.has_process = True
         self.is_paused = self.is_suspended = self.workers_lost_lease = False
         self._known_ended = set()
-        self.end_text = self.planned_crash = ""
+        self.end, self.planned_crash = None, ""
         self.has_failed_job = False
         candidates = self.settings.candidates
         index = candidates.index(self.name) if self.name in candidates else None
@@ -137,7 +138,7 @@ class SimulatedNode(Host):
     @property
     def has_ended(self) -> bool:
         """Whether the job has ended for its agent."""
-        return self.end_text.startswith(interface.EndJob.__name__)
+        return isinstance(self.end, interface.EndJob)
 
     def known_addresses(self) -> set[str]:
         """Return the addresses that its agent may call."""
@@ -250,12 +251,11 @@ class SimulatedNode(Host):
             self.request_join(self.incarnation_id)  # as for any worker that has died
         self.workers_lost_lease = False
 
-    def fail_worker(self, text: str = "was killed by SIGKILL") -> None:
+    def fail_worker(self, signal: str = "SIGKILL") -> None:
         """Fail a worker: the agent reports it and joins again."""
         if self.agent and self.agent.state.last_view:
-            failure = Failure(
-                SIGNAL, self.name, self.agent.state.last_view.rank(self.agent.state.incarnation), text
-            )
+            rank = self.agent.state.last_view.rank(self.agent.state.incarnation)
+            failure = Failure(SIGNAL, self.name, rank, WorkerEnd(signal=signal))
             self._handle_event(messages.FailureReport(self.agent.state.last_view.generation, failure))
         self.request_join(self.incarnation_id)
 
@@ -278,7 +278,7 @@ class SimulatedNode(Host):
                 known = self.agent.state.unreachable_peers if self.agent else None
                 left_out = [node for node in (known.nodes if known else ()) if node not in nodes]
                 self.report_unreachable((*left_out, *lost))
-                self.fail_worker("cannot connect to its peers")
+                self.fail_worker()
 
     def _connects_to(self, other: str) -> bool:
         kind = sum(map(ord, self.name + other)) % 3  # both, the first, or the second by name
@@ -332,16 +332,16 @@ class SimulatedNode(Host):
         self.checkers.on_finish(self.name)
         self._handle_event(interface.WorkersFinished())
 
-    def fail_job(self, reason: str) -> None:
+    def fail_job(self) -> None:
         """Fail the job for all nodes; a real agent does not join again."""
         self.checkers.on_stop(self.name)
         self.has_failed_job = True
-        self._handle_event(messages.FailJob(reason))
+        self._handle_event(messages.FailJob(GaveUp(self.name, NoProgress(None, 1, 0))))
 
     def leave(self) -> None:
         """Shut this node down in order."""
         self.checkers.on_stop(self.name)
-        self._handle_event(interface.Leave(Departure("drained")))
+        self._handle_event(interface.Leave(Signalled("SIGTERM")))
 
     # The network's side.
 
@@ -391,7 +391,7 @@ class SimulatedNode(Host):
             self._carry_out(effect)
             if not self.has_process:
                 return  # it crashed before the other effects
-        if self.agent.end_reason.startswith("left: "):
+        if isinstance(self.agent.end_reason, NodeLost):
             self.clock.call_at(self.clock.now + 0.01, self._exit_process, self.incarnation_id)
         due = self._to_simulated_time(self.agent.next_deadline)
         due = max(due, self.clock.now) + 1e-6  # not a rounding error too early
@@ -447,7 +447,7 @@ class SimulatedNode(Host):
             )
         elif isinstance(effect, messages.ReplicasDiverged):
             self.divergences.append(effect)
-        elif isinstance(effect, (interface.EndJob, interface.GiveUp)):
+        elif isinstance(effect, (interface.EndJob, interface.EndMembership)):
             self._end_participation(effect)
         elif not isinstance(effect, interface.EmitEvent):
             raise TypeError(f"no way to carry out {effect!r}")
@@ -476,9 +476,9 @@ class SimulatedNode(Host):
         if first and self.on_event:
             self.on_event("view")
 
-    def _end_participation(self, effect: interface.EndJob | interface.GiveUp) -> None:
-        self.end_text = f"{type(effect).__name__}: {effect.reason}"
-        restarts = isinstance(effect, interface.GiveUp)
+    def _end_participation(self, effect: interface.EndJob | interface.EndMembership) -> None:
+        self.end = effect
+        restarts = isinstance(effect, interface.EndMembership)
         if restarts:
             self.stays_ended = False
         self.exited_at = self.clock.now
@@ -492,7 +492,7 @@ class SimulatedNode(Host):
     def _on_workers_stopped(self, incarnation_id: int) -> None:
         if incarnation_id == self.incarnation_id and self.agent and not self.agent.running_view:
             self.checkers.on_stop(self.name)
-            if not self.end_text and not self.agent.state.join and not self.agent.state.leaving:
+            if not self.end and not self.agent.state.join and not self.agent.state.leaving:
                 self._join_soon(0.1)
 
     def _on_written(self, effect: interface.Persist, incarnation_id: int) -> None:

@@ -30,7 +30,7 @@ POISON = 6  # the step that cannot be finished
 def log_of(**fixed: Any) -> events.EventLog:
     """The node's log, with the agent's memory beside it."""
     path = Path(os.environ[constants.ENV_EVENTS_PATH])
-    return events.EventLog(path, memory_path=os.environ[constants.ENV_ROUND_EVENTS], node=NODE, **fixed)
+    return events.EventLog(path, memory_path=os.environ[constants.ENV_EVIDENCE], node=NODE, **fixed)
 
 
 def meet(directory: Path, step: int) -> None:

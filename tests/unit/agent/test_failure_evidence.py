@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_resume.agent import failure_evidence
-from elastic_resume.agent.failure_evidence import MemoryMonitor, RoundEvents
+from elastic_resume.agent.failure_evidence import MemoryMonitor, FailureEvents
 from elastic_resume.events import EventLog
 from elastic_resume.machine import MemoryCgroup, available_memory_bytes, read_fields
 from elastic_resume.policy.failure_classification import MemoryPressure
@@ -180,12 +180,12 @@ def test_monitor_reads_files_of_this_kernel() -> None:
         assert 0 < usage[0] <= usage[1]
 
 
-def test_round_events_contain_event_after_torn_line() -> None:
+def test_evidence_contain_event_after_torn_line() -> None:
     """A writer that is killed leaves the start of its line."""
-    with contextlib.closing(RoundEvents()) as round_events:
-        with open(round_events.path, "ab") as file:
+    with contextlib.closing(FailureEvents()) as evidence:
+        with open(evidence.path, "ab") as file:
             file.write(b'{"t":1.0,"event":"failure","mess')
-        with contextlib.closing(EventLog(Path("/dev/full"), memory_path=round_events.path)) as log:
+        with contextlib.closing(EventLog(Path("/dev/full"), memory_path=evidence.path)) as log:
             log.emit("worker-exit", rank=0)
             log.emit("hang", rank=0)
-        assert [event["event"] for event in round_events.read()] == ["worker-exit", "hang"]
+        assert [event["event"] for event in evidence.read()] == ["worker-exit", "hang"]

@@ -16,7 +16,7 @@ import pytest
 
 from elastic_resume.agent import peer_probe
 from elastic_resume.agent.peer_probe import MAX_PEERS, PeerProbe, find_unreachable, list_peers
-from elastic_resume.policy.failure_classification import EXCEPTION, SIGNAL, Failure
+from elastic_resume.policy.failure_classification import EXCEPTION, SIGNAL, Failure, WorkerEnd
 from elastic_resume.rendezvous.core.interface import StartWorkers
 from elastic_resume.rendezvous.core.world import Incarnation
 from tests.support.processes import wait_for
@@ -140,7 +140,7 @@ def test_only_members_on_the_silent_host_are_dialled_after_a_resume(
 ) -> None:
     """Nor is anybody after a failure: it may have waited for any reason."""
     network.has_resumed = True
-    probe.handle_failure(Failure(EXCEPTION, "b", 1, "", "RuntimeError", CONNECT_TIMEOUT))
+    probe.handle_failure(Failure(EXCEPTION, "b", 1, WorkerEnd(), "RuntimeError", CONNECT_TIMEOUT))
     probe.poll()
     assert network.dialled == ["d"]
 
@@ -148,12 +148,12 @@ def test_only_members_on_the_silent_host_are_dialled_after_a_resume(
 @pytest.mark.parametrize(
     ("failure", "dialled"),
     [
-        (Failure(EXCEPTION, "b", 1, "", "RuntimeError", CONNECT_TIMEOUT), ["cad"]),
-        (Failure(EXCEPTION, "b", 1, "", "RuntimeError", NO_ROUTE), ["cad"]),
-        (Failure(EXCEPTION, "b", 1, "", "DistBackendError", NCCL), ["cad"]),
-        (Failure(EXCEPTION, "b", 1, "", "RuntimeError", CLOSED), []),
-        (Failure(EXCEPTION, "b", 1, "", "ValueError", "wrong"), []),
-        (Failure(SIGNAL, "b", 1, "was killed by SIGKILL"), []),
+        (Failure(EXCEPTION, "b", 1, WorkerEnd(), "RuntimeError", CONNECT_TIMEOUT), ["cad"]),
+        (Failure(EXCEPTION, "b", 1, WorkerEnd(), "RuntimeError", NO_ROUTE), ["cad"]),
+        (Failure(EXCEPTION, "b", 1, WorkerEnd(), "DistBackendError", NCCL), ["cad"]),
+        (Failure(EXCEPTION, "b", 1, WorkerEnd(), "RuntimeError", CLOSED), []),
+        (Failure(EXCEPTION, "b", 1, WorkerEnd(), "ValueError", "wrong"), []),
+        (Failure(SIGNAL, "b", 1, WorkerEnd(signal="SIGKILL")), []),
     ],
 )
 def test_failed_connection_of_a_worker_is_a_sign(

@@ -116,7 +116,7 @@ def test_decide_keeps_exit_code_on_plain_host(number: int | None, outcome: str, 
 
 
 @pytest.mark.parametrize(
-    ("node_index", "node_rank", "is_spare", "code"),
+    ("node_order", "node_rank", "is_spare", "code"),
     [
         (0, None, False, 75),
         (0, None, True, 0),
@@ -127,11 +127,11 @@ def test_decide_keeps_exit_code_on_plain_host(number: int | None, outcome: str, 
     ],
 )
 def test_only_node_of_rank_0_ends_with_75(
-    monkeypatch: pytest.MonkeyPatch, *, node_index: int, node_rank: int | None, is_spare: bool, code: int
+    monkeypatch: pytest.MonkeyPatch, *, node_order: int, node_rank: int | None, is_spare: bool, code: int
 ) -> None:
     """The exit code of srun is the highest, also of a spare or of a node that left others behind."""
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
-    controller = make_controller(SchedulerContext("slurm", "a", node_index=node_index, max_nodes=3))
+    controller = make_controller(SchedulerContext("slurm", "a", node_order=node_order, max_nodes=3))
     controller.begin_shutdown(USR1)
     assert controller.decide_exit_code("signalled", 138, node_rank=node_rank, is_spare=is_spare) == code
     assert controller.decide_exit_code("left", 75, node_rank=node_rank, is_spare=is_spare) == code

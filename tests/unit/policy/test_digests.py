@@ -14,7 +14,6 @@ from elastic_resume.policy.digests import (
     MAX_DIGEST_INTERVAL,
     DivergenceVerdict,
     choose_common_step,
-    describe_divergence,
     digest_interval_steps,
     find_diverged_nodes,
     is_digest,
@@ -150,47 +149,3 @@ def test_only_who_is_outside_of_more_than_half_of_all_is_wrong(sizes: list[int],
     assert [len(camp) for camp in verdict.groups] == sorted(sizes, reverse=True)
     others = {name for camp in camps for name in camp} - set(verdict.groups[0])
     assert set(verdict.diverged) == (others if 2 * max(sizes) > members else set())
-
-
-# ---- in words ------------------------------------------------------------------------------------------
-
-
-ALONE = """
-replicas differ at step 128: node c is not as nodes a and b, the majority. Look at what that machine computes
-(memory, device), or at what the script does only there (all were equal at step 96). Start again without it.
-Machines of different kinds round differently: with ELASTIC_RESUME_CHECK_REPLICAS=off they continue, and one
-node's values count at each resume. `elastic-resume diff` of two nodes' checkpoints names the tensors.
-"""
-NOBODY = """
-replicas differ at step 128: node a against node b. No majority: it is unknown which node is wrong (no step of
-this generation was seen equal). Look for what nodes do not share: random numbers, samples, a broken device,
-state that changes between run.step() and optimizer.step() (run.verify_copies finds it). To continue from
-an older checkpoint, move the newer ones elsewhere. Machines of different kinds round differently: with
-ELASTIC_RESUME_CHECK_REPLICAS=off they continue, and one node's values count at each resume. `elastic-resume
-diff` of two nodes' checkpoints names the tensors.
-"""
-
-
-@pytest.mark.parametrize(
-    ("verdict", "expected"),
-    [
-        (DivergenceVerdict(128, 96, (("a", "b"), ("c",)), ("c",)), ALONE),
-        (DivergenceVerdict(128, 0, (("a",), ("b",))), NOBODY),
-    ],
-)
-def test_people_are_told_who_differs_and_what_to_do(verdict: DivergenceVerdict, expected: str) -> None:
-    """The whole sentence."""
-    assert describe_divergence(verdict) == " ".join(expected.split())
-
-
-@given(
-    st.lists(st.lists(st.text(max_size=9), max_size=9).map(tuple), max_size=9).map(tuple),
-    st.lists(st.text(max_size=9), max_size=9).map(tuple),
-)
-def test_whatever_a_peer_calls_a_verdict_can_be_said(
-    camps: tuple[tuple[str, ...], ...], wrong: tuple[str, ...]
-) -> None:
-    """In one line of bounded length."""
-    text = describe_divergence(DivergenceVerdict(1, 0, camps, wrong))
-    assert text.isprintable()
-    assert len(text) < 5000

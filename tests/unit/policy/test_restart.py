@@ -1,4 +1,4 @@
-"""The restart policy, by table: a history of rounds in, a decision out."""
+"""The restart policy, by table: a history of generations in, a decision out."""
 
 from __future__ import annotations
 
@@ -9,40 +9,60 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_resume.policy.failure_classification import EXCEPTION, FAILURE_KINDS, NODE_LOST, SIGNAL, Failure
+from elastic_resume.policy.failure_classification import (
+    EXCEPTION,
+    FAILURE_KINDS,
+    NODE_LOST,
+    SIGNAL,
+    Failure,
+    WorkerEnd,
+)
 from elastic_resume.policy.restart import (
     UNLIMITED,
-    RestartAction,
+    CannotStart,
+    CausedAlone,
+    Continue,
+    Exclude,
+    GenerationResult,
+    GiveUp,
+    NoProgress,
+    RestartDecision,
     RestartLimits,
-    RoundResult,
+    SameErrorAgain,
+    SameErrorEverywhere,
+    StepFails,
     WorldSummary,
-    count_rounds_without_progress,
+    count_failures_without_progress,
     decide_restart,
     find_newest_step,
     merge_reported_failures,
     restart_delay_s,
-    summarize_round,
+    summarize_generation,
 )
 
-CONTINUE, GIVE_UP, EXCLUDE = RestartAction
 DEFAULT = RestartLimits()
-KILLED = Failure(SIGNAL, "a", 1, "was killed by SIGKILL")
-OWN_FAULT = Failure(EXCEPTION, "a", 0, "ended with exit code 1", "MismatchError", "no", is_deterministic=True)
+KILLED = Failure(SIGNAL, "a", 1, WorkerEnd(signal="SIGKILL"))
+OWN_FAULT = Failure(EXCEPTION, "a", 0, WorkerEnd(1), "MismatchError", "no", is_deterministic=True)
 
 
-def failed(start: int | None, newest: int | None, failure: Failure = KILLED) -> RoundResult:
-    """A round that started from step ``start``, reached ``newest`` and lost a worker."""
-    return RoundResult(failed=True, start_step=start, newest_step=newest, failures=(failure,))
+def failed(start: int | None, newest: int | None, failure: Failure = KILLED) -> GenerationResult:
+    """A generation that started from step ``start``, reached ``newest`` and lost a worker."""
+    return GenerationResult(failed=True, start_step=start, newest_step=newest, failures=(failure,))
 
 
-def left(start: int, newest: int) -> RoundResult:
-    """A round that ended because nodes came or went."""
-    return RoundResult(failed=False, start_step=start, newest_step=newest)
+def reason_class(decision: RestartDecision) -> type | None:
+    """Return the class of a decision's reason; None if the job continues."""
+    return None if isinstance(decision, Continue) else type(decision.reason)
+
+
+def left(start: int, newest: int) -> GenerationResult:
+    """A generation that ended because nodes came or went."""
+    return GenerationResult(failed=False, start_step=start, newest_step=newest)
 
 
 NO_STEP = failed(None, None)
 
-HISTORIES: list[tuple[str, list[RoundResult], bool]] = [
+HISTORIES: list[tuple[str, list[GenerationResult], bool]] = [
     ("one failed start is tried again", [NO_STEP], False),
     ("two failed starts are tried again", [NO_STEP] * 2, False),
     ("the third failed start in a row ends the job", [NO_STEP] * 3, True),
@@ -52,7 +72,7 @@ HISTORIES: list[tuple[str, list[RoundResult], bool]] = [
     ("twice at the same step is tried again", [failed(0, 19)] + [failed(10, 19)] * 2, False),
     ("progress in between starts the count anew", [NO_STEP, NO_STEP, failed(0, 1), NO_STEP, NO_STEP], False),
     ("a change of membership costs nothing", [left(5, 5)] * 50, False),
-    ("a change of membership forgives nothing", [NO_STEP, NO_STEP, RoundResult(failed=False), NO_STEP], True),
+    ("a change of membership forgives nothing", [NO_STEP, NO_STEP, left(0, 0), NO_STEP], True),
     (
         "steps seen before count again after copies were lost",
         [failed(90, 99), *(failed(i, i + 5) for i in (0, 3, 6, 9))],
@@ -64,23 +84,22 @@ HISTORIES: list[tuple[str, list[RoundResult], bool]] = [
 @pytest.mark.parametrize(
     ("history", "gives_up"), [row[1:] for row in HISTORIES], ids=[row[0] for row in HISTORIES]
 )
-def test_decision_follows_progress_of_history(history: list[RoundResult], gives_up: bool) -> None:
+def test_decision_follows_progress_of_history(history: list[GenerationResult], gives_up: bool) -> None:
     """Each row of the table above."""
-    assert decide_restart(history, DEFAULT).ends_job is gives_up
+    assert isinstance(decide_restart(history, DEFAULT), GiveUp) is gives_up
 
 
-def test_reason_names_count_step_and_rank() -> None:
+def test_reason_has_count_step_and_failure() -> None:
     """The limit can be set."""
-    assert decide_restart([NO_STEP], RestartLimits(max_no_progress=1)).ends_job
-    reason = decide_restart([failed(0, 7), failed(7, 7), failed(7, 7), failed(7, 7)], DEFAULT).reason
-    assert (
-        reason == "3 starts in a row failed without progress, at step 7. Last: rank 1 was killed by SIGKILL."
-    )
+    first = decide_restart([NO_STEP], RestartLimits(max_no_progress=1))
+    assert first == GiveUp(NoProgress(KILLED, 1, 0))
+    later = decide_restart([failed(0, 7), failed(7, 7), failed(7, 7), failed(7, 7)], DEFAULT)
+    assert later == GiveUp(NoProgress(KILLED, 3, 7))
 
 
-def test_no_progress_counts_failed_rounds_since_newest_step() -> None:
-    """A round that reached a new step is not counted, the ones after it are."""
-    assert count_rounds_without_progress([failed(0, 5), failed(5, 5), left(5, 5), failed(5, 5)]) == 2
+def test_no_progress_counts_failures_since_newest_step() -> None:
+    """A generation that reached a new step is not counted, the ones after it are."""
+    assert count_failures_without_progress([failed(0, 5), failed(5, 5), left(5, 5), failed(5, 5)]) == 2
 
 
 def event(kind: str, t: float, **fields: Any) -> dict[str, Any]:
@@ -89,14 +108,14 @@ def event(kind: str, t: float, **fields: Any) -> dict[str, Any]:
 
 
 def test_summary_takes_first_and_newest_step() -> None:
-    """Starts, steps and commits all say how far the round came."""
+    """Starts, steps and commits all say how far the generation came."""
     events = [
         event("worker-start", 1, step=10),
         event("step", 2, step=11),
         event("commit", 3, step=14),
         event("step", 4, step=13),
     ]
-    this = summarize_round(events, node="a", failed=True)
+    this = summarize_generation(events, node="a")
     assert (this.start_step, this.newest_step, this.failures) == (10, 14, ())
 
 
@@ -108,11 +127,12 @@ def test_deterministic_failure_without_rank_ends_job() -> None:
         event("worker-exit", 2, rank=0, worker_pid=70, exit_code=None, signal="SIGKILL", stopped=False),
         event("worker-exit", 3, rank=1, worker_pid=71, exit_code=1, signal=None, stopped=False),
     ]
-    this = summarize_round(events, node="a", failed=True)
-    assert decide_restart([this], DEFAULT).reason == (
-        "rank 1 ended with exit code 1: ConfigError: keep is 1. Write 2 or more. "
-        "Starting again would meet the same error."
-    )
+    this = summarize_generation(events, node="a")
+    decision = decide_restart([this], DEFAULT)
+    assert isinstance(decision, GiveUp)
+    assert isinstance(decision.reason, SameErrorAgain)
+    failure = decision.reason.failure
+    assert (failure.rank, failure.type, failure.cause) == (1, "ConfigError", WorkerEnd(1))
 
 
 # ---- errors that a restart would meet again ------------------------------------------------------------
@@ -122,9 +142,7 @@ def raised(
     kind: str, step: int | None = None, node: str = "a", nodes: int = 1, message: str = "boom"
 ) -> Failure:
     """An exception on a rank of that node."""
-    return Failure(
-        EXCEPTION, node, 0, "ended with exit code 1", kind, message, "train.py:9 in main", step, nodes=nodes
-    )
+    return Failure(EXCEPTION, node, 0, WorkerEnd(1), kind, message, "train.py:9 in main", step, nodes=nodes)
 
 
 def world(names: str = "abc", step: int = 0) -> WorldSummary:
@@ -132,60 +150,60 @@ def world(names: str = "abc", step: int = 0) -> WorldSummary:
     return WorldSummary(tuple(names), step)
 
 
-Row = tuple[str, list[RoundResult], WorldSummary, RestartLimits, RestartAction]
+Row = tuple[str, list[GenerationResult], WorldSummary, RestartLimits, type | None]
 IMPORT = raised("ModuleNotFoundError", message="No module named 'x'")
 TWO_OF = RestartLimits(min_nodes=2)
 
 
 def ended(
     *failures: Failure, start: int | None = None, newest: int | None = None, nodes: int = 3
-) -> RoundResult:
-    """A failed round of several nodes."""
-    return RoundResult(True, start, newest, failures, nodes)
+) -> GenerationResult:
+    """A failed generation of several nodes."""
+    return GenerationResult(True, start, newest, failures, nodes)
 
 
 THREE_OF = RestartLimits(min_nodes=3)
 PATIENT = RestartLimits(max_no_progress=UNLIMITED, max_same_failures=UNLIMITED)
 EVERYWHERE = ended(raised("KeyError", nodes=3))
 HOPELESS: list[Row] = [
-    ("import error", [ended(IMPORT)], world(), DEFAULT, GIVE_UP),
-    ("syntax error", [ended(raised("SyntaxError"))], world(), DEFAULT, GIVE_UP),
-    ("late import error", [ended(IMPORT, start=0, newest=5)], world(step=5), DEFAULT, CONTINUE),
-    ("import error on a newcomer", [ended(IMPORT)], world(step=5), TWO_OF, EXCLUDE),
-    ("import error on a newcomer that is needed", [ended(IMPORT)], world(step=5), THREE_OF, GIVE_UP),
-    ("same error on all nodes before the first step", [EVERYWHERE], world(), DEFAULT, GIVE_UP),
-    ("on two of three nodes", [ended(raised("KeyError", nodes=2))], world(), DEFAULT, CONTINUE),
-    ("on all nodes of a job that has trained", [EVERYWHERE], world(step=7), DEFAULT, CONTINUE),
+    ("import error", [ended(IMPORT)], world(), DEFAULT, SameErrorAgain),
+    ("syntax error", [ended(raised("SyntaxError"))], world(), DEFAULT, SameErrorAgain),
+    ("late import error", [ended(IMPORT, start=0, newest=5)], world(step=5), DEFAULT, None),
+    ("import error on a newcomer", [ended(IMPORT)], world(step=5), TWO_OF, CannotStart),
+    ("import error on a newcomer that is needed", [ended(IMPORT)], world(step=5), THREE_OF, SameErrorAgain),
+    ("same error on all nodes before the first step", [EVERYWHERE], world(), DEFAULT, SameErrorEverywhere),
+    ("on two of three nodes", [ended(raised("KeyError", nodes=2))], world(), DEFAULT, None),
+    ("on all nodes of a job that has trained", [EVERYWHERE], world(step=7), DEFAULT, None),
     (
         "on all nodes after a step",
         [ended(raised("KeyError", 3, nodes=3), start=0, newest=3)],
         world(step=3),
         DEFAULT,
-        CONTINUE,
+        None,
     ),
-    ("on the only node", [ended(raised("KeyError"), nodes=1)], world("a"), DEFAULT, CONTINUE),
-    ("with --max-restarts", [ended(IMPORT)], world(), PATIENT, GIVE_UP),
-    ("changed membership", [replace(ended(IMPORT), failed=False)], world(), DEFAULT, CONTINUE),
+    ("on the only node", [ended(raised("KeyError"), nodes=1)], world("a"), DEFAULT, None),
+    ("with --max-restarts", [ended(IMPORT)], world(), PATIENT, SameErrorAgain),
+    ("changed membership", [replace(ended(IMPORT), failed=False)], world(), DEFAULT, None),
 ]
 
 
 @pytest.mark.parametrize(
-    ("history", "now", "limits", "action"), [row[1:] for row in HOPELESS], ids=[row[0] for row in HOPELESS]
+    ("history", "now", "limits", "reason"), [row[1:] for row in HOPELESS], ids=[row[0] for row in HOPELESS]
 )
 def test_unstartable_script_gives_up_or_excludes(
-    history: list[RoundResult], now: WorldSummary, limits: RestartLimits, action: RestartAction
+    history: list[GenerationResult], now: WorldSummary, limits: RestartLimits, reason: type | None
 ) -> None:
     """Each row of the table above."""
-    assert decide_restart(history, limits, now).action is action
+    assert reason_class(decide_restart(history, limits, now)) is reason
 
 
-def at(step: int, node: str = "a", message: str = "bad sample 17") -> RoundResult:
-    """A round that climbed to ``step`` and met an exception there."""
+def at(step: int, node: str = "a", message: str = "bad sample 17") -> GenerationResult:
+    """A generation that climbed to ``step`` and met an exception there."""
     return ended(raised("ValueError", step, node, message=message), start=step - 3, newest=step)
 
 
 LAX = RestartLimits(max_no_progress=10)
-POISON: list[tuple[str, list[RoundResult], bool]] = [
+POISON: list[tuple[str, list[GenerationResult], bool]] = [
     ("three times the same exception at the same step", [at(19), at(19), at(19)], True),
     (
         "whichever node it is on, whatever numbers it names",
@@ -202,70 +220,65 @@ POISON: list[tuple[str, list[RoundResult], bool]] = [
 
 
 @pytest.mark.parametrize(("history", "poisoned"), [row[1:] for row in POISON], ids=[row[0] for row in POISON])
-def test_deterministic_failure_of_one_step_is_named(history: list[RoundResult], poisoned: bool) -> None:
-    """The job fails before its budget is spent, and the reason names step, exception and place."""
+def test_deterministic_failure_of_one_step_is_named(history: list[GenerationResult], poisoned: bool) -> None:
+    """The job fails before its budget is spent, and the reason has step and exception."""
     decision = decide_restart(history, LAX, world())
-    assert decision.ends_job is poisoned
-    if poisoned:
-        assert decision.reason.startswith(
-            "step 20 fails deterministically: 3 times in a row with the same exception."
-        )
-        assert "ValueError: bad sample" in decision.reason
+    last = history[-1].failures[0]
+    assert decision == (GiveUp(StepFails(last, 20, 3)) if poisoned else Continue())
 
 
 # ---- a node that fails alone ---------------------------------------------------------------------------
 
 
-def killed(node: str, start: int | None = None, newest: int | None = None) -> RoundResult:
-    """A round that ended because a worker of that node was killed."""
-    return ended(Failure(SIGNAL, node, 1, "was killed by SIGSEGV"), start=start, newest=newest)
+def killed(node: str, start: int | None = None, newest: int | None = None) -> GenerationResult:
+    """A generation that ended because a worker of that node was killed."""
+    return ended(Failure(SIGNAL, node, 1, WorkerEnd(signal="SIGSEGV")), start=start, newest=newest)
 
 
-def stepping(node: str, count: int) -> list[RoundResult]:
-    """Rounds that advanced by ten steps each."""
+def stepping(node: str, count: int) -> list[GenerationResult]:
+    """Generations that advanced by ten steps each."""
     return [killed(node, i, i + 10) for i in range(0, 10 * count, 10)]
 
 
 AFTER_FOUR = RestartLimits(min_nodes=2, exclude_after=4)
 OTHERS_BETWEEN = [*stepping("b", 2), *stepping("c", 1), *stepping("b", 2)]
 ALONE: list[Row] = [
-    ("instead of giving up", [killed("b")] * 3, world(), TWO_OF, EXCLUDE),
-    ("it is needed", [killed("b")] * 3, world(), THREE_OF, GIVE_UP),
-    ("others failed too", [killed("b"), killed("c"), killed("b")], world(), TWO_OF, GIVE_UP),
-    ("steps advance", stepping("b", 9), world(step=90), TWO_OF, CONTINUE),
-    ("the user's limit is reached", stepping("b", 4), world(step=40), AFTER_FOUR, EXCLUDE),
-    ("below the user's limit", stepping("b", 3), world(step=40), AFTER_FOUR, CONTINUE),
-    ("not in a row", OTHERS_BETWEEN, world(step=40), AFTER_FOUR, CONTINUE),
-    ("it has left", [killed("b")] * 3, world("ac"), DEFAULT, CONTINUE),
+    ("instead of giving up", [killed("b")] * 3, world(), TWO_OF, CausedAlone),
+    ("it is needed", [killed("b")] * 3, world(), THREE_OF, NoProgress),
+    ("others failed too", [killed("b"), killed("c"), killed("b")], world(), TWO_OF, NoProgress),
+    ("steps advance", stepping("b", 9), world(step=90), TWO_OF, None),
+    ("the user's limit is reached", stepping("b", 4), world(step=40), AFTER_FOUR, CausedAlone),
+    ("below the user's limit", stepping("b", 3), world(step=40), AFTER_FOUR, None),
+    ("not in a row", OTHERS_BETWEEN, world(step=40), AFTER_FOUR, None),
+    ("it has left", [killed("b")] * 3, world("ac"), DEFAULT, None),
     (
         "others fail after it left",
         [*[killed("b")] * 3, killed("a"), killed("c")],
         world("ac"),
         DEFAULT,
-        CONTINUE,
+        None,
     ),
-    ("no node names", [killed("b")] * 3, WorldSummary(), DEFAULT, GIVE_UP),
+    ("no node names", [killed("b")] * 3, WorldSummary(), DEFAULT, NoProgress),
 ]
 
 
 @pytest.mark.parametrize(
-    ("history", "now", "limits", "action"), [row[1:] for row in ALONE], ids=[row[0] for row in ALONE]
+    ("history", "now", "limits", "reason"), [row[1:] for row in ALONE], ids=[row[0] for row in ALONE]
 )
 def test_node_that_fails_alone_is_excluded(
-    history: list[RoundResult], now: WorldSummary, limits: RestartLimits, action: RestartAction
+    history: list[GenerationResult], now: WorldSummary, limits: RestartLimits, reason: type | None
 ) -> None:
     """Each row of the table above; it is node b."""
     decision = decide_restart(history, limits, now)
-    assert decision.action is action
-    if action is EXCLUDE:
-        assert decision.node == "b"
-        assert "caused by node b alone. Last: rank 1 was killed by SIGSEGV." in decision.reason
+    assert reason_class(decision) is reason
+    if isinstance(decision, Exclude):
+        assert (decision.node, decision.reason.failure) == ("b", history[-1].failures[0])
 
 
 # ---- reported failures and delays ----------------------------------------------------------------------
 
-CUT_OFF = Failure(EXCEPTION, "a", 0, "ended with exit code 1", "RuntimeError", "Connection closed by peer")
-LOST = Failure(NODE_LOST, "c", None, "died")
+CUT_OFF = Failure(EXCEPTION, "a", 0, WorkerEnd(1), "RuntimeError", "Connection closed by peer")
+LOST = Failure(NODE_LOST, "c", None)
 
 
 @pytest.mark.parametrize(
@@ -282,13 +295,13 @@ LOST = Failure(NODE_LOST, "c", None, "died")
 def test_changed_membership_is_no_failure(
     own: Failure, reported: tuple[Failure, ...], changed: bool, failed: bool
 ) -> None:
-    """A lost node fails no round; a deterministic error does."""
+    """A lost node fails no generation; a deterministic error does."""
     assert merge_reported_failures(ended(own), reported, membership_changed=changed).failed is failed
 
 
-def test_round_that_failed_elsewhere_counts() -> None:
+def test_generation_that_failed_elsewhere_counts() -> None:
     """All nodes keep the same history, so they give up together."""
-    assert merge_reported_failures(RoundResult(failed=False), [KILLED], membership_changed=False).failed
+    assert merge_reported_failures(GenerationResult(failed=False), [KILLED], membership_changed=False).failed
 
 
 def test_restart_delay_doubles_without_progress() -> None:
@@ -304,8 +317,8 @@ def test_newest_step_ignores_resumed_step() -> None:
     assert find_newest_step([left(40, 43), left(41, 41)]) == 43
 
 
-rounds = st.builds(
-    RoundResult,
+generations = st.builds(
+    GenerationResult,
     st.booleans(),
     st.none() | st.integers(0, 30),
     st.none() | st.integers(0, 30),
@@ -315,7 +328,7 @@ rounds = st.builds(
             st.sampled_from(FAILURE_KINDS),
             st.sampled_from("abcd"),
             st.none() | st.integers(0, 3),
-            st.just("failed"),
+            st.just(WorkerEnd()),
             st.sampled_from(["", "ValueError", "ImportError", "RuntimeError"]),
             st.sampled_from(["", "boom", "Connection reset by peer"]),
             st.just(""),
@@ -330,24 +343,21 @@ rounds = st.builds(
 
 
 @given(
-    st.lists(rounds, min_size=1, max_size=8),
+    st.lists(generations, min_size=1, max_size=8),
     st.builds(RestartLimits, st.integers(1, 4), st.integers(0, 3), st.integers(2, 4), st.integers(1, 4)),
     st.lists(st.sampled_from("abcd"), unique=True).map(tuple),
     st.integers(0, 40),
 )
 def test_any_history_gives_sound_decision(
-    history: list[RoundResult], limits: RestartLimits, nodes: tuple[str, ...], step: int
+    history: list[GenerationResult], limits: RestartLimits, nodes: tuple[str, ...], step: int
 ) -> None:
-    """Success ends nothing, a needed node is not excluded, and each action has a reason."""
+    """Success ends nothing, and a needed node is not excluded."""
     decision = decide_restart(history, limits, WorldSummary(nodes, step))
     if not history[-1].failed:
-        assert decision.action is CONTINUE
-    if decision.action is EXCLUDE:
+        assert decision == Continue()
+    if isinstance(decision, Exclude):
         assert decision.node in nodes
         assert len(nodes) - 1 >= limits.min_nodes
-    assert bool(decision.reason) is (decision.action is not CONTINUE)
     assert 0 <= restart_delay_s(history) <= 60
-    assert (
-        decide_restart(history, replace(limits, exclude_after=0), WorldSummary((), step)).action
-        is not EXCLUDE
-    )
+    lone = decide_restart(history, replace(limits, exclude_after=0), WorldSummary((), step))
+    assert not isinstance(lone, Exclude)

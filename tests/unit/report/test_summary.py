@@ -13,6 +13,9 @@ import pytest
 from elastic_resume import constants, events
 from elastic_resume.cli import main
 from elastic_resume.events import Event
+from elastic_resume.policy import wording
+from elastic_resume.policy.hangs import Activity, Stall
+from elastic_resume.policy.reasons import to_json
 from elastic_resume.report import html, run_history, summary
 from elastic_resume.report.checkpoints import CheckpointEntry
 from elastic_resume.report.loader import load_run
@@ -133,7 +136,7 @@ def test_each_kind_of_alert_has_severity_and_node() -> None:
     job = Job().begun()
     job.add(150, "hang", "n0", generation=1, step=10, seconds=40.0, suspects=[], waits_for_other_node=True)
     assert summary.build_run_report(job.events).alerts[0].severity == "note"
-    suspects = [{"rank": 2, "reason": "is in backward()"}]
+    suspects = [{"rank": 2, "reason": to_json(Stall(Activity.BACKWARD))}]
     job.add(200, "hang", "n1", generation=1, step=10, seconds=40.0, suspects=suspects, kill_delay_s=15.0)
     assert "perhaps rank 2 is in backward()" in summary.build_run_report(job.events).alerts[1].text
 
@@ -330,7 +333,9 @@ def test_verdict_of_waiting_nodes_names_the_missing_ones() -> None:
         "start n2, n3 again, with their disks; if they are gone for good: end the job, remove "
         "rendezvous.json from the node directories, and start it again"
     )
-    assert report.history.wait == run_history.JobWait(114, ("n2", "n3"), report_runs.WAITS_FOR_QUORUM)
+    assert report.history.wait == run_history.JobWait(
+        114, ("n2", "n3"), wording.describe(report_runs.WAITS_FOR_QUORUM)
+    )
     assert ">waiting<" in html.render_page(report)
 
 
@@ -339,7 +344,7 @@ def test_wait_ends_with_the_next_generation_or_the_agents() -> None:
     job = half_lost()
     job.begin(200, 10, "n0", "n1")
     assert summary.build_run_report(job.events).history.wait is None
-    job.add(201, "rendezvous", "n2", what="waiting", message=report_runs.WAITS_FOR_QUORUM)
+    job.add(201, "rendezvous", "n2", what="waiting", reason=to_json(report_runs.WAITS_FOR_QUORUM))
     assert summary.build_run_report(job.events).history.wait is None  # n2 is partitioned from n0 and n1
     job = half_lost()
     for node in ("n0", "n1"):

@@ -71,7 +71,7 @@ def test_slurm_context_describes_nodes_of_step() -> None:
     """A step may have fewer nodes than its job; the run id stays over requeues."""
     here = environment.read_context(STEP)
     assert (here.scheduler, here.name, here.job) == ("slurm", "gpu08", "slurm-1234567")
-    assert (here.node_index, here.max_nodes, here.workers_per_node, here.restarts) == (1, 4, 8, 2)
+    assert (here.node_order, here.max_nodes, here.workers_per_node, here.restarts) == (1, 4, 8, 2)
     assert here.peers == ("gpu07", "gpu08", "gpu09", "gpu11")
     assert here.candidates == ("gpu07:24567", "gpu08:24567", "gpu09:24567")
     assert (here.launch_id, here.slurm_job, here.deadline) == ("slurm 1234567 2", "1234567", 1900000000)
@@ -100,7 +100,7 @@ def test_slurm_array_element_is_job_of_its_own() -> None:
 def test_kubernetes_context_names_peers_of_indexed_job() -> None:
     """A new pod of the same index has the same name."""
     here = environment.read_context({**POD, "POD_NAME": "train-2-x7gq1"})
-    assert (here.scheduler, here.name, here.job, here.node_index) == ("kubernetes", "train-2", "train", 2)
+    assert (here.scheduler, here.name, here.job, here.node_order) == ("kubernetes", "train-2", "train", 2)
     assert (here.max_nodes, here.min_nodes, here.address) == (4, 2, "10.1.2.3")
     assert here.candidates[0].startswith("train-0.peers.ml.svc")
     assert len(here.candidates) == 3
@@ -109,7 +109,7 @@ def test_kubernetes_context_names_peers_of_indexed_job() -> None:
 def test_pet_context_has_master_as_candidate() -> None:
     """Kubeflow's operators set them for torchrun's static rendezvous."""
     here = environment.read_context(TRAINER)
-    assert (here.scheduler, here.node_index, here.max_nodes) == ("pet", 1, 3)
+    assert (here.scheduler, here.node_order, here.max_nodes) == ("pet", 1, 3)
     assert here.candidates == ("job-node-0-0.job:29500",)
 
 

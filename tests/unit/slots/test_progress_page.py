@@ -16,7 +16,7 @@ from elastic_resume.errors import MachineError, NodeFileError
 from elastic_resume.slots.progress_page import MAX_LOCAL_RANKS, ProgressPage, WorkerProcess, read_records
 
 WORKER = WorkerProcess(
-    rank=5, agent_pid=11, round=2, pid=12, start_ticks=13, stack_output_fd=4, stack_request_fd=6
+    rank=5, agent_pid=11, assigned_generation=2, pid=12, start_ticks=13, stack_output_fd=4, stack_request_fd=6
 )
 
 
