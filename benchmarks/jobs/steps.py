@@ -55,7 +55,7 @@ for name in filter(None, os.environ.get("BENCH_IMPORTS", "").split(",")):
 PR_SET_PDEATHSIG = 1
 
 
-class Diary:
+class StepLog:
     """The marks of this process."""
 
     def __init__(self, directory: Path, node: str) -> None:
@@ -94,42 +94,42 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, work: Work) -> 
     optimizer.step()
 
 
-def train_ours(diary: Diary, work: Work) -> None:
+def train_ours(step_log: StepLog, work: Work) -> None:
     from elastic_resume import resume  # noqa: PLC0415  the other system does without
 
-    diary.mark("imported")
+    step_log.mark("imported")
     model, optimizer = small_parts(work.width)
-    diary.mark("built")
+    step_log.mark("built")
     run = resume(model=model, optimizer=optimizer)
-    diary.mark("resumed", world=f"generation {run.generation}", step=run.position.step)
+    step_log.mark("resumed", world=f"generation {run.generation}", step=run.position.step)
     model = run.ddp(model)
-    diary.mark("wrapped")
+    step_log.mark("wrapped")
     for _ in run.epochs(1):
         while True:
             one_step(model, optimizer, work)
             run.step()
-            diary.mark("step", step=run.position.step)
+            step_log.mark("step", step=run.position.step)
 
 
-def train_stock(diary: Diary, work: Work, states: Path, node: str) -> None:
+def train_stock(step_log: StepLog, work: Work, states: Path, node: str) -> None:
     # torchrun's workers outlive a killed agent. Here they end with it even when the benchmark itself is
     # killed; when that lets a node die it kills them anyway.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    diary.mark("imported")
+    step_log.mark("imported")
     states.mkdir(parents=True, exist_ok=True)
     model, optimizer = small_parts(work.width)
-    diary.mark("built")
+    step_log.mark("built")
     dist.init_process_group("gloo")
     step, world = load(model, optimizer, states)
-    diary.mark("resumed", world=world, step=step)
+    step_log.mark("resumed", world=world, step=step)
     wrapped = DistributedDataParallel(model)
-    diary.mark("wrapped")
+    step_log.mark("wrapped")
     while True:
         one_step(wrapped, optimizer, work)
         step += 1
         if step % work.save_every == 0:
             save(model, optimizer, step, states / f"{node}.pt")
-        diary.mark("step", step=step)
+        step_log.mark("step", step=step)
 
 
 def train_torchft(directory: Path, work: Work, node: str) -> None:
@@ -153,21 +153,21 @@ def train_torchft(directory: Path, work: Work, node: str) -> None:
     )
     wrapped = torchft.DistributedDataParallel(manager, model)
     wrapped_optimizer = torchft.Optimizer(manager, optimizer)
-    diary, quorum = None, -1
+    step_log, quorum = None, -1
     while True:
         before = manager.current_step()
         one_step(wrapped, wrapped_optimizer, work)
         step, now = manager.current_step(), manager._quorum_id  # noqa: SLF001  there is no public one
         if step == before or not manager.is_participating():
             continue  # the step was discarded, because a replica died or joined
-        if now != quorum or diary is None:
-            quorum, diary = now, Diary(directory / "marks", node)
+        if now != quorum or step_log is None:
+            quorum, step_log = now, StepLog(directory / "marks", node)
             ranks = {"rank": group.rank(), "world_size": group.size()}
-            diary.mark("born", pid=os.getpid(), node=node, **ranks)
+            step_log.mark("born", pid=os.getpid(), node=node, **ranks)
             for mark in ("imported", "built", "wrapped"):
-                diary.mark(mark)
-            diary.mark("resumed", world=f"quorum {quorum}", step=step - 1)
-        diary.mark("step", step=step)
+                step_log.mark(mark)
+            step_log.mark("resumed", world=f"quorum {quorum}", step=step - 1)
+        step_log.mark("step", step=step)
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, states: Path) -> tuple[int, str]:
@@ -196,13 +196,13 @@ def main() -> None:
     node = os.environ["ELASTIC_RESUME_NODE_NAME" if system == "ours" else "BENCHMARK_NODE"]
     if system == "torchft":
         train_torchft(directory, work, node)
-    diary = Diary(directory / "marks", node)
+    step_log = StepLog(directory / "marks", node)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    diary.mark("born", BORN, pid=os.getpid(), node=node, rank=rank, world_size=world_size)
+    step_log.mark("born", BORN, pid=os.getpid(), node=node, rank=rank, world_size=world_size)
     if system == "ours":
-        train_ours(diary, work)
+        train_ours(step_log, work)
     else:
-        train_stock(diary, work, directory / "states", node)
+        train_stock(step_log, work, directory / "states", node)
 
 
 if __name__ == "__main__":

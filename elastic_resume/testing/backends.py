@@ -201,14 +201,14 @@ class LoopbackBackend:
 
     def crash(self, indices: Collection[int]) -> None:
         """Send SIGKILL to every process of these nodes at once. The kernel closes their connections."""
-        doomed = [process for index in indices for process in self.processes(index)]
-        for process in doomed:
+        victims = [process for index in indices for process in self.processes(index)]
+        for process in victims:
             fork_server.kill(process)
         for index in indices:
             if index in self._agents:
                 self._agents[index].wait()
         # The kernel kills processes that were started since: they have lost their parent.
-        for process in doomed:
+        for process in victims:
             fork_server.wait_for_exit(process)
 
     @property

@@ -25,13 +25,13 @@ def counted(run):
     step(run)
     steps += 1
     line = {"step": run.position.step, "epoch": epoch, "numbers": numbers.tolist()}
-    os.write(diary, (json.dumps(line) + "\\n").encode())
+    os.write(step log, (json.dumps(line) + "\\n").encode())
     if steps == int(os.environ.get("DIES_AFTER", "0")):
         run.save()
         os._exit(9)
 
 Run.step = counted
-diary = os.open(f"read-{os.environ['RANK']}-{os.environ['WORLD_SIZE']}", os.O_WRONLY | os.O_CREAT)
+step log = os.open(f"read-{os.environ['RANK']}-{os.environ['WORLD_SIZE']}", os.O_WRONLY | os.O_CREAT)
 """
 
 PRINT_RATE = """

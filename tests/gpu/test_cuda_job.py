@@ -24,9 +24,9 @@ def train(directory: Path, nodes: int, kills_at: tuple[int, ...] = (), **env: st
     # NCCL wants a GPU for each rank.
     backend = ["--backend", "gloo"] if nodes > 1 else []
     with Cluster(directory, nodes=nodes, flags=["--snapshot-every", "1"], env=env) as cluster:
-        diary = directory / "diary"
+        step_log = directory / "step_log"
         words = ["--device", "cuda", "--epochs", str(EPOCHS), "--width", "512", *backend]
-        cluster.start(SCRIPT, "--diary", str(diary), *words)
+        cluster.start(SCRIPT, "--log", str(step_log), *words)
         for count, step in enumerate(kills_at):
             cluster.wait(generation=count + 1, step=step)
             cluster.kill_worker(count % nodes)
@@ -34,7 +34,7 @@ def train(directory: Path, nodes: int, kills_at: tuple[int, ...] = (), **env: st
         resumes = [event for event in cluster.events("resume") if event["generation"] > 1]
         assert len(kills_at) <= len(resumes)
         assert cluster.lost_steps <= len(kills_at)
-    return check_end(diary, world_size=nodes, epochs=EPOCHS)
+    return check_end(step_log, world_size=nodes, epochs=EPOCHS)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -48,7 +48,7 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only looked at
 
 def chaos_args(directory: Path, *flags: str, epochs: int = 3, step_s: float = 0.02) -> list[str]:
     """Return the arguments of a chaos run in ``directory``."""
-    script = [str(SCRIPT), "--diary", str(directory / "diary"), "--epochs", str(epochs)]
+    script = [str(SCRIPT), "--log", str(directory / "step_log"), "--epochs", str(epochs)]
     return [*flags, "--dir", str(directory / "run"), "--", *script, "--step-delay", str(step_s)]
 
 
@@ -383,7 +383,7 @@ def test_random_faults_leave_right_weights_and_nothing_else(
     assert code == 0, output
     right = rf"The job finished, at step {10 * epochs}: {FAULTS} faults injected, .*, 0\s+steps\s+recomputed"
     assert re.search(right, output), output
-    assert check_end(tmp_path / "diary", world_size=4, epochs=epochs) == undisturbed
+    assert check_end(tmp_path / "step_log", world_size=4, epochs=epochs) == undisturbed
     found = diff.compare(kept, newest_checkpoint(tmp_path / "run")).differences
     # BatchNorm's statistics follow one rank, and another rank after its node is gone: see README.
     assert not [one for one in found if "running_" not in one.name], found
@@ -396,8 +396,8 @@ def run_undisturbed(directory: Path, epochs: int) -> tuple[Path, str]:
     """Return the newest checkpoint of four undisturbed nodes, and the digest of their final state."""
     flags = ["--save-every", "1000", "--rdzv-conf", "last_call_timeout=0.5"]
     with Cluster(directory, nodes=4, flags=flags) as cluster:
-        kept = directory / "diary"
-        cluster.start(SCRIPT, "--diary", str(kept), "--epochs", str(epochs), "--step-delay", "0")
+        kept = directory / "step_log"
+        cluster.start(SCRIPT, "--log", str(kept), "--epochs", str(epochs), "--step-delay", "0")
         assert cluster.wait_exit(600) == [0, 0, 0, 0], cluster.output_tails()
         return newest_checkpoint(directory), check_end(kept, world_size=4, epochs=epochs)
 

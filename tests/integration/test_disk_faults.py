@@ -58,9 +58,9 @@ def test_failing_disk_costs_no_step(tmp_path: Path) -> None:
     flags = ["--save-every", "0.2s", "--snapshot-every", "1", "--node-timeout", "3"]
     descriptors_before = count_descriptors()
     with MachineCluster(tmp_path, nodes=2, min_nodes=1, flags=flags, **SIZES) as cluster:
-        diary, may_end = tmp_path / "diary", tmp_path / "may-end"  # the job ends after `may_end` exists
+        step_log, may_end = tmp_path / "step_log", tmp_path / "may-end"  # the job ends after `may_end` exists
         delays = ["--step-delay", "0.05", "--slow-from", "60", "--slow-until", str(may_end)]
-        cluster.start(SCRIPT, "--diary", str(diary), "--epochs", str(EPOCHS), *delays)
+        cluster.start(SCRIPT, "--log", str(step_log), "--epochs", str(EPOCHS), *delays)
         cluster.wait(commit=3, node=0)
         agent = cluster.nodes[0].agent
         assert agent is not None
@@ -88,7 +88,7 @@ def test_failing_disk_costs_no_step(tmp_path: Path) -> None:
         may_end.touch()
         assert cluster.wait_exit() == [0, 0], cluster.output(0)
         assert cluster.lost_steps == 0
-        check_end(diary, world_size=2, epochs=EPOCHS)
+        check_end(step_log, world_size=2, epochs=EPOCHS)
         report = summary.format_text(summary.build_run_report(load_run([cluster.run_dir]).events))
         report = report.replace("\n  ", " ")
         for index, reason in ((0, "No space left"), (1, failing), (0, failing)):

@@ -21,7 +21,7 @@ from tests.support.processes import wait_for
 
 pytestmark = pytest.mark.cluster
 
-SCRIPT = SCRIPTS / "trouble.py"
+SCRIPT = SCRIPTS / "failing.py"
 Make = Callable[..., Cluster]
 
 
@@ -30,7 +30,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     """Return a function that starts a cluster whose node n1 has one kind of trouble."""
     made: list[Cluster] = []
 
-    def build(trouble: str, nodes: int = 3, env: Mapping[str, str] | None = None) -> Cluster:
+    def build(failure: str, nodes: int = 3, env: Mapping[str, str] | None = None) -> Cluster:
         # These workers need no torch, so a fork server would only take processor time. With a long last-call
         # timeout all nodes are in the first world.
         flags = ("--rdzv-conf", "last_call_timeout=60")
@@ -38,7 +38,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         cluster = Cluster(tmp_path, nodes=nodes, min_nodes=2, flags=flags, env=env)
         made.append(cluster)
         (tmp_path / "job").mkdir()
-        cluster.start(SCRIPT, str(tmp_path / "job"), trouble, "n1")
+        cluster.start(SCRIPT, str(tmp_path / "job"), failure, "n1")
         return cluster
 
     yield build
@@ -131,8 +131,8 @@ def test_same_error_on_all_nodes_before_first_step_fails_job(make: Make) -> None
     script = cluster.directory / "all.py"
     script.write_text(
         f"import sys\nsys.path.insert(0, {str(SCRIPT.parents[3])!r})\n"
-        "from tests.support.scripts import trouble\n"
-        "trouble.main(trouble.Path(sys.argv[1]), 'raises', trouble.NODE)\n"
+        "from tests.support.scripts import failing\n"
+        "failing.main(failing.Path(sys.argv[1]), 'raises', failing.NODE)\n"
     )
     cluster.stop()
     cluster.start(script, str(cluster.directory / "job"))

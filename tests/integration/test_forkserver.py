@@ -34,7 +34,7 @@ from tests.support.processes import is_alive, read_exit_event, wait_for, wait_fo
 pytestmark = pytest.mark.cluster  # each fork server imports torch for seconds
 
 SHIM = [sys.executable, "-I", "-S", launcher_shim.__file__, "0"]
-MIRROR = SCRIPTS / "mirror.py"
+SHOW_START = SCRIPTS / "show_start.py"
 
 
 class RunningForkServer:
@@ -147,7 +147,7 @@ def test_script_behaves_the_same_plain_cold_and_warm(warm: RunningForkServer, tm
     """Processes, DataLoader workers, torch.compile, threads, streams, signals, and the exit."""
     out, err = [], []
     for exit_code, stdout, stderr in run_ways(
-        tmp_path, warm, str(MIRROR), "7", "compile", stdin="some text\n", cold=True
+        tmp_path, warm, str(SHOW_START), "7", "compile", stdin="some text\n", cold=True
     ):
         assert exit_code == 7, stderr
         out.append(stdout)

@@ -21,7 +21,7 @@ import elastic_resume as er
 from elastic_resume.errors import ConfigError, MachineError, UsageError
 from elastic_resume.testing import Fault, assert_same_run
 from tests.support import launchers
-from tests.support.library_job import Diary, LibraryJob
+from tests.support.library_job import LibraryJob, StepLog
 from tests.support.paths import ROOT, SCRIPTS, TESTS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -84,41 +84,41 @@ CASES = {
 JOB = LibraryJob(SCRIPT, PRELOAD)
 
 
-def assert_same(killed: Diary, calm: Diary) -> None:
+def assert_same(killed: StepLog, baseline: StepLog) -> None:
     """Check batches, logs and ends."""
-    killed.check_same_batches(calm)
+    killed.check_same_batches(baseline)
     for rank in (0, 1):
-        assert killed.logs[rank] == calm.logs[rank]
-        for part, value in calm.ends[rank].items():
+        assert killed.logs[rank] == baseline.logs[rank]
+        for part, value in baseline.ends[rank].items():
             assert killed.ends[rank][part] == value, part
 
 
 @pytest.mark.parametrize("kills", [KILLS, *([MORE_KILLS] if SOAK else [])])
 def test_kill_in_any_part_of_the_loop_changes_nothing(kills: list[str], tmp_path: Path) -> None:
     """With gradient accumulation, an uneven last batch, validation within a step, and two schedulers."""
-    calm = JOB.run(tmp_path, "rich")
-    calm.check_learned()
-    assert calm.ends[0]["files"], "Lightning wrote no checkpoint"
-    assert_same(JOB.run(tmp_path, "rich", *kills), calm)
+    baseline = JOB.run(tmp_path, "rich")
+    baseline.check_learned()
+    assert baseline.ends[0]["files"], "Lightning wrote no checkpoint"
+    assert_same(JOB.run(tmp_path, "rich", *kills), baseline)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", CASES)
 def test_killed_case_equals_undisturbed_case(case: str, tmp_path: Path) -> None:
     """Each setting of the Trainer that changes its loop."""
-    calm = JOB.run(tmp_path, case)
-    assert_same(JOB.run(tmp_path, case, *CASES[case]), calm)
+    baseline = JOB.run(tmp_path, case)
+    assert_same(JOB.run(tmp_path, case, *CASES[case]), baseline)
 
 
 @pytest.mark.soak
 def test_pytorch_lightning_is_the_same(tmp_path: Path) -> None:
     """The same code under its former name."""
     job = LibraryJob(SCRIPT, {**PRELOAD, "LIGHTNING_LIBRARY": "pytorch_lightning"})
-    calm = job.run(tmp_path, "rich")
-    assert_same(job.run(tmp_path, "rich", *KILLS), calm)
+    baseline = job.run(tmp_path, "rich")
+    assert_same(job.run(tmp_path, "rich", *KILLS), baseline)
 
 
-def change_world(tmp_path: Path, case: str) -> tuple[Diary, list[dict[str, Any]]]:
+def change_world(tmp_path: Path, case: str) -> tuple[StepLog, list[dict[str, Any]]]:
     """Train with 3, 2, 3 and 2 ranks: a node dies in a step and comes back; another one is asked to leave."""
     options = ["--case", case, "--kill", "on_after_backward@2:2:node"]
     return JOB.run_in_changing_worlds(tmp_path, *options, pauses=(6, 9))

@@ -18,11 +18,11 @@ import pytest
 from elastic_resume.testing import Cluster
 from tests.support import launch_ranks
 from tests.support.paths import SCRIPTS
-from tests.support.scripts.doomed import MOMENTS
+from tests.support.scripts.planned_kills import MOMENTS
 
 pytestmark = pytest.mark.cluster
 
-SCRIPT = SCRIPTS / "doomed.py"
+SCRIPT = SCRIPTS / "planned_kills.py"
 KILLS = int(os.environ.get("ELASTIC_RESUME_SOAK_KILLS", "5"))
 SEED = int(os.environ.get("ELASTIC_RESUME_SOAK_SEED", "1"))
 GAP = 4  # steps between two kills
@@ -53,11 +53,11 @@ def plan_of(seed: int) -> list[dict[str, Any]]:
 
 
 def run(cluster: Cluster, plan: list[dict[str, Any]], name: str) -> Path:
-    """Run the job to its end, and restart nodes that end; return its diary."""
+    """Run the job to its end, and restart nodes that end; return its step log."""
     kept = cluster.directory / name
     kept.mkdir()
     (kept / "plan.json").write_text(json.dumps(plan))
-    cluster.start(SCRIPT, "--diary", str(kept), "--plan", str(kept / "plan.json"), "--steps", str(STEPS))
+    cluster.start(SCRIPT, "--log", str(kept), "--plan", str(kept / "plan.json"), "--steps", str(STEPS))
 
     def ended() -> bool:
         for index, node in enumerate(cluster.nodes):
@@ -73,11 +73,11 @@ def run(cluster: Cluster, plan: list[dict[str, Any]], name: str) -> Path:
 
 
 def train_undisturbed(kept: Path) -> Path:
-    """Train on three ranks without an agent; return the diary."""
+    """Train on three ranks without an agent; return the step log."""
     kept.mkdir()
     (kept / "plan.json").write_text("[]")
     env = [{"ELASTIC_RESUME_CKPT_DIR": str(kept), "ELASTIC_RESUME_SAVE_EVERY": "1000"}] * 3
-    words = ["--diary", str(kept), "--plan", str(kept / "plan.json"), "--steps", str(STEPS)]
+    words = ["--log", str(kept), "--plan", str(kept / "plan.json"), "--steps", str(STEPS)]
     ranks = launch_ranks.run_ranks(3, SCRIPT, *words, env=env)
     assert [rank.returncode for rank in ranks] == [0] * 3, ranks[0].stderr
     return kept
@@ -106,7 +106,7 @@ def finished_by_all(kept: Path) -> dict[int, list[int]]:
 def test_no_finished_step_is_recomputed(cluster: Cluster, tmp_path: Path) -> None:
     """The end state is bit-identical to that of an undisturbed run."""
     plan = plan_of(SEED)
-    kept = run(cluster, plan, "diary")
+    kept = run(cluster, plan, "step_log")
     assert len(list(kept.glob("done-*"))) == len(plan)
     repeated = {step: found for step, found in finished_by_all(kept).items() if len(found) > 1}
     assert not repeated, (repeated, plan)

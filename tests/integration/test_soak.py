@@ -32,8 +32,8 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only looked at
 def train_undisturbed(directory: Path) -> str:
     """Return the digest of weights and optimizer after an undisturbed run of three nodes."""
     with Cluster(directory, nodes=3, flags=["--save-every", "1000"]) as cluster:
-        kept = directory / "diary"
-        cluster.start(SCRIPT, "--diary", str(kept), "--epochs", str(EPOCHS), "--step-delay", "0")
+        kept = directory / "step_log"
+        cluster.start(SCRIPT, "--log", str(kept), "--epochs", str(EPOCHS), "--step-delay", "0")
         assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
         return check_end(kept, world_size=3, epochs=EPOCHS)
 
@@ -47,8 +47,8 @@ def test_job_survives_random_kills(tmp_path: Path) -> None:
     env = {"ELASTIC_RESUME_MAX_NO_PROGRESS": "1000"}
     # Agents start as those of real nodes do.
     with Cluster(tmp_path, nodes=3, flags=["--save-every", "1"], env=env, fresh=True) as cluster:
-        kept = tmp_path / "diary"
-        words = ["--diary", str(kept), "--epochs", str(EPOCHS), "--step-delay", str(STEP_S)]
+        kept = tmp_path / "step_log"
+        words = ["--log", str(kept), "--epochs", str(EPOCHS), "--step-delay", str(STEP_S)]
         cluster.start(SCRIPT, *words)
         cluster.wait(commit=1, node=0)
         for number in range(KILLS):
@@ -75,9 +75,9 @@ def kill_something(cluster: Cluster, rng: random.Random) -> None:
     elif kind == "agent":
         cluster.kill_agent(index)
     else:
-        doomed = [process for process in cluster.processes(index)[1:] if kind_of(process) == kind]
+        victims = [process for process in cluster.processes(index)[1:] if kind_of(process) == kind]
         with contextlib.suppress(psutil.NoSuchProcess):
-            for process in doomed[:1]:
+            for process in victims[:1]:
                 process.kill()
     agent = cluster.nodes[index].agent
     if kind in {"node", "agent"}:
@@ -106,7 +106,7 @@ def commits(cluster: Cluster, generation: int) -> list[Event]:
 def test_restarts_leak_no_descriptor(tmp_path: Path) -> None:
     """After five restarts agent and fork server have no more open descriptors than after one."""
     with Cluster(tmp_path, nodes=1, flags=["--save-every", "1"]) as cluster:
-        cluster.start(SCRIPT, "--diary", str(tmp_path / "diary"), "--epochs", "100000")
+        cluster.start(SCRIPT, "--log", str(tmp_path / "step_log"), "--epochs", "100000")
         before: tuple[int, int] = (0, 0)
         for generation in range(1, 8):
             cluster.wait(partial(commits, cluster, generation), f"a commit of generation {generation}")

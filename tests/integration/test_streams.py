@@ -38,7 +38,7 @@ def test_each_sample_is_read_once_while_the_world_changes(tmp_path: Path) -> Non
 
     Worlds of 4 and 2 ranks read in the main process, that of 3 in two workers of each rank.
     """
-    kept = tmp_path / "diary"
+    kept = tmp_path / "step_log"
     kept.mkdir()
     flags = ["--snapshot-every", "1", "--save-every", "1000", "--hang-timeout", "0"]
     with Cluster(tmp_path, nodes=4, min_nodes=2, flags=flags) as cluster:

@@ -19,7 +19,7 @@ import torch
 from elastic_resume.errors import UsageError
 from elastic_resume.testing import Fault, assert_same_run
 from tests.support import launchers
-from tests.support.library_job import Diary, LibraryJob
+from tests.support.library_job import LibraryJob, StepLog
 from tests.support.paths import ROOT, SCRIPTS, TESTS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -89,42 +89,44 @@ CASES = {
 JOB = LibraryJob(SCRIPT, PRELOAD)
 
 
-def assert_same(killed: Diary, calm: Diary) -> None:
+def assert_same(killed: StepLog, baseline: StepLog) -> None:
     """Check batches, logs and ends."""
-    killed.check_same_batches(calm)
-    for rank, logs in calm.logs.items():
+    killed.check_same_batches(baseline)
+    for rank, logs in baseline.logs.items():
         assert sorted(killed.logs[rank]) == sorted(logs)
-    assert killed.ends == calm.ends
-    assert len(calm.ends) == 2
+    assert killed.ends == baseline.ends
+    assert len(baseline.ends) == 2
     assert len(killed.loggers) <= 1, "a logger began another run"
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Diary:
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> StepLog:
     """An undisturbed run with gradient accumulation, an uneven last batch, evaluation and the best model."""
-    return JOB.run(tmp_path_factory.mktemp("calm"), "rich")
+    return JOB.run(tmp_path_factory.mktemp("baseline"), "rich")
 
 
 @pytest.mark.parametrize("kills", [KILLS, *([MORE_KILLS] if SOAK else [])])
-def test_kill_in_any_part_of_the_loop_changes_nothing(calm: Diary, kills: list[str], tmp_path: Path) -> None:
+def test_kill_in_any_part_of_the_loop_changes_nothing(
+    baseline: StepLog, kills: list[str], tmp_path: Path
+) -> None:
     """Workers die one after the other."""
-    calm.check_learned()
-    assert_same(JOB.run(tmp_path, "rich", *kills), calm)
+    baseline.check_learned()
+    assert_same(JOB.run(tmp_path, "rich", *kills), baseline)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", CASES)
 def test_killed_case_equals_undisturbed_case(case: str, tmp_path: Path) -> None:
     """Each setting of the Trainer that changes its loop."""
-    calm = JOB.run(tmp_path, case)
-    assert_same(JOB.run(tmp_path, case, *CASES[case]), calm)
+    baseline = JOB.run(tmp_path, case)
+    assert_same(JOB.run(tmp_path, case, *CASES[case]), baseline)
 
 
-def test_other_worlds_read_the_same_samples(calm: Diary, tmp_path: Path) -> None:
+def test_other_worlds_read_the_same_samples(baseline: StepLog, tmp_path: Path) -> None:
     """A node dies in a step and comes back; another one is asked to leave: 3, 2, 3, 2 ranks."""
     kill = ["--kill", "on_optimizer_step@3:2:node"]
     found, _ = JOB.run_in_changing_worlds(tmp_path, *kill, pauses=(6, 10))
-    found.check_samples({step: read for (step, _), read in calm.read.items()})
+    found.check_samples({step: read for (step, _), read in baseline.read.items()})
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def main() -> None:
     run = er.resume(model=model, optimizer=optimizer, data=batches, **options)
     ddp = run.ddp(model)
     began = run.position.step
-    diary = (args.directory / f"seen-{run.world_size}-{run.rank}-from-{began}.jsonl").open("a")
+    step_log = (args.directory / f"seen-{run.world_size}-{run.rank}-from-{began}.jsonl").open("a")
     for epoch in run.epochs(2):
         for together in zip(*sources, strict=True):
             line = {
@@ -82,7 +82,7 @@ def main() -> None:
                 "step": run.position.step,
                 "loaders": [seen(batch) for batch in together],
             }
-            print(json.dumps(line), file=diary, flush=True)
+            print(json.dumps(line), file=step_log, flush=True)
             if args.kill_in and run.position.step + 1 == args.kill_in:
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.zero_grad()

@@ -3,7 +3,7 @@
 ``--case`` names what it trains and how. Each process records what it reads, computes and logs. ``--kill
 PLACE@STEP:RANK[:node]`` kills that rank, or its node, when it first comes to that place at that global step.
 A place is a hook of Lightning's callbacks, or ``in_step``. ``--pause STEP`` waits before the batch after that
-step until the diary has a file ``go-STEP``; a rank that is asked to end meanwhile makes a file ``asked``.
+step until the step log has a file ``go-STEP``; a rank that is asked to end meanwhile makes a file ``asked``.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class Classes(Dataset[Any]):
         return inputs, self.labels[index], index
 
 
-class Diary:
+class StepLog:
     """The files of one process, and what happens at its places."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.directory: Path = args.diary
+        self.directory: Path = args.log
         self.kills, self.pauses = args.kill, args.pause
         self.rank = os.environ.get("RANK", "0")
         self.strategy: Any = None
@@ -101,9 +101,9 @@ class Diary:
 class Net(pl.LightningModule):
     """Two layers with dropout and batch norm, which log in every way."""
 
-    def __init__(self, diary: Diary, case: Case) -> None:
+    def __init__(self, step_log: StepLog, case: Case) -> None:
         super().__init__()
-        self.diary, self.case = diary, case
+        self.step_log, self.case = step_log, case
         self.first, self.drop, self.last = nn.Linear(WIDTH, 24), nn.Dropout(0.2), nn.Linear(24, CLASSES)
         self.norm = nn.BatchNorm1d(24)
         self.accuracy = MulticlassAccuracy(CLASSES)
@@ -115,13 +115,13 @@ class Net(pl.LightningModule):
     def record(self, indices: Tensor, loss: Tensor) -> None:
         """Write down a batch and come to the middle of a step."""
         strategy: Any = self.trainer.strategy
-        self.diary.write(
+        self.step_log.write(
             step=strategy.run.position.step + 1,
             generation=strategy.run.generation,
             read=indices.tolist(),
             loss=float(loss).hex(),
         )
-        self.diary.come("in_step", self.trainer.global_step)
+        self.step_log.come("in_step", self.trainer.global_step)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss, and log it as mean, sum and maximum, and now and then."""
@@ -166,8 +166,8 @@ class Net(pl.LightningModule):
 class TwoNets(Net):
     """Two networks with an optimizer each, which manual optimization steps in turn."""
 
-    def __init__(self, diary: Diary, case: Case) -> None:
-        super().__init__(diary, case)
+    def __init__(self, step_log: StepLog, case: Case) -> None:
+        super().__init__(step_log, case)
         self.automatic_optimization = False
         self.critic = nn.Linear(CLASSES, 1)
 
@@ -251,16 +251,16 @@ CASES = {
 class DiaryLogger(pl.loggers.logger.Logger):
     """Records what is logged."""
 
-    name, version = "diary", 0
+    name, version = "step_log", 0
 
-    def __init__(self, diary: Diary) -> None:
+    def __init__(self, step_log: StepLog) -> None:
         super().__init__()
-        self.diary = diary
+        self.step_log = step_log
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         """Write exact numbers."""
         exact = {name: float(value).hex() for name, value in sorted(metrics.items())}
-        self.diary.write(step=step, logs=exact)
+        self.step_log.write(step=step, logs=exact)
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
         """Ignore them."""
@@ -269,14 +269,14 @@ class DiaryLogger(pl.loggers.logger.Logger):
 class Observer(pl.Callback):
     """Comes to each place of the loop."""
 
-    def __init__(self, diary: Diary) -> None:
-        self.diary = diary
+    def __init__(self, step_log: StepLog) -> None:
+        self.step_log = step_log
 
 
 def _make_hook(name: str) -> Any:
     def hook(self: Any, trainer: Any, *_: Any) -> None:
         if not trainer.sanity_checking:
-            self.diary.come(name, trainer.global_step)
+            self.step_log.come(name, trainer.global_step)
 
     return hook
 
@@ -308,16 +308,16 @@ def main() -> None:
     """Train one case."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", default="rich", choices=CASES)
-    parser.add_argument("--diary", type=Path, required=True)
+    parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--kill", action="append", default=[])
     parser.add_argument("--pause", type=int, action="append", default=[])
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(1 + int(os.environ.get("RANK", "0")))  # the job takes rank 0's weights
-    case, diary = CASES[args.case], Diary(args)
-    module = case.module(diary, case)
-    files = args.diary / "lightning"
-    callbacks: list[pl.Callback] = [Observer(diary)]
+    case, step_log = CASES[args.case], StepLog(args)
+    module = case.module(step_log, case)
+    files = args.log / "lightning"
+    callbacks: list[pl.Callback] = [Observer(step_log)]
     if case.module is Net:
         monitor: Any = {"monitor": "val_loss"}
         callbacks += [
@@ -327,19 +327,19 @@ def main() -> None:
         ]
     train = Classes(SAMPLES, 1, augment=case.augment)
     loader = (case.loader or _make_plain_loader(case))(train)
-    strategy = diary.strategy = ElasticDDPStrategy(resume_options={"seed": 5})
+    strategy = step_log.strategy = ElasticDDPStrategy(resume_options={"seed": 5})
     trainer = pl.Trainer(
         **{
             "max_epochs": 3,
             "accelerator": "cpu",
             "strategy": strategy,
             "callbacks": callbacks,
-            "logger": DiaryLogger(diary),
+            "logger": DiaryLogger(step_log),
             "log_every_n_steps": 2,
             "enable_progress_bar": False,
             "enable_model_summary": False,
             "enable_checkpointing": case.module is Net,
-            "default_root_dir": str(args.diary),
+            "default_root_dir": str(args.log),
             **case.trainer,
         }
     )
@@ -352,7 +352,7 @@ def main() -> None:
         state["best_k_models"] = sorted(map(float, state.pop("best_k_models", {}).values()))
     end = {
         # A restart gives all ranks the BatchNorm buffers of rank 0, until their next forward pass.
-        "model": digest(module if diary.rank == "0" else dict(module.named_parameters())),
+        "model": digest(module if step_log.rank == "0" else dict(module.named_parameters())),
         **{f"optimizer{number}": digest(one) for number, one in enumerate(trainer.optimizers)},
         "schedulers": str([config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]),
         "callbacks": str(states),
@@ -364,7 +364,7 @@ def main() -> None:
         if trainer.is_global_zero
         else {},
     }
-    (args.diary / f"end-{diary.rank}.json").write_text(json.dumps(end))
+    (args.log / f"end-{step_log.rank}.json").write_text(json.dumps(end))
 
 
 def _make_plain_loader(case: Case) -> Callable[[Dataset[Any]], Any]:

@@ -55,8 +55,8 @@ def main() -> None:
             entry = {"step": run.position.step + 1, "epoch": epoch, "samples": samples}
             print(f"step {entry['step']} rank {run.rank}: {samples} {loss.item()!r}", flush=True)
             if hold:
-                with open(folder / f"g{run.generation}-r{run.rank}.jsonl", "a") as diary:
-                    diary.write(json.dumps(entry) + "\n")
+                with open(folder / f"g{run.generation}-r{run.rank}.jsonl", "a") as step_log:
+                    step_log.write(json.dumps(entry) + "\n")
             run.step()
             steps += 1
     run.close()

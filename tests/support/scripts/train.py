@@ -1,7 +1,7 @@
-"""The small training script of the end-to-end tests, with dropout and a diary.
+"""The small training script of the end-to-end tests, with dropout and a step log.
 
 Each rank writes the samples that it reads before the all-reduce of the step. So when a rank has finished a
-step, the diaries of all ranks have its line. At the end each rank writes a digest of its state.
+step, the step logs of all ranks have its line. At the end each rank writes a digest of its state.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Numbered(Dataset[tuple[Tensor, Tensor, int]]):
 def main() -> None:
     """Train, and write the samples and the final state."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--diary", type=Path, required=True)
+    parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--global-batch", type=int, default=24)
     parser.add_argument("--step-delay", type=float, default=0.05)
@@ -72,13 +72,13 @@ def main() -> None:
     loader = DataLoader(Numbered(), batch_sampler=batches, num_workers=args.loaders)
     run = er.resume(model=model, optimizer=optimizer, scheduler=scheduler, data=batches)
     ddp = run.ddp(model)
-    args.diary.mkdir(parents=True, exist_ok=True)
-    diary = open(args.diary / f"g{run.generation}-r{run.rank}.jsonl", "a")  # noqa: SIM115
+    args.log.mkdir(parents=True, exist_ok=True)
+    step_log = open(args.log / f"g{run.generation}-r{run.rank}.jsonl", "a")  # noqa: SIM115
     for epoch in run.epochs(args.epochs):
         for pictures, labels, indices in loader:
             step = run.position.step + 1
             line = {"generation": run.generation, "step": step, "epoch": epoch, "indices": indices.tolist()}
-            os.write(diary.fileno(), (json.dumps(line) + "\n").encode())
+            os.write(step_log.fileno(), (json.dumps(line) + "\n").encode())
             slow = args.slow_until and step >= args.slow_from and not args.slow_until.exists()
             fast = args.fast_from is not None and args.fast_from.exists()
             time.sleep(1.0 if slow else 0.0 if fast else args.step_delay)
@@ -103,7 +103,7 @@ def main() -> None:
             state_dict.digest_leaves(flat.select_kinds(state_dict.REPLICATED))
         ),
     }
-    (args.diary / f"end-{run.rank}.json").write_text(json.dumps(end))
+    (args.log / f"end-{run.rank}.json").write_text(json.dumps(end))
     run.close()
 
 

@@ -2,7 +2,7 @@
 
 ``--case`` names what it trains and how. Each process records what it reads, computes and logs. ``--kill
 HOOK@STEP:RANK[:node]`` kills that rank, or its node, when it first comes to that callback at that step.
-``--pause STEP`` waits before the step after it until the diary has a file ``go-STEP``.
+``--pause STEP`` waits before the step after it until the step log has a file ``go-STEP``.
 """
 
 from __future__ import annotations
@@ -268,19 +268,19 @@ def main() -> None:
     """Train one case."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", default="rich", choices=CASES)
-    parser.add_argument("--diary", type=Path, required=True)
+    parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--kill", action="append", default=[])
     parser.add_argument("--pause", type=int, action="append", default=[])
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(1 + int(os.environ.get("RANK", "0")))  # the job takes rank 0's weights
     case = CASES[args.case]
-    recorder = Recorder(args.diary)
+    recorder = Recorder(args.log)
     observer = Observer(recorder, args.kill, args.pause)
     Observed.elastic_global_batch = case.global_batch
     Observed.recorder, Observed.observer = recorder, observer
     settings: dict[str, Any] = {
-        "output_dir": str(args.diary / "output"),
+        "output_dir": str(args.log / "output"),
         "num_train_epochs": 2,
         "per_device_train_batch_size": 4,
         "learning_rate": 0.01,

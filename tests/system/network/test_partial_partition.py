@@ -34,10 +34,10 @@ def cluster(tmp_path: Path, network: VirtualNetwork) -> Iterator[Cluster]:
 
 
 def start(cluster: Cluster, *words: str) -> Path:
-    """Start the training job; return its diary."""
-    diary = cluster.directory / "diary"
-    cluster.start(training_job.SCRIPT, "--diary", str(diary), "--epochs", str(EPOCHS), *words)
-    return diary
+    """Start the training job; return its step log."""
+    step_log = cluster.directory / "step_log"
+    cluster.start(training_job.SCRIPT, "--log", str(step_log), "--epochs", str(EPOCHS), *words)
+    return step_log
 
 
 def wait_for_events(cluster: Cluster, what: str, message: str) -> None:
@@ -65,7 +65,7 @@ def test_silent_link_between_two_nodes_leaves_one_out_until_it_heals(
     """The kernel would repeat the worker's call for minutes. No worker fails before that."""
     network.cut_link(2, 3)
     go = cluster.directory / "go"
-    diary = start(cluster, "--slow-until", str(go))
+    step_log = start(cluster, "--slow-until", str(go))
     wait_for_events(cluster, "left-out", "n3 cannot reach n2, and is left out until it can")
     cluster.wait(generation=2, step=1)
     assert "n3 cannot reach n2" in cluster.output(3)
@@ -74,7 +74,7 @@ def test_silent_link_between_two_nodes_leaves_one_out_until_it_heals(
     go.touch()
     assert cluster.wait_exit() == [0, 0, 0, 0]
     check_causes(cluster)
-    training_job.check_end(diary, world_size=4)
+    training_job.check_end(step_log, world_size=4)
 
 
 def test_link_that_refuses_packets_for_good_leaves_one_out(cluster: Cluster, network: VirtualNetwork) -> None:
@@ -82,11 +82,11 @@ def test_link_that_refuses_packets_for_good_leaves_one_out(cluster: Cluster, net
     for sender, receiver in ((2, 3), (3, 2)):
         route = ["ip", "route", "add", "unreachable", network.address(receiver)]
         subprocess.run(network.wrap_command(sender, route), check=True)
-    diary = start(cluster)
+    step_log = start(cluster)
     assert cluster.wait_exit() == [0, 0, 0, 0]
     check_causes(cluster)
     assert "n3 cannot reach n2, and is left out until it can" in cluster.report_text()
-    training_job.check_end(diary, world_size=3)
+    training_job.check_end(step_log, world_size=3)
 
 
 def test_link_that_breaks_while_training_leaves_one_out(cluster: Cluster, network: VirtualNetwork) -> None:

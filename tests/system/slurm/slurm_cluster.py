@@ -202,6 +202,7 @@ class SlurmCluster(ClosedAtExit):
 
     def start_now(self, job: str) -> None:
         """Spare a requeued job the two minutes for which Slurm holds it back."""
+        time.sleep(1.1)  # slurmd refuses a start in the second in which it has ended the job
         self.command("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def stop_controller(self) -> None:

@@ -380,7 +380,7 @@ def test_optimizer_step_in_graph_capture_is_refused(
     assert all(map(torch.equal, before, objects["model"].parameters()))
 
 
-class Diary:
+class StepLog:
     """Tracked state that grows and is no tensor."""
 
     def __init__(self) -> None:
@@ -397,11 +397,11 @@ class Diary:
 
 def replace_slots(begin: Callable[..., Run]) -> tuple[Run, int]:
     """Train with a state that outgrows its slots several times; return the run and its number of slots."""
-    objects, diary = linear(), Diary()
-    run = begin(**objects, track={"diary": diary})
+    objects, step_log = linear(), StepLog()
+    run = begin(**objects, track={"step_log": step_log})
     for number in range(15):
         step(objects)
-        diary.text = "x" * (70_000 << number // 3 * 2)
+        step_log.text = "x" * (70_000 << number // 3 * 2)
         run.step()
         assert is_complete(run), number
     states = run._committer_connection.slot_client.control_block.read_slots()

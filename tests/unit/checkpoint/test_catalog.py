@@ -201,12 +201,12 @@ def test_unreadable_and_foreign_checkpoints_are_not_damaged(
 def test_checkpoint_pruned_meanwhile_is_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 lists other nodes' directories while these may prune."""
     save_checkpoint(tmp_path, 1, 1)
-    doomed = save_checkpoint(tmp_path, 1, 2)
+    pruned = save_checkpoint(tmp_path, 1, 2)
     real = os.open
 
     def vanish(path: Path, flags: int, mode: int = 0o777) -> int:
-        if doomed in Path(path).parents and doomed.exists():
-            doomed.rename(tmp_path / ".tmp-pruned")
+        if pruned in Path(path).parents and pruned.exists():
+            pruned.rename(tmp_path / ".tmp-pruned")
         return real(path, flags, mode)
 
     monkeypatch.setattr(os, "open", vanish)

@@ -67,7 +67,7 @@ def test_killed_run_reads_same_tensors_as_undisturbed_run(tmp_path: Path) -> Non
         assert [process.returncode for process in done] == [0] * len(done), [p.stderr for p in done]
         return [json.loads(process.stdout.splitlines()[-1]) for process in done]
 
-    def read_diary(directory: str, size: int, began: int) -> dict[tuple[int, int], Any]:
+    def read_step_log(directory: str, size: int, began: int) -> dict[tuple[int, int], Any]:
         """Return what each rank read, by rank and step."""
         found = {}
         for rank in range(size):
@@ -85,16 +85,16 @@ def test_killed_run_reads_same_tensors_as_undisturbed_run(tmp_path: Path) -> Non
     resumed, alone = read_results(train("killed", 2)), read_results(train("alone", 1))
     assert {result["began"] for result in [*resumed, *alone]} == {save_at}
 
-    whole = read_diary("undisturbed", 2, 0)
+    whole = read_step_log("undisturbed", 2, 0)
     assert len(whole) == 2 * 2 * STEPS
-    before, after = read_diary("killed", 2, 0), read_diary("killed", 2, save_at)
+    before, after = read_step_log("killed", 2, 0), read_step_log("killed", 2, save_at)
     assert set(after) == {at for at in whole if at[1] >= save_at}
     assert before == {at: line for at, line in whole.items() if at in before}
     assert after == {at: line for at, line in whole.items() if at in after}
     assert [result["digest"] for result in resumed] == [result["digest"] for result in undisturbed]
 
     samples: dict[tuple[int, int], set[str]] = {}
-    for line in [*whole.values(), *read_diary("alone", 1, save_at).values()]:
+    for line in [*whole.values(), *read_step_log("alone", 1, save_at).values()]:
         shown = dict(zip(LOADERS, line["loaders"], strict=True))
         assert shown == dict.fromkeys(LOADERS, shown["0"])
         for index, digest in shown["0"]:

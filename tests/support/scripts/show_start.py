@@ -1,6 +1,6 @@
 """Prints what a script sees of its start; for test_forkserver.py and test_warm_start.py.
 
-Run as ``mirror.py EXIT_CODE [compile]``, or ``mirror.py fail`` as one of two workers.
+Run as ``show_start.py EXIT_CODE [compile]``, or ``show_start.py fail`` as one of two workers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A worker that costs nothing and gets into the trouble that it is told: ``trouble.py DIRECTORY WHAT NODE``.
+"""A worker that costs nothing and fails as it is told: ``failing.py DIRECTORY WHAT NODE``.
 
 It keeps the events that a real one keeps (`worker-start`, `step`), and a file of the step that the job has
 come to. A generation's workers wait for each other in every step, as a collective would have them.
@@ -74,7 +74,7 @@ def get_into(what: str, directory: Path, step: int) -> None:
 
 
 def main(directory: Path, what: str, node: str) -> None:
-    """Step until `stop` is there; on that node get into trouble first."""
+    """Step until `stop` is there; on that node fail first."""
     newest = directory / "newest"
     step = int(newest.read_text()) if newest.exists() else 0
     log = log_of(rank=RANK)
