@@ -168,9 +168,7 @@ class _Agent:
             ):
                 committer = snapshots.committer
                 self.controller.on_workers_dead = committer.commit_newest
-                self.shutdown_controller.last_commit_s = lambda: (
-                    committer.slot_pool.control_block.get("commit_us") / 1e6
-                )
+                self.shutdown_controller.last_commit_s = lambda: committer.last_commit_s
                 outcome = self._run_job(snapshots, fork_server)
                 self.controller.end_wait()
             if outcome.kind in {"failed", "left"}:

@@ -79,7 +79,6 @@ class ShutdownController:
         # Nodes query one after the other: a controller must not get all queries in one moment.
         self._query_delay_s = min(MAX_QUERY_DELAY_S, scheduler_context.node_index / 50)
         self._queried_at = time.monotonic() - END_TIME_QUERY_INTERVAL_S + self._query_delay_s
-        self._known_commit_s = 0.0
         self.last_commit_s: Callable[[], float] = lambda: 0.0  # returns the duration of the last commit
 
     # ---- causes ----------------------------------------------------------------------------------------
@@ -147,10 +146,8 @@ class ShutdownController:
         """Return how many seconds are left until this node must drain."""
         if self._end_time is None:
             return math.inf
-        with contextlib.suppress(AttributeError):  # the agent is closing and has released the slots
-            self._known_commit_s = self.last_commit_s()
         job_s = self._end_time - self._started_at
-        margin_s = requeue.drain_margin_s(read_grace_s(), self._known_commit_s, job_s)
+        margin_s = requeue.drain_margin_s(read_grace_s(), self.last_commit_s(), job_s)
         return self._end_time - time.time() - margin_s
 
     def _query_end_time(self) -> float | None:

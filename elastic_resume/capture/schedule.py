@@ -137,8 +137,8 @@ class SnapshotScheduler:
         self._checkpoint_writer.start_generation(retention)
         slot_client.send(
             "start_generation",
-            floor=retention.min_generation,
-            trusted=retention.trusted_version,
+            min_generation=retention.min_generation,
+            trusted_version=retention.trusted_version,
             keep=retention.keep,
         )
         slot_client.control_block.set("decided_id", 0)
@@ -200,7 +200,9 @@ class SnapshotScheduler:
                 control.set("next_snapshot_step", step + 1 if epoch_over else self._next_snapshot_step(step))
                 if compare and self.snapshotter.has_snapshot(position):
                     world = rank_context.assigned_generation() or self._generation
-                    self._slot_client.send("compare", snapshot_id=self.snapshotter.snapshot_id, world=world)
+                    self._slot_client.send(
+                        "compare", snapshot_id=self.snapshotter.snapshot_id, generation=world
+                    )
         self._step_started_at = time.perf_counter()
 
     def save(self, position: Position, *, epoch_over: bool = False) -> Path | None:

@@ -218,10 +218,9 @@ class RestoreAttempt:
     def _reserve_slot(self, manifest: Manifest) -> StreamingBuffer | None:
         """Reserve a slot for a state that arrives; None if the node has no free slot."""
         client = self._slot_client
-        slot = client.acquire_slot(manifest.file_bytes, manifest) if client is not None else None
-        if slot is None or client is None:
+        slot = client.acquire_slot(manifest) if client is not None else None
+        if slot is None:
             return None
-        client.begin_fill(slot)
         self._slot, self._fills_slot = slot, True
         return StreamingBuffer(slot.memory[: manifest.file_bytes], slot)
 

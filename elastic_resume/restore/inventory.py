@@ -157,7 +157,7 @@ def _list_snapshots(context: RankContext) -> tuple[list[SavedState], list[Reject
             if snapshot is not None and snapshot.manifest.run_id != context.settings.run_id:
                 raise ForeignError(f"belongs to the run {snapshot.manifest.run_id!r}.")
         except CheckpointError as error:
-            version = slot_memory.decode_snapshot_id(state.target)
+            version = slot_memory.decode_snapshot_id(state.snapshot_id)
             name = f"{reader.checkpoint_name(*version)} (in memory)"
             rejected.append(RejectedState(context.node, name, str(error), version, error.kind))
             client.discard(state.index)
