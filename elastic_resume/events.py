@@ -37,7 +37,7 @@ Kinds, their writers and their own fields::
                                      nodes [groups of equal nodes, largest first], diverged_nodes [node]
     agent-end             agent      outcome (done | failed | signalled | left), exit_code, message
     resume                rank 0     generation, step, epoch, world_size, previous_world_size (or null),
-                                     nodes, kind (cold | checkpoint), source_node, source_tier (memory |
+                                     nodes, kind (cold | resumed), source_node, source_tier (memory |
                                      disk | ""), source_generation, receiving_nodes [node], rejected [{node,
                                      generation, step, reason}], recomputed_steps, seconds
     worker-start          worker     generation, rank, local_rank, world_size, step; the state is loaded

@@ -88,6 +88,8 @@ def run_agent(
         contextlib.closing(MemoryMonitor()) as memory_monitor,
         contextlib.closing(RoundEvents()) as round_events,
     ):
+        if settings.resume == "never":  # for each start of an agent, not of its workers
+            node_dir.move_earlier_run_aside()
         events_path = node_dir.path / constants.EVENTS_FILE
         _set_environment(settings, args, events_path, lease_page, round_events)
         event_tail = EventTail(events_path)

@@ -135,7 +135,7 @@ def prepare(
         track={**(track or {}), **registered, "accelerate.save_iteration": _SaveIteration(accelerator)},
         **options,
     )
-    if run.plan.kind != "checkpoint":
+    if run.plan.kind != "resumed":
         try:
             _check_no_other_folders(accelerator)
         except ConfigError:
@@ -230,7 +230,7 @@ class _Methods:
         """
         return (
             self._accelerator.project_configuration.automatic_checkpoint_naming
-            and self._run.plan.kind == "checkpoint"
+            and self._run.plan.kind == "resumed"
             and self._accelerator.save_iteration >= self._first_iteration
         )
 

@@ -270,7 +270,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         )
         run.ddp(self.model)
         self._is_mid_epoch = run.position.step_in_epoch > 0
-        if run.plan.kind == "checkpoint":
+        if run.plan.kind == "resumed":
             set_known(trainer, "num_sanity_val_steps", 0)  # it would overwrite the restored counters
             set_known(trainer.fit_loop, "_restarting", self._is_mid_epoch)
         self._clean_up_after_lost_steps()
@@ -540,7 +540,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         position = self.run.position
         # An even number for a step, the next odd one for the end of its epoch.
         order = 2 * position.step + (position.step_in_epoch == 0)
-        resumed_at = order if self.run.plan.kind == "checkpoint" else None
+        resumed_at = order if self.run.plan.kind == "resumed" else None
         for callback in self._trainer.checkpoint_callbacks:
             directory = getattr(callback, "dirpath", None)
             if directory and "://" not in str(directory):

@@ -3,12 +3,10 @@
 Afterwards either every rank has loaded the state, or every rank knows which nodes' copies failed.
 
 The local leader of each node brings the bytes of the state into its node's memory. All ranks of the node load
-each tensor as soon as the watermark (`streaming.py`) has passed it. The bytes come from one of three places:
-
-- A snapshot in the node's memory: all bytes are there. They have no digest to check.
-- A checkpoint on disk: threads read it into a slot and verify it.
-- Other nodes: threads receive its blocks into a slot and verify them (`transfer.py`). Meanwhile the local
-  leader of each node that holds or receives the state serves it.
+each tensor as soon as the watermark (`streaming.py`) has passed it. The
+bytes come from the node's own memory or disk (`sources.py`), or from other nodes: threads receive blocks into
+a slot and verify them (`transfer.py`). Meanwhile the local leader of each node that holds or receives the
+state serves it.
 
 If no slot is free, the local leader and each other rank map the checkpoint. If the node has none, its local
 leader receives the state into private memory, and commits it to disk when all ranks have loaded. The node's
@@ -34,8 +32,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import xxhash
@@ -60,6 +58,7 @@ from elastic_resume.policy import resume_plan
 from elastic_resume.policy.resume_plan import MEMORY, ResumePlan, SavedState
 from elastic_resume.ranks.rank_context import RankContext, raise_if_set
 from elastic_resume.restore import transfer
+from elastic_resume.restore.sources import OpenedState, StateSource, open_for_peers
 from elastic_resume.restore.streaming import (
     BackgroundTask,
     LocalWatermark,
@@ -69,7 +68,6 @@ from elastic_resume.restore.streaming import (
     is_local_copy_error,
 )
 from elastic_resume.restore.transfer import BlockSender, BlockServer, BlockTable
-from elastic_resume.slots.slot_memory import Slot
 from elastic_resume.state import load_objects
 from elastic_resume.units import format_bytes
 
@@ -116,145 +114,85 @@ class SourceValues(StreamingBuffer):
 # ---- the attempt -------------------------------------------------------------------------------------
 
 
-class RestoreAttempt:
-    """One attempt, on one rank. All ranks call `open`, `load`, then `publish_slot` or `close`, together."""
+@dataclass(frozen=True)
+class LoadedState:
+    """A state that all ranks have loaded."""
 
-    def __init__(self, context: RankContext, plan: ResumePlan) -> None:
-        self.manifest: Manifest | None = None  # manifest of the source's copy; `load` sets it on every rank
-        self.on_disk = False  # this node's own disk holds the verified copy
+    manifest: Manifest  # of the source
+    opened: OpenedState | None  # None on a rank that read what its local leader had committed
+
+    def publish_slot(self, context: RankContext) -> None:
+        """Make the filled slot this node's snapshot; on the local leader that filled it."""
+        opened, client = self.opened, context.slot_client
+        if client is None or opened is None or not opened.fills_slot:
+            return
+        if opened.slot is not None and opened.manifest is not None:
+            client.finish_fill(opened.slot, opened.manifest, on_disk=opened.on_disk)
+
+
+@dataclass
+class _StateLoader:
+    """Loads buffers into this rank's tracked objects, with the source's values of some tensors."""
+
+    tracked: Mapping[str, Any]
+    manifest: Manifest
+    values: SourceValues
+    loaded_bytes: int = 0  # for the display of progress
+
+    def load(self, buffer: StreamingBuffer) -> None:
+        """Load ``buffer`` while it arrives. Raises its errors, and MismatchError."""
+        tracked, values, extents = self.tracked, self.values, buffer.layout.extents
+        # Modules copy tensors into their own memory; other objects keep the tensors that they are given.
+        keepers = tuple(f"{name}/" for name, item in tracked.items() if not isinstance(item, nn.Module))
+        names = [name for name in extents if name.startswith(keepers) and name not in values.names]
+        is_large = sum(extents[name].stop - extents[name].start for name in names) > _MIN_PREFETCH_BYTES
+
+        def buffer_of(name: str) -> StreamingBuffer:
+            return values if name in values.names else buffer
+
+        def count(tensor: Tensor) -> Tensor:
+            self.loaded_bytes += tensor.nbytes
+            return tensor
+
+        prefetcher = Prefetcher(names if is_large else (), lambda name: buffer_of(name).get_tensor(name))
+        try:
+            load_objects.load_into(
+                tracked,
+                self.manifest.state,
+                lambda name: count(buffer_of(name).get_tensor(name)),
+                peek_tensor=lambda name: buffer_of(name).peek_tensor(name),
+                make_tensor=lambda name: count(prefetcher.make_tensor(name)),
+            )
+        finally:
+            prefetcher.close()
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """What a local leader serves to other nodes, and how its node receives.
+
+    ``opened`` replaces what the node had opened itself. ``commits_received``: some node received without a
+    slot, and commits before its other ranks load.
+    """
+
+    opened: OpenedState | None
+    server: BlockServer | None = None
+    commits_received: bool = False
+
+
+class RestoreAttempt:
+    """One attempt of all ranks to load the state of a plan: open, exchange, load, compare notes."""
+
+    def __init__(self, context: RankContext, plan: ResumePlan, sources: Mapping[str, StateSource]) -> None:
         self._context = context
         self._plan = plan
-        self._slot_client = context.slot_client
-        self._copy = plan.saved_state_for(context.node)
-        self._local_manifest: Manifest | None = None  # manifest of this node's copy, read or received
-        self._buffer: StreamingBuffer | None = None
-        self._slot: Slot | None = None  # the slot from which this node's ranks load
-        self._fills_slot = False  # the slot does not count as a snapshot yet
-        self._error: ElasticResumeError | None = None  # error of this rank that is not reported yet
-        self._commits_received = False  # some node received without a slot, and commits before others load
-        # Layout of the values that all ranks take from the source, as this node's copy has them.
-        self._values_layout = Layout.build(())
-        self._source_values = SourceValues(self._values_layout)
+        self._sources = sources
+        self._saved_state = plan.saved_state_for(context.node)  # None: this node receives the state
         self._tasks: list[BackgroundTask] = []
-        self._server: BlockServer | None = None  # on local leaders, if a node receives the state
-        self._loaded_bytes = 0  # for the display of progress
+        self._errors: list[ElasticResumeError] = []  # of this rank, reported when all ranks have loaded
 
-    @property
-    def tier(self) -> str:
-        """The tier of this node's copy; "" if it has none."""
-        return self._copy.tier if self._copy is not None else ""
-
-    # ---- open ------------------------------------------------------------------------------------------
-
-    def open(self) -> NodeFailures:
-        """Start to bring this node's copy into its memory; return all nodes' copies that failed already."""
-        failure: CheckpointError | None = None
-        header_digest = None
-        if self._copy is not None and self._context.is_local_leader:
-            try:
-                header_digest = self._open_copy(self._copy)
-            except CheckpointError as error:
-                failure = error
-            except (OSError, MemoryError) as error:
-                where = self._context.checkpoint_path(self._copy)
-                failure = UnreadableError(f"{where}: cannot be read now ({error!r})")
-        opened = self._context.collectives.gather([_encode_failure(failure), header_digest, self._slot_id()])
-        failures = self._group_failures_by_node([encoded for encoded, _, _ in opened])
-        if failures:
-            return failures
-        expected = opened[self._plan.source_rank][1]
-        reason = f"its tensors are laid out unlike those of {self._plan.source_node}"
-        failures = {
-            self._context.node_by_rank[rank]: ("unlike", reason)
-            for rank, (_, digest, _) in enumerate(opened)
-            if digest not in {None, expected}
-        }
-        if not failures and self._copy is not None:
-            self._attach_to_local_leader(opened[self._context.local_leader_by_node[self._context.node]][2])
-        return failures
-
-    def _open_copy(self, copy: SavedState) -> str:
-        """Start to read this node's copy; return the digest of its header."""
-        if copy.tier == MEMORY:
-            self._open_snapshot(copy)
-        else:
-            self._open_checkpoint(copy)
-        buffer = self._require_buffer()
-        if self._plan.nbytes != copy.nbytes or len(buffer.memory) != copy.nbytes:
-            raise UnreadableError(f"{copy.nbytes} bytes were expected, and {len(buffer.memory)} were found")
-        if self._local_manifest is not None:
-            self._values_layout = build_values_layout(buffer.layout, self._local_manifest.follows_rank0)
-        return xxhash.xxh3_128_hexdigest(buffer.layout.header)
-
-    def _open_snapshot(self, copy: SavedState) -> None:
-        snapshot = self._slot_client.find_newest() if self._slot_client is not None else None
-        if snapshot is None or (*snapshot.version, snapshot.manifest.position.epoch) != (
-            *copy.version,
-            copy.epoch,
-        ):
-            raise UnreadableError("the snapshot is no longer in this node's memory")
-        self._local_manifest, self._slot = snapshot.manifest, snapshot.slot
-        self._buffer = StreamingBuffer.from_complete(snapshot.image)
-
-    def _open_checkpoint(self, copy: SavedState) -> None:
-        path = self._context.checkpoint_path(copy)
-        manifest = reader.quick_check(path, self._context.settings.run_id)
-        self.on_disk = copy.owner_node == self._context.node
-        self._local_manifest = manifest
-        buffer = self._reserve_slot(manifest) if self._context.is_local_leader else None
-        fill: Callable[[], object]
-        slot, client = self._slot, self._slot_client
-        if buffer is not None and slot is not None and client is not None:
-            # Populate pages ahead of the data: 1 us a page, against 8 us for a fault at the first write.
-            self._tasks.append(BackgroundTask("populate", lambda: client.populate(slot)))
-            fill = functools.partial(reader.read_image, path, manifest, buffer.memory, buffer.advance)
-        else:
-            mapping = reader.map_unverified(path, manifest)  # the mapping needs no memory of its own
-            buffer = StreamingBuffer(memoryview(mapping), LocalWatermark())
-            fill = functools.partial(reader.verify_mapping, path, manifest, mapping, buffer.advance)
-        self._buffer = buffer
-        self._tasks.append(BackgroundTask("fill", fill, buffer))
-
-    def _reserve_slot(self, manifest: Manifest) -> StreamingBuffer | None:
-        """Reserve a slot for a state that arrives; None if the node has no free slot."""
-        client = self._slot_client
-        slot = client.acquire_slot(manifest) if client is not None else None
-        if slot is None:
-            return None
-        self._slot, self._fills_slot = slot, True
-        return StreamingBuffer(slot.memory[: manifest.file_bytes], slot)
-
-    def _slot_id(self) -> list[int] | None:
-        return [self._slot.index, self._slot.serial] if self._slot is not None else None
-
-    def _attach_to_local_leader(self, slot_id: list[int] | None) -> None:
-        """On ranks that are not local leader: map the slot that the leader fills, or else the checkpoint."""
-        if self._context.is_local_leader:
-            return
-        try:
-            if slot_id is not None:
-                self._buffer = self._map_leader_slot(*slot_id)
-            elif self._copy is not None:
-                self._open_checkpoint(self._copy)
-        except ElasticResumeError as error:
-            self._error = error  # reported at the end: the other ranks are about to load
-
-    def _map_leader_slot(self, index: int, serial: int) -> StreamingBuffer:
-        slot = self._slot_client.map_slot(index, serial) if self._slot_client is not None else None
-        if slot is None:
-            raise MachineError(
-                f"rank {self._context.collectives.rank} cannot map the snapshots of its node "
-                f"{self._context.node}, and its local leader can: raise the limits of open files and of the "
-                "address space (ulimit -n, ulimit -v)."
-            )
-        complete = self._copy is not None and self._copy.tier == MEMORY
-        nbytes = self._plan.nbytes
-        return StreamingBuffer(slot.memory[:nbytes], LocalWatermark(nbytes) if complete else slot)
-
-    # ---- load ------------------------------------------------------------------------------------------
-
-    def load(self, tracked: Mapping[str, Any]) -> NodeFailures:
-        """Load the state into ``tracked`` while it arrives; return the copies that failed.
+    def run(self, tracked: Mapping[str, Any]) -> tuple[LoadedState | None, NodeFailures]:
+        """Load the state into ``tracked``; return it, or None and the copies that failed.
 
         Raises:
             MismatchError: the objects do not fit; nothing was loaded.
@@ -262,121 +200,149 @@ class RestoreAttempt:
 
         """
         context, plan = self._context, self._plan
-        described = context.collectives.broadcast_json(self._describe_source(), plan.source_rank)
-        self.manifest = Manifest.parse(described[0].encode())
-        self._source_values = SourceValues(_parse_values_layout(described[1], described[2], plan.nbytes))
+        opened, failures = self._open()
+        if failures:
+            self._cancel(opened)
+            return None, failures
+        described = context.collectives.broadcast_json(self._describe_source(opened), plan.source_rank)
+        manifest = Manifest.parse(described[0].encode())
+        values = SourceValues(_parse_values_layout(described[1], described[2], plan.nbytes))
+        exchange = _Exchange(opened)
+        loader = _StateLoader(tracked, manifest, values)
         try:
             if plan.receiving_nodes:
-                self._start_transfer(self.manifest)
-            self._start_source_values()
-            with self._show_progress():
-                self._load_and_join_tasks(tracked, self.manifest)
+                exchange = self._start_exchange(opened, manifest)
+            self._start_source_values(exchange.opened, values)
+            with self._show_progress(exchange, loader):
+                self._load_and_join_tasks(exchange.opened, loader)
                 failures = self._gather_failures()  # nobody receives any more
         finally:
-            if self._server is not None:
-                self._server.close()
-        if not failures:
-            self._keep_received(tracked)
-        return failures
+            if exchange.server is not None:
+                exchange.server.close()
+        if failures:
+            self._cancel(exchange.opened)
+            return None, failures
+        return LoadedState(manifest, self._keep_received(exchange, loader)), {}
 
-    def _show_progress(self) -> contextlib.AbstractContextManager[object]:
-        """Show the progress of this node within the context; its local leader does."""
-        plan, node, buffer = self._plan, self._context.node, self._buffer
-        if not self._context.is_local_leader or buffer is None:
-            return contextlib.nullcontext()
-        arrives = buffer.arrived_bytes() < len(buffer.memory)
-        if self._copy is None:
-            what = f"node {node}: receiving step {plan.step} from node {plan.source_node}"
-        elif self._server is not None:
-            what = f"node {node}: sending step {plan.step} to {', '.join(plan.receiving_nodes)}"
-        else:
-            place = "its memory" if self._copy.tier == MEMORY else "its disk"
-            what = f"node {node}: loading step {plan.step} from {place}"
-
-        def read_done() -> int:
-            done = buffer.arrived_bytes() if arrives else self._loaded_bytes
-            return done if self._copy is None or self._server is None else min(done, self._server.sent_bytes)
-
-        return ByteProgress(what, plan.nbytes, read_done)
-
-    def publish_slot(self) -> None:
-        """Make the filled slot this node's snapshot, after all ranks have loaded."""
-        client, slot, manifest = self._slot_client, self._slot, self._local_manifest
-        if self._fills_slot and client is not None and slot is not None and manifest is not None:
-            client.finish_fill(slot, manifest, on_disk=self.on_disk)
-
-    def discard_snapshot(self) -> None:
-        """Invalidate the snapshot in this node's memory, which proved invalid."""
-        if self._slot is not None and self._slot_client is not None:
-            self._slot_client.discard(self._slot.index)
-
-    def close(self) -> None:
-        """Cancel the attempt, and join its threads."""
-        if self._buffer is not None:
-            self._buffer.cancel()
+    def _cancel(self, opened: OpenedState | None) -> None:
+        """Stop and join the threads."""
+        if opened is not None:
+            opened.buffer.cancel()
         for task in self._tasks:
             task.join()
 
-    def _describe_source(self) -> list[Any] | None:
+    # ---- open ------------------------------------------------------------------------------------------
+
+    def _open(self) -> tuple[OpenedState | None, NodeFailures]:
+        """Start to bring this node's copy into its memory; return it, and all nodes' failed copies."""
+        context, saved_state = self._context, self._saved_state
+        opened: OpenedState | None = None
+        failure: CheckpointError | None = None
+        header_digest = None
+        if saved_state is not None and context.is_local_leader:
+            try:
+                opened = self._open_own(saved_state)
+                header_digest = xxhash.xxh3_128_hexdigest(opened.buffer.layout.header)
+            except CheckpointError as error:
+                failure = error
+            except (OSError, MemoryError) as error:
+                where = context.checkpoint_path(saved_state)
+                failure = UnreadableError(f"{where}: cannot be read now ({error!r})")
+        offers = context.collectives.gather([_encode_failure(failure), header_digest, _slot_id(opened)])
+        failures = self._group_failures_by_node([encoded for encoded, _, _ in offers])
+        if failures:
+            return opened, failures
+        expected = offers[self._plan.source_rank][1]
+        reason = f"its tensors are laid out unlike those of {self._plan.source_node}"
+        failures = {
+            context.node_by_rank[rank]: ("unlike", reason)
+            for rank, (_, digest, _) in enumerate(offers)
+            if digest not in {None, expected}
+        }
+        if not failures and saved_state is not None and not context.is_local_leader:
+            opened = self._attach(offers[context.local_leader_by_node[context.node]][2])
+        return opened, failures
+
+    def _open_own(self, saved_state: SavedState) -> OpenedState:
+        opened = self._sources[saved_state.tier].open(saved_state)
+        self._tasks += opened.tasks
+        if self._plan.nbytes != saved_state.nbytes or len(opened.buffer.memory) != saved_state.nbytes:
+            found = len(opened.buffer.memory)
+            raise UnreadableError(f"{saved_state.nbytes} bytes were expected, and {found} were found")
+        if opened.manifest is not None:
+            build_values_layout(opened.buffer.layout, opened.manifest.follows_rank0)  # for its error
+        return opened
+
+    def _attach(self, slot_id: list[int] | None) -> OpenedState | None:
+        """On ranks that are not local leader: map the slot that the leader fills, or else the checkpoint."""
+        try:
+            if slot_id is not None:
+                return self._map_leader_slot(*slot_id)
+            if self._saved_state is not None:
+                return self._open_own(self._saved_state)
+        except ElasticResumeError as error:
+            self._errors.append(error)  # reported at the end: the other ranks are about to load
+        return None
+
+    def _map_leader_slot(self, index: int, serial: int) -> OpenedState:
+        client = self._context.slot_client
+        slot = client.map_slot(index, serial) if client is not None else None
+        if slot is None:
+            raise MachineError(
+                f"rank {self._context.collectives.rank} cannot map the snapshots of its node "
+                f"{self._context.node}, and its local leader can: raise the limits of open files and of the "
+                "address space (ulimit -n, ulimit -v)."
+            )
+        complete = self._saved_state is not None and self._saved_state.tier == MEMORY
+        nbytes = self._plan.nbytes
+        return OpenedState(
+            None, StreamingBuffer(slot.memory[:nbytes], LocalWatermark(nbytes) if complete else slot)
+        )
+
+    # ---- exchange between nodes ------------------------------------------------------------------------
+
+    def _describe_source(self, opened: OpenedState | None) -> list[Any] | None:
         """On the source: return its manifest without digests, and the description of its own values."""
-        if self._context.collectives.rank != self._plan.source_rank or self._local_manifest is None:
+        if self._context.collectives.rank != self._plan.source_rank:
             return None
+        if opened is None or opened.manifest is None:
+            raise UnreadableError("the source has opened no state")
         # Ranks that load the same copy have the same values.
-        layout = self._values_layout if len(self._plan.holders) > 1 else Layout.build(())
-        header = layout.header.decode("latin-1")
+        names = opened.manifest.follows_rank0 if len(self._plan.holders) > 1 else ()
+        layout = build_values_layout(opened.buffer.layout, names)
         # Digests travel with their blocks, and the plan has the size.
-        manifest = replace(self._local_manifest, blocks=(), file_bytes=0)
-        return [manifest.to_bytes().decode(), header, layout.total_bytes]
+        described = replace(opened.manifest, blocks=(), file_bytes=0)
+        return [described.to_bytes().decode(), layout.header.decode("latin-1"), layout.total_bytes]
 
-    def _start_source_values(self) -> None:
-        """Send or receive the source's values in a thread."""
-        values, source_rank = self._source_values, self._plan.source_rank
-        collectives = self._context.collectives
-        if collectives.size == 1 or not values.names:
-            return
-        send_or_receive = functools.partial(broadcast_buffer, collectives, values, source_rank)
-        if collectives.rank == source_rank:
-            buffer = self._require_buffer()
-            self._tasks.append(BackgroundTask("collect-values", lambda: values.copy_from(buffer), values))
-            self._tasks.append(BackgroundTask("values", send_or_receive))
-        else:
-            self._tasks.append(BackgroundTask("values", send_or_receive, values))
-
-    def _start_transfer(self, source_manifest: Manifest) -> None:
+    def _start_exchange(self, opened: OpenedState | None, source_manifest: Manifest) -> _Exchange:
         """Serve and receive the state on local leaders; map the slots that they fill on the other ranks."""
         context, plan = self._context, self._plan
+        server: BlockServer | None = None
         if context.is_local_leader:
             try:
-                if self._copy is None:
-                    self._prepare_to_receive(source_manifest)
-                self._server = self._serve(source_manifest.block_bytes)
+                if opened is None:
+                    received = replace(source_manifest, node=context.node, file_bytes=plan.nbytes)
+                    opened = open_for_peers(context, received)
+                server = self._serve(opened, source_manifest.block_bytes)
             except ElasticResumeError as error:
-                self._error = error  # reported at the end: the other ranks are about to gather
-                if self._copy is None and self._buffer is not None:
-                    self._buffer.fail(error)
-        served = self._server.sender.to_json() if self._server is not None else None
-        offers = context.collectives.gather([self._slot_id(), served])
-        for node in plan.receiving_nodes:
-            slot_id = offers[context.local_leader_by_node[node]][0]
-            self._commits_received |= slot_id is None
-            if node == context.node and slot_id is not None:
-                self._attach_to_local_leader(slot_id)
-        if self._copy is None and self._server is not None:
-            receive = functools.partial(self._receive, self._server.table, [served for _, served in offers])
-            self._tasks.append(BackgroundTask("receive", receive, self._server.table.buffer))
+                self._errors.append(error)  # reported at the end: the other ranks are about to gather
+                if self._saved_state is None and opened is not None:
+                    opened.buffer.fail(error)
+        served = server.sender.to_json() if server is not None else None
+        offers = context.collectives.gather([_slot_id(opened), served])
+        slot_ids = {node: offers[context.local_leader_by_node[node]][0] for node in plan.receiving_nodes}
+        if self._saved_state is None and server is not None:
+            receive = functools.partial(self._receive, server.table, [served for _, served in offers])
+            self._tasks.append(BackgroundTask("receive", receive, server.table.buffer))
+        elif not context.is_local_leader and slot_ids.get(context.node) is not None:
+            opened = self._attach(slot_ids[context.node])
+        return _Exchange(opened, server, commits_received=None in slot_ids.values())
 
-    def _prepare_to_receive(self, source_manifest: Manifest) -> None:
-        nbytes = self._plan.nbytes
-        self._local_manifest = replace(source_manifest, node=self._context.node, file_bytes=nbytes)
-        buffer = self._reserve_slot(self._local_manifest)
-        self._buffer = buffer or StreamingBuffer(allocate_memory(nbytes), LocalWatermark())
-
-    def _serve(self, block_bytes: int) -> BlockServer:
-        manifest = self._local_manifest
-        same_blocks = manifest is not None and manifest.block_bytes == block_bytes
-        digests = manifest.blocks if manifest is not None and same_blocks else ()
+    def _serve(self, opened: OpenedState, block_bytes: int) -> BlockServer:
+        manifest = opened.manifest
+        digests = manifest.blocks if manifest is not None and manifest.block_bytes == block_bytes else ()
         host = transfer.choose_local_host(self._context.settings.transfer_addr)
-        return BlockServer(BlockTable(self._require_buffer(), block_bytes, digests), self._context.node, host)
+        return BlockServer(BlockTable(opened.buffer, block_bytes, digests), self._context.node, host)
 
     def _receive(self, table: BlockTable, served_by_rank: Sequence[Any]) -> None:
         """Receive the state from the nodes that the plan assigns to this one."""
@@ -392,84 +358,95 @@ class RestoreAttempt:
         logger.debug(f"node {context.node}: receiving {what} from {', '.join(first)}")
         transfer.receive(table, list(sources.values()), len(first))
 
-    def _keep_received(self, tracked: Mapping[str, Any]) -> None:
-        """Make a received image equal to the source's, and commit one that is in no slot."""
-        if self._copy is None and self._context.is_local_leader and self._buffer is not None:
-            values = self._source_values
-            for name, extent in self._buffer.layout.extents.items():
-                if name in values.names:
-                    self._buffer.memory[extent.start : extent.stop] = values.tensor_bytes(name)
-        if self._commits_received:
-            self._context.run_on_all_ranks(self._commit_received)
-            self._context.run_on_all_ranks(lambda: self._load_committed(tracked))
-
-    def _commit_received(self) -> None:
-        """Commit a state that was received into private memory."""
-        context, manifest, buffer = self._context, self._local_manifest, self._buffer
-        if self._copy is not None or self._slot is not None or manifest is None or buffer is None:
+    def _start_source_values(self, opened: OpenedState | None, values: SourceValues) -> None:
+        """Send or receive the source's values in a thread."""
+        collectives, source_rank = self._context.collectives, self._plan.source_rank
+        if collectives.size == 1 or not values.names:
             return
-        writer = CheckpointWriter(context.node_dir, context.settings.run_id, context.events.emit)
-        writer.commit(manifest, [buffer.memory])
-        self.on_disk = True
+        send_or_receive = functools.partial(broadcast_buffer, collectives, values, source_rank)
+        if collectives.rank == source_rank and opened is not None:
+            collect = functools.partial(values.copy_from, opened.buffer)
+            self._tasks.append(BackgroundTask("collect-values", collect, values))
+            self._tasks.append(BackgroundTask("values", send_or_receive))
+        else:
+            self._tasks.append(BackgroundTask("values", send_or_receive, values))
 
-    def _load_and_join_tasks(self, tracked: Mapping[str, Any], manifest: Manifest) -> None:
-        """Load from the buffer and join all threads; keep the most telling error for `_gather_failures`."""
-        if self._buffer is not None and self._error is None:
+    # ---- load ------------------------------------------------------------------------------------------
+
+    def _show_progress(
+        self, exchange: _Exchange, loader: _StateLoader
+    ) -> contextlib.AbstractContextManager[object]:
+        """Show the progress of this node within the context; its local leader does."""
+        plan, node, saved_state = self._plan, self._context.node, self._saved_state
+        if not self._context.is_local_leader or exchange.opened is None:
+            return contextlib.nullcontext()
+        buffer, server = exchange.opened.buffer, exchange.server
+        arrives = buffer.arrived_bytes() < len(buffer.memory)
+        if saved_state is None:
+            what = f"node {node}: receiving step {plan.step} from node {plan.source_node}"
+        elif server is not None:
+            what = f"node {node}: sending step {plan.step} to {', '.join(plan.receiving_nodes)}"
+        else:
+            what = f"node {node}: loading step {plan.step} from its {saved_state.tier}"
+
+        def read_done() -> int:
+            done = buffer.arrived_bytes() if arrives else loader.loaded_bytes
+            return done if saved_state is None or server is None else min(done, server.sent_bytes)
+
+        return ByteProgress(what, plan.nbytes, read_done)
+
+    def _load_and_join_tasks(self, opened: OpenedState | None, loader: _StateLoader) -> None:
+        """Load from the buffer and join all threads; keep their errors for `_gather_failures`."""
+        if opened is not None and not self._errors:
             try:
-                self._load_buffer(tracked, manifest, self._buffer)
+                loader.load(opened.buffer)
             except ElasticResumeError as error:
-                self._error = error
-        for task in self._tasks:
-            failure = task.join()
-            if failure is None:
-                continue
+                self._errors.append(error)
+        for failure in filter(None, [task.join() for task in self._tasks]):
             if not isinstance(failure, ElasticResumeError):
                 raise failure  # a peer is dead, so this generation ends
-            if self._error is None or (is_local_copy_error(failure) and not is_local_copy_error(self._error)):
-                self._error = failure
+            self._errors.append(failure)
 
-    def _load_buffer(self, tracked: Mapping[str, Any], manifest: Manifest, buffer: StreamingBuffer) -> None:
-        values, extents = self._source_values, buffer.layout.extents
-        # Modules copy tensors into their own memory; other objects keep the tensors that they are given.
-        keepers = tuple(f"{name}/" for name, item in tracked.items() if not isinstance(item, nn.Module))
-        names = [name for name in extents if name.startswith(keepers) and name not in values.names]
-        is_large = sum(extents[name].stop - extents[name].start for name in names) > _MIN_PREFETCH_BYTES
+    def _keep_received(self, exchange: _Exchange, loader: _StateLoader) -> OpenedState | None:
+        """Make a received image equal to the source's, and commit one that is in no slot."""
+        opened, context, values = exchange.opened, self._context, loader.values
+        receives = self._saved_state is None and context.is_local_leader
+        if receives and opened is not None:
+            for name, extent in opened.buffer.layout.extents.items():
+                if name in values.names:
+                    opened.buffer.memory[extent.start : extent.stop] = values.tensor_bytes(name)
+        if not exchange.commits_received:
+            return opened
+        kept = context.run_on_all_ranks(lambda: self._commit_received(opened) if receives else opened)
+        context.run_on_all_ranks(lambda: self._load_committed(opened, loader))
+        return kept
 
-        def buffer_of(name: str) -> StreamingBuffer:
-            return values if name in values.names else buffer
+    def _commit_received(self, opened: OpenedState | None) -> OpenedState | None:
+        """Commit a state that was received into private memory, and return it."""
+        context = self._context
+        if opened is None or opened.slot is not None or opened.manifest is None:
+            return opened
+        writer = CheckpointWriter(context.node_dir, context.settings.run_id, context.events.emit)
+        writer.commit(opened.manifest, [opened.buffer.memory])
+        return replace(opened, on_disk=True)
 
-        def count(tensor: Tensor) -> Tensor:
-            self._loaded_bytes += tensor.nbytes
-            return tensor
-
-        prefetcher = Prefetcher(names if is_large else (), lambda name: buffer_of(name).get_tensor(name))
-        try:
-            load_objects.load_into(
-                tracked,
-                manifest.state,
-                lambda name: count(buffer_of(name).get_tensor(name)),
-                peek_tensor=lambda name: buffer_of(name).peek_tensor(name),
-                make_tensor=lambda name: count(prefetcher.make_tensor(name)),
-            )
-        finally:
-            prefetcher.close()
-
-    def _load_committed(self, tracked: Mapping[str, Any]) -> None:
+    def _load_committed(self, opened: OpenedState | None, loader: _StateLoader) -> None:
         """On a rank whose local leader received without a slot: load the checkpoint that it has committed."""
-        if self._buffer is None and self.manifest is not None:
+        if opened is None:
             path = self._context.checkpoint_path(SavedState(self._context.node, *self._plan.version, 0))
             manifest = reader.quick_check(path, self._context.settings.run_id)
-            buffer = StreamingBuffer.from_complete(reader.map_image(path, manifest))
-            self._load_buffer(tracked, self.manifest, buffer)
+            loader.load(StreamingBuffer.from_complete(reader.map_image(path, manifest)))
 
     # ---- the outcome -----------------------------------------------------------------------------------
 
     def _gather_failures(self) -> NodeFailures:
         """Return the copies that failed; raise errors that are no copy's fault on all ranks."""
-        own = self._error if self._copy is not None and is_local_copy_error(self._error) else None
+        # An error of this node's own copy tells more than what followed from it.
+        error = min(self._errors, key=lambda error: not is_local_copy_error(error), default=None)
+        own = error if self._saved_state is not None and is_local_copy_error(error) else None
         failures = self._group_failures_by_node(self._context.collectives.gather(_encode_failure(own)))
         if not failures:
-            self._context.run_on_all_ranks(lambda: raise_if_set(self._error))
+            self._context.run_on_all_ranks(lambda: raise_if_set(error))
         return failures
 
     def _group_failures_by_node(self, failure_by_rank: Sequence[list[str] | None]) -> NodeFailures:
@@ -485,10 +462,9 @@ class RestoreAttempt:
                 failures[node] = (kind, reason)
         return failures
 
-    def _require_buffer(self) -> StreamingBuffer:
-        if self._buffer is None:
-            raise UnreadableError("no copy was opened")
-        return self._buffer
+
+def _slot_id(opened: OpenedState | None) -> list[int] | None:
+    return [opened.slot.index, opened.slot.serial] if opened is not None and opened.slot is not None else None
 
 
 def _parse_values_layout(header: str, nbytes: int, max_bytes: int) -> Layout:

@@ -31,24 +31,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elastic_resume import failpoints
-from elastic_resume.checkpoint import reader
 from elastic_resume.checkpoint.manifest import Manifest
-from elastic_resume.checkpoint.node_dir import NodeDir, record_job_start
+from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.errors import DivergenceError, MachineError, MismatchError
 from elastic_resume.policy import resume_plan
 from elastic_resume.policy.digests import MIXED_HARDWARE_HINT
-from elastic_resume.policy.resume_plan import MEMORY, Inventory, ResumePlan
+from elastic_resume.policy.resume_plan import Inventory, ResumePlan
 from elastic_resume.ranks.rank_context import RankContext, raise_if_set
 from elastic_resume.restore import inventory
 from elastic_resume.restore.attempt import PROVEN_INVALID_KINDS, NodeFailures, RestoreAttempt
 from elastic_resume.restore.replica_check import find_first_difference
+from elastic_resume.restore.sources import StateSource, list_sources
 from elastic_resume.slots.progress_page import ProgressPage
 from elastic_resume.state import load_objects, state_dict
-from elastic_resume.state.open_checkpoint import INTERNAL_PREFIX
 from elastic_resume.state.state_dict import (
     BUFFER,
     DTYPE_BY_NAME,
     REPLICATED,
+    RESERVED_PREFIX,
     SCRIPT_OWNED,
     FlatState,
     make_spec,
@@ -96,17 +96,18 @@ def restore(
 
     """
     started_at = time.monotonic()
+    sources = list_sources(context)
 
-    def take_inventory() -> tuple[tuple[FlatState, MachineError | None], Any]:
+    def flatten_and_list() -> tuple[tuple[FlatState, MachineError | None], Any]:
         flat = state_dict.flatten(tracked)
         if not context.is_local_leader:
             return (flat, None), None
         disk_error = _check_disk_space(context, node_dir, flat, tracked)
         generation = node_dir.read_generation()
-        own = inventory.list_snapshots_and_checkpoints(context, progress_page, generation)
+        own = inventory.take_inventory(context, sources, progress_page, generation)
         return (flat, disk_error), inventory.to_json(own)
 
-    (flat, disk_error), gathered = context.run_and_gather(take_inventory)
+    (flat, disk_error), gathered = context.run_and_gather(flatten_and_list)
     inventories = [inventory.from_json(encoded) for encoded in gathered if encoded is not None]
     mode = context.settings.resume
     failpoints.hit("resume.planned")
@@ -116,27 +117,26 @@ def restore(
             context.run_on_all_ranks(lambda: raise_if_set(disk_error))
             _broadcast_rank_0_state(context, flat, tracked)
             flat = context.run_on_all_ranks(lambda: state_dict.flatten(tracked))
-            manifest, on_disk = None, False
+            loaded = None
             break
-        attempt = RestoreAttempt(context, plan)
-        failures = attempt.open() or attempt.load(tracked)
-        if not failures:
+        loaded, failures = RestoreAttempt(context, plan, sources).run(tracked)
+        if loaded is not None:
             flat, failures = _find_unlike_copies(context, plan, tracked)
-        if not failures:
-            manifest, on_disk = attempt.manifest, attempt.on_disk
-            attempt.publish_slot()
+        if loaded is not None and not failures:
+            loaded.publish_slot(context)
             break
-        _close_attempt(context, attempt, failures)
-        inventories = _exclude_failed_copies(context, plan, inventories, failures)
+        inventories = _exclude_failed_copies(context, plan, sources, inventories, failures)
     failpoints.hit("resume.loaded")
-    context.run_on_all_ranks(lambda: _record_generation(context, node_dir, plan))
-    earlier_command = _find_earlier_command(plan, inventories) if mode != "never" else None
-    if disk_error is not None and manifest is not None:
+    context.run_on_all_ranks(lambda: context.is_local_leader and node_dir.persist_generation(plan.generation))
+    earlier_command = _find_earlier_command(plan, inventories)
+    if disk_error is not None and loaded is not None:
         logger.warning(
             f"node {context.node}: {disk_error} Training continues: memory or other nodes hold the state."
         )
     nodes = tuple(context.local_leader_by_node)
     duration_s = time.monotonic() - started_at
+    manifest = loaded.manifest if loaded is not None else None
+    on_disk = loaded is not None and loaded.opened is not None and loaded.opened.on_disk
     return ResumeResult(plan, manifest, flat, nodes, duration_s, on_disk, earlier_command)
 
 
@@ -179,14 +179,6 @@ def _count_optimizer_tensors(group: Mapping[str, Any]) -> int:
     return 2
 
 
-def _record_generation(context: RankContext, node_dir: NodeDir, plan: ResumePlan) -> None:
-    """Make the generation durable on this node before its first step."""
-    if context.is_local_leader:
-        node_dir.persist_generation(plan.generation)
-        if plan.min_generation >= 0:  # under --resume never; a new node records the agreed value too
-            record_job_start(context.node_dir, inventory.launcher_id(), plan.min_generation)
-
-
 def _find_earlier_command(plan: ResumePlan, inventories: list[Inventory]) -> tuple[str, ...] | None:
     """Return the command of the earlier run that this start resumes; see `ResumeResult`."""
     if plan.kind == "cold" or any(node_inventory.has_restarted for node_inventory in inventories):
@@ -200,39 +192,29 @@ def _find_earlier_command(plan: ResumePlan, inventories: list[Inventory]) -> tup
 # ---- failed copies -----------------------------------------------------------------------------------
 
 
-def _close_attempt(context: RankContext, attempt: RestoreAttempt, failures: NodeFailures) -> None:
-    attempt.close()
-    kind, _ = failures.get(context.node, ("", ""))
-    if context.is_local_leader and attempt.tier == MEMORY and kind in PROVEN_INVALID_KINDS:
-        attempt.discard_snapshot()
-
-
 def _exclude_failed_copies(
-    context: RankContext, plan: ResumePlan, inventories: list[Inventory], failures: NodeFailures
+    context: RankContext,
+    plan: ResumePlan,
+    sources: Mapping[str, StateSource],
+    inventories: list[Inventory],
+    failures: NodeFailures,
 ) -> list[Inventory]:
-    """Return the inventories without the failed copies; quarantine this node's if it is invalid."""
-    remaining = []
-    for node_inventory in inventories:
-        copy = plan.saved_state_for(node_inventory.node)
-        if node_inventory.node not in failures or copy is None:
-            remaining.append(node_inventory)
-            continue
-        name = reader.checkpoint_name(copy.generation, copy.step)
-        name += " (in memory)" if copy.tier == MEMORY else ""
-        kind, reason = failures[node_inventory.node]
-        remaining.append(resume_plan.reject_saved_state(node_inventory, copy, name, reason, kind))
-    context.run_on_all_ranks(lambda: _quarantine_local_copy(context, plan, failures))
-    return remaining
+    """Return the inventories without the failed copies; give up this node's if it is proved invalid."""
+    remaining = {each.node: each for each in inventories}
+    for node, (kind, reason) in failures.items():
+        state = plan.saved_state_for(node)
+        if state is not None:
+            name = sources[state.tier].name_of(state)
+            remaining[node] = resume_plan.reject_saved_state(remaining[node], state, name, reason, kind)
 
+    def give_up_own() -> None:
+        state = plan.saved_state_for(context.node)
+        kind, reason = failures.get(context.node, ("", ""))
+        if state is not None and context.is_local_leader and kind in PROVEN_INVALID_KINDS:
+            sources[state.tier].give_up(state, reason)
 
-def _quarantine_local_copy(context: RankContext, plan: ResumePlan, failures: NodeFailures) -> None:
-    copy = plan.saved_state_for(context.node)
-    kind, reason = failures.get(context.node, ("", ""))
-    if copy is None or not context.is_local_leader or kind not in PROVEN_INVALID_KINDS:
-        return
-    path = context.checkpoint_path(copy)
-    if copy.owner_node == context.node and copy.tier != MEMORY and not path.is_symlink():
-        context.quarantine(path, reason)
+    context.run_on_all_ranks(give_up_own)
+    return list(remaining.values())
 
 
 # ---- comparison of replicas --------------------------------------------------------------------------
@@ -306,7 +288,7 @@ def _broadcast_rank_0_state(context: RankContext, flat: FlatState, tracked: Mapp
     others = {
         name: item
         for name, item in tracked.items()
-        if not (isinstance(item, nn.Module) or name == DATA or name.startswith(INTERNAL_PREFIX))
+        if not (isinstance(item, nn.Module) or name == DATA or name.startswith(RESERVED_PREFIX))
     }
     skeletons = {name: flat.skeleton[name] for name in others}
     digest = state_dict.combine_digests({**state_dict.digest_leaves(flat.leaves), "": skeletons})

@@ -7,71 +7,42 @@ Each local leader builds one at the start of a generation, and the ranks exchang
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from elastic_resume import constants
-from elastic_resume.checkpoint import node_dir, reader
-from elastic_resume.checkpoint.catalog import Catalog, CatalogEntry, read_quarantine_reason, scan_run
-from elastic_resume.checkpoint.manifest import Manifest
-from elastic_resume.errors import CheckpointError, ElasticResumeError, ForeignError, NodeFileError
-from elastic_resume.policy.resume_plan import DISK, MEMORY, Inventory, RejectedState, SavedState
+from elastic_resume.checkpoint import node_dir
+from elastic_resume.errors import ElasticResumeError, NodeFileError
+from elastic_resume.policy.resume_plan import Inventory, RejectedState, SavedState
 from elastic_resume.ranks import rank_context
 from elastic_resume.ranks.rank_context import RankContext
-from elastic_resume.slots import slot_memory
+from elastic_resume.restore.sources import StateSource
 from elastic_resume.slots.progress_page import ProgressPage
 
-_STARTTIME_FIELD = 19  # index in /proc/PID/stat of proc(5)'s starttime, counted after the name
-MAX_LISTED_COPIES = 64  # limit per directory, newest first; older ones matter only after 64 corrupt ones
 
-
-def list_snapshots_and_checkpoints(
-    context: RankContext, progress_page: ProgressPage, generation: int
+def take_inventory(
+    context: RankContext, sources: Mapping[str, StateSource], progress_page: ProgressPage, generation: int
 ) -> Inventory:
-    """List what this node could restore from memory and disk; quarantine checkpoints that are damaged.
-
-    A damaged checkpoint lacks a file, is truncated or has an invalid manifest. Checkpoints that are
-    unreadable now, of a newer format or of another job stay in place.
-
-    Rank 0's node also lists the directories of other nodes that it sees on a shared file system, because a
-    job may restart on other machines. It never writes there. No other node does this, to limit the load on
-    the file server.
-    """
-    for entry in context.catalog.list_entries():
-        if entry.is_damaged:
-            context.quarantine(entry.path, str(entry.error))
-    entries_by_owner = {context.node: context.catalog.list_entries()}
-    if context.collectives.rank == 0:
-        entries_by_owner = scan_run(context.run_dir, context.settings.run_id) | entries_by_owner
-    saved_states, rejected = _list_snapshots(context)
-    for owner, entries in entries_by_owner.items():
-        listed = entries[:MAX_LISTED_COPIES]
-        valid = [entry.manifest for entry in listed if entry.manifest is not None and entry.error is None]
-        saved_states += [_to_saved_state(owner, manifest) for manifest in valid]
-        rejected += _list_rejected(context, owner, entries)
-    min_generation, has_joined_world = 0, False
-    if context.settings.resume == "never":
-        min_generation, has_joined_world = node_dir.read_min_generation(
-            context.node_dir, launcher_id(), generation
-        )
+    """List what this node could restore from its ``sources``; give up what is damaged."""
+    listings = [source.list_states() for source in sources.values()]
+    # Generations that ended before their first step left nothing on disk, but agents have counted them.
+    known = [
+        generation,
+        rank_context.assigned_generation() - 1,
+        *(each.newest_generation for each in listings),
+    ]
     last_generation, last_step, last_world_size = _read_last_step(context, progress_page, generation)
     last_launcher, command = node_dir.read_script_arguments(context.node_dir)
     return Inventory(
         node=context.node,
         local_leader_rank=context.collectives.rank,
-        saved_states=tuple(saved_states),
-        rejected=tuple(rejected),
-        # Generations that ended before their first step left nothing on disk, but agents have counted them.
-        generation=max(generation, rank_context.assigned_generation() - 1),
-        min_generation=min_generation,
-        has_joined_world=has_joined_world,
+        saved_states=tuple(state for each in listings for state in each.saved_states),
+        rejected=tuple(state for each in listings for state in each.rejected),
+        generation=max(known),
         committed_generation=node_dir.read_committed_generation(context.node_dir),
         last_step=last_step,
         last_generation=last_generation,
         last_world_size=last_world_size or None,
-        has_restarted=last_launcher == launcher_id(),
+        has_restarted=last_launcher == rank_context.launcher_id(),
         command=tuple(command),
     )
 
@@ -104,21 +75,6 @@ def from_json(encoded: Mapping[str, Any]) -> Inventory:
         ) from error
 
 
-def launcher_id() -> str:
-    """Identify this start of the job by its launcher: the node's agent, torchrun, or this process.
-
-    The id holds the launcher's start time in ticks since boot, and the boot. A wall-clock time could change,
-    and this start's own checkpoints would then count as an earlier start's.
-    """
-    agent = os.environ.get(constants.ENV_AGENT_PID)
-    pid = int(agent) if agent else os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-    try:
-        start_ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_STARTTIME_FIELD]
-        return f"{pid} {start_ticks} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
-    except OSError:
-        return str(pid)
-
-
 def _read_last_step(
     context: RankContext, progress_page: ProgressPage, generation: int
 ) -> tuple[int, int, int]:
@@ -128,46 +84,3 @@ def _read_last_step(
         context.events.emit("progress-page-ignored", reason=str(error))
         progress_page.clear()
         return 0, 0, 0
-
-
-def _list_rejected(
-    context: RankContext, owner_node: str, entries: Sequence[CatalogEntry]
-) -> list[RejectedState]:
-    rejected = [
-        RejectedState(owner_node, entry.path.name, str(entry.error), entry.version, entry.error.kind)
-        for entry in entries
-        if entry.error is not None
-    ]
-    for path in Catalog(context.run_dir / owner_node, None).list_quarantined():
-        version = reader.parse_checkpoint_name(path.name.split(".")[0]) or (0, 0)
-        rejected.append(RejectedState(owner_node, path.name, read_quarantine_reason(path), version, "aside"))
-    return rejected
-
-
-def _list_snapshots(context: RankContext) -> tuple[list[SavedState], list[RejectedState]]:
-    """List the newest valid snapshot in this node's memory; discard newer ones that are damaged."""
-    rejected: list[RejectedState] = []
-    client = context.slot_client
-    while (
-        client is not None
-        and (state := slot_memory.newest_complete(client.control_block.read_slots())) is not None
-    ):
-        try:
-            snapshot = client.find_newest()
-            if snapshot is not None and snapshot.manifest.run_id != context.settings.run_id:
-                raise ForeignError(f"belongs to the run {snapshot.manifest.run_id!r}.")
-        except CheckpointError as error:
-            version = slot_memory.decode_snapshot_id(state.snapshot_id)
-            name = f"{reader.checkpoint_name(*version)} (in memory)"
-            rejected.append(RejectedState(context.node, name, str(error), version, error.kind))
-            client.discard(state.index)
-            continue
-        if snapshot is not None:
-            return [_to_saved_state(context.node, snapshot.manifest, MEMORY)], rejected
-        break
-    return [], rejected
-
-
-def _to_saved_state(owner_node: str, manifest: Manifest, tier: str = DISK) -> SavedState:
-    version, size, epoch = (manifest.generation, manifest.step), manifest.file_bytes, manifest.position.epoch
-    return SavedState(owner_node, *version, manifest.rank, tier, size, epoch)

@@ -9,8 +9,7 @@ bits. Each side asks the kernel whether the other runs as the same user. One con
     slot               index serial            {"capacity"} and the slot's descriptor, or {"missing": true}
     reserve            bytes all               {"slots"}: how many there will be; `SlotPool.reserve`
     commit             snapshot_id             {"path"} or {"error"}, after the commit
-    start_generation   min_generation          none; the generation's `RetentionPolicy`
-                       trusted_version keep
+    start_generation   trusted_version keep    none; the generation's `RetentionPolicy`
     request_commit     snapshot_id             none
     compare            snapshot_id generation  none; compare the snapshot in that generation
 
@@ -417,9 +416,8 @@ def _parse_retention(request: dict[str, Any]) -> RetentionPolicy:
         isinstance(trusted, list) and len(trusted) == 2 and all(type(n) is int for n in trusted)
     ):
         raise ValueError("trusted_version")
-    min_generation = _parse_count(request, "min_generation", minimum=-1)
     keep = _parse_count(request, "keep", minimum=2)
-    return RetentionPolicy(min_generation, (trusted[0], trusted[1]) if trusted is not None else None, keep)
+    return RetentionPolicy((trusted[0], trusted[1]) if trusted is not None else None, keep)
 
 
 def _parse_snapshot_id(request: dict[str, Any]) -> int:

@@ -188,7 +188,7 @@ class _Run:
         last = max(kills, key=lambda outcome: outcome.generation, default=None)
         if last is not None and (not later or later[-1]["generation"] <= last.generation):
             raise self._make_error(f"was over before it noticed {last.fault}: let it come earlier")
-        if any(event["kind"] != "checkpoint" for event in later):
+        if any(event["kind"] != "resumed" for event in later):
             raise self._make_error(
                 "began anew after a fault: there was no saved state to continue from, so nothing is proven"
             )

@@ -217,7 +217,7 @@ def test_format_count_and_verb_follow_number(count: int, said: str) -> None:
 )
 def test_resume_line_counts_recomputed_steps(lost: int, said: str) -> None:
     """Rank 0 prints the line."""
-    plan = ResumePlan("checkpoint", 2, 5, "n0", recomputed_steps=lost)
+    plan = ResumePlan("resumed", 2, 5, "n0", recomputed_steps=lost)
     resumed = ResumeResult(plan, None, FlatState((), {}), ("n0",), 0.1)
     assert said in announce.format_start(resumed, Position(0, 5, 5, 5), 1)
 

@@ -11,13 +11,11 @@ import pytest
 from elastic_resume import constants, events
 from elastic_resume.checkpoint import node_dir, reader
 from elastic_resume.checkpoint.catalog import Catalog
-from elastic_resume.checkpoint.node_dir import JOB_START_FILE
 from elastic_resume.checkpoint.reader import checkpoint_name
 from elastic_resume.config import Settings
 from elastic_resume.errors import (
     CorruptError,
     NewerFormatError,
-    NodeFileError,
     NoValidCheckpointError,
     TornError,
     UnreadableError,
@@ -29,7 +27,8 @@ from elastic_resume.ranks.collectives import Collectives
 from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.restore import coordinator
 from elastic_resume.restore.attempt import NodeFailures, RestoreAttempt
-from elastic_resume.restore.inventory import from_json, list_snapshots_and_checkpoints, to_json
+from elastic_resume.restore.inventory import from_json, take_inventory, to_json
+from elastic_resume.restore.sources import list_sources
 from elastic_resume.slots.progress_page import ProgressPage
 from tests.support.checkpoint_samples import RUN, flip_bits, save_checkpoint
 
@@ -56,9 +55,8 @@ def make_context(node: Path, mode: str = "auto") -> RankContext:
 
 def list_node(node: Path, mode: str = "auto", generation: int = 1) -> Inventory:
     """Return the inventory that the node sends to the others."""
-    return list_snapshots_and_checkpoints(
-        make_context(node, mode), ProgressPage(node / constants.PROGRESS_FILE), generation
-    )
+    context, page = make_context(node, mode), ProgressPage(node / constants.PROGRESS_FILE)
+    return take_inventory(context, list_sources(context), page, generation)
 
 
 def plan_resume(node: Path, mode: str = "auto") -> ResumePlan:
@@ -68,10 +66,15 @@ def plan_resume(node: Path, mode: str = "auto") -> ResumePlan:
 
 def execute(context: RankContext, plan: ResumePlan) -> NodeFailures:
     """Execute a plan without tracked objects; return the copies that failed."""
-    attempt = RestoreAttempt(context, plan)
-    failures = attempt.open() or attempt.load({})
-    coordinator._close_attempt(context, attempt, failures)
-    return failures
+    return RestoreAttempt(context, plan, list_sources(context)).run({})[1]
+
+
+def exclude(
+    context: RankContext, plan: ResumePlan, inventories: list[Inventory], failures: NodeFailures
+) -> list[Inventory]:
+    """Return the inventories without the failed copies."""
+    sources = list_sources(context)
+    return coordinator._exclude_failed_copies(context, plan, sources, inventories, failures)
 
 
 def read_events(node: Path, kind: str) -> list[events.Event]:
@@ -86,6 +89,15 @@ def test_inventory_survives_json_round_trip(node: Path) -> None:
     inventory = list_node(node)
     assert (inventory.committed_generation, [r.kind for r in inventory.rejected]) == (1, ["newer"])
     assert from_json(to_json(inventory)) == inventory
+
+
+def test_absent_nodes_states_count_only_by_generation_with_resume_never(node: Path) -> None:
+    """On a shared disk an absent node's directory may be of an earlier run."""
+    (node.parent / "absent").mkdir()
+    save_checkpoint(node.parent / "absent", 7, 9)
+    assert plan_resume(node).version == (7, 9)
+    plan = plan_resume(node, "never")
+    assert (plan.version, plan.generation) == ((1, 2), 8)
 
 
 def test_inventory_quarantines_checkpoint_without_state_file(node: Path) -> None:
@@ -104,7 +116,6 @@ def test_newer_format_stops_job_and_stays_in_place(node: Path) -> None:
         plan_resume(node)
     assert (node / checkpoint_name(1, 2) / constants.MANIFEST_FILE).read_text() == NEWER
     assert not (node / constants.QUARANTINE_DIR).exists()
-    assert plan_resume(node, "never").kind == "cold"
 
 
 def test_inventory_rejects_checkpoint_of_another_run_in_place(node: Path) -> None:
@@ -164,15 +175,6 @@ def test_inventory_leaves_damaged_checkpoint_behind_link(node: Path) -> None:
     assert (node / checkpoint_name(1, 2)).is_symlink()
 
 
-def test_damaged_job_start_file_stops_only_resume_never(node: Path) -> None:
-    """Auto and must do not compare checkpoints with the start of the job."""
-    (node / JOB_START_FILE).write_text("")
-    for mode in ("auto", "must"):
-        assert plan_resume(node, mode).step == 2
-    with pytest.raises(NodeFileError, match=r"job-start\.json"):
-        list_node(node, "never")
-
-
 @pytest.mark.parametrize("damage", [b"\xff" * 32768, (9).to_bytes(8, "little"), b"garbage"])
 def test_damaged_progress_page_is_cleared_and_costs_only_recomputed_count(node: Path, damage: bytes) -> None:
     """The generation comes from generation.json and the checkpoints."""
@@ -217,9 +219,7 @@ def test_failed_load_quarantines_only_proven_damage(
     plan = resume_plan.choose_resume_plan(inventories, "auto")
     monkeypatch.setattr(reader, "map_unverified", fail)
     failures = execute(context, plan)
-    again = resume_plan.choose_resume_plan(
-        coordinator._exclude_failed_copies(context, plan, inventories, failures), "auto"
-    )
+    again = resume_plan.choose_resume_plan(exclude(context, plan, inventories, failures), "auto")
     assert (again.step, len(again.rejected)) == (1, 1)
     assert "made up" in again.rejected[0].reason
     assert (node / checkpoint_name(1, 2)).exists() is not moved
@@ -232,7 +232,7 @@ def test_restore_detects_flipped_bit_before_loading(node: Path) -> None:
     plan = resume_plan.choose_resume_plan(inventories, "auto")
     failures = execute(context, plan)
     assert failures["a"][0] == CorruptError.kind
-    coordinator._exclude_failed_copies(context, plan, inventories, failures)
+    exclude(context, plan, inventories, failures)
     assert not (node / checkpoint_name(1, 2)).exists()
 
 
@@ -245,7 +245,5 @@ def test_newer_format_found_at_open_stops_job(node: Path) -> None:
     failures = execute(context, plan)
     assert failures["a"][0] == NewerFormatError.kind
     with pytest.raises(NoValidCheckpointError, match="Upgrade"):
-        resume_plan.choose_resume_plan(
-            coordinator._exclude_failed_copies(context, plan, inventories, failures), "auto"
-        )
+        resume_plan.choose_resume_plan(exclude(context, plan, inventories, failures), "auto")
     assert (node / checkpoint_name(1, 2)).exists()

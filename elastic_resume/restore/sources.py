@@ -1,0 +1,244 @@
+"""Where this node's saved states come from: its memory and the disks that it sees.
+
+A `StateSource` lists the states of one tier for the inventory, opens one for a restore attempt, and gives one
+up that proved invalid. A further tier is one more class, in `list_sources`. Other nodes are no tier: a node
+without the state opens an empty buffer (`open_for_peers`), and `transfer` fills it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from elastic_resume.checkpoint import reader
+from elastic_resume.checkpoint.catalog import Catalog, CatalogEntry, read_quarantine_reason, scan_run
+from elastic_resume.checkpoint.manifest import Manifest
+from elastic_resume.checkpoint.reader import allocate_memory
+from elastic_resume.errors import CheckpointError, ForeignError, UnreadableError
+from elastic_resume.policy.resume_plan import DISK, MEMORY, RejectedState, SavedState
+from elastic_resume.ranks.rank_context import RankContext
+from elastic_resume.restore.streaming import BackgroundTask, LocalWatermark, StreamingBuffer
+from elastic_resume.slots import slot_memory
+from elastic_resume.slots.slot_memory import Slot
+
+MAX_LISTED_STATES = 64  # limit per directory, newest first; older ones matter only after 64 corrupt ones
+
+
+@dataclass(frozen=True)
+class OpenedState:
+    """A state that is in this node's memory or arrives there.
+
+    ``slot`` is the slot of ``buffer``, if it is one; with ``fills_slot`` it does not count as a snapshot yet.
+    ``on_disk``: this node's own disk holds the state, verified once ``tasks`` have ended without an error.
+    """
+
+    manifest: Manifest | None  # None on a rank that maps its local leader's slot
+    buffer: StreamingBuffer
+    slot: Slot | None = None
+    fills_slot: bool = False
+    on_disk: bool = False
+    tasks: tuple[BackgroundTask, ...] = ()
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The states of a source: those to resume from, those to reject, and the newest generation among all."""
+
+    saved_states: tuple[SavedState, ...]
+    rejected: tuple[RejectedState, ...]
+    newest_generation: int = 0
+
+
+class StateSource(Protocol):
+    """A tier from which this node reads saved states."""
+
+    tier: str
+
+    def list_states(self) -> Listing:
+        """List the states, on a local leader."""
+
+    def open(self, saved_state: SavedState) -> OpenedState:
+        """Start to bring a state into this node's memory. Raises CheckpointError, OSError or MemoryError."""
+
+    def name_of(self, saved_state: SavedState) -> str:
+        """Return the name of a state for messages."""
+
+    def give_up(self, saved_state: SavedState, reason: str) -> None:
+        """Never offer a state again that proved invalid; on a local leader."""
+
+
+def list_sources(context: RankContext) -> dict[str, StateSource]:
+    """Return the sources of this node by tier."""
+    sources: list[StateSource] = [MemorySource(context), DiskSource(context)]
+    return {source.tier: source for source in sources}
+
+
+class MemorySource:
+    """The newest snapshot in this node's memory. Its bytes have no digest to check."""
+
+    tier = MEMORY
+
+    def __init__(self, context: RankContext) -> None:
+        self._context = context
+
+    def list_states(self) -> Listing:
+        """List the newest valid snapshot; discard newer ones that are damaged."""
+        context, client = self._context, self._context.slot_client
+        rejected: list[RejectedState] = []
+        while (
+            client is not None
+            and (state := slot_memory.newest_complete(client.control_block.read_slots())) is not None
+        ):
+            try:
+                snapshot = client.find_newest()
+                if snapshot is not None and snapshot.manifest.run_id != context.settings.run_id:
+                    raise ForeignError(f"belongs to the run {snapshot.manifest.run_id!r}.")
+            except CheckpointError as error:
+                version = slot_memory.decode_snapshot_id(state.snapshot_id)
+                name = f"{reader.checkpoint_name(*version)} (in memory)"
+                rejected.append(RejectedState(context.node, name, str(error), version, error.kind))
+                client.discard(state.index)
+                continue
+            found = (to_saved_state(context.node, snapshot.manifest, MEMORY),) if snapshot is not None else ()
+            return Listing(found, tuple(rejected))
+        return Listing((), tuple(rejected))
+
+    def open(self, saved_state: SavedState) -> OpenedState:
+        """See StateSource."""
+        client = self._context.slot_client
+        snapshot = client.find_newest() if client is not None else None
+        if (
+            snapshot is None
+            or to_saved_state(saved_state.owner_node, snapshot.manifest, MEMORY) != saved_state
+        ):
+            raise UnreadableError("the snapshot is no longer in this node's memory")
+        return OpenedState(snapshot.manifest, StreamingBuffer.from_complete(snapshot.image), snapshot.slot)
+
+    def name_of(self, saved_state: SavedState) -> str:
+        """See StateSource."""
+        return f"{reader.checkpoint_name(*saved_state.version)} (in memory)"
+
+    def give_up(self, saved_state: SavedState, reason: str) -> None:
+        """See StateSource."""
+        del reason
+        with contextlib.suppress(
+            CheckpointError
+        ):  # it is not there any more, or the next listing discards it
+            opened = self.open(saved_state)
+            if self._context.slot_client is not None and opened.slot is not None:
+                self._context.slot_client.discard(opened.slot.index)
+
+
+class DiskSource:
+    """The checkpoints of this node, and on rank 0's node those of others on a shared file system."""
+
+    tier = DISK
+
+    def __init__(self, context: RankContext) -> None:
+        self._context = context
+
+    def list_states(self) -> Listing:
+        """List checkpoints; quarantine damaged ones.
+
+        A damaged checkpoint lacks a file, is truncated or has an invalid manifest. Checkpoints that are
+        unreadable now, of a newer format or of another job stay in place.
+
+        Rank 0's node also lists the directories of other nodes that it sees on a shared file system, because
+        a job may restart on other machines. It never writes there. No other node does this, to limit the load
+        on the file server. With ``--resume never`` only the generations of those states count, since an
+        absent node has not moved its earlier run aside.
+        """
+        context = self._context
+        for entry in context.catalog.list_entries():
+            if entry.is_damaged:
+                context.quarantine(entry.path, str(entry.error))
+        entries_by_owner = {context.node: context.catalog.list_entries()}
+        visible = scan_run(context.run_dir, context.settings.run_id) if context.collectives.rank == 0 else {}
+        if context.settings.resume != "never":
+            entries_by_owner = visible | entries_by_owner
+        saved_states: list[SavedState] = []
+        rejected: list[RejectedState] = []
+        for owner, entries in entries_by_owner.items():
+            listed = entries[:MAX_LISTED_STATES]
+            valid = [entry.manifest for entry in listed if entry.manifest is not None and entry.error is None]
+            saved_states += [to_saved_state(owner, manifest) for manifest in valid]
+            rejected += self._list_rejected(owner, entries)
+        seen = [
+            e.generation for each in visible.values() for e in each if not isinstance(e.error, ForeignError)
+        ]
+        return Listing(tuple(saved_states), tuple(rejected), max(seen, default=0))
+
+    def open(self, saved_state: SavedState) -> OpenedState:
+        """Read the checkpoint into a slot; without a free one, and on other ranks, map it."""
+        context = self._context
+        path = context.checkpoint_path(saved_state)
+        manifest = reader.quick_check(path, context.settings.run_id)
+        on_disk = saved_state.owner_node == context.node
+        reserved = reserve_slot(context, manifest) if context.is_local_leader else None
+        fill: Callable[[], object]
+        if reserved is not None:
+            buffer, slot, populate = reserved
+            # Populate pages ahead of the data: 1 us a page, against 8 us for a fault at the first write.
+            tasks = [BackgroundTask("populate", populate)]
+            fill = functools.partial(reader.read_image, path, manifest, buffer.memory, buffer.advance)
+        else:
+            mapping = reader.map_unverified(path, manifest)  # the mapping needs no memory of its own
+            buffer, slot, tasks = StreamingBuffer(memoryview(mapping), LocalWatermark()), None, []
+            fill = functools.partial(reader.verify_mapping, path, manifest, mapping, buffer.advance)
+        tasks.append(BackgroundTask("fill", fill, buffer))
+        return OpenedState(manifest, buffer, slot, slot is not None, on_disk, tuple(tasks))
+
+    def name_of(self, saved_state: SavedState) -> str:
+        """See StateSource."""
+        return reader.checkpoint_name(*saved_state.version)
+
+    def give_up(self, saved_state: SavedState, reason: str) -> None:
+        """Quarantine a checkpoint of this node, unless a link leads to it."""
+        path = self._context.checkpoint_path(saved_state)
+        if saved_state.owner_node == self._context.node and not path.is_symlink():
+            self._context.quarantine(path, reason)
+
+    def _list_rejected(self, owner_node: str, entries: Sequence[CatalogEntry]) -> list[RejectedState]:
+        rejected = [
+            RejectedState(owner_node, entry.path.name, str(entry.error), entry.version, entry.error.kind)
+            for entry in entries
+            if entry.error is not None
+        ]
+        for path in Catalog(self._context.run_dir / owner_node, None).list_quarantined():
+            version = reader.parse_checkpoint_name(path.name.split(".")[0]) or (0, 0)
+            reason = read_quarantine_reason(path)
+            rejected.append(RejectedState(owner_node, path.name, reason, version, "aside"))
+        return rejected
+
+
+def open_for_peers(context: RankContext, source_manifest: Manifest) -> OpenedState:
+    """Return an empty buffer for a state that other nodes send; in a slot, if one is free."""
+    reserved = reserve_slot(context, source_manifest)
+    if reserved is not None:
+        return OpenedState(source_manifest, *reserved[:2], fills_slot=True)
+    memory = allocate_memory(source_manifest.file_bytes)
+    return OpenedState(source_manifest, StreamingBuffer(memory, LocalWatermark()))
+
+
+def reserve_slot(
+    context: RankContext, manifest: Manifest
+) -> tuple[StreamingBuffer, Slot, Callable[[], object]] | None:
+    """Reserve a slot for a state that arrives; return its buffer, the slot and what maps its pages.
+
+    Return None if the node has no free slot.
+    """
+    client = context.slot_client
+    slot = client.acquire_slot(manifest) if client is not None else None
+    if slot is None or client is None:
+        return None
+    buffer = StreamingBuffer(slot.memory[: manifest.file_bytes], slot)
+    return buffer, slot, functools.partial(client.populate, slot)
+
+
+def to_saved_state(owner_node: str, manifest: Manifest, tier: str = DISK) -> SavedState:
+    """Describe the state of a manifest."""
+    epoch = manifest.position.epoch
+    return SavedState(owner_node, *manifest.version, manifest.rank, tier, manifest.file_bytes, epoch)
