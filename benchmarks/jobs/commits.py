@@ -40,11 +40,10 @@ class Snapshot:
         self._flat = flat
         self._bytes = layout.total_bytes
         self._step = 0
-        slot = memory.acquire_slot(layout.total_bytes, self._manifest())
+        slot = memory.acquire_slot(self._manifest())
         if slot is None:
             raise SystemExit("there is no memory for a slot")
         self._slot = slot
-        memory.begin_fill(slot)
         slot.memory[: len(layout.header)] = layout.header
         targets = make_tensor_views(slot.memory, layout)
         filled = [leaf for leaf in flat.leaves if leaf.tensor.numel()]
@@ -59,7 +58,7 @@ class Snapshot:
 
     def commit(self) -> None:
         self._step += 1
-        self._memory.begin_fill(self._slot)
+        self._slot.take(encode_snapshot_id(1, self._step))
         self._memory.finish_fill(self._slot, self._manifest(), on_disk=False)
         answer = self._memory.commit(encode_snapshot_id(1, self._step))
         if not answer.get("path"):

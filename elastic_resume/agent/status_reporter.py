@@ -126,8 +126,8 @@ class StatusSampler:
         for _ in range(MAX_SLOT_READS):
             newest = slot_memory.newest_complete(self._read_slot_states())
             if newest is not None:
-                if self._snapshot is None or newest.target != self._snapshot[0]:
-                    self._snapshot = (newest.target, now)
+                if self._snapshot is None or newest.snapshot_id != self._snapshot[0]:
+                    self._snapshot = (newest.snapshot_id, now)
                 return self._snapshot
         return None
 

@@ -135,7 +135,9 @@ class SnapshotScheduler:
         trusted_version = version if plan.kind == "resumed" and saved_step >= 0 else None
         retention = RetentionPolicy(trusted_version, settings.keep)
         self._checkpoint_writer.start_generation(retention)
-        slot_client.send("start_generation", trusted=retention.trusted_version, keep=retention.keep)
+        slot_client.send(
+            "start_generation", trusted_version=retention.trusted_version, keep=retention.keep
+        )
         slot_client.control_block.set("decided_id", 0)
         slot_client.control_block.set(
             "next_snapshot_step", NEVER if settings.snapshot_every.is_off else plan.step + 1
@@ -195,7 +197,9 @@ class SnapshotScheduler:
                 control.set("next_snapshot_step", step + 1 if epoch_over else self._next_snapshot_step(step))
                 if compare and self.snapshotter.has_snapshot(position):
                     world = rank_context.assigned_generation() or self._generation
-                    self._slot_client.send("compare", snapshot_id=self.snapshotter.snapshot_id, world=world)
+                    self._slot_client.send(
+                        "compare", snapshot_id=self.snapshotter.snapshot_id, generation=world
+                    )
         self._step_started_at = time.perf_counter()
 
     def save(self, position: Position, *, epoch_over: bool = False) -> Path | None:

@@ -5,7 +5,7 @@ At a step boundary::
     local leader                              each local rank
     takes a free slot
     writes buffers, scalars, position
-    sets the slot's target and decided_id ──> starts copying its shard in a thread
+    announces id and decided_id ──────────> starts copying its shard in a thread
                                               forward, backward
                                               optimizer.step() waits at the copy barrier for its shard
                                               marks its shard in the slot as copied
@@ -396,22 +396,17 @@ class Snapshotter:
             slot_memory.dynamic_metadata(self._generation, position, time.time(), state_view.dynamic_skeleton)
         )
         slot = self._choose_slot(plan, dynamic_metadata, snapshot_id)
-        if slot is not None:
-            slot.record.set("target", 0)
-        # A peer that read the target before it was cleared may be writing into this slot.
-        if slot is None or self._is_peer_behind(snapshot_id):
+        # A peer that found the slot before it was taken may be writing into it.
+        if slot is None or not slot.take(snapshot_id) or self._is_peer_behind(snapshot_id):
             control.set("decided_id", snapshot_id)
             return None
-        record = slot.record
         failpoints.hit("snapshot.started")
         slot.write_metadata(
             plan.layout.header, plan.layout.total_bytes, plan.static_metadata, dynamic_metadata, plan.plan_id
         )
         self._copy_immediate(slot, plan, state_view.uncached_leaves)
         failpoints.hit("snapshot.written")
-        record.set("parts", len(plan.shards))
-        record.set("commit_requested", snapshot_id if commit_requested else 0)
-        record.set("target", snapshot_id)
+        slot.announce(snapshot_id, shard_count=len(plan.shards), commit_requested=commit_requested)
         control.set("decided_id", snapshot_id)
         if commit_requested:
             self._slot_client.send("request_commit", snapshot_id=snapshot_id)
@@ -537,9 +532,8 @@ class Snapshotter:
             if slot is None:
                 slot = self._wait_for_slot(task.snapshot_id, job)
                 self._slot_client.control_block.set_copying(rank, task.snapshot_id)
-            if slot is not None and rank < slot.record.get(
-                "parts"
-            ):  # otherwise the local leader copies everything
+            # Otherwise the local leader copies everything.
+            if slot is not None and rank < slot.record.get("shard_count"):
                 self._copy_into_slot(slot, task, job)
                 slot.record.set_copied(rank, task.snapshot_id)
                 failpoints.hit("snapshot.confirmed")
@@ -552,7 +546,7 @@ class Snapshotter:
             self.cpu_s = time.thread_time() - began
 
     def _copy_into_slot(self, slot: Slot, task: CopyTask, job: CopyJob) -> None:
-        if slot.record.get("layout") != task.plan.plan_id:
+        if slot.record.get("plan_id") != task.plan.plan_id:
             raise RuntimeError(
                 f"local rank {self._context.local_rank} tracks or freezes other tensors than local rank 0"
             )

@@ -97,7 +97,7 @@ class MemorySource:
                 if snapshot is not None and snapshot.manifest.run_id != context.settings.run_id:
                     raise ForeignError(f"belongs to the run {snapshot.manifest.run_id!r}.")
             except CheckpointError as error:
-                version = slot_memory.decode_snapshot_id(state.target)
+                version = slot_memory.decode_snapshot_id(state.snapshot_id)
                 name = f"{reader.checkpoint_name(*version)} (in memory)"
                 rejected.append(RejectedState(context.node, name, str(error), version, error.kind))
                 client.discard(state.index)
@@ -231,10 +231,9 @@ def reserve_slot(
     Return None if the node has no free slot.
     """
     client = context.slot_client
-    slot = client.acquire_slot(manifest.file_bytes, manifest) if client is not None else None
+    slot = client.acquire_slot(manifest) if client is not None else None
     if slot is None or client is None:
         return None
-    client.begin_fill(slot)
     buffer = StreamingBuffer(slot.memory[: manifest.file_bytes], slot)
     return buffer, slot, functools.partial(client.populate, slot)
 

@@ -229,15 +229,15 @@ class CheckpointCommitter:
         if state is None or not state.complete:
             self._retry_at = 0.0
             return None
-        generation, step = decode_snapshot_id(state.target)
+        generation, step = decode_snapshot_id(state.snapshot_id)
         committed_id, path = self._last_commit
         if path is not None and not path.is_dir():
             committed_id = 0  # a resume quarantined it and received the same step from another node
         # False for example for the first of the two snapshots of an epoch's last step.
-        if committed_id < state.target:
+        if committed_id < state.snapshot_id:
             try:
                 with self.slot_pool.pin(state) as slot:
-                    result = self._write(slot, state.target, show_progress) if slot is not None else None
+                    result = self._write(slot, state.snapshot_id, show_progress) if slot is not None else None
             except MachineError as error:
                 self._handle_failure(step, error)
                 self._release_slot(state)
@@ -249,7 +249,7 @@ class CheckpointCommitter:
             if result is None:
                 return None  # a newer snapshot has overwritten it
             path, self._needs_prune = result.path, True
-            self._last_commit = (state.target, path)
+            self._last_commit = (state.snapshot_id, path)
             if result.seconds:
                 self.last_commit_s = result.seconds
                 self.slot_pool.control_block.record_commit_cost(result.seconds, result.cpu_s)
@@ -260,8 +260,8 @@ class CheckpointCommitter:
     def _release_slot(self, state: SlotState) -> None:
         """Allow the slot to be overwritten: its snapshot is on disk or was given up."""
         record = self.slot_pool.control_block.slot_record(state.index)
-        if record.get("target") == state.target:
-            record.set("committed", state.target)
+        if record.announced_id() == state.snapshot_id:
+            record.set("committed", state.snapshot_id)
 
     def _write(self, slot: Slot, snapshot_id: int, show_progress: bool) -> CommitResult | None:
         def is_current() -> bool:
@@ -310,7 +310,7 @@ def _split(image: memoryview) -> Iterator[memoryview]:
 
 def _is_ready(request: _CommitRequest, newest: SlotState | None) -> bool:
     """Whether the requested snapshot is complete or its deadline has passed."""
-    is_complete = newest is not None and newest.target >= request.snapshot_id
+    is_complete = newest is not None and newest.snapshot_id >= request.snapshot_id
     return not request.snapshot_id or is_complete or time.monotonic() >= request.deadline
 
 
@@ -345,7 +345,7 @@ class SnapshotDigester:
         self.on_digest: Callable[[int, int, str], None] = lambda *_: None
         self._slot_pool = slot_pool
         self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._cached_layout: tuple[int, Layout, frozenset[str]] | None = None  # layout id, layout, excluded
+        self._cached_layout: tuple[int, Layout, frozenset[str]] | None = None  # plan id, layout, excluded
         self._thread = threading.Thread(target=self._run, name="elastic-resume-digest", daemon=True)
 
     def start(self) -> None:
@@ -372,7 +372,7 @@ class SnapshotDigester:
         deadline = time.monotonic() + DIGEST_TIMEOUT_S
         while time.monotonic() < deadline:
             states = self._slot_pool.control_block.read_slots()
-            state = next((state for state in states if state.target == snapshot_id), None)
+            state = next((state for state in states if state.snapshot_id == snapshot_id), None)
             if state is None:
                 return
             if state.complete:
@@ -388,11 +388,11 @@ class SnapshotDigester:
 
         cpu_start = time.thread_time()
         image, control = slot.image(), self._slot_pool.control_block
-        layout_id = slot.record.get("layout")
+        plan_id = slot.record.get("plan_id")
         cached = self._cached_layout
-        if cached is None or cached[0] != layout_id:
+        if cached is None or cached[0] != plan_id:
             excluded = slot.read_snapshot(snapshot_id)[0].follows_rank0
-            cached = (layout_id, Layout.parse(image, len(image)), frozenset(excluded))
+            cached = (plan_id, Layout.parse(image, len(image)), frozenset(excluded))
         digest = digest_image(image, *cached[1:], is_current=is_current)
         cpu_us = int((time.thread_time() - cpu_start) * 1e6)
         if digest is None or not is_current():  # overwritten, so the layout may be torn too

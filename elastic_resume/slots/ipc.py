@@ -9,10 +9,9 @@ bits. Each side asks the kernel whether the other runs as the same user. One con
     slot               index serial            {"capacity"} and the slot's descriptor, or {"missing": true}
     reserve            bytes all               {"slots"}: how many there will be; `SlotPool.reserve`
     commit             snapshot_id             {"path"} or {"error"}, after the commit
-    start_generation   trusted keep            none; the generation's `RetentionPolicy`
+    start_generation   trusted_version keep    none; the generation's `RetentionPolicy`
     request_commit     snapshot_id             none
-    compare            snapshot_id world       none; compare the snapshot in that generation
-    discard            index                   none; the slot's snapshot no longer counts
+    compare            snapshot_id generation  none; compare the snapshot in that generation
 
 `SlotClient` reserves, maps, fills and reads slots for one local rank. Mapping and populating a large slot
 takes a moment, so a thread does it, and `SlotClient.list_writable` returns only slots that are ready.
@@ -103,9 +102,9 @@ class SnapshotServer:
         elif operation == "request_commit":
             self._committer.request_commit(_parse_snapshot_id(request))
         elif operation == "compare":
-            self._committer.request_comparison(_parse_snapshot_id(request), _parse_count(request, "world"))
-        elif operation == "discard":
-            pool.discard(_parse_count(request, "index", MAX_SLOTS - 1))
+            self._committer.request_comparison(
+                _parse_snapshot_id(request), _parse_count(request, "generation")
+            )
         else:
             raise ValueError(f"unknown operation {operation!r}")
         return None, None
@@ -128,6 +127,7 @@ class SnapshotClient:
         self._socket_name = socket_name
         self._socket: socket.socket | None = None
         self._received = b""
+        self.control_descriptor = -1  # of the control block; -1 while there is no connection
         try:
             _, self.control_descriptor = self.call("hello")
             if self.control_descriptor < 0:
@@ -203,9 +203,9 @@ class SnapshotClient:
         with self._send_lock:
             self._socket_name = ""  # do not reconnect
             self._disconnect()
-        with contextlib.suppress(OSError, AttributeError):
-            os.close(self.control_descriptor)
-            del self.control_descriptor
+        descriptor, self.control_descriptor = self.control_descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -304,7 +304,7 @@ class SlotClient:
     def find_slot(self, snapshot_id: int) -> Slot | None:
         """Map the slot assigned to ``snapshot_id``; return None if there is none."""
         for state in self.control_block.read_slots():
-            if state.target == snapshot_id:
+            if state.snapshot_id == snapshot_id:
                 return self.map_slot(state.index, state.serial)
         return None
 
@@ -325,29 +325,33 @@ class SlotClient:
         slot = self.map_slot(state.index, state.serial) if state is not None else None
         if state is None or slot is None:
             return None
-        manifest, image = slot.read_snapshot(state.target)
+        manifest, image = slot.read_snapshot(state.snapshot_id)
         Layout.parse(image, len(image))
-        return LocalSnapshot(slot, state.target, manifest, image)
+        return LocalSnapshot(slot, state.snapshot_id, manifest, image)
 
     def discard(self, index: int) -> None:
-        """Make the slot's snapshot incomplete."""
-        self._client.send("discard", index=index)
-        self.control_block.slot_record(index).set("target", 0)
+        """As local leader, make the slot's snapshot incomplete."""
+        self.control_block.slot_record(index).set("snapshot_id", 0)
 
-    def acquire_slot(self, image_bytes: int, manifest: Manifest) -> Slot | None:
-        """Return a slot into which an image can be received; None if none is free.
+    def acquire_slot(self, manifest: Manifest) -> Slot | None:
+        """Take a slot into which a restore can bring the image of ``manifest``; None if none is free.
 
         Only one slot is created now; creating the others would delay the transfer. Populate its pages before
-        you write.
+        you write. It holds no snapshot until `finish_fill`.
         """
-        needed = slot_memory.required_slot_bytes(image_bytes, *map(len, _encode_manifest(manifest)))
+        needed = slot_memory.required_slot_bytes(manifest.file_bytes, *map(len, _encode_manifest(manifest)))
         if self.reserve(needed, is_estimate=True, all_now=False) == 0:
             return None
         # This never chooses the only snapshot: the source rank may die while it sends.
         state = slot_memory.choose_overwritable(
             [state for state in self.control_block.read_slots() if state.capacity >= needed]
         )
-        return self.map_slot(state.index, state.serial) if state is not None else None
+        slot = self.map_slot(state.index, state.serial) if state is not None else None
+        if slot is None or not slot.take(slot_memory.encode_snapshot_id(*manifest.version)):
+            return None
+        slot.record.set("plan_id", 0)  # the image is about to be overwritten, with its header
+        slot.watermark = 0
+        return slot
 
     def populate(self, slot: Slot) -> None:
         """Map all pages of a slot; another thread may fill it meanwhile.
@@ -359,20 +363,14 @@ class SlotClient:
         slot.populate()
         self._populated.add((slot.index, slot.serial))
 
-    def begin_fill(self, slot: Slot) -> None:
-        """Make the slot incomplete until `finish_fill`."""
-        for name in ("target", "layout", "watermark"):
-            slot.record.set(name, 0)
-
     def finish_fill(self, slot: Slot, manifest: Manifest, *, on_disk: bool) -> None:
         """Make the verified image in ``slot`` this node's snapshot; request its commit unless ``on_disk``."""
         snapshot_id = slot_memory.encode_snapshot_id(*manifest.version)
         static, dynamic = _encode_manifest(manifest)
         slot.write_metadata(b"", manifest.file_bytes, static, dynamic, secrets.randbits(63) | 1)
-        slot.record.set("parts", 1)
         slot.record.set_copied(0, snapshot_id)
-        slot.record.set("committed" if on_disk else "commit_requested", snapshot_id)
-        slot.record.set("target", snapshot_id)
+        slot.record.set("loaded_id", snapshot_id if on_disk else 0)
+        slot.announce(snapshot_id, commit_requested=not on_disk)
         if not on_disk:
             self._client.send("request_commit", snapshot_id=snapshot_id)
 
@@ -413,11 +411,11 @@ def is_same_user(connection: socket.socket) -> bool:
 
 
 def _parse_retention(request: dict[str, Any]) -> RetentionPolicy:
-    trusted = request.get("trusted")
+    trusted = request.get("trusted_version")
     if trusted is not None and not (
         isinstance(trusted, list) and len(trusted) == 2 and all(type(n) is int for n in trusted)
     ):
-        raise ValueError("trusted")
+        raise ValueError("trusted_version")
     keep = _parse_count(request, "keep", minimum=2)
     return RetentionPolicy((trusted[0], trusted[1]) if trusted is not None else None, keep)
 

@@ -9,19 +9,41 @@ map. It describes itself:
     dynamic            JSON of this snapshot: generation, position, written_at, and the rest of the state
 
 `Slot.read_snapshot` merges the two into a checkpoint's manifest. Beside the slots lies the *control block*, a
-page of aligned 8-byte words. Each word has one writer, so a reader sees the old or the new value. A *snapshot
-id* is one word made of generation and step; a greater id is newer.
+page of aligned 8-byte words. A *snapshot id* is one word made of generation and step; a greater id is newer.
+
+Each word has one writing process, so a reader sees the old or the new value, and no store is lost:
+
+    agent          serial, capacity, pinned, soft_pinned, committed of each slot; costs of commits and digests
+    local leader   all other words of each slot; decided_id, next_snapshot_step
+    local rank r   copied[r] of each slot, copying[r]
+
+The agent is the process that runs the committer. The workers of a generation start after those of the one
+before have ended, so there is one local leader, local rank 0, at a time.
 
 Writing a snapshot:
 
-    local leader: target = 0 -> metadata -> target = id
-    each local rank: copies its share of the tensors -> stores id as its own word
-    complete: target and the words of all ranks are equal
+    local leader: snapshot_id = 0, copied[0] = 0 -> written_serial = serial -> metadata -> snapshot_id = id
+    each local rank: copies its shard -> copied[r] = id
+    complete: written_serial equals serial, and copied[r] equals snapshot_id for each of shard_count ranks
 
-So a slot whose writer died is never complete. Readers do not lock either. The committer stores the id that it
-reads as ``pinned``, so that the local leader does not reuse the slot. After reading, it checks that the slot
-is still complete. This needs stores to become visible in program order. x86 guarantees that; elsewhere each
-access of a word has a barrier before and after it.
+Why a complete slot is whole, in each interleaving:
+
+- A writer that dies leaves ``copied`` incomplete. Only a snapshot's own ranks store its id, after their copy.
+- An id is announced again after a failed try. The local leader then copies alone, so only ``copied[0]``
+  counts, and it was cleared first.
+- The agent may drop a slot and give its record to a new one while a worker writes. The worker announces the
+  old serial, so the new slot stays incomplete; ``plan_id`` is not trusted across serials either.
+- A reader checks again, after it has read, that the slot is still complete. This fails if the slot was taken
+  meanwhile, unless the same id is complete again. So a reader first stores the id as ``pinned`` or
+  ``soft_pinned``, then checks; `Slot.take` first clears the id, then refuses a slot that is pinned for the
+  same id. One of the two sees the other's store. A pin for another id only keeps the slot from being chosen.
+- A rank that copies a shard late has stored ``copying`` before it looked for the slot. The local leader has
+  cleared the slot's id before it reads ``copying``, and then takes the slot from no such rank.
+- A slot is discarded by the local leader alone, so a late message never clears a newer snapshot.
+
+This needs stores to become visible in program order. x86 guarantees that; elsewhere each access of a word has
+a barrier before and after it. Where a load must follow the process's own store, `barrier` stands between.
+`tests/unit/slots/test_interleavings.py` tries the orders, also of protocols without one of these rules.
 """
 
 from __future__ import annotations
@@ -54,18 +76,16 @@ COPY_FAILED = 1  # stored as a rank's snapshot id when its copy failed; never a 
 _STEP_BITS = 40
 _MAX_GENERATION = 1 << 23
 _HEADER_WORDS = 16
-_HEADER_FIELDS = (
-    "decided_id", "next_snapshot_step", "commits", "commit_us", "commit_cpu_us", "digest_cpu_us",
-)  # fmt: skip
+_HEADER_FIELDS = ("decided_id", "next_snapshot_step", "commit_us", "commit_cpu_us", "digest_cpu_us")
 _SLOT_FIELDS = (
-    "serial", "capacity", "target", "parts", "image_bytes", "static_offset", "static_bytes",
-    "dynamic_offset", "dynamic_bytes", "layout", "watermark", "commit_requested", "pinned", "committed",
-    "static_digest", "dynamic_digest", "soft_pinned",
+    "serial", "capacity", "pinned", "soft_pinned", "committed",
+    "snapshot_id", "written_serial", "shard_count", "commit_requested", "loaded_id", "watermark", "plan_id",
+    "image_bytes", "static_offset", "static_bytes", "dynamic_offset", "dynamic_bytes",
+    "static_digest", "dynamic_digest",
 )  # fmt: skip
-_DECISION_FIELDS = ("commit_requested", "pinned", "committed", "soft_pinned")
 _FIELD_INDEX = {name: at for at, name in enumerate(_SLOT_FIELDS)}
-_RANK_IDS_START = len(_SLOT_FIELDS)  # index within a record
-_RECORD_WORDS = _RANK_IDS_START + MAX_LOCAL_RANKS
+_COPIED_START = len(_SLOT_FIELDS)  # index within a record
+_RECORD_WORDS = _COPIED_START + MAX_LOCAL_RANKS
 # The snapshot id that each local rank is copying. The worker supervisor reads these words at this offset, to
 # let a copy finish before it ends the worker.
 COPYING_START = _HEADER_WORDS
@@ -110,14 +130,14 @@ def decode_snapshot_id(snapshot_id: int) -> tuple[int, int]:
 class SlotState:
     """The state of one slot at one moment; the fields from ``commit_requested`` on hold snapshot ids.
 
-    ``complete``: it holds a whole snapshot. ``pinned``: it is being committed or sent. ``soft_pinned``: it is
-    only being digested for a comparison.
+    ``snapshot_id``: announced by the local leader, 0 for none. ``complete``: all shards are copied.
+    ``pinned``: it is being committed. ``soft_pinned``: it is only being digested for a comparison.
     """
 
     index: int
     serial: int
     capacity: int
-    target: int
+    snapshot_id: int
     complete: bool
     commit_requested: int = 0
     pinned: int = 0
@@ -127,12 +147,14 @@ class SlotState:
     @property
     def needs_commit(self) -> bool:
         """Whether its snapshot is to be committed and is not committed yet."""
-        return self.complete and self.commit_requested == self.target and self.committed != self.target
+        return self.complete and self.commit_requested == self.snapshot_id != self.committed
 
 
 def newest_complete(states: Sequence[SlotState]) -> SlotState | None:
     """Return the slot with the newest complete snapshot."""
-    return max((state for state in states if state.complete), key=lambda state: state.target, default=None)
+    return max(
+        (state for state in states if state.complete), key=lambda state: state.snapshot_id, default=None
+    )
 
 
 def choose_overwritable(states: Sequence[SlotState], *, is_only_slot: bool = False) -> SlotState | None:
@@ -151,12 +173,15 @@ def choose_overwritable(states: Sequence[SlotState], *, is_only_slot: bool = Fal
         if not state.pinned
         and not state.needs_commit
         and (may_take_soft_pinned or not state.soft_pinned)
-        and (state is not newest or (len(states) == 1 and (is_only_slot or state.committed == state.target)))
+        and (
+            state is not newest
+            or (len(states) == 1 and (is_only_slot or state.committed == state.snapshot_id))
+        )
     ]
     # Incomplete slots first, then the oldest snapshot.
     return min(
         free,
-        key=lambda state: (state.soft_pinned != 0, state.complete, state.target, state.index),
+        key=lambda state: (state.soft_pinned != 0, state.complete, state.snapshot_id, state.index),
         default=None,
     )
 
@@ -226,15 +251,10 @@ class ControlBlock:
         """Store a header word."""
         self._words[_HEADER_FIELDS.index(name)] = value
 
-    def record_commit_cost(self, seconds: float, cpu_s: float) -> None:
-        """Record the last commit's time, from which the local leader derives the checkpoint interval."""
-        self.set("commit_us", int(seconds * 1e6))
-        self.set("commit_cpu_us", int(cpu_s * 1e6))
-        self.set("commits", self.get("commits") + 1)
-
     def set_copying(self, local_rank: int, snapshot_id: int, *, awaiting_slot: bool = False) -> None:
         """Record which snapshot ``local_rank`` copies, 0 for none; it may still await its slot."""
         self._words[COPYING_START + local_rank] = snapshot_id | (AWAITING_SLOT if awaiting_slot else 0)
+        barrier()
 
     def is_copying_older(self, local_ranks: Iterable[int], snapshot_id: int) -> bool:
         """Whether one of these ranks still copies an older snapshot than ``snapshot_id``."""
@@ -275,40 +295,47 @@ class SlotRecord:
         return int(self._words[self._at + _FIELD_INDEX[name]])
 
     def set(self, name: str, value: int) -> None:
-        """Store a field; each field has one writing process."""
+        """Store a field; the module's docstring says which process may."""
         self._words[self._at + _FIELD_INDEX[name]] = value
 
     def set_copied(self, local_rank: int, snapshot_id: int) -> None:
-        """Record that ``local_rank`` has copied its share of ``snapshot_id``."""
-        self._words[self._at + _RANK_IDS_START + local_rank] = snapshot_id
+        """Record that ``local_rank`` has copied its shard of ``snapshot_id``."""
+        self._words[self._at + _COPIED_START + local_rank] = snapshot_id
+
+    def announced_id(self) -> int:
+        """Return the id of the snapshot that this slot holds or is about to hold; 0 for none."""
+        snapshot_id = self.get("snapshot_id")
+        return snapshot_id if self.get("written_serial") == self.get("serial") else 0
 
     def complete_snapshot_id(self) -> int:
         """Return the id of the complete snapshot in this slot, else 0."""
-        target, parts = self.get("target"), self.get("parts")
-        if not target or not 0 < parts <= MAX_LOCAL_RANKS:
+        snapshot_id, shard_count = self.announced_id(), self.get("shard_count")
+        if not snapshot_id or not 0 < shard_count <= MAX_LOCAL_RANKS:
             return 0
-        start = self._at + _RANK_IDS_START
-        return target if all(word == target for word in self._words[start : start + parts]) else 0
+        start = self._at + _COPIED_START
+        copied_ids = self._words[start : start + shard_count]
+        return snapshot_id if all(copied_id == snapshot_id for copied_id in copied_ids) else 0
 
     def has_failed_copy(self) -> bool:
-        """Whether a local rank failed to copy its share."""
-        start = self._at + _RANK_IDS_START
-        return COPY_FAILED in self._words[start : start + min(self.get("parts"), MAX_LOCAL_RANKS)]
+        """Whether a local rank failed to copy its shard."""
+        start = self._at + _COPIED_START
+        return COPY_FAILED in self._words[start : start + min(self.get("shard_count"), MAX_LOCAL_RANKS)]
 
     def read_state(self) -> SlotState:
         """Read the fields on which decisions depend."""
-        target = self.get("target")
-        complete = target != 0 and self.complete_snapshot_id() == target
-        words = {name: self.get(name) for name in ("serial", "capacity", *_DECISION_FIELDS)}
-        return SlotState(index=self.index, target=target, complete=complete, **words)
-
-    def reset(self) -> None:
-        """Clear the slot; only the committer may call this, for a slot that no process uses."""
-        self.set("target", 0)
-        for name in _SLOT_FIELDS[3:]:
-            self.set(name, 0)
-        for rank in range(MAX_LOCAL_RANKS):
-            self.set_copied(rank, 0)
+        get, snapshot_id = self.get, self.announced_id()
+        is_loaded = get("loaded_id") == snapshot_id
+        return SlotState(
+            index=self.index,
+            serial=get("serial"),
+            capacity=get("capacity"),
+            snapshot_id=snapshot_id,
+            complete=snapshot_id != 0 and self.complete_snapshot_id() == snapshot_id,
+            commit_requested=get("commit_requested"),
+            pinned=get("pinned"),
+            committed=snapshot_id if is_loaded else get("committed"),
+            soft_pinned=get("soft_pinned"),
+        )
 
 
 class Slot:
@@ -332,24 +359,44 @@ class Slot:
     def watermark(self, count: int) -> None:
         self.record.set("watermark", count)
 
-    def write_metadata(
-        self, header: bytes, image_bytes: int, static: bytes, dynamic: bytes, layout_id: int
-    ) -> None:
-        """Write header and metadata of an image; the local leader calls this while the slot has no target.
+    def take(self, snapshot_id: int) -> bool:
+        """As local leader, take the slot to write ``snapshot_id``; return False if it must not be written.
 
-        ``layout_id`` identifies ``header`` and ``static``, which are not written again if they are in this
+        Until `announce`, the slot holds no snapshot.
+        """
+        record = self.record
+        record.set("snapshot_id", 0)
+        record.set_copied(0, 0)
+        if record.get("written_serial") != self.serial:
+            record.set("plan_id", 0)
+            record.set("written_serial", self.serial)
+        barrier()
+        return snapshot_id not in {record.get("pinned"), record.get("soft_pinned")}
+
+    def announce(self, snapshot_id: int, *, shard_count: int = 1, commit_requested: bool = False) -> None:
+        """As local leader, announce the snapshot whose metadata is written, for the ranks that copy it."""
+        self.record.set("shard_count", shard_count)
+        self.record.set("commit_requested", snapshot_id if commit_requested else 0)
+        self.record.set("snapshot_id", snapshot_id)
+
+    def write_metadata(
+        self, header: bytes, image_bytes: int, static: bytes, dynamic: bytes, plan_id: int
+    ) -> None:
+        """Write header and metadata of an image, between `take` and `announce`.
+
+        ``plan_id`` identifies ``header`` and ``static``, which are not written again if they are in this
         slot already.
         """
         record, at = self.record, round_up_to_page(image_bytes)
-        if record.get("layout") != layout_id:
-            record.set("layout", 0)
+        if record.get("plan_id") != plan_id:
+            record.set("plan_id", 0)
             self.memory[: len(header)] = header
             self.memory[at : at + len(static)] = static
             record.set("image_bytes", image_bytes)
             record.set("static_offset", at)
             record.set("static_bytes", len(static))
             record.set("static_digest", self._static_digest(static))
-            record.set("layout", layout_id)
+            record.set("plan_id", plan_id)
         at = round_up_to_page(at + record.get("static_bytes"))
         if at + len(dynamic) > self.capacity:
             raise ValueError(f"a slot of {self.capacity} bytes has no room for {len(dynamic)} bytes at {at}")

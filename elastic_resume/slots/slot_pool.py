@@ -138,23 +138,20 @@ class SlotPool:
             owned = self._owned.get(state.index)
             if owned is not None and owned.slot.serial == state.serial:
                 owned.pins[pin_field] += 1
-                owned.slot.record.set(pin_field, state.target)
+                owned.slot.record.set(pin_field, state.snapshot_id)
+                slot_memory.barrier()
             else:
                 owned = None
         if owned is None:
             yield None
             return
         try:
-            yield owned.slot if owned.slot.record.complete_snapshot_id() == state.target else None
+            yield owned.slot if owned.slot.record.complete_snapshot_id() == state.snapshot_id else None
         finally:
             with self._lock:
                 owned.pins[pin_field] -= 1
                 if not owned.pins[pin_field]:
                     owned.slot.record.set(pin_field, 0)
-
-    def discard(self, index: int) -> None:
-        """Make the slot's snapshot incomplete."""
-        self.control_block.slot_record(index).set("target", 0)
 
     def close(self) -> None:
         """Free the memory; workers that mapped it keep it until they exit."""
@@ -243,9 +240,9 @@ class SlotPool:
         with self._lock:
             self._last_serial += 1
             record = self.control_block.slot_record(index)
-            record.reset()
             self._owned[index] = _OwnedSlot(descriptor, Slot(descriptor, capacity, self._last_serial, record))
-            record.set("serial", self._last_serial)
+            record.set("serial", self._last_serial)  # what the old slot held no longer counts
+            record.set("committed", 0)
             record.set("capacity", capacity)
         if not allocate:
             # Not left to the writer alone: allocating here is a quarter cheaper than by page faults there.
@@ -259,9 +256,7 @@ class SlotPool:
 
     def _drop_slot(self, index: int) -> None:
         with self._lock:
-            record = self.control_block.slot_record(index)
-            record.set("target", 0)
-            record.set("capacity", 0)
+            self.control_block.slot_record(index).set("capacity", 0)
             owned = self._owned.pop(index, None)
             if owned is not None:
                 os.close(owned.descriptor)

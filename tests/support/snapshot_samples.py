@@ -14,7 +14,7 @@ SLOT_BYTES = slot_memory.required_slot_bytes(LAYOUT.total_bytes, 1000, 1000)
 
 
 def write_snapshot(
-    slot: Slot, step: int, *, generation: int = 1, commit_requested: bool = False, parts: int = 1
+    slot: Slot, step: int, *, generation: int = 1, commit_requested: bool = False, shard_count: int = 1
 ) -> int:
     """Write a snapshot into ``slot`` as a local leader does; local rank 0 has copied its share."""
     snapshot_id = encode_snapshot_id(generation, step)
@@ -24,7 +24,7 @@ def write_snapshot(
     }  # fmt: skip
     position = Position(0, step, step, step)
     dynamic = slot_memory.dynamic_metadata(generation, position, time.time(), {})
-    slot.record.set("target", 0)
+    assert slot.take(snapshot_id)
     slot.write_metadata(
         LAYOUT.header,
         LAYOUT.total_bytes,
@@ -33,8 +33,6 @@ def write_snapshot(
         7,
     )
     slot.memory[len(LAYOUT.header) : LAYOUT.total_bytes] = bytes([step % 256]) * 100_000
-    slot.record.set("parts", parts)
-    slot.record.set("commit_requested", snapshot_id if commit_requested else 0)
-    slot.record.set("target", snapshot_id)
+    slot.announce(snapshot_id, shard_count=shard_count, commit_requested=commit_requested)
     slot.record.set_copied(0, snapshot_id)
     return snapshot_id

@@ -82,9 +82,8 @@ def make(place: RankContext, memory: SlotClient | None, states: dict[str, Any]) 
     for order in [states["memory"]] if "memory" in states else []:
         manifest, image = _copy(place, order, own, states.get("value", float(order[1])))
         assert memory is not None
-        slot = memory.acquire_slot(len(image), manifest)
+        slot = memory.acquire_slot(manifest)
         assert slot is not None
-        memory.begin_fill(slot)
         slot.memory[: len(image)] = image
         memory.finish_fill(slot, manifest, on_disk=True)
         if "hurt" in states:

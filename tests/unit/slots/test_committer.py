@@ -68,9 +68,9 @@ class CommitterFixture:
         """Return a slot as the committer has mapped it."""
         return self.committer.slot_pool._owned[index].slot
 
-    def write_requested(self, index: int, step: int, *, parts: int = 1) -> int:
+    def write_requested(self, index: int, step: int, *, shard_count: int = 1) -> int:
         """Write a snapshot into a slot and request its commit."""
-        snapshot_id = write_snapshot(self.slot(index), step, commit_requested=True, parts=parts)
+        snapshot_id = write_snapshot(self.slot(index), step, commit_requested=True, shard_count=shard_count)
         self.committer.request_commit(snapshot_id)
         return snapshot_id
 
@@ -148,7 +148,7 @@ def test_start_reserves_slots_of_newest_checkpoints_size(fixture: CommitterFixtu
 
 def test_commit_waits_for_all_local_ranks(fixture: CommitterFixture) -> None:
     """Other local ranks may finish their copies later."""
-    snapshot_id = fixture.write_requested(0, 1, parts=2)
+    snapshot_id = fixture.write_requested(0, 1, shard_count=2)
     time.sleep(0.05)
     assert fixture.committed_names() == []
     fixture.slot(0).record.set_copied(1, snapshot_id)
@@ -159,9 +159,9 @@ def test_snapshot_overwritten_during_write_is_not_committed(fixture: CommitterFi
     """The committer checks again after writing, before the rename."""
     slot = fixture.slot(0)
     snapshot_id = write_snapshot(slot, 1, commit_requested=True)
-    fixture.disk.before_write = lambda: slot.record.set("target", 0)
+    fixture.disk.before_write = lambda: slot.record.set("snapshot_id", 0)
     fixture.committer.request_commit(snapshot_id)
-    wait_until(lambda: slot.record.get("target") == 0 and slot.record.get("pinned") == 0)
+    wait_until(lambda: slot.record.get("snapshot_id") == 0 and slot.record.get("pinned") == 0)
     assert fixture.committed_names() == []
     assert list(fixture.node_dir.glob(".tmp-*")) == []
 
@@ -245,7 +245,7 @@ def test_prune_after_commit_keeps_newest_two(fixture: CommitterFixture) -> None:
 def test_older_snapshot_of_same_step_does_not_replace_newer_one(fixture: CommitterFixture) -> None:
     """Both snapshots of an epoch's last step have one name on disk."""
     older, newer = write_snapshot(fixture.slot(0), 4), write_snapshot(fixture.slot(1), 4)
-    fixture.slot(1).record.set("target", newer + 1)  # the epoch is over
+    fixture.slot(1).record.set("snapshot_id", newer + 1)  # the epoch is over
     fixture.slot(1).record.set_copied(0, newer + 1)
     assert fixture.committer.commit(newer + 1) is not None
     fixture.slot(0).record.set("commit_requested", older)
@@ -315,8 +315,8 @@ def test_slot_with_outdated_serial_is_missing(client: SnapshotClient) -> None:
         b'{"operation": "reserve", "bytes": true}\n',
         b'{"operation": "reserve", "bytes": 99999999999999999999999}\n',
         b'{"operation": "start_generation", "keep": 0}\n',
-        b'{"operation": "start_generation", "keep": 2, "trusted": [1]}\n',
-        b'{"operation": "start_generation", "keep": 2, "trusted": {"a": 1}}\n',
+        b'{"operation": "start_generation", "keep": 2, "trusted_version": [1]}\n',
+        b'{"operation": "start_generation", "keep": 2, "trusted_version": {"a": 1}}\n',
         b"[" * 50_000 + b"\n",
         b"x" * (MAX_MESSAGE_BYTES + 1) + b"\n",
         b'{"operation": "commit"',
@@ -342,7 +342,7 @@ def test_worker_waiting_for_commit_delays_no_other_worker(
     """Each connection has its own thread."""
     other = SnapshotClient(server.socket_name)
     with ThreadPoolExecutor(1) as executor:
-        snapshot_id = write_snapshot(fixture.slot(0), 1, parts=2)
+        snapshot_id = write_snapshot(fixture.slot(0), 1, shard_count=2)
         waiting = executor.submit(other.call, "commit", snapshot_id=snapshot_id)
         wait_until(lambda: bool(fixture.committer._requests))
         assert client.call("reserve", bytes=100)[0] == {"slots": 3}
@@ -380,7 +380,7 @@ def test_discarded_snapshot_is_not_retried(fixture: CommitterFixture) -> None:
     fixture.disk.failing_operation = "write"
     with pytest.raises(MachineError):
         fixture.committer.commit(write_snapshot(fixture.slot(1), 2))
-    fixture.committer.slot_pool.discard(1)
+    fixture.committer.slot_pool.control_block.slot_record(1).set("snapshot_id", 0)
     wait_until(lambda: fixture.committer._retry_at == 0)
     assert not fixture.committer._has_work()
 

@@ -9,13 +9,12 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis import given
 
 from elastic_resume import constants
 from elastic_resume.agent.workers import supervisor
@@ -29,7 +28,6 @@ from tests.support.processes import wait_for
 from tests.support.rendezvous_nodes import wait_until
 
 BYTES = 4096
-PARTS = 2
 
 
 @given(st.integers(1, (1 << 23) - 1), st.integers(0, (1 << 40) - 1), st.booleans())
@@ -62,9 +60,9 @@ def parse_states(text: str) -> list[SlotState]:
     """Parse slots such as ``5 -6 4rc``: snapshot 5, an incomplete 6, and 4, requested and committed."""
     states = []
     for index, word in enumerate(text.split()):
-        target = int(word.strip("-psrc"))
-        fields = {name: target for letter, name in WORDS.items() if letter in word}
-        states.append(SlotState(index, 1, BYTES, target, complete="-" not in word, **fields))
+        snapshot_id = int(word.strip("-psrc"))
+        fields = {name: snapshot_id for letter, name in WORDS.items() if letter in word}
+        states.append(SlotState(index, 1, BYTES, snapshot_id, complete="-" not in word, **fields))
     return states
 
 
@@ -112,153 +110,6 @@ def test_next_to_commit_is_newest_requested_slot(states: str, index: int | None)
     assert (found.index if found is not None else None) == index
 
 
-# ---- racing --------------------------------------------------------------------------------------------
-
-
-@dataclass
-class SnapshotCopy:
-    """A snapshot being written, and the places that each rank still has to write."""
-
-    slot: slot_memory.Slot
-    snapshot_id: int
-    left: list[list[int]]  # of each local rank, places that it has not written
-    published: bool = False
-
-
-@dataclass
-class SlotRead:
-    """A commit in progress, and the places read so far."""
-
-    slot: slot_memory.Slot
-    snapshot_id: int
-    seen: bytes = b""
-
-
-class Race(RuleBasedStateMachine):
-    """Interleave workers, which may die at any store, with the committer, at single stores and reads.
-
-    Each snapshot fills its slot with one byte value of its own, so that a mixed one is visible.
-    """
-
-    PLACES = 8
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool = SlotPool(3 * BYTES)
-        self.pool.reserve(BYTES)
-        self.by_index = {index: owned.slot for index, owned in self.pool._owned.items()}
-        self.generation, self.step = 1, 0
-        self.copying: SnapshotCopy | None = None
-        self.reading: SlotRead | None = None
-        self.finished: list[int] = []
-
-    def teardown(self) -> None:
-        """Close the pool."""
-        self.by_index.clear()
-        self.pool.close()
-
-    @staticmethod
-    def byte(snapshot_id: int) -> int:
-        """Return the byte value of a snapshot."""
-        return snapshot_id // 2 % 251 + 1
-
-    @precondition(lambda self: self.copying is None)
-    @rule(want=st.booleans())
-    def begin(self, want: bool) -> None:
-        """The leader takes a slot away."""
-        chosen = slot_memory.choose_overwritable(self.pool.control_block.read_slots())
-        self.step += 1
-        assume(chosen is not None)
-        assert chosen is not None
-        slot = self.by_index[chosen.index]
-        snapshot_id = encode_snapshot_id(self.generation, self.step)
-        slot.record.set("target", 0)
-        slot.record.set("commit_requested", snapshot_id if want else 0)
-        half = self.PLACES // 2
-        self.copying = SnapshotCopy(slot, snapshot_id, [list(range(half)), list(range(half, self.PLACES))])
-
-    @precondition(lambda self: self.copying is not None and not self.copying.published)
-    @rule()
-    def publish(self) -> None:
-        """The leader publishes the slot of the snapshot."""
-        assert self.copying is not None
-        self.copying.slot.record.set("parts", PARTS)
-        self.copying.slot.record.set("target", self.copying.snapshot_id)
-        self.copying.published = True
-
-    @precondition(lambda self: self.copying is not None and self.copying.published)
-    @rule(rank=st.integers(0, PARTS - 1))
-    def copy(self, rank: int) -> None:
-        """A local rank stores one more place of its share, and then the snapshot id."""
-        copying = self.copying
-        assert copying is not None
-        if copying.left[rank]:
-            copying.slot.memory[copying.left[rank].pop()] = self.byte(copying.snapshot_id)
-        else:
-            copying.slot.record.set_copied(rank, copying.snapshot_id)
-        if copying.slot.record.complete_snapshot_id() == copying.snapshot_id:
-            self.finished.append(copying.snapshot_id)
-            self.copying = None
-
-    @rule()
-    def die(self) -> None:
-        """All workers are killed; the next ones are of a later generation."""
-        self.copying = None
-        self.generation += 1
-
-    @precondition(lambda self: self.reading is None)
-    @rule()
-    def hold(self) -> None:
-        """The committer chooses a requested slot, or the newest."""
-        states = self.pool.control_block.read_slots()
-        chosen = slot_memory.next_to_commit(states) or slot_memory.newest_complete(states)
-        assume(chosen is not None)
-        assert chosen is not None
-        self.reading = SlotRead(self.by_index[chosen.index], chosen.target)
-
-    @precondition(lambda self: self.reading is not None)
-    @rule()
-    def pin(self) -> None:
-        """The committer stores the pin: later than it chose, as a race has it."""
-        assert self.reading is not None
-        self.reading.slot.record.set("pinned", self.reading.snapshot_id)
-
-    @precondition(lambda self: self.reading is not None)
-    @rule()
-    def read(self) -> None:
-        """The committer reads one more place; after the last it checks again, and commits or not."""
-        reading = self.reading
-        assert reading is not None
-        if len(reading.seen) < self.PLACES:
-            reading.seen += bytes([reading.slot.memory[len(reading.seen)]])
-            return
-        if reading.slot.record.complete_snapshot_id() == reading.snapshot_id:
-            assert reading.seen == bytes([self.byte(reading.snapshot_id)]) * self.PLACES
-            reading.slot.record.set("committed", reading.snapshot_id)
-        reading.slot.record.set("pinned", 0)
-        self.reading = None
-
-    @invariant()
-    def complete_slots_are_whole(self) -> None:
-        """The bytes of a complete slot are those of its snapshot."""
-        for state in self.pool.control_block.read_slots():
-            if state.complete:
-                content = bytes(self.by_index[state.index].memory[: self.PLACES])
-                assert content == bytes([self.byte(state.target)]) * self.PLACES
-
-    @invariant()
-    def newest_snapshot_is_never_lost(self) -> None:
-        """Once a snapshot is complete, it or a newer one stays complete."""
-        if self.finished:
-            newest = slot_memory.newest_complete(self.pool.control_block.read_slots())
-            assert newest is not None
-            assert newest.target >= self.finished[-1]
-
-
-TestRace = Race.TestCase
-TestRace.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
-
-
 # ---- memory --------------------------------------------------------------------------------------------
 
 
@@ -278,10 +129,10 @@ def capacities(pool: SlotPool) -> list[int]:
 
 def complete_slot(pool: SlotPool, index: int, snapshot_id: int) -> None:
     """Make a snapshot with that id complete in the slot."""
-    record = pool.control_block.slot_record(index)
-    record.set("parts", 1)
-    record.set_copied(0, snapshot_id)
-    record.set("target", snapshot_id)
+    slot = pool._owned[index].slot
+    assert slot.take(snapshot_id)
+    slot.record.set_copied(0, snapshot_id)
+    slot.announce(snapshot_id)
 
 
 @given(st.integers(1, 10**13), st.integers(0, 10**13), st.none() | st.integers(0, 10**13))
@@ -340,7 +191,7 @@ def test_larger_slots_replace_all_but_newest_snapshot(pool: SlotPool) -> None:
     states = pool.control_block.read_slots()
     newest = slot_memory.newest_complete(states)
     assert newest is not None
-    assert (newest.capacity, decode_snapshot_id(newest.target)) == (BYTES, (1, 3))
+    assert (newest.capacity, decode_snapshot_id(newest.snapshot_id)) == (BYTES, (1, 3))
     larger = next(state for state in states if state.capacity > BYTES)
     complete_slot(pool, larger.index, encode_snapshot_id(1, 4))
     pool.reserve(2 * BYTES)
@@ -430,7 +281,7 @@ def test_close_frees_all_slots() -> None:
     pool.close()
     assert pool.reserve(BYTES) == 0  # a worker may ask while the agent ends
     with pytest.raises(ValueError, match="slots of this node are closed"):
-        pool.discard(0)
+        pool.control_block.read_slots()
     assert count_slot_descriptors() == before
 
 
@@ -511,23 +362,23 @@ def test_weakly_ordered_machine_has_barrier_around_each_access(
     monkeypatch.setattr(slot_memory, "ARCHITECTURE", "x86_64")
     plain = ControlBlock(descriptor)
     monkeypatch.setattr(slot_memory, "ARCHITECTURE", machine)
-    monkeypatch.setattr(slot_memory, "barrier", lambda: found.append(plain.slot_record(0).get("target")))
+    monkeypatch.setattr(slot_memory, "barrier", lambda: found.append(plain.slot_record(0).get("snapshot_id")))
     control = ControlBlock(descriptor)
     os.close(descriptor)
     record = control.slot_record(0)
     for value in (7, 8):
-        record.set("target", value)
-        assert record.get("target") == value
+        record.set("snapshot_id", value)
+        assert record.get("snapshot_id") == value
     # Around each of: store 7, read it, store 8, read it.
     assert found == ([] if machine == "x86_64" else [0, 7, 7, 7, 7, 8, 8, 8])
     found.clear()
     control.set("decided_id", 8)
     control.set_copying(0, 8)
     record.set_copied(0, 8)
-    record.set("parts", 1)
-    assert record.complete_snapshot_id() == 8  # reads target, parts, and the ranks' ids at once
+    record.set("shard_count", 1)
+    assert record.complete_snapshot_id() == 8  # reads id, two serials, count, and the ranks' ids at once
     assert not control.is_copying_older([0], 8)
-    assert len(found) == (0 if machine == "x86_64" else 2 * 8)
+    assert len(found) == (1 if machine == "x86_64" else 2 * 10 + 1)  # one of its own after `copying`
     control.close()
     plain.close()
 
