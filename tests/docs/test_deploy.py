@@ -247,7 +247,7 @@ class Ended:
         return [call for call in self.scontrol if call[0] == "requeue"]
 
 
-def submit(tmp_path: Path, *words: str, srun_exit: int = 0, requeue_exit: int = 0, **variables: str) -> Ended:
+def submit(tmp_path: Path, *words: str, srun_exit: int = 0, **variables: str) -> Ended:
     """Run a batch script in the environment that Slurm would give it."""
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -258,7 +258,7 @@ def submit(tmp_path: Path, *words: str, srun_exit: int = 0, requeue_exit: int = 
         "PATH": f"{programs}:{os.environ['PATH']}",
         "CALLS": str(tmp_path),
         "SRUN_EXIT": str(srun_exit),
-        "REQUEUE_EXIT": str(requeue_exit),
+        "REQUEUE_EXIT": "0",
         "REQUEUE_RETRY_S": "0",
         "WATCH_DELAY_S": "0",
         "SHOWN": "JobState=RUNNING Reason=None PreemptTime=None",
@@ -279,11 +279,10 @@ def calls(path: Path) -> list[list[str]]:
     return [call.split("\n") for call in text.split("\n\n") if call]
 
 
-ELEMENT: dict[str, Any] = {
-    "SLURM_ARRAY_JOB_ID": "1234567",
-    "SLURM_ARRAY_TASK_ID": "2",
-    "SLURM_JOB_NUM_NODES": "1",
-}
+ELEMENT = {"SLURM_ARRAY_JOB_ID": "1234567", "SLURM_ARRAY_TASK_ID": "2", "SLURM_JOB_NUM_NODES": "1"}
+CANCELLED = {**ELEMENT, "SHOWN": "JobState=COMPLETING Reason=None PreemptTime=None"}
+PREEMPTED = {**ELEMENT, "SHOWN": "JobState=RUNNING Reason=None PreemptTime=2026-11-21T00:00:00"}
+ELEMENT_ID = "1234567_2"  # the job id alone may be the whole array's
 
 
 def test_sbatch_sees_the_options_that_a_flaky_cluster_needs() -> None:
@@ -294,74 +293,41 @@ def test_sbatch_sees_the_options_that_a_flaky_cluster_needs() -> None:
     assert {"--requeue", "--open-mode=append", "--ntasks-per-node=1", "--no-kill"} <= options
 
 
-def test_agents_get_the_words_as_they_are_and_nothing_else(tmp_path: Path) -> None:
-    """What they need is in Slurm's variables."""
-    ended = submit(tmp_path, "train.py", "--lr", "0.1 0.2", **ELEMENT)
-    assert ended.code == 0
+@pytest.mark.parametrize(("nodes", "others"), [("1", None), ("2", "--nodes=1"), ("3", "--nodes=2")])
+def test_batch_script_starts_agents_and_watches(tmp_path: Path, nodes: str, others: str | None) -> None:
+    """Words pass as they are; the end of an agent ends no other; up to two nodes look for the first one."""
+    ended = submit(tmp_path, "train.py", "--lr", "0.1 0.2", SLURM_JOB_NUM_NODES=nodes)
     words = ended.agents
     assert words[words.index("elastic-resume") + 1 :] == ["run", "train.py", "--lr", "0.1 0.2"]
-
-
-def test_the_end_of_one_agent_of_an_allocation_ends_no_other(tmp_path: Path) -> None:
-    """Whatever its exit code, whether its node is lost; two other nodes look whether the first is there."""
-    ended = submit(tmp_path, "train.py")
-    assert {"--no-kill", "--kill-on-bad-exit=0", "--wait=0"} <= set(ended.agents)
-    (watch,) = (words for words in ended.srun if words[0] == "--overlap")
-    assert {"--relative=1", "--nodes=2", "--ntasks=2", "--no-kill"} <= set(watch)
-
-
-@pytest.mark.parametrize(("nodes", "others"), [("1", None), ("2", "--nodes=1"), ("64", "--nodes=2")])
-def test_as_many_nodes_watch_as_there_are_up_to_two(tmp_path: Path, nodes: str, others: str | None) -> None:
-    """A job of one node has nobody to watch it, and needs none."""
-    ended = submit(tmp_path, "train.py", SLURM_JOB_NUM_NODES=nodes)
+    assert {"--no-kill", "--kill-on-bad-exit=0", "--wait=0"} <= set(words)
     watches = [words for words in ended.srun if words[0] == "--overlap"]
-    assert [others in words for words in watches] == [True] * (others is not None)
-
-
-def test_the_code_that_asks_for_it_requeues_an_element_alone(tmp_path: Path) -> None:
-    """Its job id may be the whole array's: requeueing that takes the siblings along."""
-    ended = submit(tmp_path, "train.py", srun_exit=constants.EXIT_REQUEUE, **ELEMENT)
-    assert (ended.code, ended.requeues) == (0, [["requeue", "1234567_2"]])
-
-
-def test_a_job_that_is_no_array_is_requeued_by_its_number(tmp_path: Path) -> None:
-    """The one that Slurm gives it."""
-    ended = submit(tmp_path, "train.py", srun_exit=constants.EXIT_REQUEUE)
-    assert ended.requeues == [["requeue", "1234567"]]
+    assert [{"--relative=1", others, "--no-kill"} <= set(words) for words in watches] == [True] * bool(others)
 
 
 @pytest.mark.parametrize(
-    ("code", "shown", "requeues"),
+    ("code", "variables", "expected", "requeued"),
     [
-        (143, "JobState=RUNNING Reason=None PreemptTime=2026-11-21T00:00:00", 1),
-        (143, "JobState=COMPLETING Reason=None PreemptTime=None", 0),
-        (75, "JobState=COMPLETING Reason=None PreemptTime=None", 0),
-        (1, "JobState=RUNNING Reason=None PreemptTime=2026-11-21T00:00:00", 0),
+        (constants.EXIT_REQUEUE, ELEMENT, 0, [ELEMENT_ID]),
+        (constants.EXIT_REQUEUE, {}, 0, ["1234567"]),
+        (constants.EXIT_REQUEUE, {"ELASTIC_RESUME_REQUEUE": "off"}, constants.EXIT_REQUEUE, []),
+        # A controller that is away is asked six times; then the job ends with the code that says what to do.
+        (constants.EXIT_REQUEUE, {**ELEMENT, "REQUEUE_EXIT": "1"}, constants.EXIT_REQUEUE, [ELEMENT_ID] * 6),
+        (143, PREEMPTED, 0, [ELEMENT_ID]),
+        (143, {**PREEMPTED, "ELASTIC_RESUME_REQUEUE": "off"}, 143, []),
+        # A job at fault would fail again, and a user's scancel must not be undone.
+        (143, ELEMENT, 143, []),
+        (143, CANCELLED, 143, []),
+        (constants.EXIT_REQUEUE, CANCELLED, constants.EXIT_REQUEUE, []),
+        (constants.EXIT_JOB_ERROR, PREEMPTED, constants.EXIT_JOB_ERROR, []),
+        *((code, ELEMENT, code, []) for code in (0, constants.EXIT_USAGE, 137)),
     ],
 )
-def test_slurms_word_decides_where_agents_cannot_ask(
-    tmp_path: Path, code: int, shown: str, requeues: int
+def test_batch_script_requeues_by_exit_code_and_slurms_word(
+    tmp_path: Path, code: int, variables: dict[str, str], expected: int, requeued: list[str]
 ) -> None:
-    """A preempted job would be over; one that is being cancelled would be brought back."""
-    ended = submit(tmp_path, "train.py", srun_exit=code, SHOWN=shown, **ELEMENT)
-    assert len(ended.requeues) == requeues
-    (tmp_path / "off").mkdir()
-    told = {**ELEMENT, "SHOWN": shown, "ELASTIC_RESUME_REQUEUE": "off"}
-    assert submit(tmp_path / "off", "train.py", srun_exit=code, **told).requeues == []
-
-
-@pytest.mark.parametrize("code", [0, constants.EXIT_JOB_ERROR, constants.EXIT_USAGE, 137, 143])
-def test_no_other_code_requeues(tmp_path: Path, code: int) -> None:
-    """A job at fault would fail again, and a user's scancel (143) must not be undone."""
-    ended = submit(tmp_path, "train.py", srun_exit=code, **ELEMENT)
-    assert (ended.code, ended.requeues) == (code, [])
-
-
-def test_a_controller_that_is_away_is_asked_six_times(tmp_path: Path) -> None:
-    """Then the job ends with the code that says what to do."""
-    ended = submit(tmp_path, "train.py", srun_exit=constants.EXIT_REQUEUE, requeue_exit=1, **ELEMENT)
-    assert ended.code == constants.EXIT_REQUEUE
-    assert len(ended.requeues) == 6
+    """Agents in a container may be unable to ask Slurm themselves."""
+    ended = submit(tmp_path, "train.py", srun_exit=code, **variables)
+    assert (ended.code, ended.requeues) == (expected, [["requeue", job] for job in requeued])
 
 
 def test_without_a_script_the_usage_is_told(tmp_path: Path) -> None:

@@ -41,15 +41,15 @@ def make(tmp_path: Path) -> Iterator[Make]:
         hosts.close()
 
 
-def end(hearts: HeartbeatJob) -> None:
+def end(job: HeartbeatJob) -> None:
     """Let the job finish; check exit codes, that no worlds overlapped, and the ranks of survivors.
 
     On a busy machine a node may exceed this node timeout, so there may be worlds in between.
     """
-    hearts.stop()
-    assert set(hearts.cluster.wait_exit(60)) == {0}, hearts.cluster.output(0)
-    hearts.check_generations_do_not_overlap()
-    hearts.check_survivors_keep_first_ranks()
+    job.stop()
+    assert set(job.cluster.wait_exit(60)) == {0}, job.cluster.output(0)
+    job.check_generations_do_not_overlap()
+    job.check_survivors_keep_first_ranks()
 
 
 def test_node_with_cut_link_is_lost_and_rejoins_last(make: Make) -> None:
@@ -57,20 +57,20 @@ def test_node_with_cut_link_is_lost_and_rejoins_last(make: Make) -> None:
 
     The lost node's own workers end first; the survivors continue.
     """
-    hearts = make(3)
-    hearts.start()
-    now = hearts.wait_for_world([0, 1, 2])
-    hearts.cluster.cut(0)
-    now = hearts.wait_for_world([1, 2], now)
-    hearts.wait_idle(0)
-    hearts.cluster.restore_link(0)
-    now = hearts.wait_for_world([0, 1, 2], now)
+    job = make(3)
+    job.start()
+    now = job.wait_for_world([0, 1, 2])
+    job.cluster.cut(0)
+    now = job.wait_for_world([1, 2], now)
+    job.wait_idle(0)
+    job.cluster.restore_link(0)
+    now = job.wait_for_world([0, 1, 2], now)
     for other in (0, 1):
-        hearts.cluster.network.cut_link(other, 2, one_way=True)
-    now = hearts.wait_for_world([0, 1], now)
-    hearts.cluster.heal()
-    hearts.wait_for_world([0, 1, 2], now)
-    end(hearts)
+        job.cluster.network.cut_link(other, 2, one_way=True)
+    now = job.wait_for_world([0, 1], now)
+    job.cluster.heal()
+    job.wait_for_world([0, 1, 2], now)
+    end(job)
 
 
 def test_side_without_majority_waits_until_network_heals(make: Make) -> None:
@@ -78,42 +78,42 @@ def test_side_without_majority_waits_until_network_heals(make: Make) -> None:
 
     Then five nodes split 2, 2 and 1: no side has a quorum.
     """
-    hearts = make(5)
-    hearts.start()
-    now = hearts.wait_for_world([0, 1, 2, 3, 4])
-    hearts.cluster.partition({0, 1}, {2, 3, 4})
-    now = hearts.wait_for_world([2, 3, 4], now)
-    hearts.wait_for_output(0, "waiting for n2, n3, n4")
-    hearts.wait_for_output(1, "waiting for n2, n3, n4")
-    hearts.wait_idle(0)
-    hearts.wait_idle(1)
-    hearts.cluster.heal()
-    now = hearts.wait_for_world([0, 1, 2, 3, 4], now)
-    hearts.cluster.partition({0, 3}, {1, 2}, {4})
+    job = make(5)
+    job.start()
+    now = job.wait_for_world([0, 1, 2, 3, 4])
+    job.cluster.partition({0, 1}, {2, 3, 4})
+    now = job.wait_for_world([2, 3, 4], now)
+    job.wait_for_output(0, "waiting for n2, n3, n4")
+    job.wait_for_output(1, "waiting for n2, n3, n4")
+    job.wait_idle(0)
+    job.wait_idle(1)
+    job.cluster.heal()
+    now = job.wait_for_world([0, 1, 2, 3, 4], now)
+    job.cluster.partition({0, 3}, {1, 2}, {4})
     for index, missing in ((0, "n1, n2, n4"), (1, "n0, n3, n4"), (4, "n0, n1, n2, n3")):
-        hearts.wait_for_output(index, f"waiting for {missing}")
+        job.wait_for_output(index, f"waiting for {missing}")
     for index in range(5):
-        hearts.wait_idle(index)
-    hearts.check_no_minority_world(now, {"n0", "n3"}, {"n1", "n2"}, {"n4"})
-    hearts.cluster.heal()
-    hearts.wait_for_world([0, 1, 2, 3, 4], now)
-    end(hearts)
+        job.wait_idle(index)
+    job.check_no_minority_world(now, {"n0", "n3"}, {"n1", "n2"}, {"n4"})
+    job.cluster.heal()
+    job.wait_for_world([0, 1, 2, 3, 4], now)
+    end(job)
 
 
 def test_last_reachable_node_waits_until_enough_others_are_back(make: Make) -> None:
     """Three of four are cut off, then killed. Two that are back with their disks make a majority with it."""
-    hearts = make(4)
-    hearts.start()
-    now = hearts.wait_for_world([0, 1, 2, 3])
-    hearts.cluster.partition({0}, {1}, {2}, {3})
-    hearts.wait_for_output(3, "waiting for n0, n1, n2")
-    hearts.check_no_minority_world(now, {"n0"}, {"n1"}, {"n2"}, {"n3"})
-    hearts.cluster.kill_nodes([0, 1, 2])
-    hearts.cluster.heal()
-    hearts.wait_idle(3)
+    job = make(4)
+    job.start()
+    now = job.wait_for_world([0, 1, 2, 3])
+    job.cluster.partition({0}, {1}, {2}, {3})
+    job.wait_for_output(3, "waiting for n0, n1, n2")
+    job.check_no_minority_world(now, {"n0"}, {"n1"}, {"n2"}, {"n3"})
+    job.cluster.kill_nodes([0, 1, 2])
+    job.cluster.heal()
+    job.wait_idle(3)
     for index in (0, 1):
-        hearts.cluster.start_node(index)
-    now = hearts.wait_for_world([0, 1, 3], now)
-    hearts.cluster.start_node(2)
-    hearts.wait_for_world([0, 1, 2, 3], now)
-    end(hearts)
+        job.cluster.start_node(index)
+    now = job.wait_for_world([0, 1, 3], now)
+    job.cluster.start_node(2)
+    job.wait_for_world([0, 1, 2, 3], now)
+    end(job)
