@@ -15,7 +15,7 @@ help:
 	@echo "make demo     train on 3 simulated nodes, kill some, show what happened"
 	@echo "make test     every test, real processes included"
 	@echo "make test-slurm  those that run on a real Slurm, which they bring up themselves"
-	@echo "make flaky TESTS=... N=50  runs tests N times under a random load, and prints how often each failed (without TESTS: hours)"
+	@echo "make flaky TESTS=... N=50  runs tests N times under a random load (without TESTS: hours)"
 	@echo "make check    lint, types and the pure tests (under a minute)"
 	@echo "make docs     the documentation's site in docs/_build/html, with warnings as errors"
 	@echo "make simulate SEEDS=N FIRST=F  N schedules of faults against the rendezvous, from seed F on"
@@ -109,7 +109,7 @@ oldest newest: pyproject.toml constraints.txt
 
 # Files with tests marked soak, and files whose tests do more there.
 SOAK_TESTS := tests/docs/test_examples.py tests/docs/test_ports.py tests/system/disk/test_power_loss.py $(patsubst %,tests/integration/test_%.py, \
-	accelerate chaos every_fault forkserver lightning lost_nodes no_step_lost pytest_plugin soak streams testing_cleanup transformers)
+	accelerate chaos every_fault forkserver lightning lost_nodes no_step_lost pytest_plugin streams transformers)
 SOAK_KILLS ?= 100
 CHAOS_S ?= 600
 soak: $(READY)

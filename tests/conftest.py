@@ -31,6 +31,9 @@ os.environ.setdefault("ELASTIC_RESUME_NODE_TIMEOUT", "10")
 # `Cluster`, and equal variables let them share one fork server.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# An import of Lightning sets it, and fork servers that were started before would refuse all later workers.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what only `make soak` has the time for; a skip would mean that something is missing."""

@@ -217,11 +217,10 @@ class GlobalBatches(BatchSampler):
         """
         sizing = BatchSizing(**state[SIZING_KEY]) if SIZING_KEY in state else None
         here = self._order_arguments(self._resolve_initial_batch(state, sizing))
-        names = [*here, *sorted(set(state) - {*here, SIZING_KEY})]
         differing = [
-            f"{name} is {here.get(name, 'unknown')!r} here, {state.get(name, 'missing')!r} in the checkpoint"
-            for name in names
-            if name not in state or name not in here or here[name] != state[name]
+            f"{name} is {value!r} here, {state.get(name, 'missing')!r} in the checkpoint"
+            for name, value in here.items()
+            if name not in state or state[name] != value
         ]
         if differing:
             raise MismatchError(

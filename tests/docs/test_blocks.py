@@ -45,9 +45,10 @@ from tests.support.paths import ROOT, SCRIPTS, TESTS
 PRELOAD = TESTS / "support" / "preload"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [page for page in PAGES if "_build" not in page.parts]
+CHECKPOINTS_PAGE = "docs/guides/checkpoints.md"
 # A page or a text in a block, the language, and why the block does not run here.
 NOT_RUN = (
-    ("docs/guides/checkpoints.md", "python", "test_checkpoints.py runs these blocks on three ranks"),
+    (CHECKPOINTS_PAGE, "python", "they run on three ranks, below"),
     ("docs/guides/testing.md", "python", "integration/test_pytest_plugin.py runs these blocks"),
     (r"^python train\.py\ntorchrun ", "sh", "test_examples.py continues one run by all three launchers"),
     (r"\+class MyTrainer\(", "diff", "the file train.py below it is its right side"),
@@ -443,6 +444,17 @@ def test_fragments_run_on_two_ranks(tmp_path: Path) -> None:
     done = launch_ranks.run_ranks(2, SCRIPTS / "page.py", "fragment", str(tmp_path / "blocks"), str(tmp_path))
     places = [f"{1000 * number}: {block.page}:{block.line}" for number, block in enumerate(fragments, 1)]
     assert [process.returncode for process in done] == [0, 0], "\n".join([*places, done[0].stderr])
+
+
+@pytest.mark.slow
+def test_blocks_of_checkpoints_page_run_on_three_ranks(tmp_path: Path) -> None:
+    """One after another in one world, each in its own folder."""
+    blocks = [[b.line, b.text] for b in BLOCKS if (b.page, b.language) == (CHECKPOINTS_PAGE, "python")]
+    (tmp_path / "blocks").write_text(json.dumps(blocks))
+    words = [CHECKPOINTS_PAGE, str(tmp_path / "blocks"), str(tmp_path)]
+    done = launch_ranks.run_ranks(3, SCRIPTS / "page.py", *words)
+    assert [process.returncode for process in done] == [0, 0, 0], done[0].stderr
+    assert done[0].stdout.splitlines()[-1] == f"all {len(blocks) - 1} blocks"
 
 
 # ---- what is only checked ------------------------------------------------------------------------------

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-from typing import Any
 
-import pytest
 import yaml
 
 from elastic_resume import __version__
 from tests.support.paths import ROOT
 
-FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 CHANGE_KINDS = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
 
 
@@ -34,35 +30,6 @@ def test_citation_has_the_required_keys_and_the_package_version() -> None:
     assert (citation["cff-version"], citation["type"]) == ("1.2.0", "software")
     assert citation["version"] == __version__
     assert citation["license"] == "Apache-2.0"
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in FORMS if path.name != "config.yml"], ids=lambda path: path.stem
-)
-def test_issue_form_has_what_the_site_requires(path: Any) -> None:
-    """Each field has a label and an id of its own."""
-    form = yaml.safe_load(path.read_text())
-    assert {"name", "description", "body"} <= set(form)
-    fields = [field for field in form["body"] if field["type"] != "markdown"]
-    assert {field["type"] for field in fields} <= {"textarea", "input", "dropdown", "checkboxes"}
-    assert all(field["attributes"]["label"] for field in fields)
-    ids = [field["id"] for field in fields]
-    assert len(set(ids)) == len(ids) > 0
-
-
-def test_bug_form_asks_for_doctor_and_report() -> None:
-    """The commands' outputs say more than a description."""
-    text = (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text()
-    assert "elastic-resume doctor" in text
-    assert "elastic-resume report --json" in text
-
-
-def test_workflow_runs_the_script_of_ci() -> None:
-    """What must pass stands in one place."""
-    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
-    commands = [step["run"] for step in workflow["jobs"]["test"]["steps"] if "run" in step]
-    assert [command.split()[-1] for command in commands] == [".ci/run"]
-    assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
 def test_changelog_keeps_the_form() -> None:

@@ -154,30 +154,3 @@ def test_each_entry_quotes_an_existing_message(page_quotes: list[str]) -> None:
 def test_no_entry_is_there_twice(page_quotes: list[str]) -> None:
     """A message with two entries has two explanations."""
     assert sorted(page_quotes) == sorted(set(page_quotes))
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("raise ConfigError(f'--x is {x!r}: write N.')", "--x is …: write N."),
-        ("logger.warning('%s is full', path)", "… is full"),
-        ("text = 'a b'\nraise ConfigError(text)", "a b"),
-        ("raise ConfigError('a b' + hint)", "a b…"),
-    ],
-)
-def test_template_keeps_constant_parts(source: str, expected: str) -> None:
-    """What varies becomes an ellipsis."""
-    tree = ast.parse(source)
-    call = next(node for node in ast.walk(tree) if isinstance(node, ast.Call))
-    assert template(call.args[0], assignments(tree)) == expected
-
-
-def test_quote_finds_its_message_only() -> None:
-    """An ellipsis of a quote stands for anything; all else is literal."""
-    assert pattern("cannot save to …: … are needed").search("cannot save to …: … are needed and … are free")
-    assert not pattern("cannot save to … (x)").search("cannot save to …: … are needed")
-
-
-def test_modules_without_entries_exist() -> None:
-    """The list of exceptions names files of the product."""
-    assert all((PRODUCT / name).exists() for name in NOT_LISTED)

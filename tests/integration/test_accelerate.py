@@ -6,7 +6,6 @@ losses, learning rates, metrics, and at the end weights, optimizers, schedulers 
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import os
@@ -21,7 +20,7 @@ import pytest
 
 from elastic_resume.errors import ConfigError
 from elastic_resume.testing import Cluster, Fault, assert_same_run
-from tests.support import launch_ranks, launchers
+from tests.support import launch_ranks
 from tests.support.paths import ROOT, SCRIPTS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -276,28 +275,6 @@ def test_unsupported_accelerator_is_refused_by_name(attributes: dict[str, Any], 
         attributes = {"ddp_handler": SimpleNamespace(comm_hook=hook)}
     with pytest.raises(ConfigError, match=message):
         prepare(make_accelerator(**attributes), model=None, optimizer=None, data=None)
-
-
-def test_example_differs_from_plain_script_by_few_lines() -> None:
-    """Imports, the loader, prepare(), the loop over epochs, the device and run.step()."""
-    before, after = (path.read_text().partition('"""\n')[2].splitlines() for path in (BEFORE, EXAMPLE))
-    changes = difflib.ndiff(before[before.index("import torch") :], after[after.index("import torch") :])
-    changed = [line for line in changes if line.startswith(("+ ", "- ")) and line[2:].strip()]
-    assert len([line for line in changed if line.startswith("- ")]) == 4
-    assert len([line for line in changed if line.startswith("+ ")]) == 9
-    assert len(EXAMPLE.read_text().splitlines()) <= 80
-
-
-@pytest.mark.soak
-def test_launchers_continue_the_example_of_each_other(tmp_path: Path) -> None:
-    """Epochs by python, torchrun and elastic-resume: one training."""
-    elastic = [*launchers.ELASTIC, "--rdzv-id", EXAMPLE.stem]
-    output = ""
-    for launcher, epochs in ((launchers.PYTHON, 3), (launchers.TORCHRUN, 5), (elastic, 10)):
-        output += launchers.run(launcher, EXAMPLE, "--epochs", str(epochs), cwd=tmp_path).stdout
-    lines = output.splitlines()
-    assert [line.split(":")[0] for line in lines] == [f"epoch {number}" for number in range(1, 11)]
-    assert float(lines[-1].rpartition(" ")[2].rstrip("%")) >= 90
 
 
 @pytest.mark.soak

@@ -142,25 +142,6 @@ def run_ways(
     return ends
 
 
-@pytest.mark.soak  # test_warm_start.py compares with torchrun
-def test_script_behaves_the_same_plain_cold_and_warm(warm: RunningForkServer, tmp_path: Path) -> None:
-    """Processes, DataLoader workers, torch.compile, threads, streams, signals, and the exit."""
-    out, err = [], []
-    for exit_code, stdout, stderr in run_ways(
-        tmp_path, warm, str(SHOW_START), "7", "compile", stdin="some text\n", cold=True
-    ):
-        assert exit_code == 7, stderr
-        out.append(stdout)
-        err.append(stderr)
-    facts = [json.loads(text.splitlines()[0]) for text in out]
-    for name in facts[0]:
-        assert facts[1][name] == facts[0][name], f"warm: {name}"
-        assert facts[2][name] == facts[0][name], f"cold: {name}"
-    assert out[0].splitlines()[1:] == ["from a thread", "at exit"]
-    assert [text.splitlines()[1:] for text in out[1:]] == [out[0].splitlines()[1:]] * 2
-    assert err == [""] * 3
-
-
 def test_workers_draw_different_random_numbers(warm: RunningForkServer, tmp_path: Path) -> None:
     """A fork would inherit the seeds, and all ranks would augment alike."""
     script = tmp_path / "draw.py"

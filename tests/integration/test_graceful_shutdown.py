@@ -122,32 +122,6 @@ def test_second_interrupt_skips_grace(agents: Agents) -> None:
     wait_for(lambda: not is_alive(pid), "the worker to die")
 
 
-def test_failed_worker_ends_others_without_grace(agents: Agents) -> None:
-    """A restart does not wait for workers that ignore SIGTERM."""
-    agents.script(
-        STUBBORN.replace(
-            "while True",
-            'if os.environ["LOCAL_RANK"] == "0":\n'
-            '    while len(list(pathlib.Path(".").glob("worker-*"))) < 2: time.sleep(0.01)\n'
-            "    raise SystemExit(3)\nwhile True",
-        )
-    )
-    code, log = agents.run("--nproc-per-node=2", "--grace=3600", "--max-restarts=0", "train.py")
-    assert code == 1, log
-    (killed,) = [event for event in agents.events("worker-exit") if event["stopped"]]
-    assert killed["signal"] == "SIGKILL"
-
-
-@pytest.mark.parametrize("grace", ["-1", "inf"])
-def test_invalid_grace_is_refused(agents: Agents, grace: str) -> None:
-    """Nothing has started by then."""
-    agents.script("")
-    code, log = agents.run(f"--grace={grace}", "train.py")
-    assert code == 2, log
-    assert "--grace is" in log
-    assert not agents.events("agent-start")
-
-
 def test_forked_children_end_by_sigterm(agents: Agents) -> None:
     """`terminate()` ends a child, and a finished job does not wait for its idle children."""
     agents.script(FORKS)

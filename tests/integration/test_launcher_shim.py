@@ -106,7 +106,7 @@ def test_shim_exits_with_exit_code_of_worker(code: int, start: Any, tmp_path: Pa
     assert now["b"] - 1800 < event["b"] <= now["b"]
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGSEGV", "SIGUSR2"])
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
 def test_shim_exits_by_signal_of_worker(name: str, start: Any, tmp_path: Path) -> None:
     """It leaves no core file of its own."""
     number = signal.Signals[name]
@@ -458,41 +458,6 @@ def test_shim_exits_when_agent_renews_lease_of_dead_worker(
     assert process.wait(30) == -signal.SIGKILL
 
 
-# An agent with a lease of an hour. Once its worker runs, it shortens the lease to half a second and stops
-# itself.
-STOPPING_AGENT = """
-import os, pathlib, signal, subprocess, sys, time
-from elastic_resume import constants
-from elastic_resume.agent.workers.lease_page import LeasePage
-lease_page = LeasePage()
-lease_page.set(time.clock_gettime(time.CLOCK_BOOTTIME) + 3600)
-os.environ[constants.ENV_AGENT_PID] = str(os.getpid())
-os.environ[constants.ENV_LEASE_PAGE] = lease_page.path
-here = pathlib.Path(sys.argv[1])
-shim = subprocess.Popen(sys.argv[2:], start_new_session=True)
-while not all((here / name).exists() for name in ("worker", "grandchild")):
-    time.sleep(0.01)
-(here / "shim").write_text(str(shim.pid))
-lease_page.set(time.clock_gettime(time.CLOCK_BOOTTIME) + 0.5)
-os.kill(os.getpid(), signal.SIGSTOP)
-"""
-
-
-def test_stopped_agent_loses_its_workers(environ: dict[str, str], tmp_path: Path) -> None:
-    """No other process of the node is needed for that. The rest ends with the agent."""
-    arguments = [str(tmp_path), *SHIM, *stubborn(tmp_path)]
-    agent = subprocess.Popen([*python(STOPPING_AGENT), *arguments], env=environ)
-    try:
-        shim_pid, *pids = [wait_for_pid(tmp_path / "shim"), *family(tmp_path)]
-        wait_for(lambda: not any(map(is_alive, pids)), "worker and grandchild to die")
-        lease_expired_event(tmp_path)
-        assert is_alive(shim_pid)
-    finally:
-        agent.kill()
-        agent.wait()
-    wait_for(lambda: not is_alive(shim_pid), "the launcher shim to die")
-
-
 def test_jump_of_wall_clock_changes_no_lease(lease_page: LeasePage, environ: Any, tmp_path: Path) -> None:
     """Here it jumps by a day at every call. Only the event has the time of day."""
     clock = "now, days = time.time, iter(range(1, 10**9)); time.time = lambda: now() + 86400 * next(days)"
@@ -535,20 +500,3 @@ def test_worker_inherits_no_lease_page(start: Any) -> None:
     assert plain.startswith(b"False")
     process = start(*python(code), stdout=subprocess.PIPE)
     assert process.communicate(timeout=30)[0] == plain
-
-
-@pytest.mark.usefixtures("lease_page")
-@pytest.mark.parametrize("has_lease", [False, True])
-@pytest.mark.parametrize("code", [0, 7])
-def test_worker_within_lease_exits_as_without_one(
-    has_lease: bool, code: int, environ: Any, start: Any, tmp_path: Path
-) -> None:
-    """At once, and with the same fields in its event."""
-    if not has_lease:
-        del environ[constants.ENV_LEASE_PAGE]
-    assert start("/bin/sh", "-c", f"exit {code}").wait(30) == code
-    event = read_exit_event(tmp_path)
-    fields = {"t", "event", "node", "pid", "b", "boot", "rank", "local_rank", "generation", "worker_pid"}
-    fields |= {"exit_code", "signal", "stopped"}
-    assert set(event) == fields | ({"message"} if code else set())
-    assert event["stopped"] is False

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 import elastic_resume as er
 from elastic_resume.errors import ConfigError, MachineError, UsageError
 from elastic_resume.testing import Fault, assert_same_run
-from tests.support import launchers
 from tests.support.library_job import LibraryJob, StepLog
 from tests.support.paths import ROOT, SCRIPTS, TESTS
 
@@ -175,15 +173,6 @@ def test_example_is_the_same_run_after_kills(tmp_path: Path, monkeypatch: pytest
         ignore=["callbacks"],  # the second run gives its checkpoints other names than the first
         env=PRELOAD,
     )
-
-
-@pytest.mark.soak
-def test_launchers_continue_the_run_of_each_other(tmp_path: Path) -> None:
-    """One epoch by python, one by torchrun."""
-    for launcher, epochs in (([sys.executable], 1), (launchers.TORCHRUN, 2)):
-        done = launchers.run(launcher, EXAMPLE, "--epochs", str(epochs), cwd=tmp_path)
-        assert re.fullmatch(r"best accuracy [\d.]+%", done.stdout.splitlines()[-1])
-    assert "resumed at step 45 (epoch 1)" in done.stderr
 
 
 # ---- what is refused, in this process --------------------------------------------------------------------

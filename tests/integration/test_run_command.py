@@ -12,7 +12,6 @@ import re
 import shutil
 import signal
 
-import psutil
 import pytest
 
 from elastic_resume import constants
@@ -101,30 +100,17 @@ def test_the_file_of_flags_is_used(agents: Agents) -> None:
     assert (agents.directory / "elsewhere" / "train" / "a" / "events.jsonl").exists()
 
 
-@pytest.mark.parametrize("how", ["flag", "file", "variable"])
-def test_quiet_run_prints_warnings_and_errors_only(agents: Agents, how: str) -> None:
+def test_quiet_run_prints_warnings_and_errors_only(agents: Agents) -> None:
     """Workers inherit it. A job that fails still says why."""
     agents.script("import os, sys; print('quiet', os.environ.get('ELASTIC_RESUME_QUIET')); sys.exit(9)")
     (agents.directory / "f.yaml").write_text("quiet: true\n")
-    flags = {"flag": ["--quiet"], "file": ["--config", "f.yaml"], "variable": []}[how]
-    environ = {"ELASTIC_RESUME_QUIET": "1"} if how == "variable" else {}
-    code, log = agents.run(*flags, "train.py", **environ)
+    code, log = agents.run("--config", "f.yaml", "train.py")
     assert code == 1
     lines = [line for line in log.splitlines() if line.startswith("elastic_resume")]
     assert "rank 0 ended with exit code 9; restarting." in lines[0]
     assert not [line for line in lines if "checkpoints in" in line]
     assert "3 starts in a row failed without progress" in lines[-1]
     assert "quiet 1" in log
-
-
-def test_three_failed_starts_end_job(agents: Agents) -> None:
-    """One line names the rank and its exit code."""
-    agents.script("import sys; sys.exit(9)")
-    code, log = agents.run("train.py")
-    assert code == 1
-    last = log.strip().splitlines()[-1]
-    assert "3 starts in a row failed without progress" in last
-    assert "rank 0 ended with exit code 9" in last
     assert len(agents.events("round")) == 3
     (end,) = agents.events("agent-end")
     assert (end["outcome"], end["exit_code"]) == ("failed", 1)
@@ -139,16 +125,6 @@ def test_run_ends_with_2_for_a_flag_that_the_rendezvous_refuses(agents: Agents) 
     assert "--local-addr 192.0.2.7 is not an address of this machine" in log.strip().splitlines()[-1]
     (end,) = agents.events("agent-end")
     assert (end["outcome"], end["exit_code"]) == ("failed", 2)
-
-
-def test_max_restarts_keeps_torchrun_meaning(agents: Agents) -> None:
-    """One restart, though the policy would allow two."""
-    agents.script("import os; os.kill(os.getpid(), 9)")
-    code, log = agents.run("--max-restarts", "1", "train.py")
-    assert code == 1
-    assert len(agents.events("round")) == 2
-    assert "rank 0 was killed by SIGKILL" in log.strip().splitlines()[-1]
-    assert "Traceback" not in log
 
 
 # A failure that ends the job, told as a real worker tells it: to the agent's memory and to the node's log.
@@ -166,15 +142,6 @@ sys.exit(1)
 """
 
 
-def test_deterministic_failure_ends_job_at_once(agents: Agents) -> None:
-    """A restart would meet the error again."""
-    agents.script(FAULTY)
-    code, log = agents.run("train.py")
-    assert code == 1
-    assert len(agents.events("round")) == 1
-    assert "MismatchError: fc.weight is (3,) and was (4,) (train.py:9)" in log.strip().splitlines()[-1]
-
-
 WRONG_USE = """
 import os, sys
 from pathlib import Path
@@ -188,13 +155,10 @@ sys.exit(1)
 """
 
 
-@pytest.mark.parametrize("flags", [[], ["--nproc-per-node=2"], ["--max-restarts=0"]])
-def test_wrong_use_ends_the_job_at_once_and_the_last_line_says_what_is_wrong(
-    agents: Agents, flags: list[str]
-) -> None:
+def test_wrong_use_ends_the_job_at_once_and_the_last_line_says_what_is_wrong(agents: Agents) -> None:
     """A worker that refuses its arguments knows neither rank nor generation; the stub knows the rank."""
     agents.script(WRONG_USE)
-    code, log = agents.run(*flags, "train.py", OMP_NUM_THREADS="1")
+    code, log = agents.run("--nproc-per-node=2", "train.py", OMP_NUM_THREADS="1")
     assert code == 1
     assert len(agents.events("round")) == 1
     said = (
@@ -205,17 +169,16 @@ def test_wrong_use_ends_the_job_at_once_and_the_last_line_says_what_is_wrong(
     assert "Traceback" not in log
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_to_the_agent_stops_its_workers(agents: Agents, number: signal.Signals) -> None:
-    """Exit code 128 + signal, and nothing is left."""
+def test_signal_to_the_agent_stops_its_workers(agents: Agents) -> None:
+    """Exit code 128 + signal, and nothing is left. test_graceful_shutdown.py sends the other signals."""
     agents.script(WAITS)
     agent = agents.start("--nproc-per-node=2", "train.py")
     pids = wait_for(lambda: len(agents.pids("worker")) == 2 and agents.pids("worker"), "two workers")
-    agent.send_signal(number)
-    assert agent.wait(60) == 128 + number
+    agent.send_signal(signal.SIGHUP)
+    assert agent.wait(60) == 128 + signal.SIGHUP
     wait_for(lambda: not any(map(is_alive, [*pids, *agents.pids("child")])), "workers and children to die")
     (end,) = agents.events("agent-end")
-    assert (end["outcome"], end["exit_code"]) == ("signalled", 128 + number)
+    assert (end["outcome"], end["exit_code"]) == ("signalled", 128 + signal.SIGHUP)
 
 
 def test_signal_during_rendezvous_ends_agent(agents: Agents) -> None:
@@ -228,17 +191,6 @@ def test_signal_during_rendezvous_ends_agent(agents: Agents) -> None:
     agent.send_signal(signal.SIGTERM)
     assert agent.wait(60) == 143
     assert agents.events("agent-end")[0]["outcome"] == "signalled"
-
-
-def test_killed_agent_leaves_no_process(agents: Agents) -> None:
-    """Neither shim nor worker nor the worker's child survives, though the child left the session."""
-    agents.script(WAITS)
-    agent = agents.start("--nproc-per-node=2", "train.py")
-    wait_for(lambda: len(agents.pids("worker")) == 2, "two workers")
-    tree = [process.pid for process in psutil.Process(agent.pid).children(recursive=True)]
-    assert set(agents.pids("worker") + agents.pids("child")) < set(tree)
-    agent.kill()
-    wait_for(lambda: not any(map(is_alive, tree)), "all to die")
 
 
 def test_second_agent_with_same_node_name_is_rejected(agents: Agents) -> None:
@@ -295,9 +247,7 @@ def test_two_nodes_continue_after_worker_is_killed(agents: Agents) -> None:
     assert "rank 1 on node b was killed by SIGKILL; restarting." in agents.log("a")
 
 
-@pytest.mark.parametrize(
-    ("host", "addresses"), [("[::1]", ("::1", "::1")), ("localhost", ()), ("localhost", ("localhost",) * 2)]
-)
+@pytest.mark.parametrize(("host", "addresses"), [("[::1]", ("::1", "::1")), ("localhost", ())])
 def test_two_agents_of_one_machine_meet(agents: Agents, host: str, addresses: tuple[str, ...]) -> None:
     """By IPv6 or by name; the second one finds the candidate's port held by the first, and joins it."""
     agents.script(WAITS)
@@ -307,17 +257,16 @@ def test_two_agents_of_one_machine_meet(agents: Agents, host: str, addresses: tu
     assert [agent.wait(60) for agent in two] == [0, 0]
 
 
-@pytest.mark.parametrize("faulty", ["a", "b"])
-def test_job_ends_on_both_nodes_when_one_gives_up(agents: Agents, faulty: str) -> None:
-    """Exit code 1, also when that node leads the rendezvous."""
+def test_job_ends_on_both_nodes_when_the_leader_gives_up(agents: Agents) -> None:
+    """Exit code 1."""
     agents.script(
-        f"import os\nif os.environ['ELASTIC_RESUME_NODE_NAME'] == {faulty!r}:\n    exec({FAULTY!r})\n" + WAITS
+        f"import os\nif os.environ['ELASTIC_RESUME_NODE_NAME'] == 'a':\n    exec({FAULTY!r})\n" + WAITS
     )
     two = start_two(agents)
     assert [agent.wait(60) for agent in two] == [1, 1]
     for node in "ab":
         last = agents.log(node).strip().splitlines()[-1]
-        assert f"node {faulty} gave up: " in last
+        assert "node a gave up: " in last
         assert "MismatchError: fc.weight" in last
     wait_for(lambda: not any(map(is_alive, agents.pids("worker"))), "workers to die")
     assert json.dumps(agents.events("agent-end", "a")).count("MismatchError") == 1
@@ -339,19 +288,18 @@ def test_join_timeout_exits_with_requeue_code(agents: Agents) -> None:
     assert "no rendezvous within 3 s: 1 of at least 2 nodes have joined" in last
 
 
-@pytest.mark.parametrize(
-    "flags", [["--rdzv-backend", "c10d", "--rdzv-conf", "is_host=1,timeout=60"], ["--rdzv-backend=static"]]
-)
-def test_torch_backend_is_replaced_by_ours(agents: Agents, flags: list[str]) -> None:
+def test_torch_backend_is_replaced_by_ours(agents: Agents) -> None:
     """The survivor of two continues, which torch's own could not do without its host."""
     agents.script(WAITS)
-    two = start_two(agents, more=("--nnodes=1:2", *flags))
+    two = start_two(
+        agents, more=("--nnodes=1:2", "--rdzv-backend", "c10d", "--rdzv-conf", "is_host=1,timeout=60")
+    )
     wait_for(lambda: agents.pids("worker-a") and agents.pids("worker-b"), "two workers")
     two[0].kill()
     wait_for(lambda: len(agents.pids("worker-b")) == 2, "another worker")
     (agents.directory / "finish").touch()
     assert two[1].wait(60) == 0
-    assert ("--rdzv-conf is_host: has no effect here." in agents.log("b")) == ("--rdzv-conf" in flags)
+    assert "--rdzv-conf is_host: has no effect here." in agents.log("b")
 
 
 def test_run_with_master_addr_and_node_rank_orders_the_nodes(agents: Agents) -> None:

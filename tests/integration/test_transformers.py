@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ import torch
 
 from elastic_resume.errors import UsageError
 from elastic_resume.testing import Fault, assert_same_run
-from tests.support import launchers
 from tests.support.library_job import LibraryJob, StepLog
 from tests.support.paths import ROOT, SCRIPTS, TESTS
 
@@ -164,21 +161,6 @@ def test_example_is_the_same_run_after_a_node_left_and_came_back(tmp_path: Path)
     words = ["--epochs", "6", "--output-dir", str(tmp_path)]
     faults = [Fault("preemption", node=1, step=6)]
     assert_same_run(EXAMPLE, *words, faults=faults, nodes=2, lines="^test accuracy", env=PRELOAD)
-
-
-@pytest.mark.soak
-def test_launchers_continue_the_run_of_each_other(tmp_path: Path) -> None:
-    """One epoch by python, one by torchrun."""
-    for launcher, epochs in (([sys.executable], 1), (launchers.TORCHRUN, 2)):
-        done = launchers.run(launcher, EXAMPLE, "--epochs", str(epochs), cwd=tmp_path)
-        assert re.fullmatch(r"test accuracy [\d.]+%", done.stdout.splitlines()[-1])
-    assert "resumed at step 15 (epoch 1)" in done.stderr
-
-
-def test_example_has_four_lines_that_a_plain_script_lacks() -> None:
-    """The import, a class of two lines, and its name in the place of Trainer."""
-    code = EXAMPLE.read_text().partition("from __future__")[2]
-    assert len(re.findall(r"^.*(?:[Ee]lastic|DigitsTrainer).*$", code, re.MULTILINE)) == 4
 
 
 # ---- what is refused, in this process --------------------------------------------------------------------

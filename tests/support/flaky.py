@@ -1,7 +1,7 @@
 """Find flaky tests: ``python -m tests.support.flaky --runs 50 [PYTEST ARGUMENT ...]``.
 
-Runs each test many times under a random load, three at a time, and counts failures. The load keeps processors
-and disk busy, and stops or slows random processes of the tests. ``make flaky TESTS=… N=50`` calls it.
+Runs each test many times under a random load, three at a time. The load keeps processors busy, and stops
+random processes of the tests. ``make flaky TESTS=… N=50`` calls it.
 
 A failure may come from the load itself: it may continue a process that a test has just stopped.
 ``--undisturbed`` runs without load.
@@ -16,11 +16,8 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections import Counter, defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -51,49 +48,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.callspec.params["flaky_run"] if hasattr(item, "callspec") else 0)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print each test that failed, how often, and the first line of each error."""
-    runs: dict[str, set[str]] = defaultdict(set)
-    errors: dict[str, dict[str, str]] = defaultdict(dict)
-    for outcome, reports in terminalreporter.stats.items():
-        for report in reports:
-            if isinstance(report, pytest.TestReport):
-                name = _without_run(report.nodeid)
-                runs[name].add(report.nodeid)
-                if outcome in {"failed", "error"}:
-                    crash = getattr(report.longrepr, "reprcrash", None)
-                    message = str(getattr(crash, "message", report.longrepr)).partition("\n")[0]
-                    errors[name].setdefault(report.nodeid, message)
-    write = terminalreporter.write_line
-    terminalreporter.section(
-        f"{len(runs)} tests, {sum(map(len, runs.values()))} runs, {len(errors)} tests failed"
-    )
-    for name, lines in sorted(errors.items(), key=lambda pair: -len(pair[1])):
-        write(f"{len(lines):3} of {len(runs[name]):3}  {name}")
-        for line, count in Counter(lines.values()).most_common():
-            write(f"             {count} x {line[:160]}")
-
-
-def _without_run(nodeid: str) -> str:
-    """Return the name of a test without the number of its run, which is its last parameter."""
-    name, _, parameters = nodeid.partition("[")
-    others = parameters.rstrip("]").rpartition("-")[0]
-    return f"{name}[{others}]" if others else name
-
-
 # ---- the disturbance -------------------------------------------------------------------------------------
 
 
-def disturb(tests: subprocess.Popen[bytes], rng: random.Random, directory: Path) -> None:
+def disturb(tests: subprocess.Popen[bytes], rng: random.Random) -> None:
     """Disturb the processes of ``tests`` in random ways until it ends."""
     hogs: list[subprocess.Popen[bytes]] = []
     disturbances = [
         lambda: _take_processors(hogs),
         lambda: _stop(_choose_process(tests.pid, rng)),
-        lambda: _load_disk(directory / "load"),
     ]
-    if os.geteuid() == 0:  # others may be unable to raise the priority again
-        disturbances.append(lambda: _lower_priority(_choose_process(tests.pid, rng)))
     try:
         for _ in range(os.cpu_count() or 1):
             hogs.append(subprocess.Popen([sys.executable, "-c", HOG]))
@@ -135,27 +99,6 @@ def _stop(process: psutil.Process) -> Iterator[None]:
         process.resume()
 
 
-@contextlib.contextmanager
-def _lower_priority(process: psutil.Process) -> Iterator[None]:
-    """Let a process run only while no other wants the processor."""
-    # What it forks meanwhile is not idle: nothing would end that.
-    os.sched_setscheduler(process.pid, os.SCHED_IDLE | os.SCHED_RESET_ON_FORK, os.sched_param(0))
-    try:
-        yield
-    finally:
-        os.sched_setscheduler(process.pid, os.SCHED_OTHER, os.sched_param(0))
-
-
-@contextlib.contextmanager
-def _load_disk(path: Path) -> Iterator[None]:
-    """Write and sync 32 MB."""
-    with open(path, "wb") as file:
-        for _ in range(8):
-            file.write(bytes(4 << 20))
-            os.fsync(file.fileno())
-    yield
-
-
 def main() -> int:
     """Run pytest beside the disturbance; return its exit code."""
     parser = argparse.ArgumentParser(prog="flaky", description=__doc__)
@@ -165,13 +108,12 @@ def main() -> int:
     options, others = parser.parse_known_args()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # continues what it has stopped
     print(f"seed of the load: {options.seed}", flush=True)
-    flags = f"-q -rN -n {PARALLEL} --dist worksteal -p no:cacheprovider -p {__spec__.name}".split()
+    flags = f"-q -rf --tb=line -n {PARALLEL} --dist worksteal -p no:cacheprovider -p {__spec__.name}".split()
     flags += ["--flaky-runs", str(options.runs)]
     tests = subprocess.Popen([sys.executable, "-m", "pytest", *flags, *others])
     try:
         if not options.undisturbed:
-            with tempfile.TemporaryDirectory() as directory:
-                disturb(tests, random.Random(options.seed), Path(directory))
+            disturb(tests, random.Random(options.seed))
         return tests.wait()
     finally:
         tests.send_signal(signal.SIGINT)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import mmap
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -36,140 +34,6 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SimulatedDi
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the descriptor that lists them
             assert os.fstat(int(entry.name)).st_dev != device
-
-
-def write(path: Path, data: bytes, *, sync: bool = True) -> None:
-    """Write a file, durably unless ``sync`` is false."""
-    with path.open("wb", buffering=0) as file:
-        file.write(data)
-        if sync:
-            os.fsync(file.fileno())
-
-
-def sync_dir(path: Path) -> None:
-    """Make the names in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
-def error_name(act: Callable[[], object]) -> str:
-    """Return the name of the raised error number, empty if there is none."""
-    try:
-        act()
-    except OSError as error:
-        return errno.errorcode[error.errno or 0]
-    return ""
-
-
-def page_aligned(data: bytes) -> memoryview:
-    """Return the bytes in page-aligned memory, as O_DIRECT requires."""
-    memory = mmap.mmap(-1, len(data))
-    memory[:] = data
-    return memoryview(memory)
-
-
-def test_full_disk_raises_enospc_until_freed(disk: SimulatedDisk) -> None:
-    """Data that was there stays."""
-    write(disk.path / "before", b"kept")
-    disk.fill()
-    assert error_name(lambda: write(disk.path / "more", bytes(100_000))) == "ENOSPC"
-    assert (disk.path / "before").read_bytes() == b"kept"
-    disk.free()
-    write(disk.path / "more", bytes(100_000))
-
-
-def test_broken_disk_raises_eio_and_keeps_its_data(disk: SimulatedDisk) -> None:
-    """After `mend`, files that were open keep their error, as with a real disk."""
-    write(disk.path / "kept", b"k" * MB)
-    sync_dir(disk.path)
-    descriptor = os.open(disk.path / "kept", os.O_RDWR)
-    disk.fail()
-    assert error_name((disk.path / "kept").read_bytes) == "EIO"
-    assert error_name(lambda: write(disk.path / "new", b"n" * MB)) in {"EIO", "EROFS"}
-    disk.mend()
-    assert (disk.path / "kept").read_bytes() == b"k" * MB
-    assert error_name(lambda: write(disk.path / "new", b"n" * MB)) == ""
-    with open(descriptor, "r+b", buffering=0) as file:
-        assert error_name(lambda: file.write(b"old") and file.truncate(0)) in {"EIO", "EROFS"}
-    assert (disk.path / "kept").read_bytes() == b"k" * MB
-
-
-def test_full_and_broken_are_independent(disk: SimulatedDisk) -> None:
-    """`mend` does not disturb a disk that works."""
-    disk.fail()
-    disk.fill()
-    disk.mend()
-    assert error_name(lambda: write(disk.path / "more", bytes(100_000))) == "ENOSPC"
-    disk.fail()
-    disk.free()
-    assert error_name(lambda: write(disk.path / "more", bytes(100_000))) != ""
-    disk.mend()
-    with (disk.path / "more").open("wb", buffering=0) as held:
-        disk.mend()
-        assert held.write(bytes(100_000)) == 100_000
-
-
-def test_ext4_turns_read_only_after_error(tmp_path: Path) -> None:
-    """Writing raises EROFS and reading works; xfs never does this."""
-    with SimulatedDisk(tmp_path) as disk:
-        write(disk.path / "kept", b"kept")
-        sync_dir(disk.path)
-        disk.turn_read_only()
-        assert error_name(lambda: write(disk.path / "new", b"new")) == "EROFS"
-        assert (disk.path / "kept").read_bytes() == b"kept"
-        disk.mend()
-        write(disk.path / "new", b"new")
-    with (
-        SimulatedDisk(tmp_path, disks.MIN_BYTES["xfs"], "xfs") as disk,
-        pytest.raises(UsageError, match="shuts down"),
-    ):
-        disk.turn_read_only()
-
-
-def test_rate_limit_slows_disk(disk: SimulatedDisk) -> None:
-    """The test asserts an order, not a time: many writes to another disk finish first."""
-    with SimulatedDisk(Path("/tmp")) as other:  # noqa: S108  the file has no name
-        disk.limit_rate(20_000)
-        code = "import os,sys; f=os.open(sys.argv[1],65); os.write(f,bytes(1<<20)); os.fsync(f)"
-        slow = subprocess.Popen([sys.executable, "-I", "-S", "-c", code, str(disk.path / "slow")])
-        for number in range(20):
-            write(other.path / f"fast-{number}", bytes(10_000))
-        assert slow.poll() is None
-        disk.remove_rate_limit()
-        assert slow.wait(30) == 0
-
-
-def test_power_loss_keeps_synced_data_only(disk: SimulatedDisk) -> None:
-    """Both file and name."""
-    write(disk.path / "durable", b"d" * MB)
-    sync_dir(disk.path)
-    write(disk.path / "volatile", b"v" * MB, sync=False)
-    disk.lose_power()
-    assert error_name(lambda: write(disk.path / "later", b"l")) != ""
-    disk.mend()
-    assert (disk.path / "durable").read_bytes() == b"d" * MB
-    assert not (disk.path / "volatile").exists() or (disk.path / "volatile").read_bytes() != b"v" * MB
-
-
-def test_power_loss_tears_unflushed_write(tmp_path: Path) -> None:
-    """The seed decides which unflushed sectors survive."""
-    old, new = b"o" * MB, b"n" * MB
-    left = []
-    for seed in range(6):
-        with SimulatedDisk(tmp_path) as disk:
-            write(disk.path / "file", old)
-            descriptor = os.open(disk.path / "file", os.O_WRONLY | os.O_DIRECT)
-            with page_aligned(new) as block:
-                os.write(descriptor, block)
-            os.close(descriptor)
-            disk.lose_power(seed)
-            disk.mend()
-            found = (disk.path / "file").read_bytes()
-        left.append(found.count(b"n"))
-        assert found.count(b"n") + found.count(b"o") == MB
-    assert any(0 < count < MB for count in left), left
-    assert 0 in left or MB in left, left
 
 
 def test_machine_sees_disk_at_same_path_after_mend(tmp_path: Path) -> None:

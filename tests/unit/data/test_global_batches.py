@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -28,17 +27,6 @@ def placed(batches: GlobalBatches, rank: int, world: int, epoch: int = 0, step: 
     batches.bind(rank, world)
     batches.seek(epoch, step)
     return batches
-
-
-def read_by_world(batches: GlobalBatches, world: int, epoch: int, start: int, stop: int) -> list[int]:
-    """Return the samples that count at steps start to stop, over all ranks."""
-    counted: list[int] = []
-    for rank in range(world):
-        shares = itertools.islice(placed(batches, rank, world, epoch, start), stop - start)
-        for step, share in enumerate(shares, start):
-            if batches.loss_weight(step) > 0:
-                counted += share
-    return counted
 
 
 # ---- shares ------------------------------------------------------------------------------------------
@@ -70,14 +58,6 @@ def test_share_is_never_empty_and_within_batch(size: int, batch: int, world: int
 # ---- one order, each sample once ---------------------------------------------------------------------
 
 
-@given(WORLDS, WORLDS, st.integers(0, 11))
-def test_global_batch_has_same_samples_in_every_world(left: int, right: int, step: int) -> None:
-    """Even their order is the same, rank after rank."""
-    batches = GlobalBatches(70, 6, seed=5)
-    there = read_by_world(batches, left, 2, step, step + 1)
-    assert there == read_by_world(batches, right, 2, step, step + 1)
-
-
 def test_order_differs_by_epoch_and_seed() -> None:
     """(seed, epoch) is mixed, not added: (0, 1) and (1, 0) differ."""
     orders = {
@@ -100,12 +80,6 @@ def test_order_without_shuffle_is_dataset_order() -> None:
 
 
 # ---- iterators ---------------------------------------------------------------------------------------
-
-
-def test_iterating_twice_gives_same_batches() -> None:
-    """Reading changes no position."""
-    batches = placed(GlobalBatches(20, 6), 1, 2, epoch=4, step=1)
-    assert list(batches) == list(batches)
 
 
 def test_concurrent_iterators_are_independent() -> None:
@@ -211,20 +185,7 @@ def test_rank_without_share_reads_sample_with_zero_weight() -> None:
     assert weights == [2.5, 2.5, 0.0, 0.0, 0.0]
 
 
-def test_equal_shares_have_weight_one() -> None:
-    """Without rounding."""
-    assert [placed(GlobalBatches(96, 48), rank, 3).loss_weight(1) for rank in range(3)] == [1.0] * 3
-
-
 # ---- identity ----------------------------------------------------------------------------------------
-
-
-def test_state_is_plain_data_without_position() -> None:
-    """Two nodes at the same step store the same bytes."""
-    batches = GlobalBatches(10, 4, seed=2)
-    before = batches.state_dict()
-    assert placed(batches, 1, 2, epoch=3, step=1).state_dict() == before
-    assert all(type(value) in (int, bool) for value in before.values())
 
 
 def test_load_refuses_other_order_and_lists_differences() -> None:
@@ -238,16 +199,6 @@ def test_load_refuses_other_order_and_lists_differences() -> None:
     assert "shuffle is False here, True in the checkpoint" in text
     assert "seed" not in text
     assert "--resume never" in text
-
-
-def test_load_refuses_state_with_missing_or_extra_name() -> None:
-    """The state of a later version may have more names."""
-    saved = GlobalBatches(10, 4).state_dict()
-    with pytest.raises(MismatchError, match="world is 'unknown' here, 3 in the checkpoint"):
-        GlobalBatches(10, 4).load_state_dict({**saved, "world": 3})
-    del saved["seed"]
-    with pytest.raises(MismatchError, match="seed is 0 here, 'missing' in the checkpoint"):
-        GlobalBatches(10, 4).load_state_dict(saved)
 
 
 # ---- libraries ---------------------------------------------------------------------------------------
@@ -340,12 +291,6 @@ def test_wrong_argument_is_refused_by_name(arguments: dict[str, Any], text: str)
         GlobalBatches(**{"dataset_size": 10, "global_batch": 4, **arguments})
 
 
-def test_numpy_integers_are_accepted() -> None:
-    """Scripts pass sizes of numpy arrays."""
-    state = GlobalBatches(np.int64(10), np.int32(4)).state_dict()
-    assert {type(state["dataset_size"]), type(state["global_batch"])} == {int}
-
-
 @pytest.mark.parametrize(("rank", "world"), [(2, 2), (-1, 2), (0, 0), (True, 2)])
 def test_bind_refuses_rank_outside_world(rank: int, world: int) -> None:
     """Its share would be read by nobody."""
@@ -361,12 +306,3 @@ def test_seek_outside_epoch_is_refused_and_changes_nothing(epoch: int, step: int
     with pytest.raises(ConfigError, match=r"epoch|step_in_epoch"):
         batches.seek(epoch, step)
     assert list(batches) == before
-
-
-@pytest.mark.parametrize("step", [-1, 3])
-def test_share_of_step_outside_epoch_is_refused(step: int) -> None:
-    """An empty share would be wrong too."""
-    batches = GlobalBatches(10, 4)
-    for ask in (batches.samples, batches.share, batches.loss_weight):
-        with pytest.raises(ConfigError, match="step_in_epoch must be an integer from 0 to 2"):
-            ask(step)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 import pickle
 import random
-import shutil
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,18 +14,38 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 import elastic_resume as er
 from elastic_resume.data import rng
 from elastic_resume.data.elastic_sampler import find_batches
 from elastic_resume.data.rng import SeededIndices
 from elastic_resume.errors import ConfigError, UsageError
-from tests.support import launch_ranks
-from tests.support.scripts import augment
-from tests.support.scripts.augment import LOADERS, SAMPLES, STEPS, Noisy
 
 Sample = tuple[int, Tensor]
+
+
+SAMPLES = 60
+
+
+class Noisy(Dataset[tuple[int, Tensor]]):
+    """Sample i is a vector of i, with noise from three generators; some samples draw more than others."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        noise = torch.rand(1 + index % 3)[0]
+        more = random.gauss(0.0, 1.0) + float(np.random.normal(size=1 + index % 2)[0])  # noqa: NPY002
+        return index, torch.full((4,), float(index)) / SAMPLES + noise + more
+
+
+def seen(batch: tuple[Tensor, Tensor]) -> list[list[int | str]]:
+    """Return index and digest of each sample of a batch."""
+    return [
+        [int(index), hashlib.sha256(row.numpy().tobytes()).hexdigest()[:16]]
+        for index, row in zip(*batch, strict=True)
+    ]
 
 
 def batches_at(
@@ -42,66 +60,13 @@ def batches_at(
 
 def read(loader: DataLoader[Sample]) -> list[list[Any]]:
     """Return index and digest of every sample of a loader."""
-    return [sample for batch in loader for sample in augment.seen(batch)]
+    return [sample for batch in loader for sample in seen(batch)]
 
 
 def host_state() -> list[Any]:
     """Return the state of all CPU generators."""
     name, words, *rest = np.random.get_state()  # noqa: NPY002
     return [torch.get_rng_state().tolist(), random.getstate(), name, list(words), *rest]
-
-
-# ---- whole runs --------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_killed_run_reads_same_tensors_as_undisturbed_run(tmp_path: Path) -> None:
-    """With 0 and 2 workers on any rank: a sample is one tensor in an epoch."""
-    script = Path(augment.__file__)
-
-    def train(directory: str, size: int, *args: str) -> list[Any]:
-        (tmp_path / directory).mkdir(exist_ok=True)
-        return launch_ranks.run_ranks(size, script, str(tmp_path / directory), *args)
-
-    def read_results(done: list[Any]) -> list[dict[str, Any]]:
-        assert [process.returncode for process in done] == [0] * len(done), [p.stderr for p in done]
-        return [json.loads(process.stdout.splitlines()[-1]) for process in done]
-
-    def read_step_log(directory: str, size: int, began: int) -> dict[tuple[int, int], Any]:
-        """Return what each rank read, by rank and step."""
-        found = {}
-        for rank in range(size):
-            file = tmp_path / directory / f"seen-{size}-{rank}-from-{began}.jsonl"
-            lines = map(json.loads, file.read_text().splitlines())
-            found.update({(rank, line["step"]): line for line in lines})
-        return found
-
-    kill_in, save_at = STEPS + 5, STEPS + 3
-    assert save_at % 3 == 0
-    undisturbed = read_results(train("undisturbed", 2))
-    killed = train("killed", 2, "--save-at", str(save_at), "--kill-in", str(kill_in))
-    assert -signal.SIGKILL in {process.returncode for process in killed}, [p.stderr for p in killed]
-    shutil.copytree(tmp_path / "killed", tmp_path / "alone")
-    resumed, alone = read_results(train("killed", 2)), read_results(train("alone", 1))
-    assert {result["began"] for result in [*resumed, *alone]} == {save_at}
-
-    whole = read_step_log("undisturbed", 2, 0)
-    assert len(whole) == 2 * 2 * STEPS
-    before, after = read_step_log("killed", 2, 0), read_step_log("killed", 2, save_at)
-    assert set(after) == {at for at in whole if at[1] >= save_at}
-    assert before == {at: line for at, line in whole.items() if at in before}
-    assert after == {at: line for at, line in whole.items() if at in after}
-    assert [result["digest"] for result in resumed] == [result["digest"] for result in undisturbed]
-
-    samples: dict[tuple[int, int], set[str]] = {}
-    for line in [*whole.values(), *read_step_log("alone", 1, save_at).values()]:
-        shown = dict(zip(LOADERS, line["loaders"], strict=True))
-        assert shown == dict.fromkeys(LOADERS, shown["0"])
-        for index, digest in shown["0"]:
-            samples.setdefault((line["epoch"], index), set()).add(digest)
-    assert len(samples) == 2 * SAMPLES
-    assert {len(digests) for digests in samples.values()} == {1}
-    assert len(set.union(*samples.values())) == 2 * SAMPLES, "the epochs' noise is not the same"
 
 
 # ---- samples -----------------------------------------------------------------------------------------
@@ -146,7 +111,7 @@ def test_seeded_samples_are_same_with_elastic_sampler() -> None:
     singles = [
         default_collate([sample]) for sample in DataLoader(dataset, batch_size=None, sampler=one_by_one)
     ]
-    assert sorted(sample for batch in singles for sample in augment.seen(batch)) == expected
+    assert sorted(sample for batch in singles for sample in seen(batch)) == expected
     unmarked = DataLoader(dataset, batch_size=11, sampler=er.ElasticSampler(Noisy(), seed=8))
     with pytest.raises(UsageError, match="ElasticSampler made from the seeded dataset"):
         read(unmarked)
@@ -280,7 +245,7 @@ class Job:
         run, step = self.run, self.run.position.step
         for _ in run.epochs(3):
             for batch in self.loader:
-                drawn[step] = [augment.seen(batch), *self.draw()]
+                drawn[step] = [seen(batch), *self.draw()]
                 step += 1
                 run.step()
                 if step == stop and step % 3:

@@ -374,15 +374,6 @@ def test_resume_after_last_batch_does_the_rest_of_the_epoch_once(begin: Begin, s
     assert found == [*rest, (1, len(EVERY)), (2, len(EVERY))]
 
 
-def test_end_state_does_not_depend_on_interruptions(begin: Begin) -> None:
-    """Nothing of the deals of earlier epochs is left."""
-    stream, run = begin()
-    for _ in run.epochs(2):
-        for _ in stream:
-            run.step()
-    assert stream.state_dict() == {**make().state_dict(), "progress": make_progress(epoch=2)}
-
-
 def test_stream_of_an_earlier_run_in_this_process_begins_anew(begin: Begin) -> None:
     """A later cell of a notebook may call resume again, with the same stream."""
     stream, run = begin()
@@ -429,11 +420,6 @@ def test_loop_within_the_loop_is_refused(begin: Begin) -> None:
             break
         next(iter(stream))
         assert take_all(stream, run) == len(EVERY), "a loop that was left is no second one"
-
-
-def make_progress(epoch: int) -> dict[str, Any]:
-    """Return the progress of an epoch that has not begun."""
-    return {"epoch": epoch, "finished": [0, 0], "begun": "", "lanes": "", "turns": []}
 
 
 @pytest.mark.parametrize("option", [{"in_order": False}, {"drop_last": True}, {"generator": None}])
