@@ -43,7 +43,7 @@ MAY_IMPORT_TORCH = (
     "agent/torchelastic.py",
     "agent/workers/forkserver.py",
 )
-PURE = ("policy/", "rendezvous/core/")
+PURE = ("policy/", "rendezvous/core/", "rendezvous/replica_comparison")
 IMPURE = frozenset(
     ["time", "os", "io", "socket", "asyncio", "random", "subprocess", "threading", "pathlib", "secrets"]
 )

@@ -5,7 +5,8 @@ decides its successor, so there is one sequence, also across partitions, crashes
 one `node.RendezvousNode`, a pure state machine: an event and the time in, effects out. `rendezvous/net` adds
 sockets, a disk and a clock. `tests/support/rendezvous_sim` plays the state machine through random faults.
 
-Roles. A node has one role at a time; each role is a module::
+Roles. A node has one role at a time; each role is a module. A table in it leads from the class of a message
+to its handler (`role.Role.dispatch`), and a role ends by setting `state.NodeState.next_role`::
 
                     no node of higher priority answers
            ┌───────────────────────────────────────────────┐

@@ -34,7 +34,7 @@ from elastic_resume.rendezvous.core.leader_announcer import LeaderAnnouncer
 from elastic_resume.rendezvous.core.peers import Link, Peer, PeerTable
 from elastic_resume.rendezvous.core.role import Handlers, Role
 from elastic_resume.rendezvous.core.state import NodeState, Search
-from elastic_resume.rendezvous.core.view_change import MANY_FOLLOWERS, PendingWelcome, ViewChange
+from elastic_resume.rendezvous.core.view_change import MANY_FOLLOWERS, ViewChange
 from elastic_resume.rendezvous.core.world import Ballot, Incarnation, JobEnd, View, Vote
 from elastic_resume.rendezvous.replica_comparison import ReplicaComparison
 
@@ -113,8 +113,8 @@ class Leader(Role):
         self.peers = PeerTable()
         self.running_view: View | None = None
         self.new_leader_address = ""
-        self.pending_welcomes: dict[int, PendingWelcome] = {}
-        """Nodes that were welcomed on a connection and have not replied on it."""
+        self.pending_welcomes: dict[int, tuple[messages.Hello, int]] = {}
+        """Nodes that were welcomed on a connection and have not replied on it, and the newest view then."""
         self.view_change = ViewChange(state, self.peers)
         self.discovery = LeaderAnnouncer(state, self.make_announcement, self.peers.addresses)
         self.replicas = ReplicaComparison(state.settings.node_timeout_s)
@@ -260,21 +260,21 @@ class Leader(Role):
         if peer and peer.link is not link and peer.disconnected_at is None:
             state.disconnect(peer.link)
             self._mark_disconnected(peer)
-        self.pending_welcomes[link.conn_id] = PendingWelcome(hello, state.view.generation)
+        self.pending_welcomes[link.conn_id] = hello, state.view.generation
         state.send(link, messages.Welcome(state.incarnation, state.view, state.voter.has_followed_another))
 
     def _admit(self, link: Link) -> None:
         """Add a node that has replied to its welcome to the followers."""
-        welcome = self.pending_welcomes.pop(link.conn_id)
+        hello, known_generation = self.pending_welcomes.pop(link.conn_id)
         self.view_change.reevaluate()
-        state, hello, sender = self.state, welcome.hello, welcome.hello.sender
+        state, sender = self.state, hello.sender
         refused = self.admission.check_hello(hello)
         if refused:
             state.send(link, refused)
             return
         self.admission.remove_former(sender)
         peer = self._add_peer(link, hello)
-        if welcome.generation < state.view.generation:
+        if known_generation < state.view.generation:
             self._send(peer, messages.Decided(state.view))
         if self.request:
             self._send(peer, self.request)

@@ -14,7 +14,7 @@ for the last-call timeout.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from elastic_resume.policy.reachability import choose_left_out
 from elastic_resume.policy.reasons import (
@@ -31,7 +31,7 @@ from elastic_resume.policy.reasons import (
     name_nodes,
 )
 from elastic_resume.rendezvous.core.decision import Decision
-from elastic_resume.rendezvous.core.messages import Hello, JoinSpec, ProposalAck, StartView
+from elastic_resume.rendezvous.core.messages import JoinSpec, ProposalAck, StartView
 from elastic_resume.rendezvous.core.peers import NEVER, PeerTable
 from elastic_resume.rendezvous.core.state import NodeState
 from elastic_resume.rendezvous.core.world import (
@@ -78,15 +78,6 @@ class Backoff:
     def wait_until(self, node: Incarnation) -> float:
         """Return when the node may be in the next view."""
         return self._by_node.get(node.node, (0, NEVER))[1]
-
-
-@dataclass(frozen=True, slots=True)
-class PendingWelcome:
-    """A node that was welcomed and has not replied yet."""
-
-    hello: Hello
-    generation: int
-    """The newest view that the welcome named."""
 
 
 class ViewChange:

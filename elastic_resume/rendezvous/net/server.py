@@ -99,20 +99,9 @@ class RendezvousServer:
     ) -> None:
         """Set up the server; `open` starts it.
 
-        Args:
-            settings: of the state machine.
-            incarnation: of this agent.
-            listener: bound and listening.
-            run_id: the job's name.
-            token: what peers must hold.
-            state_file: the durable state of this node.
-            on_effect: called with effects for the agent; must not block.
-            limits: on what peers can make this process spend.
-            on_core_change: called after every event, before its effects are carried out.
-            max_generation: the greatest generation that this node knows from elsewhere.
-            resolve: returns the addresses of a name; called in threads.
-            render_status: returns the line of JSON for status clients; called in a thread of its own.
-
+        ``on_core_change`` is called after every event, before its effects are carried out. ``resolve``
+        returns the addresses of a name, and ``render_status`` the line of JSON for status clients; both are
+        called in threads. ``on_effect`` must not block.
         """
         self._resolve = resolve
         self._settings = settings
