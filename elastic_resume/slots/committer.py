@@ -252,7 +252,8 @@ class CheckpointCommitter:
             self._last_commit = (state.snapshot_id, path)
             if result.seconds:
                 self.last_commit_s = result.seconds
-                self.slot_pool.control_block.record_commit_cost(result.seconds, result.cpu_s)
+                self.slot_pool.control_block.set("commit_us", int(result.seconds * 1e6))
+                self.slot_pool.control_block.set("commit_cpu_us", int(result.cpu_s * 1e6))
             self._handle_success(step)
         self._release_slot(state)
         return path
