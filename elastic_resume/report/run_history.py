@@ -56,7 +56,7 @@ class Generation:
     nodes: tuple[str, ...]
     world_size: int | None
     start_t: float
-    resume_kind: str  # cold, checkpoint, or empty if unknown
+    resume_kind: str  # cold, resumed, or empty if unknown
     start_step: int | None
     first_step: int | None
     last_step: int | None
@@ -379,7 +379,7 @@ def _record_loads(records: _Records, timeline: EventTimeline, history: RunHistor
         if event is None or not row.source_node or row.source_generation is None or row.start_step is None:
             continue
         tier = event.get_text("source_tier")
-        if row.resume_kind != "checkpoint" or tier not in {MEMORY, DISK}:
+        if row.resume_kind != "resumed" or tier not in {MEMORY, DISK}:
             continue
         key = (row.source_node, row.source_generation, row.start_step, tier)
         record = SavedStateRecord(*key, USED if tier == MEMORY else COMMITTED, verified=True, t=event.t)

@@ -68,13 +68,6 @@ OF_PROCESSES = [
         "corrupt-message",
         alert=r"n0: a connection was dropped: .*wrong digest",
         node=1,
-        sender="peer",
-    ),
-    case(
-        "corrupt-message",
-        alert=r"n2: a connection was dropped: .*not JSON",
-        node=2,
-        sender="unauthenticated",
     ),
     case("kill-agent", rf"node n\d {LOST}", role="leader", phase="in commit", back_after_s=0.2),
     case("kill-node", rf"node n2 {LOST}", node=2, back_after_s=0.2),

@@ -47,7 +47,7 @@ class Job:
             self.add(formed_t, "round", node, round=self.generation, generation=self.generation)
             self.add(t, "worker-start", node, **about, rank=rank, **self.pid(rank))
         fields = {
-            "kind": "checkpoint",
+            "kind": "resumed",
             "nodes": list(nodes),
             "recomputed_steps": 0,
             "receiving_nodes": [],
