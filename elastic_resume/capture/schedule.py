@@ -135,9 +135,7 @@ class SnapshotScheduler:
         trusted_version = version if plan.kind == "resumed" and saved_step >= 0 else None
         retention = RetentionPolicy(trusted_version, settings.keep)
         self._checkpoint_writer.start_generation(retention)
-        slot_client.send(
-            "start_generation", trusted_version=retention.trusted_version, keep=retention.keep
-        )
+        slot_client.send("start_generation", trusted_version=retention.trusted_version, keep=retention.keep)
         slot_client.control_block.set("decided_id", 0)
         slot_client.control_block.set(
             "next_snapshot_step", NEVER if settings.snapshot_every.is_off else plan.step + 1

@@ -345,8 +345,7 @@ def _reject(hint: Any, value: Any) -> NoReturn:
     raise ValueError(f"not {hint}: {value!r}")
 
 
-@functools.cache
-def _kind_of(fact_class: Any) -> str:
+def _kind_of(fact_class: type[Any]) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "-", fact_class.__name__).lower()
 
 

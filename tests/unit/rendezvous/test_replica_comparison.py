@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from elastic_resume.policy.digests import Digest, DivergenceVerdict, is_digest_due
+from elastic_resume.policy.restart import ReplicasDiffer
 from elastic_resume.rendezvous.core.interface import RendezvousSettings, Send
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.messages import Heartbeat, StateDigest
@@ -229,7 +230,7 @@ def test_diverged_replica_is_named_on_all_nodes(seed: int) -> None:
     assert any(node.divergences for node in job.nodes)
     for node in job.nodes:
         if not node.divergences:  # its link broke at that time
-            assert "EndJob: replicas differ" in node.end_text
+            assert node.end and isinstance(node.end.reason, ReplicasDiffer)
             continue
         report = node.divergences[0]
         verdict = report.verdict
