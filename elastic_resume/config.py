@@ -41,32 +41,18 @@ MAX_MEMORY_BYTES = 2**60  # a larger value is surely a typo; this one fits every
 AGENT_SETTINGS = ("ckpt_dir", "run_id", "node_name")
 """Settings that the agent's flags decide, and the script's arguments do not: see `Settings.for_worker`."""
 _UUID = re.compile(r"[0-9a-f]{8}(-?[0-9a-f]{4}){3}-?[0-9a-f]{12}", re.IGNORECASE)
-_BOOLEANS = {
-    "true": True,
-    "yes": True,
-    "on": True,
-    "1": True,
-    "false": False,
-    "no": False,
-    "off": False,
-    "0": False,
-}
+_BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(
+    ("false", "no", "off", "0"), False
+)
 ALLOWED_DRAIN_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
 CONFIG_HELP = "YAML file of settings: flags without their dashes"
-FORMER_FLAGS = {
-    "settle": "last_call_timeout",
-    "join-timeout": "join_timeout",
-    "rdzv-token-file": "token_file",
-}
-"""Flags of earlier versions, with the key of --rdzv-conf that has replaced each."""
 
 
 def suggest_similar(name: str, known: Iterable[str]) -> str:
     """Return `` Did you mean …?`` with known names similar to ``name``, or an empty text."""
-    matches = list(
-        dict.fromkeys(n.replace("_", "-") for n in difflib.get_close_matches(name, list(known), 6))
-    )
-    return f" Did you mean {' or '.join(matches[:3])}?" if matches else ""
+    matches = difflib.get_close_matches(name, list(known), 6)
+    names = list(dict.fromkeys(match.replace("_", "-") for match in matches))
+    return f" Did you mean {' or '.join(names[:3])}?" if names else ""
 
 
 # ---- values: each parser gets the source of the value, for its error, and the given value -----------------
@@ -444,15 +430,12 @@ def read_option(
     return None if value is None else option.parse(source, value)
 
 
-def describe_former_flag(name: str) -> str:
-    """Return where the setting of a former flag went; empty if there was no such flag."""
-    name = name.replace("_", "-")
-    if name in FORMER_FLAGS:
-        return f"--{name} is now {FORMER_FLAGS[name]} of --rdzv-conf: --rdzv-conf {FORMER_FLAGS[name]}=VALUE."
-    for option in OPTIONS_WITHOUT_FLAG:
-        if option.name == name:
-            return f"{name} has no flag: write {name} in the file of --config, or set {option.variable}."
-    return ""
+def describe_missing_flag(name: str) -> str:
+    """Return how to give a setting that has no flag; empty if there is no such setting."""
+    option = _OPTION_BY_KEY.get(name)
+    if option is None or option.has_flag:
+        return ""
+    return f"{name} has no flag: write {name} in the file of --config, or set {option.variable}."
 
 
 def find_misspelled_variables(environ: Mapping[str, str]) -> list[str]:
@@ -569,12 +552,10 @@ class Parser(argparse.ArgumentParser):
         if message.startswith(prefix):
             unknown = [word for word in message[len(prefix) :].split() if word.startswith("-")]
             flag = (unknown or [message[len(prefix) :]])[0].partition("=")[0]
-            former = (
-                describe_former_flag(flag.removeprefix("--")) if "--config" in actions_by_flag(self) else ""
-            )
-            message = former or f"unknown {'flag' if unknown else 'argument'} {flag}." + suggest_similar(
-                flag, actions_by_flag(self)
-            )
+            known = actions_by_flag(self)
+            message = describe_missing_flag(flag.removeprefix("--")) if "--config" in known else ""
+            kind = "flag" if unknown else "argument"
+            message = message or f"unknown {kind} {flag}.{suggest_similar(flag, known)}"
         elif invalid := re.fullmatch(
             r"argument (?:-\w/)?(--[\w-]+)\S*: invalid (int|float) value: (.*)", message
         ):
@@ -670,9 +651,10 @@ def read_settings_file(path: Path, parser: argparse.ArgumentParser) -> dict[str,
         return {}
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path}: must hold lines of the form NAME: VALUE at its top, named as the flags.")
-    known = {flag[2:]: action for flag, action in actions_by_flag(parser).items() if flag.startswith("--")}
     known = {
-        name: action for name, action in known.items() if action.dest not in {"help", "help_all", "config"}
+        flag[2:]: action
+        for flag, action in actions_by_flag(parser).items()
+        if flag.startswith("--") and action.dest not in {"help", "help_all", "config"}
     }
     entries: dict[str, FileEntry] = {}
     for key_node, value_node in root.value:
@@ -682,9 +664,8 @@ def read_settings_file(path: Path, parser: argparse.ArgumentParser) -> dict[str,
         key = str(key_node.value)
         option = _OPTION_BY_KEY.get(key)
         if option is None and key not in known:
-            former = describe_former_flag(key)
-            hint = f" {former}" if former else suggest_similar(key, [*known, *_OPTION_BY_KEY])
-            raise ConfigError(f"{where}: unknown key {key!r}.{hint}")
+            similar = suggest_similar(key, [*known, *_OPTION_BY_KEY])
+            raise ConfigError(f"{where}: unknown key {key!r}.{similar}")
         dest = option.field if option is not None else known[key].dest
         if dest in entries:
             raise ConfigError(f"{where}: {key!r} is given twice.")

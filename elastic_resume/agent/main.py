@@ -315,8 +315,6 @@ class _Agent:
             level = logging.ERROR if outcome.kind in {"failed", "left"} else logging.INFO
             end_text = f"{outcome.message.rstrip('.')}; {saved_text}." if saved_text else outcome.message
             logger.log(level, "%s%s", prefix, end_text)
-        if exit_code == constants.EXIT_REQUEUE:
-            logger.info("exit code %d asks for another start of the job.", exit_code)
         return exit_code
 
 

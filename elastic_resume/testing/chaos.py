@@ -81,8 +81,11 @@ def main(args: Sequence[str]) -> int:
 
     """
     experiment, plan_path = parse_command(args)
-    if plan_path is not None:
-        _write_plan(plan_path, faults.format_plan(experiment.plan))
+    try:
+        if plan_path is not None:
+            plan_path.write_text(faults.format_plan(experiment.plan))
+    except OSError as error:
+        raise ConfigError(f"--save-plan {plan_path}: cannot be written: {error.strerror}.") from error
     try:
         experiment.directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -122,7 +125,8 @@ class _StdoutHandler(logging.Handler):
 
 def parse_command(words: Sequence[str]) -> tuple[Experiment, Path | None]:
     """Parse the command: return the experiment and the path at which its plan is saved."""
-    before, after = _split_at_script(words)
+    at = words.index("--") if "--" in words else len(words)
+    before, after = words[:at], words[at + 1 :]
     parser = build_parser()
     args, flags = parser.parse_known_args(before)
     if not after:
@@ -178,14 +182,6 @@ def _require_empty(directory: Path) -> Path:
     if full:
         raise ConfigError(f"{directory} is not empty: name another --dir, or remove what is there.")
     return directory
-
-
-def _split_at_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    listed = list(words)
-    if "--" not in listed:
-        return listed, []
-    at = listed.index("--")
-    return listed[:at], listed[at + 1 :]
 
 
 def build_parser() -> Parser:
@@ -253,13 +249,6 @@ def _build_plan(args: argparse.Namespace) -> FaultPlan:
     return plan
 
 
-def _write_plan(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise ConfigError(f"--save-plan {path}: cannot be written: {error.strerror}.") from error
-
-
 @contextlib.contextmanager
 def _interrupt_on_signals(caught: list[int]) -> Iterator[None]:
     """Treat SIGTERM and SIGHUP as Ctrl-C; ``caught`` gets the number of each of these signals."""
@@ -320,11 +309,6 @@ class ExperimentResult:
     def missed_faults(self) -> list[FaultOutcome]:
         """List the faults of the plan that never happened. Random faults do not count."""
         return [outcome for outcome in self.fault_outcomes if outcome.state != DONE and not outcome.is_random]
-
-    @property
-    def had_no_fault(self) -> bool:
-        """Whether no fault happened at all."""
-        return not any(outcome.state == DONE for outcome in self.fault_outcomes)
 
 
 def run(experiment: Experiment) -> ExperimentResult:
@@ -648,7 +632,8 @@ def _is_incident(generation: Generation, result: ExperimentResult) -> bool:
 
 def _has_no_random_fault(experiment: Experiment, result: ExperimentResult) -> bool:
     """Whether random faults were requested and none happened."""
-    return experiment.plan.every is not None and result.had_no_fault
+    happened = any(outcome.state == DONE for outcome in result.fault_outcomes)
+    return experiment.plan.every is not None and not happened
 
 
 def _format_incident(generation: Generation) -> str:

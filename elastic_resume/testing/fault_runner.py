@@ -28,7 +28,15 @@ from elastic_resume.errors import ElasticResumeError, UsageError
 from elastic_resume.events import EventLog
 from elastic_resume.testing import virtual_network
 from elastic_resume.testing.cluster import Cluster
-from elastic_resume.testing.faults import NODES, WORKER, WORKER_FAILPOINTS, Fault, format_duration
+from elastic_resume.testing.faults import (
+    NODES,
+    WORKER,
+    WORKER_FAILPOINTS,
+    Fault,
+    format_duration,
+    format_fields,
+    plan_key,
+)
 from elastic_resume.testing.triggers import RankProgress
 
 logger = logging.getLogger(__name__)
@@ -146,19 +154,9 @@ def failpoint_entry(fault: Fault) -> str:
 
 
 def describe_settings(fault: Fault) -> str:
-    """Describe the settings of a fault: "for 6s, 5 %"."""
-    words: Mapping[str, Callable[[], str]] = {
-        "for_s": lambda: f"for {format_duration(fault.for_s or 0)}",
-        "signal": lambda: str(fault.signal),
-        "error": lambda: str(fault.error),
-        "code": lambda: f"code {fault.code}",
-        "delay_s": lambda: (
-            f"{format_duration(fault.delay_s or 0)} a {'request' if fault.what == 'slow-disk' else 'step'}"
-        ),
-        "percent": lambda: f"{fault.percent:g} %",
-        "bytes_per_s": lambda: f"{(fault.bytes_per_s or 0) / 1e6:g} MB/s",
-    }
-    return ", ".join(say() for name, say in words.items() if getattr(fault, name) is not None)
+    """Describe the settings of a fault in the words of a plan: "for 6s, percent 5"."""
+    keys = {plan_key(name): name for name in fault.kind.settings if name != "back_after_s"}
+    return ", ".join(f"{key} {value}" for key, value in format_fields(fault, keys).items())
 
 
 # ---- targets ----------------------------------------------------------------------------------------------

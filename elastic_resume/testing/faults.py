@@ -541,9 +541,9 @@ def format_plan(plan: FaultPlan) -> str:
     """Format a plan as YAML; `parse_plan` returns an equal plan."""
     content: dict[str, Any] = {"seed": plan.seed}
     if plan.faults:
-        content["faults"] = [_format_fields(fault, PLAN_KEYS) for fault in plan.faults]
+        content["faults"] = [format_fields(fault, PLAN_KEYS) for fault in plan.faults]
     if plan.every is not None:
-        content["every"] = _format_fields(plan.every, _RANDOM_FAULTS_KEYS)
+        content["every"] = format_fields(plan.every, _RANDOM_FAULTS_KEYS)
     return yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=100)
 
 
@@ -576,15 +576,12 @@ def _parse_value(name: str, key: str, value: Any) -> Any:
     return value
 
 
-def _format_fields(given: Fault | RandomFaults, keys: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields that differ from their defaults, by key."""
-    defaults = {field.name: field.default for field in fields(given)}
-    if isinstance(given, Fault):
-        defaults |= given.kind.settings
+def format_fields(given: Fault | RandomFaults, keys: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields that are set, as a plan file has them, by key."""
     return {
         key: _format_value(name, getattr(given, name))
         for key, name in keys.items()
-        if getattr(given, name) != defaults[name]
+        if getattr(given, name) not in (None, "", ())
     }
 
 

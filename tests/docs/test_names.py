@@ -61,7 +61,7 @@ def user_variables() -> set[str]:
 
 def former_flags() -> set[str]:
     """Return the flags of earlier versions whose settings have no flag now."""
-    names = [*config.FORMER_FLAGS, *(option.name for option in config.OPTIONS if not option.has_flag)]
+    names = [option.name for option in config.OPTIONS if not option.has_flag]
     return {f"--{name}" for name in names}
 
 

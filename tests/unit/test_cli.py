@@ -63,7 +63,6 @@ TWO = ["--nnodes", "2", "--rdzv-endpoint", "h"]
             ["--rdzv-conf", "node_timeout=3", "--node-timeout", "4", "train.py"],
             "--rdzv-conf has node_timeout, and --node-timeout gives it too",
         ),
-        (["--settle", "5", "train.py"], "--settle is now last_call_timeout of --rdzv-conf"),
         (
             ["--rdzv-conf", "allow_minority=true", "train.py"],
             "unknown key allow_minority",

@@ -19,8 +19,6 @@ from typing import Any
 
 import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from elastic_resume.agent import shutdown
 from elastic_resume.errors import ConfigError
@@ -113,69 +111,23 @@ def test_answer_that_is_no_notice_is_error(text: str) -> None:
         assert len(str(raised.value)) < 300
 
 
-WORDS = st.sampled_from(
+OURS = {"EventType": "Preempt", "Resources": ["other", "VM"]}
+
+
+@pytest.mark.parametrize(
+    ("events", "reason"),
     [
-        "action",
-        "time",
-        "Events",
-        "EventType",
-        "Preempt",
-        "Resources",
-        "EventStatus",
-        "NotBefore",
-        "terminate",
-        "vm",
-    ]
+        ([OURS], "Preempt"),
+        ([{**OURS, "EventStatus": "Canceled"}, {**OURS, "EventType": "Terminate"}], "Terminate"),
+        ([{**OURS, "EventStatus": ["Started"], "NotBefore": {}}], "Preempt"),
+        ([{**OURS, "EventStatus": "Completed"}, {**OURS, "EventType": "Reboot"}, 3, None, [OURS]], None),
+        ([{**OURS, "Resources": {"vm": 1}}, {**OURS, "Resources": [None, ["vm"]]}, {}], None),
+    ],
 )
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | WORDS | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=4),
-    max_leaves=12,
-)
-
-
-OF_A_MACHINE = st.fixed_dictionaries(
-    {
-        "EventType": st.sampled_from(["Preempt", "Terminate", "Reboot"]),
-        "Resources": st.lists(st.sampled_from(["vm", "VM", "other"]), min_size=1, max_size=2),
-        "EventStatus": st.sampled_from(["Scheduled", "Started", "Canceled", "Completed"]),
-    }
-)
-EVENT = st.fixed_dictionaries(
-    {},
-    optional={
-        "EventType": st.sampled_from(["Preempt", "Terminate", "Reboot"]) | JSON,
-        "Resources": st.lists(st.sampled_from(["vm", "VM", "other"]) | JSON, max_size=3) | JSON,
-        "EventStatus": st.sampled_from(["Scheduled", "Started", "Canceled", "Completed"]) | JSON,
-        "NotBefore": JSON,
-    },
-)
-
-
-def answer(read: Callable[[str], PreemptionNotice | None], told: Any) -> str:
-    """Return the reason of the notice, ``none``, or ``no answer`` after an error."""
-    try:
-        notice = read(json.dumps(told))
-    except NoticeQueryError:
-        return "no answer"
-    return "none" if notice is None else notice.reason
-
-
-@given(st.lists(OF_A_MACHINE | EVENT | JSON, max_size=3))
-def test_azure_notice_of_any_json_names_event_of_this_machine(events: list[Any]) -> None:
-    """Events of other machines, of other kinds, and past events are no notice."""
-
-    def ends(event: Any) -> bool:
-        if not isinstance(event, dict) or event.get("EventType") not in ("Preempt", "Terminate"):
-            return False
-        resources = event.get("Resources")
-        ours = isinstance(resources, list) and any(str(one).lower() == "vm" for one in resources)
-        return ours and event.get("EventStatus") not in ("Canceled", "Completed")
-
-    first = next((event["EventType"] for event in events if ends(event)), None)
-    expected = "none" if first is None else f"Azure: {first} of this machine"
-    assert answer(lambda text: notices.parse_azure_notice(text, "vm"), {"Events": events}) == expected
-    assert answer(lambda text: notices.parse_azure_notice(text, "vm"), events) == "no answer"
+def test_azure_notice_is_first_event_that_ends_this_machine(events: list[Any], reason: str | None) -> None:
+    """Events of other machines, of other kinds, and past events are no notice, nor is any other JSON."""
+    notice = notices.parse_azure_notice(azure(*events), "vm")
+    assert (notice and notice.reason) == (reason and f"Azure: {reason} of this machine")
 
 
 # ---- the flag ------------------------------------------------------------------------------------------
