@@ -270,13 +270,13 @@ class Snapshotter:
         self,
         position: Position,
         *,
-        epoch_over: bool = False,
+        is_epoch_over: bool = False,
         commit_requested: bool = False,
         leader_only: bool = False,
     ) -> bool:
         """Start a snapshot at a step boundary. Return whether one was started; the local leader decides.
 
-        ``epoch_over``: see `slots.encode_snapshot_id`. ``commit_requested`` asks the committer to commit it.
+        ``is_epoch_over``: see `encode_snapshot_id`. ``commit_requested`` asks the committer to commit it.
         ``leader_only`` leaves out the other local ranks, which may be at another step.
 
         Raises:
@@ -286,7 +286,7 @@ class Snapshotter:
         self.wait_for_copy()
         began = time.perf_counter()
         self._wait_for_previous()
-        snapshot_id = encode_snapshot_id(self._generation, position.step, epoch_ended=epoch_over)
+        snapshot_id = encode_snapshot_id(self._generation, position.step, is_epoch_over=is_epoch_over)
         state_view = self._tracker.read_state()
         plan = self._get_plan(state_view)
         plan = plan.as_single_shard() if leader_only or self._failed_plan_id == plan.plan_id else plan
@@ -307,9 +307,11 @@ class Snapshotter:
         self.stall_s = time.perf_counter() - began
         return True
 
-    def has_snapshot(self, position: Position, *, epoch_over: bool = False) -> bool:
+    def has_snapshot(self, position: Position, *, is_epoch_over: bool = False) -> bool:
         """Return whether the newest snapshot that was started is of that step."""
-        return self.snapshot_id == encode_snapshot_id(self._generation, position.step, epoch_ended=epoch_over)
+        return self.snapshot_id == encode_snapshot_id(
+            self._generation, position.step, is_epoch_over=is_epoch_over
+        )
 
     def wait_for_copy(self) -> None:
         """Wait until this rank's shard is copied. Return at once if no copy is running.

@@ -290,7 +290,7 @@ class Run:
         self._random_numbers.after_step(position.step)
         is_drained = False
         if self._progress.has_no_batch_left:
-            self._snapshot_scheduler.after_step(position, may_save=False)
+            self._snapshot_scheduler.after_step(position, may_commit=False)
         else:
             is_drained = self._save_if_due()
         # A step counts as finished only now, when its snapshot has begun: a process that dies earlier leaves
@@ -350,9 +350,9 @@ class Run:
         self._run_start_hooks()  # the state must include the hooks' changes for this world
         if not self._context.is_local_leader:
             return None
-        position, epoch_over = self._progress.position_to_resume_from()
+        position, is_epoch_over = self._progress.position_to_resume_from()
         with self._heartbeat.busy():
-            return self._snapshot_scheduler.save(position, epoch_over=epoch_over)
+            return self._snapshot_scheduler.commit(position, is_epoch_over=is_epoch_over)
 
     def assert_ranks_equal(self, *, buffers: bool = False) -> None:
         """Check that all ranks hold the same state, bit for bit.
@@ -506,16 +506,19 @@ class Run:
         """Take a snapshot or save if one is due. Return True if the process must end, for a drain."""
         if self._drain_request.requested and self._context.is_local_leader:
             with self._heartbeat.busy():
-                self._snapshot_scheduler.preserve(self.position, epoch_over=self._progress.is_epoch_over)
+                self._snapshot_scheduler.keep_state(self.position, is_epoch_over=self._progress.is_epoch_over)
             return True
-        self._snapshot_scheduler.after_step(self.position, epoch_over=self._progress.is_epoch_over)
+        self._snapshot_scheduler.after_step(self.position, is_epoch_over=self._progress.is_epoch_over)
         return False
 
     def _position_fields(self) -> dict[str, int]:
         return {"generation": self.generation, "step": self.position.step}
 
     def _progress_fields(self) -> dict[str, float]:
-        return {"epoch": self.position.epoch, "stalled_s": round(self._snapshot_scheduler.total_stall_s, 3)}
+        return {
+            "epoch": self.position.epoch,
+            "stalled_s": round(self._snapshot_scheduler.meter.total_stall_s, 3),
+        }
 
     def _save_and_release(self) -> None:
         try:
@@ -528,7 +531,7 @@ class Run:
         """Commit the final state, in several attempts."""
         for _ in range(MAX_FINAL_SAVE_ATTEMPTS):
             self.save()
-            if not self._context.is_local_leader or self._snapshot_scheduler.has_saved(self.position):
+            if not self._context.is_local_leader or self._snapshot_scheduler.has_committed(self.position):
                 break
             time.sleep(RETRY_S)
         else:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from elastic_resume import constants, failpoints
-from elastic_resume.capture import schedule
+from elastic_resume.capture import direct_write
 from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.manifest import Manifest, Position
 from elastic_resume.checkpoint.node_dir import NodeDir
@@ -103,7 +103,7 @@ def make(place: RankContext, memory: SlotClient | None, states: dict[str, Any]) 
 
 def _copy(place: RankContext, order: list[int], own: float, value: float) -> tuple[Manifest, memoryview]:
     flat = state_dict.flatten(objects(value, own))
-    layout = schedule.build_layout(flat)
+    layout = direct_write.build_layout(flat)
     manifest = Manifest(
         run_id=place.settings.run_id,
         node=place.node,
@@ -117,7 +117,7 @@ def _copy(place: RankContext, order: list[int], own: float, value: float) -> tup
         follows_rank0=tuple(leaf.name for leaf in flat.leaves if leaf.kind != REPLICATED),
         file_bytes=layout.total_bytes,
     )
-    return manifest, memoryview(b"".join(map(bytes, schedule.iter_state_chunks(flat, layout))))
+    return manifest, memoryview(b"".join(map(bytes, direct_write.iter_state_chunks(flat, layout))))
 
 
 def resume(world: Collectives, states_by_node: dict[str, Any]) -> dict[str, Any]:
