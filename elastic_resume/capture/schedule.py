@@ -18,7 +18,8 @@ from typing import Any
 
 from elastic_resume import constants
 from elastic_resume.capture.direct_write import DirectWriter
-from elastic_resume.capture.snapshotter import PEER_TIMEOUT_S, Snapshotter
+from elastic_resume.capture.slot_access import PEER_TIMEOUT_S
+from elastic_resume.capture.snapshotter import Snapshotter
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.checkpoint.writer import RetentionPolicy
 from elastic_resume.policy import checkpoint_interval, digests
