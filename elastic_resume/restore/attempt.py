@@ -58,7 +58,7 @@ from elastic_resume.policy import resume_plan
 from elastic_resume.policy.resume_plan import MEMORY, ResumePlan, SavedState
 from elastic_resume.ranks.rank_context import RankContext, raise_if_set
 from elastic_resume.restore import transfer
-from elastic_resume.restore.sources import OpenedState, StateSource, open_for_peers
+from elastic_resume.restore.sources import OpenedState, list_sources, open_for_peers
 from elastic_resume.restore.streaming import (
     BackgroundTask,
     LocalWatermark,
@@ -68,6 +68,7 @@ from elastic_resume.restore.streaming import (
     is_local_copy_error,
 )
 from elastic_resume.restore.transfer import BlockSender, BlockServer, BlockTable
+from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.state import load_objects
 from elastic_resume.units import format_bytes
 
@@ -121,9 +122,9 @@ class LoadedState:
     manifest: Manifest  # of the source
     opened: OpenedState | None  # None on a rank that read what its local leader had committed
 
-    def publish_slot(self, context: RankContext) -> None:
+    def publish_slot(self, client: SlotClient | None) -> None:
         """Make the filled slot this node's snapshot; on the local leader that filled it."""
-        opened, client = self.opened, context.slot_client
+        opened = self.opened
         if client is None or opened is None or not opened.fills_slot:
             return
         if opened.slot is not None and opened.manifest is not None:
@@ -183,10 +184,11 @@ class _Exchange:
 class RestoreAttempt:
     """One attempt of all ranks to load the state of a plan: open, exchange, load, compare notes."""
 
-    def __init__(self, context: RankContext, plan: ResumePlan, sources: Mapping[str, StateSource]) -> None:
+    def __init__(self, context: RankContext, plan: ResumePlan, slot_client: SlotClient | None) -> None:
         self._context = context
         self._plan = plan
-        self._sources = sources
+        self._slot_client = slot_client
+        self._sources = list_sources(context, slot_client)
         self._saved_state = plan.saved_state_for(context.node)  # None: this node receives the state
         self._tasks: list[BackgroundTask] = []
         self._errors: list[ElasticResumeError] = []  # of this rank, reported when all ranks have loaded
@@ -285,7 +287,7 @@ class RestoreAttempt:
         return None
 
     def _map_leader_slot(self, index: int, serial: int) -> OpenedState:
-        client = self._context.slot_client
+        client = self._slot_client
         slot = client.map_slot(index, serial) if client is not None else None
         if slot is None:
             raise MachineError(
@@ -322,7 +324,7 @@ class RestoreAttempt:
             try:
                 if opened is None:
                     received = replace(source_manifest, node=context.node, file_bytes=plan.nbytes)
-                    opened = open_for_peers(context, received)
+                    opened = open_for_peers(self._slot_client, received)
                 server = self._serve(opened, source_manifest.block_bytes)
             except ElasticResumeError as error:
                 self._errors.append(error)  # reported at the end: the other ranks are about to gather

@@ -42,6 +42,7 @@ from elastic_resume.restore import inventory
 from elastic_resume.restore.attempt import PROVEN_INVALID_KINDS, NodeFailures, RestoreAttempt
 from elastic_resume.restore.replica_check import find_first_difference
 from elastic_resume.restore.sources import StateSource, list_sources
+from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.slots.progress_page import ProgressPage
 from elastic_resume.state import load_objects, state_dict
 from elastic_resume.state.state_dict import (
@@ -83,7 +84,11 @@ class ResumeResult:
 
 
 def restore(
-    context: RankContext, node_dir: NodeDir, progress_page: ProgressPage, tracked: Mapping[str, Any]
+    context: RankContext,
+    node_dir: NodeDir,
+    progress_page: ProgressPage,
+    slot_client: SlotClient | None,
+    tracked: Mapping[str, Any],
 ) -> ResumeResult:
     """Bring the tracked objects of all ranks to the newest state that any node holds.
 
@@ -96,7 +101,7 @@ def restore(
 
     """
     started_at = time.monotonic()
-    sources = list_sources(context)
+    sources = list_sources(context, slot_client)
 
     def flatten_and_list() -> tuple[tuple[FlatState, MachineError | None], Any]:
         flat = state_dict.flatten(tracked)
@@ -119,11 +124,11 @@ def restore(
             flat = context.run_on_all_ranks(lambda: state_dict.flatten(tracked))
             loaded = None
             break
-        loaded, failures = RestoreAttempt(context, plan, sources).run(tracked)
+        loaded, failures = RestoreAttempt(context, plan, slot_client).run(tracked)
         if loaded is not None:
             flat, failures = _find_unlike_copies(context, plan, tracked)
         if loaded is not None and not failures:
-            loaded.publish_slot(context)
+            loaded.publish_slot(slot_client)
             break
         inventories = _exclude_failed_copies(context, plan, sources, inventories, failures)
     failpoints.hit("resume.loaded")
