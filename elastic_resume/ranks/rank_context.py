@@ -55,9 +55,9 @@ class RankContext:
         """The checkpoints of this node."""
         return Catalog(self.node_dir, self.settings.run_id)
 
-    def checkpoint_path(self, copy: SavedState) -> Path:
-        """Return the directory from which this node reads ``copy``."""
-        return self.run_dir / copy.owner_node / reader.checkpoint_name(copy.generation, copy.step)
+    def checkpoint_path(self, saved_state: SavedState) -> Path:
+        """Return the directory from which this node reads ``saved_state``."""
+        return self.run_dir / saved_state.owner_node / reader.checkpoint_name(*saved_state.version)
 
     def check_node_names_unique(self, ids: Sequence[str]) -> None:
         """Raise if two ranks have the same node name and different directories under it.

@@ -1,10 +1,10 @@
-"""Restore the job's state at the start of a generation: load the newest valid copy on every rank.
+"""Restore the job's state at the start of a generation: load the newest valid state on every rank.
 
 All ranks run the same steps::
 
     flatten tracked objects ─► check disk space ─► gather inventories ─► choose a plan (policy/resume_plan.py)
                                                          ▲                   │
-          exclude and quarantine the failed copies ──────┘◄── failed ── open, transfer, load (attempt.py)
+          exclude and quarantine the failed states ──────┘◄── failed ── open, transfer, load (attempt.py)
                                                          ▲                   │ loaded
                                                          └◄─── unlike ─── compare replicas (replica_check.py)
                                                                              │ equal
@@ -126,11 +126,11 @@ def restore(
             break
         loaded, failures = RestoreAttempt(context, plan, slot_client).run(tracked)
         if loaded is not None:
-            flat, failures = _find_unlike_copies(context, plan, tracked)
+            flat, failures = _find_unlike_states(context, plan, tracked)
         if loaded is not None and not failures:
             loaded.publish_slot(slot_client)
             break
-        inventories = _exclude_failed_copies(context, plan, sources, inventories, failures)
+        inventories = _exclude_failed_states(context, plan, sources, inventories, failures)
     failpoints.hit("resume.loaded")
     context.run_on_all_ranks(lambda: context.is_local_leader and node_dir.persist_generation(plan.generation))
     earlier_command = _find_earlier_command(plan, inventories)
@@ -194,17 +194,17 @@ def _find_earlier_command(plan: ResumePlan, inventories: list[Inventory]) -> tup
     return next((command_by_node[node] for node in nodes if node in command_by_node), ())
 
 
-# ---- failed copies -----------------------------------------------------------------------------------
+# ---- failed states -----------------------------------------------------------------------------------
 
 
-def _exclude_failed_copies(
+def _exclude_failed_states(
     context: RankContext,
     plan: ResumePlan,
     sources: Mapping[str, StateSource],
     inventories: list[Inventory],
     failures: NodeFailures,
 ) -> list[Inventory]:
-    """Return the inventories without the failed copies; give up this node's if it is proved invalid."""
+    """Return the inventories without the failed states; give up this node's if it is proved invalid."""
     remaining = {each.node: each for each in inventories}
     for node, (kind, reason) in failures.items():
         state = plan.saved_state_for(node)
@@ -225,12 +225,12 @@ def _exclude_failed_copies(
 # ---- comparison of replicas --------------------------------------------------------------------------
 
 
-def _find_unlike_copies(
+def _find_unlike_states(
     context: RankContext, plan: ResumePlan, tracked: Mapping[str, Any]
 ) -> tuple[FlatState, NodeFailures]:
-    """Flatten and compare the state of all ranks; return it, and the copies that must not be used.
+    """Flatten and compare the state of all ranks; return it, and the states that must not be used.
 
-    With check-replicas off these are the copies unlike the source's.
+    With check-replicas off these are the states unlike the source's.
 
     Raises:
         DivergenceError: replicas differ otherwise; the text names the first tensor and the ranks.

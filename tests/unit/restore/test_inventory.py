@@ -74,7 +74,7 @@ def exclude(
 ) -> list[Inventory]:
     """Return the inventories without the failed copies."""
     sources = list_sources(context, None)
-    return coordinator._exclude_failed_copies(context, plan, sources, inventories, failures)
+    return coordinator._exclude_failed_states(context, plan, sources, inventories, failures)
 
 
 def read_events(node: Path, kind: str) -> list[events.Event]:
