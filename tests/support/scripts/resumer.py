@@ -141,7 +141,7 @@ def resume(world: Collectives, states_by_node: dict[str, Any]) -> dict[str, Any]
         name = server.socket_name
     name = world.gather(name)[place.local_leader_by_node[place.node]]
     if name is not None:
-        place.slot_client = memory = SlotClient(name, place.local_rank, is_local_leader=place.is_local_leader)
+        memory = SlotClient(name, place.local_rank, is_local_leader=place.is_local_leader)
     if place.is_local_leader:
         make(place, memory, mine)
     world.gather(None)
@@ -150,7 +150,7 @@ def resume(world: Collectives, states_by_node: dict[str, Any]) -> dict[str, Any]
     result: dict[str, Any] = {}
     try:
         progress_page = ProgressPage(place.node_dir / constants.PROGRESS_FILE)
-        resumed = resuming.restore(place, node_dir, progress_page, live)
+        resumed = resuming.restore(place, node_dir, progress_page, memory, live)
         result = announce.resume_event_fields(
             resumed, Position(0, resumed.plan.step, resumed.plan.step, 0), world.size
         )
