@@ -206,7 +206,11 @@ class CommitResult:
 
 
 class CheckpointWriter:
-    """Commit and prune the checkpoints of a node whose directory this process or its agent owns."""
+    """Commit and prune the checkpoints of a node whose directory this process or its agent owns.
+
+    The agent's committer has one, and a local leader that writes without a slot another. Each counts only
+    what it trusts itself: a checkpoint goes when one of them trusts enough newer ones.
+    """
 
     def __init__(self, node_dir: Path, run_id: str, emit: Callable[..., Any], disk: Disk = DISK) -> None:
         """``emit`` gets each event's kind and fields."""

@@ -146,9 +146,9 @@ def plan_senders(plan: ResumePlan) -> dict[str, Senders]:
     """
     if plan.kind == "cold":
         return {}
-    tier = MEMORY if any(copy.tier == MEMORY for _, copy in plan.holders) else DISK
-    fast = [node for node, copy in plan.holders if copy.tier == tier]
-    slow = [node for node, copy in plan.holders if copy.tier != tier]
+    tier = MEMORY if any(state.tier == MEMORY for _, state in plan.holders) else DISK
+    fast = [node for node, state in plan.holders if state.tier == tier]
+    slow = [node for node, state in plan.holders if state.tier != tier]
     successors = 1 if len(plan.receiving_nodes) <= MAX_CHAIN_NODES * len(fast) else 2
     senders = {}
     for i, node in enumerate(plan.receiving_nodes):
@@ -205,11 +205,11 @@ def _plan_from_newest(nodes: Sequence[Inventory]) -> ResumePlan:
         if same:
             held[node.node] = min(
                 same,
-                key=lambda copy: (  # a node's own directory first, then memory
-                    copy.owner_node != node.node,
-                    copy.tier != MEMORY,
-                    copy.writer_rank,
-                    copy.owner_node,
+                key=lambda state: (  # a node's own directory first, then memory
+                    state.owner_node != node.node,
+                    state.tier != MEMORY,
+                    state.writer_rank,
+                    state.owner_node,
                 ),
             )
     # BatchNorm's buffers may differ between replicas; rank 0's count, as in DDP. Two states of one writer
@@ -231,9 +231,9 @@ def _plan_from_newest(nodes: Sequence[Inventory]) -> ResumePlan:
 
 def _newest_known_generation(nodes: Sequence[Inventory]) -> int:
     """Return the greatest generation that any node knows, also of deleted and unreadable states."""
-    copies = [copy.generation for node in nodes for copy in node.saved_states]
+    states = [state.generation for node in nodes for state in node.saved_states]
     rejected = [r.version[0] for node in nodes for r in node.rejected if r.kind != "foreign"]
-    return max([*(max(node.generation, node.committed_generation) for node in nodes), *copies, *rejected])
+    return max([*(max(node.generation, node.committed_generation) for node in nodes), *states, *rejected])
 
 
 def _refuse_to_go_back(nodes: Sequence[Inventory]) -> None:

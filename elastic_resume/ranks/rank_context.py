@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,7 +48,6 @@ class RankContext:
             name: self.node_by_rank.index(name) for name in dict.fromkeys(self.node_by_rank)
         }
         self.is_local_leader = self.local_leader_by_node[self.node] == collectives.rank
-        self.slot_client: SlotClient | None = None  # set once the committer is connected
         self.local_rank = self.node_by_rank[: collectives.rank].count(self.node)
 
     @property
@@ -55,9 +55,9 @@ class RankContext:
         """The checkpoints of this node."""
         return Catalog(self.node_dir, self.settings.run_id)
 
-    def checkpoint_path(self, copy: SavedState) -> Path:
-        """Return the directory from which this node reads ``copy``."""
-        return self.run_dir / copy.owner_node / reader.checkpoint_name(copy.generation, copy.step)
+    def checkpoint_path(self, saved_state: SavedState) -> Path:
+        """Return the directory from which this node reads ``saved_state``."""
+        return self.run_dir / saved_state.owner_node / reader.checkpoint_name(*saved_state.version)
 
     def check_node_names_unique(self, ids: Sequence[str]) -> None:
         """Raise if two ranks have the same node name and different directories under it.
@@ -138,53 +138,58 @@ def open_node_dir(context: RankContext) -> NodeDir:
     return node_dir
 
 
+@dataclass(frozen=True)
 class CommitterConnection:
     """The connection to the node's committer, and the committer itself if this process runs it."""
 
-    def __init__(self, context: RankContext) -> None:
+    slot_client: SlotClient
+    _own_committer: contextlib.ExitStack
+    _pid: int
+
+    @staticmethod
+    def open(context: RankContext) -> CommitterConnection:
         """Connect to the committer, or start it. Every rank calls this at the same time.
 
         Raises:
             ElasticResumeError: the committer cannot be reached.
 
         """
-        self._pid = os.getpid()
-        self._snapshot_server: SnapshotServer | None = None
-        self._committer: CheckpointCommitter | None = None
-        own = os.environ.get(constants.ENV_COMMITTER, "") if constants.ENV_AGENT_PID in os.environ else ""
-        starts_committer = not own and context.is_local_leader
-        _, socket_names = context.run_and_gather(
-            lambda: (None, self._start_committer(context) if starts_committer else own)
-        )
+        own_committer = contextlib.ExitStack()
+        name_of_agents = os.environ.get(constants.ENV_COMMITTER, "")
+
+        def find_committer() -> tuple[None, str]:
+            if name_of_agents and constants.ENV_AGENT_PID in os.environ:
+                return None, name_of_agents
+            return None, _start_committer(context, own_committer) if context.is_local_leader else ""
+
+        _, socket_names = context.run_and_gather(find_committer)
         name = socket_names[context.local_leader_by_node[context.node]]
         try:
-            self.slot_client = context.run_on_all_ranks(
+            slot_client = context.run_on_all_ranks(
                 lambda: SlotClient(name, context.local_rank, is_local_leader=context.is_local_leader)
             )
         except ElasticResumeError:
-            self.close()
+            own_committer.close()
             raise
+        return CommitterConnection(slot_client, own_committer, os.getpid())
 
     def close(self) -> None:
         """Close the connection. A committer in this process finishes its current commit first."""
-        if os.getpid() != self._pid:
-            return
-        with contextlib.suppress(AttributeError):  # the constructor failed before it connected
+        if os.getpid() == self._pid:
             self.slot_client.close()
-        if self._snapshot_server is not None and self._committer is not None:
-            self._snapshot_server.close()
-            self._committer.close()
-            self._snapshot_server = None
+            self._own_committer.close()
 
-    def _start_committer(self, context: RankContext) -> str:
-        pool = SlotPool(context.settings.snapshot_memory)
-        self._committer = CheckpointCommitter(
-            context.node_dir, context.settings.run_id, pool, emit=context.events.emit
-        )
-        self._snapshot_server = SnapshotServer(self._committer)
-        self._committer.start()
-        self._snapshot_server.start()
-        return self._snapshot_server.socket_name
+
+def _start_committer(context: RankContext, cleanup: contextlib.ExitStack) -> str:
+    """Start a committer, which ``cleanup`` closes; return its socket's name."""
+    pool = SlotPool(context.settings.snapshot_memory)
+    committer = CheckpointCommitter(context.node_dir, context.settings.run_id, pool, emit=context.events.emit)
+    server = SnapshotServer(committer)
+    committer.start()
+    cleanup.callback(committer.close)
+    server.start()
+    cleanup.callback(server.close)
+    return server.socket_name
 
 
 def launcher_id() -> str:

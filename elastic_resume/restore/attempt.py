@@ -1,6 +1,6 @@
 """Load the chosen state on every rank, and report the sources that failed.
 
-Afterwards either every rank has loaded the state, or every rank knows which nodes' copies failed.
+Afterwards either every rank has loaded the state, or every rank knows which nodes' states failed.
 
 The local leader of each node brings the bytes of the state into its node's memory. All ranks of the node load
 each tensor as soon as the watermark (`streaming.py`) has passed it. The
@@ -12,15 +12,15 @@ If no slot is free, the local leader and each other rank map the checkpoint. If 
 leader receives the state into private memory, and commits it to disk when all ranks have loaded. The node's
 other ranks then read the committed checkpoint.
 
-Parameters and optimizer state are equal in all copies. Other state may differ between ranks: BatchNorm's
+Parameters and optimizer state are equal in all states. Other state may differ between ranks: BatchNorm's
 buffers, schedulers, other tracked objects. All ranks load the source's values of it (`SourceValues`). A
-thread on every rank broadcasts them while the ranks load, into separate memory: the node's copy stays
-unchanged. A node that has received blocks of several copies puts these values into its own in the end, so
+thread on every rank broadcasts them while the ranks load, into separate memory: the node's state stays
+unchanged. A node that has received blocks of several states puts these values into its own in the end, so
 that it equals the source's.
 
 Invariants:
 
-- A copy that fails, at any moment, is reported to all ranks at the end of the attempt, and no rank waits for
+- A state that fails, at any moment, is reported to all ranks at the end of the attempt, and no rank waits for
   it.
 - A failed attempt may have loaded some tensors. The next plan overwrites them, and nothing trains before
   that.
@@ -58,16 +58,17 @@ from elastic_resume.policy import resume_plan
 from elastic_resume.policy.resume_plan import MEMORY, ResumePlan, SavedState
 from elastic_resume.ranks.rank_context import RankContext, raise_if_set
 from elastic_resume.restore import transfer
-from elastic_resume.restore.sources import OpenedState, StateSource, open_for_peers
+from elastic_resume.restore.sources import OpenedState, list_sources, open_for_peers
 from elastic_resume.restore.streaming import (
     BackgroundTask,
     LocalWatermark,
     Prefetcher,
     StreamingBuffer,
     broadcast_buffer,
-    is_local_copy_error,
+    is_local_state_error,
 )
 from elastic_resume.restore.transfer import BlockSender, BlockServer, BlockTable
+from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.state import load_objects
 from elastic_resume.units import format_bytes
 
@@ -101,7 +102,7 @@ class SourceValues(StreamingBuffer):
         self.advance(len(layout.header))
 
     def fail(self, error: BaseException) -> None:
-        """See StreamingBuffer. Values that do not arrive say nothing about this rank's own copy."""
+        """See StreamingBuffer. Values that do not arrive say nothing about this rank's own state."""
         super().fail(PeerFailedError(f"the values that all ranks load did not arrive: {error}"))
 
     def copy_from(self, buffer: StreamingBuffer) -> None:
@@ -121,9 +122,9 @@ class LoadedState:
     manifest: Manifest  # of the source
     opened: OpenedState | None  # None on a rank that read what its local leader had committed
 
-    def publish_slot(self, context: RankContext) -> None:
+    def publish_slot(self, client: SlotClient | None) -> None:
         """Make the filled slot this node's snapshot; on the local leader that filled it."""
-        opened, client = self.opened, context.slot_client
+        opened = self.opened
         if client is None or opened is None or not opened.fills_slot:
             return
         if opened.slot is not None and opened.manifest is not None:
@@ -183,16 +184,17 @@ class _Exchange:
 class RestoreAttempt:
     """One attempt of all ranks to load the state of a plan: open, exchange, load, compare notes."""
 
-    def __init__(self, context: RankContext, plan: ResumePlan, sources: Mapping[str, StateSource]) -> None:
+    def __init__(self, context: RankContext, plan: ResumePlan, slot_client: SlotClient | None) -> None:
         self._context = context
         self._plan = plan
-        self._sources = sources
+        self._slot_client = slot_client
+        self._sources = list_sources(context, slot_client)
         self._saved_state = plan.saved_state_for(context.node)  # None: this node receives the state
         self._tasks: list[BackgroundTask] = []
         self._errors: list[ElasticResumeError] = []  # of this rank, reported when all ranks have loaded
 
     def run(self, tracked: Mapping[str, Any]) -> tuple[LoadedState | None, NodeFailures]:
-        """Load the state into ``tracked``; return it, or None and the copies that failed.
+        """Load the state into ``tracked``; return it, or None and the states that failed.
 
         Raises:
             MismatchError: the objects do not fit; nothing was loaded.
@@ -234,7 +236,7 @@ class RestoreAttempt:
     # ---- open ------------------------------------------------------------------------------------------
 
     def _open(self) -> tuple[OpenedState | None, NodeFailures]:
-        """Start to bring this node's copy into its memory; return it, and all nodes' failed copies."""
+        """Start to bring this node's state into its memory; return it, and all nodes' failed states."""
         context, saved_state = self._context, self._saved_state
         opened: OpenedState | None = None
         failure: CheckpointError | None = None
@@ -285,7 +287,7 @@ class RestoreAttempt:
         return None
 
     def _map_leader_slot(self, index: int, serial: int) -> OpenedState:
-        client = self._context.slot_client
+        client = self._slot_client
         slot = client.map_slot(index, serial) if client is not None else None
         if slot is None:
             raise MachineError(
@@ -307,7 +309,7 @@ class RestoreAttempt:
             return None
         if opened is None or opened.manifest is None:
             raise UnreadableError("the source has opened no state")
-        # Ranks that load the same copy have the same values.
+        # Ranks that load the same state have the same values.
         names = opened.manifest.follows_rank0 if len(self._plan.holders) > 1 else ()
         layout = build_values_layout(opened.buffer.layout, names)
         # Digests travel with their blocks, and the plan has the size.
@@ -322,7 +324,7 @@ class RestoreAttempt:
             try:
                 if opened is None:
                     received = replace(source_manifest, node=context.node, file_bytes=plan.nbytes)
-                    opened = open_for_peers(context, received)
+                    opened = open_for_peers(self._slot_client, received)
                 server = self._serve(opened, source_manifest.block_bytes)
             except ElasticResumeError as error:
                 self._errors.append(error)  # reported at the end: the other ranks are about to gather
@@ -440,10 +442,10 @@ class RestoreAttempt:
     # ---- the outcome -----------------------------------------------------------------------------------
 
     def _gather_failures(self) -> NodeFailures:
-        """Return the copies that failed; raise errors that are no copy's fault on all ranks."""
-        # An error of this node's own copy tells more than what followed from it.
-        error = min(self._errors, key=lambda error: not is_local_copy_error(error), default=None)
-        own = error if self._saved_state is not None and is_local_copy_error(error) else None
+        """Return the states that failed; raise errors that are no state's fault on all ranks."""
+        # An error of this node's own state tells more than what followed from it.
+        error = min(self._errors, key=lambda error: not is_local_state_error(error), default=None)
+        own = error if self._saved_state is not None and is_local_state_error(error) else None
         failures = self._group_failures_by_node(self._context.collectives.gather(_encode_failure(own)))
         if not failures:
             self._context.run_on_all_ranks(lambda: raise_if_set(error))
@@ -455,7 +457,7 @@ class RestoreAttempt:
             if failure is None:
                 continue
             kind, reason = failure
-            # A rank that proved the copy invalid overrules a rank that could not read it.
+            # A rank that proved the state invalid overrules a rank that could not read it.
             if node not in failures or (
                 kind in PROVEN_INVALID_KINDS and failures[node][0] not in PROVEN_INVALID_KINDS
             ):

@@ -1,10 +1,10 @@
-"""Restore the job's state at the start of a generation: load the newest valid copy on every rank.
+"""Restore the job's state at the start of a generation: load the newest valid state on every rank.
 
 All ranks run the same steps::
 
     flatten tracked objects ─► check disk space ─► gather inventories ─► choose a plan (policy/resume_plan.py)
                                                          ▲                   │
-          exclude and quarantine the failed copies ──────┘◄── failed ── open, transfer, load (attempt.py)
+          exclude and quarantine the failed states ──────┘◄── failed ── open, transfer, load (attempt.py)
                                                          ▲                   │ loaded
                                                          └◄─── unlike ─── compare replicas (replica_check.py)
                                                                              │ equal
@@ -42,6 +42,7 @@ from elastic_resume.restore import inventory
 from elastic_resume.restore.attempt import PROVEN_INVALID_KINDS, NodeFailures, RestoreAttempt
 from elastic_resume.restore.replica_check import find_first_difference
 from elastic_resume.restore.sources import StateSource, list_sources
+from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.slots.progress_page import ProgressPage
 from elastic_resume.state import load_objects, state_dict
 from elastic_resume.state.state_dict import (
@@ -83,7 +84,11 @@ class ResumeResult:
 
 
 def restore(
-    context: RankContext, node_dir: NodeDir, progress_page: ProgressPage, tracked: Mapping[str, Any]
+    context: RankContext,
+    node_dir: NodeDir,
+    progress_page: ProgressPage,
+    slot_client: SlotClient | None,
+    tracked: Mapping[str, Any],
 ) -> ResumeResult:
     """Bring the tracked objects of all ranks to the newest state that any node holds.
 
@@ -96,7 +101,7 @@ def restore(
 
     """
     started_at = time.monotonic()
-    sources = list_sources(context)
+    sources = list_sources(context, slot_client)
 
     def flatten_and_list() -> tuple[tuple[FlatState, MachineError | None], Any]:
         flat = state_dict.flatten(tracked)
@@ -119,13 +124,13 @@ def restore(
             flat = context.run_on_all_ranks(lambda: state_dict.flatten(tracked))
             loaded = None
             break
-        loaded, failures = RestoreAttempt(context, plan, sources).run(tracked)
+        loaded, failures = RestoreAttempt(context, plan, slot_client).run(tracked)
         if loaded is not None:
-            flat, failures = _find_unlike_copies(context, plan, tracked)
+            flat, failures = _find_unlike_states(context, plan, tracked)
         if loaded is not None and not failures:
-            loaded.publish_slot(context)
+            loaded.publish_slot(slot_client)
             break
-        inventories = _exclude_failed_copies(context, plan, sources, inventories, failures)
+        inventories = _exclude_failed_states(context, plan, sources, inventories, failures)
     failpoints.hit("resume.loaded")
     context.run_on_all_ranks(lambda: context.is_local_leader and node_dir.persist_generation(plan.generation))
     earlier_command = _find_earlier_command(plan, inventories)
@@ -189,17 +194,17 @@ def _find_earlier_command(plan: ResumePlan, inventories: list[Inventory]) -> tup
     return next((command_by_node[node] for node in nodes if node in command_by_node), ())
 
 
-# ---- failed copies -----------------------------------------------------------------------------------
+# ---- failed states -----------------------------------------------------------------------------------
 
 
-def _exclude_failed_copies(
+def _exclude_failed_states(
     context: RankContext,
     plan: ResumePlan,
     sources: Mapping[str, StateSource],
     inventories: list[Inventory],
     failures: NodeFailures,
 ) -> list[Inventory]:
-    """Return the inventories without the failed copies; give up this node's if it is proved invalid."""
+    """Return the inventories without the failed states; give up this node's if it is proved invalid."""
     remaining = {each.node: each for each in inventories}
     for node, (kind, reason) in failures.items():
         state = plan.saved_state_for(node)
@@ -220,12 +225,12 @@ def _exclude_failed_copies(
 # ---- comparison of replicas --------------------------------------------------------------------------
 
 
-def _find_unlike_copies(
+def _find_unlike_states(
     context: RankContext, plan: ResumePlan, tracked: Mapping[str, Any]
 ) -> tuple[FlatState, NodeFailures]:
-    """Flatten and compare the state of all ranks; return it, and the copies that must not be used.
+    """Flatten and compare the state of all ranks; return it, and the states that must not be used.
 
-    With check-replicas off these are the copies unlike the source's.
+    With check-replicas off these are the states unlike the source's.
 
     Raises:
         DivergenceError: replicas differ otherwise; the text names the first tensor and the ranks.

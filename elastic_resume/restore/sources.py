@@ -22,6 +22,7 @@ from elastic_resume.policy.resume_plan import DISK, MEMORY, RejectedState, Saved
 from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.restore.streaming import BackgroundTask, LocalWatermark, StreamingBuffer
 from elastic_resume.slots import slot_memory
+from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.slots.slot_memory import Slot
 
 MAX_LISTED_STATES = 64  # limit per directory, newest first; older ones matter only after 64 corrupt ones
@@ -70,9 +71,9 @@ class StateSource(Protocol):
         """Never offer a state again that proved invalid; on a local leader."""
 
 
-def list_sources(context: RankContext) -> dict[str, StateSource]:
-    """Return the sources of this node by tier."""
-    sources: list[StateSource] = [MemorySource(context), DiskSource(context)]
+def list_sources(context: RankContext, slot_client: SlotClient | None) -> dict[str, StateSource]:
+    """Return the sources of this node by tier. Without ``slot_client`` the node has no memory for states."""
+    sources: list[StateSource] = [MemorySource(context, slot_client), DiskSource(context, slot_client)]
     return {source.tier: source for source in sources}
 
 
@@ -81,12 +82,13 @@ class MemorySource:
 
     tier = MEMORY
 
-    def __init__(self, context: RankContext) -> None:
+    def __init__(self, context: RankContext, slot_client: SlotClient | None) -> None:
         self._context = context
+        self._slot_client = slot_client
 
     def list_states(self) -> Listing:
         """List the newest valid snapshot; discard newer ones that are damaged."""
-        context, client = self._context, self._context.slot_client
+        context, client = self._context, self._slot_client
         rejected: list[RejectedState] = []
         while (
             client is not None
@@ -108,7 +110,7 @@ class MemorySource:
 
     def open(self, saved_state: SavedState) -> OpenedState:
         """See StateSource."""
-        client = self._context.slot_client
+        client = self._slot_client
         snapshot = client.find_newest() if client is not None else None
         if (
             snapshot is None
@@ -128,8 +130,8 @@ class MemorySource:
             CheckpointError
         ):  # it is not there any more, or the next listing discards it
             opened = self.open(saved_state)
-            if self._context.slot_client is not None and opened.slot is not None:
-                self._context.slot_client.discard(opened.slot.index)
+            if self._slot_client is not None and opened.slot is not None:
+                self._slot_client.discard(opened.slot.index)
 
 
 class DiskSource:
@@ -137,8 +139,9 @@ class DiskSource:
 
     tier = DISK
 
-    def __init__(self, context: RankContext) -> None:
+    def __init__(self, context: RankContext, slot_client: SlotClient | None) -> None:
         self._context = context
+        self._slot_client = slot_client
 
     def list_states(self) -> Listing:
         """List checkpoints; quarantine damaged ones.
@@ -177,7 +180,7 @@ class DiskSource:
         path = context.checkpoint_path(saved_state)
         manifest = reader.quick_check(path, context.settings.run_id)
         on_disk = saved_state.owner_node == context.node
-        reserved = reserve_slot(context, manifest) if context.is_local_leader else None
+        reserved = reserve_slot(self._slot_client, manifest) if context.is_local_leader else None
         fill: Callable[[], object]
         if reserved is not None:
             buffer, slot, populate = reserved
@@ -214,9 +217,9 @@ class DiskSource:
         return rejected
 
 
-def open_for_peers(context: RankContext, source_manifest: Manifest) -> OpenedState:
+def open_for_peers(slot_client: SlotClient | None, source_manifest: Manifest) -> OpenedState:
     """Return an empty buffer for a state that other nodes send; in a slot, if one is free."""
-    reserved = reserve_slot(context, source_manifest)
+    reserved = reserve_slot(slot_client, source_manifest)
     if reserved is not None:
         return OpenedState(source_manifest, *reserved[:2], fills_slot=True)
     memory = allocate_memory(source_manifest.file_bytes)
@@ -224,13 +227,12 @@ def open_for_peers(context: RankContext, source_manifest: Manifest) -> OpenedSta
 
 
 def reserve_slot(
-    context: RankContext, manifest: Manifest
+    client: SlotClient | None, manifest: Manifest
 ) -> tuple[StreamingBuffer, Slot, Callable[[], object]] | None:
     """Reserve a slot for a state that arrives; return its buffer, the slot and what maps its pages.
 
     Return None if the node has no free slot.
     """
-    client = context.slot_client
     slot = client.acquire_slot(manifest) if client is not None else None
     if slot is None or client is None:
         return None

@@ -35,8 +35,8 @@ _PREFETCH_THREADS = 2  # in addition to the thread that loads
 _POLL_INTERVAL_S = 0.0005  # interval to read another process's watermark; a disk reads 16 MiB in about 8 ms
 
 
-def is_local_copy_error(error: BaseException | None) -> bool:
-    """Return whether ``error`` means that this node's own copy cannot be loaded."""
+def is_local_state_error(error: BaseException | None) -> bool:
+    """Return whether ``error`` means that this node's own saved state cannot be loaded."""
     return isinstance(error, CheckpointError) and not isinstance(error, PeerFailedError)
 
 
@@ -101,7 +101,7 @@ class StreamingBuffer:
     def raise_if_cancelled(self) -> None:
         """Raise PeerFailedError if the attempt was cancelled."""
         if self._cancelled:
-            raise PeerFailedError("cancelled, because another node's copy failed")
+            raise PeerFailedError("cancelled, because another node's state failed")
 
     # ---- for readers -----------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ import xxhash
 
 from elastic_resume import constants, failpoints
 from elastic_resume.background import AcceptThread
-from elastic_resume.errors import CorruptError, MachineError, PeerFailedError
+from elastic_resume.errors import MachineError, PeerFailedError
 from elastic_resume.restore.streaming import BackgroundTask, StreamingBuffer
 from elastic_resume.slots import slot_memory
 
@@ -116,15 +116,9 @@ class BlockSender:
 
     @classmethod
     def from_json(cls, node: str, encoded: Any) -> BlockSender:
-        """Parse what `to_json` returned. Raises CorruptError for anything else."""
-        try:
-            host, port, key = encoded
-            sender = cls(node, str(host), int(port), bytes.fromhex(key))
-        except (TypeError, ValueError) as error:
-            raise CorruptError(f"node {node} announced an address that cannot be read: {error}.") from error
-        if not 0 < sender.port < 1 << 16 or len(sender.key) != _KEY_BYTES:
-            raise CorruptError(f"node {node} announced port {sender.port}, {len(sender.key)} bytes of key.")
-        return sender
+        """Return the sender of ``node`` that `to_json` encoded."""
+        host, port, key = encoded
+        return cls(node, host, port, bytes.fromhex(key))
 
 
 def choose_local_host(transfer_addr: str | None) -> str:
@@ -217,13 +211,13 @@ class BlockServer:
                 self._connections[connection] = True
 
     def _send_block(self, connection: socket.socket, index: int) -> bool:
-        """Send a block once it is there; return False if this node's copy has failed."""
+        """Send a block once it is there; return False if this node's state has failed."""
         buffer = self.table.buffer
         try:
             while not buffer.has_bytes_within(self.table.start(index + 1), ALIVE_INTERVAL_S):
                 connection.sendall(_WAIT)
         except Exception as error:
-            if error is buffer.error:  # this node's own copy failed, and its restore attempt reports that
+            if error is buffer.error:  # this node's own state failed, and its restore attempt reports that
                 connection.sendall(_FAILED)
                 return False
             raise
@@ -372,7 +366,7 @@ class _Receiver:
         while (status := _receive_exactly(connection, 1)) == _WAIT:
             self._table.buffer.raise_if_cancelled()
         if status != _OK:
-            raise _SenderFailedError("its own copy has failed")
+            raise _SenderFailedError("its own state has failed")
         digest = _receive_exactly(connection, _DIGEST_BYTES)
         failpoints.hit("transfer.receive")
         _receive_into(connection, block)

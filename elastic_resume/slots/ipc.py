@@ -39,10 +39,9 @@ from elastic_resume.errors import CheckpointError, ElasticResumeError, MachineEr
 from elastic_resume.slots import slot_memory, slot_pool
 from elastic_resume.slots.committer import CheckpointCommitter
 from elastic_resume.slots.progress_page import MAX_LOCAL_RANKS
-from elastic_resume.slots.slot_memory import MAX_SLOTS, ControlBlock, Slot, SlotState
+from elastic_resume.slots.slot_memory import ControlBlock, Slot, SlotState
 
 MAX_MESSAGE_BYTES = 64 * 1024
-MAX_COUNT = 1 << 53
 RESERVE_RETRY_S = 1.0  # a second slot may fit only after a smaller one was dropped
 RESPONSE_TIMEOUT_S = 120.0  # allocating a large slot takes long
 
@@ -71,7 +70,7 @@ class SnapshotServer:
             return
         with (
             connection.makefile("rb") as lines,
-            contextlib.suppress(OSError, ValueError, RecursionError),
+            contextlib.suppress(OSError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError),
         ):
             while (request := lines.readline(MAX_MESSAGE_BYTES)).endswith(b"\n"):  # else too long or cut off
                 answer, descriptor = self._handle_request(json.loads(request))
@@ -79,32 +78,27 @@ class SnapshotServer:
                     data = json.dumps(answer).encode() + b"\n"
                     socket.send_fds(connection, [data], [] if descriptor is None else [descriptor])
 
-    def _handle_request(self, request: Any) -> tuple[dict[str, Any] | None, int | None]:
-        """Return the answer to a request and a descriptor to pass; raise ValueError if it is invalid."""
-        if not isinstance(request, dict):
-            raise ValueError("not a request")  # noqa: TRY004
-        operation, pool = request.get("operation"), self._committer.slot_pool
+    def _handle_request(self, request: dict[str, Any]) -> tuple[dict[str, Any] | None, int | None]:
+        """Return the answer to a request and a descriptor to pass; raise an error if it is invalid."""
+        operation, committer, pool = request["operation"], self._committer, self._committer.slot_pool
         if operation == "hello":
             return {}, pool.control_descriptor
         if operation == "slot":
-            index, serial = _parse_count(request, "index", MAX_SLOTS - 1), _parse_count(request, "serial")
-            descriptor = pool.slot_descriptor(index, serial)
+            descriptor = pool.slot_descriptor(request["index"], request["serial"])
             if descriptor is None:
                 return {"missing": True}, None
-            return {"capacity": pool.control_block.slot_record(index).get("capacity")}, descriptor
+            return {"capacity": pool.control_block.slot_record(request["index"]).get("capacity")}, descriptor
         if operation == "reserve":
-            count = pool.reserve(_parse_count(request, "bytes"), all_now=bool(request.get("all", True)))
-            return {"slots": count}, None
+            return {"slots": pool.reserve(request["bytes"], all_now=request.get("all", True))}, None
         if operation == "commit":
-            return self._handle_commit(_parse_snapshot_id(request)), None
+            return self._handle_commit(request["snapshot_id"]), None
         if operation == "start_generation":
-            self._committer.start_generation(_parse_retention(request))
+            trusted, keep = request["trusted_version"], request["keep"]
+            committer.start_generation(RetentionPolicy(tuple(trusted) if trusted else None, keep))
         elif operation == "request_commit":
-            self._committer.request_commit(_parse_snapshot_id(request))
+            committer.request_commit(request["snapshot_id"])
         elif operation == "compare":
-            self._committer.request_comparison(
-                _parse_snapshot_id(request), _parse_count(request, "generation")
-            )
+            committer.request_comparison(request["snapshot_id"], request["generation"])
         else:
             raise ValueError(f"unknown operation {operation!r}")
         return None, None
@@ -408,27 +402,6 @@ def is_same_user(connection: socket.socket) -> bool:
     """Whether the peer process runs as this user."""
     _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return bool(uid == os.getuid())
-
-
-def _parse_retention(request: dict[str, Any]) -> RetentionPolicy:
-    trusted = request.get("trusted_version")
-    if trusted is not None and not (
-        isinstance(trusted, list) and len(trusted) == 2 and all(type(n) is int for n in trusted)
-    ):
-        raise ValueError("trusted_version")
-    keep = _parse_count(request, "keep", minimum=2)
-    return RetentionPolicy((trusted[0], trusted[1]) if trusted is not None else None, keep)
-
-
-def _parse_snapshot_id(request: dict[str, Any]) -> int:
-    return _parse_count(request, "snapshot_id", 1 << 64)
-
-
-def _parse_count(request: dict[str, Any], name: str, maximum: int = MAX_COUNT, minimum: int = 0) -> int:
-    value = request.get(name)
-    if type(value) is not int or not minimum <= value <= maximum:
-        raise ValueError(f"{name} is {value!r}")
-    return value
 
 
 def _encode_manifest(manifest: Manifest) -> tuple[bytes, bytes]:

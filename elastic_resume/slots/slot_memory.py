@@ -103,10 +103,10 @@ _STRONGLY_ORDERED = {"x86_64", "i686", "i586", "i386"}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def encode_snapshot_id(generation: int, step: int, *, epoch_ended: bool = False) -> int:
+def encode_snapshot_id(generation: int, step: int, *, is_epoch_over: bool = False) -> int:
     """Return the one-word id of a snapshot; a greater id is newer.
 
-    ``epoch_ended`` marks the second snapshot of an epoch's last step, taken after the script's end-of-epoch
+    ``is_epoch_over`` marks the second snapshot of an epoch's last step, taken after the script's end-of-epoch
     code.
 
     Raises:
@@ -115,7 +115,7 @@ def encode_snapshot_id(generation: int, step: int, *, epoch_ended: bool = False)
     """
     if not 0 < generation < _MAX_GENERATION or not 0 <= step < 1 << _STEP_BITS:
         raise ValueError(f"generation {generation}, step {step} does not fit into a snapshot id")
-    return ((generation << _STEP_BITS | step) << 1) | int(epoch_ended)
+    return ((generation << _STEP_BITS | step) << 1) | int(is_epoch_over)
 
 
 def decode_snapshot_id(snapshot_id: int) -> tuple[int, int]:

@@ -59,10 +59,10 @@ def log_start(
     world_change: WorldChange | None,
     repeated_steps: int,
 ) -> None:
-    """Log where training starts or continues, in one line, and a warning for each rejected copy."""
-    for copy in result.plan.rejected:
+    """Log where training starts or continues, in one line, and a warning for each rejected state."""
+    for state in result.plan.rejected:
         logger.warning(
-            f"rejected {copy.node}/{copy.name}: {copy.reason.rstrip('.')}. See `elastic-resume ls`."
+            f"rejected {state.node}/{state.name}: {state.reason.rstrip('.')}. See `elastic-resume ls`."
         )
     parts = [format_start(result, position, world_size)]
     if world_change is not None:

@@ -18,33 +18,29 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_resume import console, constants, failpoints
-from elastic_resume.capture.schedule import SnapshotScheduler
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.config import Settings, suggest_similar
 from elastic_resume.data import batch_size, elastic_sampler, rng
 from elastic_resume.data.batch_size import WorldChange
 from elastic_resume.data.global_batches import GlobalBatches, MicroBatch
-from elastic_resume.data.rank_values import RankState, exchange
+from elastic_resume.data.rank_values import exchange
 from elastic_resume.data.sharded_stream import ShardedStream
 from elastic_resume.errors import ConfigError, ElasticResumeError, MachineError, UsageError
 from elastic_resume.policy.resume_plan import ResumePlan
 from elastic_resume.ranks.collectives import Collectives
-from elastic_resume.ranks.rank_context import CommitterConnection, RankContext, open_node_dir
+from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.restore import coordinator, replica_check
 from elastic_resume.restore.coordinator import ResumeResult
-from elastic_resume.slots.progress_page import ProgressPage
 from elastic_resume.state import state_dict
-from elastic_resume.state.bucket_order import BucketOrder
-from elastic_resume.state.state_dict import ParameterOrder, UntrackedOptimizerCheck
+from elastic_resume.state.state_dict import UntrackedOptimizerCheck
 from elastic_resume.training import announce, worker_exit
-from elastic_resume.training.heartbeat import RankHeartbeat
-from elastic_resume.training.progress import RunOptions, TrainingProgress
+from elastic_resume.training.progress import RunOptions
+from elastic_resume.training.run_parts import RunParts, restore_parts
 
 logger = logging.getLogger(__name__)
 
@@ -63,88 +59,28 @@ _resumed: set[Path] = set()
 class Run:
     """One rank's handle on the job, in one generation. `er.resume` creates it."""
 
-    def __init__(
-        self,
-        context: RankContext,
-        tracked: dict[str, Any],
-        batches: GlobalBatches | None,
-        options: RunOptions,
-    ) -> None:
-        """Restore the state; see `er.resume`."""
-        self._context = context
-        self._bucket_order = BucketOrder()
-        self._drain_request = worker_exit.DrainRequest()
+    def __init__(self, parts: RunParts) -> None:
+        """Start the generation of restored ``parts``."""
+        self._context = context = parts.context
+        self._tracked = parts.tracked
+        self._rank_values = parts.rank_values
+        self._node_dir = parts.node_dir
+        self._committer_connection = parts.committer_connection
+        self._bucket_order = parts.bucket_order
+        self._random_numbers = parts.random_numbers
+        self._progress = parts.progress
+        self._heartbeat = parts.heartbeat
+        self._snapshot_scheduler = parts.snapshot_scheduler
+        self._plan = parts.result.plan
+        self._drain_request = parts.drain_request
         self._start_hooks: list[Callable[[], object]] | None = []  # None after the hooks have run
         self._closed = False
         self._pid = os.getpid()
         self._step_event_interval_s = context.settings.step_mark_s
         self._next_step_event_s = 0.0
-        if batches is not None:
-            policy = options.on_world_change
-            batches.bind(
-                context.collectives.rank, context.collectives.size, self._before_batch, policy=policy
-            )
-        stream = tracked.get(coordinator.DATA)
-        stream = stream if isinstance(stream, ShardedStream) else None
-        if stream is not None:
-            stream.bind(context.collectives, self._before_batch, self._record_last_batch)
-        self._node_dir = context.run_on_all_ranks(lambda: open_node_dir(context))
-        connection: CommitterConnection | None = None
-        try:
-            page, seed = self._open_page_and_share_seed(context)
-            seed = options.seed if options.seed is not None else seed
-            self._random_numbers = rng.RandomNumbers(options.rng, seed, context.collectives.rank)
-            self._rank_values = [item for item in tracked.values() if isinstance(item, RankState)]
-            self._tracked = tracked = {
-                **tracked,
-                "elastic_resume.buckets": self._bucket_order,
-                "elastic_resume.seed": self._random_numbers,
-                coordinator.PARAMETERS: ParameterOrder(tracked),
-            }
-            connection = self._committer_connection = CommitterConnection(context)
-            context.slot_client = connection.slot_client
-            result = coordinator.restore(context, self._node_dir, page, tracked)
-            self._progress = TrainingProgress(result.manifest, batches, options, context.collectives, stream)
-            if coordinator.DATA in tracked:  # an object that keeps its own position
-                self._progress.repeated_steps = 0
-        except BaseException:
-            if connection is not None:
-                connection.close()
-            self._node_dir.release()  # a later cell of a notebook may call resume again
-            raise
-        if options.seed is not None:
-            self._random_numbers.seed = options.seed  # an explicit seed overrides the checkpoint's
-        self._plan = result.plan
-        self._heartbeat = RankHeartbeat(page, context)
-        self._snapshot_scheduler = SnapshotScheduler(
-            context,
-            self._plan,
-            result.committed_step,
-            tracked,
-            connection.slot_client,
-            waiting_for_disk=self._heartbeat.busy,
-        )
-        self._snapshot_scheduler.reserve_memory(coordinator.estimate_state_bytes(result.flat_state, tracked))
-        # Wait for all ranks: no rank may step before its local leader has scheduled snapshots.
-        context.run_on_all_ranks(lambda: None)
         worker_exit.set_generation(generation=self.generation, read_step=lambda: self.position.step)
         self._untracked_check = UntrackedOptimizerCheck(self._tracked) if self.rank == 0 else None
-        self._start_generation(result)
-
-    def _open_page_and_share_seed(self, context: RankContext) -> tuple[ProgressPage, int]:
-        """Open the node's progress page, check the node names, and return rank 0's seed, in one gather.
-
-        Scripts may have given torch.manual_seed different numbers on each rank.
-        """
-
-        def open_page() -> tuple[ProgressPage, Any]:
-            page = ProgressPage(context.node_dir / constants.PROGRESS_FILE)
-            seed = torch.initial_seed()  # 64 bits, unsigned
-            return page, [self._node_dir.read_identity(), seed if seed < 1 << 63 else seed - (1 << 64)]
-
-        page, shared = context.run_and_gather(open_page)
-        context.check_node_names_unique([identity for identity, _ in shared])
-        return page, int(shared[0][1])
+        self._start_generation(parts.result)
 
     # ---- position and size ---------------------------------------------------------------------------
 
@@ -290,7 +226,7 @@ class Run:
         self._random_numbers.after_step(position.step)
         is_drained = False
         if self._progress.has_no_batch_left:
-            self._snapshot_scheduler.after_step(position, may_save=False)
+            self._snapshot_scheduler.after_step(position, may_commit=False)
         else:
             is_drained = self._save_if_due()
         # A step counts as finished only now, when its snapshot has begun: a process that dies earlier leaves
@@ -350,9 +286,9 @@ class Run:
         self._run_start_hooks()  # the state must include the hooks' changes for this world
         if not self._context.is_local_leader:
             return None
-        position, epoch_over = self._progress.position_to_resume_from()
+        position, is_epoch_over = self._progress.position_to_resume_from()
         with self._heartbeat.busy():
-            return self._snapshot_scheduler.save(position, epoch_over=epoch_over)
+            return self._snapshot_scheduler.commit(position, is_epoch_over=is_epoch_over)
 
     def assert_ranks_equal(self, *, buffers: bool = False) -> None:
         """Check that all ranks hold the same state, bit for bit.
@@ -496,26 +432,23 @@ class Run:
         for hook in hooks:
             hook()
 
-    def _before_batch(self, first: bool) -> None:
-        self._random_numbers.before_batch(self.position.step, first=first)
-
-    def _record_last_batch(self) -> None:
-        self._heartbeat.end_epoch(self.position.step)
-
     def _save_if_due(self) -> bool:
         """Take a snapshot or save if one is due. Return True if the process must end, for a drain."""
         if self._drain_request.requested and self._context.is_local_leader:
             with self._heartbeat.busy():
-                self._snapshot_scheduler.preserve(self.position, epoch_over=self._progress.is_epoch_over)
+                self._snapshot_scheduler.keep_state(self.position, is_epoch_over=self._progress.is_epoch_over)
             return True
-        self._snapshot_scheduler.after_step(self.position, epoch_over=self._progress.is_epoch_over)
+        self._snapshot_scheduler.after_step(self.position, is_epoch_over=self._progress.is_epoch_over)
         return False
 
     def _position_fields(self) -> dict[str, int]:
         return {"generation": self.generation, "step": self.position.step}
 
     def _progress_fields(self) -> dict[str, float]:
-        return {"epoch": self.position.epoch, "stalled_s": round(self._snapshot_scheduler.total_stall_s, 3)}
+        return {
+            "epoch": self.position.epoch,
+            "stalled_s": round(self._snapshot_scheduler.meter.total_stall_s, 3),
+        }
 
     def _save_and_release(self) -> None:
         try:
@@ -528,7 +461,7 @@ class Run:
         """Commit the final state, in several attempts."""
         for _ in range(MAX_FINAL_SAVE_ATTEMPTS):
             self.save()
-            if not self._context.is_local_leader or self._snapshot_scheduler.has_saved(self.position):
+            if not self._context.is_local_leader or self._snapshot_scheduler.has_committed(self.position):
                 break
             time.sleep(RETRY_S)
         else:
@@ -700,7 +633,7 @@ def resume(
     if batches is None:
         elastic_sampler.check_no_per_rank_state(data, collectives.size)
     context = RankContext(collectives, settings, events)
-    run = Run(context, tracked, batches, RunOptions(seed, rng, on_world_change))
+    run = Run(restore_parts(context, tracked, batches, RunOptions(seed, rng, on_world_change)))
     _resumed.add(node_dir)
     return run
 

@@ -6,8 +6,6 @@ import contextlib
 import errno
 import json
 import os
-import re
-import resource
 import signal
 import subprocess
 import sys
@@ -17,13 +15,11 @@ from pathlib import Path
 import pytest
 
 from elastic_resume import constants, failpoints
-from elastic_resume.checkpoint.atomic_io import Disk, translate_os_errors
 from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.checkpoint.reader import checkpoint_name
-from elastic_resume.checkpoint.writer import CheckpointTransaction
-from elastic_resume.errors import ConfigError, MachineError, NodeFileError, NodeLockedError, UsageError
-from tests.support.checkpoint_samples import RUN, make_image, make_manifest, save_checkpoint
+from elastic_resume.errors import MachineError, NodeLockedError, UsageError
+from tests.support.checkpoint_samples import RUN, save_checkpoint
 from tests.support.paths import ROOT
 
 POINTS = [
@@ -133,40 +129,6 @@ def test_ensure_free_space_reports_needed_and_free_bytes(small_disk: Path) -> No
     assert not list(small_disk.glob(".tmp-*"))
 
 
-def test_file_size_limit_raises_machine_error(tmp_path: Path) -> None:
-    """A write that fails in the middle of the data leaves nothing behind."""
-    save_checkpoint(tmp_path, 1, 2)
-    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
-    try:
-        with pytest.raises(MachineError, match=r"cannot write .*ulimit -f"):
-            save_checkpoint(tmp_path, 1, 3)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
-    assert [path.name for path in tmp_path.iterdir()] == [checkpoint_name(1, 2)]
-    assert Catalog(tmp_path, RUN).list_entries(read_data=True)[0].error is None
-
-
-class FailingDisk(Disk):
-    """A disk whose sync fails, as it does when a device drops out."""
-
-    def sync_file(self, descriptor: int, path: Path) -> None:
-        """Fail as the kernel does."""
-        with translate_os_errors("sync", path):
-            raise OSError(errno.EIO, os.strerror(errno.EIO), descriptor)
-
-
-def test_failed_sync_prevents_commit(tmp_path: Path) -> None:
-    """Data that could not be synced gets no final name."""
-    with CheckpointTransaction(tmp_path, 1, 1, FailingDisk()) as writer:
-        writer.write(make_image())
-        with pytest.raises(MachineError, match=r"cannot sync .*Input/output error; the device fails"):
-            writer.commit(make_manifest())
-    assert list(tmp_path.iterdir()) == []
-
-
 HOLD = """
 import sys
 from pathlib import Path
@@ -274,65 +236,6 @@ def test_release_works_while_forked_child_lives(tmp_path: Path) -> None:
         os.close(writing)
         os.close(reading)
         os.waitpid(child, 0)
-
-
-def test_identity_never_changes(tmp_path: Path) -> None:
-    """All owners and workers read the same; another disk's directory of that name has another."""
-    assert NodeDir.attach(tmp_path, RUN, "a").read_identity() == ""
-    with NodeDir.claim(tmp_path, RUN, "a") as node:
-        first = node.read_identity()
-        assert NodeDir.attach(tmp_path, RUN, "a").read_identity() == first
-    with NodeDir.claim(tmp_path, RUN, "a") as again:
-        assert again.read_identity() == first
-    assert re.fullmatch("[0-9a-f]{32}", first)
-    with NodeDir.claim(tmp_path / "other-host", RUN, "a") as other:
-        assert other.read_identity() not in {"", first}
-
-
-@pytest.mark.parametrize("text", ["", "7", "{}", '{"id": ""}', '{"id": 3}', "\0" * 46, '{"id": "x"', "\xff"])
-def test_damaged_identity_is_error(tmp_path: Path, text: str) -> None:
-    """A claim fails and releases the lock; workers get the error too."""
-    node = NodeDir.attach(tmp_path, RUN, "a")
-    (node.path / constants.IDENTITY_FILE).write_text(text)
-    with pytest.raises(NodeFileError, match=r"identity\.json: is damaged"):
-        node.read_identity()
-    for _ in range(2):
-        with pytest.raises(NodeFileError, match=r"identity\.json: is damaged"):
-            NodeDir.claim(tmp_path, RUN, "a", timeout_s=0)
-    (node.path / constants.IDENTITY_FILE).unlink()
-    NodeDir.claim(tmp_path, RUN, "a", timeout_s=0).release()
-
-
-@pytest.mark.parametrize("name", ["../up", "", "a/b", ".hidden", "-rf", "x" * 129, "a\n"])
-def test_unsafe_name_is_refused_before_directory_is_created(tmp_path: Path, name: str) -> None:
-    """Names become directories and occur in shell commands."""
-    for run_id, node in ((name, "a"), ("ok", name)):
-        with pytest.raises(ConfigError, match="cannot be the name of a directory"):
-            NodeDir.claim(tmp_path / "ckpt", run_id, node)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_generation_never_decreases(tmp_path: Path) -> None:
-    """It is 0 at first, then the greatest that was persisted."""
-    node = NodeDir.attach(tmp_path, RUN, "a")
-    assert node.read_generation() == 0
-    assert [node.persist_generation(g) for g in (3, 2, 3, 5)] == [3, 3, 3, 5]
-    assert NodeDir.attach(tmp_path, RUN, "a").read_generation() == 5
-    with pytest.raises(ValueError, match="out of range"):
-        node.persist_generation(-1)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "7", '{"generation": "7"}', '{"generation": -1}', "\0" * 30, '{"generation": true}']
-)
-def test_damaged_generation_is_error(tmp_path: Path, text: str) -> None:
-    """To assume 0 would let an outdated node take part."""
-    node = NodeDir.attach(tmp_path, RUN, "a")
-    (node.path / constants.GENERATION_FILE).write_text(text)
-    with pytest.raises(NodeFileError, match=r"generation\.json: is damaged"):
-        node.read_generation()
-    with pytest.raises(NodeFileError):
-        node.persist_generation(9)
 
 
 def test_file_in_place_of_directory_is_machine_error(tmp_path: Path) -> None:

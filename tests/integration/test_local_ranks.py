@@ -17,11 +17,12 @@ import json, sys, time, torch
 import elastic_resume as er
 from elastic_resume import failpoints
 from elastic_resume.checkpoint.layout import Layout
-from elastic_resume.capture import schedule, snapshotter
+from elastic_resume.capture import schedule, slot_access, snapshot_plan, snapshotter
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import TensorBuffer
-snapshotter.MIN_BYTES_TO_SHARD = 0
-snapshotter.PEER_TIMEOUT_S = schedule.PEER_TIMEOUT_S = 60  # longer than any rank is delayed
+snapshot_plan.MIN_BYTES_TO_SHARD = 0
+for module in (slot_access, snapshotter, schedule):
+    module.PEER_TIMEOUT_S = 60  # longer than any rank is delayed
 torch.manual_seed(1)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -52,7 +53,7 @@ for _ in range(4):
 """
 LATE_LEADER = """
 if not is_leader:
-    snapshotter.PEER_TIMEOUT_S = 0.5
+    slot_access.PEER_TIMEOUT_S = snapshotter.PEER_TIMEOUT_S = 0.5
 for number in range(1, 4):
     step()
     if is_leader and number == 3:
@@ -66,7 +67,7 @@ run._context.run_on_all_ranks(lambda: None)
 """
 LATE_RANK = """
 import pathlib
-snapshotter.PEER_TIMEOUT_S = 0.5
+slot_access.PEER_TIMEOUT_S = snapshotter.PEER_TIMEOUT_S = 0.5
 go = pathlib.Path(sys.argv[0]).with_name("go")
 
 def until_go(name, *_):

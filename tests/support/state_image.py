@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elastic_resume.capture import schedule
+from elastic_resume.capture import direct_write
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import Manifest, Position
 from elastic_resume.state import state_dict
@@ -18,8 +18,8 @@ from tests.support import checkpoint_samples
 
 def copy_to_image(flat_state: FlatState) -> TensorBuffer:
     """Copy every tensor of ``flat_state`` into one image."""
-    layout: Layout = schedule.build_layout(flat_state)
-    memory = bytearray().join(bytes(piece) for piece in schedule.iter_state_chunks(flat_state, layout))
+    layout: Layout = direct_write.build_layout(flat_state)
+    memory = bytearray().join(bytes(piece) for piece in direct_write.iter_state_chunks(flat_state, layout))
     return TensorBuffer(layout, memoryview(memory))
 
 

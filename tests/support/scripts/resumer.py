@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from elastic_resume import constants, failpoints
-from elastic_resume.capture import schedule
+from elastic_resume.capture import direct_write
 from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.manifest import Manifest, Position
 from elastic_resume.checkpoint.node_dir import NodeDir
@@ -103,7 +103,7 @@ def make(place: RankContext, memory: SlotClient | None, states: dict[str, Any]) 
 
 def _copy(place: RankContext, order: list[int], own: float, value: float) -> tuple[Manifest, memoryview]:
     flat = state_dict.flatten(objects(value, own))
-    layout = schedule.build_layout(flat)
+    layout = direct_write.build_layout(flat)
     manifest = Manifest(
         run_id=place.settings.run_id,
         node=place.node,
@@ -117,7 +117,7 @@ def _copy(place: RankContext, order: list[int], own: float, value: float) -> tup
         follows_rank0=tuple(leaf.name for leaf in flat.leaves if leaf.kind != REPLICATED),
         file_bytes=layout.total_bytes,
     )
-    return manifest, memoryview(b"".join(map(bytes, schedule.iter_state_chunks(flat, layout))))
+    return manifest, memoryview(b"".join(map(bytes, direct_write.iter_state_chunks(flat, layout))))
 
 
 def resume(world: Collectives, states_by_node: dict[str, Any]) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def resume(world: Collectives, states_by_node: dict[str, Any]) -> dict[str, Any]
         name = server.socket_name
     name = world.gather(name)[place.local_leader_by_node[place.node]]
     if name is not None:
-        place.slot_client = memory = SlotClient(name, place.local_rank, is_local_leader=place.is_local_leader)
+        memory = SlotClient(name, place.local_rank, is_local_leader=place.is_local_leader)
     if place.is_local_leader:
         make(place, memory, mine)
     world.gather(None)
@@ -150,7 +150,7 @@ def resume(world: Collectives, states_by_node: dict[str, Any]) -> dict[str, Any]
     result: dict[str, Any] = {}
     try:
         progress_page = ProgressPage(place.node_dir / constants.PROGRESS_FILE)
-        resumed = resuming.restore(place, node_dir, progress_page, live)
+        resumed = resuming.restore(place, node_dir, progress_page, memory, live)
         result = announce.resume_event_fields(
             resumed, Position(0, resumed.plan.step, resumed.plan.step, 0), world.size
         )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import elastic_resume as er
 from elastic_resume import events, failpoints
-from elastic_resume.capture import copy_engine, snapshotter
+from elastic_resume.capture import copy_engine, snapshot_plan
 from elastic_resume.capture.copy_engine import copy_tensors, get_format
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.errors import UsageError
@@ -350,14 +350,14 @@ def test_time_to_find_changes_counts_as_stall(
     snapshots, threads = run._snapshot_scheduler.snapshotter, []
     assert is_complete(run)
     before = snapshots.stall_s
-    find_differing = snapshotter.TensorGroup.find_differing
+    find_differing = snapshot_plan.TensorGroup.find_differing
 
     def find_slowly(*given: Any) -> list[str]:
         threads.append(threading.current_thread())
         time.sleep(0.2)
         return find_differing(*given)
 
-    monkeypatch.setattr(snapshotter.TensorGroup, "find_differing", find_slowly)
+    monkeypatch.setattr(snapshot_plan.TensorGroup, "find_differing", find_slowly)
     snapshots.end_step(2)
     snapshots.wait_for_copy()
     assert len(threads) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from elastic_resume.checkpoint import node_dir
 from elastic_resume.checkpoint.atomic_io import Disk
 from elastic_resume.checkpoint.catalog import scan_run
 from elastic_resume.checkpoint.node_dir import COMMITTED_FILE, MOVED_ASIDE_FILE, NodeDir
-from elastic_resume.errors import MachineError, NodeFileError
+from elastic_resume.errors import ConfigError, MachineError, NodeFileError
 from tests.support.checkpoint_samples import RUN, save_checkpoint
 
 
@@ -34,13 +35,49 @@ def test_earlier_run_is_moved_aside_once_per_launcher(tmp_path: Path) -> None:
     assert not (node.path / MOVED_ASIDE_FILE).exists()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "[" * 4000, "{}", '{"launcher_id": 7}', "\xff"])
-def test_damaged_moved_aside_record_is_deterministic_error(tmp_path: Path, text: str) -> None:
-    """A guess could move away what this start has saved."""
-    (tmp_path / MOVED_ASIDE_FILE).write_bytes(text.encode("latin-1"))
-    with pytest.raises(NodeFileError, match=r"moved-aside.json: is damaged.*Remove the file") as caught:
-        NodeDir(tmp_path).move_earlier_run_aside("7")
-    assert caught.value.is_deterministic
+@pytest.mark.parametrize(
+    "text", ["", "[]", "[" * 4000, "{}", "\0" * 46, "\xff", '{"id": 3, "launcher_id": 7}']
+)
+def test_damaged_record_is_deterministic_error(tmp_path: Path, text: str) -> None:
+    """A guess could let an outdated node take part, or move away what this start has saved."""
+    node = NodeDir.attach(tmp_path, RUN, "a")
+    read_by_name: dict[str, Callable[[], object]] = {
+        constants.IDENTITY_FILE: lambda: NodeDir.claim(tmp_path, RUN, "a", timeout_s=0),
+        constants.GENERATION_FILE: lambda: node.persist_generation(9),
+        MOVED_ASIDE_FILE: lambda: node.move_earlier_run_aside("7"),
+    }
+    for name, read in read_by_name.items():
+        (node.path / name).write_bytes(text.encode("latin-1"))
+        for _ in range(2):  # a failed claim releases the lock
+            with pytest.raises(
+                NodeFileError, match=rf"{name}: is damaged.* remove the file|Remove"
+            ) as caught:
+                read()
+            assert caught.value.is_deterministic
+    (node.path / constants.IDENTITY_FILE).unlink()
+    NodeDir.claim(tmp_path, RUN, "a", timeout_s=0).release()
+
+
+def test_identity_and_generation_last(tmp_path: Path) -> None:
+    """All owners read the same identity; the generation never decreases."""
+    node = NodeDir.attach(tmp_path, RUN, "a")
+    assert (node.read_identity(), node.read_generation()) == ("", 0)
+    identities = []
+    for path in (tmp_path, tmp_path, tmp_path / "other-host"):
+        with NodeDir.claim(path, RUN, "a") as owned:
+            identities.append(owned.read_identity())
+    assert identities[0] == identities[1] == node.read_identity() != identities[2]
+    assert [node.persist_generation(g) for g in (3, 2, 3, 5)] == [3, 3, 3, 5]
+    assert NodeDir.attach(tmp_path, RUN, "a").read_generation() == 5
+
+
+@pytest.mark.parametrize("name", ["../up", "", "a/b", ".hidden", "-rf", "x" * 129, "a\n"])
+def test_unsafe_name_is_refused_before_directory_is_created(tmp_path: Path, name: str) -> None:
+    """Names become directories and occur in shell commands."""
+    for run_id, node in ((name, "a"), ("ok", name)):
+        with pytest.raises(ConfigError, match="cannot be the name of a directory"):
+            NodeDir.claim(tmp_path / "ckpt", run_id, node)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_failing_move_is_an_error_that_names_the_directory(tmp_path: Path) -> None:

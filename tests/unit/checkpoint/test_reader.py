@@ -416,21 +416,6 @@ def test_invalid_layout_with_right_digest_is_refused(tmp_path: Path) -> None:
         read_image(path, quick_check(path, RUN))
 
 
-def test_commit_refuses_manifest_of_other_version(tmp_path: Path) -> None:
-    """Name and manifest must agree before anything is committed."""
-    with CheckpointTransaction(tmp_path, 1, 1) as writer, pytest.raises(ValueError, match="manifest of"):
-        writer.commit(make_manifest(1, 2))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_buffer_of_wrong_size_is_refused(tmp_path: Path) -> None:
-    """Before a byte is read."""
-    path = save_checkpoint(tmp_path)
-    found = quick_check(path, RUN)
-    with pytest.raises(ValueError, match="buffer"):
-        read_image(path, found, memoryview(bytearray(10)))
-
-
 def test_manifest_encodes_to_its_own_bytes() -> None:
     """Parsing and encoding again give the same file."""
     data = replace(make_manifest(), file_bytes=1, blocks=("0" * 32,)).to_bytes()

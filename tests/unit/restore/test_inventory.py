@@ -56,7 +56,7 @@ def make_context(node: Path, mode: str = "auto") -> RankContext:
 def list_node(node: Path, mode: str = "auto", generation: int = 1) -> Inventory:
     """Return the inventory that the node sends to the others."""
     context, page = make_context(node, mode), ProgressPage(node / constants.PROGRESS_FILE)
-    return take_inventory(context, list_sources(context), page, generation)
+    return take_inventory(context, list_sources(context, None), page, generation)
 
 
 def plan_resume(node: Path, mode: str = "auto") -> ResumePlan:
@@ -66,15 +66,15 @@ def plan_resume(node: Path, mode: str = "auto") -> ResumePlan:
 
 def execute(context: RankContext, plan: ResumePlan) -> NodeFailures:
     """Execute a plan without tracked objects; return the copies that failed."""
-    return RestoreAttempt(context, plan, list_sources(context)).run({})[1]
+    return RestoreAttempt(context, plan, None).run({})[1]
 
 
 def exclude(
     context: RankContext, plan: ResumePlan, inventories: list[Inventory], failures: NodeFailures
 ) -> list[Inventory]:
     """Return the inventories without the failed copies."""
-    sources = list_sources(context)
-    return coordinator._exclude_failed_copies(context, plan, sources, inventories, failures)
+    sources = list_sources(context, None)
+    return coordinator._exclude_failed_states(context, plan, sources, inventories, failures)
 
 
 def read_events(node: Path, kind: str) -> list[events.Event]:

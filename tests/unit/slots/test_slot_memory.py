@@ -33,7 +33,7 @@ BYTES = 4096
 @given(st.integers(1, (1 << 23) - 1), st.integers(0, (1 << 40) - 1), st.booleans())
 def test_snapshot_id_decodes_to_generation_and_step(generation: int, step: int, over: bool) -> None:
     """An id is one word of 8 bytes, and never zero."""
-    snapshot_id = encode_snapshot_id(generation, step, epoch_ended=over)
+    snapshot_id = encode_snapshot_id(generation, step, is_epoch_over=over)
     assert decode_snapshot_id(snapshot_id) == (generation, step)
     assert 0 < snapshot_id < 1 << 64
 
@@ -42,7 +42,7 @@ def test_snapshot_id_decodes_to_generation_and_step(generation: int, step: int, 
 def test_snapshot_ids_sort_by_generation_step_and_epoch_end(pair: list[tuple[int, int, bool]]) -> None:
     """Greater is newer."""
     (g1, s1, o1), (g2, s2, o2) = pair
-    less = encode_snapshot_id(g1, s1, epoch_ended=o1) < encode_snapshot_id(g2, s2, epoch_ended=o2)
+    less = encode_snapshot_id(g1, s1, is_epoch_over=o1) < encode_snapshot_id(g2, s2, is_epoch_over=o2)
     assert less == (pair[0] < pair[1])
 
 

@@ -234,23 +234,16 @@ def test_epoch_that_is_left_early_may_be_read_to_evaluate(begin: Begin) -> None:
     assert script.run.position.step == 15
 
 
-@pytest.mark.parametrize("loop", ["epochs", "begin and end"])
-def test_loop_over_epochs_may_belong_to_a_library(begin: Begin, loop: str) -> None:
+def test_loop_over_epochs_may_belong_to_a_library(begin: Begin) -> None:
     """With begin_epoch and end_epoch the positions are those of epochs()."""
     script = begin()
     positions = []
-    if loop == "epochs":
-        for _ in script.run.epochs(2):
-            for _ in script.loader:
-                script.run.step()
-                positions.append(script.run.position)
-    else:
-        for epoch in range(2):
-            assert script.run.begin_epoch() == epoch
-            for _ in script.loader:
-                script.run.step()
-                positions.append(script.run.position)
-            script.run.end_epoch()
+    for epoch in range(2):
+        assert script.run.begin_epoch() == epoch
+        for _ in script.loader:
+            script.run.step()
+            positions.append(script.run.position)
+        script.run.end_epoch()
     assert [(at.epoch, at.step_in_epoch, at.step) for at in positions] == [
         (step // 4, step % 4 + 1, step + 1) for step in range(8)
     ]
@@ -440,19 +433,6 @@ def test_final_save_is_retried_and_fails_without_checkpoint(
     kinds = [e["event"] for e in events.read_run(tmp_path / "job") if e["event"].startswith("commit")]
     assert kinds[0] == "commit-failed"
     assert ("commit" in kinds) == (failing == "once")
-
-
-def test_hooks_run_in_order_before_first_step(begin: Begin) -> None:
-    """The script has no loop over run.epochs."""
-    first = begin()
-    first.run.step()
-    first.run.save()
-    second, seen = begin(), []
-    second.run.on_resume(lambda run: seen.append(("a", run.position.step)))
-    second.run.on_resume(lambda run: seen.append(("b", run.position.step)))
-    second.run.step()
-    second.run.on_resume(lambda run: seen.append(("late", run.position.step)))
-    assert seen == [("a", 1), ("b", 1), ("late", 2)]
 
 
 @pytest.mark.parametrize("begins_with", ["epochs", "step", "save"])
@@ -689,7 +669,7 @@ def test_resume_allocates_slots_once(
     first.run.save()
     capsys.readouterr()
     second = begin()
-    memory = second.run._context.slot_client
+    memory = second.run._committer_connection.slot_client
     assert memory is not None
     assert memory._prepare_thread is not None
     memory._prepare_thread.join()

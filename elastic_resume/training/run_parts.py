@@ -1,0 +1,127 @@
+"""Restore the state on all ranks at the start of a generation, and build the parts of a `Run`."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elastic_resume import constants
+from elastic_resume.capture.schedule import SnapshotScheduler
+from elastic_resume.checkpoint.node_dir import NodeDir
+from elastic_resume.data import rng
+from elastic_resume.data.global_batches import GlobalBatches
+from elastic_resume.data.rank_values import RankState
+from elastic_resume.data.sharded_stream import ShardedStream
+from elastic_resume.ranks.rank_context import CommitterConnection, RankContext, open_node_dir
+from elastic_resume.restore import coordinator
+from elastic_resume.restore.coordinator import ResumeResult
+from elastic_resume.slots.progress_page import ProgressPage
+from elastic_resume.state.bucket_order import BucketOrder
+from elastic_resume.state.state_dict import ParameterOrder
+from elastic_resume.training import worker_exit
+from elastic_resume.training.heartbeat import RankHeartbeat
+from elastic_resume.training.progress import RunOptions, TrainingProgress
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """What a run works with, once the state is restored."""
+
+    context: RankContext
+    tracked: dict[str, Any]
+    rank_values: list[RankState]
+    node_dir: NodeDir
+    committer_connection: CommitterConnection
+    bucket_order: BucketOrder
+    random_numbers: rng.RandomNumbers
+    progress: TrainingProgress
+    heartbeat: RankHeartbeat
+    snapshot_scheduler: SnapshotScheduler
+    drain_request: worker_exit.DrainRequest
+    result: ResumeResult
+
+
+def restore_parts(
+    context: RankContext, objects: dict[str, Any], batches: GlobalBatches | None, options: RunOptions
+) -> RunParts:
+    """Restore the state on all ranks, and build the parts of a run."""
+    drain_request = worker_exit.DrainRequest()  # before the restore, which may take long
+    collectives = context.collectives
+
+    def before_batch(first: bool) -> None:
+        random_numbers.before_batch(progress.position.step, first=first)
+
+    if batches is not None:
+        batches.bind(collectives.rank, collectives.size, before_batch, policy=options.on_world_change)
+    stream = objects.get(coordinator.DATA)
+    stream = stream if isinstance(stream, ShardedStream) else None
+    if stream is not None:
+        stream.bind(collectives, before_batch, lambda: heartbeat.end_epoch(progress.position.step))
+    with contextlib.ExitStack() as cleanup:  # a later cell of a notebook may call resume again
+        node_dir = context.run_on_all_ranks(lambda: open_node_dir(context))
+        cleanup.callback(node_dir.release)
+        page, shared_seed = _open_page_and_share_seed(context, node_dir)
+        seed = options.seed if options.seed is not None else shared_seed
+        bucket_order = BucketOrder()
+        random_numbers = rng.RandomNumbers(options.rng, seed, collectives.rank)
+        tracked = {
+            **objects,
+            "elastic_resume.buckets": bucket_order,
+            "elastic_resume.seed": random_numbers,
+            coordinator.PARAMETERS: ParameterOrder(objects),
+        }
+        connection = CommitterConnection.open(context)
+        cleanup.callback(connection.close)
+        result = coordinator.restore(context, node_dir, page, connection.slot_client, tracked)
+        progress = TrainingProgress(result.manifest, batches, options, collectives, stream)
+        if coordinator.DATA in tracked:  # an object that keeps its own position
+            progress.repeated_steps = 0
+        cleanup.pop_all()
+    if options.seed is not None:
+        random_numbers.seed = options.seed  # an explicit seed overrides the checkpoint's
+    heartbeat = RankHeartbeat(page, context)
+    scheduler = SnapshotScheduler(
+        context,
+        result.plan,
+        result.committed_step,
+        tracked,
+        connection.slot_client,
+        waiting_for_disk=heartbeat.busy,
+    )
+    scheduler.reserve_memory(coordinator.estimate_state_bytes(result.flat_state, tracked))
+    # Wait for all ranks: no rank may step before its local leader has scheduled snapshots.
+    context.run_on_all_ranks(lambda: None)
+    rank_values = [item for item in objects.values() if isinstance(item, RankState)]
+    return RunParts(
+        context,
+        tracked,
+        rank_values,
+        node_dir,
+        connection,
+        bucket_order,
+        random_numbers,
+        progress,
+        heartbeat,
+        scheduler,
+        drain_request,
+        result,
+    )
+
+
+def _open_page_and_share_seed(context: RankContext, node_dir: NodeDir) -> tuple[ProgressPage, int]:
+    """Open the node's progress page, check the node names, and return rank 0's seed, in one gather.
+
+    Scripts may have given torch.manual_seed different numbers on each rank.
+    """
+
+    def open_page() -> tuple[ProgressPage, Any]:
+        page = ProgressPage(context.node_dir / constants.PROGRESS_FILE)
+        seed = torch.initial_seed()  # 64 bits, unsigned
+        return page, [node_dir.read_identity(), seed if seed < 1 << 63 else seed - (1 << 64)]
+
+    page, shared = context.run_and_gather(open_page)
+    context.check_node_names_unique([identity for identity, _ in shared])
+    return page, int(shared[0][1])

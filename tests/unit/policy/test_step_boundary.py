@@ -1,0 +1,42 @@
+"""Test what a local leader does at a step boundary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elastic_resume.policy.step_boundary import BoundaryActions, StepBoundary, decide_actions
+
+NOTHING = BoundaryActions()
+SNAPSHOT = BoundaryActions(takes_snapshot=True, announces=True)
+ALONE = BoundaryActions(takes_snapshot=True, announces=True, leader_only=True)
+COMMIT_ONLY = BoundaryActions(takes_snapshot=True, commits=True, leader_only=True)
+
+
+@pytest.mark.parametrize(
+    ("announced", "slots", "more", "expected"),
+    [
+        (6, 3, {}, NOTHING),
+        (5, 3, {}, SNAPSHOT),
+        (4, 3, {}, SNAPSHOT),
+        (None, 3, {}, ALONE),
+        (6, 3, {"is_commit_due": True}, BoundaryActions(True, True, leader_only=True, announces=True)),
+        (5, 3, {"is_commit_due": True}, BoundaryActions(True, True, announces=True)),
+        (5, 3, {"is_comparison_due": True}, BoundaryActions(True, compares=True, announces=True)),
+        (6, 2, {"is_comparison_due": True}, BoundaryActions(True, False, True, True, announces=True)),
+        (6, 3, {"is_epoch_over": True}, ALONE),
+        (5, 3, {"is_epoch_over": True, "is_comparison_due": True}, ALONE),
+        (5, 1, {"is_comparison_due": True, "is_epoch_over": True}, NOTHING),
+        (5, 1, {"is_commit_due": True}, COMMIT_ONLY),
+        (5, 3, {"snapshots_off": True}, NOTHING),
+        (None, 3, {"snapshots_off": True, "is_commit_due": True}, COMMIT_ONLY),
+        (None, 0, {"is_epoch_over": True}, NOTHING),
+        (5, 0, {"is_commit_due": True}, BoundaryActions(writes_directly=True)),
+    ],
+)
+def test_actions_follow_from_what_is_due_and_what_fits(
+    announced: int | None, slots: int, more: dict[str, Any], expected: BoundaryActions
+) -> None:
+    """Step 5 has ended."""
+    assert decide_actions(StepBoundary(5, announced, slots, **more)) == expected
