@@ -18,16 +18,16 @@ from tests.support.paths import SCRIPTS
 
 pytestmark = pytest.mark.cluster
 
-SCRIPT = SCRIPTS / "trouble.py"
+SCRIPT = SCRIPTS / "failing_worker.py"
 Make = Callable[..., Cluster]
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """Return a function that starts a cluster whose node n1 has one kind of trouble."""
+    """Return a function that starts a cluster whose node n1 has one kind of failure."""
     made: list[Cluster] = []
 
-    def build(trouble: str, nodes: int = 3, env: Mapping[str, str] | None = None) -> Cluster:
+    def build(failure: str, nodes: int = 3, env: Mapping[str, str] | None = None) -> Cluster:
         # These workers need no torch, so a fork server would only take processor time. With a long last-call
         # timeout all nodes are in the first world.
         flags = ("--rdzv-conf", "last_call_timeout=60")
@@ -35,7 +35,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         cluster = Cluster(tmp_path, nodes=nodes, min_nodes=2, flags=flags, env=env)
         made.append(cluster)
         (tmp_path / "job").mkdir()
-        cluster.start(SCRIPT, str(tmp_path / "job"), trouble, "n1")
+        cluster.start(SCRIPT, str(tmp_path / "job"), failure, "n1")
         return cluster
 
     yield build
@@ -128,8 +128,8 @@ def test_same_error_on_all_nodes_before_first_step_fails_job(make: Make) -> None
     script = cluster.directory / "all.py"
     script.write_text(
         f"import sys\nsys.path.insert(0, {str(SCRIPT.parents[3])!r})\n"
-        "from tests.support.scripts import trouble\n"
-        "trouble.main(trouble.Path(sys.argv[1]), 'raises', trouble.NODE)\n"
+        "from tests.support.scripts import failing_worker\n"
+        "failing_worker.main(failing_worker.Path(sys.argv[1]), 'raises', failing_worker.NODE)\n"
     )
     cluster.stop()
     cluster.start(script, str(cluster.directory / "job"))

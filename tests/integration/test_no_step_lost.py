@@ -18,11 +18,11 @@ import pytest
 from elastic_resume.testing import Cluster
 from tests.support import launch_ranks
 from tests.support.paths import SCRIPTS
-from tests.support.scripts.doomed import MOMENTS
+from tests.support.scripts.planned_kills import MOMENTS
 
 pytestmark = pytest.mark.cluster
 
-SCRIPT = SCRIPTS / "doomed.py"
+SCRIPT = SCRIPTS / "planned_kills.py"
 KILLS = int(os.environ.get("ELASTIC_RESUME_SOAK_KILLS", "5"))
 SEED = int(os.environ.get("ELASTIC_RESUME_SOAK_SEED", "1"))
 GAP = 4  # steps between two kills

@@ -16,25 +16,21 @@ import torch
 
 from elastic_resume.errors import UsageError
 from elastic_resume.testing import FaultPlan, assert_same_run
-from tests.support.library_job import Diary, LibraryJob
-from tests.support.paths import ROOT, SCRIPTS, TESTS
+from tests.support.library_job import JobRecords, LibraryJob
+from tests.support.paths import ROOT, SCRIPTS, preload
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 SCRIPT = SCRIPTS / "trainer.py"
 EXAMPLE = ROOT / "examples" / "transformers_digits.py"
 # All agents and workers are forked from one process, which imports once what they need.
-IMPORTS = (
+PRELOAD = preload(
     "transformers.trainer",
     "transformers.models.llama.modeling_llama",
     "transformers.models.vit.modeling_vit",
     "sklearn.datasets",
     "sklearn.model_selection",
 )
-PRELOAD = {
-    "PYTHONPATH": str(TESTS / "support" / "preload"),
-    "PYTHON_TEST_IMPORTS": " ".join(IMPORTS),
-}
 SOAK = "ELASTIC_RESUME_SOAK_KILLS" in os.environ
 
 # HOOK@STEP:RANK. The step is the number of finished optimizer steps; an epoch has 7. Two kills in one step
@@ -86,42 +82,44 @@ CASES = {
 JOB = LibraryJob(SCRIPT, PRELOAD)
 
 
-def assert_same(killed: Diary, calm: Diary) -> None:
+def assert_same(killed: JobRecords, undisturbed: JobRecords) -> None:
     """Check batches, logs and ends."""
-    killed.check_same_batches(calm)
-    for rank, logs in calm.logs.items():
+    killed.check_same_batches(undisturbed)
+    for rank, logs in undisturbed.logs.items():
         assert sorted(killed.logs[rank]) == sorted(logs)
-    assert killed.ends == calm.ends
-    assert len(calm.ends) == 2
+    assert killed.ends == undisturbed.ends
+    assert len(undisturbed.ends) == 2
     assert len(killed.loggers) <= 1, "a logger began another run"
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Diary:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> JobRecords:
     """An undisturbed run with gradient accumulation, an uneven last batch, evaluation and the best model."""
-    return JOB.run(tmp_path_factory.mktemp("calm"), "rich")
+    return JOB.run(tmp_path_factory.mktemp("undisturbed"), "rich")
 
 
 @pytest.mark.parametrize("kills", [KILLS, *([MORE_KILLS] if SOAK else [])])
-def test_kill_in_any_part_of_the_loop_changes_nothing(calm: Diary, kills: list[str], tmp_path: Path) -> None:
+def test_kill_in_any_part_of_the_loop_changes_nothing(
+    undisturbed: JobRecords, kills: list[str], tmp_path: Path
+) -> None:
     """Workers die one after the other."""
-    calm.check_learned()
-    assert_same(JOB.run(tmp_path, "rich", *kills), calm)
+    undisturbed.check_learned()
+    assert_same(JOB.run(tmp_path, "rich", *kills), undisturbed)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", CASES)
 def test_killed_case_equals_undisturbed_case(case: str, tmp_path: Path) -> None:
     """Each setting of the Trainer that changes its loop."""
-    calm = JOB.run(tmp_path, case)
-    assert_same(JOB.run(tmp_path, case, *CASES[case]), calm)
+    undisturbed = JOB.run(tmp_path, case)
+    assert_same(JOB.run(tmp_path, case, *CASES[case]), undisturbed)
 
 
-def test_other_worlds_read_the_same_samples(calm: Diary, tmp_path: Path) -> None:
+def test_other_worlds_read_the_same_samples(undisturbed: JobRecords, tmp_path: Path) -> None:
     """A node dies in a step and comes back; another one is asked to leave: 3, 2, 3, 2 ranks."""
     kill = ["--kill", "on_optimizer_step@3:2:node"]
     found, _ = JOB.run_in_changing_worlds(tmp_path, *kill, pauses=(6, 10))
-    found.check_samples({step: read for (step, _), read in calm.read.items()})
+    found.check_samples({step: read for (step, _), read in undisturbed.read.items()})
 
 
 @pytest.mark.parametrize(

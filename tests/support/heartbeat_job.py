@@ -10,7 +10,7 @@ import psutil
 from elastic_resume.testing import Cluster
 from tests.support.paths import SCRIPTS
 
-SCRIPT = SCRIPTS / "heart.py"
+SCRIPT = SCRIPTS / "heartbeat.py"
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class HeartbeatJob:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.directory = cluster.directory / "hearts"
+        self.directory = cluster.directory / "heartbeats"
         self.directory.mkdir(exist_ok=True)
 
     def start(self, only: list[int] | None = None) -> None:
