@@ -43,11 +43,7 @@ from elastic_resume.errors import ConfigError, MismatchError, UsageError
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One batch of a loader: its optimizer step, its loss weight, and whether it completes the step.
-
-    ``step_in_epoch`` is the optimizer step that it belongs to. ``loss_weight`` is the factor for the mean
-    loss over the batch. ``is_last`` tells whether the batch completes the step.
-    """
+    """One batch of a loader: its optimizer step, the factor for its mean loss, and if it ends the step."""
 
     step_in_epoch: int
     loss_weight: float

@@ -24,11 +24,7 @@ _CHUNK_ELEMENTS = 1 << 20  # elements that are compared at a time
 _INTEGER_DTYPE_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class _Absent:
-    """Marks a name that one checkpoint lacks; None is a value."""
-
-
-_ABSENT = _Absent()
+_ABSENT = object()  # for a name that one checkpoint lacks; None is a value
 
 
 @dataclass(frozen=True)
@@ -101,8 +97,8 @@ def _iter_state(checkpoint: OpenCheckpoint) -> Iterator[tuple[str, Any]]:
 
 
 def _find_differences(name: str, a: Any, b: Any) -> Iterator[Difference]:
-    if isinstance(a, _Absent) or isinstance(b, _Absent):
-        kind = "only in B" if isinstance(a, _Absent) else "only in A"
+    if a is _ABSENT or b is _ABSENT:
+        kind = "only in B" if a is _ABSENT else "only in A"
         yield Difference(name, kind, describe_value(a), describe_value(b))
     elif not isinstance(a, Tensor) or not isinstance(b, Tensor):
         are_nan = isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b)
@@ -118,7 +114,7 @@ def _find_differences(name: str, a: Any, b: Any) -> Iterator[Difference]:
 
 def describe_value(value: Any) -> str:
     """Describe a value in at most 60 characters."""
-    if isinstance(value, _Absent):
+    if value is _ABSENT:
         return "absent"
     if isinstance(value, Tensor):
         return describe_tensor(value)

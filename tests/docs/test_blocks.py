@@ -40,9 +40,8 @@ from elastic_resume.testing import chaos, fork_server
 from elastic_resume.testing.faults import read_plan
 from elastic_resume.testing.fork_server import AgentProcess
 from tests.support import launch_ranks
-from tests.support.paths import ROOT, SCRIPTS, TESTS
+from tests.support.paths import ROOT, SCRIPTS, preload
 
-PRELOAD = TESTS / "support" / "preload"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [page for page in PAGES if "_build" not in page.parts]
 CHECKPOINTS_PAGE = "docs/guides/checkpoints.md"
@@ -71,7 +70,6 @@ SHORTER = (
     (r"run\.epochs\(20\)", "run.epochs(1)"),
 )
 SECOND_TERMINAL = re.compile(r"(second|another) terminal", re.IGNORECASE)
-COMMANDS = r"(?:elastic-resume|pip|srun|sbatch|make|python|torchrun|kubectl|docker|export|cp|git) "
 TIMEOUT_S = 250
 FILE_LANGUAGES = {"bash", "python", "yaml"}
 
@@ -284,7 +282,7 @@ class Session:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self._environ = {**kept, "PATH": path, "OMP_NUM_THREADS": "1"}
         if imports:
-            self._environ |= {"PYTHONPATH": str(PRELOAD), "PYTHON_TEST_IMPORTS": imports}
+            self._environ |= preload(imports)
 
     def run_shell(self, block: Block, *, stays: bool) -> None:
         """Run a block. If it ``stays``, return when its job has committed a checkpoint, else at its end."""
@@ -468,22 +466,6 @@ def test_every_block_has_a_language_that_is_checked() -> None:
     assert len(BLOCKS) > 40
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_stand_in_fences(page: Path) -> None:
-    """An indented command would never be run."""
-    assert re.findall(rf"^    {COMMANDS}.*", page.read_text(), re.MULTILINE) == []
-
-
-@pytest.mark.parametrize("entry", NOT_RUN, ids=lambda entry: entry[0])
-def test_each_reason_is_still_needed(entry: tuple[str, str, str]) -> None:
-    """An entry that matches no block hides the next one that it matches."""
-    pattern, language, _ = entry
-    assert any(
-        block.language == language and (pattern == block.page or re.search(pattern, block.text))
-        for block in BLOCKS
-    )
-
-
 def shell_blocks() -> list[Block]:
     """Return every block of commands."""
     return [block for block in BLOCKS if block.language == "sh"]
@@ -521,14 +503,6 @@ def check_command(parser: argparse.ArgumentParser, words: list[str]) -> None:
 def check_rendezvous_keys(conf: str) -> None:
     """Check the keys of ``--rdzv-conf``."""
     assert {entry.partition("=")[0] for entry in conf.split(",") if entry} <= set(rendezvous_config.CONF_KEYS)
-
-
-def test_each_fence_is_found() -> None:
-    """A block with other fences, or with a space after them, would not be checked."""
-    for page in PAGES:
-        text = page.read_text()
-        fences = re.findall(r"^ *(?:```|~~~).*$", text, re.MULTILINE)
-        assert [fence for fence in fences if "~~~" in fence or fence != fence.rstrip()] == [], page
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support import launch_ranks, launchers
+from tests.support import launch_ranks
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.skipif(
@@ -81,10 +83,12 @@ def test_character_example_learns(tmp_path: Path) -> None:
 def test_launchers_continue_the_run_of_each_other(tmp_path: Path) -> None:
     """Epochs by torchrun, python and elastic-resume: one training of ten."""
     lines: list[str] = []
-    elastic = [*launchers.ELASTIC, "--rdzv-id", "digits"]
-    for launcher, epochs in ((launchers.TORCHRUN, 3), (launchers.PYTHON, 5), (elastic, 10)):
-        script = EXAMPLES / "digits.py"
-        output = launchers.run(launcher, script, "--epochs", str(epochs), cwd=tmp_path).stdout
+    two = ["--nproc-per-node", "2"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", *two]
+    elastic = ["-m", "elastic_resume", "run", *two, "--rdzv-id", "digits"]
+    for launcher, epochs in ((torchrun, 3), (["-W", "error"], 5), (elastic, 10)):
+        words = [*launcher, str(EXAMPLES / "digits.py"), "--epochs", str(epochs)]
+        output = subprocess.check_output([sys.executable, *words], cwd=tmp_path, text=True, timeout=240)
         lines += output.splitlines()[:-1]  # of rank 0 alone
     assert [line.split(":")[0] for line in lines] == [f"epoch {number}" for number in range(1, 11)]
     assert accuracy(output) >= 95

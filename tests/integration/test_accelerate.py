@@ -60,12 +60,12 @@ if SOAK:
         *VARIANTS,
     ]
 
-StepLog = dict[tuple[str, int, int], list[dict[str, Any]]]  # (kind, step, rank) -> records, by generation
+Records = dict[tuple[str, int, int], list[dict[str, Any]]]  # (kind, step, rank) -> records, by generation
 
 
-def step_log_of(directory: Path) -> StepLog:
+def records_of(directory: Path) -> Records:
     """Read the records of all ranks."""
-    found: StepLog = defaultdict(list)
+    found: Records = defaultdict(list)
     for path in sorted(directory.glob("g*-r*.jsonl")):
         rank = int(path.stem.rpartition("-r")[2])
         for line in path.read_text().splitlines():
@@ -91,23 +91,23 @@ def run_undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 
     @functools.cache
     def run(options: tuple[str, ...]) -> Path:
-        step_log = tmp_path_factory.mktemp("baseline")
-        env = {"ELASTIC_RESUME_CKPT_DIR": str(step_log / "ckpt"), "ELASTIC_RESUME_SAVE_EVERY": "1000"}
+        log = tmp_path_factory.mktemp("undisturbed")
+        env = {"ELASTIC_RESUME_CKPT_DIR": str(log / "ckpt"), "ELASTIC_RESUME_SAVE_EVERY": "1000"}
         each = [{**env, "ELASTIC_RESUME_NODE_NAME": f"n{rank}"} for rank in range(3)]
-        for done in launch_ranks.run_ranks(3, SCRIPT, str(step_log), *options, env=each):
+        for done in launch_ranks.run_ranks(3, SCRIPT, str(log), *options, env=each):
             assert done.returncode == 0, done.stderr
-        return step_log
+        return log
 
     return run
 
 
-def compare(disturbed: Path, baseline: Path, resumed: list[dict[str, Any]]) -> None:
+def compare(disturbed: Path, whole: Path, resumed: list[dict[str, Any]]) -> None:
     """Check that every record equals the undisturbed run's, those of repeated steps too.
 
     If a rank is stopped after a step's last all-reduce, the others may finish the step, and the job resumes
     after it. Then the stopped rank has no record of that step.
     """
-    records, expected = step_log_of(disturbed), step_log_of(baseline)
+    records, expected = records_of(disturbed), records_of(whole)
     assert records.keys() <= expected.keys()
     missing = defaultdict(set)
     for kind, step, rank in expected.keys() - records.keys():
@@ -117,8 +117,8 @@ def compare(disturbed: Path, baseline: Path, resumed: list[dict[str, Any]]) -> N
     for place, entries in records.items():
         (undisturbed,) = expected[place]
         assert entries == [undisturbed] * len(entries), place
-    assert ends_of(disturbed) == ends_of(baseline)
-    assert len(ends_of(baseline)) == 3
+    assert ends_of(disturbed) == ends_of(whole)
+    assert len(ends_of(whole)) == 3
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids="-".join)
@@ -126,11 +126,11 @@ def test_job_killed_at_every_place_equals_undisturbed_job(
     tmp_path: Path, run_undisturbed: Undisturbed, options: tuple[str, ...]
 ) -> None:
     """Kills of workers, then a node is killed and another one terminated; both come back."""
-    baseline = run_undisturbed(options)
-    last = ends_of(baseline)[0]["step"]
+    whole = run_undisturbed(options)
+    last = ends_of(whole)[0]["step"]
     assert last < 21 or not {"max-steps", "stop"} & {*options}, "the job did not stop early"
-    step_log = tmp_path / "step_log"
-    step_log.mkdir()
+    log = tmp_path / "log"
+    log.mkdir()
     kills = [kill for kill in KILLS if kill[1] < last - 1 and (SOAK or kill[0] in FEW)]
     with Cluster(tmp_path, nodes=3, min_nodes=3, flags=FLAGS) as cluster:
 
@@ -145,7 +145,7 @@ def test_job_killed_at_every_place_equals_undisturbed_job(
             cluster.failpoints.arm(f"job.{place}=wait", step=step, rank=0)
             for place, step in (("forward", 5), ("begin", DRAIN_STEP), ("begin", DRAIN_STEP + 1))
         )
-        cluster.start(SCRIPT, str(step_log), *options)
+        cluster.start(SCRIPT, str(log), *options)
         cluster.wait(lambda: cluster.failpoints.is_waiting(hold_kill), "step 5")
         cluster.kill_node(2)
         cluster.start_node(2)
@@ -160,34 +160,34 @@ def test_job_killed_at_every_place_equals_undisturbed_job(
         resumed = cluster.events("resume")
         assert all(cluster.failpoints.read_fired(one) for one in armed)
     assert [event["generation"] for event in resumed] == list(range(1, len(kills) + 4))
-    assert all(event["kind"] == "resumed" for event in resumed[1:])
-    compare(step_log, baseline, resumed)
+    assert all(event["kind"] == "checkpoint" for event in resumed[1:])
+    compare(log, whole, resumed)
 
 
-def steps_of(step_log: StepLog) -> Iterator[tuple[int, int, dict[str, Any]]]:
+def steps_of(log: Records) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """Yield step, rank and the newest record of each step."""
-    return ((step, rank, entries[-1]) for (kind, step, rank), entries in step_log.items() if kind == "step")
+    return ((step, rank, entries[-1]) for (kind, step, rank), entries in log.items() if kind == "step")
 
 
-def read_samples(step_log: StepLog) -> dict[int, set[int]]:
+def read_samples(log: Records) -> dict[int, set[int]]:
     """Return the samples of each step over all ranks."""
     found: dict[int, set[int]] = defaultdict(set)
-    for step, _, entry in steps_of(step_log):
+    for step, _, entry in steps_of(log):
         found[step].update(entry["read"])
     return found
 
 
 def test_job_of_changing_size_reads_same_samples(tmp_path: Path, run_undisturbed: Undisturbed) -> None:
     """A node dies, two go on, and it comes back; each step has the samples of the undisturbed job."""
-    baseline = run_undisturbed(("accumulate",))
-    step_log = tmp_path / "step_log"
-    step_log.mkdir()
+    whole = run_undisturbed(("accumulate",))
+    log = tmp_path / "log"
+    log.mkdir()
     with Cluster(tmp_path, nodes=3, min_nodes=2, flags=FLAGS) as cluster:
         arm, is_waiting = cluster.failpoints.arm, cluster.failpoints.is_waiting
         # All ranks, so that none lacks the record of a step that the others have finished.
         hold_kill = [arm("job.backward=wait", step=5, rank=rank) for rank in range(3)]
         hold_return = [arm("job.begin=wait", step=11, rank=rank) for rank in range(2)]
-        cluster.start(SCRIPT, str(step_log), "accumulate")
+        cluster.start(SCRIPT, str(log), "accumulate")
         cluster.wait(lambda: all(map(is_waiting, hold_kill)), "step 5 of all ranks")
         cluster.kill_node(2)
         cluster.wait(lambda: all(map(is_waiting, hold_return)), "step 11 of both ranks")
@@ -196,16 +196,13 @@ def test_job_of_changing_size_reads_same_samples(tmp_path: Path, run_undisturbed
         assert cluster.wait_exit() == [0, 0, 0], cluster.output_tails()
         sizes = [event["world_size"] for event in cluster.events("resume")]
     assert sizes == [3, 2, 3]
-    samples = read_samples(step_log_of(step_log))
-    assert samples == read_samples(step_log_of(baseline))
-    (before, *_), (after, *_) = (ends_of(baseline), ends_of(step_log))
+    samples = read_samples(records_of(log))
+    assert samples == read_samples(records_of(whole))
+    (before, *_), (after, *_) = (ends_of(whole), ends_of(log))
     assert after["step"] == before["step"]
     assert after["saved"] == before["saved"]
     # The scheduler stepped once per optimizer step, whatever the number of processes.
-    rates = [
-        {step: entry["rates"] for step, _, entry in steps_of(step_log_of(one))}
-        for one in (step_log, baseline)
-    ]
+    rates = [{step: entry["rates"] for step, _, entry in steps_of(records_of(one))} for one in (log, whole)]
     assert rates[0] == rates[1]
 
 

@@ -18,13 +18,13 @@ from tests.support.paths import SCRIPTS
 
 pytestmark = pytest.mark.cluster
 
-SCRIPT = SCRIPTS / "failing.py"
+SCRIPT = SCRIPTS / "failing_worker.py"
 Make = Callable[..., Cluster]
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """Return a function that starts a cluster whose node n1 has one kind of trouble."""
+    """Return a function that starts a cluster whose node n1 has one kind of failure."""
     made: list[Cluster] = []
 
     def build(failure: str, nodes: int = 3, env: Mapping[str, str] | None = None) -> Cluster:
@@ -128,8 +128,8 @@ def test_same_error_on_all_nodes_before_first_step_fails_job(make: Make) -> None
     script = cluster.directory / "all.py"
     script.write_text(
         f"import sys\nsys.path.insert(0, {str(SCRIPT.parents[3])!r})\n"
-        "from tests.support.scripts import failing\n"
-        "failing.main(failing.Path(sys.argv[1]), 'raises', failing.NODE)\n"
+        "from tests.support.scripts import failing_worker\n"
+        "failing_worker.main(failing_worker.Path(sys.argv[1]), 'raises', failing_worker.NODE)\n"
     )
     cluster.stop()
     cluster.start(script, str(cluster.directory / "job"))

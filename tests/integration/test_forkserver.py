@@ -28,13 +28,11 @@ from elastic_resume import constants
 from elastic_resume.agent.workers import forkserver, forkserver_manager, launcher_shim
 from elastic_resume.agent.workers.forkserver_manager import ForkServerManager
 from tests.support.leak_reports import without_leaks
-from tests.support.paths import SCRIPTS
 from tests.support.processes import is_alive, read_exit_event, wait_for, wait_for_pid
 
 pytestmark = pytest.mark.cluster  # each fork server imports torch for seconds
 
 SHIM = [sys.executable, "-I", "-S", launcher_shim.__file__, "0"]
-SHOW_START = SCRIPTS / "show_start.py"
 
 
 class RunningForkServer:
@@ -119,18 +117,15 @@ def start(env: dict[str, str], *command: str, **kwargs: Any) -> subprocess.Popen
 Way = tuple[int, str, str]
 
 
-def run_ways(
-    tmp_path: Path, warm: RunningForkServer, *command: str, stdin: str = "", cold: bool = False, **env: str
-) -> list[Way]:
-    """Return exit code, stdout and stderr of a plain start and a warm one, and if ``cold`` of a cold one."""
+def run_ways(tmp_path: Path, warm: RunningForkServer, *command: str, **env: str) -> list[Way]:
+    """Return exit code, stdout and stderr of a plain start and a warm one."""
     plain = [sys.executable, "-u", *command]
     ends = []
-    ways = [(plain, None), ([*SHIM, *plain], warm.socket_name), ([*SHIM, *plain], None)]
-    for words, name in ways if cold else ways[:2]:
+    for words, name in ((plain, None), ([*SHIM, *plain], warm.socket_name)):
         done = subprocess.run(
             words,
             env=environ(tmp_path, name, **env),
-            input=stdin,
+            input="",
             capture_output=True,
             text=True,
             check=False,

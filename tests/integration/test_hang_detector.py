@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from elastic_resume import constants
 from elastic_resume.agent import shutdown, stack_dump
-from elastic_resume.agent.hang_detector import MAX_REPORTS, HangDetector, detect_hangs, make_threshold
+from elastic_resume.agent.hang_detector import MAX_REPORTS, HangDetector, detect_hangs
 from elastic_resume.checkpoint.atomic_io import DISK, Disk
 from elastic_resume.errors import MachineError
 from elastic_resume.events import Event
@@ -302,14 +301,6 @@ def test_later_kill_does_not_wait_for_finished_rank(tmp_path: Path, stage: Stage
         finished.kill()
 
 
-def test_stopped_rank_is_killed_at_once(stage: Stage) -> None:
-    """Its state proves that it is the cause."""
-    os.kill(stage.pid, signal.SIGSTOP)
-    wait_for(lambda: psutil.Process(stage.pid).status() == psutil.STATUS_STOPPED, "the stopped worker")
-    stage.hang(polls=3, world_size=2)
-    wait_for(lambda: stage.is_killed, "the worker to be dead")
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -412,16 +403,6 @@ def test_worker_without_handlers_is_not_disturbed(stage: Stage, child: subproces
         assert not stage.is_killed
     os.kill(stage.pid, STACKS_SIGNAL)
     wait_for(lambda: stage.is_killed, "the signal to kill it")
-
-
-@pytest.mark.parametrize(
-    ("timeout_s", "threshold"), [(None, HangThreshold()), (0.0, None), (90.0, HangThreshold(90.0))]
-)
-def test_hang_timeout_sets_threshold_or_turns_detector_off(
-    timeout_s: float | None, threshold: HangThreshold | None
-) -> None:
-    """Without the flag the default rule holds."""
-    assert make_threshold(timeout_s) == threshold
 
 
 def test_parse_main_thread_takes_last_thread() -> None:

@@ -68,6 +68,24 @@ def lease_page(environ: dict[str, str]) -> Iterator[LeasePage]:
     lease_page.close()
 
 
+@contextlib.contextmanager
+def changed_shim(change: str, environ: dict[str, str], *command: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a launcher shim whose clock or limits a line of Python changes; kill it at the end."""
+    begin = "sys.path.insert(0, sys.argv[1]); import launcher_shim, supervisor"
+    code = f"import os, sys, time; {begin}; {change}; launcher_shim.main(sys.argv[2:])"
+    words = [sys.executable, "-I", "-S", "-c", code, str(Path(launcher_shim.__file__).parent), "0", *command]
+    process = subprocess.Popen(words, env=environ, start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+# How long shim and supervisor wait for what does not end.
+SHORT_LIMITS = "launcher_shim.REPORT_TIMEOUT_S = supervisor.KILL_TIMEOUT_S = 0.5"
+
+
 def python(code: str) -> tuple[str, ...]:
     """Return a command that runs ``code``."""
     return sys.executable, "-c", code
@@ -273,18 +291,18 @@ def test_killed_shim_ends_worker_and_its_children(start: Any, tmp_path: Path) ->
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_killed_or_stopped_supervisor_ends_its_worker(
-    number: int, environ: dict[str, str], start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, environ: dict[str, str], tmp_path: Path
 ) -> None:
     """The kernel kills the worker, the launcher shim kills the leftovers and exits by SIGKILL."""
-    monkeypatch.setitem(environ, constants.ENV_GRACE, "0")
-    process = start(*stubborn(tmp_path))
-    pids = family(tmp_path)
-    supervisor_process = psutil.Process(pids[0]).parent()
-    assert supervisor_process is not None
-    supervisor_process.send_signal(number)
-    if number == signal.SIGSTOP:
-        process.terminate()  # like torchelastic, which waits for the shim
-    assert process.wait(60) == -signal.SIGKILL
+    environ[constants.ENV_GRACE] = "0"
+    with changed_shim(SHORT_LIMITS, environ, *stubborn(tmp_path)) as process:
+        pids = family(tmp_path)
+        supervisor_process = psutil.Process(pids[0]).parent()
+        assert supervisor_process is not None
+        supervisor_process.send_signal(number)
+        if number == signal.SIGSTOP:
+            process.terminate()  # like torchelastic, which waits for the shim
+        assert process.wait(60) == -signal.SIGKILL
     assert not any(map(is_alive, [supervisor_process.pid, *pids]))
     assert read_exit_event(tmp_path)["signal"] == "SIGKILL"
 
@@ -295,29 +313,28 @@ FREEZER = Path("/sys/fs/cgroup/freezer")  # of cgroup v1: a frozen process is in
 @pytest.mark.skipif(
     not os.access(FREEZER, os.W_OK), reason="needs root and cgroup v1 to make a process that no signal ends"
 )
-def test_unkillable_worker_does_not_block_shim(environ: dict[str, str], start: Any, tmp_path: Path) -> None:
+def test_unkillable_worker_does_not_block_shim(environ: dict[str, str], tmp_path: Path) -> None:
     """It sleeps in the kernel, as behind a broken disk. Only the supervisor stays with it."""
     environ[constants.ENV_GRACE] = "0"
-    process = start("/bin/sh", "-c", f"echo $$ > {tmp_path / 'pid'}; exec sleep 600")
-    worker = psutil.Process(wait_for_pid(tmp_path / "pid"))
-    supervisor_process = worker.parent()
+    sleeper = ("/bin/sh", "-c", f"echo $$ > {tmp_path / 'pid'}; exec sleep 600")
     cgroup = FREEZER / f"test-{os.getpid()}"
     cgroup.mkdir()
-    try:
-        (cgroup / "cgroup.procs").write_text(str(worker.pid))
-        (cgroup / "freezer.state").write_text("FROZEN")
-        wait_for(lambda: worker.status() == psutil.STATUS_DISK_SLEEP, "the worker to sleep in the kernel")
-        process.terminate()
-        assert process.wait(60) == -signal.SIGKILL
-        assert read_exit_event(tmp_path)["stuck"] is True
-        assert worker.is_running()
-    finally:
-        (cgroup / "freezer.state").write_text("THAWED")
-    assert supervisor_process is not None
-    wait_for(
-        lambda: not is_alive(supervisor_process.pid) and not is_alive(worker.pid),
-        "the worker and its supervisor to end",
-    )
+    with changed_shim(SHORT_LIMITS, environ, *sleeper) as process:
+        worker = psutil.Process(wait_for_pid(tmp_path / "pid"))
+        supervisor_process = worker.parent()
+        assert supervisor_process is not None
+        try:
+            (cgroup / "cgroup.procs").write_text(str(worker.pid))
+            (cgroup / "freezer.state").write_text("FROZEN")
+            wait_for(lambda: worker.status() == psutil.STATUS_DISK_SLEEP, "the worker to sleep in the kernel")
+            process.terminate()
+            assert process.wait(60) == -signal.SIGKILL
+            assert read_exit_event(tmp_path)["stuck"] is True
+            assert worker.is_running()
+        finally:
+            (cgroup / "freezer.state").write_text("THAWED")
+    pids = (supervisor_process.pid, worker.pid)
+    wait_for(lambda: not any(map(is_alive, pids)), "the worker and its supervisor to end")
     cgroup.rmdir()
 
 
@@ -415,25 +432,11 @@ def test_stopping_shim_exits_at_once_when_lease_expires(
     lease_expired_event(tmp_path)
 
 
-@contextlib.contextmanager
-def shim_with_clock(clock: str, environ: dict[str, str], *command: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a launcher shim whose clock a line of Python changes; kill it at the end."""
-    begin = "sys.path.insert(0, sys.argv[1]); import launcher_shim; launcher_shim.main(sys.argv[2:])"
-    code = f"import os, sys, time; {clock}; {begin}"
-    words = [sys.executable, "-I", "-S", "-c", code, str(Path(launcher_shim.__file__).parent), "0", *command]
-    process = subprocess.Popen(words, env=environ, start_new_session=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
 def test_renewed_lease_keeps_worker_alive(lease_page: LeasePage, environ: Any, tmp_path: Path) -> None:
     """The supervisor reads the current word, not one that it has seen before."""
     later = tmp_path / "later"  # once it exists the clock is an hour ahead, beyond the first lease
     clock = f"now = time.monotonic; time.monotonic = lambda: now() + 3600 * os.path.exists({str(later)!r})"
-    with shim_with_clock(clock, environ, *stubborn(tmp_path)) as process:
+    with changed_shim(clock, environ, *stubborn(tmp_path)) as process:
         pids = family(tmp_path)
         lease_page.set(time.clock_gettime(time.CLOCK_BOOTTIME) + 1800)
         wait_for_lease_polls(process)
@@ -462,7 +465,7 @@ def test_jump_of_wall_clock_changes_no_lease(lease_page: LeasePage, environ: Any
     """Here it jumps by a day at every call. Only the event has the time of day."""
     clock = "now, days = time.time, iter(range(1, 10**9)); time.time = lambda: now() + 86400 * next(days)"
     lease_page.set(time.clock_gettime(time.CLOCK_BOOTTIME) + 3600)
-    with shim_with_clock(clock, environ, *stubborn(tmp_path)) as process:
+    with changed_shim(clock, environ, *stubborn(tmp_path)) as process:
         pids = family(tmp_path)
         wait_for_lease_polls(process)
         assert all(map(is_alive, pids))

@@ -19,18 +19,15 @@ from torch.utils.data import DataLoader, DistributedSampler
 import elastic_resume as er
 from elastic_resume.errors import ConfigError, MachineError, UsageError
 from elastic_resume.testing import Fault, assert_same_run
-from tests.support.library_job import LibraryJob, StepLog
-from tests.support.paths import ROOT, SCRIPTS, TESTS
+from tests.support.library_job import JobRecords, LibraryJob
+from tests.support.paths import ROOT, SCRIPTS, preload
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 SCRIPT = SCRIPTS / "lightning_job.py"
 EXAMPLE = ROOT / "examples" / "lightning_digits.py"
 # All agents and workers are forked from one process, which imports Lightning once.
-PRELOAD = {
-    "PYTHONPATH": str(TESTS / "support" / "preload"),
-    "PYTHON_TEST_IMPORTS": "lightning.pytorch torchmetrics.classification",
-}
+PRELOAD = preload("lightning.pytorch", "torchmetrics.classification")
 SOAK = "ELASTIC_RESUME_SOAK_KILLS" in os.environ
 
 # PLACE@STEP:RANK. The step is Lightning's global step; an epoch has 5, and validates after 2 and 5.
@@ -82,41 +79,41 @@ CASES = {
 JOB = LibraryJob(SCRIPT, PRELOAD)
 
 
-def assert_same(killed: StepLog, baseline: StepLog) -> None:
+def assert_same(killed: JobRecords, undisturbed: JobRecords) -> None:
     """Check batches, logs and ends."""
-    killed.check_same_batches(baseline)
+    killed.check_same_batches(undisturbed)
     for rank in (0, 1):
-        assert killed.logs[rank] == baseline.logs[rank]
-        for part, value in baseline.ends[rank].items():
+        assert killed.logs[rank] == undisturbed.logs[rank]
+        for part, value in undisturbed.ends[rank].items():
             assert killed.ends[rank][part] == value, part
 
 
 @pytest.mark.parametrize("kills", [KILLS, *([MORE_KILLS] if SOAK else [])])
 def test_kill_in_any_part_of_the_loop_changes_nothing(kills: list[str], tmp_path: Path) -> None:
     """With gradient accumulation, an uneven last batch, validation within a step, and two schedulers."""
-    baseline = JOB.run(tmp_path, "rich")
-    baseline.check_learned()
-    assert baseline.ends[0]["files"], "Lightning wrote no checkpoint"
-    assert_same(JOB.run(tmp_path, "rich", *kills), baseline)
+    undisturbed = JOB.run(tmp_path, "rich")
+    undisturbed.check_learned()
+    assert undisturbed.ends[0]["files"], "Lightning wrote no checkpoint"
+    assert_same(JOB.run(tmp_path, "rich", *kills), undisturbed)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", CASES)
 def test_killed_case_equals_undisturbed_case(case: str, tmp_path: Path) -> None:
     """Each setting of the Trainer that changes its loop."""
-    baseline = JOB.run(tmp_path, case)
-    assert_same(JOB.run(tmp_path, case, *CASES[case]), baseline)
+    undisturbed = JOB.run(tmp_path, case)
+    assert_same(JOB.run(tmp_path, case, *CASES[case]), undisturbed)
 
 
 @pytest.mark.soak
 def test_pytorch_lightning_is_the_same(tmp_path: Path) -> None:
     """The same code under its former name."""
     job = LibraryJob(SCRIPT, {**PRELOAD, "LIGHTNING_LIBRARY": "pytorch_lightning"})
-    baseline = job.run(tmp_path, "rich")
-    assert_same(job.run(tmp_path, "rich", *KILLS), baseline)
+    undisturbed = job.run(tmp_path, "rich")
+    assert_same(job.run(tmp_path, "rich", *KILLS), undisturbed)
 
 
-def change_world(tmp_path: Path, case: str) -> tuple[StepLog, list[dict[str, Any]]]:
+def change_world(tmp_path: Path, case: str) -> tuple[JobRecords, list[dict[str, Any]]]:
     """Train with 3, 2, 3 and 2 ranks: a node dies in a step and comes back; another one is asked to leave."""
     options = ["--case", case, "--kill", "on_after_backward@2:2:node"]
     return JOB.run_in_changing_worlds(tmp_path, *options, pauses=(6, 9))

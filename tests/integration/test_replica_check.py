@@ -108,11 +108,3 @@ def test_assert_ranks_equal_names_difference_on_all_ranks(tmp_path: Path) -> Non
         assert list(error_by_case) == list(expected), "the cases that raised are not the expected ones"
         for case, text in expected.items():
             assert error_by_case[case].startswith(f"DivergenceError: ranks hold different values of {text}. ")
-
-
-@pytest.mark.cluster
-def test_assert_ranks_equal_passes_for_single_rank(tmp_path: Path) -> None:
-    """Plain python has no second rank."""
-    env = [{"ELASTIC_RESUME_CKPT_DIR": str(tmp_path)}]
-    done = launch_ranks.run_ranks(1, SCRIPT, env=env)[0]
-    assert (done.returncode, done.stdout.strip()) == (0, "{}"), done.stderr

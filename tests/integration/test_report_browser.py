@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,19 +10,11 @@ from elastic_resume.report import html, summary
 from elastic_resume.report.formatting import replace_unprintable
 from elastic_resume.report.summary import RunReport
 from tests.support import browser, report_runs
-from tests.support.browser import Browser
 
 pytestmark = pytest.mark.slow
-SCREENS = [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")]
+WIDTHS = (1280, 390)
 MAX_BYTES = 2_000_000  # of a page of 2,000 generations
 MAX_ELEMENTS = 48_000
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """Start one browser for all of these tests."""
-    with browser.start_browser(tmp_path_factory.mktemp("chromium")) as started:
-        yield started
 
 
 @pytest.fixture(scope="module")
@@ -47,61 +38,63 @@ def page(report: RunReport, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def texts(chromium: Browser, selector: str) -> list[str]:
-    """Return the text of the elements, also of folded ones."""
-    found = chromium.evaluate(f"[...document.querySelectorAll({selector!r})].map(one => one.textContent)")
-    return [" ".join(text.split()) for text in found]
+def texts(selector: str) -> str:
+    """Return the expression for the text of the elements, also of folded ones."""
+    plain = "one.textContent.trim().split(/\\s+/).join(' ')"
+    return f"[...document.querySelectorAll({selector!r})].map(one => {plain})"
 
 
-def test_page_shows_every_part_of_the_report(chromium: Browser, page: Path, report: RunReport) -> None:
-    """Each generation, alert, fault and mark is there, and the browser logs no problem."""
-    chromium.open(page)
-    rows = texts(chromium, ".generations tbody tr")
-    assert len(rows) == len(report.history.generations) == 6
-    for item, row in zip(report.history.generations, rows, strict=True):
+def test_page_shows_every_part_of_the_report(page: Path, report: RunReport) -> None:
+    """Each generation, alert, fault and mark is there. The text of an exception does not run."""
+    selectors = {
+        "rows": ".generations tbody tr",
+        "alerts": ".alerts tbody tr",
+        "faults": ".faults tbody tr",
+        "incidents": "use[href='#incident'] title",
+        "headings": "h2",
+        "generations": ".generations",
+        "main": "main",
+        "stacks": "pre",
+    }
+    cells = "[...document.querySelectorAll('tbody td')]"
+    (found,) = browser.ask_page(
+        page,
+        {
+            **{name: texts(selector) for name, selector in selectors.items()},
+            "sizes": f"new Set({cells}.map(one => window.getComputedStyle(one).fontSize)).size",
+            "title": "document.title",
+            "active": "document.querySelectorAll('script, main img').length",
+            "requests": "window.performance.getEntriesByType('resource').length",
+        },
+    )
+    assert len(found["rows"]) == len(report.history.generations) == 6
+    for item, row in zip(report.history.generations, found["rows"], strict=True):
         assert " ".join(replace_unprintable(item.end.text).split()) in row
-    said = " ".join(texts(chromium, ".alerts tbody tr"))
     assert len(report.alerts) > 10
     for alert in report.alerts:
-        assert alert.text in said
-    sizes = "[...document.querySelectorAll('tbody td')].map(one => getComputedStyle(one).fontSize)"
-    assert len(set(chromium.evaluate(sizes))) == 1
-    assert len(texts(chromium, ".faults tbody tr")) == 3
-    assert len(texts(chromium, "use[href='#incident'] title")) == report.history.num_incidents
-    assert "The clock of n1 was up to 7.5 s ahead" in texts(chromium, "main")[0]
-    assert "SUSPECT rank 1" in texts(chromium, "pre")[0]
-    headings = texts(chromium, "h2")
-    for heading in ("Timeline", "Generations", "Alerts", "Injected faults", "Checkpoints"):
-        assert heading in headings
-    assert chromium.problems == []
+        assert alert.text in " ".join(found["alerts"])
+    assert (found["sizes"], len(found["faults"])) == (1, 3)
+    assert len(found["incidents"]) == report.history.num_incidents
+    assert "The clock of n1 was up to 7.5 s ahead" in found["main"][0]
+    assert "SUSPECT rank 1" in found["stacks"][0]
+    assert {"Timeline", "Generations", "Alerts", "Injected faults", "Checkpoints"} <= set(found["headings"])
+    assert found["title"] == "resnet-50 - elastic_resume"
+    assert (found["active"], found["requests"]) == (0, 0)
+    assert "<script>document.title='taken'</script>" in found["generations"][0]
 
 
-def test_script_in_a_message_does_not_run(chromium: Browser, page: Path) -> None:
-    """The text of an exception is shown as it is."""
-    chromium.open(page)
-    assert chromium.evaluate("document.title") == "resnet-50 - elastic_resume"
-    assert chromium.evaluate("document.querySelectorAll('script, main img').length") == 0
-    assert "<script>document.title='taken'</script>" in texts(chromium, ".generations")[0]
-    assert chromium.problems == []
-
-
-@pytest.mark.parametrize(("width", "scheme"), SCREENS)
-def test_page_fits_every_screen(
-    chromium: Browser, page: Path, tmp_path: Path, width: int, scheme: str
-) -> None:
+@pytest.mark.parametrize("is_dark", [False, True])
+def test_page_fits_every_screen(page: Path, is_dark: bool) -> None:
     """Nothing overflows sideways, text has enough contrast, and drawings have their size."""
-    chromium.open(page, width=width, scheme=scheme)
-    chromium.screenshot(tmp_path / f"{width}-{scheme}.png")
-    assert chromium.evaluate("document.documentElement.scrollWidth") == width
-    assert chromium.evaluate("innerWidth") == width
-    dark = chromium.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
-    assert dark == (scheme == "dark")
-    faint = chromium.evaluate(_FAINT)
-    assert faint == []
-    assert (
-        chromium.evaluate("document.querySelector('.timeline').getBoundingClientRect().width") > 0.75 * width
-    )
-    assert chromium.problems == []
+    questions = {
+        "width": "document.documentElement.scrollWidth",
+        "dark": "window.matchMedia('(prefers-color-scheme: dark)').matches",
+        "faint": _FAINT,
+        "drawing": "document.querySelector('.timeline').getBoundingClientRect().width",
+    }
+    for width, found in zip(WIDTHS, browser.ask_page(page, questions, WIDTHS, is_dark=is_dark), strict=True):
+        assert (found["width"], found["dark"], found["faint"]) == (width, is_dark, [])
+        assert found["drawing"] > 0.75 * width
 
 
 # Contrast of each text with what lies under it, as WCAG 2 reckons it: at least 4.5.
@@ -112,7 +105,7 @@ _FAINT = """(() => {
     .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
   const ground = one => {
     for (; one; one = one.parentElement) {
-      const colour = getComputedStyle(one).backgroundColor;
+      const colour = window.getComputedStyle(one).backgroundColor;
       if (numbers(colour)[3] !== 0) return colour;
     }
     return 'rgb(255, 255, 255)';
@@ -121,7 +114,7 @@ _FAINT = """(() => {
   for (const one of document.querySelectorAll('body *')) {
     if (![...one.childNodes].some(child => child.nodeType === 3 && child.data.trim())) continue;
     if (one.closest('title, desc, style')) continue;
-    const style = getComputedStyle(one);
+    const style = window.getComputedStyle(one);
     const [a, b] = [light(one.closest('svg') ? style.fill : style.color), light(ground(one))];
     if ((Math.max(a, b) + .05) / (Math.min(a, b) + .05) < 4.5) found.add(one.outerHTML.slice(0, 200));
   }
@@ -129,16 +122,19 @@ _FAINT = """(() => {
 })()"""
 
 
-def test_page_of_two_thousand_generations_stays_small(chromium: Browser, tmp_path: Path) -> None:
+def test_page_of_two_thousand_generations_stays_small(tmp_path: Path) -> None:
     """Folded rows are not laid out."""
     job = report_runs.make_long_run(2000)
     path = tmp_path / "long.html"
     path.write_text(html.render_page(summary.build_run_report(job.events)), encoding="utf-8")
     assert path.stat().st_size < MAX_BYTES
-    chromium.open(path)
-    assert chromium.evaluate("document.querySelectorAll('*').length") < MAX_ELEMENTS
-    assert chromium.evaluate("document.querySelectorAll('svg *').length") < 6000
-    assert chromium.evaluate("document.querySelectorAll('.generations tbody tr').length") == 2000
+    counted = {"all": "*", "drawn": "svg *", "rows": ".generations tbody tr"}
+    questions = {
+        name: f"document.querySelectorAll({selector!r}).length" for name, selector in counted.items()
+    }
     closed = "[...document.querySelectorAll('details:not([open]) tr')]"
-    assert chromium.evaluate(f"{closed}.filter(one => one.checkVisibility()).length") == 0
-    assert chromium.problems == []
+    questions["visible"] = f"{closed}.filter(one => one.checkVisibility()).length"
+    (found,) = browser.ask_page(path, questions)
+    assert found["all"] < MAX_ELEMENTS
+    assert found["drawn"] < 6000
+    assert (found["rows"], found["visible"]) == (2000, 0)

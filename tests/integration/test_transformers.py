@@ -16,25 +16,21 @@ import torch
 
 from elastic_resume.errors import UsageError
 from elastic_resume.testing import Fault, assert_same_run
-from tests.support.library_job import LibraryJob, StepLog
-from tests.support.paths import ROOT, SCRIPTS, TESTS
+from tests.support.library_job import JobRecords, LibraryJob
+from tests.support.paths import ROOT, SCRIPTS, preload
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 SCRIPT = SCRIPTS / "trainer.py"
 EXAMPLE = ROOT / "examples" / "transformers_digits.py"
 # All agents and workers are forked from one process, which imports once what they need.
-IMPORTS = (
+PRELOAD = preload(
     "transformers.trainer",
     "transformers.models.llama.modeling_llama",
     "transformers.models.vit.modeling_vit",
     "sklearn.datasets",
     "sklearn.model_selection",
 )
-PRELOAD = {
-    "PYTHONPATH": str(TESTS / "support" / "preload"),
-    "PYTHON_TEST_IMPORTS": " ".join(IMPORTS),
-}
 SOAK = "ELASTIC_RESUME_SOAK_KILLS" in os.environ
 
 # HOOK@STEP:RANK. The step is the number of finished optimizer steps; an epoch has 7. Two kills in one step
@@ -86,44 +82,44 @@ CASES = {
 JOB = LibraryJob(SCRIPT, PRELOAD)
 
 
-def assert_same(killed: StepLog, baseline: StepLog) -> None:
+def assert_same(killed: JobRecords, undisturbed: JobRecords) -> None:
     """Check batches, logs and ends."""
-    killed.check_same_batches(baseline)
-    for rank, logs in baseline.logs.items():
+    killed.check_same_batches(undisturbed)
+    for rank, logs in undisturbed.logs.items():
         assert sorted(killed.logs[rank]) == sorted(logs)
-    assert killed.ends == baseline.ends
-    assert len(baseline.ends) == 2
+    assert killed.ends == undisturbed.ends
+    assert len(undisturbed.ends) == 2
     assert len(killed.loggers) <= 1, "a logger began another run"
 
 
 @pytest.fixture(scope="module")
-def baseline(tmp_path_factory: pytest.TempPathFactory) -> StepLog:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> JobRecords:
     """An undisturbed run with gradient accumulation, an uneven last batch, evaluation and the best model."""
-    return JOB.run(tmp_path_factory.mktemp("baseline"), "rich")
+    return JOB.run(tmp_path_factory.mktemp("undisturbed"), "rich")
 
 
 @pytest.mark.parametrize("kills", [KILLS, *([MORE_KILLS] if SOAK else [])])
 def test_kill_in_any_part_of_the_loop_changes_nothing(
-    baseline: StepLog, kills: list[str], tmp_path: Path
+    undisturbed: JobRecords, kills: list[str], tmp_path: Path
 ) -> None:
     """Workers die one after the other."""
-    baseline.check_learned()
-    assert_same(JOB.run(tmp_path, "rich", *kills), baseline)
+    undisturbed.check_learned()
+    assert_same(JOB.run(tmp_path, "rich", *kills), undisturbed)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", CASES)
 def test_killed_case_equals_undisturbed_case(case: str, tmp_path: Path) -> None:
     """Each setting of the Trainer that changes its loop."""
-    baseline = JOB.run(tmp_path, case)
-    assert_same(JOB.run(tmp_path, case, *CASES[case]), baseline)
+    undisturbed = JOB.run(tmp_path, case)
+    assert_same(JOB.run(tmp_path, case, *CASES[case]), undisturbed)
 
 
-def test_other_worlds_read_the_same_samples(baseline: StepLog, tmp_path: Path) -> None:
+def test_other_worlds_read_the_same_samples(undisturbed: JobRecords, tmp_path: Path) -> None:
     """A node dies in a step and comes back; another one is asked to leave: 3, 2, 3, 2 ranks."""
     kill = ["--kill", "on_optimizer_step@3:2:node"]
     found, _ = JOB.run_in_changing_worlds(tmp_path, *kill, pauses=(6, 10))
-    found.check_samples({step: read for (step, _), read in baseline.read.items()})
+    found.check_samples({step: read for (step, _), read in undisturbed.read.items()})
 
 
 @pytest.mark.parametrize(

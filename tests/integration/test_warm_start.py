@@ -1,7 +1,4 @@
-"""``elastic-resume run`` with warm workers behaves like torchrun.
-
-`make soak` compares cold starts (test_forkserver.py).
-"""
+"""``elastic-resume run`` with warm workers behaves like torchrun."""
 
 from __future__ import annotations
 
@@ -43,13 +40,13 @@ def read_logs(directory: Path, name: str) -> list[str]:
     return [path.read_text().replace(str(directory), "") for path in paths]
 
 
-def show_start(way: str, here: Path) -> dict[str, Any]:
+def run_facts(way: str, here: Path) -> dict[str, Any]:
     """Run the script as two workers, of which rank 0 fails; return what it has seen and printed."""
     here.mkdir()
     command = [*WAYS[way], "--nproc-per-node=2", "--max-restarts=0", "--tee=3", "--log-dir=logs"]
     env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {constants.ENV_LOG_LEVEL: "DEBUG"}
     done = subprocess.run(
-        [*command, "--virtual-local-rank", str(SCRIPTS / "show_start.py"), "fail"],
+        [*command, "--virtual-local-rank", str(SCRIPTS / "start_facts.py")],
         cwd=here,
         env=env,
         capture_output=True,
@@ -73,7 +70,7 @@ def show_start(way: str, here: Path) -> dict[str, Any]:
 
 def test_warm_script_sees_same_as_under_torchrun(tmp_path: Path) -> None:
     """It prints, forks, spawns, loads data with persistent workers, prints at exit, and fails."""
-    expected, facts = (show_start(way, tmp_path / way) for way in WAYS)
+    expected, facts = (run_facts(way, tmp_path / way) for way in WAYS)
     assert expected["last words"] == ["from a thread", "at exit"]
     assert expected["rank 1"] == ["rank 1 local 0\n"]
     # The agent handles the signal that a scheduler sends before the end; workers ignore it.

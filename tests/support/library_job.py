@@ -1,6 +1,6 @@
-"""Run jobs whose training loop a library owns, with kills and changing worlds, and compare their step logs.
+"""Run jobs whose training loop a library owns, with kills and in changing worlds, and compare their logs.
 
-A job's script takes ``--log DIRECTORY``, ``--kill PLACE@STEP:RANK[:node]`` and ``--pause STEP``. Each of
+A job's script takes ``--records DIRECTORY``, ``--kill PLACE@STEP:RANK[:node]`` and ``--pause STEP``. Each of
 its processes writes the samples and losses of its batches, and the library's logs.
 """
 
@@ -19,7 +19,7 @@ from elastic_resume.testing import Cluster
 FLAGS = ["--snapshot-every", "1", "--save-every", "1000"]
 
 
-class StepLog:
+class JobRecords:
     """What the processes of one run have recorded."""
 
     def __init__(self, directory: Path) -> None:
@@ -48,10 +48,10 @@ class StepLog:
         """Check that the losses differ: equal runs that learn nothing would show nothing."""
         assert len({batches[0][1] for (batches,) in self.batches.values()}) > 10, "nothing was learnt"
 
-    def check_same_batches(self, baseline: StepLog) -> None:
+    def check_same_batches(self, undisturbed: JobRecords) -> None:
         """Check that each process computed what the undisturbed one did at its steps, up to its end."""
-        assert self.batches.keys() == baseline.batches.keys()
-        for place, (whole,) in baseline.batches.items():
+        assert self.batches.keys() == undisturbed.batches.keys()
+        for place, (whole,) in undisturbed.batches.items():
             of_processes = self.batches[place]
             assert whole in of_processes, f"step and rank {place} was never finished"
             assert all(batches == whole[: len(batches)] for batches in of_processes), f"step and rank {place}"
@@ -72,48 +72,48 @@ class LibraryJob:
     script: Path
     env: dict[str, str]
 
-    def run(self, directory: Path, case: str, *kills: str, ranks: int = 2) -> StepLog:
+    def run(self, directory: Path, case: str, *kills: str, ranks: int = 2) -> JobRecords:
         """Train on one node to the end."""
         place = directory / f"{len(kills)}-kills-{ranks}-ranks"
-        step_log = place / "step_log"
-        step_log.mkdir(parents=True)
+        log = place / "log"
+        log.mkdir(parents=True)
         with Cluster(place, nodes=1, workers_per_node=ranks, flags=FLAGS, env=self.env) as cluster:
             options = [word for kill in kills for word in ("--kill", kill)]
-            cluster.start(self.script, "--case", case, "--log", str(step_log), *options)
+            cluster.start(self.script, "--case", case, "--records", str(log), *options)
             assert cluster.wait_exit() == [0], cluster.output(0)
             generations = [event["generation"] for event in cluster.events("resume")]
-        killed = {path.name for path in step_log.glob("killed-*")}
+        killed = {path.name for path in log.glob("killed-*")}
         assert killed == {f"killed-{one.split(':')[0]}" for one in kills}
         # Two ranks that die in one step may need one restart.
         assert generations == list(range(1, len(generations) + 1))
         assert len(kills) / 2 < len(generations) <= len(kills) + 1
-        return StepLog(step_log)
+        return JobRecords(log)
 
     def run_in_changing_worlds(
         self, directory: Path, *options: str, pauses: tuple[int, int]
-    ) -> tuple[StepLog, list[dict[str, Any]]]:
-        """Train with 3, 2, 3 and 2 ranks; return the step log and the `resume` events.
+    ) -> tuple[JobRecords, list[dict[str, Any]]]:
+        """Train with 3, 2, 3 and 2 ranks; return the records and the `resume` events.
 
         ``options`` kill node 2. It comes back in the first pause, and node 1 is asked to leave in the second.
         """
-        step_log = directory / "step_log"
-        step_log.mkdir()
+        log = directory / "log"
+        log.mkdir()
         first, second = pauses
         options = (*options, "--pause", str(first), "--pause", str(second))
         with Cluster(directory, nodes=3, min_nodes=2, flags=FLAGS, env=self.env) as cluster:
-            cluster.start(self.script, "--log", str(step_log), *options)
-            cluster.wait((step_log / f"reached-{first}").exists, "the pause of two ranks")
+            cluster.start(self.script, "--records", str(log), *options)
+            cluster.wait((log / f"reached-{first}").exists, "the pause of two ranks")
             cluster.kill_node(2)
             cluster.start_node(2)
             cluster.wait(generation=3)
-            (step_log / f"go-{first}").touch()
-            cluster.wait((step_log / f"reached-{second}").exists, "the pause of three ranks")
+            (log / f"go-{first}").touch()
+            cluster.wait((log / f"reached-{second}").exists, "the pause of three ranks")
             cluster.kill_agent(1, signal.SIGTERM)
-            cluster.wait((step_log / "asked").exists, "the request to n1's worker")
-            (step_log / f"go-{second}").touch()
+            cluster.wait((log / "asked").exists, "the request to n1's worker")
+            (log / f"go-{second}").touch()
             codes = cluster.wait_exit()
             resumed = cluster.events("resume")
             assert codes == [0, 128 + signal.SIGTERM, 0], cluster.output(0)
             assert cluster.lost_steps == 0
         assert [event["world_size"] for event in resumed] == [3, 2, 3, 2]
-        return StepLog(step_log), resumed
+        return JobRecords(log), resumed

@@ -124,7 +124,7 @@ class Job:
         )
         self.accelerator.register_save_state_pre_hook(lambda *_: self.hit("save"))
         path = directory / f"g{self.run.generation}-r{self.run.rank}.jsonl"
-        self.step_log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self.log_fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def hit(self, place: str) -> None:
         """Pass a failpoint in the step that is being made."""
@@ -133,7 +133,7 @@ class Job:
     def record(self, kind: str, **values: Any) -> None:
         """Write one line."""
         line = {"kind": kind, "step": self.run.position.step, **values}
-        os.write(self.step_log, (json.dumps(line) + "\n").encode())
+        os.write(self.log_fd, (json.dumps(line) + "\n").encode())
 
     def train(self) -> None:
         """Train to the end, or until there is a reason to stop."""

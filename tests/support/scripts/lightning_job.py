@@ -1,20 +1,14 @@
 """Trains with Lightning's Trainer, for tests/integration/test_lightning.py.
 
-``--case`` names what it trains and how. Each process records what it reads, computes and logs. ``--kill
-PLACE@STEP:RANK[:node]`` kills that rank, or its node, when it first comes to that place at that global step.
-A place is a hook of Lightning's callbacks, or ``in_step``. ``--pause STEP`` waits before the batch after that
-step until the step log has a file ``go-STEP``; a rank that is asked to end meanwhile makes a file ``asked``.
+``--case`` names what it trains and how. Each process records what it reads, computes and logs. A place of
+``--kill`` (job_log.py) is a hook of Lightning's callbacks, or ``in_step``, and its step the global step.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
 import os
 import random
-import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +21,8 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics.classification import MulticlassAccuracy
 
 import elastic_resume as er
-from elastic_resume import constants
 from elastic_resume.state import state_dict
+from tests.support.scripts.job_log import RANK, JobLog, Points, digest, parse_arguments
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -45,65 +39,26 @@ else:
 SAMPLES, VALIDATION_SAMPLES, WIDTH, CLASSES = 77, 20, 16, 4  # no rank gets a batch of one: BatchNorm
 
 
-class Classes(Dataset[Any]):
-    """Noisy points of a few classes. With ``augment`` each read draws from two generators."""
+class Classes(Points):
+    """Points with their index. With ``augment`` each read draws from two generators."""
 
     def __init__(self, length: int, seed: int, *, augment: bool = False) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.labels = torch.randint(0, CLASSES, (length,), generator=generator)
-        self.inputs = torch.randn(length, WIDTH, generator=generator)
-        self.inputs[:, :CLASSES] += nn.functional.one_hot(self.labels, CLASSES)
+        super().__init__(length, seed, WIDTH, CLASSES)
         self.augment = augment
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
-        inputs = self.inputs[index]
+    def __getitem__(self, index: int) -> Any:
+        inputs, label = super().__getitem__(index)
         if self.augment:
             inputs = inputs + 0.1 * torch.randn(WIDTH) * random.random()
-        return inputs, self.labels[index], index
-
-
-class StepLog:
-    """The files of one process, and what happens at its places."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.directory: Path = args.log
-        self.kills, self.pauses = args.kill, args.pause
-        self.rank = os.environ.get("RANK", "0")
-        self.strategy: Any = None
-        self._file = open(self.directory / f"{self.rank}-{os.getpid()}.jsonl", "a")  # noqa: SIM115
-
-    def write(self, **entry: Any) -> None:
-        """Write one line; a kill does not lose it."""
-        os.write(self._file.fileno(), (json.dumps(entry) + "\n").encode())
-
-    def come(self, place: str, step: int) -> None:
-        """Kill this process or its node, once, if this is the place."""
-        for kill in self.kills:
-            where, rank, *who = kill.split(":")
-            mark = self.directory / f"killed-{where}"
-            if (where, rank) != (f"{place}@{step}", self.rank) or mark.exists():
-                continue
-            mark.touch()
-            if who:
-                os.kill(int(os.environ[constants.ENV_AGENT_PID]), signal.SIGKILL)
-            os.kill(os.getpid(), signal.SIGKILL)
-        if place == "on_train_batch_start" and step in self.pauses:
-            (self.directory / f"reached-{step}").touch()
-            while not (self.directory / f"go-{step}").exists():
-                time.sleep(0.02)
-                if self.strategy.run._drain_request.requested:
-                    (self.directory / "asked").touch()
+        return inputs, label, index
 
 
 class Net(pl.LightningModule):
     """Two layers with dropout and batch norm, which log in every way."""
 
-    def __init__(self, step_log: StepLog, case: Case) -> None:
+    def __init__(self, log: JobLog, case: Case) -> None:
         super().__init__()
-        self.step_log, self.case = step_log, case
+        self.job_log, self.case = log, case
         self.first, self.drop, self.last = nn.Linear(WIDTH, 24), nn.Dropout(0.2), nn.Linear(24, CLASSES)
         self.norm = nn.BatchNorm1d(24)
         self.accuracy = MulticlassAccuracy(CLASSES)
@@ -115,13 +70,13 @@ class Net(pl.LightningModule):
     def record(self, indices: Tensor, loss: Tensor) -> None:
         """Write down a batch and come to the middle of a step."""
         strategy: Any = self.trainer.strategy
-        self.step_log.write(
+        self.job_log.write(
             step=strategy.run.position.step + 1,
             generation=strategy.run.generation,
             read=indices.tolist(),
             loss=float(loss).hex(),
         )
-        self.step_log.come("in_step", self.trainer.global_step)
+        self.job_log.kill_at("in_step", self.trainer.global_step)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss, and log it as mean, sum and maximum, and now and then."""
@@ -166,8 +121,8 @@ class Net(pl.LightningModule):
 class TwoNets(Net):
     """Two networks with an optimizer each, which manual optimization steps in turn."""
 
-    def __init__(self, step_log: StepLog, case: Case) -> None:
-        super().__init__(step_log, case)
+    def __init__(self, log: JobLog, case: Case) -> None:
+        super().__init__(log, case)
         self.automatic_optimization = False
         self.critic = nn.Linear(CLASSES, 1)
 
@@ -248,19 +203,19 @@ CASES = {
 }
 
 
-class DiaryLogger(pl.loggers.logger.Logger):
+class LogLogger(pl.loggers.logger.Logger):
     """Records what is logged."""
 
-    name, version = "step_log", 0
+    name, version = "log", 0
 
-    def __init__(self, step_log: StepLog) -> None:
+    def __init__(self, log: JobLog) -> None:
         super().__init__()
-        self.step_log = step_log
+        self.job_log = log
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         """Write exact numbers."""
         exact = {name: float(value).hex() for name, value in sorted(metrics.items())}
-        self.step_log.write(step=step, logs=exact)
+        self.job_log.write(step=step, logs=exact)
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
         """Ignore them."""
@@ -269,14 +224,17 @@ class DiaryLogger(pl.loggers.logger.Logger):
 class Observer(pl.Callback):
     """Comes to each place of the loop."""
 
-    def __init__(self, step_log: StepLog) -> None:
-        self.step_log = step_log
+    def __init__(self, log: JobLog) -> None:
+        self.job_log = log
 
 
 def _make_hook(name: str) -> Any:
     def hook(self: Any, trainer: Any, *_: Any) -> None:
         if not trainer.sanity_checking:
-            self.step_log.come(name, trainer.global_step)
+            self.job_log.kill_at(name, trainer.global_step)
+            if name == "on_train_batch_start":
+                drain = trainer.strategy.run._drain_request
+                self.job_log.pause_at(trainer.global_step, lambda: drain.requested)
 
     return hook
 
@@ -292,12 +250,6 @@ for _name in HOOKS:
     setattr(Observer, _name, _make_hook(_name))
 
 
-def digest(item: Any) -> str:
-    """Return a digest of all that a checkpoint would hold of it."""
-    flat = state_dict.flatten(state_dict.collect_objects({"it": item}))
-    return state_dict.combine_digests({**state_dict.digest_leaves(flat.leaves), "": flat.skeleton})
-
-
 def describe_file(path: Path) -> str:
     """Return a digest of the weights in a checkpoint of Lightning."""
     weights = torch.load(path, weights_only=True)["state_dict"]
@@ -306,18 +258,11 @@ def describe_file(path: Path) -> str:
 
 def main() -> None:
     """Train one case."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--case", default="rich", choices=CASES)
-    parser.add_argument("--log", type=Path, required=True)
-    parser.add_argument("--kill", action="append", default=[])
-    parser.add_argument("--pause", type=int, action="append", default=[])
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.manual_seed(1 + int(os.environ.get("RANK", "0")))  # the job takes rank 0's weights
-    case, step_log = CASES[args.case], StepLog(args)
-    module = case.module(step_log, case)
-    files = args.log / "lightning"
-    callbacks: list[pl.Callback] = [Observer(step_log)]
+    args = parse_arguments(CASES)
+    case, log = CASES[args.case], JobLog(args)
+    module = case.module(log, case)
+    files = args.records / "lightning"
+    callbacks: list[pl.Callback] = [Observer(log)]
     if case.module is Net:
         monitor: Any = {"monitor": "val_loss"}
         callbacks += [
@@ -327,19 +272,19 @@ def main() -> None:
         ]
     train = Classes(SAMPLES, 1, augment=case.augment)
     loader = (case.loader or _make_plain_loader(case))(train)
-    strategy = step_log.strategy = ElasticDDPStrategy(resume_options={"seed": 5})
+    strategy = ElasticDDPStrategy(resume_options={"seed": 5})
     trainer = pl.Trainer(
         **{
             "max_epochs": 3,
             "accelerator": "cpu",
             "strategy": strategy,
             "callbacks": callbacks,
-            "logger": DiaryLogger(step_log),
+            "logger": LogLogger(log),
             "log_every_n_steps": 2,
             "enable_progress_bar": False,
             "enable_model_summary": False,
             "enable_checkpointing": case.module is Net,
-            "default_root_dir": str(args.log),
+            "default_root_dir": str(args.records),
             **case.trainer,
         }
     )
@@ -352,7 +297,7 @@ def main() -> None:
         state["best_k_models"] = sorted(map(float, state.pop("best_k_models", {}).values()))
     end = {
         # A restart gives all ranks the BatchNorm buffers of rank 0, until their next forward pass.
-        "model": digest(module if step_log.rank == "0" else dict(module.named_parameters())),
+        "model": digest(module if RANK == "0" else dict(module.named_parameters())),
         **{f"optimizer{number}": digest(one) for number, one in enumerate(trainer.optimizers)},
         "schedulers": str([config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]),
         "callbacks": str(states),
@@ -364,7 +309,7 @@ def main() -> None:
         if trainer.is_global_zero
         else {},
     }
-    (args.log / f"end-{step_log.rank}.json").write_text(json.dumps(end))
+    log.write_end(**end)
 
 
 def _make_plain_loader(case: Case) -> Callable[[Dataset[Any]], Any]:

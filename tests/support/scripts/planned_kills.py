@@ -33,7 +33,7 @@ class PlannedKills:
         self._is_agent_dead = False
         self.step = 0
 
-    def kill_if_due(self, moment: str, step: int | None = None) -> None:
+    def reach(self, moment: str, step: int | None = None) -> None:
         """Kill if a kill is planned for ``moment`` of ``step``, by default of the running step.
 
         After the kill of the agent wait for the own end: the next kill would be a second failure at once.
@@ -70,28 +70,28 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Dropout(0.1), nn.Linear(64, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     run = er.resume(model=model, optimizer=optimizer)
-    kills = PlannedKills(json.loads(args.plan.read_text()), run.rank, args.log)
+    kills = PlannedKills(json.loads(args.plan.read_text()), run.rank, args.diary)
     # A copy is made while the next step begins.
-    failpoints.hit = lambda name, *_: kills.kill_if_due(name.rpartition(".")[2], run.position.step)
+    failpoints.hit = lambda name, *_: kills.reach(name.rpartition(".")[2], run.position.step)
     ddp = run.ddp(model)
     # The last gradient to be ready: the others are being reduced.
-    next(model.parameters()).register_hook(lambda _: kills.kill_if_due("backward"))
-    optimizer.register_step_post_hook(lambda *_: kills.kill_if_due("optimizer"))
-    step_log = open(args.log / f"g{run.generation}-r{run.rank}.jsonl", "a")  # noqa: SIM115
+    next(model.parameters()).register_hook(lambda _: kills.reach("backward"))
+    optimizer.register_step_post_hook(lambda *_: kills.reach("optimizer"))
+    diary = open(args.diary / f"g{run.generation}-r{run.rank}.jsonl", "a")  # noqa: SIM115
     for _ in run.epochs(1):
         while run.position.step < args.steps:
             kills.step = run.position.step + 1
-            kills.kill_if_due("forward")
+            kills.reach("forward")
             x = torch.randn(8, 16)
             loss: Tensor = ddp(x).pow(2).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            kills.kill_if_due("stepped")
+            kills.reach("stepped")
             run.step()
             line = {"step": run.position.step, "generation": run.generation}
-            os.write(step_log.fileno(), (json.dumps(line) + "\n").encode())
-            kills.kill_if_due("told")
+            os.write(diary.fileno(), (json.dumps(line) + "\n").encode())
+            kills.reach("told")
     flat = state_dict.flatten({"model": model, "optimizer": optimizer})
     digest = state_dict.combine_digests(state_dict.digest_leaves(flat.select_kinds(state_dict.REPLICATED)))
     (args.log / f"end-{run.rank}.json").write_text(json.dumps({"digest": digest}))

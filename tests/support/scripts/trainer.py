@@ -1,20 +1,14 @@
 """Trains with transformers' Trainer, for tests/integration/test_transformers.py.
 
-``--case`` names what it trains and how. Each process records what it reads, computes and logs. ``--kill
-HOOK@STEP:RANK[:node]`` kills that rank, or its node, when it first comes to that callback at that step.
-``--pause STEP`` waits before the step after it until the step log has a file ``go-STEP``.
+``--case`` names what it trains and how. Each process records what it reads, computes and logs. A place of
+``--kill`` (job_log.py) is a callback's hook, ``in_step`` or ``in_save``, and its step the finished steps.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
-import signal
-import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,32 +17,25 @@ from torch.utils.data import Dataset
 from transformers import EarlyStoppingCallback, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.trainer_callback import TrainerCallback
 
-from elastic_resume import constants
 from elastic_resume.integrations.transformers import ElasticTrainer
-from elastic_resume.state import state_dict
+from tests.support.scripts.job_log import JobLog, Points, digest, parse_arguments
 
 SAMPLES, EVALUATION_SAMPLES, WIDTH, CLASSES, TOKENS = 76, 20, 16, 4, 24
 TIMES = ("runtime", "per_second")
 
 
-class Classes(Dataset[dict[str, Any]]):
-    """Noisy points of a few classes. With ``augment`` each read draws from all three generators."""
+class Classes(Points):
+    """Points as dicts. With ``augment`` each read draws from all three generators."""
 
     def __init__(self, length: int, seed: int, *, augment: bool = False, has_index: bool = True) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.labels = torch.randint(0, CLASSES, (length,), generator=generator)
-        self.inputs = torch.randn(length, WIDTH, generator=generator)
-        self.inputs[:, :CLASSES] += nn.functional.one_hot(self.labels, CLASSES)
+        super().__init__(length, seed, WIDTH, CLASSES)
         self.augment, self.has_index = augment, has_index
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        inputs = self.inputs[index]
+    def __getitem__(self, index: int) -> Any:
+        inputs, label = super().__getitem__(index)
         if self.augment:
             inputs = inputs + 0.1 * torch.randn(WIDTH) * random.random()
-        sample = {"inputs": inputs, "labels": self.labels[index]}
+        sample = {"inputs": inputs, "labels": label}
         return {**sample, "index": index} if self.has_index else sample
 
 
@@ -157,18 +144,6 @@ CASES = {
 }
 
 
-class Recorder:
-    """The file of one process."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._file = open(directory / f"{os.environ.get('RANK', '0')}-{os.getpid()}.jsonl", "a")  # noqa: SIM115
-
-    def write(self, **entry: Any) -> None:
-        """Write one line; a kill does not lose it."""
-        os.write(self._file.fileno(), (json.dumps(entry) + "\n").encode())
-
-
 HOOKS = [name for name in dir(TrainerCallback) if name.startswith("on_") and name != "on_init_end"]
 
 
@@ -177,21 +152,8 @@ class Observer(TrainerCallback):
 
     trainer: Any
 
-    def __init__(self, recorder: Recorder, kills: list[str], pauses: list[int]) -> None:
-        self._recorder = recorder
-        self._kills, self._pauses = kills, pauses
-
-    def come(self, hook: str, step: int) -> None:
-        """Kill this process or its node, once, if this is the place."""
-        for kill in self._kills:
-            place, rank, *who = kill.split(":")
-            mark = self._recorder.directory / f"killed-{place}"
-            if (place, rank) != (f"{hook}@{step}", os.environ.get("RANK", "0")) or mark.exists():
-                continue
-            mark.touch()
-            if who:
-                os.kill(int(os.environ[constants.ENV_AGENT_PID]), signal.SIGKILL)
-            os.kill(os.getpid(), signal.SIGKILL)
+    def __init__(self, log: JobLog) -> None:
+        self.job_log = log
 
 
 def _make_hook(name: str) -> Any:
@@ -199,16 +161,13 @@ def _make_hook(name: str) -> Any:
         del args, control
         if name == "on_log":
             logs = {k: v for k, v in more["logs"].items() if not any(time in k for time in TIMES)}
-            self._recorder.write(step=state.global_step, logs=logs)
+            self.job_log.write(step=state.global_step, logs=logs)
         if name == "on_train_begin":
-            self._recorder.write(step=state.global_step, logger=os.environ["WANDB_RUN_ID"])
-        self.come(name, state.global_step)
-        if name == "on_step_begin" and state.global_step in self._pauses:
-            (self._recorder.directory / f"reached-{state.global_step}").touch()
-            while not (self._recorder.directory / f"go-{state.global_step}").exists():
-                time.sleep(0.02)
-                if self.trainer.elastic_run._drain_request.requested:
-                    (self._recorder.directory / "asked").touch()
+            self.job_log.write(step=state.global_step, logger=os.environ["WANDB_RUN_ID"])
+        self.job_log.kill_at(name, state.global_step)
+        if name == "on_step_begin":
+            drain = self.trainer.elastic_run._drain_request
+            self.job_log.pause_at(state.global_step, lambda: drain.requested)
 
     return hook
 
@@ -220,8 +179,7 @@ for _name in HOOKS:
 class Observed(ElasticTrainer, Trainer):
     """Records each batch and its loss, and the state at the end of training."""
 
-    recorder: Recorder
-    observer: Observer
+    job_log: JobLog
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Record the samples and the loss."""
@@ -229,13 +187,13 @@ class Observed(ElasticTrainer, Trainer):
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         assert self.elastic_run is not None
         step, generation = self.state.global_step + 1, self.elastic_run.generation
-        self.recorder.write(step=step, generation=generation, read=indices, loss=float(loss).hex())
-        self.observer.come("in_step", self.state.global_step)
+        self.job_log.write(step=step, generation=generation, read=indices, loss=float(loss).hex())
+        self.job_log.kill_at("in_step", self.state.global_step)
         return loss
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)
-        self.observer.come("in_save", self.state.global_step)
+        self.job_log.kill_at("in_save", self.state.global_step)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         objects = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.lr_scheduler}
@@ -254,33 +212,18 @@ class Observed(ElasticTrainer, Trainer):
                 vars(one).get("early_stopping_patience_counter") for one in self.callback_handler.callbacks
             ],
         }
-        (self.recorder.directory / f"end-{self.elastic_run.rank}.json").write_text(json.dumps(end))
+        self.job_log.write_end(**end)
         return output
-
-
-def digest(item: Any) -> str:
-    """Return a digest of all that a checkpoint would hold of it."""
-    flat = state_dict.flatten(state_dict.collect_objects({"it": item}))
-    return state_dict.combine_digests({**state_dict.digest_leaves(flat.leaves), "": flat.skeleton})
 
 
 def main() -> None:
     """Train one case."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--case", default="rich", choices=CASES)
-    parser.add_argument("--log", type=Path, required=True)
-    parser.add_argument("--kill", action="append", default=[])
-    parser.add_argument("--pause", type=int, action="append", default=[])
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.manual_seed(1 + int(os.environ.get("RANK", "0")))  # the job takes rank 0's weights
-    case = CASES[args.case]
-    recorder = Recorder(args.log)
-    observer = Observer(recorder, args.kill, args.pause)
-    Observed.elastic_global_batch = case.global_batch
-    Observed.recorder, Observed.observer = recorder, observer
+    args = parse_arguments(CASES)
+    case, log = CASES[args.case], JobLog(args)
+    observer = Observer(log)
+    Observed.elastic_global_batch, Observed.job_log = case.global_batch, log
     settings: dict[str, Any] = {
-        "output_dir": str(args.log / "output"),
+        "output_dir": str(args.records / "output"),
         "num_train_epochs": 2,
         "per_device_train_batch_size": 4,
         "learning_rate": 0.01,

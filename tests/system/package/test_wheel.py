@@ -95,12 +95,7 @@ def sdist_files(archives: tuple[Path, Path]) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def wheel_files(archives: tuple[Path, Path]) -> dict[str, bytes]:
     """Return the files of the wheel that was built from the sdist."""
-    return read_wheel(archives[1])
-
-
-def read_wheel(path: Path) -> dict[str, bytes]:
-    """Return all files of a wheel."""
-    with zipfile.ZipFile(path) as archive:
+    with zipfile.ZipFile(archives[1]) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
@@ -159,13 +154,6 @@ def test_sdist_holds_every_tracked_file(sdist_files: dict[str, bytes]) -> None:
     tracked = set(call(["git", "ls-files", "-z"]).split("\0")) - {""}
     deleted = set(call(["git", "ls-files", "-z", "--deleted"]).split("\0"))
     assert tracked - deleted <= set(sdist_files)
-
-
-def test_sdist_and_tree_build_the_same_wheel(wheel_files: dict[str, bytes], tmp_path: Path) -> None:
-    """The wheel of the other tests was built from the sdist."""
-    call([sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path, ROOT])
-    [wheel] = tmp_path.glob("*.whl")
-    assert read_wheel(wheel) == wheel_files
 
 
 def test_metadata_passes_index_check_and_registers_pytest_plugin(

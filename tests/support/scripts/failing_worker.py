@@ -1,4 +1,4 @@
-"""A worker that costs nothing and fails as it is told: ``failing.py DIRECTORY WHAT NODE``.
+"""A worker that costs nothing and fails as it is told: ``failing_worker.py DIRECTORY FAILURE NODE``.
 
 It keeps the events that a real one keeps (`worker-start`, `step`), and a file of the step that the job has
 come to. A generation's workers wait for each other in every step, as a collective would have them.
@@ -51,12 +51,11 @@ def let_go_on(directory: Path) -> None:
         os.kill(int(agent or os.getpid()), signal.SIGCONT)
 
 
-def get_into(what: str, directory: Path, step: int) -> None:
+def fail(what: str, directory: Path, step: int) -> None:
     """Do what this worker is there for."""
     if what == "killed":
-        agent = os.environ[
-            constants.ENV_AGENT_PID
-        ]  # which tells of this death when another has told of its error
+        # The agent reports this death when another worker has reported its error.
+        agent = os.environ[constants.ENV_AGENT_PID]
         os.kill(int(agent), signal.SIGSTOP)
         dead = directory / f"dead-{GENERATION}"
         dead.with_suffix(".new").write_text(agent)
@@ -80,14 +79,14 @@ def main(directory: Path, what: str, node: str) -> None:
     log = log_of(rank=RANK)
     worker_exit.install_hook(log)
     worker_exit.set_generation(generation=GENERATION, read_step=lambda: step)
-    tell = sys.excepthook
-    sys.excepthook = lambda *error: (tell(*error), let_go_on(directory))  # type: ignore[func-returns-value]
+    report = sys.excepthook
+    sys.excepthook = lambda *error: (report(*error), let_go_on(directory))  # type: ignore[func-returns-value]
     log.emit("worker-start", generation=GENERATION, step=step, world_size=WORLD, local_rank=0)
     meet(directory, step)
     first = step
     while not (directory / "stop").exists():
         if node == NODE and (step > first + 2 or not what.startswith("late-")):
-            get_into(what.removeprefix("late-"), directory, step)
+            fail(what.removeprefix("late-"), directory, step)
         step += 1
         meet(directory, step)
         if RANK == 0:

@@ -1,7 +1,4 @@
-"""Prints what a script sees of its start; for test_forkserver.py and test_warm_start.py.
-
-Run as ``show_start.py EXIT_CODE [compile]``, or ``show_start.py fail`` as one of two workers.
-"""
+"""Prints what a script sees of its start, as one of two workers, and fails; for test_warm_start.py."""
 
 from __future__ import annotations
 
@@ -69,8 +66,6 @@ def facts() -> dict[str, Any]:
     import torch  # noqa: PLC0415
 
     main = sys.modules["__main__"]
-    # Its imports take each cold process two seconds, so test_forkserver.py alone asks for it.
-    compiled = torch.compile(lambda x: x * 2 + 1, backend="eager") if "compile" in sys.argv else abs
     return {
         "main": {
             name: repr(getattr(main, name)) for name in ("__name__", "__file__", "__package__", "__spec__")
@@ -105,7 +100,6 @@ def facts() -> dict[str, Any]:
         "ours": "ELASTIC_RESUME_FORK_SERVER" in os.environ or "ELASTIC_RESUME_LEASE_PAGE" in os.environ,
         "processes": [spawned("fork"), spawned("spawn")],
         "batches": loaded(),
-        "compiled": compiled(torch.ones(2)).tolist(),
         "subprocess": subprocess.check_output(["/bin/echo", "said"], text=True),
     }
 
@@ -116,8 +110,6 @@ def main() -> None:
     atexit.register(print, "at exit")
     timer = threading.Timer(0.2, print, ["from a thread"])
     timer.start()
-    if sys.argv[1] != "fail":
-        sys.exit(int(sys.argv[1]))
     while not Path("rank-1").exists():  # the failure of rank 0 ends rank 1 too
         time.sleep(0.01)
     raise ValueError("rank 0 fails")
@@ -131,10 +123,8 @@ def stand_by() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "fail":
-        if os.environ["RANK"] == "1":
-            stand_by()
-        from torch.distributed.elastic.multiprocessing.errors import record
+    if os.environ["RANK"] == "1":
+        stand_by()
+    from torch.distributed.elastic.multiprocessing.errors import record
 
-        main = record(main)
-    main()
+    record(main)()
