@@ -76,7 +76,7 @@ def build_status(node: RendezvousNode) -> RendezvousStatus:
         leader=role.leader if isinstance(role, Follower) else None,
         view=state.running_view,
         generation=state.view.generation,
-        waiting_reason=role.explain_wait() if role and not state.running_view and state.join else "",
+        waiting_reason=role.explain_wait() if state.join and not state.running_view else "",
         end_reason=node.end_reason,
     )
 
