@@ -70,16 +70,9 @@ class RendezvousClient:
     ) -> None:
         """Set up the membership; `start` begins it.
 
-        Args:
-            config: of the job.
-            listen_endpoint: where this agent listens.
-            node: this node's name.
-            state_file: the durable rendezvous state of this node.
-            max_generation: the greatest generation that this node knows of.
-            lease: of this node's workers.
-            on_log: called with log entries, in the callback thread.
-            render_status: renders the status for status clients, in a thread of its own.
-
+        ``max_generation`` is the greatest generation that this node knows of, ``lease`` that of its workers.
+        ``on_log`` is called in the callback thread. ``render_status`` renders the status for status clients,
+        in a thread of its own.
         """
         self.run_id = config.run_id
         self.node = node

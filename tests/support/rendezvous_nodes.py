@@ -283,3 +283,14 @@ class EndlessSender(threading.Thread):
                 self.connection.sendall(self.data() if callable(self.data) else self.data)
                 if self.pause_s:
                     time.sleep(self.pause_s)
+
+
+def check_undisturbed(running: list[SocketNode]) -> None:
+    """Check that leases are renewed on all nodes, and that no view has ended or been installed."""
+    leases = [one.lease_expires_at for one in running]
+    wait_until(
+        lambda: all(one.lease_expires_at > old for one, old in zip(running, leases, strict=True)),
+        "leases are renewed",
+    )
+    assert not [end for one in running for end in one.stop_effects], "the view was disturbed"
+    assert all(one.worlds.empty() and one.thread.is_alive for one in running)

@@ -67,11 +67,7 @@ class Follower(Role):
         state.unreachable.discard(self.leader)
         state.voter.mark_former_ended(self.leader)
         state.voter.note_leader_link(self.leader, link)
-        self._note_leader()
-
-    def _note_leader(self) -> None:
-        """Take no votes in the slot of a view whose leader is not this node's."""
-        self.state.voter.note_leader(self.leader)
+        state.voter.note_leader(self.leader)
 
     def handle_message(self, link: Link, message: messages.Message) -> None:
         """Handle one message. Those of other nodes are answered, and may name another leader."""
@@ -151,7 +147,7 @@ class Follower(Role):
             self.link.has_followed_another = False
         self.state.adopt_view(view, self.leader)
         self.proposal = None
-        self._note_leader()
+        self.state.voter.note_leader(self.leader)
 
     def _extend_join_timeout(self) -> None:
         """Restart the join timeout while a view runs without this node: a spare may wait for long."""
@@ -182,7 +178,7 @@ class Follower(Role):
             self.link, self.redial_link, self.is_disconnected = link, None, False
             self.state.voter.leader_links[self.leader] = link
             self.state.adopt_view(message.view, self.leader)
-            self._note_leader()
+            self.state.voter.note_leader(self.leader)
             link.has_followed_another = message.has_followed_another
             self.send_reports()
         elif isinstance(message, JobEnd):

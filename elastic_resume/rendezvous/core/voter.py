@@ -198,7 +198,7 @@ class Voter:
         return may_vote(self.view, self.incarnation, proposer, is_free_of=is_free_of)
 
     def note_leader(self, proposer: Incarnation) -> None:
-        """Note for whom this node has voted."""
+        """Note whom this node follows, or votes for: it takes no votes of a view with another leader."""
         if proposer != self.view.leader:
             self.has_followed_another = True
 

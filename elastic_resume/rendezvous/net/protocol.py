@@ -255,14 +255,6 @@ def _compute_mac(token: bytes, label: str, run_id: str, nonces: tuple[str, str])
     return hmac.digest(token, text, "sha256")
 
 
-def _check_version(fields: dict[str, Any]) -> None:
-    if fields["elastic_resume"] != VERSION:
-        raise ProtocolError(
-            f"it speaks protocol version {str(fields['elastic_resume'])[:16]!r}, this is version {VERSION}: "
-            "install the same elastic_resume on all nodes"
-        )
-
-
 def _parse_nonce(value: Any) -> str:
     if (
         not isinstance(value, str)
@@ -322,7 +314,12 @@ def _parse_object(line: bytes, keys: set[str]) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ProtocolError("a line that is not JSON") from error
     if isinstance(fields, dict) and "elastic_resume" in keys & fields.keys():
-        _check_version(fields)  # first: other versions have other fields
+        version = fields["elastic_resume"]  # checked first: other versions have other fields
+        if version != VERSION:
+            raise ProtocolError(
+                f"it speaks protocol version {str(version)[:16]!r}, this is version {VERSION}: install the "
+                "same elastic_resume on all nodes"
+            )
     if not isinstance(fields, dict) or fields.keys() != keys:
         raise ProtocolError(f"a line that does not have exactly the fields {', '.join(sorted(keys))}")
     return fields

@@ -79,9 +79,7 @@ def build_status(node: RendezvousNode) -> RendezvousStatus:
         leader=role.leader if isinstance(role, Follower) else None,
         view=state.running_view,
         generation=state.view.generation,
-        waiting_reason=_describe(role.explain_wait())
-        if role and not state.running_view and state.join
-        else "",
+        waiting_reason=_describe(role.explain_wait()) if state.join and not state.running_view else "",
         end_reason=_describe(node.end_reason),
     )
 

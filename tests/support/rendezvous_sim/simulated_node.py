@@ -153,9 +153,9 @@ class SimulatedNode(Host):
         agent = self.agent
         if agent is None:
             return f"{self.name} is down"
-        role = type(agent.role).__name__ if agent.role else agent.end_reason
+        role = agent.end_reason or type(agent.role).__name__
         runs = f" runs {agent.running_view.generation}" if agent.running_view else ""
-        why = f" ({agent.role.explain_wait()})" if agent.role and not agent.running_view else ""
+        why = "" if agent.running_view or agent.end_reason else f" ({agent.role.explain_wait()})"
         return f"{self.name}{agent.state.incarnation.boot} {role}{runs}{why}"
 
     def die(self, *, power: bool = False) -> None:

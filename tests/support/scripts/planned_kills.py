@@ -70,14 +70,14 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Dropout(0.1), nn.Linear(64, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     run = er.resume(model=model, optimizer=optimizer)
-    kills = PlannedKills(json.loads(args.plan.read_text()), run.rank, args.diary)
+    kills = PlannedKills(json.loads(args.plan.read_text()), run.rank, args.log)
     # A copy is made while the next step begins.
     failpoints.hit = lambda name, *_: kills.reach(name.rpartition(".")[2], run.position.step)
     ddp = run.ddp(model)
     # The last gradient to be ready: the others are being reduced.
     next(model.parameters()).register_hook(lambda _: kills.reach("backward"))
     optimizer.register_step_post_hook(lambda *_: kills.reach("optimizer"))
-    diary = open(args.diary / f"g{run.generation}-r{run.rank}.jsonl", "a")  # noqa: SIM115
+    log = open(args.log / f"g{run.generation}-r{run.rank}.jsonl", "a")  # noqa: SIM115
     for _ in run.epochs(1):
         while run.position.step < args.steps:
             kills.step = run.position.step + 1
@@ -90,7 +90,7 @@ def main() -> None:
             kills.reach("stepped")
             run.step()
             line = {"step": run.position.step, "generation": run.generation}
-            os.write(diary.fileno(), (json.dumps(line) + "\n").encode())
+            os.write(log.fileno(), (json.dumps(line) + "\n").encode())
             kills.reach("told")
     flat = state_dict.flatten({"model": model, "optimizer": optimizer})
     digest = state_dict.combine_digests(state_dict.digest_leaves(flat.select_kinds(state_dict.REPLICATED)))

@@ -52,6 +52,7 @@ from tests.support.rendezvous_nodes import (
     RendezvousNodes,
     SocketNode,
     authenticate,
+    check_undisturbed,
     connect,
     count_open_descriptors,
     is_disconnected,
@@ -114,17 +115,6 @@ def make_hello(
         max_nodes=max_nodes,
         candidates=node.candidates,
     )
-
-
-def check_undisturbed(running: list[SocketNode]) -> None:
-    """Check that leases are renewed on all nodes, and that no view has ended or been installed."""
-    leases = [one.lease_expires_at for one in running]
-    wait_until(
-        lambda: all(one.lease_expires_at > old for one, old in zip(running, leases, strict=True)),
-        "leases are renewed",
-    )
-    assert not [end for one in running for end in one.stop_effects], "the view was disturbed"
-    assert all(one.worlds.empty() and one.thread.is_alive for one in running)
 
 
 def record_handshake() -> bytes:

@@ -23,6 +23,7 @@ from tests.support.rendezvous_nodes import (
     RendezvousNodes,
     SocketNode,
     authenticate,
+    check_undisturbed,
     connect,
     count_open_descriptors,
     is_disconnected,
@@ -56,17 +57,6 @@ def shorten_handshake(node: SocketNode, patch: pytest.MonkeyPatch) -> None:
     server = node.thread._server
     assert server is not None
     patch.setattr(server, "_limits", replace(server._limits, handshake_timeout_s=1.0))
-
-
-def check_undisturbed(pair: list[SocketNode]) -> None:
-    """Check that leases are renewed and no view has ended."""
-    leases = [one.lease_expires_at for one in pair]
-    wait_until(
-        lambda: all(one.lease_expires_at > old for one, old in zip(pair, leases, strict=True)),
-        "leases are renewed",
-    )
-    assert not [end for one in pair for end in one.stop_effects]
-    assert all(one.worlds.empty() and one.thread.is_alive for one in pair)
 
 
 def test_status_needs_the_status_key(pair: list[SocketNode]) -> None:
