@@ -109,7 +109,7 @@ oldest newest: pyproject.toml constraints.txt
 
 # Files with tests marked soak, and files whose tests do more there.
 SOAK_TESTS := tests/docs/test_examples.py tests/docs/test_ports.py tests/system/disk/test_power_loss.py $(patsubst %,tests/integration/test_%.py, \
-	accelerate chaos every_fault forkserver lightning lost_nodes no_step_lost optimizer_matrix pytest_plugin soak streams testing_cleanup transformers)
+	accelerate chaos every_fault forkserver lightning lost_nodes no_step_lost pytest_plugin soak streams testing_cleanup transformers)
 SOAK_KILLS ?= 100
 CHAOS_S ?= 600
 soak: $(READY)

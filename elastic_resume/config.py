@@ -34,7 +34,6 @@ from elastic_resume.units import parse_duration, parse_size
 
 MIN_KEEP = 2
 RESUME_MODES = ("auto", "must", "never")
-REQUEUE_MODES = ("auto", "off")
 DEFAULT_CKPT_DIR = "./checkpoints"
 DEFAULT_KEEP = 3  # MIN_KEEP + 1: one may be corrupt while another is written
 DEFAULT_STEP_MARK_S = 5.0  # a report dates the step that a failure interrupted with this precision
@@ -388,13 +387,6 @@ OPTIONS = (
         f"signals that drain this node: {', '.join(ALLOWED_DRAIN_SIGNALS)}; SIGTERM always does",
         parse_drain_signals,
         "SIGTERM,SIGUSR1",
-    ),
-    Option(
-        "requeue",
-        "|".join(REQUEUE_MODES),
-        "Slurm: requeue a job that is drained before its end",
-        partial(parse_choice, choices=REQUEUE_MODES),
-        "auto",
     ),
     Option(
         "max-no-progress",

@@ -55,6 +55,7 @@ EVENTS_FILE = "events.jsonl"  # appended by the agent, its worker supervisors an
 AGENT_ENDPOINT_FILE = "agent-endpoint.json"  # 0600: the agent's status address and its read-only key
 FAULTS_FILE = "faults.jsonl"  # injected faults and wiped nodes' events; beside the nodes' directories
 GENERATION_FILE = "generation.json"  # the greatest generation this node has been part of
+RENDEZVOUS_STATE_FILE = "rendezvous.json"  # what this node knows of views
 LOCK_FILE = "lock"  # held by the node's agent, or by its local rank 0 when there is no agent
 LOCK_OWNER_FILE = "lock-owner.json"  # the lock's owner, for the message to a second process
 IDENTITY_FILE = "identity.json"  # a random id that distinguishes nodes of the same name

@@ -34,8 +34,6 @@ Kinds, their writers and their own fields::
     hang-detector-failed  agent      error; a bug of ours, hang detection continues
     drain                 agent      cause (SIGTERM, SIGUSR1, ..., deadline, a preemption notice),
                                      others_continue
-    requeue               agent      action (requeue | exit code | leave alone), reason; after a request to
-                                     Slurm also job, done, attempts, message (Slurm's last one)
     preemption-notice     agent      source, reason, deadline (seconds since the epoch, or null)
     verdict               agent      generation (that ended), next_generation (null: this node takes part in
                                      none), reason (why the leader ended the view, or null), joined [node],
@@ -45,7 +43,7 @@ Kinds, their writers and their own fields::
                                      nodes [groups of equal nodes, largest first], diverged_nodes [node]
     agent-end             agent      outcome (done | failed | signalled | left), exit_code, reason, message
     resume                rank 0     generation, step, epoch, world_size, previous_world_size (or null),
-                                     nodes, kind (cold | checkpoint), source_node, source_tier (memory |
+                                     nodes, kind (cold | resumed), source_node, source_tier (memory |
                                      disk | ""), source_generation, receiving_nodes [node], rejected [{node,
                                      generation, step, reason}], recomputed_steps, seconds
     worker-start          worker     generation, rank, local_rank, world_size, step; the state is loaded

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from elastic_resume.testing import Cluster, assert_same_run
+from elastic_resume.testing import Cluster, Fault, assert_same_run
 
 SCRIPT = Path(__file__).with_name("digits.py")
 
@@ -20,6 +20,5 @@ def test_my_training_survives(elastic_cluster: Cluster) -> None:
 
 def test_my_training_ends_as_if_nothing_had_happened() -> None:
     """The weights are the same, bit for bit, and so are the printed accuracies."""
-    assert_same_run(
-        SCRIPT, "--epochs", "2", kills=["worker 1 at step 8", "node 2 at step 20"], lines="^epoch"
-    )
+    faults = [Fault("kill-worker", rank=1, step=8), Fault("kill-node", node=2, step=20)]
+    assert_same_run(SCRIPT, "--epochs", "2", faults=faults, lines="^epoch")

@@ -91,6 +91,8 @@ def run_agent(
         contextlib.closing(MemoryMonitor()) as memory_monitor,
         contextlib.closing(FailureEvents()) as evidence,
     ):
+        if settings.resume == "never":  # for each start of an agent, not of its workers
+            node_dir.move_earlier_run_aside()
         events_path = node_dir.path / constants.EVENTS_FILE
         _set_environment(settings, args, events_path, lease_page, evidence)
         event_tail = EventTail(events_path)
@@ -124,9 +126,7 @@ def run_agent(
                 event_log=event_log,
                 event_tail=event_tail,
                 controller=controller,
-                shutdown_controller=ShutdownController(
-                    scheduler_context, event_log, requeue_mode=args.requeue
-                ),
+                shutdown_controller=ShutdownController(scheduler_context, event_log),
             )
             return agent.run()
 
@@ -149,7 +149,7 @@ class _Agent:
     shutdown_controller: ShutdownController
 
     def run(self) -> int:
-        """Run the job, requeue it where that is decided, and return the exit code."""
+        """Run the job and return the exit code."""
         self._log_start()
         emit = self.event_log.emit
         with self.shutdown_controller.handle_signals():
@@ -172,9 +172,7 @@ class _Agent:
             ):
                 committer = snapshots.committer
                 self.controller.on_workers_dead = committer.commit_newest
-                self.shutdown_controller.last_commit_s = lambda: (
-                    committer.slot_pool.control_block.get("commit_us") / 1e6
-                )
+                self.shutdown_controller.read_commit_s = lambda: committer.last_commit_s
                 outcome = self._run_job(snapshots, fork_server)
                 self.controller.log.end_wait()
             if outcome.kind in {"failed", "left"}:
@@ -298,12 +296,11 @@ class _Agent:
         return f"nothing was saved, because {committer.last_error.rstrip('.') or reason}"
 
     def _finish(self, outcome: _Outcome, saved_text: str = "") -> int:
-        """Log the agent's end, requeue the job where that is decided, and return the exit code."""
-        decision, exit_code = self.shutdown_controller.decide(
+        """Log the agent's end and return the exit code."""
+        exit_code = self.shutdown_controller.decide_exit_code(
             outcome.kind,
             outcome.exit_code,
             node_rank=self.controller.node_rank,
-            starts_without_progress=self.controller.starts_without_progress(self.scheduler_context.restarts),
             is_spare=self.controller.is_spare,
         )
         self.event_log.emit(
@@ -318,7 +315,9 @@ class _Agent:
             level = logging.ERROR if outcome.kind in {"failed", "left"} else logging.INFO
             end_text = f"{outcome.message.rstrip('.')}; {saved_text}." if saved_text else outcome.message
             logger.log(level, "%s%s", prefix, end_text)
-        return self.shutdown_controller.requeue_if_decided(decision, exit_code)
+        if exit_code == constants.EXIT_REQUEUE:
+            logger.info("exit code %d asks for another start of the job.", exit_code)
+        return exit_code
 
 
 def _find_reason(error: ElasticResumeError) -> object:

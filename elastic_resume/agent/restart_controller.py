@@ -32,7 +32,6 @@ from elastic_resume.errors import JobFailedError, NodeExcludedError
 from elastic_resume.policy import checkpoint_interval, failure_classification, restart
 from elastic_resume.policy.failure_classification import Failure, FailureVerdict, separate_root_causes
 from elastic_resume.policy.reasons import to_json
-from elastic_resume.policy.requeue import count_starts_without_progress
 from elastic_resume.policy.restart import Continue, Exclude, GaveUp, GenerationResult, GiveUp
 from elastic_resume.policy.wording import describe
 from elastic_resume.rendezvous.core.interface import EmitEvent, StartWorkers, StopReason
@@ -89,12 +88,6 @@ class RestartController:
         """The estimated mean time between failures."""
         failed = sum(result.failed for result in self._history)
         return checkpoint_interval.estimate_mtbf_s(failed, time.monotonic() - self._started_at)
-
-    def starts_without_progress(self, restarts: int) -> int:
-        """Count the newest starts of the job in a row, this one included, that finished no new step here."""
-        if self.has_finished_a_step():
-            return 0
-        return count_starts_without_progress(self._read_events(0), restarts)
 
     def has_resumed(self) -> bool:
         """Return whether a worker of this generation has come out of `er.resume`. From any thread."""

@@ -1,4 +1,4 @@
-"""Drain a node that is about to be stopped, and decide whether its scheduler runs the job again.
+"""Drain a node that is about to be stopped, and decide with which exit code its agent ends.
 
 Three causes start a drain: a signal, a preemption notice, and a time limit of Slurm that is near. The effect
 is always the same: workers end at a step boundary, the newest step is committed, the node leaves::
@@ -7,8 +7,7 @@ is always the same: workers end at a step boundary, the newest step is committed
     preemption notice, time limit ---> drain request --> we send ourselves a drain signal --^
     signal before a handler is set --> pending --> sent again once there is a handler ------^
 
-The first cause decides the exit code and the requeue (`policy.requeue`). The scheduler is asked for a requeue
-only after this node's newest step is on disk. Nothing here waits for another node.
+The first cause decides the exit code (`policy.drain`). Nothing here waits for another node.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import contextlib
 import logging
 import math
 import os
-import shutil
 import signal
 import threading
 import time
@@ -25,18 +23,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from elastic_resume import constants
 from elastic_resume.agent.workers.supervisor import read_drain_signals, read_grace_s
 from elastic_resume.background import BackgroundThread
 from elastic_resume.events import EventLog
-from elastic_resume.policy import requeue
-from elastic_resume.policy.requeue import (
-    AgentEnd,
-    RequeueAction,
-    RequeueDecision,
-    RequeueFacts,
-    TerminationReason,
-)
+from elastic_resume.policy import drain
+from elastic_resume.policy.drain import AgentEnd
 from elastic_resume.schedulers import slurm
 from elastic_resume.schedulers.environment import SchedulerContext
 from elastic_resume.schedulers.preemption import NoticeQueryError, NoticeSource
@@ -51,21 +42,15 @@ MAX_QUERY_DELAY_S = 20.0
 NOTICE_CLOSE_TIMEOUT_S = 0.5
 DEADLINE = "deadline"
 PREEMPTION_NOTICE = "a preemption notice"
-# submitit sets this in its batch scripts and requeues its jobs itself. Lightning requeues too, but only where
-# the signal has its default action, and our workers ignore the signal.
-ENV_SUBMITIT_EXECUTOR = "SUBMITIT_EXECUTOR"
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 
 
 class ShutdownController:
-    """The end of one agent: its first cause, and the requeue that follows."""
+    """The end of one agent: its first cause, and the exit code that follows."""
 
-    def __init__(
-        self, scheduler_context: SchedulerContext, event_log: EventLog, *, requeue_mode: str
-    ) -> None:
-        """Handle nothing before `handle_signals`; with ``requeue_mode`` "off", never ask for a requeue."""
+    def __init__(self, scheduler_context: SchedulerContext, event_log: EventLog) -> None:
+        """Handle nothing before `handle_signals`."""
         self._scheduler_context = scheduler_context
-        self._requeue_disabled = requeue_mode == "off"
         self._event_log = event_log
         self._drain_signal = (read_drain_signals() or [signal.SIGTERM])[0]
         self._drain_request = ""  # the cause of a drain that this agent started itself
@@ -79,8 +64,7 @@ class ShutdownController:
         # Nodes query one after the other: a controller must not get all queries in one moment.
         self._query_delay_s = min(MAX_QUERY_DELAY_S, scheduler_context.node_order / 50)
         self._queried_at = time.monotonic() - END_TIME_QUERY_INTERVAL_S + self._query_delay_s
-        self._known_commit_s = 0.0
-        self.last_commit_s: Callable[[], float] = lambda: 0.0  # returns the duration of the last commit
+        self.read_commit_s: Callable[[], float] = lambda: 0.0  # returns the duration of the last commit
 
     # ---- causes ----------------------------------------------------------------------------------------
 
@@ -147,15 +131,13 @@ class ShutdownController:
         """Return how many seconds are left until this node must drain."""
         if self._end_time is None:
             return math.inf
-        with contextlib.suppress(AttributeError):  # the agent is closing and has released the slots
-            self._known_commit_s = self.last_commit_s()
         job_s = self._end_time - self._started_at
-        margin_s = requeue.drain_margin_s(read_grace_s(), self._known_commit_s, job_s)
+        margin_s = drain.drain_margin_s(read_grace_s(), self.read_commit_s(), job_s)
         return self._end_time - time.time() - margin_s
 
     def _query_end_time(self) -> float | None:
         """Ask Slurm when the job ends (seconds since the epoch); keep the last answer if it gives none."""
-        end_time = slurm.query_end_time(self._scheduler_context.requeue_id)
+        end_time = slurm.query_end_time(self._scheduler_context.slurm_job)
         if end_time is None:
             return self._end_time if self._end_time is not None else self._scheduler_context.deadline
         return end_time if math.isfinite(end_time) else None
@@ -171,86 +153,28 @@ class ShutdownController:
 
     # ---- consequences ----------------------------------------------------------------------------------
 
-    def decide(
-        self,
-        outcome: str,
-        exit_code: int,
-        *,
-        node_rank: int | None,
-        starts_without_progress: int,
-        is_spare: bool = False,
-    ) -> tuple[RequeueDecision | None, int]:
-        """Decide whether the job runs again; return that and the agent's exit code. Main thread only.
+    def decide_exit_code(
+        self, outcome: str, exit_code: int, *, node_rank: int | None, is_spare: bool = False
+    ) -> int:
+        """Return the agent's exit code, and ignore all further drain signals. Main thread only.
 
         Args:
             outcome: the agent's outcome: done, failed, left or signalled.
-            exit_code: the exit code without a requeue.
+            exit_code: the exit code of that outcome.
             node_rank: this node's rank in the newest view; None if it was in none.
-            starts_without_progress: how many starts in a row, this one included, finished no new step.
             is_spare: whether a view runs without this node.
 
         """
-        end = self._classify_end(outcome, exit_code)
         for number in (signal.SIGTERM, *read_drain_signals()):
-            # The requeue itself makes Slurm send these. The newest step is on disk, so they may be ignored.
-            signal.signal(number, signal.SIG_IGN)
-        if end in {AgentEnd.DONE, AgentEnd.DETERMINISTIC_FAILURE, AgentEnd.INTERRUPTED}:
-            return None, exit_code
+            signal.signal(number, signal.SIG_IGN)  # the newest step is on disk; the exit code stays
         context = self._scheduler_context
         is_single_node = os.environ.get("SLURM_JOB_NUM_NODES", str(context.max_nodes)) == "1"
-        is_requester = (context.node_order if node_rank is None else node_rank) == 0 and not is_spare
-        termination_reason = TerminationReason.UNKNOWN
-        if context.scheduler == "slurm" and end is AgentEnd.TERMINATED and (is_single_node or is_requester):
-            termination_reason = slurm.query_termination_reason(context.requeue_id)
-        facts = RequeueFacts(
-            end,
-            termination_reason=termination_reason,
-            scheduler=context.scheduler,
-            starts_without_progress=starts_without_progress,
-            is_single_node=is_single_node,
-            is_requester=is_requester,
-            only_this_node_ends=self._node_only,
-            other_requeuer="submitit" if os.environ.get(ENV_SUBMITIT_EXECUTOR) == "slurm" else "",
-            has_scontrol=shutil.which("scontrol") is not None,
-            is_disabled=self._requeue_disabled,
+        is_first_node = (context.node_order if node_rank is None else node_rank) == 0 and not is_spare
+        return drain.decide_exit_code(
+            self._classify_end(outcome),
+            exit_code,
+            speaks_for_job=context.scheduler != "slurm" or is_single_node or is_first_node,
         )
-        decision = requeue.decide_requeue(facts)
-        default = exit_code if end is AgentEnd.TERMINATED else constants.EXIT_JOB_ERROR
-        return decision, decision.exit_code(default)
-
-    def requeue_if_decided(self, decision: RequeueDecision | None, exit_code: int) -> int:
-        """Requeue the job if ``decision`` says so; return the exit code, another one if it was cancelled."""
-        if decision is None or self._scheduler_context.scheduler != "slurm":
-            return exit_code
-        fields: dict[str, object] = {"action": decision.action.value, "reason": decision.reason}
-        if decision.action is not RequeueAction.REQUEUE:
-            self._event_log.emit("requeue", **fields)
-            logger.info("not requeued by this node: %s.", decision.reason)
-            return exit_code
-        job = self._scheduler_context.requeue_id
-        logger.info("%s: asking Slurm to requeue job %s.", decision.reason, job)
-        result = slurm.request_requeue(job)
-        self._event_log.emit(
-            "requeue",
-            **fields,
-            job=job,
-            done=result.succeeded,
-            attempts=result.attempts,
-            message=result.message,
-        )
-        if result.succeeded:
-            logger.info("job %s is requeued.", job)
-        elif result.job_is_ending:
-            logger.info("not requeued: %s.", result.message)
-            return constants.EXIT_SIGNAL_BASE + signal.SIGTERM
-        else:
-            logger.warning(
-                "job %s could not be requeued (%s): exit code %d asks the batch script to requeue it.",
-                job,
-                result.message,
-                constants.EXIT_REQUEUE,
-            )
-        return exit_code
 
     def describe(self) -> str:
         """Describe in one sentence what stopped this agent."""
@@ -261,21 +185,16 @@ class ShutdownController:
         """Return the cause of the drain request, if the signal that began the end was our own."""
         return self._drain_request if self._first_signal == self._drain_signal else ""
 
-    def _classify_end(self, outcome: str, exit_code: int) -> AgentEnd:
-        if outcome == "done":
-            return AgentEnd.DONE
+    def _classify_end(self, outcome: str) -> AgentEnd:
         if outcome == "left":
-            return AgentEnd.NODE_UNFIT
-        if outcome == "failed":
-            is_temporary = exit_code == constants.EXIT_REQUEUE
-            return AgentEnd.NO_QUORUM if is_temporary else AgentEnd.DETERMINISTIC_FAILURE
+            return AgentEnd.NODE_LEFT
+        if outcome != "signalled":
+            return AgentEnd.OTHER
         cause = self._drain_cause()
-        if cause:
-            return AgentEnd.DEADLINE if cause == DEADLINE else AgentEnd.PREEMPTION_NOTICE
-        if self._first_signal == signal.SIGTERM:
-            return AgentEnd.TERMINATED
-        is_drain_signal = self._first_signal in read_drain_signals()
-        return AgentEnd.PREEMPTION_NOTICE if is_drain_signal else AgentEnd.INTERRUPTED
+        if cause == DEADLINE:
+            return AgentEnd.JOB_DRAINED
+        # SIGTERM, and SIGINT of a person: the sender decides about a restart.
+        return AgentEnd.NODE_LEFT if cause or self._first_signal in read_drain_signals() else AgentEnd.OTHER
 
 
 @contextlib.contextmanager

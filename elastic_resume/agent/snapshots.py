@@ -10,14 +10,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from elastic_resume import constants
-from elastic_resume.checkpoint.writer import RetentionPolicy
 from elastic_resume.config import Settings
 from elastic_resume.errors import MachineError
 from elastic_resume.rendezvous.client import RendezvousClient
@@ -76,8 +74,6 @@ def serve_snapshots(
     """
     slot_pool = SlotPool(settings.snapshot_memory)
     committer = CheckpointCommitter(node_dir, settings.run_id, slot_pool, emit=emit)
-    if settings.resume == "never":  # until the workers have agreed on it, all that exists is set aside
-        committer.start_generation(RetentionPolicy(min_generation=sys.maxsize))
     digester = SnapshotDigester(slot_pool)
     server = SnapshotServer(committer)
     os.environ[constants.ENV_COMMITTER] = server.socket_name

@@ -132,15 +132,10 @@ class SnapshotScheduler:
         self._checkpoint_writer = CheckpointWriter(context.node_dir, settings.run_id, context.events.emit)
         version = (plan.source_generation, plan.step)
         # State loaded from memory or a peer does not verify a checkpoint on this disk.
-        trusted_version = version if plan.kind == "checkpoint" and saved_step >= 0 else None
-        retention = RetentionPolicy(plan.min_generation, trusted_version, settings.keep)
+        trusted_version = version if plan.kind == "resumed" and saved_step >= 0 else None
+        retention = RetentionPolicy(trusted_version, settings.keep)
         self._checkpoint_writer.start_generation(retention)
-        slot_client.send(
-            "start_generation",
-            floor=retention.min_generation,
-            trusted=retention.trusted_version,
-            keep=retention.keep,
-        )
+        slot_client.send("start_generation", trusted=retention.trusted_version, keep=retention.keep)
         slot_client.control_block.set("decided_id", 0)
         slot_client.control_block.set(
             "next_snapshot_step", NEVER if settings.snapshot_every.is_off else plan.step + 1

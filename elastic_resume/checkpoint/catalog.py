@@ -105,14 +105,12 @@ class Catalog:
         self,
         keep: int,
         *,
-        min_generation: int = -1,
         trusted_versions: Collection[tuple[int, int]] | None = None,
     ) -> list[Path]:
         """Remove valid checkpoints beyond the newest ``keep``; return their former paths.
 
         Args:
             keep: number of checkpoints that stay, at least `MIN_KEEP`.
-            min_generation: ignore this and older generations, which ``--resume never`` set aside.
             trusted_versions: (generation, step) of checkpoints that this process wrote or verified. If given,
                 only these count towards ``keep``: newer checkpoints with a flipped bit must not push out the
                 last good one.
@@ -123,7 +121,7 @@ class Catalog:
         removed = []
         kept = 0
         for entry in self.list_valid():
-            if entry.generation <= min_generation or entry.is_link:
+            if entry.is_link:
                 continue
             if kept >= keep:
                 self._delete(entry.path)

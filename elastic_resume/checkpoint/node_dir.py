@@ -4,10 +4,8 @@
 - ``identity.json``: a random id, written once. Hosts with equal node names but different disks have different
   ids.
 - ``generation.json``: the greatest generation seen; it never decreases.
-- ``job-start.json``: the launcher (agent or torchrun) under which the node last entered a generation, and the
-  greatest generation known when that job started. ``--resume never`` ignores checkpoints up to that
-  generation, but not those saved since. A crash before the first write leaves an earlier launcher's record.
-  The job has saved nothing by then, so none of its own checkpoints is ignored.
+- ``moved-aside.json``: the launcher for which `NodeDir.move_earlier_run_aside` has moved all else, so that a
+  restart under this launcher keeps what was saved since.
 - ``script-arguments.json``: the script's last arguments, secrets masked, to report what changed. It is never
   relied upon.
 - ``committed.json``: the newest generation with a commit. It tells a node whose checkpoints were deleted from
@@ -18,7 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
+import logging
 import os
 import re
 import secrets
@@ -34,7 +34,9 @@ from elastic_resume.checkpoint.atomic_io import DISK, Disk, temporary_name, tran
 from elastic_resume.errors import ConfigError, MachineError, NodeFileError, NodeLockedError, UsageError
 from elastic_resume.units import format_bytes
 
-JOB_START_FILE = "job-start.json"
+logger = logging.getLogger(__name__)
+
+MOVED_ASIDE_FILE = "moved-aside.json"
 SCRIPT_ARGUMENTS_FILE = "script-arguments.json"
 COMMITTED_FILE = "committed.json"
 LOCK_POLL_S = 0.05
@@ -43,6 +45,15 @@ MASK = "***"
 _SECRET_NAME_PATTERN = re.compile(r"(?i:keys?|token|secrets?|passwords?)(?![a-z])[^=]*(=|\Z)", re.DOTALL)
 _MAX_SMALL_FILE_BYTES = 64 * 1024
 _MAX_GENERATION = 1 << 53
+# Files that `NodeDir.move_earlier_run_aside` keeps: they must not go back, or belong to the owner.
+_LASTING_FILES = {
+    constants.AGENT_ENDPOINT_FILE,
+    constants.GENERATION_FILE,
+    constants.IDENTITY_FILE,
+    constants.LOCK_FILE,
+    constants.LOCK_OWNER_FILE,
+    constants.RENDEZVOUS_STATE_FILE,
+}
 _lock_descriptors: dict[Path, int] = {}  # directories that this process owns -> locks
 
 
@@ -140,6 +151,54 @@ class NodeDir:
         data = json.dumps({"generation": generation}) + "\n"
         self._disk.write_atomic(self.path / constants.GENERATION_FILE, data.encode())
         return generation
+
+    def move_earlier_run_aside(self, launcher_id: str = "") -> None:
+        """Move what earlier starts left to ``RUN_ID.old-N/NODE``, for ``--resume never``.
+
+        Only the owner may call this. With ``launcher_id`` the first call for that launcher moves: a restart
+        within the job keeps what this start has saved. Generations continue above the old ones.
+
+        Raises:
+            MachineError: the disk refuses.
+            NodeFileError: the record of the launcher is damaged.
+
+        """
+        marker = self.path / MOVED_ASIDE_FILE
+        record = _read_required(
+            marker,
+            lambda record: type(record["launcher_id"]) is str,
+            "Remove the file; the next start with --resume never then begins at step 0.",
+        )
+        if launcher_id and record is not None and record["launcher_id"] == launcher_id:
+            return
+        try:
+            self._move_all_aside()
+        except MachineError as error:
+            raise MachineError(
+                f"--resume never could not move the earlier run aside: {error} Or move {self.path} elsewhere "
+                "yourself, or give another --rdzv-id."
+            ) from error
+        if launcher_id:  # after the move: a crash in between repeats the move
+            self._disk.write_atomic(marker, json.dumps({"launcher_id": launcher_id}).encode())
+
+    def _move_all_aside(self) -> None:
+        with translate_os_errors("list", self.path):
+            left = [
+                path
+                for path in sorted(self.path.iterdir())
+                if path.name not in _LASTING_FILES and not path.name.startswith(constants.TEMPORARY_PREFIX)
+            ]
+        if not left:
+            return
+        run_dir, node = self.path.parent, self.path.name
+        candidates = (run_dir.with_name(f"{run_dir.name}.old-{n}") / node for n in itertools.count(1))
+        target = next(path for path in candidates if not os.path.lexists(path))
+        self._disk.make_dirs(target)
+        for path in left:
+            self._disk.rename(path, target / path.name)
+        self._disk.sync_dir(target)
+        self._disk.sync_dir(self.path)
+        logger.info(f"--resume never: the earlier run of node {node} was moved to {target}")
 
     def ensure_free_space(self, bytes_needed: int) -> None:
         """Raise MachineError if a file cannot be created here, or ``bytes_needed`` are not free."""
@@ -266,30 +325,6 @@ def _read_required(
 
 def _is_generation(value: object) -> bool:
     return type(value) is int and 0 <= value <= _MAX_GENERATION
-
-
-def read_min_generation(node_dir: Path, launcher_id: str, generation: int) -> tuple[int, bool]:
-    """Return the generation up to which checkpoints predate this job, and whether the launcher is known.
-
-    ``launcher_id`` is "pid start-time" of the agent or torchrun, ``generation`` the greatest generation that
-    this node knows now.
-    """
-    record = _read_required(
-        node_dir / JOB_START_FILE,
-        lambda record: type(record["launcher_id"]) is str and type(record["floor"]) is int,
-        "It records which checkpoints are older than this start of the job. Remove the file; all checkpoints "
-        "that exist now then count as older.",
-    )
-    if record is None or record["launcher_id"] != launcher_id:
-        return generation, False
-    return record["floor"], True
-
-
-def record_job_start(node_dir: Path, launcher_id: str, min_generation: int, disk: Disk = DISK) -> None:
-    """Record that ``launcher_id`` entered a generation above ``min_generation``."""
-    disk.write_atomic(
-        node_dir / JOB_START_FILE, json.dumps({"launcher_id": launcher_id, "floor": min_generation}).encode()
-    )
 
 
 def read_script_arguments(node_dir: Path) -> tuple[str, list[str]]:

@@ -191,14 +191,7 @@ def quick_check(path: Path, run_id: str | None) -> Manifest:
 def deep_check(path: Path, run_id: str | None) -> Manifest:
     """Run `quick_check`, then read everything and verify every digest and the layout."""
     manifest = quick_check(path, run_id)
-    buffer = allocate_memory(min(manifest.block_bytes, manifest.file_bytes))
-    with translate_read_errors(path), _open_image(path, manifest) as descriptor:
-        for index in range(len(manifest.blocks)):
-            start = index * manifest.block_bytes
-            block = buffer[: min(manifest.block_bytes, manifest.file_bytes - start)]
-            read_exact(descriptor, start, block)
-            _verify_block(descriptor, manifest, index, block)
-        _read_layout(descriptor, manifest.file_bytes)
+    map_image(path, manifest)
     return manifest
 
 

@@ -188,11 +188,10 @@ class CheckpointTransaction:
 class RetentionPolicy:
     """Rules that the workers of a generation agreed on when they resumed.
 
-    ``min_generation``: generations up to it were set aside. ``trusted_version``: (generation, step) of the
-    checkpoint they read and verified. ``keep``: number of checkpoints that stay on disk.
+    ``trusted_version``: (generation, step) of the checkpoint they read and verified. ``keep``: number of
+    checkpoints that stay on disk.
     """
 
-    min_generation: int = -1
     trusted_version: tuple[int, int] | None = None
     keep: int = MIN_KEEP
 
@@ -233,8 +232,7 @@ class CheckpointWriter:
 
     def newest_saved_step(self) -> int | None:
         """Return the step of this run's newest valid checkpoint on the disk; None if there is none."""
-        entries = self._catalog.list_valid()
-        return next((e.step for e in entries if e.generation > self._retention.min_generation), None)
+        return next((entry.step for entry in self._catalog.list_valid()), None)
 
     def has_trusted(self, version: tuple[int, int], position: Position) -> bool:
         """Whether a trusted checkpoint of ``version`` with this position is on disk.
@@ -284,7 +282,6 @@ class CheckpointWriter:
         try:
             for path in self._catalog.prune(
                 self._retention.keep,
-                min_generation=self._retention.min_generation,
                 trusted_versions=self._trusted_versions,
             ):
                 self._emit("prune", path=str(path))

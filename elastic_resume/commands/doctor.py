@@ -87,7 +87,7 @@ def doctor(args: argparse.Namespace) -> int:
 
 def _add_deadline(context: SchedulerContext) -> SchedulerContext:
     """Add the job's time limit from squeue; before Slurm 23.02 no variable has it."""
-    deadline = slurm.find_deadline(context.requeue_id, environ={}) if context.scheduler == "slurm" else None
+    deadline = slurm.find_deadline(context.slurm_job, environ={}) if context.scheduler == "slurm" else None
     if deadline is None:
         return context
     return replace(context, deadline=deadline, sources={**context.sources, "deadline": "squeue"})
@@ -138,7 +138,7 @@ def check_scheduler(context: SchedulerContext) -> list[Finding]:
         "address": context.address,
         "workers": str(context.workers_per_node or 1),
         "restarts": str(context.restarts) if context.scheduler == "slurm" else "",
-        "requeue": context.requeue_id,
+        "slurm job": context.slurm_job,
         "deadline": _format_time(context.deadline),
     }
     defaults = {

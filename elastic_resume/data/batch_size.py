@@ -11,12 +11,11 @@ from __future__ import annotations
 import logging
 import operator
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from elastic_resume.errors import ConfigError, MismatchError, UsageError, WorldChangedError
+from elastic_resume.errors import ConfigError, UsageError, WorldChangedError
 from elastic_resume.units import format_count
 
 logger = logging.getLogger(__name__)
@@ -130,31 +129,6 @@ class BatchSizing:
         # After the last step, samples that were left out because of `multiple` must not be read either.
         first_sample = dataset_size if step >= plan.steps else plan.sample_offset(step)
         return replace(other, epoch=epoch, first_step=step, first_sample=first_sample) if step else other
-
-    def to_state(self) -> dict[str, int]:
-        """Return plain numbers for a checkpoint."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    @staticmethod
-    def parse(state: object, dataset_size: int) -> BatchSizing:
-        """Parse the result of `to_state`. Raise MismatchError if it is impossible."""
-        names = [field.name for field in fields(BatchSizing)]
-        if not isinstance(state, Mapping) or set(state) != set(names):
-            raise MismatchError(
-                "the checkpoint's batch division (data/cut) has other fields than this version: "
-                f"{str(state)[:200]}."
-            )
-        at_least, at_most = {"global_batch": 1, "multiple": 1}, {"first_sample": dataset_size}
-        try:
-            values = {
-                name: check_integer(name, state[name], at_least.get(name, 0), at_most.get(name, MAX_INT64))
-                for name in names
-            }
-            return BatchSizing(**values)
-        except ConfigError as error:
-            raise MismatchError(
-                f"the checkpoint's batch division (data/cut) is impossible: {error}"
-            ) from error
 
 
 def compute_share(samples: int, rank: int, world_size: int) -> range:

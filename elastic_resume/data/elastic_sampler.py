@@ -8,6 +8,7 @@ batches are those shares, and a position within an epoch has the same meaning in
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
+from dataclasses import asdict
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
@@ -178,7 +179,7 @@ class LocalBatches(GlobalBatches):
 
     def state_dict(self) -> dict[str, Any]:
         """See GlobalBatches. The sizing is always stored, since no argument implies it."""
-        return {**self._order_arguments(0), "cut": self._sizing.to_state()}
+        return {**self._order_arguments(0), "cut": asdict(self._sizing)}
 
     @property
     def batch_size(self) -> int:  # type: ignore[override]
@@ -249,18 +250,19 @@ def _find_batches(data: Any) -> GlobalBatches | None:
                 "with batch_size=."
             )
         return data.attach(data.batch_size, drop_last=False)
-    if _is_sharded_again(batches):
+    if has_our_batches(batches):
         raise ConfigError(f"data= has a {type(batches).__name__} around its batches. {SECOND_SHARDING}")
     if isinstance(data, DataLoader) and not _has_own_state(data):
         raise ConfigError(f"data= is a DataLoader whose position in an epoch cannot be restored. {_ADVICE}")
     return None
 
 
-def _is_sharded_again(batches: Any) -> bool:
-    """Return whether our batches or sampler are somewhere inside another library's batch sampler."""
+def has_our_batches(loader: Any) -> bool:
+    """Return whether ``loader`` reads our batches, perhaps through another library's samplers."""
     for _ in range(MAX_WRAPPERS):
-        batches = getattr(batches, "batch_sampler", getattr(batches, "sampler", None))
-        if isinstance(batches, (GlobalBatches, ElasticSampler)):
+        batches = getattr(loader, "batch_sampler", None)
+        loader = getattr(loader, "sampler", None) if batches is None else batches
+        if isinstance(loader, (GlobalBatches, ElasticSampler)):
             return True
     return False
 

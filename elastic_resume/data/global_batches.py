@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -205,7 +205,7 @@ class GlobalBatches(BatchSampler):
         """Return what decides the order of samples. The Run stores the position."""
         state = self._order_arguments(self._initial_global_batch)
         if self._sizing != self._make_sizing(self._initial_global_batch):
-            state[SIZING_KEY] = self._sizing.to_state()
+            state[SIZING_KEY] = asdict(self._sizing)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -215,7 +215,7 @@ class GlobalBatches(BatchSampler):
             MismatchError: the order differs; continuing would repeat some samples and skip others.
 
         """
-        sizing = BatchSizing.parse(state[SIZING_KEY], self.dataset_size) if SIZING_KEY in state else None
+        sizing = BatchSizing(**state[SIZING_KEY]) if SIZING_KEY in state else None
         here = self._order_arguments(self._resolve_initial_batch(state, sizing))
         names = [*here, *sorted(set(state) - {*here, SIZING_KEY})]
         differing = [

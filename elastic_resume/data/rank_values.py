@@ -21,8 +21,11 @@ from elastic_resume.errors import ConfigError, MismatchError
 MAX_NUMBERS = 64  # all ranks send them at every step
 
 
-class Gatherer(Protocol):
+class Ranks(Protocol):
     """The connection of the ranks: `elastic_resume.ranks.collectives.Collectives`."""
+
+    rank: int
+    size: int
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's ``value``."""
@@ -59,7 +62,7 @@ class RankState(ABC):
         self.load_rows(self._rows)
 
 
-def exchange(states: Sequence[RankState], ranks: Gatherer) -> None:
+def exchange(states: Sequence[RankState], ranks: Ranks) -> None:
     """Exchange the rows of all states in one collective. Every rank calls this at a step boundary."""
     if states:
         gathered = ranks.gather([state.read_own() for state in states])

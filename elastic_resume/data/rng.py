@@ -61,7 +61,7 @@ class RandomNumbers:
         return {"seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the job's first seed. Older checkpoints may hold generator states beside it."""
+        """Load the job's first seed."""
         self.seed = state["seed"]
 
     def start_at(self, step: int) -> None:

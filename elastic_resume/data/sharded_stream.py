@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import xxhash
@@ -32,6 +32,7 @@ from torch.utils.data._utils import worker as loader_worker
 from elastic_resume.data import rng
 from elastic_resume.data.batch_size import check_bool, check_integer
 from elastic_resume.data.global_batches import make_permutation
+from elastic_resume.data.rank_values import Ranks
 from elastic_resume.data.shard_progress import Entry, LaneReport, ShardProgress
 from elastic_resume.errors import ConfigError, MismatchError, UsageError
 from elastic_resume.units import format_count
@@ -44,16 +45,6 @@ _SHARD_SALT, _SAMPLE_SALT = 3, 4  # see rng.mix_words
 
 # A batch, its worker, the lane's progress after it, and its number of samples: 0 when the lane is at its end.
 _Item = tuple[Any, int, int, int, int]
-
-
-class Ranks(Protocol):
-    """The connection of the ranks: `elastic_resume.ranks.collectives.Collectives`."""
-
-    rank: int
-    size: int
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's ``value``."""
 
 
 class ShardedStream:

@@ -1,18 +1,24 @@
 """Integrations of training libraries: transformers, Accelerate and Lightning.
 
-Each module imports its library, so import only the one that you use.
-`require_versions` refuses a version that a module was not written for, and `set_known` one that lacks an
-attribute.
+Each module imports its library, so import only the one that you use. It refuses a version that it was not
+written for (`require_versions`), or that lacks a method (`require_methods`) or an attribute (`set_known`).
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from elastic_resume.errors import MachineError
 
-LIGHTNING_VERSIONS = ("2.6", "2.7")  # from the first to below the second
+# Arguments of DataLoader that are kept when a `GlobalBatches` makes its batches.
+LOADER_ARGUMENTS = (
+    *("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+    *("prefetch_factor", "persistent_workers", "in_order"),
+)
 
 
 def require_versions(library: str, oldest: str, newest: str) -> None:
@@ -29,6 +35,26 @@ def require_versions(library: str, oldest: str, newest: str) -> None:
             f"{library} is {version}, and this elastic_resume works with {oldest} to below {newest}: install "
             f"one of these (pip install '{library}>={oldest},<{newest}'), or another elastic_resume."
         )
+
+
+def require_methods(library: str, oldest: str, newest: str, methods: Mapping[str, tuple[str, ...]]) -> None:
+    """Raise MachineError unless the classes of a library have these methods and parameters.
+
+    ``methods`` are by "module.Class". Each is the name of a method or property, and the parameters that are
+    relied on.
+    """
+    for path, lines in methods.items():
+        module, _, class_name = path.rpartition(".")
+        kind = getattr(importlib.import_module(module), class_name, None)
+        for name, *parameters in map(str.split, lines):
+            method = getattr(kind, name, None)
+            known = inspect.signature(method).parameters if callable(method) else {}
+            if method is None or not known.keys() >= set(parameters):
+                raise MachineError(
+                    f"{library} has another {class_name}.{name} than versions {oldest} to below "
+                    f"{newest}, for which elastic_resume was written. Install one of these: pip install "
+                    f"'{library}>={oldest},<{newest}'."
+                )
 
 
 def set_known(owner: Any, name: str, value: Any) -> None:

@@ -14,7 +14,7 @@ accelerator, restores them by `er.resume`, and replaces these methods of the giv
 from __future__ import annotations
 
 import contextlib
-import inspect
+import functools
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from elastic_resume.data import batch_size
-from elastic_resume.data.elastic_sampler import ElasticSampler
-from elastic_resume.data.global_batches import SECOND_SHARDING, GlobalBatches
-from elastic_resume.errors import ConfigError, MachineError, UsageError
-from elastic_resume.integrations import require_versions, set_known
+from elastic_resume.data.elastic_sampler import has_our_batches
+from elastic_resume.data.global_batches import SECOND_SHARDING
+from elastic_resume.errors import ConfigError, UsageError
+from elastic_resume.integrations import require_methods, require_versions, set_known
 from elastic_resume.state import state_dict
 from elastic_resume.training import worker_exit
 from elastic_resume.training.run import Run, resume
@@ -40,36 +40,42 @@ from accelerate import Accelerator  # noqa: E402  a missing or other version is 
 from accelerate.scheduler import AcceleratedScheduler  # noqa: E402
 from accelerate.utils import DDPCommunicationHookType  # noqa: E402
 
-MAX_WRAPPERS = 8  # samplers within samplers
 PREPARED_LOADER = (
     f"accelerator.prepare() was given the loader of the run. {SECOND_SHARDING} Move each batch to "
     "accelerator.device in the loop."
 )
 # The replaced methods, with the parameters that are relied on.
-PARAMETERS = {
-    "accumulate": ("models",),
-    "backward": ("loss",),
-    "prepare_data_loader": ("data_loader",),
-    "save_state": ("output_dir",),
-    "load_state": ("input_dir",),
-    "skip_first_batches": ("dataloader",),
-    "register_for_checkpointing": ("objects",),
+METHODS = (
+    "accumulate models",
+    "backward loss",
+    "prepare_data_loader data_loader",
+    "save_state output_dir",
+    "load_state input_dir",
+    "skip_first_batches dataloader",
+    "register_for_checkpointing objects",
+)
+require_methods("accelerate", OLDEST, BELOW, {"accelerate.Accelerator": METHODS})
+
+
+# Methods that would undo what was restored, and those that would read a part of the samples.
+REFUSED = {
+    "load_state": (
+        "accelerator.load_state() would put an older state in the place of the one that prepare() has "
+        "restored: leave it out. To begin from a folder of save_state(), load its weights into the model "
+        "before prepare()."
+    ),
+    "register_for_checkpointing": (
+        "accelerator.register_for_checkpointing() was called after prepare(), so the object would not be "
+        "restored: call it before, or pass the object to prepare() in track=."
+    ),
 }
-
-
-def _check_methods() -> None:
-    """Raise MachineError unless Accelerate has the methods that are replaced."""
-    for name, wanted in PARAMETERS.items():
-        method = getattr(Accelerator, name, None)
-        if method is None or not set(wanted) <= set(inspect.signature(method).parameters):
-            raise MachineError(
-                f"this accelerate has no Accelerator.{name}({', '.join(wanted)}): "
-                f"elastic_resume.integrations.accelerate works with the published versions {OLDEST} to below "
-                f"{BELOW}. Install one of them."
-            )
-
-
-_check_methods()
+REFUSED_FOR_OUR_LOADER = {
+    "prepare_data_loader": PREPARED_LOADER,
+    "skip_first_batches": (
+        "accelerator.skip_first_batches() was given the loader of the run, which continues at the next batch "
+        "by itself: leave it out."
+    ),
+}
 
 
 class Prepared(NamedTuple):
@@ -135,7 +141,7 @@ def prepare(
         track={**(track or {}), **registered, "accelerate.save_iteration": _SaveIteration(accelerator)},
         **options,
     )
-    if run.plan.kind != "checkpoint":
+    if run.plan.kind != "resumed":
         try:
             _check_no_other_folders(accelerator)
         except ConfigError:
@@ -147,8 +153,13 @@ def prepare(
     methods = _Methods(accelerator, run)
     for one in _values(optimizer):
         state_dict.unwrap(one).register_step_pre_hook(methods.check_backward)
-    for name in PARAMETERS:
+    for name in ("accumulate", "backward", "save_state"):
         setattr(accelerator, name, getattr(methods, name))
+    for name, message in REFUSED.items():
+        setattr(accelerator, name, functools.partial(_refuse, message))
+    for name, message in REFUSED_FOR_OUR_LOADER.items():
+        method = getattr(accelerator, name)
+        setattr(accelerator, name, functools.partial(_refuse_our_loader, message, method))
     return Prepared(run, model, optimizer, scheduler)
 
 
@@ -202,12 +213,6 @@ class _Methods:
                 "loss by its weight: call it in the place of loss.backward()."
             )
 
-    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Refuse a loader of ours; prepare another one, for an evaluation."""
-        if _is_ours(data_loader):
-            raise UsageError(PREPARED_LOADER)
-        return self._class.prepare_data_loader(self._accelerator, data_loader, *args, **kwargs)
-
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Save; replace a folder of this name that an earlier generation wrote after its last commit."""
         with self._run.busy("accelerator.save_state"):
@@ -230,33 +235,22 @@ class _Methods:
         """
         return (
             self._accelerator.project_configuration.automatic_checkpoint_naming
-            and self._run.plan.kind == "checkpoint"
+            and self._run.plan.kind == "resumed"
             and self._accelerator.save_iteration >= self._first_iteration
         )
 
-    def load_state(self, *_: Any, **__: Any) -> None:
-        """Refuse: everything has been restored."""
-        raise UsageError(
-            "accelerator.load_state() would put an older state in the place of the one that prepare() has "
-            "restored: leave it out. To begin from a folder of save_state(), load its weights into the model "
-            "before prepare()."
-        )
 
-    def skip_first_batches(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Refuse a loader of ours, which begins at the right batch."""
-        if _is_ours(dataloader):
-            raise UsageError(
-                "accelerator.skip_first_batches() was given the loader of the run, which continues at the "
-                "next batch by itself: leave it out."
-            )
-        return self._class.skip_first_batches(self._accelerator, dataloader, *args, **kwargs)
+def _refuse(message: str, *_: Any, **__: Any) -> None:
+    raise UsageError(message)
 
-    def register_for_checkpointing(self, *_: Any) -> None:
-        """Refuse: a state that is already restored cannot get further objects."""
-        raise UsageError(
-            "accelerator.register_for_checkpointing() was called after prepare(), so the object would not be "
-            "restored: call it before, or pass the object to prepare() in track=."
-        )
+
+def _refuse_our_loader(
+    message: str, method: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Refuse a loader of ours; use another one, for an evaluation."""
+    if has_our_batches(loader):
+        raise UsageError(message)
+    return method(loader, *args, **kwargs)
 
 
 def _check_accelerator(accelerator: Accelerator, data: Any) -> None:
@@ -286,7 +280,7 @@ def _check_accelerator(accelerator: Accelerator, data: Any) -> None:
             "the PowerSGD hook of DDP has a state on each rank, which is not restored: use the fp16 or bf16 "
             "hook, or none."
         )
-    if any(_is_ours(loader) for loader in accelerator._dataloaders):  # noqa: SLF001  there is no public list
+    if any(has_our_batches(loader) for loader in accelerator._dataloaders):  # noqa: SLF001  there is no public list
         raise ConfigError(PREPARED_LOADER)
     steps = accelerator.gradient_accumulation_steps
     if steps > 1 and getattr(getattr(data, "batch_sampler", data), "micro_batch", None) is None:
@@ -324,17 +318,6 @@ def _find_registered(accelerator: Accelerator, *others: Any) -> dict[str, Any]:
         for number, item in enumerate(found)
         if not any(state_dict.unwrap(item) is one for one in given)
     }
-
-
-def _is_ours(loader: Any) -> bool:
-    """Return whether ``loader`` reads our batches, perhaps through samplers of Accelerate."""
-    inner = loader
-    for _ in range(MAX_WRAPPERS):
-        batches = getattr(inner, "batch_sampler", None)
-        inner = getattr(inner, "sampler", None) if batches is None else batches
-        if isinstance(inner, (GlobalBatches, ElasticSampler)):
-            return True
-    return False
 
 
 def _map(function: Callable[[Any], Any], item: Any) -> Any:

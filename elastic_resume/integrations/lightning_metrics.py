@@ -9,6 +9,7 @@ means stay right, up to rounding, once they are synchronised over the ranks.
 from __future__ import annotations
 
 import base64
+import json
 import logging
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -73,7 +74,7 @@ class CarriedMetrics(RankState):
             },
             "metrics": {path: _read_metric(path, metric) for path, metric in self._updated_metrics()},
         }
-        size = sum(len(number) for number in _iter_texts(row))
+        size = len(json.dumps(row))
         if size > MAX_CARRIED_BYTES:
             raise UsageError(
                 f"Lightning: this rank has {size} bytes of logged values and metrics within an epoch, and at "
@@ -247,11 +248,3 @@ def _unpack(packed: list[Any]) -> Tensor:
     if not content:
         return torch.zeros(shape, dtype=_DTYPES[dtype])
     return torch.frombuffer(content, dtype=_DTYPES[dtype]).reshape(shape).clone()
-
-
-def _iter_texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (dict, list)):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _iter_texts(part)

@@ -30,13 +30,11 @@ import contextlib
 import copy
 import functools
 import importlib
-import inspect
 import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -47,8 +45,8 @@ from elastic_resume.data.batch_size import KEEP_LOCAL, count_micro_batches
 from elastic_resume.data.elastic_sampler import ElasticSampler
 from elastic_resume.data.global_batches import GlobalBatches, MicroBatch
 from elastic_resume.data.rng import seeded
-from elastic_resume.errors import ConfigError, MachineError, UsageError
-from elastic_resume.integrations import LIGHTNING_VERSIONS, set_known
+from elastic_resume.errors import ConfigError, UsageError
+from elastic_resume.integrations import LOADER_ARGUMENTS, require_methods, set_known
 from elastic_resume.integrations.lightning_metrics import CarriedMetrics
 from elastic_resume.training.run import Run, resume
 
@@ -59,11 +57,6 @@ logger = logging.getLogger(__name__)
 JOURNAL = ".elastic_resume.json"
 LOST_STEPS = "lost-steps"
 """Directory beside Lightning's checkpoints, for those of steps that are repeated."""
-# Arguments of DataLoader that are kept when its batches are made by a GlobalBatches.
-_LOADER_ARGUMENTS = (
-    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
-    *("generator", "prefetch_factor", "persistent_workers", "in_order"),
-)
 # Attributes that ModelCheckpoint does not restore. The first three decide whether a step was saved already.
 _UNRESTORED = (
     *("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation"),
@@ -81,80 +74,57 @@ _REFUSED_CALLBACKS = {
         "which a restart cannot do before it loads the optimizer's state. Give the optimizer all parameters "
         "from the start, in groups whose learning rate is 0 until they are to train."
     ),
-    "LearningRateFinder": (
-        "Lightning: LearningRateFinder trains before the training itself. Run it without ElasticDDPStrategy, "
-        "and write the learning rate that it finds into the script."
-    ),
-    "BatchSizeFinder": (
-        "Lightning: BatchSizeFinder trains before the training itself. Run it without ElasticDDPStrategy, "
-        "and write the batch size that it finds into the script."
-    ),
+    **{
+        f"{what}Finder": f"Lightning: {what}Finder trains before the training itself. Run it without "
+        "ElasticDDPStrategy, and write what it finds into the script."
+        for what in ("LearningRate", "BatchSize")
+    },
     "StochasticWeightAveraging": (
         "Lightning: StochasticWeightAveraging adds an epoch without optimizer steps for a module with "
         "BatchNorm, and a restart continues from a step. Keep an average with torch.optim.swa_utils, and "
         'pass it in resume_options={"track": {...}}.'
     ),
 }
-# Methods that are extended or called, with their arguments; None for a property.
-_METHODS: dict[str, dict[str, str | None]] = {
-    "strategies.ddp.DDPStrategy": {
-        "setup": "self trainer",
-        "distributed_sampler_kwargs": None,
-        "num_nodes": None,
-    },
-    "strategies.strategy.Strategy": {
-        "process_dataloader": "self dataloader",
-        "backward": "self closure_loss optimizer args kwargs",
-        "save_checkpoint": "self checkpoint filepath storage_options",
-        "on_train_batch_start": "self batch batch_idx",
-        "on_train_start": "self",
-        "on_validation_start": "self",
-        "on_validation_end": "self",
-    },
-    "loops.fit_loop._FitLoop": {
-        "run": "self",
-        "setup_data": "self",
-        "reset": "self",
-        "advance": "self",
-        "on_iteration_done": "self",
-        "on_advance_start": "self",
-        "on_advance_end": "self",
-        "on_run_start": "self",
-        "on_run_end": "self",
-    },
-    "loops.training_epoch_loop._TrainingEpochLoop": {
-        "reset": "self",
-        "on_advance_end": "self data_fetcher",
-        "state_dict": "self destination prefix",
-        "load_state_dict": "self state_dict prefix",
-    },
-    "trainer.connectors.data_connector._DataConnector": {
-        "_prepare_dataloader": "self dataloader shuffle mode"
-    },
-    "trainer.connectors.signal_connector._SignalConnector": {"register_signal_handlers": "self"},
-    "trainer.connectors.logger_connector.result._Sync": {
-        "__init__": "self fn _should rank_zero_only _op _group"
-    },
-    "trainer.connectors.logger_connector.result._ResultMetric": {"__init__": "self metadata is_tensor"},
+# Methods and properties that are extended or called, with their parameters.
+_METHODS = {
+    "strategies.ddp.DDPStrategy": ("setup trainer", "distributed_sampler_kwargs", "num_nodes"),
+    "strategies.strategy.Strategy": (
+        "process_dataloader dataloader",
+        "backward closure_loss optimizer args kwargs",
+        "save_checkpoint checkpoint filepath storage_options",
+        "on_train_batch_start batch batch_idx",
+        *("on_train_start", "on_validation_start", "on_validation_end"),
+    ),
+    "loops.fit_loop._FitLoop": (
+        *("run", "setup_data", "reset", "advance", "on_iteration_done"),
+        *("on_advance_start", "on_advance_end", "on_run_start", "on_run_end"),
+    ),
+    "loops.training_epoch_loop._TrainingEpochLoop": (
+        *("reset", "on_advance_end data_fetcher"),
+        *("state_dict destination prefix", "load_state_dict state_dict prefix"),
+    ),
+    "trainer.connectors.data_connector._DataConnector": ("_prepare_dataloader dataloader shuffle mode",),
+    "trainer.connectors.signal_connector._SignalConnector": ("register_signal_handlers",),
+    "trainer.connectors.logger_connector.result._Sync": ("__init__ fn _should rank_zero_only _op _group",),
+    "trainer.connectors.logger_connector.result._ResultMetric": ("__init__ metadata is_tensor",),
 }
 
 
-def check_signatures(name: str, library: ModuleType) -> None:
-    """Raise MachineError unless ``library`` has the methods of `_METHODS` with these arguments."""
-    for path, methods in _METHODS.items():
-        module_name, _, class_name = path.rpartition(".")
-        kind = getattr(importlib.import_module(f"{library.__name__}.{module_name}"), class_name, None)
-        for method, expected in methods.items():
-            found = inspect.getattr_static(kind, method, None) if kind is not None else None
-            function = getattr(kind, method, None)
-            arguments = " ".join(inspect.signature(function).parameters) if callable(function) else None
-            if found is None or arguments != expected:
-                oldest, newest = LIGHTNING_VERSIONS
-                raise MachineError(
-                    f"{name} has another {class_name}.{method} than versions {oldest} to below {newest}, for "
-                    f"which elastic_resume was written. Install one of these: pip install "
-                    f"'{name}>={oldest},<{newest}'."
-                )
+def make_strategy(name: str, library: str, fabric: str, versions: tuple[str, str]) -> Any:
+    """Return the class ``ElasticDDPStrategy`` of one of the two libraries, after a check of its methods."""
+    methods = {f"{library}.{path}": lines for path, lines in _METHODS.items()}
+    require_methods(name, *versions, methods)
+    environments = importlib.import_module(f"{fabric}.plugins.environments.torchelastic")
+
+    class WorldOfLauncher(environments.TorchElasticEnvironment):  # type: ignore[misc, name-defined]
+        """Takes ranks and sizes from the launcher, not from Trainer's ``num_nodes`` and ``devices``."""
+
+        def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+            """Accept any number: nodes may come and go, and may differ in their number of workers."""
+
+    base = importlib.import_module(f"{library}.strategies").DDPStrategy
+    parts = {"_library": importlib.import_module(library), "_environment_class": WorldOfLauncher}
+    return type("ElasticDDPStrategy", (ElasticStrategy, base), {**parts, "__doc__": ElasticStrategy.__doc__})
 
 
 def _replace(owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -270,7 +240,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         )
         run.ddp(self.model)
         self._is_mid_epoch = run.position.step_in_epoch > 0
-        if run.plan.kind == "checkpoint":
+        if run.plan.kind == "resumed":
             set_known(trainer, "num_sanity_val_steps", 0)  # it would overwrite the restored counters
             set_known(trainer.fit_loop, "_restarting", self._is_mid_epoch)
         self._clean_up_after_lost_steps()
@@ -362,7 +332,8 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
             drop_last=dataloader.drop_last,
             micro_batch=batch if parts > 1 else None,
         )
-        kept = {name: getattr(dataloader, name) for name in _LOADER_ARGUMENTS if hasattr(dataloader, name)}
+        names = (*LOADER_ARGUMENTS, "generator")
+        kept = {name: getattr(dataloader, name) for name in names if hasattr(dataloader, name)}
         if dataloader.batch_size is None:  # each item of the dataset is a batch
             kept["collate_fn"] = functools.partial(_convert_only_item, dataloader.collate_fn)
         # The random numbers of a sample must not depend on where this process began to read.
@@ -540,7 +511,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         position = self.run.position
         # An even number for a step, the next odd one for the end of its epoch.
         order = 2 * position.step + (position.step_in_epoch == 0)
-        resumed_at = order if self.run.plan.kind == "checkpoint" else None
+        resumed_at = order if self.run.plan.kind == "resumed" else None
         for callback in self._trainer.checkpoint_callbacks:
             directory = getattr(callback, "dirpath", None)
             if directory and "://" not in str(directory):

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import itertools
 import math
 import os
@@ -47,83 +46,45 @@ from elastic_resume.data.batch_size import KEEP_LOCAL, read_rank_and_world_size
 from elastic_resume.data.global_batches import GlobalBatches, MicroBatch
 from elastic_resume.data.rank_values import RankValues
 from elastic_resume.data.rng import preserve_cpu_generators, seeded
-from elastic_resume.errors import MachineError, UsageError
-from elastic_resume.integrations import require_versions, set_known
+from elastic_resume.errors import UsageError
+from elastic_resume.integrations import LOADER_ARGUMENTS, require_methods, require_versions, set_known
 from elastic_resume.training.run import Run, resume
 
 OLDEST, BELOW = "5.23", "5.30"
 require_versions("transformers", OLDEST, BELOW)
 
-import transformers  # noqa: E402  after the check of its version
-from transformers import Trainer  # noqa: E402
+from transformers import Trainer  # noqa: E402  after the check of its version
 from transformers.integrations import TensorBoardCallback  # noqa: E402
 from transformers.trainer_callback import ExportableState  # noqa: E402
 
-# Parameters on which the overridden methods below rely.
-PARAMETERS = {
-    "train": ("resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
-    "get_train_dataloader": (),
-    "get_total_train_batch_size": ("args",),
-    "_init_training_state": (
-        "max_steps",
-        "num_update_steps_per_epoch",
-        "num_train_epochs",
-        "resume_from_checkpoint",
-        "trial",
-    ),
-    "_prepare_for_training": ("max_steps", "train_dataloader", "resume_from_checkpoint"),
-    "_run_epoch": ("epoch", "resume_from_checkpoint", "epochs_trained", "steps_trained_in_current_epoch"),
-    "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
-    "_get_train_sampler": ("train_dataset",),
-    "_get_num_items_in_batch": ("batch_samples", "device"),
-    "training_step": ("model", "inputs", "num_items_in_batch"),
-    "_maybe_log_save_evaluate": ("tr_loss", "grad_norm", "learning_rate"),
-    "_evaluate": ("trial", "ignore_keys_for_eval", "skip_scheduler"),
-    "_save_checkpoint": ("model", "trial"),
-    "_load_rng_state": ("checkpoint",),
-    "_finalize_training": ("trial", "num_train_samples", "start_time"),
-}
+# The overridden methods, with the parameters on which they rely.
+METHODS = (
+    "train resume_from_checkpoint trial ignore_keys_for_eval",
+    "get_train_dataloader",
+    "get_total_train_batch_size args",
+    "_init_training_state max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial",
+    "_prepare_for_training max_steps train_dataloader resume_from_checkpoint",
+    "_run_epoch epoch resume_from_checkpoint epochs_trained steps_trained_in_current_epoch",
+    "get_batch_samples epoch_iterator num_batches device",
+    "_get_train_sampler train_dataset",
+    "_get_num_items_in_batch batch_samples device",
+    "training_step model inputs num_items_in_batch",
+    "_maybe_log_save_evaluate tr_loss grad_norm learning_rate",
+    "_evaluate trial ignore_keys_for_eval skip_scheduler",
+    "_save_checkpoint model trial",
+    "_load_rng_state checkpoint",
+    "_finalize_training trial num_train_samples start_time",
+)
+require_methods("transformers", OLDEST, BELOW, {"transformers.Trainer": METHODS})
+
 # Fields of TrainerState that a snapshot holds. log_history is left out: it has times, and grows with the run.
 STATE_FIELDS = (
-    "global_step",
-    "epoch",
-    "max_steps",
-    "num_input_tokens_seen",
-    "total_flos",
-    "best_metric",
-    "best_global_step",
-    "best_model_checkpoint",
-)
-LOADER_OPTIONS = (
-    "collate_fn",
-    "num_workers",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
-    "in_order",
+    *("global_step", "epoch", "max_steps", "num_input_tokens_seen", "total_flos"),
+    *("best_metric", "best_global_step", "best_model_checkpoint"),
 )
 STEPPING_OPTIMIZERS = ("lomo", "layerwise")  # parts of their names; they step within backward()
 UNCOUNTED_LABEL = -100  # transformers does not count it
 IN_EPOCH = "the restored state"  # makes _run_epoch() begin within the epoch; nothing reads it as a path
-
-
-def check_trainer() -> None:
-    """Raise MachineError unless the installed Trainer has the methods that `ElasticTrainer` overrides."""
-    for name, needed in PARAMETERS.items():
-        method = getattr(Trainer, name, None)
-        known = inspect.signature(method).parameters if method is not None else {}
-        if method is None or not known.keys() >= set(needed):
-            raise MachineError(
-                f"transformers {transformers.__version__} has another Trainer.{name}() than this "
-                f"elastic_resume knows, which was written for {OLDEST} to below {BELOW}: install one of "
-                f"these (pip install 'transformers>={OLDEST},<{BELOW}'), or another elastic_resume."
-            )
-
-
-check_trainer()
 
 
 class TrainerProgress:
@@ -326,7 +287,7 @@ class ElasticTrainer(Trainer):
         args.gradient_accumulation_steps = batches.parts(0)
         # A worker's generators depend on the step at which it started, so each sample gets its own seed.
         dataset = seeded(plain.dataset) if plain.num_workers else plain.dataset
-        options = {name: getattr(plain, name) for name in LOADER_OPTIONS}
+        options = {name: getattr(plain, name) for name in LOADER_ARGUMENTS}
         self._elastic_loader = DataLoader(dataset, batch_sampler=batches, **options)
         return self._elastic_loader
 

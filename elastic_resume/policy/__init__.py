@@ -1,1 +1,1 @@
-"""Pure decision functions: resume, restart, requeue, hangs, failures, divergence and intervals."""
+"""Pure decision functions: resume, restart, drain, hangs, failures, divergence and intervals."""

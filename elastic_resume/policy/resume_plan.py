@@ -14,7 +14,7 @@ the same state in both reads the snapshot.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from elastic_resume.errors import NoValidCheckpointError
@@ -68,11 +68,8 @@ class RejectedState:
 class Inventory:
     """The saved states of one node, and what it knows of earlier generations.
 
-    ``min_generation`` is the greatest generation that the node knew when this start of the job began.
-    ``has_joined_world`` is true if this start has been in a generation since. Both serve ``--resume never``,
-    which ignores only states from before this start. ``committed_generation`` is the newest generation that
-    had a checkpoint on this node, even if it has been deleted. ``has_restarted`` and ``command`` (script and
-    arguments of the last start) are for messages only.
+    ``committed_generation`` is the newest generation that had a checkpoint on this node, even if it has been
+    deleted. ``has_restarted`` and ``command`` (script and arguments of the last start) are for messages only.
     """
 
     node: str
@@ -80,8 +77,6 @@ class Inventory:
     saved_states: tuple[SavedState, ...] = ()
     rejected: tuple[RejectedState, ...] = ()
     generation: int = 0
-    min_generation: int = 0
-    has_joined_world: bool = False
     committed_generation: int = 0
     last_step: int = 0  # newest step that the node's workers finished, in last_generation
     last_generation: int = 0
@@ -94,9 +89,8 @@ class Inventory:
 class ResumePlan:
     """The state that a generation starts from.
 
-    ``kind`` is "checkpoint" or "cold". The source of a cold start is rank 0 with its live state. ``holders``
-    maps node names to the state that each node reads; ``receiving_nodes`` get it sent. ``--resume never``
-    ignored generations up to ``min_generation`` (-1: none).
+    ``kind`` is "resumed" or "cold". The source of a cold start is rank 0 with its live state. ``holders``
+    maps node names to the state that each node reads; ``receiving_nodes`` get it sent.
     """
 
     kind: str
@@ -110,7 +104,6 @@ class ResumePlan:
     rejected: tuple[RejectedState, ...] = ()
     recomputed_steps: int = 0
     previous_world_size: int | None = None
-    min_generation: int = -1
 
     @property
     def version(self) -> tuple[int, int]:
@@ -174,20 +167,19 @@ def choose_resume_plan(inventories: Sequence[Inventory], mode: str) -> ResumePla
 
     Args:
         inventories: one per node, in any order.
-        mode: "auto", "must" or "never", as ``--resume``.
+        mode: "auto", "must" or "never", as ``--resume``. With "never" the states are all of this start,
+            because the node's owner has moved the others aside.
 
     Raises:
         NoValidCheckpointError: saved states exist and none may be loaded; the newest has a newer format; none
             exists and mode is "must"; or none exists now and a node is known to have had one.
     """
     nodes = sorted(inventories, key=lambda inventory: inventory.local_leader_rank)
-    floor = _min_generation(nodes) if mode == "never" else -1
-    readable = {i.node: [copy for copy in i.saved_states if copy.generation > floor] for i in nodes}
-    _refuse_to_go_back(nodes, floor, [copy.version for copies in readable.values() for copy in copies])
-    if any(readable.values()):
-        plan = _plan_from_newest(nodes, readable)
+    _refuse_to_go_back(nodes)
+    if any(node.saved_states for node in nodes):
+        plan = _plan_from_newest(nodes)
     else:
-        _refuse_to_start_over(nodes, floor)
+        _refuse_to_start_over(nodes)
         if mode == "must":
             raise NoValidCheckpointError(
                 "--resume must: no node has a checkpoint of this job. "
@@ -197,20 +189,19 @@ def choose_resume_plan(inventories: Sequence[Inventory], mode: str) -> ResumePla
     lived = max(nodes, key=lambda i: (i.last_generation, i.last_step))
     return replace(
         plan,
-        generation=1 + max(_newest_known_generation(nodes), floor),
+        generation=1 + _newest_known_generation(nodes),
         # Rejected states that are older than the chosen one would not have been used anyway.
         rejected=tuple(dict.fromkeys(r for i in nodes for r in i.rejected if r.version >= plan.version)),
-        recomputed_steps=max(0, lived.last_step - plan.step) if lived.last_generation > floor else 0,
+        recomputed_steps=max(0, lived.last_step - plan.step),
         previous_world_size=lived.last_world_size,
-        min_generation=floor,
     )
 
 
-def _plan_from_newest(nodes: Sequence[Inventory], readable: Mapping[str, Sequence[SavedState]]) -> ResumePlan:
-    newest = max((copy.version, copy.epoch) for copies in readable.values() for copy in copies)
+def _plan_from_newest(nodes: Sequence[Inventory]) -> ResumePlan:
+    newest = max((state.version, state.epoch) for node in nodes for state in node.saved_states)
     held: dict[str, SavedState] = {}
     for node in nodes:
-        same = [copy for copy in readable.get(node.node, ()) if (copy.version, copy.epoch) == newest]
+        same = [state for state in node.saved_states if (state.version, state.epoch) == newest]
         if same:
             held[node.node] = min(
                 same,
@@ -228,7 +219,7 @@ def _plan_from_newest(nodes: Sequence[Inventory], readable: Mapping[str, Sequenc
         key=lambda n: (held[n.node].writer_rank, held[n.node].tier != MEMORY, n.local_leader_rank),
     )
     return ResumePlan(
-        "checkpoint",
+        "resumed",
         step=newest[0][1],
         source_node=source.node,
         source_rank=source.local_leader_rank,
@@ -238,16 +229,6 @@ def _plan_from_newest(nodes: Sequence[Inventory], readable: Mapping[str, Sequenc
     )
 
 
-def _min_generation(nodes: Sequence[Inventory]) -> int:
-    """Return the newest generation from before this start of the job.
-
-    A node that has been in a generation of this start knows it. If no node has, this is the first generation
-    of the start, and every known generation is older.
-    """
-    began = [inventory.min_generation for inventory in nodes if inventory.has_joined_world]
-    return min(began) if began else _newest_known_generation(nodes)
-
-
 def _newest_known_generation(nodes: Sequence[Inventory]) -> int:
     """Return the greatest generation that any node knows, also of deleted and unreadable states."""
     copies = [copy.generation for node in nodes for copy in node.saved_states]
@@ -255,13 +236,10 @@ def _newest_known_generation(nodes: Sequence[Inventory]) -> int:
     return max([*(max(node.generation, node.committed_generation) for node in nodes), *copies, *rejected])
 
 
-def _refuse_to_go_back(
-    nodes: Sequence[Inventory], min_generation: int, readable: Sequence[tuple[int, int]]
-) -> None:
+def _refuse_to_go_back(nodes: Sequence[Inventory]) -> None:
     """Raise if a state of a newer format is at least as new as the newest readable one."""
-    newest = max(readable, default=(-1, -1))
-    found = [r for node in nodes for r in node.rejected if r.blocks_older]
-    found = [r for r in found if r.version[0] > min_generation and r.version >= newest]
+    newest = max((state.version for node in nodes for state in node.saved_states), default=(-1, -1))
+    found = [r for node in nodes for r in node.rejected if r.blocks_older and r.version >= newest]
     if found:
         raise NoValidCheckpointError(
             f"a newer elastic_resume wrote the newest checkpoint ({_list_rejected(found)}). Nothing was "
@@ -270,11 +248,9 @@ def _refuse_to_go_back(
         )
 
 
-def _refuse_to_start_over(nodes: Sequence[Inventory], min_generation: int) -> None:
-    """Raise if states newer than ``min_generation`` exist or existed: a fresh start would lose them."""
-    found = [rejected for node in nodes for rejected in node.rejected if rejected.version[0] > min_generation]
-    if min_generation >= 0:  # `--resume never` also ignores states of other jobs
-        found = [rejected for rejected in found if rejected.kind != "foreign"]
+def _refuse_to_start_over(nodes: Sequence[Inventory]) -> None:
+    """Raise if states exist or existed: a fresh start would lose them."""
+    found = [rejected for node in nodes for rejected in node.rejected]
     if found:
         error = NoValidCheckpointError(
             f"checkpoints exist and none can be loaded ({_list_rejected(found)}). Nothing was deleted. "
@@ -283,7 +259,7 @@ def _refuse_to_start_over(nodes: Sequence[Inventory], min_generation: int) -> No
         # A read that failed now may succeed at the next attempt.
         error.is_deterministic = not any(rejected.kind == "unreadable" for rejected in found)
         raise error
-    had = [node.node for node in nodes if node.committed_generation > max(min_generation, 0)]
+    had = [node.node for node in nodes if node.committed_generation]
     if had:
         raise NoValidCheckpointError(
             f"{', '.join(had[:4])}: had checkpoints of this job, and no node has one now. Were they removed, "

@@ -28,6 +28,8 @@ from elastic_resume.slots.slot_pool import SlotPool
 
 T = TypeVar("T")
 
+_STARTTIME_FIELD = 19  # index in /proc/PID/stat of proc(5)'s starttime, counted after the name
+
 
 class RankContext:
     """This rank, its node's directory and its event log."""
@@ -127,6 +129,8 @@ def open_node_dir(context: RankContext) -> NodeDir:
     if context.is_local_leader and constants.ENV_AGENT_PID not in os.environ:
         # After a SIGKILL the script's forked DataLoader workers keep the lock for some seconds.
         node_dir = NodeDir.claim(settings.ckpt_dir, settings.run_id, settings.node_name, timeout_s=20)
+        if settings.resume == "never":
+            node_dir.move_earlier_run_aside(launcher_id())
     else:
         node_dir = NodeDir.attach(settings.ckpt_dir, settings.run_id, settings.node_name)
     if context.is_local_leader:
@@ -181,6 +185,21 @@ class CommitterConnection:
         self._committer.start()
         self._snapshot_server.start()
         return self._snapshot_server.socket_name
+
+
+def launcher_id() -> str:
+    """Identify this start of the job by its launcher: the node's agent, torchrun, or this process.
+
+    The id holds the launcher's start time in ticks since boot, and the boot. A wall-clock time could change,
+    and this start's own checkpoints would then count as an earlier start's.
+    """
+    agent = os.environ.get(constants.ENV_AGENT_PID)
+    pid = int(agent) if agent else os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+    try:
+        start_ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_STARTTIME_FIELD]
+        return f"{pid} {start_ticks} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+    except OSError:
+        return str(pid)
 
 
 def assigned_generation() -> int:

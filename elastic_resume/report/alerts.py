@@ -169,12 +169,6 @@ def _describe_notice(event: ParsedEvent) -> str:
     )
 
 
-def _describe_requeue(event: ParsedEvent) -> str:
-    result = ", done" if event.raw.get("done") is True else ", refused" if "done" in event.raw else ""
-    detail = ": ".join(filter(None, [event.get_text("reason"), event.get_text("message")]))
-    return f"{_first_text(event, 'action')}{result}" + (f" ({detail})" if detail else "")
-
-
 def _describe_hang(event: ParsedEvent) -> str:
     suspects_text = "; ".join(
         f"rank {suspect.get('rank')} {_describe_stall(suspect.get('reason'))}"
@@ -228,7 +222,6 @@ _DESCRIPTIONS: dict[str, tuple[str, Callable[[ParsedEvent], str]]] = {
     "hang-ended": (NOTE, lambda event: f"the hang after step {event.step} ended without a restart"),
     "drain": (NOTE, _describe_drain),
     "preemption-notice": (NOTE, _describe_notice),
-    "requeue": (NOTE, _describe_requeue),
     "fork-server-ready": (NOTE, _describe_preload),
     "fork-server-exit": (NOTE, _describe_fork_server_exit),
 }

@@ -92,7 +92,7 @@ class Generation:
     nodes: tuple[str, ...]
     world_size: int | None
     start_t: float
-    resume_kind: str  # cold, checkpoint, or empty if unknown
+    resume_kind: str  # cold, resumed, or empty if unknown
     start_step: int | None
     first_step: int | None
     last_step: int | None

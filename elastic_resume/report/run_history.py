@@ -196,7 +196,7 @@ def _record_loads(records: _Records, timeline: EventTimeline, history: RunHistor
         if event is None or not row.source_node or row.source_generation is None or row.start_step is None:
             continue
         tier = event.get_text("source_tier")
-        if row.resume_kind != "checkpoint" or tier not in {MEMORY, DISK}:
+        if row.resume_kind != "resumed" or tier not in {MEMORY, DISK}:
             continue
         key = (row.source_node, row.source_generation, row.start_step, tier)
         record = SavedStateRecord(*key, USED if tier == MEMORY else COMMITTED, verified=True, t=event.t)

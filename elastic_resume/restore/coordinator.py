@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from elastic_resume import failpoints
 from elastic_resume.checkpoint import reader
 from elastic_resume.checkpoint.manifest import Manifest
-from elastic_resume.checkpoint.node_dir import NodeDir, record_job_start
+from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.errors import DivergenceError, MachineError, MismatchError
 from elastic_resume.policy import resume_plan
 from elastic_resume.policy.resume_plan import MEMORY, Inventory, ResumePlan
@@ -44,11 +44,11 @@ from elastic_resume.restore.attempt import PROVEN_INVALID_KINDS, NodeFailures, R
 from elastic_resume.restore.replica_check import find_first_difference
 from elastic_resume.slots.progress_page import ProgressPage
 from elastic_resume.state import load_objects, state_dict
-from elastic_resume.state.open_checkpoint import INTERNAL_PREFIX
 from elastic_resume.state.state_dict import (
     BUFFER,
     DTYPE_BY_NAME,
     REPLICATED,
+    RESERVED_PREFIX,
     SCRIPT_OWNED,
     FlatState,
     make_spec,
@@ -129,8 +129,8 @@ def restore(
         _close_attempt(context, attempt, failures)
         inventories = _exclude_failed_copies(context, plan, inventories, failures)
     failpoints.hit("resume.loaded")
-    context.run_on_all_ranks(lambda: _record_generation(context, node_dir, plan))
-    earlier_command = _find_earlier_command(plan, inventories) if mode != "never" else None
+    context.run_on_all_ranks(lambda: context.is_local_leader and node_dir.persist_generation(plan.generation))
+    earlier_command = _find_earlier_command(plan, inventories)
     if disk_error is not None and manifest is not None:
         logger.warning(
             f"node {context.node}: {disk_error} Training continues: memory or other nodes hold the state."
@@ -177,14 +177,6 @@ def _count_optimizer_tensors(group: Mapping[str, Any]) -> int:
     if "momentum" in group:  # SGD, RMSprop
         return bool(group["momentum"]) + ("alpha" in group) + bool(group.get("centered"))
     return 2
-
-
-def _record_generation(context: RankContext, node_dir: NodeDir, plan: ResumePlan) -> None:
-    """Make the generation durable on this node before its first step."""
-    if context.is_local_leader:
-        node_dir.persist_generation(plan.generation)
-        if plan.min_generation >= 0:  # under --resume never; a new node records the agreed value too
-            record_job_start(context.node_dir, inventory.launcher_id(), plan.min_generation)
 
 
 def _find_earlier_command(plan: ResumePlan, inventories: list[Inventory]) -> tuple[str, ...] | None:
@@ -306,7 +298,7 @@ def _broadcast_rank_0_state(context: RankContext, flat: FlatState, tracked: Mapp
     others = {
         name: item
         for name, item in tracked.items()
-        if not (isinstance(item, nn.Module) or name == DATA or name.startswith(INTERNAL_PREFIX))
+        if not (isinstance(item, nn.Module) or name == DATA or name.startswith(RESERVED_PREFIX))
     }
     skeletons = {name: flat.skeleton[name] for name in others}
     digest = state_dict.combine_digests({**state_dict.digest_leaves(flat.leaves), "": skeletons})

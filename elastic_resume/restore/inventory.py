@@ -7,12 +7,9 @@ Each local leader builds one at the start of a generation, and the ranks exchang
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from elastic_resume import constants
 from elastic_resume.checkpoint import node_dir, reader
 from elastic_resume.checkpoint.catalog import Catalog, CatalogEntry, read_quarantine_reason, scan_run
 from elastic_resume.checkpoint.manifest import Manifest
@@ -23,7 +20,6 @@ from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.slots import slot_memory
 from elastic_resume.slots.progress_page import ProgressPage
 
-_STARTTIME_FIELD = 19  # index in /proc/PID/stat of proc(5)'s starttime, counted after the name
 MAX_LISTED_COPIES = 64  # limit per directory, newest first; older ones matter only after 64 corrupt ones
 
 
@@ -37,25 +33,28 @@ def list_snapshots_and_checkpoints(
 
     Rank 0's node also lists the directories of other nodes that it sees on a shared file system, because a
     job may restart on other machines. It never writes there. No other node does this, to limit the load on
-    the file server.
+    the file server. With ``--resume never`` only the generations of those states count, since an absent node
+    has not moved its earlier run aside.
     """
     for entry in context.catalog.list_entries():
         if entry.is_damaged:
             context.quarantine(entry.path, str(entry.error))
     entries_by_owner = {context.node: context.catalog.list_entries()}
+    # Generations that ended before their first step left nothing on disk, but agents have counted them.
+    newest_generation = max(generation, rank_context.assigned_generation() - 1)
     if context.collectives.rank == 0:
-        entries_by_owner = scan_run(context.run_dir, context.settings.run_id) | entries_by_owner
+        visible = scan_run(context.run_dir, context.settings.run_id)
+        if context.settings.resume == "never":
+            seen = [entry.generation for entries in visible.values() for entry in entries]
+            newest_generation = max([newest_generation, *seen])
+        else:
+            entries_by_owner = visible | entries_by_owner
     saved_states, rejected = _list_snapshots(context)
     for owner, entries in entries_by_owner.items():
         listed = entries[:MAX_LISTED_COPIES]
         valid = [entry.manifest for entry in listed if entry.manifest is not None and entry.error is None]
         saved_states += [_to_saved_state(owner, manifest) for manifest in valid]
         rejected += _list_rejected(context, owner, entries)
-    min_generation, has_joined_world = 0, False
-    if context.settings.resume == "never":
-        min_generation, has_joined_world = node_dir.read_min_generation(
-            context.node_dir, launcher_id(), generation
-        )
     last_generation, last_step, last_world_size = _read_last_step(context, progress_page, generation)
     last_launcher, command = node_dir.read_script_arguments(context.node_dir)
     return Inventory(
@@ -63,15 +62,12 @@ def list_snapshots_and_checkpoints(
         local_leader_rank=context.collectives.rank,
         saved_states=tuple(saved_states),
         rejected=tuple(rejected),
-        # Generations that ended before their first step left nothing on disk, but agents have counted them.
-        generation=max(generation, rank_context.assigned_generation() - 1),
-        min_generation=min_generation,
-        has_joined_world=has_joined_world,
+        generation=newest_generation,
         committed_generation=node_dir.read_committed_generation(context.node_dir),
         last_step=last_step,
         last_generation=last_generation,
         last_world_size=last_world_size or None,
-        has_restarted=last_launcher == launcher_id(),
+        has_restarted=last_launcher == rank_context.launcher_id(),
         command=tuple(command),
     )
 
@@ -102,21 +98,6 @@ def from_json(encoded: Mapping[str, Any]) -> Inventory:
         raise ElasticResumeError(
             f"a node's inventory cannot be read ({error}): do all nodes run the same elastic_resume?"
         ) from error
-
-
-def launcher_id() -> str:
-    """Identify this start of the job by its launcher: the node's agent, torchrun, or this process.
-
-    The id holds the launcher's start time in ticks since boot, and the boot. A wall-clock time could change,
-    and this start's own checkpoints would then count as an earlier start's.
-    """
-    agent = os.environ.get(constants.ENV_AGENT_PID)
-    pid = int(agent) if agent else os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-    try:
-        start_ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_STARTTIME_FIELD]
-        return f"{pid} {start_ticks} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
-    except OSError:
-        return str(pid)
 
 
 def _read_last_step(

@@ -1,1 +1,1 @@
-"""Read settings, limits and preemption notices from Slurm, Kubernetes and clouds; ask Slurm to requeue."""
+"""Read settings, limits and preemption notices from Slurm, Kubernetes and clouds."""

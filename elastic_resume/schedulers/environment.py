@@ -74,8 +74,7 @@ class SchedulerContext:
         restarts: number of earlier starts of the job.
         launch_id: name of this start of the whole job, if the scheduler had ended all of it before; else
             empty.
-        requeue_id: the scheduler's name for the part of the job that a requeue of this node concerns; else
-            empty.
+        slurm_job: Slurm's id of the job, for its commands; else empty.
         deadline: Unix time at which the scheduler ends the job, if a variable has it.
         tasks_per_node: number of tasks started on one node; more than one is a mistake.
         problems: why a start without flags would fail.
@@ -94,7 +93,7 @@ class SchedulerContext:
     workers_per_node: int | None = None
     restarts: int = 0
     launch_id: str = ""
-    requeue_id: str = ""
+    slurm_job: str = ""
     deadline: float | None = None
     tasks_per_node: int = 1
     problems: tuple[str, ...] = ()
@@ -190,7 +189,7 @@ class _VariableReader:
 def _read_slurm(reader: _VariableReader) -> SchedulerContext:
     environ = reader.environ
     number = reader.read_text("job")
-    # An array's element may have the whole array's number: a requeue of that would take its siblings along.
+    # An array's element may have the whole array's number.
     if "SLURM_ARRAY_JOB_ID" in environ and "SLURM_ARRAY_TASK_ID" in environ:
         number = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
         reader.sources["job"] = "SLURM_ARRAY_JOB_ID and SLURM_ARRAY_TASK_ID"
@@ -210,7 +209,7 @@ def _read_slurm(reader: _VariableReader) -> SchedulerContext:
         workers_per_node=reader.read_number("workers", 0) or None,
         restarts=restarts,
         launch_id=f"slurm {number} {restarts}",
-        requeue_id=number,
+        slurm_job=number,
         deadline=reader.read_number("deadline", 0) or None,
         tasks_per_node=_count_tasks_per_node(reader.environ),
     )

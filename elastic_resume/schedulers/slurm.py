@@ -1,8 +1,8 @@
-"""Talk to Slurm: expand node lists, query the running job, request a requeue, share the job's token.
+"""Talk to Slurm: expand node lists, query the time limit of the job, share the job's token.
 
 Node lists are expanded without ``scontrol``, which containers often lack. Commands have time limits. A
 command that is missing, refuses, or cannot reach the controller raises nothing and gives no answer. Fields
-and texts are those of Slurm 22.05. `policy.requeue` decides; this module only queries.
+and texts are those of Slurm 22.05.
 
 Slurm gives a job no secret of its own. ``ROOT/.elastic_resume/JOB.STEP/token`` (mode 0600), in a directory
 that all nodes see, holds one.
@@ -25,7 +25,6 @@ from itertools import product
 from pathlib import Path
 
 from elastic_resume.errors import ConfigError
-from elastic_resume.policy.requeue import SCHEDULER_ENDS_JOB, TerminationReason
 
 # Slurm itself expands at most this many names, of one bracket and of one list.
 MAX_NAMES = 65536
@@ -122,19 +121,10 @@ def _node_list_error(text: str, why: str) -> ConfigError:
 
 
 QUERY_TIMEOUT_S = 10.0  # a controller that is down lets commands wait for 4 to 9 s, by MessageTimeout
-REQUEUE_TIMEOUT_S = 60.0  # a controller that is restarted, or fails over, is back by then
-RETRY_DELAY_S = 3.0
-MAX_QUERY_ATTEMPTS = 3  # why a job got SIGTERM; its processes live for KillWait at least, 30 s by default
 MAX_OUTPUT_BYTES = 64 * 1024
 # Print times in UTC and in full, whatever format the user has set.
 TIME_FORMAT_ENVIRONMENT = {"SLURM_TIME_FORMAT": "standard", "TZ": "UTC"}
 _TIME_PATTERN = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d")
-# A retry would be refused again. "Unexpected message received" means that the controller is away.
-_REFUSED_PATTERN = re.compile(
-    r"invalid job id|disabled|only batch jobs|denied|permission|not supported|invalid user|cannot be run",
-    re.IGNORECASE,
-)
-_REQUEUED_PATTERN = re.compile(r"is pending execution", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -183,10 +173,9 @@ def run_command(
 def run_slurm_command(argv: Sequence[str], timeout_s: float) -> CommandResult:
     """Run a Slurm command without the user's variables for display.
 
-    SQUEUE_STATES=PENDING, for example, hides a running job. The command inherits the ignored signals: a
-    requeue sends SIGTERM to every process of the step.
+    SQUEUE_STATES=PENDING, for example, hides a running job.
     """
-    shown = {name: text for name, text in os.environ.items() if not name.startswith(("SQUEUE_", "SCONTROL_"))}
+    shown = {name: text for name, text in os.environ.items() if not name.startswith("SQUEUE_")}
     return run_command(argv, timeout_s, {**shown, **TIME_FORMAT_ENVIRONMENT})
 
 
@@ -227,101 +216,6 @@ def parse_utc_time(text: str) -> float | None:
         return float(calendar.timegm(time.strptime(text.strip(), "%Y-%m-%dT%H:%M:%S")))
     except ValueError:
         return None
-
-
-# ---- why the job ends -----------------------------------------------------------------------------------
-
-
-def query_termination_reason(
-    job: str, runner: CommandRunner = run_slurm_command, *, sleep: Callable[[float], None] = time.sleep
-) -> TerminationReason:
-    """Query why the processes of a job got SIGTERM.
-
-    A job that is preempted with a grace still runs and has a PreemptTime. Without a grace it ends in the
-    second of its PreemptTime. A job that is cancelled or requeued is completing, even within such a grace. At
-    its time limit the Reason says so.
-    """
-    for attempt in range(MAX_QUERY_ATTEMPTS):
-        answer = runner(_show_job_argv(job), QUERY_TIMEOUT_S)
-        if answer.exit_code == 0 or _REFUSED_PATTERN.search(answer.output):
-            break
-        if attempt < MAX_QUERY_ATTEMPTS - 1:
-            sleep(RETRY_DELAY_S)
-    return _parse_termination_reason(answer)
-
-
-def _show_job_argv(job: str) -> list[str]:
-    return ["scontrol", "show", "job", job, "-o"]
-
-
-def _parse_termination_reason(result: CommandResult) -> TerminationReason:
-    if result.exit_code != 0:
-        return TerminationReason.UNKNOWN
-    found = dict(re.findall(r"(?:^|\s)(JobState|Reason|PreemptTime|EndTime)=(\S+)", result.output))
-    state, preempted = found.get("JobState", ""), parse_utc_time(found.get("PreemptTime", ""))
-    if state in {"RUNNING", "SUSPENDED"}:
-        return TerminationReason.RUNNING if preempted is None else TerminationReason.PREEMPTED
-    if found.get("Reason") == "TimeLimit" or state == "TIMEOUT":
-        return TerminationReason.TIME_LIMIT
-    if preempted is not None and parse_utc_time(found.get("EndTime", "")) == preempted:
-        return TerminationReason.PREEMPTED
-    return TerminationReason.JOB_ENDING if state else TerminationReason.UNKNOWN
-
-
-# ---- the requeue ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class RequeueResult:
-    """The result of a request, and Slurm's last answer.
-
-    ``job_is_ending``: no request was made, because the job is being cancelled or requeued already.
-    """
-
-    succeeded: bool
-    message: str
-    attempts: int
-    job_is_ending: bool = False
-
-
-def request_requeue(
-    job: str,
-    runner: CommandRunner = run_slurm_command,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> RequeueResult:
-    """Request the requeue of a job; retry for `REQUEUE_TIMEOUT_S` seconds while the controller is away.
-
-    Before each try the job's state is checked: a requeue request brings a cancelled job back, and a drain
-    gives people the time to cancel it.
-
-    Args:
-        job: its number; for an element of an array ``ARRAY_ELEMENT``, since the bare number means all
-            elements.
-        runner: runs a command.
-        clock: a monotonic clock in seconds.
-        sleep: sleeps for so many seconds.
-
-    """
-    deadline, attempts = clock() + REQUEUE_TIMEOUT_S, 0
-    while True:
-        attempts += 1
-        answer = runner(_show_job_argv(job), min(QUERY_TIMEOUT_S, max(1.0, deadline - clock())))
-        reason = _parse_termination_reason(answer)
-        if reason is TerminationReason.JOB_ENDING:
-            return RequeueResult(False, SCHEDULER_ENDS_JOB, attempts, job_is_ending=True)
-        if reason is not TerminationReason.UNKNOWN:
-            timeout_s = min(2 * QUERY_TIMEOUT_S, max(1.0, deadline - clock()))
-            answer = runner(["scontrol", "requeue", job], timeout_s)
-        elif answer.exit_code == 0:
-            answer = CommandResult(None, "scontrol show job did not give the job's state")
-        text = answer.output.splitlines()[0][:200] if answer.output else ""
-        if answer.exit_code == 0 or _REQUEUED_PATTERN.search(text):
-            return RequeueResult(True, text, attempts)
-        if _REFUSED_PATTERN.search(text) or clock() + RETRY_DELAY_S >= deadline:
-            return RequeueResult(False, text or f"exit code {answer.exit_code}", attempts)
-        sleep(RETRY_DELAY_S)
 
 
 # ---- the shared token ----------------------------------------------------------------------------------

@@ -92,6 +92,7 @@ class CheckpointCommitter:
         self._requests: list[_CommitRequest] = []
         # The newest request of `request_commit`, until it is fulfilled.
         self._incomplete_request: _CommitRequest | None = None
+        self.last_commit_s = 0.0
         self.last_error = ""  # why the last commit failed; empty if it succeeded
         self._needs_prune = False
         self._logged_at = self._retry_at = 0.0
@@ -250,6 +251,7 @@ class CheckpointCommitter:
             path, self._needs_prune = result.path, True
             self._last_commit = (state.target, path)
             if result.seconds:
+                self.last_commit_s = result.seconds
                 self.slot_pool.control_block.record_commit_cost(result.seconds, result.cpu_s)
             self._handle_success(step)
         self._release_slot(state)

@@ -9,7 +9,7 @@ bits. Each side asks the kernel whether the other runs as the same user. One con
     slot               index serial            {"capacity"} and the slot's descriptor, or {"missing": true}
     reserve            bytes all               {"slots"}: how many there will be; `SlotPool.reserve`
     commit             snapshot_id             {"path"} or {"error"}, after the commit
-    start_generation   floor trusted keep      none; the generation's `RetentionPolicy`
+    start_generation   trusted keep            none; the generation's `RetentionPolicy`
     request_commit     snapshot_id             none
     compare            snapshot_id world       none; compare the snapshot in that generation
     discard            index                   none; the slot's snapshot no longer counts
@@ -418,8 +418,8 @@ def _parse_retention(request: dict[str, Any]) -> RetentionPolicy:
         isinstance(trusted, list) and len(trusted) == 2 and all(type(n) is int for n in trusted)
     ):
         raise ValueError("trusted")
-    floor, keep = _parse_count(request, "floor", minimum=-1), _parse_count(request, "keep", minimum=2)
-    return RetentionPolicy(floor, (trusted[0], trusted[1]) if trusted is not None else None, keep)
+    keep = _parse_count(request, "keep", minimum=2)
+    return RetentionPolicy((trusted[0], trusted[1]) if trusted is not None else None, keep)
 
 
 def _parse_snapshot_id(request: dict[str, Any]) -> int:

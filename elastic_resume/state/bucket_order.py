@@ -44,8 +44,8 @@ class BucketOrder:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`."""
         self._orders = {name: list(order) for name, order in state["orders"].items()}
-        self._single_pass_models = set(state.get("single", ()))
-        self._step_count = state.get("steps", _STEPS_UNTIL_FINAL)
+        self._single_pass_models = set(state["single"])
+        self._step_count = state["steps"]
         self.revision += 1
 
     def prepare(self, name: str, model: nn.Module, ddp: DistributedDataParallel) -> None:

@@ -28,8 +28,8 @@ from elastic_resume.checkpoint.json_codec import TensorRef
 from elastic_resume.checkpoint.layout import Layout, TensorSpec
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.errors import MachineError, UsageError
-from elastic_resume.state.open_checkpoint import INTERNAL_PREFIX, OpenCheckpoint, iter_leaves, open_image
-from elastic_resume.state.state_dict import TensorBuffer
+from elastic_resume.state.open_checkpoint import OpenCheckpoint, iter_leaves, open_image
+from elastic_resume.state.state_dict import RESERVED_PREFIX, TensorBuffer
 
 NAME_PREFIXES = {"plain": "", "dp": "module.", "ddp": "module."}
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt"}
@@ -125,7 +125,7 @@ def _export_all(checkpoint: OpenCheckpoint, target: Path, file_format: str, wrap
             return None
         return item
 
-    tracked = {name: part for name, part in checkpoint.state.items() if not name.startswith(INTERNAL_PREFIX)}
+    tracked = {name: part for name, part in checkpoint.state.items() if not name.startswith(RESERVED_PREFIX)}
     state = {name: make_safe(part, name) for name, part in tracked.items()}
     if NAME_PREFIXES[wrapped] and isinstance(state.get("model"), dict):
         state["model"] = {NAME_PREFIXES[wrapped] + key: value for key, value in state["model"].items()}

@@ -32,8 +32,6 @@ from elastic_resume.errors import (
 from elastic_resume.state import load_objects
 from elastic_resume.state.state_dict import COMPLEX_KINDS, TensorBuffer
 
-INTERNAL_PREFIX = "elastic_resume."  # prefix of the names of objects that a run tracks for itself
-
 
 @dataclass(frozen=True)
 class OpenCheckpoint:

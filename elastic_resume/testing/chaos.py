@@ -22,21 +22,14 @@ import secrets
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from elastic_resume import console, constants
-from elastic_resume.agent import options
-from elastic_resume.config import (
-    AGENT_SETTINGS,
-    OPTIONS,
-    Parser,
-    Settings,
-    add_flags,
-    parse_flags_and_file,
-)
+from elastic_resume.config import AGENT_SETTINGS, OPTIONS, Parser
 from elastic_resume.errors import ConfigError, UsageError
 from elastic_resume.events import Event, parse_line
 from elastic_resume.report import formatting, summary
@@ -100,11 +93,11 @@ def main(args: Sequence[str]) -> int:
     try:
         with console.log_handler(_PACKAGE_LOGGER, _StdoutHandler()), _interrupt_on_signals(caught):
             result = run(experiment)
-    except (ExperimentInterrupted, KeyboardInterrupt) as interrupt:  # the latter before the job started
-        if isinstance(interrupt, ExperimentInterrupted):
-            formatting.write_stdout(f"\n{format_result(experiment, interrupt.result)}\n")
-        return constants.EXIT_SIGNAL_BASE + (caught[0] if caught else signal.SIGINT)
+    except KeyboardInterrupt:  # before the job started
+        return constants.EXIT_SIGNAL_BASE + caught[0]
     formatting.write_stdout(f"\n{format_result(experiment, result)}\n")
+    if caught:
+        return constants.EXIT_SIGNAL_BASE + caught[0]
     if result.failure:
         return constants.EXIT_JOB_ERROR
     if result.missed_faults or _has_no_random_fault(experiment, result):
@@ -150,8 +143,6 @@ def parse_command(words: Sequence[str]) -> tuple[Experiment, Path | None]:
             virtual_network.unavailable_reason() or "nodes share the disk that is here with --hosts loopback"
         )
         raise ConfigError(f"--disk takes nodes that have one of their own (--hosts namespaces): {why}.")
-    passed_settings = _read_passed_settings(os.environ)
-    _validate_run_flags(flags, after, passed_settings)
     experiment = Experiment(
         _require_empty(args.dir.absolute()),
         nodes=args.nodes,
@@ -159,7 +150,7 @@ def parse_command(words: Sequence[str]) -> tuple[Experiment, Path | None]:
         min_nodes=args.min_nodes,
         hosts=chosen,
         flags=tuple(flags),
-        env=passed_settings,
+        env=_read_passed_settings(os.environ),
         script=tuple(after),
         plan=plan,
         disk_bytes=args.disk,
@@ -175,26 +166,6 @@ def _read_passed_settings(environ: Mapping[str, str]) -> dict[str, str]:
     decided = {*AGENT_SETTINGS, "preemption_notice", "step_mark_s"}
     names = [option.variable for option in OPTIONS if option.field not in decided]
     return {name: environ[name] for name in names if name in environ}
-
-
-def _validate_run_flags(
-    flags: Sequence[str], script: Sequence[str], passed_settings: Mapping[str, str]
-) -> None:
-    """Refuse settings that each agent would refuse. Only torchrun's own flags need an import of torch."""
-    parser = Parser(prog="elastic-resume run", add_help=False)
-    add_flags(parser)
-    args, others = parser.parse_known_args(flags)
-    if others or args.config is not None:
-        from elastic_resume.agent import torchelastic  # noqa: PLC0415
-
-        parser = torchelastic.build_parser()
-    else:
-        parser.add_argument("training_script")
-        parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
-        parser.set_defaults(module=False, no_python=False, run_path=False, rdzv_id="none")
-    args, _ = parse_flags_and_file(parser, [*flags, *script], passed_settings)
-    options.check_script(args)
-    Settings.for_agent(args, {})
 
 
 def _require_empty(directory: Path) -> Path:
@@ -229,43 +200,32 @@ def build_parser() -> Parser:
         "not injected.",
     )
 
-    def add(flag: str, what: str, **more: object) -> None:
-        parser.add_argument(flag, help=what, **more)  # type: ignore[arg-type]
+    def add(flag: str, what: str, **more: Any) -> None:
+        parser.add_argument(flag, help=what, **more)
 
-    add("--nodes", "number of simulated nodes (default 3)", type=_parse_count, default=3, metavar="N")
-    add(
-        "--min-nodes",
-        "fewest nodes that continue training (default 1)",
-        type=_parse_count,
-        default=1,
-        metavar="N",
-    )
-    add("--workers-per-node", "ranks on each node (default 1)", type=_parse_count, default=1, metavar="N")
-    add(
-        "--plan",
-        "the fault plan: which fault is injected into which node, and when",
-        type=Path,
-        metavar="FILE.yaml",
-    )
+    def add_time(flag: str, what: str, **more: Any) -> None:
+        add(flag, what, type=functools.partial(parse_duration, flag), metavar="TIME", **more)
+
+    count: dict[str, Any] = {"type": _parse_count, "metavar": "N"}
+    add("--nodes", "number of simulated nodes (default 3)", default=3, **count)
+    add("--min-nodes", "fewest nodes that continue training (default 1)", default=1, **count)
+    add("--workers-per-node", "ranks on each node (default 1)", default=1, **count)
+    add("--plan", "the fault plan: which fault is injected into which node, and when", type=Path,
+        metavar="FILE.yaml")  # fmt: skip
     add("--seed", "seed of all random choices; the same seed repeats the same faults", type=int, metavar="N")
-    add("--mtbf", "mean time between random faults (default 15s without a plan)",
-        type=_duration_parser("--mtbf"), metavar="TIME")  # fmt: skip
-    add("--for", "inject no fault later than this after the first step", dest="for_s",
-        type=_duration_parser("--for"), metavar="TIME")  # fmt: skip
+    add_time("--mtbf", "mean time between random faults (default 15s without a plan)")
+    add_time("--for", "inject no fault later than this after the first step", dest="for_s")
     add("--drain", "drain the job after the last fault, for a script that does not end", action="store_true")
     add("--hosts", "namespaces: each node has a network and a disk in memory; needs root, and is the default "
         "where it works. loopback: processes only", choices=("loopback", "namespaces"))  # fmt: skip
-    add(
-        "--disk",
-        "size of each node's disk with --hosts namespaces (default 256MB)",
-        type=_parse_size,
-        metavar="SIZE",
-    )
+    add("--disk", "size of each node's disk with --hosts namespaces (default 256MB)", type=_parse_size,
+        metavar="SIZE")  # fmt: skip
     add("--dir", "directory of logs, checkpoints and events (default ./chaos-run)", type=Path,
         default=Path("chaos-run"))  # fmt: skip
-    add("--save-plan", "write the plan with all random choices made", type=Path, metavar="FILE.yaml")
-    add("--patience", "end a job that finishes no step for this long (default 5m)",
-        type=_duration_parser("--patience"), default=STALL_TIMEOUT_S, metavar="TIME")  # fmt: skip
+    add("--save-plan", "write the plan, with the seed", type=Path, metavar="FILE.yaml")
+    add_time(
+        "--patience", "end a job that finishes no step for this long (default 5m)", default=STALL_TIMEOUT_S
+    )
     return parser
 
 
@@ -273,11 +233,6 @@ def _parse_count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= virtual_network.MAX_NODES:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {virtual_network.MAX_NODES}")
     return int(text)
-
-
-def _duration_parser(flag: str) -> Callable[[str], float]:
-    """Return a parser for the durations of a flag."""
-    return functools.partial(parse_duration, flag)
 
 
 def _parse_size(text: str) -> int:
@@ -307,14 +262,14 @@ def _write_plan(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def _interrupt_on_signals(caught: list[int]) -> Iterator[None]:
-    """Treat SIGTERM and SIGHUP as Ctrl-C; ``caught`` then holds the signal's number."""
+    """Treat SIGTERM and SIGHUP as Ctrl-C; ``caught`` gets the number of each of these signals."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         del frame
         caught.append(number)
         raise KeyboardInterrupt
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
         if handler != signal.SIG_IGN:  # nohup sets SIG_IGN; keep it
             signal.signal(number, interrupt)
@@ -372,21 +327,12 @@ class ExperimentResult:
         return not any(outcome.state == DONE for outcome in self.fault_outcomes)
 
 
-class ExperimentInterrupted(Exception):  # noqa: N818  it is no error, like KeyboardInterrupt
-    """The experiment was interrupted. It carries the result so far."""
-
-    def __init__(self, result: ExperimentResult) -> None:
-        super().__init__("interrupted")
-        self.result = result
-
-
 def run(experiment: Experiment) -> ExperimentResult:
     """Run the job to its end and log what happens. Then the nodes are gone, and their files stay.
 
     Raises:
         MachineError: these nodes are not available here.
         UsageError: these nodes have no disk of their own.
-        ExperimentInterrupted: by a KeyboardInterrupt.
 
     """
     with Cluster(
@@ -405,7 +351,7 @@ def run(experiment: Experiment) -> ExperimentResult:
         try:
             failure = experiment_run.run_to_end()
         except KeyboardInterrupt:
-            raise ExperimentInterrupted(experiment_run.result("it was interrupted")) from None
+            failure = "it was interrupted"
         finally:
             experiment_run.injector.close()
         return experiment_run.result(failure)
@@ -634,8 +580,7 @@ def _fault_table(result: ExperimentResult) -> list[str]:
             continue  # random faults are planned beyond the end of any job
         else:
             then = f"not injected: {fate.reason}"
-        often = f", {format_count(fate.injection_count, 'time')}" if fate.injection_count > 1 else ""
-        what = f"{fate.fault.what} {truncate(fate.target or fate.fault.target_text, TARGET_WIDTH)}{often}"
+        what = f"{fate.fault.what} {truncate(fate.target or fate.fault.target_text, TARGET_WIDTH)}"
         rows.append((str(fate.number), what, _format_injection_time(result, fate), then))
     return (
         format_table(("no", "fault", "at", "what followed"), rows, right_aligned=(0, 2), shrinkable=3)
@@ -665,13 +610,8 @@ def _consequences(result: ExperimentResult) -> dict[int | None, str]:
             found.setdefault(by[-1].number if by else None, []).append(what)
     rest = [row for row in rows if _is_incident(row, result)]
     done = [fate for fate in done if fate not in spoilt]  # a damaged copy ends nothing
-    times = [
-        (fate, *hit)
-        for fate in done
-        for hit in ((_injection_time(fate), fate.nodes, fate.rank), *fate.repeats)
-    ]
-    ends = summary.attribute_ends([t for _, t, *_ in times], rows)
-    for (fate, *_), of_it in zip(times, ends, strict=True):
+    ends = summary.attribute_ends([_injection_time(one) for one in done], rows)
+    for fate, of_it in zip(done, ends, strict=True):
         for row in [one for one in of_it if one in rest]:
             rest.remove(row)
             found.setdefault(fate.number, []).append(_format_incident(row))

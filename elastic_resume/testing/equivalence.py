@@ -188,7 +188,7 @@ class _Run:
         last = max(kills, key=lambda outcome: outcome.generation, default=None)
         if last is not None and (not later or later[-1]["generation"] <= last.generation):
             raise self._make_error(f"was over before it noticed {last.fault}: let it come earlier")
-        if any(event["kind"] != "checkpoint" for event in later):
+        if any(event["kind"] != "resumed" for event in later):
             raise self._make_error(
                 "began anew after a fault: there was no saved state to continue from, so nothing is proven"
             )
@@ -205,9 +205,8 @@ def make_error(cluster: Cluster, message: str) -> AssertionError:
 
 def assert_same_run(
     script: Path | str,
-    *words: str | FaultPlan,
-    plan: FaultPlan | None = None,
-    kills: Sequence[Fault | str] = (),
+    *words: str,
+    faults: FaultPlan | Sequence[Fault] = (),
     nodes: int = 3,
     workers_per_node: int = 1,
     hosts: Hosts = "loopback",
@@ -223,10 +222,9 @@ def assert_same_run(
 
     Args:
         script: the script that ``elastic-resume run`` starts; it runs to its end twice.
-        *words: its arguments. A `FaultPlan` among them is taken as ``plan``.
-        plan: the faults: ``FaultPlan.from_faults("worker 1 at step 20", "cut node 2 at step 35 for 5s")``.
-        kills: further faults in short form: "worker 1 at step 20", "agent 0 at step 9", "node 2 at step 35".
-            A killed node or agent is restarted at once, with its disk.
+        *words: its arguments.
+        faults: a plan, or a list of faults: ``[Fault("kill-worker", rank=1, step=20)]``. A killed node or
+            agent is restarted, with its disk.
         nodes: number of simulated nodes. The job trains on all of them and waits for those that are down.
         workers_per_node: ranks on each.
         hosts: "namespaces" (as root) for faults of links and disks; see `Cluster`.
@@ -244,15 +242,13 @@ def assert_same_run(
         ConfigError: a fault cannot happen here.
 
     """
-    plans = [one for one in (plan, *words) if isinstance(one, FaultPlan)]
-    plans.append(FaultPlan(tuple(map(_parse_kill, kills))))
+    plan = faults if isinstance(faults, FaultPlan) else FaultPlan(tuple(faults))
     shape = JobShape(nodes, workers_per_node, hosts)
-    for each in plans:
-        each.validate(shape)
-    faults = tuple(fault for each in plans for fault in each.schedule(shape))
+    plan.validate(shape)
+    schedule = plan.schedule(shape)
     job = RunSpec(
         script=Path(script),
-        args=tuple(word for word in words if not isinstance(word, FaultPlan)),
+        args=words,
         nodes=nodes,
         workers_per_node=workers_per_node,
         hosts=hosts,
@@ -265,24 +261,15 @@ def assert_same_run(
         directory = Path(temporary)
         undisturbed = job.run(directory / "undisturbed", [])
         steps = undisturbed.manifest.step
-        late = [fault for fault in faults if fault.step is not None and fault.step >= steps]
+        late = [fault for fault in schedule if fault.step is not None and fault.step >= steps]
         if late:
             raise ConfigError(f"{late[0]} cannot come: {job.script.name} ends with step {steps}.")
-        disturbed = job.run(directory / "disturbed", faults)
-        found = compare_lines(
-            undisturbed.lines, disturbed.lines, max_missing=len(faults) * nodes * workers_per_node
-        )
+        disturbed = job.run(directory / "disturbed", schedule)
+        max_missing = len(schedule) * nodes * workers_per_node
+        found = compare_lines(undisturbed.lines, disturbed.lines, max_missing=max_missing)
         found += compare_state(undisturbed, disturbed, ignore)
     if found:
-        raise AssertionError(_format_failure(job, faults, disturbed, found))
-
-
-def _parse_kill(kill: Fault | str) -> Fault:
-    """Parse a kill in short form."""
-    fault = Fault.parse(kill) if isinstance(kill, str) else kill
-    if fault.what not in KILL_FAULTS or fault.step is None:
-        raise ConfigError(f"{fault} is no kill at a step, as 'node 2 at step 35' is: give it in a plan.")
-    return fault if fault.what == "kill-worker" else replace(fault, back_after_s=0.0)
+        raise AssertionError(_format_failure(job, schedule, disturbed, found))
 
 
 def compare_lines(undisturbed: Sequence[str], disturbed: Sequence[str], *, max_missing: int) -> list[str]:
@@ -359,5 +346,5 @@ def _format_advice(faults: Sequence[Fault]) -> str:
         )
     return (
         "What er.resume() was not given is not restored; random numbers that are not torch's, numpy's or "
-        "random's are not drawn again. Without kills and plan two undisturbed runs are compared."
+        "random's are not drawn again. Without faults two undisturbed runs are compared."
     )

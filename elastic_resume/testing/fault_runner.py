@@ -16,7 +16,6 @@ import contextlib
 import logging
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,14 +34,6 @@ from elastic_resume.testing.triggers import ActionQueue, RankProgress, Scheduled
 logger = logging.getLogger(__name__)
 
 Undo = Callable[[], object]
-GARBAGE_TIMEOUT_S = 2.0
-_SEND_GARBAGE_SCRIPT = f"""
-import os, socket, sys
-address = sys.argv[1], int(sys.argv[2])
-socket.create_connection(address, {GARBAGE_TIMEOUT_S}).sendall(os.urandom(4096) + bytes([10]))
-"""
-_LINK_CUTS = ("cut", "cut-out", "cut-in", "partition")  # each cut has its own end time
-_SINGLE_VALUE_FAULTS = ("packet-loss", "slow-link", "slow-disk")  # a node has at most one of each at a time
 RESTART_DELAY_S = 2.0  # the shortest time in which a scheduler restarts a node that ended by itself
 ALL_RANKS_WINDOW_S = 5.0  # after one rank has passed a failpoint, all others reach it within this time
 MAX_RESTARTS = 1000  # for all nodes together; limits a job that ends at each start
@@ -123,17 +114,6 @@ def resolve_targets_at_failpoint(
     return targets
 
 
-def shared_undo_key(fault: Fault, target: Target) -> tuple[object, ...]:
-    """Return what faults have in common that share one undo action; the last of them to end calls it."""
-    return () if fault.what in _LINK_CUTS else (fault.what, target)
-
-
-def reapply(cluster: Cluster, fault: Fault, target: Target) -> None:
-    """Apply a lasting fault again after another undo, or a restart of its node, has removed it."""
-    if fault.what in _SINGLE_VALUE_FAULTS:
-        inject(cluster, fault, target)
-
-
 def inject(cluster: Cluster, fault: Fault, target: Target) -> Undo | None:
     """Inject the fault; return its undo action if the fault has a duration.
 
@@ -150,10 +130,10 @@ def inject(cluster: Cluster, fault: Fault, target: Target) -> Undo | None:
 
 def failpoint_entry(fault: Fault) -> str:
     """Return the failpoint of a fault that a process injects into itself; empty for all others."""
-    if fault.what == "corrupt-message" and fault.sender == "peer":
-        return "rendezvous.line=flip"
     if not fault.kind.in_process:
         return ""
+    if fault.what == "corrupt-message":
+        return "rendezvous.line=flip"
     actions = {
         "raise": f"raise:{fault.error}",
         "exit": f"exit:{fault.code}",
@@ -177,7 +157,6 @@ def describe_settings(fault: Fault) -> str:
         ),
         "percent": lambda: f"{fault.percent:g} %",
         "bytes_per_s": lambda: f"{(fault.bytes_per_s or 0) / 1e6:g} MB/s",
-        "sender": lambda: f"from a {fault.sender}",
     }
     return ", ".join(say() for name, say in words.items() if getattr(fault, name) is not None)
 
@@ -263,19 +242,9 @@ def _partition(cluster: Cluster, fault: Fault, target: Target) -> Undo:
 def _damage_checkpoint(cluster: Cluster, fault: Fault, target: Target) -> None:
     damage = cluster.truncate_newest if fault.what == "torn-write" else cluster.corrupt
     try:
-        damage(target.node_index, fault.fraction or 0.0)
+        damage(target.node_index)
     except (UsageError, OSError) as error:  # there is no checkpoint yet, or it was just pruned
         raise TargetUnavailableError(str(error)) from error
-
-
-def _send_garbage(cluster: Cluster, fault: Fault, target: Target) -> None:
-    """Send garbage to the node's agent without authentication, from another node if nodes have networks."""
-    del fault
-    host, _, port = cluster.endpoints[target.node_index].rpartition(":")
-    command = [sys.executable, "-I", "-S", "-c", _SEND_GARBAGE_SCRIPT, host, port]
-    with contextlib.suppress(UsageError):  # loopback nodes share the network of this process
-        command = cluster.network.wrap_command((target.node_index + 1) % len(cluster.nodes), command)
-    subprocess.run(command, capture_output=True, check=False, timeout=4 * GARBAGE_TIMEOUT_S)
 
 
 _INJECT_FUNCTIONS: Mapping[str, Callable[[Cluster, Fault, Target], Undo | None]] = {
@@ -292,7 +261,6 @@ _INJECT_FUNCTIONS: Mapping[str, Callable[[Cluster, Fault, Target], Undo | None]]
     "torn-write": _damage_checkpoint,
     "bit-flip": _damage_checkpoint,
     "wipe-disk": _wipe_disk,
-    "corrupt-message": _send_garbage,
 }
 _LASTING_FAULTS: Mapping[
     str, tuple[Callable[[Cluster, int, Fault], object], Callable[[Cluster, int], object]]
@@ -332,15 +300,14 @@ _LASTING_FAULTS: Mapping[
 class FaultOutcome:
     """The outcome of one fault.
 
-    ``injected_at`` is the time of the first injection in Unix seconds; ``nodes`` and ``rank`` are its
-    targets. Later injections of a fault that repeats are listed apart.
+    ``injected_at`` is the time of the injection in Unix seconds; ``nodes`` and ``rank`` are its
+    targets.
     """
 
     number: int
     fault: Fault
     is_random: bool = False  # chosen at random, not written in the plan
     state: str = WAITING
-    injection_count: int = 0
     injected_at: float | None = None
     target: str = ""
     nodes: tuple[str, ...] = ()  # names of the nodes that were hit; empty for several
@@ -348,7 +315,6 @@ class FaultOutcome:
     reason: str = ""  # why the fault was not injected
     generation: int = 0  # the generation that was hit last
     failpoint_ids: list[str] = field(default_factory=list)  # failpoints that are armed for this fault
-    repeats: list[tuple[float, tuple[str, ...], int | None]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -358,9 +324,6 @@ class _LastingEffect:
     due_at: float
     description: str
     action: Callable[[], object]
-    shared_key: tuple[object, ...] = ()  # when effects share a key, only the last to end calls its action
-    node: int | None = None
-    reapply: Callable[[], object] = lambda: None
 
 
 class FaultInjector:
@@ -387,7 +350,6 @@ class FaultInjector:
         self._lasting_effects: list[_LastingEffect] = []
         self._restart_delays_s: dict[int, float] = {}  # node index -> delay after its end
         self._down_since: dict[int, float] = {}  # node index -> time at which the node went down
-        self._repeating_failpoints: list[str] = []  # these fire in every process that reaches them
         self._restart_count = 0
 
     @property
@@ -424,13 +386,9 @@ class FaultInjector:
     def cancel_pending(self, reason: str) -> None:
         """Cancel the faults that are not due yet. Nodes that are down are still restarted."""
         self._queue.clear()
-        while self._repeating_failpoints:
-            self._failpoints.disarm(self._repeating_failpoints.pop())
         for outcome in self.pending:
             self._disarm(outcome)
-            # A fault that repeats has happened; only its next repetition is cancelled.
-            happened = outcome.injection_count > 0
-            outcome.state, outcome.reason = (DONE, "") if happened else (FAILED, outcome.reason or reason)
+            outcome.state, outcome.reason = FAILED, outcome.reason or reason
 
     def disable_restarts(self) -> None:
         """Restart no node from now on."""
@@ -453,8 +411,6 @@ class FaultInjector:
     def _is_due(self, outcome: FaultOutcome, progress: Sequence[RankProgress]) -> FaultOutcome | None:
         """Return the outcome if its fault is due, or if its armed failpoint is to be polled."""
         fault = outcome.fault
-        if outcome.state == DONE and self._generation <= outcome.generation:
-            return None  # a fault that repeats is due again in each later generation
         if outcome.state == ARMED or _is_armed_for_step(fault):  # a worker counts its own steps
             return outcome
         if fault.step is not None:
@@ -471,8 +427,7 @@ class FaultInjector:
             self._start_fault(outcome)
         if outcome.state == ARMED:
             self._poll_armed(outcome)
-        repeats = outcome.fault.repeat and not failpoint_entry(outcome.fault)  # armed ones repeat themselves
-        return outcome.state == FAILED or (outcome.state == DONE and not repeats)
+        return outcome.state in {DONE, FAILED}
 
     def _start_fault(self, outcome: FaultOutcome) -> None:
         """Inject a fault, or arm the failpoint of the process that injects it into itself."""
@@ -486,9 +441,6 @@ class FaultInjector:
                     entry, step=step, for_=_failpoint_duration_s(fault), **conditions
                 )
                 outcome.failpoint_ids.append(failpoint_id)
-                if fault.repeat:
-                    repeating = self._failpoints.arm(entry, step=step, once="", **conditions)
-                    self._repeating_failpoints.append(repeating)
             outcome.state = ARMED
         elif fault.phase:
             for conditions in _phase_conditions(fault, nodes):
@@ -579,9 +531,6 @@ class FaultInjector:
                     time.monotonic() + fault.for_s,
                     f"fault {outcome.number} is over: {fault.what} {target}",
                     undo,
-                    shared_undo_key(fault, target),
-                    target.node,
-                    partial(reapply, self._cluster, fault, target),
                 )
             )
         return True
@@ -591,14 +540,10 @@ class FaultInjector:
     ) -> None:
         fault = outcome.fault
         outcome.state, outcome.reason = DONE, ""
-        outcome.injection_count += 1
         outcome.generation = self._generation
         target = fault.target_text if fault.groups else target
-        if outcome.injected_at is None:
-            outcome.injected_at, outcome.target = injected_at, target
-            outcome.nodes, outcome.rank = nodes, rank
-        else:
-            outcome.repeats.append((injected_at, nodes, rank))
+        outcome.injected_at, outcome.target = injected_at, target
+        outcome.nodes, outcome.rank = nodes, rank
         settings = describe_settings(fault)
         message = f"{fault.what} {target}" + (f" ({settings})" if settings else "")
         when = "" if fault.at_s is not None else fault.time_text
@@ -617,11 +562,8 @@ class FaultInjector:
     def _undo_expired_faults(self) -> None:
         for undo in [one for one in self._lasting_effects if time.monotonic() >= one.due_at]:
             self._lasting_effects.remove(undo)
-            key = undo.shared_key
-            lasting = [one for one in self._lasting_effects if key and one.shared_key == key]
-            if not lasting:
-                logger.info(undo.description)
-            self._run_and_log_failure(undo.description, lasting[-1].reapply if lasting else undo.action)
+            logger.info(undo.description)
+            self._run_and_log_failure(undo.description, undo.action)
 
     def _run_and_log_failure(self, description: str, action: Callable[[], object]) -> None:
         """Run an action and log its failure, so that no other fault of the job stays in force."""
@@ -657,9 +599,6 @@ class FaultInjector:
             logger.info("%s is started again %s after its end", node.name, format_duration(wait_s))
             start = partial(self._cluster.start_node, index)
             self._run_and_log_failure(f"{node.name} could not be started", start)
-            for undo in self._lasting_effects:
-                if undo.node == index:  # the start has restored the node's link
-                    self._run_and_log_failure(undo.description, undo.reapply)
 
 
 def _phase_conditions(fault: Fault, nodes: int) -> list[dict[str, object]]:

@@ -1,35 +1,32 @@
 """Define the kinds of faults, one fault, and plans of faults.
 
 A `Fault` says what happens, to which target, and when. It is validated when it is made: a wrong value is a
-ConfigError that says what to write. A fault happens once, unless it has ``repeat``. A fault that ends by
-itself, such as a partition or a full disk, has a default duration that a job can survive. `fault_runner`
-injects faults.
+ConfigError that says what to write. A fault happens once. A fault that ends by itself, such as a partition or
+a full disk, has a default duration that a job can survive. `fault_runner` injects faults.
 
 A `FaultPlan` is a list of faults, a rule for random faults, and a seed. The seed decides everything that the
 plan leaves open, so the same plan with the same seed is the same schedule on every machine. Plans are
-written in Python, or in YAML::
+written in Python, or in YAML with the same names::
 
     seed: 7
     faults:
-      - worker 1 at step 20
+      - {what: kill-worker, rank: 1, step: 20}
       - {what: cut, node: 2, step: 35, for: 5s}
       - {what: kill-agent, role: leader, phase: in commit}
-    every:
-      mtbf: 15s
-      kinds: {kill-worker: 3, kill-node: 1}
+    every: {mtbf: 15s, kinds: [kill-worker, kill-node], count: 3}
 """
 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import math
 import random
-import re
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
@@ -94,11 +91,11 @@ def _build_kinds() -> dict[str, FaultKind]:
         "disk-full": FaultKind(NODE, "no byte is left (ENOSPC)", {"for_s": 5.0}, NAMESPACES, 1),
         "disk-error": FaultKind(NODE, "the disk fails (EIO)", {"for_s": 5.0}, weight=1),
         "slow-disk": FaultKind(NODE, "each request takes longer", {"delay_s": 0.2, "for_s": 5.0}, weight=1),
-        "torn-write": FaultKind(NODE, "the newest checkpoint loses its end", {"fraction": 0.5}, weight=1),
-        "bit-flip": FaultKind(NODE, "one bit of the newest checkpoint", {"fraction": 0.9}, weight=1),
+        "torn-write": FaultKind(NODE, "the newest checkpoint loses its end", weight=1),
+        "bit-flip": FaultKind(NODE, "one bit of the newest checkpoint", weight=1),
         "wipe-disk": FaultKind(NODE, "the node comes back with no disk", {"back_after_s": 2.0}, weight=1),
         # The rest.
-        "corrupt-message": FaultKind(NODE, "a damaged message between agents", {"sender": "peer"}, weight=1),
+        "corrupt-message": FaultKind(NODE, "a damaged message between agents", weight=1, in_process=True),
     }  # fmt: skip
 
 
@@ -106,10 +103,8 @@ KINDS = _build_kinds()
 SETTING_NAMES = sorted({name for kind in KINDS.values() for name in kind.settings})
 
 ROLES = {
-    "random": "chosen by the seed",
     "leader": "the node whose agent is the leader",
     "rank-0": "rank 0, or the node that it is on",
-    "local-leader": "the lowest rank of a node",
     "all": "every one of them, in the same moment",
 }
 
@@ -148,14 +143,6 @@ def failpoint_for_phase(phase: str) -> str:
     return name if name in WORKER_FAILPOINTS or name in AGENT_FAILPOINTS else ""
 
 
-_ABBREVIATIONS = {"worker": "kill-worker", "agent": "kill-agent", "node": "kill-node"}
-_FAULT_PATTERN = re.compile(
-    rf"(?P<what>[a-z-]+)"
-    rf"(?: (?:(?P<where>rank|node) )?(?P<number>\d+)| (?P<role>{'|'.join(ROLES)}))?"
-    r"(?: in (?P<phase>[a-z]+(?:\.[a-z-]+)?))?"
-    r"(?: (?:from|at) (?:step (?P<step>\d+)|(?P<at>\d\S*)))?"
-    r"(?: for (?P<for>\d\S*))?"
-)
 GROUPS_HELP = "groups are lists of nodes that reach each other: [[0], [1, 2]], each node once"
 
 
@@ -173,7 +160,6 @@ class Fault:
         at_s: inject so many seconds after the job's first step.
         phase: inject when a process first reaches this phase (after ``step`` or ``at_s``, if given): one of
             ``PHASES``, or the name of a failpoint.
-        repeat: inject again in each later generation when the same condition holds.
         for_s: duration in seconds; None: until something else ends the fault.
         back_after_s: seconds until a killed node is restarted.
         signal: for kill-worker: name of the signal.
@@ -183,8 +169,6 @@ class Fault:
         limit_bytes: for out-of-memory, where the kernel sets no limit.
         percent: for packet-loss.
         bytes_per_s: for slow-link.
-        fraction: position in a checkpoint of a truncation or a bit flip.
-        sender: for corrupt-message: a peer, or an unauthenticated caller.
 
     """
 
@@ -196,7 +180,6 @@ class Fault:
     step: int | None = None
     at_s: float | None = None
     phase: str = ""
-    repeat: bool = False
     for_s: float | None = None
     back_after_s: float | None = None
     signal: str | None = None
@@ -206,8 +189,6 @@ class Fault:
     limit_bytes: int | None = None
     percent: float | None = None
     bytes_per_s: int | None = None
-    fraction: float | None = None
-    sender: str | None = None
 
     def __post_init__(self) -> None:
         if self.what not in KINDS:
@@ -224,9 +205,10 @@ class Fault:
                 object.__setattr__(self, name, round(float(getattr(self, name)), 3))
                 if not math.isfinite(getattr(self, name)):
                     raise ConfigError(f"{self.what}: {plan_key(name)} must be a time, as 5s.")
-        if self.role == "random":  # an empty role means random too
-            object.__setattr__(self, "role", "")
-        object.__setattr__(self, "groups", tuple(tuple(group) for group in self.groups))
+        groups = self.groups
+        if not (isinstance(groups, Sequence) and all(isinstance(group, Sequence) for group in groups)):
+            raise ConfigError(f"{self.what}: {GROUPS_HELP}.")
+        object.__setattr__(self, "groups", tuple(tuple(group) for group in groups))
         _check_target(self)
         _check_time(self)
         _check_settings(self)
@@ -241,39 +223,12 @@ class Fault:
         """Whether the seed still has to choose the target."""
         if self.kind.target == NODES:
             return not self.groups
-        return self.role in {"", "local-leader"} and self.node is None and self.rank is None
+        return not self.role and self.node is None and self.rank is None
 
     @property
     def failpoint(self) -> str:
         """Return the failpoint of the phase; empty without one."""
         return failpoint_for_phase(self.phase) if self.phase else ""
-
-    @classmethod
-    def parse(cls, text: str) -> Fault:
-        """Parse a line: "worker 1 at step 20", "cut node 2 at 40s for 6s", "kill-agent leader in commit".
-
-        The words worker, agent and node are short for kill-worker rank, kill-agent node and kill-node node.
-        """
-        match = _FAULT_PATTERN.fullmatch(" ".join(text.split()))
-        if match is None:
-            raise ConfigError(
-                f"cannot read the fault {text[:100]!r}: write WHAT WHOM WHEN, as in 'worker 1 at step 20', "
-                "'cut node 2 at 40s for 6s', 'kill-agent leader in commit'."
-            )
-        what = _ABBREVIATIONS.get(match["what"], match["what"])
-        is_worker = what in KINDS and KINDS[what].target == WORKER
-        number = None if match["number"] is None else int(match["number"])
-        ranks = match["where"] == "rank" or (not match["where"] and is_worker)
-        return cls(
-            what,
-            node=None if ranks else number,
-            rank=number if ranks else None,
-            role=match["role"] or "",
-            step=None if match["step"] is None else int(match["step"]),
-            at_s=None if match["at"] is None else parse_duration("at", match["at"]),
-            phase=_normalize_phase(match["phase"] or ""),
-            for_s=None if match["for"] is None else parse_duration("for", match["for"]),
-        )
 
     def __str__(self) -> str:
         return f"{self.what} {self.target_text}{self.time_text}"
@@ -285,8 +240,7 @@ class Fault:
             return " | ".join(" ".join(f"n{node}" for node in group) for group in self.groups) or "random"
         if self.rank is not None:
             return f"rank {self.rank}"
-        named = f"node {self.node}" if self.node is not None else ""
-        return " ".join(filter(None, [self.role, named])) or "random"
+        return self.role or ("random" if self.node is None else f"node {self.node}")
 
     @property
     def time_text(self) -> str:
@@ -304,7 +258,7 @@ class Fault:
 
 def plan_key(name: str) -> str:
     """Return the name of a field in a plan file: ``for``, ``back-after``, ``rate``."""
-    names = {"bytes_per_s": "rate", "limit_bytes": "limit", "sender": "from"}
+    names = {"bytes_per_s": "rate", "limit_bytes": "limit"}
     return names.get(name, name.removesuffix("_s").replace("_", "-"))
 
 
@@ -316,10 +270,6 @@ def format_duration(seconds: float) -> str:
     return f"{seconds:.3f}".rstrip("0").rstrip(".") + "s"
 
 
-def _normalize_phase(word: str) -> str:
-    return f"in {word}" if word and "." not in word else word
-
-
 def _check_target(fault: Fault) -> None:
     hits = fault.kind.target
     for name in ("node", "rank"):
@@ -329,7 +279,7 @@ def _check_target(fault: Fault) -> None:
     if fault.role and fault.role not in ROLES:
         raise ConfigError(f"{fault.what}: there is no role {fault.role!r}. There are: {', '.join(ROLES)}.")
     named = [fault.rank is not None, fault.node is not None, bool(fault.role), bool(fault.groups)]
-    if sum(named) > 1 and not (fault.role == "local-leader" and fault.rank is None and not fault.groups):
+    if sum(named) > 1:
         raise ConfigError(f"{fault.what}: give one of node, rank and role.")
     if fault.groups and hits != NODES:
         raise ConfigError(f"{fault.what}: groups are for partition.")
@@ -337,8 +287,6 @@ def _check_target(fault: Fault) -> None:
         raise ConfigError(f"{fault.what} hits no single node; {GROUPS_HELP}.")
     if fault.rank is not None and hits != WORKER:
         raise ConfigError(f"{fault.what} hits a node: give its number as node, or role: rank-0.")
-    if fault.role == "local-leader" and hits != WORKER:
-        raise ConfigError(f"{fault.what} hits a node, and the local leader is a rank of each.")
     if fault.role == "leader" and hits == WORKER:
         raise ConfigError(f"{fault.what} hits a worker, and the leader is an agent: give a rank.")
     if fault.groups:
@@ -356,8 +304,6 @@ def _check_time(fault: Fault) -> None:
         raise ConfigError(f"{fault.what}: give a step or a time (at), not both.")
     if fault.step is None and fault.at_s is None and not fault.phase:
         raise ConfigError(f"{fault.what}: say when: step: 20, at: 40s, or phase: in commit.")
-    if type(fault.repeat) is not bool:
-        raise ConfigError(f"{fault.what}: repeat is true or false.")
     if not fault.phase:
         return
     if not fault.failpoint:
@@ -365,10 +311,10 @@ def _check_time(fault: Fault) -> None:
         raise ConfigError(
             f"{fault.what}: there is no phase {fault.phase!r}.{near} There are: {', '.join(PHASES)}."
         )
+    if fault.what in {"slow-rank", "skip-collective", "corrupt-message"}:
+        raise ConfigError(f"{fault.what} has no phase: give a step or a time.")
     if fault.kind.in_process and fault.failpoint not in WORKER_FAILPOINTS:
         raise ConfigError(f"{fault.what} happens in a worker, and {fault.phase} is in the agent.")
-    if fault.what in {"slow-rank", "skip-collective"}:
-        raise ConfigError(f"{fault.what} is a matter of steps: give a step or a time, and no phase.")
 
 
 def _check_settings(fault: Fault) -> None:
@@ -383,8 +329,8 @@ def _check_settings(fault: Fault) -> None:
         require(name, (getattr(fault, name) or 0) >= 0, "a time, as 2s")
     for name in ("bytes_per_s", "limit_bytes"):
         require(name, (getattr(fault, name) or 0) > 0, "a size, as 1MB")
-    require("percent", 0 < (fault.percent or 0) <= 100, "a share above 0 and up to 100")
-    require("fraction", 0 <= (fault.fraction or 0) < 1, "a share of the file, from 0 to below 1")
+    is_number = isinstance(fault.percent, (int, float))
+    require("percent", is_number and 0 < (fault.percent or 0) <= 100, "a share above 0 and up to 100")
     require("code", type(fault.code) is int and 0 < fault.code < 256, "an exit code, 1 to 255")
     require("signal", fault.signal in signal.Signals.__members__, "a signal's name, as SIGSEGV")
     require(
@@ -392,12 +338,11 @@ def _check_settings(fault: Fault) -> None:
         _is_raisable_exception(fault.error),
         "a built-in exception that takes one text, as ValueError",
     )
-    require("sender", fault.sender in {"peer", "unauthenticated"}, "peer or unauthenticated")
 
 
 def _is_raisable_exception(name: str | None) -> bool:
     """Whether a failpoint can raise this exception."""
-    kind = getattr(builtins, name or "", None)
+    kind = getattr(builtins, str(name), None)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
         return False
     try:
@@ -414,40 +359,30 @@ def _describe_settings(kind_name: str) -> str:
 
 # ---- plans ---------------------------------------------------------------------------------------------
 
-MAX_FAULTS = 10_000
+MAX_RANDOM_FAULTS = 10_000
 MIN_RANDOM_GAP_S = 1.0  # with a shorter gap nothing could happen between two faults
 
 
 @dataclass(frozen=True)
 class RandomFaults:
-    """Random faults: one per ``mtbf_s`` seconds on average.
+    """Random faults: one per ``mtbf_s`` seconds on average, at most ``count``.
 
-    ``kinds`` gives a weight to each kind; empty means all kinds that a job survives and the nodes support.
-    ``from_s`` and ``until_s`` are seconds after the first step (None: as long as faults are wanted);
-    ``count`` limits the number.
+    All ``kinds`` are equally likely. Without any, faults are drawn from all kinds that a job survives and the
+    nodes support, by their weights.
     """
 
     mtbf_s: float
-    kinds: tuple[tuple[str, float], ...] = ()
-    from_s: float = 0.0
-    until_s: float | None = None
+    kinds: tuple[str, ...] = ()
     count: int | None = None
 
     def __post_init__(self) -> None:
-        given = self.kinds.items() if isinstance(self.kinds, Mapping) else self.kinds
-        object.__setattr__(self, "kinds", tuple((str(what), float(weight)) for what, weight in given))
-        for what, weight in self.kinds:
+        for what in self.kinds:
             Fault(what, at_s=0.0)
-            if not 0 < weight < float("inf"):
-                raise ConfigError(f"the weight of {what} is {weight:g}: write a number above 0.")
-        for name in ("mtbf_s", "from_s", "until_s"):
-            given_s = getattr(self, name)
-            if given_s is not None:
-                object.__setattr__(self, name, round(float(given_s), 3))
+        object.__setattr__(self, "mtbf_s", round(float(self.mtbf_s), 3))
         if not 0 < self.mtbf_s < float("inf"):
             raise ConfigError("mtbf, the mean time between faults, must be above 0, as in 15s.")
-        if self.count is not None and not 1 <= self.count <= MAX_FAULTS:
-            raise ConfigError(f"count is {self.count}: write 1 to {MAX_FAULTS}.")
+        if self.count is not None and not (type(self.count) is int and 1 <= self.count <= MAX_RANDOM_FAULTS):
+            raise ConfigError(f"count is {self.count!r}: write 1 to {MAX_RANDOM_FAULTS}.")
 
 
 @dataclass(frozen=True)
@@ -476,17 +411,11 @@ class FaultPlan:
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:
             raise ConfigError(f"the seed is {self.seed!r}: write a whole number from 0 on.")
 
-    @classmethod
-    def from_faults(cls, *faults: Fault | str, every: RandomFaults | None = None, seed: int = 0) -> FaultPlan:
-        """Make a plan of faults; each may be a line of text (see `Fault.parse`)."""
-        listed = (Fault.parse(one) if isinstance(one, str) else one for one in faults)
-        return cls(tuple(listed), every, seed)
-
     def validate(self, shape: JobShape) -> None:
         """Raise a ConfigError for a fault that cannot happen on these nodes."""
         for number, fault in enumerate(self.faults, 1):
             _require_possible(fault, shape, f"fault {number} ({fault})")
-        for what, _ in self.every.kinds if self.every else ():
+        for what in self.every.kinds if self.every else ():
             _require_possible(Fault(what, at_s=0.0), shape, f"every: {what}")
 
     def schedule(self, shape: JobShape, *, until_s: float | None = None) -> tuple[Fault, ...]:
@@ -505,15 +434,14 @@ class FaultPlan:
         every = self.every
         if every is None:
             return
-        ends = [end for end in (every.until_s, until_s) if end is not None]
-        if not ends and every.count is None:
-            raise ConfigError("faults are drawn without an end: give --for, or until or count in `every`.")
-        weights = dict(every.kinds) or default_weights(shape)
-        at = every.from_s
-        for _ in range(every.count or MAX_FAULTS):
+        if until_s is None and every.count is None:
+            raise ConfigError("faults are drawn without an end: give --for, or count in `every`.")
+        weights = dict.fromkeys(every.kinds, 1.0) or default_weights(shape)
+        at = 0.0
+        for _ in range(every.count or MAX_RANDOM_FAULTS):
             at += max(MIN_RANDOM_GAP_S, rng.expovariate(1 / every.mtbf_s))
             what = rng.choices(list(weights), list(weights.values()))[0]
-            if at > min(ends, default=float("inf")):
+            if until_s is not None and at > until_s:
                 return
             yield _draw_target(Fault(what, at_s=at), shape, rng)
 
@@ -537,13 +465,9 @@ def _draw_target(fault: Fault, shape: JobShape, rng: random.Random) -> Fault:
         rng.shuffle(order)
         few = rng.randint(1, max(1, (shape.nodes - 1) // 2))
         return replace(fault, groups=(tuple(sorted(order[:few])), tuple(sorted(order[few:]))))
-    if fault.role == "local-leader" or fault.kind.target != WORKER:
-        return replace(
-            fault,
-            node=rng.randrange(shape.nodes),
-            role="local-leader" if fault.role == "local-leader" else "",
-        )
-    return replace(fault, rank=rng.randrange(shape.world_size), role="")
+    if fault.kind.target == WORKER:
+        return replace(fault, rank=rng.randrange(shape.world_size))
+    return replace(fault, node=rng.randrange(shape.nodes))
 
 
 def _require_possible(fault: Fault, shape: JobShape, where: str) -> None:
@@ -566,31 +490,18 @@ def _require_possible(fault: Fault, shape: JobShape, where: str) -> None:
 
 # ---- plan files ----------------------------------------------------------------------------------------
 
-MAX_PLAN_BYTES = 1 << 20
-_DURATION_FIELDS = ("at_s", "for_s", "back_after_s", "delay_s", "mtbf_s", "from_s", "until_s")
+_DURATION_FIELDS = ("at_s", "for_s", "back_after_s", "delay_s", "mtbf_s")
 _SIZE_FIELDS = ("bytes_per_s", "limit_bytes")
-_WHOLE_NUMBER_FIELDS = ("node", "rank", "step", "code", "count", "seed")
-_RANDOM_FAULTS_KEYS = {
-    "mtbf": "mtbf_s",
-    "kinds": "kinds",
-    "from": "from_s",
-    "until": "until_s",
-    "count": "count",
-}
-T = TypeVar("T")
+_RANDOM_FAULTS_KEYS = {plan_key(field.name): field.name for field in fields(RandomFaults)}
+_EXAMPLE = "{what: kill-worker, rank: 1, step: 20}"
 
 
 def read_plan(path: Path) -> FaultPlan:
     """Read a plan from a file."""
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_PLAN_BYTES + 1)
+        return parse_plan(path.read_text(), str(path))
     except OSError as error:
         raise ConfigError(f"the plan {path} cannot be read: {error.strerror}.") from error
-    if len(data) > MAX_PLAN_BYTES:
-        raise ConfigError(f"the plan {path} has more than {MAX_PLAN_BYTES} bytes.")
-    try:
-        return parse_plan(data.decode(), str(path))
     except UnicodeDecodeError as error:
         raise ConfigError(f"the plan {path} is not text.") from error
 
@@ -598,163 +509,95 @@ def read_plan(path: Path) -> FaultPlan:
 def parse_plan(text: str, source_name: str = "plan") -> FaultPlan:
     """Parse a plan; ``source_name`` names it in errors.
 
-    An unknown key, a key that is given twice, or a value of the wrong form is a ConfigError that names file,
-    line and entry.
+    An unknown key or a value of the wrong form is a ConfigError that names file and entry.
     """
     try:
-        root = _add_location(lambda: yaml.compose(text, Loader=_Loader), source_name)
+        content = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{source_name}: is not YAML: {' '.join(str(error).split())[:200]}") from error
-    if root is None:
-        return FaultPlan()
-    keys = ("seed", "faults", "every")
-    values = _parse_mapping(root, source_name, dict(zip(keys, keys, strict=True)))
-    return _add_location(lambda: FaultPlan(**values), source_name)
+    with _name_source(source_name):
+        values = _read_mapping({} if content is None else content, dict.fromkeys(("seed", "faults", "every")))
+        entries = values.get("faults") or []
+        if not isinstance(entries, list):
+            raise ConfigError(f"faults is a list: one line for each, with a dash, as - {_EXAMPLE}.")
+        listed = []
+        for number, entry in enumerate(entries, 1):
+            with _name_source(f"fault {number}"):
+                settings = _read_mapping(entry, PLAN_KEYS)
+                if "what" not in settings:
+                    raise ConfigError(f"say what: one of the faults, as in {_EXAMPLE}.")
+                listed.append(Fault(**settings))
+        every = None
+        if values.get("every") is not None:
+            with _name_source("every"):
+                settings = _read_mapping(values["every"], _RANDOM_FAULTS_KEYS)
+                if "mtbf_s" not in settings:
+                    raise ConfigError("mtbf, the mean time between faults, is missing: write mtbf: 15s.")
+                every = RandomFaults(**settings)
+        return FaultPlan(tuple(listed), every, values.get("seed", 0))
 
 
 def format_plan(plan: FaultPlan) -> str:
     """Format a plan as YAML; `parse_plan` returns an equal plan."""
     content: dict[str, Any] = {"seed": plan.seed}
     if plan.faults:
-        content["faults"] = [_fault_to_mapping(fault) for fault in plan.faults]
+        content["faults"] = [_format_fields(fault, PLAN_KEYS) for fault in plan.faults]
     if plan.every is not None:
-        content["every"] = {
-            key: _format_value(name, getattr(plan.every, name))
-            for key, name in _RANDOM_FAULTS_KEYS.items()
-            if getattr(plan.every, name) not in (None, ())
-        }
+        content["every"] = _format_fields(plan.every, _RANDOM_FAULTS_KEYS)
     return yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=100)
 
 
-class _Loader(yaml.SafeLoader):
-    """A YAML loader without aliases: nested aliases make 40 kB take minutes."""
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()  # type: ignore[no-untyped-call]
-            line = event.start_mark.line + 1
-            raise ConfigError(f"line {line}: *{event.anchor} stands for what is elsewhere: write it out.")
-        return super().compose_node(parent, index)
-
-
-def _parse_value(name: str, node: yaml.Node, source: str, where: str) -> Any:
-    """Parse the value of a key; ``where`` names the key in errors."""
-    if name == "faults":
-        if not isinstance(node, yaml.SequenceNode):
-            raise ConfigError(f"{where} is a list: one line for each, with a dash.")
-        if len(node.value) > MAX_FAULTS:
-            raise ConfigError(f"{where}: {len(node.value)} faults; there may be {MAX_FAULTS}.")
-        return tuple(_parse_fault(one, source, number) for number, one in enumerate(node.value, 1))
-    if name == "every":
-        values = _parse_mapping(node, source, _RANDOM_FAULTS_KEYS, where)
-        if "mtbf_s" not in values:
-            raise ConfigError(f"{where}: mtbf, the mean time between faults, is missing: write mtbf: 15s.")
-        return _add_location(lambda: RandomFaults(**values), where)
-    if name == "groups":
-        lists = [node, *(node.value if isinstance(node, yaml.SequenceNode) else ())]
-        if not all(isinstance(one, yaml.SequenceNode) for one in lists):
-            raise ConfigError(f"{where} is a list of lists, as in [[0], [1, 2]].")
-        return tuple(tuple(_parse_whole_number(one, where) for one in group.value) for group in node.value)
-    if name == "kinds":
-        if isinstance(node, yaml.SequenceNode):
-            return tuple((_parse_scalar(one, where), 1.0) for one in node.value)
-        weights = _parse_pairs(node, where).items()
-        return tuple((what, _parse_number(one, f"{where}: {what}")) for what, one in weights)
-    if name in _WHOLE_NUMBER_FIELDS:
-        return _parse_whole_number(node, where)
-    text = _parse_scalar(node, where)
-    if name == "repeat":
-        if text.lower() not in {"true", "false"}:
-            raise ConfigError(f"{where} is {text!r}: write true or false.")
-        return text.lower() == "true"
-    if name in _DURATION_FIELDS:
-        return parse_duration(where, text)
-    if name in _SIZE_FIELDS:
-        return parse_size(where, text.removesuffix("/s"))
-    return _parse_number(node, where) if name in {"percent", "fraction"} else text
-
-
-def _parse_fault(node: yaml.Node, source: str, number: int) -> Fault:
-    where = f"{_location(source, node)}: fault {number}"
-    if isinstance(node, yaml.ScalarNode):
-        return _add_location(lambda: Fault.parse(str(node.value)), where)
-    values = _parse_mapping(node, source, PLAN_KEYS, where)
-    if "what" not in values:
-        raise ConfigError(f"{where}: say what: one of the faults, as in {{what: kill-worker, step: 20}}.")
-    return _add_location(lambda: Fault(**values), where)
-
-
-def _parse_mapping(node: yaml.Node, source: str, known: Mapping[str, str], where: str = "") -> dict[str, Any]:
-    """Return the values of a mapping by field name; refuse unknown keys."""
+def _read_mapping(content: object, known: Mapping[str, str | None]) -> dict[str, Any]:
+    """Return the values of a mapping by field name; a known key without a field stands for itself."""
+    if not isinstance(content, dict):
+        raise ConfigError(f"must be lines of the form NAME: VALUE, or {_EXAMPLE}.")
     values: dict[str, Any] = {}
-    for key, value in _parse_pairs(node, where or source).items():
-        name = known.get(key.replace("_", "-"))
-        entry = where or _location(source, value)
-        if name is None:
+    for given, value in content.items():
+        key = str(given).replace("_", "-")
+        if key not in known:
             similar = config.suggest_similar(key, known)
-            raise ConfigError(f"{entry}: there is no {key!r}.{similar} There are: {', '.join(known)}.")
-        if name in values:
-            raise ConfigError(f"{entry}: {key!r} is given twice.")
-        values[name] = _parse_value(name, value, source, f"{entry}: {key}")
+            raise ConfigError(f"there is no {key!r}.{similar} There are: {', '.join(known)}.")
+        name = known[key] or key
+        values[name] = _parse_value(name, key, value)
     return values
 
 
-def _parse_pairs(node: yaml.Node, where: str) -> dict[str, yaml.Node]:
-    if not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"{where}: must be lines of the form NAME: VALUE.")
-    found: dict[str, yaml.Node] = {}
-    for key_node, value in node.value:
-        key = _parse_scalar(key_node, f"{where}: a key")
-        if key in found:
-            raise ConfigError(f"{where}: {key!r} is given twice.")
-        found[key] = value
-    return found
+def _parse_value(name: str, key: str, value: Any) -> Any:
+    if name in _DURATION_FIELDS:
+        return parse_duration(key, value)
+    if name in _SIZE_FIELDS:
+        return parse_size(key, str(value).removesuffix("/s"))
+    if name == "kinds":
+        if not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
+            raise ConfigError("kinds is a list of faults, as [kill-worker, raise].")
+        return tuple(value)
+    if isinstance(value, (list, dict)) and name not in {"groups", "faults", "every"}:
+        raise ConfigError(f"{key} must be one value.")
+    return value
 
 
-def _parse_scalar(node: yaml.Node, where: str) -> str:
-    if not isinstance(node, yaml.ScalarNode) or not node.value:
-        raise ConfigError(f"{where} must be one value.")
-    return str(node.value)
-
-
-def _parse_whole_number(node: yaml.Node, where: str) -> int:
-    text = _parse_scalar(node, where)
-    if not text.isascii() or not text.isdecimal() or len(text) > 19:
-        raise ConfigError(f"{where} is {text[:100]!r}: write a whole number.")
-    return int(text)
-
-
-def _parse_number(node: yaml.Node, where: str) -> float:
-    text = _parse_scalar(node, where)
-    try:
-        return float(text)
-    except ValueError as error:
-        raise ConfigError(f"{where} is {text[:100]!r}: write a number.") from error
-
-
-def _add_location(make: Callable[[], T], where: str) -> T:
-    try:
-        return make()
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-
-
-def _location(source: str, node: yaml.Node) -> str:
-    return f"{source}:{node.start_mark.line + 1}"
-
-
-def _fault_to_mapping(fault: Fault) -> dict[str, Any]:
-    defaults = {field.name: field.default for field in fields(Fault)} | dict(fault.kind.settings)
+def _format_fields(given: Fault | RandomFaults, keys: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields that differ from their defaults, by key."""
+    defaults = {field.name: field.default for field in fields(given)}
+    if isinstance(given, Fault):
+        defaults |= given.kind.settings
     return {
-        key: _format_value(name, getattr(fault, name))
-        for key, name in PLAN_KEYS.items()
-        if name == "what" or getattr(fault, name) != defaults[name]
+        key: _format_value(name, getattr(given, name))
+        for key, name in keys.items()
+        if getattr(given, name) != defaults[name]
     }
 
 
 def _format_value(name: str, value: Any) -> Any:
-    if name in _DURATION_FIELDS and value is not None:
+    if name in _DURATION_FIELDS:
         return format_duration(value)
-    if name == "groups":
-        return [list(group) for group in value]
-    return dict(value) if name == "kinds" else value
+    return [list(one) if name == "groups" else one for one in value] if isinstance(value, tuple) else value
+
+
+@contextlib.contextmanager
+def _name_source(source: str) -> Iterator[None]:
+    """Begin each ConfigError within the context with ``source``."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error

@@ -11,8 +11,8 @@ from elastic_resume.checkpoint import node_dir
 from elastic_resume.checkpoint.manifest import Position
 from elastic_resume.data.batch_size import WorldChange
 from elastic_resume.policy.resume_plan import DISK
+from elastic_resume.ranks import rank_context
 from elastic_resume.ranks.rank_context import RankContext
-from elastic_resume.restore import inventory
 from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.units import format_count
 
@@ -20,20 +20,6 @@ logger = logging.getLogger(__name__)
 
 START_FRESH_HINT = "To start from scratch: --resume never, or ELASTIC_RESUME_RESUME=never."
 MAX_COMMAND_CHARS = 300  # limit of a script's arguments in one line
-
-
-def worker_start_event_fields(result: ResumeResult, local_rank: int, world_size: int) -> dict[str, Any]:
-    """Return the fields of the ``worker-start`` event, but for the position.
-
-    ``min_generation``: with ``--resume never``, the newest generation from before this start of the job.
-    Every node records it, because a report or a new leader may know the log of one node only.
-    """
-    min_generation = result.plan.min_generation
-    return {
-        "local_rank": local_rank,
-        "world_size": world_size,
-        "min_generation": min_generation if min_generation >= 0 else None,
-    }
 
 
 def resume_event_fields(result: ResumeResult, position: Position, world_size: int) -> dict[str, Any]:
@@ -91,15 +77,13 @@ def format_start(result: ResumeResult, position: Position, world_size: int) -> s
     """Describe in one line where a generation starts."""
     plan = result.plan
     state = "no checkpoint found, starting fresh"
-    if plan.kind == "checkpoint":
+    if plan.kind == "resumed":
         tier = "checkpoint" if plan.source_tier == DISK else "snapshot in memory"
         sent = f", sent to {', '.join(plan.receiving_nodes)}" if plan.receiving_nodes else ""
         state = (
             f"resumed at step {position.step} (epoch {position.epoch}) from {plan.source_node}'s {tier} "
             f"of generation {plan.source_generation}{sent}"
         )
-    elif plan.min_generation >= 0:
-        state = "starting fresh, because of --resume never"
     lost = "" if plan.kind == "cold" else "; no step lost"
     if plan.recomputed_steps:
         lost = f"; {format_count(plan.recomputed_steps, 'step')} to recompute"
@@ -147,7 +131,9 @@ class EarlierRunNotice:
         """
         if not self._start_recorded:
             self._start_recorded = True
-            node_dir.record_script_arguments(self._context.node_dir, inventory.launcher_id(), self._command)
+            node_dir.record_script_arguments(
+                self._context.node_dir, rank_context.launcher_id(), self._command
+            )
 
 
 def describe_difference(

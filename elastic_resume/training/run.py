@@ -398,7 +398,7 @@ class Run:
         that is registered later runs at once. If a hook raises, the exception reaches the script, and the
         hooks after it do not run.
         """
-        if self._plan.kind == "checkpoint":
+        if self._plan.kind == "resumed":
             self._add_start_hook(lambda: hook(self))
         return hook
 
@@ -466,7 +466,8 @@ class Run:
         self._context.events.emit(
             "worker-start",
             **self._position_fields(),
-            **announce.worker_start_event_fields(result, self._context.local_rank, self.world_size),
+            local_rank=self._context.local_rank,
+            world_size=self.world_size,
         )
         self._random_numbers.start_at(self.position.step)
         if self.rank == 0:
@@ -644,7 +645,8 @@ def resume(
         save_every: interval between checkpoints: a number of steps, a time ("30s"), or "auto".
         snapshot_every: interval between snapshots in memory: the same forms, or "off".
         keep: how many checkpoints each node keeps, at least 2.
-        resume: "auto", "must" or "never".
+        resume: "auto", "must" or "never". "never" moves an earlier run of this name to ``RUN_ID.old-N``;
+            under ``elastic-resume run`` give it to the command.
         seed: the seed from which random numbers are derived, with rank and step. The default is rank 0's
             ``torch.manual_seed`` at the first start; it stays the same over restarts.
         rng: "derived" seeds torch, `random` and numpy (global) at each step boundary, so that a resumed run
@@ -666,6 +668,7 @@ def resume(
     try:
         console.show_log("elastic_resume: ", os.environ)
         _check_random_options(seed, rng)
+        _check_resume_mode(resume)
         batches = elastic_sampler.find_batches(data)
         _check_world_change_policy(data, batches, on_world_change)
         settings = Settings.for_worker(
@@ -730,6 +733,17 @@ def _check_track(track: object, objects: Mapping[str, Any]) -> None:
         )
     for name in objects.keys() & (track or {}):
         raise ConfigError(f"track has the name {name!r}, which is an argument: pass the object as {name}=.")
+
+
+def _check_resume_mode(resume: object) -> None:
+    """Refuse "never" if the agent has not moved the earlier run aside: its states would be resumed."""
+    if resume != "never" or constants.ENV_AGENT_PID not in os.environ:
+        return
+    if Settings.for_worker(os.environ, sys.argv[0]).resume != "never":
+        raise ConfigError(
+            "resume='never': under `elastic-resume run` the agent must move the earlier run aside before it "
+            "starts workers. Give `--resume never` to the command."
+        )
 
 
 def _check_random_options(seed: object, rng_mode: object) -> None:

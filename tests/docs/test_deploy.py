@@ -339,15 +339,15 @@ def test_a_job_that_is_no_array_is_requeued_by_its_number(tmp_path: Path) -> Non
         (1, "JobState=RUNNING Reason=None PreemptTime=2026-11-21T00:00:00", 0),
     ],
 )
-def test_slurms_word_decides_where_agents_cannot_ask(
+def test_job_that_is_being_cancelled_is_not_requeued(
     tmp_path: Path, code: int, shown: str, requeues: int
 ) -> None:
     """A preempted job would be over; one that is being cancelled would be brought back."""
     ended = submit(tmp_path, "train.py", srun_exit=code, SHOWN=shown, **ELEMENT)
     assert len(ended.requeues) == requeues
-    (tmp_path / "off").mkdir()
-    told = {**ELEMENT, "SHOWN": shown, "ELASTIC_RESUME_REQUEUE": "off"}
-    assert submit(tmp_path / "off", "train.py", srun_exit=code, **told).requeues == []
+    (tmp_path / "again").mkdir()
+    often = {**ELEMENT, "SHOWN": shown, "SLURM_RESTART_COUNT": "100"}
+    assert submit(tmp_path / "again", "train.py", srun_exit=code, **often).requeues == []
 
 
 @pytest.mark.parametrize("code", [0, constants.EXIT_JOB_ERROR, constants.EXIT_USAGE, 137, 143])

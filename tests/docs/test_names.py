@@ -26,7 +26,8 @@ TEXTS = [README, *PAGES, *DEPLOY]
 FOREIGN = {
     "--array", "--cpus-per-task", "--dry-run", "--epochs", "--export", "--follow",
     "--from-literal", "--full", "--gpus-per-node", "--grace-period", "--ipc", "--kill-on-bad-exit", "--kills",
-    "--job-name", "--kustomize", "--newest", "--no-kill", "--nodelist", "--ntasks-per-node", "--open-mode",
+    "--job-name", "--kustomize", "--newest", "--no-kill", "--no-requeue", "--nodelist",
+    "--ntasks-per-node", "--open-mode",
     "--output", "--prefix", "--privileged", "--requeue", "--selector", "--signal", "--step-delay",
     "--time", "--wait",
 }  # fmt: skip

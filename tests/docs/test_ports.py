@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume.testing import assert_same_run, equivalence
+from elastic_resume.testing import Fault, assert_same_run, equivalence
 from tests.support import launch_ranks
 from tests.support.paths import ROOT
 
@@ -32,23 +32,25 @@ def test_port_adds_few_lines(name: str, most: int) -> None:
 @pytest.mark.cluster
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "nodes", "kill"),
+    ("name", "nodes", "fault"),
     [
-        pytest.param("toy", 1, "worker 0 at step 20", marks=pytest.mark.soak),
+        pytest.param("toy", 1, Fault("kill-worker", rank=0, step=20), marks=pytest.mark.soak),
         # Not rank 0: if its last copy is lost, BatchNorm's buffers are one update older.
-        ("imagenet", 1, "worker 1 at step 20"),
-        pytest.param("ema", 2, "node 1 at step 20", marks=pytest.mark.soak),
+        ("imagenet", 1, Fault("kill-worker", rank=1, step=20)),
+        pytest.param("ema", 2, Fault("kill-node", node=1, step=20), marks=pytest.mark.soak),
     ],
 )
 def test_killed_port_ends_with_state_of_undisturbed_run(
-    name: str, nodes: int, kill: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, nodes: int, fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights, optimizer, scheduler, average, best accuracy, and the output of each epoch or step."""
     monkeypatch.chdir(tmp_path)
     if name == "toy":
         monkeypatch.setattr(equivalence, "POLL_S", 1.2)  # longer than the whole script
     script = PORTS / f"{name}.py"
-    assert_same_run(script, kills=[kill], nodes=nodes, workers_per_node=2 // nodes, lines=r"^(step|epoch) \d")
+    assert_same_run(
+        script, faults=[fault], nodes=nodes, workers_per_node=2 // nodes, lines=r"^(step|epoch) \d"
+    )
 
 
 @pytest.mark.cluster

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from elastic_resume import constants, testing
-from elastic_resume.agent.status_reporter import load_past_incidents
 from elastic_resume.checkpoint import node_dir
 from elastic_resume.checkpoint.atomic_io import Disk
+from elastic_resume.checkpoint.catalog import scan_run
 from elastic_resume.report import summary
+from elastic_resume.report.checkpoints import find_node_dirs
 from elastic_resume.report.loader import load_run
 from elastic_resume.training.announce import describe_difference
 from tests.support import launch_ranks
@@ -30,7 +31,7 @@ for epoch in run.epochs(int(sys.argv[1])):
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
         run.step()
-        if "once" in sys.argv and run.position.step == 2 and run.generation == 1:
+        if "once" in sys.argv and run.position.step == 2 and run.plan.kind == "cold":
             os._exit(9)
 """
 
@@ -77,7 +78,7 @@ def test_start_on_earlier_run_logs_difference_once(tmp_path: Path, monkeypatch: 
 def test_restart_logs_no_notice_and_next_start_does(tmp_path: Path) -> None:
     """Only a new start may surprise a person. Secrets stay masked.
 
-    Then a start with `never` begins the report and the history of failures anew.
+    Then a start with `never` moves the run aside, and its own restart continues.
     """
     (tmp_path / "train.py").write_text(SCRIPT)
     with testing.Cluster(tmp_path / "cluster", nodes=2, flags=["--save-every", "1"]) as cluster:
@@ -85,7 +86,7 @@ def test_restart_logs_no_notice_and_next_start_does(tmp_path: Path) -> None:
         assert cluster.wait_exit(120) == [0, 0]
         assert find_notices(cluster.output(0) + cluster.output(1)) == []
         resumes = [event["kind"] for event in cluster.events("resume")]
-        assert resumes == ["cold", "checkpoint"]
+        assert resumes == ["cold", "resumed"]
         cluster.start(str(tmp_path / "train.py"), "2", "once", "--api-key", "hunter2")
         assert cluster.wait_exit(120) == [0, 0]
         files = [path for node in cluster.nodes for path in node.directory.iterdir() if path.is_file()]
@@ -95,16 +96,21 @@ def test_restart_logs_no_notice_and_next_start_does(tmp_path: Path) -> None:
         assert "Arguments then: 2 once; now: 2 once --api-key '***'. NOTHING IS LEFT TO TRAIN" in line
 
         cluster.env["ELASTIC_RESUME_RESUME"] = "never"
-        cluster.start(str(tmp_path / "train.py"), "1")
+        trained = scan_run(cluster.run_dir, None)
+        cluster.start(str(tmp_path / "train.py"), "1", "once")
         assert cluster.wait_exit(120) == [0, 0]
-        log = cluster.run_dir / "n1" / constants.EVENTS_FILE
-        assert load_past_incidents(log, log.stat().st_size).totals().incidents == {}
+        resumes = cluster.events("resume")
+        assert [event["kind"] for event in resumes] == ["cold", "resumed"]
+        for node in cluster.nodes:
+            entries = trained[node.name]
+            assert resumes[0]["generation"] > entries[0].generation
+            run_dir = node.directory.parent
+            moved = scan_run(run_dir.with_name(f"{run_dir.name}.old-1"), None)[node.name]
+            assert [entry.version for entry in moved] == [entry.version for entry in entries]
+            assert set(find_node_dirs(run_dir.parent).run_ids) == {run_dir.name, f"{run_dir.name}.old-1"}
         report = summary.build_run_report(load_run([cluster.run_dir]).events)
-    assert [generation.resume_kind for generation in report.history.generations] == ["cold"]
-    assert report.verdict.text.startswith("Finished at step 3 ")
-    assert " No failure; " in report.verdict.text
-    assert report.earlier_end_t is not None
-    assert {start.t > report.earlier_end_t for start in report.timeline.select("agent-start")} == {True}
+    assert [generation.resume_kind for generation in report.history.generations] == ["cold", "resumed"]
+    assert " 1 failure, " in report.verdict.text, "those of the earlier run do not count"
 
 
 CRASHES = """
@@ -115,7 +121,7 @@ import elastic_resume as er
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 run = er.resume(model=model, optimizer=optimizer)
-if not pathlib.Path("crashed").exists() and run.plan.kind == "checkpoint":
+if not pathlib.Path("crashed").exists() and run.plan.kind == "resumed":
     pathlib.Path("crashed").touch()
     os._exit(9)
 for epoch in run.epochs(1):

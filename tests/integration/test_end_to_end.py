@@ -87,7 +87,7 @@ def test_job_with_five_failures_ends_with_undisturbed_weights(tmp_path: Path) ->
         cluster.wait(step=1, generation=resumed["generation"], node=1)
         cluster.kill_worker(1)
         resumed = wait_for_resume(cluster, after=resumed["generation"])
-        assert resumed["kind"] == "checkpoint"
+        assert resumed["kind"] == "resumed"
         assert resumed["step"] >= 10
         assert "SIGKILL" in [event["signal"] for event in cluster.node_events(1, "worker-exit")]
 
@@ -168,7 +168,7 @@ def test_two_nodes_continue_without_third_which_may_return(tmp_path: Path) -> No
         cluster.wait(commit=5, node=0)
         cluster.kill_node(2)
         shrunk = wait_for_resume(cluster, size=2, after=resumed["generation"])
-        assert shrunk["kind"] == "checkpoint"
+        assert shrunk["kind"] == "resumed"
         assert shrunk["nodes"] == ["n0", "n1"]
         cluster.wipe(2)
         cluster.start_node(2)

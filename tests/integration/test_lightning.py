@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import elastic_resume as er
 from elastic_resume.errors import ConfigError, MachineError, UsageError
-from elastic_resume.testing import assert_same_run
+from elastic_resume.testing import Fault, assert_same_run
 from tests.support import launchers
 from tests.support.library_job import Diary, LibraryJob
 from tests.support.paths import ROOT, SCRIPTS, TESTS
@@ -155,9 +155,12 @@ def test_fabric_script_is_the_same_run_after_kills(tmp_path: Path, monkeypatch: 
     page = (ROOT / "docs" / "guides" / "lightning.md").read_text()
     (code,) = re.findall(r"^```python\n(# fabric_train\.py\n.*?)^```", page, re.MULTILINE | re.DOTALL)
     Path("fabric_train.py").write_text(code)
-    assert_same_run(
-        "fabric_train.py", kills=["worker 1 at step 4", "worker 0 at step 10", "node 1 at step 13"]
-    )
+    faults = [
+        Fault("kill-worker", rank=1, step=4),
+        Fault("kill-worker", rank=0, step=10),
+        Fault("kill-node", node=1, step=13),
+    ]
+    assert_same_run("fabric_train.py", faults=faults)
 
 
 @pytest.mark.soak
@@ -167,7 +170,7 @@ def test_example_is_the_same_run_after_kills(tmp_path: Path, monkeypatch: pytest
     assert_same_run(
         EXAMPLE,
         *("--epochs", "1"),
-        kills=["worker 1 at step 4", "node 2 at step 9"],
+        faults=[Fault("kill-worker", rank=1, step=4), Fault("kill-node", node=2, step=9)],
         lines="^best accuracy",
         ignore=["callbacks"],  # the second run gives its checkpoints other names than the first
         env=PRELOAD,
@@ -401,15 +404,3 @@ def test_files_of_lost_steps_are_set_aside_until_written_again(tmp_path: Path) -
     (tmp_path / ".elastic_resume.json").write_text('{"../a.ckpt": 9}')
     lightning_strategy.set_newer_files_aside(tmp_path, 1)
     assert left() == sorted(names)
-
-
-@pytest.mark.parametrize("path", ["strategies.ddp.DDPStrategy", "loops.fit_loop._Unknown"])
-def test_other_library_is_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the range of versions."""
-    from lightning import pytorch as pl  # noqa: PLC0415  seconds
-
-    from elastic_resume.integrations import lightning_strategy  # noqa: PLC0415
-
-    monkeypatch.setitem(lightning_strategy._METHODS, path, {"setup": "self unknown"})
-    with pytest.raises(MachineError, match=r"lightning has another .*setup than versions 2\.6 to below 2\.7"):
-        lightning_strategy.check_signatures("lightning", pl)

@@ -20,6 +20,7 @@ from elastic_resume.config import Settings as NodeSettings
 from elastic_resume.errors import JobFailedError
 from elastic_resume.policy.checkpoint_interval import AUTO
 from elastic_resume.policy.failure_classification import DIVERGENCE
+from elastic_resume.policy.restart import GaveUp, NoProgress
 from elastic_resume.rendezvous.client import RendezvousClient
 from elastic_resume.rendezvous.core.interface import RendezvousSettings, StartWorkers
 from elastic_resume.rendezvous.core.messages import JoinSpec
@@ -117,7 +118,7 @@ def nodes(tmp_path: Path) -> Iterator[list[FakeNode]]:
         node.thread.start()
     wait_until(lambda: all(node.views for node in built), "the first view starts on all nodes")
     yield built
-    built[0].member.fail_job("the test is over")
+    built[0].member.fail_job(GaveUp("a", NoProgress(None, 1, 0)))
     for node in built:
         node.thread.join(30)
         node.member.close()

@@ -27,7 +27,13 @@ MB = 1 << 20
 def make_record(step: int, *, rank: int = 0, generation: int = 1) -> ProgressRecord:
     """Make the progress record of a rank."""
     worker = WorkerProcess(
-        rank=rank, agent_pid=1, assigned_generation=1, pid=2, start_ticks=3, stack_output_fd=4, stack_request_fd=5
+        rank=rank,
+        agent_pid=1,
+        assigned_generation=1,
+        pid=2,
+        start_ticks=3,
+        stack_output_fd=4,
+        stack_request_fd=5,
     )
     return ProgressRecord(0, generation, step, 2, False, worker, 0, 0, 0, 0, 0)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_resume.testing import Cluster, assert_same_run
+from elastic_resume.testing import Cluster, Fault, assert_same_run
 from tests.support.paths import SCRIPTS
 from tests.support.scripts.stream import EPOCHS, SIZES
 
@@ -68,5 +68,5 @@ def test_killed_run_equals_undisturbed_run() -> None:
 
     Step 55 is the first epoch's last one, so the second kill comes before or after the epoch's end.
     """
-    kills = ["worker 1 at step 7", "worker 0 at step 55"]
-    assert_same_run(SCRIPT, "-", "2", kills=kills, nodes=1, workers_per_node=2, lines="^step")
+    faults = [Fault("kill-worker", rank=1, step=7), Fault("kill-worker", rank=0, step=55)]
+    assert_same_run(SCRIPT, "-", "2", faults=faults, nodes=1, workers_per_node=2, lines="^step")

@@ -137,7 +137,7 @@ def test_resume_option_and_damage_decide_how_a_job_starts(tmp_path: Path) -> Non
     1. With `must` and no checkpoint it is refused.
     2. After a crash it resumes, and ends with the weights of an undisturbed run.
     3. With other shapes it is refused; every difference is named, and no file changes.
-    4. With `never` it starts over and sets the old checkpoints aside.
+    4. With `never` it starts over and moves the old checkpoints aside.
     5. With one manifest of a newer version it is refused on all nodes, and no file changes.
     """
     node = tmp_path / "parts" / "probe" / "n0"
@@ -168,7 +168,9 @@ def test_resume_option_and_damage_decide_how_a_job_starts(tmp_path: Path) -> Non
     kept = list_names()
     ends = read_results(probe(tmp_path / "parts", "plain", steps=12, ELASTIC_RESUME_RESUME="never"))
     assert [end["hooks"] for end in ends] == [[], []]
-    assert set(kept) < set(list_names()), "the old lineage is set aside, not pruned"
+    old = Catalog(tmp_path / "parts" / "probe.old-1" / "n0", "probe")
+    assert sorted(entry.path.name for entry in old.list_valid()) == kept, "moved aside, not pruned"
+    assert not set(kept) & set(list_names())
     assert ends[0]["generation"] > 2
 
     # The other node could read its own newest checkpoint. No node starts alone.

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_resume.errors import MachineError, UsageError
-from elastic_resume.testing import FaultPlan, assert_same_run
+from elastic_resume.errors import UsageError
+from elastic_resume.testing import Fault, assert_same_run
 from tests.support import launchers
 from tests.support.library_job import Diary, LibraryJob
 from tests.support.paths import ROOT, SCRIPTS, TESTS
@@ -152,16 +152,16 @@ def test_ranks_without_samples_change_no_loss(case: str, tmp_path: Path) -> None
 def test_example_is_the_same_run_after_kills(tmp_path: Path) -> None:
     """As it is, under a worker's death and a node's."""
     words = ["--epochs", "1", "--output-dir", str(tmp_path)]
-    kills = ["worker 1 at step 4", "node 1 at step 9"]
-    assert_same_run(EXAMPLE, *words, kills=kills, nodes=2, lines="^test accuracy", env=PRELOAD)
+    faults = [Fault("kill-worker", rank=1, step=4), Fault("kill-node", node=1, step=9)]
+    assert_same_run(EXAMPLE, *words, faults=faults, nodes=2, lines="^test accuracy", env=PRELOAD)
 
 
 @pytest.mark.soak
 def test_example_is_the_same_run_after_a_node_left_and_came_back(tmp_path: Path) -> None:
     """It is asked to leave, saves and ends; the others wait for it."""
     words = ["--epochs", "6", "--output-dir", str(tmp_path)]
-    plan = FaultPlan.from_faults("preemption node 1 at step 6")
-    assert_same_run(EXAMPLE, *words, plan, nodes=2, lines="^test accuracy", env=PRELOAD)
+    faults = [Fault("preemption", node=1, step=6)]
+    assert_same_run(EXAMPLE, *words, faults=faults, nodes=2, lines="^test accuracy", env=PRELOAD)
 
 
 @pytest.mark.soak
@@ -288,13 +288,3 @@ def test_kind_of_loss_is_found_by_trying_it(tmp_path: Path) -> None:
     trainer.loss_is_scaled_for_ga = True
     assert find(None)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("method", ["_run_epoch", "_unknown"])
-def test_other_trainer_is_refused(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the range of versions."""
-    from elastic_resume.integrations import transformers as integration  # noqa: PLC0415  seconds
-
-    monkeypatch.setitem(integration.PARAMETERS, method, ("unknown",))
-    with pytest.raises(MachineError, match=f"another Trainer.{method}.*5.23 to below 5.30"):
-        integration.check_trainer()

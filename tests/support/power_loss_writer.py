@@ -93,8 +93,6 @@ def run_life(request: dict[str, Any]) -> None:
         catalog.remove_unfinished()
         generation = node.persist_generation(node.read_generation() + 1)
         report("generation", generation)
-        node_dir.record_job_start(node.path, "launcher_id", generation - 1, disk)
-        report("life", generation - 1)
         DurableStateFile(node.path, disk).write(make_memory(generation))
         report("record", generation)
         bad = node.path / checkpoint_name(0, generation)

@@ -38,3 +38,10 @@ def read_exit_event(directory: Path) -> dict[str, Any]:
     (line,) = (directory / "events.jsonl").read_text().splitlines()
     event: dict[str, Any] = json.loads(line)
     return event
+
+
+def write_command(directory: Path, name: str, text: str) -> None:
+    """Create a shell script that a test finds as a command."""
+    path = directory / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)

@@ -128,7 +128,8 @@ class SocketNode:
 
     def log_lines(self, kind: str, text: str = "") -> list[str]:
         """Return the log lines of a kind that contain a text."""
-        return [event.text for event in list(self.logs) if event.kind == kind and text in event.text]
+        lines = [repr(event) for event in list(self.logs) if event.kind == kind]
+        return [line for line in lines if text in line]
 
 
 class RendezvousNodes:

@@ -78,7 +78,7 @@ class Job:
             self.add(formed_t, "generation-start", node, generation=self.generation, **place)
             self.add(t, "worker-start", node, **about, rank=rank, **self.pid(rank))
         fields = {
-            "kind": "checkpoint",
+            "kind": "resumed",
             "nodes": list(nodes),
             "recomputed_steps": 0,
             "receiving_nodes": [],

@@ -25,7 +25,6 @@ from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.schedulers import environment
 from elastic_resume.state.state_dict import FlatState
 from elastic_resume.testing import chaos, faults
-from elastic_resume.testing.faults import Fault
 from elastic_resume.training import announce
 from elastic_resume.units import choose_verb, format_count, parse_duration, parse_kubernetes_quantity
 
@@ -60,7 +59,8 @@ def _option(name: str) -> Callable[[str], float]:
 
 
 def _fault(text: str) -> float:
-    return Fault.parse(f"cut node 1 at {text}").at_s or 0.0
+    (fault,) = faults.parse_plan(f"faults: [{{what: cut, at: '{text}'}}]").faults
+    return fault.at_s or 0.0
 
 
 def _plan_file(text: str) -> float:
@@ -79,7 +79,7 @@ READERS: dict[str, Callable[[str], float | None]] = {
     "--node-timeout": _option("node-timeout"),
     "--rdzv-conf": _terms,
     "--interval": job_status._parse_interval,
-    "chaos --patience": chaos._duration_parser("--patience"),
+    "chaos --patience": lambda text: float(chaos.build_parser().parse_args(["--patience", text]).patience),
     "fault": _fault,
     "fault plan": _plan_file,
 }
@@ -217,7 +217,7 @@ def test_format_count_and_verb_follow_number(count: int, said: str) -> None:
 )
 def test_resume_line_counts_recomputed_steps(lost: int, said: str) -> None:
     """Rank 0 prints the line."""
-    plan = ResumePlan("checkpoint", 2, 5, "n0", recomputed_steps=lost)
+    plan = ResumePlan("resumed", 2, 5, "n0", recomputed_steps=lost)
     resumed = ResumeResult(plan, None, FlatState((), {}), ("n0",), 0.1)
     assert said in announce.format_start(resumed, Position(0, 5, 5, 5), 1)
 

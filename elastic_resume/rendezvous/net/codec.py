@@ -241,7 +241,8 @@ def _get_codec(kind: Any) -> tuple[Encode, Decode]:
         return (lambda value: value.name), functools.partial(_decode_member, kind)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in {types.UnionType, typing.Union} and type(None) in arguments:
-        put, take = _get_codec(typing.Union[*(kind for kind in arguments if kind is not type(None))])
+        kinds = tuple(kind for kind in arguments if kind is not type(None))
+        put, take = _get_codec(kinds[0]) if len(kinds) == 1 else _build_union_codec(kinds)
         return (
             lambda value: None if value is None else put(value),
             lambda value, where: None if value is None else take(value, where),

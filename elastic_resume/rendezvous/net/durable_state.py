@@ -17,14 +17,14 @@ from typing import Any
 
 import xxhash
 
-from elastic_resume import failpoints
+from elastic_resume import constants, failpoints
 from elastic_resume.checkpoint.atomic_io import DISK, Disk
 from elastic_resume.errors import NodeFileError
 from elastic_resume.rendezvous.core.interface import PersistentState
 from elastic_resume.rendezvous.core.world import NO_VIEW, Ballot, Incarnation
 from elastic_resume.rendezvous.net import codec
 
-RENDEZVOUS_STATE_FILE = "rendezvous.json"
+RENDEZVOUS_STATE_FILE = constants.RENDEZVOUS_STATE_FILE
 _FIELDS_OF_PROTOCOL_4 = 3
 
 

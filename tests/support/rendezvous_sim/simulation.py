@@ -261,7 +261,7 @@ class Simulation:
         elif kind == "finish" and node.running:
             node.finish()
         elif kind == "fail":
-            node.fail_job(f"node {node.name} gave up")
+            node.fail_job()
         elif kind == "leave":
             node.leave()
             self.clock.call_at(end_s, node.boot)

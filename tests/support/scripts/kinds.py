@@ -7,6 +7,7 @@ tests/integration/test_state_kinds.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -134,6 +136,8 @@ class Kind:
     average: Callable[[Any, nn.Module], object] = lambda *_: None
     autocast: bool = False
     late_optimizer: bool = False
+    scaler: bool = False
+    parts: int = 1  # in which each step accumulates its gradients
 
 
 def with_ddp(model: nn.Module, **how: Any) -> nn.Module:
@@ -213,6 +217,26 @@ def averaged_model(model: nn.Module) -> AveragedModel:
     return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
 
 
+class Factored(torch.optim.Optimizer):
+    """An optimizer like Adafactor: second moments by row and column, new tensors at each step."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    def step(self, closure: Any = None) -> Any:
+        """Divide each gradient by the root of its row's and column's moments."""
+        loss = closure()
+        for parameter in self.param_groups[0]["params"]:
+            square = parameter.grad.square() + 1e-8
+            rows, columns = square.mean(-1, keepdim=True), square.mean(0, keepdim=True)
+            own = self.state[parameter]
+            own["rows"] = 0.9 * own.get("rows", rows) + 0.1 * rows
+            own["columns"] = 0.9 * own.get("columns", columns) + 0.1 * columns
+            scale = (own["rows"] * own["columns"] / own["rows"].mean()).sqrt()
+            parameter.data.sub_(0.01 * parameter.grad / scale)
+        return loss
+
+
 def spectral(layer: nn.Module) -> nn.Module:
     """Normalise by buffers that each forward pass changes."""
     return parametrizations.spectral_norm(layer)
@@ -240,6 +264,12 @@ KINDS = {
     "patched forward": Kind(net=patched),
     "autocast": Kind(autocast=True),
     "bfloat16": Kind(net=lambda: Net().bfloat16(), optimizer=torch.optim.Adafactor),
+    "scaler": Kind(scaler=True),
+    "accumulated": Kind(parts=2),
+    "factored": Kind(optimizer=Factored),
+    "line search": Kind(
+        optimizer=lambda parameters: torch.optim.LBFGS(parameters, lr=0.05, max_iter=2, history_size=4)
+    ),
     "averaged model": Kind(ema=averaged_model, average=lambda ema, model: ema.update_parameters(model)),
     "average in an object": Kind(ema=Average, average=lambda ema, model: ema.update(model)),
     "optimizer built after": Kind(
@@ -258,9 +288,12 @@ class Script:
         given = kind.before(self.model)
         self.ema = kind.ema(self.model)
         optimizer = None if kind.late_optimizer else kind.optimizer(given.parameters())
+        self.scaler = None
+        if kind.scaler:  # it grows within the run
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
         # A fixed seed: the numbers drawn while training must not follow from this one.
         self.run = er.resume(
-            model=given, optimizer=optimizer, ema=self.ema, seed=1, ckpt_dir=directory,
+            model=given, optimizer=optimizer, scaler=self.scaler, ema=self.ema, seed=1, ckpt_dir=directory,
             run_id=name.replace(" ", "-").replace(",", ""), save_every=10**6, snapshot_every="off",
         )  # fmt: skip
         how = kind.ddp
@@ -272,16 +305,31 @@ class Script:
         """Step until step ``until``."""
         while self.run.position.step < until:
             x = torch.randn(6, 16, dtype=next(self.model.parameters()).dtype)
-            with torch.autocast("cpu", torch.bfloat16, enabled=self.kind.autocast):
-                loss: Tensor = self.ddp(x).float().square().mean()
-            self.losses.append(loss.item())
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            if self.scaler is None:
+                self.optimizer.step(lambda x=x: self.evaluate(x))  # type: ignore[misc]
+            else:
+                self.evaluate(x)
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
             self.kind.average(self.ema, self.model)
             self.run.step()
             if self.run.position.step == save_at:
                 self.run.save()
+
+    def evaluate(self, x: Tensor) -> float:
+        """Compute the gradients of one step; return the loss, which is equal on all ranks for LBFGS."""
+        self.optimizer.zero_grad()
+        total = torch.zeros(())
+        for number, part in enumerate(x.chunk(self.kind.parts), 1):
+            is_last = number == self.kind.parts
+            with contextlib.nullcontext() if is_last else cast("DistributedDataParallel", self.ddp).no_sync():
+                with torch.autocast("cpu", torch.bfloat16, enabled=self.kind.autocast):
+                    loss: Tensor = self.ddp(part).float().square().mean() / self.kind.parts
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            total += loss.detach()
+        self.losses.append(total.item())
+        dist.all_reduce(total)
+        return total.item()
 
     def leaves(self) -> list[state_dict.Leaf]:
         """Return all tensors; running statistics only on rank 0, whose are the job's."""
@@ -296,7 +344,7 @@ class Script:
 
     def digests(self) -> dict[str, str]:
         """Return a digest of each tensor, and of the rest."""
-        objects = {"optimizer": self.optimizer, "ema": self.ema}
+        objects = {"optimizer": self.optimizer, "scaler": self.scaler, "ema": self.ema}
         rest = state_dict.flatten(state_dict.collect_objects(objects)).skeleton
         return {**state_dict.digest_leaves(self.leaves()), "rest": state_dict.combine_digests(rest)}
 

@@ -119,9 +119,6 @@ class Node:
         newest = {word: rest for word, *rest in self._reports}
         if node.read_generation() < newest.get("generation", [0])[0]:
             yield f"generation {node.read_generation()} after {newest['generation']}"
-        min_generation, _ = node_dir.read_min_generation(node.path, "launcher_id", -1)
-        if min_generation < newest.get("life", [-1])[0]:
-            yield f"life {min_generation} after {newest['life']}"
         state = DurableStateFile(node.path).state
         if "record" in newest and (state is None or state.max_generation < newest["record"][0]):
             yield f"record {state} after {newest['record']}"

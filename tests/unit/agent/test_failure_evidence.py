@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_resume.agent import failure_evidence
-from elastic_resume.agent.failure_evidence import MemoryMonitor, FailureEvents
+from elastic_resume.agent.failure_evidence import FailureEvents, MemoryMonitor
 from elastic_resume.events import EventLog
 from elastic_resume.machine import MemoryCgroup, available_memory_bytes, read_fields
 from elastic_resume.policy.failure_classification import MemoryPressure

@@ -7,30 +7,38 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elastic_resume import constants
-from elastic_resume.agent import restart_controller
-from elastic_resume.agent.failure_evidence import RoundEvents
-from elastic_resume.agent.restart_controller import RestartController, WaitLog
+from elastic_resume.agent import restart_log
+from elastic_resume.agent.failure_evidence import FailureEvents
+from elastic_resume.agent.restart_controller import RestartController
+from elastic_resume.agent.restart_log import WaitLog
 from elastic_resume.agent.workers.lease_page import LeasePage
 from elastic_resume.errors import JobFailedError
 from elastic_resume.events import EventLog, parse_line
-from elastic_resume.policy.failure_classification import Failure, make_network_failure, make_node_failure
+from elastic_resume.policy.failure_classification import (
+    Failure,
+    WorkerEnd,
+    make_network_failure,
+    make_node_failure,
+)
+from elastic_resume.policy.reasons import (
+    ErrorRaised,
+    Loss,
+    NodeLost,
+    ViewEnd,
+    Wait,
+    WorkersStopped,
+)
 from elastic_resume.policy.restart import RestartLimits
-from elastic_resume.rendezvous.core.interface import EmitEvent, StartWorkers
+from elastic_resume.rendezvous.core.interface import EmitEvent, StartWorkers, StopReason
 from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.slots.progress_page import ProgressPage, WorkerProcess
 from tests.support.disks import SimulatedDisk
 from tests.support.processes import wait_for
-
-
-@pytest.fixture(autouse=True)
-def round_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore the variables that a round sets."""
-    for name in (constants.ENV_ROUND, constants.ENV_MTBF_S, constants.ENV_GENERATION):
-        monkeypatch.setenv(name, "1")
 
 
 @contextlib.contextmanager
@@ -41,12 +49,12 @@ def open_controller(
     path = directory / constants.EVENTS_FILE
     with (
         contextlib.closing(LeasePage()) as lease_page,
-        contextlib.closing(RoundEvents()) as round_events,
-        contextlib.closing(EventLog(path, memory_path=round_events.path, node="a")) as log,
+        contextlib.closing(FailureEvents()) as evidence,
+        contextlib.closing(EventLog(path, memory_path=evidence.path, node="a")) as log,
     ):
-        controller = RestartController("a", log, path, lease_page, round_events, limits=limits)
+        controller = RestartController("a", log, path, lease_page, evidence, limits=limits)
         yield controller, log
-        controller.end_wait()
+        controller.log.end_wait()
 
 
 def world(generation: int, *failures: Failure, nodes: str = "a") -> StartWorkers:
@@ -56,26 +64,58 @@ def world(generation: int, *failures: Failure, nodes: str = "a") -> StartWorkers
 
 
 def this_process(start_ticks: int = 0) -> WorkerProcess:
-    """Return this process as a worker of round 1."""
+    """Return this process as a worker of generation 1."""
     return WorkerProcess(0, os.getpid(), 1, os.getpid(), start_ticks, 0, 0)
 
 
 def test_controller_is_spare_after_spare_event(tmp_path: Path) -> None:
     """The rendezvous emits the event."""
     with open_controller(tmp_path) as (controller, _):
-        controller.on_rendezvous_event(EmitEvent("waiting", "for others"))
+        controller.on_rendezvous_event(EmitEvent("waiting", Wait.NOTHING_JOINED))
         assert not controller.is_spare
-        controller.on_rendezvous_event(EmitEvent("spare", "generation 1 runs without this node"))
+        controller.on_rendezvous_event(EmitEvent("spare", generation=1))
         assert controller.is_spare
 
 
-def test_event_of_a_wait_has_the_missing_nodes(tmp_path: Path) -> None:
-    """The report names them. Without missing nodes the field is absent."""
-    with open_controller(tmp_path) as (controller, _):
-        controller.on_rendezvous_event(EmitEvent("waiting", "for votes", ("b", "c")))
-        controller.on_rendezvous_event(EmitEvent("waiting", "for others"))
-    events = [parse_line(line) for line in (tmp_path / constants.EVENTS_FILE).read_text().splitlines()]
-    assert [event.get("missing") for event in events if event] == [["b", "c"], None]
+def read_events(directory: Path, kind: str) -> list[dict[str, Any]]:
+    """Return the events of that kind, without the fields that all events have."""
+    found = [parse_line(line) for line in (directory / constants.EVENTS_FILE).read_text().splitlines()]
+    common = {"t", "b", "boot", "pid", "node", "event"}
+    return [
+        {name: value for name, value in event.items() if name not in common}
+        for event in found
+        if event and event["event"] == kind
+    ]
+
+
+def test_each_end_of_a_generation_has_a_verdict(tmp_path: Path) -> None:
+    """Also if nodes only joined; the last one has no next generation."""
+    error = {"type": "MismatchError", "message": "no", "deterministic": True}
+    with open_controller(tmp_path) as (controller, log):
+        controller.start_generation(world(1, nodes="ab"))
+        controller.end_generation(ViewEnd.NEWCOMERS)
+        controller.start_generation(world(2, nodes="abc"), membership_changed=True)
+        controller.end_generation(NodeLost("b", Loss.DIED))
+        controller.start_generation(world(4, B_DIED, nodes="ac"), membership_changed=True)
+        log.emit("failure", rank=0, **error)
+        log.emit("worker-exit", rank=0, signal=None, exit_code=1, stopped=False)
+        with pytest.raises(JobFailedError):
+            controller.end_generation(None)
+    joined, lost, failed = read_events(tmp_path, "verdict")
+    go_on = {"decision": {"kind": "continue"}, "root_causes": [], "secondary_failures": []}
+    assert joined == go_on | {
+        "generation": 1,
+        "next_generation": 2,
+        "reason": {"kind": "newcomers"},
+        "joined": ["c"],
+        "lost": [],
+    }
+    assert (lost["generation"], lost["next_generation"], lost["lost"]) == (2, 4, ["b"])
+    assert lost["reason"] == lost["root_causes"][0]["cause"]
+    assert (failed["generation"], failed["next_generation"], failed["reason"]) == (4, None, None)
+    assert failed["decision"]["reason"]["kind"] == "same-error-again"
+    starts = read_events(tmp_path, "generation-start")
+    assert starts[1] == {"generation": 2, "node_rank": 0, "num_nodes": 3}
 
 
 @pytest.mark.parametrize(("step", "fails"), [(7, False), (5, True)])
@@ -88,61 +128,61 @@ def test_controller_decides_with_unreadable_event_log(tmp_path: Path, step: int,
         path = disk.path / constants.EVENTS_FILE
         log.emit("agent-start")
         page = ProgressPage(disk.path / constants.PROGRESS_FILE)
-        controller.after_rendezvous(world(1))
+        controller.start_generation(world(1))
         with path.open("rb") as file:
             os.fsync(file.fileno())  # the failing disk then forgets what the page cache has of it
         log.close()
         disk.fail()
         with pytest.raises(OSError, match="Input/output error"):
             path.read_bytes()
-        assert controller.starts_without_progress(3) == 0
         page.start_generation(0, generation=1, step=5, world_size=1, worker=this_process())
         page.finish_step(0, step)
         log.emit("worker-start", step=5, rank=0)
         log.emit("worker-exit", rank=0, signal="SIGSEGV", exit_code=None, stopped=False)
-        controller.before_round(failed=True)
+        controller.end_generation(None)
         if fails:
             with pytest.raises(JobFailedError, match="rank 0 was killed by SIGSEGV"):
-                controller.after_rendezvous(world(2))
-        failure = controller.summarize_round().failure
+                controller.start_generation(world(2))
+        failure = controller.report_generation().failure
         assert failure is not None
-        assert failure.text == "was killed by SIGSEGV"
+        assert failure.cause == WorkerEnd(signal="SIGSEGV")
 
 
 def test_controller_ignores_progress_of_earlier_start(tmp_path: Path) -> None:
-    """In a container the earlier agent had the same pid, and a volume keeps the page."""
+    """In a container the earlier agent had the same pid; a volume keeps the page, and generations grow."""
     ProgressPage(tmp_path / constants.PROGRESS_FILE).start_generation(
         0, generation=1, step=5000, world_size=1, worker=this_process(start_ticks=7)
     )
     with open_controller(tmp_path) as (controller, log):
-        controller.after_rendezvous(world(1))
+        controller.start_generation(world(2))
         log.emit("failure", rank=0, type="ImportError", message="no module named x", deterministic=False)
         log.emit("worker-exit", rank=0, signal=None, exit_code=1, stopped=False)
-        assert controller.summarize_round().newest_step == 0
-        controller.before_round(failed=True)
+        assert controller.report_generation().newest_step == 0
+        controller.end_generation(None)
         with pytest.raises(JobFailedError, match="no module named x"):
-            controller.after_rendezvous(world(2))
+            controller.start_generation(world(2))
 
 
 SECONDARY = {"type": "RuntimeError", "message": "Connection closed by peer"}
-KILLED = Failure("signal", "b", 1, "was killed by SIGKILL")
+KILLED = Failure("signal", "b", 1, WorkerEnd(signal="SIGKILL"))
+B_DIED, C_DIED = (make_node_failure(NodeLost(node, Loss.DIED)) for node in "bc")
 
 
 @pytest.mark.parametrize(
-    ("own", "reason", "reported", "nodes", "line"),
+    ("own", "view_end", "reported", "nodes", "line"),
     [
-        ("SIGKILL", "", (), "ab", "rank 0 was killed by SIGKILL; restarting."),
-        (SECONDARY, "", (KILLED,), "ab", "rank 1 on node b was killed by SIGKILL; restarting."),
-        (SECONDARY, "", (make_node_failure("b", "died"),), "a", "node b died; restarting."),
+        ("SIGKILL", None, (), "ab", "rank 0 was killed by SIGKILL; restarting."),
+        (SECONDARY, None, (KILLED,), "ab", "rank 1 on node b was killed by SIGKILL; restarting."),
+        (SECONDARY, None, (B_DIED,), "a", "node b died; restarting."),
         (
             None,
-            "the workers of b stopped",
+            WorkersStopped("b"),
             (KILLED,),
             "ab",
             "rank 1 on node b was killed by SIGKILL; restarting.",
         ),
-        (None, "newcomers are here", (), "abc", "joined: c; restarting."),
-        (None, "the leader has lost its quorum", (), "ab", "the leader has lost its quorum; restarting."),
+        (None, ViewEnd.NEWCOMERS, (), "abc", "joined: c; restarting."),
+        (None, ViewEnd.DISK_STUCK, (), "ab", "the leader's disk does not complete writes; restarting."),
     ],
 )
 def test_restart_logs_its_cause_in_one_line(  # noqa: PLR0917 - the cases and three fixtures
@@ -150,7 +190,7 @@ def test_restart_logs_its_cause_in_one_line(  # noqa: PLR0917 - the cases and th
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
     own: object,
-    reason: str,
+    view_end: StopReason | None,
     reported: tuple[Failure, ...],
     nodes: str,
     line: str,
@@ -158,15 +198,15 @@ def test_restart_logs_its_cause_in_one_line(  # noqa: PLR0917 - the cases and th
     """A secondary failure is not logged, and its traceback is not printed."""
     caplog.set_level("INFO", "elastic_resume")
     with open_controller(tmp_path) as (controller, log):
-        controller.after_rendezvous(world(1, nodes="ab"))
+        controller.start_generation(world(1, nodes="ab"))
         log.emit("worker-start", step=0, rank=0)
         if isinstance(own, dict):
             log.emit("failure", rank=0, step=3, traceback="Traceback: connection closed", **own)
         if own is not None:
             signal = own if isinstance(own, str) else None
             log.emit("worker-exit", rank=0, signal=signal, exit_code=1, stopped=False)
-        controller.before_round(failed=own is not None, reason=reason)
-        controller.after_rendezvous(world(2, *reported, nodes=nodes), membership_changed=nodes != "ab")
+        controller.end_generation(view_end)
+        controller.start_generation(world(2, *reported, nodes=nodes), membership_changed=nodes != "ab")
     assert caplog.messages == [line]
     assert capsys.readouterr().err == ""
 
@@ -176,26 +216,26 @@ def test_starts_of_nodes_that_cannot_reach_each_other_never_count(
 ) -> None:
     """Nor do they when the world is the same again, or when the other nodes' failures are unknown here."""
     with open_controller(tmp_path, RestartLimits(max_no_progress=2)) as (controller, log):
-        controller.after_rendezvous(world(1, nodes="ab"))
+        controller.start_generation(world(1, nodes="ab"))
         for generation in range(2, 9):
             log.emit("failure", rank=0, type="RuntimeError", message="connect: No route to host")
             log.emit("worker-exit", rank=0, signal=None, exit_code=1, stopped=False)
             controller.list_unreachable_nodes = lambda: ("b",)
-            failure = controller.summarize_round().failure
+            failure = controller.report_generation().failure
             assert failure == make_network_failure("a", ["b"])
-            controller.before_round(failed=True)
+            controller.end_generation(None)
             controller.list_unreachable_nodes = tuple
-            controller.after_rendezvous(world(generation, *[failure] * (generation % 2), nodes="ab"))
+            controller.start_generation(world(generation, *[failure] * (generation % 2), nodes="ab"))
     assert set(caplog.messages) == {"node a cannot reach b; restarting."}
 
 
 @pytest.mark.parametrize(
     ("cause", "nodes", "line"),
     [
-        (make_node_failure("c", "died"), "abd", "node c died; restarting."),
-        (make_node_failure("c", "died"), "ab", "node c died; also lost: d; restarting."),
+        (C_DIED, "abd", "node c died; restarting."),
+        (C_DIED, "ab", "node c died; also lost: d; restarting."),
         (
-            make_node_failure("f", "is unreachable"),
+            make_node_failure(NodeLost("f", Loss.UNREACHABLE)),
             "a",
             "node f is unreachable; also lost: b, c and 2 more; restarting.",
         ),
@@ -208,15 +248,15 @@ def test_restart_names_all_lost_nodes(
     """The root cause is one of them; the others are missing in the new view too."""
     caplog.set_level("INFO", "elastic_resume")
     with open_controller(tmp_path) as (controller, log):
-        controller.after_rendezvous(world(1, nodes="abcdef" if cause.node == "f" else "abcd"))
+        controller.start_generation(world(1, nodes="abcdef" if cause.node == "f" else "abcd"))
         log.emit("worker-start", step=0, rank=0)
-        controller.before_round(failed=False, reason=f"{cause.node} is lost")
-        controller.after_rendezvous(world(2, cause, nodes=nodes), membership_changed=True)
+        controller.end_generation(ViewEnd.PAUSED)
+        controller.start_generation(world(2, cause, nodes=nodes), membership_changed=True)
     assert caplog.messages == [line]
 
 
 @pytest.mark.parametrize(
-    ("rounds", "count"),
+    ("generations", "count"),
     [
         ([(False, "KILLED"), (False, "KILLED")], 1),
         ([(True, "KILLED"), (False, "KILLED")], 0),
@@ -225,19 +265,19 @@ def test_restart_names_all_lost_nodes(
     ],
 )
 def test_restart_of_script_without_resume_is_warned_about_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, rounds: list[tuple[bool, str]], count: int
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, generations: list[tuple[bool, str]], count: int
 ) -> None:
     """A node that joins may come before the workers have reached er.resume()."""
     with open_controller(tmp_path) as (controller, log):
         nodes = "ab"
-        controller.after_rendezvous(world(1, nodes=nodes))
-        for generation, (resumed, end) in enumerate(rounds, start=2):
+        controller.start_generation(world(1, nodes=nodes))
+        for generation, (resumed, end) in enumerate(generations, start=2):
             if resumed:
                 log.emit("worker-start", step=0, rank=0)
-            controller.before_round(failed=False, reason=end)
+            controller.end_generation(ViewEnd.NEWCOMERS)
             nodes += "" if end == "KILLED" else str(generation)
             failures = (KILLED,) if end == "KILLED" else ()
-            controller.after_rendezvous(world(generation, *failures, nodes=nodes))
+            controller.start_generation(world(generation, *failures, nodes=nodes))
     assert "\n".join(caplog.messages).count("never calls it starts over at each restart") == count
 
 
@@ -262,11 +302,12 @@ def test_wait_log_logs_newest_texts_only_if_wait_lasts(caplog: pytest.LogCapture
     assert not wait_log.end()
 
 
-@pytest.mark.parametrize("kind", sorted(restart_controller.WARNING_KINDS))
+@pytest.mark.parametrize("kind", sorted(restart_log.WARNING_KINDS))
 def test_problem_of_rendezvous_is_warned_about_at_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     """A wait may be normal; these are not."""
     with open_controller(tmp_path) as (controller, _):
-        controller.on_rendezvous_event(EmitEvent(kind, "why"))
-    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [("WARNING", "why")]
+        controller.on_rendezvous_event(EmitEvent(kind, ErrorRaised("OSError", "why")))
+    (record,) = caplog.records
+    assert (record.levelname, "why" in record.getMessage()) == ("WARNING", True)

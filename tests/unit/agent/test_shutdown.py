@@ -1,4 +1,4 @@
-"""How an agent handles stop signals, and which exit code and requeue follow."""
+"""How an agent handles stop signals, and which exit code follows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 from elastic_resume import constants
 from elastic_resume.agent.shutdown import ShutdownController
 from elastic_resume.events import Event, EventLog
-from elastic_resume.policy.requeue import RequeueAction, RequeueDecision
 from elastic_resume.schedulers.environment import SchedulerContext
 
 USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
@@ -47,16 +46,7 @@ def make_controller(
     context: SchedulerContext | None = None, log: RecordingLog | None = None
 ) -> ShutdownController:
     """Build a shutdown controller, by default on a plain host."""
-    return ShutdownController(
-        context or SchedulerContext("host", "a"), log or RecordingLog(), requeue_mode="auto"
-    )
-
-
-def decide(
-    controller: ShutdownController, outcome: str, code: int, **fields: Any
-) -> tuple[RequeueDecision | None, int]:
-    """Call `ShutdownController.decide` for node rank 0, unless ``fields`` says otherwise."""
-    return controller.decide(outcome, code, **{"node_rank": 0, "starts_without_progress": 0, **fields})
+    return ShutdownController(context or SchedulerContext("host", "a"), log or RecordingLog())
 
 
 def test_signal_without_handler_is_sent_again_later() -> None:
@@ -72,9 +62,7 @@ def test_signal_without_handler_is_sent_again_later() -> None:
         assert handled.wait(20)
         controller.on_signal(USR1)
     assert log.emitted == [{"drain": {"cause": "SIGUSR1", "others_continue": False}}]
-    decision, code = decide(controller, "signalled", 138)
-    assert decision is not None
-    assert (decision.action, code) == (RequeueAction.EXIT_CODE, 75)
+    assert controller.decide_exit_code("signalled", 138, node_rank=0) == 75
 
 
 def test_drain_node_sends_drain_signal() -> None:
@@ -93,19 +81,19 @@ def test_drain_node_sends_drain_signal() -> None:
 @pytest.mark.parametrize(("outcome", "code"), [("done", 0), ("failed", constants.EXIT_JOB_ERROR)])
 def test_decide_keeps_outcome_despite_later_signal(outcome: str, code: int) -> None:
     """With 143 a scheduler would run a finished job again."""
-    assert decide(make_controller(), outcome, code) == (None, code)
+    assert make_controller().decide_exit_code(outcome, code, node_rank=0) == code
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), USR1)
 
 
 def test_first_signal_decides_exit_code() -> None:
-    """A requeue sends SIGTERM to nodes that still drain."""
+    """A scheduler may send more while a node drains."""
     controller = make_controller()
     controller.on_signal(USR1)
     controller.begin_shutdown(signal.SIGTERM)
     assert controller.describe() == "stopped by SIGUSR1."
-    assert decide(controller, "signalled", 143)[1] == 75
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # it must not interrupt the request
+    assert controller.decide_exit_code("signalled", 143, node_rank=0) == 75
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
 @pytest.mark.parametrize(
@@ -120,11 +108,11 @@ def test_first_signal_decides_exit_code() -> None:
     ],
 )
 def test_decide_keeps_exit_code_on_plain_host(number: int | None, outcome: str, code: int) -> None:
-    """There is no scheduler to ask for a requeue."""
+    """No other node's exit code is merged with it."""
     controller = make_controller()
     if number is not None:
         controller.begin_shutdown(number)
-    assert decide(controller, outcome, code)[1] == code
+    assert controller.decide_exit_code(outcome, code, node_rank=1) == code
 
 
 @pytest.mark.parametrize(
@@ -138,11 +126,12 @@ def test_decide_keeps_exit_code_on_plain_host(number: int | None, outcome: str, 
         (0, 1, False, 0),
     ],
 )
-def test_spare_never_requests_requeue(
+def test_only_node_of_rank_0_ends_with_75(
     monkeypatch: pytest.MonkeyPatch, *, node_order: int, node_rank: int | None, is_spare: bool, code: int
 ) -> None:
-    """Its request would end nodes that still commit."""
+    """The exit code of srun is the highest, also of a spare or of a node that left others behind."""
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
     controller = make_controller(SchedulerContext("slurm", "a", node_order=node_order, max_nodes=3))
     controller.begin_shutdown(USR1)
-    assert decide(controller, "signalled", 138, node_rank=node_rank, is_spare=is_spare)[1] == code
+    assert controller.decide_exit_code("signalled", 138, node_rank=node_rank, is_spare=is_spare) == code
+    assert controller.decide_exit_code("left", 75, node_rank=node_rank, is_spare=is_spare) == code

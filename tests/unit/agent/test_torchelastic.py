@@ -1,4 +1,4 @@
-"""What `prepare_launch` makes of flags, file, environment and scheduler, and how a round begins."""
+"""What `prepare_launch` makes of flags, file, environment and scheduler, and how a generation begins."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from elastic_resume import config
 from elastic_resume.agent import torchelastic
 from elastic_resume.errors import NodeFileError
-from elastic_resume.policy.restart import RoundSummary
+from elastic_resume.policy.restart import GenerationReport
 from elastic_resume.rendezvous.core.interface import StartWorkers
 from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.schedulers import environment
@@ -126,13 +126,14 @@ def test_view_that_ended_before_its_workers_start_is_judged_all_the_same() -> No
     """Its failures may be why another node has left, and no later view carries them."""
     members = tuple(Incarnation(name, name, 1, f"{name}:1") for name in ("n0", "n1"))
     first = StartWorkers(3, 0, members, "n0:1", (1, 1))
-    client, controller = Mock(restart_reason=""), Mock()
+    client, controller = Mock(view_end=None), Mock()
     client.join.side_effect = [first, StartWorkers(4, 0, members[:1], "n0:1", (1,))]
     type(client).restart_requested = PropertyMock(side_effect=[True, False])
-    controller.summarize_round.return_value = RoundSummary()
+    controller.report_generation.return_value = GenerationReport()
+    controller.mtbf_s = 60.0
     handler = torchelastic.ElasticRendezvousHandler(
         client, controller, Mock(), host="127.0.0.1", local_world_size=1, node_order=0
     )
     assert handler.next_rendezvous().world_size == 1
-    judged = [call.args[0].generation for call in controller.after_rendezvous.call_args_list]
+    judged = [call.args[0].generation for call in controller.start_generation.call_args_list]
     assert judged == [3, 4]

@@ -213,17 +213,6 @@ def test_checkpoint_pruned_meanwhile_is_no_entry(tmp_path: Path, monkeypatch: py
     assert [entry.step for entry in Catalog(tmp_path, RUN).list_entries()] == [1]
 
 
-def test_prune_ignores_generations_up_to_minimum(tmp_path: Path) -> None:
-    """``--resume never`` set the older generations aside: they are neither counted nor removed."""
-    for generation in (1, 2, 3):
-        for step in (10, 20, 30):
-            save_checkpoint(tmp_path, generation, step)
-    catalog = Catalog(tmp_path, RUN)
-    assert names(catalog.prune(2, min_generation=2)) == [checkpoint_name(3, 10)]
-    assert len(catalog.list_entries()) == 8
-    assert catalog.prune(9, min_generation=0) == []
-
-
 def test_prune_counts_only_trusted_checkpoints(tmp_path: Path) -> None:
     """A flipped bit passes the quick check."""
     for step in range(1, 7):

@@ -1,4 +1,4 @@
-"""Test the small records of a node's directory: the start of the job, and what was committed."""
+"""Test the small records of a node's directory, and moving an earlier run aside."""
 
 from __future__ import annotations
 
@@ -6,37 +6,55 @@ from pathlib import Path
 
 import pytest
 
+from elastic_resume import constants
 from elastic_resume.checkpoint import node_dir
 from elastic_resume.checkpoint.atomic_io import Disk
-from elastic_resume.checkpoint.node_dir import COMMITTED_FILE, JOB_START_FILE
+from elastic_resume.checkpoint.catalog import scan_run
+from elastic_resume.checkpoint.node_dir import COMMITTED_FILE, MOVED_ASIDE_FILE, NodeDir
 from elastic_resume.errors import MachineError, NodeFileError
+from tests.support.checkpoint_samples import RUN, save_checkpoint
 
 
-def test_min_generation_is_that_recorded_by_same_launcher(tmp_path: Path) -> None:
-    """Another launcher is another start of the job: all known generations are older."""
-    assert node_dir.read_min_generation(tmp_path, "7 1.5", 3) == (3, False)
-    node_dir.record_job_start(tmp_path, "7 1.5", 3)
-    assert node_dir.read_min_generation(tmp_path, "7 1.5", 5) == (3, True)
-    assert node_dir.read_min_generation(tmp_path, "8 9.5", 5) == (5, False)
+def test_earlier_run_is_moved_aside_once_per_launcher(tmp_path: Path) -> None:
+    """Generation and identity stay. Nodes share an old run's directory; each takes the first free number."""
+    for name in ("a", "b"):
+        with NodeDir.claim(tmp_path, RUN, name) as node:
+            node.persist_generation(3)
+            identity = node.read_identity()
+            for launcher, step in (("7 1.5", 1), ("7 1.5", 2), ("8 9.5", 3)):
+                save_checkpoint(node.path, 3, step)
+                (node.path / constants.EVENTS_FILE).write_text("x")
+                node.move_earlier_run_aside(launcher)
+            assert (node.read_generation(), node.read_identity()) == (3, identity)
+            assert not (node.path / constants.EVENTS_FILE).exists()
+        moved = [scan_run(tmp_path / f"{RUN}.old-{n}", RUN)[name] for n in (1, 2)]
+        assert [[entry.step for entry in entries] for entries in moved] == [[1], [3, 2]]
+        assert [entry.error for entries in moved for entry in entries] == [None] * 3
+    node.move_earlier_run_aside()  # an agent, without a record
+    assert not (node.path / MOVED_ASIDE_FILE).exists()
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "\0\0\0", "[]", "7", "[" * 4000, '{"floor": 1}', '{"launcher_id": "7", "floor": "1"}', "\xff"],
-)
-def test_damaged_job_start_record_is_deterministic_error(tmp_path: Path, text: str) -> None:
-    """A guess could ignore what this job saved, or resume from what it must ignore."""
-    (tmp_path / JOB_START_FILE).write_bytes(text.encode("latin-1"))
-    with pytest.raises(NodeFileError, match=r"job-start.json: is damaged.*Remove the file") as caught:
-        node_dir.read_min_generation(tmp_path, "7", 3)
+@pytest.mark.parametrize("text", ["", "[]", "[" * 4000, "{}", '{"launcher_id": 7}', "\xff"])
+def test_damaged_moved_aside_record_is_deterministic_error(tmp_path: Path, text: str) -> None:
+    """A guess could move away what this start has saved."""
+    (tmp_path / MOVED_ASIDE_FILE).write_bytes(text.encode("latin-1"))
+    with pytest.raises(NodeFileError, match=r"moved-aside.json: is damaged.*Remove the file") as caught:
+        NodeDir(tmp_path).move_earlier_run_aside("7")
     assert caught.value.is_deterministic
 
 
-def test_unreadable_job_start_record_is_machine_error(tmp_path: Path) -> None:
-    """It is not taken for a missing record."""
-    (tmp_path / JOB_START_FILE).mkdir()
-    with pytest.raises(MachineError, match=r"cannot read .*job-start.json"):
-        node_dir.read_min_generation(tmp_path, "7", 3)
+def test_failing_move_is_an_error_that_names_the_directory(tmp_path: Path) -> None:
+    """The node's directory may be a file system of its own."""
+
+    class OtherDevice(Disk):
+        def rename(self, source: Path, target: Path) -> None:
+            raise MachineError(f"cannot rename {source} to {target}: Invalid cross-device link.")
+
+    (tmp_path / RUN / "a").mkdir(parents=True)
+    node = NodeDir(tmp_path / RUN / "a", OtherDevice())
+    save_checkpoint(node.path, 1, 1)
+    with pytest.raises(MachineError, match=r"--resume never could not.*cross-device.*Or move .*/a elsewhere"):
+        node.move_earlier_run_aside()
 
 
 def test_committed_generation_survives_its_checkpoints(tmp_path: Path) -> None:

@@ -443,9 +443,6 @@ def test_world_change_without_data_has_no_factor() -> None:
 # ---- wrong use ---------------------------------------------------------------------------------------
 
 
-SIZING = {"global_batch": 5, "multiple": 1, "of_world": 0, "epoch": 0, "first_step": 0, "first_sample": 0}
-
-
 class StatefulLoader(DataLoader[int]):
     """A loader like torchdata's."""
 
@@ -513,25 +510,6 @@ def test_any_loader_with_our_samplers_is_accepted(kind: Any) -> None:
     single = find_batches(kind(NumberDataset(4), batch_size=None, sampler=ElasticSampler(NumberDataset(4))))
     assert single is not None
     assert single.global_batch == 1
-
-
-@pytest.mark.parametrize(
-    "cut",
-    [
-        {},
-        [1],
-        {**SIZING, "global_batch": 0},
-        {**SIZING, "first_step": 1, "first_sample": 11},
-        {**SIZING, "of_world": "x"},
-        {**SIZING, "first_step": -1},
-    ],
-)
-def test_load_refuses_impossible_sizing(cut: Any) -> None:
-    """The batches stay unchanged."""
-    batches = GlobalBatches(10, 4)
-    with pytest.raises(MismatchError, match="data/cut"):
-        batches.load_state_dict({**batches.state_dict(), "cut": cut})
-    assert "cut" not in batches.state_dict()
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")

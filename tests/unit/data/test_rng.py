@@ -321,18 +321,6 @@ def test_resumed_script_draws_same_numbers(
         job.run.close()
 
 
-def test_old_checkpoint_with_generator_states_loads_its_seed() -> None:
-    """Earlier versions could store them."""
-    numbers = rng.RandomNumbers("off", 4)
-    numbers.load_state_dict({"seed": 3, "generators": {}})
-    before = host_state()
-    numbers.start_at(0)
-    numbers.after_step(1)
-    numbers.before_batch(1, first=True)
-    assert host_state() == before
-    assert numbers.state_dict() == {"seed": 3}
-
-
 def test_epoch_starts_with_same_numbers_without_tracked_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,29 +88,6 @@ def test_must_without_saved_state_raises() -> None:
         choose_resume_plan([node("a", 0)], "must")
 
 
-def test_never_ignores_states_from_before_this_start() -> None:
-    """At the start of the job every known generation is older."""
-    plan = choose_resume_plan([node("a", 0, (3, 50), min_generation=3), node("b", 1)], "never")
-    assert (plan.kind, plan.generation) == ("cold", 4)
-
-
-def test_never_keeps_states_of_this_start() -> None:
-    """After a failure in generation 4 of a job started with never, its own checkpoint counts."""
-    survivor = node("a", 0, (3, 50), (4, 10), min_generation=3, has_joined_world=True)
-    returned = node("b", 1, (3, 50), generation=4, min_generation=4)
-    plan = choose_resume_plan([survivor, returned], "never")
-    assert (plan.kind, plan.source_generation, plan.step) == ("checkpoint", 4, 10)
-
-
-def test_never_raises_for_unreadable_state_of_this_start() -> None:
-    """The only copy of this start turns out corrupt: an error, as under auto."""
-    bad = RejectedState("a", "g000004-s0000000010", "digest", (4, 10))
-    with pytest.raises(NoValidCheckpointError, match="none can be loaded"):
-        choose_resume_plan(
-            [node("a", 0, (3, 50), min_generation=3, has_joined_world=True, rejected=(bad,))], "never"
-        )
-
-
 def test_recomputed_steps_count_from_chosen_state() -> None:
     """The node with the newest step counts."""
     plan = choose_resume_plan(
@@ -158,7 +135,7 @@ def test_rejecting_every_state_raises_instead_of_cold_start(
         return
     for _ in range(sum(len(copies) for copies in held)):
         plan = choose_resume_plan(inventories, "auto")
-        assert plan.kind == "checkpoint"
+        assert plan.kind == "resumed"
         victim, copy = plan.holders[0]
         inventories = [
             reject_saved_state(item, copy, "x", "bad") if item.node == victim else item
@@ -199,36 +176,14 @@ def test_unloadable_state_is_listed_and_older_one_chosen(kind: str) -> None:
     assert (plan.step, plan.rejected) == (5, (bad,))
 
 
-@pytest.mark.parametrize("kind", ["newer", "corrupt", "foreign", "unreadable"])
-def test_never_starts_after_every_known_generation(kind: str) -> None:
-    """Names of saved states give generations that no node knows any more."""
+@pytest.mark.parametrize("kind", ["corrupt", "foreign", "unreadable"])
+def test_plan_starts_after_every_known_generation(kind: str) -> None:
+    """Names of rejected states give generations that no node knows any more; those of another run do not."""
     lost = Inventory(
-        "a", 0, (SavedState("b", 6, 1, 0),), rejected=(refused("a", (7, 9), kind),), committed_generation=7
+        "a", 0, (SavedState("b", 6, 1, 0),), rejected=(refused("a", (7, 9), kind),), committed_generation=6
     )
-    plan = choose_resume_plan([lost, node("b", 1)], "never")
-    assert (plan.kind, plan.generation, plan.min_generation) == ("cold", 8, 7)
-
-
-def test_min_generation_of_plan_survives_new_nodes() -> None:
-    """The floor of the plan is what every node notes: a new, empty node does not lower it."""
-    start = choose_resume_plan([node("a", 0, (3, 50)), node("b", 1)], "never")
-    assert start.min_generation == 3
-    again = [
-        node("a", 0, (3, 50), generation=4, min_generation=start.min_generation, has_joined_world=True),
-        node("b", 1, generation=4, min_generation=start.min_generation, has_joined_world=True),
-    ]
-    assert choose_resume_plan(again, "never").kind == "cold"
-    assert choose_resume_plan([node("a", 0, (3, 50))], "auto").min_generation == -1
-
-
-def test_never_ignores_states_of_other_jobs() -> None:
-    """It has nothing to do with this lineage; under auto it is an error to find nothing else."""
-    foreign = (refused("a", (9, 9), "foreign"),)
-    stray = node("a", 0, generation=4, min_generation=3, has_joined_world=True, rejected=foreign)
-    plan = choose_resume_plan([stray], "never")
-    assert (plan.kind, plan.generation) == ("cold", 5)
-    with pytest.raises(NoValidCheckpointError, match="none can be loaded"):
-        choose_resume_plan([stray], "auto")
+    plan = choose_resume_plan([lost, node("b", 1)], "auto")
+    assert plan.generation == (7 if kind == "foreign" else 8)
 
 
 def test_missing_committed_checkpoints_raise() -> None:
@@ -237,7 +192,6 @@ def test_missing_committed_checkpoints_raise() -> None:
     with pytest.raises(NoValidCheckpointError, match=r"a: had checkpoints of this job.*--resume never"):
         choose_resume_plan([node("b", 1), had], "auto")
     assert choose_resume_plan([had, node("b", 1, (3, 7))], "auto").version == (3, 7)
-    assert choose_resume_plan([had], "never").kind == "cold"
 
 
 def test_unreadable_state_raises_error_that_is_not_deterministic() -> None:
@@ -262,12 +216,11 @@ KINDS = st.sampled_from(["newer", "foreign", "unreadable", "torn", "corrupt", "a
         max_size=4,
     ),
     st.sampled_from(["auto", "must", "never"]),
-    st.integers(-1, 6),  # a floor that somebody noted, or nobody
 )
 def test_newer_format_never_leads_to_older_state(
-    world: list[tuple[list[tuple[int, int]], list[tuple[tuple[int, int], str]], int]], mode: str, noted: int
+    world: list[tuple[list[tuple[int, int]], list[tuple[tuple[int, int], str]], int]], mode: str
 ) -> None:
-    """This holds for any states unless the user ignored them on purpose."""
+    """This holds for any states: with `never` they are all of this start."""
     inventories = [
         node(
             f"n{i}",
@@ -275,8 +228,6 @@ def test_newer_format_never_leads_to_older_state(
             *copies,
             generation=known,
             rejected=tuple(refused(f"n{i}", order, kind) for order, kind in bad),
-            min_generation=max(noted, 0),
-            has_joined_world=noted >= 0 and i == 0,
         )
         for i, (copies, bad, known) in enumerate(world)
     ]
@@ -285,9 +236,8 @@ def test_newer_format_never_leads_to_older_state(
     except NoValidCheckpointError:
         return
     newer = [order for _, bad, _ in world for order, kind in bad if kind == "newer"]
-    assert all(order[0] <= plan.min_generation or order < plan.version for order in newer)
-    assert plan.min_generation == -1 or mode not in {"auto", "must"}
-    assert plan.generation > max(plan.min_generation, plan.source_generation)
+    assert all(order < plan.version for order in newer)
+    assert plan.generation > plan.source_generation
 
 
 # ---- tiers, and who sends to whom ------------------------------------------------------------------------

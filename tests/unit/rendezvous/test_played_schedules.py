@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elastic_resume.policy.reasons import Departure
+from elastic_resume.policy.reasons import Loss, NodeLost, Signalled
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.node import RendezvousNode
 from elastic_resume.rendezvous.core.state import NodeState
@@ -141,11 +141,11 @@ CANDIDATE_A = Incarnation("a", "disk of a", 1, "a", 0)
 def test_candidate_that_leaves_drops_its_own_call() -> None:
     """The node that it calls introduces itself on that call."""
     node, conn_id = start_candidate()
-    node.handle(interface.Leave(Departure("drained")), 0.03)
+    node.handle(interface.Leave(Signalled("SIGTERM")), 0.03)
     receive(node, conn_id, replace(node.state.make_hello(), sender=CANDIDATE_A))
     for now in (0.5, 1.2, 1.5, 2.0, 2.5):
         node.handle(interface.Tick(), now)
-    assert node.end_reason == "left: drained"
+    assert node.end_reason == NodeLost(node.state.incarnation.node, Loss.LEFT, Signalled("SIGTERM"))
 
 
 def test_restarted_leader_that_called_twice_is_followed_again() -> None:

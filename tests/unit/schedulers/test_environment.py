@@ -74,7 +74,7 @@ def test_slurm_context_describes_nodes_of_step() -> None:
     assert (here.node_order, here.max_nodes, here.workers_per_node, here.restarts) == (1, 4, 8, 2)
     assert here.peers == ("gpu07", "gpu08", "gpu09", "gpu11")
     assert here.candidates == ("gpu07:24567", "gpu08:24567", "gpu09:24567")
-    assert (here.launch_id, here.requeue_id, here.deadline) == ("slurm 1234567 2", "1234567", 1900000000)
+    assert (here.launch_id, here.slurm_job, here.deadline) == ("slurm 1234567 2", "1234567", 1900000000)
     assert here.problems == ()
     assert here.sources["nodes"] == "SLURM_STEP_NUM_NODES"
     assert environment.read_context({**STEP, "SLURM_RESTART_COUNT": ""}).job == here.job
@@ -86,9 +86,9 @@ def test_slurm_context_describes_nodes_of_step() -> None:
 
 
 def test_slurm_array_element_is_job_of_its_own() -> None:
-    """Its job id may be the whole array's; a requeue of that would requeue all elements."""
+    """Its job id may be the whole array's."""
     here = environment.read_context(ELEMENT)
-    assert (here.job, here.requeue_id, here.max_nodes, here.candidates) == (
+    assert (here.job, here.slurm_job, here.max_nodes, here.candidates) == (
         "slurm-77_1",
         "77_1",
         1,

@@ -1,4 +1,4 @@
-"""Answers of Slurm's commands as recorded from 22.05, requeue requests, and node lists."""
+"""Answers of Slurm's commands as recorded from 22.05, and node lists."""
 
 from __future__ import annotations
 
@@ -14,86 +14,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_resume.errors import ConfigError
-from elastic_resume.policy.requeue import TerminationReason
 from elastic_resume.schedulers import slurm
-from elastic_resume.schedulers.slurm import (
-    MAX_NAMES,
-    REQUEUE_TIMEOUT_S,
-    CommandResult,
-    RequeueResult,
-    expand_node_list,
-)
-from tests.support.slurm_answers import JOB_RECORDS, format_job_record, write_command
-
-RUNS = CommandResult(0, format_job_record("RUNNING None Unknown None"))
+from elastic_resume.schedulers.slurm import MAX_NAMES, CommandResult, expand_node_list
+from tests.support.processes import write_command
 
 
-class Commands:
-    """Scripted answers, on a clock that each command advances."""
+class Squeue:
+    """A command runner that gives one answer and keeps what it was asked."""
 
-    def __init__(self, *answers: CommandResult, takes_s: float = 0.0) -> None:
-        self.answers = list(answers)
+    def __init__(self, answer: CommandResult) -> None:
+        self.answer = answer
         self.asked: list[list[str]] = []
-        self.now = 0.0
-        self._takes_s = takes_s
 
-    def run(self, words: Sequence[str], timeout_s: float) -> CommandResult:
-        """Return the next answer; repeat the last."""
+    def __call__(self, words: Sequence[str], _timeout_s: float) -> CommandResult:
+        """Return the answer."""
         self.asked.append(list(words))
-        self.now += min(self._takes_s, timeout_s)
-        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-
-    def run_live(self, words: Sequence[str], timeout_s: float) -> CommandResult:
-        """Return the next answer, for a job that runs."""
-        if words[1] == "show":
-            return RUNS
-        return self.run(words, timeout_s)
-
-    def requeue(self, job: str) -> RequeueResult:
-        """Request a requeue on this clock."""
-        return slurm.request_requeue(job, self.run_live, clock=lambda: self.now, sleep=self.sleep)
-
-    def sleep(self, seconds: float) -> None:
-        """Advance the clock."""
-        self.now += seconds
-
-
-@pytest.mark.parametrize("done", JOB_RECORDS)
-def test_termination_reason_is_read_from_job_record(done: str) -> None:
-    """A preempted job differs from a cancelled job."""
-    fields, expected = JOB_RECORDS[done]
-    commands = Commands(CommandResult(0, format_job_record(fields)))
-    assert slurm.query_termination_reason("2", commands.run) is expected
-    assert commands.asked == [["scontrol", "show", "job", "2", "-o"]]
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        CommandResult(1, "slurm_load_jobs error: Invalid job id specified"),
-        CommandResult(None, "no answer"),
-        CommandResult(0, ""),
-        CommandResult(0, "JobState"),
-        CommandResult(1, format_job_record("RUNNING None Unknown 2026-11-21T23:23:25")),
-    ],
-)
-def test_termination_reason_without_answer_is_unknown(answer: CommandResult) -> None:
-    """A controller that is away is queried again."""
-    commands = Commands(answer)
-    assert (
-        slurm.query_termination_reason("2", commands.run, sleep=commands.sleep) is TerminationReason.UNKNOWN
-    )
-    away = answer.exit_code != 0 and "Invalid job id" not in answer.output
-    assert len(commands.asked) == (3 if away else 1)
-
-
-def test_termination_reason_is_queried_again_while_controller_is_away() -> None:
-    """The controller may be restarting."""
-    shows = CommandResult(0, format_job_record(JOB_RECORDS["preempted with a grace"][0]))
-    commands = Commands(CommandResult(1, "Unable to contact slurm controller (connect failure)"), shows)
-    assert (
-        slurm.query_termination_reason("2", commands.run, sleep=commands.sleep) is TerminationReason.PREEMPTED
-    )
+        return self.answer
 
 
 @pytest.mark.parametrize(
@@ -113,89 +49,20 @@ def test_termination_reason_is_queried_again_while_controller_is_away() -> None:
 )
 def test_end_time_is_read_from_squeue(text: str, expected: float | None) -> None:
     """No limit differs from no answer; neither is a deadline."""
-    commands = Commands(CommandResult(0, text))
-    assert slurm.query_end_time("7_1", commands.run) == expected
-    assert commands.asked == [["squeue", "-h", "-j", "7_1", "-o", "%e|%l"]]
+    squeue = Squeue(CommandResult(0, text))
+    assert slurm.query_end_time("7_1", squeue) == expected
+    assert squeue.asked == [["squeue", "-h", "-j", "7_1", "-o", "%e|%l"]]
     finite = expected if expected is not None and math.isfinite(expected) else None
-    assert slurm.find_deadline("7_1", commands.run, {}) == finite
+    assert slurm.find_deadline("7_1", squeue, {}) == finite
 
 
 def test_deadline_uses_variable_if_squeue_does_not_answer() -> None:
     """The limit may change while the job runs, so squeue is newer."""
     environ = {"SLURM_JOB_END_TIME": "1795304000"}
-    away = Commands(CommandResult(None, "away"))
-    assert slurm.find_deadline("7", away.run, environ) == 1795304000.0
-    assert slurm.find_deadline("7", Commands(CommandResult(0, "NONE|UNLIMITED")).run, environ) is None
-    assert slurm.find_deadline("7", away.run, {"SLURM_JOB_END_TIME": "soon"}) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "done"),
-    [
-        ("Job is pending execution for job 5", True),  # another node was faster
-        ("Requested operation is presently disabled for job 5", False),  # sbatch --no-requeue
-        ("Only batch jobs are accepted or processed for job 6", False),  # srun or salloc without a script
-        ("Invalid job id specified for job 999", False),
-        ("Access/permission denied for job 5", False),
-    ],
-)
-def test_requeue_that_is_refused_is_requested_once(text: str, done: bool) -> None:
-    """The texts are Slurm's."""
-    commands = Commands(CommandResult(1, text))
-    assert commands.requeue("5") == RequeueResult(done, text, 1)
-    assert commands.asked == [["scontrol", "requeue", "5"]]
-
-
-def test_requeue_is_requested_again_while_controller_is_away() -> None:
-    """It may fail over, or restart."""
-    away = CommandResult(1, "Unexpected message received for job 10")
-    commands = Commands(away, CommandResult(None, "no answer"), away, CommandResult(0, ""), takes_s=4.0)
-    assert commands.requeue("10_3") == RequeueResult(True, "", 4)
-    assert commands.asked[-1] == ["scontrol", "requeue", "10_3"]
-
-
-@pytest.mark.parametrize("takes_s", [0.0, 4.0, 9.0, 100.0])
-def test_requeue_gives_up_after_timeout(takes_s: float) -> None:
-    """Slurm kills the processes of an ending job after KillWait."""
-    commands = Commands(
-        CommandResult(1, "Unable to contact slurm controller (connect failure)"), takes_s=takes_s
-    )
-    ended = commands.requeue("10")
-    assert not ended.succeeded
-    assert ended.attempts > 1
-    assert commands.now <= REQUEUE_TIMEOUT_S
-
-
-@pytest.mark.parametrize("done", JOB_RECORDS)
-def test_requeue_queries_job_before_each_request(done: str) -> None:
-    """A user may have cancelled the job; a requeue would undo that."""
-    fields, word = JOB_RECORDS[done]
-    record = CommandResult(0, format_job_record(fields))
-    ended = Commands(record, CommandResult(0, ""))
-    asked = slurm.request_requeue("5", ended.run, clock=lambda: ended.now, sleep=ended.sleep)
-    assert (asked.succeeded, asked.job_is_ending) == (
-        word is not TerminationReason.JOB_ENDING,
-        word is TerminationReason.JOB_ENDING,
-    )
-    again = Commands(
-        RUNS, CommandResult(1, "Unexpected message received for job 5"), record, CommandResult(0, "")
-    )
-    asked = slurm.request_requeue("5", again.run, clock=lambda: again.now, sleep=again.sleep)
-    assert (asked.succeeded, asked.attempts) == (word is not TerminationReason.JOB_ENDING, 2)
-    assert [words[1] for words in again.asked].count("requeue") == (
-        1 if word is TerminationReason.JOB_ENDING else 2
-    )
-
-
-def test_requeue_of_unknown_job_is_not_requested() -> None:
-    """The job may be about to be cancelled; it is queried until the timeout."""
-    mute = Commands(
-        CommandResult(1, "Unable to contact slurm controller (connect failure)"), CommandResult(0, "?")
-    )
-    asked = slurm.request_requeue("5", mute.run, clock=lambda: mute.now, sleep=mute.sleep)
-    assert not asked.succeeded
-    assert asked.attempts > 10
-    assert {words[1] for words in mute.asked} == {"show"}
+    away = Squeue(CommandResult(None, "away"))
+    assert slurm.find_deadline("7", away, environ) == 1795304000.0
+    assert slurm.find_deadline("7", Squeue(CommandResult(0, "NONE|UNLIMITED")), environ) is None
+    assert slurm.find_deadline("7", away, {"SLURM_JOB_END_TIME": "soon"}) is None
 
 
 def test_command_has_time_limit_and_bounded_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +79,6 @@ def test_command_has_time_limit_and_bounded_output(tmp_path: Path, monkeypatch: 
     assert slurm.run_slurm_command(["hangs"], 0.1).exit_code is None
     gone = slurm.run_slurm_command(["no-such-command"], 1)
     assert gone == CommandResult(None, "no-such-command cannot be run: No such file or directory")
-    assert slurm.request_requeue("5", lambda *_: gone) == RequeueResult(False, gone.output, 1)
 
 
 # ---- node lists ----------------------------------------------------------------------------------------

@@ -126,16 +126,6 @@ def test_requested_snapshot_is_committed_and_no_other(fixture: CommitterFixture)
     assert fixture.kinds() == ["commit"]
 
 
-def test_newest_saved_step_ignores_what_was_set_aside(fixture: CommitterFixture) -> None:
-    """With --resume never, checkpoints of an earlier training are not this run's."""
-    assert fixture.committer.newest_saved_step() is None
-    write_snapshot(fixture.slot(0), 7)
-    assert fixture.committer.commit() is not None
-    assert fixture.committer.newest_saved_step() == 7
-    fixture.committer.start_generation(RetentionPolicy(min_generation=1))
-    assert fixture.committer.newest_saved_step() is None
-
-
 def test_start_reserves_slots_of_newest_checkpoints_size(fixture: CommitterFixture) -> None:
     """The committer of a node without checkpoints waits for the first request."""
     write_snapshot(fixture.slot(0), 1)
@@ -324,9 +314,9 @@ def test_slot_with_outdated_serial_is_missing(client: SnapshotClient) -> None:
         b'{"operation": "reserve", "bytes": 1e400}\n',
         b'{"operation": "reserve", "bytes": true}\n',
         b'{"operation": "reserve", "bytes": 99999999999999999999999}\n',
-        b'{"operation": "start_generation", "floor": 0, "keep": 0}\n',
-        b'{"operation": "start_generation", "floor": 0, "keep": 2, "trusted": [1]}\n',
-        b'{"operation": "start_generation", "floor": 0, "keep": 2, "trusted": {"a": 1}}\n',
+        b'{"operation": "start_generation", "keep": 0}\n',
+        b'{"operation": "start_generation", "keep": 2, "trusted": [1]}\n',
+        b'{"operation": "start_generation", "keep": 2, "trusted": {"a": 1}}\n',
         b"[" * 50_000 + b"\n",
         b"x" * (MAX_MESSAGE_BYTES + 1) + b"\n",
         b'{"operation": "commit"',

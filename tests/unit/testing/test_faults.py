@@ -34,29 +34,18 @@ NAMESPACES = JobShape(3, 2, "namespaces")
 
 
 @pytest.mark.parametrize(
-    ("text", "fault"),
+    ("fault", "text"),
     [
-        ("worker 1 at step 20", Fault("kill-worker", rank=1, step=20)),
-        ("agent 0 at step 3", Fault("kill-agent", node=0, step=3)),
-        ("node 2 at step 35", Fault("kill-node", node=2, step=35)),
-        ("kill-worker node 2 at step 35", Fault("kill-worker", node=2, step=35)),
-        ("cut 2 at 40s for 6s", Fault("cut", node=2, at_s=40)),
-        ("cut node 2 at 1.5m for 250ms", Fault("cut", node=2, at_s=90, for_s=0.25)),
-        ("kill-agent leader in commit", Fault("kill-agent", role="leader", phase="in commit")),
-        (
-            "exit local-leader in copy from step 7",
-            Fault("exit", role="local-leader", phase="in copy", step=7),
-        ),
-        (
-            "kill-agent random in commit.before-rename from 3s",
-            Fault("kill-agent", phase="commit.before-rename", at_s=3),
-        ),
+        (Fault("kill-worker", rank=1, step=20), "kill-worker rank 1 at step 20"),
+        (Fault("cut", node=2, at_s=90, for_s=0.25), "cut node 2 at 90s for 0.25s"),
+        (Fault("kill-agent", role="leader", phase="in commit"), "kill-agent leader in commit"),
+        (Fault("exit", phase="in copy", step=7), "exit random in copy from step 7"),
+        (Fault("partition", groups=((0,), (1, 2)), step=4), "partition n0 | n1 n2 at step 4"),
     ],
 )
-def test_fault_parse_reads_line_and_its_own_text(text: str, fault: Fault) -> None:
-    """Defaults are filled in."""
-    assert Fault.parse(text) == fault
-    assert Fault.parse(str(fault)) == fault
+def test_fault_is_described_in_one_line(fault: Fault, text: str) -> None:
+    """Defaults are left out."""
+    assert str(fault) == text
 
 
 def test_parse_plan_reads_all_settings() -> None:
@@ -67,36 +56,31 @@ faults:
   - {what: slow-link, node: 1, at: 1m, for: 2.5s, rate: 64kB/s}
   - {what: out-of-memory, rank: 0, step: 9, limit: 300MB}
   - {what: kill-agent, role: leader, at: 2s, back-after: 90m}
-  - {what: kill-node, node: 2, step: 4, back_after: 250ms, repeat: true}
+  - {what: kill-node, node: 2, step: 4, back_after: 250ms}
   - what: partition
     groups: [[0], [1, 2]]
     step: 12
-every: {mtbf: 15s, kinds: [cut, kill-node], until: 10m, count: 40}
+every: {mtbf: 15s, kinds: [cut, kill-node], count: 40}
 """)
     slow, memory, agent, node, parts = plan.faults
     assert (slow.bytes_per_s, slow.for_s, slow.at_s) == (64_000, 2.5, 60)
     assert (memory.limit_bytes, agent.back_after_s, agent.role) == (300_000_000, 5400, "leader")
-    assert (node.back_after_s, node.repeat) == (0.25, True)
+    assert node.back_after_s == 0.25
     assert (parts.groups, parts.for_s) == (((0,), (1, 2)), KINDS["partition"].settings["for_s"])
-    assert plan.every == RandomFaults(15, (("cut", 1), ("kill-node", 1)), until_s=600, count=40)
+    assert plan.every == RandomFaults(15, ("cut", "kill-node"), count=40)
 
 
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("faults: [{what: kil-node, step: 3}]", ["plan:1", "fault 1", "kil-node", "Did you mean kill-node"]),
-        ("\nfauls: []", ["plan:2", "fauls", "Did you mean faults"]),
-        (
-            "faults:\n- cut 1 at 3s\n- {what: cut, node: 1, fore: 3s}",
-            ["plan:3", "fault 2", "Did you mean for"],
-        ),
-        ("faults: [{what: cut, node: 1, node: 2, step: 3}]", ["given twice"]),
-        ("faults: [{what: kill-node, back-after: 1s, back_after: 2s, step: 3}]", ["given twice"]),
+        ("faults: [{what: kil-node, step: 3}]", ["plan: fault 1: ", "kil-node", "Did you mean kill-node"]),
+        ("\nfauls: []", ["plan: there is no 'fauls'", "Did you mean faults"]),
+        ("faults: [{what: exit, step: 3}, {what: cut, fore: 3s}]", ["fault 2: ", "Did you mean for"]),
         ("faults: [{node: 1, step: 3}]", ["say what"]),
         ("faults: [{what: cut, node: 1}]", ["say when"]),
         ("faults: [{what: cut, node: 1, at: soon}]", ["at is 'soon'", "30s"]),
         ("faults: [{what: cut, node: 1, at: 20s, step: 3}]", ["not both"]),
-        ("faults: [{what: cut, node: -1, at: 20s}]", ["'-1'", "whole number"]),
+        ("faults: [{what: cut, node: -1, at: 20s}]", ["node is -1", "whole number"]),
         ("faults: [{what: cut, node: [1], at: 20s}]", ["must be one value"]),
         ("faults: [{what: cut, rank: 1, at: 20s}]", ["hits a node"]),
         ("faults: [{what: cut, role: boss, at: 20s}]", ["no role 'boss'", "leader"]),
@@ -107,29 +91,30 @@ every: {mtbf: 15s, kinds: [cut, kill-node], until: 10m, count: 40}
         ("faults: [{what: raise, error: FooError, step: 2}]", ["error is 'FooError'", "as ValueError"]),
         ("faults: [{what: raise, error: KeyboardInterrupt, step: 2}]", ["error is", "as ValueError"]),
         ("faults: [{what: raise, error: UnicodeDecodeError, step: 2}]", ["error is", "as ValueError"]),
-        ("faults: [kill-worker leader at step 2]", ["the leader is an agent", "give a rank"]),
+        ("faults: [{what: kill-worker, role: leader, step: 2}]", ["the leader is an agent", "give a rank"]),
         ("faults: [{what: cut, for: 0s, step: 2}]", ["for is 0", "above 0"]),
         ("faults: [{what: packet-loss, percent: 101, step: 2}]", ["percent is 101"]),
-        ("faults: [{what: corrupt-message, from: friend, step: 2}]", ["peer or unauthenticated"]),
+        ("faults: [{what: packet-loss, percent: few, step: 2}]", ["percent is 'few'"]),
+        ("faults: [{what: slow-rank, phase: in copy}]", ["slow-rank has no phase"]),
         ("faults: [{what: exit, phase: in comit}]", ["no phase 'in comit'", "Did you mean in commit"]),
         ("faults: [{what: exit, phase: in commit}]", ["in a worker", "in the agent"]),
         ("faults: [{what: partition, groups: [[0, 1]], step: 2}]", ["two groups"]),
         ("faults: [{what: partition, groups: [[0], [0, 1]], step: 2}]", ["each node once"]),
-        ("faults: [worker 1 at 20x]", ["at is '20x'"]),
-        ("faults: [kill everybody]", ["cannot read", "WHAT WHOM WHEN"]),
-        ("faults: worker 1 at step 3", ["a list"]),
+        ("faults: [{what: partition, groups: 3, step: 2}]", ["lists of nodes"]),
+        ("faults: [{what: partition, groups: [a], step: 2}]", ["each node once"]),
+        ("faults: [kill everybody]", ["NAME: VALUE", "{what: kill-worker, rank: 1, step: 20}"]),
+        ("faults: {what: exit, step: 3}", ["a list"]),
         ("every: {kinds: [cut]}", ["mtbf", "missing"]),
         ("every: {mtbf: 0s}", ["mtbf", "above 0"]),
-        ("every: {mtbf: 1s, kinds: {cut: 0}}", ["weight of cut"]),
-        ("seed: -1", ["seed is '-1'"]),
+        ("every: {mtbf: 1s, kinds: {cut: 1}}", ["every: kinds is a list"]),
+        ("every: {mtbf: 1s, count: many}", ["count is 'many'"]),
+        ("seed: -1", ["seed is -1"]),
         ("seed: [", ["not YAML"]),
         ("- a\n", ["NAME: VALUE"]),
-        ("faults: [&a [*a]]", ["line 1: *a stands for", "write it out"]),
-        ("faults:\n- &a {what: exit, step: 2}\n- *a", ["line 3: *a stands for"]),
     ],
 )
-def test_parse_plan_of_wrong_text_names_place_and_remedy(text: str, parts: list[str]) -> None:
-    """The error names file, line and entry, the reason, and the alternatives."""
+def test_parse_plan_of_wrong_text_names_entry_and_remedy(text: str, parts: list[str]) -> None:
+    """The error names file and entry, the reason, and the alternatives."""
     with pytest.raises(ConfigError) as caught:
         faults.parse_plan(text)
     assert all(part in str(caught.value) for part in parts), caught.value
@@ -148,9 +133,9 @@ def test_read_plan_of_unreadable_file_names_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plan", "parts"),
     [
-        (FaultPlan.from_faults("node 3 at step 1"), ["fault 1", "no node 3", "0 to 2"]),
+        (FaultPlan((Fault("kill-node", node=3, step=1),)), ["fault 1", "no node 3", "0 to 2"]),
         (
-            FaultPlan.from_faults("worker 0 at step 1", "worker 6 at step 1"),
+            FaultPlan((Fault("exit", rank=0, step=1), Fault("exit", rank=6, step=1))),
             ["fault 2", "no rank 6", "0 to 5"],
         ),
         (
@@ -158,11 +143,11 @@ def test_read_plan_of_unreadable_file_names_it(tmp_path: Path) -> None:
             ["fault 1", "each node once", "0 to 2"],
         ),
         (
-            FaultPlan.from_faults("cut 1 at 3s"),
+            FaultPlan((Fault("cut", node=1, at_s=3),)),
             ["fault 1", "a network and a disk of their own", "--hosts namespaces"],
         ),
         (
-            FaultPlan(every=RandomFaults(5, (("disk-full", 1),), count=1)),
+            FaultPlan(every=RandomFaults(5, ("disk-full",), count=1)),
             ["every: disk-full", "a disk of their own"],
         ),
     ],
@@ -199,15 +184,15 @@ def test_default_weights_exclude_impossible_and_fatal_kinds() -> None:
     assert not never & set(default_weights(NAMESPACES))
 
 
-def test_random_faults_follow_weights_mean_gap_and_bounds() -> None:
+def test_random_faults_follow_kinds_mean_gap_and_bounds() -> None:
     """A written fault after the end is kept."""
-    every = RandomFaults(10, (("kill-node", 3), ("raise", 1)), from_s=5)
+    every = RandomFaults(10, ("kill-node", "raise"))
     drawn = FaultPlan(every=every, seed=1).schedule(JobShape(4), until_s=20_000)
     assert 1800 < len(drawn) < 2200
-    assert 0.7 < sum(fault.what == "kill-node" for fault in drawn) / len(drawn) < 0.8
+    assert 0.45 < sum(fault.what == "kill-node" for fault in drawn) / len(drawn) < 0.55
     times = [fault.at_s or 0 for fault in drawn]
     assert times == sorted(times)
-    assert times[0] >= 6  # `from`, and the least gap
+    assert times[0] >= 1  # the least gap
     assert times[-1] <= 20_000
     assert {fault.node for fault in drawn if fault.what == "kill-node"} == {0, 1, 2, 3}
     assert {fault.rank for fault in drawn if fault.what == "raise"} == {0, 1, 2, 3}
@@ -228,19 +213,13 @@ def any_fault() -> st.SearchStrategy[Fault]:
     def of(what: str) -> st.SearchStrategy[Fault]:
         hits = KINDS[what].target
         wheres: dict[str, st.SearchStrategy[dict[str, Any]]] = {
-            WORKER: st.sampled_from(
-                [{}, {"rank": 5}, {"node": 1}, {"role": "local-leader"}, {"role": "rank-0"}]
-            ),
+            WORKER: st.sampled_from([{}, {"rank": 5}, {"node": 1}, {"role": "rank-0"}]),
             NODES: st.sampled_from([{}, {"groups": ((0,), (1, 2))}, {"groups": ((2, 0), (1,))}]),
         }
         where = wheres.get(hits, st.sampled_from([{}, {"node": 2}, {"role": "leader"}, {"role": "all"}]))
         ends = st.one_of(st.none(), times) if "for_s" in KINDS[what].settings else st.none()
         return st.builds(
-            lambda where, when, for_s, repeat: Fault(what, **where, **when, for_s=for_s, repeat=repeat),
-            where,
-            whens,
-            ends,
-            st.booleans(),
+            lambda where, when, for_s: Fault(what, **where, **when, for_s=for_s), where, whens, ends
         )
 
     return st.sampled_from(sorted(KINDS)).flatmap(of)
@@ -249,7 +228,7 @@ def any_fault() -> st.SearchStrategy[Fault]:
 @given(st.lists(any_fault(), max_size=6), st.integers(0, 2**63 - 1), st.booleans())
 def test_plan_survives_yaml_and_seed_fixes_schedule(listed: list[Fault], seed: int, with_drawn: bool) -> None:
     """YAML and back is the same plan; the same seed gives the same schedule without open targets."""
-    plan = FaultPlan(tuple(listed), RandomFaults(3.5, (("cut", 2.0),), count=5) if with_drawn else None, seed)
+    plan = FaultPlan(tuple(listed), RandomFaults(3.5, ("cut",), count=5) if with_drawn else None, seed)
     assert faults.parse_plan(faults.format_plan(plan)) == plan
     plan.validate(NAMESPACES)
     schedule = plan.schedule(NAMESPACES)

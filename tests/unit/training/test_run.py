@@ -580,6 +580,15 @@ def test_resume_error_names_wrong_argument(begin: Begin, wrong: dict[str, Any], 
         begin(**wrong)
 
 
+def test_resume_never_is_refused_under_agent_that_kept_earlier_run(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the agent can move the run aside: its event log and its slots are open."""
+    monkeypatch.setenv(constants.ENV_AGENT_PID, "1")
+    with pytest.raises(ConfigError, match="Give `--resume never` to the command"):
+        begin(resume="never")
+
+
 class Counter:
     """An object of the script with a state."""
 

@@ -278,7 +278,7 @@ def test_messages_of_the_largest_job_fit_the_limits() -> None:
     ballot = Ballot(9, members[0].disk_id, 1)
     proposal = Proposal(ballot, View(8, members[1:], members[1]))
     taken = frozenset(member.disk_id for member in members[: MAX_NODES // 2])
-    failure = Failure("crash", names[0], 0, "x" * 4000)
+    failure = Failure("crash", names[0], 0, message="x" * 4000)
     messages: list[Message] = [
         Hello(members[0], view, ballot, 8, has_followed_another=False),
         Vote(7, ballot, proposal, taken),

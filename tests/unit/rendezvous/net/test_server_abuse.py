@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_resume.policy.reasons import Departure, LeaderReason, NameTaken, SettingDiffers, Wait
+from elastic_resume.policy.reasons import NameTaken, SettingDiffers, Signalled, ViewEnd, Wait
+from elastic_resume.policy.restart import GaveUp, NoProgress
 from elastic_resume.rendezvous.core.messages import (
     Decided,
     EndView,
@@ -79,7 +80,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SocketNod
         one.worlds.get(timeout=30)
     yield built
     nodes.stop()
-    lines = [entry.text for one in built for entry in one.logs]
+    lines = [repr(entry) for one in built for entry in one.logs]
     assert not [text for text in lines if TOKEN.decode() in text], "the token is in a log"
 
 
@@ -347,6 +348,9 @@ def test_queue_for_a_peer_that_never_reads_is_bounded(node: SocketNode) -> None:
     sender.join()
 
 
+FAILURE = GaveUp("unauthenticated", NoProgress(None, 1, 0))
+
+
 def all_messages() -> list[Message]:
     """Return a message of every type, from a peer that is neither leader nor member."""
     impostor = Incarnation("unauthenticated", "x", 1, "127.0.0.1:1")
@@ -365,12 +369,12 @@ def all_messages() -> list[Message]:
         ProposalAck(1, ballot, is_accepted=True),
         StartView(10**6, "127.0.0.1:1", (1,)),
         Decided(world),
-        EndView(1, LeaderReason.PAUSED),
+        EndView(1, ViewEnd.PAUSED),
         Waiting(Wait.LINK_BROKEN),
-        FailJob("says a peer"),
+        FailJob(FAILURE),
         NodeFinished(1),
-        JobEnd(10**6, "says a peer"),
-        LeaveNotice(Departure("says a peer"), is_final=True),
+        JobEnd(10**6, FAILURE),
+        LeaveNotice(Signalled("SIGTERM"), is_final=True),
         LeaderAnnouncement(impostor, 0, 0, 0, 9),
     ]
 
