@@ -29,7 +29,7 @@ from elastic_resume.rendezvous.client import RendezvousClient
 from elastic_resume.rendezvous.core.world import View
 from elastic_resume.rendezvous.net.status_server import RendezvousStatus
 from elastic_resume.report.agent_status import AgentStatus, KnownIncidents, NodeStatus, encode_reply
-from elastic_resume.report.incident_tracker import IncidentTracker
+from elastic_resume.report.generations import MAX_FAILURE_EVENTS, MAX_GENERATIONS, GenerationTracker
 from elastic_resume.slots import slot_memory
 from elastic_resume.slots.progress_page import read_records
 from elastic_resume.slots.slot_memory import SlotState, decode_snapshot_id
@@ -199,14 +199,14 @@ def file_size(path: Path) -> int:
         return 0
 
 
-def load_past_incidents(path: Path, end_offset: int, max_bytes: int = MAX_HISTORY_BYTES) -> IncidentTracker:
+def load_past_incidents(path: Path, end_offset: int, max_bytes: int = MAX_HISTORY_BYTES) -> GenerationTracker:
     """Return the incidents in a node's event log, so that a new agent counts from the job's beginning.
 
     This agent's own events begin at byte ``end_offset``. It reads the last ``max_bytes`` before that.
     """
-    tracker = IncidentTracker()
+    tracker = GenerationTracker(MAX_GENERATIONS, MAX_FAILURE_EVENTS)
     for event in _read_past_events(path, end_offset, max_bytes):
-        tracker.record(event)
+        tracker.record_event(event)
     return tracker
 
 
@@ -241,7 +241,7 @@ class StatusReporter:
         self._endpoint_file = node_dir / constants.AGENT_ENDPOINT_FILE
         self._sampler = sampler
         self._event_tail = event_tail
-        self._tracker = IncidentTracker()
+        self._tracker = GenerationTracker(MAX_GENERATIONS, MAX_FAILURE_EVENTS)
         self._sample: tuple[float, NodeStatus] | None = None  # (time, status)
         self._last_error = ""
         self._lock = threading.Lock()  # guards the tracker
@@ -312,7 +312,7 @@ class StatusReporter:
         events = self._event_tail.read()
         with self._lock:
             for event in events:
-                self._tracker.record(event)
+                self._tracker.record_event(event)
         for event in events:
             self._sampler.record_event(event)
         self._sample = (time.monotonic(), self._sampler.sample())

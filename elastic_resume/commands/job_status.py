@@ -39,7 +39,7 @@ from elastic_resume.report.formatting import (
     wrap_text,
     write_stdout,
 )
-from elastic_resume.report.incident_tracker import RECOVERY_BUCKETS_S
+from elastic_resume.report.generations import RECOVERY_BUCKETS_S
 from elastic_resume.schedulers import environment
 from elastic_resume.schedulers.environment import SchedulerContext
 from elastic_resume.units import parse_duration

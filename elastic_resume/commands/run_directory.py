@@ -40,10 +40,6 @@ if TYPE_CHECKING:
 EXIT_OK, EXIT_BAD, EXIT_UNREADABLE = constants.EXIT_SUCCESS, constants.EXIT_JOB_ERROR, constants.EXIT_USAGE
 RUN_DIR_HELP = "CKPT_DIR/RUN_ID, directories of its nodes, or a CKPT_DIR with one run (default ./checkpoints)"
 MAX_SHOWN = 20  # limit of differences shown
-RISK_NOTE = (
-    "If any of them is still alive, two worlds train at the same time. Once they can reach each other, the "
-    "one with the lower generation stops, and its steps since then are lost."
-)
 
 
 def register(subparsers: argparse._SubParsersAction[Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from elastic_resume import constants
 from elastic_resume.rendezvous.net.codec import ProtocolError, dump_json, from_json_value, to_json_value
 from elastic_resume.rendezvous.net.status_server import RendezvousStatus, query_agent
-from elastic_resume.report.incident_tracker import Incident
+from elastic_resume.report.generations import Incident
 
 QUERY_TIMEOUT_S = 3.0
 
@@ -49,7 +49,7 @@ class KnownIncidents:
     by_kind: tuple[tuple[str, int], ...] = ()
     recomputed_steps: int = 0
     recovery_counts: tuple[int, ...] = ()
-    """As `report.incident_tracker.IncidentTotals.recovery_buckets`."""
+    """As `report.generations.IncidentTotals.recovery_buckets`."""
     recovery_s: float = 0.0
 
     @property

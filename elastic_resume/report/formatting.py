@@ -93,11 +93,6 @@ def format_seconds(value: float | None) -> str:
     return f"{whole // 86400} days"
 
 
-def strip_path(reason: str) -> str:
-    """Return an error's text without the path at its start; it is shown beside the text."""
-    return re.sub(r"^/\S+: ", "", reason)
-
-
 def format_utc(t: float) -> str:
     """Format Unix seconds as date and time in UTC."""
     try:
@@ -106,7 +101,7 @@ def format_utc(t: float) -> str:
         return f"{t:.0f} s"
 
 
-def format_node_names(names: Sequence[str], width: int = 24) -> str:
+def fold_node_names(names: Sequence[str], width: int = 24) -> str:
     """Format node names in little space: ``n0 n1 n2``, or as Slurm writes many, ``n[0-63]``."""
     plain = " ".join(names)
     if len(plain) <= width:

@@ -15,32 +15,31 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
 
-from elastic_resume.report.event_log import EventTimeline
-from elastic_resume.report.run_history import Generation, GenerationFacts, RunHistory, collect_facts
+from elastic_resume.report.event_log import EventTimeline, ParsedEvent
+from elastic_resume.report.generations import Generation
+from elastic_resume.report.run_history import RunHistory
 
 
 @dataclass(frozen=True)
 class StepTiming:
-    """When the steps of one generation were finished, interpolated between recorded steps.
-
-    ``typical_step_s`` is a step's length in this run, for a generation with too few recorded steps.
-    """
+    """When the steps of one generation were finished, interpolated between recorded steps."""
 
     step_times: tuple[tuple[int, float], ...]
-    typical_step_s: float | None = None
 
     @property
     def step_s(self) -> float | None:
-        """Mean seconds of a step, without the first one, which is longer."""
-        if len(self.step_times) < 3:
-            return self.typical_step_s
-        (first, first_t), (last, last_t) = self.step_times[1], self.step_times[-1]
+        """Mean seconds of a step, without the first one, which is longer, if others are recorded."""
+        if len(self.step_times) < 2:
+            return None
+        (first, first_t), (last, last_t) = (
+            self.step_times[min(1, len(self.step_times) - 2)],
+            self.step_times[-1],
+        )
         return max(0.0, last_t - first_t) / (last - first)
 
     def time_of_step(self, step: int) -> float | None:
@@ -114,77 +113,36 @@ class RecoveryPhases:
 
 def measure_generations(timeline: EventTimeline, history: RunHistory) -> tuple[GenerationTimes, ...]:
     """Measure the moments of each generation of the history, in its order."""
-    rounds: dict[int | None, list[float]] = defaultdict(list)
-    for event in timeline.select("round"):
-        rounds[event.generation].append(event.t)
-    every = collect_facts(timeline)
-    starts = [min([facts.start_t, *rounds[facts.number]]) for facts in every]
-    ends = [*starts[1:], timeline.events[-1].t] if every else []
-    times = [
-        _measure_generation(facts, row, max(rounds[facts.number], default=None), next_start_t)
-        for facts, row, next_start_t in zip(every, history.generations, ends, strict=True)
-    ]
-    typical_step_s = _typical_step_s(times, history.generations)
+    rows = history.generations
+    starts = [min(row.start_t, timeline.by_generation[row.number][0].t) for row in rows]
+    ends = [*starts[1:], timeline.events[-1].t] if rows else []
     return tuple(
-        timing
-        if timing.step_timing.step_s is not None or typical_step_s is None
-        else _estimate_last_step(timing, row, typical_step_s)
-        for timing, row in zip(times, history.generations, strict=True)
-    )
-
-
-def _typical_step_s(generation_times: Sequence[GenerationTimes], rows: Sequence[Generation]) -> float | None:
-    """Return the median seconds of a step in this run; without any measure, an upper bound."""
-    measured = [
-        times.step_timing.step_s for times in generation_times if times.step_timing.step_s is not None
-    ]
-    if measured:
-        return statistics.median(measured)
-    upper_bounds = [
-        (times.detected_t - times.first_step_t) / (row.last_step - row.first_step)
-        for times, row in zip(generation_times, rows, strict=True)
-        if times.detected_t is not None
-        and times.first_step_t is not None
-        and times.detected_t > times.first_step_t
-        if row.last_step is not None and row.first_step is not None and row.last_step > row.first_step
-    ]
-    return min(upper_bounds, default=None)
-
-
-def _estimate_last_step(times: GenerationTimes, row: Generation, typical_step_s: float) -> GenerationTimes:
-    """Return ``times`` with a last step at the run's typical pace."""
-    step_timing = replace(times.step_timing, typical_step_s=typical_step_s)
-    if times.last_step_t is None or row.last_step is None:
-        return replace(times, step_timing=step_timing)
-    end_t = times.end_t if row.end.kind == "finished" or times.detected_t is None else times.detected_t
-    return replace(
-        times,
-        step_timing=step_timing,
-        last_step_t=min(
-            step_timing.time_of_step(row.last_step) or times.last_step_t, max(end_t, times.last_step_t)
-        ),
+        _measure_generation(timeline.by_generation[row.number], row, next_start_t)
+        for row, next_start_t in zip(rows, ends, strict=True)
     )
 
 
 def _measure_generation(
-    facts: GenerationFacts, row: Generation, rendezvous_done_t: float | None, next_start_t: float
+    events: Sequence[ParsedEvent], row: Generation, next_start_t: float
 ) -> GenerationTimes:
     times: dict[str, list[float]] = defaultdict(list)
-    for event in facts.events:
+    for event in events:
         times[event.kind].append(event.t)
-    exits, resume = times["worker-exit"], facts.resume
-    restored_t = max(times["worker-start"], default=resume.t if resume else facts.start_t)
+    resume = next((event for event in reversed(events) if event.kind == "resume"), None)
+    exits, last_event_t = times["worker-exit"], max(event.t for event in events if event.t <= next_start_t)
+    # Workers that never had their state were starting all the time.
+    restored_t = max(times["worker-start"] or times["resume"], default=last_event_t)
+    rendezvous_done_t = max(times["generation-start"], default=None)
     resume_s = resume.get_seconds("seconds") if resume is not None else None
-    step_timing = _step_timing(facts, row, restored_t)
+    step_timing = _step_timing(events, row, restored_t)
     steps, last_step_t = step_timing.step_times, None
     detected_t = min(exits, default=None) if row.detected_t is None else max(row.detected_t, restored_t)
     if row.last_step is not None and row.first_step is not None:
         last_step_t = step_timing.time_of_step(row.last_step)
     if last_step_t is not None and detected_t is not None and not times["run-end"]:
         last_step_t = min(last_step_t, max(detected_t, steps[-1][1]))  # an estimate
-    last_event_t = max([restored_t, *(event.t for event in facts.events if event.t <= next_start_t)])
     return GenerationTimes(
-        number=facts.number,
+        number=row.number,
         rendezvous_done_t=None if (rendezvous_done_t or 0.0) > restored_t else rendezvous_done_t,
         workers_started_t=resume.t - resume_s if resume is not None and resume_s is not None else None,
         restored_t=restored_t,
@@ -192,15 +150,15 @@ def _measure_generation(
         last_step_t=last_step_t,
         detected_t=detected_t,
         workers_stopped_t=max((t for t in exits if t <= next_start_t), default=None),
-        end_t=max(times["run-end"], default=last_event_t),
-        stalled_s=_stalled_s(facts),
+        end_t=max(times["run-end"], default=max(restored_t, last_event_t)),
+        stalled_s=_stalled_s(events),
         step_timing=step_timing,
     )
 
 
-def _step_timing(facts: GenerationFacts, row: Generation, restored_t: float) -> StepTiming:
+def _step_timing(events: Iterable[ParsedEvent], row: Generation, restored_t: float) -> StepTiming:
     first_times: dict[int, float] = {}
-    for event in facts.events:
+    for event in events:
         if event.kind == "step" and event.step is not None:
             first_times[event.step] = min(event.t, first_times.get(event.step, event.t))
     if row.start_step is not None:
@@ -210,10 +168,10 @@ def _step_timing(facts: GenerationFacts, row: Generation, restored_t: float) -> 
     return StepTiming(tuple(zip(steps, accumulate((first_times[step] for step in steps), max), strict=True)))
 
 
-def _stalled_s(facts: GenerationFacts) -> float:
+def _stalled_s(events: Iterable[ParsedEvent]) -> float:
     """Return the stall of the rank that waited longest: no rank can step without it."""
     by_rank: dict[int | None, float] = {}
-    for event in facts.events:
+    for event in events:
         stalled_s = event.get_seconds("stalled_s")
         if event.kind in {"step", "run-end"} and stalled_s is not None:
             by_rank[event.rank] = stalled_s

@@ -27,17 +27,18 @@ from elastic_resume.report import checkpoints, run_history, summary
 from elastic_resume.report.alerts import BAD, NOTE, describe_recurrence
 from elastic_resume.report.event_log import ParsedEvent
 from elastic_resume.report.formatting import (
+    fold_node_names,
     format_bytes,
     format_count,
-    format_node_names,
     format_percent,
     format_seconds,
     format_utc,
     replace_unprintable,
     truncate,
 )
+from elastic_resume.report.generations import Generation
 from elastic_resume.report.goodput import GenerationTimes
-from elastic_resume.report.run_history import Generation, SavedStateRecord
+from elastic_resume.report.run_history import SavedStateRecord
 from elastic_resume.report.summary import (
     GOODPUT_LABELS,
     MAX_SILENCE_S,
@@ -87,11 +88,7 @@ def render_page(report: RunReport, title: str = "") -> str:
     def later(part: Sequence[Any]) -> str:
         return f"{format_since_start(report, part[0].t)} after the start and later"
 
-    hits = [
-        summary.FaultHit(fault.t, [fault.node] if fault.node else [], fault.rank, fault.kind)
-        for fault in report.faults
-    ]
-    ends = summary.attribute_ends(hits, report.history.generations)
+    ends = summary.attribute_ends([fault.t for fault in report.faults], report.history.generations)
     faults = list(zip(report.faults, ends, strict=True))
     return _template().render(
         report=report,
@@ -104,7 +101,6 @@ def render_page(report: RunReport, title: str = "") -> str:
         timeline=_draw_timeline(report),
         recoveries=_recovery_bar(report),
         generations=_generation_rows(report),
-        failed_starts=_split_table(report.history.failed_starts, later),
         faults=_split_table(faults, lambda part: later(part[0])),
         alerts=_split_table(report.alerts, later),
         checkpoints=_checkpoint_rows(report),
@@ -126,7 +122,7 @@ def _template() -> jinja2.Template:
     environment.filters |= {
         "count": format_count,
         "cut": truncate,
-        "folded": format_node_names,
+        "folded": fold_node_names,
         "lines": _preformatted_lines,
         "often": describe_recurrence,
         "or_dash": lambda value: "-" if value is None else value,
@@ -157,10 +153,10 @@ def _run_state(report: RunReport) -> tuple[str, str]:
     rows = report.history.generations
     if report.history.outcome != "open" or not rows:
         return OUTCOME_LABELS.get(report.history.outcome, ("other", "not started"))
-    if rows[-1].end.is_failure:
-        return "bad", "down"
     if report.history.wait is not None:
         return "bad", "waiting"
+    if rows[-1].end.is_failure:
+        return "bad", "down"
     is_silent = report.silent_s is not None and report.silent_s > MAX_SILENCE_S
     return "other", "silent" if is_silent else "running?"
 
@@ -372,10 +368,10 @@ def _marks_by_node(report: RunReport) -> Mapping[str, list[TimelineMark]]:
     for fault in report.faults:
         marks[fault.node].append(TimelineMark(FAULT, fault.t, f"injected: {fault.text}"))
     for times, row in zip(report.generation_times, report.history.generations, strict=True):
-        t = row.end.t if row.end.t is not None else times.detected_t
-        if row.end.is_failure and t is not None:
+        if row.end.is_failure and times.detected_t is not None:
+            text = f"generation {row.number}: {row.end.text}"
             for node in [row.end.node] if row.end.node else row.nodes:
-                marks[node].append(TimelineMark(INCIDENT, t, f"generation {row.number}: {row.end.text}"))
+                marks[node].append(TimelineMark(INCIDENT, times.detected_t, text))
     return marks
 
 
@@ -452,7 +448,6 @@ def _draw_timeline(report: RunReport) -> dict[str, Any] | None:
     seen = {span.activity for span in spans}
     seen |= {span.activity for lane in lanes for span in lane.spans}
     seen |= {mark.kind for lane in lanes for mark in lane.marks}
-    clocks = [summary.describe_clock_offset(item) for item in report.clocks[:5]]
     chosen = f", the {len(shown)} with the most failures, faults and alerts are drawn"
     generations = format_count(len(report.history.generations), "generation")
     return {
@@ -477,10 +472,7 @@ def _draw_timeline(report: RunReport) -> dict[str, Any] | None:
             for y, lane in zip(itertools.count(AXIS_HEIGHT + WORLD_HEIGHT, lane_height), shown, strict=False)
         ],
         "legend": [(kind, label) for kind, label in LEGEND.items() if kind in seen],
-        "notes": [
-            *([f"Only the newest {MAX_GENERATIONS} generations are drawn."] if is_cut else []),
-            *(f"{item[:1].upper()}{item[1:]}." for item in clocks),
-        ],
+        "notes": [f"Only the newest {MAX_GENERATIONS} generations are drawn."] if is_cut else [],
     }
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from elastic_resume.errors import ConfigError
 from elastic_resume.rendezvous.net.protocol import ProtocolError
 from elastic_resume.report.agent_status import AgentStatus, KnownIncidents, NodeStatus, describe_node
-from elastic_resume.report.incident_tracker import INCIDENT_KINDS, RECOVERY_BUCKETS_S
+from elastic_resume.report.generations import INCIDENT_KINDS, RECOVERY_BUCKETS_S
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric

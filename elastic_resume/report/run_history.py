@@ -1,8 +1,7 @@
-"""Build the history of a run from events: its generations, and its snapshots and checkpoints.
+"""Build the history of a run from events: its generations, its outcome, and its snapshots and checkpoints.
 
-Any list of events gives a history. Logs may be torn, from many clocks, of unknown kinds, or lost with
-their node. A value that cannot be known is None, never a guess. `report.incident_tracker` decides why a
-generation ended.
+Any list of events gives a history. Logs may be torn, of unknown kinds, or lost with their node. A value that
+cannot be known is None, never a guess. `report.generations` says why each generation ended.
 
 `build_saved_state_records` follows every snapshot and checkpoint by node, step and tier. A snapshot is
 known only if a generation started from it. A checkpoint is known from its commit until it was pruned,
@@ -11,7 +10,6 @@ quarantined or lost with its disk. Entries found on disk override the events. Pu
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -19,74 +17,15 @@ from pathlib import PurePath
 
 from elastic_resume.checkpoint.reader import parse_checkpoint_name
 from elastic_resume.events import Event
-from elastic_resume.policy import failure_classification
-from elastic_resume.policy.wording import describe_failure
-from elastic_resume.report import event_log, incident_tracker
+from elastic_resume.report import event_log
 from elastic_resume.report.checkpoints import QUARANTINED, CheckpointEntry
 from elastic_resume.report.event_log import EventTimeline, ParsedEvent
-from elastic_resume.report.formatting import strip_path
-from elastic_resume.report.incident_tracker import FINISHED, GenerationEnd, IncidentTracker
+from elastic_resume.report.generations import FINISHED, Generation, GenerationTracker, describe_reason
 
 MEMORY, DISK = "memory", "disk"
 COMMITTED, PRUNED, LOST, USED = "committed", "pruned", "lost", "used"
 # The agents' outcomes, from the one that decides on.
 _OUTCOMES = {"failed": "failed", "signalled": "stopped", "left": "stopped", "done": "finished"}
-
-
-@dataclass(frozen=True)
-class RejectedStateRecord:
-    """A snapshot or checkpoint that existed and was not loaded."""
-
-    node: str
-    generation: int | None
-    step: int | None
-    reason: str
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One lifetime of the worker group. Steps count over the whole job; times are Unix seconds.
-
-    ``start_step`` was finished before it. It ran ``first_step`` to ``last_step``; both are None if it ran
-    no step or that is unknown. ``detected_t`` is the first sign of its end. ``recomputed_steps`` and
-    ``recovery_s`` are the cost of its end, known once the next generation runs.
-    """
-
-    number: int
-    nodes: tuple[str, ...]
-    world_size: int | None
-    start_t: float
-    resume_kind: str  # cold, resumed, or empty if unknown
-    start_step: int | None
-    first_step: int | None
-    last_step: int | None
-    source_node: str
-    source_generation: int | None
-    receiving_nodes: tuple[str, ...]
-    rejected: tuple[RejectedStateRecord, ...]
-    end: GenerationEnd
-    detected_t: float | None
-    recomputed_steps: int | None
-    recovery_s: float | None
-
-    @property
-    def num_steps_run(self) -> int:
-        """The number of steps that it ran, as far as known."""
-        if self.start_step is None or self.last_step is None:
-            return 0
-        return max(0, self.last_step - self.start_step)
-
-
-@dataclass(frozen=True)
-class FailedStart:
-    """A worker that ended before its training began; ``next_generation`` is None after the last one."""
-
-    next_generation: int | None
-    t: float
-    node: str
-    rank: int | None
-    text: str
-    is_secondary: bool
 
 
 @dataclass(frozen=True)
@@ -107,7 +46,6 @@ class RunHistory:
     """
 
     generations: tuple[Generation, ...]
-    failed_starts: tuple[FailedStart, ...]
     num_incidents: int
     recomputed_steps: int
     discarded_steps: int
@@ -117,27 +55,6 @@ class RunHistory:
     wait: JobWait | None = None
 
 
-@dataclass(frozen=True)
-class GenerationFacts:
-    """What the events of one generation say by themselves."""
-
-    number: int
-    events: Sequence[ParsedEvent]
-    resume: ParsedEvent | None
-    nodes: tuple[str, ...]
-    world_size: int | None
-    start_t: float
-    start_step: int | None
-
-    @property
-    def previous_last_step(self) -> int | None:
-        """The last step of the previous generation, as the resume event gives it."""
-        if self.resume is None or self.start_step is None:
-            return None
-        recomputed = self.resume.get_count("recomputed_steps")
-        return None if recomputed is None else self.start_step + recomputed
-
-
 def build_history_from_events(events: Iterable[Event]) -> RunHistory:
     """Build the history of one run from its events, in any order."""
     return build_history(event_log.build_timeline(events))
@@ -145,24 +62,16 @@ def build_history_from_events(events: Iterable[Event]) -> RunHistory:
 
 def build_history(timeline: EventTimeline) -> RunHistory:
     """Build the history of one run from its timeline."""
-    all_facts = collect_facts(timeline)
-    tracker = incident_tracker.track_incidents(
-        (event.t, {**event.raw, "generation": event.generation})
-        for event in timeline.events
-        # A worker that never trained was in no generation.
-        if event.generation is not None or event.kind not in {"worker-exit", "failure"}
-    )
-    rows = tuple(
-        _build_generation(facts, next_facts, tracker)
-        for facts, next_facts in zip(all_facts, [*all_facts[1:], None], strict=False)
-    )
+    tracker = GenerationTracker()
+    for event in timeline.events:
+        tracker.record(event)
+    rows = tuple(tracker.generations())
     outcome, message = _determine_outcome(timeline, rows)
     starts = [row.start_step for row in rows if row.start_step is not None]
     lasts = [row.last_step for row in rows if row.last_step is not None]
     net_steps = max(0, lasts[-1] - starts[0]) if starts and lasts else 0
     return RunHistory(
         generations=rows,
-        failed_starts=_find_failed_starts(timeline, all_facts),
         num_incidents=sum(row.end.is_failure for row in rows),
         recomputed_steps=sum(row.recomputed_steps or 0 for row in rows),
         discarded_steps=max(0, sum(row.num_steps_run for row in rows) - net_steps),
@@ -173,88 +82,14 @@ def build_history(timeline: EventTimeline) -> RunHistory:
     )
 
 
-def collect_facts(timeline: EventTimeline) -> list[GenerationFacts]:
-    """Return the facts of each generation, in order."""
-    return [_collect_generation_facts(number, found) for number, found in timeline.by_generation.items()]
-
-
-def _collect_generation_facts(number: int, events: Sequence[ParsedEvent]) -> GenerationFacts:
-    starts = [event for event in events if event.kind == "worker-start"]
-    resume = next((event for event in reversed(events) if event.kind == "resume"), None)
-    starts_and_resume = [resume, *starts] if resume else starts
-    world_sizes = (event.get_count("world_size") for event in starts_and_resume)
-    return GenerationFacts(
-        number=number,
-        events=events,
-        resume=resume,
-        nodes=(resume.get_texts("nodes") if resume else ())
-        or tuple(sorted({event.node for event in events})),
-        world_size=next((size for size in world_sizes if size is not None), None),
-        start_t=min(event.t for event in starts_and_resume or events),
-        start_step=next((event.step for event in starts_and_resume if event.step is not None), None),
-    )
-
-
-def _build_generation(
-    facts: GenerationFacts, next_facts: GenerationFacts | None, tracker: IncidentTracker
-) -> Generation:
-    steps = [event.step for event in facts.events if event.step is not None]
-    if next_facts is not None and next_facts.previous_last_step is not None:
-        # None if the resume took the state of an older generation.
-        steps.append(next_facts.previous_last_step)
-    last, start = max(steps, default=None), facts.start_step
-    if start is None:  # each worker records its first step
-        first_steps = [event.step for event in facts.events if event.kind == "step" and event.step]
-        start = min(first_steps) - 1 if first_steps else None
-    has_run = start is not None and last is not None and last > start
-    next_state = tracker.generation_state(next_facts.number) if next_facts else None
-    analysis = incident_tracker.analyze_end(tracker.generation_state(facts.number), next_state)
-    resume = facts.resume
-    return Generation(
-        number=facts.number,
-        nodes=facts.nodes,
-        world_size=facts.world_size,
-        start_t=facts.start_t,
-        resume_kind=resume.get_text("kind") if resume else "",
-        start_step=start,
-        first_step=start + 1 if has_run and start is not None else None,
-        last_step=last,
-        source_node=resume.get_text("source_node") if resume else "",
-        source_generation=resume.get_count("source_generation") if resume else None,
-        receiving_nodes=resume.get_texts("receiving_nodes") if resume else (),
-        rejected=_parse_rejected(resume),
-        end=analysis.end,
-        detected_t=analysis.t,
-        recomputed_steps=analysis.recomputed_steps,
-        recovery_s=analysis.recovery_s,
-    )
-
-
-def _parse_rejected(resume: ParsedEvent | None) -> tuple[RejectedStateRecord, ...]:
-    listed = resume.raw.get("rejected") if resume else None
-    items = [item for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
-    parsed = [ParsedEvent(0.0, "", "", None, None, None, None, item) for item in items]
-    return tuple(
-        RejectedStateRecord(
-            fields.get_text("node"),
-            fields.get_count("generation"),
-            fields.get_count("step"),
-            strip_path(fields.get_text("reason")),
-        )
-        for fields in parsed
-    )
-
-
 def _determine_outcome(timeline: EventTimeline, rows: Sequence[Generation]) -> tuple[str, str]:
     """Return the outcome of the run and its agents' message."""
     if rows and rows[-1].end.kind == FINISHED:
         return "finished", ""
-    agent_events = timeline.select("agent-start", "round", "agent-end")
+    agent_events = timeline.select("agent-start", "generation-start", "agent-end")
     if not agent_events:
-        if not rows:
-            return "", "no generation has started"
-        end = rows[-1].end
-        return ("failed", end.text) if end.kind == failure_classification.EXCEPTION else ("open", "")
+        is_failed = bool(rows) and rows[-1].end.is_failure  # without agents nothing starts the workers again
+        return ("failed", rows[-1].end.text) if is_failed else ("open" if rows else "", "")
     if agent_events[-1].kind != "agent-end":
         return "open", ""
     latest = max((event.t for event in agent_events if event.kind != "agent-end"), default=agent_events[0].t)
@@ -272,39 +107,21 @@ def _find_wait(timeline: EventTimeline, rows: Sequence[Generation]) -> JobWait |
     A node that was not in the last generation may be partitioned from others that train.
     """
     members = rows[-1].nodes if rows else tuple(timeline.by_node)
-    last_run_t = max((event.t for event in timeline.select("round", "worker-start", "step")), default=0.0)
-    ended = {node for node, events in timeline.by_node.items() if _has_ended(events)}
+    last_run = max((event.t for event in timeline.select("generation-start", "step")), default=0.0)
+    newest_agents = {event.node: event for event in timeline.select("agent-start", "agent-end")}
+    ended = {node for node, event in newest_agents.items() if event.kind == "agent-end"}
     waits = [
         event
         for event in timeline.select("rendezvous")
-        if event.get_text("what") == "waiting" and event.t > last_run_t
+        if event.get_text("what") == "waiting" and event.t > last_run
         if event.node in members and event.node not in ended
     ]
     if not waits:
         return None
-    text = waits[-1].get_text("message")
-    return JobWait(waits[0].t, waits[-1].get_texts("missing"), text.rstrip("."))
-
-
-def _has_ended(events: Sequence[ParsedEvent]) -> bool:
-    """Whether the node's newest agent has ended."""
-    names = [event.kind for event in events if event.kind in {"agent-start", "agent-end"}]
-    return bool(names) and names[-1] == "agent-end"
-
-
-def _find_failed_starts(timeline: EventTimeline, facts: Sequence[GenerationFacts]) -> tuple[FailedStart, ...]:
-    by_node: dict[str, list[Event]] = defaultdict(list)
-    for event in timeline.select("failure", "worker-exit"):
-        has_failed = event.kind == "failure" or event.get_text("signal") or event.get_count("exit_code")
-        if event.generation is None and has_failed:
-            by_node[event.node].append({**event.raw, "t": event.t})
-    starts = []
-    for node, events in by_node.items():
-        for t, failure in failure_classification.classify_with_times(events, node):
-            next_generation = next((later.number for later in facts if later.start_t >= t), None)
-            text = describe_failure(failure, with_node=True)
-            starts.append(FailedStart(next_generation, t, node, failure.rank, text, failure.is_secondary))
-    return tuple(sorted(starts, key=lambda start: start.t))
+    reason = waits[-1].raw.get("reason")
+    missing = reason.get("missing_nodes") if isinstance(reason, dict) else None
+    nodes = tuple(node for node in missing if isinstance(node, str)) if isinstance(missing, list) else ()
+    return JobWait(waits[0].t, nodes, describe_reason(reason) or waits[-1].get_text("message"))
 
 
 # ---- saved states ------------------------------------------------------------------------------------
@@ -345,7 +162,7 @@ def build_saved_state_records(
         else:
             _record_removal(records, item)
     _record_loads(records, timeline, history)
-    _apply_disk_entries(records, entries, timeline)
+    _apply_disk_entries(records, entries)
     ordered = sorted(records.values(), key=attrgetter("generation", "step", "node", "tier"))
     return tuple(ordered)
 
@@ -387,18 +204,14 @@ def _record_loads(records: _Records, timeline: EventTimeline, history: RunHistor
         records[key] = replace(known, verified=True, loaded_by=(*known.loaded_by, row.number))
 
 
-def _apply_disk_entries(
-    records: _Records, entries: Iterable[CheckpointEntry], timeline: EventTimeline
-) -> None:
+def _apply_disk_entries(records: _Records, entries: Iterable[CheckpointEntry]) -> None:
     seen = set()
     inspected_nodes = set()
     for entry in entries:
         inspected_nodes.add(entry.node)
         if entry.generation is None or entry.step is None:
             continue
-        if entry.generation + timeline.generation_offset <= timeline.min_generation:
-            continue  # of an earlier training
-        key = (entry.node, entry.generation + timeline.generation_offset, entry.step, DISK)
+        key = (entry.node, entry.generation, entry.step, DISK)
         if key in seen and entry.state == QUARANTINED:  # a newer one has its name
             key = (*key[:3], f"{DISK}, {entry.path.name} quarantined")
         record = SavedStateRecord(

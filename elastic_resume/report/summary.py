@@ -2,38 +2,28 @@
 
 `build_run_report` computes everything once: history, goodput, alerts, checkpoints, and a verdict with
 hints. `format_text`, the page (`html`) and `format_json` show it. Any list of events gives a report.
-Checkpoints on disk, hang reports and read errors are arguments, because events do not contain them.
-
-`attribute_ends` says which failures followed from which injected fault. Each failure follows from one
-fault at most. A fault that came after the failure was detected did not cause it, nor did a fault of
-another node. Of several faults at once, the one that hit the failed rank comes first, then one that can
-end a generation alone. Pure.
+Checkpoints on disk, hang reports and read errors are arguments, because events do not contain them. Pure.
 """
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import json
-import math
-import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import zip_longest
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from elastic_resume.events import Event, get_boot_time
-from elastic_resume.policy.failure_classification import NODE_LOST
 from elastic_resume.report import alerts, checkpoints, event_log, goodput, run_history
 from elastic_resume.report.alerts import BAD, INFO, Alert, describe_recurrence
 from elastic_resume.report.checkpoints import CheckpointEntry
-from elastic_resume.report.event_log import ClockOffset, EventTimeline
+from elastic_resume.report.event_log import EventTimeline
 from elastic_resume.report.formatting import (
+    fold_node_names,
     format_count,
-    format_node_names,
     format_percent,
     format_seconds,
     format_table,
@@ -41,6 +31,7 @@ from elastic_resume.report.formatting import (
     truncate,
     wrap_text,
 )
+from elastic_resume.report.generations import Generation
 from elastic_resume.report.goodput import (
     GenerationTimes,
     Goodput,
@@ -49,8 +40,7 @@ from elastic_resume.report.goodput import (
     measure_generations,
     recovery_phases,
 )
-from elastic_resume.report.incident_tracker import WHOLE_JOB
-from elastic_resume.report.run_history import FailedStart, Generation, JobWait, RunHistory, SavedStateRecord
+from elastic_resume.report.run_history import JobWait, RunHistory, SavedStateRecord
 
 MAX_HINTS = 6
 MAX_MESSAGE_CHARS = 500  # limit of an exception's text within a sentence
@@ -92,7 +82,6 @@ def _summarize_run(
     goodput: Goodput,
     downtime_s: float,
     alerts: Sequence[Alert],
-    clocks: Sequence[ClockOffset],
     *,
     silent_s: float | None = None,
 ) -> RunVerdict:
@@ -103,7 +92,7 @@ def _summarize_run(
     hints = [
         *_hints_from_end(history, silent_s),
         *_hints_from_alerts(alerts),
-        *_hints_from_totals(history, goodput, clocks),
+        *_hints_from_totals(history, goodput),
     ]
     text = _describe_state(history, goodput)
     if history.generations:
@@ -144,7 +133,8 @@ def _describe_downtime(history: RunHistory, goodput: Goodput, downtime_s: float)
         return f"No failure{share}."
     steps = format_count(history.recomputed_steps, "step") if history.recomputed_steps else "no step"
     failures = format_count(history.num_incidents, "failure")
-    return f"{failures}, {format_seconds(downtime_s)} downtime, {steps} recomputed{share}."
+    downtime = f", {format_seconds(downtime_s)} downtime" if downtime_s else ""
+    return f"{failures}{downtime}, {steps} recomputed{share}."
 
 
 def _hints_from_end(history: RunHistory, silent_s: float | None) -> list[str]:
@@ -159,10 +149,6 @@ def _hints_from_end(history: RunHistory, silent_s: float | None) -> list[str]:
         hints.append(f"generation {last.number} ended: {last.end.text}")
     if history.outcome == "open" and silent_s is not None and silent_s > MAX_SILENCE_S:
         hints.append(f"no event for {format_seconds(silent_s)}: check whether the job still runs")
-    failures = [start for start in history.failed_starts if not start.is_secondary]
-    if failures:
-        first_failure = f"; first: {failures[0].text}" if failures[0].text else ""
-        hints.append(f"{format_count(len(failures), 'worker')} ended before training{first_failure}")
     return hints
 
 
@@ -181,15 +167,12 @@ def _hints_from_alerts(alerts: Sequence[Alert]) -> list[str]:
     return [hint for *_, hint in sorted(hints, key=itemgetter(0, 1))]
 
 
-def _hints_from_totals(history: RunHistory, goodput: Goodput, clocks: Sequence[ClockOffset]) -> list[str]:
+def _hints_from_totals(history: RunHistory, goodput: Goodput) -> list[str]:
     hints = []
     failures = [generation.end for generation in history.generations if generation.end.is_failure]
     for node, count in Counter(end.node for end in failures if end.node).most_common(1):
         if count >= _MIN_REPEATED_FAILURES and count * 2 >= len(failures):
             hints.append(f"node {node} is the root cause of {count} of {len(failures)} failures")
-    for clock in clocks[:1]:
-        others = f" (and {len(clocks) - 1} more)" if len(clocks) > 1 else ""
-        hints.append(f"{clock.text}{others}")
     if goodput.total_s >= _LONG_RUN_S and goodput.productive_s < _LOW_GOODPUT * goodput.total_s:
         losses = [part for part in goodput.parts if part[0] != "productive"]
         name, seconds = max(losses, key=lambda part: part[1])
@@ -198,7 +181,7 @@ def _hints_from_totals(history: RunHistory, goodput: Goodput, clocks: Sequence[C
     return hints
 
 
-REPORT_SCHEMA = 1
+REPORT_SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -221,12 +204,7 @@ class InjectedFault:
     @property
     def text(self) -> str:
         """What the injector did, in words."""
-        place = self.node or self.target
-        rank = f" rank {self.rank}" if self.rank is not None else ""
-        name = f"{self.kind}{f' {place}' if place else ''}{rank}"
-        if self.message.startswith(self.kind):
-            return self.message
-        return f"{name}: {self.message}" if self.message else name
+        return self.message or f"{self.kind} {self.node or self.target}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -234,8 +212,7 @@ class RunReport:
     """Everything that a report shows of one run.
 
     ``recoveries`` and ``downtimes`` are by the number of the generation that ended. ``silent_s`` is the
-    time since the last event, if the present is known. ``earlier_end_t`` is the end of an earlier training of
-    this name, which is left out. ``stacks`` are hang reports by NODE/FILE.
+    time since the last event, if the present is known. ``stacks`` are hang reports by NODE/FILE.
     """
 
     run_id: str
@@ -243,7 +220,6 @@ class RunReport:
     start_t: float | None
     end_t: float | None
     silent_s: float | None
-    earlier_end_t: float | None
     verdict: RunVerdict
     history: RunHistory
     recoveries: Mapping[int, RecoveryPhases]
@@ -252,7 +228,6 @@ class RunReport:
     alerts: tuple[Alert, ...]
     faults: tuple[InjectedFault, ...]
     saved_states: tuple[SavedStateRecord, ...]
-    clocks: tuple[ClockOffset, ...]
     stacks: Mapping[str, str]
     problems: tuple[str, ...]
     timeline: EventTimeline = field(repr=False)
@@ -265,13 +240,6 @@ class RunReport:
         usable = {run_history.COMMITTED, checkpoints.VALID}
         on_disk = (record for record in self.saved_states if record.tier == run_history.DISK)
         return [record for record in on_disk if record.state in usable]
-
-    @property
-    def earlier_training_text(self) -> str:
-        """The sentence about an earlier training that is left out; empty if there is none."""
-        if self.earlier_end_t is None:
-            return ""
-        return f"An earlier training of this name, until {format_utc(self.earlier_end_t)} UTC, is left out."
 
     def describe_after_fault(self, t: float) -> str:
         """Describe what followed a fault at ``t`` after which no generation ended."""
@@ -319,10 +287,7 @@ def build_run_report(
         start_t=min(event_times, default=None),
         end_t=max(event_times, default=None),
         silent_s=silent_s,
-        earlier_end_t=timeline.earlier_end_t,
-        verdict=_summarize_run(
-            history, total, sum(downtimes.values()), alert_list, timeline.clocks, silent_s=silent_s
-        ),
+        verdict=_summarize_run(history, total, sum(downtimes.values()), alert_list, silent_s=silent_s),
         history=history,
         recoveries={number: item for number, item in recoveries if item is not None},
         downtimes=downtimes,
@@ -330,23 +295,12 @@ def build_run_report(
         alerts=alert_list,
         faults=_collect_faults(timeline, generation_times),
         saved_states=run_history.build_saved_state_records(timeline, history, checkpoint_entries),
-        clocks=timeline.clocks,
-        stacks={
-            name: text
-            for name, text in (stacks or {}).items()
-            if _parse_hang_generation(name) + timeline.generation_offset > timeline.min_generation
-        },
+        stacks=stacks or {},
         problems=tuple(problems),
         timeline=timeline,
         slices=slices,
         generation_times=generation_times,
     )
-
-
-def _parse_hang_generation(name: str) -> float:
-    """Return the generation in the name of a hang report; infinity if there is none."""
-    match = re.search(r"g(\d{1,16})-s\d+\.txt\Z", name)
-    return int(match[1]) if match else math.inf
 
 
 def _collect_faults(
@@ -389,7 +343,6 @@ def format_json(run_report: RunReport) -> str:
         "command": run_report.command,
         "start_t": run_report.start_t,
         "end_t": run_report.end_t,
-        "earlier_end_t": run_report.earlier_end_t,
         "verdict": asdict(run_report.verdict),
         "outcome": history.pop("outcome"),
         "message": history.pop("message"),
@@ -398,7 +351,6 @@ def format_json(run_report: RunReport) -> str:
         "alerts": [asdict(item) for item in run_report.alerts],
         "faults": [asdict(item) for item in run_report.faults],
         "checkpoints": [asdict(item) for item in run_report.saved_states],
-        "clocks": [asdict(item) for item in run_report.clocks],
         "hangs": [{"file": name, "text": text} for name, text in run_report.stacks.items()],
         "problems": list(run_report.problems),
     }
@@ -417,8 +369,6 @@ def format_text(report: RunReport) -> str:
     lines = wrap_text(report.verdict.text)
     for hint in report.verdict.hints:
         lines += wrap_text(truncate(f"look at: {hint}", MAX_NOTE_CHARS))
-    if report.earlier_training_text:
-        lines += wrap_text(report.earlier_training_text)
     rows = report.history.generations
     if rows:
         lines.append("")
@@ -433,11 +383,10 @@ def format_text(report: RunReport) -> str:
         name = f"generation {row.number}"
         notes += [f"{name} ended: {row.end.text}"] if row.end.text not in shown else []
         notes += [f"{name}: {detail}" for detail in describe_details(row)]
-    lines += _limit_notes([*notes, *_describe_failed_starts(report.history.failed_starts)], MAX_NOTES)
+    lines += _limit_notes(notes, MAX_NOTES)
     dated_notes = [*_format_alerts(report), *_format_faults(report)]
     dated_notes = [*sorted(dated_notes[:MAX_ALERTS], key=itemgetter(0)), *dated_notes[MAX_ALERTS:]]
-    side_notes = [*(text for _, text in dated_notes), *map(describe_clock_offset, report.clocks)]
-    lines += ["", *_limit_notes(side_notes, MAX_ALERTS)] if side_notes else []
+    lines += ["", *_limit_notes([text for _, text in dated_notes], MAX_ALERTS)] if dated_notes else []
     totals = (_describe_goodput(report), _describe_recoveries(report), _describe_checkpoints(report))
     wrapped = [line for text in totals if text for line in wrap_text(text)]
     lines += ["", *wrapped] if wrapped else []
@@ -453,7 +402,7 @@ def _limit_notes(notes: Sequence[str], limit: int) -> list[str]:
 def _generation_row(generation: Generation) -> tuple[str, ...]:
     return (
         str(generation.number),
-        format_node_names(generation.nodes),
+        fold_node_names(generation.nodes),
         "-" if generation.world_size is None else str(generation.world_size),
         format_step_range(generation),
         generation.end.text,
@@ -466,9 +415,9 @@ def format_step_range(generation: Generation) -> str:
     """Format the steps that a generation ran."""
     if generation.first_step is not None and generation.last_step is not None:
         return f"{generation.first_step}-{generation.last_step}"
-    if generation.start_step is not None:
+    if generation.start_step is not None or generation.last_step is None:
         return "none"
-    return "?" if generation.last_step is None else f"?-{generation.last_step}"
+    return f"?-{generation.last_step}"
 
 
 def describe_details(generation: Generation) -> list[str]:
@@ -478,26 +427,12 @@ def describe_details(generation: Generation) -> list[str]:
         more = f"; and {len(others) - MAX_OTHERS} more" if len(others) > MAX_OTHERS else ""
         details.append(f"also {'; '.join(others[:MAX_OTHERS])}{more}")
     if generation.receiving_nodes:
-        receivers = format_node_names(generation.receiving_nodes, 40)
+        receivers = fold_node_names(generation.receiving_nodes, 40)
         details.append(f"{generation.source_node} sent its state to {receivers}")
     for record in generation.rejected:
         version = f"generation {record.generation}, step {record.step}"
-        details.append(f"rejected {record.node}'s state of {version}: {record.reason}")
+        details.append(f"rejected {record.node}'s state of {version}: {record.text}")
     return details
-
-
-def _describe_failed_starts(starts: Sequence[FailedStart]) -> list[str]:
-    """Describe the workers that ended before they trained, one line for each gap between generations."""
-    by_gap: dict[int | None, list[FailedStart]] = {}
-    for start in starts:
-        by_gap.setdefault(start.next_generation, []).append(start)
-    notes = []
-    for number, failed in by_gap.items():
-        first = min(failed, key=lambda start: (start.is_secondary, start.t))
-        where = "after the last generation" if number is None else f"before generation {number}"
-        workers = format_count(len(failed), "worker")
-        notes.append(f"{where}, {workers} ended before training; first: {first.text}")
-    return notes
 
 
 def format_since_start(report: RunReport, t: float) -> str:
@@ -517,11 +452,6 @@ def _format_faults(report: RunReport) -> Iterator[tuple[float, str]]:
     for fault in report.faults:
         place = f", in generation {fault.generation}" if fault.generation is not None else ""
         yield fault.t, f"at {format_since_start(report, fault.t)}  injected: {fault.text}{place}"
-
-
-def describe_clock_offset(offset: ClockOffset) -> str:
-    """Describe a wall clock that was off, in one sentence."""
-    return f"{offset.text}; durations here do not depend on it"
 
 
 def _describe_goodput(report: RunReport) -> str:
@@ -558,7 +488,7 @@ def _describe_checkpoints(report: RunReport) -> str:
     if not states:
         return ""
     present = report.present_checkpoints
-    holders = format_node_names(sorted({record.node for record in present}), 40) or "no node"
+    holders = fold_node_names(sorted({record.node for record in present}), 40) or "no node"
     parts = [f"{format_count(states.total(), 'checkpoint')} written, {len(present)} present on {holders}"]
     parts += [f"newest: step {present[-1].step}"] if present else []
     for state, text in ((checkpoints.BAD, "bad"), (checkpoints.QUARANTINED, "in quarantine")):
@@ -566,70 +496,21 @@ def _describe_checkpoints(report: RunReport) -> str:
     return ", ".join(parts)
 
 
-# ---- which failures followed from an injected fault ----------------------------------------------------
+# ---- what followed a fault ---------------------------------------------------------------------------------
 
-CLOCK_SLACK_S = 0.1  # a node may record a fault's effect this long before the injector records the fault
-FAULT_WINDOW_S = 1.0
 CORRUPTING_FAULTS = frozenset({"torn-write", "bit-flip"})
 """Kinds of faults that damage a checkpoint; a later start quarantines it."""
-NON_FATAL_FAULTS = CORRUPTING_FAULTS | {
-    *("slow-rank", "slow-link", "slow-disk", "packet-loss"),
-    *("disk-full", "disk-error", "corrupt-message"),
-}
-"""Kinds that alone end no generation: any other fault explains an end better."""
+CLOCK_SLACK_S = 0.1  # a node may record a fault's effect this long before the injector records the fault
 
 
-class FaultHit(NamedTuple):
-    """When a fault came, its kind, and the nodes it hit; no node means all."""
-
-    t: float
-    nodes: Sequence[str]
-    rank: int | None = None
-    kind: str = ""
-
-
-def attribute_ends(faults: Sequence[FaultHit], rows: Sequence[Generation]) -> list[list[Generation]]:
-    """Return, for each fault, the generations that ended because of it."""
-    order = sorted(range(len(faults)), key=lambda index: faults[index].t)
-    ordered = [faults[index] for index in order]
-    nodes = {row.end.node for row in rows}
-    by_node: dict[str, list[int]] = defaultdict(list)  # indices into `ordered`
-    for index, fault in enumerate(ordered):
-        for node in set(fault.nodes) or nodes:
-            by_node[node].append(index)
-    ends: list[list[Generation]] = [[] for _ in faults]
-    for row, next_row in zip_longest(rows, rows[1:]):
-        if not row.end.is_failure:
-            continue
-        candidates = by_node.get(row.end.node, []) if row.end.node else range(len(order))
-        cause = _find_cause(row, candidates, ordered, next_row.start_t if next_row else math.inf)
-        if cause is not None:
-            ends[order[cause]].append(row)
+def attribute_ends(fault_times: Sequence[float], rows: Sequence[Generation]) -> list[list[Generation]]:
+    """Return, for each fault, the failures that were detected after it and before the next fault."""
+    ends: list[list[Generation]] = [[] for _ in fault_times]
+    for row in rows:
+        if row.end.is_failure and row.detected_t is not None:
+            earlier = [
+                (t, index) for index, t in enumerate(fault_times) if t <= row.detected_t + CLOCK_SLACK_S
+            ]
+            if earlier:
+                ends[max(earlier)[1]].append(row)
     return ends
-
-
-def _find_cause(
-    generation: Generation, candidates: Sequence[int], faults: Sequence[FaultHit], until: float
-) -> int | None:
-    """Return the index of the fault that ended the generation; None if none did."""
-    t = until if generation.end.t is None else generation.end.t
-
-    def first_from(moment: float) -> int:
-        return bisect.bisect_left(candidates, moment, key=lambda index: faults[index].t)
-
-    def likeliest(indices: Sequence[int]) -> Sequence[int]:
-        members = set(generation.nodes or ())
-        elsewhere = [
-            index for index in indices if members and members.isdisjoint(faults[index].nodes or members)
-        ]
-        plausible = [index for index in indices if index not in elsewhere] or indices
-        return [index for index in plausible if faults[index].kind not in NON_FATAL_FAULTS] or plausible
-
-    before = first_from(t + CLOCK_SLACK_S)
-    later = candidates[first_from(t - CLOCK_SLACK_S) : first_from(math.nextafter(until, math.inf))]
-    if generation.end.kind in {NODE_LOST, WHOLE_JOB} and later:
-        return likeliest(later)[0]  # t is its last event, before it became silent
-    recent = candidates[first_from(t - FAULT_WINDOW_S) : before] or candidates[max(0, before - 1) : before]
-    rank = generation.end.rank
-    same_rank = [index for index in recent if rank is not None and faults[index].rank == rank]
-    return likeliest(same_rank or recent)[-1] if recent else None

@@ -34,8 +34,8 @@ from elastic_resume.errors import ConfigError, UsageError
 from elastic_resume.events import Event, parse_line
 from elastic_resume.report import formatting, summary
 from elastic_resume.report.formatting import format_count, format_seconds, format_table, truncate, wrap_text
+from elastic_resume.report.generations import Generation
 from elastic_resume.report.loader import LoadedRun, load_run
-from elastic_resume.report.run_history import Generation
 from elastic_resume.report.summary import RunReport
 from elastic_resume.testing import faults, virtual_network
 from elastic_resume.testing.cluster import Cluster, Hosts
@@ -606,12 +606,12 @@ def _consequences(result: ExperimentResult) -> dict[int | None, str]:
     for row in rows:
         for copy in row.rejected:
             by = [one for one in spoilt if copy.node in one.nodes and _injection_time(one) <= row.start_t]
-            what = f"a copy of {copy.node} was set aside: {copy.reason}"
+            what = f"a copy of {copy.node} was set aside: {copy.text}"
             found.setdefault(by[-1].number if by else None, []).append(what)
     rest = [row for row in rows if _is_incident(row, result)]
     done = [fate for fate in done if fate not in spoilt]  # a damaged copy ends nothing
-    hits = [summary.FaultHit(_injection_time(one), one.nodes, one.rank, one.fault.what) for one in done]
-    for fate, of_it in zip(done, summary.attribute_ends(hits, rows), strict=True):
+    ends = summary.attribute_ends([_injection_time(one) for one in done], rows)
+    for fate, of_it in zip(done, ends, strict=True):
         for row in [one for one in of_it if one in rest]:
             rest.remove(row)
             found.setdefault(fate.number, []).append(_format_incident(row))
@@ -642,7 +642,7 @@ def _is_incident(generation: Generation, result: ExperimentResult) -> bool:
     """Whether a failure ended the generation, rather than the end of the experiment."""
     drained = math.inf if result.drained_at is None else result.drained_at
     return generation.end.is_failure and (
-        generation.end.t is None or generation.end.t < drained - summary.CLOCK_SLACK_S
+        generation.detected_t is None or generation.detected_t < drained - summary.CLOCK_SLACK_S
     )
 
 

@@ -23,13 +23,13 @@ from elastic_resume import cli, constants
 from elastic_resume.background import BackgroundThread
 from elastic_resume.events import read_run
 from elastic_resume.report import summary
-from elastic_resume.report.incident_tracker import GenerationEnd
-from elastic_resume.report.run_history import Generation, RejectedStateRecord, RunHistory
+from elastic_resume.report.generations import Generation, GenerationEnd, RejectedStateRecord
+from elastic_resume.report.run_history import RunHistory
 from elastic_resume.state import diff
 from elastic_resume.testing import Cluster, chaos, faults, virtual_network
 from elastic_resume.testing.chaos import RUN_ID, Experiment, ExperimentResult, _EventTail, _ExperimentRun
 from elastic_resume.testing.fault_runner import DONE, FaultOutcome
-from elastic_resume.testing.faults import KINDS, Fault, FaultPlan
+from elastic_resume.testing.faults import Fault, FaultPlan
 from elastic_resume.testing.triggers import FailpointController
 from tests.support.paths import ROOT
 from tests.support.processes import wait_for
@@ -124,84 +124,43 @@ def make_outcome(number: int, what: str, node: int, t: float) -> FaultOutcome:
 
 
 def make_generation(
-    began: float, end: GenerationEnd, rejected: tuple[RejectedStateRecord, ...] = ()
+    began: float, detected_t: float, end: GenerationEnd, rejected: tuple[RejectedStateRecord, ...] = ()
 ) -> Generation:
     """Make a generation of which nothing else is known."""
     unknown: dict[str, Any] = dict.fromkeys((field.name for field in fields(Generation)), None)
-    return Generation(**{**unknown, "start_t": began, "end": end, "rejected": rejected})
-
-
-def test_attribute_ends_prefers_fault_that_hit_rank() -> None:
-    """A slow disk just before a worker's death did not cause it; nor did a fault long before."""
-    rows = [
-        make_generation(
-            0.0, GenerationEnd("signal", "rank 1 on node n1 was killed by SIGKILL", t=10.0, node="n1", rank=1)
-        )
-    ]
-    disk = summary.FaultHit(9.99, ["n1"])
-    assert summary.attribute_ends([summary.FaultHit(9.96, ["n1"], 1), disk], rows) == [rows, []]
-    assert summary.attribute_ends([summary.FaultHit(9.96, ["n1"], 0), disk], rows) == [[], rows]
-    assert summary.attribute_ends([summary.FaultHit(5.0, ["n1"], 1), disk], rows) == [[], rows]
-
-
-@pytest.mark.parametrize(("kind", "rank"), [("node-lost", None), ("signal", 0)])
-def test_attribute_ends_prefers_fault_that_can_end_node(kind: str, rank: int | None) -> None:
-    """A full disk does not end a node, even if it was closer in time and hit all nodes."""
-    rows = [make_generation(0.0, GenerationEnd(kind, "n0 ended", t=10.0, node="n0", rank=rank))]
-    full = summary.FaultHit(9.98, ["n0", "n1"], kind="disk-full")
-    killed = summary.FaultHit(9.95, ["n0"], kind="kill-node")
-    assert summary.attribute_ends([full, killed], rows) == [[], rows]
-    assert summary.attribute_ends([full, killed._replace(nodes=["n1"])], rows) == [rows, []]
-    whole = [replace(make_generation(0.0, GenerationEnd("job", "whole job killed", t=10.0)), nodes=("n0",))]
-    last = [summary.FaultHit(9.5, ["n1"], kind="kill-node"), summary.FaultHit(10.2, ["n0"], kind="kill-node")]
-    assert summary.attribute_ends(last, whole) == [[], whole]  # n0 was the only node left then
-    assert set(KINDS) >= summary.NON_FATAL_FAULTS
+    return Generation(
+        **{**unknown, "start_t": began, "detected_t": detected_t, "end": end, "rejected": rejected}
+    )
 
 
 def test_consequences_of_notice_to_all_nodes_show_recovery() -> None:
     """A preemption is no incident, but its recovery time is shown."""
-    ends = [GenerationEnd("stopped", "a notice", t=3.0), GenerationEnd("finished", "finished", t=20.0)]
-    rows = tuple(
-        replace(make_generation(began, end), recovery_s=4.0)
-        for began, end in zip((0.0, 9.0), ends, strict=True)
-    )
+    ends = [
+        (0.0, 3.0, GenerationEnd("stopped", "a notice")),
+        (9.0, 20.0, GenerationEnd("finished", "finished")),
+    ]
+    rows = tuple(replace(make_generation(*end), recovery_s=4.0) for end in ends)
     outcomes = (make_outcome(1, "preemption", 0, 2.0), make_outcome(2, "preemption", 0, 10.0))
     outcome = ExperimentResult(
         "",
         (0,),
         outcomes,
-        replace(summary.build_run_report([]), history=RunHistory(rows, (), 0, 0, 0, 7, "finished", "")),
+        replace(summary.build_run_report([]), history=RunHistory(rows, 0, 0, 0, 7, "finished", "")),
     )
     assert chaos._consequences(outcome) == {1: "a notice, back in 4.0 s"}
 
 
-def test_consequences_use_rank_of_fault_that_names_node() -> None:
-    """The later of two faults of a rank caused its end, also if the plan names only its node."""
-    end = GenerationEnd("signal", "rank 1 on node n1 was killed by SIGKILL", t=10.0, node="n1", rank=1)
-    slow = FaultOutcome(
-        1, Fault("slow-rank", rank=1, step=30), state=DONE, injected_at=9.95, nodes=("n1",), rank=1
-    )
-    killed = FaultOutcome(
-        2, Fault("kill-worker", node=1, step=31), state=DONE, injected_at=9.99, nodes=("n1",), rank=1
-    )
-    report = RunHistory((make_generation(0.0, end),), (), 4, 0, 0, 7, "stopped", "")
-    outcome = ExperimentResult(
-        "", (0, 0), (slow, killed), replace(summary.build_run_report([]), history=report)
-    )
-    assert list(chaos._consequences(outcome)) == [2]
-
-
 def test_fault_table_shows_consequences_of_each_fault() -> None:
-    """A fault of a job that was down has none; incidents without a fault have a row; the drain has none."""
+    """They are the failures until the next fault; the drain is none."""
     ends = [
         *(("signal", "n1", 3.0), ("signal", "n2", 12.0)),
-        *(("node-lost", "n0", 15.0), ("preempted", "n0", 22.0)),
+        *(("node-lost", "n0", 16.5), ("preempted", "n0", 22.0)),
     ]
     rows = []
     for began, (kind, node, t) in zip((0.0, 9.0, 13.0, 18.0), ends, strict=True):
-        copies = (RejectedStateRecord("n0", 1, 5, "digest"),) if node == "n2" else ()
+        copies = (RejectedStateRecord("n0", 1, 5, "corrupt", "digest"),) if node == "n2" else ()
         rows.append(
-            make_generation(began, GenerationEnd(kind, f"{kind} {node} at {t:.0f}", t=t, node=node), copies)
+            make_generation(began, t, GenerationEnd(kind, f"{kind} {node} at {t:.0f}", node=node), copies)
         )
     outcomes = (
         *(
@@ -212,24 +171,23 @@ def test_fault_table_shows_consequences_of_each_fault() -> None:
         *(make_outcome(4, "kill-node", 0, 16.0), FaultOutcome(5, Fault("kill-node", node=0, at_s=90))),
         make_outcome(6, "torn-write", 2, 20.5),
     )
-    report = RunHistory(tuple(rows), (), 4, 0, 0, 7, "stopped", "")
+    report = RunHistory(tuple(rows), 4, 0, 0, 7, "stopped", "")
     stepped: Any = (SimpleNamespace(last_step_t=20.0),)
     run_report = replace(summary.build_run_report([]), start_t=0.0, history=report, generation_times=stepped)
     outcome = ExperimentResult("", (0, 0, 0), outcomes, run_report, drained_at=21.0)
     text = " ".join("\n".join(chaos._fault_table(outcome)).split())
-    assert "(no fault) - signal n2 at 12" in text
     assert "1 bit-flip node 0 1.0 s a copy of n0 was set aside: digest" in text
     assert "2 kill-node node 1 2.0 s signal n1 at 3" in text
-    assert "3 kill-node node 1 5.0 s training continued" in text
-    assert "4 kill-node node 0 16 s node-lost n0 at 15" in text  # its last event was a second earlier
+    assert "3 kill-node node 1 5.0 s signal n2 at 12" in text
+    assert "4 kill-node node 0 16 s node-lost n0 at 16" in text
     assert "6 torn-write node 2 20 s no step followed" in text
     assert "n0 at 22" not in text
     wrong = " ".join(
         "\n".join(
-            chaos._fault_table(replace(outcome, failure="it stood still", fault_outcomes=outcomes[:3]))
+            chaos._fault_table(replace(outcome, failure="it stood still", fault_outcomes=outcomes[5:]))
         ).split()
     )
-    assert "3 kill-node node 1 5.0 s see below" in wrong
+    assert "6 torn-write node 2 20 s see below" in wrong
 
 
 def test_job_is_drained_only_after_progress_since_last_fault(tmp_path: Path) -> None:

@@ -252,7 +252,7 @@ def run_process_faults(tmp_path: Path) -> None:
     assert not [recovery for recovery in recoveries if recovery.lost_steps != 0]
     rows = {row.number: row for row in report.history.generations}
     assert rows[before].end.text == "whole job killed"
-    reasons = {rejected.node: rejected.reason for rejected in rows[damaged].rejected}
+    reasons = {rejected.node: rejected.text for rejected in rows[damaged].rejected}
     assert re.search(r"has \d+ bytes of \d+", reasons["n1"])
     assert "digest" in reasons["n0"]
     assert report.history.outcome == "failed"

@@ -192,9 +192,7 @@ def test_a_job_that_was_killed_as_a_whole_goes_on_counting(cluster: Cluster) -> 
     cluster.start_node(2, flags=flags)
     cluster.wait(lambda: cluster.output(2).count("n2 leads"), "n2 leads")
     cluster.start_node(1, flags=flags)
-    cluster.wait(
-        lambda: max(item["generation"] for item in cluster.events("generation-start")) >= 3, "a third world"
-    )
+    cluster.wait(generation=3)
 
     def told() -> str:
         said = status(*by_name(cluster, 1), "--once").stdout

@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from elastic_resume.events import Event
+from elastic_resume.policy import wording
+from elastic_resume.policy.failure_classification import (
+    Failure,
+    classify_with_times,
+    make_node_failure,
+    separate_root_causes,
+)
+from elastic_resume.policy.hangs import Activity, Stall
+from elastic_resume.policy.reasons import (
+    Loss,
+    NodeLost,
+    Signalled,
+    ViewEnd,
+    ViewEndReason,
+    VotesMissing,
+    WorkersStopped,
+    to_json,
+)
 from elastic_resume.report.checkpoints import CheckpointEntry
 
 KILLED = "rank 1 on node n1 was killed by SIGKILL"
 NAN_2 = "rank 2 on node n2 ended with exit code 1"
 GLOO = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2481."
-WAITS_FOR_QUORUM = "generation 1 may still run elsewhere: 2 of the 3 required votes count; waiting for n2, n3"
+WAITS_FOR_QUORUM = VotesMissing(1, 2, 3, ("n2", "n3"), 2)
+
+
+def record_failure(failure: Failure) -> dict[str, Any]:
+    """Return a failure as a verdict has it."""
+    recorded: dict[str, Any] = to_json(failure)
+    return recorded
 
 
 @dataclass
@@ -23,6 +48,9 @@ class Job:
     events: list[Event] = field(default_factory=list)
     generation: int = 0
     nodes: tuple[str, ...] = ()
+    lost: list[Failure] = field(default_factory=list)
+    """Nodes that the leader lost in this generation."""
+    restarted: set[str] = field(default_factory=set)
 
     def add(self, t: float, event: str, node: str, **fields: Any) -> None:
         """Add one event."""
@@ -32,6 +60,7 @@ class Job:
         """Start agents."""
         for node in nodes:
             self.add(t, "agent-start", node, run_id="job")
+        self.restarted.update(nodes)
 
     def begin(self, t: float, step: int, *nodes: str, **resume: Any) -> None:
         """Start a generation on ``nodes`` that finishes its first step 0.5 s later."""
@@ -40,11 +69,13 @@ class Job:
 
     def restore(self, formed_t: float, t: float, step: int, *nodes: str, **resume: Any) -> None:
         """Start a generation with its rendezvous at ``formed_t`` and its state at ``t``."""
+        self.write_verdicts(formed_t, nodes)
         self.generation += 1
-        self.nodes = nodes
+        self.nodes, self.lost, self.restarted = nodes, [], set()
         about = {"generation": self.generation, "step": step, "world_size": len(nodes)}
         for rank, node in enumerate(nodes):
-            self.add(formed_t, "round", node, round=self.generation, generation=self.generation)
+            place = {"node_rank": rank, "num_nodes": len(nodes)}
+            self.add(formed_t, "generation-start", node, generation=self.generation, **place)
             self.add(t, "worker-start", node, **about, rank=rank, **self.pid(rank))
         fields = {
             "kind": "resumed",
@@ -54,6 +85,54 @@ class Job:
             "rejected": [],
         }
         self.add(t, "resume", nodes[0], **{**fields, **about, "rank": 0, **resume})
+
+    def write_verdicts(self, t: float, next_nodes: Sequence[str] = ()) -> None:
+        """Judge the generation as its agents do; without ``next_nodes`` they give up."""
+        judges = [
+            node for node in next_nodes or self.nodes if node in self.nodes and node not in self.restarted
+        ]
+        own = [
+            event
+            for event in self.events
+            if event["event"] in {"failure", "worker-exit", "hang"} and event["t"] >= self.started_t
+        ]
+        reported = [
+            [failure for _, failure in classify_with_times([e for e in own if e["node"] == node], node)][:1]
+            for node in self.nodes
+            if node not in {failure.node for failure in self.lost}
+        ]
+        verdict = separate_root_causes([*self.lost, *(failure for found in reported for failure in found)])
+        for node in judges if self.generation else ():
+            self.add(
+                t,
+                "verdict",
+                node,
+                generation=self.generation,
+                next_generation=self.generation + 1 if next_nodes else None,
+                reason=None,
+                joined=[name for name in next_nodes if name not in self.nodes],
+                lost=[failure.node for failure in self.lost],
+                root_causes=[record_failure(failure) for failure in verdict.root_causes],
+                secondary_failures=[record_failure(failure) for failure in verdict.secondary_failures],
+                decision={"kind": "continue" if next_nodes else "give-up"},
+            )
+
+    @property
+    def started_t(self) -> float:
+        """When the newest generation started."""
+        return max((event["t"] for event in self.events if event["event"] == "generation-start"), default=0.0)
+
+    def lose(self, t: float, node: str) -> None:
+        """Let the leader notice that a node died."""
+        reason = NodeLost(node, Loss.DIED)
+        self.lost.append(make_node_failure(reason))
+        self.end_view(t, next(name for name in self.nodes if name != node), reason)
+
+    def end_view(self, t: float, leader: str, reason: ViewEndReason) -> None:
+        """Let the leader end the view."""
+        about = {"what": "view-ended", "generation": self.generation, "reason": to_json(reason)}
+        message = wording.describe_event("view-ended", reason, node=leader, generation=self.generation)
+        self.add(t, "rendezvous", leader, **about, message=message)
 
     def pid(self, rank: int) -> dict[str, int]:
         """Return a rank's process id in this generation."""
@@ -112,27 +191,20 @@ def node_killed() -> Job:
     """Kill agent, launcher shim and worker of n2 at once: its log just ends."""
     job = Job().begun()
     job.fail(110.3, 0, "RuntimeError", GLOO)
+    job.lose(110.6, "n2")
     job.exit(111, 0, code=1)
     job.stop(111.2, 1)
     job.begin(115, 10, "n0", "n1", recomputed_steps=2)
     return job
 
 
-def agent_killed() -> Job:
-    """Kill an agent alone: its launcher shim then kills the worker."""
-    job = Job().begun()
-    job.exit(110.1, 2, signal="SIGKILL", stopped=True)
-    job.fail(110.3, 0, "RuntimeError", GLOO)
-    job.begin(115, 10, "n0", "n1")
-    return job
-
-
 def node_killed_and_wiped() -> Job:
     """Bring n2 back with an empty directory before the next world."""
     job = node_killed()
-    job.events = [event for event in job.events if event["node"] != "n2" and event.get("generation") != 2]
-    job.generation = 1
-    job.agents(113, "n2")
+    job.events = [event for event in job.events if event["node"] != "n2" and event["t"] < 113]
+    job.generation, job.nodes = 1, ("n0", "n1", "n2")
+    job.lost = [make_node_failure(NodeLost("n2", Loss.DIED))]
+    job.agents(112, "n2")
     job.begin(115, 10, "n0", "n1", "n2", recomputed_steps=2, receiving_nodes=["n2"], source_node="n0")
     return job
 
@@ -156,6 +228,7 @@ def node_returns() -> Job:
     job.begin(100, 0, "n0", "n1", kind="cold")
     job.steps(110, 10)
     job.agents(109, "n2")
+    job.end_view(110, "n0", ViewEnd.NEWCOMERS)
     job.stop(110.1, 0)
     job.fail(110.15, 1, "RuntimeError", GLOO)
     job.stop(110.2, 1)
@@ -175,7 +248,7 @@ def newcomers_left_again() -> Job:
     """End a world for new nodes that are gone before the next one."""
     job = Job().begun()
     job.stop(110.2, 0, 1, 2)
-    job.add(110.1, "rendezvous", "n0", what="restart", message="generation 1 is over: newcomers are here")
+    job.end_view(110.1, "n0", ViewEnd.NEWCOMERS)
     job.begin(112, 10, "n0", "n1", "n2")
     return job
 
@@ -204,6 +277,9 @@ def node_told_to_leave() -> Job:
     job = Job().begun()
     job.stop(110.2, 1)
     job.add(110.4, "agent-end", "n1", outcome="signalled", exit_code=143, message="stopped by SIGTERM.")
+    left = NodeLost("n1", Loss.LEFT, Signalled("SIGTERM"))
+    job.end_view(110.4, "n0", left)
+    job.lost.append(make_node_failure(left))
     job.fail(110.5, 0, "RuntimeError", GLOO)
     job.begin(115, 10, "n0", "n2")
     return job
@@ -219,26 +295,13 @@ def rank0_node_wiped() -> Job:
 def without_agents() -> Job:
     """Run under plain torchrun, where no event says how a worker ended."""
     job = Job().begun()
+    job.fail(110.5, 2, "ValueError", "x")
     job.begin(130, 5, "n0", "n1", "n2", recomputed_steps=5)
     job.events = [
-        event for event in job.events if event["event"] not in {"agent-start", "round", "worker-exit"}
+        event
+        for event in job.events
+        if event["event"] not in {"agent-start", "generation-start", "worker-exit", "verdict"}
     ]
-    return job
-
-
-def finished_and_begun_anew() -> Job:
-    """Train again with ``--resume never`` after two generations; its first one dies before a snapshot."""
-    job = worker_killed()
-    job.finish(120, 20)
-    job.agents(3690, "n0", "n1", "n2")
-    job.begin(3700, 0, "n0", "n1", "n2", kind="cold")
-    job.steps(3704, 4)
-    job.exit(3704.2, 1, signal="SIGKILL")
-    job.begin(3710, 0, "n0", "n1", "n2", kind="cold", recomputed_steps=4)
-    job.steps(3720, 10)
-    for event in job.events:
-        if event["event"] == "worker-start" and event["generation"] > 2:
-            event["min_generation"] = 2
     return job
 
 
@@ -249,9 +312,9 @@ def half_lost() -> Job:
     job.begin(100, 0, "n0", "n1", "n2", "n3", kind="cold")
     job.steps(110, 10)
     job.stop(113, 0, 1)
-    job.add(113, "rendezvous", "n0", what="restart", message="generation 1 is over: n2 is unreachable")
+    job.end_view(113, "n0", NodeLost("n2", Loss.UNREACHABLE))
     for node in ("n0", "n1"):
-        job.add(114, "rendezvous", node, what="waiting", message=WAITS_FOR_QUORUM, missing=["n2", "n3"])
+        job.add(114, "rendezvous", node, what="waiting", reason=to_json(WAITS_FOR_QUORUM), message="w")
     return job
 
 
@@ -261,6 +324,44 @@ def finished_and_run_again() -> Job:
     job.finish(120, 12)
     job.agents(200, "n0", "n1", "n2")
     job.begin(210, 12, "n0", "n1", "n2")
+    return job
+
+
+def failed() -> Job:
+    """Return a job whose agents give up."""
+    job = exception()
+    job.fail(116, 2, "ValueError", "loss is nan")
+    job.exit(116.1, 2, code=1)
+    job.write_verdicts(116.9)
+    for node in job.nodes:
+        message = "node n2 gave up: the same exception at the same step three times."
+        job.add(117, "agent-end", node, outcome="failed", exit_code=1, message=message)
+    return job
+
+
+def unfinished() -> Job:
+    """Return a job that ends with a worker's death."""
+    job = Job().begun()
+    job.exit(110.2, 1, signal="SIGKILL")
+    return job
+
+
+def failed_starts() -> Job:
+    """Fail twice before training, on a module that is missing on n1."""
+    job = Job()
+    job.agents(90, "n0", "n1")
+    for t in (95, 100):
+        job.restore(t, t, 0, "n0", "n1")
+        job.events = [item for item in job.events if item["event"] not in {"worker-start", "resume"}]
+        job.fail(t + 1, 0, "DistNetworkError", "connection refused")
+        job.fail(t + 2, 1, "ModuleNotFoundError", "No module named 'torchh'")
+        for item in job.events[-2:]:
+            item["generation"] = item["step"] = None
+        job.exit(t + 2.1, 0, code=1)
+        job.exit(t + 2.2, 1, code=1)
+    job.write_verdicts(102.9)
+    message = "node n1 gave up: 2 starts in a row failed without progress, before the first step."
+    job.add(103, "agent-end", "n1", outcome="failed", exit_code=1, message=message)
     return job
 
 
@@ -290,7 +391,7 @@ def killed() -> Job:
     """Kill rank 1 half a second after step 10; steps 9 and 10 are recomputed from 115 on."""
     job = run_steps(*range(1, 11))
     job.exit(110.5, 1, signal="SIGKILL")
-    job.add(110.6, "rendezvous", "n0", what="restart", message="")
+    job.end_view(110.6, "n0", WorkersStopped("n1"))
     job.stop(110.8, 0, 2)
     begin_at(job, 111, 114, 8, seconds=1.0, recomputed_steps=2)
     record_steps(job, 115, *range(9, 21))
@@ -314,8 +415,9 @@ class EventfulRun(Job):
 
     def agents(self, t: float, *nodes: str) -> None:
         """Start agents."""
-        for node in nodes:
-            self.add(t, "agent-start", node, run_id="resnet-50", command="train.py --epochs 90")
+        super().agents(t, *nodes)
+        for event in self.events[-len(nodes) :]:
+            event |= {"run_id": "resnet-50", "command": "train.py --epochs 90"}
 
     def start_generation(self, *nodes: str, recomputed_steps: int = 0, **resume: Any) -> None:
         """Start a generation that recomputes some steps."""
@@ -351,7 +453,7 @@ class EventfulRun(Job):
     def kill_worker(self, rank: int, signal: str = "SIGKILL", code: int | None = None) -> None:
         """Kill a worker; its peers' connections break, and they are stopped."""
         self.exit(self.now + 0.2, rank, signal=signal or None, code=code)
-        self.add(self.now + 0.25, "rendezvous", self.nodes[0], what="restart", message="over")
+        self.end_view(self.now + 0.25, self.nodes[0], WorkersStopped(self.nodes[rank]))
         others = [other for other in range(len(self.nodes)) if other != rank]
         self.fail(self.now + 0.22, others[0], "RuntimeError", GLOO)
         self.stop(self.now + 0.3, *others)
@@ -360,8 +462,7 @@ class EventfulRun(Job):
     def lose_node(self, node: str) -> None:
         """Kill a node with all its processes."""
         others = [rank for rank, name in enumerate(self.nodes) if name != node]
-        left = self.nodes[others[0]]
-        self.add(self.now + 0.4, "rendezvous", left, what="lost", message=f"{node} died")
+        self.lose(self.now + 0.4, node)
         self.stop(self.now + 0.5, *others)
         self.now += 0.6
 
@@ -370,10 +471,11 @@ class EventfulRun(Job):
     ) -> None:
         """Record an injected fault."""
         about = {"number": number, "what": what, "where": node, "when": f"step {self.step}"}
-        self.add(self.now + 0.1, "fault", node, **about, rank=rank, message=message)
+        self.add(self.now + 0.1, "fault", node, **about, rank=rank, message=message or f"{what} {node}")
 
 
 ALL_NODES = ("n0", "n1", "n2", "n3")
+TORN_WRITE = {"kind": "corrupt", "detail": "block 7 of 38 is not what was written"}
 TORN_WRITE_REASON = "state.safetensors: block 7 of 38 is not what was written"
 
 
@@ -393,7 +495,7 @@ def make_eventful_run() -> EventfulRun:
 def _add_worker_and_disk_faults(job: EventfulRun) -> None:
     job.inject_fault(1, "kill-worker", "n1", 1)
     job.kill_worker(1)
-    bad = {"node": "n3", "generation": 1, "step": 23, "reason": TORN_WRITE_REASON}
+    bad = {"node": "n3", "generation": 1, "step": 23, "reason": TORN_WRITE}
     job.start_generation(*ALL_NODES, receiving_nodes=["n3"], rejected=[bad])
     job.add(job.now, "quarantine", "n3", path="/d/quarantine/g000001-s0000000020", reason=TORN_WRITE_REASON)
     job.train(18)
@@ -410,7 +512,7 @@ def _add_worker_and_disk_faults(job: EventfulRun) -> None:
 
 
 def _add_node_failures(job: EventfulRun) -> None:
-    job.inject_fault(3, "kill-node", "n3", message="with its disk")
+    job.inject_fault(3, "kill-node", "n3", message="kill-node n3 (with its disk)")
     job.lose_node("n3")
     job.start_generation("n0", "n1", "n2")
     job.train(44)
@@ -420,7 +522,9 @@ def _add_node_failures(job: EventfulRun) -> None:
     job.stop(job.now + 0.5, 1)
     message = "aws takes this node away; step 133 is saved."
     job.add(job.now + 0.9, "agent-end", "n1", outcome="signalled", exit_code=75, message=message)
-    job.add(job.now + 0.6, "rendezvous", "n0", what="restart", message="n1 leaves")
+    left = NodeLost("n1", Loss.LEFT, Signalled("SIGTERM"))
+    job.end_view(job.now + 0.6, "n0", left)
+    job.lost.append(make_node_failure(left))
     job.stop(job.now + 0.6, 0, 2)
     job.now += 1.0
     job.start_generation("n0", "n2")
@@ -428,7 +532,8 @@ def _add_node_failures(job: EventfulRun) -> None:
 
 
 def _add_hang(job: EventfulRun) -> None:
-    suspects = [{"rank": 1, "local_rank": 0, "worker_pid": 1, "reason": "holds the GIL in <module 'PIL'>"}]
+    stall = to_json(Stall(Activity.HOLDS_GIL, at="<module 'PIL'>"))
+    suspects = [{"rank": 1, "local_rank": 0, "worker_pid": 1, "reason": stall}]
     about = {"generation": job.generation, "step": job.step, "suspects": suspects, "victims": [0]}
     job.add(
         job.now + 31,
@@ -444,8 +549,6 @@ def _add_hang(job: EventfulRun) -> None:
     job.agents(job.now - 9, "n1", "n3")
     for node in ("n1", "n3"):
         job.add(job.now - 5, "fork-server-ready", node, seconds=4.0, skipped_modules={})
-    early = {"rank": 0, "worker_pid": 4242, "exit_code": 1, "signal": None, "stopped": False}
-    job.add(job.now + 0.1, "worker-exit", "n0", **early)
     job.now += 2
     job.start_generation("n0", "n2", "n1", "n3", receiving_nodes=["n1", "n3"])
 
@@ -470,21 +573,6 @@ def _add_other_events(job: EventfulRun) -> None:
     job.train(30)
 
 
-def shift_clock(events: list[Event], node: str, offset_s: float) -> list[Event]:
-    """Return the events on machines of their own; the wall clock of ``node`` is ahead."""
-    return [
-        {
-            **event,
-            "t": event["t"] + offset_s * (event["node"] == node),
-            "b": event["t"] - 1.6e9,
-            "boot": event["node"],
-        }
-        if event["event"] != "fault"
-        else event
-        for event in events
-    ]
-
-
 HANG_REPORT = f"A hang in generation 5 after step 148.\n\nSUSPECT rank 1 {HOSTILE_TEXT}\n  train.py:7\n"
 STACKS = {"n2/g5-s148.txt": HANG_REPORT}
 
@@ -500,7 +588,7 @@ def remaining_checkpoints(job: Job) -> list[CheckpointEntry]:
     return found
 
 
-def make_long_run(generations: int, nodes: int = 3, seed: int = 0) -> EventfulRun:
+def make_long_run(generations: int = 20, nodes: int = 3, seed: int = 0) -> EventfulRun:
     """Return a run with many kills."""
     random = Random(seed)
     every = tuple(f"n{index}" for index in range(nodes))

@@ -239,7 +239,6 @@ SENTENCE_FIELDS = frozenset({"message", "text", "reason", "detail"})
 # These read texts from outside: the exception of a worker, or an error of the system.
 OUTSIDE_TEXTS = {
     ("agent/peer_probe.py", "handle_failure"),
-    ("policy/failure_classification.py", "is_secondary"),
     ("policy/failure_classification.py", "signature"),
     ("policy/failure_classification.py", "_refine_kind"),
 }

@@ -32,7 +32,7 @@ from elastic_resume.rendezvous.net import protocol, status_server
 from elastic_resume.rendezvous.net.status_server import RendezvousStatus
 from elastic_resume.report import agent_status
 from elastic_resume.report.agent_status import AgentStatus, KnownIncidents, NodeStatus, encode_reply
-from elastic_resume.report.incident_tracker import Incident
+from elastic_resume.report.generations import Incident
 from tests.support.rendezvous_nodes import RUN, TOKEN, listener_address, read_line
 
 A, B = (Incarnation(name, name, 1, f"{name}:1", None) for name in "ab")

@@ -19,7 +19,7 @@ from elastic_resume.errors import ConfigError
 from elastic_resume.rendezvous.net.status_server import RendezvousStatus
 from elastic_resume.report import metrics
 from elastic_resume.report.agent_status import AgentStatus
-from elastic_resume.report.incident_tracker import INCIDENT_KINDS
+from elastic_resume.report.generations import INCIDENT_KINDS
 from tests.support.paths import ROOT
 from tests.unit.commands.test_job_status import make_document, make_leader_status, make_members, make_status
 

@@ -13,6 +13,9 @@ import pytest
 from elastic_resume import constants, events
 from elastic_resume.cli import main
 from elastic_resume.events import Event
+from elastic_resume.policy import wording
+from elastic_resume.policy.hangs import Activity, Stall
+from elastic_resume.policy.reasons import to_json
 from elastic_resume.report import html, run_history, summary
 from elastic_resume.report.checkpoints import CheckpointEntry
 from elastic_resume.report.loader import load_run
@@ -21,33 +24,15 @@ from tests.support import report_runs
 from tests.support.paths import ROOT
 from tests.support.report_runs import (
     Job,
-    exception,
-    finished_and_begun_anew,
+    failed,
     half_lost,
     job_killed,
     job_stopped,
     killed,
     node_killed,
+    unfinished,
     worker_killed,
 )
-
-
-def failed() -> Job:
-    """Return a job whose agents give up."""
-    job = exception()
-    job.fail(116, 2, "ValueError", "loss is nan")
-    job.exit(116.1, 2, code=1)
-    for node in job.nodes:
-        message = "node n2 gave up: the same exception at the same step three times."
-        job.add(117, "agent-end", node, outcome="failed", exit_code=1, message=message)
-    return job
-
-
-def unfinished() -> Job:
-    """Return a job that ends with a worker's death."""
-    job = Job().begun()
-    job.exit(110.2, 1, signal="SIGKILL")
-    return job
 
 
 def nothing() -> Job:
@@ -151,7 +136,7 @@ def test_each_kind_of_alert_has_severity_and_node() -> None:
     job = Job().begun()
     job.add(150, "hang", "n0", generation=1, step=10, seconds=40.0, suspects=[], waits_for_other_node=True)
     assert summary.build_run_report(job.events).alerts[0].severity == "note"
-    suspects = [{"rank": 2, "reason": "is in backward()"}]
+    suspects = [{"rank": 2, "reason": to_json(Stall(Activity.BACKWARD))}]
     job.add(200, "hang", "n1", generation=1, step=10, seconds=40.0, suspects=suspects, kill_delay_s=15.0)
     assert "perhaps rank 2 is in backward()" in summary.build_run_report(job.events).alerts[1].text
 
@@ -214,8 +199,8 @@ def test_lane_of_lost_node_is_offline_until_its_agent_starts() -> None:
     job.begin(142, 20, "n0", "n1", "n2", receiving_nodes=["n2"])
     lane = {item.node: item for item in html.build_lanes(summary.build_run_report(job.events))}["n2"]
     spans = [(span.activity, span.start_t, span.end_t) for span in lane.spans]
-    assert spans[-4:-1] == [("offline", 110, 130), ("idle", 130, 140), ("preparing", 140, 142)]
-    assert [mark.text for mark in lane.marks] == ["generation 1: node n2 was lost"]
+    assert spans[-4:-1] == [("offline", 110.6, 130), ("idle", 130, 140), ("preparing", 140, 142)]
+    assert [mark.text for mark in lane.marks] == ["generation 1: node n2 died"]
 
 
 def test_marks_that_overlap_become_one_with_a_count() -> None:
@@ -322,47 +307,19 @@ def test_json_has_the_documented_members(
     here, there, _ = apart
     assert main(["report", str(here), str(there), "--json"]) == 0
     members = json.loads(capsys.readouterr().out)
-    assert (members["schema"], members["outcome"]) == (1, "open")
+    assert (members["schema"], members["outcome"]) == (2, "open")
     documented = ROOT / "docs" / "reference" / "report-json.md"
     listed = [line.split("`")[1] for line in documented.read_text().splitlines() if line.startswith("| `")]
     assert set(members) == {name for name in listed if "." not in name}
     nested = {name for name in listed if "." in name}
     assert {f"generations.{name}" for name in members["generations"][0]} <= nested
-    assert members["generations"][0]["end"]["text"] == "node n2 was lost"
+    assert members["generations"][0]["end"]["text"] == "node n2 died"
 
 
 def test_template_and_style_sheet_are_in_the_package() -> None:
     """Installed or not, importlib finds them."""
     for name in ("report.html.j2", "report.css"):
         assert resources.files("elastic_resume.report").joinpath(name).is_file()
-
-
-def test_report_covers_the_training_after_the_last_fresh_start() -> None:
-    """A training that ended before a start with --resume never is only mentioned."""
-    job = finished_and_begun_anew()
-    entries = [
-        CheckpointEntry(Path(f"g{number}"), "job", "n0", "valid", generation=number, step=5)
-        for number in (2, 4)
-    ]
-    stacks = {"n0/g1-s3.txt": "earlier", "n0/g3-s3.txt": "now"}
-    report = summary.build_run_report(job.events, checkpoint_entries=entries, stacks=stacks)
-    assert [generation.number for generation in report.history.generations] == [3, 4]
-    assert report.start_t == 3690
-    assert report.earlier_end_t == 122
-    assert (report.history.num_incidents, report.history.recomputed_steps) == (1, 4)
-    assert [record.generation for record in report.saved_states] == [4]
-    assert list(report.stacks) == ["n0/g3-s3.txt"]
-    sentence = "An earlier training of this name, until 1970-01-01 00:02:02 UTC, is left out."
-    assert summary.format_text(report).count(sentence) == 1
-    assert sentence in html.render_page(report)
-    assert json.loads(summary.format_json(report))["earlier_end_t"] == 122
-
-
-def test_report_without_fresh_start_covers_all() -> None:
-    """Nothing is left out, and nothing says so."""
-    report = summary.build_run_report(killed().events)
-    assert report.earlier_end_t is None
-    assert "earlier training" not in summary.format_text(report) + html.render_page(report)
 
 
 def test_verdict_of_waiting_nodes_names_the_missing_ones() -> None:
@@ -376,7 +333,9 @@ def test_verdict_of_waiting_nodes_names_the_missing_ones() -> None:
         "start n2, n3 again, with their disks; if they are gone for good: end the job, remove "
         "rendezvous.json from the node directories, and start it again"
     )
-    assert report.history.wait == run_history.JobWait(114, ("n2", "n3"), report_runs.WAITS_FOR_QUORUM)
+    assert report.history.wait == run_history.JobWait(
+        114, ("n2", "n3"), wording.describe(report_runs.WAITS_FOR_QUORUM)
+    )
     assert ">waiting<" in html.render_page(report)
 
 
@@ -385,7 +344,7 @@ def test_wait_ends_with_the_next_generation_or_the_agents() -> None:
     job = half_lost()
     job.begin(200, 10, "n0", "n1")
     assert summary.build_run_report(job.events).history.wait is None
-    job.add(201, "rendezvous", "n2", what="waiting", message=report_runs.WAITS_FOR_QUORUM)
+    job.add(201, "rendezvous", "n2", what="waiting", reason=to_json(report_runs.WAITS_FOR_QUORUM))
     assert summary.build_run_report(job.events).history.wait is None  # n2 is partitioned from n0 and n1
     job = half_lost()
     for node in ("n0", "n1"):
