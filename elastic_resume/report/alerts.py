@@ -26,6 +26,7 @@ BAD, NOTE, INFO = "bad", "note", "info"
 _SLOW_FACTOR = 5  # a commit is slow if it takes this many times the node's median
 _MIN_SLOW_S = 1.0
 _MIN_COMMITS = 4  # fewer commits have no typical duration
+_VARYING_FIELDS = frozenset({"t", "b", "pid", "seconds", "generation"})
 
 
 @dataclass(frozen=True)
@@ -50,20 +51,22 @@ class Alert:
 
 def find_alerts(timeline: EventTimeline) -> tuple[Alert, ...]:
     """Find all alerts of a run, by the time of their first event."""
-    found: list[Alert] = []
+    found: list[tuple[Alert, str]] = []  # with what tells different problems of a kind apart
     for kind, (severity, describe) in _DESCRIPTIONS.items():
         for event in timeline.select(kind):
             text = describe(event)
             if text:
                 # A hang that another node caused.
                 is_elsewhere = event.raw.get("waits_for_other_node") is True
-                found.append(_make_alert(kind, NOTE if is_elsewhere else severity, event, text))
+                alert = _make_alert(kind, NOTE if is_elsewhere else severity, event, text)
+                found.append((alert, _identify_problem(event)))
     for event in timeline.select("rendezvous"):
         kind = event.get_text("what")
         if kind in _RENDEZVOUS_SEVERITIES:
             text = event.get_text("message") or kind
-            found.append(_make_alert(kind, _RENDEZVOUS_SEVERITIES[kind], event, text))
-    found += _find_slow_commits(timeline.select("commit"))
+            alert = _make_alert(kind, _RENDEZVOUS_SEVERITIES[kind], event, text)
+            found.append((alert, _identify_problem(event)))
+    found += [(alert, str(alert.step)) for alert in _find_slow_commits(timeline.select("commit"))]
     return tuple(sorted(_merge_repeated(found, timeline), key=lambda alert: (alert.t, alert.node)))
 
 
@@ -71,16 +74,24 @@ def _make_alert(kind: str, severity: str, event: ParsedEvent, text: str) -> Aler
     return Alert(kind, severity, event.node, event.t, event.t, 1, text, event.generation, event.step)
 
 
-def _merge_repeated(alerts: Iterable[Alert], timeline: EventTimeline) -> list[Alert]:
+def _identify_problem(event: ParsedEvent) -> str:
+    """Return what repeated events of one problem have in common."""
+    if event.kind == "commit-failed":
+        return ""
+    if event.kind == "rendezvous":
+        return repr(event.raw.get("reason"))
+    return repr([(name, value) for name, value in event.raw.items() if name not in _VARYING_FIELDS])
+
+
+def _merge_repeated(alerts: Iterable[tuple[Alert, str]], timeline: EventTimeline) -> list[Alert]:
     """Merge repeated alerts of a node; a commit between two failed commits separates them."""
     commits: dict[str, list[float]] = defaultdict(list)
     for event in timeline.select("commit"):
         commits[event.node].append(event.t)
     open_alerts: dict[tuple[str, str, str], Alert] = {}
     merged = []
-    for alert in sorted(alerts, key=lambda alert: alert.t):
-        text = alert.text if alert.kind != "commit-failed" else ""
-        key = (alert.kind, alert.node, text)
+    for alert, problem in sorted(alerts, key=lambda pair: pair[0].t):
+        key = (alert.kind, alert.node, problem)
         last = open_alerts.get(key)
         if last is not None and _next_after(commits[alert.node], last.last_t) >= alert.t:
             open_alerts[key] = replace(last, last_t=alert.t, count=last.count + 1)

@@ -133,7 +133,8 @@ def _describe_downtime(history: RunHistory, goodput: Goodput, downtime_s: float)
         return f"No failure{share}."
     steps = format_count(history.recomputed_steps, "step") if history.recomputed_steps else "no step"
     failures = format_count(history.num_incidents, "failure")
-    return f"{failures}, {format_seconds(downtime_s)} downtime, {steps} recomputed{share}."
+    downtime = f", {format_seconds(downtime_s)} downtime" if downtime_s else ""
+    return f"{failures}{downtime}, {steps} recomputed{share}."
 
 
 def _hints_from_end(history: RunHistory, silent_s: float | None) -> list[str]:
@@ -414,9 +415,9 @@ def format_step_range(generation: Generation) -> str:
     """Format the steps that a generation ran."""
     if generation.first_step is not None and generation.last_step is not None:
         return f"{generation.first_step}-{generation.last_step}"
-    if generation.start_step is not None:
+    if generation.start_step is not None or generation.last_step is None:
         return "none"
-    return "?" if generation.last_step is None else f"?-{generation.last_step}"
+    return f"?-{generation.last_step}"
 
 
 def describe_details(generation: Generation) -> list[str]:

@@ -111,7 +111,7 @@ def test_quiet_run_prints_warnings_and_errors_only(agents: Agents) -> None:
     assert not [line for line in lines if "checkpoints in" in line]
     assert "3 starts in a row failed without progress" in lines[-1]
     assert "quiet 1" in log
-    assert len(agents.events("round")) == 3
+    assert len(agents.events("generation-start")) == 3
     (end,) = agents.events("agent-end")
     assert (end["outcome"], end["exit_code"]) == ("failed", 1)
 
@@ -160,7 +160,7 @@ def test_wrong_use_ends_the_job_at_once_and_the_last_line_says_what_is_wrong(age
     agents.script(WRONG_USE)
     code, log = agents.run("--nproc-per-node=2", "train.py", OMP_NUM_THREADS="1")
     assert code == 1
-    assert len(agents.events("round")) == 1
+    assert len(agents.events("generation-start")) == 1
     said = (
         r"node a gave up: rank \d ended with exit code 1: ConfigError: keep is 1, which is too few\. Write 2"
     )
@@ -237,11 +237,14 @@ def test_two_nodes_continue_after_worker_is_killed(agents: Agents) -> None:
     wait_for(lambda: len(agents.pids("worker-a")) == len(agents.pids("worker-b")) == 2, "two new workers")
     (agents.directory / "finish").touch()
     assert [agent.wait(60) for agent in two] == [0, 0]
-    rounds = {node: [(e["round"], e["num_nodes"]) for e in agents.events("round", node)] for node in "ab"}
-    assert rounds == {"a": [(1, 2), (2, 2)], "b": [(1, 2), (2, 2)]}
+    sizes = {
+        node: [(e["generation"], e["num_nodes"]) for e in agents.events("generation-start", node)]
+        for node in "ab"
+    }
+    assert sizes == {"a": [(1, 2), (2, 2)], "b": [(1, 2), (2, 2)]}
     (killed,) = [e for e in agents.events("worker-exit", "b") if e["signal"]]
     assert (killed["worker_pid"], killed["signal"], killed["stopped"]) == (first[0], "SIGKILL", False)
-    (stopped,) = [e for e in agents.events("worker-exit", "a") if e["round"] == 1]
+    (stopped,) = [e for e in agents.events("worker-exit", "a") if e["generation"] == 1]
     assert stopped["stopped"] is True
     assert "was killed by SIGKILL; restarting" in agents.log("b")
     assert "rank 1 on node b was killed by SIGKILL; restarting." in agents.log("a")

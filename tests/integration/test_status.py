@@ -132,14 +132,14 @@ def test_metrics_of_leader_cover_the_job_too(cluster: Cluster) -> None:
     assert "elastic_resume_world_ranks" not in follows
     assert "elastic_resume_node_stepn1" not in leads
     port = int(re.findall(r"metrics at http://127.0.0.1:(\d+)/", cluster.output(0))[0])
-    generation = cluster.events("round")[-1]["generation"]
+    generation = cluster.events("generation-start")[-1]["generation"]
     for data in (secrets.token_bytes(4096), b"GET / HTTP/1.1\r\n" + b"A: " + b"x" * 4_000_000):
         with socket.create_connection(("127.0.0.1", port), 20) as stranger, contextlib.suppress(OSError):
             stranger.sendall(data)
             stranger.shutdown(socket.SHUT_WR)
             assert is_disconnected(stranger)
     assert scrape(cluster, 0)["elastic_resume_is_leader"] == 1
-    assert cluster.events("round")[-1]["generation"] == generation
+    assert cluster.events("generation-start")[-1]["generation"] == generation
     step = max(event["step"] for event in cluster.events("step"))
     cluster.wait(step=step + 20)
 
@@ -192,7 +192,7 @@ def test_a_job_that_was_killed_as_a_whole_goes_on_counting(cluster: Cluster) -> 
     cluster.start_node(2, flags=flags)
     cluster.wait(lambda: cluster.output(2).count("n2 leads"), "n2 leads")
     cluster.start_node(1, flags=flags)
-    cluster.wait(lambda: max(item["generation"] for item in cluster.events("round")) >= 3, "a third world")
+    cluster.wait(generation=3)
 
     def told() -> str:
         said = status(*by_name(cluster, 1), "--once").stdout

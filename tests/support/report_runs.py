@@ -573,21 +573,6 @@ def _add_other_events(job: EventfulRun) -> None:
     job.train(30)
 
 
-def shift_clock(events: list[Event], node: str, offset_s: float) -> list[Event]:
-    """Return the events on machines of their own; the wall clock of ``node`` is ahead."""
-    return [
-        {
-            **event,
-            "t": event["t"] + offset_s * (event["node"] == node),
-            "b": event["t"] - 1.6e9,
-            "boot": event["node"],
-        }
-        if event["event"] != "fault"
-        else event
-        for event in events
-    ]
-
-
 HANG_REPORT = f"A hang in generation 5 after step 148.\n\nSUSPECT rank 1 {HOSTILE_TEXT}\n  train.py:7\n"
 STACKS = {"n2/g5-s148.txt": HANG_REPORT}
 

@@ -165,9 +165,7 @@ def test_monitor_polls_memory_of_machine_in_background(
         assert time.monotonic() < deadline_s, "the monitor does not poll"
         time.sleep(0.01)
     (proc / "meminfo").write_text(ROOMY)
-    pressure = monitor.read_pressure()
-    assert (pressure.oom_kills, pressure.is_control_group) == (0, False)
-    assert 0 < pressure.limit_bytes - pressure.used_bytes < 0.05 * pressure.limit_bytes
+    assert monitor.read_pressure() == MemoryPressure(0, 15_840_000 << 10, 16_000_000 << 10)
     monitor.close()
     assert threading.active_count() == num_threads
 

@@ -204,7 +204,7 @@ def test_reason_of_agents_that_gave_up_is_shown() -> None:
 def track(events: list[Event], **limits: int) -> GenerationTracker:
     """Record events one by one, as an agent does."""
     tracker = GenerationTracker(**limits)
-    for event in sorted(events, key=lambda item: float(item["b"] if "b" in item else item["t"])):
+    for event in sorted(events, key=lambda item: item["b"] if "b" in item else item["t"]):
         tracker.record_event(event)
     return tracker
 
