@@ -129,7 +129,8 @@ def _measure_generation(
     for event in events:
         times[event.kind].append(event.t)
     resume = next((event for event in reversed(events) if event.kind == "resume"), None)
-    exits, last_event_t = times["worker-exit"], max(event.t for event in events if event.t <= next_start_t)
+    exits = times["worker-exit"]
+    last_event_t = max((event.t for event in events if event.t <= next_start_t), default=row.start_t)
     # Workers that never had their state were starting all the time.
     restored_t = max(times["worker-start"] or times["resume"], default=last_event_t)
     rendezvous_done_t = max(times["generation-start"], default=None)
