@@ -25,7 +25,7 @@ def commits(cluster: Cluster, generation: int) -> list[Event]:
 def test_restarts_leak_no_descriptor(tmp_path: Path) -> None:
     """After five restarts agent and fork server have no more open descriptors than after one."""
     with Cluster(tmp_path, nodes=1, flags=["--save-every", "1"]) as cluster:
-        cluster.start(SCRIPT, "--log", str(tmp_path / "step_log"), "--epochs", "100000")
+        cluster.start(SCRIPT, "--step-log", str(tmp_path / "step_log"), "--epochs", "100000")
         before: tuple[int, int] = (0, 0)
         for generation in range(1, 8):
             cluster.wait(partial(commits, cluster, generation), f"a commit of generation {generation}")

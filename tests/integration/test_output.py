@@ -42,7 +42,7 @@ def test_start_and_recovery_print_few_lines(tmp_path: Path) -> None:
     flags = ["--snapshot-every", "1", "--save-every", "5"]
     fast = tmp_path / "fast"
     pace = ("--step-delay", "0", "--slow-from", "7", "--slow-until", str(fast))
-    job = (SCRIPTS / "train.py", "--log", str(tmp_path), "--epochs", "4", *pace)
+    job = (SCRIPTS / "train.py", "--step-log", str(tmp_path), "--epochs", "4", *pace)
     with Cluster(tmp_path, nodes=2, min_nodes=1, workers_per_node=2, flags=flags, env=env) as cluster:
         cluster.start(*job)
         cluster.wait(step=5)
