@@ -190,7 +190,7 @@ class Cell:
         for part, item in parts.items():
             flat = state_dict.flatten(state_dict.collect_objects({part: item}))
             leaves = state_dict.digest_leaves(flat.leaves)
-            digests[part] = state_dict.combine_digests({**leaves, "": flat.skeleton})
+            digests[part] = state_dict.combine_digests({**leaves, "": flat.structure})
         return digests
 
 
