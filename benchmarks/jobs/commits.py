@@ -53,7 +53,7 @@ class Snapshot:
     def _manifest(self) -> Manifest:
         position = Position(0, self._step, self._step, self._step)
         return Manifest(
-            RUN, NODE, 0, 1, 1, position, 0.0, "benchmark", self._flat.skeleton, file_bytes=self._bytes
+            RUN, NODE, 0, 1, 1, position, 0.0, "benchmark", self._flat.structure, file_bytes=self._bytes
         )
 
     def commit(self) -> None:

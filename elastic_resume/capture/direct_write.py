@@ -72,8 +72,8 @@ class DirectWriter:
             position=position,
             written_at=time.time(),
             writer=__version__,
-            state=flat_state.skeleton,
-            follows_rank0=tuple(leaf.name for leaf in flat_state.leaves if leaf.kind != REPLICATED),
+            state=flat_state.structure,
+            rank0_tensors=tuple(leaf.name for leaf in flat_state.leaves if leaf.kind != REPLICATED),
             file_bytes=layout.total_bytes,
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from elastic_resume.capture.copy_engine import CopyJob
 from elastic_resume.slots import slot_memory
@@ -56,8 +55,11 @@ class SlotAccess:
     def _choose_slot(self, snapshot_id: int, min_bytes: int, needed_bytes: int) -> Slot | None:
         client = self._client
         # A peer may still write into an older slot, which might be taken next.
-        if not _poll(lambda: not self._is_peer_behind(snapshot_id), PEER_TIMEOUT_S):
-            return None
+        limit = time.monotonic() + PEER_TIMEOUT_S
+        while self._is_peer_behind(snapshot_id):
+            if time.monotonic() > limit:
+                return None
+            time.sleep(POLL_S)
         states = client.list_writable(min_bytes)
         if not states or client.reserved_bytes < min_bytes:  # the first reservation was a guess
             if needed_bytes > slot_memory.SMALL_SLOT_BYTES:
@@ -115,27 +117,16 @@ class SlotAccess:
 
     def wait_until_complete(self, snapshot_id: int, timeout_s: float) -> bool:
         """Wait for all shards of a snapshot; return whether it is complete."""
-
-        def is_decided() -> bool:
+        limit = time.monotonic() + timeout_s
+        while time.monotonic() < limit:
             slot = self.find_slot(snapshot_id)
-            return (
-                slot is None
-                or slot.record.complete_snapshot_id() == snapshot_id
-                or (slot.record.has_failed_copy())
-            )
-
-        slot = self.find_slot(snapshot_id) if _poll(is_decided, timeout_s) else None
-        return slot is not None and slot.record.complete_snapshot_id() == snapshot_id
+            if slot is None or slot.record.has_failed_copy():
+                return False
+            if slot.record.complete_snapshot_id() == snapshot_id:
+                return True
+            time.sleep(POLL_S)
+        return False
 
     def list_live_slots(self) -> set[tuple[int, int]]:
         """Return (index, serial) of each existing slot."""
         return {(state.index, state.serial) for state in self._control.read_slots()}
-
-
-def _poll(condition: Callable[[], bool], timeout_s: float) -> bool:
-    limit = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > limit:
-            return False
-        time.sleep(POLL_S)
-    return True

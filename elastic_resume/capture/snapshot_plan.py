@@ -116,7 +116,7 @@ def make_plan(state_view: StateView, base_metadata: Mapping[str, Any], shard_cou
     layout = Layout.build([make_spec(leaf.name, leaf.tensor) for leaf in leaves])
     follows = [leaf.name for leaf in leaves if leaf.kind != REPLICATED]
     static_metadata = slot_memory.encode_metadata(
-        {**base_metadata, "follows_rank0": follows, "state": cached.static_skeleton}
+        {**base_metadata, "rank0_tensors": follows, "state": cached.static_structure}
     )
     filled = [pair for pair in zip(cached.leaves, cached.may_overlap, strict=True) if pair[0].tensor.numel()]
     overlapped = [leaf for leaf, may_overlap in filled if may_overlap]

@@ -177,7 +177,7 @@ class Snapshotter:
         if self._slots.is_local_leader:
             dynamic_metadata = slot_memory.encode_metadata(
                 slot_memory.dynamic_metadata(
-                    self._generation, position, time.time(), state_view.dynamic_skeleton
+                    self._generation, position, time.time(), state_view.dynamic_structure
                 )
             )
             slot = self._slots.take(snapshot_id, *plan.slot_bytes(dynamic_metadata))

@@ -78,7 +78,7 @@ class CachedState:
 
     version: int  # grows with each new cached state
     leaves: tuple[Leaf, ...]  # the objects' own tensors, not detached
-    static_skeleton: dict[str, Any]  # tracked name -> typed JSON around the leaves
+    static_structure: dict[str, Any]  # tracked name -> typed JSON around the leaves
     may_overlap: tuple[bool, ...]  # one flag for each leaf; see OverlapRule
 
 
@@ -88,7 +88,7 @@ class StateView:
 
     cached: CachedState
     uncached_leaves: tuple[Leaf, ...]  # copied at once, because the next state may have others
-    dynamic_skeleton: dict[str, Any]  # slots.merge_state lays it over cached.static_skeleton
+    dynamic_structure: dict[str, Any]  # slots.merge_state lays it over cached.static_structure
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -246,22 +246,22 @@ class _StateCache:
         self._current_index = 0  # index of the tracked object that is being read
         cacheable = {name: item for name, item in tracked.items() if _is_cacheable(item)}
         cached_collector, cached_leaves = TensorCollector(self._find_uncached_name), list[Leaf]()
-        static_skeleton: dict[str, Any] = {}
-        dynamic_skeleton: dict[str, Any] = {}
+        static_structure: dict[str, Any] = {}
+        dynamic_structure: dict[str, Any] = {}
         for index, (name, item) in enumerate(tracked.items()):
-            self._current_index, static_skeleton[name] = index, None
+            self._current_index, static_structure[name] = index, None
             if name in cacheable:
-                static_skeleton[name] = self._add_cached(cached_collector, cached_leaves, name, item)
+                static_structure[name] = self._add_cached(cached_collector, cached_leaves, name, item)
             if name not in cacheable or isinstance(item, Optimizer):
                 flatten = _flatten_groups if name in cacheable else flatten_object
                 read = functools.partial(flatten, name=name, item=item)
                 self._uncached_readers.append((index, name, read))
-                dynamic_skeleton[name] = read(self._uncached_collector)
+                dynamic_structure[name] = read(self._uncached_collector)
         optimizers = [item for item in cacheable.values() if isinstance(item, Optimizer)]
         overlap_rule = OverlapRule(tracked, optimizers, frozen_names)
         may_overlap = tuple(overlap_rule.may_overlap(leaf.name) for leaf in cached_leaves)
-        self._cached = CachedState(version, tuple(cached_leaves), static_skeleton, may_overlap)
-        self.first_view = StateView(self._cached, tuple(self._uncached_collector.leaves), dynamic_skeleton)
+        self._cached = CachedState(version, tuple(cached_leaves), static_structure, may_overlap)
+        self.first_view = StateView(self._cached, tuple(self._uncached_collector.leaves), dynamic_structure)
         trained_ids = set(map(id, overlap_rule.trained_parameters))
         self._fingerprint = _Fingerprint(cacheable.values(), trained_ids)
 
@@ -277,11 +277,11 @@ class _StateCache:
 
         """
         collector = TensorCollector(self._find_cached_name)
-        dynamic_skeleton: dict[str, Any] = {}
+        dynamic_structure: dict[str, Any] = {}
         for index, name, read in self._uncached_readers:
             self._current_index = index
-            dynamic_skeleton[name] = read(collector)
-        return StateView(self._cached, tuple(collector.leaves), dynamic_skeleton)
+            dynamic_structure[name] = read(collector)
+        return StateView(self._cached, tuple(collector.leaves), dynamic_structure)
 
     def _find_cached_name(self, key: TensorKey) -> str | None:
         """Return the name of a cached tensor. The first of several tied tensors gives the name."""
@@ -297,7 +297,7 @@ class _StateCache:
         return name
 
     def _add_cached(self, collector: TensorCollector, leaves: list[Leaf], name: str, item: Any) -> Any:
-        """Collect a cacheable object; return the static part of its skeleton."""
+        """Collect a cacheable object; return the static part of its structure."""
         leaf_count, key_count = len(collector.leaves), len(collector.name_by_key)
         flatten = _flatten_static_part if isinstance(item, Optimizer) else flatten_object
         encoded = flatten(collector, name, item)

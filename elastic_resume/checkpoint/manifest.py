@@ -44,7 +44,7 @@ class Position:
 class Manifest:
     """Everything in a checkpoint except its tensors.
 
-    ``rank`` is the writer's; ``written_at`` is in Unix seconds. ``follows_rank0`` names tensors that differ
+    ``rank`` is the writer's; ``written_at`` is in Unix seconds. ``rank0_tensors`` names tensors that differ
     between ranks, such as BatchNorm's buffers: a resume takes rank 0's. `CheckpointTransaction` fills in
     ``file_bytes``, ``block_bytes`` and ``blocks``.
     """
@@ -58,7 +58,7 @@ class Manifest:
     written_at: float
     writer: str
     state: Any
-    follows_rank0: tuple[str, ...] = ()
+    rank0_tensors: tuple[str, ...] = ()
     file_bytes: int = 0
     block_bytes: int = BLOCK_BYTES
     blocks: tuple[str, ...] = ()
@@ -117,7 +117,7 @@ class Manifest:
             position = record.pop("position")
             if not isinstance(position, dict):
                 raise CorruptError("manifest: position is not an object.")
-            for name in ("follows_rank0", "blocks"):
+            for name in ("rank0_tensors", "blocks"):
                 record[name] = tuple(record[name])
             manifest = Manifest(position=Position(**position), **record)
         except (KeyError, TypeError) as error:

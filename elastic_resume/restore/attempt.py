@@ -272,7 +272,7 @@ class RestoreAttempt:
             found = len(opened.buffer.memory)
             raise UnreadableError(f"{saved_state.nbytes} bytes were expected, and {found} were found")
         if opened.manifest is not None:
-            build_values_layout(opened.buffer.layout, opened.manifest.follows_rank0)  # for its error
+            build_values_layout(opened.buffer.layout, opened.manifest.rank0_tensors)  # for its error
         return opened
 
     def _attach(self, slot_id: list[int] | None) -> OpenedState | None:
@@ -310,7 +310,7 @@ class RestoreAttempt:
         if opened is None or opened.manifest is None:
             raise UnreadableError("the source has opened no state")
         # Ranks that load the same state have the same values.
-        names = opened.manifest.follows_rank0 if len(self._plan.holders) > 1 else ()
+        names = opened.manifest.rank0_tensors if len(self._plan.holders) > 1 else ()
         layout = build_values_layout(opened.buffer.layout, names)
         # Digests travel with their blocks, and the plan has the size.
         described = replace(opened.manifest, blocks=(), file_bytes=0)

@@ -281,7 +281,7 @@ def _broadcast_rank_0_state(context: RankContext, flat: FlatState, tracked: Mapp
     modules = tuple(f"{name}/" for name, item in tracked.items() if isinstance(item, nn.Module))
     leaves = {leaf.name: leaf.tensor.detach() for leaf in flat.select_kinds(REPLICATED, BUFFER, SCRIPT_OWNED)}
     shapes = {name: f"{t.dtype}{list(t.shape)}" for name, t in leaves.items() if name.startswith(modules)}
-    orders = {name: state_dict.combine_digests({"": flat.skeleton.get(name)}) for name in (DATA, PARAMETERS)}
+    orders = {name: state_dict.combine_digests({"": flat.structure.get(name)}) for name in (DATA, PARAMETERS)}
     difference = find_first_difference(context, lambda: {**shapes, **orders})
     if difference is not None:
         order_texts = {DATA: "the order of samples", PARAMETERS: "the order of the optimizer's parameters"}
@@ -295,13 +295,13 @@ def _broadcast_rank_0_state(context: RankContext, flat: FlatState, tracked: Mapp
         for name, item in tracked.items()
         if not (isinstance(item, nn.Module) or name == DATA or name.startswith(RESERVED_PREFIX))
     }
-    skeletons = {name: flat.skeleton[name] for name in others}
-    digest = state_dict.combine_digests({**state_dict.digest_leaves(flat.leaves), "": skeletons})
+    structures = {name: flat.structure[name] for name in others}
+    digest = state_dict.combine_digests({**state_dict.digest_leaves(flat.leaves), "": structures})
     collectives = context.collectives
     if len(set(collectives.gather(digest))) == 1:
         return
-    skeletons, specs = collectives.broadcast_json(
-        [skeletons, [[*astuple(make_spec(*leaf))] for leaf in leaves.items()]], 0
+    structures, specs = collectives.broadcast_json(
+        [structures, [[*astuple(make_spec(*leaf))] for leaf in leaves.items()]], 0
     )
     values = {leaf.name: leaf.tensor.detach() for leaf in flat.leaves}
     is_source = collectives.rank == 0
@@ -316,14 +316,14 @@ def _broadcast_rank_0_state(context: RankContext, flat: FlatState, tracked: Mapp
                 values[name].copy_(tensor)
             else:
                 values[name] = tensor
-    context.run_on_all_ranks(lambda: None if is_source else _load_rank_0_state(others, skeletons, values))
+    context.run_on_all_ranks(lambda: None if is_source else _load_rank_0_state(others, structures, values))
 
 
 def _load_rank_0_state(
-    tracked: Mapping[str, Any], skeletons: Mapping[str, Any], values: Mapping[str, Tensor]
+    tracked: Mapping[str, Any], structures: Mapping[str, Any], values: Mapping[str, Tensor]
 ) -> None:
     try:
-        load_objects.load_into(tracked, skeletons, lambda name: values[name].cpu())
+        load_objects.load_into(tracked, structures, lambda name: values[name].cpu())
     except MismatchError as error:
         raise MismatchError(
             "the ranks built different objects, and this one cannot take rank 0's state. Build the same "

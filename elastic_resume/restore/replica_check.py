@@ -107,7 +107,7 @@ def _digest_replicated_state(tracked: Mapping[str, Any], *, buffers: bool) -> di
     values = state_dict.digest_leaves(leaf for leaf in flat.leaves if _is_compared(leaf, buffers=buffers))
     for name, item in tracked.items():
         if isinstance(item, Optimizer):
-            for path, value in iter_leaves(json_codec.decode(flat.skeleton[name]), name):
+            for path, value in iter_leaves(json_codec.decode(flat.structure[name]), name):
                 if not isinstance(value, TensorRef):
                     values[path] = state_dict.combine_digests({"": json_codec.encode(value)})
     return values

@@ -11,7 +11,7 @@ never waits for a worker. A worker waits for it only in `CheckpointCommitter.com
 
 A second thread computes digests of the snapshots that `SnapshotDigester.enqueue` names, while they lie in
 their slots. It skips a snapshot that is overwritten meanwhile, and leaves out tensors that may differ between
-ranks (`Manifest.follows_rank0`).
+ranks (`Manifest.rank0_tensors`).
 """
 
 from __future__ import annotations
@@ -392,7 +392,7 @@ class SnapshotDigester:
         plan_id = slot.record.get("plan_id")
         cached = self._cached_layout
         if cached is None or cached[0] != plan_id:
-            excluded = slot.read_snapshot(snapshot_id)[0].follows_rank0
+            excluded = slot.read_snapshot(snapshot_id)[0].rank0_tensors
             cached = (plan_id, Layout.parse(image, len(image)), frozenset(excluded))
         digest = digest_image(image, *cached[1:], is_current=is_current)
         cpu_us = int((time.thread_time() - cpu_start) * 1e6)

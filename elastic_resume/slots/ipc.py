@@ -411,7 +411,7 @@ def _encode_manifest(manifest: Manifest) -> tuple[bytes, bytes]:
         "rank": manifest.rank,
         "world_size": manifest.world_size,
         "writer": manifest.writer,
-        "follows_rank0": list(manifest.follows_rank0),
+        "rank0_tensors": list(manifest.rank0_tensors),
         "state": manifest.state,
     }
     dynamic = slot_memory.dynamic_metadata(manifest.generation, manifest.position, manifest.written_at, {})

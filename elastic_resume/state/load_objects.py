@@ -29,7 +29,7 @@ _EXTRA_STATE_KEY = "_extra_state"  # the key that nn.Module.get_extra_state() ha
 
 def load_into(
     tracked: Mapping[str, Any],
-    skeleton: Any,
+    structure: Any,
     get_tensor: Callable[[str], Tensor],
     *,
     peek_tensor: Callable[[str], Tensor] | None = None,
@@ -39,7 +39,7 @@ def load_into(
 
     Args:
         tracked: name -> object, from `collect_objects`.
-        skeleton: the stored counterpart of `FlatState.skeleton`.
+        structure: the stored counterpart of `FlatState.structure`.
         get_tensor: returns a stored tensor by name, on the CPU. It may block; its memory is not kept.
         peek_tensor: returns a tensor for its shape and dtype only, without blocking; default ``get_tensor``.
         make_tensor: returns a tensor for an object to keep; default is a copy from ``get_tensor``.
@@ -48,7 +48,7 @@ def load_into(
         MismatchError: objects, names, shapes or dtypes differ, and nothing was changed.
 
     """
-    stored = {name: json_codec.decode(part) for name, part in skeleton.items()}
+    stored = {name: json_codec.decode(part) for name, part in structure.items()}
     problems = _find_mismatches(tracked, stored, peek_tensor or get_tensor)
     if problems:
         shown = "\n  ".join(problems[:50])

@@ -188,7 +188,7 @@ class FlatState:
     """The whole tracked state: tensors by name, and the rest as typed JSON that refers to them."""
 
     leaves: tuple[Leaf, ...]
-    skeleton: Any
+    structure: Any
 
     def select_kinds(self, *kinds: str) -> list[Leaf]:
         """Return the leaves of the given kinds, in order."""
@@ -297,8 +297,8 @@ def flatten(tracked: Mapping[str, Any]) -> FlatState:
 
     """
     collector = TensorCollector()
-    skeleton = {name: flatten_object(collector, name, item) for name, item in tracked.items()}
-    return FlatState(tuple(collector.leaves), skeleton)
+    structure = {name: flatten_object(collector, name, item) for name, item in tracked.items()}
+    return FlatState(tuple(collector.leaves), structure)
 
 
 def flatten_object(collector: TensorCollector, name: str, item: Any) -> Any:

@@ -290,7 +290,7 @@ def compare_state(undisturbed: RunResult, disturbed: RunResult, ignore: Sequence
     from elastic_resume.state import diff  # noqa: PLC0415  imports torch, seconds
 
     found = diff.compare(undisturbed.path, disturbed.path).differences
-    follows = {*undisturbed.manifest.follows_rank0, *disturbed.manifest.follows_rank0}
+    follows = {*undisturbed.manifest.rank0_tensors, *disturbed.manifest.rank0_tensors}
     lines = [SEED_HINT] if any(one.name.startswith(SEED_NAME) for one in found) else []
     for difference in found:
         name = difference.name

@@ -40,7 +40,7 @@ def make_result(
     flat = state_dict.flatten(state_dict.collect_objects(tracked) | own)
     image = copy_to_image(flat)
     position = Position(0, at, step, 8 * step)
-    manifest = Manifest("job", "n0", 0, 1, 1, position, 1.0, "test", flat.skeleton, follows)
+    manifest = Manifest("job", "n0", 0, 1, 1, position, 1.0, "test", flat.structure, follows)
     directory.mkdir()
     return RunResult(checkpoint_samples.save_image(directory, manifest, image.memory), manifest, (), ())
 

@@ -143,14 +143,12 @@ def test_ranks_do_not_wait_for_snapshots_without_memory(memory: str, tmp_path: P
     assert other["problems"] == [""] * 4
 
 
-@pytest.mark.slow
 def test_late_local_leader_gets_complete_snapshot(tmp_path: Path) -> None:
     """The other rank waits in its copy thread while training continues."""
     leader, _ = run_two_ranks(tmp_path, LATE_LEADER)
     assert (leader["finished"], leader["step"]) == (True, 3)
 
 
-@pytest.mark.slow
 def test_ranks_wait_longer_for_late_local_leader_without_hooks(tmp_path: Path) -> None:
     """The copy is synchronous then, and the local leader may still evaluate."""
     leader, other = run_two_ranks(tmp_path, LATE_LEADER.replace("    step()", "    ddp(torch.randn(4, 8))"))
@@ -164,7 +162,6 @@ def test_ranks_with_different_plans_leave_no_tensor_out(tmp_path: Path) -> None:
     assert leader["problems"][-1], "in the end the local leader copies everything"
 
 
-@pytest.mark.slow
 def test_slot_that_late_rank_writes_is_not_reused(tmp_path: Path) -> None:
     """The next snapshot is skipped instead of being overwritten later."""
     leader, _ = run_two_ranks(tmp_path, LATE_RANK)

@@ -147,7 +147,7 @@ class Script:
     def all(self) -> tuple[dict[str, str], Any]:
         """Return digests of all tensors, and the rest."""
         flat = state_dict.flatten(self.tracked)
-        return state_dict.digest_leaves(flat.leaves), flat.skeleton
+        return state_dict.digest_leaves(flat.leaves), flat.structure
 
 
 @pytest.mark.parametrize(("optimizer", "scheduler"), PAIRS, ids=[" with ".join(pair) for pair in PAIRS])
@@ -159,9 +159,9 @@ def test_optimizer_and_scheduler_are_restored(optimizer: str, scheduler: str) ->
     for step in range(3):
         first.train(step)
         view, flat = tracker.read_state(), state_dict.flatten(first.tracked)
-        assert slot_memory.merge_state(view.cached.static_skeleton, view.dynamic_skeleton) == flat.skeleton
+        assert slot_memory.merge_state(view.cached.static_structure, view.dynamic_structure) == flat.structure
         assert {leaf.name for leaf in view.leaves} == {leaf.name for leaf in flat.leaves}
-    load_objects.load_into(second.tracked, flat.skeleton, copy_to_image(flat).tensor)
+    load_objects.load_into(second.tracked, flat.structure, copy_to_image(flat).tensor)
     assert second.all() == first.all()
     for step in range(3, 7):
         first.train(step)
@@ -189,7 +189,7 @@ def test_optimizer_state_of_other_dtype_is_not_rounded() -> None:
     optimizers = [Rounded([nn.Parameter(torch.ones(3, dtype=torch.bfloat16))]) for _ in range(2)]
     optimizers[0].step()
     flat = state_dict.flatten({"optimizer": optimizers[0]})
-    load_objects.load_into({"optimizer": optimizers[1]}, flat.skeleton, copy_to_image(flat).tensor)
+    load_objects.load_into({"optimizer": optimizers[1]}, flat.structure, copy_to_image(flat).tensor)
     (restored,) = optimizers[1].state.values()
     assert restored["exact"].dtype == torch.float32
     assert restored["exact"].tolist() == [pytest.approx(0.999, abs=1e-7)] * 3
@@ -241,7 +241,7 @@ def carry(source: Any, target: Any) -> None:
     """Save ``source`` and load it into ``target``."""
     flat = state_dict.flatten(state_dict.collect_objects({"ema": source}))
     load_objects.load_into(
-        state_dict.collect_objects({"ema": target}), flat.skeleton, copy_to_image(flat).tensor
+        state_dict.collect_objects({"ema": target}), flat.structure, copy_to_image(flat).tensor
     )
 
 

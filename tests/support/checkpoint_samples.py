@@ -39,7 +39,7 @@ def make_manifest(generation: int = 1, step: int = 1, *, run_id: str = RUN, stat
         written_at=1_700_000_000.5,
         writer="0.1.0",
         state={"step": step} if state is None else state,
-        follows_rank0=("model.bias",),
+        rank0_tensors=("model.bias",),
     )
 
 

@@ -20,7 +20,7 @@ def write_snapshot(
     snapshot_id = encode_snapshot_id(generation, step)
     static = {
         "run_id": "job", "node": "a", "rank": 0, "world_size": 1, "writer": "test",
-        "follows_rank0": [], "state": {"model": {"w": {"$": "tensor", "name": "model/w", "kind": "tensor"}}},
+        "rank0_tensors": [], "state": {"model": {"w": {"$": "tensor", "name": "model/w", "kind": "tensor"}}},
     }  # fmt: skip
     position = Position(0, step, step, step)
     dynamic = slot_memory.dynamic_metadata(generation, position, time.time(), {})

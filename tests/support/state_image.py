@@ -27,7 +27,7 @@ def save_checkpoint(node_dir: Path, step: int, **tracked: Any) -> Path:
     """Commit a checkpoint of the objects ``tracked``."""
     flat_state = state_dict.flatten(tracked)
     position = Position(epoch=0, step_in_epoch=step, step=step, samples=step)
-    manifest = Manifest("job", "n0", 0, 1, 1, position, 1.0, "test", flat_state.skeleton)
+    manifest = Manifest("job", "n0", 0, 1, 1, position, 1.0, "test", flat_state.structure)
     node_dir.mkdir(parents=True, exist_ok=True)
     return checkpoint_samples.save_image(node_dir, manifest, copy_to_image(flat_state).memory)
 

@@ -219,7 +219,7 @@ class Job:
             "best": self.stopper.weights,
         }
         flat = state_dict.flatten(state_dict.collect_objects(items))
-        digests = {**state_dict.digest_leaves(flat.leaves), "": json.dumps(flat.skeleton)}
+        digests = {**state_dict.digest_leaves(flat.leaves), "": json.dumps(flat.structure)}
         self.accelerator.unwrap_model(self.models["a"]).load_state_dict(self.stopper.weights)
         self.evaluate("end")
         self.accelerator.save_state()

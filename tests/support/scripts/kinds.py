@@ -345,7 +345,7 @@ class Script:
     def digests(self) -> dict[str, str]:
         """Return a digest of each tensor, and of the rest."""
         objects = {"optimizer": self.optimizer, "scaler": self.scaler, "ema": self.ema}
-        rest = state_dict.flatten(state_dict.collect_objects(objects)).skeleton
+        rest = state_dict.flatten(state_dict.collect_objects(objects)).structure
         return {**state_dict.digest_leaves(self.leaves()), "rest": state_dict.combine_digests(rest)}
 
 

@@ -113,8 +113,8 @@ def _copy(place: RankContext, order: list[int], own: float, value: float) -> tup
         position=Position(0, order[1], order[1], order[1]),
         written_at=1.0,
         writer="test",
-        state=flat.skeleton,
-        follows_rank0=tuple(leaf.name for leaf in flat.leaves if leaf.kind != REPLICATED),
+        state=flat.structure,
+        rank0_tensors=tuple(leaf.name for leaf in flat.leaves if leaf.kind != REPLICATED),
         file_bytes=layout.total_bytes,
     )
     return manifest, memoryview(b"".join(map(bytes, direct_write.iter_state_chunks(flat, layout))))

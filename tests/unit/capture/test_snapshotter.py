@@ -144,7 +144,7 @@ def inject(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 def expected(run: Run) -> tuple[dict[str, Tensor], Any]:
     """Return copies of all tensors of the state now, and the rest."""
     flat = state_dict.flatten(run._tracked)
-    return {leaf.name: leaf.tensor.clone() for leaf in flat.leaves}, flat.skeleton
+    return {leaf.name: leaf.tensor.clone() for leaf in flat.leaves}, flat.structure
 
 
 def held(run: Run) -> tuple[dict[str, Tensor], Any, int]:

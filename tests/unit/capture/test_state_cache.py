@@ -107,9 +107,9 @@ def described(leaves: Any) -> dict[str, Any]:
 def check(tracker: StateTracker, tracked: dict[str, Any]) -> StateView:
     """Read the state and compare it with flatten, bit for bit."""
     view, flat = tracker.read_state(), state_dict.flatten(tracked)
-    merged = slot_memory.merge_state(view.cached.static_skeleton, view.dynamic_skeleton)
-    assert merged == flat.skeleton
-    assert repr(merged) == repr(flat.skeleton)  # the order of names as well
+    merged = slot_memory.merge_state(view.cached.static_structure, view.dynamic_structure)
+    assert merged == flat.structure
+    assert repr(merged) == repr(flat.structure)  # the order of names as well
     assert described(view.leaves) == described(flat.leaves)
     assert len(view.leaves) == len(flat.leaves)
     fixed, order = set(names(view)), [leaf.name for leaf in flat.leaves]
@@ -199,7 +199,7 @@ def test_read_state_equals_flatten_with_many_named_groups() -> None:
     optimizer.param_groups[1]["lr"] = 7.0
     second = check(tracker, tracked)
     assert second.cached is first.cached
-    assert second.dynamic_skeleton["optimizer"]["param_groups"][1]["lr"] == 7.0
+    assert second.dynamic_structure["optimizer"]["param_groups"][1]["lr"] == 7.0
     optimizer.param_groups[1]["extra"] = [1]
     check(tracker, tracked)
     optimizer.param_groups[1]["extra"].append(2)
@@ -390,7 +390,7 @@ def test_bucket_order_invalidates_cache_when_it_becomes_known() -> None:
     assert check(tracker, tracked).cached is before.cached
     order.end_step()
     after = check(tracker, tracked)
-    assert slot_memory.merge_state(after.cached.static_skeleton, after.dynamic_skeleton)["order"]["orders"][
+    assert slot_memory.merge_state(after.cached.static_structure, after.dynamic_structure)["order"]["orders"][
         "model"
     ]
     order.load_state_dict({"orders": {}, "single": [], "steps": 0})

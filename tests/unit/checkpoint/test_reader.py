@@ -361,7 +361,7 @@ def resigned(path: Path, **changes: object) -> None:
         {"generation": 1 << 60},
         {"block_bytes": 0},
         {"blocks": []},
-        {"follows_rank0": None},
+        {"rank0_tensors": None},
         {"position": None},
         {"position": {"epoch": 0, "step": 1, "samples": 0}},
         {"unknown": 1},

@@ -381,10 +381,3 @@ def test_weakly_ordered_machine_has_barrier_around_each_access(
     assert len(found) == (1 if machine == "x86_64" else 2 * 10 + 1)  # one of its own after `copying`
     control.close()
     plain.close()
-
-
-def test_barrier_does_not_block_other_threads() -> None:
-    """Many threads run it at the same time."""
-    with ThreadPoolExecutor(8) as pool:
-        for done in [pool.submit(slot_memory.barrier) for _ in range(4000)]:
-            done.result(60)

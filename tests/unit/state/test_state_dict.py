@@ -25,7 +25,7 @@ def carry(source: dict[str, Any], target: dict[str, Any]) -> TensorBuffer:
     """Save ``source`` into an image and load that into ``target``."""
     flat = state_dict.flatten(state_dict.collect_objects(source))
     image = copy_to_image(flat)
-    load_objects.load_into(state_dict.collect_objects(target), flat.skeleton, image.tensor)
+    load_objects.load_into(state_dict.collect_objects(target), flat.structure, image.tensor)
     return image
 
 
@@ -272,7 +272,7 @@ def test_load_lists_every_mismatch_and_changes_nothing() -> None:
     image = copy_to_image(flat)
     before = copy.deepcopy(small.state_dict())
     with pytest.raises(MismatchError) as caught:
-        load_objects.load_into({"model": small}, flat.skeleton, image.tensor)
+        load_objects.load_into({"model": small}, flat.structure, image.tensor)
     for line in (
         "model/0.weight: float32[6, 4] in the model, float32[8, 4] in the checkpoint",
         "model/0.bias: float32[6] in the model, float32[8] in the checkpoint",
@@ -288,7 +288,7 @@ def test_load_lists_missing_and_extra_objects() -> None:
     with pytest.raises(MismatchError, match=r"teacher: tracked now[\s\S]*ema: in the checkpoint"):
         load_objects.load_into(
             state_dict.collect_objects({"model": nn.Linear(1, 1), "teacher": Box(1)}),
-            flat.skeleton,
+            flat.structure,
             copy_to_image(flat).tensor,
         )
 
