@@ -26,7 +26,7 @@ def train(directory: Path, nodes: int, kills_at: tuple[int, ...] = (), **env: st
     with Cluster(directory, nodes=nodes, flags=["--snapshot-every", "1"], env=env) as cluster:
         step_log = directory / "step_log"
         words = ["--device", "cuda", "--epochs", str(EPOCHS), "--width", "512", *backend]
-        cluster.start(SCRIPT, "--log", str(step_log), *words)
+        cluster.start(SCRIPT, "--step-log", str(step_log), *words)
         for count, step in enumerate(kills_at):
             cluster.wait(generation=count + 1, step=step)
             cluster.kill_worker(count % nodes)

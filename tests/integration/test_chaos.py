@@ -48,7 +48,7 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only looked at
 
 def chaos_args(directory: Path, *flags: str, epochs: int = 3, step_s: float = 0.02) -> list[str]:
     """Return the arguments of a chaos run in ``directory``."""
-    script = [str(SCRIPT), "--log", str(directory / "step_log"), "--epochs", str(epochs)]
+    script = [str(SCRIPT), "--step-log", str(directory / "step_log"), "--epochs", str(epochs)]
     return [*flags, "--dir", str(directory / "run"), "--", *script, "--step-delay", str(step_s)]
 
 
@@ -439,7 +439,7 @@ def run_undisturbed(directory: Path, epochs: int) -> tuple[Path, str]:
     flags = ["--save-every", "1000", "--rdzv-conf", "last_call_timeout=0.5"]
     with Cluster(directory, nodes=4, flags=flags) as cluster:
         kept = directory / "step_log"
-        cluster.start(SCRIPT, "--log", str(kept), "--epochs", str(epochs), "--step-delay", "0")
+        cluster.start(SCRIPT, "--step-log", str(kept), "--epochs", str(epochs), "--step-delay", "0")
         assert cluster.wait_exit(600) == [0, 0, 0, 0], cluster.output_tails()
         return newest_checkpoint(directory), check_end(kept, world_size=4, epochs=epochs)
 

@@ -60,7 +60,7 @@ def test_failing_disk_costs_no_step(tmp_path: Path) -> None:
     with MachineCluster(tmp_path, nodes=2, min_nodes=1, flags=flags, **SIZES) as cluster:
         step_log, may_end = tmp_path / "step_log", tmp_path / "may-end"  # the job ends after `may_end` exists
         delays = ["--step-delay", "0.05", "--slow-from", "60", "--slow-until", str(may_end)]
-        cluster.start(SCRIPT, "--log", str(step_log), "--epochs", str(EPOCHS), *delays)
+        cluster.start(SCRIPT, "--step-log", str(step_log), "--epochs", str(EPOCHS), *delays)
         cluster.wait(commit=3, node=0)
         agent = cluster.nodes[0].agent
         assert agent is not None

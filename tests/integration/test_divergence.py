@@ -21,7 +21,7 @@ def test_diverged_node_ends_job_and_is_named(tmp_path: Path) -> None:
     pace = ["--step-delay", "0.1", "--slow-from", "9", "--slow-until", str(tmp_path / "never")]
     with Cluster(tmp_path, nodes=3, flags=FLAGS, env=ENV) as cluster:
         cluster.start(
-            SCRIPT, "--log", str(tmp_path / "step_log"), "--epochs", "3", "--damage-at", "1:7:1", *pace
+            SCRIPT, "--step-log", str(tmp_path / "step_log"), "--epochs", "3", "--damage-at", "1:7:1", *pace
         )
         assert cluster.wait_exit() == [1, 1, 1]
         found = cluster.events("replicas-differ")[0]

@@ -32,7 +32,7 @@ def start(cluster: Cluster, *, waits_at: int = 0, **options: object) -> Path:
     """
     kept = cluster.directory / "step_log"
     waits = {"slow_from": waits_at, "slow_until": cluster.directory / "go-on"}
-    flags = {"log": kept, "epochs": EPOCHS, **waits, **options}
+    flags = {"step-log": kept, "epochs": EPOCHS, **waits, **options}
     pairs = ((f"--{key.replace('_', '-')}", str(value)) for key, value in flags.items())
     cluster.start(SCRIPT, *itertools.chain.from_iterable(pairs))
     return kept
@@ -46,7 +46,7 @@ def go_on(cluster: Cluster) -> None:
 def train_undisturbed(directory: Path) -> str:
     """Train on three ranks without an agent; return the digest of the end state."""
     env = [{"ELASTIC_RESUME_CKPT_DIR": str(directory), "ELASTIC_RESUME_SAVE_EVERY": "1000"}] * 3
-    words = ["--log", str(directory / "step_log"), "--epochs", str(EPOCHS), "--step-delay", "0"]
+    words = ["--step-log", str(directory / "step_log"), "--epochs", str(EPOCHS), "--step-delay", "0"]
     ranks = launch_ranks.run_ranks(3, SCRIPT, *words, env=env)
     assert [rank.returncode for rank in ranks] == [0] * 3, ranks[0].stderr
     return check_end(directory / "step_log", world_size=3, epochs=EPOCHS)

@@ -124,7 +124,7 @@ def test_every_fault_cases_cover_all_kinds() -> None:
 def start(cluster: Cluster) -> None:
     """Start a job that never ends by itself."""
     step_log = str(cluster.directory / "step_log")
-    cluster.start(SCRIPT, "--log", step_log, "--epochs", str(EPOCHS), "--step-delay", STEP_DELAY_S)
+    cluster.start(SCRIPT, "--step-log", step_log, "--epochs", str(EPOCHS), "--step-delay", STEP_DELAY_S)
 
 
 def read_report(cluster: Cluster) -> RunReport:

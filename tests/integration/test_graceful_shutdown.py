@@ -68,7 +68,7 @@ run.close()
 
 def start(agents: Agents, *flags: str) -> Agent:
     """Start a job that saves only when it must, and wait until it has trained some steps."""
-    script = ["--rdzv-id=train", *flags, str(TRAIN), "--log", str(agents.directory), "--epochs", "1000"]
+    script = ["--rdzv-id=train", *flags, str(TRAIN), "--step-log", str(agents.directory), "--epochs", "1000"]
     env = {"ELASTIC_RESUME_STEP_MARK_S": "0", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     agent = agents.start("--save-every=100000", *script, warm=True, **env)
     wait_for(lambda: len(agents.events("step")) > 4, "some steps")

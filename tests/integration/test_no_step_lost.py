@@ -57,7 +57,7 @@ def run(cluster: Cluster, plan: list[dict[str, Any]], name: str) -> Path:
     kept = cluster.directory / name
     kept.mkdir()
     (kept / "plan.json").write_text(json.dumps(plan))
-    cluster.start(SCRIPT, "--log", str(kept), "--plan", str(kept / "plan.json"), "--steps", str(STEPS))
+    cluster.start(SCRIPT, "--step-log", str(kept), "--plan", str(kept / "plan.json"), "--steps", str(STEPS))
 
     def ended() -> bool:
         for index, node in enumerate(cluster.nodes):
@@ -77,7 +77,7 @@ def train_undisturbed(kept: Path) -> Path:
     kept.mkdir()
     (kept / "plan.json").write_text("[]")
     env = [{"ELASTIC_RESUME_CKPT_DIR": str(kept), "ELASTIC_RESUME_SAVE_EVERY": "1000"}] * 3
-    words = ["--log", str(kept), "--plan", str(kept / "plan.json"), "--steps", str(STEPS)]
+    words = ["--step-log", str(kept), "--plan", str(kept / "plan.json"), "--steps", str(STEPS)]
     ranks = launch_ranks.run_ranks(3, SCRIPT, *words, env=env)
     assert [rank.returncode for rank in ranks] == [0] * 3, ranks[0].stderr
     return kept

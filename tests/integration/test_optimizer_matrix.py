@@ -59,7 +59,7 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kept = tmp_path_factory.mktemp("baseline")
     env = {"ELASTIC_RESUME_CKPT_DIR": str(kept / "ckpt"), "ELASTIC_RESUME_SAVE_EVERY": "1000"}
     each = [{**env, "ELASTIC_RESUME_NODE_NAME": f"n{rank}"} for rank in range(3)]
-    for done in launch_ranks.run_ranks(3, SCRIPT, "--log", str(kept), env=each):
+    for done in launch_ranks.run_ranks(3, SCRIPT, "--step-log", str(kept), env=each):
         assert done.returncode == 0, done.stderr
     return kept
 
@@ -71,7 +71,7 @@ def test_killed_run_equals_undisturbed_run(baseline: Path, tmp_path: Path, kill:
     kept.mkdir()
     step, victim = map(int, kill.split(":")[:2])
     with Cluster(tmp_path, nodes=3, min_nodes=3, flags=FLAGS) as cluster:
-        cluster.start(SCRIPT, "--log", str(kept), "--kill", kill)
+        cluster.start(SCRIPT, "--step-log", str(kept), "--kill", kill)
         if kill.endswith("node"):
             cluster.wait(lambda: not cluster.nodes[victim].alive, f"the death of n{victim}")
             cluster.kill_node(victim)

@@ -43,7 +43,7 @@ def test_start_and_recovery_print_few_lines(tmp_path: Path) -> None:
     fast = tmp_path / "fast"
     job = (
         SCRIPTS / "train.py",
-        "--log",
+        "--step-log",
         str(tmp_path),
         "--epochs",
         "4",

@@ -93,7 +93,7 @@ def test_all_nodes_of_a_job_commit_and_end_with_code_of_cause(tmp_path: Path) ->
     set_end(slurm, "NONE|UNLIMITED")
     flags = ("--save-every=100000", "--snapshot-every=1", "--grace=10")
     with Cluster(tmp_path, nodes=NODES, flags=flags, env=environ(slurm, NODES)) as cluster:
-        cluster._script = [str(TRAIN), "--log", str(tmp_path), "--epochs", "100000", "--loaders", "1"]
+        cluster._script = [str(TRAIN), "--step-log", str(tmp_path), "--epochs", "100000", "--loaders", "1"]
         # scancel --signal=USR1, to all processes: all but the agent continue
         start(cluster, steps=5)
         others = cluster.wait(lambda: find_deaf_processes(cluster), "a loader of each rank")

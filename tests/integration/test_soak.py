@@ -33,7 +33,7 @@ def train_undisturbed(directory: Path) -> str:
     """Return the digest of weights and optimizer after an undisturbed run of three nodes."""
     with Cluster(directory, nodes=3, flags=["--save-every", "1000"]) as cluster:
         kept = directory / "step_log"
-        cluster.start(SCRIPT, "--log", str(kept), "--epochs", str(EPOCHS), "--step-delay", "0")
+        cluster.start(SCRIPT, "--step-log", str(kept), "--epochs", str(EPOCHS), "--step-delay", "0")
         assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
         return check_end(kept, world_size=3, epochs=EPOCHS)
 
@@ -48,7 +48,7 @@ def test_job_survives_random_kills(tmp_path: Path) -> None:
     # Agents start as those of real nodes do.
     with Cluster(tmp_path, nodes=3, flags=["--save-every", "1"], env=env, fresh=True) as cluster:
         kept = tmp_path / "step_log"
-        words = ["--log", str(kept), "--epochs", str(EPOCHS), "--step-delay", str(STEP_S)]
+        words = ["--step-log", str(kept), "--epochs", str(EPOCHS), "--step-delay", str(STEP_S)]
         cluster.start(SCRIPT, *words)
         cluster.wait(commit=1, node=0)
         for number in range(KILLS):
@@ -106,7 +106,7 @@ def commits(cluster: Cluster, generation: int) -> list[Event]:
 def test_restarts_leak_no_descriptor(tmp_path: Path) -> None:
     """After five restarts agent and fork server have no more open descriptors than after one."""
     with Cluster(tmp_path, nodes=1, flags=["--save-every", "1"]) as cluster:
-        cluster.start(SCRIPT, "--log", str(tmp_path / "step_log"), "--epochs", "100000")
+        cluster.start(SCRIPT, "--step-log", str(tmp_path / "step_log"), "--epochs", "100000")
         before: tuple[int, int] = (0, 0)
         for generation in range(1, 8):
             cluster.wait(partial(commits, cluster, generation), f"a commit of generation {generation}")

@@ -40,7 +40,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     flags += ["--rdzv-conf", "last_call_timeout=60"]
     env = {constants.ENV_TOKEN: TOKEN, constants.ENV_LOG_LEVEL: "DEBUG"}
     with Cluster(directory, nodes=3, min_nodes=2, flags=flags, env=env) as made:
-        made.start(SCRIPT, "--log", str(directory), "--epochs", "1000")
+        made.start(SCRIPT, "--step-log", str(directory), "--epochs", "1000")
         made.wait(step=10)
         yield made
 

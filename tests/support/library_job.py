@@ -1,6 +1,6 @@
 """Run jobs whose training loop a library owns, with kills and changing worlds, and compare their step logs.
 
-A job's script takes ``--log DIRECTORY``, ``--kill PLACE@STEP:RANK[:node]`` and ``--pause STEP``. Each of
+A job's script takes ``--step-log DIRECTORY``, ``--kill PLACE@STEP:RANK[:node]`` and ``--pause STEP``. Each of
 its processes writes the samples and losses of its batches, and the library's logs.
 """
 
@@ -79,7 +79,7 @@ class LibraryJob:
         step_log.mkdir(parents=True)
         with Cluster(place, nodes=1, workers_per_node=ranks, flags=FLAGS, env=self.env) as cluster:
             options = [word for kill in kills for word in ("--kill", kill)]
-            cluster.start(self.script, "--case", case, "--log", str(step_log), *options)
+            cluster.start(self.script, "--case", case, "--step-log", str(step_log), *options)
             assert cluster.wait_exit() == [0], cluster.output(0)
             generations = [event["generation"] for event in cluster.events("resume")]
         killed = {path.name for path in step_log.glob("killed-*")}
@@ -101,7 +101,7 @@ class LibraryJob:
         first, second = pauses
         options = (*options, "--pause", str(first), "--pause", str(second))
         with Cluster(directory, nodes=3, min_nodes=2, flags=FLAGS, env=self.env) as cluster:
-            cluster.start(self.script, "--log", str(step_log), *options)
+            cluster.start(self.script, "--step-log", str(step_log), *options)
             cluster.wait((step_log / f"reached-{first}").exists, "the pause of two ranks")
             cluster.kill_node(2)
             cluster.start_node(2)

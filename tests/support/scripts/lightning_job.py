@@ -69,7 +69,7 @@ class StepLog:
     """The files of one process, and what happens at its places."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.directory: Path = args.log
+        self.directory: Path = args.step_log
         self.kills, self.pauses = args.kill, args.pause
         self.rank = os.environ.get("RANK", "0")
         self.strategy: Any = None
@@ -308,7 +308,7 @@ def main() -> None:
     """Train one case."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", default="rich", choices=CASES)
-    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--step-log", type=Path, required=True)
     parser.add_argument("--kill", action="append", default=[])
     parser.add_argument("--pause", type=int, action="append", default=[])
     args = parser.parse_args()
@@ -316,7 +316,7 @@ def main() -> None:
     torch.manual_seed(1 + int(os.environ.get("RANK", "0")))  # the job takes rank 0's weights
     case, step_log = CASES[args.case], StepLog(args)
     module = case.module(step_log, case)
-    files = args.log / "lightning"
+    files = args.step_log / "lightning"
     callbacks: list[pl.Callback] = [Observer(step_log)]
     if case.module is Net:
         monitor: Any = {"monitor": "val_loss"}
@@ -339,7 +339,7 @@ def main() -> None:
             "enable_progress_bar": False,
             "enable_model_summary": False,
             "enable_checkpointing": case.module is Net,
-            "default_root_dir": str(args.log),
+            "default_root_dir": str(args.step_log),
             **case.trainer,
         }
     )
@@ -364,7 +364,7 @@ def main() -> None:
         if trainer.is_global_zero
         else {},
     }
-    (args.log / f"end-{step_log.rank}.json").write_text(json.dumps(end))
+    (args.step_log / f"end-{step_log.rank}.json").write_text(json.dumps(end))
 
 
 def _make_plain_loader(case: Case) -> Callable[[Dataset[Any]], Any]:

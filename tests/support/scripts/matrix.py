@@ -226,7 +226,7 @@ def tracked(cells: list[Cell]) -> dict[str, Any]:
 def main() -> None:
     """Train all cells, and record samples, losses and final states."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--step-log", type=Path, required=True)
     parser.add_argument("--kill", default="")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -240,8 +240,8 @@ def main() -> None:
     run = er.resume(**tracked(cells), data=batches, seed=5)
     for cell in cells:
         cell.ddp = run.ddp(cell.model)
-    kill = Kill(args.kill, args.log, run.rank)
-    step_log = open(args.log / f"g{run.generation}-r{run.rank}.jsonl", "a")  # noqa: SIM115
+    kill = Kill(args.kill, args.step_log, run.rank)
+    step_log = open(args.step_log / f"g{run.generation}-r{run.rank}.jsonl", "a")  # noqa: SIM115
     for _ in run.epochs(EPOCHS):
         for x, y, numbers in loader:
             step = run.position.step + 1
@@ -256,7 +256,7 @@ def main() -> None:
             run.step()
             kill.comes("told", step)
     end = {"step": run.position.step, "holds": {cell.name: cell.holds() for cell in cells}}
-    (args.log / f"end-{run.rank}.json").write_text(json.dumps(end))
+    (args.step_log / f"end-{run.rank}.json").write_text(json.dumps(end))
     run.close()
 
 

@@ -61,7 +61,7 @@ class PlannedKills:
 def main() -> None:
     """Train until the last step."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--step-log", type=Path, required=True)
     parser.add_argument("--plan", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
     args = parser.parse_args()
@@ -70,14 +70,14 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Dropout(0.1), nn.Linear(64, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     run = er.resume(model=model, optimizer=optimizer)
-    kills = PlannedKills(json.loads(args.plan.read_text()), run.rank, args.log)
+    kills = PlannedKills(json.loads(args.plan.read_text()), run.rank, args.step_log)
     # A copy is made while the next step begins.
     failpoints.hit = lambda name, *_: kills.kill_if_due(name.rpartition(".")[2], run.position.step)
     ddp = run.ddp(model)
     # The last gradient to be ready: the others are being reduced.
     next(model.parameters()).register_hook(lambda _: kills.kill_if_due("backward"))
     optimizer.register_step_post_hook(lambda *_: kills.kill_if_due("optimizer"))
-    step_log = open(args.log / f"g{run.generation}-r{run.rank}.jsonl", "a")  # noqa: SIM115
+    step_log = open(args.step_log / f"g{run.generation}-r{run.rank}.jsonl", "a")  # noqa: SIM115
     for _ in run.epochs(1):
         while run.position.step < args.steps:
             kills.step = run.position.step + 1
@@ -94,7 +94,7 @@ def main() -> None:
             kills.kill_if_due("told")
     flat = state_dict.flatten({"model": model, "optimizer": optimizer})
     digest = state_dict.combine_digests(state_dict.digest_leaves(flat.select_kinds(state_dict.REPLICATED)))
-    (args.log / f"end-{run.rank}.json").write_text(json.dumps({"digest": digest}))
+    (args.step_log / f"end-{run.rank}.json").write_text(json.dumps({"digest": digest}))
     run.close()
 
 

@@ -41,7 +41,7 @@ class Numbered(Dataset[tuple[Tensor, Tensor, int]]):
 def main() -> None:
     """Train, and write the samples and the final state."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--step-log", type=Path, required=True)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--global-batch", type=int, default=24)
     parser.add_argument("--step-delay", type=float, default=0.05)
@@ -72,8 +72,8 @@ def main() -> None:
     loader = DataLoader(Numbered(), batch_sampler=batches, num_workers=args.loaders)
     run = er.resume(model=model, optimizer=optimizer, scheduler=scheduler, data=batches)
     ddp = run.ddp(model)
-    args.log.mkdir(parents=True, exist_ok=True)
-    step_log = open(args.log / f"g{run.generation}-r{run.rank}.jsonl", "a")  # noqa: SIM115
+    args.step_log.mkdir(parents=True, exist_ok=True)
+    step_log = open(args.step_log / f"g{run.generation}-r{run.rank}.jsonl", "a")  # noqa: SIM115
     for epoch in run.epochs(args.epochs):
         for pictures, labels, indices in loader:
             step = run.position.step + 1
@@ -103,7 +103,7 @@ def main() -> None:
             state_dict.digest_leaves(flat.select_kinds(state_dict.REPLICATED))
         ),
     }
-    (args.log / f"end-{run.rank}.json").write_text(json.dumps(end))
+    (args.step_log / f"end-{run.rank}.json").write_text(json.dumps(end))
     run.close()
 
 

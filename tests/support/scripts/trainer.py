@@ -268,19 +268,19 @@ def main() -> None:
     """Train one case."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", default="rich", choices=CASES)
-    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--step-log", type=Path, required=True)
     parser.add_argument("--kill", action="append", default=[])
     parser.add_argument("--pause", type=int, action="append", default=[])
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(1 + int(os.environ.get("RANK", "0")))  # the job takes rank 0's weights
     case = CASES[args.case]
-    recorder = Recorder(args.log)
+    recorder = Recorder(args.step_log)
     observer = Observer(recorder, args.kill, args.pause)
     Observed.elastic_global_batch = case.global_batch
     Observed.recorder, Observed.observer = recorder, observer
     settings: dict[str, Any] = {
-        "output_dir": str(args.log / "output"),
+        "output_dir": str(args.step_log / "output"),
         "num_train_epochs": 2,
         "per_device_train_batch_size": 4,
         "learning_rate": 0.01,

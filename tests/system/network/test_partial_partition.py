@@ -36,7 +36,7 @@ def cluster(tmp_path: Path, network: VirtualNetwork) -> Iterator[Cluster]:
 def start(cluster: Cluster, *words: str) -> Path:
     """Start the training job; return its step log."""
     step_log = cluster.directory / "step_log"
-    cluster.start(training_job.SCRIPT, "--log", str(step_log), "--epochs", str(EPOCHS), *words)
+    cluster.start(training_job.SCRIPT, "--step-log", str(step_log), "--epochs", str(EPOCHS), *words)
     return step_log
 
 

@@ -142,7 +142,7 @@ def submit(slurm: SlurmCluster, script: str, *options: str, epochs: int = 15) ->
     hurry = slurm.directory / f"hurry-{secrets.token_hex(4)}"
     job = slurm.sbatch(
         *("--cpus-per-task=1", f"--output={slurm.directory}/%x-%j.out", *options, script, TRAIN),
-        *("--log", str(slurm.directory / "step_log"), "--epochs", str(epochs), "--step-delay", "0.3"),
+        *("--step-log", str(slurm.directory / "step_log"), "--epochs", str(epochs), "--step-delay", "0.3"),
         *("--fast-from", str(hurry)),
         env={
             "ELASTIC_RESUME_CKPT_DIR": DISK,
@@ -293,7 +293,7 @@ def test_srun_starts_a_job_without_any_flag(slurm: SlurmCluster) -> None:
     kept = slurm.directory / "checkpoints"
     before = set(kept.glob("*"))
     said = slurm.command(
-        *("srun", "-N3", "elastic-resume", "run", TRAIN, "--log", "step_log", "--epochs", "1"),
+        *("srun", "-N3", "elastic-resume", "run", TRAIN, "--step-log", "step_log", "--epochs", "1"),
         env={"OMP_NUM_THREADS": "1"},
         timeout_s=120,
     )
