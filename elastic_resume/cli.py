@@ -170,7 +170,7 @@ def _omp_threads_of_workers(arguments: Sequence[str]) -> Iterator[None]:
 
     parser = Parser(prog=f"{PROG} run", add_help=False, allow_abbrev=False)
     default = os.environ.get("PET_NPROC_PER_NODE", "1")
-    parser.add_argument("--nproc-per-node", "--nproc_per_node", default=default)
+    parser.add_argument("--nproc-per-node", "--nproc_per_node", nargs="?", const="1", default=default)
     workers = parser.parse_known_args(arguments)[0].nproc_per_node
     agent = os.getpid()
     if "OMP_NUM_THREADS" in os.environ or workers == "1":

@@ -172,7 +172,7 @@ class _Agent:
             ):
                 committer = snapshots.committer
                 self.controller.on_workers_dead = committer.commit_newest
-                self.shutdown_controller.read_commit_s = lambda: committer.last_commit_s
+                self.shutdown_controller.last_commit_s = lambda: committer.last_commit_s
                 outcome = self._run_job(snapshots, fork_server)
                 self.controller.log.end_wait()
             if outcome.kind in {"failed", "left"}:

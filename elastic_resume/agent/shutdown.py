@@ -64,7 +64,7 @@ class ShutdownController:
         # Nodes query one after the other: a controller must not get all queries in one moment.
         self._query_delay_s = min(MAX_QUERY_DELAY_S, scheduler_context.node_order / 50)
         self._queried_at = time.monotonic() - END_TIME_QUERY_INTERVAL_S + self._query_delay_s
-        self.read_commit_s: Callable[[], float] = lambda: 0.0  # returns the duration of the last commit
+        self.last_commit_s: Callable[[], float] = lambda: 0.0  # returns the duration of the last commit
 
     # ---- causes ----------------------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class ShutdownController:
         if self._end_time is None:
             return math.inf
         job_s = self._end_time - self._started_at
-        margin_s = drain.drain_margin_s(read_grace_s(), self.read_commit_s(), job_s)
+        margin_s = drain.drain_margin_s(read_grace_s(), self.last_commit_s(), job_s)
         return self._end_time - time.time() - margin_s
 
     def _query_end_time(self) -> float | None:

@@ -92,7 +92,7 @@ class CheckpointCommitter:
         self._requests: list[_CommitRequest] = []
         # The newest request of `request_commit`, until it is fulfilled.
         self._incomplete_request: _CommitRequest | None = None
-        self.last_commit_s = 0.0
+        self.last_commit_s = 0.0  # duration of the last commit
         self.last_error = ""  # why the last commit failed; empty if it succeeded
         self._needs_prune = False
         self._logged_at = self._retry_at = 0.0

@@ -32,7 +32,7 @@ def start(cluster: Cluster, *, waits_at: int = 0, **options: object) -> Path:
     """
     kept = cluster.directory / "step_log"
     waits = {"slow_from": waits_at, "slow_until": cluster.directory / "go-on"}
-    flags = {"log": kept, "epochs": EPOCHS, **waits, **options}
+    flags = {"step-log": kept, "epochs": EPOCHS, **waits, **options}
     pairs = ((f"--{key.replace('_', '-')}", str(value)) for key, value in flags.items())
     cluster.start(SCRIPT, *itertools.chain.from_iterable(pairs))
     return kept

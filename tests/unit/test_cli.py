@@ -209,6 +209,7 @@ def test_command_reports_failed_output_in_one_line(
         (["train.py"], None),
         (["--nnodes", "2", "--nproc-per-node", "4", "train.py"], "1"),
         (["--nproc_per_node=gpu", "train.py"], "1"),
+        (["train.py", "--nproc-per-node"], None),  # the script's own flag
     ],
 )
 def test_torch_is_imported_with_omp_threads_of_workers(

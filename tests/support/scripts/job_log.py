@@ -96,4 +96,4 @@ class Points(Dataset[Any]):
 def digest(item: Any) -> str:
     """Return a digest of all that a checkpoint would hold of it."""
     flat = state_dict.flatten(state_dict.collect_objects({"it": item}))
-    return state_dict.combine_digests({**state_dict.digest_leaves(flat.leaves), "": flat.skeleton})
+    return state_dict.combine_digests({**state_dict.digest_leaves(flat.leaves), "": flat.structure})
