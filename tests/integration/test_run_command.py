@@ -132,7 +132,7 @@ FAULTY = """
 import os, sys
 from pathlib import Path
 from elastic_resume.events import EventLog
-path, memory = Path(os.environ["ELASTIC_RESUME_EVENTS_PATH"]), os.environ["ELASTIC_RESUME_ROUND_EVENTS"]
+path, memory = Path(os.environ["ELASTIC_RESUME_EVENTS_PATH"]), os.environ["ELASTIC_RESUME_EVIDENCE"]
 log = EventLog(
     path, memory_path=memory, node=os.environ["ELASTIC_RESUME_NODE_NAME"], rank=int(os.environ["RANK"])
 )
@@ -146,7 +146,7 @@ WRONG_USE = """
 import os, sys
 from pathlib import Path
 from elastic_resume.events import EventLog
-path, memory = Path(os.environ["ELASTIC_RESUME_EVENTS_PATH"]), os.environ["ELASTIC_RESUME_ROUND_EVENTS"]
+path, memory = Path(os.environ["ELASTIC_RESUME_EVENTS_PATH"]), os.environ["ELASTIC_RESUME_EVIDENCE"]
 event = EventLog(path, memory_path=memory, node="a").emit(
     "failure", generation=None, rank=None, step=None, type="ConfigError",
     message="keep is 1, which is too few. Write 2 or more.", frame="", deterministic=True)

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from elastic_resume.policy.wording import describe_event
 from elastic_resume.rendezvous.core.interface import (
     Effect,
     EmitEvent,
@@ -128,7 +129,10 @@ class SocketNode:
 
     def log_lines(self, kind: str, text: str = "") -> list[str]:
         """Return the log lines of a kind that contain a text."""
-        lines = [repr(event) for event in list(self.logs) if event.kind == kind]
+        logged = [event for event in list(self.logs) if event.kind == kind]
+        lines = [
+            describe_event(kind, event.reason, node="a", generation=event.generation) for event in logged
+        ]
         return [line for line in lines if text in line]
 
 
