@@ -2,7 +2,7 @@
 
 `run_agent` claims the node's directory, builds the parts of the agent and hands control to torchelastic.
 `restart_controller` decides about restarts, `shutdown` handles the agent's own end. The event log has every
-round, and the agent's end with its exit code, before either takes effect.
+generation, and the agent's end with its exit code, before either takes effect.
 """
 
 from __future__ import annotations

@@ -201,7 +201,9 @@ COLLECTIVE, BACKWARD, OPTIMIZER, DATA = "collective", "backward", "optimizer", "
 # Search the library frames from the innermost one outward; the first match decides.
 _FRAME_KINDS = (
     (
-        re.compile(r"/torch/distributed/|/elastic_resume/(ranks/collectives|restore/(streaming|transfer))\.py$"),
+        re.compile(
+            r"/torch/distributed/|/elastic_resume/(ranks/collectives|restore/(streaming|transfer))\.py$"
+        ),
         COLLECTIVE,
     ),
     (re.compile(r"/torch/autograd/|/torch/_tensor\.py$"), BACKWARD),

@@ -307,8 +307,9 @@ def to_json(fact: Any) -> Any:
     if isinstance(fact, Enum):
         return {"kind": fact.name.lower().replace("_", "-")}
     if dataclasses.is_dataclass(fact):
-        names = [field.name for field in dataclasses.fields(fact)]
-        return {"kind": _kind_of(type(fact)), **{name: to_json(getattr(fact, name)) for name in names}}
+        fields = {field.name: to_json(getattr(fact, field.name)) for field in dataclasses.fields(fact)}
+        fact_class: Any = type(fact)
+        return {"kind": _kind_of(fact_class), **fields}
     return [to_json(item) for item in fact] if isinstance(fact, tuple) else fact
 
 
@@ -330,10 +331,11 @@ def _read_json(hint: Any, value: Any) -> Any:
         return tuple(from_json(typing.get_args(hint)[0], item) for item in value)
     if isinstance(hint, type) and issubclass(hint, Enum):
         return next((member for member in hint if to_json(member) == value), None) or _reject(hint, value)
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type) and isinstance(value, dict):
-        hints = _get_hints(hint)
-        if "kind" in hints or value.get("kind") == _kind_of(hint):
-            return hint(**{name: from_json(kind, value.get(name)) for name, kind in hints.items()})
+    fact_class: Any = hint if dataclasses.is_dataclass(hint) else None
+    if fact_class and isinstance(value, dict):
+        hints = _get_hints(fact_class)
+        if "kind" in hints or value.get("kind") == _kind_of(fact_class):
+            return fact_class(**{name: from_json(kind, value.get(name)) for name, kind in hints.items()})
     if hint is float and type(value) is int:
         return float(value)
     return value if type(value) is hint else _reject(hint, value)

@@ -133,13 +133,6 @@ class NoProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class RestartsExhausted:
-    """torchelastic restarts no more."""
-
-    failure: Failure
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerStuck:
     """A worker does not die of SIGKILL, so no other can start beside it."""
 
@@ -161,7 +154,7 @@ class CannotStart:
     failure: Failure
 
 
-GiveUpReason = SameErrorAgain | SameErrorEverywhere | StepFails | NoProgress | RestartsExhausted
+GiveUpReason = SameErrorAgain | SameErrorEverywhere | StepFails | NoProgress
 ExclusionReason = WorkerStuck | CausedAlone | CannotStart
 
 

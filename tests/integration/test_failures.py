@@ -59,12 +59,12 @@ def verdicts(cluster: Cluster, index: int) -> list[dict[str, Any]]:
 
 def wait_for_three(cluster: Cluster) -> None:
     """Wait until every node has begun a round of three nodes, which it can judge."""
-    cluster.wait(lambda: all(rounds(cluster, index)[-1:] == [3] for index in range(3)), "a world of three")
+    cluster.wait(lambda: all(sizes(cluster, index)[-1:] == [3] for index in range(3)), "a world of three")
 
 
 def wait_for_two(cluster: Cluster) -> None:
     """Wait until nodes n0 and n2 continue without n1."""
-    cluster.wait(lambda: rounds(cluster, 0)[-1:] == rounds(cluster, 2)[-1:] == [2], "a world of two")
+    cluster.wait(lambda: sizes(cluster, 0)[-1:] == sizes(cluster, 2)[-1:] == [2], "a world of two")
 
 
 def is_stopped(cluster: Cluster, index: int) -> bool:
@@ -73,9 +73,9 @@ def is_stopped(cluster: Cluster, index: int) -> bool:
     return agent is not None and psutil.Process(agent.pid).status() == psutil.STATUS_STOPPED
 
 
-def rounds(cluster: Cluster, index: int) -> list[int]:
-    """Return the number of nodes in each of a node's rounds."""
-    return [event["num_nodes"] for event in cluster.node_events(index, "round")]
+def sizes(cluster: Cluster, index: int) -> list[int]:
+    """Return the number of nodes in each of a node's generations."""
+    return [event["num_nodes"] for event in cluster.node_events(index, "generation-start")]
 
 
 def last_line(cluster: Cluster, index: int) -> str:
@@ -93,7 +93,7 @@ def test_import_error_fails_job_at_once_with_one_traceback(tmp_path: Path) -> No
         assert cluster.wait_exit(60) == [1, 1]
         output = [cluster.output(0), cluster.output(1)]
         for index in range(2):
-            assert len(rounds(cluster, index)) == 1
+            assert len(sizes(cluster, index)) == 1
             assert "ModuleNotFoundError: No module named 'nothing_of_that_name'" in last_line(cluster, index)
             assert "Starting again would meet the same error." in last_line(cluster, index)
             assert "first: rank " in output[index]
@@ -110,7 +110,7 @@ def test_import_error_ends_job_when_disk_loses_events(tmp_path: Path) -> None:
     )
     with MachineCluster(tmp_path, nodes=1) as cluster:
         cluster.start(tmp_path / "train.py")
-        cluster.wait(lambda: rounds(cluster, 0), "the first world")
+        cluster.wait(lambda: sizes(cluster, 0), "the first world")
         with (cluster.nodes[0].directory / constants.EVENTS_FILE).open("rb") as log:
             os.fsync(log.fileno())  # the broken disk then forgets what the page cache has
         cluster.break_disk(0)
@@ -148,7 +148,7 @@ def test_deterministic_failure_of_one_step_is_named(make: Make) -> None:
         assert "step 6 fails deterministically: 3 times in a row with the same exception." in last_line(
             cluster, index
         )
-        assert rounds(cluster, index) == [2, 2, 2]
+        assert sizes(cluster, index) == [2, 2, 2]
     (root,) = verdicts(cluster, 0)[-1]["root_causes"]
     assert (root["node"], root["rank"], root["kind"], root["step"]) == ("n1", 1, "exception", 5)
 
@@ -249,7 +249,7 @@ def test_max_restarts_3_allows_four_starts(tmp_path: Path) -> None:
     with Cluster(tmp_path, nodes=1, flags=["--max-restarts", "3"], env=env) as cluster:
         cluster.start(script)
         assert cluster.wait_exit(60) == [1]
-        assert len(rounds(cluster, 0)) == 4
+        assert len(sizes(cluster, 0)) == 4
         assert "rank 0 ended with exit code 9" in last_line(cluster, 0)
 
 

@@ -125,7 +125,7 @@ def test_three_failed_starts_end_job(agents: Agents) -> None:
     last = log.strip().splitlines()[-1]
     assert "3 starts in a row failed without progress" in last
     assert "rank 0 ended with exit code 9" in last
-    assert len(agents.events("round")) == 3
+    assert len(agents.events("generation-start")) == 3
     (end,) = agents.events("agent-end")
     assert (end["outcome"], end["exit_code"]) == ("failed", 1)
 
@@ -146,7 +146,7 @@ def test_max_restarts_keeps_torchrun_meaning(agents: Agents) -> None:
     agents.script("import os; os.kill(os.getpid(), 9)")
     code, log = agents.run("--max-restarts", "1", "train.py")
     assert code == 1
-    assert len(agents.events("round")) == 2
+    assert len(agents.events("generation-start")) == 2
     assert "rank 0 was killed by SIGKILL" in log.strip().splitlines()[-1]
     assert "Traceback" not in log
 
@@ -171,7 +171,7 @@ def test_deterministic_failure_ends_job_at_once(agents: Agents) -> None:
     agents.script(FAULTY)
     code, log = agents.run("train.py")
     assert code == 1
-    assert len(agents.events("round")) == 1
+    assert len(agents.events("generation-start")) == 1
     assert "MismatchError: fc.weight is (3,) and was (4,) (train.py:9)" in log.strip().splitlines()[-1]
 
 
@@ -196,7 +196,7 @@ def test_wrong_use_ends_the_job_at_once_and_the_last_line_says_what_is_wrong(
     agents.script(WRONG_USE)
     code, log = agents.run(*flags, "train.py", OMP_NUM_THREADS="1")
     assert code == 1
-    assert len(agents.events("round")) == 1
+    assert len(agents.events("generation-start")) == 1
     said = (
         r"node a gave up: rank \d ended with exit code 1: ConfigError: keep is 1, which is too few\. Write 2"
     )
@@ -285,11 +285,14 @@ def test_two_nodes_continue_after_worker_is_killed(agents: Agents) -> None:
     wait_for(lambda: len(agents.pids("worker-a")) == len(agents.pids("worker-b")) == 2, "two new workers")
     (agents.directory / "finish").touch()
     assert [agent.wait(60) for agent in two] == [0, 0]
-    rounds = {node: [(e["round"], e["num_nodes"]) for e in agents.events("round", node)] for node in "ab"}
-    assert rounds == {"a": [(1, 2), (2, 2)], "b": [(1, 2), (2, 2)]}
+    sizes = {
+        node: [(e["generation"], e["num_nodes"]) for e in agents.events("generation-start", node)]
+        for node in "ab"
+    }
+    assert sizes == {"a": [(1, 2), (2, 2)], "b": [(1, 2), (2, 2)]}
     (killed,) = [e for e in agents.events("worker-exit", "b") if e["signal"]]
     assert (killed["worker_pid"], killed["signal"], killed["stopped"]) == (first[0], "SIGKILL", False)
-    (stopped,) = [e for e in agents.events("worker-exit", "a") if e["round"] == 1]
+    (stopped,) = [e for e in agents.events("worker-exit", "a") if e["generation"] == 1]
     assert stopped["stopped"] is True
     assert "was killed by SIGKILL; restarting" in agents.log("b")
     assert "rank 1 on node b was killed by SIGKILL; restarting." in agents.log("a")

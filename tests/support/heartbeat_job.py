@@ -116,7 +116,7 @@ class HeartbeatJob:
         """
         worlds: dict[int, list[tuple[str, int]]] = {}
         absent = ("", 0)
-        for event in self.cluster.events("round"):
+        for event in self.cluster.events("generation-start"):
             members = worlds.setdefault(event["generation"], [absent] * event["num_nodes"])
             members[event["node_rank"]] = event["node"], event["pid"]
         for generation, world in worlds.items():

@@ -229,3 +229,82 @@ def test_names_of_modules_and_classes_are_unique(modules: list[Module]) -> None:
         if len(paths) > 1 and name != "__init__.py" and not all("lightning" in path for path in paths)
     }
     assert repeated == {}
+
+
+SENTENCE_READERS = frozenset(
+    "startswith endswith removeprefix removesuffix partition rpartition split find index "  # noqa: SIM905
+    "search match fullmatch findall sub".split()
+)
+SENTENCE_FIELDS = frozenset({"message", "text", "reason", "detail"})
+# These read texts from outside: the exception of a worker, or an error of the system.
+OUTSIDE_TEXTS = {
+    ("agent/peer_probe.py", "handle_failure"),
+    ("policy/failure_classification.py", "signature"),
+    ("policy/failure_classification.py", "_refine_kind"),
+}
+
+
+def find_parsed_sentences(tree: ast.Module, makers: frozenset[str]) -> list[tuple[str, int]]:
+    """Return the functions, and lines, that take a sentence apart or compare it.
+
+    A sentence is the result of a function of `makers`, a variable of the same function that is assigned such
+    a result, or a field named as in `SENTENCE_FIELDS`. To parse means a method or a regular expression of
+    `SENTENCE_READERS`, ``in`` and a comparison, for fields a comparison with a literal. A sentence that was
+    passed as an argument, kept in another field, or stored in a container in between is not seen: for these
+    there are the tests with random words.
+    """
+
+    def is_made(node: ast.AST, names: frozenset[str]) -> bool:
+        return any(
+            (isinstance(part, ast.Call) and ast.unparse(part.func).rpartition(".")[2] in makers)
+            or (isinstance(part, ast.Name) and part.id in names)
+            for part in ast.walk(node)
+        )
+
+    def is_field(node: ast.AST) -> bool:
+        named = isinstance(node, ast.Attribute) and node.attr in SENTENCE_FIELDS
+        keys = [node.slice] if isinstance(node, ast.Subscript) else getattr(node, "args", [])[:1]
+        return named or any(isinstance(key, ast.Constant) and key.value in SENTENCE_FIELDS for key in keys)
+
+    def is_text(node: ast.AST) -> bool:
+        return isinstance(node, (ast.Constant, ast.JoinedStr)) and getattr(node, "value", "f") not in {
+            "",
+            None,
+        }
+
+    found = []
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    for function in functions:
+        names: frozenset[str] = frozenset()
+        for node in ast.walk(function):
+            if isinstance(node, ast.Assign) and is_made(node.value, names):
+                names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                read = [node.func.value, *node.args] if node.func.attr in SENTENCE_READERS else []
+                parses = any(is_made(part, names) or any(map(is_field, ast.walk(part))) for part in read)
+            elif isinstance(node, ast.Compare):
+                sides = [node.left, *node.comparators]
+                parses = any(is_made(side, names) for side in sides)
+                parses |= any(map(is_field, sides)) and any(map(is_text, sides))
+            else:
+                continue
+            if parses:
+                found.append((function.name, node.lineno))
+    return found
+
+
+def test_no_sentence_is_parsed(modules: list[Module]) -> None:
+    """What is decided depends on kinds and fields; see `find_parsed_sentences` for what this cannot see."""
+    wording = next(module for module in modules if module.path == "policy/wording.py")
+    makers = frozenset(
+        node.name for node in ast.parse(wording.text).body if isinstance(node, ast.FunctionDef)
+    )
+    found = {
+        (module.path, function, line)
+        for module in modules
+        if module.package in {"policy", "agent", "rendezvous", "report"} and module is not wording
+        for function, line in find_parsed_sentences(ast.parse(module.text), makers)
+    }
+    assert {row for row in found if row[:2] not in OUTSIDE_TEXTS} == set()
+    assert {row[:2] for row in found} == OUTSIDE_TEXTS, "an exception that is not needed any more"

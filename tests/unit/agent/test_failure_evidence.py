@@ -127,7 +127,7 @@ def test_monitor_remembers_pressure_after_memory_is_free(tmp_path: Path) -> None
     write_cgroup(group, 2, used=990_000_000, limit=1_000_000_000)
     monitor.poll()
     write_cgroup(group, 2, used=10_000_000, limit=1_000_000_000)
-    assert monitor.read_pressure() == MemoryPressure(description="its control group had used 990 MB of 1 GB")
+    assert monitor.read_pressure() == MemoryPressure(0, 990_000_000, 1_000_000_000, is_control_group=True)
     monitor.reset()
     assert monitor.read_pressure() == MemoryPressure()
 
@@ -165,7 +165,7 @@ def test_monitor_polls_memory_of_machine_in_background(
         assert time.monotonic() < deadline_s, "the monitor does not poll"
         time.sleep(0.01)
     (proc / "meminfo").write_text(ROOMY)
-    assert monitor.read_pressure().description == "164 MB of 16.4 GB of this machine's memory were left"
+    assert monitor.read_pressure() == MemoryPressure(0, 15_840_000 << 10, 16_000_000 << 10)
     monitor.close()
     assert threading.active_count() == num_threads
 

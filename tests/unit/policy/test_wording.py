@@ -264,6 +264,7 @@ def test_reason_that_is_no_fact_is_rejected() -> None:
     }
     assert to_json(Departure.NO_RENDEZVOUS) == {"kind": "no-rendezvous"}
     good = to_json(LEFT)
+    bad: Any
     for bad in (
         None,
         [],

@@ -281,6 +281,7 @@ def test_diverged_replica_is_named_on_all_nodes(seed: int) -> None:
     assert any(node.divergences for node in job.nodes)
     for node in job.nodes:
         if not node.divergences:  # its link broke at that time
+            assert node.end
             assert isinstance(node.end.reason, ReplicasDiffer)
             continue
         report = node.divergences[0]
