@@ -370,7 +370,7 @@ def test_wrong_use_is_refused(five: VirtualNetwork, tmp_path: Path) -> None:
         (lambda: five.cut_link(0, 5), "0 to 4"),
         (lambda: VirtualNetwork(0), "1 to 250"),
         (lambda: Cluster(tmp_path, nodes=6, hosts=five), "0 to 4"),
-        (lambda: Cluster(tmp_path).cut(0), 'hosts="namespaces", which takes'),
+        (lambda: Cluster(tmp_path).network.cut(0), 'hosts="namespaces", which takes'),
     ):
         with pytest.raises(UsageError, match=message):
             wrong()
