@@ -393,7 +393,7 @@ def test_bucket_order_invalidates_cache_when_it_becomes_known() -> None:
     assert slot_memory.merge_state(after.cached.static_structure, after.dynamic_structure)["order"]["orders"][
         "model"
     ]
-    order.load_state_dict({"orders": {}, "single": [], "steps": 0})
+    order.load_state_dict({"orders": {}, "single": [], "steps": 2})
     check(tracker, tracked)
 
 
