@@ -236,10 +236,9 @@ SENTENCE_READERS = frozenset(
     "search match fullmatch findall sub".split()
 )
 SENTENCE_FIELDS = frozenset({"message", "text", "reason", "detail"})
-# These read texts from outside: the exception of a worker, an error of the system, what torchelastic logs.
+# These read texts from outside: the exception of a worker, or an error of the system.
 OUTSIDE_TEXTS = {
     ("agent/peer_probe.py", "handle_failure"),
-    ("agent/torchelastic.py", "run_workers"),
     ("policy/failure_classification.py", "signature"),
     ("policy/failure_classification.py", "_refine_kind"),
 }
