@@ -23,7 +23,9 @@ from elastic_resume.agent.hang_detector import MAX_REPORTS, HangDetector, detect
 from elastic_resume.checkpoint.atomic_io import DISK, Disk
 from elastic_resume.errors import MachineError
 from elastic_resume.events import Event
-from elastic_resume.policy.hangs import MIN_UNPROVEN_DELAY_S, HangThreshold
+from elastic_resume.policy.hangs import MIN_UNPROVEN_DELAY_S, HangThreshold, Stall
+from elastic_resume.policy.reasons import from_json
+from elastic_resume.policy.wording import describe_stall
 from elastic_resume.slots.progress_page import (
     STACKS_SIGNAL,
     ProgressPage,
