@@ -254,6 +254,14 @@ class RestartController:
 
     # ---- the end of the job ----------------------------------------------------------------------------
 
+    def fail_after_last_restart(self, failure: Failure) -> GaveUp:
+        """Return why this node ends the job: torchelastic has given up after its worker's ``failure``."""
+        if self.job_failure is None:
+            verdict = self._observe(failed=True).verdict
+            self._last_verdict = verdict if verdict.root_cause else FailureVerdict((failure,))
+            self.job_failure = GaveUp(self._node, restart.RestartsExhausted(verdict.root_cause or failure))
+        return self.job_failure
+
     def record_failures(self, failures: Sequence[Failure]) -> None:
         """Record the failures that the leader reported with the job's end."""
         if failures:

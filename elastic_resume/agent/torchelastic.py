@@ -29,6 +29,7 @@ from typing import Any
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.events.handlers import get_logging_handler
 from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -54,6 +55,7 @@ from elastic_resume.errors import (
     NodeExcludedError,
     RendezvousLostError,
 )
+from elastic_resume.policy.failure_classification import EXIT, Failure, WorkerEnd, to_printable
 from elastic_resume.policy.reasons import Departure, DepartureReason, ErrorRaised, JobFinished, Signalled
 from elastic_resume.policy.restart import GenerationReport
 from elastic_resume.policy.wording import describe
@@ -507,6 +509,14 @@ def run_workers(spec: LaunchSpec, controller: RestartController, session: Rendez
         # Leaving the rendezvous takes a moment; a second signal must not interrupt it.
         previous = dict.fromkeys(previous, signal.SIG_IGN)
         raise StoppedError(signal.Signals(error.sigval)) from error
+    except ChildFailedError as error:
+        rank, process = error.get_first_failure()
+        message = to_printable(str(process.message).splitlines()[0])
+        job_failure = controller.fail_after_last_restart(
+            Failure(EXIT, session.client.node, rank, WorkerEnd(process.exitcode), message=message)
+        )
+        session.client.fail_job(job_failure)
+        raise JobFailedError(describe(job_failure), reason=job_failure) from error
     finally:
         peer_probe.close()
         for number, handler in previous.items():

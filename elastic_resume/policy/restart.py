@@ -133,6 +133,13 @@ class NoProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class RestartsExhausted:
+    """torchelastic restarts no more."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerStuck:
     """A worker does not die of SIGKILL, so no other can start beside it."""
 
@@ -154,7 +161,7 @@ class CannotStart:
     failure: Failure
 
 
-GiveUpReason = SameErrorAgain | SameErrorEverywhere | StepFails | NoProgress
+GiveUpReason = SameErrorAgain | SameErrorEverywhere | StepFails | NoProgress | RestartsExhausted
 ExclusionReason = WorkerStuck | CausedAlone | CannotStart
 
 

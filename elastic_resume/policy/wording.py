@@ -190,6 +190,8 @@ def _describe_decision(reason: restart.GiveUpReason | restart.ExclusionReason) -
                 f"{f'{starts} starts in a row' if starts > 1 else 'a start'} failed without progress, "
                 f"{where}. Last: {last}."
             )
+        case restart.RestartsExhausted():
+            return f"{last}."
         case restart.WorkerStuck():
             return f"{last}. No worker can be started beside it: repair or reboot this node."
         case restart.CausedAlone(failure, times):

@@ -22,7 +22,9 @@ from elastic_resume.agent.hang_detector import MAX_REPORTS, HangDetector, detect
 from elastic_resume.checkpoint.atomic_io import DISK, Disk
 from elastic_resume.errors import MachineError
 from elastic_resume.events import Event
-from elastic_resume.policy.hangs import MIN_UNPROVEN_DELAY_S, HangThreshold
+from elastic_resume.policy.hangs import MIN_UNPROVEN_DELAY_S, HangThreshold, Stall
+from elastic_resume.policy.reasons import from_json
+from elastic_resume.policy.wording import describe_stall
 from elastic_resume.slots.progress_page import (
     STACKS_SIGNAL,
     ProgressPage,
@@ -101,10 +103,12 @@ def check_hang(hang: Event, reason: str) -> None:
     """Check that rank 1 is the suspect, with its reason, and that the others wait in all_reduce."""
     (suspect,) = hang["suspects"]
     assert suspect["rank"] == 1
-    assert re.search(reason, suspect["reason"]), suspect["reason"]
+    text = describe_stall(from_json(Stall, suspect["reason"]))
+    assert re.search(reason, text), text
     assert hang["victims"] == [0, 2]
     for waiting in hang["waiting"].values():
-        assert re.fullmatch(r"waits in all_reduce \(number \d+\) at hang\.py:\d+ in main", waiting)
+        text = describe_stall(from_json(Stall, waiting))
+        assert re.fullmatch(r"waits in all_reduce \(number \d+\) at hang\.py:\d+ in main", text)
     assert (hang["step"], hang["waits_for_other_node"]) == (6 * hang["generation"] - 1, False)
     assert hang["seconds"] >= LIMIT_S == hang["threshold_s"]
 
