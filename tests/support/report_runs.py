@@ -51,6 +51,7 @@ class Job:
     lost: list[Failure] = field(default_factory=list)
     """Nodes that the leader lost in this generation."""
     restarted: set[str] = field(default_factory=set)
+    started_t: float = 0.0
 
     def add(self, t: float, event: str, node: str, **fields: Any) -> None:
         """Add one event."""
@@ -72,6 +73,7 @@ class Job:
         self.write_verdicts(formed_t, nodes)
         self.generation += 1
         self.nodes, self.lost, self.restarted = nodes, [], set()
+        self.started_t = formed_t
         about = {"generation": self.generation, "step": step, "world_size": len(nodes)}
         for rank, node in enumerate(nodes):
             place = {"node_rank": rank, "num_nodes": len(nodes)}
@@ -93,7 +95,7 @@ class Job:
         ]
         own = [
             event
-            for event in self.events
+            for event in self.events[-2000:]  # the long runs have a hundred thousand
             if event["event"] in {"failure", "worker-exit", "hang"} and event["t"] >= self.started_t
         ]
         reported = [
@@ -116,11 +118,6 @@ class Job:
                 secondary_failures=[record_failure(failure) for failure in verdict.secondary_failures],
                 decision={"kind": "continue" if next_nodes else "give-up"},
             )
-
-    @property
-    def started_t(self) -> float:
-        """When the newest generation started."""
-        return max((event["t"] for event in self.events if event["event"] == "generation-start"), default=0.0)
 
     def lose(self, t: float, node: str) -> None:
         """Let the leader notice that a node died."""
