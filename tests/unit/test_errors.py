@@ -19,10 +19,9 @@ PACKAGE = ROOT / "elastic_resume"
 INTERNAL = {
     "_SenderFailedError",  # becomes a PeerFailedError once no node is left
     "AuthenticationError",
-    "ExperimentInterrupted",
-    "HandshakeAbortedError",
     "JobCompleted",
     "NoticeQueryError",
+    "OtherRankFailedError",
     "ProtocolError",
     "RequestRefusedError",
     "StoppedError",
