@@ -22,6 +22,7 @@
      ├─ JobFailedError          the restart policy ended the job                exit 1
      ├─ RendezvousLostError     the agents cannot reach each other any more     exit 75
      ├─ NodeExcludedError       this node leaves, the others continue           exit 75
+     ├─ OtherRankFailedError    another rank cannot continue, so none can       exit 1
      └─ DivergenceError         replicas that must be equal are not             exit 1
 
 The exit codes are those of the command line. ``chaos`` and ``diff`` exit 2 for all of these errors.
@@ -47,6 +48,7 @@ __all__ = [
     "NodeExcludedError",
     "NodeFileError",
     "NodeLockedError",
+    "OtherRankFailedError",
     "PeerFailedError",
     "RendezvousLostError",
     "TornError",
@@ -195,6 +197,14 @@ class PeerFailedError(UnreadableError):
     """Another rank could not send its bytes. This node's checkpoints are not to blame.
 
     Raised while a restore is in progress, which then takes another copy. The other rank reports the reason.
+    """
+
+
+class OtherRankFailedError(ElasticResumeError):
+    """Another rank cannot continue, so this one cannot either.
+
+    Raised on every rank but the one that failed, whose own error and remedy the text repeats. Agents count it as a
+    secondary failure.
     """
 
 

@@ -19,7 +19,7 @@ from elastic_resume.checkpoint import reader
 from elastic_resume.checkpoint.catalog import Catalog
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.config import Settings
-from elastic_resume.errors import ConfigError, ElasticResumeError
+from elastic_resume.errors import ConfigError, ElasticResumeError, OtherRankFailedError
 from elastic_resume.events import EventLog
 from elastic_resume.policy.resume_plan import SavedState
 from elastic_resume.ranks.collectives import Collectives
@@ -111,10 +111,6 @@ class RankContext:
                 peer_failure.is_deterministic = bool(failed[1])
                 raise peer_failure
         return result, [value for value, _ in outcomes]  # type: ignore[return-value]
-
-
-class OtherRankFailedError(ElasticResumeError):
-    """Another rank cannot continue, so this one cannot either; `policy.failure_classification` knows it."""
 
 
 def raise_if_set(error: ElasticResumeError | None) -> None:

@@ -21,7 +21,6 @@ INTERNAL = {
     "AuthenticationError",
     "JobCompleted",
     "NoticeQueryError",
-    "OtherRankFailedError",
     "ProtocolError",
     "RequestRefusedError",
     "StoppedError",
