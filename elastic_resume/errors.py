@@ -203,8 +203,8 @@ class PeerFailedError(UnreadableError):
 class OtherRankFailedError(ElasticResumeError):
     """Another rank cannot continue, so this one cannot either.
 
-    Raised on every rank but the one that failed, whose own error and remedy the text repeats. Agents count it as a
-    secondary failure.
+    Raised on every rank but the one that failed, whose own error and remedy the text repeats. Agents count it
+    as a secondary failure.
     """
 
 
