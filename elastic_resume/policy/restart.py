@@ -10,8 +10,9 @@ membership never counts against it. The job gives up on a failure that a restart
 
 If one node alone caused these failures and the others are enough, that node is excluded instead.
 
-Every node decides for itself. The leader has given all of them the same failures, so they agree. A node that
-joined later knows less and continues; the others tell it about the end of the job.
+Every node decides for itself, from the failures that the leader has given to all and from its own steps.
+These rarely differ; the first node that gives up ends the job for all. A node that joined later knows less
+and continues; it learns of the end of the job from the others.
 """
 
 from __future__ import annotations

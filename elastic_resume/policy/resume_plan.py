@@ -146,9 +146,9 @@ def plan_senders(plan: ResumePlan) -> dict[str, Senders]:
     """
     if plan.kind == "cold":
         return {}
-    tier = MEMORY if any(state.tier == MEMORY for _, state in plan.holders) else DISK
-    fast = [node for node, state in plan.holders if state.tier == tier]
-    slow = [node for node, state in plan.holders if state.tier != tier]
+    fast = [node for node, state in plan.holders if state.tier == MEMORY]
+    fast = fast or [node for node, _ in plan.holders]
+    slow = [node for node, _ in plan.holders if node not in fast]
     successors = 1 if len(plan.receiving_nodes) <= MAX_CHAIN_NODES * len(fast) else 2
     senders = {}
     for i, node in enumerate(plan.receiving_nodes):

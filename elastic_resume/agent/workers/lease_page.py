@@ -8,8 +8,8 @@ Words of the page, native doubles::
 
     0  end of the lease, in seconds of CLOCK_BOOTTIME, which continues while this machine is suspended, like
        the clocks of the other nodes. Infinity: no lease is needed. Minus infinity or NaN: no worker may run.
-    1  newest generation that has ended. A supervisor stores that of its failed worker; the agent stores that
-       of a view which nodes have joined or left. Workers of it are killed without grace.
+    1  the generation whose workers get no grace: a supervisor stores that of its failed worker, the agent
+       that of the running workers when a person presses Ctrl-C twice.
 
 Invariant: no message has to arrive for a worker to die, and no worker runs after `LeasePage.close`.
 """

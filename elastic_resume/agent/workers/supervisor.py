@@ -180,7 +180,7 @@ class WorkerSupervisor:
             return
         if status != 0 and self._stopped_at is None:
             self._lease.record_failure()
-        kill_leftovers(self._lease, at_once=self._lease_expired or self._lease.has_generation_failed())
+        kill_leftovers(self._lease, at_once=self._lease_expired or self._lease.has_no_grace())
         write_worker_exit(
             self._worker, status, stopped_at=self._stopped_at, lease_expired=self._lease_expired
         )
@@ -204,7 +204,7 @@ class WorkerSupervisor:
             self._lease_expired = self._lease_expired or self._lease.remaining_s() <= 0
             if self._lease_expired and self._stopped_at is None:
                 self._stopped_at = time.time()
-            must_kill = self._lease_expired or (self._stop_requested and self._lease.has_generation_failed())
+            must_kill = self._lease_expired or (self._stop_requested and self._lease.has_no_grace())
             awaits_copy = (
                 must_kill and now < self._kill_at and self._copy_monitor.should_wait(now, last_expiry)
             )
@@ -229,7 +229,7 @@ class WorkerSupervisor:
         signal_number = receive(self._connection, 1)
         if not signal_number:
             self._kill_at = 0.0
-        elif not self._stop_requested and not self._lease.has_generation_failed():
+        elif not self._stop_requested and not self._lease.has_no_grace():
             send_signal(self._worker, signal.SIGTERM)
             self._kill_at = min(self._kill_at, now_s() + read_grace_s())
         self._stop_requested = True
@@ -320,8 +320,8 @@ class LeaseView:
         if self._words is not None and generation is not None:
             self._words[1] = generation
 
-    def has_generation_failed(self) -> bool:
-        """Return whether a worker of this generation has failed on this node."""
+    def has_no_grace(self) -> bool:
+        """Return whether the workers are killed at once: one has failed, or Ctrl-C came twice."""
         return self._words is not None and self._words[1] == parse_int_or_none(os.environ.get(ENV_GENERATION))
 
 

@@ -45,8 +45,8 @@ view when all its members have acknowledged the proposal. If one was lost meanwh
 next slot follows. A node that learns of a newer decided view adopts it. Hello and Welcome name the newest.
 
 Leases keep a partition tidy, and decide nothing but when a vote may be taken. Workers run only until their
-lease expires, a node timeout after the sending of the newest message that the other side acknowledged. So
-workers on a side without a quorum end by themselves.
+lease expires: 95 % of a node timeout after the sending of the newest message that the other side
+acknowledged. So workers on a side without a quorum end by themselves.
 
 A newcomer that still imports joins with `is_importing`. A running view ends for it only after its
 `ImportsFinished`. Survivors that are enough form the next view without it.
