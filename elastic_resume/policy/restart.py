@@ -11,7 +11,7 @@ membership never counts against it. The job gives up on a failure that a restart
 If one node alone caused these failures and the others are enough, that node is excluded instead.
 
 Every node decides for itself. The leader has given all of them the same failures, so they agree. A node that
-joined later knows less and continues; the others tell it about the end of the job.
+joined later has a shorter history and decides to continue. It ends when the leader sends the end of the job.
 """
 
 from __future__ import annotations
