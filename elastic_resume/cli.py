@@ -1,4 +1,4 @@
-"""The command ``elastic-resume``: one function per subcommand; each imports its modules when called.
+"""Run the command ``elastic-resume``. Each subcommand is a function that imports its modules when called.
 
 A user's error is one line on stderr without a traceback. The exit code is then 1; for ``diff`` and ``chaos``
 it is 2. A ``run`` that has not started exits with 2 after a `ConfigError` and with 74 after a `MachineError`.

@@ -1,4 +1,4 @@
-"""Exit codes, environment variables and file names that several processes share.
+"""Define the exit codes, environment variables and file names that several processes share.
 
 An agent and its workers are different processes, and after an upgrade in place they may run different
 versions. This module holds names only.

@@ -1,4 +1,4 @@
-"""Every error that this package raises on purpose, for ``except er.errors.CheckpointError``.
+"""Define every error that this package raises on purpose, for ``except er.errors.CheckpointError``.
 
 ::
 

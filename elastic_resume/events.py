@@ -1,4 +1,4 @@
-"""The event log: one event is one dict is one JSON line.
+"""Write and read the event log: each event is a dict, stored as one line of JSON.
 
 All processes of a node append to ``NODE/events.jsonl``; nodes never share a file. One ``write(2)`` on an
 O_APPEND descriptor writes one line, so lines of several processes do not mix. A crash or a full disk may tear

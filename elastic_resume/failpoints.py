@@ -1,4 +1,4 @@
-"""Named points at which a test or the fault injector may crash, stop, delay or corrupt a process.
+"""Crash, stop, delay or corrupt a process at a named point, for tests and the fault injector.
 
 ``ELASTIC_RESUME_FAILPOINTS="commit.before-rename=kill,resume.loaded=delay:0.5"``. Actions::
 

@@ -1,7 +1,7 @@
 """Collect what explains the end of a generation on this node: worker events, and memory pressure.
 
-`restart_controller` classifies failures by both. The events name exits and exceptions; memory explains a
-worker that died of SIGKILL.
+`restart_controller` classifies failures by both. The events name exits and exceptions. Memory pressure may
+explain the SIGKILL of a worker.
 """
 
 from __future__ import annotations

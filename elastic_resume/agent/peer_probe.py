@@ -1,10 +1,10 @@
 """Find members that this node's workers cannot reach, although both sides reach the leader.
 
 Workers notice a cut link late: gloo and the kernel repeat what they send for minutes. So `PeerProbe` looks
-each second for a TCP connection of a worker whose other host does not answer, and then dials the agents of
-the other members; once the workers have resumed, only those on that host. It also dials when a worker fails
-at its start because it could not connect. Without such a sign it dials nobody: a firewall may block
-connections between agents that training does not need.
+each second for a TCP connection of a worker whose other host does not answer. It then dials the agents of the
+other members; once the workers have resumed, only those on that host. It also dials when a worker fails at
+its start because it could not connect. In all other cases it dials no node: a firewall may block connections
+between agents that training does not need.
 
 The leader ends the generation and leaves out one of the two nodes. After its report the probe continues on
 both, and reports again when all nodes answer.

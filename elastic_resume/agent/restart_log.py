@@ -1,4 +1,4 @@
-"""Log for people why a node's workers restart, and what ended the job. Nothing here decides anything."""
+"""Log why a node's workers restart, and what ended the job; decide nothing."""
 
 from __future__ import annotations
 

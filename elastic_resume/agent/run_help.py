@@ -1,4 +1,4 @@
-"""The help of ``elastic-resume run``: one screen for ``--help``, everything for ``--help-all``.
+"""Print the help of ``elastic-resume run``: one screen for ``--help``, everything for ``--help-all``.
 
 ``--help`` lists our flags and the usual ones of torchrun in groups. It does not need torch. A test compares
 the names with torchrun's parser.

@@ -1,9 +1,9 @@
 """Collect the state of this node's workers in a hang: Python stacks, pending collectives, data from /proc.
 
-The worker offers two descriptors on the progress page. A byte into the request pipe makes a Python thread of
-the worker write one line of JSON about collectives (`training/heartbeat.py`); a worker that holds the GIL
-cannot answer. `STACKS_SIGNAL` makes the interpreter write the stacks of all threads, whoever holds the GIL.
-/proc describes from outside a process that does neither::
+The worker offers two descriptors on the progress page. When a byte arrives in the request pipe, a Python
+thread of the worker writes one line of JSON about collectives (`training/heartbeat.py`). A worker that holds
+the GIL cannot answer. `STACKS_SIGNAL` makes the interpreter write the stacks of all threads, whoever holds
+the GIL. /proc describes from outside a process that does neither::
 
     request to all workers --ANSWER_TIMEOUT_S--> answers
     STACKS_SIGNAL to workers that answered, then to the others --STACKS_TIMEOUT_S each--> stacks

@@ -1,4 +1,4 @@
-"""Know how this node stands, for ``elastic-resume status`` and metrics.
+"""Collect this node's status for ``elastic-resume status`` and for metrics.
 
 Once a second the reporter's thread samples this node (`StatusSampler`) and reads what is new in its event log
 (`EventTail`). Each agent serves its own status only; `commands.job_status` asks all agents of the job::

@@ -289,7 +289,7 @@ def open_rendezvous(
 ) -> Iterator[RendezvousSession]:
     """Listen for other nodes and hold this node's membership within the context.
 
-    However the context ends, short of SIGKILL, the other nodes are told that this node leaves. The name of
+    However the context ends, short of SIGKILL, the other nodes get a leave notice. The name of
     ``node_dir`` is the node's, and this process owns it. ``on_log`` takes each event of the rendezvous, in a
     thread of its own.
 

@@ -1,4 +1,4 @@
-"""This rank's part in the protocol of its node's slots; see `slots.slot_memory`."""
+"""Take, find, confirm and fail slots for one local rank, by the protocol of `slots.slot_memory`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SlotAccess:
     # ---- local leader ----------------------------------------------------------------------------------
 
     def take(self, snapshot_id: int, min_bytes: int, needed_bytes: int) -> Slot | None:
-        """Take a slot of at least ``min_bytes``. Return None if no slot is free, and tell the other ranks.
+        """Take a slot of at least ``min_bytes``. Return None if no slot is free, and announce that.
 
         ``needed_bytes`` is the size of a new slot.
         """

@@ -1,8 +1,8 @@
-"""Plan which tensors of the tracked state are copied when, by which local rank, and where in a slot they lie.
+"""Plan which tensors of the tracked state each local rank copies, when, and to where in a slot.
 
 A `SnapshotPlan` holds what follows from the structure of the state: the layout, the static metadata and the
 shards. Every local rank computes the same plan, and makes a new one only when a tensor is added, removed or
-replaced. Nothing here knows of slots' words or threads.
+replaced. This module handles neither the slots' words nor threads.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ again. Objects with a state_dict() of their own or with state_dict hooks, and th
 optimizers, are read every time.
 
 Invariant: a `StateView` equals the result of `state_dict.flatten` at that moment. Its tensors have the same
-names, dtypes, shapes, kinds and ties; `slots.merge_state` of its two pieces of JSON gives the same state.
-Errors are the same too.
+names, dtypes, shapes, kinds and ties; `slot_memory.merge_state` of its two pieces of JSON gives the same
+state. Errors are the same too.
 
 Changes that the cache does not detect:
 

@@ -1,8 +1,8 @@
 """Define the manifest of a checkpoint: its origin, step, non-tensor state, and a digest of each block.
 
-The manifest is written last and read first. It is one JSON object; its last member is the xxh3-128 digest of
-all bytes before it, so a torn or corrupted manifest is recognised without other files. The image is digested
-in blocks of `BLOCK_BYTES`: readers verify while they read, and locate an error to within one block.
+The manifest is written last and read first. It is one JSON object. Its last member is the xxh3-128 digest of
+all bytes before it, so a torn or corrupted manifest is detected without other files. The image is digested in
+blocks of `BLOCK_BYTES`: readers verify while they read, and locate an error to within one block.
 
 `Manifest.parse` recognises a newer format even if it understands no other field. Beyond the digest it checks
 what readers index with.

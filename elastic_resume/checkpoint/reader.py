@@ -2,8 +2,8 @@
 
 Every function that returns image bytes has checked their digests first, except `map_unverified`. Errors are
 CheckpointErrors that name the path. TornError and CorruptError mean that the checkpoint is proved bad. An
-UnreadableError means that this machine could not read it now (no memory or descriptors, a failing device or
-network), and that it may be whole. `writer` creates checkpoints; `catalog` decides which to keep.
+UnreadableError means that this machine could not read it now: no memory or descriptors, or a failing device
+or network. Its bytes may be whole. `writer` creates checkpoints; `catalog` decides which to keep.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The commands that inspect a machine, a run's directories or a running job."""
+"""Inspect a machine, a run's directories or a running job."""

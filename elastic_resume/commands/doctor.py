@@ -1,4 +1,4 @@
-"""``elastic-resume doctor``: show what a start without flags would take from its environment.
+"""Run ``elastic-resume doctor``: show what a start without flags would take from its environment.
 
 The first lines are the problems, or say that there are none. Each value has its source. The command changes
 nothing, waits at most `LOOKUP_TIMEOUT_S` for name lookups and `TORCH_TIMEOUT_S` for torch, and shows no

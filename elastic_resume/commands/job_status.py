@@ -1,4 +1,4 @@
-"""``elastic-resume status``: show how a running job stands.
+"""Run ``elastic-resume status``: show the state of a running job and of each of its nodes.
 
 The command finds an agent of the job, by the endpoint file in a node's directory or by
 ``--rdzv-endpoint``. Its answer names the leader, the leader's answer names all nodes, and each node answers

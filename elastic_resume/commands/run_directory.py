@@ -1,4 +1,4 @@
-"""The subcommands that work on a run's directories: report, ls, verify, export and diff.
+"""Run the subcommands that read a run's directories: report, ls, verify, export and diff.
 
 Each is a function from parsed arguments to an exit code. Only ``export`` and ``diff`` import torch. The
 exit codes of ``diff`` are those of diff(1): 0 the same, 1 different, 2 a checkpoint could not be read.

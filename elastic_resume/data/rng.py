@@ -13,8 +13,8 @@ depend on the worker, on the samples that the worker read before, and on where a
 seeds the generators from (seed, epoch, index) before each sample instead. Seed and epoch are sent with each
 batch of indices, so prefetching and persistent workers change nothing.
 
-Invariant: the same sample in the same epoch draws the same numbers in the main process and in any worker, at
-any world size, before and after a resume. Reading does not change the generators of the main process.
+Invariant: a sample of an epoch draws the same numbers in the main process and in any worker, at any world
+size, before and after a resume. Reading does not change the generators of the main process.
 
 Not covered: generators that the dataset makes itself (``numpy.random.default_rng()``). Make them in
 ``__getitem__`` from ``torch.initial_seed()``, which is the sample's seed.

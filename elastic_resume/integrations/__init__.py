@@ -1,4 +1,4 @@
-"""Integrations of training libraries: transformers, Accelerate and Lightning.
+"""Integrate three training libraries: transformers, Accelerate and Lightning.
 
 Each module imports its library, so import only the one that you use. It refuses a version that it was not
 written for (`require_versions`), or that lacks a method (`require_methods`) or an attribute (`set_known`).

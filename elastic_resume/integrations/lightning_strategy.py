@@ -1,4 +1,4 @@
-"""A DDPStrategy that restores the state in ``setup``, and records each step after its hooks and validation.
+"""Restore the state in ``setup`` of Lightning's DDPStrategy, and record each step after its validation.
 
 ``lightning.pytorch`` and ``pytorch_lightning`` share it. Lightning owns the loops, so the strategy hooks into
 them where Lightning has no callback. It extends these methods of DDPStrategy:

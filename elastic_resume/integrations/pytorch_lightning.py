@@ -1,4 +1,4 @@
-"""The same as `elastic_resume.integrations.lightning`, for scripts that import ``pytorch_lightning``.
+"""Provide `elastic_resume.integrations.lightning` for scripts that import ``pytorch_lightning``.
 
 ``import lightning.pytorch`` and ``import pytorch_lightning`` are two libraries with classes of their own, and
 a Trainer takes a strategy of its own library only.

@@ -1,4 +1,4 @@
-"""`ElasticTrainer`: Hugging Face's Trainer, continued after failures.
+"""Continue Hugging Face's Trainer after failures, as the class `ElasticTrainer`.
 
     class MyTrainer(ElasticTrainer, Trainer):
         elastic_global_batch = 256

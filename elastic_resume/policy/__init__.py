@@ -1,1 +1,1 @@
-"""Pure decision functions: resume, restart, drain, hangs, failures, divergence and intervals."""
+"""Decide by pure functions: resume, restart, drain, hangs, failures, divergence and intervals."""

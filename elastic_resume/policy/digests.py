@@ -1,12 +1,11 @@
-"""Detect replicas that have drifted apart.
+"""Choose the steps at which nodes hash their state, and find replicas that have diverged.
 
-Choose the steps at which nodes hash their state, and find the nodes whose hash (*digest*) differs from the
-majority's. Nodes have different budgets and must send digests of common steps. So intervals are powers of
-two: an interval divides every larger one. If a heartbeat can carry only one of several steps, it carries the
-one that is divisible by the highest power of two (`choose_common_step`).
+The hash of a node's state is its *digest*. Nodes have different budgets and must send digests of common
+steps. So intervals are powers of two: an interval divides every larger one. If a heartbeat can carry only one
+of several steps, it carries the one that is divisible by the highest power of two (`choose_common_step`).
 
 A difference proves that a node is wrong, but not which. A strict majority of all members with equal digests
-is right; every other node is wrong. Without a strict majority no node is blamed. The job ends in either case,
+is right; every other node is wrong. Without a strict majority no node is named. The job ends in either case,
 because the wrong node's gradients are in every node's average.
 """
 

@@ -1,7 +1,8 @@
 """Decide when a node drains ahead of its job's time limit, and with which exit code its agent ends.
 
-`EXIT_REQUEUE` (75) asks whoever started the agent to run the job again. Under Slurm that is the batch script,
-which reads the exit code of srun. No agent asks a scheduler for anything.
+`EXIT_REQUEUE` (75) requests that the agent's launcher run the job again. Under Slurm that is the batch
+script, which reads the exit code of srun. No agent requests a requeue itself. Agents query Slurm only for the
+job's time limit.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class AgentEnd(Enum):
 
     OTHER = "other"  # the job ended here, or was stopped by a signal whose sender decides about a restart
     JOB_DRAINED = "job drained"  # the time limit of all nodes is near
-    NODE_LEFT = "node left"  # unfit, or told that it will be stopped; other nodes may continue
+    NODE_LEFT = "node left"  # unfit, or about to be stopped; other nodes may continue
 
 
 def decide_exit_code(end: AgentEnd, code: int, *, speaks_for_job: bool) -> int:

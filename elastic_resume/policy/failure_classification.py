@@ -5,8 +5,8 @@ to the leader. The leader adds the nodes that it lost, and sends all of them to 
 arrival. `separate_root_causes` decides which of them are root causes.
 
 When a worker dies, its peers' connections break and they fail too, often before the leader has seen the first
-death. So an error that speaks of a lost connection is secondary if any other failure is known, whichever
-arrived first. If there is no other failure, the first of them is the root cause.
+death. So an error about a lost connection is secondary if any other failure is known, whichever arrived
+first. If there is no other failure, the first of them is the root cause.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def classify_with_times(
 ) -> tuple[tuple[float, Failure], ...]:
     """Return the failures of one node's workers with their times, root causes first, each group by time.
 
-    A worker that was told to stop did not fail, nor did one that then lost a peer that was stopped with it.
+    A worker that was asked to stop did not fail, nor did one that then lost a peer that was stopped with it.
     A worker that was killed for a hang is covered by the hang.
     """
     events, memory_pressure = list(events), memory_pressure or MemoryPressure()

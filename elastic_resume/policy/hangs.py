@@ -10,9 +10,9 @@ Time counts only as far as the agent has observed it: each sample adds the time 
 gap at most.
 
 A rank that hangs makes all others wait in their next collective. So a rank that waits in a collective is a
-victim, and a rank that stands anywhere else is a suspect. If all wait, but in different collectives, the
-smaller group is suspect, because it skipped a collective. If all wait in the same collective, the suspect is
-on another node, whose agent sees it.
+victim, and a rank that is anywhere else is a suspect. If all wait, but in different collectives, the smaller
+group is suspect, because it skipped a collective. If all wait in the same collective, the suspect is on
+another node, whose agent sees it.
 
 Two facts show that a rank waits: torch's flight recorder has a collective that has begun and not ended, or
 the innermost frames of the main thread are in torch.distributed. Stacks alone are weak evidence: DDP waits

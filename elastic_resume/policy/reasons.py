@@ -1,7 +1,8 @@
-"""Reasons, as facts: why a view ended, why a node leaves, is refused, or waits.
+"""Define the reasons why a view ended, and why a node leaves, is refused, or waits.
 
-They are made where the fact is known. Messages carry them as they are, events as JSON (`to_json`). Only
-`policy.wording` puts them into words, for people; nothing decides by the words.
+A reason is a frozen value with a kind and fields. The code that detects a condition creates it. Messages
+carry it as it is, events as JSON (`to_json`). Only `policy.wording` formats it as text, and no code decides
+by that text.
 """
 
 from __future__ import annotations

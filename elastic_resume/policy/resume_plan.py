@@ -1,4 +1,4 @@
-"""Choose the saved state that a generation resumes from, and plan which rank sends it to which nodes.
+"""Choose the saved state that a generation resumes from, and plan which nodes send it to which.
 
 Every rank calls `choose_resume_plan` with the same inventories of all nodes and gets the same plan, so the
 ranks need no further agreement. Saved states are ordered by (generation, step), greatest first. Time and path

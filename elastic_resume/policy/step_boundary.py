@@ -32,7 +32,7 @@ class BoundaryActions:
     """What to do now.
 
     ``leader_only``: the local leader copies alone, because the other ranks do not expect this snapshot.
-    ``announces``: the local ranks are told the step of the next snapshot afterwards.
+    ``announces``: the local leader then announces the step of the next snapshot.
     """
 
     takes_snapshot: bool = False

@@ -1,7 +1,7 @@
-"""Put facts into words, for people: log lines, error messages, events, reports.
+"""Format reasons, decisions and failures as text for log lines, error messages, events and reports.
 
-This is the only place that does so, and nothing decides by what it returns. Each function returns one line
-that can be printed: names and messages may come from other nodes.
+Only this module formats them, and no code decides by the text. Each function returns one printable line,
+because names and messages may come from other nodes.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What all ranks of a job share: their connection, and the context of one rank."""
+"""Connect the ranks of a job, and hold the context of each rank."""

@@ -1,4 +1,4 @@
-"""Collectives that the restore protocol needs: gather and broadcast JSON, broadcast tensors.
+"""Run the collectives of a restore: gather and broadcast JSON, broadcast tensors.
 
 They run over a gloo group of our own, so the script's NCCL stream is not involved. JSON travels as byte
 tensors and nothing is unpickled. A gather is one collective, or two if a value exceeds `FIRST_BYTES`. A c10d

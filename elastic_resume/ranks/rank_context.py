@@ -1,4 +1,4 @@
-"""A rank's place in the job: its collectives, its node's directory, and its connection to the committer.
+"""Hold a rank's place in the job: collectives, its node's directory, its connection to the committer.
 
 The lowest rank of each node is the local leader: it lists the node's snapshots and checkpoints, and saves.
 Under an agent the committer runs in the agent. Under plain torchrun or python the local leader runs the

@@ -1,4 +1,4 @@
-"""The rendezvous as the agent uses it: blocking calls to join a view, finish, fail or leave the job.
+"""Join a view, finish, fail or leave the job: the agent's blocking calls to the rendezvous.
 
 Three threads take part. The torchelastic thread calls the methods and may block. The rendezvous thread runs
 the state machine and moves the workers' lease. A callback thread writes the log and reports diverged

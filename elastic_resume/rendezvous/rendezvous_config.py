@@ -1,4 +1,4 @@
-"""The rendezvous settings of one job, parsed once from flags or from ``--rdzv-conf``.
+"""Parse the rendezvous settings of one job from flags or from ``--rdzv-conf``.
 
 Every `RendezvousConfig` made by `RendezvousConfig.parse` is valid. Parsing reads the token file and opens no
 socket.

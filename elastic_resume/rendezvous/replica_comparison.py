@@ -1,12 +1,12 @@
-"""The comparison of replicas while they train: a pure object of the leader, which decides no membership.
+"""Compare the replicas of a view while they train. The leader owns this pure object.
 
 Each heartbeat brings at most one digest of a node's state: (generation, step, digest). If digests of one step
-differ, the verdict falls when all members have sent theirs of that step, or by a majority after a node
-timeout. The leader sends it to every member and ends the job.
+differ, the leader decides once all members have sent theirs of that step. After a node timeout, a majority
+suffices. The leader sends the verdict to every member and ends the job. It changes no membership.
 
-Nodes do not all digest the same steps. Without a majority the verdict waits for a step that shows one,
-because diverged replicas stay different. After `MAJORITY_NODE_TIMEOUTS` no node is named. A view that ends
-earlier is not judged: nodes compare what they resume from before their first step.
+Nodes do not all digest the same steps. Without a majority the leader waits for a step that has one, because
+diverged replicas stay different. After `MAJORITY_NODE_TIMEOUTS` no node is named. A view that ends earlier is
+not judged: nodes compare what they resume from before their first step.
 """
 
 from __future__ import annotations

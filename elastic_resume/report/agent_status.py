@@ -1,4 +1,4 @@
-"""The status of one agent as it replies to a status client: form, checks, and how to ask for it.
+"""Define the status that an agent sends to a status client, check it, and request it.
 
 A reply is one line of JSON, ``{"version": ..., "status": ...}``, or ``{"error": ...}``. The codec of the
 rendezvous checks each field, so a reply has all members with the right types, or it is refused.

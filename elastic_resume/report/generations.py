@@ -1,10 +1,10 @@
 """Fold the events of a run into its generations: who trained, which steps, why each ended, at what cost.
 
-The agents' ``verdict`` says why a generation ended; it is shown, not derived. Without one: the agents' own
-ends decide, then the failures that workers reported. If all agents were started again and none had ended, the
-job was killed as a whole, which no agent can record. One `GenerationTracker` serves the report, which records
-all events at once, and the live status, which keeps the newest `MAX_GENERATIONS`; its totals include those
-that it dropped. Events must come by time. Pure.
+The agents' ``verdict`` event holds why a generation ended, and is copied. Without one, ``agent-end`` events
+decide, then the failures that workers reported. If all agents were started again and none had ended, the job
+was killed as a whole, which no agent can record. Both the report and the live status use `GenerationTracker`.
+The report records all events at once. The live status keeps the newest `MAX_GENERATIONS`; its totals include
+those that it dropped. Events must come by time. Pure.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Measure where a run's time went: its goodput, and what took the rest.
 
-`measure_generations` finds up to nine moments of each generation; a moment that left no event is None.
+`measure_generations` finds up to eight moments of each generation. A moment that left no event is None.
 `recovery_phases` gives the seconds between the moments of two generations. `slice_time` cuts the run into
-slices without a gap or an overlap, so the parts of `Goodput` add up to the whole. It measures the time of
-the job, not of its nodes: a node that is absent while the others train costs nothing here. Pure.
+slices without a gap or an overlap, so the parts of `Goodput` add up to the whole. It measures the time of the
+job, not of its nodes: a node that is absent while the others train costs nothing here. Pure.
 
 Within a generation's training, *recomputed* time went into steps that a later generation ran again, and
 into the step that its end interrupted. *Stalled* time is what training waited for snapshots, as the
@@ -292,8 +292,8 @@ def measure_downtimes(
 ) -> dict[int, float]:
     """Return the seconds that each failure cost, by the generation that it ended.
 
-    This is all time that was not productive, from that generation's first step to the first step of the
-    next generation that reached one, or to the end. The first failure carries the cost of those that
+    This is all time that was not productive from that generation's first step on. It ends with the first step
+    of the next generation that reached one, or with the run. The first failure carries the cost of those that
     follow before that step. Unlike `Generation.recovery_s` it does not contain the length of a step.
     """
     downtimes: dict[int, float] = {}

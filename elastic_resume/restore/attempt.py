@@ -3,10 +3,9 @@
 Afterwards either every rank has loaded the state, or every rank knows which nodes' states failed.
 
 The local leader of each node brings the bytes of the state into its node's memory. All ranks of the node load
-each tensor as soon as the watermark (`streaming.py`) has passed it. The
-bytes come from the node's own memory or disk (`sources.py`), or from other nodes: threads receive blocks into
-a slot and verify them (`transfer.py`). Meanwhile the local leader of each node that holds or receives the
-state serves it.
+each tensor as soon as all its bytes are below the watermark (`streaming.py`). The bytes come from the node's
+own memory or disk (`sources.py`), or from other nodes: threads receive blocks into a slot and verify them
+(`transfer.py`). Meanwhile the local leader of each node that holds or receives the state serves it.
 
 If no slot is free, the local leader and each other rank map the checkpoint. If the node has none, its local
 leader receives the state into private memory, and commits it to disk when all ranks have loaded. The node's
@@ -443,7 +442,7 @@ class RestoreAttempt:
 
     def _gather_failures(self) -> NodeFailures:
         """Return the states that failed; raise errors that are no state's fault on all ranks."""
-        # An error of this node's own state tells more than what followed from it.
+        # An error of this node's own state is more specific than what followed from it.
         error = min(self._errors, key=lambda error: not is_local_state_error(error), default=None)
         own = error if self._saved_state is not None and is_local_state_error(error) else None
         failures = self._group_failures_by_node(self._context.collectives.gather(_encode_failure(own)))

@@ -1,4 +1,4 @@
-"""The inventory of one node: the snapshots and checkpoints that it could restore, and the ones it rejects.
+"""List the snapshots and checkpoints that one node could restore, and those that it rejects.
 
 Each local leader builds one at the start of a generation, and the ranks exchange them as JSON.
 `policy.resume_plan` turns all inventories into one plan.

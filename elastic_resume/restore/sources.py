@@ -1,8 +1,8 @@
-"""Where this node's saved states come from: its memory and the disks that it sees.
+"""List and open a node's saved states, in its memory and on the disks that it sees.
 
 A `StateSource` lists the states of one tier for the inventory, opens one for a restore attempt, and gives one
-up that proved invalid. A further tier is one more class, in `list_sources`. Other nodes are no tier: a node
-without the state opens an empty buffer (`open_for_peers`), and `transfer` fills it.
+up that proved invalid. A further tier is one more class, in `list_sources`. Other nodes are not a tier. A
+node without the state opens an empty buffer (`open_for_peers`), and `transfer` fills it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Read what Slurm, Kubernetes or Kubeflow (``PET_*``) tells a node through the environment.
+"""Read the variables that Slurm, Kubernetes or Kubeflow (``PET_*``) sets in a node's environment.
 
 One dict per scheduler maps each concept to its variable, and `SchedulerContext.sources` says where each value
 came from. A node keeps its name when it comes back, so it finds its own checkpoints. A job keeps its name
-over requeues. `read_context` never fails: it lists an invalid value in ``problems``, and a start that
-relies on the value is refused.
+over requeues. `read_context` never fails: it lists an invalid value in ``problems``, and a start that relies
+on the value is refused.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ worker, but not the node. Each word is one aligned 8-byte store, so a reader see
 Generation is stored before step, and a new generation first stores step 0: a reader never sees (old
 generation, new step).
 
-The first part (`ProgressPage.newest_progress`) only tells how many steps were lost. Nothing is resumed from
+The first part (`ProgressPage.newest_progress`) serves only to count the lost steps. No state is resumed from
 it, so damage is reported and cleared. The second part (`read_records`) is for the agent's hang detector: the
 process of each rank, the time of its last step, and how to request its stacks.
 

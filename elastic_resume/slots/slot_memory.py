@@ -17,8 +17,8 @@ Each word has one writing process, so a reader sees the old or the new value, an
     local leader   all other words of each slot; decided_id, next_snapshot_step
     local rank r   copied[r] of each slot, copying[r]
 
-The agent is the process that runs the committer. The workers of a generation start after those of the one
-before have ended, so there is one local leader, local rank 0, at a time.
+The agent is the process that runs the committer. The workers of a generation start after those of the
+previous one have ended. So there is one local leader, local rank 0, at a time.
 
 Writing a snapshot:
 

@@ -5,9 +5,9 @@ ready. A gradient's place in its bucket decides the order in which the ranks' va
 more ranks a resumed run would therefore round its first steps differently from the uninterrupted run.
 
 The order is recorded once and kept in the checkpoint. Before the first resumed step, one backward pass of
-zeros makes the gradients ready in that order, and DDP rebuilds its buckets as it always does. The pass
-goes through the bare parameters: a dummy module replaces the model inside DDP for its duration, so compiled
-code and hooks do not run.
+zeros makes the gradients ready in that order. DDP then rebuilds its buckets as usual. The pass goes through
+the bare parameters: a dummy module replaces the model inside DDP for its duration, so compiled code and hooks
+do not run.
 """
 
 from __future__ import annotations

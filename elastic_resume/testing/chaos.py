@@ -4,9 +4,9 @@ A fault that these nodes cannot have is refused before anything starts. Each fau
 printed when it happens. The end prints the report's table, the outcome of each fault, and one sentence. No
 process, namespace or mount is left behind, and no file outside the job's directory.
 
-Exit codes: 0 the job ended well; 1 it failed or stalled; 2 nothing was started; 3 it ended well, but a fault
-of the plan, or every random fault, never happened, so the run proves less than was asked for; 128 + n signal
-n.
+Exit codes: 0 the job ended well; 1 it failed or stalled; 2 nothing was started; 128 + n signal n. 3: the job
+ended well, but a fault of the plan, or every random fault, never happened. Such a run proves less than was
+requested.
 """
 
 from __future__ import annotations
@@ -610,7 +610,7 @@ def _consequences(result: ExperimentResult) -> dict[int | None, str]:
 
 
 def _generations_stopped_at(time_s: float, rows: Sequence[Generation]) -> list[Generation]:
-    """Return the generation that ran then, if all of it was told to stop and another one followed."""
+    """Return the generation that ran then, if all its workers were stopped and another one followed."""
     return [
         row
         for row, following in itertools.pairwise(rows)

@@ -1,11 +1,11 @@
 """Run a fault plan against a job on simulated nodes.
 
 `FaultInjector.poll` is called often by the thread that owns the cluster. It injects each fault when it is
-due, undoes the faults that end by themselves, and restarts the nodes that are down, as a scheduler would. A
-fault with a step is due when any rank has finished it. A fault with a time is due so long after the first
+due, and undoes the faults that end by themselves. It restarts the nodes that are down, as a scheduler would.
+A fault with a step is due when any rank has finished it. A fault with a time is due so long after the first
 step. A fault with a phase is due when a process waits at the failpoint of that phase.
 
-`resolve_targets` finds the workers or nodes of a fault, `inject` calls the method of `Cluster`, and
+`resolve_targets` finds the workers or nodes of a fault, and `inject` calls the method of `Cluster`.
 `failpoint_entry` describes the faults that a process injects into itself. Each fault is logged to
 ``faults.jsonl`` when it happens. `FaultInjector.close` ends everything that still lasts.
 """

@@ -3,9 +3,9 @@
 A killed process cannot show what an unreachable node shows: its kernel closes its connections, so its peers
 notice at once. Here each node has a network namespace with one interface, joined by a bridge in another
 namespace. To cut a link, the sender's neighbour entry gets a hardware address that nobody has. Then nothing
-answers, nothing is refused, no interface goes down, and a connection continues when the link is restored. (A
-bridge port that is taken down makes new connections fail with EHOSTUNREACH after 3 s; an interface that is
-taken down fails with ENETUNREACH at once.)
+answers, nothing is refused, no interface goes down, and a connection continues when the link is restored.
+(With a bridge port down, new connections fail with EHOSTUNREACH after 3 s. With an interface down, they fail
+with ENETUNREACH at once.)
 
 Packet loss and rate limits are applied on the bridge with nft and tc, as a switch would. A sender whose own
 machine dropped packets would get EPERM.

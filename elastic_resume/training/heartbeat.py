@@ -1,4 +1,4 @@
-"""A worker's signs of life for the hang detector: a record on the progress page, and evidence on request.
+"""Record a worker's progress for the hang detector, and answer its requests for evidence.
 
 `RankHeartbeat` writes this rank's record. Under an agent each worker can also be examined in two ways:
 

@@ -1,4 +1,4 @@
-"""The position of training: finished epochs, steps and samples, and the loss weight of the next batch.
+"""Track the position of training: finished epochs, steps and samples, and the next batch's loss weight.
 
 The position changes in `run.step()` and at the end of an epoch only, so prefetched or unfinished batches
 never count.

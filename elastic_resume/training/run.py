@@ -1,4 +1,4 @@
-"""`resume` and `Run`: what a training script holds. A run restores, counts steps, saves, and builds DDP.
+"""Provide `resume` and `Run`, the objects by which a training script restores, counts steps and saves.
 
 `resume` checks the script's arguments and creates one `Run` per rank and generation. `Run.step` is the commit
 point: a finished step may be copied to memory and saved to disk from there on.

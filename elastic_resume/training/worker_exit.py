@@ -1,4 +1,4 @@
-"""The end of a worker: at a step boundary when its agent drains the node, or by an exception.
+"""End a worker at a step boundary when its agent drains the node, or by an exception.
 
 An exception becomes a ``failure`` event. An `ElasticResumeError` is printed as one or two lines, because its
 message says what to do. Another exception is not printed here if an agent prints to the same place: the

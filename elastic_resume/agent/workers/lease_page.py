@@ -1,4 +1,4 @@
-"""The lease page: shared memory that says until when the workers of this node may run.
+"""Share with the worker supervisors, in memory, until when the workers of this node may run.
 
 The agent owns the page; the worker supervisors map it and poll it. A lease that is not renewed expires by
 itself, even if the agent is stopped, blocked or killed. A renewal is one aligned eight-byte store without

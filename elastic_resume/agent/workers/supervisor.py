@@ -1,4 +1,4 @@
-"""The worker supervisor: the parent process of one worker.
+"""Supervise one worker as its parent process: stop it, kill what it leaves, and report its exit.
 
 It stops the worker when torchelastic asks for that, when the lease expires or when the launcher shim ends.
 Then it kills every process that the worker leaves behind. The fork server forks it for a warm worker, the

@@ -1,4 +1,4 @@
-"""The rendezvous protocol: how the nodes of a job agree on who trains together.
+"""Define the rendezvous protocol, by which the nodes of a job agree on the members of each view.
 
 Nodes decide one *view* after another. A view is a generation number and its members in rank order. Each view
 decides its successor, so there is one sequence, also across partitions, crashes and restarts. Each node runs
@@ -21,10 +21,10 @@ to its handler (`role.Role.dispatch`), and a role ends by setting `state.NodeSta
                  ▲                                                      │
                  └── EndView, leader lost, or lease expired ────────────┘
 
-A searcher asks the members of the newest view by rank, then the candidates (the addresses that the user
-lists) in their order, and leads if none before it answers. Two nodes may lead at once. That costs time, not
-safety. Each leader announces itself to every address it knows. Of two leaders, the one with a running view
-stays, then the one that knows the newer view, then the one with more voters
+A searcher dials the members of the newest view by rank, then the candidates (the addresses that the user
+lists) in their order. It leads if no node before it in this order answers. Two nodes may lead at once. That
+costs time, not safety. Each leader announces itself to every address it knows. Of two leaders, the one with a
+running view stays, then the one that knows the newer view, then the one with more voters
 (`messages.LeaderAnnouncement.priority`).
 
 Messages. A node follows a leader when it has been welcomed and has sent its first reply::
@@ -42,7 +42,7 @@ Paxos. Its voters are the disks of the view's members; before the first view, an
 the candidates. The leader asks for votes in a *ballot*, once for many slots. With a quorum of votes it
 proposes a view, or the end of the job. What a quorum has accepted, on disk, is decided. The leader starts a
 view when all its members have acknowledged the proposal. If one was lost meanwhile, nobody starts it, and the
-next slot follows. A node that learns of a newer decided view adopts it. Hello and Welcome name the newest.
+next slot follows. A node that receives a newer decided view adopts it. Hello and Welcome name the newest.
 
 Leases keep a partition tidy, and decide nothing but when a vote may be taken. Workers run only until their
 lease expires: 95 % of a node timeout after the sending of the newest message that the other side

@@ -1,4 +1,4 @@
-"""The leader's part in Paxos: it asks for votes, proposes once per ballot, and learns what is decided.
+"""Run the proposer's side of Paxos: collect votes, propose one value per ballot and slot, count acceptances.
 
 A ballot lasts over many slots, as in Multi-Paxos: a follower promises it once, on disk. Its vote in each slot
 says that its workers have ended and what it has accepted there.

@@ -1,4 +1,4 @@
-"""The follower's role: heartbeats under a lease, votes, and detection of a lost leader.
+"""Follow a leader: send heartbeats, vote, renew the lease, and detect the loss of the leader.
 
 If the link breaks, the follower dials its leader again. A refused connection proves that the leader's process
 has ended; otherwise the leader counts as unreachable after the node timeout.

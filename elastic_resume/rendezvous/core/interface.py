@@ -1,4 +1,4 @@
-"""The core's settings, its inputs (`Event`) and its outputs (`Effect`): plain frozen data.
+"""Define the core's settings, inputs (`Event`) and outputs (`Effect`) as plain frozen data.
 
 The shell in `rendezvous/net` turns each occurrence into an event and hands it to `node.RendezvousNode.handle`
 with the time since boot. It carries out the returned effects in order, and sends a `Tick` at `next_deadline`.
@@ -40,7 +40,7 @@ UNCROWDED_NODES = 64
 
 @dataclass(frozen=True, slots=True)
 class RendezvousSettings:
-    """RendezvousSettings of the job; seconds are of this node's CLOCK_BOOTTIME."""
+    """The settings of the job's rendezvous; seconds are of this node's CLOCK_BOOTTIME."""
 
     candidates: tuple[str, ...]
     """Addresses that newcomers know, in order of priority."""

@@ -1,4 +1,4 @@
-"""The leader's role: admit followers, notice losses, end views, and settle the end of the job.
+"""Lead the job: admit followers, detect losses, end views, and settle the end of the job.
 
 `view_change` decides when a view is proposed and installed. `Admission` decides who may follow.
 """

@@ -1,4 +1,4 @@
-"""A leader's calls to nodes that do not follow: newcomers find the job, and leaders learn of each other."""
+"""Announce a leader to candidates and members that do not follow it."""
 
 from __future__ import annotations
 

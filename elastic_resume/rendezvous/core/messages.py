@@ -1,6 +1,6 @@
-"""The messages that nodes exchange. The package's docstring says which role sends which.
+"""Define the messages that nodes exchange. The package's docstring lists which role sends which.
 
-A node that learns from a message that a newer view is decided adopts it (`state.NodeState.adopt_view`).
+A node that receives a newer decided view adopts it (`state.NodeState.adopt_view`).
 """
 
 from __future__ import annotations

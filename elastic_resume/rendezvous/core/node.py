@@ -1,8 +1,8 @@
-"""One node's part in the rendezvous: a pure state machine that turns events into effects.
+"""Run one node's part in the rendezvous: a pure state machine that turns events into effects.
 
 `RendezvousNode` dispatches events to the node's current role and changes the role; the package's docstring
 describes the protocol. The state that outlives a role is `state.NodeState`. After a crash the node is a new
-incarnation that starts from its `PersistentState`, which holds all that it ever promised and accepted.
+incarnation. It starts from its `PersistentState`, which holds all its promises and accepted proposals.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Connections to other nodes, and the leader's table of its followers.
+"""Track the connections to other nodes, and the leader's table of its followers.
 
 A `Link` is one connection as this node sees it. It numbers messages and remembers when each was sent, because
 a lease counts from the sending of the newest message that the other side acknowledged.

@@ -1,4 +1,4 @@
-"""What the roles share: how a message finds its handler, and what a node does after it has left."""
+"""Provide what the roles share: message dispatch, and the role of a node that has left."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The searcher's role: find the leader, or find out that this node has to lead.
+"""Search for the leader, or find that this node has to lead.
 
 A searcher dials the members of the newest view by rank, then the candidates of the settings in their order.
 Every node uses this order. A node that does not lead answers with the leader's address, or that it is
-searching too. A searcher leads when every node before it has failed to answer. Two nodes may conclude that at
-once: then `leader_announcer` makes one of them step down.
+searching too. A searcher leads when no node before it in this order has answered. Two nodes may conclude that
+at once: then `leader_announcer` makes one of them step down.
 """
 
 from __future__ import annotations

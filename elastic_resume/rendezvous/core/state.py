@@ -1,4 +1,4 @@
-"""The state of a node that outlives its role: what it knows and promised, its links and its workers.
+"""Hold the state of a node that outlives its role: its promises, links, workers and leases.
 
 The roles read and change it, and it collects their effects.
 """

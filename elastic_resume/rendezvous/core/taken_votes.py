@@ -1,7 +1,8 @@
-"""The one exception of the rule: a dead follower's vote passes to its leader, a dead leader's to its heir.
+"""Decide when a dead follower's vote passes to its leader, or a dead leader's vote to its heir.
 
-Without it, the second of two nodes could not continue when the process of the first is killed. It rests on
-clocks and on refused calls, and nothing else in the rendezvous does. `is_strict` switches it off.
+This is the one exception to the rule that each voter casts its own vote. Without it, the second of two nodes
+could not continue when the process of the first is killed. It relies on clocks and on refused connections; no
+other part of the rendezvous does. `is_strict` switches it off.
 
 `docs/concepts/worlds.md` has the exception's seven rules, the argument, and what they trust; the functions
 below name their rules. A taken vote equals its taker's, in every ballot and also after a restart (rule 3).

@@ -1,4 +1,4 @@
-"""The leader's view change: decide when to propose a view, and when to start its workers.
+"""Decide, as leader, when to propose a view and when to start its workers.
 
 ::
 
@@ -7,8 +7,8 @@
       │  └── decided, but a member was lost ──┘                                              │
       └── end_view: a member is lost, its workers failed, or newcomers are here ─────────────┘
 
-A view change waits for followers until they have stopped their workers, and for absent members for a node
-timeout, since they may be looking for this leader. At the first start it waits until no newcomer has joined
+A view change waits for followers until they have stopped their workers. It waits one node timeout for absent
+members, since they may be searching for this leader. At the first start it waits until no newcomer has joined
 for the last-call timeout.
 """
 

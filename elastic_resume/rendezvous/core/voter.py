@@ -1,4 +1,4 @@
-"""What a node knows of views, and how it votes: the voter's side of Paxos, and what it must keep on disk.
+"""Vote on views: the acceptor's side of Paxos, and what a node must keep on disk for it.
 
 `Voter` promises ballots, accepts proposals, and adopts decided views. It also keeps what `taken_votes` needs:
 the last contacts with leaders and followers, and which processes have ended for certain.

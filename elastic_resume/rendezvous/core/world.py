@@ -1,8 +1,9 @@
-"""Worlds, and the votes that decide one world after another.
+"""Define views (worlds), votes and quorums, by which each world decides its successor.
 
 A `View` names the members of one generation. The members of a view decide its successor by Paxos (Lamport,
-"Paxos made simple", 2001), as in Lamport, Malkhi and Zhou, "Vertical Paxos and primary-backup replication",
-PODC 2009. This module knows no time and no messages; `docs/concepts/worlds.md` has the argument.
+"Paxos made simple", 2001). The reconfiguration is that of Lamport, Malkhi and Zhou, "Vertical Paxos and
+primary-backup replication", PODC 2009. This module uses neither time nor messages; `docs/concepts/worlds.md`
+has the argument.
 """
 
 from __future__ import annotations

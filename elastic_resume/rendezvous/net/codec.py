@@ -1,4 +1,4 @@
-"""Codecs between frozen dataclasses and plain JSON values, checked field by field.
+"""Convert frozen dataclasses to plain JSON values and back, and check each field.
 
 Fields stand in order, as a list. A value that is missing, surplus, ill-typed or out of range raises
 `ProtocolError` and nothing else.

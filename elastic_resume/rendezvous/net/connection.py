@@ -1,8 +1,9 @@
-"""One TCP connection between agents: the handshake, then signed lines in both directions until it ends.
+"""Run one TCP connection between agents: the handshake, then signed lines in both directions.
 
-A connection calls its `ConnectionHandler`: `on_connected`, then `on_authenticated` once both sides have
-proved that they hold the token, then `on_line` for each line, and `on_ended` once unless the handler closed
-it. It does not interpret lines. Before authentication a line may have `protocol.MAX_GREETING_BYTES` at most.
+A connection calls its `ConnectionHandler`. `on_connected` comes first, then `on_authenticated` once both
+sides have proved that they hold the token. `on_line` follows for each line, and `on_ended` once, unless the
+handler closed it. It does not interpret lines. Before authentication a line may have
+`protocol.MAX_GREETING_BYTES` at most.
 
 The module also limits what unauthenticated peers cost. A flood of them must not lock members out, so only a
 bounded number may wait (`HandshakeLimiter`), and it must not fill the log (`LogThrottle`).

@@ -1,4 +1,4 @@
-"""The rendezvous state that a node keeps on disk across restarts of its agent.
+"""Keep the rendezvous state of a node on disk, across restarts of its agent.
 
 It is one small JSON file, replaced atomically and durably. The votes rely on it, so an unreadable file is an
 error. If it were treated as missing, both halves of a partition could continue.

@@ -1,4 +1,4 @@
-"""The wire protocol between agents: JSON lines of limited length, after mutual authentication.
+"""Define the wire protocol between agents: JSON lines of limited length after mutual authentication.
 
 Everything but `load_token` is a pure function of bytes. A line that is too long, is not JSON, or has a wrong
 type, field or number raises `ProtocolError` and nothing else. Then the connection is dropped, and the state
@@ -6,8 +6,8 @@ machine never sees the line.
 
 The handshake precedes all messages (HMAC-SHA256, RFC 2104; challenge and response as in RFC 2195)::
 
-    dialler   {"elastic_resume": 5, "run": RUN, "nonce": A, "status_only": false}
-    acceptor  {"elastic_resume": 5, "nonce": B}
+    dialler   {"elastic_resume": 6, "run": RUN, "nonce": A, "status_only": false}
+    acceptor  {"elastic_resume": 6, "nonce": B}
     dialler   {"proof": HMAC(token, "dialler" RUN A B)}
     acceptor  {"proof": HMAC(token, "acceptor" RUN A B)}
 

@@ -1,4 +1,4 @@
-"""The event loop of one agent's rendezvous: sockets, a clock and a disk around the state machine.
+"""Run one agent's rendezvous: an event loop with sockets, a clock and a disk around the state machine.
 
 `RendezvousServer` turns what happens into events, passes them to `core.node.RendezvousNode`, and carries out
 the effects. It decides nothing. `RendezvousThread` runs it in a thread of its own.

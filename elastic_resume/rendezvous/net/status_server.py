@@ -1,7 +1,7 @@
 """Serve one agent's own status over TCP, for commands such as ``elastic-resume status``.
 
 A client proves that it holds the status key (`protocol.derive_status_key`), reads one line of JSON, and the
-connection is closed. The state machine never learns of such clients.
+connection is closed. The state machine gets no event from such clients.
 
 Clients must not slow down heartbeats. At most `ConnectionLimits.max_status_clients` are connected, and the
 oldest is disconnected first. A separate thread renders the replies.

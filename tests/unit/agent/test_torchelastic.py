@@ -50,6 +50,8 @@ def in_slurm_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
+    for name in (constants.ENV_GENERATION, constants.ENV_MTBF_S, torchelastic.ENV_WORKERS_IDENTICAL):
+        monkeypatch.setenv(name, "")  # a handler sets these for its workers
 
 
 @pytest.mark.parametrize(
