@@ -110,8 +110,8 @@ class RestartLog:
 
     def log_view_end(self, reason: StopReason | None) -> None:
         """Log why other nodes ended the generation, if the restart takes long."""
-        text = describe(reason) if reason else "nodes have joined or left"
-        self._end_text, self._is_end_logged, self._traceback = f"{text}; restarting.", False, ""
+        why = describe(reason) if reason else "nodes have joined or left"
+        self._end_text, self._is_end_logged, self._traceback = f"{why}; restarting.", False, ""
         self._wait_log.add("restart", self._end_text)
 
     def log_failure(self, root_cause: Failure | None, *, restarts: bool, delay_s: float) -> None:

@@ -167,6 +167,8 @@ def describe_event(kind: str, reason: Any, *, node: str, generation: int) -> str
             return f"{text}, and is left out until it can"
         case "unauthenticated":
             return f"a connection was dropped: {text}"
+        case "disk":
+            return f"{text.rstrip('.')}; trying again"
         case "leader-lost" if isinstance(reason, NodeLost):
             return f"the leader {text}"
     return text

@@ -160,7 +160,7 @@ def test_job_killed_at_every_place_equals_undisturbed_job(
         resumed = cluster.events("resume")
         assert all(cluster.failpoints.read_fired(one) for one in armed)
     assert [event["generation"] for event in resumed] == list(range(1, len(kills) + 4))
-    assert all(event["kind"] == "checkpoint" for event in resumed[1:])
+    assert all(event["kind"] == "resumed" for event in resumed[1:])
     compare(log, whole, resumed)
 
 

@@ -71,7 +71,7 @@ def test_digest_is_sent_under_the_generation_of_the_view(tmp_path: Path) -> None
         connection = SnapshotClient(os.environ[constants.ENV_COMMITTER])
         slot_pool.reserve(SLOT_BYTES)
         snapshot_id = write_snapshot(slot_pool._owned[0].slot, 9, generation=51)
-        connection.send("compare", snapshot_id=snapshot_id, world=1)
+        connection.send("compare", snapshot_id=snapshot_id, generation=1)
         wait_until(lambda: bool(client.digests), "the digest")
         assert client.digests[0][:2] == (1, 9)
         connection.close()

@@ -141,8 +141,8 @@ def damage_two_copies_and_finish(cluster: Cluster) -> None:
     assert resumed["source_node"] == "n2"
     assert resumed["receiving_nodes"] == ["n0", "n1"]
     reasons = {rejected["node"]: rejected["reason"] for rejected in resumed["rejected"]}
-    assert "bytes of" in reasons["n0"]
-    assert "digest" in reasons["n1"]
+    assert "bytes of" in reasons["n0"]["detail"]
+    assert "digest" in reasons["n1"]["detail"]
     assert cluster.wait_exit() == [0, 0, 0], cluster.output(0)
     assert "rejected n1/" in cluster.output(0)
 

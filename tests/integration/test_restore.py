@@ -177,7 +177,8 @@ def check_second_holder(results: Results, directory: Path, held: list[int] | Non
     """Check that node b was the source, and that node a has quarantined its checkpoint."""
     for result in results:
         assert (result["source_node"], result["receiving_nodes"]) == ("b", ["a", "c"])
-        assert [(copy["node"], "digest" in copy["reason"]) for copy in result["rejected"]] == [("a", True)]
+        found = [(copy["node"], "digest" in copy["reason"]["detail"]) for copy in result["rejected"]]
+        assert found == [("a", True)]
         assert (result["values"], result["buffer"], result["held"]) == ([9.0], 101.0, held)
     aside = [path.name for path in (directory / "a" / "job" / "a" / "quarantine").iterdir()]
     assert reader.checkpoint_name(1, 9) in aside

@@ -90,7 +90,7 @@ def test_cluster_keeps_events_of_wiped_node(tmp_path: Path) -> None:
             for life, last in ((1, 30), (2, 5)):
                 node.directory.mkdir(parents=True)
                 log = EventLog(node.directory / constants.EVENTS_FILE, node=node.name, rank=index)
-                about = {"generation": 1, "world_size": 2}  # both lives report generation 1
+                about = {"generation": life, "world_size": 2}
                 log.emit("agent-start", run_id=cluster.run_id)
                 log.emit("generation-start", **about)
                 log.emit("worker-start", step=0, **about)

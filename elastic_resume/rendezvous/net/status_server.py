@@ -177,6 +177,8 @@ def query_agent(address: str, run_id: str, status_key: bytes, *, timeout_s: floa
 
 def _read_line(reader: BufferedReader, max_bytes: int) -> bytes:
     line = reader.readline(max_bytes + 1)
+    if len(line) > max_bytes:
+        raise protocol.ProtocolError(f"it sent a line of more than {max_bytes} bytes")
     if not line.endswith(b"\n"):
         raise protocol.ProtocolError(
             "it closed the connection: it belongs to another job, or another program listens there"

@@ -8,7 +8,7 @@ from unittest.mock import Mock, PropertyMock
 
 import pytest
 
-from elastic_resume import config
+from elastic_resume import config, constants
 from elastic_resume.agent import torchelastic
 from elastic_resume.errors import NodeFileError
 from elastic_resume.policy.restart import GenerationReport
