@@ -112,7 +112,7 @@ def reap_orphans() -> None:
 
 
 def main() -> None:
-    """Set up the machine, then run its command or reap orphans."""
+    """Set up the machine, then reap orphans."""
     config = json.loads(sys.argv[1])
     status_fd = config["line"]
     try:
@@ -127,10 +127,6 @@ def main() -> None:
         sys.exit(1)
     os.write(status_fd, b"ready\n")
     os.close(status_fd)
-    if config["argv"]:
-        with contextlib.suppress(OSError):
-            os.chdir(config["cwd"])
-        os.execvp(config["argv"][0], config["argv"])  # noqa: S606
     reap_orphans()
 
 

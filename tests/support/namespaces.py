@@ -13,7 +13,6 @@ import os
 import secrets
 import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from elastic_resume.errors import MachineError
@@ -81,7 +80,7 @@ class MemoryLimit:
         if own is None:
             raise MachineError("no memory limit can be set: this process sees no control group for memory.")
         directory = own.directory / f"{_GROUP_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
-        self.group_path, self._cgroup = str(directory), replace(own, directory=directory)
+        self.group_path = str(directory)
         # Before the group is there: from then on it is removed, whatever becomes of this process.
         self._remover = subprocess.Popen(
             ["/bin/sh", "-c", _REMOVE_GROUP_SCRIPT, "sh", self.group_path],
@@ -97,10 +96,6 @@ class MemoryLimit:
         except OSError as error:
             self.close()
             raise MachineError(f"no memory limit can be set in {own.directory}: {error.strerror}.") from error
-
-    def oom_kill_count(self) -> int:
-        """Return how many of its processes the kernel killed for lack of memory."""
-        return self._cgroup.read_oom_kills() if self.group_path else 0
 
     def close(self) -> None:
         """Remove the group, up to a minute after its processes exit; a second call does nothing."""

@@ -182,35 +182,11 @@ def test_the_hosts_names_are_its_own_though_its_file_is_exchanged_meanwhile() ->
     assert done.stdout.split() == ["127.0.0.1", "exchanged"]
 
 
-def test_a_container_is_a_machine_whose_first_process_is_the_command(
-    machines: Machines, tmp_path: Path
-) -> None:
-    """With disks, bound files and a memory limit of its own; its end is the machine's, with its code."""
-    up(machines, 1)
-    machines.crash(1)
-    greedy = f"{sys.executable} -S -c 'bytearray(300 << 20)'; echo $?"
-    script = f"echo $$; cat /data/word; df --output=size /data/cache | tail -n 1; {greedy}; exit 7"
-    word = tmp_path / "word"
-    word.write_text("bound\n")
-    (first,) = machines.boot(
-        1,
-        name="pod-1",
-        argv=["sh", "-c", script],
-        disks={"/data/cache": MB, "/scratch": 0},
-        bind={"/data/word": word},
-        memory_bytes=64 * MB,
-        stdout=subprocess.PIPE,
-    )
-    assert first.communicate(timeout=60)[0].decode().split() == ["1", "bound", "1024", "137"]
-    assert first.returncode == 7
-    assert not machines.is_up(1)
-    machines.boot(1, name="n1")
-
-
 def test_what_would_have_to_be_made_on_the_hosts_disk_is_refused() -> None:
     """A folder below one of the host's; the error says which."""
-    with Machines(["n0"]) as one, pytest.raises(MachineError, match="/usr/nothing/here"):
-        one.boot(disks={"/usr/nothing/here": MB})
+    disks = {"/usr/nothing/here": MB}
+    with Machines(["n0"], disks=disks) as one, pytest.raises(MachineError, match="/usr/nothing/here"):
+        one.boot()
 
 
 def test_when_the_owner_is_killed_its_machines_end() -> None:
