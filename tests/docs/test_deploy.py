@@ -352,6 +352,14 @@ def test_script_requeues_a_job_that_asks_for_it_or_was_preempted(
     assert (ended.code, ended.requeues) == (ends_with, [["requeue", job] for job in requeued])
 
 
+def test_first_script_of_the_guide_survives_a_lost_node() -> None:
+    """It has the options by which train.sbatch does so in system/slurm."""
+    guide = (ROOT / "docs" / "guides" / "slurm.md").read_text()
+    script = guide.partition("```sh\n#!/bin/bash\n")[2].partition("```")[0]
+    assert "#SBATCH --no-kill\n" in script
+    assert "srun --no-kill --kill-on-bad-exit=0 --wait=0 " in script
+
+
 def test_without_a_script_the_usage_is_told(tmp_path: Path) -> None:
     """Before anything is started."""
     ended = submit(tmp_path)

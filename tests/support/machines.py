@@ -6,8 +6,8 @@ at once, and everything in memory is lost.
 
 A machine sees the host's files under their names, as nodes see a shared file system. Its own are /tmp,
 /scratch and /dev/shm (in memory and of limited size), /etc/hosts and /proc. Nothing on the host is changed,
-except that a memory limit makes a control group. When the maker exits, the kernel ends all machines. This
-needs root. Clocks, users and the kernel are the host's.
+except that each /etc/hosts is a temporary file and a memory limit makes a control group. When the maker
+exits, the kernel ends all machines. This needs root. Clocks, users and the kernel are the host's.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -49,11 +50,10 @@ _File = int | IO[bytes] | None
 
 @dataclass
 class _RunningMachine:
-    """A running machine: its process 1, and descriptors of its namespaces and its /etc/hosts."""
+    """A running machine: its process 1, and descriptors of its namespaces."""
 
     init_process: subprocess.Popen[bytes]
     namespaces: dict[str, int]
-    hosts_file_fd: int | None  # None if the machine sees the host's file by now
     memory_limit: MemoryLimit
     started_processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     """Processes of `Machines.run`. Process 1 ends only when this process has waited for them."""
@@ -88,6 +88,7 @@ class Machines(ClosedAtExit):
         }
         self._running_machines: dict[int, _RunningMachine] = {}
         self._name_tables: dict[int, str] = {}
+        self._hosts_files = tempfile.TemporaryDirectory()
         self.network = VirtualNetwork(len(self._names))
         # The kernel kills a process when the thread that forked it ends, and a thread enters a pid namespace
         # for its children only. So one thread starts all processes and lasts as long as the machines.
@@ -156,7 +157,6 @@ class Machines(ClosedAtExit):
         *,
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
-        stdin: _File = subprocess.DEVNULL,
         stdout: _File = None,
         stderr: _File = None,
     ) -> subprocess.Popen[bytes]:
@@ -183,7 +183,7 @@ class Machines(ClosedAtExit):
                 return subprocess.Popen(
                     [nsenter, network, *entered, "--", "/bin/sh", "-c", _ENTER_SCRIPT, "sh", *words],
                     env=None if env is None else dict(env),
-                    stdin=stdin,
+                    stdin=subprocess.DEVNULL,
                     stdout=stdout,
                     stderr=stderr,
                     start_new_session=True,
@@ -217,10 +217,6 @@ class Machines(ClosedAtExit):
             self.network.cut(index)
         self.crash(*indices)
 
-    def cut(self, index: int) -> None:
-        """Drop all packets of a machine."""
-        self.network.cut(index)
-
     def path(self, index: int, path_inside: str) -> Path:
         """Return the path of a running machine's file for this process."""
         if not self.is_up(index):
@@ -230,26 +226,29 @@ class Machines(ClosedAtExit):
     def set_known_names(self, index: int, names: Mapping[str, str]) -> None:
         """Let a machine resolve these names (name -> address) and no others, also after a reboot."""
         self._name_tables[index] = "".join(f"{address} {name}\n" for name, address in names.items())
-        self._write_hosts_file(index)
+        if index in self._running_machines:
+            self._write_hosts_file(index)
 
     def close(self) -> None:
         """End all machines; a second call does nothing."""
         self.crash(*self._running_machines)
         self.network.close()
         self._process_thread.shutdown()
+        self._hosts_files.cleanup()
 
     # ---- inside --------------------------------------------------------------------------------------
 
     def _start_init(self, index: int, memory_bytes: int) -> tuple[subprocess.Popen[bytes], int, MemoryLimit]:
         """Start process 1; return it, the pipe on which it reports, and its memory limit."""
+        self._hosts_file(index).touch()
+        self._write_hosts_file(index)
         limit = MemoryLimit(memory_bytes)
         here, there = os.pipe()
         config = {
             "disks": self._disks,
-            "bind": self._bind,
+            "bind": {**self._bind, "/etc/hosts": str(self._hosts_file(index))},
             "name": self.name(index),
             "line": there,
-            "hosts": self._hosts_file_text(index),
             "group": limit.group_path,
         }
         flags = (f"--{_UNSHARE_FLAGS[kind]}" for kind in _NAMESPACE_KINDS)
@@ -286,9 +285,7 @@ class Machines(ClosedAtExit):
             kind: os.open(f"/proc/{init_process.pid}/ns/{kind}", os.O_RDONLY)
             for kind in (*_NAMESPACE_KINDS, "pid")
         }
-        self._running_machines[index] = _RunningMachine(
-            init_process, spaces, _open_hosts_file(init_process), limit
-        )
+        self._running_machines[index] = _RunningMachine(init_process, spaces, limit)
 
     def _require_running(self, index: int) -> _RunningMachine:
         if not self.is_up(index):
@@ -306,38 +303,22 @@ class Machines(ClosedAtExit):
             raise MachineError(
                 f"{self.name(index)}: a process sleeps in the kernel and does not end."
             ) from None
-        for descriptor in (*running.namespaces.values(), running.hosts_file_fd):
-            if descriptor is not None:
-                os.close(descriptor)
+        for descriptor in running.namespaces.values():
+            os.close(descriptor)
         running.memory_limit.close()
 
-    def _write_hosts_file(self, index: int) -> None:
-        """Write the machine's /etc/hosts if it runs."""
-        running = self._running_machines.get(index)
-        if running is not None and running.hosts_file_fd is not None:
-            text = self._hosts_file_text(index).encode()
-            os.pwrite(running.hosts_file_fd, text, 0)
-            os.ftruncate(running.hosts_file_fd, len(text))
+    def _hosts_file(self, index: int) -> Path:
+        return Path(self._hosts_files.name, str(index))
 
-    def _hosts_file_text(self, index: int) -> str:
+    def _write_hosts_file(self, index: int) -> None:
+        """Write the machine's /etc/hosts in place: a new file would not be the one that is mounted."""
         # Unlike Debian, without 127.0.1.1: a machine resolves its own name to the address that others use.
         known = self._name_tables.get(index)
         if known is None:
             known = "".join(f"{self.address(each)} {self.name(each)}\n" for each in range(len(self)))
-        return f"127.0.0.1 localhost\n{known}"
-
-
-def _open_hosts_file(init_process: subprocess.Popen[bytes]) -> int | None:
-    """Open a machine's /etc/hosts once.
-
-    Its path may later lead to the host's file: a rename over it on the host removes the mounts on it in every
-    namespace.
-    """
-    found = os.open(f"/proc/{init_process.pid}/root/etc/hosts", os.O_RDWR | os.O_CLOEXEC)
-    if os.fstat(found).st_nlink:  # the machine's own file has no name: this is the host's
-        os.close(found)
-        return None
-    return found
+        with self._hosts_file(index).open("r+") as file:
+            file.write(f"127.0.0.1 localhost\n{known}")
+            file.truncate()
 
 
 def _interpreter_dirs(disks: Mapping[str, int]) -> dict[str, str]:
