@@ -466,12 +466,9 @@ def test_every_block_has_a_language_that_is_checked() -> None:
     assert len(BLOCKS) > 40
 
 
-def shell_blocks() -> list[Block]:
-    """Return every block of commands."""
-    return [block for block in BLOCKS if block.language == "sh"]
-
-
-@pytest.mark.parametrize("block", shell_blocks(), ids=lambda block: f"{block.page}:{block.line}")
+@pytest.mark.parametrize(
+    "block", [b for b in BLOCKS if b.language == "sh"], ids=lambda block: f"{block.page}:{block.line}"
+)
 def test_commands_of_shell_block_parse(block: Block) -> None:
     """Our commands by our parsers; a file of the repository is there."""
     parser = cli.build_parser()
@@ -526,13 +523,3 @@ def test_yaml_block_is_valid(block: Block, tmp_path: Path) -> None:
                 torchelastic.build_parser(), ["--config", str(path), "train.py"], {}
             )
             check_rendezvous_keys(args.rdzv_conf)
-
-
-@pytest.mark.parametrize(
-    "block",
-    [b for b in BLOCKS if b.language == "python" and b.reason],
-    ids=lambda block: f"{block.page}:{block.line}",
-)
-def test_python_block_that_runs_elsewhere_compiles(block: Block) -> None:
-    """By this Python."""
-    compile(block.text, block.page, "exec")

@@ -25,6 +25,7 @@ from elastic_resume.agent import torchelastic
 from elastic_resume.schedulers import environment
 from elastic_resume.units import parse_kubernetes_quantity
 from tests.support import manifests
+from tests.support.manifests import container
 from tests.support.paths import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -81,12 +82,6 @@ def test_the_agent_is_the_child_of_tini_in_the_container() -> None:
 def shipped_job() -> dict[str, Any]:
     """The spec of job.yaml."""
     return manifests.job_spec(manifests.load_documents())
-
-
-def container(job: dict[str, Any]) -> dict[str, Any]:
-    """The container of a Job."""
-    (found,) = job["template"]["spec"]["containers"]
-    return dict(found)
 
 
 @pytest.mark.parametrize("minor", range(29, 38))
@@ -159,38 +154,53 @@ def test_values_that_stand_in_two_places_agree() -> None:
     assert parse_kubernetes_quantity("disk", disk["sizeLimit"]) < limits["ephemeral-storage"]
 
 
-def test_every_variable_that_a_pod_reads_is_set() -> None:
+@pytest.mark.parametrize(
+    ("files", "job"),
+    [(manifests.JOB, "elastic-resume-train"), (manifests.JOBSET, "elastic-resume-train-node-0")],
+)
+def test_every_variable_that_a_pod_reads_is_set(files: tuple[str, ...], job: str) -> None:
     """By the Job, by its controller, or by Kubernetes; and each variable of ours is one that exists."""
-    env = {one["name"]: one.get("value", "") for one in container(shipped_job())["env"]}
-    given = {
-        "JOB_COMPLETION_INDEX": "2",
-        "HOSTNAME": "elastic-resume-train-2",
-        "KUBERNETES_SERVICE_HOST": "x",
-    }
+    env = manifests.pod_environment(manifests.load_documents(files), 2, "10.1.2.3")
     read = {variable for variables in environment.KUBERNETES_VARIABLES.values() for variable in variables}
-    assert read <= set(env) | set(given)
+    assert read <= set(env)
     known = {getattr(constants, name) for name in dir(constants) if name.startswith("ENV_")}
     assert {name for name in env if name.startswith(constants.ENV_PREFIX)} <= read | known
-    filled_in = {"ELASTIC_RESUME_JOB": "elastic-resume-train", "POD_NAMESPACE": "ml", "POD_IP": "10.1.2.3"}
-    here = environment.read_context({**env, **given, **filled_in})
+    here = environment.read_context(env)
     assert here.problems == ()
-    assert (here.name, here.job, here.node_order) == ("elastic-resume-train-2", "elastic-resume-train", 2)
+    assert (here.name, here.job, here.node_order, here.address) == (f"{job}-2", job, 2, "10.1.2.3")
     assert (here.min_nodes, here.max_nodes, here.workers_per_node) == (2, 3, 1)
-    assert here.candidates[0] == "elastic-resume-train-0.elastic-resume-train.ml.svc:29400"
+    assert here.candidates[0] == f"{job}-0.elastic-resume-train.ml.svc:29400"
     assert environment.read_termination_grace_s(env) == 120
 
 
-def test_exit_codes_mean_what_the_contract_says() -> None:
-    """Eviction is looked at first: an agent that is evicted may end with any code."""
+def test_job_does_after_each_exit_code_what_the_guide_says() -> None:
+    """Each row of docs/guides/kubernetes.md. An agent that is evicted may end with any code."""
     job = shipped_job()
-    evicted, again, fault = job["podFailurePolicy"]["rules"]
-    assert (evicted["action"], again["action"], fault["action"]) == ("Ignore", "Ignore", "FailJob")
-    assert evicted["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
-    assert again["onExitCodes"]["values"] == [constants.EXIT_REQUEUE, constants.EXIT_SIGNAL_BASE + 15]
-    assert fault["onExitCodes"]["values"] == [constants.EXIT_JOB_ERROR, constants.EXIT_USAGE]
-    names = {rule["onExitCodes"]["containerName"] for rule in (again, fault)}
-    assert names == {container(job)["name"]}
+    page = (ROOT / "docs" / "guides" / "kubernetes.md").read_text()
+    rows = re.findall(r"^\| (\d+)[^|]*\|[^|]*\|([^|]*)\|$", page, re.MULTILINE)
+    told = {int(code): words for code, words in rows}
+    assert told.keys() >= {
+        0,
+        constants.EXIT_JOB_ERROR,
+        constants.EXIT_USAGE,
+        constants.EXIT_REQUEUE,
+        137,
+        143,
+    }
+    assert "the Job is done (`successPolicy`)" in told.pop(0)
     assert job["successPolicy"]["rules"] == [{"succeededCount": 1}]
+    words = {
+        "FailJob": "`FailJob`",
+        "Ignore": "any number of times",
+        "Count": r"counts against .*\(20\)|as 137",
+    }
+    for code, text in told.items():
+        assert re.search(words[manifests.failure_action(job, code)], text), code
+        assert manifests.failure_action(job, code, is_disrupted=True) == "Ignore"
+    assert job["backoffLimitPerIndex"] == 20
+    evicted, *others = job["podFailurePolicy"]["rules"]
+    assert evicted["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    assert {rule["onExitCodes"]["containerName"] for rule in others} == {container(job)["name"]}
 
 
 def test_the_pod_runs_as_the_user_that_the_image_makes() -> None:
@@ -247,7 +257,7 @@ class Ended:
         return [call for call in self.scontrol if call[0] == "requeue"]
 
 
-def submit(tmp_path: Path, *words: str, srun_exit: int = 0, requeue_exit: int = 0, **variables: str) -> Ended:
+def submit(tmp_path: Path, *words: str, srun_exit: int = 0, **variables: str) -> Ended:
     """Run a batch script in the environment that Slurm would give it."""
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -258,7 +268,7 @@ def submit(tmp_path: Path, *words: str, srun_exit: int = 0, requeue_exit: int = 
         "PATH": f"{programs}:{os.environ['PATH']}",
         "CALLS": str(tmp_path),
         "SRUN_EXIT": str(srun_exit),
-        "REQUEUE_EXIT": str(requeue_exit),
+        "REQUEUE_EXIT": "0",
         "REQUEUE_RETRY_S": "0",
         "WATCH_DELAY_S": "0",
         "SHOWN": "JobState=RUNNING Reason=None PreemptTime=None",
@@ -279,7 +289,7 @@ def calls(path: Path) -> list[list[str]]:
     return [call.split("\n") for call in text.split("\n\n") if call]
 
 
-ELEMENT: dict[str, Any] = {
+ELEMENT = {
     "SLURM_ARRAY_JOB_ID": "1234567",
     "SLURM_ARRAY_TASK_ID": "2",
     "SLURM_JOB_NUM_NODES": "1",
@@ -288,84 +298,70 @@ ELEMENT: dict[str, Any] = {
 
 def test_sbatch_sees_the_options_that_a_flaky_cluster_needs() -> None:
     """They stand before the first command, where sbatch stops reading; bash reads the rest."""
-    subprocess.run(["bash", "-n", str(SCRIPT)], check=True, timeout=60)
     head = SCRIPT.read_text().split("\nset -uo")[0]
     options = set(re.findall(r"^#SBATCH (\S+)$", head, re.MULTILINE))
     assert {"--requeue", "--open-mode=append", "--ntasks-per-node=1", "--no-kill"} <= options
 
 
-def test_agents_get_the_words_as_they_are_and_nothing_else(tmp_path: Path) -> None:
-    """What they need is in Slurm's variables."""
-    ended = submit(tmp_path, "train.py", "--lr", "0.1 0.2", **ELEMENT)
+@pytest.mark.parametrize(("nodes", "watching"), [(1, 0), (2, 1), (3, 2), (64, 2)])
+def test_agents_start_with_the_given_words_and_watch_the_batch_host(
+    tmp_path: Path, nodes: int, watching: int
+) -> None:
+    """The end of one agent ends no other; a job of one node has nobody to watch it."""
+    ended = submit(tmp_path, "train.py", "--lr", "0.1 0.2", SLURM_JOB_NUM_NODES=str(nodes))
     assert ended.code == 0
     words = ended.agents
     assert words[words.index("elastic-resume") + 1 :] == ["run", "train.py", "--lr", "0.1 0.2"]
+    assert {"--no-kill", "--kill-on-bad-exit=0", "--wait=0"} <= set(words)
+    watches = [set(words) for words in ended.srun if words[0] == "--overlap"]
+    expected = {"--relative=1", f"--nodes={watching}", f"--ntasks={watching}", "--no-kill"}
+    assert [expected <= watch for watch in watches] == [True] * (watching > 0)
 
 
-def test_the_end_of_one_agent_of_an_allocation_ends_no_other(tmp_path: Path) -> None:
-    """Whatever its exit code, whether its node is lost; two other nodes look whether the first is there."""
-    ended = submit(tmp_path, "train.py")
-    assert {"--no-kill", "--kill-on-bad-exit=0", "--wait=0"} <= set(ended.agents)
-    (watch,) = (words for words in ended.srun if words[0] == "--overlap")
-    assert {"--relative=1", "--nodes=2", "--ntasks=2", "--no-kill"} <= set(watch)
-
-
-@pytest.mark.parametrize(("nodes", "others"), [("1", None), ("2", "--nodes=1"), ("64", "--nodes=2")])
-def test_as_many_nodes_watch_as_there_are_up_to_two(tmp_path: Path, nodes: str, others: str | None) -> None:
-    """A job of one node has nobody to watch it, and needs none."""
-    ended = submit(tmp_path, "train.py", SLURM_JOB_NUM_NODES=nodes)
-    watches = [words for words in ended.srun if words[0] == "--overlap"]
-    assert [others in words for words in watches] == [True] * (others is not None)
-
-
-def test_the_code_that_asks_for_it_requeues_an_element_alone(tmp_path: Path) -> None:
-    """Its job id may be the whole array's: requeueing that takes the siblings along."""
-    ended = submit(tmp_path, "train.py", srun_exit=constants.EXIT_REQUEUE, **ELEMENT)
-    assert (ended.code, ended.requeues) == (0, [["requeue", "1234567_2"]])
-
-
-def test_a_job_that_is_no_array_is_requeued_by_its_number(tmp_path: Path) -> None:
-    """The one that Slurm gives it."""
-    ended = submit(tmp_path, "train.py", srun_exit=constants.EXIT_REQUEUE)
-    assert ended.requeues == [["requeue", "1234567"]]
+PREEMPTED = {"SHOWN": "JobState=RUNNING Reason=None PreemptTime=2026-11-21T00:00:00"}
+CANCELLED = {"SHOWN": "JobState=COMPLETING Reason=None PreemptTime=None"}
 
 
 @pytest.mark.parametrize(
-    ("code", "shown", "requeues"),
+    ("code", "variables", "ends_with", "requeued"),
     [
-        (143, "JobState=RUNNING Reason=None PreemptTime=2026-11-21T00:00:00", 1),
-        (143, "JobState=COMPLETING Reason=None PreemptTime=None", 0),
-        (75, "JobState=COMPLETING Reason=None PreemptTime=None", 0),
-        (1, "JobState=RUNNING Reason=None PreemptTime=2026-11-21T00:00:00", 0),
+        # The job id of an element may be the whole array's: requeueing that takes the siblings along.
+        (constants.EXIT_REQUEUE, ELEMENT, 0, ["1234567_2"]),
+        (constants.EXIT_REQUEUE, {}, 0, ["1234567"]),
+        (143, PREEMPTED, 0, ["1234567"]),
+        # A job that is being cancelled would be brought back, also after its limit of restarts.
+        (143, CANCELLED, 143, []),
+        (constants.EXIT_REQUEUE, CANCELLED, constants.EXIT_REQUEUE, []),
+        (143, PREEMPTED | {"SLURM_RESTART_COUNT": "100"}, 143, []),
+        (constants.EXIT_REQUEUE, {"SLURM_RESTART_COUNT": "100"}, constants.EXIT_REQUEUE, []),
+        # A job at fault would fail again, and a user's scancel (143) must not be undone.
+        (constants.EXIT_JOB_ERROR, PREEMPTED, constants.EXIT_JOB_ERROR, []),
+        *(
+            (code, ELEMENT, code, [])
+            for code in (0, constants.EXIT_JOB_ERROR, constants.EXIT_USAGE, 137, 143)
+        ),
+        # A controller that is away is asked six times.
+        (constants.EXIT_REQUEUE, {"REQUEUE_EXIT": "1"}, constants.EXIT_REQUEUE, ["1234567"] * 6),
     ],
 )
-def test_job_that_is_being_cancelled_is_not_requeued(
-    tmp_path: Path, code: int, shown: str, requeues: int
+def test_script_requeues_a_job_that_asks_for_it_or_was_preempted(
+    tmp_path: Path, code: int, variables: dict[str, str], ends_with: int, requeued: list[str]
 ) -> None:
-    """A preempted job would be over; one that is being cancelled would be brought back."""
-    ended = submit(tmp_path, "train.py", srun_exit=code, SHOWN=shown, **ELEMENT)
-    assert len(ended.requeues) == requeues
-    (tmp_path / "again").mkdir()
-    often = {**ELEMENT, "SHOWN": shown, "SLURM_RESTART_COUNT": "100"}
-    assert submit(tmp_path / "again", "train.py", srun_exit=code, **often).requeues == []
+    """No other end of a job, and no more than 100 times."""
+    ended = submit(tmp_path, "train.py", srun_exit=code, **variables)
+    assert (ended.code, ended.requeues) == (ends_with, [["requeue", job] for job in requeued])
 
 
-@pytest.mark.parametrize("code", [0, constants.EXIT_JOB_ERROR, constants.EXIT_USAGE, 137, 143])
-def test_no_other_code_requeues(tmp_path: Path, code: int) -> None:
-    """A job at fault would fail again, and a user's scancel (143) must not be undone."""
-    ended = submit(tmp_path, "train.py", srun_exit=code, **ELEMENT)
-    assert (ended.code, ended.requeues) == (code, [])
-
-
-def test_a_controller_that_is_away_is_asked_six_times(tmp_path: Path) -> None:
-    """Then the job ends with the code that says what to do."""
-    ended = submit(tmp_path, "train.py", srun_exit=constants.EXIT_REQUEUE, requeue_exit=1, **ELEMENT)
-    assert ended.code == constants.EXIT_REQUEUE
-    assert len(ended.requeues) == 6
+def test_first_script_of_the_guide_survives_a_lost_node() -> None:
+    """It has the options by which train.sbatch does so in system/slurm."""
+    guide = (ROOT / "docs" / "guides" / "slurm.md").read_text()
+    script = guide.partition("```sh\n#!/bin/bash\n")[2].partition("```")[0]
+    assert "#SBATCH --no-kill\n" in script
+    assert "srun --no-kill --kill-on-bad-exit=0 --wait=0 " in script
 
 
 def test_without_a_script_the_usage_is_told(tmp_path: Path) -> None:
     """Before anything is started."""
-    ended = submit(tmp_path, **ELEMENT)
+    ended = submit(tmp_path)
     assert (ended.code, ended.srun) == (constants.EXIT_USAGE, [])
     assert "usage: sbatch" in ended.stderr

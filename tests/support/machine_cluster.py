@@ -19,22 +19,16 @@ import psutil
 from elastic_resume import constants, events
 from elastic_resume.errors import UsageError
 from elastic_resume.events import Event
-from elastic_resume.testing import fork_server, virtual_network
+from elastic_resume.testing import fork_server
 from elastic_resume.testing.backends import AGENT_PORT, LoopbackBackend
 from elastic_resume.testing.cluster import Cluster
 from elastic_resume.testing.virtual_network import INTERFACE, VirtualNetwork
-from tests.support import disks
 from tests.support.disks import SimulatedDisk
 from tests.support.machines import MB, Machines
 
 SHM_BYTES = 64 * MB  # of /dev/shm, as containers have it
 DISK_BYTES = 256 * MB
 TEMPORARY_DIR = "/node-tmp"
-
-
-def unavailable_reason() -> str:
-    """Return why this process cannot have such nodes; empty if it can."""
-    return virtual_network.unavailable_reason() or disks.unavailable_reason()
 
 
 class MachineBackend(LoopbackBackend):

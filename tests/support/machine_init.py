@@ -57,7 +57,6 @@ def make_root(config: dict[str, Any]) -> None:
     for target, size_bytes in config["disks"].items():
         _create_mount_point(_STAGING_DIR + target, is_dir=True)
         _mount_tmpfs(_STAGING_DIR + target, size_bytes, "1777")
-    _write_hosts(config["hosts"])
     for target, descriptor in held.items():
         source = f"/proc/self/fd/{descriptor}"
         _create_mount_point(_STAGING_DIR + target, is_dir=Path(source).is_dir())
@@ -74,14 +73,6 @@ def make_root(config: dict[str, Any]) -> None:
 def _mount_tmpfs(target: str, size_bytes: int, mode: str) -> None:
     mount("tmpfs", target, "tmpfs", options=f"size={size_bytes},mode={mode}")
     _OWN_DEVICES.add(Path(target).stat().st_dev)
-
-
-def _write_hosts(text: str) -> None:
-    """Mount a writable nameless file in memory over /etc/hosts."""
-    file = Path(_STAGING_DIR, ".hosts")
-    file.write_text(text)
-    mount(str(file), _STAGING_DIR + "/etc/hosts", flags=MS_BIND)
-    file.unlink()
 
 
 def _create_mount_point(target: str, *, is_dir: bool) -> None:
@@ -112,7 +103,7 @@ def reap_orphans() -> None:
 
 
 def main() -> None:
-    """Set up the machine, then run its command or reap orphans."""
+    """Set up the machine, then reap orphans."""
     config = json.loads(sys.argv[1])
     status_fd = config["line"]
     try:
@@ -127,10 +118,6 @@ def main() -> None:
         sys.exit(1)
     os.write(status_fd, b"ready\n")
     os.close(status_fd)
-    if config["argv"]:
-        with contextlib.suppress(OSError):
-            os.chdir(config["cwd"])
-        os.execvp(config["argv"][0], config["argv"])  # noqa: S606
     reap_orphans()
 
 

@@ -1,13 +1,13 @@
 """Simulate machines that have their own processes, names, memory and disks, and can lose them.
 
 `VirtualNetwork` gives each a network; this module adds namespaces for process ids, mounts, host name and
-shared memory. Process 1 of each is `machine_init.py` or a given command, as in a container. If it is killed,
-the kernel kills all other processes at once, and everything in memory is lost.
+shared memory. Process 1 of each is `machine_init.py`. If it is killed, the kernel kills all other processes
+at once, and everything in memory is lost.
 
 A machine sees the host's files under their names, as nodes see a shared file system. Its own are /tmp,
 /scratch and /dev/shm (in memory and of limited size), /etc/hosts and /proc. Nothing on the host is changed,
-except that a memory limit makes a control group. When the maker exits, the kernel ends all machines. This
-needs root. Clocks, users and the kernel are the host's.
+except that each /etc/hosts is a temporary file and a memory limit makes a control group. When the maker
+exits, the kernel ends all machines. This needs root. Clocks, users and the kernel are the host's.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -49,11 +50,10 @@ _File = int | IO[bytes] | None
 
 @dataclass
 class _RunningMachine:
-    """A running machine: its process 1, and descriptors of its namespaces and its /etc/hosts."""
+    """A running machine: its process 1, and descriptors of its namespaces."""
 
     init_process: subprocess.Popen[bytes]
     namespaces: dict[str, int]
-    hosts_file_fd: int | None  # None if the machine ended before the file could be opened
     memory_limit: MemoryLimit
     started_processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     """Processes of `Machines.run`. Process 1 ends only when this process has waited for them."""
@@ -82,9 +82,13 @@ class Machines(ClosedAtExit):
         """
         self._names = list(names)
         self._disks = dict(DISKS if disks is None else disks)
-        self._bind = {**_interpreter_dirs(self._disks), **_as_text(bind)}
+        self._bind = {
+            **_interpreter_dirs(self._disks),
+            **{to: str(source) for to, source in (bind or {}).items()},
+        }
         self._running_machines: dict[int, _RunningMachine] = {}
         self._name_tables: dict[int, str] = {}
+        self._hosts_files = tempfile.TemporaryDirectory()
         self.network = VirtualNetwork(len(self._names))
         # The kernel kills a process when the thread that forked it ends, and a thread enters a pid namespace
         # for its children only. So one thread starts all processes and lasts as long as the machines.
@@ -112,71 +116,39 @@ class Machines(ClosedAtExit):
     def boot(
         self,
         *indices: int,
-        name: str = "",
         new_address: bool = False,
-        disks: Mapping[str, int] | None = None,
-        bind: Mapping[str, str | Path] | None = None,
         memory_bytes: int = 0,
-        argv: Sequence[str] = (),
-        env: Mapping[str, str] | None = None,
-        cwd: str | Path | None = None,
-        stdout: _File = subprocess.DEVNULL,
-        stderr: _File = subprocess.DEVNULL,
-    ) -> list[subprocess.Popen[bytes]]:
-        """Start machines that are down (default: all) with empty disks; return their first processes.
+    ) -> None:
+        """Start machines that are down (default: all) with empty disks.
 
         Args:
             indices: indices of the machines.
-            name: new host name.
             new_address: take an address that no machine had; the former one no longer answers.
-            disks: further directories in memory; size 0 removes one of `DISKS`.
-            bind: further paths inside -> file or directory of the host.
             memory_bytes: memory limit of all processes together; the kernel kills one that exceeds it.
-            argv: command that runs as process 1, as in a container; the machine ends with it.
-            env: environment of ``argv``; default: of this process.
-            cwd: directory of ``argv``; default: of this process if it exists inside, else /.
-            stdout: output of ``argv``, as for Popen.
-            stderr: as for Popen.
 
         Raises:
             MachineError: a machine could not be started; the others are up.
 
         """
-        started, found, failures = [], [], []
+        started, failures = [], []
         for index in indices or range(len(self)):
             if self.is_up(index):
                 raise UsageError(f"{self.name(index)} is up: crash it or switch it off before it boots.")
             self._reap_machine(index)
-            if name:
-                self._names[index] = name
             if new_address:
                 self.network.change_address(index)
             self.network.restore_link(index)
-            config = {
-                "disks": {to: size for to, size in {**self._disks, **(disks or {})}.items() if size},
-                "bind": {**self._bind, **_as_text(bind)},
-                "argv": list(argv),
-                "cwd": str(cwd or Path.cwd()),
-                "name": self.name(index),
-            }
-            files = (stdout, stderr) if argv else (subprocess.DEVNULL, None)
-            started.append(
-                (
-                    index,
-                    self._process_thread.submit(self._start_init, index, config, memory_bytes, files, env),
-                )
-            )
+            started.append((index, self._process_thread.submit(self._start_init, index, memory_bytes)))
         for index, future in started:
             try:
-                found.append(self._wait_until_ready(index, *future.result()))
+                self._wait_until_ready(index, *future.result())
             except MachineError as error:
                 failures.append(error)
-        if name or new_address:
+        if new_address:
             for index in self._running_machines:
                 self._write_hosts_file(index)
         if failures:
             raise failures[0]
-        return found
 
     def run(
         self,
@@ -185,7 +157,6 @@ class Machines(ClosedAtExit):
         *,
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
-        stdin: _File = subprocess.DEVNULL,
         stdout: _File = None,
         stderr: _File = None,
     ) -> subprocess.Popen[bytes]:
@@ -212,7 +183,7 @@ class Machines(ClosedAtExit):
                 return subprocess.Popen(
                     [nsenter, network, *entered, "--", "/bin/sh", "-c", _ENTER_SCRIPT, "sh", *words],
                     env=None if env is None else dict(env),
-                    stdin=stdin,
+                    stdin=subprocess.DEVNULL,
                     stdout=stdout,
                     stderr=stderr,
                     start_new_session=True,
@@ -246,46 +217,40 @@ class Machines(ClosedAtExit):
             self.network.cut(index)
         self.crash(*indices)
 
-    def cut(self, index: int) -> None:
-        """Drop all packets of a machine."""
-        self.network.cut(index)
-
     def path(self, index: int, path_inside: str) -> Path:
         """Return the path of a running machine's file for this process."""
         if not self.is_up(index):
             raise UsageError(f"{self.name(index)} is down, and its disks are gone.")
         return Path(f"/proc/{self._running_machines[index].init_process.pid}/root") / path_inside.lstrip("/")
 
-    def oom_kill_count(self, index: int) -> int:
-        """Return how many processes the kernel killed for exceeding the machine's memory limit."""
-        running = self._running_machines.get(index)
-        return running.memory_limit.oom_kill_count() if running is not None else 0
-
     def set_known_names(self, index: int, names: Mapping[str, str]) -> None:
         """Let a machine resolve these names (name -> address) and no others, also after a reboot."""
         self._name_tables[index] = "".join(f"{address} {name}\n" for name, address in names.items())
-        self._write_hosts_file(index)
+        if index in self._running_machines:
+            self._write_hosts_file(index)
 
     def close(self) -> None:
         """End all machines; a second call does nothing."""
         self.crash(*self._running_machines)
         self.network.close()
         self._process_thread.shutdown()
+        self._hosts_files.cleanup()
 
     # ---- inside --------------------------------------------------------------------------------------
 
-    def _start_init(
-        self,
-        index: int,
-        config: dict[str, object],
-        memory_bytes: int,
-        files: tuple[_File, _File],
-        env: Mapping[str, str] | None,
-    ) -> tuple[subprocess.Popen[bytes], int, namespaces.MemoryLimit]:
+    def _start_init(self, index: int, memory_bytes: int) -> tuple[subprocess.Popen[bytes], int, MemoryLimit]:
         """Start process 1; return it, the pipe on which it reports, and its memory limit."""
-        limit = namespaces.MemoryLimit(memory_bytes)
+        self._hosts_file(index).touch()
+        self._write_hosts_file(index)
+        limit = MemoryLimit(memory_bytes)
         here, there = os.pipe()
-        config = {**config, "line": there, "hosts": self._hosts_file_text(index), "group": limit.group_path}
+        config = {
+            "disks": self._disks,
+            "bind": {**self._bind, "/etc/hosts": str(self._hosts_file(index))},
+            "name": self.name(index),
+            "line": there,
+            "group": limit.group_path,
+        }
         flags = (f"--{_UNSHARE_FLAGS[kind]}" for kind in _NAMESPACE_KINDS)
         unshare = ["unshare", *flags, "--propagation", "unchanged"]
         python = [sys.executable, "-I", "-S", str(_INIT_PROGRAM), json.dumps(config)]
@@ -293,10 +258,8 @@ class Machines(ClosedAtExit):
             with namespaces.children_in_pid_namespace(None):
                 first = subprocess.Popen(
                     self.network.wrap_command(index, [*unshare, "--", *python]),
-                    env=None if env is None else dict(env),
                     stdin=subprocess.DEVNULL,
-                    stdout=files[0],
-                    stderr=files[1],
+                    stdout=subprocess.DEVNULL,
                     pass_fds=[there],
                     start_new_session=True,
                 )
@@ -309,8 +272,8 @@ class Machines(ClosedAtExit):
         return first, here, limit
 
     def _wait_until_ready(
-        self, index: int, init_process: subprocess.Popen[bytes], status_fd: int, limit: namespaces.MemoryLimit
-    ) -> subprocess.Popen[bytes]:
+        self, index: int, init_process: subprocess.Popen[bytes], status_fd: int, limit: MemoryLimit
+    ) -> None:
         with open(status_fd, "rb") as pipe:
             status = pipe.readline().decode().strip()
         if status != "ready":
@@ -322,10 +285,7 @@ class Machines(ClosedAtExit):
             kind: os.open(f"/proc/{init_process.pid}/ns/{kind}", os.O_RDONLY)
             for kind in (*_NAMESPACE_KINDS, "pid")
         }
-        self._running_machines[index] = _RunningMachine(
-            init_process, spaces, _open_hosts_file(init_process), limit
-        )
-        return init_process
+        self._running_machines[index] = _RunningMachine(init_process, spaces, limit)
 
     def _require_running(self, index: int) -> _RunningMachine:
         if not self.is_up(index):
@@ -343,45 +303,22 @@ class Machines(ClosedAtExit):
             raise MachineError(
                 f"{self.name(index)}: a process sleeps in the kernel and does not end."
             ) from None
-        for descriptor in (*running.namespaces.values(), running.hosts_file_fd):
-            if descriptor is not None:
-                os.close(descriptor)
+        for descriptor in running.namespaces.values():
+            os.close(descriptor)
         running.memory_limit.close()
 
-    def _write_hosts_file(self, index: int) -> None:
-        """Write the machine's /etc/hosts if it runs."""
-        running = self._running_machines.get(index)
-        if running is not None and running.hosts_file_fd is not None:
-            text = self._hosts_file_text(index).encode()
-            os.pwrite(running.hosts_file_fd, text, 0)
-            os.ftruncate(running.hosts_file_fd, len(text))
+    def _hosts_file(self, index: int) -> Path:
+        return Path(self._hosts_files.name, str(index))
 
-    def _hosts_file_text(self, index: int) -> str:
+    def _write_hosts_file(self, index: int) -> None:
+        """Write the machine's /etc/hosts in place: a new file would not be the one that is mounted."""
         # Unlike Debian, without 127.0.1.1: a machine resolves its own name to the address that others use.
         known = self._name_tables.get(index)
         if known is None:
             known = "".join(f"{self.address(each)} {self.name(each)}\n" for each in range(len(self)))
-        return f"127.0.0.1 localhost\n{known}"
-
-
-def _open_hosts_file(init_process: subprocess.Popen[bytes]) -> int | None:
-    """Open a machine's /etc/hosts once.
-
-    Its path may later lead to the host's file: a rename over it on the host removes the mounts on it in every
-    namespace.
-    """
-    try:
-        found = os.open(f"/proc/{init_process.pid}/root/etc/hosts", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:  # a container may end at any moment
-        return None
-    if os.fstat(found).st_nlink:  # the machine's own file has no name: this is the host's
-        os.close(found)
-        return None
-    return found
-
-
-def _as_text(bind: Mapping[str, str | Path] | None) -> dict[str, str]:
-    return {target: str(source) for target, source in (bind or {}).items()}
+        with self._hosts_file(index).open("r+") as file:
+            file.write(f"127.0.0.1 localhost\n{known}")
+            file.truncate()
 
 
 def _interpreter_dirs(disks: Mapping[str, int]) -> dict[str, str]:

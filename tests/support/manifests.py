@@ -1,7 +1,8 @@
-"""The Job of deploy/kubernetes, edited as people edit their copies of it."""
+"""The Job of deploy/kubernetes, and what Kubernetes makes of it: a pod's variables, and the end of a pod."""
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 import yaml
@@ -10,13 +11,15 @@ from tests.support.paths import ROOT
 
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 NAME = "elastic-resume-train"
+NAMESPACE = "ml"
+CONTENT_OF_KEY = "what all pods share, and nobody else"
 JOB = ("service.yaml", "job.yaml")
 JOBSET = ("jobset.yaml",)
 
 
-def load_documents(files: tuple[str, ...] = JOB, name: str = NAME) -> list[dict[str, Any]]:
-    """Load files of deploy/kubernetes, with another name for the job."""
-    return [yaml.safe_load((KUBERNETES / file).read_text().replace(NAME, name)) for file in files]
+def load_documents(files: tuple[str, ...] = JOB) -> list[dict[str, Any]]:
+    """Load files of deploy/kubernetes."""
+    return [yaml.safe_load((KUBERNETES / file).read_text()) for file in files]
 
 
 def job_spec(documents: list[dict[str, Any]]) -> dict[str, Any]:
@@ -25,44 +28,50 @@ def job_spec(documents: list[dict[str, Any]]) -> dict[str, Any]:
     return spec["replicatedJobs"][0]["template"]["spec"] if "replicatedJobs" in spec else spec
 
 
+def container(job: dict[str, Any]) -> dict[str, Any]:
+    """Return the container of a Job."""
+    (found,) = job["template"]["spec"]["containers"]
+    return dict(found)
+
+
 def adapt_to_kubernetes_1_29(job: dict[str, Any]) -> None:
     """Edit a Job's spec as docs/guides/kubernetes.md says for Kubernetes 1.29 and 1.30."""
     del job["successPolicy"]
     job["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"].remove(75)
 
 
-def render_manifest(
-    nodes: str = "2:3",
-    *,
-    args: tuple[str, ...] = ("train.py",),
-    files: tuple[str, ...] = JOB,
-    memory: str = "512Mi",
-    shm: str = "128Mi",
-    disk: str = "30Mi",
-    grace_s: int = 120,
-    claim: str = "",
-) -> str:
-    """Return the YAML of a job called train, with these values as docs/guides/kubernetes.md says."""
-    loaded = load_documents(files, "train")
-    job = job_spec(loaded)
-    least, most = map(int, nodes.split(":"))
-    job.update(completions=most, parallelism=most, maxFailedIndexes=most - least)
-    pod = job["template"]["spec"]
-    pod["terminationGracePeriodSeconds"] = grace_s
-    container = pod["containers"][0]
-    container["args"] = list(args)
-    container["resources"]["requests"]["memory"] = container["resources"]["limits"]["memory"] = memory
-    values = {
-        "ELASTIC_RESUME_NODES": nodes,
-        "ELASTIC_RESUME_TERMINATION_GRACE_S": str(grace_s),
-        "ELASTIC_RESUME_CKPT_LIMIT": disk,
+def pod_environment(documents: list[dict[str, Any]], index: int, address: str) -> dict[str, str]:
+    """Return the variables of a new pod of an index."""
+    top = documents[-1]
+    job = top["metadata"]["name"]
+    if top["kind"] == "JobSet":
+        job = f"{job}-{top['spec']['replicatedJobs'][0]['name']}-0"
+    fields = {
+        "metadata.name": f"{job}-{index}-{secrets.token_hex(3)}",
+        "metadata.namespace": NAMESPACE,
+        "metadata.uid": secrets.token_hex(16),
+        "metadata.labels['batch.kubernetes.io/job-name']": job,
+        "status.podIP": address,
     }
-    for variable in container["env"]:
-        variable.update({"value": values[variable["name"]]} if variable["name"] in values else {})
-    checkpoints, shared = pod["volumes"]
-    shared["emptyDir"]["sizeLimit"] = shm
-    checkpoints["emptyDir"]["sizeLimit"] = disk
-    if claim:
-        pod["volumes"][0] = {"name": checkpoints["name"], "persistentVolumeClaim": {"claimName": claim}}
-        container["env"] = [one for one in container["env"] if one["name"] != "ELASTIC_RESUME_CKPT_LIMIT"]
-    return yaml.safe_dump_all(loaded)
+    found = {
+        "JOB_COMPLETION_INDEX": str(index),
+        "HOSTNAME": f"{job}-{index}",
+        "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    }
+    for variable in container(job_spec(documents))["env"]:
+        source = variable.get("valueFrom", {})
+        if "fieldRef" in source:
+            found[variable["name"]] = fields[source["fieldRef"]["fieldPath"]]
+        else:
+            found[variable["name"]] = CONTENT_OF_KEY if source else variable["value"]
+    return found
+
+
+def failure_action(job: dict[str, Any], exit_code: int, *, is_disrupted: bool = False) -> str:
+    """Return the action of the first rule of podFailurePolicy that matches; Count if none does."""
+    for rule in job["podFailurePolicy"]["rules"]:
+        codes = rule.get("onExitCodes", {"operator": "In", "values": []})
+        assert codes["operator"] == "In"
+        if exit_code in codes["values"] or (is_disrupted and "onPodConditions" in rule):
+            return str(rule["action"])
+    return "Count"

@@ -1,8 +1,7 @@
 """Enter kernel namespaces and limit memory, to make one machine look like several.
 
 Each function changes the calling thread; `machines.py` has one thread for that. Only a control group outlives
-its maker, for as long as processes are in it, because the kernel does not remove it; a shell waits for the
-maker's exit.
+a maker that is killed; the next maker removes it.
 """
 
 from __future__ import annotations
@@ -11,26 +10,15 @@ import contextlib
 import ctypes
 import os
 import secrets
-import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from elastic_resume.errors import MachineError
 from elastic_resume.machine import MemoryCgroup
+from tests.support.processes import wait_for
 
 CLONE_NEWPID = 0x20000000  # linux/sched.h
 _GROUP_PREFIX = "elastic-resume-machine-"
-# Its input ends with its maker.
-_REMOVE_GROUP_SCRIPT = """
-trap '' INT TERM HUP
-cat > /dev/null
-for _ in $(seq 600); do
-    rmdir "$1"
-    [ -d "$1" ] || exit 0
-    sleep 0.1
-done
-"""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -81,16 +69,7 @@ class MemoryLimit:
         if own is None:
             raise MachineError("no memory limit can be set: this process sees no control group for memory.")
         directory = own.directory / f"{_GROUP_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
-        self.group_path, self._cgroup = str(directory), replace(own, directory=directory)
-        # Before the group is there: from then on it is removed, whatever becomes of this process.
-        self._remover = subprocess.Popen(
-            ["/bin/sh", "-c", _REMOVE_GROUP_SCRIPT, "sh", self.group_path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            start_new_session=True,
-        )
+        self.group_path = str(directory)
         try:
             directory.mkdir()
             (directory / own.limit_file).write_text(str(limit_bytes))
@@ -98,24 +77,26 @@ class MemoryLimit:
             self.close()
             raise MachineError(f"no memory limit can be set in {own.directory}: {error.strerror}.") from error
 
-    def oom_kill_count(self) -> int:
-        """Return how many of its processes the kernel killed for lack of memory."""
-        return self._cgroup.read_oom_kills() if self.group_path else 0
-
     def close(self) -> None:
-        """Remove the group, up to a minute after its processes exit; a second call does nothing."""
+        """Remove the group after the exit of its processes; a second call does nothing."""
         if self.group_path:
-            self._remover.communicate()
+            wait_for(lambda: _remove_group(Path(self.group_path)), f"the end of {self.group_path}")
+
+
+def _remove_group(directory: Path) -> bool:
+    """Remove a control group unless a process is in it; return whether it is gone."""
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+    return not directory.exists()
 
 
 def remove_stale_groups() -> None:
-    """Remove groups whose maker and remover were both killed."""
+    """Remove groups whose maker was killed."""
     own = MemoryCgroup.find_own()
     for group in own.directory.glob(f"{_GROUP_PREFIX}*") if own else ():
         maker = group.name.removeprefix(_GROUP_PREFIX).split("-")[0]
         if not Path("/proc", maker).exists():
-            with contextlib.suppress(OSError):  # not empty yet, or gone
-                group.rmdir()
+            _remove_group(group)
 
 
 def _last_error(call: str) -> OSError:

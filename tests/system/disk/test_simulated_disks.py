@@ -40,8 +40,8 @@ def test_machine_sees_disk_at_same_path_after_mend(tmp_path: Path) -> None:
     """An observer outside sees the same files; the host's mounts never change."""
     before = Path("/proc/self/mountinfo").read_text()
     with SimulatedDisk(tmp_path) as disk, Machines(["n0"]) as machines:
-        (first,) = machines.boot()
-        disk.mount_in_namespace(first.pid, "/scratch/disk")
+        machines.boot()
+        disk.mount_in_namespace(machines.init_pid(0), "/scratch/disk")
         for text in ("one", "two"):
             machines.run(0, ["sh", "-c", f"echo {text} > /scratch/disk/file && sync"]).wait()
             assert (disk.path / "file").read_text() == f"{text}\n"

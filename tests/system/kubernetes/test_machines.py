@@ -18,6 +18,7 @@ from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.machine import MemoryCgroup
 from elastic_resume.testing import fork_server
 from elastic_resume.testing.virtual_network import unavailable_reason
+from tests.support import namespaces
 from tests.support.machine_cluster import MachineBackend
 from tests.support.machines import DISKS, MB, Machines
 from tests.support.rendezvous_nodes import wait_until
@@ -158,63 +159,15 @@ def test_a_machine_may_come_back_with_another_address_which_all_learn(machines: 
     assert said(machines, 1, "getent", "hosts", "n9").split() == ["10.9.9.9", "n9"]
 
 
-EXCHANGES = """
-import os, pathlib, subprocess
-from tests.support.machines import Machines
-mount = lambda *words: subprocess.run(["mount", *words], check=True)
-mount("--make-rprivate", "/")
-mount("-t", "tmpfs", "tmpfs", "/mnt")
-subprocess.run(["cp", "-a", "/etc", "/mnt/etc"], check=True)
-mount("--bind", "/mnt/etc", "/etc")
-with Machines(("n0",)) as machines:
-    machines.boot(0)
-    pathlib.Path("/etc/hosts.new").write_text("127.0.0.1 exchanged\\n")
-    os.replace("/etc/hosts.new", "/etc/hosts")
-    machines.set_known_names(0, {"n9": "10.9.9.9"})
-print(pathlib.Path("/etc/hosts").read_text())
-"""
-
-
-def test_the_hosts_names_are_its_own_though_its_file_is_exchanged_meanwhile() -> None:
-    """A rename on the host takes away what is mounted on the file, in every machine (on a copy of /etc)."""
-    command = ["unshare", "--mount", sys.executable, "-c", EXCHANGES]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == ["127.0.0.1", "exchanged"]
-
-
-def test_a_container_is_a_machine_whose_first_process_is_the_command(
-    machines: Machines, tmp_path: Path
-) -> None:
-    """With disks, bound files and a memory limit of its own; its end is the machine's, with its code."""
-    up(machines, 1)
-    machines.crash(1)
-    greedy = f"{sys.executable} -S -c 'bytearray(300 << 20)'; echo $?"
-    script = f"echo $$; cat /data/word; df --output=size /data/cache | tail -n 1; {greedy}; exit 7"
-    word = tmp_path / "word"
-    word.write_text("bound\n")
-    (first,) = machines.boot(
-        1,
-        name="pod-1",
-        argv=["sh", "-c", script],
-        disks={"/data/cache": MB, "/scratch": 0},
-        bind={"/data/word": word},
-        memory_bytes=64 * MB,
-        stdout=subprocess.PIPE,
-    )
-    assert first.communicate(timeout=60)[0].decode().split() == ["1", "bound", "1024", "137"]
-    assert first.returncode == 7
-    assert not machines.is_up(1)
-    machines.boot(1, name="n1")
-
-
 def test_what_would_have_to_be_made_on_the_hosts_disk_is_refused() -> None:
     """A folder below one of the host's; the error says which."""
-    with Machines(["n0"]) as one, pytest.raises(MachineError, match="/usr/nothing/here"):
-        one.boot(disks={"/usr/nothing/here": MB})
+    disks = {"/usr/nothing/here": MB}
+    with Machines(["n0"], disks=disks) as one, pytest.raises(MachineError, match="/usr/nothing/here"):
+        one.boot()
 
 
 def test_when_the_owner_is_killed_its_machines_end() -> None:
-    """All processes, by the kernel's hand; and then their control groups, by that of a shell."""
+    """The kernel ends all processes; the next owner removes the control groups."""
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         inside = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
@@ -227,7 +180,8 @@ def test_when_the_owner_is_killed_its_machines_end() -> None:
     for each in inside:
         with contextlib.suppress(psutil.NoSuchProcess):
             assert each.status() == psutil.STATUS_ZOMBIE
-    wait_until(lambda: not any(group.exists() for group in groups), "the control groups to go")
+    namespaces.remove_stale_groups()
+    assert not any(group.exists() for group in groups)
 
 
 def test_of_a_machine_that_does_not_start_no_control_group_is_left() -> None:

@@ -1,6 +1,6 @@
 """A real Slurm on simulated machines: a controller, three nodes, two partitions, up in about a second.
 
-The controller has a machine of its own, so that it can be killed while nodes go on. Everything lies in one
+The controller has a machine of its own, so that any node can lose its power. Everything lies in one
 directory, which all machines see, and nothing under /etc is read or written: commands get ``SLURM_CONF``.
 What the host keeps is a control group for each node, which Slurm needs in order to find a job's processes;
 `close` removes them, and those that a cluster left whose maker was killed.
@@ -19,8 +19,6 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
-
-import psutil
 
 from elastic_resume.testing.virtual_network import unavailable_reason as hosts_available
 from tests.support.closing import ClosedAtExit
@@ -115,14 +113,12 @@ class SlurmCluster(ClosedAtExit):
             if not name.startswith(("ELASTIC_RESUME_", "TORCHELASTIC_"))
         }
         self.env = {**own, "SLURM_CONF": str(directory / "slurm.conf")}
-        self.shim = str(directory / "bin" / "elastic-resume")
-        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._agent_server: SlurmAgentServer | None = None
         try:
             self._configure()
             self.machines.boot()
             self._start_munge()
-            self.start_controller()
+            self._start_daemon(CONTROLLER, "slurmctld", "slurmctld", "-D")
             for index in NODES:
                 self._start_node(index)
             self._use_forked_agents()
@@ -205,24 +201,6 @@ class SlurmCluster(ClosedAtExit):
         time.sleep(1.1)  # slurmd refuses a start in the second in which it has ended the job
         self.command("scontrol", "update", f"JobId={job}", "StartTime=now")
 
-    def stop_controller(self) -> None:
-        """Stop slurmctld; what runs on the nodes runs on. Killed, it would forget the newest jobs."""
-        self._daemons["slurmctld"].terminate()
-        self._daemons["slurmctld"].wait()
-
-    def start_controller(self) -> None:
-        """Start slurmctld if it does not run; it goes on with the state that it had."""
-        running = self._daemons.get("slurmctld")
-        if running is not None and running.poll() is None:
-            return
-        self._daemons["slurmctld"] = self._start_daemon(CONTROLLER, "slurmctld", "slurmctld", "-D")
-
-    def signal_tasks(self, number: int) -> None:
-        """Send a signal to every `elastic-resume` that Slurm has started, as the machines' owner might."""
-        for process in psutil.process_iter(["cmdline"]):
-            if any(word == self.shim for word in process.info["cmdline"] or ()):
-                process.send_signal(number)
-
     def boot(self, *indices: int) -> None:
         """Boot nodes that are down, with empty disks."""
         for index in indices:
@@ -271,7 +249,7 @@ class SlurmCluster(ClosedAtExit):
         real = Path(sys.executable).parent
         self.env["PATH"] = f"{real}:{self.env['PATH']}"
         if FREEZER.is_dir():
-            shim = Path(self.shim)
+            shim = self.directory / "bin" / "elastic-resume"
             shim.parent.mkdir()
             path = self.directory / "agents"
             shim.write_text(agent_fork_server.SHIM.format(python=sys.executable, socket=path))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,7 +24,6 @@ from tests.system.slurm.slurm_cluster import NODES, SlurmCluster
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 README = ROOT / "README.md"
-GUIDE = ROOT / "docs" / "guides" / "slurm.md"
 TRAIN = str(SCRIPTS / "train.py")
 ALLOCATION = str(ROOT / "deploy" / "slurm" / "train.sbatch")
 DISK = "/scratch/checkpoints"
@@ -47,7 +45,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 def slurm(cluster: SlurmCluster) -> Iterator[SlurmCluster]:
     """The cluster with no job and all nodes."""
     yield cluster
-    cluster.start_controller()
     cluster.command("scancel", "--user=root")
     cluster.boot(*(index for index in NODES if not cluster.machines.is_up(index)))
     cluster.wait(lambda: cluster.idle_node_count() == len(NODES), "idle nodes after a test")
@@ -132,10 +129,6 @@ class Job:
         self.slurm.machines.poweroff(index)
         return time.time()
 
-    def resumes(self) -> list[Event]:
-        """How each generation began, as each node told it."""
-        return self.events("resume")
-
 
 def submit(slurm: SlurmCluster, script: str, *options: str, epochs: int = 15) -> Job:
     """Submit a training of ``epochs`` times ten steps, each of 0.3 s until `Job.hurry`."""
@@ -158,7 +151,7 @@ def submit(slurm: SlurmCluster, script: str, *options: str, epochs: int = 15) ->
 def went_on(job: Job, former: int) -> Event:
     """Give how the generation after ``former`` began: at the step that this had reached."""
     job.wait_step(1, former + 1)
-    resume = next(event for event in job.resumes() if event["generation"] > former)
+    resume = next(event for event in job.events("resume") if event["generation"] > former)
     assert resume["step"] >= job.newest(former)
     assert resume["recomputed_steps"] == 0
     return resume
@@ -222,20 +215,6 @@ def test_a_cancelled_job_and_one_at_fault_are_not_queued_again(slurm: SlurmClust
     assert {slurm.job_info(each)["Restarts"] for each in (fault, job.id)} == {"0"}
 
 
-def test_a_requeue_waits_for_a_controller_that_is_away(slurm: SlurmCluster) -> None:
-    """The nodes are told ahead of time that they end while there is no controller; it comes back."""
-    job = submit(slurm, ALLOCATION, "--nodes=2")
-    former = job.wait_world(2)["generation"]
-    slurm.stop_controller()
-    slurm.signal_tasks(signal.SIGUSR1)
-    slurm.wait(lambda: len(job.events("drain")) == 2, "two nodes that drain")
-    slurm.wait(lambda: job.events("agent-end"), "the other node's end")
-    slurm.start_controller()
-    job.wait_state("PENDING")
-    slurm.start_now(job.id)
-    went_on(job, former)
-
-
 def test_elements_of_a_sweep_are_queued_again_one_by_one(slurm: SlurmCluster) -> None:
     """One has the number of the whole array; its siblings run on all the same."""
     array = submit(slurm, ALLOCATION, "--array=0-2", "--nodes=1", epochs=150)  # they run on to the end
@@ -243,7 +222,7 @@ def test_elements_of_a_sweep_are_queued_again_one_by_one(slurm: SlurmCluster) ->
     for each in elements:
         each.wait_world(1)
     same = next(each for each in elements if slurm.job_info(each.id)["JobId"] == array.id)
-    former = same.resumes()[-1]["generation"]
+    former = same.events("resume")[-1]["generation"]
     slurm.command("scancel", "--signal=USR1", same.id)
     same.wait_state("PENDING")
     slurm.start_now(same.id)
@@ -268,24 +247,6 @@ def test_an_allocation_that_loses_the_batch_host_does_not_hang(slurm: SlurmClust
     slurm.start_now(job.id)
     assert job.wait_state(*OVER) == "COMPLETED"
     assert slurm.job_info(job.id)["Restarts"] == "1"
-
-
-def test_first_script_of_the_guide_goes_on_without_its_first_node(slurm: SlurmCluster) -> None:
-    """Also without the watchdog of `deploy/slurm/train.sbatch` the others finish the training."""
-    text = GUIDE.read_text().partition("```sh\n#!/bin/bash\n")[2].partition("```")[0]
-    assert "#SBATCH --no-kill\n" in text
-    script = slurm.directory / "guide.sbatch"
-    lines = [line for line in text.splitlines() if "gpus" not in line]  # these machines have none
-    script.write_text("\n".join(["#!/bin/bash", *lines]).replace(" train.py", ' "$@"') + "\n")
-    job = submit(slurm, str(script))
-    former = job.wait_world(3)["generation"]
-    batch_host = slurm.index(slurm.job_info(job.id)["BatchHost"])
-    job.lose_power(batch_host)
-    assert went_on(job, former)["world_size"] == 2
-    job.hurry()
-    slurm.wait(lambda: len(job.events("agent-end")) == 2, "the end of both agents")
-    assert [end["outcome"] for end in job.events("agent-end")] == ["done"] * 2
-    assert job.newest() == job.steps
 
 
 def test_srun_starts_a_job_without_any_flag(slurm: SlurmCluster) -> None:
