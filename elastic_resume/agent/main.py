@@ -254,6 +254,10 @@ class _Agent:
                 snapshots.start_replica_comparison(client, self.event_log.emit)
                 try:
                     torchelastic.run_workers(spec, self.controller, session)
+                except torchelastic.StoppedError as stop:
+                    self.shutdown_controller.begin_shutdown(stop.signal)
+                    stop.cause = self.shutdown_controller.drain_cause()
+                    raise
                 finally:
                     end = client.job_end
                     self.controller.record_failures(end.failures if end else ())
@@ -263,7 +267,7 @@ class _Agent:
             self.shutdown_controller.begin_shutdown(stop.signal)
             exit_code = constants.EXIT_SIGNAL_BASE + stop.signal
             text = self.shutdown_controller.describe()
-            return _Outcome("signalled", exit_code, text, Signalled(stop.signal.name))
+            return _Outcome("signalled", exit_code, text, Signalled(stop.signal.name, stop.cause))
         except NodeExcludedError as error:
             return _Outcome("left", constants.EXIT_REQUEUE, str(error), error.reason)
         except ConfigError as error:  # only the rendezvous can check some flags

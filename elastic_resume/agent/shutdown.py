@@ -89,7 +89,7 @@ class ShutdownController:
             if self._first_signal is not None:
                 return
             self._first_signal = int(signal_number)
-        cause = self._drain_cause() or signal.Signals(signal_number).name
+        cause = self.drain_cause() or signal.Signals(signal_number).name
         self._event_log.emit("drain", cause=cause, others_continue=self._node_only)
 
     @contextlib.contextmanager
@@ -178,10 +178,10 @@ class ShutdownController:
 
     def describe(self) -> str:
         """Describe in one sentence what stopped this agent."""
-        cause = self._drain_cause() or signal.Signals(self._first_signal or signal.SIGTERM).name
+        cause = self.drain_cause() or signal.Signals(self._first_signal or signal.SIGTERM).name
         return "stopped ahead of its time limit." if cause == DEADLINE else f"stopped by {cause}."
 
-    def _drain_cause(self) -> str:
+    def drain_cause(self) -> str:
         """Return the cause of the drain request, if the signal that began the end was our own."""
         return self._drain_request if self._first_signal == self._drain_signal else ""
 
@@ -190,7 +190,7 @@ class ShutdownController:
             return AgentEnd.NODE_LEFT
         if outcome != "signalled":
             return AgentEnd.OTHER
-        cause = self._drain_cause()
+        cause = self.drain_cause()
         if cause == DEADLINE:
             return AgentEnd.JOB_DRAINED
         # SIGTERM, and SIGINT of a person: the sender decides about a restart.

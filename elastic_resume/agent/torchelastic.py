@@ -338,7 +338,7 @@ def open_rendezvous(
 def _find_departure(error: BaseException) -> DepartureReason:
     """Say why this node leaves when ``error`` ends its membership."""
     if isinstance(error, StoppedError):
-        return Signalled(error.signal.name)
+        return Signalled(error.signal.name, error.cause)
     if isinstance(error, NodeExcludedError):
         return Departure.EXCLUDED
     if isinstance(error, JobFailedError):
@@ -539,6 +539,7 @@ class StoppedError(Exception):
     def __init__(self, signal_number: signal.Signals) -> None:
         super().__init__(signal_number.name)
         self.signal = signal_number
+        self.cause = ""  # why this agent has sent itself the signal
 
 
 def _read_rendezvous_config(

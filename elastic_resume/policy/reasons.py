@@ -49,9 +49,13 @@ class Departure(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Signalled:
-    """A signal asked the agent to end, as before the end of its machine or job."""
+    """A signal asked the agent to end, as before the end of its machine or job.
+
+    ``cause``: why the agent has sent itself the signal: deadline, or a preemption notice; else empty.
+    """
 
     signal: str
+    cause: str = ""
 
 
 @dataclass(frozen=True, slots=True)

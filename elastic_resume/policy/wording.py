@@ -75,8 +75,8 @@ def _describe(fact: Any) -> str:
     match fact:
         case reasons.NodeLost(node):
             return f"{node} {_describe_loss(fact)}"
-        case reasons.Signalled(signal):
-            return signal
+        case reasons.Signalled(signal, cause):
+            return cause or signal
         case reasons.ErrorRaised(kind, message):
             return message or kind
         case reasons.WorkersStopped(node):

@@ -260,7 +260,7 @@ def test_reason_that_is_no_fact_is_rejected() -> None:
         "kind": "node-lost",
         "node": "c",
         "loss": {"kind": "left"},
-        "departure": {"kind": "signalled", "signal": "SIGTERM"},
+        "departure": {"kind": "signalled", "signal": "SIGTERM", "cause": ""},
     }
     assert to_json(Departure.NO_RENDEZVOUS) == {"kind": "no-rendezvous"}
     good = to_json(LEFT)
