@@ -313,12 +313,15 @@ def open_rendezvous(
             "--rdzv-conf token_file=FILE or ELASTIC_RESUME_TOKEN to keep others out."
         )
     os.environ[constants.ENV_LOCAL_HOST] = listen_endpoint.host
+    # On a shared disk workers count the generations of other machines' earlier starts too. Events of agents
+    # and workers have the same numbers if one node's agent does so.
+    is_first = scheduler_context.node_order == 0
     client = RendezvousClient(
         rendezvous_config,
         listen_endpoint,
         node=node,
         state_file=state_file,
-        max_generation=node_dir.read_generation(),
+        max_generation=node_dir.read_generation_of_run() if is_first else node_dir.read_generation(),
         lease=lease_page,
         on_log=on_log,
         render_status=status_reporter.render_status,
