@@ -142,7 +142,9 @@ class RestartLog:
         elif not self._is_end_logged and not was_wait_logged:
             joins = root_cause is None and joined
             logger.info(f"joined: {format_node_names(joined)}; restarting." if joins else self._end_text)
-        if isinstance(decision, Exclude) and decision.node != self._node:
+        if isinstance(decision, Exclude):
+            if decision.node == self._node:
+                return  # `log_summary` follows
             logger.warning("node %s is excluded: %s", decision.node, describe(decision))
         is_root_cause = any(failure.node == self._node for failure in verdict.root_causes)
         if is_root_cause and self._traceback not in {"", self._printed_traceback}:

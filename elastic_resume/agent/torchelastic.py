@@ -55,7 +55,7 @@ from elastic_resume.errors import (
     NodeExcludedError,
     RendezvousLostError,
 )
-from elastic_resume.policy.failure_classification import EXIT, Failure, WorkerEnd, to_printable
+from elastic_resume.policy.failure_classification import EXIT, SIGNAL, Failure, WorkerEnd, to_printable
 from elastic_resume.policy.reasons import Departure, DepartureReason, ErrorRaised, JobFinished, Signalled
 from elastic_resume.policy.restart import GenerationReport
 from elastic_resume.policy.wording import describe
@@ -313,12 +313,15 @@ def open_rendezvous(
             "--rdzv-conf token_file=FILE or ELASTIC_RESUME_TOKEN to keep others out."
         )
     os.environ[constants.ENV_LOCAL_HOST] = listen_endpoint.host
+    # On a shared disk workers count the generations of other machines' earlier starts too. Events of agents
+    # and workers have the same numbers if one node's agent does so.
+    is_first = scheduler_context.node_order == 0
     client = RendezvousClient(
         rendezvous_config,
         listen_endpoint,
         node=node,
         state_file=state_file,
-        max_generation=node_dir.read_generation(),
+        max_generation=node_dir.read_generation_of_run() if is_first else node_dir.read_generation(),
         lease=lease_page,
         on_log=on_log,
         render_status=status_reporter.render_status,
@@ -510,11 +513,7 @@ def run_workers(spec: LaunchSpec, controller: RestartController, session: Rendez
         previous = dict.fromkeys(previous, signal.SIG_IGN)
         raise StoppedError(signal.Signals(error.sigval)) from error
     except ChildFailedError as error:
-        rank, process = error.get_first_failure()
-        message = to_printable(str(process.message).splitlines()[0])
-        job_failure = controller.fail_after_last_restart(
-            Failure(EXIT, session.client.node, rank, WorkerEnd(process.exitcode), message=message)
-        )
+        job_failure = controller.fail_after_last_restart(_make_failure(session.client.node, error))
         session.client.fail_job(job_failure)
         raise JobFailedError(describe(job_failure), reason=job_failure) from error
     finally:
@@ -524,6 +523,14 @@ def run_workers(spec: LaunchSpec, controller: RestartController, session: Rendez
     job_end = session.client.job_end
     if job_end is not None and not isinstance(job_end.reason, JobFinished):
         raise JobFailedError(describe(job_end.reason), reason=job_end.reason)
+
+
+def _make_failure(node: str, error: ChildFailedError) -> Failure:
+    """Make the failure of a worker that left no evidence, such as one of ``--run-path``."""
+    rank, process = error.get_first_failure()
+    code = process.exitcode
+    kind, end = (SIGNAL, WorkerEnd(None, process.signal_name())) if code < 0 else (EXIT, WorkerEnd(code))
+    return Failure(kind, node, rank, end, message=to_printable(str(process.message).splitlines()[0]))
 
 
 def _stop_signals(config: LaunchConfig) -> list[signal.Signals]:

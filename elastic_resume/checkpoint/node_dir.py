@@ -141,6 +141,14 @@ class NodeDir:
         )
         return record["generation"] if record is not None else 0
 
+    def read_generation_of_run(self) -> int:
+        """Return the greatest persisted generation of all nodes whose directories are visible here."""
+        known = self.read_generation()
+        for path in self.path.parent.glob(f"*/{constants.GENERATION_FILE}"):
+            with contextlib.suppress(NodeFileError, MachineError):  # another node's; its owner reports it
+                known = max(known, NodeDir(path.parent).read_generation())
+        return known
+
     def persist_generation(self, generation: int) -> int:
         """Make ``generation`` durable unless a greater one is; return the greatest."""
         if not _is_generation(generation):

@@ -17,7 +17,7 @@ from elastic_resume.agent.failure_evidence import FailureEvents
 from elastic_resume.agent.restart_controller import RestartController
 from elastic_resume.agent.restart_log import WaitLog
 from elastic_resume.agent.workers.lease_page import LeasePage
-from elastic_resume.errors import JobFailedError
+from elastic_resume.errors import JobFailedError, NodeExcludedError
 from elastic_resume.events import EventLog, parse_line
 from elastic_resume.policy.failure_classification import (
     Failure,
@@ -209,6 +209,23 @@ def test_restart_logs_its_cause_in_one_line(  # noqa: PLR0917 - the cases and th
         controller.start_generation(world(2, *reported, nodes=nodes), membership_changed=nodes != "ab")
     assert caplog.messages == [line]
     assert capsys.readouterr().err == ""
+
+
+def test_traceback_of_excluded_node_is_printed_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is printed with the summary, not also with a restart that this node takes no part in."""
+    with open_controller(tmp_path, RestartLimits(exclude_after=1)) as (controller, log):
+        controller.start_generation(world(1, nodes="ab"))
+        log.emit("failure", rank=0, step=3, type="ValueError", message="no", traceback="Traceback: no")
+        log.emit("worker-exit", rank=0, signal=None, exit_code=1, stopped=False)
+        failure = controller.report_generation().failure
+        assert failure is not None
+        controller.end_generation(None)
+        with pytest.raises(NodeExcludedError):
+            controller.start_generation(world(2, failure, nodes="ab"))
+        controller.log_failure_summary()
+    assert capsys.readouterr().err.count("Traceback: no") == 1
 
 
 def test_starts_of_nodes_that_cannot_reach_each_other_never_count(

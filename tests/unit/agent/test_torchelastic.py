@@ -7,13 +7,16 @@ from pathlib import Path
 from unittest.mock import Mock, PropertyMock
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from elastic_resume import config, constants
 from elastic_resume.agent import torchelastic
 from elastic_resume.errors import NodeFileError
-from elastic_resume.policy.restart import GenerationReport
+from elastic_resume.policy.restart import GaveUp, GenerationReport, RestartsExhausted
 from elastic_resume.rendezvous.core.interface import StartWorkers
+from elastic_resume.rendezvous.core.messages import FailJob, Header
 from elastic_resume.rendezvous.core.world import Incarnation
+from elastic_resume.rendezvous.net import protocol
 from elastic_resume.schedulers import environment
 
 SLURM = {
@@ -139,3 +142,14 @@ def test_view_that_ended_before_its_workers_start_is_judged_all_the_same() -> No
     assert handler.next_rendezvous().world_size == 1
     judged = [call.args[0].generation for call in controller.start_generation.call_args_list]
     assert judged == [3, 4]
+
+
+@pytest.mark.parametrize(("code", "signal"), [(-9, "SIGKILL"), (3, "")])
+def test_end_of_a_worker_without_evidence_reaches_other_nodes(code: int, signal: str) -> None:
+    """No message holds a negative number: receivers would drop the connection, and never learn of the end."""
+    error = ChildFailedError("train.py", {1: ProcessFailure(1, 77, code, "no such file")})
+    failure = torchelastic._make_failure("b", error)
+    assert getattr(failure.cause, "signal", None) == signal
+    message = FailJob(GaveUp("b", RestartsExhausted(failure)))
+    line = protocol.encode(Header(1, 1), message)
+    assert protocol.decode(line.rstrip())[1] == message

@@ -58,6 +58,15 @@ def test_damaged_record_is_deterministic_error(tmp_path: Path, text: str) -> Non
     NodeDir.claim(tmp_path, RUN, "a", timeout_s=0).release()
 
 
+def test_generation_of_run_is_that_of_its_newest_node(tmp_path: Path) -> None:
+    """A job that starts again on other machines goes on counting; a damaged file is left out."""
+    for name, generation in (("a", 7), ("b", 3), ("c", 9)):
+        NodeDir.attach(tmp_path, RUN, name).persist_generation(generation)
+    (tmp_path / RUN / "c" / constants.GENERATION_FILE).write_text("damaged")
+    fresh = NodeDir.attach(tmp_path, RUN, "d")
+    assert (fresh.read_generation(), fresh.read_generation_of_run()) == (0, 7)
+
+
 def test_identity_and_generation_last(tmp_path: Path) -> None:
     """All owners read the same identity; the generation never decreases."""
     node = NodeDir.attach(tmp_path, RUN, "a")
