@@ -193,7 +193,10 @@ class NodeDir:
         with translate_os_errors("list", self.path):
             left = [
                 path
-                for path in sorted(self.path.iterdir())
+                # committed.json last: what an interrupted move leaves is not taken for a fresh directory
+                for path in sorted(
+                    self.path.iterdir(), key=lambda path: (path.name == COMMITTED_FILE, path.name)
+                )
                 if path.name not in _LASTING_FILES and not path.name.startswith(constants.TEMPORARY_PREFIX)
             ]
         if not left:
@@ -329,6 +332,10 @@ def _read_required(
         if isinstance(record, dict) and is_valid(record):
             return record
     raise NodeFileError(f"{path}: is damaged. {advice}")
+
+
+def _is_moved_last(path: Path) -> tuple[bool, str]:
+    return path.name == COMMITTED_FILE, path.name
 
 
 def _is_generation(value: object) -> bool:

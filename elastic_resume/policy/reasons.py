@@ -280,7 +280,7 @@ class NodeRefused:
 class OwnObstacle(Enum):
     """What keeps a node from joining that lies in itself."""
 
-    DISK_STUCK = "disk-stuck"
+    OWN_DISK_STUCK = "own-disk-stuck"
     THREAD_ENDED = "thread-ended"
     """An internal error of elastic_resume."""
 

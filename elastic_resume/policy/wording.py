@@ -55,7 +55,7 @@ _MEMBERS: dict[Enum, str] = {
     ViewEnd.NOT_READMITTED: "the leader does not readmit this node",
     reasons.Wait.NOTHING_JOINED: "no node has joined yet",
     reasons.Wait.LINK_BROKEN: "a connection has just broken",
-    reasons.OwnObstacle.DISK_STUCK: "this node's disk does not complete writes",
+    reasons.OwnObstacle.OWN_DISK_STUCK: "this node's disk does not complete writes",
     reasons.OwnObstacle.THREAD_ENDED: (
         "the rendezvous thread ended, which is an internal error of elastic_resume"
     ),

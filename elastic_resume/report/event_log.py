@@ -23,6 +23,7 @@ GENERATION_EVENT_KINDS = frozenset(
     {"generation-start", "resume", "worker-start", "step", "commit", "commit-failed", "busy", "failure"}
     | {"run-end", "worker-exit"}
 )
+MAX_GENERATION = 1 << 23  # a snapshot id has no room for a greater one
 _STARTS = frozenset({"generation-start", "worker-start"})
 _AGENT_KINDS = frozenset({"agent-start", "agent-end"})
 _WORKER_KINDS = frozenset({"failure", "worker-exit", "hang", "hang-ended", "rendezvous"})
@@ -137,12 +138,14 @@ def parse_event(event: Event, boot_times: Mapping[str, float]) -> ParsedEvent | 
         return None
     if since is not None and since[0] in boot_times:
         t = round(boot_times[since[0]] + since[1], 3)
-    node = event.get("node")
+    node, generation = event.get("node"), get_count(event, "generation")
+    if generation is not None and generation > MAX_GENERATION:
+        generation = None  # a damaged line must not become the newest generation
     return ParsedEvent(
         t=t,
         kind=kind,
         node=node if isinstance(node, str) else "",
-        generation=get_count(event, "generation"),
+        generation=generation,
         rank=get_count(event, "rank"),
         step=get_count(event, "step"),
         raw=event,

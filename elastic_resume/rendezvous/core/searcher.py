@@ -288,7 +288,7 @@ class Searcher(Role):
     def explain_wait(self) -> JoinObstacle:
         """Return why this node has found no leader."""
         if self.state.voter.is_disk_stalled:
-            return OwnObstacle.DISK_STUCK
+            return OwnObstacle.OWN_DISK_STUCK
         return self.refusal or NoLeader(self.state.find_absent_candidates([self.state.incarnation]))
 
     _HANDLERS: ClassVar[Handlers] = {
