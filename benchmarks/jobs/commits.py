@@ -82,7 +82,7 @@ def main() -> None:
 
     with start_committer(directory) as environ:
         memory = SlotClient(environ["ELASTIC_RESUME_COMMITTER"], 0, is_local_leader=True)
-        memory.send("start_generation", trusted=None, keep=2)
+        memory.send("start_generation", trusted_version=None, keep=2)
         snapshot = Snapshot(training, memory)
         ways = {
             "limit": lambda: write_raw(directory / "raw", snapshot.image),
