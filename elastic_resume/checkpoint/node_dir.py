@@ -334,10 +334,6 @@ def _read_required(
     raise NodeFileError(f"{path}: is damaged. {advice}")
 
 
-def _is_moved_last(path: Path) -> tuple[bool, str]:
-    return path.name == COMMITTED_FILE, path.name
-
-
 def _is_generation(value: object) -> bool:
     return type(value) is int and 0 <= value <= _MAX_GENERATION
 

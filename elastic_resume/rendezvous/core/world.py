@@ -114,10 +114,6 @@ class Ballot:
     disk_id: str = ""
     boot: int = 0
 
-    def is_of(self, proposer: Incarnation | None) -> bool:
-        """Return whether `proposer` proposes in this ballot."""
-        return proposer is not None and (self.disk_id, self.boot) == (proposer.disk_id, proposer.boot)
-
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
