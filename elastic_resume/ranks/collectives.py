@@ -1,8 +1,8 @@
-"""Run the collectives of a restore: gather and broadcast JSON, broadcast tensors.
+"""Run the collectives of restores and step boundaries: gather and broadcast JSON, broadcast tensors.
 
-They run over a gloo group of our own, so the script's NCCL stream is not involved. JSON travels as byte
-tensors and nothing is unpickled. A gather is one collective, or two if a value exceeds `FIRST_BYTES`. A c10d
-store would cost rank 0 requests from every rank.
+All but `Collectives.broadcast_tensors` of GPUs run over a gloo group of our own, so the script's NCCL stream
+is not involved. JSON travels as byte tensors and nothing is unpickled. A gather is one collective, or two if a
+value exceeds `FIRST_BYTES`. A c10d store would cost rank 0 requests from every rank.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import contextlib
 import json
 import os
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from elastic_resume.errors import CorruptError
 from elastic_resume.state.state_dict import view_bytes
@@ -104,6 +106,29 @@ class Collectives:
         """Overwrite ``tensor`` (contiguous, CPU) with that of ``source_rank``."""
         if self._group is not None:
             dist.broadcast(tensor, src=source_rank, group=self._group)
+
+    @torch.no_grad()
+    def broadcast_tensors(self, tensors: Sequence[Tensor], source_rank: int) -> None:
+        """Overwrite ``tensors`` with those of ``source_rank``, in one broadcast per device.
+
+        They may have any dtypes and strides. Those of a GPU travel over the default process group, in the
+        order of the current stream, and the host does not wait for them.
+        """
+        for device in dict.fromkeys(tensor.device for tensor in tensors):
+            by_dtype: dict[torch.dtype, list[Tensor]] = {}
+            # The widest first, which aligns all of them.
+            for tensor in sorted(tensors, key=lambda tensor: -tensor.itemsize):
+                if tensor.device == device:
+                    by_dtype.setdefault(tensor.dtype, []).append(tensor)
+            flats = [_flatten_dense_tensors(group) for group in by_dtype.values()]
+            # Bytes: gloo knows few dtypes.
+            packed = torch.cat([flat.resolve_conj().resolve_neg().view(torch.uint8) for flat in flats])
+            dist.broadcast(packed, src=source_rank, group=self._group if device.type == "cpu" else None)
+            if self.rank == source_rank:
+                continue
+            for group, part in zip(by_dtype.values(), packed.split([f.nbytes for f in flats]), strict=True):
+                received = _unflatten_dense_tensors(part.view(group[0].dtype), group)
+                torch._foreach_copy_(group, received)  # noqa: SLF001  its public equal is a loop in Python
 
     def _destroy_groups(self) -> None:
         """Destroy the groups that were created here, at process exit.

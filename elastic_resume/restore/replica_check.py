@@ -84,11 +84,11 @@ def _describe_ranks(ranks: list[int]) -> str:
     return f"rank {', '.join(map(str, ranks[:MAX_NAMED_RANKS]))}{more}"
 
 
-def require_equal(context: RankContext, tracked: Mapping[str, Any], step: int, *, buffers: bool) -> None:
+def require_equal(context: RankContext, tracked: Mapping[str, Any], step: int) -> None:
     """Raise on all ranks unless all hold the same state; see `Run.assert_ranks_equal`."""
     if context.collectives.size == 1:
         return
-    difference = find_first_difference(context, lambda: _digest_replicated_state(tracked, buffers=buffers))
+    difference = find_first_difference(context, lambda: _digest_replicated_state(tracked))
     if difference is not None:
         raise DivergenceError(
             f"ranks hold different values of {difference.name!r} after step {step} "
@@ -98,13 +98,13 @@ def require_equal(context: RankContext, tracked: Mapping[str, Any], step: int, *
         )
 
 
-def _digest_replicated_state(tracked: Mapping[str, Any], *, buffers: bool) -> dict[str, str]:
+def _digest_replicated_state(tracked: Mapping[str, Any]) -> dict[str, str]:
     """Digest, by name, the state that data-parallel training keeps equal on all ranks.
 
     Hyperparameters belong to it: a different learning rate makes different weights one step later.
     """
     flat = state_dict.flatten(tracked)
-    values = state_dict.digest_leaves(leaf for leaf in flat.leaves if _is_compared(leaf, buffers=buffers))
+    values = state_dict.digest_leaves(leaf for leaf in flat.leaves if _is_compared(leaf))
     for name, item in tracked.items():
         if isinstance(item, Optimizer):
             for path, value in iter_leaves(json_codec.decode(flat.structure[name]), name):
@@ -113,7 +113,7 @@ def _digest_replicated_state(tracked: Mapping[str, Any], *, buffers: bool) -> di
     return values
 
 
-def _is_compared(leaf: Leaf, *, buffers: bool) -> bool:
+def _is_compared(leaf: Leaf) -> bool:
     if leaf.kind == SCRIPT_OWNED:  # an average of equal weights is equal, in whatever object it is
         return leaf.name.split("/")[0].split(".")[0] == EMA_NAME
-    return leaf.kind == REPLICATED or (buffers and leaf.kind == BUFFER)
+    return leaf.kind in {REPLICATED, BUFFER}

@@ -148,11 +148,10 @@ def is_tensor_container(item: Any) -> bool:
 
 
 REPLICATED = "replicated"  # equal on every rank after every step
-BUFFER = "buffer"  # a module's buffer; DDP uses rank 0's
+BUFFER = "buffer"  # a module's buffer; rank 0's at each step boundary
 SCRIPT_OWNED = "own"  # the script's own tensors and averages; start with rank 0's values, as the weights do
 OTHER = "other"
-# An object of this name is an average of the model. It may differ between ranks, since it often includes
-# BatchNorm's buffers.
+# An object of this name is an average of the model.
 EMA_NAME = "ema"
 RESERVED_PREFIX = "elastic_resume."  # of the objects that a run tracks itself
 

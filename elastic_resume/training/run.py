@@ -40,6 +40,7 @@ from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import UntrackedOptimizerCheck
 from elastic_resume.training import announce, worker_exit
 from elastic_resume.training.progress import RunOptions
+from elastic_resume.training.rank0_buffers import Rank0Buffers
 from elastic_resume.training.run_parts import RunParts, restore_parts
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class Run:
         self._context = context = parts.context
         self._tracked = parts.tracked
         self._rank_values = parts.rank_values
+        self._rank0_buffers = Rank0Buffers(context, parts.tracked)
         self._node_dir = parts.node_dir
         self._committer_connection = parts.committer_connection
         self._bucket_order = parts.bucket_order
@@ -201,6 +203,7 @@ class Run:
         """
         self._progress.end_epoch()
         exchange(self._rank_values, self._context.collectives)
+        self._rank0_buffers.receive()
         if self._save_if_due():
             self._drain_request.terminate_process()
 
@@ -221,6 +224,7 @@ class Run:
         self._earlier_run_notice.record_start()
         position = self._progress.finish_step()
         exchange(self._rank_values, self._context.collectives)
+        self._rank0_buffers.receive()
         self._bucket_order.end_step()
         failpoints.hit("step", position.step)
         self._random_numbers.after_step(position.step)
@@ -290,14 +294,11 @@ class Run:
         with self._heartbeat.busy():
             return self._snapshot_scheduler.commit(position, is_epoch_over=is_epoch_over)
 
-    def assert_ranks_equal(self, *, buffers: bool = False) -> None:
+    def assert_ranks_equal(self) -> None:
         """Check that all ranks hold the same state, bit for bit.
 
-        Compared are parameters, optimizer state, hyperparameters and ``ema``. Call it on every rank, between
-        two steps. It reads the state once; ranks exchange digests and no tensors. With ``buffers`` it
-        compares the modules' buffers too. BatchNorm's buffers differ by design, because each rank has its own
-        share of the batch; so does an average of them in an object of your own. Pass the averaged module
-        itself as ``ema``.
+        Compared are parameters, buffers, optimizer state, hyperparameters and ``ema``. Call it on every rank,
+        after `step`. It reads the state once; ranks exchange digests and no tensors.
 
         Raises:
             DivergenceError: on all ranks; the text names the first different value and the ranks.
@@ -305,7 +306,7 @@ class Run:
 
         """
         with self._heartbeat.busy():
-            replica_check.require_equal(self._context, self._tracked, self.position.step, buffers=buffers)
+            replica_check.require_equal(self._context, self._tracked, self.position.step)
 
     @property
     def verify_copies(self) -> bool:

@@ -75,7 +75,7 @@ if loads:  # the other node does not see the file
         item.load_state_dict(found[name])
     ema[0].fill_(5.0)
 with er.resume(model=model, optimizer=optimizer, scheduler=scheduler, ema=ema) as run:
-    run.assert_ranks_equal(buffers=True)
+    run.assert_ranks_equal()
     moments = [state["exp_avg"].tolist() for state in optimizer.state_dict()["state"].values()]
     values = [model.state_dict()["0.weight"].tolist(), moments, optimizer.param_groups[0]["lr"]]
     print(json.dumps([run.position.step, *values, scheduler.last_epoch, ema[0].tolist()]))

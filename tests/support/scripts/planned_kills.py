@@ -93,7 +93,7 @@ def main() -> None:
             os.write(log.fileno(), (json.dumps(line) + "\n").encode())
             kills.reach("told")
     flat = state_dict.flatten({"model": model, "optimizer": optimizer})
-    digest = state_dict.combine_digests(state_dict.digest_leaves(flat.select_kinds(state_dict.REPLICATED)))
+    digest = state_dict.combine_digests(state_dict.digest_leaves(flat.leaves))
     (args.step_log / f"end-{run.rank}.json").write_text(json.dumps({"digest": digest}))
     run.close()
 

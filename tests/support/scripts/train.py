@@ -99,9 +99,7 @@ def main() -> None:
         "world_size": run.world_size,
         "generation": run.generation,
         "step": run.position.step,
-        "digest": state_dict.combine_digests(
-            state_dict.digest_leaves(flat.select_kinds(state_dict.REPLICATED))
-        ),
+        "digest": state_dict.combine_digests(state_dict.digest_leaves(flat.leaves)),
     }
     (args.step_log / f"end-{run.rank}.json").write_text(json.dumps(end))
     run.close()

@@ -144,7 +144,7 @@ def main(directory: Path) -> None:
                 best.loss = min(best.loss, evaluate(model, held_out))
             print(f"epoch {epoch}: best loss {best.loss:.3f}")
         path: Path | None = run.save()
-        run.assert_ranks_equal(buffers=True)
+        run.assert_ranks_equal()
         run.verify_copies = run.verify_copies or run.world_change is not None
     assert read_again(directory)
     print(f"trained: {path is not None} {len(hooks)} hooks")
