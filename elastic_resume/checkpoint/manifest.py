@@ -44,9 +44,9 @@ class Position:
 class Manifest:
     """Everything in a checkpoint except its tensors.
 
-    ``rank`` is the writer's; ``written_at`` is in Unix seconds. ``rank0_tensors`` names tensors that differ
-    between ranks, such as BatchNorm's buffers: a resume takes rank 0's. `CheckpointTransaction` fills in
-    ``file_bytes``, ``block_bytes`` and ``blocks``.
+    ``rank`` is the writer's; ``written_at`` is in Unix seconds. ``rank0_tensors`` names tensors that may
+    differ between ranks, such as those of a script's objects: a resume takes rank 0's.
+    `CheckpointTransaction` fills in ``file_bytes``, ``block_bytes`` and ``blocks``.
     """
 
     run_id: str

@@ -1,8 +1,8 @@
 """Run the collectives of restores and step boundaries: gather and broadcast JSON, broadcast tensors.
 
 All but `Collectives.broadcast_tensors` of GPUs run over a gloo group of our own, so the script's NCCL stream
-is not involved. JSON travels as byte tensors and nothing is unpickled. A gather is one collective, or two if a
-value exceeds `FIRST_BYTES`. A c10d store would cost rank 0 requests from every rank.
+is not involved. JSON travels as byte tensors and nothing is unpickled. A gather is one collective, or two if
+a value exceeds `FIRST_BYTES`. A c10d store would cost rank 0 requests from every rank.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Collectives:
                 continue
             for group, part in zip(by_dtype.values(), packed.split([f.nbytes for f in flats]), strict=True):
                 received = _unflatten_dense_tensors(part.view(group[0].dtype), group)
-                torch._foreach_copy_(group, received)  # noqa: SLF001  its public equal is a loop in Python
+                torch._foreach_copy_(group, received)
 
     def _destroy_groups(self) -> None:
         """Destroy the groups that were created here, at process exit.

@@ -97,7 +97,7 @@ class RunSpec:
             for entry in cluster.checkpoints(index)[:1]
             if entry.manifest is not None
         ]
-        # Ranks may have moved; BatchNorm's buffers are those of rank 0, wherever it runs.
+        # Ranks may have moved; tensors of the script's own objects are those of rank 0, wherever it runs.
         newest = max(found, key=lambda one: (one[1].version, one[1].rank == 0), default=None)
         if newest is None:
             raise make_error(

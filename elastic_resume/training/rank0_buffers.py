@@ -7,7 +7,7 @@ every node's snapshot holds rank 0's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class Rank0Buffers:
             DivergenceError: on all ranks; the ranks' buffers differ in number, dtype or shape.
 
         """
-        buffers = [buffer for module in self._modules.values() for buffer in _list_buffers(module)]
+        buffers = [buffer for item in self._modules.values() for _, _, buffer in _iter_buffers(item)]
         formats = [(buffer.device.type, buffer.dtype, buffer.shape) for buffer in buffers]
         if formats != self._formats:  # at the first step, and where modules get other buffers
             self._require_equal_formats()
@@ -45,23 +45,22 @@ class Rank0Buffers:
 
     def _require_equal_formats(self) -> None:
         named = {
-            f"{name}/{key}": f"{buffer.device.type} {buffer.dtype} {list(buffer.shape)}"
-            for name, module in self._modules.items()
-            for key, buffer in module.named_buffers()
+            f"{name}/{part_name}.{key}".replace("/.", "/"): f"{b.device.type} {b.dtype} {list(b.shape)}"
+            for name, item in self._modules.items()
+            for part_name, key, b in _iter_buffers(item)
         }
         if difference := find_first_difference(self._context, lambda: named):
             raise DivergenceError(
-                f"the buffer {difference.name!r} has another dtype, shape or device on {difference.ranks_text}. "
-                "run.step() gives all ranks the buffers of rank 0, so modules need the same buffers "
-                "everywhere. Register a buffer of this rank alone with persistent=False."
+                f"the buffer {difference.name!r} has another dtype, shape or device on "
+                f"{difference.ranks_text}. run.step() gives all ranks the buffers of rank 0, so "
+                "modules need the same buffers everywhere. Register a buffer of this rank alone with "
+                "persistent=False."
             )
 
 
-def _list_buffers(module: nn.Module) -> list[Tensor]:
-    """List the buffers that state_dict() stores, twice if two modules share one."""
-    return [
-        buffer
-        for part in module.modules()
-        for key, buffer in part._buffers.items()  # noqa: SLF001  named_buffers() takes three times as long
-        if buffer is not None and key not in part._non_persistent_buffers_set  # noqa: SLF001
-    ]
+def _iter_buffers(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield the buffers that state_dict() stores, each with its module's name and its own."""
+    for part_name, part in module.named_modules():
+        for key, buffer in part._buffers.items():  # noqa: SLF001  named_buffers() has the others too
+            if buffer is not None and key not in part._non_persistent_buffers_set:  # noqa: SLF001
+                yield part_name, key, buffer

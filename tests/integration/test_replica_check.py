@@ -93,7 +93,7 @@ def test_assert_ranks_equal_names_difference_on_all_ranks(tmp_path: Path) -> Non
     finished = launch_ranks.run_ranks(3, SCRIPT, env=env)
     assert [done.returncode for done in finished] == [0] * 3, finished[0].stderr
     expected = {
-        "buffers": "'model/1.running_mean' after step 2 (rank 0 against rank 1 against rank 2)",
+        "buffer": "'model/1.running_mean' after step 2 (rank 0, 2 against rank 1)",
         "weight": "'model/2.weight' after step 2 (rank 0, 2 against rank 1)",
         "optimizer": "'optimizer/state/1/exp_avg' after step 2 (rank 0 against rank 1, 2)",
         "ema": "'ema/shadow/1' after step 2 (rank 0, 1 against rank 2)",
@@ -105,6 +105,10 @@ def test_assert_ranks_equal_names_difference_on_all_ranks(tmp_path: Path) -> Non
         refused = error_by_case.pop("not to be stored")
         assert "builtin_function_or_method" in refused
         assert ("rank 1 on node n1" in refused) == (rank != 1)
+        shape = error_by_case.pop("shape")
+        assert (
+            "the buffer 'model/seen' has another dtype, shape or device on rank 0, 1 against rank 2" in shape
+        )
         assert list(error_by_case) == list(expected), "the cases that raised are not the expected ones"
         for case, text in expected.items():
             assert error_by_case[case].startswith(f"DivergenceError: ranks hold different values of {text}. ")
