@@ -7,10 +7,11 @@ and every rank reports the first that it holds differently. The callers decide w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from elastic_resume.checkpoint import json_codec
@@ -21,6 +22,7 @@ from elastic_resume.state import state_dict
 from elastic_resume.state.open_checkpoint import iter_leaves
 from elastic_resume.state.state_dict import BUFFER, EMA_NAME, REPLICATED, SCRIPT_OWNED, Leaf
 
+MAX_SAMPLED_ELEMENTS = 4096
 MAX_NAMED_GROUPS, MAX_NAMED_RANKS = 4, 8  # limits in a message, so that a thousand ranks make one line
 
 
@@ -90,27 +92,84 @@ def require_equal(context: RankContext, tracked: Mapping[str, Any], step: int) -
         return
     difference = find_first_difference(context, lambda: _digest_replicated_state(tracked))
     if difference is not None:
-        raise DivergenceError(
-            f"ranks hold different values of {difference.name!r} after step {step} "
-            f"({difference.ranks_text}). Look for something that one rank alone does: weights changed "
-            "outside optimizer.step(), a backward pass that bypasses the DDP module or stays in no_sync(), a "
-            "scheduler that follows a rank's own loss."
+        raise _describe_difference(difference, step)
+
+
+class FirstStepsCheck:
+    """Compares all ranks after the first steps of a generation, to find a model that DDP does not wrap.
+
+    Without DDP each rank trains a model of its own, on one node without any sign. A sample of each tensor
+    shows it. Several steps are compared, since a learning rate may be zero in the first. The setting
+    ``check-replicas: off`` turns this off too: machines of different kinds round differently.
+    """
+
+    def __init__(self, context: RankContext, tracked: Mapping[str, Any], has_ddp: Callable[[], bool]) -> None:
+        """``has_ddp`` returns whether a tracked model is known to be in DDP."""
+        self._context, self._tracked, self._has_ddp = context, tracked, has_ddp
+        is_on = context.collectives.size > 1 and not context.settings.check_replicas.is_off
+        self._steps_to_compare = {1, 2, 4} if is_on else set()
+        self._finished_steps = 0
+
+    def after_step(self, step: int) -> None:
+        """Compare if it is time to. Every rank calls it after each step.
+
+        Raises:
+            DivergenceError: on all ranks; the text names the first value that differs, and the likely cause.
+
+        """
+        if not self._steps_to_compare:
+            return
+        self._finished_steps += 1
+        if self._finished_steps not in self._steps_to_compare:
+            return
+        self._steps_to_compare.discard(self._finished_steps)
+        difference = find_first_difference(
+            self._context, lambda: _digest_replicated_state(self._tracked, sample=True)
         )
+        if difference is not None:
+            raise _describe_difference(difference, step, has_ddp=self._has_ddp())
 
 
-def _digest_replicated_state(tracked: Mapping[str, Any]) -> dict[str, str]:
+def _describe_difference(difference: RankDifference, step: int, *, has_ddp: bool = True) -> DivergenceError:
+    cause = (
+        "Look for something that one rank alone does: weights changed outside optimizer.step(), parameters "
+        "outside of the module in DDP, a backward pass that bypasses the DDP module or stays in no_sync(), "
+        "a scheduler that follows a rank's own loss."
+    )
+    if not has_ddp:
+        cause = (
+            "No tracked model is in DDP, so each rank trains its own: write model = run.ddp(model) after "
+            "er.resume(), or wrap it in DistributedDataParallel before, and call what that returns. If you "
+            f"average gradients yourself: {cause[0].lower()}{cause[1:]}"
+        )
+    return DivergenceError(
+        f"ranks hold different values of {difference.name!r} after step {step} ({difference.ranks_text}). "
+        f"{cause}"
+    )
+
+
+def _digest_replicated_state(tracked: Mapping[str, Any], *, sample: bool = False) -> dict[str, str]:
     """Digest, by name, the state that data-parallel training keeps equal on all ranks.
 
-    Hyperparameters belong to it: a different learning rate makes different weights one step later.
+    Hyperparameters belong to it: a different learning rate makes different weights one step later. With
+    ``sample`` digest at most `MAX_SAMPLED_ELEMENTS` of each tensor.
     """
     flat = state_dict.flatten(tracked)
-    values = state_dict.digest_leaves(leaf for leaf in flat.leaves if _is_compared(leaf))
+    compared = [leaf for leaf in flat.leaves if _is_compared(leaf)]
+    if sample:
+        compared = [replace(leaf, tensor=_take_sample(leaf.tensor)) for leaf in compared]
+    values = state_dict.digest_leaves(compared)
     for name, item in tracked.items():
         if isinstance(item, Optimizer):
             for path, value in iter_leaves(json_codec.decode(flat.structure[name]), name):
                 if not isinstance(value, TensorRef):
                     values[path] = state_dict.combine_digests({"": json_codec.encode(value)})
     return values
+
+
+def _take_sample(tensor: Tensor) -> Tensor:
+    stride = -(-tensor.numel() // MAX_SAMPLED_ELEMENTS)
+    return tensor if stride <= 1 else tensor.flatten()[::stride]
 
 
 def _is_compared(leaf: Leaf) -> bool:

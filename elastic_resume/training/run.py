@@ -66,6 +66,8 @@ class Run:
         self._tracked = parts.tracked
         self._rank_values = parts.rank_values
         self._rank0_buffers = Rank0Buffers(context, parts.tracked)
+        self._has_ddp = False
+        self._first_steps_check = replica_check.FirstStepsCheck(context, parts.tracked, lambda: self._has_ddp)
         self._node_dir = parts.node_dir
         self._committer_connection = parts.committer_connection
         self._bucket_order = parts.bucket_order
@@ -144,6 +146,7 @@ class Run:
         wrapper = state_dict.find_parallel_wrapper(model)
         if wrapper is not None or not dist.is_initialized():
             if name is not None and isinstance(wrapper, DistributedDataParallel):
+                self._has_ddp = True
                 self._bucket_order.prepare(name, inner, wrapper)
             return model
         kwargs: dict[str, Any] = {"init_sync": False} if name is not None else {}
@@ -152,6 +155,7 @@ class Run:
             kwargs["device_ids"] = [next(iter(devices)).index]
         wrapped = DistributedDataParallel(model, **{**kwargs, **ddp_kwargs})
         if name is not None:
+            self._has_ddp = True
             self._bucket_order.prepare(name, inner, wrapped)
         failpoints.register_action("skip-collective", lambda: _skip_next_reduction(wrapped))
         return wrapped
@@ -226,6 +230,8 @@ class Run:
         exchange(self._rank_values, self._context.collectives)
         self._rank0_buffers.receive()
         self._bucket_order.end_step()
+        with self._heartbeat.busy():
+            self._first_steps_check.after_step(position.step)
         failpoints.hit("step", position.step)
         self._random_numbers.after_step(position.step)
         is_drained = False

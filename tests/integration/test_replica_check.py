@@ -112,3 +112,23 @@ def test_assert_ranks_equal_names_difference_on_all_ranks(tmp_path: Path) -> Non
         assert list(error_by_case) == list(expected), "the cases that raised are not the expected ones"
         for case, text in expected.items():
             assert error_by_case[case].startswith(f"DivergenceError: ranks hold different values of {text}. ")
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("none", "'model.body/weight' after step 2 (rank 0 against rank 1). No tracked model is in DDP, so"),
+        ("outside", "'model.head/weight' after step 2 (rank 0 against rank 1). Look for something that one"),
+        ("by-hand", ""),
+    ],
+)
+def test_model_outside_of_ddp_ends_the_job_within_the_first_steps(
+    tmp_path: Path, case: str, text: str
+) -> None:
+    """On one node too, where each rank would train a model of its own to the end."""
+    env = {"ELASTIC_RESUME_CKPT_DIR": str(tmp_path), "ELASTIC_RESUME_NODE_NAME": "n0"}
+    finished = launch_ranks.run_ranks(2, SCRIPT.with_name("unwrapped.py"), case, env=[env] * 2)
+    assert [done.returncode for done in finished] == [int(bool(text))] * 2, finished[0].stderr
+    for done in finished:
+        assert text in done.stderr

@@ -187,7 +187,10 @@ def test_resume_option_and_damage_decide_how_a_job_starts(tmp_path: Path) -> Non
 
 def test_resume_refuses_diverged_replicas_and_names_tensor(tmp_path: Path) -> None:
     """One rank's weights drift; the next resume names the tensor and the ranks."""
-    assert [done.returncode for done in probe(tmp_path, "diverge")] == [0, 0]
+    assert [done.returncode for done in probe(tmp_path, "diverge", ELASTIC_RESUME_CHECK_REPLICAS="off")] == [
+        0,
+        0,
+    ]
     assert_refused(probe(tmp_path, "plain", steps=9), "'model/0.weight'", "rank 0 against rank 1")
 
 
@@ -196,8 +199,7 @@ def test_resume_on_shared_file_system_reads_other_nodes_checkpoints(tmp_path: Pa
     first = read_results(probe(tmp_path, "plain", nodes=("old0", "old1")))
     again = read_results(probe(tmp_path, "plain", nodes=("new0", "new1")))
     assert [end["weight"] for end in again] == [end["weight"] for end in first]
-    assert first[0]["mean"] != first[1]["mean"]
-    assert [end["mean"] for end in again] == [first[0]["mean"]] * 2
+    assert [end["mean"] for end in [*first, *again]] == [first[0]["mean"]] * 4
     assert Catalog(tmp_path / "probe" / "new1", "probe").list_valid(read_data=True)
 
 
