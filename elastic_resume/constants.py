@@ -38,6 +38,7 @@ ENV_AGENT_PID = "ELASTIC_RESUME_AGENT_PID"  # set when an agent holds the node's
 ENV_EVENTS_PATH = "ELASTIC_RESUME_EVENTS_PATH"  # the node's event file, for the launcher shim
 ENV_EVIDENCE = "ELASTIC_RESUME_EVIDENCE"  # a memfd of the agent for the events that it decides by
 ENV_GENERATION = "ELASTIC_RESUME_GENERATION"  # the generation that the rendezvous assigned
+ENV_LAST_STEP = "ELASTIC_RESUME_LAST_STEP"  # "STEP NODES": nodes have finished; no step after this one
 ENV_LOCAL_HOST = "ELASTIC_RESUME_LOCAL_HOST"  # address or name at which other nodes reach this agent
 ENV_LEASE_PAGE = "ELASTIC_RESUME_LEASE_PAGE"  # path of the page with the lease, for worker supervisors
 ENV_FORK_SERVER = "ELASTIC_RESUME_FORK_SERVER"  # abstract unix socket at which launcher shims request workers

@@ -361,6 +361,7 @@ def _set_environment(
     for name in (
         constants.ENV_MTBF_S,
         constants.ENV_GENERATION,
+        constants.ENV_LAST_STEP,
         torchelastic.ENV_WORKERS_IDENTICAL,
     ):
         os.environ[name] = ""

@@ -10,18 +10,22 @@ The checks read files and change nothing.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import importlib.machinery
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from elastic_resume import constants
+from elastic_resume.checkpoint.node_dir import mask_secrets
 from elastic_resume.errors import ConfigError
 from elastic_resume.rendezvous.endpoint import local_addresses, parse_address
 from elastic_resume.schedulers import environment
@@ -29,6 +33,8 @@ from elastic_resume.schedulers.environment import SchedulerContext
 from elastic_resume.schedulers.slurm import SharedDir
 
 SHARED_DIR_OFF = "off"
+MAX_SCRIPT_BYTES = 1 << 24  # a program of --no-python may be larger; this much is compared
+MAX_ARGUMENT_CHARS = 1000
 # Each of these flags names the rendezvous, or says that there is one node only.
 RENDEZVOUS_FLAGS = {"rdzv_endpoint", "standalone", "master_addr", "master_port", "node_rank"}
 # CoreDNS caches an answer for 30 s, so nodes may need that long to find candidates that were all replaced.
@@ -202,3 +208,34 @@ def check_script(args: argparse.Namespace) -> None:
         raise ConfigError(f"there is no training script {script[:200]!r} in {Path.cwd()} that can be read.")
     elif Path(script).is_dir() and not (Path(script) / "__main__.py").is_file():
         raise ConfigError(f"the training script {script[:200]!r} is a directory without a __main__.py.")
+
+
+def identify_script(script: str) -> str:
+    """Return the script's name, with a digest of its content if it is a file that can be read."""
+    path, digest = Path(script), ""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        content = file.read(MAX_SCRIPT_BYTES)
+        digest = f" ({hashlib.sha256(content).hexdigest()[:12]})"
+    return f"{path.name[:MAX_ARGUMENT_CHARS]}{digest}"
+
+
+def describe_script_arguments(arguments: Sequence[str], node_arguments: Sequence[str]) -> str:
+    """Return the script's arguments in one line, secrets masked, to compare them between nodes.
+
+    Those named in ``node_arguments`` are left out with their values, as ``--rank 3`` and ``--rank=3``.
+    """
+    words: list[str] = []
+    is_value = False
+    for word in mask_secrets(arguments):
+        if is_value and not word.startswith("-"):
+            is_value = False
+            continue
+        name, equals, _ = word.partition("=")
+        is_value = name in node_arguments and not equals
+        if name not in node_arguments:
+            words.append(word)
+    text = shlex.join(words)
+    if len(text) <= MAX_ARGUMENT_CHARS:
+        return text
+    digest = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:12]
+    return f"{text[:MAX_ARGUMENT_CHARS]}… ({digest})"

@@ -33,7 +33,7 @@ from elastic_resume.policy import checkpoint_interval, failure_classification, r
 from elastic_resume.policy.failure_classification import Failure, FailureVerdict, separate_root_causes
 from elastic_resume.policy.reasons import to_json
 from elastic_resume.policy.restart import Continue, Exclude, GaveUp, GenerationResult, GiveUp
-from elastic_resume.policy.wording import describe
+from elastic_resume.policy.wording import describe, format_node_names
 from elastic_resume.rendezvous.core.interface import EmitEvent, StartWorkers, StopReason
 from elastic_resume.slots.progress_page import MAX_LOCAL_RANKS, read_records
 
@@ -177,6 +177,7 @@ class RestartController:
             node_rank=view.rank,
             num_nodes=len(view.members),
         )
+        self.log.log_arguments(view.arguments)
         logger.debug("generation %d: node %d of %d.", view.generation, view.rank, len(view.members))
 
     def _judge_generation(
@@ -250,7 +251,21 @@ class RestartController:
     @property
     def _world(self) -> restart.WorldSummary:
         view = self._view
-        return restart.WorldSummary(_list_nodes(view), view.newest_step) if view else restart.WorldSummary()
+        if view is None:
+            return restart.WorldSummary()
+        return restart.WorldSummary(_list_nodes(view), view.newest_step, view.finished_nodes)
+
+    def limit_last_step(self, view: StartWorkers) -> str:
+        """Return `constants.ENV_LAST_STEP`: the last step that this view may take, if nodes have finished.
+
+        It may recompute what they had finished. Too few nodes take no step: the ranks' samples would differ.
+        """
+        if not view.finished_nodes:
+            return ""
+        is_enough = len(view.members) >= self._limits.min_nodes
+        # All ranks finish a step together, but one of them may be counted before the others.
+        last_step = view.newest_step + 1 if is_enough else 0
+        return f"{last_step} {format_node_names(view.finished_nodes)}"
 
     # ---- the end of the job ----------------------------------------------------------------------------
 

@@ -16,9 +16,11 @@ from elastic_resume.policy.failure_classification import (
     Failure,
     FailureVerdict,
 )
+from elastic_resume.policy.reasons import NodeArguments
 from elastic_resume.policy.restart import Exclude, RestartDecision
 from elastic_resume.policy.wording import (
     describe,
+    describe_arguments,
     describe_event,
     describe_failure,
     explain_verdict,
@@ -92,6 +94,7 @@ class RestartLog:
         self._traceback = ""  # of this node's failure in that generation
         self._printed_traceback = ""
         self._has_warned_of_no_resume = False
+        self._logged_arguments: tuple[NodeArguments, ...] = ()
 
     def log_rendezvous_event(self, event: EmitEvent) -> str:
         """Log an event of the rendezvous if it concerns people; return its text."""
@@ -150,6 +153,12 @@ class RestartLog:
         if is_root_cause and self._traceback not in {"", self._printed_traceback}:
             self._print_traceback(logging.WARNING)
         self._traceback = ""
+
+    def log_arguments(self, arguments: tuple[NodeArguments, ...]) -> None:
+        """Log once that the script's arguments differ between nodes."""
+        if arguments and arguments != self._logged_arguments:
+            logger.warning(describe_arguments(arguments))
+        self._logged_arguments = arguments or self._logged_arguments
 
     def warn_of_no_resume(self, failures: Sequence[Failure]) -> None:
         """Warn once that no worker came out of `er.resume`, unless a partition explains it."""

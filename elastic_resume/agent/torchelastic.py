@@ -101,14 +101,21 @@ class ElasticRendezvousHandler(RendezvousHandler):
         host: str,
         local_world_size: int,
         node_order: int,
+        script: str,
+        arguments: str,
     ) -> None:
-        """``host`` is this node's address for workers, ``node_order`` its place in the scheduler's order."""
+        """``host`` is this node's address for workers, ``node_order`` its place in the scheduler's order.
+
+        ``script`` is read at each join, because each start of workers reads it. Other nodes get its digest,
+        and its ``arguments``.
+        """
         self._client = client
         self._controller = controller
         self._peer_probe = peer_probe
         self._host = host
         self._local_world_size = local_world_size
         self._node_order = node_order
+        self._script, self._arguments = script, arguments
         self._store_server: TCPStore | None = None
         self._world: StartWorkers | None = None
         self._logged_start = False  # of the workers of this world
@@ -139,6 +146,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         self._peer_probe.begin_generation(world)
         # torchelastic passes its environment on to workers.
         os.environ[constants.ENV_GENERATION] = str(world.generation)
+        os.environ[constants.ENV_LAST_STEP] = self._controller.limit_last_step(world)
         os.environ[constants.ENV_MTBF_S] = f"{self._controller.mtbf_s:.3f}"
         os.environ[ENV_WORKERS_IDENTICAL] = str(int(len(set(world.workers_per_node)) == 1))
         store: Any = _GenerationStore(_create_rank_store(world.workers_per_node), self._client)
@@ -163,6 +171,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
             self._local_world_size,
             self._node_order,
             newest_step,
+            script=options.identify_script(self._script),
+            arguments=self._arguments,
         )
         try:
             world = self._client.join(join_spec)
@@ -356,13 +366,15 @@ class LaunchSpec:
     """What `run_workers` starts, and the settings of its rendezvous.
 
     ``worker_command`` is for the fork server; it is None if workers start cold. ``shared_dir`` is a directory
-    that all nodes of a Slurm job see.
+    that all nodes of a Slurm job see. ``script`` and ``arguments`` are what other nodes compare.
     """
 
     config: LaunchConfig
     entrypoint: Callable[..., Any] | str
     args: list[str]
     rendezvous_config: RendezvousConfig
+    script: str
+    arguments: str
     worker_command: list[str] | None = None
     shared_dir: SharedDir | None = None
 
@@ -444,7 +456,14 @@ def prepare_launch(
             entrypoint_args = [*shim, entrypoint, *entrypoint_args]
             entrypoint = sys.executable
         yield LaunchSpec(
-            config, entrypoint, entrypoint_args, rendezvous_config, worker_command, filled.shared_dir
+            config,
+            entrypoint,
+            entrypoint_args,
+            rendezvous_config,
+            args.training_script,
+            options.describe_script_arguments(args.training_script_args, args.node_arguments or ()),
+            worker_command,
+            filled.shared_dir,
         )
 
 
@@ -498,6 +517,8 @@ def run_workers(spec: LaunchSpec, controller: RestartController, session: Rendez
             host=session.host,
             local_world_size=config.nproc_per_node,
             node_order=session.node_order,
+            script=spec.script,
+            arguments=spec.arguments,
         )
 
     rendezvous_handler_registry.register(RENDEZVOUS_BACKEND, create_handler)

@@ -35,6 +35,8 @@ class Loss(Enum):
     UNREACHABLE = "unreachable"
     UNRESPONSIVE = "unresponsive"
     """It did not acknowledge a proposal."""
+    REFUSED = "refused"
+    """It has another script."""
 
 
 class Departure(Enum):
@@ -302,6 +304,14 @@ class JobFinished:
 
     unfinished: tuple[str, ...] = ()
     unfinished_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeArguments:
+    """The training script's arguments on a node, in one line with secrets masked."""
+
+    node: str
+    arguments: str
 
 
 def name_nodes(nodes: Iterable[object]) -> tuple[str, ...]:

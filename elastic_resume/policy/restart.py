@@ -63,6 +63,8 @@ class WorldSummary:
 
     nodes: tuple[str, ...] = ()
     newest_step: int = 0
+    finished_nodes: tuple[str, ...] = ()
+    """Nodes whose workers have succeeded."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,14 @@ class NoProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class EndedElsewhere:
+    """The workers of other nodes have succeeded, and a script that resumes no state would start over."""
+
+    failure: Failure | None
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RestartsExhausted:
     """torchelastic restarts no more."""
 
@@ -162,7 +172,9 @@ class CannotStart:
     failure: Failure
 
 
-GiveUpReason = SameErrorAgain | SameErrorEverywhere | StepFails | NoProgress | RestartsExhausted
+GiveUpReason = (
+    SameErrorAgain | SameErrorEverywhere | StepFails | NoProgress | RestartsExhausted | EndedElsewhere
+)
 ExclusionReason = WorkerStuck | CausedAlone | CannotStart
 
 
@@ -256,6 +268,8 @@ def decide_restart(
     """Decide after the last generation of ``history`` (oldest first) has ended."""
     world = world or WorldSummary()
     last, root = history[-1], history[-1].verdict.root_cause
+    if world.finished_nodes and all(result.start_step is None for result in history):
+        return GiveUp(EndedElsewhere(root, world.finished_nodes))
     if not last.failed:
         return Continue()
     if root is not None and root.is_deterministic:

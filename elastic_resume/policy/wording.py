@@ -42,6 +42,7 @@ _MEMBERS: dict[Enum, str] = {
     Loss.REPLACED: "is back with an empty disk",
     Loss.UNREACHABLE: "is unreachable",
     Loss.UNRESPONSIVE: "did not acknowledge a proposal",
+    Loss.REFUSED: "is refused, because its script is another one",
     Departure.EXCLUDED: "it leaves the job because of its failures",
     Departure.JOB_FAILED: "the job failed",
     Departure.NO_RENDEZVOUS: "it found no rendezvous",
@@ -192,6 +193,9 @@ def _describe_decision(reason: restart.GiveUpReason | restart.ExclusionReason) -
                 f"{f'{starts} starts in a row' if starts > 1 else 'a start'} failed without progress, "
                 f"{where}. Last: {last}."
             )
+        case restart.EndedElsewhere(_, nodes):
+            ended = f"the workers of {format_node_names(nodes)} have finished, and those of this node failed"
+            return f"{ended}: {last}. The script calls no er.resume(), so it would start over alone."
         case restart.RestartsExhausted():
             return f"{last}."
         case restart.WorkerStuck():
@@ -201,6 +205,15 @@ def _describe_decision(reason: restart.GiveUpReason | restart.ExclusionReason) -
             return f"{count} caused by node {failure.node} alone. Last: {last}."
         case restart.CannotStart():
             return f"{last}. The other nodes have trained: this node's environment is wrong."
+
+
+def describe_arguments(arguments: Sequence[reasons.NodeArguments]) -> str:
+    """Name the script's arguments of nodes that differ; rank 0's node is first."""
+    listed = "; ".join(f"{each.node}: {each.arguments or '(none)'}" for each in arguments)
+    text = f"the script's arguments differ between nodes: {listed}. Give all nodes the same"
+    return to_printable(
+        f"{text}, or name what differs on purpose with ELASTIC_RESUME_NODE_ARGUMENTS.", MAX_CHARS
+    )
 
 
 # ---- nodes ---------------------------------------------------------------------------------------------

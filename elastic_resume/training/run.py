@@ -226,6 +226,7 @@ class Run:
         self._run_start_hooks()
         self._earlier_run_notice.log_once()
         self._earlier_run_notice.record_start()
+        self._require_step_before_end()
         position = self._progress.finish_step()
         exchange(self._rank_values, self._context.collectives)
         self._rank0_buffers.receive()
@@ -244,6 +245,16 @@ class Run:
         self._record_step(position)
         if is_drained:
             self._drain_request.terminate_process()
+
+    def _require_step_before_end(self) -> None:
+        """Refuse a step after the end of the training on other nodes."""
+        last_step, _, nodes = os.environ.get(constants.ENV_LAST_STEP, "").partition(" ")
+        if last_step and self.position.step >= int(last_step):
+            raise UsageError(
+                f"the training has ended on {nodes}, and the ranks here would take step "
+                f"{self.position.step + 1} without it. Do all nodes have the same arguments, and end after "
+                f"the same step? What {nodes} saved is complete."
+            )
 
     def _record_step(self, position: Position) -> None:
         self._heartbeat.finish_step(position.step)

@@ -15,6 +15,7 @@ from elastic_resume.policy.reasons import (
     ErrorRaised,
     JobFinished,
     JoinTimeout,
+    NodeArguments,
     NodeRefused,
     OwnObstacle,
     ViewEndReason,
@@ -235,7 +236,7 @@ class Persist:
 
 @dataclass(frozen=True, slots=True)
 class StartWorkers:
-    """Start workers, as `JoinRequest` asked; `newest_step` and `failures` are those of `StartView`."""
+    """Start workers, as `JoinRequest` asked; the fields from `newest_step` on are those of `StartView`."""
 
     generation: int
     rank: int
@@ -244,6 +245,8 @@ class StartWorkers:
     workers_per_node: tuple[int, ...]
     newest_step: int = 0
     failures: tuple[Failure, ...] = ()
+    arguments: tuple[NodeArguments, ...] = ()
+    finished_nodes: tuple[str, ...] = ()
 
 
 MembershipEnd = JoinTimeout | NodeRefused | OwnObstacle

@@ -59,6 +59,9 @@ class Admission:
         mismatch = self._find_setting_mismatch(hello)
         if mismatch:
             return messages.Refused(SettingDiffers(*mismatch))
+        refused = hello.join and self.check_script(hello.join)
+        if refused:
+            return refused
         if self._is_name_taken(sender):
             return messages.Refused(NameTaken(sender.node))
         state.voter.record_generation(hello.max_generation)
@@ -66,6 +69,13 @@ class Admission:
         state.adopt_view(hello.view)
         state.voter.mark_former_ended(sender)
         return None
+
+    def check_script(self, join: messages.JoinSpec) -> messages.Refused | None:
+        """Return a refusal if a node would run another script than this leader, which has joined, too."""
+        own = self.state.script
+        if not own or join.script == own:
+            return None
+        return messages.Refused(SettingDiffers("the training script", join.script, own))
 
     def _find_setting_mismatch(self, hello: messages.Hello) -> tuple[str, str, str] | None:
         """Return a setting that must be equal on all nodes and is not, with its values there and here."""
@@ -180,9 +190,19 @@ class Leader(Role):
 
     def _handle_join(self, peer: Peer, message: messages.JoinRequest) -> None:
         peer.join, peer.running_generation = message.join, 0
+        if self._refuse_other_script(peer):
+            return
         if self._runs_on(peer.incarnation):
             self.end_view(WorkersStopped(peer.incarnation.node))
         self.view_change.handle_join(peer.incarnation, message.join, self.running_view)
+
+    def _refuse_other_script(self, peer: Peer) -> bool:
+        refused = peer.join and self.admission.check_script(peer.join)
+        if not refused:
+            return False
+        self._send(peer, refused)
+        self._remove_peer(peer, Loss.REFUSED)
+        return True
 
     def _handle_imports_finished(self, peer: Peer, _: messages.ImportsFinished) -> None:
         if peer.join:
@@ -649,6 +669,8 @@ class Leader(Role):
         own = self.state.incarnation
         if self._runs_on(own):
             self.end_view(WorkersStopped(own.node))
+        for peer in list(self.peers):
+            self._refuse_other_script(peer)
         self.view_change.handle_join(own, request.join, self.running_view)
 
     def _handle_own_imports(self, *_: object) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from elastic_resume.policy.digests import Digest, DivergenceVerdict
 from elastic_resume.policy.failure_classification import Failure
-from elastic_resume.policy.reasons import DepartureReason, Refusal, ViewEndReason, WaitReason
+from elastic_resume.policy.reasons import DepartureReason, NodeArguments, Refusal, ViewEndReason, WaitReason
 from elastic_resume.policy.restart import JobFailure
 from elastic_resume.rendezvous.core.world import Ballot, Incarnation, JobEnd, Proposal, View, Vote
 
@@ -41,6 +41,10 @@ class JoinSpec:
     """The newest step that workers of this node have finished since its agent started."""
     is_importing: bool = False
     """The node still imports modules for its workers. Others that could train do not wait for it."""
+    script: str = ""
+    """The training script's name and digest; all nodes must have the same."""
+    arguments: str = ""
+    """The script's arguments in one line, secrets masked. They may differ, and then every node logs them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +168,10 @@ class StartView:
     """The greatest `JoinSpec.newest_step` of all joined nodes."""
     failures: tuple[Failure, ...] = ()
     """What ended the last view, in order of arrival at the leader; at most `MAX_FAILURES`."""
+    arguments: tuple[NodeArguments, ...] = ()
+    """The script's arguments of rank 0's node, and of some others that differ; empty if all are equal."""
+    finished_nodes: tuple[str, ...] = ()
+    """Nodes whose workers have succeeded; then this view may recompute steps, and take no further one."""
 
 
 @dataclass(frozen=True, slots=True)

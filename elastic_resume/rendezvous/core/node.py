@@ -121,6 +121,7 @@ class RendezvousNode:
     def _handle_join_request(self, event: messages.JoinRequest) -> None:
         self.state.stop_workers(WorkersStopped(self.state.incarnation.node))
         self.state.join, self.state.join_since = event.join, self.state.now
+        self.state.script = event.join.script
         self.role.handle_own(event)
 
     def _handle_imports_finished(self, event: messages.ImportsFinished) -> None:

@@ -81,6 +81,8 @@ class NodeState:
         self.effects: list[interface.Effect] = []
         self.join: messages.JoinSpec | None = None
         self.join_since = now
+        self.script = ""
+        """`JoinSpec.script` of this node's newest join."""
         self.running_view: View | None = None
         self.last_view: View | None = None
         """The newest view whose workers ran here."""
@@ -201,6 +203,8 @@ class NodeState:
                 message.workers_per_node,
                 message.newest_step,
                 bound_failures(message.failures),
+                message.arguments,
+                message.finished_nodes,
             )
         )
 

@@ -22,6 +22,7 @@ from elastic_resume.policy.reasons import (
     CandidatesMissing,
     LastCall,
     MembersAbsent,
+    NodeArguments,
     NodesUnreachable,
     TooFewNodes,
     VotesMissing,
@@ -48,6 +49,7 @@ EVALUATION_S_PER_FOLLOWER = 2e-5
 SHORT_VIEW_NODE_TIMEOUTS = 2
 """A node that is lost so soon after a start has made the start fail."""
 MAX_BACKOFF_S = 300.0
+MAX_ARGUMENTS_NAMED = 4
 MAX_STOP_S = 60.0
 """Workers may take so long to stop. A node whose workers take longer has no part in the next view."""
 MAX_ACK_NODE_TIMEOUTS = 2
@@ -254,7 +256,13 @@ class ViewChange:
         workers = tuple(joins[member].num_workers for member in view.members)
         newest_step = max(join.newest_step for join in joins.values())
         store_address = joins[view.members[0]].store_address
-        return view, None, StartView(view.generation, store_address, workers, newest_step, failures)
+        arguments = compare_arguments(view, joins)
+        finished = name_nodes(self._list_finished_nodes())
+        return (
+            view,
+            None,
+            StartView(view.generation, store_address, workers, newest_step, failures, arguments, finished),
+        )
 
     # Waiting.
 
@@ -300,7 +308,7 @@ class ViewChange:
         until = NEVER if has_quorum else state.now + settings.heartbeat_interval_s
         if not has_quorum:
             self._note_blocked()
-        if not joins or (len(joins) < settings.min_nodes and not self._has_finished_nodes()):
+        if not joins or (len(joins) < settings.min_nodes and not self._list_finished_nodes()):
             reason = TooFewNodes(len(joins), settings.min_nodes, tuple(self.left_out.values()))
             return self._wait(reason, float("inf") if has_quorum else until)
         if not has_quorum:
@@ -310,11 +318,13 @@ class ViewChange:
             return self._wait(self._find_absent(joins, present), until)
         return self._leave_out_importing(joins)
 
-    def _has_finished_nodes(self) -> bool:
-        """Return whether workers of a node that is here have succeeded; then fewer nodes may go on."""
+    def _list_finished_nodes(self) -> list[str]:
+        """Return the nodes here whose workers have succeeded. Fewer than the minimum may then end, too."""
         state = self.state
-        is_own = state.join is None and state.finished_generation > 0 and not state.leaving
-        return is_own or any(peer.has_finished for peer in self.peers.by_incarnation.values())
+        finished = [peer.incarnation.node for peer in self.peers.by_incarnation.values() if peer.has_finished]
+        if state.join is None and state.finished_generation > 0 and not state.leaving:
+            finished.append(state.incarnation.node)
+        return finished
 
     def _list_joins(self) -> dict[Incarnation, JoinSpec]:
         """Return the nodes that have joined, without those that have to wait, if the others are enough."""
@@ -438,6 +448,14 @@ class ViewChange:
         if self.reported_reason == self.wait_reason:
             return self.evaluate_at
         return min(self.evaluate_at, self._report_due_at())
+
+
+def compare_arguments(view: View, joins: dict[Incarnation, JoinSpec]) -> tuple[NodeArguments, ...]:
+    """Return rank 0's arguments and those of nodes that differ; nothing if all are equal."""
+    first = joins[view.members[0]].arguments
+    differing = [node for node in view.members if joins[node].arguments != first][: MAX_ARGUMENTS_NAMED - 1]
+    named = [view.members[0], *differing] if differing else []
+    return tuple(NodeArguments(node.node, joins[node].arguments) for node in named)
 
 
 def rank_members(last: View, joins: dict[Incarnation, JoinSpec], max_members: int) -> tuple[Incarnation, ...]:
