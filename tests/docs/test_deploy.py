@@ -336,7 +336,7 @@ def test_agents_start_with_the_given_words_and_watch_the_batch_host(
 
 
 def test_agents_get_the_cpus_that_sbatch_was_asked_for(tmp_path: Path) -> None:
-    """srun does not take the number from sbatch, and the script has none of its own."""
+    """The script passes the number to srun, which does not take it from sbatch, and has none of its own."""
     assert "#SBATCH --cpus-per" not in SCRIPT.read_text()
     assert "--cpus-per-task=64" in submit(tmp_path, "train.py", SLURM_CPUS_PER_TASK="64").agents
 
