@@ -263,9 +263,9 @@ def _check_not_prepared(loader: Any) -> None:
     """Raise ConfigError for a loader of Accelerate. It sets the sampler's epoch, from 0 in each process."""
     if any(kind.__module__ == "accelerate.data_loader" for kind in type(loader).__mro__):
         raise ConfigError(
-            f"data= is a {type(loader).__name__} of Accelerate, which shuffles an ElasticSampler as in epoch "
-            "0 after each restart, and reads the batches of rank 0 only with dispatch_batches=True. Leave the "
-            "loader out of accelerator.prepare(), and move each batch to accelerator.device in the loop."
+            f"data= is a {type(loader).__name__} of Accelerate, which shuffles an ElasticSampler as in "
+            "epoch 0 after each restart, and reads the batches of rank 0 only with dispatch_batches=True. "
+            "Leave the loader out of accelerator.prepare(), and move each batch to accelerator.device."
         )
 
 
