@@ -229,6 +229,8 @@ def find_batches(data: Any) -> GlobalBatches | None:
     Raise ConfigError for a loader that shards them a second time, or whose position cannot be restored.
     """
     found = _find_batches(data)
+    if found is not None:
+        _check_not_prepared(data)
     if found is not None and isinstance(data, DataLoader):
         found.loader_prefetch = data.num_workers * (data.prefetch_factor or 0)
     return found
@@ -255,6 +257,16 @@ def _find_batches(data: Any) -> GlobalBatches | None:
     if isinstance(data, DataLoader) and not _has_own_state(data):
         raise ConfigError(f"data= is a DataLoader whose position in an epoch cannot be restored. {_ADVICE}")
     return None
+
+
+def _check_not_prepared(loader: Any) -> None:
+    """Raise ConfigError for a loader of Accelerate. It sets the sampler's epoch, from 0 in each process."""
+    if any(kind.__module__ == "accelerate.data_loader" for kind in type(loader).__mro__):
+        raise ConfigError(
+            f"data= is a {type(loader).__name__} of Accelerate, which shuffles an ElasticSampler as in "
+            "epoch 0 after each restart, and reads the batches of rank 0 only with dispatch_batches=True. "
+            "Leave the loader out of accelerator.prepare(), and move each batch to accelerator.device."
+        )
 
 
 def has_our_batches(loader: Any) -> bool:

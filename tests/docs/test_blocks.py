@@ -289,7 +289,7 @@ class Session:
         if not (self.directory / "checkpoints").exists() and re.search(r"\bcheckpoints\b", block.text):
             (self.directory / "checkpoints").symlink_to(self._find_copies())
         if self.job is not None and SECOND_TERMINAL.search(block.paragraph):
-            self._kill_newest(*commands(block.text))
+            self._kill(*commands(block.text))
             return
         script = [words for words in commands(block.code) if words]
         is_forked = not stays and all(words[0] == "elastic-resume" for words in script)
@@ -315,13 +315,14 @@ class Session:
             command, cwd=self.directory, env=self._environ, stdout=output, stderr=subprocess.STDOUT
         )
 
-    def _kill_newest(self, words: list[str]) -> None:
+    def _kill(self, words: list[str]) -> None:
         """Do what pkill does, with the processes of this session only."""
-        assert words[:-1] == ["pkill", "--signal", "KILL", "--newest", "--full"]
+        choose = {"--newest": max, "--oldest": min}[words[3]]
+        assert words[:-1] == ["pkill", "--signal", "KILL", words[3], "--full"]
         assert self.job is not None
         found = psutil.Process(self.job.pid).children(recursive=True)
         found = [process for process in found if words[-1] in " ".join(process.cmdline())]
-        max(found, key=lambda process: (process.create_time(), process.pid)).kill()
+        choose(found, key=lambda process: (process.create_time(), process.pid)).kill()
 
     def wait_for(self, description: str, condition: Callable[[], object]) -> None:
         """Wait until the condition holds; the job's end is the last chance."""

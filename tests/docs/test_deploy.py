@@ -103,6 +103,19 @@ def test_schemas_find_mistakes() -> None:
             schemas.validate(loaded[-1], MINORS[37], strict=True)
 
 
+def test_lines_to_uncomment_are_valid() -> None:
+    """GPUs, a secret for the registry and a storage class."""
+    for file, keys in (
+        ("job.yaml", ("imagePullSecrets", "nvidia.com/gpu")),
+        ("claim.yaml", ("storageClassName",)),
+    ):
+        text = (manifests.KUBERNETES / file).read_text()
+        for key in keys:
+            assert text.count(f"# {key}: ") == 1
+            text = text.replace(f"# {key}: ", f"{key}: ")
+        schemas.validate(yaml.safe_load(text), MINORS[37], strict=True)
+
+
 def test_jobset_holds_the_same_job() -> None:
     """Its controller makes the Service that the Job's pods name."""
     loaded = manifests.load_documents(manifests.JOBSET)
@@ -121,7 +134,7 @@ def test_kustomization_names_the_other_files_and_the_image() -> None:
 
 def test_service_is_the_one_that_the_pods_need() -> None:
     """Headless, for pods that are not ready yet, by the name that they have as their subdomain."""
-    service, job = manifests.load_documents()
+    *_, service, job = manifests.load_documents()
     template = job["spec"]["template"]
     assert service["metadata"]["name"] == template["spec"]["subdomain"]
     assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == ("None", True)
@@ -143,15 +156,19 @@ def test_values_that_stand_in_two_places_agree() -> None:
     assert env["ELASTIC_RESUME_SERVICE"] == pod["subdomain"]
     assert env[constants.ENV_TERMINATION_GRACE_S] == str(pod["terminationGracePeriodSeconds"])
     mounts = {mount["mountPath"]: mount["name"] for mount in agent["volumeMounts"]}
-    volumes = {volume["name"]: volume["emptyDir"] for volume in pod["volumes"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert set(mounts.values()) == set(volumes)
-    disk, shared = volumes[mounts[env[constants.ENV_CKPT_DIR]]], volumes[mounts["/dev/shm"]]  # noqa: S108
-    assert (disk["sizeLimit"], shared["medium"]) == (env[constants.ENV_CKPT_LIMIT], "Memory")
+    disk, shared = volumes[mounts[env[constants.ENV_CKPT_DIR]]], volumes[mounts["/dev/shm"]]["emptyDir"]  # noqa: S108
+    assert shared["medium"] == "Memory"
+    claim, budget, *_ = manifests.load_documents()
+    assert disk["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert budget["spec"]["minAvailable"] == most - 1
+    assert budget["spec"]["selector"]["matchLabels"].items() <= job["template"]["metadata"]["labels"].items()
     limits = {
         name: parse_kubernetes_quantity(name, size) for name, size in agent["resources"]["limits"].items()
     }
     assert parse_kubernetes_quantity("shm", shared["sizeLimit"]) < limits["memory"]
-    assert parse_kubernetes_quantity("disk", disk["sizeLimit"]) < limits["ephemeral-storage"]
 
 
 @pytest.mark.parametrize(
@@ -316,6 +333,12 @@ def test_agents_start_with_the_given_words_and_watch_the_batch_host(
     watches = [set(words) for words in ended.srun if words[0] == "--overlap"]
     expected = {"--relative=1", f"--nodes={watching}", f"--ntasks={watching}", "--no-kill"}
     assert [expected <= watch for watch in watches] == [True] * (watching > 0)
+
+
+def test_agents_get_the_cpus_that_sbatch_was_asked_for(tmp_path: Path) -> None:
+    """The script passes the number to srun, which does not take it from sbatch, and has none of its own."""
+    assert "#SBATCH --cpus-per" not in SCRIPT.read_text()
+    assert "--cpus-per-task=64" in submit(tmp_path, "train.py", SLURM_CPUS_PER_TASK="64").agents
 
 
 PREEMPTED = {"SHOWN": "JobState=RUNNING Reason=None PreemptTime=2026-11-21T00:00:00"}

@@ -22,14 +22,14 @@ README = ROOT / "README.md"
 PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in page.parts]
 DEPLOY = [path for path in sorted((ROOT / "deploy").rglob("*")) if path.is_file()]
 TEXTS = [README, *PAGES, *DEPLOY]
-# Flags in the documents that belong to Slurm, kubectl, docker, our benchmarks and example scripts.
+# Flags in the documents that belong to Slurm, kubectl, docker, Apptainer, our benchmarks and example scripts.
 FOREIGN = {
-    "--array", "--cpus-per-task", "--dry-run", "--epochs", "--export", "--follow",
-    "--from-literal", "--full", "--gpus-per-node", "--grace-period", "--ipc", "--kill-on-bad-exit", "--kills",
-    "--job-name", "--kustomize", "--newest", "--no-kill", "--no-requeue", "--nodelist",
-    "--ntasks-per-node", "--open-mode",
-    "--output", "--prefix", "--privileged", "--requeue", "--selector", "--signal", "--step-delay",
-    "--time", "--wait",
+    "--array", "--bind", "--container-image", "--container-mounts", "--container-workdir", "--cpus-per-gpu",
+    "--cpus-per-task", "--dry-run", "--epochs", "--export", "--follow", "--from-literal", "--full",
+    "--gpus-per-node", "--grace-period", "--ipc", "--job-name", "--kill-on-bad-exit", "--kills",
+    "--kustomize", "--newest", "--no-kill", "--no-requeue", "--nodelist", "--ntasks-per-node", "--nv",
+    "--oldest", "--open-mode", "--output", "--prefix", "--privileged", "--pwd", "--requeue", "--selector",
+    "--signal", "--step-delay", "--time", "--wait",
 }  # fmt: skip
 # Settings of the tests in the Makefile and in docs/benchmarks.md, and the word for any key.
 FOREIGN_VARIABLES = {

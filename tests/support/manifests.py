@@ -13,7 +13,7 @@ KUBERNETES = ROOT / "deploy" / "kubernetes"
 NAME = "elastic-resume-train"
 NAMESPACE = "ml"
 CONTENT_OF_KEY = "what all pods share, and nobody else"
-JOB = ("service.yaml", "job.yaml")
+JOB = ("claim.yaml", "pdb.yaml", "service.yaml", "job.yaml")
 JOBSET = ("jobset.yaml",)
 
 

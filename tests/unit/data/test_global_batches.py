@@ -250,6 +250,20 @@ def test_second_sharding_is_refused(inside: BatchSampler) -> None:
         find_batches(loader)
 
 
+@pytest.mark.filterwarnings("ignore")  # those of the library
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_prepared_loader_is_refused_in_a_single_process(*, dispatch: bool) -> None:
+    """Accelerate puts nothing around the batches there, but sets the sampler's epoch, or reads for all."""
+    from accelerate.data_loader import prepare_data_loader  # noqa: PLC0415  seconds
+
+    loader = DataLoader(NumberDataset(10), batch_size=2, sampler=ElasticSampler(range(10)))
+    prepared = prepare_data_loader(
+        loader, torch.device("cpu"), 1, 0, put_on_device=True, dispatch_batches=dispatch
+    )
+    with pytest.raises(ConfigError, match=r"of Accelerate.* Leave the loader out of accelerator\.prepare"):
+        find_batches(prepared)
+
+
 def test_loop_cannot_skip_steps_of_another_world() -> None:
     """Their batches are in no order of this world."""
     batches = GlobalBatches(24, 4)
