@@ -178,6 +178,8 @@ class RestartController:
             num_nodes=len(view.members),
         )
         self.log.log_arguments(view.arguments)
+        if view.rank == 0:
+            self.log.watch_for_resume(self.has_resumed)
         logger.debug("generation %d: node %d of %d.", view.generation, view.rank, len(view.members))
 
     def _judge_generation(
@@ -201,7 +203,7 @@ class RestartController:
         has_resumed = any(item.start_step is not None for item in self._history)
         # The workers had their time, since all ranks resume.
         if view.rank == 0 and not has_resumed and (view.failures or lost):
-            self.log.warn_of_no_resume(view.failures)
+            self.log.warn_of_no_resume("the workers ended before er.resume() returned", view.failures)
 
     def _emit_verdict(
         self,

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from elastic_resume.agent.failure_evidence import FailureEvents
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 WARNING_KINDS = {"refused", "disk", "unauthenticated", "left-out"}
 STATE_KINDS = {"waiting", "spare", "workers-finished"}  # logged only if the state lasts
 LASTING_S = 5.0
+NO_RESUME_S = 60.0
 MAX_LOST_NAMED = 3
 
 
@@ -94,6 +95,7 @@ class RestartLog:
         self._traceback = ""  # of this node's failure in that generation
         self._printed_traceback = ""
         self._has_warned_of_no_resume = False
+        self._resume_timer: threading.Timer | None = None
         self._logged_arguments: tuple[NodeArguments, ...] = ()
 
     def log_rendezvous_event(self, event: EmitEvent) -> str:
@@ -110,6 +112,7 @@ class RestartLog:
     def end_wait(self) -> None:
         """Log no more about waiting: this node's part of the job is over."""
         self._wait_log.end()
+        self.stop_watching()
 
     def log_view_end(self, reason: StopReason | None) -> None:
         """Log why other nodes ended the generation, if the restart takes long."""
@@ -160,14 +163,32 @@ class RestartLog:
             logger.warning(describe_arguments(arguments))
         self._logged_arguments = arguments or self._logged_arguments
 
-    def warn_of_no_resume(self, failures: Sequence[Failure]) -> None:
+    def watch_for_resume(self, has_resumed: Callable[[], bool]) -> None:
+        """Warn in a minute if no worker of this node has come out of `er.resume` by then."""
+        self.stop_watching()
+
+        def check() -> None:
+            if not has_resumed():
+                self.warn_of_no_resume("no worker has come out of er.resume() for a minute")
+
+        self._resume_timer = threading.Timer(NO_RESUME_S, check)
+        self._resume_timer.daemon = True
+        self._resume_timer.start()
+
+    def stop_watching(self) -> None:
+        """Forget the last `watch_for_resume`."""
+        if self._resume_timer is not None:
+            self._resume_timer.cancel()
+
+    def warn_of_no_resume(self, why: str, failures: Sequence[Failure] = ()) -> None:
         """Warn once that no worker came out of `er.resume`, unless a partition explains it."""
         if self._has_warned_of_no_resume or any(failure.kind == NETWORK for failure in failures):
             return
         self._has_warned_of_no_resume = True
         logger.warning(
-            "the workers ended before er.resume() returned. A script that never calls it starts over at each "
-            "restart: call er.resume(...) in it, as docs/getting-started/port-your-script.md shows."
+            "%s. A script that never calls it saves nothing and starts over at each restart: call "
+            "er.resume(...) in it, as docs/getting-started/port-your-script.md shows.",
+            why,
         )
 
     def log_summary(self, verdict: FailureVerdict, events_path: Path, log_dir: str) -> None:

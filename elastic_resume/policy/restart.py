@@ -3,7 +3,7 @@
 The job restarts as long as it makes progress: a step that no earlier generation reached. A change of
 membership never counts against it. The job gives up on a failure that a restart would meet again:
 
-- an error that the script itself calls deterministic, or an import or syntax error;
+- an error that the script itself calls deterministic, an import or syntax error, or a wrong argument;
 - the same exception on every node before the first step;
 - the same exception at the same step `RestartLimits.max_same_failures` times in a row;
 - `RestartLimits.max_no_progress` failed generations in a row without progress.
@@ -27,6 +27,7 @@ from elastic_resume.policy.failure_classification import (
     Failure,
     FailureVerdict,
     MemoryPressure,
+    WorkerEnd,
     separate_root_causes,
 )
 
@@ -38,6 +39,7 @@ MAX_RESTART_DELAY_S = 60.0
 _UNSTARTABLE_ERRORS = frozenset(
     {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"}
 )
+_USAGE_EXIT_CODE = 2  # of argparse, for a wrong argument; of Python, for a script that it cannot read
 
 
 @dataclass(frozen=True)
@@ -330,9 +332,17 @@ def _decide_unstartable(
 ) -> RestartDecision | None:
     """Give up, or exclude a node, if the script cannot start."""
     root = last.verdict.root_cause
-    if root is None or last.finished_a_step or root.kind != failure_classification.EXCEPTION:
+    if root is None or last.finished_a_step:
         return None
-    if root.type in _UNSTARTABLE_ERRORS:
+    is_wrong_use = (
+        root.kind == failure_classification.EXIT
+        and isinstance(root.cause, WorkerEnd)
+        and root.cause.exit_code == _USAGE_EXIT_CODE
+        and last.start_step is None
+    )
+    if root.kind != failure_classification.EXCEPTION and not is_wrong_use:
+        return None
+    if is_wrong_use or root.type in _UNSTARTABLE_ERRORS:
         if not (world.newest_step and _has_enough_without(root.node, limits, world)):
             return GiveUp(SameErrorAgain(root))
         return Exclude(root.node, CannotStart(root))

@@ -77,7 +77,7 @@ def test_restart_without_resume_is_logged(agents: Agents) -> None:
     script = "test -e failed || { touch failed; exit 3; }"
     code, log = agents.run("--no-python", sh, "-c", script)
     assert code == 0, log
-    assert log.count("A script that never calls it starts over at each restart") == 1
+    assert log.count("A script that never calls it saves nothing and starts over at each restart") == 1
 
 
 def test_run_path_runs_without_launcher_shim(agents: Agents) -> None:

@@ -135,9 +135,16 @@ def test_view_that_ended_before_its_workers_start_is_judged_all_the_same() -> No
     client.join.side_effect = [first, StartWorkers(4, 0, members[:1], "n0:1", (1,))]
     type(client).restart_requested = PropertyMock(side_effect=[True, False])
     controller.report_generation.return_value = GenerationReport()
-    controller.mtbf_s = 60.0
+    controller.mtbf_s, controller.limit_last_step.return_value = 60.0, ""
     handler = torchelastic.ElasticRendezvousHandler(
-        client, controller, Mock(), host="127.0.0.1", local_world_size=1, node_order=0
+        client,
+        controller,
+        Mock(),
+        host="127.0.0.1",
+        local_world_size=1,
+        node_order=0,
+        script="train.py",
+        arguments="",
     )
     assert handler.next_rendezvous().world_size == 1
     judged = [call.args[0].generation for call in controller.start_generation.call_args_list]

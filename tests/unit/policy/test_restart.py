@@ -22,6 +22,7 @@ from elastic_resume.policy.restart import (
     CannotStart,
     CausedAlone,
     Continue,
+    EndedElsewhere,
     Exclude,
     GenerationResult,
     GiveUp,
@@ -302,6 +303,33 @@ def test_changed_membership_is_no_failure(
 def test_generation_that_failed_elsewhere_counts() -> None:
     """All nodes keep the same history, so they give up together."""
     assert merge_reported_failures(GenerationResult(failed=False), [KILLED], membership_changed=False).failed
+
+
+@pytest.mark.parametrize(
+    ("result", "is_ended"),
+    [
+        (GenerationResult(True), True),
+        (GenerationResult(True, start_step=0), False),
+        (GenerationResult(True, start_step=0, newest_step=5), False),
+    ],
+)
+def test_wrong_argument_of_the_script_is_not_tried_again(result: GenerationResult, is_ended: bool) -> None:
+    """Python's argparse ends with exit code 2; after er.resume() the code may mean anything."""
+    failure = Failure("exit", "a", 0, WorkerEnd(2))
+    decision = decide_restart([replace(result, failures=(failure,))], RestartLimits())
+    assert decision == (GiveUp(SameErrorAgain(failure)) if is_ended else Continue())
+    other = replace(failure, cause=WorkerEnd(1))
+    assert decide_restart([replace(result, failures=(other,))], RestartLimits()) == Continue()
+
+
+def test_script_that_resumes_nothing_does_not_start_over_alone_after_the_end() -> None:
+    """With er.resume() the last steps are recomputed, or a further step is refused."""
+    world = WorldSummary(("n1",), 0, finished_nodes=("n0",))
+    failure = Failure("exit", "n1", 1)
+    decision = decide_restart([GenerationResult(True, failures=(failure,))], RestartLimits(), world)
+    assert decision == GiveUp(EndedElsewhere(failure, ("n0",)))
+    resumed = GenerationResult(True, start_step=0, newest_step=9, failures=(failure,))
+    assert decide_restart([resumed], RestartLimits(), world) == Continue()
 
 
 def test_restart_delay_doubles_without_progress() -> None:
