@@ -31,7 +31,6 @@ KILL_FAULTS = ("kill-worker", "kill-agent", "kill-node")
 POLL_S = 0.001  # a step of a small model takes a few milliseconds
 IDLE_POLL_S, EVENT_POLL_S = 0.05, 0.5
 INTERNAL_PREFIX, SEED_NAME = "elastic_resume.", "elastic_resume.seed"
-TRAINER_START = "trainer_start/"  # the time after which `integrations.transformers` names its loggers
 SEED_HINT = "the seed that random numbers come from: give er.resume() a seed, or torch.manual_seed one"
 FOLLOWS_RANK0_HINT = " (follows rank 0, and may be another rank's after its node is gone)"
 MAX_SHOWN_DIFFERENCES = 8  # differences in an error
@@ -294,7 +293,7 @@ def compare_state(undisturbed: RunResult, disturbed: RunResult, ignore: Sequence
     lines = [SEED_HINT] if any(one.name.startswith(SEED_NAME) for one in found) else []
     for difference in found:
         name = difference.name
-        if name.startswith((INTERNAL_PREFIX, TRAINER_START)):
+        if name.startswith(INTERNAL_PREFIX):
             continue
         if any(_matches_pattern(name, pattern) for pattern in ignore):
             continue
@@ -334,6 +333,7 @@ def _format_failure(
         else ""
     )
     listed = "".join(f"\n  {one}" for one in differences[:MAX_SHOWN_DIFFERENCES])
+    listed += "\n  To leave out a value that may differ, such as a time: ignore=[NAME], with the name before the colon"
     head = f"{spec.script.name} does not end as it ends undisturbed ({under}):"
     return f"{head}{listed}{more}{went}\n{_format_advice(faults)}"
 
