@@ -23,8 +23,7 @@ from elastic_resume.state.open_checkpoint import OpenCheckpoint, iter_leaves
 _CHUNK_ELEMENTS = 1 << 20  # elements that are compared at a time
 _INTEGER_DTYPE_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-
-# When a job first started: `integrations.transformers` names its loggers after it, and equal runs differ in it.
+# When a job first started. `integrations.transformers` names its loggers after it; equal runs differ in it.
 _NOT_COMPARED = "trainer_start/nanoseconds"
 _ABSENT = object()  # for a name that one checkpoint lacks; None is a value
 

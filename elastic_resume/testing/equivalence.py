@@ -333,7 +333,7 @@ def _format_failure(
         else ""
     )
     listed = "".join(f"\n  {one}" for one in differences[:MAX_SHOWN_DIFFERENCES])
-    listed += "\n  To leave out a value that may differ, such as a time: ignore=[NAME], with the name before the colon"
+    listed += "\n  To leave out a value that may differ, such as a time: ignore=[NAME]"
     head = f"{spec.script.name} does not end as it ends undisturbed ({under}):"
     return f"{head}{listed}{more}{went}\n{_format_advice(faults)}"
 

@@ -128,8 +128,8 @@ def test_run_refuses_invalid_step_mark_variable(tmp_path: Path, monkeypatch: Any
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
-def test_unknown_command_exits_with_1(capsys: Any) -> None:
-    """The exit code is that of all commands but run, diff and chaos."""
+def test_unknown_command_exits_with_2(capsys: Any) -> None:
+    """The error names the nearest command."""
     assert cli.main(["rnu"]) == 2
     assert "unknown command rnu. Did you mean run?" in capsys.readouterr().err
 
