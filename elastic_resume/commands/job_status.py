@@ -328,8 +328,8 @@ def find_job(
         token_file: ``--token-file``.
 
     Raises:
-        UsageError: there is no job, or more than one.
-        ConfigError: a value is wrong.
+        UsageError: there is no job.
+        ConfigError: a value is wrong, or the job's name is missing.
     """
     context = environment.read_context(os.environ)
     wanted = run_id or os.environ.get(constants.ENV_RUN_ID)
@@ -340,7 +340,7 @@ def find_job(
             return jobs[0]
         if jobs:
             names = ", ".join(job.run_id for job in jobs[:_MAX_NAMED])
-            raise UsageError(f"{root}: {len(jobs)} jobs run here ({names}): choose one with --rdzv-id.")
+            raise ConfigError(f"{root}: {len(jobs)} jobs run here ({names}): choose one with --rdzv-id.")
         if path is not None or not context.candidates:
             raise UsageError(
                 f"{root}: no job runs here. Give the CKPT_DIR of a running job, as its user, on a machine of "
@@ -349,7 +349,7 @@ def find_job(
             )
     wanted = wanted or context.job
     if not wanted:
-        raise UsageError("--rdzv-endpoint needs the name of the job: add --rdzv-id.")
+        raise ConfigError("--rdzv-endpoint needs the name of the job: add --rdzv-id.")
     token, _ = load_token(token_file, os.environ, wanted)
     addresses = map(str, parse_endpoints(endpoint)) if endpoint else context.candidates
     return JobEndpoint(wanted, derive_status_key(token), list(addresses))
