@@ -230,7 +230,7 @@ def test_find_job_does_not_match_longer_job_names(
     ("job", "words"),
     [
         (report_runs.killed(), "job job ended at 1970-01-01 00:02:09 UTC. Finished at step 20"),
-        (report_runs.failed(), "FAILED at step 10 after 17 s: node n2 gave up: the same exception"),
+        (report_runs.failed(), "FAILED at step 11 after 27 s: node n2 gave up: the same exception"),
         (report_runs.unfinished(), "job job was killed at or after step 10, or its nodes cannot be reached"),
     ],
 )
