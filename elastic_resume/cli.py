@@ -1,7 +1,8 @@
 """Run the command ``elastic-resume``. Each subcommand is a function that imports its modules when called.
 
-A user's error is one line on stderr without a traceback. The exit code is then 1; for ``diff`` and ``chaos``
-it is 2. A ``run`` that has not started exits with 2 after a `ConfigError` and with 74 after a `MachineError`.
+A user's error is one line on stderr without a traceback. The exit code is then 1. It is 2 after a
+`ConfigError`, such as an unknown command or flag, and always for ``diff`` and ``chaos``. A ``run`` that has
+not started exits with 74 after a `MachineError`.
 ``ls``, ``verify``, ``report`` and ``status`` do not import torch.
 """
 
@@ -46,10 +47,11 @@ def main(argv: Sequence[str] | None = None, *, owns_process: bool = False) -> in
         return function(args)
     except ElasticResumeError as error:
         print(f"{PROG}: error: {error}", file=sys.stderr)
-        if words[:1] == ["run"]:
-            return exit_code_before_start(error)
-        # These commands use 1 to report that two files differ, or that a job failed.
-        return constants.EXIT_USAGE if words[:1] in (["diff"], ["chaos"]) else constants.EXIT_JOB_ERROR
+        if words[:1] in (["diff"], ["chaos"]):
+            return constants.EXIT_USAGE  # they use 1 to report that two files differ, or that a job failed
+        if isinstance(error, MachineError) and words[:1] != ["run"]:
+            return constants.EXIT_JOB_ERROR
+        return exit_code_before_start(error)
     except KeyboardInterrupt:
         return constants.EXIT_SIGNAL_BASE + signal.SIGINT
 

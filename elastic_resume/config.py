@@ -563,6 +563,13 @@ class Parser(argparse.ArgumentParser):
             message = describe_missing_flag(flag.removeprefix("--")) if "--config" in known else ""
             kind = "flag" if unknown else "argument"
             message = message or f"unknown {kind} {flag}.{suggest_similar(flag, known)}"
+        elif unknown_command := re.fullmatch(
+            r"argument COMMAND: invalid choice: '(.*)' \(choose from (.*)\)", message
+        ):
+            name, names = unknown_command.groups()
+            message = (
+                f"unknown command {name}.{suggest_similar(name, names.replace(chr(39), '').split(', '))}"
+            )
         elif invalid := re.fullmatch(
             r"argument (?:-\w/)?(--[\w-]+)\S*: invalid (int|float) value: (.*)", message
         ):

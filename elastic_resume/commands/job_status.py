@@ -24,22 +24,25 @@ from pathlib import Path
 from typing import Any
 
 from elastic_resume import constants
-from elastic_resume.config import DEFAULT_CKPT_DIR
-from elastic_resume.errors import RendezvousLostError, UsageError
+from elastic_resume.commands.run_directory import default_ckpt_dir
+from elastic_resume.errors import ConfigError, RendezvousLostError, UsageError
 from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.rendezvous.endpoint import parse_endpoints
 from elastic_resume.rendezvous.net.protocol import ProtocolError, derive_status_key, load_token
 from elastic_resume.rendezvous.net.status_server import RendezvousStatus
+from elastic_resume.report import summary
 from elastic_resume.report.agent_status import QUERY_TIMEOUT_S, AgentStatus, describe_node, fetch_status
 from elastic_resume.report.formatting import (
     format_count,
     format_seconds,
     format_table,
+    format_utc,
     truncate,
     wrap_text,
     write_stdout,
 )
 from elastic_resume.report.generations import RECOVERY_BUCKETS_S
+from elastic_resume.report.loader import load_run
 from elastic_resume.schedulers import environment
 from elastic_resume.schedulers.environment import SchedulerContext
 from elastic_resume.units import parse_duration
@@ -325,21 +328,19 @@ def find_job(
         token_file: ``--token-file``.
 
     Raises:
-        UsageError: there is no job, or more than one.
-        ConfigError: a value is wrong.
+        UsageError: there is no job.
+        ConfigError: a value is wrong, or the job's name is missing.
     """
     context = environment.read_context(os.environ)
     wanted = run_id or os.environ.get(constants.ENV_RUN_ID)
     if endpoint is None:
-        root = path or Path(os.environ.get(constants.ENV_CKPT_DIR) or DEFAULT_CKPT_DIR)
-        jobs = [job for job in _find_jobs(root) if wanted in {None, job.run_id}]
-        if not wanted and not path and context.job:
-            jobs = [job for job in jobs if _matches_scheduler_job(context, job.run_id)]
+        root = path or default_ckpt_dir()
+        jobs = [job for job in _find_jobs(root) if _is_wanted(job.run_id, path, wanted, context)]
         if len(jobs) == 1:
             return jobs[0]
         if jobs:
             names = ", ".join(job.run_id for job in jobs[:_MAX_NAMED])
-            raise UsageError(f"{root}: {len(jobs)} jobs run here ({names}): choose one with --rdzv-id.")
+            raise ConfigError(f"{root}: {len(jobs)} jobs run here ({names}): choose one with --rdzv-id.")
         if path is not None or not context.candidates:
             raise UsageError(
                 f"{root}: no job runs here. Give the CKPT_DIR of a running job, as its user, on a machine of "
@@ -348,10 +349,16 @@ def find_job(
             )
     wanted = wanted or context.job
     if not wanted:
-        raise UsageError("--rdzv-endpoint needs the name of the job: add --rdzv-id.")
+        raise ConfigError("--rdzv-endpoint needs the name of the job: add --rdzv-id.")
     token, _ = load_token(token_file, os.environ, wanted)
     addresses = map(str, parse_endpoints(endpoint)) if endpoint else context.candidates
     return JobEndpoint(wanted, derive_status_key(token), list(addresses))
+
+
+def _is_wanted(run_id: str, path: Path | None, wanted: str | None, context: SchedulerContext) -> bool:
+    if wanted or path or not context.job:
+        return wanted in {None, run_id}
+    return _matches_scheduler_job(context, run_id)
 
 
 def _matches_scheduler_job(context: SchedulerContext, run_id: str) -> bool:
@@ -393,6 +400,32 @@ def read_agent_endpoint(path: Path) -> JobEndpoint | None:
     return None
 
 
+def describe_last_run(path: Path | None, run_id: str | None) -> list[str]:
+    """Describe in lines how the wanted run, or else the newest one, ended; empty if there is none to read."""
+    root = (path or default_ckpt_dir()).absolute()
+    wanted, context = run_id or os.environ.get(constants.ENV_RUN_ID), environment.read_context(os.environ)
+    try:
+        logs = [log for depth in ("", "*/", "*/*/") for log in root.glob(f"{depth}{constants.EVENTS_FILE}")]
+        logs = [log for log in logs if _is_wanted(log.parent.parent.name, path, wanted, context)]
+        newest = max(logs, key=lambda log: log.stat().st_mtime, default=None)
+        if newest is None:
+            return []
+        report = summary.build_run_report(load_run([newest.parent.parent]).events)
+    except (OSError, UsageError):  # the caller's own error says more
+        return []
+    if not report.run_id or report.end_t is None:  # it ran without an agent, so nobody could answer
+        return []
+    when, step = f"{format_utc(report.end_t)} UTC", report.history.last_step
+    lines = wrap_text(f"job {report.run_id} ended at {when}. {report.verdict.text}")
+    if report.history.outcome == "open":
+        place = "before its first step" if step is None else f"at or after step {step}"
+        lines = wrap_text(
+            f"job {report.run_id} was killed {place}, or its nodes cannot be reached from here: no agent "
+            f"answers, and the newest event is of {when}."
+        )
+    return [*lines, f"details: elastic-resume report {newest.parent.parent}"]
+
+
 def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Add the parser of the command."""
     parser = subparsers.add_parser(
@@ -417,7 +450,21 @@ def _parse_interval(text: str) -> float:
 
 
 def status(args: argparse.Namespace) -> int:
-    """Show the status; exit code 1 if no agent answers."""
+    """Show the status; if no agent answers, how the job ended, with exit code 1."""
+    try:
+        return _show_status(args)
+    except ConfigError:
+        raise
+    except (RendezvousLostError, UsageError):
+        local = args.rdzv_endpoint is None and not args.json
+        lines = describe_last_run(args.path, args.rdzv_id) if local else []
+        if not lines:
+            raise
+        write_stdout("\n".join(lines) + "\n")
+        return constants.EXIT_JOB_ERROR
+
+
+def _show_status(args: argparse.Namespace) -> int:
     endpoint = find_job(
         args.path, endpoint=args.rdzv_endpoint, run_id=args.rdzv_id, token_file=args.token_file
     )

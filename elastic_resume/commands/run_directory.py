@@ -61,9 +61,8 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.set_defaults(function=report)
 
     parser = subparsers.add_parser("ls", help="list checkpoints: node, step, size, age, validity")
-    parser.add_argument(
-        "path", type=Path, metavar="CKPT_DIR", help="CKPT_DIR, or a run's or node's directory"
-    )
+    path_help = "CKPT_DIR, or a run's or node's directory in it (default ./checkpoints)"
+    parser.add_argument("path", type=Path, nargs="?", metavar="CKPT_DIR", help=path_help)
     parser.set_defaults(function=ls)
 
     parser = subparsers.add_parser("verify", help="check checkpoints; exit 1 if one is bad")
@@ -99,12 +98,17 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.set_defaults(function=export)
 
 
+def default_ckpt_dir() -> Path:
+    """Return the CKPT_DIR that `run` would use without a flag."""
+    return Path(os.environ.get(constants.ENV_CKPT_DIR) or DEFAULT_CKPT_DIR)
+
+
 # ---- report --------------------------------------------------------------------------------------------
 
 
 def report(args: argparse.Namespace) -> int:
     """Print the report of a run, or write its page; the exit code is always 0."""
-    loaded = load_run(args.paths or [Path(os.environ.get(constants.ENV_CKPT_DIR) or DEFAULT_CKPT_DIR)])
+    loaded = load_run(args.paths or [default_ckpt_dir()])
     run_report = summary.build_run_report(
         loaded.events,
         checkpoint_entries=loaded.checkpoints,
@@ -139,7 +143,8 @@ def _write_page(path: Path, text: str) -> None:
 
 def ls(args: argparse.Namespace) -> int:
     """Print the table of checkpoints; the exit code is always 0."""
-    write_stdout(checkpoints.format_checkpoints(checkpoints.find_node_dirs(args.path), time.time()))
+    found = checkpoints.find_node_dirs(args.path or default_ckpt_dir())
+    write_stdout(checkpoints.format_checkpoints(found, time.time()))
     return EXIT_OK
 
 

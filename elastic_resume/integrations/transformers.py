@@ -318,7 +318,7 @@ class ElasticTrainer(Trainer):
             "trainer": progress,
             "trainer_loss": RankValues(self._elastic_loss),
             "trainer_operations": RankValues(self._elastic_operations, "sum"),
-            "trainer_start": start,  # `testing.equivalence` does not compare it
+            "trainer_start": start,  # `state.diff` does not compare it
         }
         run = self.elastic_run = resume(
             model=self.model,

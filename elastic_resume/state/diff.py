@@ -23,7 +23,8 @@ from elastic_resume.state.open_checkpoint import OpenCheckpoint, iter_leaves
 _CHUNK_ELEMENTS = 1 << 20  # elements that are compared at a time
 _INTEGER_DTYPE_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-
+# When a job first started. `integrations.transformers` names its loggers after it; equal runs differ in it.
+_NOT_COMPARED = "trainer_start/nanoseconds"
 _ABSENT = object()  # for a name that one checkpoint lacks; None is a value
 
 
@@ -93,7 +94,8 @@ def compare(path_a: Path, path_b: Path) -> Comparison:
 def _iter_state(checkpoint: OpenCheckpoint) -> Iterator[tuple[str, Any]]:
     """Yield every value with its path; tensors are views of the checkpoint."""
     for name, leaf in iter_leaves({"position": asdict(checkpoint.manifest.position), **checkpoint.state}):
-        yield name, checkpoint.tensor(leaf) if isinstance(leaf, TensorRef) else leaf
+        if name != _NOT_COMPARED:
+            yield name, checkpoint.tensor(leaf) if isinstance(leaf, TensorRef) else leaf
 
 
 def _find_differences(name: str, a: Any, b: Any) -> Iterator[Difference]:

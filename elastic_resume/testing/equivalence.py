@@ -31,7 +31,6 @@ KILL_FAULTS = ("kill-worker", "kill-agent", "kill-node")
 POLL_S = 0.001  # a step of a small model takes a few milliseconds
 IDLE_POLL_S, EVENT_POLL_S = 0.05, 0.5
 INTERNAL_PREFIX, SEED_NAME = "elastic_resume.", "elastic_resume.seed"
-TRAINER_START = "trainer_start/"  # the time after which `integrations.transformers` names its loggers
 SEED_HINT = "the seed that random numbers come from: give er.resume() a seed, or torch.manual_seed one"
 FOLLOWS_RANK0_HINT = " (follows rank 0, and may be another rank's after its node is gone)"
 MAX_SHOWN_DIFFERENCES = 8  # differences in an error
@@ -266,10 +265,10 @@ def assert_same_run(
             raise ConfigError(f"{late[0]} cannot come: {job.script.name} ends with step {steps}.")
         disturbed = job.run(directory / "disturbed", schedule)
         max_missing = len(schedule) * nodes * workers_per_node
-        found = compare_lines(undisturbed.lines, disturbed.lines, max_missing=max_missing)
-        found += compare_state(undisturbed, disturbed, ignore)
-    if found:
-        raise AssertionError(_format_failure(job, schedule, disturbed, found))
+        lines_differ = compare_lines(undisturbed.lines, disturbed.lines, max_missing=max_missing)
+        state_differs = compare_state(undisturbed, disturbed, ignore)
+    if lines_differ or state_differs:
+        raise AssertionError(_format_failure(job, schedule, disturbed, lines_differ, state_differs))
 
 
 def compare_lines(undisturbed: Sequence[str], disturbed: Sequence[str], *, max_missing: int) -> list[str]:
@@ -285,22 +284,22 @@ def compare_lines(undisturbed: Sequence[str], disturbed: Sequence[str], *, max_m
     return []
 
 
-def compare_state(undisturbed: RunResult, disturbed: RunResult, ignore: Sequence[str]) -> list[str]:
-    """Describe the first difference between two states, beginning with the seed."""
+def compare_state(undisturbed: RunResult, disturbed: RunResult, ignore: Sequence[str]) -> dict[str, str]:
+    """Describe each name at which two states differ, beginning with the seed."""
     from elastic_resume.state import diff  # noqa: PLC0415  imports torch, seconds
 
     found = diff.compare(undisturbed.path, disturbed.path).differences
     follows = {*undisturbed.manifest.rank0_tensors, *disturbed.manifest.rank0_tensors}
-    lines = [SEED_HINT] if any(one.name.startswith(SEED_NAME) for one in found) else []
+    lines = {SEED_NAME: SEED_HINT} if any(one.name.startswith(SEED_NAME) for one in found) else {}
     for difference in found:
         name = difference.name
-        if name.startswith((INTERNAL_PREFIX, TRAINER_START)):
+        if name.startswith(INTERNAL_PREFIX):
             continue
         if any(_matches_pattern(name, pattern) for pattern in ignore):
             continue
         if name == "position/step_in_epoch" and "data" not in disturbed.manifest.state:
             continue  # without data=, a resumed run counts the steps of an epoch from its own start
-        lines.append(_format_difference(difference) + (FOLLOWS_RANK0_HINT if name in follows else ""))
+        lines[name] = _format_difference(difference) + (FOLLOWS_RANK0_HINT if name in follows else "")
     return lines
 
 
@@ -321,8 +320,13 @@ def _format_difference(difference: Difference) -> str:
 
 
 def _format_failure(
-    spec: RunSpec, faults: Sequence[Fault], result: RunResult, differences: Sequence[str]
+    spec: RunSpec,
+    faults: Sequence[Fault],
+    result: RunResult,
+    lines_differ: Sequence[str],
+    state_differs: Mapping[str, str],
 ) -> str:
+    differences = [*lines_differ, *state_differs.values()]
     under = ", ".join(map(str, faults)) or "nothing befell it"
     went = "".join(
         f"\n  generation {event['generation']} went on after step {event['step']}"
@@ -334,8 +338,10 @@ def _format_failure(
         else ""
     )
     listed = "".join(f"\n  {one}" for one in differences[:MAX_SHOWN_DIFFERENCES])
+    names = [name for name in state_differs if name != SEED_NAME][:MAX_SHOWN_DIFFERENCES]
+    hint = f"\n  Only for values that may differ, such as a time: ignore={names}" if names else ""
     head = f"{spec.script.name} does not end as it ends undisturbed ({under}):"
-    return f"{head}{listed}{more}{went}\n{_format_advice(faults)}"
+    return f"{head}{listed}{more}{hint}{went}\n{_format_advice(faults)}"
 
 
 def _format_advice(faults: Sequence[Fault]) -> str:

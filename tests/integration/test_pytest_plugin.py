@@ -75,12 +75,13 @@ def run_pytest(directory: Path, *args: str, env: dict[str, str] | None = None) -
 def test_plugin_import_loads_only_itself() -> None:
     """Neither torch nor a module of simulated nodes is imported before a test asks for nodes."""
     code = (
-        "import pytest, sys; known = set(sys.modules); import elastic_resume.testing; "
+        "import pytest, sys; known = set(sys.modules); import elastic_resume.testing.pytest_plugin; "
         "print(*set(sys.modules) - known)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     ours = {name for name in done.stdout.split() if name.startswith("elastic_resume")}
-    assert ours == {"elastic_resume", "elastic_resume.errors", "elastic_resume.testing"}
+    package = "elastic_resume"
+    assert ours == {package, f"{package}.errors", f"{package}.testing", f"{package}.testing.pytest_plugin"}
     assert not {"torch", "psutil", "yaml", "xxhash"} & set(done.stdout.split())
 
 

@@ -128,10 +128,19 @@ def test_run_refuses_invalid_step_mark_variable(tmp_path: Path, monkeypatch: Any
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
-def test_unknown_command_exits_with_1(capsys: Any) -> None:
-    """The exit code is that of all commands but run, diff and chaos."""
-    assert cli.main(["rnu"]) == 1
-    assert "invalid choice: 'rnu'" in capsys.readouterr().err
+def test_unknown_command_exits_with_2(capsys: Any) -> None:
+    """The error names the nearest command."""
+    assert cli.main(["rnu"]) == 2
+    assert "unknown command rnu. Did you mean run?" in capsys.readouterr().err
+
+
+def test_help_of_chaos_needs_no_pytest() -> None:
+    """The simulated nodes run without it too: only the plugin's module imports it."""
+    code = (
+        "import sys; sys.modules['pytest'] = None; from elastic_resume import cli; cli.main(['chaos', '-h'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("usage: elastic-resume chaos"), done.stderr
 
 
 def test_run_help_fits_screen_and_names_our_flags(capsys: Any) -> None:

@@ -137,7 +137,7 @@ def test_flags_of_run_are_refused_with_a_reason(
     words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The flags would change what a start does, and doctor would not know."""
-    assert main(["doctor", *words]) == 1
+    assert main(["doctor", *words]) == 2
     name = words[0].partition("=")[0]
     text = f"error: {name}: doctor takes no flags of run; it reads the environment.{hint}"
     assert text in capsys.readouterr().err

@@ -75,7 +75,7 @@ def test_report_of_several_runs_names_them(root: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("is_set", [False, True])
-def test_report_without_directory_takes_default(
+def test_report_and_ls_without_directory_take_default(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, is_set: bool
 ) -> None:
     """The one run in the directory that `run` would use is meant."""
@@ -87,6 +87,8 @@ def test_report_without_directory_takes_default(
         root.rename(root.parent / "checkpoints")
     assert main(["report"]) == 0
     assert capsys.readouterr().out.startswith("Finished at step 10")
+    assert main(["ls"]) == 0
+    assert "node-b" in capsys.readouterr().out
 
 
 def test_copied_directories_take_names_from_logs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

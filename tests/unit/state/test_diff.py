@@ -52,6 +52,16 @@ def test_compare_equal_states_finds_no_difference(tmp_path: Path, capsys: pytest
     assert "the same: 25 tensors and " in capsys.readouterr().out
 
 
+def test_compare_leaves_out_when_a_trainer_started(tmp_path: Path) -> None:
+    """Two equal runs start at different times; any other value of that object counts."""
+    starts = [{"nanoseconds": 1}, {"nanoseconds": 2}, {"nanoseconds": 2, "zone": 3}]
+    one, equal, other = (
+        saved(tmp_path / "job" / f"n{i}", trainer_start=start) for i, start in enumerate(starts)
+    )
+    assert not compare(one, equal).differences
+    assert list(by_name(compare(one, other))) == ["trainer_start/zone"]
+
+
 def test_compare_reports_every_kind_of_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By name, with its size if it has one."""
     a = {
