@@ -48,6 +48,9 @@ Leases keep a partition tidy, and decide nothing but when a vote may be taken. W
 lease expires: 95 % of a node timeout after the sending of the newest message that the other side
 acknowledged. So workers on a side without a quorum end by themselves.
 
+Nodes of one job run one script. A node whose `JoinSpec.script` is not the leader's is refused. Nodes whose
+workers have finished are named in `StartView`, so that a later view takes no step beyond theirs.
+
 A newcomer that still imports joins with `is_importing`. A running view ends for it only after its
 `ImportsFinished`. Survivors that are enough form the next view without it.
 
