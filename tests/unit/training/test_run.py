@@ -233,7 +233,7 @@ def test_micro_batches_of_elastic_sampler_weigh_the_loss(begin: Begin) -> None:
     loader = make_accumulating_loader(batch_size=2, accumulate=3)
     script = begin(data=loader)
     script.run.begin_epoch()
-    with pytest.raises(UsageError, match="with accumulate= run.loss_weight"):
+    with pytest.raises(UsageError, match=r"with accumulate= run\.loss_weight"):
         _ = script.run.loss_weight
     for _ in script.run.micro_batches(loader):
         assert script.run.loss_weight == pytest.approx(1 / 3)
@@ -244,20 +244,15 @@ def test_micro_batches_of_elastic_sampler_weigh_the_loss(begin: Begin) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
-    ("more", "count", "text", "step"),
+    ("more", "count", "text"),
     [
-        (
-            {},
-            4,
-            r"once per 4 batches of the loader: make the sampler with .*\.\.\., batch_size=2, accumulate=4\)",
-            2,
-        ),
-        ({"batch_size": 2, "accumulate": 2}, 4, "once per 4 batches", 2),
-        ({"batch_size": 2, "accumulate": 4}, 2, "accumulate=4: call it once per optimizer step", 0),
+        ({}, 4, r"once per 4 batches of the loader: make .*\.\.\., batch_size=2, accumulate=4\)"),
+        ({"batch_size": 2, "accumulate": 2}, 4, "once per 4 batches"),
+        ({"batch_size": 2, "accumulate": 4}, 2, "accumulate=4: call it once per optimizer step"),
     ],
 )
 def test_loop_with_other_accumulation_is_refused_in_its_first_steps(
-    begin: Begin, more: dict[str, Any], count: int, text: str, step: int, workers: int
+    begin: Begin, more: dict[str, Any], count: int, text: str, workers: int
 ) -> None:
     """Not at the end of the epoch, and with the cause first; what a worker reads ahead is no step."""
     numbers: Any = list(range(80))
@@ -268,7 +263,7 @@ def test_loop_with_other_accumulation_is_refused_in_its_first_steps(
         for index, _ in enumerate(loader):
             if (index + 1) % count == 0:
                 script.run.step()
-    assert script.run.position.step <= step + 2 * workers
+    assert script.run.position.step <= 2
 
 
 def test_accumulation_that_cannot_be_counted_is_refused() -> None:
