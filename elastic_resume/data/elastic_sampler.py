@@ -50,8 +50,8 @@ class ElasticSampler(DistributedSampler[int]):
                 optimizer.zero_grad()
                 run.step()
 
-    An epoch then has whole steps only: its last samples, fewer than a step reads, are left out. So ``i`` begins
-    at a step in a resumed epoch too, no gradient is left at the end of an epoch, and all batches are equal.
+    An epoch then has whole steps only: its last samples, fewer than a step reads, are left out. So ``i``
+    begins at a step in a resumed epoch too, no gradient is left at the end of an epoch, and all batches are equal.
 
     ``batch_size`` is for one rank, so the global batch grows with the number of ranks, unless the script
     divides it (``batch_size=256 // world_size``). ``run.on_world_change`` reports each change.
@@ -94,8 +94,8 @@ class ElasticSampler(DistributedSampler[int]):
         self.accumulate = check_integer("accumulate", accumulate, least=1)
         if self.accumulate > 1 and self.batch_size is None:
             raise ConfigError(
-                f"er.ElasticSampler(accumulate={accumulate}) needs the loader's batch size too: add batch_size=. "
-                "It decides how many batches an epoch has."
+                f"er.ElasticSampler(accumulate={accumulate}) needs the loader's batch size too: add "
+                "batch_size=. It decides how many batches an epoch has."
             )
         self.epoch = 0
         self._carries_epoch = isinstance(dataset, SeededDataset)  # then indices carry the epoch
@@ -247,8 +247,8 @@ class LocalBatches(GlobalBatches):
             if self.dataset_size < global_batch:
                 raise ConfigError(
                     f"accumulate={self._sampler.accumulate} leaves an epoch without a step: a step reads "
-                    f"{global_batch} samples on {format_count(self._world_size, 'rank')}, and the dataset has "
-                    f"{self.dataset_size}. Use a smaller accumulate= or batch_size=."
+                    f"{global_batch} samples on {format_count(self._world_size, 'rank')}, and the dataset "
+                    f"has {self.dataset_size}. Use a smaller accumulate= or batch_size=."
                 )
             return BatchSizing(global_batch, global_batch, reference_world_size)
         sizing = super()._make_sizing(global_batch, reference_world_size)

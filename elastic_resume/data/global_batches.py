@@ -332,7 +332,7 @@ class GlobalBatches(BatchSampler):
     def explain_accumulation(self, batches_per_step: int) -> str:
         """Return how to read ``batches_per_step`` of the present batches in each optimizer step."""
         return (
-            "give GlobalBatches the samples of a whole step as global_batch=, those of one forward pass as "
+            f"give GlobalBatches the samples of all {batches_per_step} batches as global_batch=, those of one forward pass as "
             f"micro_batch={self.batch_size}, and read run.micro_batches(loader)."
         )
 

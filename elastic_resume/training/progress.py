@@ -233,8 +233,8 @@ class TrainingProgress:
         if batches.has_equal_parts:
             raise UsageError(
                 "with accumulate= run.loss_weight and run.last_micro_batch need `for batch in "
-                "run.micro_batches(loader)`: multiply the loss by the weight then, and do not divide it. A loop "
-                "over the loader that divides the loss itself needs neither."
+                "run.micro_batches(loader)`: multiply the loss by the weight then, and do not divide it. A "
+                "loop over the loader that divides the loss itself needs neither."
             )
         raise UsageError(
             "with micro_batch= a step has several micro-batches, each with a loss weight of its own: "
@@ -259,9 +259,9 @@ class TrainingProgress:
         self._trained_batches += expected
         if expected > 1 and batches.iterators == 1 and batches.handed_out < self._trained_batches:
             raise UsageError(
-                f"run.step() was called again before {format_count(expected, 'batch', 'batches')} of the loader "
-                f"were read, and the ElasticSampler has accumulate={expected}: call it once per optimizer step, "
-                f"after {expected} batches."
+                f"run.step() was called again before {expected} batches of the loader were read, and the "
+                f"ElasticSampler has accumulate={expected}: call it once per optimizer step, after {expected} "
+                "batches."
             )
 
     def _check_whole_epoch(self, batches: GlobalBatches, at: int) -> None:
