@@ -51,7 +51,8 @@ class ElasticSampler(DistributedSampler[int]):
                 run.step()
 
     An epoch then has whole steps only: its last samples, fewer than a step reads, are left out. So ``i``
-    begins at a step in a resumed epoch too, no gradient is left at the end of an epoch, and all batches are equal.
+    begins at a step in a resumed epoch too, no gradient is left at the end of an epoch, and all batches are
+    equal.
 
     ``batch_size`` is for one rank, so the global batch grows with the number of ranks, unless the script
     divides it (``batch_size=256 // world_size``). ``run.on_world_change`` reports each change.

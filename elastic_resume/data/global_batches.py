@@ -332,8 +332,8 @@ class GlobalBatches(BatchSampler):
     def explain_accumulation(self, batches_per_step: int) -> str:
         """Return how to read ``batches_per_step`` of the present batches in each optimizer step."""
         return (
-            f"give GlobalBatches the samples of all {batches_per_step} batches as global_batch=, those of one forward pass as "
-            f"micro_batch={self.batch_size}, and read run.micro_batches(loader)."
+            f"give GlobalBatches the samples of all {batches_per_step} batches as global_batch=, those of "
+            f"one forward pass as micro_batch={self.batch_size}, and read run.micro_batches(loader)."
         )
 
     def _order_arguments(self, global_batch: int) -> dict[str, Any]:

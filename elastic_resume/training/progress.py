@@ -260,8 +260,8 @@ class TrainingProgress:
         if expected > 1 and batches.iterators == 1 and batches.handed_out < self._trained_batches:
             raise UsageError(
                 f"run.step() was called again before {expected} batches of the loader were read, and the "
-                f"ElasticSampler has accumulate={expected}: call it once per optimizer step, after {expected} "
-                "batches."
+                f"ElasticSampler has accumulate={expected}: call it once per optimizer step, after "
+                f"{expected} batches."
             )
 
     def _check_whole_epoch(self, batches: GlobalBatches, at: int) -> None:

@@ -133,10 +133,9 @@ class Run:
     def ddp(self, model: nn.Module, **ddp_kwargs: Any) -> nn.Module:
         """Wrap ``model`` in DistributedDataParallel with the job's recorded bucket order.
 
-        Without a process group, or if the script has wrapped the model, return it unchanged; a model that was
-        wrapped before `er.resume` needs no call. A tracked model
-        is not broadcast (``init_sync=False``), because `er.resume` has compared all ranks. ``ddp_kwargs``
-        override the arguments chosen here.
+        Without a process group, or if the script has wrapped the model, return it unchanged. A model that was
+        wrapped before `er.resume` needs no call. A tracked model is not broadcast (``init_sync=False``),
+        because `er.resume` has compared all ranks. ``ddp_kwargs`` override the arguments chosen here.
         """
         inner = state_dict.unwrap(model)
         name = next((name for name, item in self._tracked.items() if item is inner), None)
