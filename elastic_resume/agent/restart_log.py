@@ -199,13 +199,17 @@ class RestartLog:
         root_cause = verdict.root_cause
         if root_cause is None:
             return
-        for line in explain_verdict(verdict):
-            logger.error(line)
+        lines = explain_verdict(verdict)
+        if len(lines) > 1 or not root_cause.is_deterministic:  # else the job's last line says the same
+            for line in lines:
+                logger.error(line)
         if root_cause.node == self._node:
             self._traceback = self._traceback or self._evidence.find_traceback(root_cause)
             if self._traceback:
                 self._print_traceback(logging.ERROR)
-        elif root_cause.kind not in NODE_FAILURE_KINDS and root_cause.type:
+        elif (
+            root_cause.kind not in NODE_FAILURE_KINDS and root_cause.type and not root_cause.is_deterministic
+        ):
             logger.error("the traceback is in the output and in the events of node %s.", root_cause.node)
         places = [f"events in {events_path}"]
         hangs = [event for event in self._evidence.read() if event["event"] == "hang"]

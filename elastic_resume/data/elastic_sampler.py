@@ -39,6 +39,21 @@ class ElasticSampler(DistributedSampler[int]):
     to a sample per rank is left out instead, and all weights are 1.0. If fewer samples are left than there
     are ranks, some ranks read a sample that another rank reads too, with a weight of 0.0.
 
+    With ``accumulate=N`` an optimizer step reads N batches, of ``batch_size`` samples each::
+
+        sampler = er.ElasticSampler(dataset, batch_size=32, accumulate=4)
+        ...
+        for i, (inputs, targets) in enumerate(loader):
+            (loss_of(model(inputs), targets) / 4).backward()
+            if (i + 1) % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                run.step()
+
+    An epoch then has whole steps only: its last samples, fewer than a step reads, are left out. So ``i``
+    begins at a step in a resumed epoch too, no gradient is left at the end of an epoch, and all batches are
+    equal.
+
     ``batch_size`` is for one rank, so the global batch grows with the number of ranks, unless the script
     divides it (``batch_size=256 // world_size``). ``run.on_world_change`` reports each change.
 
@@ -55,14 +70,16 @@ class ElasticSampler(DistributedSampler[int]):
         drop_last: bool = False,
         *,
         batch_size: int | None = None,
+        accumulate: int = 1,
     ) -> None:
         """See DistributedSampler.
 
-        ``batch_size`` is needed only if `resume` gets the sampler without a loader. ``num_replicas`` and
-        ``rank`` may be omitted before there is a process group; they are read when an epoch begins.
+        ``batch_size``, the loader's, is needed with ``accumulate``, and if `resume` gets no loader.
+        ``num_replicas`` and ``rank`` may be omitted before there is a process group; they are read when an
+        epoch begins.
 
         Raises:
-            ConfigError: an argument has the wrong type, or is out of range.
+            ConfigError: an argument has the wrong type, or is out of range, or ``batch_size`` is missing.
 
         """
         self.dataset: Any = dataset
@@ -75,6 +92,12 @@ class ElasticSampler(DistributedSampler[int]):
         self.shuffle, self.drop_last = check_bool("shuffle", shuffle), check_bool("drop_last", drop_last)
         self.seed = check_integer("seed", seed, least=-(2**63))
         self.batch_size = None if batch_size is None else check_integer("batch_size", batch_size, least=1)
+        self.accumulate = check_integer("accumulate", accumulate, least=1)
+        if self.accumulate > 1 and self.batch_size is None:
+            raise ConfigError(
+                f"er.ElasticSampler(accumulate={accumulate}) needs the loader's batch size too: add "
+                "batch_size=. It decides how many batches an epoch has."
+            )
         self.epoch = 0
         self._carries_epoch = isinstance(dataset, SeededDataset)  # then indices carry the epoch
         self._batches: LocalBatches | None = None
@@ -118,11 +141,13 @@ class ElasticSampler(DistributedSampler[int]):
         batches = self._batches
         if batches is None:
             size = self.num_replicas
+            if self.batch_size is not None and self.accumulate > 1:
+                step = self.batch_size * self.accumulate
+                return self.dataset_size // (step * size) * step
             return self.dataset_size // size if self.drop_last else -(-self.dataset_size // size)
         last = batches.steps - 1
-        return last * batches.batch_size + (
-            len(batches.share(last)) if batches.includes_step(last) else batches.batch_size
-        )
+        in_step = batches.batch_size * self.accumulate
+        return last * in_step + (len(batches.share(last)) if batches.includes_step(last) else in_step)
 
     # ---- what libraries read from a DistributedSampler -----------------------------------------------
 
@@ -150,6 +175,7 @@ class ElasticSampler(DistributedSampler[int]):
 class LocalBatches(GlobalBatches):
     """The batches of a loader with an `ElasticSampler`: ``batch_size`` samples for each rank."""
 
+    has_equal_parts = True
     _class_name = "ElasticSampler"
 
     def __init__(self, sampler: ElasticSampler, batch_size: int, drop_last: bool) -> None:
@@ -157,7 +183,9 @@ class LocalBatches(GlobalBatches):
         self._local_batch = check_integer("batch_size", batch_size, least=1)
         self.shuffle_epoch: int | None = None
         self._sampler = sampler
-        super().__init__(sampler.dataset_size, batch_size, sampler.seed, sampler.shuffle, drop_last)
+        micro_batch = batch_size if sampler.accumulate > 1 else None
+        order = (sampler.seed, sampler.shuffle, drop_last)
+        super().__init__(sampler.dataset_size, batch_size, *order, micro_batch=micro_batch)
 
     def bind(self, rank: int, world_size: int, *args: Any, **more: Any) -> None:
         """See GlobalBatches. Raise ConfigError if the sampler was made for another rank or world size."""
@@ -183,12 +211,19 @@ class LocalBatches(GlobalBatches):
 
     @property
     def batch_size(self) -> int:  # type: ignore[override]
-        """The number of samples of one rank in a step."""
+        """The number of samples in one batch of the loader."""
         return self._local_batch
 
     def includes_step(self, step: int) -> bool:
         """Return whether this world takes the step, and no earlier world took it."""
         return step >= self._epoch_plan().first_step
+
+    def explain_accumulation(self, batches_per_step: int) -> str:
+        """See GlobalBatches."""
+        return (
+            f"make the sampler with er.ElasticSampler(..., batch_size={self.batch_size}, "
+            f"accumulate={batches_per_step})."
+        )
 
     def _order_arguments(self, global_batch: int) -> dict[str, Any]:  # noqa: ARG002  it follows the world size
         return {
@@ -197,7 +232,7 @@ class LocalBatches(GlobalBatches):
         }
 
     def _sizing_for_world(self, before: BatchSizing | None, old_world_size: int) -> BatchSizing:
-        size = self.batch_size * self._world_size
+        size = self.batch_size * self._sampler.accumulate * self._world_size
         if self._policy == KEEP_GLOBAL and before is not None and before.global_batch != size:
             raise MismatchError(
                 f"the global batch would be {size} (batch_size={self.batch_size} on "
@@ -209,6 +244,14 @@ class LocalBatches(GlobalBatches):
         return self._make_sizing(size)
 
     def _make_sizing(self, global_batch: int, reference_world_size: int = 0) -> BatchSizing:
+        if self.micro_batch is not None:
+            if self.dataset_size < global_batch:
+                raise ConfigError(
+                    f"accumulate={self._sampler.accumulate} leaves an epoch without a step: a step reads "
+                    f"{global_batch} samples on {format_count(self._world_size, 'rank')}, and the dataset "
+                    f"has {self.dataset_size}. Use a smaller accumulate= or batch_size=."
+                )
+            return BatchSizing(global_batch, global_batch, reference_world_size)
         sizing = super()._make_sizing(global_batch, reference_world_size)
         if not self._sampler.drop_last or self.drop_last:
             return sizing

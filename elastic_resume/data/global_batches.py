@@ -18,6 +18,7 @@ The order is that of `torch.randperm`. torch does not promise to keep it between
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -113,8 +114,9 @@ class GlobalBatches(BatchSampler):
         # Whether the first iterator since `seek` has passed the end of the epoch. A script may read the epoch
         # once more with others, to evaluate.
         self.exhausted = False
-        self._has_iterator = False  # since `seek`
-        self.handed_out = 0  # steps of the epoch up to the last batch of the iterator of `exhausted`
+        self.iterators = 0  # since `seek`
+        self.handed_out = 0  # batches of the iterator of `exhausted`
+        self.requesting_thread = 0  # that asked for the last of them
         self.loader_prefetch: int | None = None  # batches that the loader requests ahead, if it is known
         self._cached_permutation: tuple[int, Tensor] | None = None  # (epoch, its permutation)
 
@@ -172,7 +174,7 @@ class GlobalBatches(BatchSampler):
         plan = self._sizing.plan_epoch(self.dataset_size, epoch)
         step = check_integer("step_in_epoch", step_in_epoch, least=plan.first_step, most=plan.steps)
         self._epoch, self._step = epoch, step
-        self.handed_out, self.exhausted, self._has_iterator = step, False, False
+        self.handed_out, self.exhausted, self.iterators = 0, False, 0
 
     def seek_start(self, epoch: int) -> None:
         """Make the next ``iter()`` start at the epoch's first step, for a loop that skips finished steps.
@@ -323,7 +325,16 @@ class GlobalBatches(BatchSampler):
 
     # ---- overridden by the batches of an ElasticSampler ----------------------------------------------
 
+    # Whether all batches of a step have the same weight, so that a loop may count them itself.
+    has_equal_parts = False
     _class_name = "GlobalBatches"
+
+    def explain_accumulation(self, batches_per_step: int) -> str:
+        """Return how to read ``batches_per_step`` of the present batches in each optimizer step."""
+        return (
+            f"give GlobalBatches the samples of all {batches_per_step} batches as global_batch=, those of "
+            f"one forward pass as micro_batch={self.batch_size}, and read run.micro_batches(loader)."
+        )
 
     def _order_arguments(self, global_batch: int) -> dict[str, Any]:
         """Return what decides the order of samples in the job's first world, by name."""
@@ -381,14 +392,15 @@ class GlobalBatches(BatchSampler):
         rank_and_world_size: tuple[int, int],
         epoch: int,
     ) -> Iterator[SeededIndices]:
-        is_first, self._has_iterator = not self._has_iterator, True
+        self.iterators += 1
+        is_first = self.iterators == 1
         for step in range(first_step, plan.steps):
-            if is_first:
-                self.handed_out = step + 1
             samples, first = plan.sample_count(step), plan.sample_offset(step)
             share = _nonempty_share(samples, *rank_and_world_size)
             parts = batch_size.count_micro_batches(samples, rank_and_world_size[1], self.micro_batch)
             for part in range(parts):
+                if is_first:
+                    self.handed_out, self.requesting_thread = self.handed_out + 1, threading.get_ident()
                 in_share = _nonempty_share(len(share), part, parts)
                 start, stop = first + share[in_share.start], first + share[in_share.stop - 1] + 1
                 indices = range(start, stop) if order is None else order[start:stop].tolist()

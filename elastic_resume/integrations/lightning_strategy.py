@@ -314,7 +314,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
             trainer.accumulate_grad_batches = self._count_parts()  # schedules depend on it
             return dataloader
         if isinstance(sampler, ElasticSampler):
-            if trainer.accumulate_grad_batches > 1:
+            if trainer.accumulate_grad_batches > 1 or sampler.accumulate > 1:
                 raise ConfigError(
                     "Lightning: an ElasticSampler gives each step one batch. With accumulate_grad_batches= "
                     "leave the sampler out, or use GlobalBatches with micro_batch=."

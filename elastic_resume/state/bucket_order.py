@@ -13,6 +13,7 @@ do not run.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ class BucketOrder:
         self._step_count = 0  # steps of the job, at most _STEPS_UNTIL_FINAL
         self._recorded_names: dict[str, list[str]] = {}
         self._hooks: list[RemovableHandle] = []
+        self._prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the known orders by tracked name, the models with a single pass, and the step count."""
@@ -51,8 +53,11 @@ class BucketOrder:
     def prepare(self, name: str, model: nn.Module, ddp: DistributedDataParallel) -> None:
         """Replay the known order of the model ``name`` in ``ddp``, or record it in the next backward pass.
 
-        ``model`` is the tracked model without wrappers.
+        ``model`` is the tracked model without wrappers. Later calls for the same ``ddp`` do nothing.
         """
+        if ddp in self._prepared:
+            return
+        self._prepared.add(ddp)
         parameters = {key: p for key, p in model.named_parameters() if p.requires_grad}
         order = self._orders.get(name)
         if ddp.find_unused_parameters and not ddp.static_graph:

@@ -261,10 +261,16 @@ def unwrap(item: Any) -> Any:
     return _list_wrappers(item)[-1]
 
 
-def find_parallel_wrapper(model: nn.Module) -> nn.Module | None:
+def find_parallel_wrapper(model: Any) -> nn.Module | None:
     """Return the DDP or DataParallel wrapper of a model. torch.compile may be around it."""
     wrappers = (w for w in _list_wrappers(model) if isinstance(w, (DistributedDataParallel, DataParallel)))
     return next(wrappers, None)
+
+
+def find_ddp_models(objects: Mapping[str, Any]) -> list[DistributedDataParallel]:
+    """Return the DDP wrappers among the given objects."""
+    found = [find_parallel_wrapper(item) for _, item in _iter_named_objects(objects, "")]
+    return [item for item in found if isinstance(item, DistributedDataParallel)]
 
 
 def _list_wrappers(item: Any) -> list[Any]:

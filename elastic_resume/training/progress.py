@@ -7,6 +7,7 @@ never count.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -28,6 +29,7 @@ NO_STEP = (
     "optimizer step."
 )
 MAX_GROWING_STEPS = 32  # a script's queue of batches that are read ahead is full after fewer steps
+MAX_EQUAL_STEPS = 3  # without a thread that fills a queue, so many equal intervals are the script's loop
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,9 @@ class TrainingProgress:
         self._batches = batches
         self._stream = stream
         self._micro_batch: int | None = None  # index in its step; None without `read_micro_batches`
-        self._lead = self._growing_steps = 0  # see `_check_what_was_read`
+        self._growing_steps = self._equal_steps = self._batches_per_step = 0  # see `_check_what_was_read`
+        self._seen_batches: int | None = None
+        self._trained_batches = 0
         self._was_share_read = False  # see `_check_whole_epoch`
         self._rank, self._world_size = collectives.rank, collectives.size
         self._reads_ahead = False  # the loop takes the weights from `upcoming_batches`
@@ -127,7 +131,9 @@ class TrainingProgress:
     def start_epoch(self, *, from_start: bool = False) -> int:
         """Move the data to the epoch's next step, or to its first; return the number of the epoch."""
         self._micro_batch, self._reads_ahead = None, False
-        self._lead = self._growing_steps = 0
+        self._growing_steps = self._equal_steps = self._batches_per_step = 0
+        self._seen_batches = self._batches.loader_prefetch if self._batches is not None else None
+        self._trained_batches = 0
         if self._batches is not None and from_start:
             self._batches.seek_start(self.position.epoch)
         elif self._batches is not None:
@@ -156,17 +162,18 @@ class TrainingProgress:
             if self.has_no_batch_left:
                 raise UsageError(
                     f"run.step() was called {stop} times in epoch {before.epoch}, which has "
-                    f"{format_count(batches.steps, 'batch', 'batches')}: write "
-                    "`for epoch in run.epochs(EPOCHS)`, and call step() once after each batch."
+                    f"{format_count(batches.steps, 'step')}: write `for epoch in run.epochs(EPOCHS)`, and "
+                    "call step() once after each optimizer step."
                 )
-            self._require_micro_batch_reading()
             count = self._micro_batch_count()
+            if not batches.has_equal_parts:
+                self._require_micro_batch_reading()
             if self._micro_batch is not None and self._micro_batch + 1 != count:
                 raise UsageError(
                     f"run.step() was called after {self._micro_batch + 1} of the {count} micro-batches of "
                     f"step {before.step + 1}: call it when run.last_micro_batch is true."
                 )
-            self._check_what_was_read(batches, stop)
+            self._check_what_was_read(batches, count)
             samples += batches.samples(before.step_in_epoch)
             batches.advance(stop)
         elif self._stream is not None:
@@ -215,24 +222,47 @@ class TrainingProgress:
         return 1 if batches is None or at >= batches.steps else batches.parts(at)
 
     def _require_micro_batch_reading(self) -> None:
-        has_parts = self._batches is not None and self._batches.micro_batch is not None
-        if has_parts and self._micro_batch is None and not self._reads_ahead:
+        batches = self._batches
+        if (
+            batches is None
+            or batches.micro_batch is None
+            or self._micro_batch is not None
+            or self._reads_ahead
+        ):
+            return
+        if batches.has_equal_parts:
             raise UsageError(
-                "with micro_batch= a step has several micro-batches, each with a loss weight of its own: "
-                "write `for batch in run.micro_batches(loader)`, and call run.step() when "
-                "run.last_micro_batch is true."
+                "with accumulate= run.loss_weight and run.last_micro_batch need `for batch in "
+                "run.micro_batches(loader)`: multiply the loss by the weight then, and do not divide it. A "
+                "loop over the loader that divides the loss itself needs neither."
             )
+        raise UsageError(
+            "with micro_batch= a step has several micro-batches, each with a loss weight of its own: "
+            "write `for batch in run.micro_batches(loader)`, and call run.step() when "
+            "run.last_micro_batch is true."
+        )
 
-    def _check_what_was_read(self, batches: GlobalBatches, steps: int) -> None:
-        """Raise UsageError if the loader has handed out more than one batch for each step, for long.
+    def _check_what_was_read(self, batches: GlobalBatches, expected: int) -> None:
+        """Raise UsageError if the steps do not read the ``expected`` number of the loader's batches each.
 
-        What is read ahead has a limit, so its lead over the steps does not grow for ever.
+        The loader's own reading ahead is over before the first step. A script's thread that reads ahead has a
+        limit, so it does not read more than it trains on for ever.
         """
-        lead = batches.handed_out - steps
-        self._growing_steps = self._growing_steps + 1 if lead > self._lead else 0
-        self._lead = lead
-        if self._growing_steps >= MAX_GROWING_STEPS:
-            raise UsageError(_describe_unread_batches(batches.handed_out, steps))
+        seen, self._seen_batches = self._seen_batches, batches.handed_out
+        read = 0 if seen is None else batches.handed_out - seen
+        self._growing_steps = self._growing_steps + 1 if read > expected else 0
+        self._equal_steps = self._equal_steps + 1 if read == self._batches_per_step else 1
+        self._batches_per_step = read
+        is_loop = batches.requesting_thread == threading.get_ident() and self._equal_steps >= MAX_EQUAL_STEPS
+        if self._growing_steps >= (MAX_EQUAL_STEPS if is_loop else MAX_GROWING_STEPS):
+            raise UsageError(self._describe_unread_batches(batches, read))
+        self._trained_batches += expected
+        if expected > 1 and batches.iterators == 1 and batches.handed_out < self._trained_batches:
+            raise UsageError(
+                f"run.step() was called again before {expected} batches of the loader were read, and the "
+                f"ElasticSampler has accumulate={expected}: call it once per optimizer step, after "
+                f"{expected} batches."
+            )
 
     def _check_whole_epoch(self, batches: GlobalBatches, at: int) -> None:
         """Raise UsageError if most of the epoch was handed out, and no step was counted for it.
@@ -246,17 +276,21 @@ class TrainingProgress:
         is_explained = batches.steps - at <= (batches.loader_prefetch or 0)
         is_share = at in {batches.steps // self._world_size, -(-batches.steps // self._world_size)}
         if is_half and (not is_explained or (is_share and self._was_share_read)):
-            raise UsageError(_describe_unread_batches(batches.steps, at))
+            batches_per_step = round(len(batches) / at)
+            text = self._describe_unread_batches(batches, batches_per_step)
+            if batches.loader_prefetch is None:
+                text += " If the loop leaves epochs early, pass the loader as data=."
+            raise UsageError(text)
         self._was_share_read = is_half and is_share
 
-
-def _describe_unread_batches(handed_out: int, steps: int) -> str:
-    return (
-        f"the loader has handed out the batches of {format_count(handed_out, 'step')} of this epoch, and "
-        f"{format_count(steps, 'step')} of it are finished. {SECOND_SHARDING} If one optimizer step reads "
-        "several batches, give GlobalBatches all samples of a step as global_batch=, set micro_batch=, and "
-        "read run.micro_batches(loader). If the loop leaves epochs early, pass the loader as data=."
-    )
+    def _describe_unread_batches(self, batches: GlobalBatches, batches_per_step: int) -> str:
+        text = (
+            f"run.step() was called once per {batches_per_step} batches of the loader: "
+            f"{batches.explain_accumulation(batches_per_step)}"
+        )
+        if batches_per_step == self._world_size * self._micro_batch_count():
+            text += f" If an optimizer step reads one batch: {SECOND_SHARDING}"
+        return text
 
 
 def _start_position(manifest: Manifest | None, data: GlobalBatches | ShardedStream | None) -> Position:

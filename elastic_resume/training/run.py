@@ -137,9 +137,9 @@ class Run:
     def ddp(self, model: nn.Module, **ddp_kwargs: Any) -> nn.Module:
         """Wrap ``model`` in DistributedDataParallel with the job's recorded bucket order.
 
-        Without a process group, or if the script has wrapped the model, return it unchanged. A tracked model
-        is not broadcast (``init_sync=False``), because `er.resume` has compared all ranks. ``ddp_kwargs``
-        override the arguments chosen here.
+        Without a process group, or if the script has wrapped the model, return it unchanged. A model that was
+        wrapped before `er.resume` needs no call. A tracked model is not broadcast (``init_sync=False``),
+        because `er.resume` has compared all ranks. ``ddp_kwargs`` override the arguments chosen here.
         """
         inner = state_dict.unwrap(model)
         name = next((name for name, item in self._tracked.items() if item is inner), None)
@@ -652,6 +652,8 @@ def resume(
         elastic_sampler.check_no_per_rank_state(data, collectives.size)
     context = RankContext(collectives, settings, events)
     run = Run(restore_parts(context, tracked, batches, RunOptions(seed, rng, on_world_change)))
+    for wrapper in state_dict.find_ddp_models({"model": model, **(track or {})}):
+        run.ddp(wrapper)  # that the script has made; its bucket order is restored
     _resumed.add(node_dir)
     return run
 

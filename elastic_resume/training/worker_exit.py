@@ -1,9 +1,9 @@
 """End a worker at a step boundary when its agent drains the node, or by an exception.
 
-An exception becomes a ``failure`` event. An `ElasticResumeError` is printed as one or two lines, because its
-message says what to do. Another exception is not printed here if an agent prints to the same place: the
-agent prints the root cause with its traceback, and a thousand workers' tracebacks would hide it. A traceback
-that is not printed is in the event log.
+An exception becomes a ``failure`` event. It is not printed here if an agent prints to the same place: the
+agent prints the root cause, and a thousand workers' tracebacks would hide it. A traceback that is not printed
+is in the event log. An `ElasticResumeError` is printed without a traceback, because its message says what to
+do; here too if it is too long for the event.
 """
 
 from __future__ import annotations
@@ -78,25 +78,29 @@ class _ExceptHook:
         if not issubclass(kind, KeyboardInterrupt) and error is not _ExceptHook.reported_error:
             _ExceptHook.reported_error = error
             self.events.emit("failure", **fields)
-        if isinstance(error, ElasticResumeError):
+        is_written = self.events.unwritten_count <= unwritten_before
+        is_ours = isinstance(error, ElasticResumeError)
+        is_whole = not is_ours or fields["message"] == str(error)
+        # A hook of the script's own, or torch's, gets every other exception.
+        hooked = not is_ours and self.previous_hook is not sys.__excepthook__
+        if issubclass(kind, Exception) and is_written and is_whole and not hooked and _is_printed_by_agent():
+            return  # if it is a root cause
+        if is_ours:
             print(f"elastic_resume: error: {error}", file=sys.stderr, flush=True)
-        elif not (
-            issubclass(kind, Exception)
-            and self._is_printed_by_agent()
-            and self.events.unwritten_count <= unwritten_before
-        ):  # else the agent prints it, if it is a root cause
+        else:
             self.previous_hook(kind, error, trace)
 
-    def _is_printed_by_agent(self) -> bool:
-        """Return whether an agent prints to the same standard error as this process."""
-        agent = os.environ.get(constants.ENV_AGENT_PID, "")
-        if self.previous_hook is not sys.__excepthook__ or not os.environ.get(constants.ENV_GENERATION):
-            return False
-        try:
-            # Compare the links themselves: the target may be a pipe, or not accessible.
-            return Path(f"/proc/{agent}/fd/2").readlink() == Path("/proc/self/fd/2").readlink()
-        except OSError:
-            return False
+
+def _is_printed_by_agent() -> bool:
+    """Return whether an agent prints to the same standard error as this process."""
+    agent = os.environ.get(constants.ENV_AGENT_PID, "")
+    if not os.environ.get(constants.ENV_GENERATION):
+        return False
+    try:
+        # Compare the links themselves: the target may be a pipe, or not accessible.
+        return Path(f"/proc/{agent}/fd/2").readlink() == Path("/proc/self/fd/2").readlink()
+    except OSError:
+        return False
 
 
 def _describe_error(error: BaseException, trace: TracebackType | None) -> dict[str, Any]:

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -82,26 +84,34 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
 
+    distributed = "RANK" in os.environ
+    if distributed:
+        dist.init_process_group("gloo")
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+
     train, test = dataset(1000, 1), dataset(200, 2)
     sampler = er.ElasticSampler(train)
     loader = DataLoader(train, batch_size=batch_size, sampler=sampler)
     model = network()
     ema = ModelEMA(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    if distributed:
+        model = DistributedDataParallel(model)
     run = er.resume(model=model, ema=ema, optimizer=optimizer, data=loader)
-    model = run.ddp(model)
 
     for epoch in run.epochs(epochs):
         sampler.set_epoch(epoch)
         for points, values in loader:
-            loss = mse_loss(model(points), values) * run.loss_weight
+            loss = mse_loss(model(points), values)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             ema.update(model)
             run.step()
-        if run.rank == 0:
+        if rank == 0:
             print(f"epoch {epoch + 1}: error of the average {error(ema.module, test):.5f}", flush=True)
+    if distributed:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -11,11 +11,13 @@ a first start can begin with: --resume checkpoint.pth.tar
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset
@@ -72,8 +74,15 @@ def main() -> None:
     torch.set_num_threads(1)
     best_acc1 = torch.zeros(())
 
+    distributed = "RANK" in os.environ
+    if distributed:
+        dist.init_process_group("gloo")
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+
     # create model
     model = network()
+    if distributed:
+        model = DistributedDataParallel(model)
 
     # define loss function (criterion), optimizer, and learning rate scheduler
     criterion = nn.CrossEntropyLoss()
@@ -87,7 +96,6 @@ def main() -> None:
         checkpoint = torch.load(args.resume, map_location="cpu", weights_only=True)
         args.start_epoch = checkpoint["epoch"]
         best_acc1.fill_(checkpoint["best_acc1"])
-        consume_prefix_in_state_dict_if_present(checkpoint["state_dict"], "module.")
         model.load_state_dict(checkpoint["state_dict"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         scheduler.load_state_dict(checkpoint["scheduler"])
@@ -106,8 +114,6 @@ def main() -> None:
         data=train_loader,
         track={"best_acc1": best_acc1},
     )
-    model = run.ddp(model)
-
     for number in run.epochs(args.epochs - args.start_epoch):
         epoch = args.start_epoch + number
         train_sampler.set_epoch(epoch)
@@ -122,10 +128,13 @@ def main() -> None:
         # remember best acc@1 and save checkpoint
         is_best = acc1 > best_acc1
         best_acc1.fill_(max(acc1, float(best_acc1)))
-        if run.rank == 0:
+        if rank == 0:
             print(f"epoch {epoch + 1}: acc@1 {acc1:.2f}, best {best_acc1:.2f}", flush=True)
             if is_best:
                 torch.save(model.state_dict(), "model_best.pth.tar")
+
+    if distributed:
+        dist.destroy_process_group()
 
 
 def train(
@@ -141,7 +150,7 @@ def train(
     for i, (images, target) in enumerate(train_loader):
         # compute output
         output = model(images)
-        loss = criterion(output, target) * run.loss_weight
+        loss = criterion(output, target)
 
         # compute gradient and do SGD step
         optimizer.zero_grad()

@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn, optim
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import elastic_resume as er
 
@@ -30,13 +32,16 @@ class ToyModel(nn.Module):
 
 
 def demo_checkpoint(steps: int) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    print(f"Running the checkpoint example on rank {rank}.", flush=True)
+
     torch.manual_seed(0)
     model = ToyModel()
+    ddp_model = DDP(model)
     loss_fn = nn.MSELoss()
-    optimizer = optim.SGD(model.parameters(), lr=0.001)
-    run = er.resume(model=model, optimizer=optimizer)
-    print(f"Running the checkpoint example on rank {run.rank}.", flush=True)
-    ddp_model = run.ddp(model)
+    optimizer = optim.SGD(ddp_model.parameters(), lr=0.001)
+    run = er.resume(model=ddp_model, optimizer=optimizer)
 
     for step in range(run.position.step, steps):
         optimizer.zero_grad()
@@ -45,11 +50,12 @@ def demo_checkpoint(steps: int) -> None:
         loss = loss_fn(outputs, labels)
         loss.backward()
         optimizer.step()
-        if run.rank == 0:
+        if rank == 0:
             print(f"step {step + 1}: loss {loss.item():.6f}", flush=True)
         run.step()
 
     run.close()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

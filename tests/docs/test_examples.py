@@ -49,6 +49,19 @@ def test_example_adds_few_lines(plain: str, elastic: str, most: int) -> None:
     assert len(added) <= most, "\n".join(added)
 
 
+def test_guide_counts_lines_of_each_port() -> None:
+    """As `difflib` counts them, without the docstring at the top and empty lines."""
+    page = (ROOT / "docs" / "getting-started" / "port-your-script.md").read_text()
+    rows = re.findall(r"^\| `(\S+)`, `(\S+)` \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    assert len(rows) == 5
+    for before, after, *counts in rows:
+        sides = [(ROOT / name).read_text().split('"""', 2)[2].splitlines() for name in (before, after)]
+        lines = [line for line in difflib.ndiff(*sides) if line[2:].strip()]
+        assert [sum(line.startswith(sign) for line in lines) for sign in ("+ ", "- ")] == list(
+            map(int, counts)
+        )
+
+
 def run_two_ranks(example: str, *words: str) -> str:
     """Return the output of rank 0 of two, of which only rank 0 prints."""
     first, second = launch_ranks.run_ranks(2, EXAMPLES / example, *words)

@@ -210,7 +210,7 @@ EXPECTED = {
     "without cpu=True": "ConfigError: the accelerator counts 1 process and the job has 2",
     "prepared loader": "ConfigError: accelerator.prepare() was given the loader of the run",
     "dispatched loader": "ConfigError: accelerator.prepare() was given the loader of the run",
-    "prepared by another accelerator": "UsageError: the loader has handed out the batches of",
+    "prepared by another accelerator": "UsageError: run.step() was called once per 2 batches",
     "accumulation without micro_batch": "ConfigError: the accelerator has gradient_accumulation_steps=4",
     "prepare(loader) afterwards": "UsageError: accelerator.prepare() was given the loader of the run",
     "skip_first_batches": "UsageError: accelerator.skip_first_batches() was given the loader of the run",

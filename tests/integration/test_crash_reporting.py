@@ -63,31 +63,45 @@ def test_crash_through_two_hooks_emits_one_event(tmp_path: Path) -> None:
     assert printed.count("ValueError: boom") == 1
 
 
+BOOM = "raise ValueError('boom')"
+BEHIND_TORCHS_HOOK = (
+    "inner = sys.excepthook; sys.excepthook = lambda *error: inner(*error)\n"
+    "worker_exit.install_startup_hook(); raise worker_exit.UsageError({!r})"
+)
+
+
 @pytest.mark.parametrize(
-    ("agent_log", "events_path", "is_silent"),
+    ("agent_log", "events_path", "body", "printed_start"),
     [
-        ("log", "events.jsonl", True),
-        ("another log", "events.jsonl", False),
-        ("log", "no such directory/events.jsonl", False),  # the event was not written
+        ("log", "events.jsonl", BOOM, ""),
+        ("another log", "events.jsonl", BOOM, "Traceback"),
+        ("log", "no such directory/events.jsonl", BOOM, "Traceback"),  # the event was not written
+        ("log", "events.jsonl", BEHIND_TORCHS_HOOK.format("boom"), ""),
+        (
+            "log",
+            "events.jsonl",
+            BEHIND_TORCHS_HOOK.format("long" * 200 + "boom"),
+            "elastic_resume: error: long",
+        ),
     ],
 )
-def test_crash_prints_nothing_if_agent_prints_traceback(
-    tmp_path: Path, agent_log: str, events_path: str, is_silent: bool
+def test_crash_prints_nothing_if_agent_prints_it(
+    tmp_path: Path, agent_log: str, events_path: str, body: str, printed_start: str
 ) -> None:
-    """The agent shares standard error and can read the event. Otherwise the full traceback is printed."""
+    """The agent shares standard error and can read the whole event. Otherwise the full text is printed."""
     with (
         open(tmp_path / agent_log, "a") as output,
         subprocess.Popen(["sleep", "60"], stderr=output) as agent,
     ):
         environ = {constants.ENV_AGENT_PID: str(agent.pid), constants.ENV_GENERATION: "1"}
         environ[constants.ENV_EVENTS_PATH] = str(tmp_path / events_path)
-        printed, _ = crash(tmp_path, "raise ValueError('boom')", **environ)
+        printed, _ = crash(tmp_path, body, **environ)
         agent.kill()
-    if is_silent:
-        assert printed == ""
+    if printed_start:
+        assert printed.startswith(printed_start)
+        assert printed.endswith("boom\n")
     else:
-        assert printed.startswith("Traceback")
-        assert printed.endswith("ValueError: boom\n")
+        assert printed == ""
 
 
 def test_crash_event_reaches_agents_memory_if_disk_is_full(tmp_path: Path) -> None:

@@ -249,7 +249,7 @@ KINDS = {
     "static graph": Kind(ddp={"static_graph": True}),
     "static graph, unused": Kind(net=Spare, ddp={"static_graph": True}),
     "static graph, checkpointed": Kind(net=Checkpointed, ddp={"static_graph": True}),
-    "own DDP before": Kind(before=with_ddp),
+    "own DDP before": Kind(before=with_ddp, wrap=lambda _, model: model),
     "own DDP after": Kind(wrap=lambda run, model: run.ddp(with_ddp(model))),
     "compiled inside": Kind(wrap=lambda run, model: run.ddp(compiled(model))),
     "compiled before": Kind(before=compiled),

@@ -172,7 +172,7 @@ def test_batches_that_no_step_is_counted_for_are_refused(begin: Begin, passes_lo
     script = begin()
     if passes_loader:
         script.batches.loader_prefetch = 0
-    with pytest.raises(UsageError, match=r"4 steps of this epoch, and 2 steps .*prepare.*micro_bat"):
+    with pytest.raises(UsageError, match=r"once per 2 batches of the loader: give GlobalBatches .*micro_bat"):
         read_every_other_batch(script, script.loader)
 
 
@@ -191,9 +191,88 @@ def test_script_that_never_counts_a_step_is_refused(begin: Begin) -> None:
 def test_unread_batches_of_long_epoch_are_refused_early(begin: Begin) -> None:
     """A lead that grows at every step is no reading ahead."""
     script = begin(samples=300)
-    with pytest.raises(UsageError, match="most samples would never be read"):
+    with pytest.raises(UsageError, match="once per 2 batches of the loader: give GlobalBatches"):
         read_every_other_batch(script, script.loader)
-    assert script.run.position.step < 40
+    assert script.run.position.step == 3
+
+
+def accumulate(script: Script, loader: DataLoader[Any], count: int) -> list[list[int]]:
+    """Train an epoch as a script does that takes a step per ``count`` batches; return the batches."""
+    read: list[list[int]] = []
+    for _ in script.run.epochs(script.run.position.epoch + 1):
+        for index, batch in enumerate(loader):
+            read.append(batch.tolist())
+            if (index + 1) % count == 0 or index + 1 == len(loader):
+                script.run.step()
+                if len(read) == 2 * count and script.run.position.step == 2:
+                    script.run.save()
+                    return read
+    return read
+
+
+def make_accumulating_loader(samples: int = 60, **more: Any) -> DataLoader[Any]:
+    """Return a loader of batches of two, with an `er.ElasticSampler`."""
+    numbers: Any = list(range(samples))
+    return DataLoader(numbers, 2, sampler=er.ElasticSampler(numbers, **more))
+
+
+def test_accumulating_loop_resumes_at_its_next_step(begin: Begin) -> None:
+    """Batches that make no whole step are left out, so the count of the loop begins at a step."""
+    loaders = [make_accumulating_loader(61, batch_size=2, accumulate=4) for _ in range(2)]
+    assert len(loaders[0]) == 28, "before resume, for a schedule"
+    read = accumulate(begin(data=loaders[0]), loaders[0], 4)
+    script = begin(data=loaders[1])
+    read += accumulate(script, loaders[1], 4)
+    samples = [number for batch in read for number in batch]
+    assert (len(read), len(set(samples)), len(loaders[1])) == (28, 56, 28)
+    assert (script.run.position.step, script.run.position.samples) == (7, 56)
+
+
+def test_micro_batches_of_elastic_sampler_weigh_the_loss(begin: Begin) -> None:
+    """A plain loop divides by itself, so a weight would be a second division."""
+    loader = make_accumulating_loader(batch_size=2, accumulate=3)
+    script = begin(data=loader)
+    script.run.begin_epoch()
+    with pytest.raises(UsageError, match=r"with accumulate= run\.loss_weight"):
+        _ = script.run.loss_weight
+    for _ in script.run.micro_batches(loader):
+        assert script.run.loss_weight == pytest.approx(1 / 3)
+        if script.run.last_micro_batch:
+            script.run.step()
+    assert script.run.position.step == 10
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("more", "count", "text"),
+    [
+        ({}, 4, r"once per 4 batches of the loader: make .*\.\.\., batch_size=2, accumulate=4\)"),
+        ({"batch_size": 2, "accumulate": 2}, 4, "once per 4 batches"),
+        ({"batch_size": 2, "accumulate": 4}, 2, "accumulate=4: call it once per optimizer step"),
+    ],
+)
+def test_loop_with_other_accumulation_is_refused_in_its_first_steps(
+    begin: Begin, more: dict[str, Any], count: int, text: str, workers: int
+) -> None:
+    """Not at the end of the epoch, and with the cause first; what a worker reads ahead is no step."""
+    numbers: Any = list(range(80))
+    loader = DataLoader(numbers, 2, sampler=er.ElasticSampler(numbers, **more), num_workers=workers)
+    script = begin(data=loader)
+    script.run.begin_epoch()
+    with pytest.raises(UsageError, match=text):
+        for index, _ in enumerate(loader):
+            if (index + 1) % count == 0:
+                script.run.step()
+    assert script.run.position.step <= 2
+
+
+def test_accumulation_that_cannot_be_counted_is_refused() -> None:
+    """The number of batches must be known before resume, and an epoch must have a step."""
+    with pytest.raises(ConfigError, match="add batch_size="):
+        er.ElasticSampler(range(9), accumulate=2)
+    batches = er.ElasticSampler(range(9), batch_size=3, accumulate=4).attach(3, drop_last=False)
+    with pytest.raises(ConfigError, match="accumulate=4 leaves an epoch without a step"):
+        batches.bind(0, 1)
 
 
 def test_unread_batches_of_short_epochs_are_refused_in_the_second(
