@@ -295,7 +295,10 @@ def test_restart_of_script_without_resume_is_warned_about_once(
             nodes += "" if end == "KILLED" else str(generation)
             failures = (KILLED,) if end == "KILLED" else ()
             controller.start_generation(world(generation, *failures, nodes=nodes))
-    assert "\n".join(caplog.messages).count("never calls it saves nothing and starts over at each restart") == count
+    assert (
+        "\n".join(caplog.messages).count("never calls it saves nothing and starts over at each restart")
+        == count
+    )
 
 
 def test_wait_log_logs_newest_texts_only_if_wait_lasts(caplog: pytest.LogCaptureFixture) -> None:

@@ -132,7 +132,10 @@ UNAUTHENTICATED = {
     "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\n", "not JSON"),
     "another job": (protocol.encode_greeting("another", NONCE), "belongs to job 'another'"),
     "another version": (b'{"elastic_resume":99,"run":"job","nonce":"00"}\n', "protocol version '99'"),
-    "a bad nonce": (b'{"elastic_resume":%d,"run":"job","nonce":"00","status_only":false}\n' % protocol.VERSION, "nonce"),
+    "a bad nonce": (
+        b'{"elastic_resume":%d,"run":"job","nonce":"00","status_only":false}\n' % protocol.VERSION,
+        "nonce",
+    ),
     "deep JSON": (b"[" * 4000 + b"\n", "not JSON"),
     "a large number": (b'{"elastic_resume":' + b"9" * 4000 + b"}\n", "protocol version"),
     "no proof": (protocol.encode_greeting(RUN, NONCE) + b"{}\n", "the fields proof"),
