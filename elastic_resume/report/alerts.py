@@ -21,8 +21,9 @@ from elastic_resume.policy.hangs import Stall
 from elastic_resume.policy.reasons import from_json
 from elastic_resume.report.event_log import EventTimeline, ParsedEvent
 from elastic_resume.report.formatting import format_count, format_seconds
+from elastic_resume.report.generations import Generation
 
-BAD, NOTE, INFO = "bad", "note", "info"
+BAD, NOTE = "bad", "note"
 _SLOW_FACTOR = 5  # a commit is slow if it takes this many times the node's median
 _MIN_SLOW_S = 1.0
 _MIN_COMMITS = 4  # fewer commits have no typical duration
@@ -33,8 +34,7 @@ _VARYING_FIELDS = frozenset({"t", "b", "pid", "seconds", "generation"})
 class Alert:
     """A problem of one node, with how often and how long it occurred.
 
-    ``severity`` is bad (a person should look), note, or info (how worlds formed). ``last_t`` is when it
-    was resolved, or else seen last.
+    ``severity`` is bad (a person should look) or note. ``last_t`` is when it was resolved, or else seen last.
     """
 
     kind: str
@@ -49,8 +49,9 @@ class Alert:
     is_resolved: bool = True
 
 
-def find_alerts(timeline: EventTimeline) -> tuple[Alert, ...]:
+def find_alerts(timeline: EventTimeline, generations: Iterable[Generation]) -> tuple[Alert, ...]:
     """Find all alerts of a run, by the time of their first event."""
+    root_nodes = {row.number: row.end.node for row in generations if row.end.is_failure}
     found: list[tuple[Alert, str]] = []  # with what tells different problems of a kind apart
     for kind, (severity, describe) in _DESCRIPTIONS.items():
         for event in timeline.select(kind):
@@ -62,7 +63,9 @@ def find_alerts(timeline: EventTimeline) -> tuple[Alert, ...]:
                 found.append((alert, _identify_problem(event)))
     for event in timeline.select("rendezvous"):
         kind = event.get_text("what")
-        if kind in _RENDEZVOUS_SEVERITIES:
+        # A lease that another node's failure let expire is part of that failure.
+        root_node = root_nodes.get(event.generation or 0) if kind == "lease-expired" else ""
+        if kind in _RENDEZVOUS_SEVERITIES and root_node in {"", None, event.node}:
             text = event.get_text("message") or kind
             alert = _make_alert(kind, _RENDEZVOUS_SEVERITIES[kind], event, text)
             found.append((alert, _identify_problem(event)))
@@ -232,9 +235,6 @@ _RENDEZVOUS_SEVERITIES = {
     "lease-expired": BAD,
     "left-out": BAD,
     "waiting": NOTE,
-    "spare": INFO,
-    "step-down": INFO,
-    "leader-lost": INFO,
 }
 
 

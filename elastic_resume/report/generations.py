@@ -22,6 +22,7 @@ from elastic_resume.policy import wording
 from elastic_resume.policy.failure_classification import (
     FAILURE_KINDS,
     NODE_LOST,
+    PREEMPTED,
     Failure,
     classify_with_times,
 )
@@ -104,6 +105,11 @@ class Generation:
     detected_t: float | None
     recomputed_steps: int | None
     recovery_s: float | None
+
+    @property
+    def failure_recovery_s(self) -> float | None:
+        """The recovery after a failure; None if nodes joined or somebody asked for the stop."""
+        return self.recovery_s if self.end.is_failure and self.end.kind != PREEMPTED else None
 
     @property
     def num_steps_run(self) -> int:
@@ -308,7 +314,7 @@ class GenerationTracker:
                 generation.end.text,
                 generation.detected_t,
                 generation.recomputed_steps,
-                generation.recovery_s,
+                generation.failure_recovery_s,
                 generation.end.node,
                 generation.end.rank,
             )
@@ -406,7 +412,7 @@ def _find_end(record: _GenerationRecord, *, is_last: bool) -> GenerationEnd:
         return GenerationEnd(FINISHED, "finished")
     if verdict is not None and verdict.get_count("next_generation"):
         reason = verdict.raw.get("reason") or (record.end_reason and record.end_reason.raw.get("reason"))
-        return GenerationEnd(UNKNOWN, describe_reason(reason) or "ended for an unknown reason")
+        return _end_for_reason(UNKNOWN, reason)
     return _end_without_verdict(record, is_last=is_last)
 
 
@@ -458,11 +464,15 @@ def _end_without_verdict(record: _GenerationRecord, *, is_last: bool) -> Generat
     if record.end_reason is not None and _reason_kind(record.end_reason) != ViewEnd.NEWCOMERS.value:
         reason = record.end_reason.raw.get("reason")
         kind = NODE_LOST if fact_kind(reason) == NODE_LOST else UNKNOWN
-        text = describe_reason(reason) or "ended for an unknown reason"
-        return GenerationEnd(kind, text, str(reason.get("node", "")) if isinstance(reason, dict) else "")
+        return _end_for_reason(kind, reason)
     if is_last:
         return GenerationEnd(OPEN, "still running, or killed as a whole")
     return GenerationEnd(UNKNOWN, "ended for an unknown reason")
+
+
+def _end_for_reason(kind: str, reason: Any) -> GenerationEnd:
+    text = describe_reason(reason) or "ended for an unknown reason"
+    return GenerationEnd(kind, text, str(reason.get("node") or "") if isinstance(reason, dict) else "")
 
 
 WHOLE_JOB_END = GenerationEnd(WHOLE_JOB, "whole job killed")

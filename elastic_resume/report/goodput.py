@@ -5,9 +5,9 @@
 slices without a gap or an overlap, so the parts of `Goodput` add up to the whole. It measures the time of the
 job, not of its nodes: a node that is absent while the others train costs nothing here. Pure.
 
-Within a generation's training, *recomputed* time went into steps that a later generation ran again, and
-into the step that its end interrupted. *Stalled* time is what training waited for snapshots, as the
-workers measured it.
+Within a generation's training, *recomputed* time went into steps that a later generation ran again,
+*interrupted* time into the step that its end interrupted. *Stalled* time is what training waited
+for snapshots, as the workers measured it.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def recovery_phases(previous: GenerationTimes, following: GenerationTimes) -> Re
     return RecoveryPhases(*phases)
 
 
-PRODUCTIVE, RECOMPUTED = "productive", "recomputed"
+PRODUCTIVE, RECOMPUTED, INTERRUPTED = "productive", "recomputed", "interrupted"
 STARTING, RESTORING, WAITING = "starting", "restoring", "waiting"
 
 
@@ -223,6 +223,7 @@ class Goodput:
     restoring_s: float
     stalled_s: float
     recomputed_s: float
+    interrupted_s: float
     waiting_s: float
 
     @property
@@ -238,7 +239,7 @@ class Goodput:
 
 def sum_goodput(slices: Sequence[TimeSlice], generation_times: Sequence[GenerationTimes]) -> Goodput:
     """Sum the slices of a run; stalls are within the productive ones."""
-    spent = dict.fromkeys((PRODUCTIVE, RECOMPUTED, STARTING, RESTORING, WAITING), 0.0)
+    spent = dict.fromkeys((PRODUCTIVE, RECOMPUTED, INTERRUPTED, STARTING, RESTORING, WAITING), 0.0)
     productive_s: dict[int | None, float] = {}
     for item in slices:
         spent[item.activity] += item.end_t - item.start_t
@@ -281,8 +282,8 @@ def slice_time(
             return writer.cut_at(times.end_t)
         if row.end.kind == "open":
             writer.add_until(PRODUCTIVE, max(event_times), row.number)
-        elif times.detected_t is not None and times.last_step_t is not None:  # the interrupted step
-            writer.add_until(RECOMPUTED, min(times.detected_t, times.last_step_t + step_s), row.number)
+        elif times.detected_t is not None and times.last_step_t is not None:
+            writer.add_until(INTERRUPTED, min(times.detected_t, times.last_step_t + step_s), row.number)
     writer.add_waiting(timeline, max(event_times))
     return writer.cut_at(max(event_times))
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from markupsafe import Markup, escape
 
 from elastic_resume import __version__
 from elastic_resume.report import checkpoints, run_history, summary
-from elastic_resume.report.alerts import BAD, NOTE, describe_recurrence
+from elastic_resume.report.alerts import describe_recurrence
 from elastic_resume.report.event_log import ParsedEvent
 from elastic_resume.report.formatting import (
     fold_node_names,
@@ -97,6 +96,7 @@ def render_page(report: RunReport, title: str = "") -> str:
         since=functools.partial(format_since_start, report),
         state=_run_state(report),
         tiles=_summary_tiles(report),
+        downtime_note=(summary.DOWNTIME_NOTE.capitalize() + ".") if report.downtimes else "",
         goodput=_bar_parts((kind, GOODPUT_LABELS[kind], value) for kind, value in report.goodput.parts),
         timeline=_draw_timeline(report),
         recoveries=_recovery_bar(report),
@@ -163,7 +163,7 @@ def _run_state(report: RunReport) -> tuple[str, str]:
 
 def _summary_tiles(report: RunReport) -> list[tuple[str, str]]:
     history, share, present = report.history, report.goodput.share, report.present_checkpoints
-    downtime_s = statistics.median(report.downtimes.values()) if report.downtimes else None
+    downtime_s = sum(report.downtimes.values()) if report.downtimes else None
     return [
         ("-" if share is None else format_percent(share), "goodput"),
         ("-" if history.last_step is None else f"{history.last_step:,}", "step"),
@@ -172,7 +172,8 @@ def _summary_tiles(report: RunReport) -> list[tuple[str, str]]:
             f"{history.recomputed_steps:,}",
             "recomputed step" if history.recomputed_steps == 1 else "recomputed steps",
         ),
-        (format_seconds(downtime_s), "downtime of a failure (median)"),
+        (format_seconds(downtime_s), "downtime"),
+        (format_seconds(report.median_recovery_s), "recovery (median)"),
         (f"{present[-1].step:,}" if present else "none", "newest checkpoint's step"),
     ]
 
@@ -363,8 +364,7 @@ def _marks_by_node(report: RunReport) -> Mapping[str, list[TimelineMark]]:
         if record.t is not None and record.tier == run_history.DISK:
             marks[record.node].append(TimelineMark(CHECKPOINT, record.t, f"checkpoint of step {record.step}"))
     for alert in report.alerts:
-        if alert.severity in {BAD, NOTE}:
-            marks[alert.node].append(TimelineMark(ALERT, alert.t, alert.text))
+        marks[alert.node].append(TimelineMark(ALERT, alert.t, alert.text))
     for fault in report.faults:
         marks[fault.node].append(TimelineMark(FAULT, fault.t, f"injected: {fault.text}"))
     for times, row in zip(report.generation_times, report.history.generations, strict=True):

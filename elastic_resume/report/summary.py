@@ -18,7 +18,7 @@ from typing import Any
 
 from elastic_resume.events import Event, get_boot_time
 from elastic_resume.report import alerts, checkpoints, event_log, goodput, run_history
-from elastic_resume.report.alerts import BAD, INFO, Alert, describe_recurrence
+from elastic_resume.report.alerts import BAD, Alert, describe_recurrence
 from elastic_resume.report.checkpoints import CheckpointEntry
 from elastic_resume.report.event_log import EventTimeline
 from elastic_resume.report.formatting import (
@@ -53,9 +53,14 @@ GOODPUT_LABELS = {
     "starting": "startup",
     "restoring": "restore",
     "stalled": "snapshot stalls",
-    "recomputed": "recomputed or interrupted steps",
+    "recomputed": "recomputed steps",
+    "interrupted": "interrupted steps",
     "waiting": "rendezvous",
 }
+DOWNTIME_NOTE = (
+    "downtime: what failures cost, which is recomputed and interrupted steps and all time until "
+    "the next generation's first step"
+)
 PHASE_LABELS = {
     "detected": "detection",
     "stopped": "stopping workers",
@@ -181,7 +186,7 @@ def _hints_from_totals(history: RunHistory, goodput: Goodput) -> list[str]:
     return hints
 
 
-REPORT_SCHEMA = 2
+REPORT_SCHEMA = 3
 
 
 @dataclass(frozen=True)
@@ -211,8 +216,9 @@ class InjectedFault:
 class RunReport:
     """Everything that a report shows of one run.
 
-    ``recoveries`` and ``downtimes`` are by the number of the generation that ended. ``silent_s`` is the
-    time since the last event, if the present is known. ``stacks`` are hang reports by NODE/FILE.
+    ``recoveries`` (of failures) and ``downtimes`` are by the number of the generation that ended.
+    ``silent_s`` is the time since the last event, if the present is known. ``stacks`` are hang reports by
+    NODE/FILE.
     """
 
     run_id: str
@@ -233,6 +239,13 @@ class RunReport:
     timeline: EventTimeline = field(repr=False)
     slices: tuple[TimeSlice, ...] = field(repr=False)
     generation_times: tuple[GenerationTimes, ...] = field(repr=False)
+
+    @property
+    def median_recovery_s(self) -> float | None:
+        """The median of the recoveries in the table of generations; None without one."""
+        rows = self.history.generations
+        found = [row.failure_recovery_s for row in rows if row.failure_recovery_s is not None]
+        return statistics.median(found) if found else None
 
     @property
     def present_checkpoints(self) -> list[SavedStateRecord]:
@@ -273,13 +286,16 @@ def build_run_report(
     slices = goodput.slice_time(timeline, history, generation_times)
     total = goodput.sum_goodput(slices, generation_times)
     downtimes = goodput.measure_downtimes(slices, history, generation_times)
-    alert_list = alerts.find_alerts(timeline)
+    alert_list = alerts.find_alerts(timeline, history.generations)
     starts = timeline.select("agent-start")
     event_times = [item.t for item in timeline.events if item.kind != "fault"]
     silent_s = now - max(event_times) if now is not None and event_times else None
     recoveries = (
         (previous.number, recovery_phases(previous, following))
-        for previous, following in itertools.pairwise(generation_times)
+        for row, (previous, following) in zip(
+            history.generations, itertools.pairwise(generation_times), strict=False
+        )
+        if row.failure_recovery_s is not None
     )
     return RunReport(
         run_id=next((item.get_text("run_id") for item in starts if item.get_text("run_id")), ""),
@@ -344,6 +360,7 @@ def format_json(run_report: RunReport) -> str:
         "start_t": run_report.start_t,
         "end_t": run_report.end_t,
         "verdict": asdict(run_report.verdict),
+        "median_recovery_s": run_report.median_recovery_s,
         "outcome": history.pop("outcome"),
         "message": history.pop("message"),
         "goodput": {**asdict(run_report.goodput), "share": run_report.goodput.share},
@@ -387,7 +404,12 @@ def format_text(report: RunReport) -> str:
     dated_notes = [*_format_alerts(report), *_format_faults(report)]
     dated_notes = [*sorted(dated_notes[:MAX_ALERTS], key=itemgetter(0)), *dated_notes[MAX_ALERTS:]]
     lines += ["", *_limit_notes([text for _, text in dated_notes], MAX_ALERTS)] if dated_notes else []
-    totals = (_describe_goodput(report), _describe_recoveries(report), _describe_checkpoints(report))
+    totals = (
+        _describe_goodput(report),
+        DOWNTIME_NOTE if report.downtimes else "",
+        _describe_recoveries(report),
+        _describe_checkpoints(report),
+    )
     wrapped = [line for text in totals if text for line in wrap_text(text)]
     lines += ["", *wrapped] if wrapped else []
     return "\n".join(lines) + "\n"
@@ -407,7 +429,7 @@ def _generation_row(generation: Generation) -> tuple[str, ...]:
         format_step_range(generation),
         generation.end.text,
         "-" if generation.recomputed_steps is None else str(generation.recomputed_steps),
-        format_seconds(generation.recovery_s),
+        format_seconds(generation.failure_recovery_s),
     )
 
 
@@ -442,10 +464,9 @@ def format_since_start(report: RunReport, t: float) -> str:
 
 def _format_alerts(report: RunReport) -> Iterator[tuple[float, str]]:
     for alert in report.alerts:
-        if alert.severity != INFO:
-            recurrence = describe_recurrence(alert)
-            text = f"{alert.node or '-'}: {alert.text}" + (f" ({recurrence})" if recurrence else "")
-            yield alert.t, f"at {format_since_start(report, alert.t)}  {text}"
+        recurrence = describe_recurrence(alert)
+        text = f"{alert.node or '-'}: {alert.text}" + (f" ({recurrence})" if recurrence else "")
+        yield alert.t, f"at {format_since_start(report, alert.t)}  {text}"
 
 
 def _format_faults(report: RunReport) -> Iterator[tuple[float, str]]:
@@ -479,8 +500,9 @@ def median_phases(report: RunReport) -> dict[str, float]:
 def _describe_recoveries(report: RunReport) -> str:
     medians, count = median_phases(report), len(report.recoveries)
     parts = ", ".join(f"{PHASE_LABELS[name]} {format_seconds(value)}" for name, value in medians.items())
-    subject = "recovery" if count == 1 else f"{count} recoveries (medians)"
-    return f"{subject}: {parts}" if parts else ""
+    subject = "recovery" if count == 1 else f"{count} recoveries, medians"
+    total = f" {format_seconds(report.median_recovery_s)} from the first sign to the first step"
+    return f"{subject}:{total}; {parts}" if parts else ""
 
 
 def _describe_checkpoints(report: RunReport) -> str:

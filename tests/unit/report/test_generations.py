@@ -219,7 +219,7 @@ def test_live_status_agrees_with_report(make: Callable[[], Job]) -> None:
         (item.generation, item.kind, item.cause, item.recomputed_steps, item.recovery_s)
         for item in track(make().events).incidents()
     ] == [
-        (row.number, row.end.kind, row.end.text, row.recomputed_steps, row.recovery_s)
+        (row.number, row.end.kind, row.end.text, row.recomputed_steps, row.failure_recovery_s)
         for row in rows
         if row.end.is_failure
     ]

@@ -31,7 +31,8 @@ def test_goodput_parts_of_killed_run() -> None:
         starting_s=5.0 + 1.5 + 2.0,  # imports; then from the world to the state, in both generations
         restoring_s=0.5 + 1.0,
         stalled_s=0.0,
-        recomputed_s=2.0 + 0.5,  # and the half of a step that was cut off
+        recomputed_s=2.0,
+        interrupted_s=0.5,  # the half of a step that was cut off
         waiting_s=3.0 + 0.5,  # for others at first; from the kill to the next world
     )
 
@@ -112,7 +113,7 @@ def test_hanging_step_is_not_productive() -> None:
     job.finish(155, 13)
     spent = summary.build_run_report(job.events).goodput
     assert spent.productive_s == 13.0
-    assert spent.recomputed_s == 1.0  # as much as a step may have taken
+    assert spent.interrupted_s == 1.0  # as much as a step may have taken
     assert spent.waiting_s == 3.0 + 39.0 + 1.0
 
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
 import pytest
+from markupsafe import escape
 
 from elastic_resume import constants, events
 from elastic_resume.cli import main
 from elastic_resume.events import Event
 from elastic_resume.policy import wording
 from elastic_resume.policy.hangs import Activity, Stall
-from elastic_resume.policy.reasons import to_json
+from elastic_resume.policy.reasons import WorkersStopped, to_json
 from elastic_resume.report import html, run_history, summary
 from elastic_resume.report.checkpoints import CheckpointEntry
+from elastic_resume.report.formatting import format_seconds
 from elastic_resume.report.loader import load_run
 from elastic_resume.report.summary import RunReport
 from tests.support import report_runs
@@ -307,7 +310,7 @@ def test_json_has_the_documented_members(
     here, there, _ = apart
     assert main(["report", str(here), str(there), "--json"]) == 0
     members = json.loads(capsys.readouterr().out)
-    assert (members["schema"], members["outcome"]) == (2, "open")
+    assert (members["schema"], members["outcome"]) == (3, "open")
     documented = ROOT / "docs" / "reference" / "report-json.md"
     listed = [line.split("`")[1] for line in documented.read_text().splitlines() if line.startswith("| `")]
     assert set(members) == {name for name in listed if "." not in name}
@@ -350,3 +353,74 @@ def test_wait_ends_with_the_next_generation_or_the_agents() -> None:
     for node in ("n0", "n1"):
         job.add(150, "agent-end", node, outcome="signalled", exit_code=143, message="stopped by SIGTERM.")
     assert summary.build_run_report(job.events).history.wait is None
+
+
+# ---- what the figures count ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [report_runs.node_told_to_leave, job_stopped])
+def test_requested_stop_is_in_no_recovery(make: Callable[[], Job]) -> None:
+    """A drain, a preemption and an operator's stop have no recovery, in the page, as text or as JSON."""
+    report = summary.build_run_report(make().events)
+    assert report.history.generations[0].recovery_s is not None
+    assert report.recoveries == {}
+    assert json.loads(summary.format_json(report))["median_recovery_s"] is None
+    assert "<dt>recovery (median)</dt><dd>-</dd>" in html.render_page(report)
+    assert "from the first sign" not in summary.format_text(report)
+
+
+def test_recovery_tile_is_the_median_of_the_column() -> None:
+    """Page, text and JSON have the median of the recoveries that the table shows; a join has none."""
+    job = report_runs.node_returns()
+    job.exit(113, 1, signal="SIGKILL")
+    job.begin(116, 11, "n0", "n1", "n2")
+    report = summary.build_run_report(job.events)
+    assert any(row.end.kind == "joined" and row.recovery_s is not None for row in report.history.generations)
+    shown = [row.failure_recovery_s for row in report.history.generations]
+    median_s = statistics.median(value for value in shown if value is not None)
+    assert f"<dt>recovery (median)</dt><dd>{format_seconds(median_s)}</dd>" in html.render_page(report)
+    assert f"{format_seconds(median_s)} from the first sign" in summary.format_text(report)
+    assert json.loads(summary.format_json(report))["median_recovery_s"] == median_s
+    assert summary.DOWNTIME_NOTE in " ".join(summary.format_text(report).split())
+    assert escape(summary.DOWNTIME_NOTE.capitalize()) in html.render_page(report)
+
+
+def test_interrupted_step_is_not_called_recomputed() -> None:
+    """A run that recomputed no step names the step that the failure cut off apart."""
+    job = Job()
+    job.begin(100, 0, "n0", "n1", "n2")
+    job.steps(110, 10)
+    job.exit(110.6, 1, signal="SIGKILL")
+    job.begin(115, 10, "n0", "n1", "n2")
+    text = summary.format_text(summary.build_run_report(job.events))
+    assert "no step recomputed" in text
+    assert "interrupted steps" in text
+    assert "recomputed steps" not in text
+
+
+def test_crash_of_one_node_marks_its_lane_only() -> None:
+    """Leases that expired on the others, and the change of the leader, are part of the crash."""
+    job = node_killed()
+    for node in ("n0", "n1"):
+        for what in ("lease-expired", "leader-lost", "step-down"):
+            job.add(111, "rendezvous", node, generation=1, what=what, message=what)
+    report = summary.build_run_report(job.events)
+    marked = [
+        lane.node for lane in html.build_lanes(report) for mark in lane.marks if mark.kind != "checkpoint"
+    ]
+    assert marked == ["n2"]
+    assert report.alerts == ()
+    alone = Job().begun()
+    alone.add(111, "rendezvous", "n0", generation=1, what="lease-expired", message="lease-expired")
+    assert [alert.kind for alert in summary.build_run_report(alone.events).alerts] == ["lease-expired"]
+
+
+def test_end_by_a_nodes_reason_marks_that_node() -> None:
+    """A verdict without failures names the node whose workers stopped, and no other lane is marked."""
+    job = Job()
+    job.begin(100, 0, "n0", "n1", "n2")
+    job.steps(110, 10)
+    job.end_view(110.6, "n0", WorkersStopped("n1"))
+    job.begin(115, 10, "n0", "n1", "n2")
+    lanes = html.build_lanes(summary.build_run_report(job.events))
+    assert [lane.node for lane in lanes for mark in lane.marks if mark.kind == "incident"] == ["n1"]
