@@ -376,6 +376,7 @@ def test_recovery_tile_is_the_median_of_the_column() -> None:
     job.begin(116, 11, "n0", "n1", "n2")
     report = summary.build_run_report(job.events)
     assert any(row.end.kind == "joined" and row.recovery_s is not None for row in report.history.generations)
+    assert [row.failure_recovery_s is None for row in report.history.generations] == [True, False, True]
     shown = [row.failure_recovery_s for row in report.history.generations]
     median_s = statistics.median(value for value in shown if value is not None)
     assert f"<dt>recovery (median)</dt><dd>{format_seconds(median_s)}</dd>" in html.render_page(report)
