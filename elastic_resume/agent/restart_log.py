@@ -169,9 +169,9 @@ class RestartLog:
         root_cause = verdict.root_cause
         if root_cause is None:
             return
-        lines = explain_verdict(verdict)
-        if len(lines) > 1 or not root_cause.is_deterministic:  # else the job's last line says the same
-            for line in lines:
+        others = (*verdict.root_causes[1:], *verdict.secondary_failures)
+        if others or not root_cause.is_deterministic:  # else the job's last line says the same
+            for line in explain_verdict(verdict):
                 logger.error(line)
         if root_cause.node == self._node:
             self._traceback = self._traceback or self._evidence.find_traceback(root_cause)
