@@ -137,6 +137,7 @@ def fork_supervised_worker(connection: "_socket.socket", signal_mask: "set[int]"
         connection.close()
         return
     send(connection, b"started %d %d\n" % (worker, supervisor))
+    write_worker_forked(worker)
     WorkerSupervisor(worker, connection, wakeup_read, lease, copy_monitor).run()
     os._exit(0)
 
@@ -441,7 +442,18 @@ def list_children() -> "list[int]":
     return children
 
 
-# ---- the worker-exit event -----------------------------------------------------------------------------
+# ---- events --------------------------------------------------------------------------------------------
+
+
+def write_worker_forked(worker: int) -> None:
+    """Append a ``worker-forked`` event to the agent's memory: most scripts offer no progress page."""
+    numbers = [parse_int_or_none(os.environ.get(name)) for name in ("RANK", ENV_LOCAL_RANK, ENV_GENERATION)]
+    if None not in numbers:
+        line = (
+            '{"t":%.3f,"event":"worker-forked","pid":%d,"worker_pid":%d,"rank":%d,"local_rank":%d,'
+            '"generation":%d}\n' % (time.time(), os.getpid(), worker, *numbers)
+        )
+        append_line(ENV_EVIDENCE, line.encode(), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
 
 
 def write_worker_exit(
