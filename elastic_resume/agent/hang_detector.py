@@ -7,10 +7,11 @@ A thread of the agent reads the progress page of the workers four times a second
     evidence --policy.hangs.diagnose_hang--> suspects and victims
     diagnosis --> one event, one log line, one report file; kill the stalled workers
 
-torchelastic then sees workers end and restarts. Workers that never made a step are judged once all others of
-their node have ended: supervisors write starts and exits to the agent's memory (`failure_evidence`). Each node judges its own ranks. If another node may hold the
-cause, the kill is deferred, so that the detector there acts first; see `HangThreshold.kill_delay_s`. The
-report of a run combines the events of all nodes.
+torchelastic then sees workers end and restarts. Workers that make no step are judged when all others of their
+node have ended: supervisors write starts and exits of workers to the agent's memory (`failure_evidence`).
+
+Each node judges its own ranks. If another node may hold the cause, the kill is deferred, so that the detector
+there acts first; see `HangThreshold.kill_delay_s`. The report of a run combines the events of all nodes.
 
 Invariants: only workers of this agent's current generation are ever judged or killed, whatever the page says.
 A disk that hangs, perhaps the cause, delays a kill by at most `EVENT_WRITE_TIMEOUT_S`.
@@ -76,6 +77,7 @@ def detect_hangs(
     hang_threshold: HangThreshold | None,
     emit: Callable[..., Any],
     get_generation: Callable[[], int],
+    *,
     read_events: Callable[[], list[Event]] = list,
 ) -> Iterator[Callable[[], None]]:
     """Run a `HangDetector` within the context, unless the threshold is None. Yield its `pause`."""

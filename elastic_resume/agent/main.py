@@ -164,7 +164,7 @@ class _Agent:
                     make_threshold(self.args.hang_timeout),
                     emit,
                     lambda: self.controller.generation,
-                    self.evidence.read,
+                    read_events=self.evidence.read,
                 ) as pause_hang_detector,
                 shutdown.watch_stop_signals(
                     self.controller.revoke_grace, pause_hang_detector, self.shutdown_controller.on_signal

@@ -210,7 +210,7 @@ def _is_exempt(progress: RankProgress, threshold: HangThreshold) -> bool:
 def find_remaining_workers(
     events: Sequence[Event], generation: int, local_world_size: int
 ) -> tuple[Event, ...]:
-    """Return the ``worker-forked`` events of workers that run after the others have ended with exit code 0."""
+    """Return the ``worker-forked`` events of workers that run when all others have ended with exit code 0."""
     own = [event for event in events if event.get("generation") == generation]
     started = {event.get("local_rank"): event for event in own if event["event"] == "worker-forked"}
     ended = {event.get("local_rank"): event for event in own if event["event"] == "worker-exit"}

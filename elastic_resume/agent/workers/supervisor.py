@@ -447,11 +447,12 @@ def list_children() -> "list[int]":
 
 def write_worker_forked(worker: int) -> None:
     """Append a ``worker-forked`` event to the agent's memory: most scripts offer no progress page."""
-    numbers = [parse_int_or_none(os.environ.get(name)) for name in ("RANK", ENV_LOCAL_RANK, ENV_GENERATION)]
-    if None not in numbers:
-        line = (
-            '{"t":%.3f,"event":"worker-forked","pid":%d,"worker_pid":%d,"rank":%d,"local_rank":%d,'
-            '"generation":%d}\n' % (time.time(), os.getpid(), worker, *numbers)
+    names = ("RANK", ENV_LOCAL_RANK, ENV_GENERATION)
+    rank, local_rank, generation = (parse_int_or_none(os.environ.get(name)) for name in names)
+    if rank is not None and local_rank is not None and generation is not None:  # else there is no agent
+        line = (  # by hand: see `write_worker_exit`
+            f'{{"t":{time.time():.3f},"event":"worker-forked","pid":{os.getpid()},"worker_pid":{worker},'
+            f'"rank":{rank},"local_rank":{local_rank},"generation":{generation}}}\n'
         )
         append_line(ENV_EVIDENCE, line.encode(), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
 
