@@ -281,8 +281,12 @@ class HangDetector:
             self._idle_workers = idle
             return
         states = stack_dump.collect_rank_states(remaining, lambda _: True)
-        stall = hangs.Stall(hangs.Activity.LEFT_BEHIND)
-        suspects = [hangs.RankFinding(record.worker.rank, record.local_rank, stall) for record in remaining]
+        suspects = [
+            hangs.RankFinding(
+                state.evidence.rank, state.evidence.local_rank, hangs.make_left_behind(state.evidence)
+            )
+            for state in states
+        ]
         hang = Hang(
             generation=max(record.generation for record in remaining),
             step=max(record.step for record in remaining),

@@ -490,6 +490,11 @@ def _find_own_fault(evidence: RankEvidence, *, has_no_peers: bool) -> Stall | No
     return Stall(activity, at, cpu_share=share)
 
 
+def make_left_behind(evidence: RankEvidence) -> Stall:
+    """Make the reason of a rank that is left behind, with its place in the user's code."""
+    return Stall(Activity.LEFT_BEHIND, _user_frame(evidence))
+
+
 def _group_by_collective(waiting: Sequence[RankEvidence]) -> list[list[RankEvidence]]:
     """Group ranks that wait in the same collective; the largest group comes first."""
     known = all(item.pending_collectives for item in waiting)
