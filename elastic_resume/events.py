@@ -21,6 +21,7 @@ Kinds, their writers and their own fields::
                                      known), reason, message
     fork-server-ready     agent      seconds, skipped_modules {module: reason}
     fork-server-exit      agent      exit_code
+    worker-forked         supervisor rank, local_rank, generation, worker_pid; only in the agent's memory
     worker-exit           supervisor rank, local_rank, generation, worker_pid (null: not started), exit_code
                                      (or null), signal (name or null), stopped (the agent had requested
                                      the end), message (from torch's @record), lease_expired, stuck (it could

@@ -7,9 +7,11 @@ A thread of the agent reads the progress page of the workers four times a second
     evidence --policy.hangs.diagnose_hang--> suspects and victims
     diagnosis --> one event, one log line, one report file; kill the stalled workers
 
-torchelastic then sees workers end and restarts. Each node judges its own ranks. If another node may hold the
-cause, the kill is deferred, so that the detector there acts first; see `HangThreshold.kill_delay_s`. The
-report of a run combines the events of all nodes.
+torchelastic then sees workers end and restarts. Workers that make no step are judged when all others of their
+node have ended: supervisors write starts and exits of workers to the agent's memory (`failure_evidence`).
+
+Each node judges its own ranks. If another node may hold the cause, the kill is deferred, so that the detector
+there acts first; see `HangThreshold.kill_delay_s`. The report of a run combines the events of all nodes.
 
 Invariants: only workers of this agent's current generation are ever judged or killed, whatever the page says.
 A disk that hangs, perhaps the cause, delays a kill by at most `EVENT_WRITE_TIMEOUT_S`.
@@ -28,12 +30,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from elastic_resume import constants
 from elastic_resume.agent import stack_dump
 from elastic_resume.agent.stack_dump import ExaminedRank
 from elastic_resume.background import BackgroundThread
 from elastic_resume.checkpoint.atomic_io import DISK, Disk
 from elastic_resume.errors import MachineError
+from elastic_resume.events import Event
 from elastic_resume.policy import hangs
 from elastic_resume.policy.hangs import (
     HangDecision,
@@ -44,7 +49,7 @@ from elastic_resume.policy.hangs import (
 )
 from elastic_resume.policy.reasons import to_json
 from elastic_resume.policy.wording import describe_diagnosis, describe_finding
-from elastic_resume.slots.progress_page import ProgressRecord, read_records
+from elastic_resume.slots.progress_page import ProgressRecord, WorkerProcess, read_records
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +77,16 @@ def detect_hangs(
     hang_threshold: HangThreshold | None,
     emit: Callable[..., Any],
     get_generation: Callable[[], int],
+    *,
+    read_events: Callable[[], list[Event]] = list,
 ) -> Iterator[Callable[[], None]]:
     """Run a `HangDetector` within the context, unless the threshold is None. Yield its `pause`."""
     if hang_threshold is None:
         yield lambda: None
         return
-    detector = HangDetector(node_dir, local_world_size, hang_threshold, emit, get_generation)
+    detector = HangDetector(
+        node_dir, local_world_size, hang_threshold, emit, get_generation, read_events=read_events
+    )
     detector.start()
     try:
         yield detector.pause
@@ -96,17 +105,21 @@ class HangDetector:
         emit: Callable[..., Any],
         get_generation: Callable[[], int],
         *,
+        read_events: Callable[[], list[Event]] = list,
         disk: Disk = DISK,
     ) -> None:
         """``node_dir`` has the progress page and the reports; ``emit`` takes an event's kind and fields.
 
-        ``get_generation`` returns the current generation, 0 before the first.
+        ``get_generation`` returns the current generation, 0 before the first. ``read_events`` returns the
+        supervisors' events of that generation.
         """
         self._node_dir = node_dir
         self._local_world_size = local_world_size
         self._hang_threshold = hang_threshold
         self._emit = emit
         self._get_generation = get_generation
+        self._read_events = read_events
+        self._idle_workers: hangs.IdleWorkers | None = None
         self._disk = disk
         self._progress: dict[int, RankProgress] = {}
         self._handled_workers: set[tuple[int, ...]] = set()  # incarnations whose hang was reported
@@ -157,6 +170,7 @@ class HangDetector:
             decision = self._judge_live_workers(records)
         if decision.hung_ranks and not self._paused.is_set():
             self._handle_hang(records, decision)
+        self._check_left_behind(records, elapsed_s)
         return min(POLL_INTERVAL_S, max(MIN_POLL_INTERVAL_S, decision.next_check_s))
 
     def _read_progress(self) -> list[ProgressRecord]:
@@ -244,6 +258,46 @@ class HangDetector:
                 "no node has ended the hang after step %d: killing our own workers.", deferred.hang.step
             )
             self._kill_workers(deferred.records)
+
+    def _check_left_behind(self, records: Sequence[ProgressRecord], elapsed_s: float) -> None:
+        """Report and kill workers that are idle after all others of this node have ended."""
+        forked = hangs.find_remaining_workers(
+            self._read_events(), self._get_generation(), self._local_world_size
+        )
+        idle, self._idle_workers = self._idle_workers, None
+        entries = [self._progress.get(event["local_rank"]) for event in forked]
+        is_busy = any(entry is not None and entry.sample.is_busy for entry in entries)
+        if not forked or is_busy or self._deferred_kill or self._paused.is_set():
+            return
+        known = {record.worker.pid: record for record in records}
+        try:
+            remaining = [known.get(event["worker_pid"]) or _make_record(event) for event in forked]
+            cpu_s = sum(_read_cpu_s(event["pid"], event["worker_pid"]) for event in forked)
+        except (OSError, psutil.Error):
+            return  # one has just ended
+        sample = hangs.IdleWorkers(tuple((record.worker, record.step) for record in remaining), cpu_s)
+        idle = hangs.update_idle_workers(idle, sample, elapsed_s, self._hang_threshold)
+        if idle.idle_s < self._hang_threshold.left_behind_s:
+            self._idle_workers = idle
+            return
+        states = stack_dump.collect_rank_states(remaining, lambda _: True)
+        suspects = [
+            hangs.RankFinding(
+                state.evidence.rank, state.evidence.local_rank, hangs.make_left_behind(state.evidence)
+            )
+            for state in states
+        ]
+        hang = Hang(
+            generation=max(record.generation for record in remaining),
+            step=max(record.step for record in remaining),
+            limit_s=self._hang_threshold.left_behind_s,
+            no_progress_s=idle.idle_s,
+            kill_delay_s=0.0,
+            diagnosis=HangDiagnosis(tuple(suspects), cause_is_here=True),
+            ranks=tuple(states),
+        )
+        self._report_hang(hang)
+        self._kill_workers(remaining)
 
     def _kill_workers(self, records: Sequence[ProgressRecord]) -> None:
         for record in records:
@@ -367,6 +421,28 @@ class _DeferredKill:
     records: list[ProgressRecord]
     progress: dict[int, RankProgress]
     kill_after_s: float
+
+
+def _make_record(forked: Event) -> ProgressRecord:
+    """Make the record of a worker without a step; raise OSError if it has ended."""
+    pid, generation = forked["worker_pid"], forked["generation"]
+    worker = WorkerProcess(
+        forked["rank"], os.getpid(), generation, pid, stack_dump.read_start_ticks(pid), 0, 0
+    )
+    return ProgressRecord(forked["local_rank"], generation, 0, 0, False, worker, 0, 0, 0, 0, 0)
+
+
+def _read_cpu_s(supervisor_pid: int, worker_pid: int) -> float:
+    """Return the CPU time of a worker and all processes below its supervisor.
+
+    Raises:
+        psutil.NoSuchProcess: the worker has ended; its process ID may be another's.
+
+    """
+    processes = psutil.Process(supervisor_pid).children(recursive=True)
+    if all(process.pid != worker_pid for process in processes):
+        raise psutil.NoSuchProcess(worker_pid)
+    return sum(sum(process.cpu_times()) for process in processes)
 
 
 def take_sample(record: ProgressRecord, now_ns: int) -> ProgressSample:

@@ -18,6 +18,9 @@ Two facts show that a rank waits: torch's flight recorder has a collective that 
 the innermost frames of the main thread are in torch.distributed. Stacks alone are weak evidence: DDP waits
 for gradients in C++ under ``backward()``, and a CUDA rank waits where it first needs a result.
 
+A rank that neither ends nor works after all others of its node have ended is left behind. That holds before
+its first step too, and for scripts that never call `er.resume`.
+
 Only a fact of the process proves that a suspect is the cause: it is stopped, in uninterruptible sleep, ended,
 or holds the GIL. Every other suspect may wait for another node without a visible sign. For instance its
 collective may have ended since, because collecting stacks woke a stopped rank for a moment. An agent without
@@ -32,6 +35,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+from elastic_resume.events import Event
+
 MIN_THRESHOLD_S = 30.0
 LONGEST_STEP_FACTOR = 10.0
 MAX_SAMPLE_GAP_S = 1.0
@@ -43,6 +48,9 @@ CALIBRATION_STEPS = 3
 # A node whose ranks all wait for other nodes acts after this time. Normally the culprit's node acts earlier.
 # A rank that is busy and did not say so has this long to finish.
 PEER_WAIT_S = 300.0
+# A rank may upload or evaluate alone at the end, with little CPU time.
+LEFT_BEHIND_S = 300.0
+_LEFT_BEHIND_CPU_SHARE = 0.01  # share of a core; a rank that uses more is at work
 # An agent without proof waits for this share of the limit. The stalls of different nodes begin at most one
 # step apart, so an agent with proof acts first if a step takes less than half of the limit.
 UNPROVEN_DELAY_FACTOR = 0.5
@@ -68,6 +76,11 @@ class HangThreshold:
         return max(MIN_THRESHOLD_S, LONGEST_STEP_FACTOR * longest_step_s) * (
             BETWEEN_EPOCHS_FACTOR if between_epochs else 1
         )
+
+    @property
+    def left_behind_s(self) -> float:
+        """Return how long a rank may be idle after all others of its node have ended."""
+        return LEFT_BEHIND_S if self.configured_s is None else self.configured_s
 
     def kill_delay_s(self, diagnosis: HangDiagnosis, limit_s: float) -> float:
         """Return for how many seconds this agent waits before it kills: another one may have proof."""
@@ -194,6 +207,43 @@ def _is_exempt(progress: RankProgress, threshold: HangThreshold) -> bool:
     )
 
 
+def find_remaining_workers(
+    events: Sequence[Event], generation: int, local_world_size: int
+) -> tuple[Event, ...]:
+    """Return the ``worker-forked`` events of workers that run when all others have ended with exit code 0."""
+    own = [event for event in events if event.get("generation") == generation]
+    started = {event.get("local_rank"): event for event in own if event["event"] == "worker-forked"}
+    ended = {event.get("local_rank"): event for event in own if event["event"] == "worker-exit"}
+    if not ended or len(started) < local_world_size:
+        return ()
+    if any(event.get("exit_code") != 0 or event.get("stopped") for event in ended.values()):
+        return ()
+    return tuple(event for rank, event in started.items() if rank not in ended)
+
+
+@dataclass(frozen=True)
+class IdleWorkers:
+    """Remaining workers, and for how long they have been idle.
+
+    ``progress`` changes with each step and with each worker that ends. ``cpu_s`` is the CPU time of the
+    workers and their descendants when ``idle_s`` began.
+    """
+
+    progress: Hashable
+    cpu_s: float
+    idle_s: float = 0.0
+
+
+def update_idle_workers(
+    idle: IdleWorkers | None, sample: IdleWorkers, elapsed_s: float, threshold: HangThreshold
+) -> IdleWorkers:
+    """Add one sample; the idle time begins again after a step or a hundredth of a core's time."""
+    max_cpu_s = _LEFT_BEHIND_CPU_SHARE * threshold.left_behind_s
+    if idle is None or idle.progress != sample.progress or abs(sample.cpu_s - idle.cpu_s) >= max_cpu_s:
+        return sample
+    return replace(idle, idle_s=idle.idle_s + min(max(elapsed_s, 0.0), MAX_SAMPLE_GAP_S))
+
+
 # The kernel's letters of a process's state in /proc/PID/stat; none if the process is gone.
 ENDED, STOPPED, UNINTERRUPTIBLE = ("", "Z", "X"), ("T", "t"), "D"
 
@@ -280,6 +330,8 @@ class Activity(Enum):
     """Stopped by a debugger."""
     UNINTERRUPTIBLE = "uninterruptible"
     LAST_STEP_DONE = "last-step-done"
+    LEFT_BEHIND = "left-behind"
+    """It did not end after the other ranks of its node had ended."""
     HOLDS_GIL = "holds-gil"
     DATA = "data"
     BACKWARD = "backward"
@@ -436,6 +488,11 @@ def _find_own_fault(evidence: RankEvidence, *, has_no_peers: bool) -> Stall | No
     activity = _OWN_ACTIVITIES.get(classify_frames(evidence.frames), Activity.UNKNOWN)
     share = evidence.cpu_share if evidence.cpu_share >= _IDLE_CPU_SHARE else 0.0
     return Stall(activity, at, cpu_share=share)
+
+
+def make_left_behind(evidence: RankEvidence) -> Stall:
+    """Make the reason of a rank that is left behind, with its place in the user's code."""
+    return Stall(Activity.LEFT_BEHIND, _user_frame(evidence))
 
 
 def _group_by_collective(waiting: Sequence[RankEvidence]) -> list[list[RankEvidence]]:

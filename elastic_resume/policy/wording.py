@@ -341,6 +341,9 @@ def describe_stall(stall: Stall) -> str:
             return f"sleeps in the kernel{sleeps} and cannot be woken: a disk or a device hangs{where}"
         case Activity.LAST_STEP_DONE:
             return f"has done its last step, and is{where or ' still there'}"
+        case Activity.LEFT_BEHIND:
+            place = f", and is{where}" if where else ""
+            return f"did not end after the other ranks of its node had ended{place}"
         case Activity.HOLDS_GIL:
             main = f" (its main thread is{where})" if where else ""
             return f"does not let its Python run: native code of one of its threads holds the GIL{main}"

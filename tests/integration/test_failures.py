@@ -250,6 +250,22 @@ def test_max_restarts_3_allows_four_starts(tmp_path: Path) -> None:
         assert "rank 0 ended with exit code 9" in last_line(cluster, 0)
 
 
+def test_rank_that_outlasts_its_peers_without_a_step_is_ended(tmp_path: Path) -> None:
+    """Rank 0 ends. Rank 1 sleeps, and knows nothing of elastic_resume."""
+    script = tmp_path / "train.py"
+    script.write_text("import os, time\nif os.environ['RANK'] == '1':\n    time.sleep(600)\n")
+    env = {"ELASTIC_RESUME_NO_WARM": "1", "ELASTIC_RESUME_MAX_NO_PROGRESS": "1"}
+    flags = ["--hang-timeout", "0.5"]
+    with Cluster(tmp_path, nodes=1, workers_per_node=2, flags=flags, env=env) as cluster:
+        cluster.start(script)
+        assert cluster.wait_exit(60) == [1]
+        reason = "did not end after the other ranks of its node had ended"
+        assert f"hang: rank 1 {reason}" in cluster.output(0)
+        assert f"rank 1 hung: it {reason}" in last_line(cluster, 0)
+        (verdict,) = verdicts(cluster, 0)
+    assert [(cause["kind"], cause["rank"]) for cause in verdict["root_causes"]] == [("hang", 1)]
+
+
 def test_oom_kill_is_reported_as_out_of_memory(tmp_path: Path) -> None:
     """The worker got SIGKILL, and the counter of its control group rose."""
     (tmp_path / "train.py").write_text("held = []\nwhile True:\n    held.append(bytearray(16 << 20))\n")

@@ -128,7 +128,7 @@ def check_report(hang: Event, stack: str) -> None:
 
 @pytest.mark.cluster
 def test_excused_rank_is_not_hung(make_cluster: Callable[..., Cluster], tmp_path: Path) -> None:
-    """It takes twice the limit: in its first step, while it is busy, and after its last step."""
+    """It takes twice the limit: in its first step, and while it is busy, also after its last step."""
     cluster = make_cluster()
     cluster.start(HANG, "patience")
     for name in ("first", "busy", "after"):

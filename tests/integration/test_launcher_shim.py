@@ -181,11 +181,13 @@ def test_exit_event_reaches_evidence_despite_full_disk(environ: Any, start: Any)
     with contextlib.closing(FailureEvents()) as evidence:
         environ[constants.ENV_EVIDENCE] = evidence.path
         assert start("/bin/sh", "-c", "exit 5").wait(30) == 5
-        (event,) = evidence.read()
+        forked, event = evidence.read()
+        assert (forked["event"], forked["rank"]) == ("worker-forked", 3)
         assert (event["event"], event["rank"], event["exit_code"]) == ("worker-exit", 3, 5)
+        assert event["worker_pid"] == forked["worker_pid"]
         evidence.clear()
         assert start("/bin/sh", "-c", "kill -9 $$").wait(30) == -signal.SIGKILL
-        (event,) = evidence.read()
+        _, event = evidence.read()
         assert event["signal"] == "SIGKILL"
 
 

@@ -137,6 +137,7 @@ def fork_supervised_worker(connection: "_socket.socket", signal_mask: "set[int]"
         connection.close()
         return
     send(connection, b"started %d %d\n" % (worker, supervisor))
+    write_worker_forked(worker)
     WorkerSupervisor(worker, connection, wakeup_read, lease, copy_monitor).run()
     os._exit(0)
 
@@ -441,7 +442,19 @@ def list_children() -> "list[int]":
     return children
 
 
-# ---- the worker-exit event -----------------------------------------------------------------------------
+# ---- events --------------------------------------------------------------------------------------------
+
+
+def write_worker_forked(worker: int) -> None:
+    """Append a ``worker-forked`` event to the agent's memory: most scripts offer no progress page."""
+    names = ("RANK", ENV_LOCAL_RANK, ENV_GENERATION)
+    rank, local_rank, generation = (parse_int_or_none(os.environ.get(name)) for name in names)
+    if rank is not None and local_rank is not None and generation is not None:  # else there is no agent
+        line = (  # by hand: see `write_worker_exit`
+            f'{{"t":{time.time():.3f},"event":"worker-forked","pid":{os.getpid()},"worker_pid":{worker},'
+            f'"rank":{rank},"local_rank":{local_rank},"generation":{generation}}}\n'
+        )
+        append_line(ENV_EVIDENCE, line.encode(), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
 
 
 def write_worker_exit(

@@ -127,7 +127,8 @@ def main(plan: list[str]) -> None:
             if how == "slow":
                 time.sleep(0.1)  # gives the test time to act
     if how == "patience" and run.rank == RANK:
-        wait_for_file("after")
+        with run.busy("export"):
+            wait_for_file("after")
     print(f"rank {run.rank} ended at step {run.position.step}", flush=True)
 
 

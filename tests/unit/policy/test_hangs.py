@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_resume.events import Event
 from elastic_resume.policy import hangs
 from elastic_resume.policy.hangs import (
     BACKWARD,
@@ -21,6 +22,7 @@ from elastic_resume.policy.hangs import (
     HangDecision,
     HangDiagnosis,
     HangThreshold,
+    IdleWorkers,
     PendingCollective,
     ProgressSample,
     RankEvidence,
@@ -422,3 +424,66 @@ def test_cause_is_proved_only_by_process_state_or_gil(own: dict[str, object], ca
     """If this node has all ranks, the cause is here anyway."""
     assert diagnose_hang(alone(**own), world_size=4).cause_is_here == cause_is_here
     assert diagnose_hang(alone(**own), world_size=3).cause_is_here
+
+
+# ---- ranks that are left behind ------------------------------------------------------------------------
+
+FORKED = [
+    {
+        "t": 0.0,
+        "event": "worker-forked",
+        "generation": 3,
+        "local_rank": rank,
+        "pid": 1,
+        "worker_pid": 10 + rank,
+    }
+    for rank in range(3)
+]
+
+
+def ended(rank: int, **fields: object) -> Event:
+    """Return the event of a worker that has ended by itself with exit code 0."""
+    return {"t": 1.0, "event": "worker-exit", "generation": 3, "local_rank": rank, "exit_code": 0} | fields
+
+
+@pytest.mark.parametrize(
+    ("events", "remaining"),
+    [
+        ([*FORKED], []),
+        ([*FORKED, ended(0)], [1, 2]),
+        ([*FORKED, ended(0), ended(2)], [1]),
+        ([*FORKED, ended(0), ended(1), ended(2)], []),
+        ([*FORKED[:2], ended(0)], []),
+        ([*FORKED, ended(0), ended(2, exit_code=1)], []),
+        ([*FORKED, ended(0), ended(2, exit_code=None, signal="SIGKILL")], []),
+        ([*FORKED, ended(0, stopped=True)], []),
+        ([*FORKED, ended(0, generation=2)], []),
+    ],
+)
+def test_workers_remain_when_all_others_have_ended_well(events: list[Event], remaining: list[int]) -> None:
+    """All workers of the node must have started; a failure or a stop is somebody else's business."""
+    found = hangs.find_remaining_workers(events, 3, local_world_size=3)
+    assert [event["local_rank"] for event in found] == remaining
+
+
+@pytest.mark.parametrize(
+    ("threshold", "sample", "elapsed_s", "idle_s"),
+    [
+        (AUTO, IdleWorkers("a", 8.0), 0.5, 100.5),
+        (AUTO, IdleWorkers("a", 10.9), 0.5, 100.5),
+        (AUTO, IdleWorkers("a", 11.0), 0.5, 0.0),
+        (AUTO, IdleWorkers("a", 5.0), 0.5, 0.0),  # a child with CPU time has ended
+        (AUTO, IdleWorkers("b", 8.0), 0.5, 0.0),
+        (AUTO, IdleWorkers("a", 8.0), 500.0, 100.0 + MAX_SAMPLE_GAP_S),
+        (TWO, IdleWorkers("a", 8.01), 0.5, 100.5),
+        (TWO, IdleWorkers("a", 8.03), 0.5, 0.0),
+    ],
+)
+def test_idle_time_begins_again_after_work(
+    threshold: HangThreshold, sample: IdleWorkers, elapsed_s: float, idle_s: float
+) -> None:
+    """A hundredth of a core's time is work, and so is a step."""
+    assert (
+        hangs.update_idle_workers(IdleWorkers("a", 8.0, 100.0), sample, elapsed_s, threshold).idle_s == idle_s
+    )
+    assert (AUTO.left_behind_s, TWO.left_behind_s) == (hangs.LEFT_BEHIND_S, 2.0)
