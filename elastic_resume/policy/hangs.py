@@ -50,6 +50,8 @@ CALIBRATION_STEPS = 3
 PEER_WAIT_S = 300.0
 # A rank may upload or evaluate alone at the end, with little CPU time.
 LEFT_BEHIND_S = 300.0
+# Ending the process groups at exit may wait some seconds for a peer.
+MIN_LEFT_BEHIND_S = 10.0
 _LEFT_BEHIND_CPU_SHARE = 0.01  # share of a core; a rank that uses more is at work
 # An agent without proof waits for this share of the limit. The stalls of different nodes begin at most one
 # step apart, so an agent with proof acts first if a step takes less than half of the limit.
@@ -80,7 +82,7 @@ class HangThreshold:
     @property
     def left_behind_s(self) -> float:
         """Return how long a rank may be idle after all others of its node have ended."""
-        return LEFT_BEHIND_S if self.configured_s is None else self.configured_s
+        return LEFT_BEHIND_S if self.configured_s is None else max(self.configured_s, MIN_LEFT_BEHIND_S)
 
     def kill_delay_s(self, diagnosis: HangDiagnosis, limit_s: float) -> float:
         """Return for how many seconds this agent waits before it kills: another one may have proof."""

@@ -486,4 +486,4 @@ def test_idle_time_begins_again_after_work(
     assert (
         hangs.update_idle_workers(IdleWorkers("a", 8.0, 100.0), sample, elapsed_s, threshold).idle_s == idle_s
     )
-    assert (AUTO.left_behind_s, TWO.left_behind_s) == (hangs.LEFT_BEHIND_S, 2.0)
+    assert (AUTO.left_behind_s, TWO.left_behind_s) == (hangs.LEFT_BEHIND_S, hangs.MIN_LEFT_BEHIND_S)
