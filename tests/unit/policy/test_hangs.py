@@ -476,7 +476,7 @@ def test_workers_remain_when_all_others_have_ended_well(events: list[Event], rem
         (AUTO, IdleWorkers("b", 8.0), 0.5, 0.0),
         (AUTO, IdleWorkers("a", 8.0), 500.0, 100.0 + MAX_SAMPLE_GAP_S),
         (TWO, IdleWorkers("a", 8.01), 0.5, 100.5),
-        (TWO, IdleWorkers("a", 8.03), 0.5, 0.0),
+        (TWO, IdleWorkers("a", 8.13), 0.5, 0.0),
     ],
 )
 def test_idle_time_begins_again_after_work(
