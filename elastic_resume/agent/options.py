@@ -10,7 +10,6 @@ The checks read files and change nothing.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import importlib.machinery
 import os
@@ -211,11 +210,17 @@ def check_script(args: argparse.Namespace) -> None:
 
 
 def identify_script(script: str) -> str:
-    """Return the script's name, with a digest of its content if it is a file that can be read."""
+    """Return the script's name, with a digest of its content if it is a file.
+
+    It is empty, which matches any other, if the file cannot be read.
+    """
     path, digest = Path(script), ""
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        content = file.read(MAX_SCRIPT_BYTES)
-        digest = f" ({hashlib.sha256(content).hexdigest()[:12]})"
+    if path.is_file():
+        try:
+            with path.open("rb") as file:
+                digest = f" ({hashlib.sha256(file.read(MAX_SCRIPT_BYTES)).hexdigest()[:12]})"
+        except OSError:
+            return ""
     return f"{path.name[:MAX_ARGUMENT_CHARS]}{digest}"
 
 

@@ -265,6 +265,8 @@ class RestartController:
         if not view.finished_nodes:
             return ""
         is_enough = len(view.members) >= self._limits.min_nodes
+        if is_enough and not view.newest_step:
+            return ""  # agents that have all started again do not know how far training was
         # All ranks finish a step together, but one of them may be counted before the others.
         last_step = view.newest_step + 1 if is_enough else 0
         return f"{last_step} {format_node_names(view.finished_nodes)}"

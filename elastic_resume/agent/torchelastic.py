@@ -106,8 +106,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
     ) -> None:
         """``host`` is this node's address for workers, ``node_order`` its place in the scheduler's order.
 
-        ``script`` is read at each join, because each start of workers reads it. Other nodes get its digest,
-        and its ``arguments``.
+        ``script`` and ``arguments`` are what other nodes compare.
         """
         self._client = client
         self._controller = controller
@@ -171,7 +170,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
             self._local_world_size,
             self._node_order,
             newest_step,
-            script=options.identify_script(self._script),
+            script=self._script,
             arguments=self._arguments,
         )
         try:
@@ -460,7 +459,7 @@ def prepare_launch(
             entrypoint,
             entrypoint_args,
             rendezvous_config,
-            args.training_script,
+            options.identify_script(args.training_script),
             options.describe_script_arguments(args.training_script_args, args.node_arguments or ()),
             worker_command,
             filled.shared_dir,

@@ -270,10 +270,11 @@ def decide_restart(
     """Decide after the last generation of ``history`` (oldest first) has ended."""
     world = world or WorldSummary()
     last, root = history[-1], history[-1].verdict.root_cause
-    if world.finished_nodes and all(result.start_step is None for result in history):
-        return GiveUp(EndedElsewhere(root, world.finished_nodes))
     if not last.failed:
         return Continue()
+    has_resumed = world.newest_step or any(result.start_step is not None for result in history)
+    if world.finished_nodes and not has_resumed:
+        return GiveUp(EndedElsewhere(root, world.finished_nodes))
     if root is not None and root.is_deterministic:
         return GiveUp(SameErrorAgain(root))
     hopeless = _decide_unstartable(last, limits, world) or _decide_deterministic_failure(history, limits)
@@ -339,6 +340,7 @@ def _decide_unstartable(
         and isinstance(root.cause, WorkerEnd)
         and root.cause.exit_code == _USAGE_EXIT_CODE
         and last.start_step is None
+        and not world.newest_step  # the script has worked: its file may be out of reach for a while
     )
     if root.kind != failure_classification.EXCEPTION and not is_wrong_use:
         return None

@@ -152,12 +152,14 @@ def _digest_replicated_state(tracked: Mapping[str, Any], *, sample: bool = False
     """Digest, by name, the state that data-parallel training keeps equal on all ranks.
 
     Hyperparameters belong to it: a different learning rate makes different weights one step later. With
-    ``sample`` digest at most `MAX_SAMPLED_ELEMENTS` of each tensor.
+    ``sample`` digest at most `MAX_SAMPLED_ELEMENTS` of each parameter and optimizer state.
     """
     flat = state_dict.flatten(tracked)
     compared = [leaf for leaf in flat.leaves if _is_compared(leaf)]
     if sample:
-        compared = [replace(leaf, tensor=_take_sample(leaf.tensor)) for leaf in compared]
+        # An average may be rank 0's alone, or include buffers of before they were made equal.
+        trained = [leaf for leaf in compared if leaf.kind == REPLICATED and _object_name(leaf) != EMA_NAME]
+        compared = [replace(leaf, tensor=_take_sample(leaf.tensor)) for leaf in trained]
     values = state_dict.digest_leaves(compared)
     for name, item in tracked.items():
         if isinstance(item, Optimizer):
@@ -172,7 +174,11 @@ def _take_sample(tensor: Tensor) -> Tensor:
     return tensor if stride <= 1 else tensor.flatten()[::stride]
 
 
+def _object_name(leaf: Leaf) -> str:
+    return leaf.name.split("/")[0].split(".")[0]
+
+
 def _is_compared(leaf: Leaf) -> bool:
     if leaf.kind == SCRIPT_OWNED:  # an average of equal weights is equal, in whatever object it is
-        return leaf.name.split("/")[0].split(".")[0] == EMA_NAME
+        return _object_name(leaf) == EMA_NAME
     return leaf.kind in {REPLICATED, BUFFER}

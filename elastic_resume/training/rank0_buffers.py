@@ -27,15 +27,18 @@ class Rank0Buffers:
         modules = {name: item for name, item in tracked.items() if isinstance(item, nn.Module)}
         self._modules = modules if context.collectives.size > 1 else {}
         self._context = context
-        self._formats: list[Format] = []
+        self._formats: list[Format] | None = None
 
     def receive(self) -> None:
         """Overwrite the buffers with rank 0's. Every rank calls this at a step boundary.
 
         Raises:
-            DivergenceError: on all ranks; the ranks' buffers differ in number, dtype or shape.
+            DivergenceError: on all ranks; their buffers differ in number, dtype or shape after the first step
+                or after a step that has changed them on all ranks.
 
         """
+        if not self._modules:
+            return
         buffers = [buffer for item in self._modules.values() for _, _, buffer in _iter_buffers(item)]
         formats = [(buffer.device.type, buffer.dtype, buffer.shape) for buffer in buffers]
         if formats != self._formats:  # at the first step, and where modules get other buffers

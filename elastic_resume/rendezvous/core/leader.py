@@ -73,7 +73,7 @@ class Admission:
     def check_script(self, join: messages.JoinSpec) -> messages.Refused | None:
         """Return a refusal if a node would run another script than this leader, which has joined, too."""
         own = self.state.script
-        if not own or join.script == own:
+        if not own or join.script in {"", own}:
             return None
         return messages.Refused(SettingDiffers("the training script", join.script, own))
 

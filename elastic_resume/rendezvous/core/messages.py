@@ -42,7 +42,10 @@ class JoinSpec:
     is_importing: bool = False
     """The node still imports modules for its workers. Others that could train do not wait for it."""
     script: str = ""
-    """The training script's name and digest; all nodes must have the same."""
+    """The training script's name and digest at the start of the agent; all nodes must have the same.
+
+    A member keeps it, so an edit of the file in a running job expels no member. Empty: unknown.
+    """
     arguments: str = ""
     """The script's arguments in one line, secrets masked. They may differ, and then every node logs them."""
 

@@ -20,8 +20,10 @@ def main(case: str) -> None:
     torch.manual_seed(1)
     body, head = nn.Linear(3, 5), nn.Linear(5, 2)
     optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.0)
-    run = er.resume(model={"body": body, "head": head}, optimizer=optimizer, rng="off")
+    shadow = {"average": torch.zeros(())}
+    run = er.resume(model={"body": body, "head": head}, optimizer=optimizer, ema=shadow, rng="off")
     wrapped = run.ddp(body) if case == "outside" else body
+    shadow["average"].fill_(run.rank)  # a rank may keep an average alone
     generator = torch.Generator().manual_seed(run.rank)
     for _ in range(6):
         optimizer.zero_grad()

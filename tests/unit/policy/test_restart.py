@@ -318,6 +318,8 @@ def test_wrong_argument_of_the_script_is_not_tried_again(result: GenerationResul
     failure = Failure("exit", "a", 0, WorkerEnd(2))
     decision = decide_restart([replace(result, failures=(failure,))], RestartLimits())
     assert decision == (GiveUp(SameErrorAgain(failure)) if is_ended else Continue())
+    trained = WorldSummary(("a",), newest_step=9)
+    assert decide_restart([replace(result, failures=(failure,))], RestartLimits(), trained) == Continue()
     other = replace(failure, cause=WorkerEnd(1))
     assert decide_restart([replace(result, failures=(other,))], RestartLimits()) == Continue()
 
@@ -328,6 +330,8 @@ def test_script_that_resumes_nothing_does_not_start_over_alone_after_the_end() -
     failure = Failure("exit", "n1", 1)
     decision = decide_restart([GenerationResult(True, failures=(failure,))], RestartLimits(), world)
     assert decision == GiveUp(EndedElsewhere(failure, ("n0",)))
+    here = replace(world, newest_step=9)  # another node has resumed
+    assert decide_restart([GenerationResult(True, failures=(failure,))], RestartLimits(), here) == Continue()
     resumed = GenerationResult(True, start_step=0, newest_step=9, failures=(failure,))
     assert decide_restart([resumed], RestartLimits(), world) == Continue()
 
