@@ -82,7 +82,8 @@ class Run:
         self._pid = os.getpid()
         self._step_event_interval_s = context.settings.step_mark_s
         self._next_step_event_s = 0.0
-        worker_exit.set_generation(generation=self.generation, read_step=lambda: self.position.step)
+        self._recorded_step = self.position.step
+        worker_exit.set_generation(generation=self.generation, read_step=lambda: self._recorded_step)
         self._untracked_check = UntrackedOptimizerCheck(self._tracked) if self.rank == 0 else None
         self._start_generation(parts.result)
 
@@ -258,6 +259,7 @@ class Run:
 
     def _record_step(self, position: Position) -> None:
         self._heartbeat.finish_step(position.step)
+        self._recorded_step = position.step
         if self._progress.has_no_batch_left:
             self._heartbeat.end_epoch(position.step)
         now = time.monotonic()

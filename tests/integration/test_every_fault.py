@@ -234,7 +234,7 @@ def test_every_fault_is_survived_and_named(tmp_path: Path) -> None:
 
 
 def run_process_faults(tmp_path: Path) -> None:
-    """Inject the faults of processes into three nodes, two of which suffice. At the end replicas differ."""
+    """Inject the faults of processes into three nodes, two of which suffice; last, skip a collective."""
     env = {"ELASTIC_RESUME_CHECK_REPLICAS": "1"}
     with Cluster(tmp_path, nodes=3, min_nodes=2, flags=FLAGS, env=env) as cluster:
         start(cluster)
@@ -244,8 +244,8 @@ def run_process_faults(tmp_path: Path) -> None:
         damage_and_kill_all(cluster)
         damaged = wait_until_steady(cluster)
         injector = FaultInjector(cluster, [Fault("skip-collective", rank=1, at_s=0.0)])
-        poll_until(cluster, injector, lambda: injector.is_over)
-        assert cluster.wait_exit(only=range(3)) == [1, 1, 1]
+        # The model has buffers: that rank waits for rank 0's, and the others for its gradients.
+        poll_until(cluster, injector, lambda: not injector.pending and newest_generation(cluster) > damaged)
         report = read_report(cluster)
     mismatches = find_mismatches(report, spans)
     assert not mismatches, "\n".join(mismatches)
@@ -255,8 +255,7 @@ def run_process_faults(tmp_path: Path) -> None:
     reasons = {rejected.node: rejected.text for rejected in rows[damaged].rejected}
     assert re.search(r"has \d+ bytes of \d+", reasons["n1"])
     assert "digest" in reasons["n0"]
-    assert report.history.outcome == "failed"
-    assert re.search(r"replicas differ|DivergenceError", report.history.message)
+    assert "hung" in rows[damaged].end.text
 
 
 def damage_and_kill_all(cluster: Cluster) -> None:
