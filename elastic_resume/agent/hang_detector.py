@@ -49,7 +49,7 @@ from elastic_resume.policy.hangs import (
 )
 from elastic_resume.policy.reasons import to_json
 from elastic_resume.policy.wording import describe_diagnosis, describe_finding
-from elastic_resume.slots.progress_page import ProgressRecord, WorkerProcess, read_records
+from elastic_resume.slots.progress_page import ProgressRecord, WorkerProcess, read_records, read_start_ticks
 
 logger = logging.getLogger(__name__)
 
@@ -261,6 +261,8 @@ class HangDetector:
 
     def _check_left_behind(self, records: Sequence[ProgressRecord], elapsed_s: float) -> None:
         """Report and kill workers that are idle after all others of this node have ended."""
+        if self._local_world_size == 1:
+            return
         forked = hangs.find_remaining_workers(
             self._read_events(), self._get_generation(), self._local_world_size
         )
@@ -426,9 +428,7 @@ class _DeferredKill:
 def _make_record(forked: Event) -> ProgressRecord:
     """Make the record of a worker without a step; raise OSError if it has ended."""
     pid, generation = forked["worker_pid"], forked["generation"]
-    worker = WorkerProcess(
-        forked["rank"], os.getpid(), generation, pid, stack_dump.read_start_ticks(pid), 0, 0
-    )
+    worker = WorkerProcess(forked["rank"], os.getpid(), generation, pid, read_start_ticks(pid), 0, 0)
     return ProgressRecord(forked["local_rank"], generation, 0, 0, False, worker, 0, 0, 0, 0, 0)
 
 

@@ -123,7 +123,6 @@ def run_agent(
                 scheduler_context=scheduler_context,
                 lease_page=lease_page,
                 memory_monitor=memory_monitor,
-                evidence=evidence,
                 event_log=event_log,
                 event_tail=event_tail,
                 controller=controller,
@@ -144,7 +143,6 @@ class _Agent:
     scheduler_context: SchedulerContext
     lease_page: LeasePage
     memory_monitor: MemoryMonitor
-    evidence: FailureEvents
     event_log: EventLog
     event_tail: EventTail
     controller: RestartController
@@ -164,7 +162,7 @@ class _Agent:
                     make_threshold(self.args.hang_timeout),
                     emit,
                     lambda: self.controller.generation,
-                    read_events=self.evidence.read,
+                    read_events=self.controller.read_evidence,
                 ) as pause_hang_detector,
                 shutdown.watch_stop_signals(
                     self.controller.revoke_grace, pause_hang_detector, self.shutdown_controller.on_signal

@@ -89,9 +89,13 @@ class RestartController:
         failed = sum(result.failed for result in self._history)
         return checkpoint_interval.estimate_mtbf_s(failed, time.monotonic() - self._started_at)
 
+    def read_evidence(self) -> list[events.Event]:
+        """Return the events of this generation by which this agent decides. From any thread."""
+        return self._evidence.read()
+
     def has_resumed(self) -> bool:
         """Return whether a worker of this generation has come out of `er.resume`. From any thread."""
-        return any(event["event"] == "worker-start" for event in self._evidence.read())
+        return any(event["event"] == "worker-start" for event in self.read_evidence())
 
     def has_finished_a_step(self) -> bool:
         """Return whether this node has finished a step since its agent started."""
@@ -178,7 +182,7 @@ class RestartController:
             num_nodes=len(view.members),
         )
         self.log.log_arguments(view.arguments)
-        if view.rank == 0:
+        if view.rank == 0 and not self._has_ever_resumed():
             self.log.watch_for_resume(self.has_resumed)
         logger.debug("generation %d: node %d of %d.", view.generation, view.rank, len(view.members))
 
@@ -200,10 +204,12 @@ class RestartController:
         if not isinstance(decision, GiveUp):
             self.log.log_restart(result.verdict, decision, joined, lost)
         self._carry_out(decision)
-        has_resumed = any(item.start_step is not None for item in self._history)
         # The workers had their time, since all ranks resume.
-        if view.rank == 0 and not has_resumed and (view.failures or lost):
+        if view.rank == 0 and not self._has_ever_resumed() and (view.failures or lost):
             self.log.warn_of_no_resume("the workers ended before er.resume() returned", view.failures)
+
+    def _has_ever_resumed(self) -> bool:
+        return any(result.start_step is not None for result in self._history)
 
     def _emit_verdict(
         self,

@@ -58,11 +58,6 @@ def is_alive(record: ProgressRecord) -> bool:
     return sample is not None and sample.state not in {"Z", "X"}
 
 
-def read_start_ticks(pid: int) -> int:
-    """Return when a process started, in clock ticks; raise OSError if it has ended."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-
-
 def kill(record: ProgressRecord) -> bool:
     """Send SIGKILL to the process of the record; return whether it was there."""
     return _send_signal(record, signal.SIGKILL)

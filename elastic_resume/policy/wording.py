@@ -42,7 +42,7 @@ _MEMBERS: dict[Enum, str] = {
     Loss.REPLACED: "is back with an empty disk",
     Loss.UNREACHABLE: "is unreachable",
     Loss.UNRESPONSIVE: "did not acknowledge a proposal",
-    Loss.REFUSED: "is refused, because its script is another one",
+    Loss.REFUSED: "was refused: its script differs",
     Departure.EXCLUDED: "it leaves the job because of its failures",
     Departure.JOB_FAILED: "the job failed",
     Departure.NO_RENDEZVOUS: "it found no rendezvous",

@@ -25,11 +25,10 @@ from elastic_resume.policy.resume_plan import SavedState
 from elastic_resume.ranks.collectives import Collectives
 from elastic_resume.slots.committer import CheckpointCommitter
 from elastic_resume.slots.ipc import SlotClient, SnapshotServer
+from elastic_resume.slots.progress_page import read_start_ticks
 from elastic_resume.slots.slot_pool import SlotPool
 
 T = TypeVar("T")
-
-_STARTTIME_FIELD = 19  # index in /proc/PID/stat of proc(5)'s starttime, counted after the name
 
 
 class RankContext:
@@ -197,8 +196,7 @@ def launcher_id() -> str:
     agent = os.environ.get(constants.ENV_AGENT_PID)
     pid = int(agent) if agent else os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     try:
-        start_ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_STARTTIME_FIELD]
-        return f"{pid} {start_ticks} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+        return f"{pid} {read_start_ticks(pid)} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
     except OSError:
         return str(pid)
 

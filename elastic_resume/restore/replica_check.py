@@ -103,15 +103,16 @@ class FirstStepsCheck:
     ``check-replicas: off`` turns this off too: machines of different kinds round differently.
     """
 
-    def __init__(self, context: RankContext, tracked: Mapping[str, Any], has_ddp: Callable[[], bool]) -> None:
-        """``has_ddp`` returns whether a tracked model is known to be in DDP."""
-        self._context, self._tracked, self._has_ddp = context, tracked, has_ddp
+    def __init__(self, context: RankContext, tracked: Mapping[str, Any]) -> None:
+        self._context, self._tracked = context, tracked
         is_on = context.collectives.size > 1 and not context.settings.check_replicas.is_off
         self._steps_to_compare = {1, 2, 4} if is_on else set()
         self._finished_steps = 0
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int, *, has_ddp: bool) -> None:
         """Compare if it is time to. Every rank calls it after each step.
+
+        ``has_ddp``: whether a tracked model is known to be in DDP.
 
         Raises:
             DivergenceError: on all ranks; the text names the first value that differs, and the likely cause.
@@ -127,7 +128,7 @@ class FirstStepsCheck:
             self._context, lambda: _digest_replicated_state(self._tracked, sample=True)
         )
         if difference is not None:
-            raise _describe_difference(difference, step, has_ddp=self._has_ddp())
+            raise _describe_difference(difference, step, has_ddp=has_ddp)
 
 
 def _describe_difference(difference: RankDifference, step: int, *, has_ddp: bool = True) -> DivergenceError:

@@ -182,6 +182,16 @@ class ProgressPage:
             self._words[at + local_rank * stride] = value
 
 
+def read_start_ticks(pid: int) -> int:
+    """Return when a process started, in ticks since boot: proc(5)'s field 22, counted after the name.
+
+    Raises:
+        OSError: it has ended.
+
+    """
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
 def read_records(path: Path, local_ranks: int) -> list[ProgressRecord]:
     """Read the records of the first ``local_ranks``, without invalid ones.
 

@@ -38,6 +38,11 @@ class BucketOrder:
         self._hooks: list[RemovableHandle] = []
         self._prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
+    @property
+    def has_ddp(self) -> bool:
+        """Whether a tracked model is known to be in DDP."""
+        return len(self._prepared) > 0
+
     def state_dict(self) -> dict[str, Any]:
         """Return the known orders by tracked name, the models with a single pass, and the step count."""
         orders = {name: list(order) for name, order in self._orders.items()}

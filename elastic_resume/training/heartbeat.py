@@ -21,14 +21,13 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from elastic_resume import constants
 from elastic_resume.ranks.rank_context import RankContext, assigned_generation
-from elastic_resume.slots.progress_page import STACKS_SIGNAL, ProgressPage, WorkerProcess
+from elastic_resume.slots.progress_page import STACKS_SIGNAL, ProgressPage, WorkerProcess, read_start_ticks
 
 MAX_PENDING_COLLECTIVES = 8  # limit of collectives in one answer, oldest first
 
@@ -132,7 +131,7 @@ def _describe_worker(rank: int) -> WorkerProcess:
             _responder = (pid, *_start_responder())
     _, stacks_fd, request_fd = _responder or (0, 0, 0)
     generation = assigned_generation()
-    return WorkerProcess(rank, agent, generation, pid, _read_start_ticks(), stacks_fd, request_fd)
+    return WorkerProcess(rank, agent, generation, pid, read_start_ticks(os.getpid()), stacks_fd, request_fd)
 
 
 def _start_responder() -> tuple[int, int]:
@@ -180,10 +179,3 @@ def _describe_pending(entry: dict[str, Any]) -> dict[str, Any]:
         "group": " ".join(map(str, entry["process_group"]))[:100],
         "sizes": str(entry.get("input_sizes", ""))[:100],
     }
-
-
-def _read_start_ticks() -> int:
-    """Return this process's start time: field 22 of its stat, counted after the name in parentheses."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    return 0

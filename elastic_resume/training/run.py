@@ -66,8 +66,7 @@ class Run:
         self._tracked = parts.tracked
         self._rank_values = parts.rank_values
         self._rank0_buffers = Rank0Buffers(context, parts.tracked)
-        self._has_ddp = False
-        self._first_steps_check = replica_check.FirstStepsCheck(context, parts.tracked, lambda: self._has_ddp)
+        self._first_steps_check = replica_check.FirstStepsCheck(context, parts.tracked)
         self._node_dir = parts.node_dir
         self._committer_connection = parts.committer_connection
         self._bucket_order = parts.bucket_order
@@ -83,6 +82,9 @@ class Run:
         self._step_event_interval_s = context.settings.step_mark_s
         self._next_step_event_s = 0.0
         self._recorded_step = self.position.step
+        # "STEP NODES" if workers of other nodes have finished: see `RestartController.limit_last_step`.
+        last_step, _, self._finished_nodes = os.environ.get(constants.ENV_LAST_STEP, "").partition(" ")
+        self._last_step = int(last_step) if last_step else None
         worker_exit.set_generation(generation=self.generation, read_step=lambda: self._recorded_step)
         self._untracked_check = UntrackedOptimizerCheck(self._tracked) if self.rank == 0 else None
         self._start_generation(parts.result)
@@ -147,7 +149,6 @@ class Run:
         wrapper = state_dict.find_parallel_wrapper(model)
         if wrapper is not None or not dist.is_initialized():
             if name is not None and isinstance(wrapper, DistributedDataParallel):
-                self._has_ddp = True
                 self._bucket_order.prepare(name, inner, wrapper)
             return model
         kwargs: dict[str, Any] = {"init_sync": False} if name is not None else {}
@@ -156,7 +157,6 @@ class Run:
             kwargs["device_ids"] = [next(iter(devices)).index]
         wrapped = DistributedDataParallel(model, **{**kwargs, **ddp_kwargs})
         if name is not None:
-            self._has_ddp = True
             self._bucket_order.prepare(name, inner, wrapped)
         failpoints.register_action("skip-collective", lambda: _skip_next_reduction(wrapped))
         return wrapped
@@ -232,8 +232,7 @@ class Run:
         exchange(self._rank_values, self._context.collectives)
         self._rank0_buffers.receive()
         self._bucket_order.end_step()
-        with self._heartbeat.busy():
-            self._first_steps_check.after_step(position.step)
+        self._first_steps_check.after_step(position.step, has_ddp=self._bucket_order.has_ddp)
         failpoints.hit("step", position.step)
         self._random_numbers.after_step(position.step)
         is_drained = False
@@ -249,8 +248,8 @@ class Run:
 
     def _require_step_before_end(self) -> None:
         """Refuse a step after the end of the training on other nodes."""
-        last_step, _, nodes = os.environ.get(constants.ENV_LAST_STEP, "").partition(" ")
-        if last_step and self.position.step >= int(last_step):
+        nodes = self._finished_nodes
+        if self._last_step is not None and self.position.step >= self._last_step:
             raise UsageError(
                 f"the training has ended on {nodes}, and the ranks here would take step "
                 f"{self.position.step + 1} without it. Do all nodes have the same arguments, and end after "

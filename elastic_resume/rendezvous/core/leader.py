@@ -71,7 +71,7 @@ class Admission:
         return None
 
     def check_script(self, join: messages.JoinSpec) -> messages.Refused | None:
-        """Return a refusal if a node would run another script than this leader, which has joined, too."""
+        """Return a refusal if a node's script differs from this leader's; none before this leader joins."""
         own = self.state.script
         if not own or join.script in {"", own}:
             return None

@@ -331,3 +331,43 @@ def test_problem_of_rendezvous_is_warned_about_at_once(
         controller.on_rendezvous_event(EmitEvent(kind, ErrorRaised("OSError", "why")))
     (record,) = caplog.records
     assert (record.levelname, "why" in record.getMessage()) == ("WARNING", True)
+
+
+@pytest.mark.parametrize("has_resumed", [False, True])
+def test_script_without_resume_is_named_after_a_minute(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, has_resumed: bool
+) -> None:
+    """Once for a job, by the node of rank 0, if none of its workers has come out of er.resume()."""
+    timers: list[Any] = []
+
+    class FakeTimer:
+        def __init__(self, interval_s: float, function: Any) -> None:
+            self.function, self.is_cancelled = function, False
+            if interval_s == restart_log.NO_RESUME_S:  # waits have timers, too
+                timers.append(self)
+
+        def start(self) -> None:
+            """Wait for the test."""
+
+        def cancel(self) -> None:
+            """Note it."""
+            self.is_cancelled = True
+
+    monkeypatch.setattr("elastic_resume.agent.restart_log.threading.Timer", FakeTimer)
+    with open_controller(tmp_path) as (controller, log):
+        controller.start_generation(world(1))
+        if has_resumed:
+            log.emit("worker-start", step=0, rank=0)
+        assert len(timers) == 1
+        timers[0].function()
+        controller.end_generation(ViewEnd.NEWCOMERS)
+        controller.start_generation(world(2))
+        assert len(timers) == 2 - has_resumed, "a script that has resumed is known to call it"
+        if not has_resumed:
+            timers[-1].function()
+        controller.log.end_wait()
+    assert all(timer.is_cancelled for timer in timers)
+    text = "\n".join(caplog.messages)
+    assert text.count("no worker has come out of er.resume() for a minute. A script that never") == int(
+        not has_resumed
+    )
