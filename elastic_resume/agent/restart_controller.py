@@ -141,12 +141,9 @@ class RestartController:
         self._history = (*self._history, result)
         self._view_end, self._last_verdict = view_end, result.verdict
         root_cause = result.verdict.root_cause
-        decision: restart.RestartDecision = Continue()
-        if root_cause is not None and root_cause.is_deterministic:
+        decision: restart.RestartDecision = restart.decide_alone(result, self._node)
+        if isinstance(decision, Continue) and root_cause is not None and root_cause.is_deterministic:
             decision = restart.decide_restart(self._history, self._limits)
-        for failure in result.failures:
-            if failure.kind == failure_classification.STUCK:
-                decision = Exclude(self._node, restart.WorkerStuck(failure))
         if not isinstance(decision, Continue):
             self._emit_verdict(self.generation, None, decision)
             self._carry_out(decision)
@@ -247,8 +244,7 @@ class RestartController:
 
     def _restart_delay_s(self, history: Sequence[GenerationResult]) -> float:
         """Return the pause before the next start; 0 unless this node had the root cause and will restart."""
-        root_cause = history[-1].verdict.root_cause
-        if root_cause is None or root_cause.is_secondary or not self._will_continue(history):
+        if not history[-1].verdict.is_certain or not self._will_continue(history):
             return 0.0
         return restart.restart_delay_s(history)
 

@@ -6,7 +6,8 @@ arrival. `separate_root_causes` decides which of them are root causes.
 
 When a worker dies, its peers' connections break and they fail too, often before the leader has seen the first
 death. So an error about a lost connection is secondary if any other failure is known, whichever arrived
-first. If there is no other failure, the first of them is the root cause.
+first. If there is no other failure, the first of them is the root cause. An error of CUDA or ROCm is never
+secondary, even if an error of NCCL reports it (`gpu_faults`).
 """
 
 from __future__ import annotations
@@ -19,13 +20,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_resume.events import Event
+from elastic_resume.policy.gpu_faults import (
+    GpuError,
+    GpuFault,
+    find_gpu_error,
+    summarize_error_text,
+)
 from elastic_resume.policy.hangs import Activity, Stall
 from elastic_resume.policy.reasons import NodeLost, NodesUnreachable, Signalled, from_json, name_nodes
 
 EXCEPTION, EXIT, SIGNAL, OOM = "exception", "exit", "signal", "oom"
-HANG, DIVERGENCE, DISK, STUCK = "hang", "divergence", "disk", "stuck"
+HANG, DIVERGENCE, DISK, GPU, STUCK = "hang", "divergence", "disk", "gpu", "stuck"
 NODE_LOST, PREEMPTED, NETWORK = "node-lost", "preempted", "network"
-FAILURE_KINDS = (EXCEPTION, EXIT, SIGNAL, OOM, HANG, DIVERGENCE, DISK, STUCK, NODE_LOST, PREEMPTED, NETWORK)
+FAILURE_KINDS = (
+    EXCEPTION, EXIT, SIGNAL, OOM, HANG, DIVERGENCE, DISK, GPU, STUCK, NODE_LOST, PREEMPTED, NETWORK,
+)  # fmt: skip
 NODE_FAILURE_KINDS = frozenset({NODE_LOST, PREEMPTED, NETWORK})
 """Kinds that say nothing about a worker: the node came or went, or two nodes cannot reach each other."""
 
@@ -77,7 +86,7 @@ class WorkerEnd:
     memory: MemoryPressure | None = None
 
 
-FailureCause = WorkerEnd | Stall | NodeLost | NodesUnreachable
+FailureCause = WorkerEnd | Stall | NodeLost | NodesUnreachable | GpuFault
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +100,7 @@ class Failure:
     type: str = ""
     """The exception's class."""
     message: str = ""
-    """The first line of its message."""
+    """The first line of its message, and what it says of a GPU."""
     frame: str = ""
     """Where in the user's code it was raised."""
     step: int | None = None
@@ -105,12 +114,25 @@ class Failure:
     def is_secondary(self) -> bool:
         """Whether it looks like the effect of a lost peer on a living worker."""
         if self.kind == SIGNAL:
-            return self._signal == "SIGABRT"  # NCCL's watchdog aborts the process when a peer is gone
+            return self.is_abort  # NCCL's watchdog aborts the process when a peer is gone
         if isinstance(self.cause, Stall):
             return self.cause.activity is Activity.OTHER_NODE
         if self.type == "OtherRankFailedError":
             return True
-        return self.kind in {EXCEPTION, EXIT} and looks_secondary(f"{self.type} {self.message}")
+        is_text_judged = self.kind in {EXCEPTION, EXIT} and self.gpu_error is None
+        return is_text_judged and looks_secondary(f"{self.type} {self.message}")
+
+    @property
+    def is_abort(self) -> bool:
+        """Whether the process ended itself by SIGABRT."""
+        return self.kind == SIGNAL and self._signal == "SIGABRT"
+
+    @property
+    def gpu_error(self) -> GpuError | None:
+        """What kind of a GPU's error it is; None for any other failure."""
+        if self.kind == GPU:
+            return GpuError.HARDWARE
+        return find_gpu_error(self.message) if self.kind in {EXCEPTION, EXIT} else None
 
     @property
     def signature(self) -> tuple[str, str, str, str]:
@@ -135,6 +157,15 @@ class FailureVerdict:
         """Return the first root cause, or None."""
         return self.root_causes[0] if self.root_causes else None
 
+    @property
+    def is_certain(self) -> bool:
+        """Whether a worker's failure stands first that is not the effect of a lost peer.
+
+        An abort is the effect of another failure only if it is not the first.
+        """
+        root = self.root_cause
+        return root is not None and (root.is_abort or not root.is_secondary)
+
 
 def looks_secondary(text: str) -> bool:
     """Whether an error's text looks like the effect of a lost peer."""
@@ -144,9 +175,11 @@ def looks_secondary(text: str) -> bool:
 def separate_root_causes(failures: Iterable[Failure]) -> FailureVerdict:
     """Separate root causes from secondary failures. ``failures`` are in order of arrival.
 
-    Deterministic failures come before all others, then nodes that cannot reach each other.
+    Deterministic failures come before all others, then broken GPUs and nodes that cannot reach each other.
     """
-    listed = sorted(failures, key=lambda failure: (not failure.is_deterministic, failure.kind != NETWORK))
+    listed = sorted(
+        failures, key=lambda failure: (not failure.is_deterministic, failure.kind not in {GPU, NETWORK})
+    )
     causes = [failure for failure in listed if failure.is_deterministic or not failure.is_secondary]
     if not causes:
         causes = listed[:1]
@@ -245,7 +278,7 @@ def classify_with_times(
     """Return the failures of one node's workers with their times, root causes first, each group by time.
 
     A worker that was asked to stop did not fail, nor did one that then lost a peer that was stopped with it.
-    A worker that was killed for a hang is covered by the hang.
+    A worker that was killed for a hang is covered by the hang. A broken GPU covers the failure of its worker.
     """
     events, memory_pressure = list(events), memory_pressure or MemoryPressure()
     reports = [event for event in events if event["event"] == "failure"]
@@ -274,8 +307,46 @@ def classify_with_times(
         failure = _classify_exception(report, {}, node, memory_pressure)
         if not (failure.is_secondary and report["t"] >= min(stops, default=math.inf)):
             found.append((report["t"], failure))
-    found.sort(key=lambda pair: (not pair[1].is_deterministic, pair[1].is_secondary, pair[0]))
+    found = _find_broken_gpus(events, found, node)
+    found.sort(key=lambda pair: (pair[1].kind != GPU, pair[1].is_secondary, pair[0]))
+    found.sort(key=lambda pair: not pair[1].is_deterministic)
     return tuple((t, truncate_failure(failure)) for t, failure in found)
+
+
+def _find_broken_gpus(
+    events: Sequence[Event], found: Sequence[tuple[float, Failure]], node: str
+) -> list[tuple[float, Failure]]:
+    """Return the failures, those of broken GPUs as such, and further GPUs whose driver reports a fault."""
+    starts = [event for event in events if event["event"] == "worker-start"]
+    ranks = {_count_or_none(event.get("local_rank")): _count_or_none(event.get("rank")) for event in starts}
+    faults = [(event["t"], _read_gpu_fault(event)) for event in events if event["event"] == "gpu-fault"]
+    judged = []
+    for t, failure in found:
+        start = next((event for event in starts if event.get("rank") == failure.rank), {})
+        local_rank = _count_or_none(start.get("local_rank"))
+        own = [pair for pair in faults if local_rank is not None and pair[1].local_rank == local_rank]
+        faults = [pair for pair in faults if pair not in own]
+        if own or failure.gpu_error is GpuError.HARDWARE:
+            fault = own[0][1] if own else GpuFault(local_rank, _read_name(start.get("gpu")))
+            failure = replace(failure, kind=GPU, cause=fault)  # noqa: PLW2901 - the same, better known
+        judged.append((t, failure))
+    unseen = {fault.local_rank: (t, fault) for t, fault in reversed(faults)}
+    return judged + [
+        (t, Failure(GPU, node, ranks.get(fault.local_rank), fault)) for t, fault in unseen.values()
+    ]
+
+
+def _read_gpu_fault(event: Event) -> GpuFault:
+    return GpuFault(
+        _count_or_none(event.get("local_rank")),
+        _read_name(event.get("uuid")),
+        _count_or_none(event.get("xid")),
+        _read_name(event.get("recovery_action")),
+    )
+
+
+def _read_name(value: object) -> str:
+    return to_printable(str(value or ""), 100)
 
 
 def _classify_exit(
@@ -286,7 +357,7 @@ def _classify_exit(
         return Failure(STUCK, node, rank)
     if report:
         return _classify_exception(report, exit_event, node, memory_pressure)
-    end, message = _read_worker_end(exit_event), _first_line(exit_event.get("message"))
+    end, message = _read_worker_end(exit_event), summarize_error_text(str(exit_event.get("message") or ""))
     if (end.signal == "SIGKILL" or end.exit_code == _SIGKILL_EXIT_CODE) and memory_pressure.is_short:
         return Failure(OOM, node, rank, replace(end, memory=memory_pressure), message=message)
     kind, name = (SIGNAL if end.signal else EXIT), ""
@@ -306,7 +377,7 @@ def _classify_exception(
         _count_or_none(exit_event.get("rank")) if rank is None else rank,
         _read_worker_end(exit_event),
         str(report.get("type") or ""),
-        _first_line(report.get("message")),
+        summarize_error_text("\n".join(str(report.get(name) or "") for name in ("message", "detail"))),
         str(report.get("frame") or ""),
         _count_or_none(report.get("step")),
         bool(report.get("deterministic")),
@@ -354,10 +425,6 @@ def _hang_failure(suspect: Mapping[str, Any], step: int | None, node: str) -> Fa
     with contextlib.suppress(ValueError):
         stall = from_json(Stall, suspect.get("reason"))
     return Failure(HANG, node, _count_or_none(suspect.get("rank")), stall, step=step)
-
-
-def _first_line(text: object) -> str:
-    return str(text or "").strip().partition("\n")[0]
 
 
 def _parse_suspects(event: Event) -> list[Mapping[str, Any]]:

@@ -8,7 +8,8 @@ membership never counts against it. The job gives up on a failure that a restart
 - the same exception at the same step `RestartLimits.max_same_failures` times in a row;
 - `RestartLimits.max_no_progress` failed generations in a row without progress.
 
-If one node alone caused these failures and the others are enough, that node is excluded instead.
+If one node alone caused these failures and the others are enough, that node is excluded instead. A node with
+a broken GPU is excluded at once, even if the others are too few: they wait for another node.
 
 Every node decides for itself, from the failures that the leader has given to all and from its own steps.
 These rarely differ; the first node that gives up ends the job for all. A node that joined later knows less
@@ -30,6 +31,7 @@ from elastic_resume.policy.failure_classification import (
     WorkerEnd,
     separate_root_causes,
 )
+from elastic_resume.policy.gpu_faults import GpuError
 
 MAX_NO_PROGRESS = 3  # the same limit as in the NVIDIA Resiliency Extension
 MAX_SAME_FAILURES = 3  # three in a row are no coincidence
@@ -160,6 +162,13 @@ class WorkerStuck:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuBroken:
+    """A GPU of the node is broken, or gone."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
 class CausedAlone:
     """One node alone caused the last failures; `failure` is the last of them."""
 
@@ -177,7 +186,7 @@ class CannotStart:
 GiveUpReason = (
     SameErrorAgain | SameErrorEverywhere | StepFails | NoProgress | RestartsExhausted | EndedElsewhere
 )
-ExclusionReason = WorkerStuck | CausedAlone | CannotStart
+ExclusionReason = WorkerStuck | GpuBroken | CausedAlone | CannotStart
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +273,16 @@ def merge_reported_failures(
     )
 
 
+def decide_alone(result: GenerationResult, node: str) -> Continue | Exclude:
+    """Decide by what ``node`` itself knows of the generation that ended: whether it can train at all."""
+    for failure in result.failures:
+        if failure.kind == failure_classification.STUCK:
+            return Exclude(node, WorkerStuck(failure))
+        if failure.kind == failure_classification.GPU:
+            return Exclude(node, GpuBroken(failure))
+    return Continue()
+
+
 def decide_restart(
     history: Sequence[GenerationResult], limits: RestartLimits, world: WorldSummary | None = None
 ) -> RestartDecision:
@@ -283,8 +302,12 @@ def decide_restart(
     counted = [result for result in history if not result.failed or _has_cause_in_world(result, world)]
     stuck = count_failures_without_progress(counted)
     alone = _single_node_failures(history)
+    is_missing = bool(alone) and alone[0].gpu_error is GpuError.MISSING
+    if is_missing and world.newest_step and alone[0].node in world.nodes:
+        return Exclude(alone[0].node, GpuBroken(alone[0]))
     can_exclude = bool(alone) and _has_enough_without(alone[0].node, limits, world)
-    is_excluded_early = 0 < limits.exclude_after <= len(alone)
+    accesses = [failure for failure in alone[:2] if failure.gpu_error is GpuError.ACCESS]
+    is_excluded_early = len(accesses) == 2 or 0 < limits.exclude_after <= len(alone)
     if can_exclude and (is_excluded_early or limits.max_no_progress <= stuck <= len(alone)):
         return Exclude(alone[0].node, CausedAlone(alone[0], len(alone)))
     if stuck < limits.max_no_progress:
@@ -380,7 +403,7 @@ def _single_node_failures(history: Sequence[GenerationResult]) -> list[Failure]:
         if not result.failed:
             continue
         causes = result.verdict.root_causes
-        if len(causes) != 1 or causes[0].nodes > 1 or causes[0].is_secondary:
+        if len(causes) != 1 or causes[0].nodes > 1 or not result.verdict.is_certain:
             break
         if found and causes[0].node != found[0].node:
             break

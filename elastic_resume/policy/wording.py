@@ -21,6 +21,7 @@ from elastic_resume.policy.failure_classification import (
     WorkerEnd,
     to_printable,
 )
+from elastic_resume.policy.gpu_faults import GpuError, GpuFault
 from elastic_resume.policy.hangs import Activity, HangDiagnosis, RankFinding, Stall
 from elastic_resume.policy.reasons import MAX_NODES_NAMED, Departure, Loss, NodeLost, ViewEnd
 from elastic_resume.units import format_bytes
@@ -35,6 +36,26 @@ MIXED_HARDWARE_HINT = (
     "and one node's values count at each resume."
 )
 
+# docs.nvidia.com/deploy/xid-errors: those that a cluster meets most.
+_XIDS = {
+    48: "double-bit memory error",
+    74: "NVLink error",
+    79: "fallen off the bus",
+    94: "contained memory error",
+    95: "uncontained memory error",
+    119: "its processor does not answer",
+}
+_GPU_HINTS = {
+    GpuError.MEMORY: (
+        "give each rank fewer samples at a time (with more micro-batches the step stays the same), or look "
+        "with nvidia-smi for another process on that GPU."
+    ),
+    GpuError.ACCESS: (
+        "if it recurs on this node only, its GPU is to be replaced; else CUDA_LAUNCH_BLOCKING=1 shows which "
+        "call of the script does it."
+    ),
+    GpuError.MISSING: "compare `elastic-resume doctor` on this node and on another one.",
+}
 _MEMBERS: dict[Enum, str] = {
     Loss.DIED: "died",
     Loss.LEFT: "left",
@@ -200,6 +221,8 @@ def _describe_decision(reason: restart.GiveUpReason | restart.ExclusionReason) -
             return f"{last}."
         case restart.WorkerStuck():
             return f"{last}. No worker can be started beside it: repair or reboot this node."
+        case restart.GpuBroken():
+            return f"{last}. The machine is at fault: reset its GPU, reboot it, or replace it."
         case restart.CausedAlone(failure, times):
             count = f"the last {times} failures were" if times > 1 else "the failure was"
             return f"{count} caused by node {failure.node} alone. Last: {last}."
@@ -254,6 +277,8 @@ def describe_failure(failure: Failure | None, *, with_node: bool = False) -> str
     if failure.kind in failures.NODE_FAILURE_KINDS:
         return to_printable(f"node {failure.node} {_describe_cause(failure)}")
     subject = "a worker" if failure.rank is None else f"rank {failure.rank}"
+    if isinstance(failure.cause, GpuFault) and failure.rank is None:
+        subject = "a GPU"
     if with_node:
         subject += f" on node {failure.node}"
     if failure.nodes > 1:
@@ -273,6 +298,9 @@ def _describe_cause(failure: Failure) -> str:
             return _describe_unreachable(others)
         case Stall():
             return f"hung: it {describe_stall(cause)}"
+        case GpuFault():
+            known = _list_gpu_details(cause)
+            return ("failed: its GPU is broken" if failure.rank is not None else "is broken") + known
         case WorkerEnd(exit_code, signal, memory):
             code = "failed" if exit_code is None else f"ended with exit code {exit_code}"
             text = f"was killed by {signal}" if signal else code
@@ -284,6 +312,16 @@ def _describe_cause(failure: Failure) -> str:
     if failure.kind == failures.DIVERGENCE and failure.step is not None:
         return f"held another state at step {failure.step} than the majority of nodes"
     return "failed"
+
+
+def _list_gpu_details(fault: GpuFault) -> str:
+    details = [] if fault.local_rank is None else [f"local rank {fault.local_rank}"]
+    details += [fault.uuid] if fault.uuid else []
+    if fault.xid is not None:
+        meaning = f": {_XIDS[fault.xid]}" if fault.xid in _XIDS else ""
+        details.append(f"Xid {fault.xid}{meaning}")
+    details += [f"the driver asks for: {fault.recovery_action}"] if fault.recovery_action else []
+    return f" ({'; '.join(details)})" if details else ""
 
 
 def describe_memory(memory: MemoryPressure) -> str:
@@ -312,7 +350,8 @@ def explain_verdict(verdict: FailureVerdict) -> list[str]:
         count = sum(failure.nodes for failure in verdict.secondary_failures)
         nodes = f"{count} node{'s' * (count > 1)}"
         lines.append(f"as a consequence, on {nodes}: {_list_failures(verdict.secondary_failures)}.")
-    return lines
+    hint = _GPU_HINTS.get(verdict.root_cause.gpu_error) if verdict.root_cause.gpu_error else None
+    return [*lines, hint] if hint else lines
 
 
 def _list_failures(listed: Sequence[Failure]) -> str:

@@ -22,6 +22,7 @@ from elastic_resume import constants
 from elastic_resume.errors import ElasticResumeError, UsageError
 from elastic_resume.events import EventLog
 
+MAX_DETAIL_CHARS = 2000
 MAX_HEAD_CHARS, MAX_TAIL_CHARS = 2000, 6000
 """Characters kept of a traceback: JSON may need six bytes for each, and a line of events holds 64 KiB."""
 _PACKAGE_DIR = str(Path(__file__).parents[1])
@@ -117,6 +118,7 @@ def _describe_error(error: BaseException, trace: TracebackType | None) -> dict[s
         "step": _training_position["step"](),
         "type": type(error).__name__,
         "message": lines[0][:500] if lines else "",
+        "detail": "\n".join(lines[1:])[:MAX_DETAIL_CHARS],  # NCCL names the cause in its last line
         "frame": place,
         "deterministic": isinstance(error, ElasticResumeError) and error.is_deterministic,
     }

@@ -185,6 +185,21 @@ def test_node_with_unkillable_worker_leaves(make: Make) -> None:
     finish(cluster)
 
 
+def test_node_with_broken_gpu_leaves(make: Make) -> None:
+    """The error names NCCL, as that of a lost peer does; still it is the root cause, at the first time."""
+    cluster = make("late-broken-gpu")
+    assert cluster.wait_exit(60, only=[1]) == [75]
+    assert sizes(cluster, 1) == [3]
+    broken = "failed: its GPU is broken (local rank 0): RuntimeError: NCCL error in: "
+    assert f"node n1 leaves the job: rank 1 {broken}" in last_line(cluster, 1)
+    assert "Cuda failure 'uncorrectable ECC error encountered'" in last_line(cluster, 1)
+    wait_for_two(cluster)
+    for index in (0, 2):
+        assert f"rank 1 on node n1 {broken}" in cluster.output(index)
+        assert [cause["kind"] for cause in verdicts(cluster, index)[-1]["root_causes"]] == ["gpu"]
+    finish(cluster)
+
+
 def test_verdict_separates_secondary_failures(make: Make) -> None:
     """The killed worker is the root cause; broken connections are secondary."""
     cluster = make("late-killed")

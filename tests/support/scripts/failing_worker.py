@@ -24,6 +24,11 @@ NODE, RANK, WORLD = (
     int(os.environ["WORLD_SIZE"]),
 )
 PAUSE_S = 0.02
+NCCL_ERROR = (
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77, unhandled cuda error (run with "
+    "NCCL_DEBUG=INFO for details), NCCL version 2.26.2\nncclUnhandledCudaError: Call to CUDA function failed."
+    "\nLast error:\nCuda failure 'uncorrectable ECC error encountered'"
+)
 POISON = 6  # the step that cannot be finished
 
 
@@ -67,6 +72,8 @@ def fail(what: str, directory: Path, step: int) -> None:
         raise ValueError(f"sample {os.getpid()} is bad")
     if what == "poison" and step == POISON - 1:
         raise ValueError(f"sample {os.getpid()} is bad")
+    if what == "broken-gpu":
+        raise RuntimeError(NCCL_ERROR)
     if what == "stuck":
         log_of().emit("worker-exit", rank=RANK, signal="SIGKILL", exit_code=None, stopped=True, stuck=True)
         sys.exit(1)

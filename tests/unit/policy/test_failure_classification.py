@@ -15,6 +15,7 @@ from elastic_resume.policy.failure_classification import (
     EXCEPTION,
     EXIT,
     FAILURE_KINDS,
+    GPU,
     HANG,
     MAX_FAILURES,
     MAX_TEXT_CHARS,
@@ -34,6 +35,7 @@ from elastic_resume.policy.failure_classification import (
     separate_root_causes,
     truncate_failure,
 )
+from elastic_resume.policy.gpu_faults import GpuFault
 from elastic_resume.policy.hangs import Activity, Stall
 from elastic_resume.policy.reasons import Loss, NodeLost, Signalled, to_json
 from elastic_resume.policy.wording import describe_failure
@@ -69,6 +71,16 @@ LOST = "Connection closed by peer"
 STOPPED = Stall(Activity.STOPPED, "t.py:3 in f")
 HANGS = event("hang", 1, suspects=[{"rank": 2, "reason": to_json(STOPPED)}], victims=[0, 1], step=7)
 HUNG_ALL = event("hang", 1, suspects=[], victims=[0, 1], step=7, waits_for_other_node=True)
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+ECC = report(
+    "DistBackendError",
+    "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error",
+    detail="ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+    "Cuda failure 'uncorrectable ECC error encountered'",
+)
+START = [event("worker-start", 0, rank=rank, local_rank=rank - 4, gpu=f"GPU-{rank}") for rank in (4, 5)]
+ABORT = killed(3, 4, "SIGABRT")
+XID = event("gpu-fault", 1, local_rank=0, uuid="GPU-4", xid=79, recovery_action="")
 GENERATIONS: list[tuple[str, Events, MemoryPressure, list[tuple[str, int | None]]]] = [
     ("an exception", [report("ValueError", "boom"), end()], NO_STRAIN, [(EXCEPTION, 0)]),
     ("an exit code without a word", [end(exit_code=9)], NO_STRAIN, [(EXIT, 0)]),
@@ -182,6 +194,16 @@ GENERATIONS: list[tuple[str, Events, MemoryPressure, list[tuple[str, int | None]
         [(EXCEPTION, 1)],
     ),
     ("a word without an end", [report("ValueError", "boom", rank=3)], NO_STRAIN, [(EXCEPTION, 3)]),
+    ("an error of NCCL whose last line names a GPU", [ECC, end()], NO_STRAIN, [(GPU, 0)]),
+    ("a script's illegal access", [report("AcceleratorError", ILLEGAL), end()], NO_STRAIN, [(EXCEPTION, 0)]),
+    (
+        "an abort, and a GPU that the driver reports",
+        [*START, XID, ABORT],
+        NO_STRAIN,
+        [(GPU, 4)],
+    ),
+    ("an abort on another GPU", [*START, XID, {**ABORT, "rank": 5}], NO_STRAIN, [(GPU, 4), (SIGNAL, 5)]),
+    ("a GPU that the driver reports while others fail", [*START, XID, XID], NO_STRAIN, [(GPU, 4)]),
 ]
 
 
@@ -205,6 +227,20 @@ def test_events_are_classified(
         ([killed(rank=4)], Failure(OOM, "a", 4, WorkerEnd(None, "SIGKILL", KILLS))),
         ([end(exit_code=9, rank=None)], Failure(EXIT, "a", None, WorkerEnd(9))),
         ([HANGS], Failure(HANG, "a", 2, STOPPED, step=7)),
+        (
+            [*START, {**ECC, "rank": 5}, end(rank=5)],
+            Failure(
+                GPU,
+                "a",
+                5,
+                GpuFault(1, "GPU-5"),
+                "DistBackendError",
+                "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error: "
+                "Cuda failure 'uncorrectable ECC error encountered'",
+                step=7,
+            ),
+        ),
+        ([*START, XID, ABORT], Failure(GPU, "a", 4, GpuFault(0, "GPU-4", 79))),
         ([HUNG_ALL, killed(2, 0)], Failure(HANG, "a", 0, Stall(Activity.OTHER_NODE), step=7)),
         (
             [event("hang", 1, suspects=[{"rank": 1, "reason": {"kind": "?"}}], victims=[])],
@@ -265,10 +301,13 @@ def test_root_causes_keep_order_of_arrival() -> None:
 
 
 def test_sigabrt_of_nccl_watchdog_is_secondary() -> None:
-    """Without another failure it is the root cause."""
-    abort = failure("a", signal="SIGABRT")
+    """Without another failure it is the root cause, and certain if it came first."""
+    abort, lost = failure("a", signal="SIGABRT"), failure("b", message=CLOSED)
     assert separate_root_causes([abort, failure("b")]).root_cause == failure("b")
-    assert separate_root_causes([abort]).root_cause == abort
+    first = separate_root_causes([abort, lost])
+    assert (first.root_causes, first.is_certain) == ((abort,), True)
+    late = separate_root_causes([lost, abort])
+    assert (late.root_causes, late.is_certain) == ((lost,), False)
 
 
 def test_node_that_waited_is_secondary_to_hung_rank() -> None:
@@ -330,14 +369,17 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=6,
 )
-KEYS = "rank exit_code signal stopped stuck message type frame step at_fault pid worker_pid suspects victims"
+KEYS = """
+    rank exit_code signal stopped stuck message type frame step at_fault pid worker_pid suspects victims xid
+    local_rank uuid gpu detail
+"""
 
 
 @given(
     st.lists(
         st.builds(
             lambda kind, t, rest: {**rest, "event": kind, "t": t},
-            st.sampled_from(["failure", "worker-exit", "hang", "hang-ended"]),
+            st.sampled_from(["failure", "worker-exit", "hang", "hang-ended", "gpu-fault", "worker-start"]),
             st.floats(0, 1e9),
             st.dictionaries(st.sampled_from(KEYS.split()), anything),
         ),

@@ -26,6 +26,7 @@ from elastic_resume.policy.restart import (
     Exclude,
     GenerationResult,
     GiveUp,
+    GpuBroken,
     NoProgress,
     RestartDecision,
     RestartLimits,
@@ -241,6 +242,20 @@ def stepping(node: str, count: int) -> list[GenerationResult]:
     return [killed(node, i, i + 10) for i in range(0, 10 * count, 10)]
 
 
+def gpu_error(node: str, message: str, step: int | None) -> GenerationResult:
+    """A generation that ended with an error of a GPU of that node."""
+    failure = Failure(EXCEPTION, node, 1, WorkerEnd(1), "AcceleratorError", message, step=step)
+    return ended(failure, start=0, newest=step)
+
+
+def aborted(node: str) -> GenerationResult:
+    """A generation in which a worker of that node aborted before others lost their connections."""
+    return ended(Failure(SIGNAL, node, 1, WorkerEnd(signal="SIGABRT")), CUT_OFF)
+
+
+CUT_OFF = Failure(EXCEPTION, "a", 0, WorkerEnd(1), "RuntimeError", "Connection closed by peer")
+ACCESS = "CUDA error: an illegal memory access was encountered"
+MISSING = "No CUDA GPUs are available"
 AFTER_FOUR = RestartLimits(min_nodes=2, exclude_after=4)
 OTHERS_BETWEEN = [*stepping("b", 2), *stepping("c", 1), *stepping("b", 2)]
 ALONE: list[Row] = [
@@ -259,6 +274,14 @@ ALONE: list[Row] = [
         DEFAULT,
         None,
     ),
+    ("an illegal access of a GPU, once", [gpu_error("b", ACCESS, 5)], world(step=9), TWO_OF, None),
+    ("of another node before", [gpu_error(n, ACCESS, 5) for n in "ab"], world(step=9), TWO_OF, None),
+    ("twice", [gpu_error("b", ACCESS, step) for step in (5, 7)], world(step=9), TWO_OF, CausedAlone),
+    ("twice, but it is needed", [gpu_error("b", ACCESS, s) for s in (5, 7)], world(step=9), THREE_OF, None),
+    ("no GPU is there", [gpu_error("b", MISSING, None)], world(step=9), THREE_OF, GpuBroken),
+    ("no GPU has ever been there", [gpu_error("b", MISSING, None)], world(), TWO_OF, None),
+    ("no GPU on a node that has left", [gpu_error("b", MISSING, None)], world("ac", step=9), TWO_OF, None),
+    ("aborts that came first", [aborted("b")] * 3, world(), TWO_OF, CausedAlone),
     ("no node names", [killed("b")] * 3, WorldSummary(), DEFAULT, NoProgress),
 ]
 
@@ -278,7 +301,6 @@ def test_node_that_fails_alone_is_excluded(
 
 # ---- reported failures and delays ----------------------------------------------------------------------
 
-CUT_OFF = Failure(EXCEPTION, "a", 0, WorkerEnd(1), "RuntimeError", "Connection closed by peer")
 LOST = Failure(NODE_LOST, "c", None)
 
 
