@@ -46,6 +46,8 @@ _SECONDARY_PATTERN = re.compile(
     r"store->get|watchdog",
     re.IGNORECASE,
 )
+# NCCL names so what no peer has caused: its wrong use, and a container with little shared memory.
+_NCCL_SETUP_PATTERN = re.compile(r"invalid usage|shared memory segment", re.IGNORECASE)
 _OWN_DISK_ERRORS = frozenset({"MachineError", "NodeLockedError", "NodeFileError"})
 # Python's OSError begins its text so for ENOSPC, EDQUOT, EROFS and EIO.
 _DISK_ERROR_PATTERN = re.compile(r"\[Errno (28|122|30|5)\]")
@@ -169,7 +171,7 @@ class FailureVerdict:
 
 def looks_secondary(text: str) -> bool:
     """Whether an error's text looks like the effect of a lost peer."""
-    return _SECONDARY_PATTERN.search(text) is not None
+    return _SECONDARY_PATTERN.search(text) is not None and _NCCL_SETUP_PATTERN.search(text) is None
 
 
 def separate_root_causes(failures: Iterable[Failure]) -> FailureVerdict:

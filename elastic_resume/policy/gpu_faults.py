@@ -44,50 +44,48 @@ class GpuFault:
     recovery_action: str = ""
 
 
-# What only CUDA, ROCm, or a library that reports their errors writes.
-_GPU_PATTERN = re.compile(
-    r"(?:CUDA|HIP)(?: driver)? (?:error|failure)|Triton Error \[(?:CUDA|HIP)\]|unhandled (?:cuda|hip) error|"
-    r"(?:CUDA|HIP) out of memory|No (?:CUDA|HIP) GPUs are available|Found no NVIDIA driver|"
-    r"(?:CUBLAS|CUDNN|CUSPARSE|CUSOLVER|CUFFT|HIPBLAS|ROCBLAS|MIOPEN)_STATUS_|miopenStatus|"
-    r"CUDA_ERROR_|cudaError|hipError",
-    re.IGNORECASE,
-)
 # The first error with a match counts, so what proves a broken GPU stands first.
 _ERROR_PATTERNS = {
-    error: re.compile("|".join(patterns), re.IGNORECASE)
+    error: re.compile("|".join(patterns), re.IGNORECASE | re.DOTALL)
     for error, patterns in {
         GpuError.HARDWARE: (
-            r"\becc\b", "ECC_?(UNCORRECTABLE|NotCorrectable)", "nvlink", "fallen off the bus", "GPU is lost",
-            "hardware.stack.error", "hardware error", "system not yet initialized", "SYSTEM_NOT_READY",
+            "uncorrectable (ecc|nvlink) error", "peer gpu memory over nvlink", "[ds]ram ecc failure",
+            r"reason ?: ?ecc\b", "gpu is lost",
         ),
         GpuError.MISSING: (
-            "GPUs are available", "no (CUDA|ROCm)-capable device", "No_?Device", "invalid device ordinal",
-            "busy or unavailable", "no NVIDIA driver",
+            "no (cuda|hip) gpus are available", "no (cuda|rocm)-capable device", "no gpus found",
+            r"cuda-capable device(s|\(s\)) (is/)?are busy", "invalid device ordinal",
+            "found no nvidia driver", "system not yet initialized", r"hiperrorno?(invalid)?device\b",
         ),
         GpuError.ACCESS: (
-            "illegal memory access", "ILLEGAL_ADDRESS", "device-side assert", "misaligned address",
-            "illegal instruction", "invalid program counter", "launch.fail",
-            "operation not supported on global/shared address space",
+            # Nearly every error of CUDA ends with "to enable device-side assertions".
+            "illegal memory access", "device-side assert triggered", "misaligned address",
+            "illegal instruction was", "invalid program counter", "unspecified launch failure",
+            "hardware stack error", "global/shared address space", "memory access fault by gpu",
+            "hw exception by gpu", "hsa_status_error_(exception|memory_|illegal)",
         ),
-        GpuError.MEMORY: ("out.of.memory", "ALLOC_FAILED"),
-        GpuError.OTHER: ("",),
+        GpuError.MEMORY: (
+            "(cuda|hip) out of memory", "(cuda|hip)( driver)? error: out of memory",
+            r"failure (\d+ )?'out of memory'", "failed to (cuda|hip) (calloc|malloc)",
+            "(blas|cudnn)_status_alloc_failed", "nvml_success == .*cudacachingallocator",
+        ),
+        GpuError.OTHER: (
+            "(cuda|hip)( driver| unknown)? (error|failure)", r"triton error \[", "cudnn( frontend)? error",
+            "unhandled (cuda|hip) error", "miopenstatus", "nvidia driver on your system is too old",
+            "cuda driver initialization failed", "error from (cuda|hip)getdevicecount",
+        ),
     }.items()
 }  # fmt: skip
+_NCCL_DETAIL = re.compile(r"^Last error:\s*(\S.*)", re.MULTILINE)
 
 
 def find_gpu_error(text: str) -> GpuError | None:
     """Return which error of a GPU an exception's text reports; None if it reports none."""
-    if _GPU_PATTERN.search(text) is None:
-        return None
-    return next(error for error, pattern in _ERROR_PATTERNS.items() if pattern.search(text))
+    return next((error for error, pattern in _ERROR_PATTERNS.items() if pattern.search(text)), None)
 
 
 def summarize_error_text(text: str) -> str:
-    """Return the first line of an exception's text and, if it stands elsewhere, the line about the GPU."""
-    lines = text.strip().splitlines() or [""]
-    named = [line.strip() for line in lines[1:] if _GPU_PATTERN.search(line)]
-    error = find_gpu_error(text)
-    if error is None or not named or find_gpu_error(lines[0]) is error:
-        return lines[0]
-    # NCCL tells the cause last.
-    return f"{lines[0][:200]}: {next(line for line in reversed(named) if find_gpu_error(line) is error)}"
+    """Return the first line of an exception's text, and the cause if NCCL names it further below."""
+    first = text.strip().partition("\n")[0]
+    detail = _NCCL_DETAIL.search(text)
+    return f"{first[:200]}: {detail[1]}" if detail else first

@@ -17,6 +17,7 @@ from elastic_resume.policy.digests import DivergenceVerdict
 from elastic_resume.policy.failure_classification import (
     EXCEPTION,
     EXIT,
+    GPU,
     HANG,
     OOM,
     SIGNAL,
@@ -28,6 +29,7 @@ from elastic_resume.policy.failure_classification import (
     make_node_failure,
     separate_root_causes,
 )
+from elastic_resume.policy.gpu_faults import GpuFault
 from elastic_resume.policy.hangs import Activity, HangDiagnosis, RankFinding, Stall
 from elastic_resume.policy.reasons import (
     AbsentCandidates,
@@ -138,6 +140,17 @@ SENTENCES: list[tuple[Any, str]] = [
         "rank 0 (and alike on 6 more) ended with exit code 1: ValueError: boom (t.py:3 in f)",
     ),
     (Failure(EXIT, "a", None, WorkerEnd(9)), "a worker ended with exit code 9"),
+    (
+        restart.Exclude("a", restart.GpuBroken(Failure(GPU, "a", 4, GpuFault(0, "GPU-5f", 79), "E", "NCCL"))),
+        (
+            "rank 4 failed: its GPU is broken (local rank 0; GPU-5f; Xid 79: fallen off the bus): E: NCCL. The "
+            "machine is at fault: reset its GPU, reboot it, or replace it."
+        ),
+    ),
+    (
+        Failure(GPU, "a", None, GpuFault(None, "GPU-5f", None, "GPU reset")),
+        "a GPU is broken (GPU-5f; the driver asks for: GPU reset)",
+    ),
     (
         Failure(HANG, "a", 2, Stall(Activity.STOPPED, "t.py:3 in f")),
         "rank 2 hung: it is stopped by a signal (SIGSTOP) at t.py:3 in f",

@@ -1,0 +1,86 @@
+"""Real error texts of workers on GPUs: whose fault each is, and what follows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elastic_resume.policy.failure_classification import (
+    GPU,
+    Failure,
+    FailureVerdict,
+    classify_failures,
+    separate_root_causes,
+)
+from elastic_resume.policy.gpu_faults import find_gpu_error
+from elastic_resume.policy.restart import (
+    Continue,
+    Exclude,
+    GpuBroken,
+    RestartDecision,
+    RestartLimits,
+    WorldSummary,
+    decide_alone,
+    decide_restart,
+    summarize_generation,
+)
+from elastic_resume.policy.wording import explain_verdict
+from tests.unit.policy.gpu_error_texts import ERROR_TEXTS, ErrorText
+
+RAISED = [row for row in ERROR_TEXTS if row.kind == "exception"]
+LOST_PEER = {"t": 1.0, "event": "failure", "rank": 9, "type": "RuntimeError", "message": "Connection closed"}
+
+
+def events_of(row: ErrorText) -> list[dict[str, Any]]:
+    """Return the events of a worker that raised the text of a row, as its hook writes them."""
+    kind, _, text = row.text.partition(": ")
+    message, _, detail = text.partition("\n")
+    report = {"type": kind.rpartition(".")[2], "message": message[:500], "detail": detail}
+    end = {"event": "worker-exit", "exit_code": 1, "signal": None, "stopped": False}
+    return [
+        {"t": 1.0, "event": "worker-start", "rank": 4, "local_rank": 1, "gpu": "GPU-5f3a", "step": 3},
+        {"t": 2.0, "event": "failure", "rank": 4, "step": 7, **report},
+        {"t": 3.0, "rank": 4, **end},
+    ]
+
+
+def decide(row: ErrorText, *, newest_step: int = 0) -> RestartDecision:
+    """Return what node b decides after that failure, in a world of three."""
+    result = summarize_generation(events_of(row), node="b", num_nodes=3)
+    alone = decide_alone(result, "b")
+    if not isinstance(alone, Continue):
+        return alone
+    return decide_restart([result], RestartLimits(), WorldSummary(("a", "b", "c"), newest_step))
+
+
+@pytest.mark.parametrize("row", ERROR_TEXTS, ids=lambda row: row.text[-40:])
+def test_text_names_class_of_error(row: ErrorText) -> None:
+    """Those that a worker writes before it aborts are classified alike, where somebody reads them."""
+    error = find_gpu_error(row.text)
+    assert (error.value if error else "") == row.gpu_error
+
+
+@pytest.mark.parametrize("row", RAISED, ids=lambda row: row.text[-40:])
+def test_error_is_judged_by_whose_fault_it_is(row: ErrorText) -> None:
+    """A peer that lost its connection just before is the root cause only if a peer caused this error, too."""
+    (failure,) = classify_failures(events_of(row), "b")
+    assert failure.is_secondary is row.is_secondary
+    assert (failure.gpu_error.value if failure.gpu_error else "") == row.gpu_error
+    (peer,) = classify_failures([LOST_PEER], "a")
+    verdict = separate_root_causes([peer, failure])
+    assert verdict == FailureVerdict((peer,) if row.is_secondary else (failure,), verdict.secondary_failures)
+    is_excluded = isinstance(decide(row), Exclude)
+    has_hint = len(explain_verdict(FailureVerdict((failure,)))) > 1
+    follows = "node excluded" if is_excluded else "restart, hint" if has_hint else "restart"
+    assert follows == row.next
+
+
+@pytest.mark.parametrize("row", [row for row in RAISED if row.fault_of == "machine" and row.gpu_error])
+def test_machine_at_fault_is_excluded_once_the_job_has_trained(row: ErrorText) -> None:
+    """A missing GPU too."""
+    decision = decide(row, newest_step=9)
+    assert isinstance(decision, Exclude)
+    assert isinstance(decision.reason, GpuBroken)
+    failure: Failure = decision.reason.failure
+    assert (failure.kind == GPU) is (row.gpu_error == "hardware")
