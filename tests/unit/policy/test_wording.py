@@ -143,8 +143,8 @@ SENTENCES: list[tuple[Any, str]] = [
     (
         restart.Exclude("a", restart.GpuBroken(Failure(GPU, "a", 4, GpuFault(0, "GPU-5f", 79), "E", "NCCL"))),
         (
-            "rank 4 failed: its GPU is broken (local rank 0; GPU-5f; Xid 79: fallen off the bus): E: NCCL. The "
-            "machine is at fault: reset its GPU, reboot it, or replace it."
+            "rank 4 failed: its GPU is broken (local rank 0; GPU-5f; Xid 79: fallen off the bus): E: NCCL. "
+            "The machine is at fault: reset its GPU, reboot it, or replace it."
         ),
     ),
     (
