@@ -85,7 +85,7 @@ def find_gpu_error(text: str) -> GpuError | None:
 
 
 def summarize_error_text(text: str) -> str:
-    """Return the first line of an exception's text, and the cause if NCCL names it further below."""
+    """Return the first line of an exception's text; before it the cause that NCCL names further below."""
     first = text.strip().partition("\n")[0]
     detail = _NCCL_DETAIL.search(text)
-    return f"{first[:200]}: {detail[1]}" if detail else first
+    return f"{detail[1][:200]} ({first})" if detail else first

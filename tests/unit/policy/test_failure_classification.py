@@ -235,8 +235,8 @@ def test_events_are_classified(
                 5,
                 GpuFault(1, "GPU-5"),
                 "DistBackendError",
-                "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error: "
-                "Cuda failure 'uncorrectable ECC error encountered'",
+                "Cuda failure 'uncorrectable ECC error encountered' "
+                "(NCCL error in: NCCLUtils.cpp:77, unhandled cuda error)",
                 step=7,
             ),
         ),
