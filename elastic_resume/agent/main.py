@@ -23,6 +23,7 @@ from typing import NamedTuple
 from elastic_resume import config, console, constants, machine
 from elastic_resume.agent import options, shutdown, torchelastic
 from elastic_resume.agent.failure_evidence import FailureEvents, MemoryMonitor
+from elastic_resume.agent.gpu_monitor import GpuMonitor
 from elastic_resume.agent.hang_detector import detect_hangs, make_threshold
 from elastic_resume.agent.restart_controller import RestartController
 from elastic_resume.agent.shutdown import ShutdownController
@@ -96,14 +97,17 @@ def run_agent(
         events_path = node_dir.path / constants.EVENTS_FILE
         _set_environment(settings, args, events_path, lease_page, evidence)
         event_tail = EventTail(events_path)
-        with contextlib.closing(
-            EventLog(
-                events_path,
-                on_line=event_tail.add_own_line,
-                memory_path=evidence.path,
-                node=settings.node_name,
-            )
-        ) as event_log:
+        with (
+            contextlib.closing(
+                EventLog(
+                    events_path,
+                    on_line=event_tail.add_own_line,
+                    memory_path=evidence.path,
+                    node=settings.node_name,
+                )
+            ) as event_log,
+            contextlib.closing(GpuMonitor(event_log.emit, spec.config.nproc_per_node)) as gpu_monitor,
+        ):
             controller = RestartController(
                 settings.node_name,
                 event_log,
@@ -113,7 +117,9 @@ def run_agent(
                 limits=replace(limits, min_nodes=spec.config.min_nodes),
                 memory_monitor=memory_monitor,
             )
+            controller.find_gpu_faults = gpu_monitor.find_faults
             memory_monitor.start()
+            gpu_monitor.start()
             agent = _Agent(
                 settings=settings,
                 args=args,

@@ -22,9 +22,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from elastic_resume import constants, events
 from elastic_resume.agent.failure_evidence import FailureEvents, MemoryMonitor
+from elastic_resume.agent.gpu_monitor import describe_fault
 from elastic_resume.agent.restart_log import RestartLog
 from elastic_resume.agent.status_reporter import file_size
 from elastic_resume.agent.workers.lease_page import LeasePage
@@ -56,6 +58,7 @@ class RestartController:
     ) -> None:
         self.on_workers_dead: Callable[[], object] = lambda: None  # called when a generation's workers ended
         self.list_unreachable_nodes: Callable[[], tuple[str, ...]] = tuple  # names members it cannot reach
+        self.find_gpu_faults: Callable[[], list[dict[str, Any]]] = list  # fields of gpu-fault events
         self.is_spare = False  # a view runs without this node
         self.job_failure: GaveUp | None = None  # why this node ends the job for all nodes
         self.log = RestartLog(node, evidence)
@@ -171,6 +174,12 @@ class RestartController:
             self.log.end_wait()
         else:
             self._judge_generation(former, view, membership_changed=membership_changed)
+        faults = self.find_gpu_faults()
+        if faults:
+            raise NodeExcludedError(
+                f"node {self._node} leaves the job before its workers start: "
+                f"{'; '.join(map(describe_fault, faults))}. Reset the GPU or reboot the machine."
+            )
         self._log_offset = file_size(self._events_path)
         self._evidence.clear()
         if self._memory_monitor is not None:

@@ -11,11 +11,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from elastic_resume import gpus
 from tests.support.paths import ROOT, TESTS
 from tests.support.processes import wait_for
 
@@ -33,7 +38,7 @@ class FakeGpus:
     def __init__(self, directory: Path, count: int = 1, name: str = "NVIDIA H100 80GB HBM3") -> None:
         """Give every node ``count`` healthy GPUs, with UUIDs GPU-0000, GPU-0001 and so on."""
         self.path = directory / "nvml.json"
-        gpus = [
+        healthy = [
             {
                 "uuid": f"GPU-{index:04}",
                 "name": name,
@@ -49,7 +54,7 @@ class FakeGpus:
             for index in range(count)
         ]
         self._nodes: dict[str, dict[str, Any]] = {
-            EVERY_NODE: {"gpus": gpus, "xids": [], "hanging": [], "missing": [], "errors": {}}
+            EVERY_NODE: {"gpus": healthy, "xids": [], "hanging": [], "missing": [], "errors": {}}
         }
         self._write()
 
@@ -57,6 +62,17 @@ class FakeGpus:
     def env(self) -> dict[str, str]:
         """Variables with which a process finds this pynvml, and the package."""
         return {"PYTHONPATH": f"{ROOT}{os.pathsep}{DIRECTORY}", "FAKE_NVML": str(self.path)}
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Make them the GPUs of this process, whatever it has."""
+        monkeypatch.setenv("FAKE_NVML", str(self.path))
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+        monkeypatch.syspath_prepend(DIRECTORY)
+        module = importlib.import_module("pynvml")
+        del sys.modules["pynvml"]
+        monkeypatch.setitem(sys.modules, "pynvml", module)
+        monkeypatch.setattr(gpus, "_identities", {})
 
     def change(self, node: str = EVERY_NODE, **fields: Any) -> None:
         """Set ``hanging``, ``missing``, ``errors``, ``gpus`` or ``xids`` of a node."""

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from elastic_resume import gpus
 from elastic_resume.gpus import Gpu, describe_load, list_gpus, watch_xids
-from tests.support.gpus import DIRECTORY, FakeGpus
+from tests.support.gpus import FakeGpus
 
 H100 = "NVIDIA H100 80GB HBM3"
 ALL = (0, 1, 2, 3)
 
 
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpus]:
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeGpus:
     """Four healthy GPUs of this process."""
     found = FakeGpus(tmp_path, count=4)
-    monkeypatch.setenv("FAKE_NVML", str(found.path))
-    monkeypatch.syspath_prepend(DIRECTORY)
-    monkeypatch.setattr(gpus, "_identities", {})
-    yield found
-    sys.modules.pop("pynvml", None)
+    found.install(monkeypatch)
+    return found
 
 
 def list_indices(**environ: str) -> tuple[int, ...] | None:

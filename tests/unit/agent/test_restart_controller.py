@@ -371,3 +371,15 @@ def test_script_without_resume_is_named_after_a_minute(
     assert text.count("no worker has come out of er.resume() for a minute. A script that never") == int(
         not has_resumed
     )
+
+
+def test_node_with_faulty_gpu_starts_no_workers(tmp_path: Path) -> None:
+    """It leaves before each start, the first included, with every GPU named."""
+    xid = {"local_rank": 2, "uuid": "GPU-a", "index": 3, "xid": 79, "recovery_action": ""}
+    action = {"local_rank": None, "uuid": "", "index": 4, "xid": None, "recovery_action": "reboot"}
+    text = r"GPU 3 \(GPU-a\) of local rank 2 reported Xid 79; GPU 4 \(lost\) needs a recovery: reboot\."
+    with open_controller(tmp_path) as (controller, _):
+        controller.find_gpu_faults = lambda: [xid, action]
+        with pytest.raises(NodeExcludedError, match=text):
+            controller.start_generation(world(1))
+    assert not (tmp_path / constants.EVENTS_FILE).exists()  # no generation has begun

@@ -1,0 +1,111 @@
+"""Watch the NVIDIA GPUs of this agent's workers, and remember their faults.
+
+A fault is an Xid (an error that the driver reports) for which no program is to blame, or a recovery action
+that the driver asks for. Workers on such a GPU fail again and again, so `restart_controller` asks for faults
+before each start of workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from elastic_resume import gpus
+from elastic_resume.background import BackgroundThread
+from elastic_resume.gpus import Gpu
+
+logger = logging.getLogger(__name__)
+EVENT_WAIT_S = 1.0
+
+
+class GpuMonitor:
+    """Watches from `start` to `close`; nothing is found without NVML."""
+
+    def __init__(self, emit: Callable[..., Any], local_world_size: int) -> None:
+        """``emit`` writes an event to the event log."""
+        self._emit = emit
+        self._local_world_size = local_world_size
+        self._xid_faults: list[dict[str, Any]] = []
+        self._first_listing: list[tuple[int | None, Gpu]] = []
+        self._is_listed = threading.Event()
+        self._thread = BackgroundThread("gpu-monitor", self._watch)
+        # The thread may be in a call of the driver, which must not delay the end of the agent.
+        self.start, self.close = self._thread.start, self._thread.request_close
+
+    def find_faults(self) -> list[dict[str, Any]]:
+        """Return Xids since the start, and GPUs with a recovery action now, as the fields of gpu-fault."""
+        self._is_listed.wait(gpus.CALL_LIMIT_S)  # the first call loads the driver's library
+        known = {fault["index"] for fault in self._xid_faults}
+        now = [_make_fault(rank, gpu) for rank, gpu in self._list_gpus() if gpu.recovery_action]
+        return [*self._xid_faults, *(fault for fault in now if fault["index"] not in known)]
+
+    def _list_gpus(self, limit_s: float = gpus.CALL_LIMIT_S) -> list[tuple[int | None, Gpu]]:
+        """List the GPUs of the workers, each with its local rank unless workers share GPUs."""
+        found = (gpus.list_gpus(limit_s=limit_s) or ())[: self._local_world_size]
+        is_shared = len(found) < self._local_world_size
+        return [(None if is_shared else rank, gpu) for rank, gpu in enumerate(found)]
+
+    def _watch(self) -> None:
+        self._first_listing = found = self._list_gpus(gpus.START_LIMIT_S)
+        self._is_listed.set()
+        if 0 < len(found) < self._local_world_size:
+            logger.warning(
+                "this node has %d workers and %d GPUs: a worker without a GPU of its own fails, unless "
+                "the script shares them. Check --nproc-per-node and CUDA_VISIBLE_DEVICES.",
+                self._local_world_size,
+                len(found),
+            )
+        self._report_recovery_actions(found)
+        for xid_event in gpus.watch_xids([gpu for _, gpu in found], EVENT_WAIT_S):
+            if self._thread.is_closing:
+                return
+            if xid_event is not None:
+                self._handle_xid(*xid_event)
+        self._report_recovery_actions([pair for pair in self._list_gpus() if pair not in found])
+
+    def _report_recovery_actions(self, found: list[tuple[int | None, Gpu]]) -> None:
+        for rank, gpu in found:
+            if gpu.recovery_action:
+                self._report(_make_fault(rank, gpu))
+
+    def _handle_xid(self, uuid: str, xid: int) -> None:
+        if xid in gpus.APPLICATION_XIDS:
+            return
+        now = self._list_gpus() or self._first_listing
+        hit = [pair for pair in now if (pair[1].uuid == uuid if uuid else pair[1].recovery_action)]
+        for fault in [_make_fault(rank, gpu, xid) for rank, gpu in hit] or [_make_fault(None, None, xid)]:
+            if xid == gpus.ACTION_CHANGED_XID and not fault["recovery_action"]:
+                continue  # the GPU has recovered
+            if fault not in self._xid_faults:
+                self._xid_faults.append(fault)
+                self._report(fault)
+
+    def _report(self, fault: dict[str, Any]) -> None:
+        logger.warning(
+            "%s. Workers on it fail: reset the GPU or reboot the machine, or give the job another one. dmesg "
+            "and nvidia-smi -q have details.",
+            describe_fault(fault),
+        )
+        self._emit("gpu-fault", **fault)
+
+
+def _make_fault(local_rank: int | None, gpu: Gpu | None, xid: int | None = None) -> dict[str, Any]:
+    """Return the fields of a gpu-fault event; without a GPU it is unknown which one has failed."""
+    return {
+        "local_rank": local_rank,
+        "uuid": gpu.uuid if gpu else "",
+        "index": gpu.index if gpu else None,
+        "xid": xid,
+        "recovery_action": gpu.recovery_action if gpu else "",
+    }
+
+
+def describe_fault(fault: Mapping[str, Any]) -> str:
+    """Describe a fault in the fields of a gpu-fault event."""
+    name = "a GPU" if fault["index"] is None else f"GPU {fault['index']} ({fault['uuid'] or 'lost'})"
+    rank = "" if fault["local_rank"] is None else f" of local rank {fault['local_rank']}"
+    xid = "" if fault["xid"] is None else f" reported Xid {fault['xid']}"
+    action = f"{' and' if xid else ''} needs a recovery: {fault['recovery_action']}"
+    return f"{name}{rank}{xid}{action if fault['recovery_action'] else ''}"
