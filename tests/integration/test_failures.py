@@ -13,6 +13,7 @@ import pytest
 
 from elastic_resume import constants
 from elastic_resume.testing import Cluster
+from tests.support.gpus import FakeGpus
 from tests.support.machine_cluster import MachineCluster
 from tests.support.paths import SCRIPTS
 
@@ -183,6 +184,19 @@ def test_node_with_unkillable_worker_leaves(make: Make) -> None:
     wait_for_two(cluster)
     assert [cause["kind"] for cause in verdicts(cluster, 0)[-1]["root_causes"]] == ["stuck"]
     finish(cluster)
+
+
+def test_node_with_faulty_gpu_starts_no_worker(make: Make, tmp_path: Path) -> None:
+    """Each of its workers would fail on that GPU. The other nodes train without it."""
+    fake = FakeGpus(tmp_path)
+    fake.change_gpu(0, node="n1", recovery_action=2)
+    cluster = make("nothing", env=fake.env)
+    assert cluster.wait_exit(60, only=[1]) == [75]
+    assert "GPU 0 (GPU-0000) of local rank 0 needs a recovery: reboot." in last_line(cluster, 1)
+    assert not cluster.node_events(1, "worker-start")
+    wait_for_two(cluster)
+    finish(cluster)
+    assert {event["node"] for event in cluster.events("gpu-fault")} == {"n1"}
 
 
 def test_verdict_separates_secondary_failures(make: Make) -> None:
