@@ -20,28 +20,22 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CALL_LIMIT_S = 2.0
-START_LIMIT_S = 60.0
-"""The first call may load the driver and initialize every GPU of the machine."""
+START_LIMIT_S = 60.0  # of the first call, which may initialize every GPU of the machine
+# A program is to blame for these Xids: NVIDIA's k8s-device-plugin also leaves the GPU in use after them.
 APPLICATION_XIDS = frozenset({13, 31, 43, 45, 68, 109})
-"""Xids for which a program is to blame: NVIDIA's k8s-device-plugin also leaves the GPU in use after them."""
-ACTION_CHANGED_XID = 154
-"""The recovery action has changed, perhaps to none."""
-_RECOVERY_ACTIONS = (
-    *("", "GPU reset", "reboot", "drain P2P", "drain and reset"),
-    *("recover IMEX domain", "bus reset", "system reboot"),  # of later drivers
-)
-_RECOVERY_ACTION_FIELD = 230  # NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, from driver r570 on
-# Error codes of NVML. The first two mean that no process can use the GPU.
-_GPU_IS_LOST, _RESET_REQUIRED = 15, 16
-_NO_PERMISSION, _TIMEOUT = 4, 10
+ACTION_CHANGED_XID = 154  # the recovery action has changed, perhaps to none
+# Numbers of NVML. Drivers before r570 have no recovery actions, later ones have more.
+_RECOVERY_ACTION_FIELD, _XID_EVENT, _SM_CLOCK, _GPU_SENSOR = 230, 8, 1, 0
+_RECOVERY_ACTIONS = ("", "GPU reset", "reboot", "drain P2P", "drain and reset")
+_NO_PERMISSION, _TIMEOUT, _GPU_IS_LOST, _RESET_REQUIRED = 4, 10, 15, 16
 _ACTIONS_OF_ERRORS = {_GPU_IS_LOST: "reboot", _RESET_REQUIRED: "GPU reset"}
-_SM_CLOCK, _GPU_SENSOR, _XID_EVENT = 1, 0, 8
-_SLOWDOWNS = (  # bits of nvmlClocksEventReasons
-    (0x60, "thermal slowdown"),
-    (0x80, "power brake"),
-    (0x04, "power limit"),
-    (0x02, "clocks set by a user"),
-)
+# Bits of nvmlClocksEventReasons.
+_SLOWDOWNS = {
+    0x60: "thermal slowdown",
+    0x80: "power brake",
+    0x04: "power limit",
+    0x02: "clocks set by a user",
+}
 _abandoned: list[threading.Thread] = []  # calls that have not returned
 _identities: dict[int, tuple[str, str]] = {}  # UUID and name by index: a lost GPU has neither
 
@@ -58,11 +52,6 @@ class Gpu:
     uuid: str
     name: str
     recovery_action: str = ""
-
-    @property
-    def text(self) -> str:
-        """Name it for people."""
-        return f"GPU {self.index} ({', '.join(filter(None, [self.name, self.uuid])) or 'unknown'})"
 
 
 def list_gpus(
@@ -90,22 +79,14 @@ def watch_xids(gpus: Sequence[Gpu], timeout_s: float) -> Iterator[tuple[str, int
     try:
         nvml: Any = importlib.import_module("pynvml")
         events = nvml.nvmlEventSetCreate()
-        if not [gpu for gpu in gpus if _register(nvml, gpu, events)]:
-            return
-        while True:
+        for gpu in gpus:
+            with contextlib.suppress(nvml.NVMLError):  # a lost GPU reports nothing
+                handle = nvml.nvmlDeviceGetHandleByIndex(gpu.index)
+                nvml.nvmlDeviceRegisterEvents(handle, _XID_EVENT, events)
+        while gpus:
             yield _wait_for_xid(nvml, events, timeout_s)
     except Exception as error:  # noqa: BLE001 - see the module
         logger.debug("NVML reports no more Xids: %s.", error)
-
-
-def _register(nvml: Any, gpu: Gpu, events: Any) -> bool:
-    """Return whether the driver is to report this GPU's Xids; a lost one has none."""
-    try:
-        nvml.nvmlDeviceRegisterEvents(nvml.nvmlDeviceGetHandleByIndex(gpu.index), _XID_EVENT, events)
-    except nvml.NVMLError as error:
-        logger.debug("NVML does not report the Xids of %s: %s.", gpu.text, error)
-        return False
-    return True
 
 
 def _wait_for_xid(nvml: Any, events: Any, timeout_s: float) -> tuple[str, int] | None:
@@ -116,7 +97,7 @@ def _wait_for_xid(nvml: Any, events: Any, timeout_s: float) -> tuple[str, int] |
             return None
         raise
     try:
-        return _decode(nvml.nvmlDeviceGetUUID(event.device)), int(event.eventData)
+        return nvml.nvmlDeviceGetUUID(event.device), int(event.eventData)
     except nvml.NVMLError:
         return "", int(event.eventData)
 
@@ -136,11 +117,9 @@ def _call(read: Callable[[Any], T], limit_s: float) -> T | None:
             logger.debug("NVML does not answer: %s.", error)
 
     thread = threading.Thread(target=run, name="nvml", daemon=True)
-    try:
+    with contextlib.suppress(RuntimeError):  # the process may start no more threads
         thread.start()
-    except RuntimeError:  # the process may start no more threads
-        return None
-    thread.join(limit_s)
+        thread.join(limit_s)
     if thread.is_alive():
         _abandoned[:] = [thread]
         logger.warning("NVIDIA's driver has not answered for %g s; GPUs are not checked meanwhile.", limit_s)
@@ -154,8 +133,7 @@ def _list_all(nvml: Any) -> list[Gpu]:
         action = ""
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            uuid, name = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)
-            _identities[index] = _decode(uuid), _decode(name)
+            _identities[index] = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)
             action = _read_recovery_action(nvml, handle)
         except nvml.NVMLError as error:
             if error.value == _NO_PERMISSION:  # another job's, by the control group of devices
@@ -194,15 +172,10 @@ def _find_entry(nvml: Any, gpus: Sequence[Gpu], entry: str) -> list[Gpu]:
     """Return the GPUs that an entry of CUDA_VISIBLE_DEVICES may mean."""
     if entry.isdecimal():
         return list(gpus[int(entry) :][:1])
-    if entry.startswith("MIG-GPU-"):  # MIG-GPU-UUID/INSTANCE/INSTANCE, of old drivers
-        entry = entry.removeprefix("MIG-").partition("/")[0]
-    elif entry.startswith("MIG-"):
-        try:
+    if entry.startswith("MIG-"):
+        with contextlib.suppress(nvml.NVMLError):
             instance = nvml.nvmlDeviceGetHandleByUUID(entry)
-            parent = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(instance)
-            entry = _decode(nvml.nvmlDeviceGetUUID(parent))
-        except nvml.NVMLError:
-            return []
+            entry = nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(instance))
     return [gpu for gpu in gpus if entry.startswith("GPU-") and gpu.uuid.startswith(entry)]
 
 
@@ -217,10 +190,5 @@ def _list_load(nvml: Any, uuid: str) -> list[str]:
         found.append(f"{nvml.nvmlDeviceGetTemperature(handle, _GPU_SENSOR)} °C")
     with contextlib.suppress(nvml.NVMLError):
         reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
-        found += [words for bits, words in _SLOWDOWNS if reasons & bits]
+        found += [words for bits, words in _SLOWDOWNS.items() if reasons & bits]
     return found
-
-
-def _decode(text: str | bytes) -> str:
-    """Return a text of NVML; older versions of pynvml give bytes."""
-    return text.decode() if isinstance(text, bytes) else text

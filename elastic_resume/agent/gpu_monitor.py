@@ -27,7 +27,7 @@ class GpuMonitor:
         """``emit`` writes an event to the event log."""
         self._emit = emit
         self._local_world_size = local_world_size
-        self._xid_faults: list[dict[str, Any]] = []
+        self._reported: list[dict[str, Any]] = []
         self._first_listing: list[tuple[int | None, Gpu]] = []
         self._is_listed = threading.Event()
         self._thread = BackgroundThread("gpu-monitor", self._watch)
@@ -37,9 +37,9 @@ class GpuMonitor:
     def find_faults(self) -> list[dict[str, Any]]:
         """Return Xids since the start, and GPUs with a recovery action now, as the fields of gpu-fault."""
         self._is_listed.wait(gpus.CALL_LIMIT_S)  # the first call loads the driver's library
-        known = {fault["index"] for fault in self._xid_faults}
-        now = [_make_fault(rank, gpu) for rank, gpu in self._list_gpus() if gpu.recovery_action]
-        return [*self._xid_faults, *(fault for fault in now if fault["index"] not in known)]
+        with_xid = [fault for fault in self._reported if fault["xid"] is not None]
+        known = {fault["index"] for fault in with_xid}
+        return [*with_xid, *(fault for fault in self._list_unusable() if fault["index"] not in known)]
 
     def _list_gpus(self, limit_s: float = gpus.CALL_LIMIT_S) -> list[tuple[int | None, Gpu]]:
         """List the GPUs of the workers, each with its local rank unless workers share GPUs."""
@@ -47,48 +47,52 @@ class GpuMonitor:
         is_shared = len(found) < self._local_world_size
         return [(None if is_shared else rank, gpu) for rank, gpu in enumerate(found)]
 
+    def _list_unusable(self) -> list[dict[str, Any]]:
+        """Return the faults of GPUs that need a recovery now."""
+        return [_make_fault(rank, gpu) for rank, gpu in self._list_gpus() if gpu.recovery_action]
+
     def _watch(self) -> None:
-        self._first_listing = found = self._list_gpus(gpus.START_LIMIT_S)
+        self._first_listing = self._list_gpus(gpus.START_LIMIT_S)
         self._is_listed.set()
-        if 0 < len(found) < self._local_world_size:
+        num_gpus = len(self._first_listing)
+        if 0 < num_gpus < self._local_world_size:
             logger.warning(
                 "this node has %d workers and %d GPUs: a worker without a GPU of its own fails, unless "
                 "the script shares them. Check --nproc-per-node and CUDA_VISIBLE_DEVICES.",
                 self._local_world_size,
-                len(found),
+                num_gpus,
             )
-        self._report_recovery_actions(found)
-        for xid_event in gpus.watch_xids([gpu for _, gpu in found], EVENT_WAIT_S):
+        self._report(self._list_unusable())
+        for xid_event in gpus.watch_xids([gpu for _, gpu in self._first_listing], EVENT_WAIT_S):
             if self._thread.is_closing:
                 return
             if xid_event is not None:
-                self._handle_xid(*xid_event)
-        self._report_recovery_actions([pair for pair in self._list_gpus() if pair not in found])
+                self._report(self._find_xid_faults(*xid_event))
+        self._report(self._list_unusable())  # NVML fails when a GPU is lost
 
-    def _report_recovery_actions(self, found: list[tuple[int | None, Gpu]]) -> None:
-        for rank, gpu in found:
-            if gpu.recovery_action:
-                self._report(_make_fault(rank, gpu))
-
-    def _handle_xid(self, uuid: str, xid: int) -> None:
+    def _find_xid_faults(self, uuid: str, xid: int) -> list[dict[str, Any]]:
         if xid in gpus.APPLICATION_XIDS:
-            return
-        now = self._list_gpus() or self._first_listing
-        hit = [pair for pair in now if (pair[1].uuid == uuid if uuid else pair[1].recovery_action)]
-        for fault in [_make_fault(rank, gpu, xid) for rank, gpu in hit] or [_make_fault(None, None, xid)]:
-            if xid == gpus.ACTION_CHANGED_XID and not fault["recovery_action"]:
-                continue  # the GPU has recovered
-            if fault not in self._xid_faults:
-                self._xid_faults.append(fault)
-                self._report(fault)
+            return []
+        hit = [
+            _make_fault(rank, gpu, xid)
+            for rank, gpu in self._list_gpus() or self._first_listing
+            if (gpu.uuid == uuid if uuid else gpu.recovery_action)
+        ]
+        if xid == gpus.ACTION_CHANGED_XID:
+            return [fault for fault in hit if fault["recovery_action"]]  # else the GPU has recovered
+        return hit or [_make_fault(None, None, xid)]
 
-    def _report(self, fault: dict[str, Any]) -> None:
-        logger.warning(
-            "%s. Workers on it fail: reset the GPU or reboot the machine, or give the job another one. dmesg "
-            "and nvidia-smi -q have details.",
-            describe_fault(fault),
-        )
-        self._emit("gpu-fault", **fault)
+    def _report(self, faults: list[dict[str, Any]]) -> None:
+        """Log and emit the faults that are new; the driver may repeat an Xid many times."""
+        for fault in faults:
+            if fault not in self._reported:
+                self._reported.append(fault)
+                logger.warning(
+                    "%s. Workers on it fail: reset the GPU or reboot the machine, or give the job another "
+                    "one. dmesg and nvidia-smi -q have details.",
+                    describe_fault(fault),
+                )
+                self._emit("gpu-fault", **fault)
 
 
 def _make_fault(local_rank: int | None, gpu: Gpu | None, xid: int | None = None) -> dict[str, Any]:

@@ -97,17 +97,14 @@ def run_agent(
         events_path = node_dir.path / constants.EVENTS_FILE
         _set_environment(settings, args, events_path, lease_page, evidence)
         event_tail = EventTail(events_path)
-        with (
-            contextlib.closing(
-                EventLog(
-                    events_path,
-                    on_line=event_tail.add_own_line,
-                    memory_path=evidence.path,
-                    node=settings.node_name,
-                )
-            ) as event_log,
-            contextlib.closing(GpuMonitor(event_log.emit, spec.config.nproc_per_node)) as gpu_monitor,
-        ):
+        with contextlib.closing(
+            EventLog(
+                events_path,
+                on_line=event_tail.add_own_line,
+                memory_path=evidence.path,
+                node=settings.node_name,
+            )
+        ) as event_log:
             controller = RestartController(
                 settings.node_name,
                 event_log,
@@ -117,9 +114,7 @@ def run_agent(
                 limits=replace(limits, min_nodes=spec.config.min_nodes),
                 memory_monitor=memory_monitor,
             )
-            controller.find_gpu_faults = gpu_monitor.find_faults
             memory_monitor.start()
-            gpu_monitor.start()
             agent = _Agent(
                 settings=settings,
                 args=args,
@@ -160,6 +155,7 @@ class _Agent:
         emit = self.event_log.emit
         with self.shutdown_controller.handle_signals():
             with (
+                contextlib.closing(GpuMonitor(emit, self.spec.config.nproc_per_node)) as gpu_monitor,
                 serve_snapshots(self.node_dir.path, self.settings, emit) as snapshots,
                 self._start_fork_server() as fork_server,
                 detect_hangs(
@@ -177,7 +173,9 @@ class _Agent:
                     self.args.preemption_notice, emit=emit, drain=self.shutdown_controller.drain_node
                 ),
             ):
+                gpu_monitor.start()
                 committer = snapshots.committer
+                self.controller.find_gpu_faults = gpu_monitor.find_faults
                 self.controller.on_workers_dead = committer.commit_newest
                 self.shutdown_controller.last_commit_s = lambda: committer.last_commit_s
                 outcome = self._run_job(snapshots, fork_server)

@@ -250,21 +250,17 @@ def check_installation(workers: int = 1) -> list[Finding]:
 
 def _check_nvidia(workers: int) -> list[Finding]:
     """Return what NVML says about the GPUs that workers see; a worker uses that of its local rank."""
-    name = "nvidia-ml-py"
     if importlib.util.find_spec("pynvml") is None:
         remedy = "faulty GPUs go unnoticed: pip install 'elastic-resume[nvidia]'"
-        return [Finding(name, "not installed", remedy)]
-    visible = gpus.list_gpus(limit_s=gpus.START_LIMIT_S)
-    if visible is None:
-        remedy = "see nvidia-smi; unequal GPUs need CUDA_DEVICE_ORDER=PCI_BUS_ID"
-        return [Finding(name, "knows no GPUs", remedy)]
-    found = [Finding(name, f"knows {len(visible)} GPUs", "import pynvml")]
+        return [Finding("nvidia-ml-py", "not installed", remedy)]
+    visible = gpus.list_gpus(limit_s=gpus.START_LIMIT_S) or ()
+    remedy = "" if visible else "see nvidia-smi; unequal GPUs need CUDA_DEVICE_ORDER=PCI_BUS_ID"
+    found = [Finding("nvidia-ml-py", f"knows {len(visible)} GPUs", remedy)]
     for rank, gpu in enumerate(visible):
         if gpu.recovery_action:
-            problem = f"{gpu.text} needs a recovery: {gpu.recovery_action}. Its workers would fail"
-            is_used = rank < workers
-            source = f"local rank {rank}" if is_used else "no worker's by default"
-            found.append(Finding(f"GPU {gpu.index}", gpu.recovery_action, source, problem * is_used))
+            name, value = f"GPU {gpu.index}", f"needs a recovery: {gpu.recovery_action}"
+            problem = f"{name} ({gpu.uuid}), of local rank {rank}, {value}" if rank < workers else ""
+            found.append(Finding(name, value, gpu.name, problem))
     return found
 
 

@@ -42,7 +42,6 @@ def list_indices(**environ: str) -> tuple[int, ...] | None:
         ("GPU-0002,GPU-0001", (2, 1)),
         ("GPU-000", ()),  # which of them?
         ("MIG-7,MIG-8", (3,)),  # no GPU has the second
-        ("MIG-GPU-0001/7/0", (1,)),
     ],
 )
 def test_gpus_are_those_that_cuda_shows(

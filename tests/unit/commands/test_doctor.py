@@ -128,14 +128,14 @@ def test_gpus_are_compared_with_workers(monkeypatch: pytest.MonkeyPatch, tmp_pat
     lines = {finding.name: finding for finding in doctor.check_installation(workers=2)}
     assert lines["GPUs"] == doctor.Finding("GPUs", "8", "torch.cuda.device_count()")
     assert lines["nvidia-ml-py"].value == "knows 3 GPUs"
-    assert "(NVIDIA H100 80GB HBM3, GPU-0001) needs a recovery: GPU reset." in lines["GPU 1"].problem
-    assert (lines["GPU 2"].value, lines["GPU 2"].problem) == ("reboot", "")
+    assert lines["GPU 1"].problem == "GPU 1 (GPU-0001), of local rank 1, needs a recovery: GPU reset"
+    assert (lines["GPU 2"].value, lines["GPU 2"].problem) == ("needs a recovery: reboot", "")
     lines = {finding.name: finding for finding in doctor.check_installation(workers=9)}
     assert lines["GPUs"].source == "torch.cuda.device_count(): 9 workers must share them"
     assert run_doctor(monkeypatch, {}) == 0
     assert run_doctor(monkeypatch, {"PET_NPROC_PER_NODE": "2"}) == 1
     fake.change(errors={"nvmlInit": 18})
-    assert doctor.check_installation()[-1].value == "knows no GPUs"
+    assert doctor.check_installation()[-1].value == "knows 0 GPUs"
 
 
 @pytest.mark.usefixtures("_bare")
