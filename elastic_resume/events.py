@@ -26,6 +26,8 @@ Kinds, their writers and their own fields::
                                      (or null), signal (name or null), stopped (the agent had requested
                                      the end), message (from torch's @record), lease_expired, stuck (it could
                                      not be killed)
+    gpu-fault             agent      local_rank (null: unknown), uuid, index (of NVML, or null), xid (null:
+                                     only an action), recovery_action (of the driver, or "")
     hang                  agent      generation, step, suspects [{rank, local_rank, worker_pid, reason}],
                                      victims [rank], waiting {rank: reason}, waits_for_other_node (all ranks
                                      here do), kill_delay_s (0: killed at once; else another node may
@@ -88,7 +90,9 @@ MAX_LINE_BYTES = 64 * 1024  # enough for the ends of a traceback
 MAX_COUNT_VALUE = 1 << 53
 MAX_TIME_S = 1e12  # Unix time of the year 33658
 # The agent uses these events to decide what follows a generation, so its memory keeps them too.
-FAILURE_EVIDENCE_KINDS = frozenset({"worker-start", "failure", "worker-exit", "hang", "hang-ended"})
+FAILURE_EVIDENCE_KINDS = frozenset(
+    {"worker-start", "failure", "worker-exit", "hang", "hang-ended", "gpu-fault"}
+)
 MAX_PENDING_LINES = 1000  # each has a few hundred bytes
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 _MEMFD_LINK_PREFIX = "/memfd:elastic_resume-evidence"  # link of `agent.failure_evidence` in /proc

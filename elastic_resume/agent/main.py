@@ -23,6 +23,7 @@ from typing import NamedTuple
 from elastic_resume import config, console, constants, machine
 from elastic_resume.agent import options, shutdown, torchelastic
 from elastic_resume.agent.failure_evidence import FailureEvents, MemoryMonitor
+from elastic_resume.agent.gpu_monitor import GpuMonitor
 from elastic_resume.agent.hang_detector import detect_hangs, make_threshold
 from elastic_resume.agent.restart_controller import RestartController
 from elastic_resume.agent.shutdown import ShutdownController
@@ -154,6 +155,7 @@ class _Agent:
         emit = self.event_log.emit
         with self.shutdown_controller.handle_signals():
             with (
+                contextlib.closing(GpuMonitor(emit, self.spec.config.nproc_per_node)) as gpu_monitor,
                 serve_snapshots(self.node_dir.path, self.settings, emit) as snapshots,
                 self._start_fork_server() as fork_server,
                 detect_hangs(
@@ -171,7 +173,9 @@ class _Agent:
                     self.args.preemption_notice, emit=emit, drain=self.shutdown_controller.drain_node
                 ),
             ):
+                gpu_monitor.start()
                 committer = snapshots.committer
+                self.controller.find_gpu_faults = gpu_monitor.find_faults
                 self.controller.on_workers_dead = committer.commit_newest
                 self.shutdown_controller.last_commit_s = lambda: committer.last_commit_s
                 outcome = self._run_job(snapshots, fork_server)

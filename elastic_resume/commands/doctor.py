@@ -9,6 +9,7 @@ doctor``.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -25,7 +26,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from elastic_resume import __version__, console, constants, machine
+from elastic_resume import __version__, console, constants, gpus, machine
 from elastic_resume.config import OPTIONS, find_misspelled_variables, read_option
 from elastic_resume.errors import ConfigError
 from elastic_resume.rendezvous.endpoint import local_addresses, parse_address, resolve_name
@@ -38,6 +39,7 @@ LOOKUP_TIMEOUT_S = 5.0
 TORCH_TIMEOUT_S = 60.0
 NO_PROBLEM = "Nothing found that would make a start fail."
 CHECKED = "Checked: this environment, with defaults. Flags of run and a --config file are not read."
+NVIDIA_DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _TORCH_PROBE = "import torch; print(torch.__version__, torch.cuda.device_count())"
 
 
@@ -72,7 +74,7 @@ def doctor(args: argparse.Namespace) -> int:
         *check_candidates(context),
         *check_settings(os.environ),
         *check_machine(args.ckpt_dir, os.environ),
-        *check_installation(),
+        *check_installation(_read_workers(context, os.environ)),
     ]
     problems = [*context.problems, *(finding.problem for finding in findings if finding.problem)]
     if args.json:
@@ -215,8 +217,8 @@ def check_machine(ckpt_dir: str | None, environ: Mapping[str, str]) -> list[Find
     return [*found, *_check_grace(environ)]
 
 
-def check_installation() -> list[Finding]:
-    """Return versions and the number of GPUs; another process imports torch, which takes seconds."""
+def check_installation(workers: int = 1) -> list[Finding]:
+    """Return versions and the state of the GPUs; another process imports torch, which takes seconds."""
     found = [
         Finding("elastic_resume", __version__, str(Path(__file__).parents[1])),
         Finding("Python", platform.python_version(), sys.executable),
@@ -236,12 +238,36 @@ def check_installation() -> list[Finding]:
         error = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         problem = f"torch cannot be imported by {sys.executable}: {error[:300]}"
         return [*found, Finding("torch", "cannot be imported", "import torch", problem)]
-    version, num_gpus = answer
-    return [
-        *found,
-        Finding("torch", version, "import torch"),
-        Finding("GPUs", num_gpus, "torch.cuda.device_count()"),
-    ]
+    version, num_gpus = answer[0], int(answer[1])
+    found.append(Finding("torch", version, "import torch"))
+    source = "torch.cuda.device_count()"
+    if 0 < num_gpus < workers:
+        source += f": {workers} workers must share them"
+    found.append(Finding("GPUs", str(num_gpus), source))
+    has_nvidia = NVIDIA_DRIVER_FILE.exists() or (num_gpus > 0 and "rocm" not in version)
+    return found + (_check_nvidia(workers) if has_nvidia else [])
+
+
+def _check_nvidia(workers: int) -> list[Finding]:
+    """Return what NVML says about the GPUs that workers see; a worker uses that of its local rank."""
+    if importlib.util.find_spec("pynvml") is None:
+        remedy = "faulty GPUs go unnoticed: pip install 'elastic-resume[nvidia]'"
+        return [Finding("nvidia-ml-py", "not installed", remedy)]
+    visible = gpus.list_gpus(limit_s=gpus.START_LIMIT_S) or ()
+    remedy = "" if visible else "see nvidia-smi; unequal GPUs need CUDA_DEVICE_ORDER=PCI_BUS_ID"
+    found = [Finding("nvidia-ml-py", f"knows {len(visible)} GPUs", remedy)]
+    for rank, gpu in enumerate(visible):
+        if gpu.recovery_action:
+            name, value = f"GPU {gpu.index}", f"needs a recovery: {gpu.recovery_action}"
+            problem = f"{name} ({gpu.uuid}), of local rank {rank}, {value}" if rank < workers else ""
+            found.append(Finding(name, value, gpu.name, problem))
+    return found
+
+
+def _read_workers(context: SchedulerContext, environ: Mapping[str, str]) -> int:
+    """Return the number of workers; as many as GPUs count as one, which never is too many."""
+    text = environ.get("PET_NPROC_PER_NODE", "")
+    return int(text) if text.isdecimal() else context.workers_per_node or 1
 
 
 def _check_shared_memory() -> Finding:

@@ -329,7 +329,7 @@ def _find_broken_gpus(
         own = [pair for pair in faults if local_rank is not None and pair[1].local_rank == local_rank]
         faults = [pair for pair in faults if pair not in own]
         if own or failure.gpu_error is GpuError.HARDWARE:
-            fault = own[0][1] if own else GpuFault(local_rank, _read_name(start.get("gpu")))
+            fault = own[0][1] if own else GpuFault(local_rank, uuid=_read_name(start.get("gpu")))
             failure = replace(failure, kind=GPU, cause=fault)  # noqa: PLW2901 - the same, better known
         judged.append((t, failure))
     unseen = {fault.local_rank: (t, fault) for t, fault in reversed(faults)}
@@ -341,6 +341,7 @@ def _find_broken_gpus(
 def _read_gpu_fault(event: Event) -> GpuFault:
     return GpuFault(
         _count_or_none(event.get("local_rank")),
+        _count_or_none(event.get("index")),
         _read_name(event.get("uuid")),
         _count_or_none(event.get("xid")),
         _read_name(event.get("recovery_action")),

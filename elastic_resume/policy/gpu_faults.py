@@ -34,11 +34,13 @@ class GpuError(Enum):
 class GpuFault:
     """A fault of the GPU that a local rank uses; fields are None or empty where they are unknown.
 
-    ``xid`` is the number of NVIDIA's driver for its kind (docs.nvidia.com/deploy/xid-errors).
-    ``recovery_action`` is what the driver asks for, such as "GPU reset".
+    ``index`` counts the GPUs of the machine, as nvidia-smi does. ``xid`` is the number of NVIDIA's driver for
+    its kind (docs.nvidia.com/deploy/xid-errors). ``recovery_action`` is what the driver asks for, such as
+    "GPU reset".
     """
 
     local_rank: int | None = None
+    index: int | None = None
     uuid: str = ""
     xid: int | None = None
     recovery_action: str = ""

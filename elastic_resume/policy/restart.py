@@ -31,7 +31,7 @@ from elastic_resume.policy.failure_classification import (
     WorkerEnd,
     separate_root_causes,
 )
-from elastic_resume.policy.gpu_faults import GpuError
+from elastic_resume.policy.gpu_faults import GpuError, GpuFault
 
 MAX_NO_PROGRESS = 3  # the same limit as in the NVIDIA Resiliency Extension
 MAX_SAME_FAILURES = 3  # three in a row are no coincidence
@@ -273,13 +273,20 @@ def merge_reported_failures(
     )
 
 
-def decide_alone(result: GenerationResult, node: str) -> Continue | Exclude:
-    """Decide by what ``node`` itself knows of the generation that ended: whether it can train at all."""
+def decide_alone(
+    result: GenerationResult, node: str, gpu_faults: Iterable[GpuFault] = ()
+) -> Continue | Exclude:
+    """Decide by what ``node`` itself knows whether it can train at all.
+
+    ``result`` is of the generation that ended; ``gpu_faults`` are those that the driver reports.
+    """
     for failure in result.failures:
         if failure.kind == failure_classification.STUCK:
             return Exclude(node, WorkerStuck(failure))
         if failure.kind == failure_classification.GPU:
             return Exclude(node, GpuBroken(failure))
+    for fault in gpu_faults:
+        return Exclude(node, GpuBroken(Failure(failure_classification.GPU, node, None, fault)))
     return Continue()
 
 

@@ -95,6 +95,8 @@ def _describe(fact: Any) -> str:
     if isinstance(fact, Failure):
         return describe_failure(fact)
     match fact:
+        case GpuFault():
+            return _describe_gpu(fact)
         case reasons.NodeLost(node):
             return f"{node} {_describe_loss(fact)}"
         case reasons.Signalled(signal, cause):
@@ -276,9 +278,9 @@ def describe_failure(failure: Failure | None, *, with_node: bool = False) -> str
         return "a worker exited without reporting an error"
     if failure.kind in failures.NODE_FAILURE_KINDS:
         return to_printable(f"node {failure.node} {_describe_cause(failure)}")
-    subject = "a worker" if failure.rank is None else f"rank {failure.rank}"
     if isinstance(failure.cause, GpuFault) and failure.rank is None:
-        subject = "a GPU"
+        return _describe_gpu(failure.cause) + (f" on node {failure.node}" if with_node else "")
+    subject = "a worker" if failure.rank is None else f"rank {failure.rank}"
     if with_node:
         subject += f" on node {failure.node}"
     if failure.nodes > 1:
@@ -299,8 +301,7 @@ def _describe_cause(failure: Failure) -> str:
         case Stall():
             return f"hung: it {describe_stall(cause)}"
         case GpuFault():
-            known = _list_gpu_details(cause)
-            return ("failed: its GPU is broken" if failure.rank is not None else "is broken") + known
+            return f"failed: {_describe_gpu(cause, 'its')}"
         case WorkerEnd(exit_code, signal, memory):
             code = "failed" if exit_code is None else f"ended with exit code {exit_code}"
             text = f"was killed by {signal}" if signal else code
@@ -314,14 +315,15 @@ def _describe_cause(failure: Failure) -> str:
     return "failed"
 
 
-def _list_gpu_details(fault: GpuFault) -> str:
+def _describe_gpu(fault: GpuFault, article: str = "a") -> str:
     details = [] if fault.local_rank is None else [f"local rank {fault.local_rank}"]
+    details += [] if fault.index is None else [f"index {fault.index}"]
     details += [fault.uuid] if fault.uuid else []
     if fault.xid is not None:
         meaning = f": {_XIDS[fault.xid]}" if fault.xid in _XIDS else ""
         details.append(f"Xid {fault.xid}{meaning}")
     details += [f"the driver asks for: {fault.recovery_action}"] if fault.recovery_action else []
-    return f" ({'; '.join(details)})" if details else ""
+    return f"{article} GPU is broken" + (f" ({'; '.join(details)})" if details else "")
 
 
 def describe_memory(memory: MemoryPressure) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 
 from elastic_resume import constants
 from elastic_resume.testing import Cluster
+from tests.support.gpus import FakeGpus
 from tests.support.machine_cluster import MachineCluster
 from tests.support.paths import SCRIPTS
 
@@ -185,19 +188,49 @@ def test_node_with_unkillable_worker_leaves(make: Make) -> None:
     finish(cluster)
 
 
-def test_node_with_broken_gpu_leaves(make: Make) -> None:
+def test_node_with_broken_gpu_leaves(make: Make, tmp_path: Path) -> None:
     """The error names NCCL, as that of a lost peer does; still it is the root cause, at the first time."""
-    cluster = make("late-broken-gpu")
+    fake = FakeGpus(tmp_path)
+    cluster = make("broken-gpu", env=fake.env)
+    wait_for_three(cluster)
+    fake.wait_watched("n1")
+    fake.report_xid(0, 48, node="n1")
+    cluster.wait(lambda: cluster.node_events(1, "gpu-fault"), "the driver's report")
+    (tmp_path / "job" / "break").touch()
     assert cluster.wait_exit(60, only=[1]) == [75]
     assert sizes(cluster, 1) == [3]
+    gpu = "local rank 0; index 0; GPU-0000; Xid 48: double-bit memory error"
     cause = "RuntimeError: Cuda failure 'uncorrectable ECC error encountered' (NCCL error in: "
-    broken = f"failed: its GPU is broken (local rank 0): {cause}"
+    broken = f"failed: its GPU is broken ({gpu}): {cause}"
     assert f"node n1 leaves the job: rank 1 {broken}" in last_line(cluster, 1)
     wait_for_two(cluster)
     for index in (0, 2):
         assert f"rank 1 on node n1 {broken}" in cluster.output(index)
         assert [cause["kind"] for cause in verdicts(cluster, index)[-1]["root_causes"]] == ["gpu"]
     finish(cluster)
+    report = subprocess.run(
+        [sys.executable, "-m", "elastic_resume", "report", str(cluster.run_dir)],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert f"generation 1 ended: rank 1 on node n1 failed: its GPU is broken ({gpu})" in " ".join(
+        report.split()
+    )
+
+
+def test_node_whose_gpu_needs_a_recovery_starts_no_worker(make: Make, tmp_path: Path) -> None:
+    """Each of its workers would fail on that GPU. The other nodes train without it."""
+    fake = FakeGpus(tmp_path)
+    fake.change_gpu(0, node="n1", recovery_action=2)
+    cluster = make("nothing", env=fake.env)
+    assert cluster.wait_exit(60, only=[1]) == [75]
+    asks = "a GPU is broken (local rank 0; index 0; GPU-0000; the driver asks for: reboot)"
+    assert f"node n1 leaves the job: {asks}. The machine is at fault" in last_line(cluster, 1)
+    assert not cluster.node_events(1, "worker-start")
+    wait_for_two(cluster)
+    finish(cluster)
+    assert {event["node"] for event in cluster.events("gpu-fault")} == {"n1"}
 
 
 def test_verdict_separates_secondary_failures(make: Make) -> None:

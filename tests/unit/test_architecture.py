@@ -19,7 +19,7 @@ PACKAGE = ROOT / "elastic_resume"
 LAYERS = """
     constants errors
     units events background
-    console machine
+    console machine gpus
     failpoints
     policy
     schedulers

@@ -72,7 +72,7 @@ def fail(what: str, directory: Path, step: int) -> None:
         raise ValueError(f"sample {os.getpid()} is bad")
     if what == "poison" and step == POISON - 1:
         raise ValueError(f"sample {os.getpid()} is bad")
-    if what == "broken-gpu":
+    if what == "broken-gpu" and (directory / "break").exists():
         raise RuntimeError(NCCL_ERROR)
     if what == "stuck":
         log_of().emit("worker-exit", rank=RANK, signal="SIGKILL", exit_code=None, stopped=True, stuck=True)

@@ -25,6 +25,7 @@ from elastic_resume.policy.failure_classification import (
     make_network_failure,
     make_node_failure,
 )
+from elastic_resume.policy.gpu_faults import GpuFault
 from elastic_resume.policy.reasons import (
     ErrorRaised,
     Loss,
@@ -371,3 +372,16 @@ def test_script_without_resume_is_named_after_a_minute(
     assert text.count("no worker has come out of er.resume() for a minute. A script that never") == int(
         not has_resumed
     )
+
+
+def test_node_with_broken_gpu_starts_no_workers(tmp_path: Path) -> None:
+    """It leaves before the first start, and before it joins again."""
+    fault = GpuFault(2, 3, "GPU-a", 79)
+    text = r"a GPU is broken \(local rank 2; index 3; GPU-a; Xid 79: fallen off the bus\)\. The machine is"
+    with open_controller(tmp_path) as (controller, _):
+        controller.find_gpu_faults = lambda: [fault]
+        with pytest.raises(NodeExcludedError, match=text):
+            controller.start_generation(world(1))
+        assert not (tmp_path / constants.EVENTS_FILE).exists()  # no generation has begun
+        with pytest.raises(NodeExcludedError, match=text):
+            controller.end_generation(None)

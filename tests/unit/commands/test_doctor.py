@@ -14,6 +14,7 @@ from elastic_resume import __version__
 from elastic_resume.cli import main
 from elastic_resume.commands import doctor
 from elastic_resume.schedulers import environment
+from tests.support.gpus import FakeGpus
 from tests.unit.schedulers.test_environment import POD, STEP
 
 
@@ -115,6 +116,42 @@ def test_missing_torch_is_a_problem(
     monkeypatch.setattr(doctor, "_TORCH_PROBE", "import torch_that_is_missing")
     assert run_doctor(monkeypatch, {}) == 1
     assert "No module named 'torch_that_is_missing'" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("_bare")
+def test_gpus_are_compared_with_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A GPU that a worker would use is a problem; another one is not."""
+    fake = FakeGpus(tmp_path, count=3)
+    fake.install(monkeypatch)
+    for index in (1, 2):
+        fake.change_gpu(index, recovery_action=index)
+    lines = {finding.name: finding for finding in doctor.check_installation(workers=2)}
+    assert lines["GPUs"] == doctor.Finding("GPUs", "8", "torch.cuda.device_count()")
+    assert lines["nvidia-ml-py"].value == "knows 3 GPUs"
+    assert lines["GPU 1"].problem == "GPU 1 (GPU-0001), of local rank 1, needs a recovery: GPU reset"
+    assert (lines["GPU 2"].value, lines["GPU 2"].problem) == ("needs a recovery: reboot", "")
+    lines = {finding.name: finding for finding in doctor.check_installation(workers=9)}
+    assert lines["GPUs"].source == "torch.cuda.device_count(): 9 workers must share them"
+    assert run_doctor(monkeypatch, {}) == 0
+    assert run_doctor(monkeypatch, {"PET_NPROC_PER_NODE": "2"}) == 1
+    fake.change(errors={"nvmlInit": 18})
+    assert doctor.check_installation()[-1].value == "knows 0 GPUs"
+
+
+@pytest.mark.usefixtures("_bare")
+@pytest.mark.parametrize(
+    ("version", "has_driver", "is_named"),
+    [("2.9.9+cu1 8", False, True), ("2.9.9+rocm7 8", False, False), ("2.9.9+cpu 0", True, True)],
+)
+def test_missing_nvidia_ml_py_is_named(
+    version: str, has_driver: bool, is_named: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Only where there are GPUs of NVIDIA."""
+    monkeypatch.setattr(doctor, "_TORCH_PROBE", f"print('{version}')")
+    monkeypatch.setattr(doctor, "NVIDIA_DRIVER_FILE", tmp_path if has_driver else tmp_path / "none")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    found = {finding.name: finding.source for finding in doctor.check_installation()}
+    assert ("pip install 'elastic-resume[nvidia]'" in found.get("nvidia-ml-py", "")) == is_named
 
 
 def test_torch_is_probed_in_another_process() -> None:

@@ -80,7 +80,7 @@ ECC = report(
 )
 START = [event("worker-start", 0, rank=rank, local_rank=rank - 4, gpu=f"GPU-{rank}") for rank in (4, 5)]
 ABORT = killed(3, 4, "SIGABRT")
-XID = event("gpu-fault", 1, local_rank=0, uuid="GPU-4", xid=79, recovery_action="")
+XID = event("gpu-fault", 1, local_rank=0, index=7, uuid="GPU-4", xid=79, recovery_action="")
 GENERATIONS: list[tuple[str, Events, MemoryPressure, list[tuple[str, int | None]]]] = [
     ("an exception", [report("ValueError", "boom"), end()], NO_STRAIN, [(EXCEPTION, 0)]),
     ("an exit code without a word", [end(exit_code=9)], NO_STRAIN, [(EXIT, 0)]),
@@ -233,14 +233,14 @@ def test_events_are_classified(
                 GPU,
                 "a",
                 5,
-                GpuFault(1, "GPU-5"),
+                GpuFault(1, uuid="GPU-5"),
                 "DistBackendError",
                 "Cuda failure 'uncorrectable ECC error encountered' "
                 "(NCCL error in: NCCLUtils.cpp:77, unhandled cuda error)",
                 step=7,
             ),
         ),
-        ([*START, XID, ABORT], Failure(GPU, "a", 4, GpuFault(0, "GPU-4", 79))),
+        ([*START, XID, ABORT], Failure(GPU, "a", 4, GpuFault(0, 7, "GPU-4", 79))),
         ([HUNG_ALL, killed(2, 0)], Failure(HANG, "a", 0, Stall(Activity.OTHER_NODE), step=7)),
         (
             [event("hang", 1, suspects=[{"rank": 1, "reason": {"kind": "?"}}], victims=[])],

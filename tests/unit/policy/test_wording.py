@@ -141,14 +141,14 @@ SENTENCES: list[tuple[Any, str]] = [
     ),
     (Failure(EXIT, "a", None, WorkerEnd(9)), "a worker ended with exit code 9"),
     (
-        restart.Exclude("a", restart.GpuBroken(Failure(GPU, "a", 4, GpuFault(0, "GPU-5f", 79), "E", "NCCL"))),
+        restart.Exclude("a", restart.GpuBroken(Failure(GPU, "a", 4, GpuFault(0, 3, "GPU-5f", 79), "E"))),
         (
-            "rank 4 failed: its GPU is broken (local rank 0; GPU-5f; Xid 79: fallen off the bus): E: NCCL. "
-            "The machine is at fault: reset its GPU, reboot it, or replace it."
+            "rank 4 failed: its GPU is broken (local rank 0; index 3; GPU-5f; Xid 79: fallen off the bus): E."
+            " The machine is at fault: reset its GPU, reboot it, or replace it."
         ),
     ),
     (
-        Failure(GPU, "a", None, GpuFault(None, "GPU-5f", None, "GPU reset")),
+        Failure(GPU, "a", None, GpuFault(uuid="GPU-5f", recovery_action="GPU reset")),
         "a GPU is broken (GPU-5f; the driver asks for: GPU reset)",
     ),
     (

@@ -1,0 +1,98 @@
+"""Watch the NVIDIA GPUs of this agent's workers, and remember their faults.
+
+A fault is an Xid (an error that the driver reports) for which no program is to blame, or a recovery action
+that the driver asks for. Workers on such a GPU fail again and again, so `restart_controller` asks for faults
+before each start of workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from elastic_resume import gpus
+from elastic_resume.background import BackgroundThread
+from elastic_resume.gpus import Gpu
+from elastic_resume.policy.gpu_faults import GpuFault
+from elastic_resume.policy.wording import describe
+
+logger = logging.getLogger(__name__)
+EVENT_WAIT_S = 1.0
+
+
+class GpuMonitor:
+    """Watches from `start` to `close`; nothing is found without NVML."""
+
+    def __init__(self, emit: Callable[..., Any], local_world_size: int) -> None:
+        """``emit`` writes an event to the event log."""
+        self._emit = emit
+        self._local_world_size = local_world_size
+        self._reported: list[GpuFault] = []
+        self._first_listing: list[tuple[int | None, Gpu]] = []
+        self._is_listed = threading.Event()
+        self._thread = BackgroundThread("gpu-monitor", self._watch)
+        # The thread may be in a call of the driver, which must not delay the end of the agent.
+        self.start, self.close = self._thread.start, self._thread.request_close
+
+    def find_faults(self) -> list[GpuFault]:
+        """Return Xids since the start, and GPUs that need a recovery now."""
+        self._is_listed.wait(gpus.CALL_LIMIT_S)  # the first call loads the driver's library
+        with_xid = [fault for fault in self._reported if fault.xid is not None]
+        known = {fault.index for fault in with_xid}
+        return [*with_xid, *(fault for fault in self._list_unusable() if fault.index not in known)]
+
+    def _list_gpus(self, limit_s: float = gpus.CALL_LIMIT_S) -> list[tuple[int | None, Gpu]]:
+        """List the GPUs of the workers, each with its local rank unless workers share GPUs."""
+        found = (gpus.list_gpus(limit_s=limit_s) or ())[: self._local_world_size]
+        is_shared = len(found) < self._local_world_size
+        return [(None if is_shared else rank, gpu) for rank, gpu in enumerate(found)]
+
+    def _list_unusable(self) -> list[GpuFault]:
+        """Return the faults of GPUs that need a recovery now."""
+        return [_make_fault(rank, gpu) for rank, gpu in self._list_gpus() if gpu.recovery_action]
+
+    def _watch(self) -> None:
+        self._first_listing = self._list_gpus(gpus.START_LIMIT_S)
+        self._is_listed.set()
+        num_gpus = len(self._first_listing)
+        if 0 < num_gpus < self._local_world_size:
+            logger.warning(
+                "this node has %d workers and %d GPUs: a worker without a GPU of its own fails, unless "
+                "the script shares them. Check --nproc-per-node and CUDA_VISIBLE_DEVICES.",
+                self._local_world_size,
+                num_gpus,
+            )
+        self._report(self._list_unusable())
+        for xid_event in gpus.watch_xids([gpu for _, gpu in self._first_listing], EVENT_WAIT_S):
+            if self._thread.is_closing:
+                return
+            if xid_event is not None:
+                self._report(self._find_xid_faults(*xid_event))
+        self._report(self._list_unusable())  # NVML fails when a GPU is lost
+
+    def _find_xid_faults(self, uuid: str, xid: int) -> list[GpuFault]:
+        if xid in gpus.APPLICATION_XIDS:
+            return []
+        hit = [
+            _make_fault(rank, gpu, xid)
+            for rank, gpu in self._list_gpus() or self._first_listing
+            if (gpu.uuid == uuid if uuid else gpu.recovery_action)
+        ]
+        if xid == gpus.ACTION_CHANGED_XID:
+            return [fault for fault in hit if fault.recovery_action]  # else the GPU has recovered
+        return hit or [GpuFault(xid=xid)]  # it is unknown which one has failed
+
+    def _report(self, faults: list[GpuFault]) -> None:
+        """Log and emit the faults that are new; the driver may repeat an Xid many times."""
+        for fault in faults:
+            if fault not in self._reported:
+                self._reported.append(fault)
+                logger.warning("%s; once its worker fails, this node leaves the job.", describe(fault))
+                self._emit("gpu-fault", **asdict(fault))
+
+
+def _make_fault(local_rank: int | None, gpu: Gpu, xid: int | None = None) -> GpuFault:
+    return GpuFault(local_rank, gpu.index, gpu.uuid, xid, gpu.recovery_action)
