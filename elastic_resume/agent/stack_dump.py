@@ -40,7 +40,7 @@ STACKS_TIMEOUT_S = 0.6
 MIN_CPU_SAMPLE_S = 0.05  # minimum time between two readings of a process's CPU time
 POLL_INTERVAL_S = 0.005
 MAX_STACK_BYTES = 128 * 1024  # limit for one rank; faulthandler writes at most 100 threads of 100 levels
-MAX_ANSWERS_BYTES = 2 << 20  # limit for one rank; twice what a worker sends
+MAX_ANSWERS_BYTES = 4 << 20  # limit for one rank, above those of `training.heartbeat` for all recorders
 MAX_CHILDREN = 20
 MAX_KERNEL_LINES = 20
 _STACKS_MEMFD = "/memfd:elastic_resume-stacks"
@@ -167,6 +167,7 @@ class _RankQuery:
         """Request the stacks of all threads, if the worker handles the signal."""
         if self._stacks_file < 0 or self._first_sample is None or not _handles_stacks_signal(self.record):
             return
+        self._stacks_offset = os.fstat(self._stacks_file).st_size  # the answers need not be read again
         self._signalled = _send_signal(self.record, STACKS_SIGNAL)
         if self._was_stopped:  # a stopped process handles no signal
             _send_signal(self.record, signal.SIGCONT)

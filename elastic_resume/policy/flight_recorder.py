@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-MAX_PENDING = 8  # limit of pending collectives of one rank, oldest first
-MAX_GROUPS = 64
+MAX_COLLECTIVES = 16  # limit of one rank's pending collectives, oldest first, and of its last ones
 MAX_TEXT_CHARS = 100
 _STARTED, _COMPLETED, _RETIRED = "started", "completed", "retired"
 _SIZES_DIFFER = ("scatter", "all_to_all")  # calls whose ranks may give tensors of different sizes
@@ -92,19 +91,21 @@ def find_missing(
 def parse_dumps(dumps: object) -> RecordedCollectives | None:
     """Parse one rank's dumps, one for each recorder; None if no recorder has an entry."""
     found = [item for dump in dumps.values() for item in _parse_dump(dump)] if isinstance(dumps, dict) else []
+    found.sort(key=attrgetter("called_at_ns"))
     pending: dict[tuple[str, str, str, bool], list[Collective]] = {}
     last: dict[tuple[str, str, str, bool], Collective] = {}
     for item in found:
+        last.pop(item.sequence, None)
         last[item.sequence] = item
         if item.state == _COMPLETED:
             # NCCL retires only the whole of a coalesced call, never its parts, which were recorded before.
             pending.pop(item.sequence, None)
         elif item.state != _RETIRED:
             pending.setdefault(item.sequence, []).append(item)
-    by_time = attrgetter("called_at_ns")
-    of_groups = sorted((item for item in last.values() if not item.is_p2p), key=by_time)
-    oldest = sorted((item for items in pending.values() for item in items), key=by_time)
-    return RecordedCollectives(tuple(oldest[:MAX_PENDING]), tuple(of_groups[-MAX_GROUPS:])) if found else None
+    oldest = sorted((item for items in pending.values() for item in items), key=attrgetter("called_at_ns"))
+    of_groups = [item for item in last.values() if not item.is_p2p]
+    recorded = RecordedCollectives(tuple(oldest[:MAX_COLLECTIVES]), tuple(of_groups[-MAX_COLLECTIVES:]))
+    return recorded if found else None
 
 
 def _parse_dump(dump: object) -> Iterator[Collective]:

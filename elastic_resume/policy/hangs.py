@@ -290,9 +290,9 @@ class RankEvidence:
 
     ``process_state`` is the kernel's letter, empty if the process has ended. ``python_responded`` is None if
     Python could not be asked. ``num_collectives`` counts those of the default group, 0 if unknown.
-    ``recorded`` is None without torch's flight recorder. ``frames`` are those of
-    the main thread, innermost first. ``cpu_share`` is a fraction of one core. ``is_stalled``: it stands still
-    too. ``is_finished``: it has done its last step.
+    ``recorded`` is None without torch's flight recorder. ``frames`` are those of the main thread, innermost
+    first. ``cpu_share`` is a fraction of one core. ``is_stalled``: it stands still too. ``is_finished``: it
+    has done its last step.
     """
 
     rank: int
@@ -345,7 +345,7 @@ class Stall:
     """Why a rank stands still, and where in the user's code.
 
     ``kernel_function`` is where it sleeps. ``collective`` is what it waits in, or called last. ``others``
-    wait in ``others_collective``, which it has not started.
+    wait in ``others_collective``, which it has not called yet, or another instead.
     """
 
     activity: Activity
@@ -476,10 +476,8 @@ def _find_own_fault(
     if evidence.process_state == UNINTERRUPTIBLE:
         return Stall(Activity.UNINTERRUPTIBLE, at, kernel_function=evidence.kernel_function)
     missing, ranks = find_missing(evidence.recorded or RecordedCollectives(), pending_by_rank) or (None, ())
-    has_none_else = missing is not None and (
-        evidence.pending is None or evidence.pending.call == missing.call
-    )
-    if not has_no_peers and waits_in_collective(evidence) and not has_none_else:
+    is_late = missing is not None and (evidence.pending is None or evidence.pending.call == missing.call)
+    if not has_no_peers and waits_in_collective(evidence) and not is_late:
         return None
     newest = evidence.recorded.newest if evidence.recorded and not has_no_peers else None
     stall = Stall(Activity.UNKNOWN, at, collective=newest, others=ranks, others_collective=missing)

@@ -36,7 +36,8 @@ FLIGHT_RECORDERS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("nccl", "_dump_nccl_trace_json", {}),
     *((name, "_dump_fr_trace_json", {"backend": name}) for name in ("nccl2", "nccl-lazy")),
 )
-MAX_ENTRIES_BYTES = 128 * 1024  # about 300 entries of one flight recorder
+MAX_ENTRIES_BYTES = 512 * 1024  # of one recorder: 1,100 entries, and CUDA queues 1,024 kernels at most
+MAX_FIELD_BYTES = 64 * 1024
 
 
 class RankHeartbeat:
@@ -145,12 +146,9 @@ def _serve_requests(request_fd: int, stacks_fd: int) -> None:
 
 def count_collectives() -> int:
     """Count the default group's collectives; 0 if unknown."""
-    if not dist.is_available() or not dist.is_initialized():
-        return 0
-    # Not a public attribute; a group of several backends lacks it.
-    count: Callable[[], int] | None = getattr(dist.group.WORLD, "_get_sequence_number_for_group", None)
-    with contextlib.suppress(RuntimeError, TypeError, ValueError):
-        return int(count()) if count is not None else 0
+    with contextlib.suppress(AttributeError, RuntimeError, TypeError, ValueError):
+        # Not a public attribute; a group of several backends lacks it.
+        return int(getattr(dist.group.WORLD, "_get_sequence_number_for_group", int)())
     return 0
 
 
@@ -172,8 +170,9 @@ def dump_flight_recorders() -> dict[str, Any]:
 
 
 def _keep_newest(trace: dict[str, Any]) -> dict[str, Any]:
-    """Drop the oldest entries, and other fields, beyond `MAX_ENTRIES_BYTES` each."""
-    lengths = accumulate(len(json.dumps(entry)) for entry in reversed(trace["entries"]))
-    count = sum(1 for _ in takewhile(MAX_ENTRIES_BYTES.__ge__, lengths))
-    kept = {name: value for name, value in trace.items() if len(json.dumps(value)) <= MAX_ENTRIES_BYTES}
-    return {**kept, "entries": trace["entries"][len(trace["entries"]) - count :]}
+    """Drop the oldest entries beyond `MAX_ENTRIES_BYTES`, and other fields beyond `MAX_FIELD_BYTES`."""
+    entries = trace.pop("entries")
+    lengths = accumulate(len(json.dumps(entry)) for entry in reversed(entries))
+    first = len(entries) - sum(1 for _ in takewhile(MAX_ENTRIES_BYTES.__ge__, lengths))
+    kept = {name: value for name, value in trace.items() if len(json.dumps(value)) <= MAX_FIELD_BYTES}
+    return {**kept, "entries": entries[first:]}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_resume.policy.flight_recorder import (
-    MAX_PENDING,
+    MAX_COLLECTIVES,
     MAX_TEXT_CHARS,
     Collective,
     RecordedCollectives,
@@ -139,7 +139,7 @@ def test_long_dump_is_bounded() -> None:
     ]
     found = parse_dumps({"gloo": dump(*entries)})
     assert found is not None
-    assert len(found.pending) == MAX_PENDING
+    assert len(found.pending) == MAX_COLLECTIVES
     for text in (found.last[0].name, found.last[0].sizes):
         assert len(text) == MAX_TEXT_CHARS
         assert text.isprintable()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elastic_resume.training.heartbeat import MAX_ENTRIES_BYTES, dump_flight_recorders
+from elastic_resume.training.heartbeat import MAX_ENTRIES_BYTES, MAX_FIELD_BYTES, dump_flight_recorders
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **functions: Callable[..., bytes]) -> None:
@@ -41,11 +41,11 @@ def test_flight_recorders_of_all_backends_are_read(monkeypatch: pytest.MonkeyPat
 
 def test_long_dump_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """The newest entries remain."""
-    long = trace(*range(20_000), pg_config="x" * MAX_ENTRIES_BYTES)
+    long = trace(*range(60_000), pg_config="x" * MAX_FIELD_BYTES)
     pretend(monkeypatch, _dump_fr_trace_json=lambda: long)
     found = dump_flight_recorders()["gloo"]
     assert found.keys() == {"version", "entries"}
-    assert ids(found) == list(range(ids(found)[0], 20_000))
+    assert ids(found) == list(range(ids(found)[0], 60_000))
     assert MAX_ENTRIES_BYTES / 2 < len(json.dumps(found["entries"])) < 2 * MAX_ENTRIES_BYTES
 
 
