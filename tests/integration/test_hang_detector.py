@@ -431,6 +431,41 @@ def test_worker_without_handlers_is_not_disturbed(stage: Stage, child: subproces
     wait_for(lambda: stage.is_killed, "the signal to kill it")
 
 
+@pytest.mark.parametrize(
+    ("answers", "num_collectives"),
+    [
+        (b'{"collectives": 3}\n', 3),  # reading the flight recorder takes too long
+        (b'{"collectives": 3}\n{"flight_recorder": 7}\n', 3),
+        (b'{"collectives": "x"}\n{"flight_recorder": {"gloo": {"entries": [{}, 7]}}}\n', 0),
+        (b'{"collectives": 3}\n{"flight_recorder": ' + b"[" * 100_000 + b"\n", 3),
+        (b'{"collectives": 3}\n{"flight_recorder": "' + b"x" * stack_dump.MAX_ANSWERS_BYTES + b'"}\n', 3),
+    ],
+)
+def test_worker_without_readable_recorder_has_responded(
+    stage: Stage,
+    child: subprocess.Popen[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    answers: bytes,
+    num_collectives: int,
+) -> None:
+    """It holds no GIL. Whatever the script's process writes, its hang is examined."""
+    assert child.stdout is not None
+    stacks_fd, request_fd = map(int, child.stdout.readline().split())
+
+    def answer(query: Any) -> None:
+        query._is_sent = True
+        with open(f"/proc/{stage.pid}/fd/{stacks_fd}", "ab") as output:
+            output.write(answers)
+
+    monkeypatch.setattr(stack_dump._RankQuery, "send", answer)
+    monkeypatch.setattr(stack_dump, "RECORDER_TIMEOUT_S", 0.05)
+    stage.hang(polls=0, stack_output_fd=stacks_fd, stack_request_fd=request_fd)
+    (state,) = stack_dump.collect_rank_states(stage.records, lambda _: True)
+    evidence = state.evidence
+    assert (evidence.python_responded, evidence.recorded) == (True, None)
+    assert evidence.num_collectives == num_collectives
+
+
 def test_parse_main_thread_takes_last_thread() -> None:
     """The interpreter writes the thread that got the signal first."""
     text = (
