@@ -20,6 +20,7 @@ A disk that hangs, perhaps the cause, delays a kill by at most `EVENT_WRITE_TIME
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import re
@@ -319,6 +320,10 @@ class HangDetector:
             try:
                 self._disk.make_dirs(path.parent)
                 self._disk.write_atomic(path, hang.format_report().encode()[:MAX_REPORT_BYTES])
+                for state in hang.ranks:
+                    if state.recorder_dumps:
+                        dump_path = path.with_name(f"{path.stem}-rank{state.evidence.rank}.json")
+                        self._disk.write_atomic(dump_path, json.dumps(state.recorder_dumps).encode())
                 self._prune_reports(path.parent)
             except (MachineError, OSError) as error:
                 logger.warning("cannot write the report of the hang: %s", error)
@@ -328,14 +333,15 @@ class HangDetector:
         is_logged.wait(EVENT_WRITE_TIMEOUT_S)
 
     def _prune_reports(self, directory: Path) -> None:
-        """Delete all but the newest `MAX_REPORTS` reports."""
-        reports = []
+        """Delete the files of all but the newest `MAX_REPORTS` hangs."""
+        found: dict[tuple[int, int], list[Path]] = {}
         for path in directory.iterdir():
-            name = re.fullmatch(r"g(\d{1,16})-s(\d{1,16})\.txt", path.name)
+            name = re.fullmatch(r"g(\d{1,16})-s(\d{1,16})(\.txt|-rank\d{1,16}\.json)", path.name)
             if name:
-                reports.append((int(name[1]), int(name[2]), path))
-        for _, _, path in sorted(reports)[:-MAX_REPORTS]:
-            self._disk.unlink(path)
+                found.setdefault((int(name[1]), int(name[2])), []).append(path)
+        for hang in sorted(found)[:-MAX_REPORTS]:
+            for path in found[hang]:
+                self._disk.unlink(path)
 
 
 @dataclass(frozen=True)
@@ -429,7 +435,7 @@ def _make_record(forked: Event) -> ProgressRecord:
     """Make the record of a worker without a step; raise OSError if it has ended."""
     pid, generation = forked["worker_pid"], forked["generation"]
     worker = WorkerProcess(forked["rank"], os.getpid(), generation, pid, read_start_ticks(pid), 0, 0)
-    return ProgressRecord(forked["local_rank"], generation, 0, 0, False, worker, 0, 0, 0, 0, 0)
+    return ProgressRecord(forked["local_rank"], generation, 0, 0, False, worker, 0, 0, 0, 0)
 
 
 def _read_cpu_s(supervisor_pid: int, worker_pid: int) -> float:

@@ -1,11 +1,13 @@
 """Collect the state of this node's workers in a hang: Python stacks, pending collectives, data from /proc.
 
 The worker offers two descriptors on the progress page. When a byte arrives in the request pipe, a Python
-thread of the worker writes one line of JSON about collectives (`training/heartbeat.py`). A worker that holds
-the GIL cannot answer. `STACKS_SIGNAL` makes the interpreter write the stacks of all threads, whoever holds
-the GIL. /proc describes from outside a process that does neither::
+thread of the worker writes two lines of JSON: the number of collectives, and torch's flight recorder
+(`training/heartbeat.py`). A worker that holds the GIL cannot answer. `STACKS_SIGNAL` makes the interpreter
+write the stacks of all threads, whoever holds the GIL. /proc describes from outside a process that does
+neither::
 
-    request to all workers --ANSWER_TIMEOUT_S--> answers
+    request to all workers --ANSWER_TIMEOUT_S--> first lines
+    workers that answered --RECORDER_TIMEOUT_S--> second lines
     STACKS_SIGNAL to workers that answered, then to the others --STACKS_TIMEOUT_S each--> stacks
 
 A worker that SIGSTOP has stopped is continued for a moment so that it can answer, and then stopped again. The
@@ -27,14 +29,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_resume.policy.hangs import PendingCollective, RankEvidence, StackFrame
+from elastic_resume.policy.flight_recorder import parse_dumps
+from elastic_resume.policy.hangs import RankEvidence, StackFrame
+from elastic_resume.policy.wording import describe_collective
 from elastic_resume.slots.progress_page import STACKS_SIGNAL, ProgressRecord
 
 ANSWER_TIMEOUT_S = 0.5  # a healthy interpreter passes its GIL on after 5 ms
+RECORDER_TIMEOUT_S = 1.0
 STACKS_TIMEOUT_S = 0.6
 MIN_CPU_SAMPLE_S = 0.05  # minimum time between two readings of a process's CPU time
 POLL_INTERVAL_S = 0.005
 MAX_STACK_BYTES = 128 * 1024  # limit for one rank; faulthandler writes at most 100 threads of 100 levels
+MAX_ANSWERS_BYTES = 4 << 20  # limit for one rank, above those of `training.heartbeat` for all recorders
 MAX_CHILDREN = 20
 MAX_KERNEL_LINES = 20
 _STACKS_MEMFD = "/memfd:elastic_resume-stacks"
@@ -45,11 +51,12 @@ _STATUS_FIELDS = ("Name", "State", "Threads", "VmRSS", "SigPnd", "ShdPnd", "volu
 
 @dataclass(frozen=True)
 class ExaminedRank:
-    """The state of one rank: the evidence for a diagnosis, and a text for the report."""
+    """The state of one rank: the evidence for a diagnosis, a text for the report, the flight recorders."""
 
     record: ProgressRecord
     evidence: RankEvidence
     text: str
+    recorder_dumps: object = None
 
 
 def is_alive(record: ProgressRecord) -> bool:
@@ -72,7 +79,11 @@ def collect_rank_states(
     for query in queries:
         query.send()
     # Before the signal: it interrupts a native call that holds the GIL, which then could answer.
-    _wait_for_all(ANSWER_TIMEOUT_S, lambda query: query.poll_answer() or not query.can_answer, queries)
+    _wait_for_all(
+        ANSWER_TIMEOUT_S, lambda query: query.poll_answer("collectives") or not query.can_answer, queries
+    )
+    answering = [query for query in queries if query.answered]
+    _wait_for_all(RECORDER_TIMEOUT_S, lambda query: query.poll_answer("flight_recorder"), answering)
     # Last those that did not answer: the signal may set them going, and with them the ranks that wait for
     # them.
     for answered in (True, False):
@@ -102,7 +113,7 @@ class _RankQuery:
 
     def __init__(self, record: ProgressRecord) -> None:
         self.record = record
-        self.answered = False
+        self._answers: dict[str, object] = {}
         self._first_sample = _sample_process(record)
         self._stacks_file = -1
         self._stacks_offset = 0
@@ -124,11 +135,16 @@ class _RankQuery:
         return self._is_sent and sample is not None and sample.state not in {"T", "t", "Z", "X", "D"}
 
     @property
+    def answered(self) -> bool:
+        """Whether its Python has answered."""
+        return "collectives" in self._answers
+
+    @property
     def _was_stopped(self) -> bool:
         return self._first_sample is not None and self._first_sample.state == "T"
 
     def send(self) -> None:
-        """Request the line about collectives."""
+        """Request the answers."""
         if self._stacks_file < 0:
             return
         with contextlib.suppress(OSError):
@@ -140,17 +156,18 @@ class _RankQuery:
             finally:
                 os.close(pipe)
 
-    def poll_answer(self) -> bool:
-        """Return whether that line is there."""
-        if not self.answered:
+    def poll_answer(self, name: str) -> bool:
+        """Return whether the answer ``name`` is there."""
+        if name not in self._answers:
             self._read_output()
-            self.answered = _find_answer(self._output) is not None
-        return self.answered
+            self._answers = _parse_answers(self._output)
+        return name in self._answers
 
     def request_stacks(self) -> None:
         """Request the stacks of all threads, if the worker handles the signal."""
         if self._stacks_file < 0 or self._first_sample is None or not _handles_stacks_signal(self.record):
             return
+        self._stacks_offset = os.fstat(self._stacks_file).st_size  # the answers need not be read again
         self._signalled = _send_signal(self.record, STACKS_SIGNAL)
         if self._was_stopped:  # a stopped process handles no signal
             _send_signal(self.record, signal.SIGCONT)
@@ -172,32 +189,32 @@ class _RankQuery:
     def _read_output(self) -> None:
         if self._stacks_file >= 0:
             with contextlib.suppress(OSError):
-                output = os.pread(self._stacks_file, MAX_STACK_BYTES, self._stacks_offset)
+                output = os.pread(self._stacks_file, MAX_ANSWERS_BYTES + MAX_STACK_BYTES, self._stacks_offset)
                 self._output = output.decode("utf-8", "replace")
 
     def build_state(self, is_stalled: bool) -> ExaminedRank:
         """Combine the answers with what /proc shows."""
         record, before, after = self.record, self._first_sample, _sample_process(self.record)
-        # A later answer would describe the worker after the signal has set it going.
-        answer = _find_answer(self._output) if self.answered else None
         stacks = _extract_stacks(self._output)
         state = _choose_state(before, after)
-        collectives, pending = (None, None) if answer is None else _parse_answer(answer)
+        # Not from the output: a later answer would describe the worker after the signal has set it going.
+        number, dumps = self._answers.get("collectives"), self._answers.get("flight_recorder")
         evidence = RankEvidence(
             rank=record.worker.rank,
             local_rank=record.local_rank,
             process_state=state,
             step=record.step,
-            num_collectives=record.collectives if collectives is None else collectives,
+            num_collectives=number if type(number) is int and number > 0 else 0,
             python_responded=self.answered if self.can_answer else None,
-            pending_collectives=pending,
+            recorded=parse_dumps(dumps),
             frames=parse_main_thread(stacks),
             cpu_share=_cpu_share(before, after),
             kernel_function=_read_proc_line(record, "wchan"),
             is_stalled=is_stalled or state in {"", "Z", "X"},
             is_finished=record.last_progress_ns == 0,
         )
-        return ExaminedRank(record, evidence, _format_state(record, evidence, stacks))
+        text = _format_state(record, evidence, stacks)
+        return ExaminedRank(record, evidence, text, dumps if evidence.recorded else None)
 
     def close(self) -> None:
         """Close the file of the stacks."""
@@ -310,32 +327,19 @@ def _read_proc_line(record: ProgressRecord, name: str) -> str:
 # ---- texts ---------------------------------------------------------------------------------------------
 
 
-def _find_answer(output: str) -> dict[str, object] | None:
+def _parse_answers(output: str) -> dict[str, object]:
+    """Return the members of all complete lines of JSON."""
+    answers: dict[str, object] = {}
     for text in output.splitlines():
-        if text.startswith('{"collectives"'):
+        if text.startswith('{"'):
             with contextlib.suppress(ValueError, RecursionError):
-                answer = json.loads(text)
-                return answer if isinstance(answer, dict) else None
-    return None
+                answers |= json.loads(text)
+    return answers
 
 
 def _extract_stacks(output: str) -> str:
-    return "\n".join(text for text in output.splitlines() if text and not text.startswith('{"'))
-
-
-def _parse_answer(answer: dict[str, object]) -> tuple[int | None, tuple[PendingCollective, ...] | None]:
-    """Return the number of collectives and the pending ones; None for a malformed field."""
-    number, listed = answer.get("collectives"), answer.get("pending")
-    pending = None
-    with contextlib.suppress(KeyError, TypeError, ValueError):
-        if isinstance(listed, list):
-            pending = tuple(
-                PendingCollective(
-                    int(entry["number"]), str(entry["name"]), str(entry["group"]), str(entry["sizes"])
-                )
-                for entry in listed
-            )
-    return number if type(number) is int and number > 0 else None, pending
+    lines = (text for text in output.splitlines() if text and not text.startswith('{"'))
+    return "\n".join(lines)[:MAX_STACK_BYTES]
 
 
 def _format_state(record: ProgressRecord, evidence: RankEvidence, stacks: str) -> str:
@@ -345,16 +349,17 @@ def _format_state(record: ProgressRecord, evidence: RankEvidence, stacks: str) -
         f"rank {worker.rank} (local rank {record.local_rank}, pid {worker.pid}), finished step {record.step}",
         f"  kernel: state {evidence.process_state or 'ended'}, {evidence.cpu_share:.0%} of a core",
     ]
-    if evidence.pending_collectives:
-        lines += [
-            f"  pending collective: {pending} {pending.sizes}".rstrip()
-            for pending in evidence.pending_collectives
-        ]
-    elif evidence.pending_collectives is not None:
-        lines.append("  pending collectives: none")
-    else:
+    if evidence.recorded is None:
+        count = evidence.num_collectives or "unknown"
         lines.append("  pending collectives: unknown, torch's flight recorder did not answer")
-    lines.append(f"  collectives of the default group so far: {evidence.num_collectives or 'unknown'}")
+        lines.append(f"  collectives of the default group so far: {count}")
+    else:
+        pending, last = evidence.recorded.pending, evidence.recorded.last
+        lines += [
+            f"  pending collective: {describe_collective(item)} {item.sizes}".rstrip() for item in pending
+        ]
+        lines += [] if pending else ["  pending collectives: none"]
+        lines += [f"  last collective: {describe_collective(item)}" for item in last if item not in pending]
     if evidence.python_responded is False:
         lines.append(f"  Python did not answer within {ANSWER_TIMEOUT_S:g} s: a thread holds the GIL")
     for name in ("wchan", "syscall", "stack"):

@@ -16,7 +16,8 @@ another node, whose agent sees it.
 
 Two facts show that a rank waits: torch's flight recorder has a collective that has begun and not ended, or
 the innermost frames of the main thread are in torch.distributed. Stacks alone are weak evidence: DDP waits
-for gradients in C++ under ``backward()``, and a CUDA rank waits where it first needs a result.
+for gradients in C++ under ``backward()``, and a CUDA rank waits where it first needs a result. So a rank
+whose recorder lacks the collective that others wait in is a suspect, wherever its stack is.
 
 A rank that neither ends nor works after all others of its node have ended is left behind. That holds before
 its first step too, and for scripts that never call `er.resume`.
@@ -36,6 +37,7 @@ from enum import Enum
 from typing import Any
 
 from elastic_resume.events import Event
+from elastic_resume.policy.flight_recorder import Collective, RecordedCollectives, find_missing
 
 MIN_THRESHOLD_S = 30.0
 LONGEST_STEP_FACTOR = 10.0
@@ -283,29 +285,14 @@ class StackFrame:
 
 
 @dataclass(frozen=True)
-class PendingCollective:
-    """A collective that a rank has begun and not ended, from torch's flight recorder."""
-
-    sequence_number: int
-    name: str
-    process_group: str = ""
-    sizes: str = ""
-
-    def __str__(self) -> str:
-        """Format it for a sentence; torch calls the group of all ranks ``0 (default_pg)``."""
-        is_default = self.process_group.startswith("0") or not self.process_group
-        group = "" if is_default else f" of group {self.process_group}"
-        return f"{self.name} (number {self.sequence_number}{group})"
-
-
-@dataclass(frozen=True)
 class RankEvidence:
     """What is known of one rank at the moment of a hang.
 
     ``process_state`` is the kernel's letter, empty if the process has ended. ``python_responded`` is None if
-    Python could not be asked. ``pending_collectives`` is None if unknown. ``frames`` are those of the main
-    thread, innermost first. ``cpu_share`` is a fraction of one core. ``is_stalled``: it stands still too.
-    ``is_finished``: it has done its last step.
+    Python could not be asked. ``num_collectives`` counts those of the default group, 0 if unknown.
+    ``recorded`` is None without torch's flight recorder. ``frames`` are those of the main thread, innermost
+    first. ``cpu_share`` is a fraction of one core. ``is_stalled``: it stands still too. ``is_finished``: it
+    has done its last step.
     """
 
     rank: int
@@ -314,12 +301,17 @@ class RankEvidence:
     step: int
     num_collectives: int = 0
     python_responded: bool | None = None
-    pending_collectives: tuple[PendingCollective, ...] | None = None
+    recorded: RecordedCollectives | None = None
     frames: tuple[StackFrame, ...] = ()
     cpu_share: float = 0.0
     kernel_function: str = ""
     is_stalled: bool = True
     is_finished: bool = False
+
+    @property
+    def pending(self) -> Collective | None:
+        """Return the oldest collective that it has begun and not ended, if known."""
+        return self.recorded.pending[0] if self.recorded and self.recorded.pending else None
 
 
 class Activity(Enum):
@@ -352,16 +344,17 @@ class Activity(Enum):
 class Stall:
     """Why a rank stands still, and where in the user's code.
 
-    ``target`` is the collective or the kernel's function that it waits in. ``others`` wait in another
-    collective, ``others_target``.
+    ``kernel_function`` is where it sleeps. ``collective`` is what it waits in, or called last. ``others``
+    wait in ``others_collective``, which it has not called yet, or another instead.
     """
 
     activity: Activity
     at: str = ""
-    target: str = ""
     cpu_share: float = 0.0
+    kernel_function: str = ""
+    collective: Collective | None = None
     others: tuple[int, ...] = ()
-    others_target: str = ""
+    others_collective: Collective | None = None
 
 
 @dataclass(frozen=True)
@@ -408,8 +401,8 @@ def waits_in_collective(evidence: RankEvidence) -> bool:
     kind = classify_frames(evidence.frames)
     if kind in {COLLECTIVE, DATA}:
         return kind == COLLECTIVE
-    if evidence.pending_collectives is not None:
-        return bool(evidence.pending_collectives)
+    if evidence.recorded is not None:
+        return bool(evidence.recorded.pending)
     return (
         kind == BACKWARD and evidence.python_responded is not False and evidence.cpu_share < _IDLE_CPU_SHARE
     )
@@ -425,10 +418,11 @@ def diagnose_hang(evidence: Sequence[RankEvidence], world_size: int) -> HangDiag
 
 def _find_suspects(evidence: Sequence[RankEvidence], world_size: int) -> HangDiagnosis:
     standing = [item for item in evidence if item.is_stalled]
+    pending_by_rank = {item.rank: item.pending for item in standing if item.pending}
     suspects: list[RankFinding] = []
     waiting: list[RankEvidence] = []
     for item in standing:
-        fault = _find_own_fault(item, has_no_peers=world_size == 1)
+        fault = _find_own_fault(item, pending_by_rank, has_no_peers=world_size == 1)
         if fault:
             suspects.append(RankFinding(item.rank, item.local_rank, fault))
         else:
@@ -446,7 +440,9 @@ def _find_waits(
 ) -> tuple[RankFinding, ...]:
     return tuple(
         RankFinding(
-            item.rank, item.local_rank, Stall(activity, _user_frame(item), _collective(item), **others)
+            item.rank,
+            item.local_rank,
+            Stall(activity, _user_frame(item), collective=item.pending, **others),
         )
         for item in waiting
     )
@@ -454,10 +450,6 @@ def _find_waits(
 
 def _user_frame(evidence: RankEvidence) -> str:
     return str(innermost_user_frame(evidence.frames) or "")
-
-
-def _collective(evidence: RankEvidence) -> str:
-    return str(evidence.pending_collectives[0]) if evidence.pending_collectives else ""
 
 
 def _cannot_wait_for_peers(evidence: RankEvidence) -> bool:
@@ -472,7 +464,9 @@ def _cannot_wait_for_peers(evidence: RankEvidence) -> bool:
 _OWN_ACTIVITIES = {DATA: Activity.DATA, BACKWARD: Activity.BACKWARD, OPTIMIZER: Activity.OPTIMIZER}
 
 
-def _find_own_fault(evidence: RankEvidence, *, has_no_peers: bool) -> Stall | None:
+def _find_own_fault(
+    evidence: RankEvidence, pending_by_rank: Mapping[int, Collective], *, has_no_peers: bool
+) -> Stall | None:
     """Find why a rank cannot be waiting for others; None if it can."""
     at = _user_frame(evidence)
     if evidence.process_state in ENDED:
@@ -480,16 +474,20 @@ def _find_own_fault(evidence: RankEvidence, *, has_no_peers: bool) -> Stall | No
     if evidence.process_state in STOPPED:
         return Stall(Activity.STOPPED if evidence.process_state == "T" else Activity.TRACED, at)
     if evidence.process_state == UNINTERRUPTIBLE:
-        return Stall(Activity.UNINTERRUPTIBLE, at, evidence.kernel_function)
-    if not has_no_peers and waits_in_collective(evidence):
+        return Stall(Activity.UNINTERRUPTIBLE, at, kernel_function=evidence.kernel_function)
+    missing, ranks = find_missing(evidence.recorded or RecordedCollectives(), pending_by_rank) or (None, ())
+    is_late = missing is not None and (evidence.pending is None or evidence.pending.call == missing.call)
+    if not has_no_peers and waits_in_collective(evidence) and not is_late:
         return None
+    newest = evidence.recorded.newest if evidence.recorded and not has_no_peers else None
+    stall = Stall(Activity.UNKNOWN, at, collective=newest, others=ranks, others_collective=missing)
     if evidence.is_finished:
-        return Stall(Activity.LAST_STEP_DONE, at)
+        return replace(stall, activity=Activity.LAST_STEP_DONE)
     if evidence.python_responded is False:
-        return Stall(Activity.HOLDS_GIL, at)
+        return replace(stall, activity=Activity.HOLDS_GIL)
     activity = _OWN_ACTIVITIES.get(classify_frames(evidence.frames), Activity.UNKNOWN)
     share = evidence.cpu_share if evidence.cpu_share >= _IDLE_CPU_SHARE else 0.0
-    return Stall(activity, at, cpu_share=share)
+    return replace(stall, activity=activity, cpu_share=share)
 
 
 def make_left_behind(evidence: RankEvidence) -> Stall:
@@ -499,15 +497,12 @@ def make_left_behind(evidence: RankEvidence) -> Stall:
 
 def _group_by_collective(waiting: Sequence[RankEvidence]) -> list[list[RankEvidence]]:
     """Group ranks that wait in the same collective; the largest group comes first."""
-    known = all(item.pending_collectives for item in waiting)
+    known, counted = all(item.pending for item in waiting), all(item.num_collectives for item in waiting)
     found: dict[Hashable, list[RankEvidence]] = {}
     for item in waiting:
         at = innermost_user_frame(item.frames)
-        call: Hashable = (
-            item.pending_collectives[0]
-            if known and item.pending_collectives
-            else (item.step, item.num_collectives, at)
-        )
+        count = item.num_collectives if counted else 0
+        call = item.pending.call if known and item.pending else (item.step, count, at)
         found.setdefault(call, []).append(item)
     return sorted(found.values(), key=len, reverse=True)
 
@@ -519,7 +514,8 @@ def _diagnose_groups(groups: Sequence[Sequence[RankEvidence]]) -> HangDiagnosis:
     if len(most) > 1:
         # The largest groups are equal in size; the one that has begun fewer collectives keeps others waiting.
         progress = [_progress_key(group[0]) for group in most]
-        if len(set(progress)) == 1:
+        sequences = {group[0].pending and group[0].pending.sequence for group in most}
+        if len(set(progress)) == 1 or len(sequences) > 1:  # numbers of different groups say nothing
             everybody = [item for group in groups for item in group]
             return HangDiagnosis(_find_waits(everybody, Activity.SPLIT_COLLECTIVE))
         ahead = max(range(len(most)), key=lambda index: progress[index])
@@ -530,15 +526,11 @@ def _diagnose_groups(groups: Sequence[Sequence[RankEvidence]]) -> HangDiagnosis:
         [item for group in rest for item in group],
         Activity.SKIPPED_COLLECTIVE,
         others=tuple(item.rank for item in right),
-        others_target=_collective(right[0]),
+        others_collective=right[0].pending,
     )
     return HangDiagnosis(suspects, _find_waits(right))
 
 
 def _progress_key(evidence: RankEvidence) -> tuple[int, int]:
-    return (
-        evidence.pending_collectives[0].sequence_number
-        if evidence.pending_collectives
-        else evidence.num_collectives,
-        evidence.step,
-    )
+    pending = evidence.pending
+    return (pending.number if pending else evidence.num_collectives, evidence.step)

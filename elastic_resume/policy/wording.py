@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from enum import Enum
+from itertools import groupby
 from typing import Any
 
 from elastic_resume.policy import failure_classification as failures
@@ -21,6 +22,7 @@ from elastic_resume.policy.failure_classification import (
     WorkerEnd,
     to_printable,
 )
+from elastic_resume.policy.flight_recorder import Collective
 from elastic_resume.policy.gpu_faults import GpuError, GpuFault
 from elastic_resume.policy.hangs import Activity, HangDiagnosis, RankFinding, Stall
 from elastic_resume.policy.reasons import MAX_NODES_NAMED, Departure, Loss, NodeLost, ViewEnd
@@ -368,7 +370,7 @@ def _list_failures(listed: Sequence[Failure]) -> str:
 def describe_stall(stall: Stall) -> str:
     """Say why a rank stands still: a clause that follows "rank N"."""
     where = f" at {stall.at}" if stall.at else ""
-    wait = f"waits in {stall.target or 'a collective'}{where}"
+    wait = f"waits in {describe_collective(stall.collective, stall.others_collective)}{where}"
     busy = f", using {stall.cpu_share:.0%} of a core" if stall.cpu_share else ""
     match stall.activity:
         case Activity.ENDED:
@@ -378,10 +380,10 @@ def describe_stall(stall: Stall) -> str:
         case Activity.TRACED:
             return f"is stopped by a debugger{where}"
         case Activity.UNINTERRUPTIBLE:
-            sleeps = f" ({stall.target})" if stall.target else ""
+            sleeps = f" ({stall.kernel_function})" if stall.kernel_function else ""
             return f"sleeps in the kernel{sleeps} and cannot be woken: a disk or a device hangs{where}"
         case Activity.LAST_STEP_DONE:
-            return f"has done its last step, and is{where or ' still there'}"
+            return f"has done its last step, and is{where or ' still there'}{_describe_missing(stall)}"
         case Activity.LEFT_BEHIND:
             place = f", and is{where}" if where else ""
             return f"did not end after the other ranks of its node had ended{place}"
@@ -389,30 +391,52 @@ def describe_stall(stall: Stall) -> str:
             main = f" (its main thread is{where})" if where else ""
             return f"does not let its Python run: native code of one of its threads holds the GIL{main}"
         case Activity.DATA:
-            return f"waits for data{where}{busy}"
+            return f"waits for data{where}{busy}{_describe_missing(stall)}"
         case Activity.BACKWARD:
-            return f"is in backward(){where}{busy}"
+            return f"is in backward(){where}{busy}{_describe_missing(stall)}"
         case Activity.OPTIMIZER:
-            return f"is in the optimizer's step{where}{busy}"
+            return f"is in the optimizer's step{where}{busy}{_describe_missing(stall)}"
         case Activity.UNKNOWN:
-            return f"stands still{where}{busy}"
+            return f"stands still{where}{busy}{_describe_missing(stall)}"
         case Activity.COLLECTIVE:
             return wait
         case Activity.SPLIT_COLLECTIVE:
             return f"{wait}, others elsewhere"
         case Activity.SKIPPED_COLLECTIVE:
-            others = f"{_list_waiting_ranks(stall.others)} in {stall.others_target or 'another collective'}"
+            theirs = describe_collective(stall.others_collective, stall.collective)
+            theirs = theirs if stall.others_collective else "another collective"
+            others = f"{_list_waiting_ranks(stall.others)} in {theirs}"
             return f"{wait}, and {others}: it left out a collective, or called one too many"
         case Activity.OTHER_NODE:
             return "timed out waiting for other ranks"
 
 
+def describe_collective(collective: Collective | None, other: Collective | None = None) -> str:
+    """Name a collective as torch's flight recorder does, with its sizes if ``other`` has others."""
+    if collective is None:
+        return "a collective"
+    group = f" of group {collective.group}" if collective.group else ""
+    same = other is not None and (collective.sequence, collective.name) == (other.sequence, other.name)
+    sizes = f" with sizes {collective.sizes}" if other and same and collective.sizes != other.sizes else ""
+    return f"{collective.name} #{collective.number}{group}{sizes}"
+
+
+def _describe_missing(stall: Stall) -> str:
+    """Name the collective that others wait in and this rank has not started, else its last one."""
+    if stall.others_collective is not None:
+        waiting = _list_waiting_ranks(stall.others)
+        return f"; it has not started {describe_collective(stall.others_collective)}, in which {waiting}"
+    return f"; its last collective is {describe_collective(stall.collective)}" if stall.collective else ""
+
+
 def describe_diagnosis(diagnosis: HangDiagnosis) -> str:
-    """Describe the suspects of a hang with their reasons, then the victims."""
+    """Describe the suspects of a hang with their reasons, then the victims that no reason names."""
     victims = _list_waiting_ranks([victim.rank for victim in diagnosis.victims])
     if diagnosis.suspects:
         text = "; ".join(map(describe_finding, diagnosis.suspects))
-        return text + (f". {victims} for it" if diagnosis.victims else "")
+        named = {rank for suspect in diagnosis.suspects for rank in suspect.stall.others}
+        is_named = named.issuperset(victim.rank for victim in diagnosis.victims)
+        return text if is_named else f"{text}. {victims} for it"
     if not diagnosis.victims:
         return "no rank can be named"
     first = describe_stall(diagnosis.victims[0].stall)
@@ -427,7 +451,11 @@ def describe_finding(finding: RankFinding) -> str:
 
 
 def _list_waiting_ranks(ranks: Sequence[int]) -> str:
-    listed = ", ".join(map(str, ranks))
+    runs = [
+        [rank for _, rank in run]
+        for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0])
+    ]
+    listed = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
     return f"rank {listed} waits" if len(ranks) == 1 else f"ranks {listed} wait"
 
 

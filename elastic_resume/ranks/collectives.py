@@ -62,7 +62,7 @@ class Collectives:
                 torch.cuda.set_device(local_rank)  # otherwise every rank allocates on GPU 0 first
             cuda = torch.cuda.is_available() and dist.is_nccl_available()
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-        group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT, group_desc="elastic_resume")
         collectives = cls(dist.get_rank(), dist.get_world_size(), group)
         collectives._created_default_group = creates_default
         atexit.register(collectives._destroy_groups)

@@ -181,6 +181,10 @@ def _describe_hang(event: ParsedEvent) -> str:
     if suspects_text and event.get_seconds("kill_delay_s"):
         suspects_text = f"perhaps {suspects_text}"  # or a rank of another node
     explanation = suspects_text or "all ranks of this node wait for a rank of another node"
+    waiting = event.raw.get("waiting")
+    if not suspects_text and waiting and isinstance(waiting, dict):
+        rank, stall = next(iter(waiting.items()))
+        explanation += f": rank {rank} {_describe_stall(stall)}"
     return f"no step for {duration} after step {event.step}: {explanation}"
 
 

@@ -35,7 +35,7 @@ STACKS_SIGNAL = signal.SIGRTMIN + 11
 _STEP_FIELDS = ("generation", "step", "world_size", "busy")
 _DETAIL_FIELDS = (
     "rank", "agent_pid", "assigned_generation", "pid", "start_ticks", "first_step",
-    "last_progress_ns", "collectives", "busy_until_ns", "epoch_end_step",
+    "last_progress_ns", "busy_until_ns", "epoch_end_step",
     "stack_output_fd", "stack_request_fd",
 )  # fmt: skip
 _STEP_WORDS, _DETAIL_WORDS = len(_STEP_FIELDS), 16
@@ -54,7 +54,7 @@ class WorkerProcess:
 
     ``agent_pid`` and ``assigned_generation`` identify its agent and view, 0 without an agent. ``start_ticks``
     (field 22 of /proc/PID/stat) tells it from a later process with the same pid. Both descriptors are the
-    worker's own: a byte written to ``stack_request_fd`` makes it write one line of JSON to
+    worker's own: a byte written to ``stack_request_fd`` makes it write two lines of JSON to
     ``stack_output_fd``; see `STACKS_SIGNAL`.
     """
 
@@ -72,9 +72,8 @@ class ProgressRecord:
     """The progress of one local rank.
 
     ``last_progress_ns`` is the time of the last step or of the end of a busy period; 0 before the first step
-    and after the last. ``collectives`` counts collectives of the default process group at the end of the last
-    step. ``busy`` ends at ``busy_until_ns``, 0 for no limit. ``epoch_end_step`` is the last step of the last
-    finished epoch. Times are of CLOCK_MONOTONIC.
+    and after the last. ``busy`` ends at ``busy_until_ns``, 0 for no limit. ``epoch_end_step`` is the last
+    step of the last finished epoch. Times are of CLOCK_MONOTONIC.
     """
 
     local_rank: int
@@ -85,7 +84,6 @@ class ProgressRecord:
     worker: WorkerProcess
     first_step: int
     last_progress_ns: int
-    collectives: int
     busy_until_ns: int
     epoch_end_step: int
 
@@ -118,7 +116,7 @@ class ProgressPage:
     ) -> None:
         """Record that ``local_rank`` starts ``generation`` at ``step`` in process ``worker``."""
         # A record without a pid is invalid, so the pid is cleared first and stored last.
-        self._store(local_rank, pid=0, last_progress_ns=0, busy_until_ns=0, epoch_end_step=0, collectives=0)
+        self._store(local_rank, pid=0, last_progress_ns=0, busy_until_ns=0, epoch_end_step=0)
         self._store(local_rank, first_step=step, step=0, busy=0)
         self._store(local_rank, world_size=world_size, generation=generation)
         self._store(local_rank, step=step)
@@ -126,9 +124,9 @@ class ProgressPage:
             details = {name: value for name, value in vars(worker).items() if name != "pid"}
             self._store(local_rank, **details, pid=worker.pid)
 
-    def finish_step(self, local_rank: int, step: int, collectives: int = 0) -> None:
+    def finish_step(self, local_rank: int, step: int) -> None:
         """Record that ``local_rank`` finished ``step``."""
-        self._store(local_rank, step=step, collectives=collectives, last_progress_ns=time.monotonic_ns())
+        self._store(local_rank, step=step, last_progress_ns=time.monotonic_ns())
 
     def end_epoch(self, local_rank: int, step: int) -> None:
         """Record that ``step`` ended an epoch."""

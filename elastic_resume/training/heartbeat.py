@@ -2,8 +2,8 @@
 
 `RankHeartbeat` writes this rank's record. Under an agent each worker can also be examined in two ways:
 
-- A thread waits for a byte in a pipe, and answers with the collectives in which this rank takes part. It
-  needs the GIL: without an answer, something holds the GIL.
+- A thread waits for a byte in a pipe, and answers with the number of collectives, then with torch's flight
+  recorder. It needs the GIL: without an answer, something holds the GIL.
 - `STACKS_SIGNAL` makes faulthandler write the stacks of all threads without the GIL, even from a blocked
   native call.
 
@@ -21,6 +21,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from itertools import accumulate, takewhile
 from typing import Any
 
 import torch.distributed as dist
@@ -29,7 +30,14 @@ from elastic_resume import constants
 from elastic_resume.ranks.rank_context import RankContext, assigned_generation
 from elastic_resume.slots.progress_page import STACKS_SIGNAL, ProgressPage, WorkerProcess, read_start_ticks
 
-MAX_PENDING_COLLECTIVES = 8  # limit of collectives in one answer, oldest first
+# NCCL has a recorder of its own; torch 2.15 also keeps those of its newer NCCL backends apart.
+FLIGHT_RECORDERS: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("gloo", "_dump_fr_trace_json", {}),
+    ("nccl", "_dump_nccl_trace_json", {}),
+    *((name, "_dump_fr_trace_json", {"backend": name}) for name in ("nccl2", "nccl-lazy")),
+)
+MAX_ENTRIES_BYTES = 512 * 1024  # of one recorder: 1,100 entries, and CUDA queues 1,024 kernels at most
+MAX_FIELD_BYTES = 64 * 1024
 
 
 class RankHeartbeat:
@@ -39,7 +47,6 @@ class RankHeartbeat:
         self._progress_page = progress_page
         self._context = context
         self._local_rank = context.local_rank
-        self._count_collectives = get_collective_counter()
         self._pid = os.getpid()
         self._busy_depth = 0
         self._lock = threading.Lock()  # several threads of the script may be busy
@@ -57,7 +64,7 @@ class RankHeartbeat:
 
     def finish_step(self, step: int) -> None:
         """Record that this rank has finished ``step``."""
-        self._progress_page.finish_step(self._local_rank, step, self._count_collectives())
+        self._progress_page.finish_step(self._local_rank, step)
 
     def end_epoch(self, step: int) -> None:
         """Record that ``step`` was an epoch's last one; an evaluation may follow."""
@@ -72,8 +79,7 @@ class RankHeartbeat:
             self._set_idle()
 
     def close(self) -> None:
-        """Record that no further step follows, and release the process group."""
-        self._count_collectives = _count_none
+        """Record that no further step follows."""
         self._set_idle()
 
     @contextlib.contextmanager
@@ -97,22 +103,6 @@ class RankHeartbeat:
     def _set_idle(self) -> None:
         if os.getpid() == self._pid:  # a forked child may clean up its copy of this object
             self._progress_page.set_idle(self._local_rank)
-
-
-def get_collective_counter() -> Callable[[], int]:
-    """Return a function that counts the default group's collectives; a call takes 0.3 µs."""
-    if not dist.is_available() or not dist.is_initialized():
-        return _count_none
-    # Not a public attribute; a group of several backends lacks it. Then a hang report has no count.
-    count: Callable[[], int] | None = getattr(dist.group.WORLD, "_get_sequence_number_for_group", None)
-    try:
-        return count if count is not None and type(count()) is int else _count_none
-    except RuntimeError:
-        return _count_none
-
-
-def _count_none() -> int:
-    return 0
 
 
 # ---- answers to the hang detector ----------------------------------------------------------------------
@@ -149,33 +139,40 @@ def _start_responder() -> tuple[int, int]:
 def _serve_requests(request_fd: int, stacks_fd: int) -> None:
     with contextlib.suppress(OSError):  # the script has closed all descriptors
         while os.read(request_fd, 64):
-            os.write(stacks_fd, b"\n" + json.dumps(describe_collectives()).encode() + b"\n")
+            _write_answer(stacks_fd, {"collectives": count_collectives()})
+            # Second: reading 20,000 entries takes a second, and longer if a CUDA device does not respond.
+            _write_answer(stacks_fd, {"flight_recorder": dump_flight_recorders()})
 
 
-def describe_collectives() -> dict[str, Any]:
-    """Return the number of ``collectives`` started in the default group, and the ``pending`` ones.
+def count_collectives() -> int:
+    """Count the default group's collectives; 0 if unknown."""
+    with contextlib.suppress(AttributeError, RuntimeError, TypeError, ValueError):
+        # Not a public attribute; a group of several backends lacks it.
+        return int(getattr(dist.group.WORLD, "_get_sequence_number_for_group", int)())
+    return 0
 
-    Each pending collective has a number, name, group and sizes. ``pending`` is None without torch's flight
-    recorder.
-    """
-    answer: dict[str, Any] = {"collectives": get_collective_counter()(), "pending": None}
+
+def _write_answer(stacks_fd: int, answer: dict[str, Any]) -> None:
+    os.write(stacks_fd, b"\n" + json.dumps(answer).encode() + b"\n")
+
+
+def dump_flight_recorders() -> dict[str, Any]:
+    """Return the newest entries of each of torch's flight recorders that has any."""
     c10d = sys.modules.get("torch._C._distributed_c10d")  # a private module that not every build has
-    nccl_dump: Callable[[], bytes] | None = getattr(c10d, "_dump_nccl_trace_json", None)
-    dump: Callable[[], bytes] | None = getattr(c10d, "_dump_fr_trace_json", nccl_dump)
-    with contextlib.suppress(RuntimeError, ValueError, KeyError, TypeError, AttributeError):
-        if dump is not None:
-            entries = json.loads(dump()).get("entries", [])
-            if entries:  # there are no entries if the recorder is off
-                pending = [_describe_pending(entry) for entry in entries if not entry["retired"]]
-                answer["pending"] = pending[:MAX_PENDING_COLLECTIVES]
-    return answer
+    found = {}
+    for name, function, options in FLIGHT_RECORDERS:
+        dump: Callable[..., bytes] | None = getattr(c10d, function, None)
+        with contextlib.suppress(RuntimeError, ValueError, TypeError, AttributeError):  # an older torch
+            trace = json.loads(dump(**options)) if dump is not None else {}
+            if trace.get("entries"):
+                found[name] = _keep_newest(trace)
+    return found
 
 
-def _describe_pending(entry: dict[str, Any]) -> dict[str, Any]:
-    name = str(entry["profiling_name"])
-    return {
-        "number": int(entry["p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id"]),
-        "name": (name.partition(":")[2] or name)[:100],
-        "group": " ".join(map(str, entry["process_group"]))[:100],
-        "sizes": str(entry.get("input_sizes", ""))[:100],
-    }
+def _keep_newest(trace: dict[str, Any]) -> dict[str, Any]:
+    """Drop the oldest entries beyond `MAX_ENTRIES_BYTES`, and other fields beyond `MAX_FIELD_BYTES`."""
+    entries = trace.pop("entries")
+    lengths = accumulate(len(json.dumps(entry)) for entry in reversed(entries))
+    first = len(entries) - sum(1 for _ in takewhile(MAX_ENTRIES_BYTES.__ge__, lengths))
+    kept = {name: value for name, value in trace.items() if len(json.dumps(value)) <= MAX_FIELD_BYTES}
+    return {**kept, "entries": entries[first:]}

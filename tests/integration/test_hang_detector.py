@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import select
@@ -22,6 +23,7 @@ from elastic_resume.agent.hang_detector import MAX_REPORTS, HangDetector, detect
 from elastic_resume.checkpoint.atomic_io import DISK, Disk
 from elastic_resume.errors import MachineError
 from elastic_resume.events import Event
+from elastic_resume.policy.flight_recorder import parse_dumps
 from elastic_resume.policy.hangs import MIN_UNPROVEN_DELAY_S, HangThreshold, Stall
 from elastic_resume.policy.reasons import from_json
 from elastic_resume.policy.wording import describe_stall
@@ -53,7 +55,7 @@ def make_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
 
     def build(*, nodes: int = 1, workers: int = 3, limit_s: float = LIMIT_S) -> Cluster:
         flags = ["--hang-timeout", str(limit_s), "--rdzv-conf", "last_call_timeout=0.5"]
-        env = {constants.ENV_LOG_LEVEL: "DEBUG"}
+        env = {constants.ENV_LOG_LEVEL: "DEBUG", "TORCH_FR_BUFFER_SIZE": "2000"}
         made.append(Cluster(tmp_path, nodes=nodes, workers_per_node=workers, flags=flags, env=env))
         return made[-1]
 
@@ -69,15 +71,18 @@ def no_progress_s(cluster: Cluster, index: int = 0) -> float:
     return (time.monotonic_ns() - max(times_ns)) / 1e9 if times_ns and all(times_ns) else 0.0
 
 
+ALL_REDUCE = r"all_reduce #\d+ of group 0 \(default_pg\)"
+LACKS = f"it has not started {ALL_REDUCE}, in which ranks 0, 2 wait"
+UNRECORDED = "hold_gil_in_a_thread"  # torch's flight recorder is off
 WAYS = {
     # The signal makes it run for a moment, so it may get a little further.
     "stop": (r"is stopped by a signal \(SIGSTOP\) at hang\.py:\d+ in (stop|main)", "in main"),
     "hold_gil": (r"native code .* holds the GIL \(its main thread is at hang\.py:\d+ in", "in hold_gil"),
     "hold_gil_in_a_thread": ("native code of one of its threads holds the GIL", "in hold_gil"),
-    "skip": (r"waits in barrier .* ranks 0, 2 wait in all_reduce .* left out a collective", "in barrier"),
-    "wait_for_data": (r"waits for data at hang\.py:\d+ in wait_for_data", "in _try_get_data"),
+    "skip": (r"waits in barrier #.* ranks 0, 2 wait in all_reduce #.* left out a collective", "in barrier"),
+    "wait_for_data": (rf"waits for data at hang\.py:\d+ in wait_for_data; {LACKS}", "in _try_get_data"),
     "sleep_in_kernel": ("sleeps in the kernel.*cannot be woken", "kernel: state D"),
-    "lock": (r"stands still at hang\.py:\d+ in lock", "in lock"),
+    "lock": (rf"stands still at hang\.py:\d+ in lock; {LACKS}", "in lock"),
 }
 """What rank 1 does in each generation: the reason in the event, and a line of the report."""
 
@@ -92,15 +97,16 @@ def test_hung_rank_is_named_and_training_continues(make_cluster: Callable[..., C
     hangs = cluster.events("hang")
     assert [hang["generation"] for hang in hangs] == list(range(1, len(WAYS) + 1))
     killed = {e["worker_pid"] for e in cluster.events("worker-exit") if e["signal"] == "SIGKILL"}
-    for hang, (reason, stack) in zip(hangs, WAYS.values(), strict=True):
-        check_hang(hang, reason)
-        check_report(hang, stack)
+    for hang, (way, (reason, stack)) in zip(hangs, WAYS.items(), strict=True):
+        check_hang(hang, reason, r"a collective" if way == UNRECORDED else ALL_REDUCE)
+        check_report(hang, stack, "pending collectives: unknown" if way == UNRECORDED else ALL_REDUCE)
+        check_recorders(hang, set() if way == UNRECORDED else {0, 2})
         assert hang["suspects"][0]["worker_pid"] in killed
-    assert len(re.findall(r"hang: rank 1 .* ranks 0, 2 wait for it", cluster.output(0))) == len(WAYS)
+    assert len(re.findall(r"hang: rank 1 .* ranks 0, 2 wait", cluster.output(0))) == len(WAYS)
 
 
-def check_hang(hang: Event, reason: str) -> None:
-    """Check that rank 1 is the suspect, with its reason, and that the others wait in all_reduce."""
+def check_hang(hang: Event, reason: str, collective: str) -> None:
+    """Check that rank 1 is the suspect, with its reason, and that the others wait in ``collective``."""
     (suspect,) = hang["suspects"]
     assert suspect["rank"] == 1
     text = describe_stall(from_json(Stall, suspect["reason"]))
@@ -108,12 +114,12 @@ def check_hang(hang: Event, reason: str) -> None:
     assert hang["victims"] == [0, 2]
     for waiting in hang["waiting"].values():
         text = describe_stall(from_json(Stall, waiting))
-        assert re.fullmatch(r"waits in all_reduce \(number \d+\) at hang\.py:\d+ in main", text)
+        assert re.fullmatch(rf"waits in {collective} at hang\.py:\d+ in main", text), text
     assert (hang["step"], hang["waits_for_other_node"]) == (6 * hang["generation"] - 1, False)
     assert hang["seconds"] >= LIMIT_S == hang["threshold_s"]
 
 
-def check_report(hang: Event, stack: str) -> None:
+def check_report(hang: Event, stack: str, collective: str) -> None:
     """Check that the report has the stacks of all ranks and lists the suspect first."""
     path = Path(hang["report"])
     assert path.name == f"g{hang['generation']}-s{hang['step']}.txt"
@@ -123,7 +129,20 @@ def check_report(hang: Event, stack: str) -> None:
     assert [re.findall(r"rank (\d)", part)[0] for part in parts[1:]] == ["0", "1", "2"]
     assert stack in parts[2]
     # The request may set rank 1 going, which lets the others leave all_reduce; the flight recorder shows it.
-    assert all("hang.py" in parts[index] and "all_reduce (number" in parts[index] for index in (1, 3))
+    assert all("hang.py" in parts[index] and re.search(collective, parts[index]) for index in (1, 3))
+
+
+def check_recorders(hang: Event, ranks: set[int]) -> None:
+    """Check that the flight recorders of ``ranks`` lie beside the report, with the pending all_reduce."""
+    report = Path(hang["report"])
+    paths = {
+        int(path.stem.rpartition("k")[2]): path for path in report.parent.glob(f"{report.stem}-rank*.json")
+    }
+    assert paths.keys() - {1} == ranks  # rank 1 answers in some ways of hanging
+    for rank in ranks:
+        found = parse_dumps(json.loads(paths[rank].read_text()))
+        assert found is not None
+        assert (found.pending[0].name, found.pending[0].backend) == ("all_reduce", "gloo")
 
 
 @pytest.mark.cluster
@@ -383,11 +402,14 @@ def test_detector_keeps_newest_reports_and_other_files(stage: Stage) -> None:
     directory = stage.path / constants.HANGS_DIR
     directory.mkdir()
     (directory / "notes.txt").touch()
-    for number in range(MAX_REPORTS + 5):
-        (directory / f"g{number}-s{1000 - number}.txt").touch()
+    names = [
+        {f"g{number}-s{1000 - number}{end}" for end in (".txt", "-rank0.json", "-rank11.json")}
+        for number in range(MAX_REPORTS + 5)
+    ]
+    for name in set().union(*names):
+        (directory / name).touch()
     stage.detector._prune_reports(directory)
-    left = {path.name for path in directory.iterdir()}
-    assert left == {"notes.txt", *(f"g{n}-s{1000 - n}.txt" for n in range(5, MAX_REPORTS + 5))}
+    assert {path.name for path in directory.iterdir()} == {"notes.txt"}.union(*names[5:])
 
 
 def test_worker_without_handlers_is_not_disturbed(stage: Stage, child: subprocess.Popen[bytes]) -> None:
@@ -402,11 +424,46 @@ def test_worker_without_handlers_is_not_disturbed(stage: Stage, child: subproces
         stage.hang(polls=0, **fields)
         (state,) = stack_dump.collect_rank_states(stage.records, lambda record: record.step == 11)
         evidence = state.evidence
-        assert (evidence.python_responded, evidence.pending_collectives) == (answered, None)
+        assert (evidence.python_responded, evidence.recorded) == (answered, None)
         assert evidence.frames == ()
         assert not stage.is_killed
     os.kill(stage.pid, STACKS_SIGNAL)
     wait_for(lambda: stage.is_killed, "the signal to kill it")
+
+
+@pytest.mark.parametrize(
+    ("answers", "num_collectives"),
+    [
+        (b'{"collectives": 3}\n', 3),  # reading the flight recorder takes too long
+        (b'{"collectives": 3}\n{"flight_recorder": 7}\n', 3),
+        (b'{"collectives": "x"}\n{"flight_recorder": {"gloo": {"entries": [{}, 7]}}}\n', 0),
+        (b'{"collectives": 3}\n{"flight_recorder": ' + b"[" * 100_000 + b"\n", 3),
+        (b'{"collectives": 3}\n{"flight_recorder": "' + b"x" * stack_dump.MAX_ANSWERS_BYTES + b'"}\n', 3),
+    ],
+)
+def test_worker_without_readable_recorder_has_responded(
+    stage: Stage,
+    child: subprocess.Popen[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    answers: bytes,
+    num_collectives: int,
+) -> None:
+    """It holds no GIL. Whatever the script's process writes, its hang is examined."""
+    assert child.stdout is not None
+    stacks_fd, request_fd = map(int, child.stdout.readline().split())
+
+    def answer(query: Any) -> None:
+        query._is_sent = True
+        with open(f"/proc/{stage.pid}/fd/{stacks_fd}", "ab") as output:
+            output.write(answers)
+
+    monkeypatch.setattr(stack_dump._RankQuery, "send", answer)
+    monkeypatch.setattr(stack_dump, "RECORDER_TIMEOUT_S", 0.05)
+    stage.hang(polls=0, stack_output_fd=stacks_fd, stack_request_fd=request_fd)
+    (state,) = stack_dump.collect_rank_states(stage.records, lambda _: True)
+    evidence = state.evidence
+    assert (evidence.python_responded, evidence.recorded) == (True, None)
+    assert evidence.num_collectives == num_collectives
 
 
 def test_parse_main_thread_takes_last_thread() -> None:

@@ -41,11 +41,16 @@ def make_job(tmp_path: Path) -> Iterator[MakeJob]:
 
 
 def wait_for_leader(job: HeartbeatJob, node: str) -> None:
-    """Wait until this node is the last one that reported that it leads."""
+    """Wait until this node is the last one that reported that it leads, and it has not stepped down."""
 
     def is_leader() -> bool:
-        events = [event for event in job.cluster.events("rendezvous") if event["what"] == "leading"]
-        return events[-1:] != [] and events[-1]["node"] == node
+        leaders: list[str] = []
+        for event in job.cluster.events("rendezvous"):
+            if event["what"] == "leading":
+                leaders.append(event["node"])
+            elif event["what"] == "step-down":
+                leaders.remove(event["node"])
+        return leaders[-1:] == [node]
 
     job.cluster.wait(is_leader, f"{node} to lead")
 
@@ -60,10 +65,12 @@ def finish(job: HeartbeatJob, nodes: list[int]) -> None:
 def test_job_survives_loss_of_leader_successor_and_all_candidates(make_job: MakeJob) -> None:
     """A node that returns joins and does not lead; newcomers find the job through it."""
     job = make_job(5)
-    job.start()
+    job.start([0])
+    wait_for_leader(job, "n0")  # n1 leads if it is ready before n0
+    for index in (1, 2, 3, 4):
+        job.cluster.start_node(index)
     generation = job.wait_for_world([0, 1, 2, 3, 4])
     assert job.nodes_in_generation(generation) == ["n0", "n1", "n2", "n3", "n4"]
-    wait_for_leader(job, "n0")
     job.cluster.kill_node(0)
     generation = job.wait_for_world([1, 2, 3, 4], generation)
     wait_for_leader(job, "n1")

@@ -35,7 +35,7 @@ def make_record(step: int, *, rank: int = 0, generation: int = 1) -> ProgressRec
         stack_output_fd=4,
         stack_request_fd=5,
     )
-    return ProgressRecord(0, generation, step, 2, False, worker, 0, 0, 0, 0, 0)
+    return ProgressRecord(0, generation, step, 2, False, worker, 0, 0, 0, 0)
 
 
 def test_trigger_watcher_runs_each_action_once_and_raises_errors() -> None:

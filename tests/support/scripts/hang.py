@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import elastic_resume as er
+from elastic_resume import constants
 
 RANK = 1
 STEPS = 6
@@ -104,11 +105,14 @@ def main(plan: list[str]) -> None:
     """Train, and hang in generation N as the Nth word of ``plan`` says."""
     torch.manual_seed(1)
     torch.set_num_threads(1)
+    generation = int(os.environ[constants.ENV_GENERATION])
+    how = plan[generation - 1] if generation <= len(plan) else ""
+    if how == "hold_gil_in_a_thread":
+        os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # read when the first process group is made
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = er.resume(model=model, optimizer=optimizer, save_every=1)
     ddp = run.ddp(model)
-    how = plan[run.generation - 1] if run.generation <= len(plan) else ""
     end = STEPS * (len(plan) + 1)
     for _ in run.epochs(1):
         while run.position.step < end:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from elastic_resume.events import Event
 from elastic_resume.policy import hangs
+from elastic_resume.policy.flight_recorder import Collective, RecordedCollectives
 from elastic_resume.policy.hangs import (
     BACKWARD,
     COLLECTIVE,
@@ -23,7 +25,6 @@ from elastic_resume.policy.hangs import (
     HangDiagnosis,
     HangThreshold,
     IdleWorkers,
-    PendingCollective,
     ProgressSample,
     RankEvidence,
     RankFinding,
@@ -209,20 +210,32 @@ IN_DATA = (
     MAIN,
 )
 IN_OPTIMIZER = (StackFrame(f"{SITE}/torch/optim/adam.py", 200, "step"), MAIN)
-ALL_REDUCE = (PendingCollective(13, "all_reduce", "0 default_pg", "[[2]]"),)
-BARRIER = (PendingCollective(13, "barrier", "0 default_pg", "[[1]]"),)
+GROUP = "0 (default_pg)"
+
+
+def recorded(*pending: Collective, last: Collective | None = None) -> RecordedCollectives:
+    """Return what the flight recorder of a rank shows: its last collective is the newest pending one."""
+    return RecordedCollectives(pending, tuple(item for item in (last, *pending[-1:]) if item))
+
+
+BEFORE = Collective(12, "all_reduce", GROUP, sizes="[[2]]")
+THIRTEEN = Collective(13, "all_reduce", GROUP, sizes="[[2]]")
+ALL_REDUCE = recorded(THIRTEEN)
+BARRIER = recorded(Collective(13, "barrier", GROUP, sizes="[[1]]"))
+BEHIND = recorded(BEFORE)
+NONE_PENDING = recorded(last=BEFORE)
 
 
 def rank(number: int, **more: object) -> RankEvidence:
     """Return a rank that waits in an all_reduce, unless ``more`` differs."""
     fields = {"process_state": "S", "step": 5, "num_collectives": 13, "python_responded": True}
-    fields |= {"pending_collectives": ALL_REDUCE, "frames": IN_ALL_REDUCE, **more}
+    fields |= {"recorded": ALL_REDUCE, "frames": IN_ALL_REDUCE, **more}
     return RankEvidence(rank=number, local_rank=number, **fields)  # type: ignore[arg-type]
 
 
 def alone(**more: object) -> list[RankEvidence]:
     """Return three ranks that wait, except rank 1."""
-    own = {"pending_collectives": (), "frames": (MAIN,), **more}
+    own = {"recorded": NONE_PENDING, "frames": (MAIN,), **more}
     return [rank(index, **(own if index == 1 else {})) for index in range(3)]
 
 
@@ -231,12 +244,12 @@ def ranks_of(findings: Iterable[RankFinding]) -> list[int]:
     return [finding.rank for finding in findings]
 
 
-NO_RECORDER = {"pending_collectives": None}
-BEHIND = (PendingCollective(12, "all_reduce"),)
+NO_RECORDER = {"recorded": None}
+LACKS: dict[str, Any] = {"collective": BEFORE, "others": (0, 2), "others_collective": THIRTEEN}
 
 
 AT = "train.py:38 in main"
-WAITS = Stall(Activity.COLLECTIVE, AT, "all_reduce (number 13)")
+WAITS = Stall(Activity.COLLECTIVE, AT, collective=THIRTEEN)
 
 
 @pytest.mark.parametrize(
@@ -245,29 +258,34 @@ WAITS = Stall(Activity.COLLECTIVE, AT, "all_reduce (number 13)")
         ({"process_state": "T"}, Stall(Activity.STOPPED, AT)),
         ({"process_state": "t"}, Stall(Activity.TRACED, AT)),
         (
-            {"process_state": "T", "frames": IN_ALL_REDUCE, "pending_collectives": ALL_REDUCE},
+            {"process_state": "T", "frames": IN_ALL_REDUCE, "recorded": ALL_REDUCE},
             Stall(Activity.STOPPED, AT),
         ),
-        ({"process_state": "D", "kernel_function": "nfs"}, Stall(Activity.UNINTERRUPTIBLE, AT, "nfs")),
+        (
+            {"process_state": "D", "kernel_function": "nfs"},
+            Stall(Activity.UNINTERRUPTIBLE, AT, kernel_function="nfs"),
+        ),
         ({"process_state": "Z"}, Stall(Activity.ENDED)),
         ({"process_state": ""}, Stall(Activity.ENDED)),
         ({"python_responded": False, **NO_RECORDER}, Stall(Activity.HOLDS_GIL, AT)),
-        ({"frames": IN_DATA}, Stall(Activity.DATA, AT)),
-        ({"frames": IN_OPTIMIZER}, Stall(Activity.OPTIMIZER, AT)),
-        ({"frames": IN_BACKWARD}, Stall(Activity.BACKWARD, AT)),  # the flight recorder shows no collective
+        ({"frames": IN_DATA}, Stall(Activity.DATA, AT, **LACKS)),
+        ({"frames": IN_OPTIMIZER}, Stall(Activity.OPTIMIZER, AT, **LACKS)),
+        ({"frames": IN_BACKWARD}, Stall(Activity.BACKWARD, AT, **LACKS)),
+        # Its stack is in torch.distributed, as that of a checkpoint being written is, but in no collective.
+        ({"frames": IN_ALL_REDUCE}, Stall(Activity.UNKNOWN, AT, **LACKS)),
         (
             {"frames": IN_BACKWARD, "cpu_share": 0.9, **NO_RECORDER},
             Stall(Activity.BACKWARD, AT, cpu_share=0.9),
         ),
-        ({"process_state": "R", "cpu_share": 1.0}, Stall(Activity.UNKNOWN, AT, cpu_share=1.0)),
-        ({"is_finished": True}, Stall(Activity.LAST_STEP_DONE, AT)),
-        ({"frames": ()}, Stall(Activity.UNKNOWN)),
+        ({"process_state": "R", "cpu_share": 1.0}, Stall(Activity.UNKNOWN, AT, cpu_share=1.0, **LACKS)),
+        ({"is_finished": True}, Stall(Activity.LAST_STEP_DONE, AT, **LACKS)),
+        ({"frames": ()}, Stall(Activity.UNKNOWN, **LACKS)),
         *(
             (
-                {"pending_collectives": (collective,), "frames": IN_ALL_REDUCE},
-                Stall(Activity.SKIPPED_COLLECTIVE, AT, str(collective), 0.0, (0, 2), WAITS.target),
+                {"recorded": other, "frames": IN_ALL_REDUCE},
+                Stall(Activity.SKIPPED_COLLECTIVE, AT, **LACKS | {"collective": other.pending[0]}),
             )
-            for collective in (*BARRIER, *BEHIND)
+            for other in (BARRIER, BEHIND)
         ),
     ],
 )
@@ -283,20 +301,19 @@ def test_skipped_collective_is_found_without_flight_recorder() -> None:
     """The place in the user's code, the steps and the counts show it."""
     elsewhere = (*IN_ALL_REDUCE[:2], replace(MAIN, line=40))
     evidence = [
-        rank(0, pending_collectives=None),
-        rank(1, pending_collectives=None, frames=elsewhere),
-        rank(2, pending_collectives=None),
+        rank(0, recorded=None),
+        rank(1, recorded=None, frames=elsewhere),
+        rank(2, recorded=None),
     ]
     assert ranks_of(diagnose_hang(evidence, 3).suspects) == [1]
-    evidence[1] = rank(1, pending_collectives=None, step=6)
+    evidence[1] = rank(1, recorded=None, step=6)
     assert ranks_of(diagnose_hang(evidence, 3).suspects) == [1]
 
 
 def test_rank_behind_in_collectives_is_suspect() -> None:
     """With the same count both ranks are suspects."""
-    behind = rank(1, pending_collectives=(PendingCollective(12, "all_reduce"),))
-    assert ranks_of(diagnose_hang([rank(0), behind], 2).suspects) == [1]
-    both = diagnose_hang([rank(0), rank(1, pending_collectives=BARRIER)], 2)
+    assert ranks_of(diagnose_hang([rank(0), rank(1, recorded=BEHIND)], 2).suspects) == [1]
+    both = diagnose_hang([rank(0), rank(1, recorded=BARRIER)], 2)
     assert (ranks_of(both.suspects), both.victims) == ([0, 1], ())
 
 
@@ -315,9 +332,9 @@ def test_node_whose_ranks_all_wait_has_no_suspect() -> None:
 def test_idle_backward_counts_as_wait_without_flight_recorder() -> None:
     """An older torch has no flight recorder."""
     evidence = [
-        rank(0, frames=IN_BACKWARD, pending_collectives=None),
+        rank(0, frames=IN_BACKWARD, recorded=None),
         rank(1, process_state="T"),
-        rank(2, frames=IN_BACKWARD, pending_collectives=None),
+        rank(2, frames=IN_BACKWARD, recorded=None),
     ]
     found = diagnose_hang(evidence, 3)
     assert (ranks_of(found.suspects), ranks_of(found.victims)) == ([1], [0, 2])
@@ -325,13 +342,13 @@ def test_idle_backward_counts_as_wait_without_flight_recorder() -> None:
 
 def test_only_rank_of_world_is_suspect() -> None:
     """Whatever its stack looks like."""
-    found = diagnose_hang([rank(0, frames=IN_BACKWARD, pending_collectives=None)], 1)
+    found = diagnose_hang([rank(0, frames=IN_BACKWARD, recorded=None)], 1)
     assert found.suspects == (RankFinding(0, 0, Stall(Activity.BACKWARD, AT)),)
 
 
 def test_rank_that_continues_is_neither_suspect_nor_victim() -> None:
     """Not all jobs have ranks that wait for each other."""
-    found = diagnose_hang([rank(0, pending_collectives=(), frames=(MAIN,)), rank(1, is_stalled=False)], 2)
+    found = diagnose_hang([rank(0, recorded=NONE_PENDING, frames=(MAIN,)), rank(1, is_stalled=False)], 2)
     assert (ranks_of(found.suspects), found.victims) == ([0], ())
 
 
@@ -363,7 +380,7 @@ def test_innermost_library_frames_classify_a_rank(frames: tuple[StackFrame, ...]
             step=st.integers(0, 3),
             num_collectives=st.integers(0, 3),
             python_responded=st.sampled_from([None, True, False]),
-            pending_collectives=st.sampled_from([None, (), ALL_REDUCE, BARRIER]),
+            recorded=st.sampled_from([None, NONE_PENDING, ALL_REDUCE, BARRIER, BEHIND]),
             frames=st.sampled_from([(), (MAIN,), IN_ALL_REDUCE, IN_BACKWARD, IN_DATA]),
             cpu_share=st.floats(0, 1),
             is_stalled=st.booleans(),
@@ -416,8 +433,8 @@ def test_kill_delay_follows_where_the_cause_may_be() -> None:
         ({"frames": IN_DATA}, False),
         ({"frames": (MAIN,)}, False),
         ({"is_finished": True}, False),
-        ({"pending_collectives": BARRIER, "frames": IN_ALL_REDUCE}, False),
-        ({"pending_collectives": ALL_REDUCE, "frames": IN_ALL_REDUCE}, False),
+        ({"recorded": BARRIER, "frames": IN_ALL_REDUCE}, False),
+        ({"recorded": ALL_REDUCE, "frames": IN_ALL_REDUCE}, False),
     ],
 )
 def test_cause_is_proved_only_by_process_state_or_gil(own: dict[str, object], cause_is_here: bool) -> None:

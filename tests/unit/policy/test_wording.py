@@ -29,6 +29,7 @@ from elastic_resume.policy.failure_classification import (
     make_node_failure,
     separate_root_causes,
 )
+from elastic_resume.policy.flight_recorder import Collective
 from elastic_resume.policy.gpu_faults import GpuFault
 from elastic_resume.policy.hangs import Activity, HangDiagnosis, RankFinding, Stall
 from elastic_resume.policy.reasons import (
@@ -208,31 +209,65 @@ def test_verdict_lists_root_causes_then_secondary_failures() -> None:
     assert explain_verdict(separate_root_causes([])) == []
 
 
-WAITS = RankFinding(0, 0, Stall(Activity.COLLECTIVE, "t.py:3 in f", "all_reduce (number 13)"))
-SKIPPED = Stall(
-    Activity.SKIPPED_COLLECTIVE, "t.py:4 in f", "barrier (number 13)", 0.0, (0,), WAITS.stall.target
-)
+ALL_REDUCE = Collective(13, "all_reduce", "0 (default_pg)", sizes="[[2]]")
+WAITS = RankFinding(0, 0, Stall(Activity.COLLECTIVE, "t.py:3 in f", collective=ALL_REDUCE))
+
+
+def lacks(activity: Activity, own: Collective, *others: int) -> RankFinding:
+    """Return rank 3, which has not started the all_reduce of ``others``."""
+    return RankFinding(
+        3, 1, Stall(activity, "t.py:4 in f", collective=own, others=others, others_collective=ALL_REDUCE)
+    )
 
 
 @pytest.mark.parametrize(
     ("diagnosis", "text"),
     [
         (
-            HangDiagnosis((RankFinding(1, 1, SKIPPED),), (WAITS,)),
+            HangDiagnosis(
+                (lacks(Activity.SKIPPED_COLLECTIVE, replace(ALL_REDUCE, name="barrier"), 0),), (WAITS,)
+            ),
             (
-                "rank 1 waits in barrier (number 13) at t.py:4 in f, and rank 0 waits in all_reduce (number "
-                "13): it left out a collective, or called one too many. rank 0 waits for it"
+                "rank 3 waits in barrier #13 of group 0 (default_pg) at t.py:4 in f, and rank 0 waits in "
+                "all_reduce #13 of group 0 (default_pg): it left out a collective, or called one too many"
+            ),
+        ),
+        (
+            HangDiagnosis(
+                (lacks(Activity.SKIPPED_COLLECTIVE, replace(ALL_REDUCE, sizes="[[3]]"), 0),), (WAITS,)
+            ),
+            (
+                "rank 3 waits in all_reduce #13 of group 0 (default_pg) with sizes [[3]] at t.py:4 in f, and "
+                "rank 0 waits in all_reduce #13 of group 0 (default_pg) with sizes [[2]]: it left out a "
+                "collective, or called one too many"
+            ),
+        ),
+        (
+            HangDiagnosis((lacks(Activity.UNKNOWN, ALL_REDUCE, 0, 1, 2, 4, 5, 7),), (WAITS,)),
+            (
+                "rank 3 stands still at t.py:4 in f; it has not started all_reduce #13 of group 0 "
+                "(default_pg), in which ranks 0-2, 4, 5, 7 wait"
+            ),
+        ),
+        (
+            HangDiagnosis((RankFinding(3, 1, replace(WAITS.stall, activity=Activity.DATA)),), (WAITS,)),
+            (
+                "rank 3 waits for data at t.py:3 in f; its last collective is all_reduce #13 of group 0 "
+                "(default_pg). rank 0 waits for it"
             ),
         ),
         (
             HangDiagnosis((), (WAITS,), waits_for_other_node=True),
-            "rank 0 waits for a rank of another node: waits in all_reduce (number 13) at t.py:3 in f",
+            (
+                "rank 0 waits for a rank of another node: waits in all_reduce #13 of group 0 (default_pg) at "
+                "t.py:3 in f"
+            ),
         ),
         (
             HangDiagnosis((), (WAITS,)),
             (
-                "all ranks have entered the same collective (waits in all_reduce (number 13) at t.py:3 in "
-                "f): look at the network between them"
+                "all ranks have entered the same collective (waits in all_reduce #13 of group 0 (default_pg) "
+                "at t.py:3 in f): look at the network between them"
             ),
         ),
         (HangDiagnosis(), "no rank can be named"),

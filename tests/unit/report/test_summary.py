@@ -16,6 +16,7 @@ from elastic_resume import constants, events
 from elastic_resume.cli import main
 from elastic_resume.events import Event
 from elastic_resume.policy import wording
+from elastic_resume.policy.flight_recorder import Collective
 from elastic_resume.policy.hangs import Activity, Stall
 from elastic_resume.policy.reasons import WorkersStopped, to_json
 from elastic_resume.report import html, run_history, summary
@@ -137,11 +138,18 @@ def test_each_kind_of_alert_has_severity_and_node() -> None:
         kind: ("note", node) for kind, node in notes.items()
     }
     job = Job().begun()
-    job.add(150, "hang", "n0", generation=1, step=10, seconds=40.0, suspects=[], waits_for_other_node=True)
-    assert summary.build_run_report(job.events).alerts[0].severity == "note"
+    hang = {"generation": 1, "step": 10, "seconds": 40.0, "suspects": [], "waits_for_other_node": True}
+    job.add(150, "hang", "n0", **hang)
+    alert = summary.build_run_report(job.events).alerts[0]
+    assert (alert.severity, alert.text[-15:]) == ("note", "of another node")
+    collective = Collective(4711, "all_reduce", "0 (default_pg)")
+    waits = to_json(Stall(Activity.COLLECTIVE, "t.py:3 in f", collective=collective))
+    job.add(160, "hang", "n0", **hang, waiting={"1": waits})
+    text = "rank 1 waits in all_reduce #4711 of group 0 (default_pg) at t.py:3 in f"
+    assert text in summary.build_run_report(job.events).alerts[1].text
     suspects = [{"rank": 2, "reason": to_json(Stall(Activity.BACKWARD))}]
     job.add(200, "hang", "n1", generation=1, step=10, seconds=40.0, suspects=suspects, kill_delay_s=15.0)
-    assert "perhaps rank 2 is in backward()" in summary.build_run_report(job.events).alerts[1].text
+    assert "perhaps rank 2 is in backward()" in summary.build_run_report(job.events).alerts[2].text
 
 
 def test_injected_faults_do_not_change_the_history() -> None:

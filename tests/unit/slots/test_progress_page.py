@@ -93,10 +93,10 @@ def test_record_has_process_and_time_of_last_progress(tmp_path: Path) -> None:
     assert (record.local_rank, record.worker, record.generation, record.world_size) == (1, WORKER, 3, 8)
     assert (record.first_step, record.step, record.last_progress_ns, record.busy) == (40, 40, 0, False)
     before = time.monotonic_ns()
-    page.finish_step(1, 41, collectives=7)
+    page.finish_step(1, 41)
     page.end_epoch(1, 41)
     (record,) = read_records(tmp_path / "page", 4)
-    assert (record.first_step, record.step, record.collectives, record.epoch_end_step) == (40, 41, 7, 41)
+    assert (record.first_step, record.step, record.epoch_end_step) == (40, 41, 41)
     assert before <= record.last_progress_ns <= time.monotonic_ns()
 
 
@@ -133,7 +133,7 @@ def test_idle_rank_has_no_progress_time_until_next_step(tmp_path: Path) -> None:
 def test_new_generation_clears_record(tmp_path: Path) -> None:
     """A rank that died while busy is not busy in the next generation."""
     page = start_page(tmp_path)
-    page.finish_step(0, 1, collectives=9)
+    page.finish_step(0, 1)
     page.end_epoch(0, 1)
     page.set_busy(0, True, limit_s=5)
     page.start_generation(0, generation=2, step=1, world_size=1, worker=WORKER)
@@ -143,7 +143,6 @@ def test_new_generation_clears_record(tmp_path: Path) -> None:
             record.busy,
             record.last_progress_ns,
             record.busy_until_ns,
-            record.collectives,
             record.epoch_end_step,
         )
     )
