@@ -59,6 +59,10 @@ class RankHeartbeat:
         """Record that this rank has finished ``step``."""
         self._progress_page.finish_step(self._local_rank, step, self._count_collectives())
 
+    def set_own_time(self, median_us: int) -> None:
+        """Record the median of this rank's newest own times; 0 if it is unknown."""
+        self._progress_page.set_own_time(self._local_rank, median_us)
+
     def end_epoch(self, step: int) -> None:
         """Record that ``step`` was an epoch's last one; an evaluation may follow."""
         self._progress_page.end_epoch(self._local_rank, step)
