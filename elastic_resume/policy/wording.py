@@ -301,6 +301,14 @@ def describe_memory(memory: MemoryPressure) -> str:
     return "; ".join(texts)
 
 
+def describe_slow_rank(rank: int | None, own_s: float, others_s: float, gpu: str = "") -> str:
+    """Say how slow a rank is."""
+    return (
+        f"rank {rank}{f' on {gpu}' if gpu else ''} is slow, and all others wait for it: {own_s:.3g} s from one "
+        f"step to the next gradient, the others {others_s:.3g} s"
+    )
+
+
 def explain_verdict(verdict: FailureVerdict) -> list[str]:
     """Describe the root causes and the secondary failures in a few lines."""
     if verdict.root_cause is None:

@@ -29,6 +29,7 @@ from elastic_resume.policy.reasons import (
     name_nodes,
 )
 from elastic_resume.policy.restart import ReplicasDiffer
+from elastic_resume.policy.slow_ranks import SlowRank, find_slow_rank
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.leader_announcer import LeaderAnnouncer
 from elastic_resume.rendezvous.core.peers import Link, Peer, PeerTable
@@ -41,7 +42,6 @@ from elastic_resume.rendezvous.replica_comparison import ReplicaComparison
 MAX_NODE_TIMEOUTS_WITHOUT_QUORUM = 2
 """A leader that has followers and no quorum for so long steps down."""
 MAX_REPORTED_PEERS = 64
-EMPTY_HEARTBEAT = messages.Heartbeat()
 
 
 class Admission:
@@ -128,6 +128,10 @@ class Leader(Role):
         self.view_change = ViewChange(state, self.peers)
         self.discovery = LeaderAnnouncer(state, self.make_announcement, self.peers.addresses)
         self.replicas = ReplicaComparison(state.settings.node_timeout_s)
+        self.own_times: dict[Incarnation, messages.OwnTimes] = {}
+        self.suspect: SlowRank | None = None
+        """The result of the last comparison of own times."""
+        self.heartbeat = messages.Heartbeat()  # shared, so that it is encoded once
         self.admission = Admission(state, self.peers, self._remove_peer)
         self.request: messages.RequestVote | None = None
         """What the voters have been asked last."""
@@ -185,8 +189,10 @@ class Leader(Role):
             self.state.learn_end(end)
 
     def _handle_heartbeat(self, peer: Peer, message: messages.Heartbeat) -> None:
-        self._send(peer, EMPTY_HEARTBEAT)
+        self._send(peer, self.heartbeat)
         self._compare_digest(peer.incarnation, message.state_digest)
+        if message.own_times:
+            self.own_times[peer.incarnation] = message.own_times
 
     def _handle_join(self, peer: Peer, message: messages.JoinRequest) -> None:
         peer.join, peer.running_generation = message.join, 0
@@ -470,6 +476,21 @@ class Leader(Role):
         if digest and view and digest.generation == view.generation and view.rank(node) is not None:
             self.replicas.add(node, digest, self.state.now)
 
+    def _compare_own_times(self, _: None, own: messages.OwnTimes) -> None:
+        """Look for a slow rank. This node's own times come once a second, so this is often enough."""
+        state, view = self.state, self.running_view
+        self.own_times[state.incarnation] = own
+        known = {
+            member.node: times.times_us
+            for member in (view.members if view else ())
+            if (times := self.own_times.get(member)) and view and times.generation == view.generation
+        }
+        is_complete = view is not None and len(known) == len(view.members)
+        self.suspect = find_slow_rank(view.generation, known, self.suspect) if view and is_complete else None
+        state.slow_rank = self.suspect if self.suspect and self.suspect.is_named else None
+        if state.slow_rank != self.heartbeat.slow_rank:
+            self.heartbeat = messages.Heartbeat(slow_rank=state.slow_rank)
+
     def _report_divergence(self, view: View, verdict: DivergenceVerdict) -> None:
         """Report to every member that replicas differ, and end the job."""
         state, report = self.state, messages.ReplicasDiverged(view.generation, verdict)
@@ -599,6 +620,7 @@ class Leader(Role):
         self.running_view, state.started_generation = view, view.generation
         self.view_change.handle_view_started(view)
         self.replicas.reset(view.members)
+        self.own_times.clear()
         members = frozenset(view.members)
         for peer in self.peers:
             if peer.incarnation in members:
@@ -738,6 +760,7 @@ class Leader(Role):
     _OWN_HANDLERS: ClassVar[Handlers] = {
         messages.JoinRequest: _handle_own_join,
         messages.ImportsFinished: _handle_own_imports,
+        messages.OwnTimes: _compare_own_times,
         messages.UnreachablePeers: lambda self, _, report: self._note_unreachable(
             self.state.incarnation, report
         ),

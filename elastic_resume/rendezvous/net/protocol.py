@@ -6,8 +6,8 @@ machine never sees the line.
 
 The handshake precedes all messages (HMAC-SHA256, RFC 2104; challenge and response as in RFC 2195)::
 
-    dialler   {"elastic_resume": 6, "run": RUN, "nonce": A, "status_only": false}
-    acceptor  {"elastic_resume": 6, "nonce": B}
+    dialler   {"elastic_resume": 8, "run": RUN, "nonce": A, "status_only": false}
+    acceptor  {"elastic_resume": 8, "nonce": B}
     dialler   {"proof": HMAC(token, "dialler" RUN A B)}
     acceptor  {"proof": HMAC(token, "acceptor" RUN A B)}
 
@@ -46,7 +46,7 @@ from elastic_resume.rendezvous.core.messages import Header, Message
 from elastic_resume.rendezvous.net.codec import ProtocolError as ProtocolError  # noqa: PLC0414 - re-exported
 from elastic_resume.rendezvous.net.codec import decode_int, dump_json, from_json_value, to_json_value
 
-VERSION = 7
+VERSION = 8
 DIGEST_HEX_CHARS = 32
 MAX_GREETING_BYTES = 4096  # limit of a line from an unauthenticated peer
 MAX_LINE_BYTES = 8 * 1024 * 1024  # enough for the quorum state of views with 10,000 members
