@@ -51,10 +51,8 @@ class SlowRankReporter:
         running = {
             record.local_rank: record for record in records if record.worker.assigned_generation == generation
         }
-        times_us = [
-            running[rank].own_time_us if rank in running else 0 for rank in range(self._local_world_size)
-        ]
-        client.send_own_times(generation, tuple(times_us))
+        times_us = {local_rank: record.own_time_us for local_rank, record in running.items()}
+        client.send_own_times(generation, tuple(times_us.get(i, 0) for i in range(self._local_world_size)))
         slow, status = client.slow_rank, None
         if slow and (slow.generation, slow.node) == (generation, client.node) and slow.local_rank in running:
             rank = running[slow.local_rank].worker.rank

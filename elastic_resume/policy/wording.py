@@ -303,9 +303,10 @@ def describe_memory(memory: MemoryPressure) -> str:
 
 def describe_slow_rank(rank: int | None, own_s: float, others_s: float, gpu: str = "") -> str:
     """Say how slow a rank is."""
+    name = f"rank {rank} on {gpu}" if gpu else f"rank {rank}"
     return (
-        f"rank {rank}{f' on {gpu}' if gpu else ''} is slow, and all others wait for it: {own_s:.3g} s from one "
-        f"step to the next gradient, the others {others_s:.3g} s"
+        f"{name} is slow, and all others wait for it: it takes {own_s:.3g} s from a step's end to the next "
+        f"gradient, and they take {others_s:.3g} s"
     )
 
 

@@ -74,8 +74,8 @@ class ProgressRecord:
     ``last_progress_ns`` is the time of the last step or of the end of a busy period; 0 before the first step
     and after the last. ``collectives`` counts collectives of the default process group at the end of the last
     step. ``busy`` ends at ``busy_until_ns``, 0 for no limit. ``epoch_end_step`` is the last step of the last
-    finished epoch. ``own_time_us`` is the median of the newest steps' own times; 0 if it is unknown. Times are
-    of CLOCK_MONOTONIC.
+    finished epoch. ``own_time_us`` is the median of the newest steps' own times, 0 if unknown. Times are of
+    CLOCK_MONOTONIC.
     """
 
     local_rank: int

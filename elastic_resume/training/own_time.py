@@ -174,7 +174,7 @@ def _sync_buffers(ddp: DistributedDataParallel) -> None:
 
 
 def find_gpu(tracked: Mapping[str, Any]) -> str | None:
-    """Return the UUID of the GPU that holds the tracked model, in the form of nvidia-smi; None without one."""
+    """Return the UUID of the tracked model's GPU, as nvidia-smi prints it; None without one."""
     for item in tracked.values():
         parameter = next(item.parameters(), None) if isinstance(item, nn.Module) else None
         if parameter is not None and parameter.device.type == "cuda":
