@@ -32,7 +32,9 @@ MAX_MARKS = 64  # an evaluation may broadcast buffers often
 class CpuClock:
     """The time of the host, in nanoseconds."""
 
-    mark = staticmethod(time.perf_counter_ns)
+    def mark(self) -> int:
+        """Return the time now."""
+        return time.perf_counter_ns()
 
     @staticmethod
     def measure_us(start: int, end: int) -> float | None:
@@ -82,10 +84,10 @@ class OwnTime:
         self._times_us: deque[float | None] = deque(maxlen=WINDOW_STEPS)
 
     def watch(self, ddp: DistributedDataParallel) -> None:
-        """Measure steps that train ``ddp``. Later calls for the same one do nothing."""
+        """Measure steps that train ``ddp``. Later calls for it do nothing, nor does one for another device."""
         parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
         devices = {parameter.device for parameter in parameters}
-        if _own_times.get(ddp) is self or len(devices | self._devices) != 1 or ddp.process_group.size() == 1:
+        if _own_times.get(ddp) is self or len(devices | self._devices) != 1:
             return
         (device,) = self._devices = devices
         if device.type not in {"cpu", "cuda"}:
