@@ -84,7 +84,7 @@ class OwnTime:
         self._times_us: deque[float | None] = deque(maxlen=WINDOW_STEPS)
 
     def watch(self, ddp: DistributedDataParallel) -> None:
-        """Measure steps that train ``ddp``. Later calls for it do nothing, nor does one for another device."""
+        """Measure steps that train ``ddp``. A second call for it does nothing, nor one for another device."""
         parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
         devices = {parameter.device for parameter in parameters}
         if _own_times.get(ddp) is self or len(devices | self._devices) != 1:

@@ -42,7 +42,7 @@ class Job:
         self.ddp = DistributedDataParallel(model)
         self.own_time = OwnTime(self.medians.append, lambda: self.collectives)
         self.own_time.watch(self.ddp)
-        original = DistributedDataParallel._sync_buffers  # noqa: SLF001
+        original = DistributedDataParallel._sync_buffers
 
         def broadcast(ddp: DistributedDataParallel) -> None:
             original(ddp)
@@ -64,11 +64,13 @@ class Job:
             self.own_time.end_step()
 
     def pass_time(self, time_us: int) -> None:
+        """Let time pass."""
         self.now_us += time_us
 
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Job:
+    """Wrap a small model with buffers in DDP, and measure it."""
     return Job(monkeypatch)
 
 
@@ -76,7 +78,7 @@ def test_own_time_ends_at_first_gradient_and_leaves_out_broadcasts(job: Job) -> 
     """It counts what the script does between steps. The median comes with the hundredth step."""
     job.train(lambda: job.pass_time(3))
     assert set(job.medians) == {10}
-    assert sum(len(p._post_accumulate_grad_hooks or ()) for p in job.ddp.parameters()) == 1  # noqa: SLF001
+    assert sum(len(p._post_accumulate_grad_hooks or ()) for p in job.ddp.parameters()) == 1
 
 
 def test_step_with_another_collective_is_not_measured(job: Job) -> None:
@@ -115,7 +117,7 @@ def test_watched_model_is_copied_and_pickled_as_before(job: Job) -> None:
         made(torch.ones(2, 2)).sum().backward()
         assert job.collectives == before + 1
     job.own_time.close()
-    assert not any(p._post_accumulate_grad_hooks for p in job.ddp.parameters())  # noqa: SLF001
+    assert not any(p._post_accumulate_grad_hooks for p in job.ddp.parameters())
 
 
 class FakeCuda:
@@ -126,12 +128,15 @@ class FakeCuda:
         self.events: list[Any] = []
 
     def is_current_stream_capturing(self) -> bool:
+        """Return whether a graph is captured."""
         return self.is_capturing
 
     def current_stream(self, device: torch.device) -> str:
+        """Return the stream of a device."""
         return f"stream of {device}"
 
     def Event(self, *, enable_timing: bool) -> Any:  # noqa: N802 - torch's name
+        """Make an event that is not reached yet."""
         assert enable_timing
         event = SimpleNamespace(time_ms=None, query=lambda: event.time_ms is not None)
         event.record = lambda stream: self.events.append((event, stream))
