@@ -128,7 +128,8 @@ class Leader(Role):
         self.view_change = ViewChange(state, self.peers)
         self.discovery = LeaderAnnouncer(state, self.make_announcement, self.peers.addresses)
         self.replicas = ReplicaComparison(state.settings.node_timeout_s)
-        self.own_times: dict[Incarnation, messages.OwnTimes] = {}
+        self.own_times: dict[str, messages.OwnTimes] = {}
+        """The newest of each node, by its name."""
         self.suspect: SlowRank | None = None
         """The result of the last comparison of own times."""
         self.heartbeat = messages.Heartbeat()  # shared, so that it is encoded once
@@ -192,7 +193,7 @@ class Leader(Role):
         self._send(peer, self.heartbeat)
         self._compare_digest(peer.incarnation, message.state_digest)
         if message.own_times:
-            self.own_times[peer.incarnation] = message.own_times
+            self.own_times[peer.incarnation.node] = message.own_times
 
     def _handle_join(self, peer: Peer, message: messages.JoinRequest) -> None:
         peer.join, peer.running_generation = message.join, 0
@@ -479,17 +480,17 @@ class Leader(Role):
     def _compare_own_times(self, _: None, own: messages.OwnTimes) -> None:
         """Look for a slow rank. This node's own times come once a second, so this is often enough."""
         state, view = self.state, self.running_view
-        self.own_times[state.incarnation] = own
-        known = {
-            member.node: times.times_us
-            for member in (view.members if view else ())
-            if (times := self.own_times.get(member)) and view and times.generation == view.generation
+        self.own_times[state.incarnation.node] = own
+        generation, members = (view.generation, view.members) if view else (0, ())
+        times_us = {
+            member.node: known.times_us
+            for member in members
+            if (known := self.own_times.get(member.node)) and known.generation == generation
         }
-        is_complete = view is not None and len(known) == len(view.members)
-        self.suspect = find_slow_rank(view.generation, known, self.suspect) if view and is_complete else None
+        is_complete = len(times_us) == len(members)
+        self.suspect = find_slow_rank(generation, times_us, self.suspect) if is_complete else None
         state.slow_rank = self.suspect if self.suspect and self.suspect.is_named else None
-        if state.slow_rank != self.heartbeat.slow_rank:
-            self.heartbeat = messages.Heartbeat(slow_rank=state.slow_rank)
+        self.heartbeat = messages.Heartbeat(slow_rank=state.slow_rank)
 
     def _report_divergence(self, view: View, verdict: DivergenceVerdict) -> None:
         """Report to every member that replicas differ, and end the job."""
@@ -620,7 +621,6 @@ class Leader(Role):
         self.running_view, state.started_generation = view, view.generation
         self.view_change.handle_view_started(view)
         self.replicas.reset(view.members)
-        self.own_times.clear()
         members = frozenset(view.members)
         for peer in self.peers:
             if peer.incarnation in members:
