@@ -34,6 +34,9 @@ Kinds, their writers and their own fields::
                                      act first), threshold_s, seconds (without a step),
                                      steps {rank: step}, report (a path)
     hang-ended            agent      generation, step; the stalled ranks continued before their kill
+    slow-rank             agent      generation, step, rank (of this node), own_s and others_s (medians of its
+                                     own times and of the others'), gpu (its UUID, or "")
+    slow-rank-ended       agent      generation, step, rank; it is no longer slow
     hang-detector-failed  agent      error; a bug of ours, hang detection continues
     drain                 agent      cause (SIGTERM, SIGUSR1, ..., deadline, a preemption notice),
                                      others_continue
@@ -49,7 +52,8 @@ Kinds, their writers and their own fields::
                                      nodes, kind (cold | resumed), source_node, source_tier (memory |
                                      disk | ""), source_generation, receiving_nodes [node], rejected [{node,
                                      generation, step, reason}], recomputed_steps, seconds
-    worker-start          worker     generation, rank, local_rank, world_size, step; the state is loaded
+    worker-start          worker     generation, rank, local_rank, world_size, step, gpu (UUID of the model's
+                                     device, or null); the state is loaded
     step                  worker     generation, rank, step, epoch, stalled_s (time that this rank has
                                      waited for snapshots in this generation); at a bounded rate, and
                                      always the first

@@ -27,6 +27,7 @@ from elastic_resume.agent.gpu_monitor import GpuMonitor
 from elastic_resume.agent.hang_detector import detect_hangs, make_threshold
 from elastic_resume.agent.restart_controller import RestartController
 from elastic_resume.agent.shutdown import ShutdownController
+from elastic_resume.agent.slow_rank import SlowRankReporter
 from elastic_resume.agent.snapshots import SnapshotService, serve_snapshots
 from elastic_resume.agent.status_reporter import EventTail, StatusReporter, StatusSampler
 from elastic_resume.agent.workers.forkserver_manager import ForkServerManager, PreforkedServer
@@ -237,7 +238,10 @@ class _Agent:
                 committer.last_error or describe_memory(self.memory_monitor.read_pressure())
             ),
         )
-        return StatusReporter(self.node_dir.path, sampler, self.event_tail)
+        slow_ranks = SlowRankReporter(
+            self.node_dir.path, self.spec.config.nproc_per_node, self.event_log.emit
+        )
+        return StatusReporter(self.node_dir.path, sampler, slow_ranks, self.event_tail)
 
     def _run_job(self, snapshots: SnapshotService, fork_server: ForkServerManager | None) -> _Outcome:
         """Join the rendezvous, run workers until the job ends, and map errors to an outcome."""

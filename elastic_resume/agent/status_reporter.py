@@ -24,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from elastic_resume import constants
+from elastic_resume.agent.slow_rank import SlowRankReporter
 from elastic_resume.events import Event, age_s, get_count, get_seconds, parse_line
 from elastic_resume.rendezvous.client import RendezvousClient
 from elastic_resume.rendezvous.core.world import View
@@ -237,9 +238,12 @@ def _read_past_events(path: Path, end_offset: int, max_bytes: int) -> Iterator[E
 class StatusReporter:
     """The thread of one agent that keeps its status, from `start` to `close`."""
 
-    def __init__(self, node_dir: Path, sampler: StatusSampler, event_tail: EventTail) -> None:
+    def __init__(
+        self, node_dir: Path, sampler: StatusSampler, slow_ranks: SlowRankReporter, event_tail: EventTail
+    ) -> None:
         self._endpoint_file = node_dir / constants.AGENT_ENDPOINT_FILE
         self._sampler = sampler
+        self._slow_ranks = slow_ranks
         self._event_tail = event_tail
         self._tracker = GenerationTracker(MAX_GENERATIONS, MAX_FAILURE_EVENTS)
         self._sample: tuple[float, NodeStatus] | None = None  # (time, status)
@@ -250,6 +254,7 @@ class StatusReporter:
 
     def start(self, client: RendezvousClient, key: bytes) -> None:
         """Start to sample, and publish the address and the read-only ``key`` for status clients."""
+        self._client = client
         with contextlib.suppress(OSError):  # other code, which depends on the disk, reports its failure
             _write_private(
                 self._endpoint_file,
@@ -315,7 +320,9 @@ class StatusReporter:
                 self._tracker.record_event(event)
         for event in events:
             self._sampler.record_event(event)
-        self._sample = (time.monotonic(), self._sampler.sample())
+            self._slow_ranks.record_event(event)
+        status = replace(self._sampler.sample(), slow_rank=self._slow_ranks.update(self._client))
+        self._sample = (time.monotonic(), status)
 
 
 def _write_private(path: Path, content: dict[str, object]) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 from elastic_resume import constants
 from elastic_resume.commands.run_directory import default_ckpt_dir
 from elastic_resume.errors import ConfigError, RendezvousLostError, UsageError
+from elastic_resume.policy.wording import describe_slow_rank
 from elastic_resume.rendezvous.core.world import Incarnation
 from elastic_resume.rendezvous.endpoint import parse_endpoints
 from elastic_resume.rendezvous.net.protocol import ProtocolError, derive_status_key, load_token
@@ -103,7 +104,11 @@ def _format_headline(status: Mapping[str, Any]) -> list[str]:
     unanswered = sum(bool(node["error"]) for node in status["nodes"])
     if unanswered:
         lines.append(f"{format_count(unanswered, 'node')} did not answer")
-    return [*lines, f"step {status['step']}, {status['steps_per_s']:.3g} steps/s"]
+    lines.append(f"step {status['step']}, {status['steps_per_s']:.3g} steps/s")
+    for node in status["nodes"]:
+        if node["slow_rank"]:
+            lines += wrap_text(f"node {node['node']}: {describe_slow_rank(**node['slow_rank'])}")
+    return lines
 
 
 def _format_spares(names: Sequence[str]) -> list[str]:

@@ -24,6 +24,7 @@ from elastic_resume.policy.digests import Digest
 from elastic_resume.policy.failure_classification import Failure
 from elastic_resume.policy.reasons import DepartureReason, JobFinished, NodeRefused, OwnObstacle
 from elastic_resume.policy.restart import JobFailure
+from elastic_resume.policy.slow_ranks import SlowRank
 from elastic_resume.policy.wording import describe
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.node import LEAVE_TIMEOUT_S, RendezvousNode
@@ -81,6 +82,8 @@ class RendezvousClient:
         # An unreachable leader is noticed after a node timeout; then the next one must be found.
         self._end_timeout_s = max(SHUTDOWN_TIMEOUT_S, 2 * config.settings.node_timeout_s + 1)
         self._has_left = False  # written by the rendezvous thread
+        self.slow_rank: SlowRank | None = None
+        """The slow rank that the leader has named last; written by the rendezvous thread."""
         self._condition = threading.Condition()
         self.is_importing = False
         """This node's new workers would wait for imports. Set it before `join`; see `finish_imports`."""
@@ -241,7 +244,7 @@ class RendezvousClient:
         error = ConfigError if isinstance(reason, NodeRefused) else RendezvousLostError
         raise error(describe(reason), reason=reason)
 
-    # ---- replicas: any thread --------------------------------------------------------------------------
+    # ---- comparisons of nodes: any thread ------------------------------------------------------------
 
     def set_divergence_handler(self, handler: Callable[[messages.ReplicasDiverged], None]) -> None:
         """Set what the callback thread calls when replicas diverge."""
@@ -254,11 +257,16 @@ class RendezvousClient:
         """
         self._server.submit(messages.StateDigest(generation, step, Digest(digest)))
 
+    def send_own_times(self, generation: int, times_us: tuple[int, ...]) -> None:
+        """Send the median own times of this node's ranks; the leader names a rank that is slow."""
+        self._server.submit(messages.OwnTimes(generation, times_us))
+
     # ---- the rendezvous thread -----------------------------------------------------------------------
 
     def _update_lease(self, node: RendezvousNode) -> None:
         """Move the lease before the effects of an event are carried out."""
         self._has_left = bool(node.end_reason)
+        self.slow_rank = node.state.slow_rank
         if node.running_view is None:
             self._lease.set(-math.inf)
         else:

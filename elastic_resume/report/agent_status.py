@@ -19,6 +19,17 @@ QUERY_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
+class SlowRankStatus:
+    """A rank for which all others wait, and the medians of its and of their own times."""
+
+    rank: int
+    own_s: float
+    others_s: float
+    gpu: str = ""
+    """Its UUID; empty for a rank that trains on the CPU."""
+
+
+@dataclass(frozen=True, slots=True)
 class NodeStatus:
     """The status of one node. Ages count from its creation; counts and sums from the start of its agent."""
 
@@ -39,6 +50,8 @@ class NodeStatus:
     commit_failures: int = 0
     problem: str = ""
     """A problem of its disk or memory; empty without one."""
+    slow_rank: SlowRankStatus | None = None
+    """The job's slow rank, if it is on this node."""
 
 
 @dataclass(frozen=True, slots=True)

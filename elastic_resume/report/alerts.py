@@ -188,6 +188,11 @@ def _describe_hang(event: ParsedEvent) -> str:
     return f"no step for {duration} after step {event.step}: {explanation}"
 
 
+def _describe_slow_rank(event: ParsedEvent) -> str:
+    own_s, others_s = event.get_seconds("own_s") or 0.0, event.get_seconds("others_s") or 0.0
+    return wording.describe_slow_rank(event.rank, own_s, others_s, event.get_text("gpu"))
+
+
 def _describe_stall(fact: object) -> str:
     try:
         return wording.describe_stall(from_json(Stall, fact))
@@ -227,6 +232,8 @@ _DESCRIPTIONS: dict[str, tuple[str, Callable[[ParsedEvent], str]]] = {
     "hang": (BAD, _describe_hang),
     "worker-exit": (BAD, _describe_stuck_worker),
     "hang-ended": (NOTE, lambda event: f"the hang after step {event.step} ended without a restart"),
+    "slow-rank": (BAD, _describe_slow_rank),
+    "slow-rank-ended": (NOTE, lambda event: f"rank {event.rank} was no longer slow at step {event.step}"),
     "drain": (NOTE, _describe_drain),
     "preemption-notice": (NOTE, _describe_notice),
     "fork-server-ready": (NOTE, _describe_preload),

@@ -129,6 +129,14 @@ def _collect_node_metrics(status: AgentStatus) -> Iterator[Metric]:
     )
     problem.add_metric(name_label, float(bool(node["problem"])))
     yield problem
+    slow_rank = GaugeMetricFamily(
+        f"{PREFIX}slow_rank",
+        "How many times as long a rank of the node takes as the others; no sample while none is slow.",
+        labels=["node", "rank"],
+    )
+    if slow := node["slow_rank"]:
+        slow_rank.add_metric([*name_label, str(slow["rank"])], slow["own_s"] / slow["others_s"])
+    yield slow_rank
     for name, (text, key) in NODE_COUNTERS.items():
         counter = CounterMetricFamily(PREFIX + name, text, labels=["node"])
         counter.add_metric(name_label, node[key])

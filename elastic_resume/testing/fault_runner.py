@@ -150,7 +150,8 @@ def failpoint_entry(fault: Fault) -> str:
         "out-of-memory": f"out-of-memory:{fault.limit_bytes}",
         "hold-gil": "hold-gil" if fault.for_s is None else f"hold-gil:{fault.for_s}",
     }
-    return f"{fault.failpoint or 'step'}={actions[fault.what]}"
+    point = "between-steps" if fault.what == "slow-rank" else "step"
+    return f"{fault.failpoint or point}={actions[fault.what]}"
 
 
 def describe_settings(fault: Fault) -> str:
@@ -612,7 +613,7 @@ def _target_conditions(fault: Fault, nodes: int, workers: int) -> list[dict[str,
 
 def _is_armed_for_step(fault: Fault) -> bool:
     """Whether the fault's failpoint is the step itself, whose number the worker compares."""
-    return fault.step is not None and failpoint_entry(fault).startswith("step=")
+    return fault.step is not None and failpoint_entry(fault).startswith(("step=", "between-steps="))
 
 
 def _failpoint_duration_s(fault: Fault) -> float | None:

@@ -39,6 +39,8 @@ from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import UntrackedOptimizerCheck
 from elastic_resume.training import announce, worker_exit
+from elastic_resume.training.heartbeat import count_collectives
+from elastic_resume.training.own_time import OwnTime, find_gpu
 from elastic_resume.training.progress import RunOptions
 from elastic_resume.training.rank0_buffers import Rank0Buffers
 from elastic_resume.training.run_parts import RunParts, restore_parts
@@ -73,6 +75,7 @@ class Run:
         self._random_numbers = parts.random_numbers
         self._progress = parts.progress
         self._heartbeat = parts.heartbeat
+        self._own_time = OwnTime(parts.heartbeat.set_own_time, count_collectives)
         self._snapshot_scheduler = parts.snapshot_scheduler
         self._plan = parts.result.plan
         self._drain_request = parts.drain_request
@@ -150,6 +153,7 @@ class Run:
         if wrapper is not None or not dist.is_initialized():
             if name is not None and isinstance(wrapper, DistributedDataParallel):
                 self._bucket_order.prepare(name, inner, wrapper)
+                self._own_time.watch(wrapper)
             return model
         kwargs: dict[str, Any] = {"init_sync": False} if name is not None else {}
         devices = {parameter.device for parameter in model.parameters()}
@@ -158,6 +162,7 @@ class Run:
         wrapped = DistributedDataParallel(model, **{**kwargs, **ddp_kwargs})
         if name is not None:
             self._bucket_order.prepare(name, inner, wrapped)
+            self._own_time.watch(wrapped)
         failpoints.register_action("skip-collective", lambda: _skip_next_reduction(wrapped))
         return wrapped
 
@@ -245,6 +250,8 @@ class Run:
         self._record_step(position)
         if is_drained:
             self._drain_request.terminate_process()
+        self._own_time.end_step()
+        failpoints.hit("between-steps", position.step)
 
     def _require_step_before_end(self) -> None:
         """Refuse a step after the end of the training on other nodes."""
@@ -423,6 +430,7 @@ class Run:
             **self._position_fields(),
             local_rank=self._context.local_rank,
             world_size=self.world_size,
+            gpu=find_gpu(self._tracked),
         )
         self._random_numbers.start_at(self.position.step)
         if self.rank == 0:
@@ -498,6 +506,7 @@ class Run:
         self._earlier_run_notice.log_once("the script has taken no step")
         self._earlier_run_notice.record_start()
         atexit.unregister(self._release)  # the registration would keep this run and its slots alive
+        self._own_time.close()
         self._heartbeat.close()
         if self._untracked_check is not None:
             self._untracked_check.close()

@@ -128,6 +128,9 @@ class Follower(Role):
         elif state.join is not None:
             state.start_workers(state.view, message, lease_until)
 
+    def _handle_heartbeat(self, _: Link, message: messages.Heartbeat) -> None:
+        self.state.slow_rank = message.slow_rank
+
     def _handle_waiting(self, _: Link, message: messages.Waiting) -> None:
         self.wait_reason = message.reason
         self.state.emit_event("waiting", message.reason)
@@ -265,7 +268,8 @@ class Follower(Role):
         if self.proposal and not state.voter.is_voter and not self.has_acknowledged:
             self._acknowledge(self.proposal.ballot)
         if state.now >= self.next_heartbeat_at:
-            state.send(self.link, messages.Heartbeat(state.digests.take()))
+            state.send(self.link, messages.Heartbeat(state.digests.take(), state.own_times))
+            state.own_times = None
             self.next_heartbeat_at = state.now + state.settings.heartbeat_interval_s
 
     def _vote(self, request: messages.RequestVote) -> None:
@@ -337,6 +341,7 @@ class Follower(Role):
         messages.LeaderAnnouncement: _handle_announcement,
     }
     _LEADER_HANDLERS: ClassVar[Handlers] = {
+        messages.Heartbeat: _handle_heartbeat,
         messages.RequestVote: _handle_vote_request,
         messages.Propose: _handle_proposal,
         messages.StartView: _handle_start,

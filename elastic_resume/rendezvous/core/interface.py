@@ -29,6 +29,7 @@ from elastic_resume.rendezvous.core.messages import (
     ImportsFinished,
     JoinRequest,
     Message,
+    OwnTimes,
     ReplicasDiverged,
     StateDigest,
     UnreachablePeers,
@@ -173,6 +174,7 @@ Event = (
     | UnreachablePeers
     | FailJob
     | StateDigest
+    | OwnTimes
     | Leave
     | Persisted
 )

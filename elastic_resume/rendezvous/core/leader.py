@@ -29,6 +29,7 @@ from elastic_resume.policy.reasons import (
     name_nodes,
 )
 from elastic_resume.policy.restart import ReplicasDiffer
+from elastic_resume.policy.slow_ranks import SlowRank, find_slow_rank
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.leader_announcer import LeaderAnnouncer
 from elastic_resume.rendezvous.core.peers import Link, Peer, PeerTable
@@ -41,7 +42,6 @@ from elastic_resume.rendezvous.replica_comparison import ReplicaComparison
 MAX_NODE_TIMEOUTS_WITHOUT_QUORUM = 2
 """A leader that has followers and no quorum for so long steps down."""
 MAX_REPORTED_PEERS = 64
-EMPTY_HEARTBEAT = messages.Heartbeat()
 
 
 class Admission:
@@ -128,6 +128,11 @@ class Leader(Role):
         self.view_change = ViewChange(state, self.peers)
         self.discovery = LeaderAnnouncer(state, self.make_announcement, self.peers.addresses)
         self.replicas = ReplicaComparison(state.settings.node_timeout_s)
+        self.own_times: dict[str, messages.OwnTimes] = {}
+        """The newest of each node, by its name."""
+        self.suspect: SlowRank | None = None
+        """The result of the last comparison of own times."""
+        self.heartbeat = messages.Heartbeat()  # shared, so that it is encoded once
         self.admission = Admission(state, self.peers, self._remove_peer)
         self.request: messages.RequestVote | None = None
         """What the voters have been asked last."""
@@ -185,8 +190,10 @@ class Leader(Role):
             self.state.learn_end(end)
 
     def _handle_heartbeat(self, peer: Peer, message: messages.Heartbeat) -> None:
-        self._send(peer, EMPTY_HEARTBEAT)
+        self._send(peer, self.heartbeat)
         self._compare_digest(peer.incarnation, message.state_digest)
+        if message.own_times:
+            self.own_times[peer.incarnation.node] = message.own_times
 
     def _handle_join(self, peer: Peer, message: messages.JoinRequest) -> None:
         peer.join, peer.running_generation = message.join, 0
@@ -470,6 +477,21 @@ class Leader(Role):
         if digest and view and digest.generation == view.generation and view.rank(node) is not None:
             self.replicas.add(node, digest, self.state.now)
 
+    def _compare_own_times(self, _: None, own: messages.OwnTimes) -> None:
+        """Look for a slow rank. This node's own times come once a second, so this is often enough."""
+        state, view = self.state, self.running_view
+        self.own_times[state.incarnation.node] = own
+        generation, members = (view.generation, view.members) if view else (0, ())
+        times_us = {
+            member.node: known.times_us
+            for member in members
+            if (known := self.own_times.get(member.node)) and known.generation == generation
+        }
+        is_complete = len(times_us) == len(members)
+        self.suspect = find_slow_rank(generation, times_us, self.suspect) if is_complete else None
+        state.slow_rank = self.suspect if self.suspect and self.suspect.is_named else None
+        self.heartbeat = messages.Heartbeat(slow_rank=state.slow_rank)
+
     def _report_divergence(self, view: View, verdict: DivergenceVerdict) -> None:
         """Report to every member that replicas differ, and end the job."""
         state, report = self.state, messages.ReplicasDiverged(view.generation, verdict)
@@ -738,6 +760,7 @@ class Leader(Role):
     _OWN_HANDLERS: ClassVar[Handlers] = {
         messages.JoinRequest: _handle_own_join,
         messages.ImportsFinished: _handle_own_imports,
+        messages.OwnTimes: _compare_own_times,
         messages.UnreachablePeers: lambda self, _, report: self._note_unreachable(
             self.state.incarnation, report
         ),

@@ -11,6 +11,7 @@ from elastic_resume.policy.digests import Digest, DivergenceVerdict
 from elastic_resume.policy.failure_classification import Failure
 from elastic_resume.policy.reasons import DepartureReason, NodeArguments, Refusal, ViewEndReason, WaitReason
 from elastic_resume.policy.restart import JobFailure
+from elastic_resume.policy.slow_ranks import SlowRank
 from elastic_resume.rendezvous.core.world import Ballot, Incarnation, JobEnd, Proposal, View, Vote
 
 
@@ -128,10 +129,20 @@ class StateDigest:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnTimes:
+    """The median own time of each local rank of one node in microseconds; 0 if it is unknown."""
+
+    generation: int
+    times_us: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Renew leases by the header. A follower adds a digest."""
+    """Renew leases by the header. A follower adds a digest and own times, the leader names a slow rank."""
 
     state_digest: StateDigest | None = None
+    own_times: OwnTimes | None = None
+    slow_rank: SlowRank | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,6 +157,10 @@ class RendezvousNode:
         if view and event.generation == view.generation:
             self.state.digests.add(event)
 
+    def _handle_own_times(self, event: messages.OwnTimes) -> None:
+        self.state.own_times = event
+        self.role.handle_own(event)
+
     def _handle_leave(self, event: interface.Leave) -> None:
         """Vote for a view without this node before it leaves, if others are here."""
         state = self.state
@@ -280,6 +284,7 @@ class RendezvousNode:
         messages.UnreachablePeers: _handle_unreachable_peers,
         messages.FailJob: _handle_fail_job,
         messages.StateDigest: _handle_digest,
+        messages.OwnTimes: _handle_own_times,
         interface.WorkersFinished: _handle_workers_finished,
         interface.Leave: _handle_leave,
     }

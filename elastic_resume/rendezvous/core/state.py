@@ -16,6 +16,7 @@ from elastic_resume.policy.reasons import (
     NodeLost,
 )
 from elastic_resume.policy.restart import JobFailure
+from elastic_resume.policy.slow_ranks import SlowRank
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.peers import NEVER, Link
 from elastic_resume.rendezvous.core.voter import Voter
@@ -101,6 +102,10 @@ class NodeState:
         self.unreachable_peers: messages.UnreachablePeers | None = None
         """The members that this node cannot reach, to be reported."""
         self.digests = DigestQueue()
+        self.own_times: messages.OwnTimes | None = None
+        """Those of this node's ranks, to be sent."""
+        self.slow_rank: SlowRank | None = None
+        """The slow rank of the running view, as the leader has named it."""
         self.lease_until = NEVER
         self.unreachable: set[Incarnation] = set()
         self.terms_without_quorum = 0

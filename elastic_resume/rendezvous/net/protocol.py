@@ -6,8 +6,8 @@ machine never sees the line.
 
 The handshake precedes all messages (HMAC-SHA256, RFC 2104; challenge and response as in RFC 2195)::
 
-    dialler   {"elastic_resume": 6, "run": RUN, "nonce": A, "status_only": false}
-    acceptor  {"elastic_resume": 6, "nonce": B}
+    dialler   {"elastic_resume": 8, "run": RUN, "nonce": A, "status_only": false}
+    acceptor  {"elastic_resume": 8, "nonce": B}
     dialler   {"proof": HMAC(token, "dialler" RUN A B)}
     acceptor  {"proof": HMAC(token, "acceptor" RUN A B)}
 

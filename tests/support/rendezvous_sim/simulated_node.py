@@ -327,6 +327,10 @@ class SimulatedNode(Host):
             generation = self.agent.state.last_view.generation
             self._handle_event(messages.StateDigest(generation, step, Digest(_hash_text(state))))
 
+    def send_own_times(self, generation: int, *times_us: int) -> None:
+        """Deliver the own times of its workers."""
+        self._handle_event(messages.OwnTimes(generation, times_us))
+
     def finish(self) -> None:
         """Let every worker of this node succeed."""
         self.checkers.on_finish(self.name)

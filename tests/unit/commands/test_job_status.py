@@ -32,7 +32,13 @@ from elastic_resume.rendezvous.core.world import Incarnation, View
 from elastic_resume.rendezvous.net import protocol, status_server
 from elastic_resume.rendezvous.net.status_server import RendezvousStatus
 from elastic_resume.report import agent_status
-from elastic_resume.report.agent_status import AgentStatus, KnownIncidents, NodeStatus, encode_reply
+from elastic_resume.report.agent_status import (
+    AgentStatus,
+    KnownIncidents,
+    NodeStatus,
+    SlowRankStatus,
+    encode_reply,
+)
 from elastic_resume.report.generations import Incident
 from tests.support import report_runs
 from tests.support.rendezvous_nodes import RUN, TOKEN, listener_address, read_line
@@ -80,6 +86,7 @@ def make_document(
             step=100 + (i == 1),
             world_size=count,
             problem="disk full" if i == trouble else "",
+            slow_rank=SlowRankStatus(i, 0.15, 0.1, "GPU-7") if i == trouble else None,
         )
         for i, node in enumerate(nodes)
     }
@@ -130,6 +137,7 @@ def test_screen_of_many_nodes_shows_those_with_problems() -> None:
     """The screen stays one screen."""
     lines = format_screen(make_document(1000, trouble=777))
     assert len(lines) < MAX_NODES + 20
+    assert any(line.startswith("node n777: rank 777 on GPU-7 is slow, and all others wait") for line in lines)
     assert any("n777" in line and "disk full" in line for line in lines)
     assert f"and {1000 - MAX_NODES} more" in lines
 

@@ -127,7 +127,7 @@ def test_slow_rank_delays_each_step_until_its_end(nodes: Nodes, clock: Clock) ->
     slow = []
     for step in range(5, 9):
         began = time.monotonic()
-        failpoints.hit("step", step)
+        failpoints.hit("between-steps", step)
         slow.append(time.monotonic() - began >= 0.02)
         injector.poll()
     assert slow == [True] * 4

@@ -1,0 +1,75 @@
+"""Send the own times of this node's ranks to the leader, and report a rank of this node that it names.
+
+The leader compares the ranks of all nodes (`policy.slow_ranks`). Nothing else follows: no rank is stopped.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from elastic_resume import constants
+from elastic_resume.events import Event
+from elastic_resume.policy.wording import describe_slow_rank
+from elastic_resume.rendezvous.client import RendezvousClient
+from elastic_resume.report.agent_status import SlowRankStatus
+from elastic_resume.slots.progress_page import read_records
+
+logger = logging.getLogger(__name__)
+
+
+class SlowRankReporter:
+    """Reports the slow rank of one node."""
+
+    def __init__(self, node_dir: Path, local_world_size: int, emit: Callable[..., Any]) -> None:
+        """``emit`` takes an event's kind and fields."""
+        self._progress_page_path = node_dir / constants.PROGRESS_FILE
+        self._pid = os.getpid()
+        self._local_world_size = local_world_size
+        self._emit = emit
+        self._gpus: dict[object, str] = {}  # by rank
+        self._generation = 0
+        self._named: SlowRankStatus | None = None
+
+    def record_event(self, event: Event) -> None:
+        """Note the GPU of a worker that starts."""
+        if event["event"] == "worker-start":
+            self._gpus[event.get("rank")] = str(event.get("gpu") or "")
+
+    def update(self, client: RendezvousClient) -> SlowRankStatus | None:
+        """Send the newest own times; return the slow rank if it is on this node. Call it once a second."""
+        records = [
+            record
+            for record in read_records(self._progress_page_path, self._local_world_size)
+            if record.worker.agent_pid == self._pid
+        ]
+        generation = max((record.worker.assigned_generation for record in records), default=0)
+        running = {
+            record.local_rank: record for record in records if record.worker.assigned_generation == generation
+        }
+        times_us = {local_rank: record.own_time_us for local_rank, record in running.items()}
+        client.send_own_times(generation, tuple(times_us.get(i, 0) for i in range(self._local_world_size)))
+        slow, status = client.slow_rank, None
+        if slow and (slow.generation, slow.node) == (generation, client.node) and slow.local_rank in running:
+            rank = running[slow.local_rank].worker.rank
+            gpu = self._gpus.get(rank, "")
+            status = SlowRankStatus(rank, slow.own_us / 1e6, slow.others_us / 1e6, gpu)
+        if generation != self._generation:  # with its generation, the rank's slowness is over for certain
+            self._generation, self._named = generation, None
+        step = min((record.step for record in running.values()), default=0)
+        self._report(status, {"generation": generation, "step": step})
+        return status
+
+    def _report(self, status: SlowRankStatus | None, position: dict[str, int]) -> None:
+        """Emit and log a change."""
+        named, self._named = self._named, status
+        if named and (status is None or status.rank != named.rank):
+            self._emit("slow-rank-ended", **position, rank=named.rank)
+            logger.info("rank %d is no longer slow.", named.rank)
+        if status and (named is None or status.rank != named.rank):
+            self._emit("slow-rank", **position, **asdict(status))
+            logger.warning("%s.", describe_slow_rank(**asdict(status)))
