@@ -412,9 +412,8 @@ def describe_stall(stall: Stall) -> str:
         case Activity.SPLIT_COLLECTIVE:
             return f"{wait}, others elsewhere"
         case Activity.SKIPPED_COLLECTIVE:
-            theirs = describe_collective(stall.others_collective, stall.collective)
-            theirs = theirs if stall.others_collective else "another collective"
-            others = f"{_list_waiting_ranks(stall.others)} in {theirs}"
+            named = stall.others_collective and describe_collective(stall.others_collective, stall.collective)
+            others = f"{_list_waiting_ranks(stall.others)} in {named or 'another collective'}"
             return f"{wait}, and {others}: it left out a collective, or called one too many"
         case Activity.OTHER_NODE:
             return "timed out waiting for other ranks"

@@ -36,7 +36,7 @@ FLIGHT_RECORDERS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("nccl", "_dump_nccl_trace_json", {}),
     *((name, "_dump_fr_trace_json", {"backend": name}) for name in ("nccl2", "nccl-lazy")),
 )
-MAX_ENTRIES_BYTES = 512 * 1024  # of one recorder: 1,100 entries, and CUDA queues 1,024 kernels at most
+MAX_ENTRIES_BYTES = 512 * 1024  # of one recorder: about 1,000 entries, as many as CUDA queues kernels
 MAX_FIELD_BYTES = 64 * 1024
 
 
