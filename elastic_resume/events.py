@@ -35,7 +35,8 @@ Kinds, their writers and their own fields::
                                      steps {rank: step}, report (a path)
     hang-ended            agent      generation, step; the stalled ranks continued before their kill
     slow-rank             agent      generation, step, rank (of this node), own_s and others_s (medians of its
-                                     own times and of the others'), gpu (its UUID, or "")
+                                     own times and of the others'), gpu (its UUID, or ""), load (the GPU's
+                                     clock, temperature and slowdowns, or "")
     slow-rank-ended       agent      generation, step, rank; it is no longer slow
     hang-detector-failed  agent      error; a bug of ours, hang detection continues
     drain                 agent      cause (SIGTERM, SIGUSR1, ..., deadline, a preemption notice),

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from elastic_resume import constants
+from elastic_resume import constants, gpus
 from elastic_resume.events import Event
 from elastic_resume.policy.wording import describe_slow_rank
 from elastic_resume.rendezvous.client import RendezvousClient
@@ -57,7 +57,8 @@ class SlowRankReporter:
         if slow and (slow.generation, slow.node) == (generation, client.node) and slow.local_rank in running:
             rank = running[slow.local_rank].worker.rank
             gpu = self._gpus.get(rank, "")
-            status = SlowRankStatus(rank, slow.own_us / 1e6, slow.others_us / 1e6, gpu)
+            load = gpus.describe_load(gpu) if gpu else ""
+            status = SlowRankStatus(rank, slow.own_us / 1e6, slow.others_us / 1e6, gpu, load)
         if generation != self._generation:  # with its generation, the rank's slowness is over for certain
             self._generation, self._named = generation, None
         step = min((record.step for record in running.values()), default=0)

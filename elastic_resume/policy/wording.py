@@ -343,9 +343,9 @@ def describe_memory(memory: MemoryPressure) -> str:
     return "; ".join(texts)
 
 
-def describe_slow_rank(rank: int | None, own_s: float, others_s: float, gpu: str = "") -> str:
-    """Say how slow a rank is."""
-    name = f"rank {rank} on {gpu}" if gpu else f"rank {rank}"
+def describe_slow_rank(rank: int | None, own_s: float, others_s: float, gpu: str = "", load: str = "") -> str:
+    """Say how slow a rank is, and what its GPU does."""
+    name = f"rank {rank}" + (f" on {gpu}" if gpu else "") + (f" ({load})" if load else "")
     return (
         f"{name} is slow, and all others wait for it: it takes {own_s:.3g} s from a step's end to the next "
         f"gradient, and they take {others_s:.3g} s"

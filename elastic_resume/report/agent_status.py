@@ -27,6 +27,8 @@ class SlowRankStatus:
     others_s: float
     gpu: str = ""
     """Its UUID; empty for a rank that trains on the CPU."""
+    load: str = ""
+    """Clock, temperature and slowdowns of the GPU; empty without NVML."""
 
 
 @dataclass(frozen=True, slots=True)

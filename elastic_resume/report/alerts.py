@@ -190,7 +190,8 @@ def _describe_hang(event: ParsedEvent) -> str:
 
 def _describe_slow_rank(event: ParsedEvent) -> str:
     own_s, others_s = event.get_seconds("own_s") or 0.0, event.get_seconds("others_s") or 0.0
-    return wording.describe_slow_rank(event.rank, own_s, others_s, event.get_text("gpu"))
+    gpu, load = event.get_text("gpu"), event.get_text("load")
+    return wording.describe_slow_rank(event.rank, own_s, others_s, gpu, load)
 
 
 def _describe_stall(fact: object) -> str:

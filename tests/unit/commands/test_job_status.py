@@ -86,7 +86,7 @@ def make_document(
             step=100 + (i == 1),
             world_size=count,
             problem="disk full" if i == trouble else "",
-            slow_rank=SlowRankStatus(i, 0.15, 0.1, "GPU-7") if i == trouble else None,
+            slow_rank=SlowRankStatus(i, 0.15, 0.1, "GPU-7", "87 °C") if i == trouble else None,
         )
         for i, node in enumerate(nodes)
     }
@@ -137,7 +137,7 @@ def test_screen_of_many_nodes_shows_those_with_problems() -> None:
     """The screen stays one screen."""
     lines = format_screen(make_document(1000, trouble=777))
     assert len(lines) < MAX_NODES + 20
-    assert any(line.startswith("node n777: rank 777 on GPU-7 is slow, and all others wait") for line in lines)
+    assert any(line.startswith("node n777: rank 777 on GPU-7 (87 °C) is slow, and all") for line in lines)
     assert any("n777" in line and "disk full" in line for line in lines)
     assert f"and {1000 - MAX_NODES} more" in lines
 
