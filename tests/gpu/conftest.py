@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.gpus import FakeGpu, RealGpu
+from tests.gpu.real_gpu import RealGpu
+from tests.support.fake_gpu import FakeGpu
 from tests.unit.capture import test_snapshotter
 
 begin = test_snapshotter.begin

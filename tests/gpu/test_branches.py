@@ -20,8 +20,9 @@ from elastic_resume.state import state_dict
 from elastic_resume.training import rank0_buffers
 from elastic_resume.training import run as run_module
 from elastic_resume.training.run import Run
+from tests.gpu.real_gpu import RealGpu
 from tests.support import state_image
-from tests.support.gpus import FakeGpu, RealGpu
+from tests.support.fake_gpu import FakeGpu
 from tests.unit.capture.test_snapshotter import (
     assert_held,
     assert_same,
@@ -64,7 +65,7 @@ def step(gpu: Gpu, objects: dict[str, Any], *, overflows: bool = False) -> None:
 
 
 def test_snapshot_equals_state_at_step_boundary(gpu: Gpu, begin: Begin) -> None:
-    """The GPU copies only when the next forward pass has changed buffers, and optimizer.step() waits for it."""
+    """Forward and backward run before the GPU copies, and optimizer.step() after it."""
     objects = build(gpu)
     run = begin(**objects)
     for number in range(1, 5):
@@ -88,6 +89,8 @@ def test_resume_loads_state_onto_gpu(gpu: Gpu, begin: Begin) -> None:
     first, second = build(gpu), build(gpu)
     run = begin(**first)
     step(gpu, first)
+    wide = gpu.put(torch.ones(2, dtype=torch.float64))  # torch would load it in the parameter's dtype
+    first["optimizer"].state[first["model"][0].weight]["wide"] = wide
     run.step()
     state = expected(run)
     run.close()
@@ -148,17 +151,22 @@ def test_optimizer_step_in_graph_is_refused(gpu: Gpu, begin: Begin) -> None:
         objects["optimizer"].step()
 
 
+def is_complete_after_step(run: Run) -> None:
+    """End a step and wait for its snapshot."""
+    run.step()
+    assert is_complete(run)
+
+
 def test_slot_that_cannot_be_pinned_is_copied_slowly(
     gpu: Gpu, begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The limit of locked memory may be reached."""
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
     objects = build(gpu)
+    run = begin(**objects)
+    step(gpu, objects)
     with pytest.warns(UserWarning, match="cannot be pinned: CUDA error 2; copies are slow"):
-        run = begin(**objects)
-        step(gpu, objects)
-        run.step()
-        assert is_complete(run)
+        is_complete_after_step(run)
     assert held(run)[2] == 1
 
 
@@ -195,7 +203,7 @@ def test_gpu_of_model_is_found_and_given_to_ddp(
     assert state_dict.find_gpus({**objects, "other": nn.Linear(1, 1)}) == {0}
     run = begin(**objects)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(run_module, "DistributedDataParallel", lambda model, **kwargs: given.append(kwargs))
+    monkeypatch.setattr(run_module, "DistributedDataParallel", lambda _, **kwargs: given.append(kwargs))
     monkeypatch.setattr(run._bucket_order, "prepare", lambda *_: None)
     run.ddp(objects["model"])
     assert given == [{"init_sync": False, "device_ids": [0]}]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from elastic_resume.integrations.transformers import ElasticTrainer
-from tests.support.gpus import FakeGpu, RealGpu
+from tests.gpu.real_gpu import RealGpu
+from tests.support.fake_gpu import FakeGpu
 
 
 def test_trial_of_a_loss_leaves_generators_of_the_gpu(

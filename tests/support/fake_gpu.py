@@ -1,8 +1,10 @@
-"""The GPU of this machine, or a fake one: CPU tensors that count as CUDA tensors, and a device that runs late.
+"""A fake GPU: CPU tensors that count as CUDA tensors, and streams that run late.
 
-The fake checks the order in which the product records events, copies and waits. What CUDA itself does (memory,
-its allocator, real concurrency) needs a real GPU. Work of the training stream runs at once. Copies in other
+It checks the order in which the product records events, copies and waits. What CUDA itself does (memory, its
+allocator, real concurrency) needs a real GPU. Work of the training stream runs at once. Copies in other
 streams run when somebody waits for their event, so that a missing wait shows as a torn snapshot.
+
+The result of an operation is on the CPU, except those of ``clone`` and ``to`` and of new tensors.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, partialmethod
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,40 +24,6 @@ from elastic_resume.capture import direct_write
 from elastic_resume.state import state_dict
 
 TIMEOUT_S = 20.0
-HUNDRED_MS = 200_000_000  # cycles of a GPU at 2 GHz
-
-
-class RealGpu:
-    """GPU 0."""
-
-    device = torch.device("cuda", 0)
-
-    def __init__(self) -> None:
-        torch.cuda.init()
-
-    def place(self, module: torch.nn.Module) -> None:
-        """Move the parameters and buffers of ``module`` to the GPU."""
-        module.to(self.device)
-
-    def put(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with these values on the GPU."""
-        return tensor.to(self.device)
-
-    @contextlib.contextmanager
-    def slow(self) -> Iterator[None]:
-        """Delay the copies that are enqueued in this context."""
-        torch.cuda._sleep(HUNDRED_MS)
-        yield
-
-    @contextlib.contextmanager
-    def capture(self) -> Iterator[None]:
-        """Capture a graph."""
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="relaxed"):
-            yield
-
-    def get_seeds(self) -> list[int]:
-        """Return the seed of each GPU's generator."""
-        return [generator.initial_seed() for generator in torch.cuda.default_generators]
 
 
 class FakeEvent:
@@ -63,12 +31,11 @@ class FakeEvent:
 
     def __init__(self, gpu: FakeGpu, *, blocking: bool = False) -> None:
         self.gpu, self.is_done, self.blocking = gpu, threading.Event(), blocking
-        self.stream: FakeStream | None = None
+        self.stream = gpu.training_stream
 
     def synchronize(self) -> None:
         """Wait in the host."""
         assert self.blocking, "a waiting thread would spin"
-        assert self.stream is not None
         if not self.gpu.is_slow:
             self.stream.run()
         assert self.is_done.wait(TIMEOUT_S), "the training stream never waited for the copies"
@@ -102,7 +69,6 @@ class FakeStream:
         """Run later work after ``event``."""
         self.newest_wait = event
         if self is self.gpu.training_stream:
-            assert event.stream is not None
             event.stream.run()
 
 
@@ -113,7 +79,7 @@ class FakeGpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_slow = self.is_capturing = False
-        self.training_stream = FakeStream(self)
+        self.training_stream: FakeStream = FakeStream(self)
         self.newest_start: FakeEvent | None = None
         self._own: dict[int, Tensor] = {}  # by the address of its memory, which it keeps
         self._recorded: set[int] = set()
@@ -147,6 +113,10 @@ class FakeGpu:
         """Return the seed of each GPU's generator."""
         return [generator.initial_seed() for generator in self._generators]
 
+    def _clone(self, tensor: Tensor, **how: Any) -> Tensor:
+        clone = torch._C.TensorBase.clone(tensor, **how)
+        return self._keep(clone) if self._has(tensor) else clone
+
     def _keep(self, tensor: Tensor) -> Tensor:
         self._own[tensor.untyped_storage().data_ptr()] = tensor.detach()
         return tensor
@@ -157,12 +127,12 @@ class FakeGpu:
     def _patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         base = torch._C.TensorBase
         patch = partial(monkeypatch.setattr, raising=False)
-        find_device = base.device.__get__  # type: ignore[attr-defined]
+        find_device = base.device.__get__
         patch(Tensor, "is_cuda", property(self._has))
         patch(Tensor, "device", property(lambda t: self.device if self._has(t) else find_device(t)))
-        patch(Tensor, "clone", lambda t, **kw: (self.put if self._has(t) else partial(base.clone, **kw))(t))
+        patch(Tensor, "clone", partialmethod(self._clone))
         patch(Tensor, "cpu", lambda t: base.clone(t) if self._has(t) else base.cpu(t))
-        patch(Tensor, "to", lambda t, *args, **kwargs: self._move(t, *args, **kwargs))
+        patch(Tensor, "to", partialmethod(self._move))
         patch(Tensor, "record_stream", lambda t, _: self._recorded.add(id(t)))
         for name in ("tensor", "zeros", "full", "zeros_like"):
             patch(torch, name, partial(self._make, getattr(torch, name)))
