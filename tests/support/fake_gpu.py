@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial, partialmethod
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +24,11 @@ from elastic_resume.capture import direct_write
 from elastic_resume.state import state_dict
 
 TIMEOUT_S = 20.0
+
+
+def _to_method(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function that a class binds: it binds no method of another object."""
+    return lambda *args, **kwargs: function(*args, **kwargs)  # noqa: PLW0108
 
 
 class FakeEvent:
@@ -130,9 +135,9 @@ class FakeGpu:
         find_device = base.device.__get__
         patch(Tensor, "is_cuda", property(self._has))
         patch(Tensor, "device", property(lambda t: self.device if self._has(t) else find_device(t)))
-        patch(Tensor, "clone", partialmethod(self._clone))
+        patch(Tensor, "clone", _to_method(self._clone))
         patch(Tensor, "cpu", lambda t: base.clone(t) if self._has(t) else base.cpu(t))
-        patch(Tensor, "to", partialmethod(self._move))
+        patch(Tensor, "to", _to_method(self._move))
         patch(Tensor, "record_stream", lambda t, _: self._recorded.add(id(t)))
         for name in ("tensor", "zeros", "full", "zeros_like"):
             patch(torch, name, partial(self._make, getattr(torch, name)))
