@@ -147,7 +147,9 @@ class FakeGpu:
         patch(torch.cuda, "is_initialized", lambda: True)
         patch(torch.cuda, "is_available", lambda: True)  # else a GradScaler does nothing
         patch(torch.cuda, "current_device", lambda: 0)
-        patch(torch.cuda, "current_stream", lambda _=None: self._current_stream())
+        patch(
+            torch.cuda, "current_stream", lambda _=None: getattr(self._side, "stream", self.training_stream)
+        )
         patch(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
         patch(torch.cuda, "Stream", partial(FakeStream, self))
         patch(torch.cuda, "Event", partial(FakeEvent, self))
@@ -157,9 +159,6 @@ class FakeGpu:
         no_error = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
         patch(torch.cuda, "cudart", lambda: no_error)
 
-    def _current_stream(self) -> FakeStream:
-        return getattr(self._side, "stream", self.training_stream)
-
     @contextlib.contextmanager
     def _use_stream(self, stream: FakeStream) -> Iterator[None]:
         self._side.stream = stream
@@ -167,7 +166,6 @@ class FakeGpu:
         del self._side.stream
 
     def _move(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Move to any device; all are in the memory of the CPU."""
         place = [torch.device(a) for a in (*args, kwargs.get("device")) if isinstance(a, (str, torch.device))]
         kwargs["device"] = "cpu"
         rest = [a for a in args if not isinstance(a, (str, torch.device))]
@@ -175,7 +173,6 @@ class FakeGpu:
         return self.put(moved) if place and place[0].type == "cuda" else moved
 
     def _make(self, make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Make a tensor where it is asked for."""
         device = torch.device(kwargs.pop("device", None) or "cpu")
         like = make.__name__ == "zeros_like" and self._has(args[0])
         made = make(*args, **kwargs)
@@ -185,7 +182,7 @@ class FakeGpu:
         self, copy: Callable[..., None], into: list[Tensor], tensors: list[Tensor], **kwargs: Any
     ) -> None:
         """Copy now; from the GPU in another stream later."""
-        stream = self._current_stream()
+        stream: Any = torch.cuda.current_stream()
         if stream is self.training_stream:
             assert not any(map(self._has, tensors)), "the host would wait for the GPU"
             copy(into, tensors)
