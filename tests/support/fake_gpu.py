@@ -60,6 +60,10 @@ class FakeStream:
             while self.work:
                 self.work.pop(0)()
 
+    def is_capturing(self) -> bool:
+        """Return whether a graph is being captured."""
+        return self.gpu.is_capturing
+
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
         """Mark the end of the work so far."""
         event = event or FakeEvent(self.gpu)
@@ -150,6 +154,7 @@ class FakeGpu:
         patch(
             torch.cuda, "current_stream", lambda _=None: getattr(self._side, "stream", self.training_stream)
         )
+        patch(torch.accelerator, "current_stream", torch.cuda.current_stream)
         patch(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
         patch(torch.cuda, "Stream", partial(FakeStream, self))
         patch(torch.cuda, "Event", partial(FakeEvent, self))
