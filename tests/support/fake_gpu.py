@@ -26,11 +26,6 @@ from elastic_resume.state import state_dict
 TIMEOUT_S = 20.0
 
 
-def _to_method(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function that a class binds: it binds no method of another object."""
-    return lambda *args, **kwargs: function(*args, **kwargs)  # noqa: PLW0108
-
-
 class FakeEvent:
     """An event of a stream."""
 
@@ -59,10 +54,6 @@ class FakeStream:
         with self.lock:
             while self.work:
                 self.work.pop(0)()
-
-    def is_capturing(self) -> bool:
-        """Return whether a graph is being captured."""
-        return self.gpu.is_capturing
 
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
         """Mark the end of the work so far."""
@@ -139,9 +130,9 @@ class FakeGpu:
         find_device = base.device.__get__
         patch(Tensor, "is_cuda", property(self._has))
         patch(Tensor, "device", property(lambda t: self.device if self._has(t) else find_device(t)))
-        patch(Tensor, "clone", _to_method(self._clone))
+        patch(Tensor, "clone", lambda t, **how: self._clone(t, **how))  # noqa: PLW0108
         patch(Tensor, "cpu", lambda t: base.clone(t) if self._has(t) else base.cpu(t))
-        patch(Tensor, "to", _to_method(self._move))
+        patch(Tensor, "to", lambda *args, **how: self._move(*args, **how))  # noqa: PLW0108
         patch(Tensor, "record_stream", lambda t, _: self._recorded.add(id(t)))
         for name in ("tensor", "zeros", "full", "zeros_like"):
             patch(torch, name, partial(self._make, getattr(torch, name)))
@@ -154,7 +145,8 @@ class FakeGpu:
         patch(
             torch.cuda, "current_stream", lambda _=None: getattr(self._side, "stream", self.training_stream)
         )
-        patch(torch.accelerator, "current_stream", torch.cuda.current_stream)
+        stream = SimpleNamespace(is_capturing=lambda: self.is_capturing)
+        patch(torch.accelerator, "current_stream", lambda: stream)  # optimizers of torch 2.15 ask
         patch(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
         patch(torch.cuda, "Stream", partial(FakeStream, self))
         patch(torch.cuda, "Event", partial(FakeEvent, self))
