@@ -37,6 +37,7 @@ class RealGpu:
     def capture(self) -> Iterator[None]:
         """Capture a graph."""
         with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="relaxed"):
+            torch.zeros(1, device=self.device)  # torch warns of an empty graph
             yield
 
     def get_seeds(self) -> list[int]:
