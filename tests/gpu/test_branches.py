@@ -48,20 +48,15 @@ def build(gpu: Gpu) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "scaler": scaler}
 
 
-def backward(gpu: Gpu, objects: dict[str, Any], *, overflows: bool = False) -> None:
-    """Run forward and backward, which change all buffers."""
+def step(gpu: Gpu, objects: dict[str, Any], *, overflows: bool = False) -> None:
+    """Run forward and backward, which change all buffers, and a step unless the gradients overflow."""
     model, scaler = objects["model"], objects["scaler"]
     model.on_host += 1
     loss = model(gpu.put(torch.randn(6, 4))).pow(2).sum() * (float("inf") if overflows else 1.0)
     model.zero_grad()
     scaler.scale(gpu.put(loss)).backward()
-
-
-def step(gpu: Gpu, objects: dict[str, Any], *, overflows: bool = False) -> None:
-    """Run forward, backward and a step of the optimizer, unless the gradients overflow."""
-    backward(gpu, objects, overflows=overflows)
-    objects["scaler"].step(objects["optimizer"])
-    objects["scaler"].update()
+    scaler.step(objects["optimizer"])
+    scaler.update()
 
 
 def test_snapshot_equals_state_at_step_boundary(gpu: Gpu, begin: Begin) -> None:
@@ -146,8 +141,10 @@ def test_optimizer_step_in_graph_is_refused(gpu: Gpu, begin: Begin) -> None:
     objects = build(gpu)
     begin(**objects)
     step(gpu, objects)
+    before = [parameter.clone() for parameter in objects["model"].parameters()]
     with pytest.raises(UsageError, match="Capture forward and backward only"), gpu.capture():
         objects["optimizer"].step()
+    assert all(map(torch.equal, before, objects["model"].parameters()))
 
 
 def is_complete_after_step(run: Run) -> None:
