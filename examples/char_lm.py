@@ -105,8 +105,8 @@ def main() -> None:
     args = arguments()
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)
-    gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    device = gpu if torch.cuda.is_available() else torch.device("cpu")
+    gpus, local_rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
 
     train, test = blocks(args.characters)
     batches = er.GlobalBatches(len(train), args.global_batch, seed=args.seed)

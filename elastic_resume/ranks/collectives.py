@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from elastic_resume.errors import CorruptError
+from elastic_resume.policy.devices import choose_gpu
 from elastic_resume.state.state_dict import view_bytes
 
 # Most values fit, so that one collective suffices. On busy nodes each costs milliseconds, whatever its size.
@@ -46,10 +47,10 @@ class Collectives:
         self._pid = os.getpid()
 
     @classmethod
-    def join(cls) -> Collectives:
+    def join(cls, model_gpus: Collection[int] = ()) -> Collectives:
         """Join the ranks: use the existing process group, or create it from torchrun's environment.
 
-        Without both this process is the only rank.
+        Without both this process is the only rank. ``model_gpus`` are the GPUs of the script's models.
         """
         if not dist.is_available():
             return cls(0, 1, None)
@@ -57,11 +58,7 @@ class Collectives:
         if creates_default:
             if any(name not in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
                 return cls(0, 1, None)
-            local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-            if torch.cuda.is_available() and torch.cuda.device_count() > local_rank:
-                torch.cuda.set_device(local_rank)  # otherwise every rank allocates on GPU 0 first
-            cuda = torch.cuda.is_available() and dist.is_nccl_available()
-            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+            _create_default_group(model_gpus)
         group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT, group_desc="elastic_resume")
         collectives = cls(dist.get_rank(), dist.get_world_size(), group)
         collectives._created_default_group = creates_default
@@ -147,6 +144,30 @@ class Collectives:
         with contextlib.suppress(RuntimeError):  # Python 3.12.0 starts no thread at exit
             thread.start()
             thread.join(DESTROY_TIMEOUT_S)
+
+
+def _create_default_group(model_gpus: Collection[int]) -> None:
+    """Create the default process group; on GPUs select this rank's, with NCCL for its tensors."""
+    gpu = choose_gpu(
+        int(os.environ.get("LOCAL_RANK", "0")),
+        torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        current=torch.cuda.current_device() if torch.cuda.is_initialized() else 0,
+        model_gpus=model_gpus,
+    )
+    if gpu is not None:
+        torch.cuda.set_device(gpu)  # otherwise every rank allocates on GPU 0 first
+    if gpu is None or not dist.is_nccl_available():
+        dist.init_process_group("gloo")
+        return
+    bound: dict[str, Any] = {}
+    options: Any = dist.ProcessGroupNCCL.Options()
+    # NCCL of torch 2.15 takes the GPU of LOCAL_RANK unless the group is bound to one. Earlier versions take
+    # each tensor's, and would connect the ranks at once if bound. NCCL refuses ranks that share a GPU, which
+    # do no harm while their tensors are on CPUs.
+    if hasattr(options, "lazy_init") and os.environ.get("TORCH_DIST_USE_NCCL2") != "0":
+        options.lazy_init = True
+        bound = {"device_id": torch.device("cuda", gpu), "pg_options": options}
+    dist.init_process_group("cpu:gloo,cuda:nccl", **bound)
 
 
 def _frame(data: bytes, size: int) -> Tensor:

@@ -273,6 +273,12 @@ def find_ddp_models(objects: Mapping[str, Any]) -> list[DistributedDataParallel]
     return [item for item in found if isinstance(item, DistributedDataParallel)]
 
 
+def find_gpus(tracked: Mapping[str, Any]) -> set[int]:
+    """Return the indices of the GPUs with parameters of tracked models."""
+    models = [item for item in tracked.values() if isinstance(item, nn.Module)]
+    return {p.device.index for model in models for p in model.parameters() if p.is_cuda}
+
+
 def _list_wrappers(item: Any) -> list[Any]:
     """List ``item`` and what it wraps, innermost last."""
     layers = [item]

@@ -653,7 +653,7 @@ def resume(
     except ElasticResumeError:
         worker_exit.install_startup_hook()  # the node's name is not known yet
         raise
-    collectives = Collectives.join()
+    collectives = Collectives.join(model_gpus=state_dict.find_gpus(tracked))
     events = worker_exit.open_event_log(
         node_dir / constants.EVENTS_FILE, settings.node_name, collectives.rank
     )

@@ -366,20 +366,6 @@ def test_time_to_find_changes_counts_as_stall(
     assert is_complete(run)
 
 
-def test_optimizer_step_in_graph_capture_is_refused(
-    begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The error comes before any replay."""
-    objects = KINDS["adamw"]()
-    begin(**objects)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    before = [parameter.clone() for parameter in objects["model"].parameters()]
-    with pytest.raises(UsageError, match=r"Capture forward and backward only, and call optimizer\.step"):
-        objects["optimizer"].step()
-    assert all(map(torch.equal, before, objects["model"].parameters()))
-
-
 class StepLog:
     """Tracked state that grows and is no tensor."""
 
