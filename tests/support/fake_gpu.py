@@ -142,6 +142,7 @@ class FakeGpu:
         patch(torch.cuda, "is_initialized", lambda: True)
         patch(torch.cuda, "is_available", lambda: True)  # else a GradScaler does nothing
         patch(torch.cuda, "current_device", lambda: 0)
+        patch(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="fake"))
         patch(
             torch.cuda, "current_stream", lambda _=None: getattr(self._side, "stream", self.training_stream)
         )
