@@ -15,7 +15,7 @@ import time
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,15 +26,13 @@ from torch.utils.hooks import RemovableHandle
 WINDOW_STEPS = 100
 MIN_MEASURED_STEPS = WINDOW_STEPS // 2
 STEPS_PER_UPDATE = 10
-MAX_MARKS = 64  # an evaluation may broadcast buffers often
+MAX_POINTS = 64  # of one step; an evaluation may broadcast buffers often
 
 
 class CpuClock:
     """The time of the host, in nanoseconds."""
 
-    def mark(self) -> int:
-        """Return the time now."""
-        return time.perf_counter_ns()
+    mark = staticmethod(time.perf_counter_ns)
 
     @staticmethod
     def measure_us(start: int, end: int) -> float | None:
@@ -66,8 +64,16 @@ class CudaClock:
         return float(start.elapsed_time(end)) * 1e3
 
 
+Point = tuple[Any, int]
+"""A mark of the clock, and the number of collectives until then."""
+
+
 class OwnTime:
-    """The own times of this rank's newest steps, in one generation."""
+    """The own times of this rank's newest steps, in one generation.
+
+    While a step trains, only points are noted: the start, a pause's start and end for each broadcast, and the
+    end. So their number is odd until the end. They are read after `STEPS_PER_UPDATE` steps.
+    """
 
     def __init__(self, record: Callable[[int], None], count_collectives: Callable[[], int]) -> None:
         """``record`` takes the median of the newest steps in microseconds; 0: too few were measured."""
@@ -76,11 +82,8 @@ class OwnTime:
         self._clock: CpuClock | CudaClock | None = None
         self._devices: set[torch.device] = set()
         self._hooks: dict[int, RemovableHandle] = {}
-        # Start, then a pause's start and end for each broadcast, then the end: an odd number until the end.
-        self._marks: list[Any] = []
-        self._last_marks: list[Any] = []
-        self._collectives = 0
-        self._steps = 0
+        self._points: list[Point] = []
+        self._unread_steps: list[list[Point]] = []
         self._times_us: deque[float | None] = deque(maxlen=WINDOW_STEPS)
 
     def watch(self, ddp: DistributedDataParallel) -> None:
@@ -100,65 +103,63 @@ class OwnTime:
             self._hooks[id(parameter)] = hook
 
     def end_step(self) -> None:
-        """Begin the own time of the next step, and read that of the last one."""
+        """Begin the own time of the next step."""
         if self._clock is None:
             return
-        finished, self._last_marks = self._last_marks, self._marks
-        self._marks = [self._clock.mark()]
-        self._collectives = self._count_collectives()
-        self._times_us.append(self._read(finished))
-        self._steps += 1
-        if self._steps % STEPS_PER_UPDATE == 0 and len(self._times_us) == WINDOW_STEPS:
-            times = sorted(time_us for time_us in self._times_us if time_us is not None)
-            self._record(int(times[len(times) // 2]) if len(times) >= MIN_MEASURED_STEPS else 0)
+        if len(self._unread_steps) > STEPS_PER_UPDATE:
+            self._update()
+        self._points = [(self._clock.mark(), self._count_collectives())]
+        self._unread_steps.append(self._points)
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave out the time of the block, in which ranks wait for each other."""
-        was_running = self._is_running
-        if was_running:
-            self._add_mark()
-        yield
-        if was_running and self._clock is not None and self._marks:
-            self._marks.append(self._clock.mark())
-            self._collectives = self._count_collectives()
+    def pause(self) -> bool:
+        """Leave out the time until `resume`, in which ranks wait; return whether `resume` is due."""
+        is_due = len(self._points) % 2 == 1 and len(self._points) < MAX_POINTS
+        if is_due:
+            self.resume()
+        return is_due
+
+    def resume(self) -> None:
+        """Go on after a pause."""
+        if self._clock is not None:
+            self._points.append((self._clock.mark(), self._count_collectives()))
 
     def close(self) -> None:
         """Measure no more."""
-        self._clock, self._marks = None, []
+        self._clock, self._points = None, []
         for hook in self._hooks.values():
             hook.remove()
 
-    @property
-    def _is_running(self) -> bool:
-        return len(self._marks) % 2 == 1
-
     def _end(self, parameter: Tensor) -> None:
         """End the own time at the first gradient; from then on, only its parameter keeps the hook."""
-        if not self._is_running:
+        if self._clock is None or len(self._points) % 2 == 0:
             return
-        self._add_mark()
+        self._points.append((self._clock.mark(), self._count_collectives()))
         if len(self._hooks) > 1:
             kept = self._hooks.pop(id(parameter))
             for hook in self._hooks.values():
                 hook.remove()
             self._hooks = {id(parameter): kept}
 
-    def _add_mark(self) -> None:
-        if self._clock is None or len(self._marks) >= MAX_MARKS:
-            self._marks = []
-        elif self._count_collectives() == self._collectives:
-            self._marks.append(self._clock.mark())
-        else:  # this rank may have waited for another one
-            self._marks = []
+    def _update(self) -> None:
+        """Read all steps but the last, which a GPU may not have reached, and record the median."""
+        *read, last = self._unread_steps
+        self._unread_steps = [last]
+        self._times_us.extend(map(self._measure_us, read))
+        if len(self._times_us) == WINDOW_STEPS:
+            times = sorted(time_us for time_us in self._times_us if time_us is not None)
+            self._record(int(times[len(times) // 2]) if len(times) >= MIN_MEASURED_STEPS else 0)
 
-    def _read(self, marks: list[Any]) -> float | None:
-        if self._clock is None or not marks or len(marks) % 2:
+    def _measure_us(self, points: list[Point]) -> float | None:
+        """Return a step's own time; None without an end, or if it may have waited for other ranks."""
+        if self._clock is None or len(points) % 2 or len(points) >= MAX_POINTS:
             return None
-        parts = [
-            self._clock.measure_us(start, end) for start, end in zip(marks[::2], marks[1::2], strict=True)
-        ]
-        return None if None in parts else sum(part for part in parts if part is not None)
+        total_us = 0.0
+        for (start, collectives), (end, collectives_then) in zip(points[::2], points[1::2], strict=True):
+            part_us = self._clock.measure_us(start, end)
+            if part_us is None or collectives != collectives_then:
+                return None
+            total_us += part_us
+        return total_us
 
 
 _own_times: weakref.WeakKeyDictionary[nn.Module, OwnTime] = weakref.WeakKeyDictionary()
@@ -171,8 +172,10 @@ def _sync_buffers(ddp: DistributedDataParallel) -> None:
     pickle stores the name alone.
     """
     own_time = _own_times.get(ddp)
-    with own_time.paused() if own_time is not None else contextlib.nullcontext():
-        DistributedDataParallel._sync_buffers(ddp)  # noqa: SLF001
+    is_paused = own_time is not None and own_time.pause()
+    DistributedDataParallel._sync_buffers(ddp)  # noqa: SLF001
+    if own_time is not None and is_paused:
+        own_time.resume()
 
 
 def find_gpu(tracked: Mapping[str, Any]) -> str | None:

@@ -100,7 +100,7 @@ def test_forward_passes_of_an_evaluation_cost_one_sample(job: Job) -> None:
 
     def evaluate() -> None:
         with torch.no_grad():
-            for _ in range(own_time.MAX_MARKS):
+            for _ in range(own_time.MAX_POINTS):
                 job.ddp(torch.ones(2, 2))
 
     job.train(evaluate, 3)
