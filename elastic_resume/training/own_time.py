@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from elastic_resume.state import state_dict
+
 WINDOW_STEPS = 100
 MIN_MEASURED_STEPS = WINDOW_STEPS // 2
 STEPS_PER_UPDATE = 10
@@ -180,9 +182,7 @@ def _sync_buffers(ddp: DistributedDataParallel) -> None:
 
 def find_gpu(tracked: Mapping[str, Any]) -> str | None:
     """Return the UUID of the tracked model's GPU, as nvidia-smi prints it; None without one."""
-    for item in tracked.values():
-        parameter = next(item.parameters(), None) if isinstance(item, nn.Module) else None
-        if parameter is not None and parameter.device.type == "cuda":
-            with contextlib.suppress(AttributeError):  # builds for other vendors have no uuid
-                return f"GPU-{torch.cuda.get_device_properties(parameter.device).uuid}"
+    for index in sorted(state_dict.find_gpus(tracked)):
+        with contextlib.suppress(AttributeError):  # builds for other vendors have no uuid
+            return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
     return None
