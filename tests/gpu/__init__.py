@@ -12,7 +12,10 @@ Those in test_cuda_job.py are skipped without a GPU. "real" marks them.
 | | real: `test_launcher_shows_rank_its_own_gpu`, over NCCL |
 | training/rank0_buffers.py, a buffer's device | `test_buffers_on_gpu_travel_over_the_default_group` |
 | training/run.py `ddp`, device_ids | `test_gpu_of_model_is_found_and_given_to_ddp`; real: every job |
+<<<<<<< HEAD
 | training/heartbeat.py `count_collectives` | real: `test_launcher_shows_rank_its_own_gpu` |
+=======
+>>>>>>> 7d55c18fef544ca6fd12ff5b40eeb229a3810d95
 | data/rng.py `seed_all_generators` | `test_generators_of_gpus_are_seeded` |
 | capture/copy_barrier.py, graph capture | `test_optimizer_step_in_graph_is_refused` |
 | capture/copy_barrier.py, a replayed graph | `test_change_without_hook_discards_snapshot` |
@@ -31,5 +34,9 @@ Those in test_cuda_job.py are skipped without a GPU. "real" marks them.
 | restore/coordinator.py, rank 0's first state | real: every job of several ranks |
 | integrations/transformers.py, fork_rng | test_trainer.py |
 | agent/workers/forkserver.py, CUDA in a preload | integration/test_forkserver.py, with a stub |
+| training/own_time.py `CudaClock` | unit/training/test_own_time.py, with a stub |
+| training/own_time.py `find_gpu` | `test_gpu_of_model_is_found_and_given_to_ddp` |
+| gpus.py, agent/gpu_monitor.py | unit/test_gpus.py and unit/agent/test_gpu_monitor.py, with a fake NVML; |
+| | real: test_nvml.py |
 | commands/doctor.py, number of GPUs | unit/commands/test_doctor.py, with a stub |
 """
