@@ -12,10 +12,6 @@ Those in test_cuda_job.py are skipped without a GPU. "real" marks them.
 | | real: `test_launcher_shows_rank_its_own_gpu`, over NCCL |
 | training/rank0_buffers.py, a buffer's device | `test_buffers_on_gpu_travel_over_the_default_group` |
 | training/run.py `ddp`, device_ids | `test_gpu_of_model_is_found_and_given_to_ddp`; real: every job |
-<<<<<<< HEAD
-| training/heartbeat.py `count_collectives` | real: `test_launcher_shows_rank_its_own_gpu` |
-=======
->>>>>>> 7d55c18fef544ca6fd12ff5b40eeb229a3810d95
 | data/rng.py `seed_all_generators` | `test_generators_of_gpus_are_seeded` |
 | capture/copy_barrier.py, graph capture | `test_optimizer_step_in_graph_is_refused` |
 | capture/copy_barrier.py, a replayed graph | `test_change_without_hook_discards_snapshot` |

@@ -58,10 +58,6 @@ def test_replicas_on_gpu_are_compared(tmp_path: Path) -> None:
 JOIN = """
 import sys, torch, torch.distributed as dist
 from elastic_resume.ranks.collectives import Collectives
-<<<<<<< HEAD
-from elastic_resume.training.heartbeat import count_collectives
-=======
->>>>>>> 7d55c18fef544ca6fd12ff5b40eeb229a3810d95
 
 collectives = Collectives.join()
 tensors = [torch.full((3,), float(collectives.rank)).to(device) for device in sys.argv[1:]]
@@ -69,10 +65,6 @@ collectives.broadcast_tensors(tensors, 0)
 for tensor in tensors:
     dist.all_reduce(tensor)
 assert not any(map(torch.any, tensors)), tensors
-<<<<<<< HEAD
-assert type(count_collectives()) is int
-=======
->>>>>>> 7d55c18fef544ca6fd12ff5b40eeb229a3810d95
 bound = dist.group.WORLD.bound_device_id
 assert bound in {None, torch.device("cuda", 0)}, bound
 print(dist.get_backend(), torch.cuda.current_device(), collectives.gather("a"))
