@@ -87,8 +87,6 @@ def render_page(report: RunReport, title: str = "") -> str:
     def later(part: Sequence[Any]) -> str:
         return f"{format_since_start(report, part[0].t)} after the start and later"
 
-    ends = summary.attribute_ends([fault.t for fault in report.faults], report.history.generations)
-    faults = list(zip(report.faults, ends, strict=True))
     return _template().render(
         report=report,
         title=title or report.run_id or "a run",
@@ -101,7 +99,7 @@ def render_page(report: RunReport, title: str = "") -> str:
         timeline=_draw_timeline(report),
         recoveries=_recovery_bar(report),
         generations=_generation_rows(report),
-        faults=_split_table(faults, lambda part: later(part[0])),
+        faults=_split_table(report.faults, later),
         alerts=_split_table(report.alerts, later),
         checkpoints=_checkpoint_rows(report),
     )

@@ -254,13 +254,6 @@ class RunReport:
         on_disk = (record for record in self.saved_states if record.tier == run_history.DISK)
         return [record for record in on_disk if record.state in usable]
 
-    def describe_after_fault(self, t: float) -> str:
-        """Describe what followed a fault at ``t`` after which no generation ended."""
-        has_continued = any(
-            times.last_step_t is not None and times.last_step_t > t for times in self.generation_times
-        )
-        return "training continued" if has_continued else "no step followed"
-
 
 def build_run_report(
     events: Iterable[Event],
@@ -516,23 +509,3 @@ def _describe_checkpoints(report: RunReport) -> str:
     for state, text in ((checkpoints.BAD, "bad"), (checkpoints.QUARANTINED, "in quarantine")):
         parts += [f"{states[state]} {text}"] if states[state] else []
     return ", ".join(parts)
-
-
-# ---- what followed a fault ---------------------------------------------------------------------------------
-
-CORRUPTING_FAULTS = frozenset({"torn-write", "bit-flip"})
-"""Kinds of faults that damage a checkpoint; a later start quarantines it."""
-CLOCK_SLACK_S = 0.1  # a node may record a fault's effect this long before the injector records the fault
-
-
-def attribute_ends(fault_times: Sequence[float], rows: Sequence[Generation]) -> list[list[Generation]]:
-    """Return, for each fault, the failures that were detected after it and before the next fault."""
-    ends: list[list[Generation]] = [[] for _ in fault_times]
-    for row in rows:
-        if row.end.is_failure and row.detected_t is not None:
-            earlier = [
-                (t, index) for index, t in enumerate(fault_times) if t <= row.detected_t + CLOCK_SLACK_S
-            ]
-            if earlier:
-                ends[max(earlier)[1]].append(row)
-    return ends

@@ -490,7 +490,7 @@ def _require_possible(fault: Fault, shape: JobShape, where: str) -> None:
 
 # ---- plan files ----------------------------------------------------------------------------------------
 
-_DURATION_FIELDS = ("at_s", "for_s", "back_after_s", "delay_s", "mtbf_s")
+DURATION_FIELDS = ("at_s", "for_s", "back_after_s", "delay_s", "mtbf_s")
 _SIZE_FIELDS = ("bytes_per_s", "limit_bytes")
 _RANDOM_FAULTS_KEYS = {plan_key(field.name): field.name for field in fields(RandomFaults)}
 _EXAMPLE = "{what: kill-worker, rank: 1, step: 20}"
@@ -537,16 +537,6 @@ def parse_plan(text: str, source_name: str = "plan") -> FaultPlan:
         return FaultPlan(tuple(listed), every, values.get("seed", 0))
 
 
-def format_plan(plan: FaultPlan) -> str:
-    """Format a plan as YAML; `parse_plan` returns an equal plan."""
-    content: dict[str, Any] = {"seed": plan.seed}
-    if plan.faults:
-        content["faults"] = [format_fields(fault, PLAN_KEYS) for fault in plan.faults]
-    if plan.every is not None:
-        content["every"] = format_fields(plan.every, _RANDOM_FAULTS_KEYS)
-    return yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=100)
-
-
 def _read_mapping(content: object, known: Mapping[str, str | None]) -> dict[str, Any]:
     """Return the values of a mapping by field name; a known key without a field stands for itself."""
     if not isinstance(content, dict):
@@ -563,7 +553,7 @@ def _read_mapping(content: object, known: Mapping[str, str | None]) -> dict[str,
 
 
 def _parse_value(name: str, key: str, value: Any) -> Any:
-    if name in _DURATION_FIELDS:
+    if name in DURATION_FIELDS:
         return parse_duration(key, value)
     if name in _SIZE_FIELDS:
         return parse_size(key, str(value).removesuffix("/s"))
@@ -574,21 +564,6 @@ def _parse_value(name: str, key: str, value: Any) -> Any:
     if isinstance(value, (list, dict)) and name not in {"groups", "faults", "every"}:
         raise ConfigError(f"{key} must be one value.")
     return value
-
-
-def format_fields(given: Fault | RandomFaults, keys: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields that are set, as a plan file has them, by key."""
-    return {
-        key: _format_value(name, getattr(given, name))
-        for key, name in keys.items()
-        if getattr(given, name) not in (None, "", ())
-    }
-
-
-def _format_value(name: str, value: Any) -> Any:
-    if name in _DURATION_FIELDS:
-        return format_duration(value)
-    return [list(one) if name == "groups" else one for one in value] if isinstance(value, tuple) else value
 
 
 @contextlib.contextmanager

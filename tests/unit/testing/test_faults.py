@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from elastic_resume.errors import ConfigError
 from elastic_resume.testing import faults
 from elastic_resume.testing.faults import (
     KINDS,
-    NODES,
     PHASES,
     PLAN_KEYS,
     ROLES,
     SETTING_NAMES,
-    WORKER,
     Fault,
     FaultPlan,
     JobShape,
@@ -202,43 +197,13 @@ def test_random_faults_follow_kinds_mean_gap_and_bounds() -> None:
         FaultPlan(every=every).schedule(JobShape(4))
 
 
-def any_fault() -> st.SearchStrategy[Fault]:
-    """Draw any valid fault for three nodes with two workers each."""
-    times = st.integers(1, 10**7).map(lambda ms: ms / 1000)
-    whens: st.SearchStrategy[dict[str, Any]] = st.one_of(
-        st.builds(lambda step: {"step": step}, st.integers(1, 10**6)),
-        st.builds(lambda at_s: {"at_s": at_s}, times),
-    )
-
-    def of(what: str) -> st.SearchStrategy[Fault]:
-        hits = KINDS[what].target
-        wheres: dict[str, st.SearchStrategy[dict[str, Any]]] = {
-            WORKER: st.sampled_from([{}, {"rank": 5}, {"node": 1}, {"role": "rank-0"}]),
-            NODES: st.sampled_from([{}, {"groups": ((0,), (1, 2))}, {"groups": ((2, 0), (1,))}]),
-        }
-        where = wheres.get(hits, st.sampled_from([{}, {"node": 2}, {"role": "leader"}, {"role": "all"}]))
-        ends = st.one_of(st.none(), times) if "for_s" in KINDS[what].settings else st.none()
-        return st.builds(
-            lambda where, when, for_s: Fault(what, **where, **when, for_s=for_s), where, whens, ends
-        )
-
-    return st.sampled_from(sorted(KINDS)).flatmap(of)
-
-
-@given(st.lists(any_fault(), max_size=6), st.integers(0, 2**63 - 1), st.booleans())
-def test_plan_survives_yaml_and_seed_fixes_schedule(listed: list[Fault], seed: int, with_drawn: bool) -> None:
-    """YAML and back is the same plan; the same seed gives the same schedule without open targets."""
-    plan = FaultPlan(tuple(listed), RandomFaults(3.5, ("cut",), count=5) if with_drawn else None, seed)
-    assert faults.parse_plan(faults.format_plan(plan)) == plan
-    plan.validate(NAMESPACES)
+def test_seed_fixes_schedule() -> None:
+    """The same seed gives the same schedule on each machine, without open targets."""
+    plan = FaultPlan((Fault("exit", step=3), Fault("partition", at_s=2)), RandomFaults(3.5, count=5), seed=4)
     schedule = plan.schedule(NAMESPACES)
     assert schedule == plan.schedule(NAMESPACES)
-    assert len(schedule) == len(listed) + 5 * with_drawn
+    assert len(schedule) == 7
     assert not any(fault.has_random_target for fault in schedule)
-    again = faults.parse_plan(faults.format_plan(FaultPlan(schedule, seed=seed)))
-    assert again.schedule(JobShape(3, 2)) == schedule
-    for fault in listed:
-        assert any(same.what == fault.what and same.time_text == fault.time_text for same in schedule)
 
 
 def test_different_seeds_give_different_schedules() -> None:
