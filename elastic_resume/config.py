@@ -404,7 +404,7 @@ OPTIONS = (
     ),
     Option(
         "preemption-notice",
-        "aws|gcp|azure|file:PATH|command:COMMAND",
+        "aws|gcp|azure|file:PATH",
         "drain this node when this source announces its preemption; several with commas",
         preemption.parse_sources,
         "off",
