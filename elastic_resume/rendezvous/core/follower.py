@@ -24,8 +24,7 @@ from elastic_resume.policy.reasons import (
 )
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.peers import NEVER, Link
-from elastic_resume.rendezvous.core.role import Handlers, Role
-from elastic_resume.rendezvous.core.state import NodeState, Search
+from elastic_resume.rendezvous.core.state import Handlers, NodeState, Role, Search
 from elastic_resume.rendezvous.core.world import Ballot, JobEnd, Proposal, View
 
 FIRST_REDIAL_PAUSE_S = 0.005

@@ -32,8 +32,7 @@ from elastic_resume.policy.restart import ReplicasDiffer
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.leader_announcer import LeaderAnnouncer
 from elastic_resume.rendezvous.core.peers import Link, Peer, PeerTable
-from elastic_resume.rendezvous.core.role import Handlers, Role
-from elastic_resume.rendezvous.core.state import NodeState, Search
+from elastic_resume.rendezvous.core.state import Handlers, NodeState, Role, Search
 from elastic_resume.rendezvous.core.view_change import MANY_FOLLOWERS, ViewChange
 from elastic_resume.rendezvous.core.world import Ballot, Incarnation, JobEnd, View, Vote
 from elastic_resume.rendezvous.replica_comparison import ReplicaComparison
