@@ -14,15 +14,13 @@ from elastic_resume.policy.digests import DivergenceVerdict
 from elastic_resume.policy.failure_classification import DIVERGENCE, Failure
 from elastic_resume.policy.reasons import (
     DepartureReason,
-    EndedMeanwhile,
-    LaterViewDecided,
     Loss,
     NameTaken,
     NodeLost,
     NodesUnreachable,
-    OtherLeads,
     SettingDiffers,
     ViewEnd,
+    ViewEndOf,
     ViewEndReason,
     WaitReason,
     WorkersStopped,
@@ -268,7 +266,7 @@ class Leader(Role):
             self._send_welcome(link, hello)
         newest = self.state.view.generation
         if self.running_view and newest > self.running_view.generation:
-            self.end_view(LaterViewDecided(newest))
+            self.end_view(ViewEndOf(ViewEnd.LATER_VIEW_DECIDED, (str(newest),)))
 
     def _send_welcome(self, link: Link, hello: messages.Hello) -> None:
         """Welcome a node; its first reply makes it a follower and proves that the link works both ways.
@@ -331,7 +329,7 @@ class Leader(Role):
             return
         former_generation, peer.running_generation = peer.running_generation, hello.running_generation
         if hello.running_generation:
-            reason = EndedMeanwhile(hello.running_generation)
+            reason = ViewEndOf(ViewEnd.ENDED_MEANWHILE, (str(hello.running_generation),))
             self._send(peer, messages.EndView(hello.running_generation, reason))
         # Neither running nor finished: its workers failed, or it never received StartView.
         is_idle = not hello.finished_generation and (
@@ -428,7 +426,7 @@ class Leader(Role):
         """Check the own lease first; then look for losses, the end of the job, and the next view."""
         state = self.state
         if self.new_leader_address:
-            self._step_down(OtherLeads(self.new_leader_address))
+            self._step_down(ViewEndOf(ViewEnd.OTHER_LEADS, (self.new_leader_address,)))
             return
         if self.running_view is None and state.voter.is_disk_stalled:
             self._step_down(ViewEnd.DISK_STUCK)
@@ -647,7 +645,7 @@ class Leader(Role):
         )
         self.view_change.reevaluate()
 
-    def _step_down(self, reason: OtherLeads | ViewEnd) -> None:
+    def _step_down(self, reason: ViewEndOf | ViewEnd) -> None:
         state = self.state
         state.end_role(Search(self.new_leader_address))
         self.end_view(reason, immediately=True)

@@ -15,8 +15,9 @@ from elastic_resume.policy.reasons import (
     AbsentCandidates,
     DepartureReason,
     JoinObstacle,
-    LaterViewDecided,
     NodeLost,
+    ViewEnd,
+    ViewEndOf,
 )
 from elastic_resume.policy.restart import JobFailure
 from elastic_resume.rendezvous.core import interface, messages
@@ -125,7 +126,7 @@ class NodeState:
         """Learn that a view is decided, from `source` if that is the leader that this node follows."""
         if view.generation > self.view.generation:
             if self.running_view:
-                self.stop_workers(LaterViewDecided(view.generation))
+                self.stop_workers(ViewEndOf(ViewEnd.LATER_VIEW_DECIDED, (str(view.generation),)))
             self.voter.adopt_view(view, source)
             self.unreachable = {member for member in self.unreachable if view.rank(member) is not None}
             self.terms_without_quorum = 0
