@@ -57,7 +57,6 @@ def links_between(groups: Sequence[Collection[int]], nodes: int) -> frozenset[No
 
 INTERFACE = "net0"  # not eth0: /sys shows the host's interfaces too
 MAX_NODES = 250
-_MAX_HOST_NUMBER = 254
 _MAX_KILL_ROUNDS, _KILL_INTERVAL_S = 1000, 0.01  # a process may sleep in the kernel for longer
 _UNUSED_HARDWARE_ADDRESS = "02:65:72:ff:ff:ff"
 _REQUIRED_TOOLS = {"ip": "iproute2", "nsenter": "util-linux", "unshare": "util-linux"}
@@ -103,7 +102,6 @@ class VirtualNetwork:
         # Chosen at random, so that a process of one cluster does not find nodes of another.
         self._network_prefix = f"10.{secrets.randbelow(256)}.{secrets.randbelow(256)}"
         self._host_numbers = list(range(1, nodes + 1))  # the last part of each node's address
-        self._next_host_number = nodes + 1
         self._namespaces: list[int] = []  # descriptors: one for each node, then the bridge's
         # What silences links, and which; a link works when nothing names it.
         self._silences: dict[Hashable, frozenset[NodePair]] = {}
@@ -144,37 +142,6 @@ class VirtualNetwork:
         """Return a path of a node's network namespace, for a process that enters it itself."""
         self._require_open(index)
         return _descriptor_path(self._namespaces[index])
-
-    def change_address(self, index: int) -> str:
-        """Give a node an address that no node had before, and return it; the former one no longer answers.
-
-        Raises:
-            UsageError: all addresses of the network have been used.
-
-        """
-        self._require_open(index)
-        if self._next_host_number > _MAX_HOST_NUMBER:
-            raise UsageError(f"these simulated hosts have used all of their {_MAX_HOST_NUMBER} addresses.")
-        former, self._host_numbers[index] = self.address(index), self._next_host_number
-        self._next_host_number += 1
-        others = [other for other in range(len(self)) if other != index]
-        # With its last address an interface forgets its neighbours.
-        lines = [
-            f"addr del {former}/24 dev {INTERFACE}",
-            f"addr add {self.address(index)}/24 dev {INTERFACE}",
-        ]
-        lines += [
-            self._neighbor_command(other, lost=(index, other) in self._applied_silent_pairs)
-            for other in others
-        ]
-        _run_ip(self._namespaces[index], lines)
-        for other in others:
-            forget = f"neigh replace {former} lladdr {_UNUSED_HARDWARE_ADDRESS} nud permanent dev {INTERFACE}"
-            _run_ip(
-                self._namespaces[other],
-                [forget, self._neighbor_command(index, lost=(other, index) in self._applied_silent_pairs)],
-            )
-        return self.address(index)
 
     # ---- faults of links ----------------------------------------------------------------------
 
