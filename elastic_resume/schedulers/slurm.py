@@ -18,8 +18,7 @@ import re
 import secrets
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
@@ -87,19 +86,8 @@ TIME_FORMAT_ENVIRONMENT = {"SLURM_TIME_FORMAT": "standard", "TZ": "UTC"}
 _TIME_PATTERN = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d")
 
 
-@dataclass(frozen=True)
-class CommandResult:
-    """The output of a command; ``exit_code`` is None if it did not start or did not end in time."""
-
-    exit_code: int | None
-    output: str
-
-
-CommandRunner = Callable[[Sequence[str], float], CommandResult]
-
-
-def run_slurm_command(argv: Sequence[str], timeout_s: float) -> CommandResult:
-    """Run a Slurm command without the user's variables for display.
+def run_slurm_command(argv: Sequence[str], timeout_s: float = QUERY_TIMEOUT_S) -> str:
+    """Run a Slurm command without the user's variables for display; return its output, empty if it fails.
 
     SQUEUE_STATES=PENDING, for example, hides a running job.
     """
@@ -108,46 +96,31 @@ def run_slurm_command(argv: Sequence[str], timeout_s: float) -> CommandResult:
         done = subprocess.run(
             list(argv),
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            capture_output=True,
             env={**shown, **TIME_FORMAT_ENVIRONMENT},
             timeout=timeout_s,
-            check=False,
+            check=True,
         )
-    except subprocess.TimeoutExpired:
-        return CommandResult(None, f"{argv[0]} did not end within {timeout_s:g} s")
-    except OSError as error:
-        return CommandResult(None, f"{argv[0]} cannot be run: {error.strerror}")
-    return CommandResult(done.returncode, done.stdout.decode(errors="replace").strip())
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.decode(errors="replace").strip()
 
 
 # ---- the job's end -------------------------------------------------------------------------------------
 
 
-def query_end_time(job: str, runner: CommandRunner = run_slurm_command) -> float | None:
-    """Query the Unix time at which Slurm ends a job: infinite without a limit, None without an answer."""
-    answer = runner(["squeue", "-h", "-j", job, "-o", "%e|%l"], QUERY_TIMEOUT_S)
-    end, separator, limit = answer.output.partition("|")
-    if answer.exit_code != 0 or not separator:
+def query_end_time(job: str) -> float | None:
+    """Query the Unix time at which Slurm ends a job: infinite without a limit, None without an answer.
+
+    The limit may change while the job runs.
+    """
+    end, separator, limit = run_slurm_command(["squeue", "-h", "-j", job, "-o", "%e|%l"]).partition("|")
+    if not separator:
         return None
     # Without a limit 22.05 gives NONE, or a time in a year.
     if limit.strip().upper() in {"UNLIMITED", "INFINITE", "NOT_SET"}:
         return math.inf
     return parse_utc_time(end)
-
-
-def find_deadline(
-    job: str, runner: CommandRunner = run_slurm_command, environ: Mapping[str, str] = os.environ
-) -> float | None:
-    """Return the Unix time at which Slurm ends a job; None without a limit or an answer.
-
-    If ``squeue`` does not answer, SLURM_JOB_END_TIME of later versions counts. A limit may change while the
-    job runs.
-    """
-    end_time = query_end_time(job, runner)
-    if end_time is None and re.fullmatch(r"[0-9]{1,12}", environ.get("SLURM_JOB_END_TIME", "")):
-        end_time = float(environ["SLURM_JOB_END_TIME"])
-    return end_time if end_time is not None and math.isfinite(end_time) else None
 
 
 def parse_utc_time(text: str) -> float | None:
@@ -165,8 +138,8 @@ def parse_utc_time(text: str) -> float | None:
 SHARED_DIR_NAME = ".elastic_resume"
 TOKEN_FILE_NAME = "token"  # noqa: S105 - the file's name
 TOKEN_TIMEOUT_S = 60.0
-NAME_ANOTHER = (
-    "Name a directory that all nodes see: ELASTIC_RESUME_SHARED_DIR, or shared-dir in the file of --config"
+REMEDY = (
+    "Submit the job from a directory that all nodes see, or set ELASTIC_RESUME_TOKEN to a secret before srun"
 )
 TOKEN_POLL_S = 0.25
 
@@ -185,18 +158,15 @@ class SharedDir:
         self.token_path = self.path / TOKEN_FILE_NAME
         need = f"the nodes of {job} need a directory that all of them see, and"
         if not root.is_dir():  # a new root would be another one on each node
-            raise ConfigError(f"{need} there is no {root} on this one. {NAME_ANOTHER}.")
+            raise ConfigError(f"{need} there is no {root} on this one. {REMEDY}.")
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             owner = self.path.stat().st_uid
         except OSError as error:
-            raise ConfigError(
-                f"{need} {self.path} cannot be made: {error.strerror}. {NAME_ANOTHER}."
-            ) from error
+            raise ConfigError(f"{need} {self.path} cannot be made: {error.strerror}. {REMEDY}.") from error
         if owner != os.geteuid():
             raise ConfigError(
-                f"{self.path} belongs to another user (uid {owner}), who would know the job's token. "
-                f"{NAME_ANOTHER}."
+                f"{self.path} belongs to another user (uid {owner}), who would know the token. {REMEDY}."
             )
 
     def wait_for_token(self, *, create: bool, timeout_s: float = TOKEN_TIMEOUT_S) -> Path:
@@ -217,15 +187,11 @@ class SharedDir:
                 if time.monotonic() >= limit:
                     raise ConfigError(
                         f"no {path} after {timeout_s:.0f} s: either the first node of the job does not run, "
-                        f"or this directory is not the same on all nodes. {NAME_ANOTHER}, or set "
-                        "ELASTIC_RESUME_TOKEN to a secret before srun."
+                        f"or this directory is not the same on all nodes. {REMEDY}."
                     )
                 time.sleep(TOKEN_POLL_S)
         except OSError as error:
-            raise ConfigError(
-                f"{path} cannot be made: {error.strerror}. {NAME_ANOTHER}, or set ELASTIC_RESUME_TOKEN to a "
-                "secret before srun."
-            ) from error
+            raise ConfigError(f"{path} cannot be made: {error.strerror}. {REMEDY}.") from error
         return path
 
     def _create_token(self, path: Path) -> None:

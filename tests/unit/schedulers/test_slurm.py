@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,21 +14,8 @@ from hypothesis import strategies as st
 
 from elastic_resume.errors import ConfigError
 from elastic_resume.schedulers import slurm
-from elastic_resume.schedulers.slurm import MAX_NAMES, CommandResult, expand_node_list
+from elastic_resume.schedulers.slurm import MAX_NAMES, expand_node_list
 from tests.support.processes import write_command
-
-
-class Squeue:
-    """A command runner that gives one answer and keeps what it was asked."""
-
-    def __init__(self, answer: CommandResult) -> None:
-        self.answer = answer
-        self.asked: list[list[str]] = []
-
-    def __call__(self, words: Sequence[str], _timeout_s: float) -> CommandResult:
-        """Return the answer."""
-        self.asked.append(list(words))
-        return self.answer
 
 
 @pytest.mark.parametrize(
@@ -47,35 +33,33 @@ class Squeue:
         ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", None),
     ],
 )
-def test_end_time_is_read_from_squeue(text: str, expected: float | None) -> None:
+def test_end_time_is_read_from_squeue(
+    text: str, expected: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No limit differs from no answer; neither is a deadline."""
-    squeue = Squeue(CommandResult(0, text))
-    assert slurm.query_end_time("7_1", squeue) == expected
-    assert squeue.asked == [["squeue", "-h", "-j", "7_1", "-o", "%e|%l"]]
-    finite = expected if expected is not None and math.isfinite(expected) else None
-    assert slurm.find_deadline("7_1", squeue, {}) == finite
+    asked: list[list[str]] = []
 
+    def answer(words: list[str]) -> str:
+        asked.append(words)
+        return text
 
-def test_deadline_uses_variable_if_squeue_does_not_answer() -> None:
-    """The limit may change while the job runs, so squeue is newer."""
-    environ = {"SLURM_JOB_END_TIME": "1795304000"}
-    away = Squeue(CommandResult(None, "away"))
-    assert slurm.find_deadline("7", away, environ) == 1795304000.0
-    assert slurm.find_deadline("7", Squeue(CommandResult(0, "NONE|UNLIMITED")), environ) is None
-    assert slurm.find_deadline("7", away, {"SLURM_JOB_END_TIME": "soon"}) is None
+    monkeypatch.setattr(slurm, "run_slurm_command", answer)
+    assert slurm.query_end_time("7_1") == expected
+    assert asked == [["squeue", "-h", "-j", "7_1", "-o", "%e|%l"]]
 
 
 def test_command_has_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real processes: a failure, a hang, a missing program."""
+    """Real processes: an answer, a failure, a hang, a missing program."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
     monkeypatch.setenv("SQUEUE_STATES", "PENDING")
-    write_command(tmp_path, "fails", 'echo "no: $SLURM_TIME_FORMAT $TZ$SQUEUE_STATES" >&2; exit 3')
-    assert slurm.run_slurm_command(["fails"], 60) == CommandResult(3, "no: standard UTC")
+    write_command(tmp_path, "answers", 'echo "yes: $SLURM_TIME_FORMAT $TZ$SQUEUE_STATES"')
+    assert slurm.run_slurm_command(["answers"], 60) == "yes: standard UTC"
+    write_command(tmp_path, "fails", "echo no; exit 3")
+    assert not slurm.run_slurm_command(["fails"], 60)
     write_command(tmp_path, "hangs", "exec sleep 60")
-    assert slurm.run_slurm_command(["hangs"], 0.1).exit_code is None
-    gone = slurm.run_slurm_command(["no-such-command"], 1)
-    assert gone == CommandResult(None, "no-such-command cannot be run: No such file or directory")
+    assert not slurm.run_slurm_command(["hangs"], 0.1)
+    assert not slurm.run_slurm_command(["no-such-command"], 1)
 
 
 # ---- node lists ----------------------------------------------------------------------------------------
