@@ -31,14 +31,12 @@ class JobWait:
 class RunHistory:
     """All generations of a run, and sums over them.
 
-    ``discarded_steps`` are the steps run, less those between the run's first and its last step. ``wait`` is
-    None unless the remaining nodes wait for others now.
+    ``wait`` is None unless the remaining nodes wait for others now.
     """
 
     generations: tuple[Generation, ...]
     num_incidents: int
     recomputed_steps: int
-    discarded_steps: int
     last_step: int | None
     outcome: str  # finished, failed, stopped, open, or empty
     message: str
@@ -57,14 +55,11 @@ def build_history(timeline: EventTimeline) -> RunHistory:
         tracker.record(event)
     rows = tuple(tracker.generations())
     outcome, message = _determine_outcome(timeline, rows)
-    starts = [row.start_step for row in rows if row.start_step is not None]
     lasts = [row.last_step for row in rows if row.last_step is not None]
-    net_steps = max(0, lasts[-1] - starts[0]) if starts and lasts else 0
     return RunHistory(
         generations=rows,
         num_incidents=sum(row.end.is_failure for row in rows),
         recomputed_steps=sum(row.recomputed_steps or 0 for row in rows),
-        discarded_steps=max(0, sum(row.num_steps_run for row in rows) - net_steps),
         last_step=lasts[-1] if lasts else None,
         outcome=outcome,
         message=message,

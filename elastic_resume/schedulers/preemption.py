@@ -17,7 +17,6 @@ import http.client
 import json
 import re
 import stat
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -35,7 +34,6 @@ MAX_BYTES = 64 * 1024
 MAX_QUOTED_CHARS = 200
 POLL_S = 5.0  # AWS advises 5 s; the shortest notice of any cloud is 30 s
 FILE_POLL_S = 1.0
-OLD_FILE_S = 60.0  # a notice states the age of a file that is older than this
 EC2_TOKEN_TTL_S = 21600  # the longest lifetime that EC2 accepts
 MAX_SOURCES = 8
 METADATA_URL = "http://169.254.169.254"  # the address is the same on all three clouds
@@ -295,6 +293,4 @@ def poll_file(path: Path) -> PreemptionNotice | None:
     if stat.S_ISREG(status.st_mode):  # opening a named pipe would block
         with contextlib.suppress(OSError), open(path, "rb") as file:
             text = file.read(MAX_BYTES).decode(errors="replace")
-    age_s = time.time() - status.st_mtime
-    age = f"; {path} has been there for {age_s / 60:.0f} min" if age_s > OLD_FILE_S else ""
-    return PreemptionNotice((quote_briefly(text) or f"{path} is there") + age)
+    return PreemptionNotice(quote_briefly(text) or f"{path} is there")
