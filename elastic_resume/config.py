@@ -368,13 +368,6 @@ OPTIONS = (
         AUTO,
     ),
     Option(
-        "shared-dir",
-        "DIR|off",
-        "Slurm: a directory that all nodes see, for the job's token",
-        lambda _setting, value: str(value),
-        default_help="the submit directory",
-    ),
-    Option(
         "drain-signals",
         "NAME,...",
         f"signals that drain this node: {', '.join(ALLOWED_DRAIN_SIGNALS)}; SIGTERM always does",
@@ -404,7 +397,7 @@ OPTIONS = (
     ),
     Option(
         "preemption-notice",
-        "aws|gcp|azure|file:PATH|command:COMMAND",
+        "aws|gcp|azure|file:PATH",
         "drain this node when this source announces its preemption; several with commas",
         preemption.parse_sources,
         "off",

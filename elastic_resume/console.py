@@ -1,4 +1,4 @@
-"""Format log lines and progress bars on standard error.
+"""Format log lines on standard error.
 
 All modules log through Python's ``logging``, below the logger ``elastic_resume``, in agents and in training
 processes:
@@ -18,20 +18,17 @@ Lines do not reach handlers of the root logger: set ``propagate`` to true on thi
 `logging.config.dictConfig` silences the loggers that exist before it: give it
 ``disable_existing_loggers=False``, or call it before `elastic_resume.resume`.
 
-`ByteProgress` shows a restore or a commit that takes longer than 2 s: as a tqdm bar if standard error is a
-terminal, else in two log lines.
+`ByteProgress` logs the progress of a restore or a commit that takes longer than 2 s.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
 
 from elastic_resume import constants
 from elastic_resume.errors import ConfigError
@@ -40,7 +37,7 @@ from elastic_resume.units import format_bytes
 PACKAGE_LOGGER = logging.getLogger("elastic_resume")
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 LONG_OPERATION_S = 2.0
-BAR_INTERVAL_S = 0.1
+REPEAT_S = 30.0
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +81,7 @@ class StderrHandler(logging.Handler):
         """See base class."""
         if sys.stderr is None:  # print() would take standard output then
             return
-        with contextlib.suppress(OSError, ValueError), _without_bar():
+        with contextlib.suppress(OSError, ValueError):
             print(f"{self._prefix}{self.format(record)}", file=sys.stderr, flush=True)
 
 
@@ -125,16 +122,12 @@ def log_handler(
 
 # ---- progress of long operations -----------------------------------------------------------------------
 
-# A process shows one operation at a time; the lock is held while it is shown.
-_shown_operation = threading.Lock()
-_bar: Any = None  # the bar on the terminal, while there is one
-
 
 class ByteProgress:
-    """Shows the progress of an operation within the context, once it has taken `LONG_OPERATION_S`.
+    """Logs the progress of an operation within the context, once it has taken `LONG_OPERATION_S`.
 
-    A thread reads how many bytes are done, so the operation may stand still. On a terminal it shows a bar,
-    else it logs one line then and one at the end.
+    It logs a line then, one each `REPEAT_S`, and one at the end. A thread reads how many bytes are done, so
+    the operation may stand still.
     """
 
     def __init__(self, what: str, total_bytes: int, read_done: Callable[[], int] | None = None) -> None:
@@ -163,7 +156,7 @@ class ByteProgress:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         if self._thread is not None:
-            self._thread.join()  # the next line is printed after the bar is gone
+            self._thread.join()
 
     def track(self, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
         """Yield ``pieces``, and count each as done when the next one is asked for."""
@@ -172,78 +165,15 @@ class ByteProgress:
             self._tracked_bytes += piece.nbytes
 
     def _run(self) -> None:
-        if self._ended.wait(LONG_OPERATION_S) or not _shown_operation.acquire(blocking=False):
+        if self._ended.wait(LONG_OPERATION_S):
             return
-        try:
-            with contextlib.suppress(OSError, ValueError):  # a closed terminal
-                if _has_terminal():
-                    self._show_bar()
-                else:
-                    logger.info(f"{self._what}: {self._describe()}")
-                    self._ended.wait()
-                    logger.info(f"{self._what}: ended, {self._describe()}")
-        finally:
-            _shown_operation.release()
-
-    def _show_bar(self) -> None:
-        global _bar  # noqa: PLW0603 - standard error is global too
-        bar = _bar = _create_bar(self._what, self._total_bytes, self._done_bytes())
-        try:
-            while not self._ended.wait(BAR_INTERVAL_S):
-                bar.update(self._done_bytes() - bar.n)
-        finally:
-            _bar = None
-            bar.close()
-
-    def _done_bytes(self) -> int:
-        return min(self._read_done(), self._total_bytes)
+        logger.info(f"{self._what}: {self._describe()}")
+        while not self._ended.wait(REPEAT_S):
+            logger.info(f"{self._what}: {self._describe()}")
+        logger.info(f"{self._what}: ended, {self._describe()}")
 
     def _describe(self) -> str:
-        seconds, done = time.monotonic() - self._started_at, self._done_bytes()
+        seconds = time.monotonic() - self._started_at
+        done = min(self._read_done(), self._total_bytes)
         speed = format_bytes(round(done / max(seconds, 1e-3)))
         return f"{format_bytes(done)} of {format_bytes(self._total_bytes)} in {seconds:.1f} s ({speed}/s)"
-
-
-def _has_terminal() -> bool:
-    """Return whether our own handler prints the log on a terminal."""
-    if sys.stderr is None or not sys.stderr.isatty():
-        return False
-    has_columns = os.get_terminal_size(sys.stderr.fileno()).columns > 0  # tqdm draws nothing on others
-    return has_columns and any(isinstance(h, StderrHandler) for h in PACKAGE_LOGGER.handlers)
-
-
-def _create_bar(what: str, total_bytes: int, done_bytes: int) -> Any:
-    from tqdm import tqdm  # noqa: PLC0415 - most processes never show a bar
-
-    class Bar(tqdm):  # type: ignore[type-arg]  # tqdm is generic for type checkers only
-        """A bar without tqdm's monitor thread."""
-
-        monitor_interval = 0
-
-    # tqdm's own lock spans processes, and Python may start a process to manage it.
-    Bar.set_lock(threading.RLock())
-    return Bar(
-        desc=what,
-        total=total_bytes,
-        initial=done_bytes,
-        unit="B",
-        unit_scale=True,
-        file=sys.stderr,
-        leave=False,
-        dynamic_ncols=True,
-    )
-
-
-@contextlib.contextmanager
-def _without_bar() -> Iterator[None]:
-    """Remove the bar from the terminal within the context, so that a line can be printed."""
-    bar = _bar
-    if bar is None:
-        yield
-        return
-    with bar.get_lock():
-        bar.clear(nolock=True)
-        try:
-            yield
-        finally:
-            bar.refresh(nolock=True)

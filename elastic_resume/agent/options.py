@@ -31,7 +31,6 @@ from elastic_resume.schedulers import environment
 from elastic_resume.schedulers.environment import SchedulerContext
 from elastic_resume.schedulers.slurm import SharedDir
 
-SHARED_DIR_OFF = "off"
 MAX_SCRIPT_BYTES = 1 << 24  # a program of --no-python may be larger; this much is compared
 MAX_ARGUMENT_CHARS = 1000
 # Each of these flags names the rendezvous, or says that there is one node only.
@@ -115,12 +114,11 @@ def _is_set_by_training_operator(given_flags: set[str]) -> bool:
 
 def _share_token_in_slurm(args: argparse.Namespace, scheduler_context: SchedulerContext) -> SharedDir | None:
     """Share a generated token between the nodes of a Slurm job, unless the user gave one."""
-    root = args.shared_dir or ""
-    if root == SHARED_DIR_OFF or "token_file=" in args.rdzv_conf or constants.ENV_TOKEN in os.environ:
+    if "token_file=" in args.rdzv_conf or constants.ENV_TOKEN in os.environ:
         return None
-    root_path = Path(root or os.environ.get("SLURM_SUBMIT_DIR") or ".").absolute()
+    root = Path(os.environ.get("SLURM_SUBMIT_DIR") or ".").absolute()
     # Each step is a run of its own; the end of the run removes its directory.
-    shared_dir = SharedDir(root_path, f"{scheduler_context.job}.{os.environ.get('SLURM_STEP_ID', '0')}")
+    shared_dir = SharedDir(root, f"{scheduler_context.job}.{os.environ.get('SLURM_STEP_ID', '0')}")
     # Only node 0 creates the token: if the directory is not shared, the other nodes fail with that message.
     shared_dir.wait_for_token(create=scheduler_context.node_order == 0)
     return shared_dir

@@ -129,10 +129,6 @@ class Layout:
         _check_tiling(extents, size, file_bytes)
         return Layout(header, extents, file_bytes)
 
-    def tensors_in_range(self, start: int, stop: int) -> list[str]:
-        """Return the names of the tensors with bytes in ``image[start:stop]``, in file order."""
-        return [n for n, e in self.extents.items() if e.start < stop and start < e.stop]
-
 
 def header_size(prefix: bytes | bytearray | memoryview, file_bytes: int) -> int:
     """Return the bytes of length field and header, read from an image's first 8 bytes."""

@@ -22,7 +22,6 @@ from pathlib import Path
 import xxhash
 
 from elastic_resume import constants
-from elastic_resume.checkpoint import layout as layouts
 from elastic_resume.checkpoint.atomic_io import DIRECT_IO_ALIGNMENT, memory_address
 from elastic_resume.checkpoint.layout import Layout
 from elastic_resume.checkpoint.manifest import MAX_MANIFEST_BYTES, Manifest
@@ -210,7 +209,7 @@ def read_image(
     ``on_verified`` gets the number of verified bytes from the image's start, after each block.
 
     Raises:
-        CorruptError: naming the byte range and its tensors; the content of ``into`` must not be used.
+        CorruptError: naming the byte range; the content of ``into`` must not be used.
 
     """
     image = allocate_memory(manifest.file_bytes) if into is None else into.cast("B")
@@ -232,7 +231,7 @@ def read_image(
             if direct_descriptor >= 0 and not _is_cached(descriptor, start, len(block)):
                 done = _read_direct(direct_descriptor, start, block)
             read_exact(descriptor, start + done, block[done:])
-            _verify_block(descriptor, manifest, index, block)
+            _verify_block(manifest, index, block)
             return start + len(block)
 
         try:
@@ -277,7 +276,7 @@ def verify_mapping(
         for index in range(len(manifest.blocks)):
             _prefault(mapping, index * manifest.block_bytes, manifest.block_bytes)
             block = _block_view(image, manifest, index)
-            _verify_block(descriptor, manifest, index, block)
+            _verify_block(manifest, index, block)
             on_verified(index * manifest.block_bytes + len(block))
         Layout.parse(image, manifest.file_bytes)
 
@@ -316,30 +315,12 @@ def _prefault(mapping: mmap.mmap, start: int, size: int) -> None:
             raise
 
 
-def _verify_block(descriptor: int, manifest: Manifest, index: int, block: memoryview) -> None:
+def _verify_block(manifest: Manifest, index: int, block: memoryview) -> None:
     if xxhash.xxh3_128_hexdigest(block) != manifest.blocks[index]:
         start = index * manifest.block_bytes
-        stop = start + len(block)
         raise CorruptError(
-            f"{constants.STATE_FILE} bytes {start} to {stop} do not match their digest; "
-            f"they hold {_describe_range(descriptor, manifest, start, stop)}."
+            f"{constants.STATE_FILE} bytes {start} to {start + len(block)} do not match their digest."
         )
-
-
-def _read_layout(descriptor: int, file_bytes: int) -> Layout:
-    prefix = os.pread(descriptor, 8, 0)
-    header = bytearray(layouts.header_size(prefix, file_bytes))
-    read_exact(descriptor, 0, memoryview(header))
-    return Layout.parse(header, file_bytes)
-
-
-def _describe_range(descriptor: int, manifest: Manifest, start: int, stop: int) -> str:
-    try:
-        layout = _read_layout(descriptor, manifest.file_bytes)
-    except (CheckpointError, OSError):
-        return "the header"
-    names = ["the header"] * (start < len(layout.header)) + layout.tensors_in_range(start, stop)
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 @contextlib.contextmanager

@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import platform
-import re
 import subprocess
 import sys
 import threading
@@ -89,8 +89,8 @@ def doctor(args: argparse.Namespace) -> int:
 
 def _add_deadline(context: SchedulerContext) -> SchedulerContext:
     """Add the job's time limit from squeue; before Slurm 23.02 no variable has it."""
-    deadline = slurm.find_deadline(context.slurm_job, environ={}) if context.scheduler == "slurm" else None
-    if deadline is None:
+    deadline = slurm.query_end_time(context.slurm_job) if context.scheduler == "slurm" else None
+    if deadline is None or math.isinf(deadline):
         return context
     return replace(context, deadline=deadline, sources={**context.sources, "deadline": "squeue"})
 
@@ -182,9 +182,7 @@ def check_settings(environ: Mapping[str, str]) -> list[Finding]:
                 read_option(option, {}, {}, environ)
             except ConfigError as error:
                 problem = str(error).rstrip(".")
-            # A command may hold a secret.
-            text = re.sub(r"command:\S+ .*", "command:…", environ[option.variable][:200])
-            found.append(Finding(option.name, text, option.variable, problem))
+            found.append(Finding(option.name, environ[option.variable][:200], option.variable, problem))
     try:
         level = environ.get(constants.ENV_LOG_LEVEL, "")
         console.read_level({constants.ENV_LOG_LEVEL: level})

@@ -284,11 +284,6 @@ class GlobalBatches(BatchSampler):
         """The number of optimizer steps of the current epoch, as OneCycleLR needs it."""
         return self._epoch_plan().steps
 
-    @property
-    def samples_per_epoch(self) -> int:
-        """The number of samples in one epoch; with ``drop_last`` those of whole batches."""
-        return self._epoch_plan().end_sample
-
     def samples(self, step_in_epoch: int) -> int:
         """Return the number of samples of a step. Raises ConfigError if this world does not take it."""
         plan = self._epoch_plan()

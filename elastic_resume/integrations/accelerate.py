@@ -5,8 +5,7 @@ accelerator, restores them by `er.resume`, and replaces these methods of the giv
 
 - ``accumulate``: ends at the step's last micro-batch; the number of ranks decides how many there are;
 - ``backward``: weights the loss, and does not divide it by ``gradient_accumulation_steps``;
-- ``save_state``: automatic names go on counting, a folder that was written after the restored state is
-  replaced, and no rank goes on before all have written;
+- ``save_state``: no rank goes on before all have written, and hang detection pauses;
 - ``prepare_data_loader``, ``load_state``, ``skip_first_batches``, ``register_for_checkpointing``: refuse what
   would read a part of the samples, or undo what was restored.
 """
@@ -15,10 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -138,15 +134,9 @@ def prepare(
         scheduler=scheduler,
         scaler=accelerator.scaler,
         data=data,
-        track={**(track or {}), **registered, "accelerate.save_iteration": _SaveIteration(accelerator)},
+        track={**(track or {}), **registered},
         **options,
     )
-    if run.plan.kind != "resumed":
-        try:
-            _check_no_other_folders(accelerator)
-        except ConfigError:
-            run.close()  # an exception is being handled, so it saves nothing
-            raise
     for module in _values(model):
         if state_dict.find_parallel_wrapper(module) is not None:
             run.ddp(module)  # sets the recorded bucket order in Accelerate's DDP
@@ -163,26 +153,12 @@ def prepare(
     return Prepared(run, model, optimizer, scheduler)
 
 
-class _SaveIteration:
-    """The number in the next automatic name of ``save_state``."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._configuration = accelerator.project_configuration
-
-    def state_dict(self) -> dict[str, int]:
-        return {"iteration": self._configuration.iteration}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self._configuration.iteration = state["iteration"]
-
-
 class _Methods:
     """The methods that replace those of one accelerator. Its class's own do the work."""
 
     def __init__(self, accelerator: Accelerator, run: Run) -> None:
         self._accelerator, self._run = accelerator, run
         self._class = type(accelerator)
-        self._first_iteration = accelerator.save_iteration
         self._has_backward = False  # whether `backward` was called
 
     @contextlib.contextmanager
@@ -214,30 +190,12 @@ class _Methods:
             )
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Save; replace a folder of this name that an earlier generation wrote after its last commit."""
+        """Save, and wait until all ranks have written."""
         with self._run.busy("accelerator.save_state"):
-            if self._may_have_saved_before():
-                if self._accelerator.is_local_main_process:
-                    name = f"checkpoint_{self._accelerator.save_iteration}"
-                    shutil.rmtree(
-                        Path(self._accelerator.project_dir, "checkpoints", name), ignore_errors=True
-                    )
-                self._accelerator.wait_for_everyone()
             folder = self._class.save_state(self._accelerator, *args, **kwargs)
             # If a rank dies here, the others must not finish the step: the folder would stay incomplete.
             self._accelerator.wait_for_everyone()
         return folder
-
-    def _may_have_saved_before(self) -> bool:
-        """Return whether the next automatic name may be that of a folder of this job.
-
-        It is not another job's: the fresh start, from which the restored state comes, found none.
-        """
-        return (
-            self._accelerator.project_configuration.automatic_checkpoint_naming
-            and self._run.plan.kind == "resumed"
-            and self._accelerator.save_iteration >= self._first_iteration
-        )
 
 
 def _refuse(message: str, *_: Any, **__: Any) -> None:
@@ -274,6 +232,12 @@ def _check_accelerator(accelerator: Accelerator, data: Any) -> None:
         raise ConfigError(
             "mixed_precision='fp8' has not been tested with elastic_resume: use 'bf16', 'fp16' or 'no'."
         )
+    if accelerator.project_configuration.automatic_checkpoint_naming:
+        raise ConfigError(
+            "automatic_checkpoint_naming=True counts the folders of each process from 0, so after a restart "
+            "save_state() would fail. Leave it out, and name each folder after its step: "
+            'accelerator.save_state(f"project/step-{run.position.step}").'
+        )
     hook = getattr(accelerator.ddp_handler, "comm_hook", None)
     if hook in {DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD}:
         raise ConfigError(
@@ -288,24 +252,6 @@ def _check_accelerator(accelerator: Accelerator, data: Any) -> None:
             f"the accelerator has gradient_accumulation_steps={steps}, but data= has one batch per step. "
             "Give GlobalBatches the samples of a whole step as global_batch=, and those of one forward pass "
             "as micro_batch=."
-        )
-
-
-def _check_no_other_folders(accelerator: Accelerator) -> None:
-    """Raise ConfigError at a fresh start if ``save_state`` would come to the folder of another job.
-
-    Accelerate would fail there. After the restart the folder would count as this job's, and be removed.
-    """
-    if not accelerator.project_configuration.automatic_checkpoint_naming:
-        return
-    parent = Path(accelerator.project_dir, "checkpoints")
-    names = (re.fullmatch(r"checkpoint_(\d+)", path.name) for path in parent.glob("checkpoint_*"))
-    numbers = [int(name[1]) for name in names if name is not None]
-    if max(numbers, default=-1) >= accelerator.save_iteration:
-        raise ConfigError(
-            f"{parent} has folders of accelerator.save_state() up to checkpoint_{max(numbers)}, and this job "
-            "started without a saved state, so they may be another job's. Move them away, or go on behind "
-            f"them: ProjectConfiguration(iteration={max(numbers) + 1})."
         )
 
 

@@ -81,39 +81,11 @@ class NodeLost:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkersStopped:
-    """The workers of a node stopped: they failed, or never started."""
-
-    node: str
-
-
-@dataclass(frozen=True, slots=True)
 class NodesUnreachable:
     """A node cannot reach others."""
 
     node: str
     others: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LaterViewDecided:
-    """Others have decided a later view."""
-
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class EndedMeanwhile:
-    """The view of a node ended while the node was reconnecting."""
-
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class OtherLeads:
-    """The node at that address leads, with higher priority."""
-
-    address: str
 
 
 class ViewEnd(Enum):
@@ -133,21 +105,30 @@ class ViewEnd(Enum):
     """Or it continues without this node."""
     NOT_READMITTED = "not-readmitted"
     """The leader does not readmit this node after a broken connection."""
-
-
-@dataclass(frozen=True, slots=True)
-class LeaderIdle:
+    LATER_VIEW_DECIDED = "later-view-decided"
+    ENDED_MEANWHILE = "ended-meanwhile"
+    """The view of a node ended while the node was reconnecting."""
+    OTHER_LEADS = "other-leads"
+    """The node at an address leads, with higher priority."""
+    LEADER_IDLE = "leader-idle"
     """The leader starts no generation, and another node leads too."""
-
-    leader: str
-    other: str
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseExpired:
+    LEASE_EXPIRED = "lease-expired"
     """No message of the leader renewed the lease of a node's workers."""
 
-    leader: str
+
+@dataclass(frozen=True, slots=True)
+class WorkersStopped:
+    """The workers of a node stopped: they failed, or never started."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class ViewEndOf:
+    """A view's end and what it is about: the names of nodes, an address or a generation."""
+
+    end: ViewEnd
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,19 +150,7 @@ class NameTaken:
 Refusal = SettingDiffers | NameTaken
 
 
-ViewEndReason = (
-    NodeLost
-    | WorkersStopped
-    | NodesUnreachable
-    | LaterViewDecided
-    | EndedMeanwhile
-    | OtherLeads
-    | ViewEnd
-    | LeaderIdle
-    | LeaseExpired
-    | SettingDiffers
-    | NameTaken
-)
+ViewEndReason = NodeLost | WorkersStopped | NodesUnreachable | ViewEnd | ViewEndOf | Refusal
 
 
 class Wait(Enum):

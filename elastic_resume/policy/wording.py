@@ -77,6 +77,11 @@ _MEMBERS: dict[Enum, str] = {
     ViewEnd.JOB_OVER: "the job is over",
     ViewEnd.LEADER_STEPPED_DOWN: "the leader stepped down, or continues without this node",
     ViewEnd.NOT_READMITTED: "the leader does not readmit this node",
+    ViewEnd.LATER_VIEW_DECIDED: "generation {} was decided elsewhere",
+    ViewEnd.ENDED_MEANWHILE: "generation {} ended while this node was reconnecting",
+    ViewEnd.OTHER_LEADS: "{} leads",
+    ViewEnd.LEADER_IDLE: "the leader {} starts no generation, and {} leads, too",
+    ViewEnd.LEASE_EXPIRED: "the lease expired: no message from the leader {}",
     reasons.Wait.NOTHING_JOINED: "no node has joined yet",
     reasons.Wait.LINK_BROKEN: "a connection has just broken",
     reasons.OwnObstacle.OWN_DISK_STUCK: "this node's disk does not complete writes",
@@ -107,18 +112,10 @@ def _describe(fact: Any) -> str:
             return message or kind
         case reasons.WorkersStopped(node):
             return f"the workers of {node} stopped"
+        case reasons.ViewEndOf(end, names):
+            return _MEMBERS[end].format(*names, "?", "?")  # a peer or a log may give too few
         case reasons.NodesUnreachable(node, others):
             return f"{node} {_describe_unreachable(others)}"
-        case reasons.LaterViewDecided(generation):
-            return f"generation {generation} was decided elsewhere"
-        case reasons.EndedMeanwhile(generation):
-            return f"generation {generation} ended while this node was reconnecting"
-        case reasons.OtherLeads(address):
-            return f"{address} leads"
-        case reasons.LeaderIdle(leader, other):
-            return f"the leader {leader} starts no generation, and {other} leads, too"
-        case reasons.LeaseExpired(leader):
-            return f"the lease expired: no message from the leader {leader}"
         case reasons.SettingDiffers(setting, here, at_leader):
             return f"{setting} is {here} on this node and {at_leader} at the leader: give all nodes the same"
         case reasons.NameTaken(node):

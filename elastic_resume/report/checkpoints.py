@@ -62,11 +62,6 @@ class FoundPath:
     level: str
     node_dirs: tuple[FoundNodeDir, ...]
 
-    @property
-    def run_ids(self) -> tuple[str, ...]:
-        """The names of the runs, sorted."""
-        return tuple(sorted({node_dir.run_id for node_dir in self.node_dirs if node_dir.run_id is not None}))
-
 
 def find_node_dirs(path_argument: Path) -> FoundPath:
     """Find the node directories at or below a path.
@@ -201,7 +196,7 @@ def format_checkpoints(found: FoundPath, now: float) -> str:
     """Format the table of `list_checkpoints`, with ``now`` in Unix seconds."""
     entries = list(list_checkpoints(found))
     if not entries:
-        return f"{found.path}: no checkpoints here\n" + _summarize_unfinished(found)
+        return f"{found.path}: no checkpoints here\n"
     runs = sorted({entry.run_id for entry in entries})
     lines = []
     for run in runs:
@@ -212,9 +207,7 @@ def format_checkpoints(found: FoundPath, now: float) -> str:
         for entry in entries:
             if entry.run_id == run and entry.state == BAD and entry.reason not in shown:
                 lines += wrap_text(f"{entry.node}/{entry.path.name}: {entry.reason}")
-    return (
-        "\n".join(lines).lstrip("\n") + "\n" + _summarize_quarantined(entries) + _summarize_unfinished(found)
-    )
+    return "\n".join(lines).lstrip("\n") + "\n" + _summarize_quarantined(entries)
 
 
 def _summarize_quarantined(entries: Sequence[CheckpointEntry]) -> str:
@@ -320,18 +313,3 @@ def modified_at(path: Path) -> float | None:
         return path.lstat().st_mtime
     except OSError:
         return None
-
-
-def _summarize_unfinished(found: FoundPath) -> str:
-    """Describe temporary directories in one line: commits in progress, or left by a crash."""
-    count = 0
-    for node_dir in found.node_dirs:
-        try:
-            names = os.listdir(node_dir.path)  # noqa: PTH208  names only
-        except OSError:
-            continue
-        count += sum(name.startswith(constants.TEMPORARY_PREFIX) for name in names)
-    if not count:
-        return ""
-    writes = format_count(count, "unfinished write")
-    return f"{writes}: in progress, or left by a crash and removed at the next start\n"

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from itertools import groupby
@@ -64,17 +65,8 @@ def replace_unprintable(text: str) -> str:
 
 def wrap_text(text: str, indent: str = "  ") -> list[str]:
     """Break ``text`` into lines of at most `WIDTH`, later ones indented. Long words are cut."""
-    lines, line = [], ""
-    for word in replace_unprintable(text).split(" "):
-        rest = word
-        while line and len(line) + 1 + len(rest) > WIDTH and line.strip():
-            lines.append(line)
-            line = indent
-        line = rest if not line else f"{line}{rest}" if line == indent else f"{line} {rest}"
-        while len(line) > WIDTH:
-            lines.append(line[:WIDTH])
-            line = indent + line[WIDTH:]
-    return [*lines, line]
+    shown = replace_unprintable(text)
+    return textwrap.wrap(shown, WIDTH, subsequent_indent=indent, break_on_hyphens=False) or [""]
 
 
 def format_seconds(value: float | None) -> str:

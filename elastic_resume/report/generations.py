@@ -111,13 +111,6 @@ class Generation:
         """The recovery after a failure; None if nodes joined or somebody asked for the stop."""
         return self.recovery_s if self.end.is_failure and self.end.kind != PREEMPTED else None
 
-    @property
-    def num_steps_run(self) -> int:
-        """The number of steps that it ran, as far as known."""
-        if self.start_step is None or self.last_step is None:
-            return 0
-        return max(0, self.last_step - self.start_step)
-
 
 @dataclass(frozen=True, slots=True)
 class Incident:

@@ -22,7 +22,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from elastic_resume import __version__
-from elastic_resume.report import checkpoints, run_history, summary
+from elastic_resume.report import checkpoints, summary
 from elastic_resume.report.alerts import describe_recurrence
 from elastic_resume.report.event_log import ParsedEvent
 from elastic_resume.report.formatting import (
@@ -37,7 +37,6 @@ from elastic_resume.report.formatting import (
 )
 from elastic_resume.report.generations import Generation
 from elastic_resume.report.goodput import GenerationTimes
-from elastic_resume.report.run_history import SavedStateRecord
 from elastic_resume.report.summary import (
     GOODPUT_LABELS,
     MAX_SILENCE_S,
@@ -71,13 +70,9 @@ OUTCOME_LABELS = {
     "stopped": ("other", "stopped"),
 }
 STATE_LABELS = {
-    checkpoints.VALID: ("good", "on disk, checked"),
-    run_history.COMMITTED: ("good", "on disk"),
+    checkpoints.VALID: ("good", "on disk"),
     checkpoints.BAD: ("bad", "BAD"),
     checkpoints.QUARANTINED: ("bad", "quarantined"),
-    run_history.LOST: ("dim", "lost"),
-    run_history.PRUNED: ("dim", "pruned"),
-    run_history.USED: ("good", "in memory"),
 }
 
 
@@ -87,8 +82,6 @@ def render_page(report: RunReport, title: str = "") -> str:
     def later(part: Sequence[Any]) -> str:
         return f"{format_since_start(report, part[0].t)} after the start and later"
 
-    ends = summary.attribute_ends([fault.t for fault in report.faults], report.history.generations)
-    faults = list(zip(report.faults, ends, strict=True))
     return _template().render(
         report=report,
         title=title or report.run_id or "a run",
@@ -101,7 +94,7 @@ def render_page(report: RunReport, title: str = "") -> str:
         timeline=_draw_timeline(report),
         recoveries=_recovery_bar(report),
         generations=_generation_rows(report),
-        faults=_split_table(faults, lambda part: later(part[0])),
+        faults=_split_table(report.faults, later),
         alerts=_split_table(report.alerts, later),
         checkpoints=_checkpoint_rows(report),
     )
@@ -162,7 +155,7 @@ def _run_state(report: RunReport) -> tuple[str, str]:
 
 
 def _summary_tiles(report: RunReport) -> list[tuple[str, str]]:
-    history, share, present = report.history, report.goodput.share, report.present_checkpoints
+    history, share, newest = report.history, report.goodput.share, report.newest_checkpoint_step
     downtime_s = sum(report.downtimes.values()) if report.downtimes else None
     return [
         ("-" if share is None else format_percent(share), "goodput"),
@@ -174,7 +167,7 @@ def _summary_tiles(report: RunReport) -> list[tuple[str, str]]:
         ),
         (format_seconds(downtime_s), "downtime"),
         (format_seconds(report.median_recovery_s), "recovery (median)"),
-        (f"{present[-1].step:,}" if present else "none", "newest checkpoint's step"),
+        ("none" if newest is None else f"{newest:,}", "newest checkpoint's step"),
     ]
 
 
@@ -239,35 +232,13 @@ def _generation_rows(report: RunReport) -> list[dict[str, Any]]:
     return _split_table(rows, summarize)
 
 
-def _checkpoint_rows(report: RunReport) -> dict[str, Any] | None:
-    """Return a row for each step with a snapshot or checkpoint that was kept or loaded."""
-    if not report.saved_states:
-        return None
-    shown = [
-        record for record in report.saved_states if record.state != run_history.PRUNED or record.loaded_by
-    ]
-    num_hidden = len(report.saved_states) - len(shown)
-    note = format_count(len(report.saved_states), "snapshot or checkpoint", "snapshots and checkpoints")
-    note += " known."
-    note += f" {num_hidden} of them were pruned, never loaded, and are not shown." if num_hidden else ""
+def _checkpoint_rows(report: RunReport) -> list[dict[str, Any]]:
+    """Return a row for each generation and step of the checkpoints on disk, the newest first."""
     steps: dict[tuple[int, int], dict[tuple[str, str, str], list[str]]] = defaultdict(dict)
-    for record in shown:
-        key = (*STATE_LABELS[record.state], _describe_saved_state(record))
-        steps[record.generation, record.step].setdefault(key, []).append(record.node)
-    newest = sorted(steps.items(), reverse=True)[:MAX_CHECKPOINT_STEPS]
-    if len(newest) < len(steps):
-        note += f" The newest {MAX_CHECKPOINT_STEPS} of {len(steps)} steps are shown."
-    return {"note": note, "chunks": [{"rows": newest}]}
-
-
-def _describe_saved_state(record: SavedStateRecord) -> str:
-    loaded_by = ", ".join(map(str, record.loaded_by[:6]))
-    parts = (
-        format_bytes(record.bytes) if record.bytes else "",
-        f"loaded by generation {loaded_by}" if loaded_by else "",
-        record.reason,
-    )
-    return "; ".join(filter(None, parts))
+    for entry in report.checkpoints:
+        key = (*STATE_LABELS[entry.state], entry.reason or format_bytes(entry.bytes))
+        steps[entry.generation or 0, entry.step or 0].setdefault(key, []).append(entry.node)
+    return [{"rows": sorted(steps.items(), reverse=True)[:MAX_CHECKPOINT_STEPS]}] if steps else []
 
 
 # ---- the timeline --------------------------------------------------------------------------------------
@@ -360,9 +331,8 @@ def _absence_spans(
 
 def _marks_by_node(report: RunReport) -> Mapping[str, list[TimelineMark]]:
     marks: dict[str, list[TimelineMark]] = defaultdict(list)
-    for record in report.saved_states:
-        if record.t is not None and record.tier == run_history.DISK:
-            marks[record.node].append(TimelineMark(CHECKPOINT, record.t, f"checkpoint of step {record.step}"))
+    for event in report.timeline.select("commit"):
+        marks[event.node].append(TimelineMark(CHECKPOINT, event.t, f"checkpoint of step {event.step}"))
     for alert in report.alerts:
         marks[alert.node].append(TimelineMark(ALERT, alert.t, alert.text))
     for fault in report.faults:

@@ -40,7 +40,7 @@ from elastic_resume.report.goodput import (
     measure_generations,
     recovery_phases,
 )
-from elastic_resume.report.run_history import JobWait, RunHistory, SavedStateRecord
+from elastic_resume.report.run_history import JobWait, RunHistory
 
 MAX_HINTS = 6
 MAX_MESSAGE_CHARS = 500  # limit of an exception's text within a sentence
@@ -233,7 +233,7 @@ class RunReport:
     goodput: Goodput
     alerts: tuple[Alert, ...]
     faults: tuple[InjectedFault, ...]
-    saved_states: tuple[SavedStateRecord, ...]
+    checkpoints: tuple[CheckpointEntry, ...]
     stacks: Mapping[str, str]
     problems: tuple[str, ...]
     timeline: EventTimeline = field(repr=False)
@@ -248,18 +248,11 @@ class RunReport:
         return statistics.median(found) if found else None
 
     @property
-    def present_checkpoints(self) -> list[SavedStateRecord]:
-        """The usable checkpoints on disk, oldest first."""
-        usable = {run_history.COMMITTED, checkpoints.VALID}
-        on_disk = (record for record in self.saved_states if record.tier == run_history.DISK)
-        return [record for record in on_disk if record.state in usable]
-
-    def describe_after_fault(self, t: float) -> str:
-        """Describe what followed a fault at ``t`` after which no generation ended."""
-        has_continued = any(
-            times.last_step_t is not None and times.last_step_t > t for times in self.generation_times
-        )
-        return "training continued" if has_continued else "no step followed"
+    def newest_checkpoint_step(self) -> int | None:
+        """The step of the newest valid checkpoint on disk; None if there is none."""
+        valid = [entry for entry in self.checkpoints if entry.state == checkpoints.VALID]
+        versions = [(entry.generation or 0, entry.step or 0) for entry in valid]
+        return max(versions)[1] if versions else None
 
 
 def build_run_report(
@@ -310,7 +303,7 @@ def build_run_report(
         goodput=total,
         alerts=alert_list,
         faults=_collect_faults(timeline, generation_times),
-        saved_states=run_history.build_saved_state_records(timeline, history, checkpoint_entries),
+        checkpoints=tuple(checkpoint_entries),
         stacks=stacks or {},
         problems=tuple(problems),
         timeline=timeline,
@@ -367,7 +360,7 @@ def format_json(run_report: RunReport) -> str:
         **history,
         "alerts": [asdict(item) for item in run_report.alerts],
         "faults": [asdict(item) for item in run_report.faults],
-        "checkpoints": [asdict(item) for item in run_report.saved_states],
+        "checkpoints": [{**asdict(item), "path": str(item.path)} for item in run_report.checkpoints],
         "hangs": [{"file": name, "text": text} for name, text in run_report.stacks.items()],
         "problems": list(run_report.problems),
     }
@@ -506,33 +499,13 @@ def _describe_recoveries(report: RunReport) -> str:
 
 
 def _describe_checkpoints(report: RunReport) -> str:
-    states = Counter(record.state for record in report.saved_states if record.tier == run_history.DISK)
+    states = Counter(entry.state for entry in report.checkpoints)
     if not states:
         return ""
-    present = report.present_checkpoints
-    holders = fold_node_names(sorted({record.node for record in present}), 40) or "no node"
-    parts = [f"{format_count(states.total(), 'checkpoint')} written, {len(present)} present on {holders}"]
-    parts += [f"newest: step {present[-1].step}"] if present else []
+    holders = sorted({entry.node for entry in report.checkpoints if entry.state == checkpoints.VALID})
+    count, step = states[checkpoints.VALID], report.newest_checkpoint_step
+    parts = [f"{format_count(count, 'checkpoint')} on {fold_node_names(holders, 40) or 'no node'}"]
+    parts += [f"newest: step {step}"] if step is not None else []
     for state, text in ((checkpoints.BAD, "bad"), (checkpoints.QUARANTINED, "in quarantine")):
         parts += [f"{states[state]} {text}"] if states[state] else []
     return ", ".join(parts)
-
-
-# ---- what followed a fault ---------------------------------------------------------------------------------
-
-CORRUPTING_FAULTS = frozenset({"torn-write", "bit-flip"})
-"""Kinds of faults that damage a checkpoint; a later start quarantines it."""
-CLOCK_SLACK_S = 0.1  # a node may record a fault's effect this long before the injector records the fault
-
-
-def attribute_ends(fault_times: Sequence[float], rows: Sequence[Generation]) -> list[list[Generation]]:
-    """Return, for each fault, the failures that were detected after it and before the next fault."""
-    ends: list[list[Generation]] = [[] for _ in fault_times]
-    for row in rows:
-        if row.end.is_failure and row.detected_t is not None:
-            earlier = [
-                (t, index) for index, t in enumerate(fault_times) if t <= row.detected_t + CLOCK_SLACK_S
-            ]
-            if earlier:
-                ends[max(earlier)[1]].append(row)
-    return ends

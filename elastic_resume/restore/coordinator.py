@@ -33,15 +33,14 @@ from torch.optim import Optimizer
 from elastic_resume import failpoints
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.node_dir import NodeDir
-from elastic_resume.errors import DivergenceError, MachineError, MismatchError
-from elastic_resume.policy import resume_plan
+from elastic_resume.errors import DivergenceError, ElasticResumeError, MachineError, MismatchError
+from elastic_resume.policy import reasons, resume_plan
 from elastic_resume.policy.resume_plan import Inventory, ResumePlan
 from elastic_resume.policy.wording import MIXED_HARDWARE_HINT
 from elastic_resume.ranks.rank_context import RankContext, raise_if_set
-from elastic_resume.restore import inventory
 from elastic_resume.restore.attempt import PROVEN_INVALID_KINDS, NodeFailures, RestoreAttempt
 from elastic_resume.restore.replica_check import find_first_difference
-from elastic_resume.restore.sources import StateSource, list_sources
+from elastic_resume.restore.sources import StateSource, list_sources, take_inventory
 from elastic_resume.slots.ipc import SlotClient
 from elastic_resume.slots.progress_page import ProgressPage
 from elastic_resume.state import load_objects, state_dict
@@ -109,11 +108,11 @@ def restore(
             return (flat, None), None
         disk_error = _check_disk_space(context, node_dir, flat, tracked)
         generation = node_dir.read_generation()
-        own = inventory.take_inventory(context, sources, progress_page, generation)
-        return (flat, disk_error), inventory.to_json(own)
+        own = take_inventory(context, sources, progress_page, generation)
+        return (flat, disk_error), reasons.to_json(own)
 
     (flat, disk_error), gathered = context.run_and_gather(flatten_and_list)
-    inventories = [inventory.from_json(encoded) for encoded in gathered if encoded is not None]
+    inventories = [_parse_inventory(encoded) for encoded in gathered if encoded is not None]
     mode = context.settings.resume
     failpoints.hit("resume.planned")
     while True:
@@ -143,6 +142,16 @@ def restore(
     manifest = loaded.manifest if loaded is not None else None
     on_disk = loaded is not None and loaded.opened is not None and loaded.opened.on_disk
     return ResumeResult(plan, manifest, flat, nodes, duration_s, on_disk, earlier_command)
+
+
+def _parse_inventory(encoded: Any) -> Inventory:
+    try:
+        inventory: Inventory = reasons.from_json(Inventory, encoded)
+    except ValueError as error:
+        raise ElasticResumeError(
+            f"a node's inventory cannot be read ({error}): do all nodes run the same elastic_resume?"
+        ) from error
+    return inventory
 
 
 def _check_disk_space(

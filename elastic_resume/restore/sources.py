@@ -1,7 +1,8 @@
 """List and open a node's saved states, in its memory and on the disks that it sees.
 
-A `StateSource` lists the states of one tier for the inventory, opens one for a restore attempt, and gives one
-up that proved invalid. A further tier is one more class, in `list_sources`. Other nodes are not a tier. A
+A `StateSource` lists the states of one tier, opens one for a restore attempt, and gives one up that proved
+invalid. `take_inventory` collects what all tiers of this node list. `policy.resume_plan` turns all
+inventories into one plan. A further tier is one more class, in `list_sources`. Other nodes are not a tier. A
 node without the state opens an empty buffer (`open_for_peers`), and `transfer` fills it.
 """
 
@@ -9,20 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from elastic_resume.checkpoint import reader
+from elastic_resume.checkpoint import node_dir, reader
 from elastic_resume.checkpoint.catalog import Catalog, CatalogEntry, read_quarantine_reason, scan_run
 from elastic_resume.checkpoint.manifest import Manifest
 from elastic_resume.checkpoint.reader import allocate_memory
-from elastic_resume.errors import CheckpointError, ForeignError, UnreadableError
-from elastic_resume.policy.resume_plan import DISK, MEMORY, RejectedState, SavedState
+from elastic_resume.errors import CheckpointError, ForeignError, NodeFileError, UnreadableError
+from elastic_resume.policy.resume_plan import DISK, MEMORY, Inventory, RejectedState, SavedState
+from elastic_resume.ranks import rank_context
 from elastic_resume.ranks.rank_context import RankContext
 from elastic_resume.restore.streaming import BackgroundTask, LocalWatermark, StreamingBuffer
 from elastic_resume.slots import slot_memory
 from elastic_resume.slots.ipc import SlotClient
+from elastic_resume.slots.progress_page import ProgressPage
 from elastic_resume.slots.slot_memory import Slot
 
 MAX_LISTED_STATES = 64  # limit per directory, newest first; older ones matter only after 64 corrupt ones
@@ -215,6 +218,45 @@ class DiskSource:
             reason = read_quarantine_reason(path)
             rejected.append(RejectedState(owner_node, path.name, reason, version, "aside"))
         return rejected
+
+
+def take_inventory(
+    context: RankContext, sources: Mapping[str, StateSource], progress_page: ProgressPage, generation: int
+) -> Inventory:
+    """List what this node could restore from its ``sources``; give up what is damaged."""
+    listings = [source.list_states() for source in sources.values()]
+    # Generations that ended before their first step left nothing on disk, but agents have counted them.
+    known = [
+        generation,
+        rank_context.assigned_generation() - 1,
+        *(each.newest_generation for each in listings),
+    ]
+    last_generation, last_step, last_world_size = _read_last_step(context, progress_page, generation)
+    last_launcher, command = node_dir.read_script_arguments(context.node_dir)
+    return Inventory(
+        node=context.node,
+        local_leader_rank=context.collectives.rank,
+        saved_states=tuple(state for each in listings for state in each.saved_states),
+        rejected=tuple(state for each in listings for state in each.rejected),
+        generation=max(known),
+        committed_generation=node_dir.read_committed_generation(context.node_dir),
+        last_step=last_step,
+        last_generation=last_generation,
+        last_world_size=last_world_size or None,
+        has_restarted=last_launcher == rank_context.launcher_id(),
+        command=tuple(command),
+    )
+
+
+def _read_last_step(
+    context: RankContext, progress_page: ProgressPage, generation: int
+) -> tuple[int, int, int]:
+    try:
+        return progress_page.newest_progress(generation)
+    except NodeFileError as error:
+        context.events.emit("progress-page-ignored", reason=str(error))
+        progress_page.clear()
+        return 0, 0, 0
 
 
 def open_for_peers(slot_client: SlotClient | None, source_manifest: Manifest) -> OpenedState:

@@ -28,7 +28,7 @@ SLURM_VARIABLES: dict[str, tuple[str, ...]] = {
     "peers": ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
     "workers": ("SLURM_GPUS_ON_NODE",),
     "restarts": ("SLURM_RESTART_COUNT",),  # not set before the first restart
-    "deadline": ("SLURM_JOB_END_TIME",),  # set since Slurm 23.02; otherwise `slurm.find_deadline` asks
+    "deadline": ("SLURM_JOB_END_TIME",),  # set since Slurm 23.02; before, squeue is asked
 }
 KUBERNETES_VARIABLES: dict[str, tuple[str, ...]] = {
     # An Indexed Job gives its pods stable host names (JOB-INDEX); POD_NAME is the downward API's usual name,

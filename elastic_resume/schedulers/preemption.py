@@ -1,4 +1,4 @@
-"""Poll for preemption notices: a cloud's metadata server, a file, or a command.
+"""Poll for preemption notices: a cloud's metadata server, or a file.
 
 Each `NoticeSource` is polled every few seconds and returns a `PreemptionNotice` or None. A source that cannot
 be asked or understood raises `NoticeQueryError`; it is never taken for a notice, because some addresses
@@ -16,12 +16,8 @@ import contextlib
 import http.client
 import json
 import re
-import shlex
-import shutil
 import stat
-import subprocess
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
@@ -32,21 +28,18 @@ from urllib.parse import urlsplit
 import psutil
 
 from elastic_resume.errors import ConfigError
-from elastic_resume.schedulers.slurm import run_command
 
 TIMEOUT_S = 2.0
 MAX_BYTES = 64 * 1024
 MAX_QUOTED_CHARS = 200
 POLL_S = 5.0  # AWS advises 5 s; the shortest notice of any cloud is 30 s
 FILE_POLL_S = 1.0
-OLD_FILE_S = 60.0  # a notice states the age of a file that is older than this
-COMMAND_TIMEOUT_S = 5.0
 EC2_TOKEN_TTL_S = 21600  # the longest lifetime that EC2 accepts
 MAX_SOURCES = 8
 METADATA_URL = "http://169.254.169.254"  # the address is the same on all three clouds
-SOURCE_FORMATS = "aws, gcp, azure (each also NAME:http://ADDRESS), file:PATH or command:COMMAND"
-_SOURCE_SEPARATOR = re.compile(r",\s*(?=(?:aws|gcp|azure)\s*(?:$|[,:])|file:|command:)")
-"""Commas between sources; others belong to a path or a command."""
+SOURCE_FORMATS = "aws, gcp, azure (each also NAME:http://ADDRESS) or file:PATH"
+_SOURCE_SEPARATOR = re.compile(r",\s*(?=(?:aws|gcp|azure)\s*(?:$|[,:])|file:)")
+"""Commas between sources; others belong to a path."""
 
 
 class NoticeQueryError(Exception):
@@ -126,7 +119,7 @@ def parse_sources(setting: str, text: str) -> list[NoticeSource]:
     """Parse sources separated by commas; none for ``off``. ``setting`` names the value's source for errors.
 
     Raises:
-        ConfigError: a source is unknown, or its address, path or command is malformed.
+        ConfigError: a source is unknown, or its address or path is malformed.
 
     """
     if text.strip() in {"", "off"}:
@@ -146,14 +139,6 @@ def _parse_source(setting: str, word: str) -> NoticeSource:
     if kind == "file" and rest:
         path = Path(rest).expanduser().absolute()
         return NoticeSource(word, lambda: poll_file(path), FILE_POLL_S)
-    if kind == "command" and rest:
-        try:
-            argv = shlex.split(rest)
-        except ValueError as error:
-            raise ConfigError(f"{setting}: {rest!r} is not a command: {error}.") from error
-        if not argv or shutil.which(argv[0]) is None:
-            raise ConfigError(f"{setting}: there is no program {argv[0] if argv else rest!r} here.")
-        return NoticeSource(word, lambda: poll_command(argv))
     raise ConfigError(f"{setting} is {word!r}: write {SOURCE_FORMATS}.")
 
 
@@ -288,7 +273,7 @@ def _parse_object(text: str) -> dict[str, Any]:
     return fields
 
 
-# ---- files and commands --------------------------------------------------------------------------------
+# ---- files --------------------------------------------------------------------------------
 
 
 def poll_file(path: Path) -> PreemptionNotice | None:
@@ -308,16 +293,4 @@ def poll_file(path: Path) -> PreemptionNotice | None:
     if stat.S_ISREG(status.st_mode):  # opening a named pipe would block
         with contextlib.suppress(OSError), open(path, "rb") as file:
             text = file.read(MAX_BYTES).decode(errors="replace")
-    age_s = time.time() - status.st_mtime
-    age = f"; {path} has been there for {age_s / 60:.0f} min" if age_s > OLD_FILE_S else ""
-    return PreemptionNotice((quote_briefly(text) or f"{path} is there") + age)
-
-
-def poll_command(argv: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S) -> PreemptionNotice | None:
-    """Return a notice if the command exits with 0; its first line is the reason."""
-    result = run_command(argv, timeout_s, stderr=subprocess.DEVNULL)
-    if result.exit_code is None:
-        raise NoticeQueryError(result.output)
-    lines = result.output.splitlines()
-    reason = quote_briefly(lines[0]) if lines else ""
-    return PreemptionNotice(reason or f"{argv[0]} exited with 0") if result.exit_code == 0 else None
+    return PreemptionNotice(quote_briefly(text) or f"{path} is there")

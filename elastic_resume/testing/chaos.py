@@ -1,8 +1,8 @@
-"""Run ``elastic-resume chaos``: a job on simulated nodes under a fault plan, and a table of the outcomes.
+"""Run ``elastic-resume chaos``: a job on simulated nodes under a fault plan, and its report.
 
-A fault that these nodes cannot have is refused before anything starts. Each fault and each recovery is
-printed when it happens. The end prints the report's table, the outcome of each fault, and one sentence. No
-process, namespace or mount is left behind, and no file outside the job's directory.
+A fault that these nodes cannot have is refused before anything starts. Each fault and each generation is
+printed when it comes. The end prints the run's report, the faults that were not injected, and one sentence.
+No process, namespace or mount is left behind, and no file outside the job's directory.
 
 Exit codes: 0 the job ended well; 1 it failed or stalled; 2 nothing was started; 128 + n signal n. 3: the job
 ended well, but a fault of the plan, or every random fault, never happened. Such a run proves less than was
@@ -14,9 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import itertools
 import logging
-import math
 import os
 import secrets
 import shlex
@@ -31,10 +29,8 @@ from typing import Any
 from elastic_resume import console, constants
 from elastic_resume.config import AGENT_SETTINGS, OPTIONS, Parser
 from elastic_resume.errors import ConfigError, UsageError
-from elastic_resume.events import Event, parse_line
 from elastic_resume.report import formatting, summary
-from elastic_resume.report.formatting import format_count, format_seconds, format_table, truncate, wrap_text
-from elastic_resume.report.generations import Generation
+from elastic_resume.report.formatting import format_count, wrap_text
 from elastic_resume.report.loader import LoadedRun, load_run
 from elastic_resume.report.summary import RunReport
 from elastic_resume.testing import faults, virtual_network
@@ -48,15 +44,12 @@ _PACKAGE_LOGGER = logging.getLogger(__name__.rpartition(".")[0])
 
 PROG = "elastic-resume chaos"
 DEFAULT_MTBF_S = 15.0
-TARGET_WIDTH = 24  # characters of a fault's target in the table
 RUN_ID = "chaos"
-POLL_S, EVENT_POLL_S = 0.02, 0.25
+POLL_S, CHECK_INTERVAL_S = 0.02, 0.25
 MAX_FAULT_WINDOW_S = 86400.0  # random faults without --for fall within this time
 STALL_TIMEOUT_S = 300.0
 LATE_NODE_GRACE_S = 30.0  # extra time for a node that was restarting when the job ended on the others
 STEP_EVENT_INTERVAL_S = 1.0  # time between the step events of each rank
-STEPS_FOR_ALL_RANKS = 2  # steps of one rank in which every other rank has finished one
-MAX_TAIL_BYTES = 1 << 20
 REPLACED_RUN_FLAGS = {
     "--nnodes": "--nodes and --min-nodes",
     "--nproc-per-node": "--workers-per-node",
@@ -80,12 +73,7 @@ def main(args: Sequence[str]) -> int:
         MachineError: these nodes are not available here.
 
     """
-    experiment, plan_path = parse_command(args)
-    try:
-        if plan_path is not None:
-            plan_path.write_text(faults.format_plan(experiment.plan))
-    except OSError as error:
-        raise ConfigError(f"--save-plan {plan_path}: cannot be written: {error.strerror}.") from error
+    experiment = parse_command(args)
     try:
         experiment.directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -123,8 +111,8 @@ class _StdoutHandler(logging.Handler):
                 signal.raise_signal(signal.SIGTERM)  # the reader of the output has ended, as in `| head`
 
 
-def parse_command(words: Sequence[str]) -> tuple[Experiment, Path | None]:
-    """Parse the command: return the experiment and the path at which its plan is saved."""
+def parse_command(words: Sequence[str]) -> Experiment:
+    """Parse the command."""
     at = words.index("--") if "--" in words else len(words)
     before, after = words[:at], words[at + 1 :]
     parser = build_parser()
@@ -147,7 +135,7 @@ def parse_command(words: Sequence[str]) -> tuple[Experiment, Path | None]:
             virtual_network.unavailable_reason() or "nodes share the disk that is here with --hosts loopback"
         )
         raise ConfigError(f"--disk takes nodes that have one of their own (--hosts namespaces): {why}.")
-    experiment = Experiment(
+    return Experiment(
         _require_empty(args.dir.absolute()),
         nodes=args.nodes,
         workers_per_node=args.workers_per_node,
@@ -159,10 +147,8 @@ def parse_command(words: Sequence[str]) -> tuple[Experiment, Path | None]:
         plan=plan,
         disk_bytes=args.disk,
         fault_window_s=args.for_s,
-        drain=args.drain,
         stall_timeout_s=args.patience,
     )
-    return experiment, args.save_plan
 
 
 def _read_passed_settings(environ: Mapping[str, str]) -> dict[str, str]:
@@ -211,14 +197,12 @@ def build_parser() -> Parser:
     add("--seed", "seed of all random choices; the same seed repeats the same faults", type=int, metavar="N")
     add_time("--mtbf", "mean time between random faults (default 15s without a plan)")
     add_time("--for", "inject no fault later than this after the first step", dest="for_s")
-    add("--drain", "drain the job after the last fault, for a script that does not end", action="store_true")
     add("--hosts", "namespaces: each node has a network and a disk in memory; needs root, and is the default "
         "where it works. loopback: processes only", choices=("loopback", "namespaces"))  # fmt: skip
     add("--disk", "size of each node's disk with --hosts namespaces (default 256MB)", type=_parse_size,
         metavar="SIZE")  # fmt: skip
     add("--dir", "directory of logs, checkpoints and events (default ./chaos-run)", type=Path,
         default=Path("chaos-run"))  # fmt: skip
-    add("--save-plan", "write the plan, with the seed", type=Path, metavar="FILE.yaml")
     add_time(
         "--patience", "end a job that finishes no step for this long (default 5m)", default=STALL_TIMEOUT_S
     )
@@ -287,23 +271,16 @@ class Experiment:
     plan: FaultPlan
     disk_bytes: int | None = None
     fault_window_s: float | None = None
-    drain: bool = False
     stall_timeout_s: float = STALL_TIMEOUT_S
 
 
 @dataclass(frozen=True)
 class ExperimentResult:
-    """The result of an experiment.
-
-    ``failure`` says why the job ended wrong; empty if it ended well. ``exit_codes`` are those of the agents
-    (None: still running). ``drained_at`` is the Unix time at which the job was asked to end.
-    """
+    """The result of an experiment; ``failure`` says why the job ended wrong, empty if it ended well."""
 
     failure: str
-    exit_codes: tuple[int | None, ...]
     fault_outcomes: tuple[FaultOutcome, ...]
     run_report: RunReport
-    drained_at: float | None = None
 
     @property
     def missed_faults(self) -> list[FaultOutcome]:
@@ -350,12 +327,9 @@ class _ExperimentRun:
         until_s = MAX_FAULT_WINDOW_S if experiment.fault_window_s is None else experiment.fault_window_s
         schedule = experiment.plan.schedule(shape, until_s=until_s)
         self.injector = FaultInjector(cluster, schedule, written_count=len(experiment.plan.faults))
-        self._event_tails = [_EventTail(node.directory / constants.EVENTS_FILE) for node in cluster.nodes]
         self._last_progress_at = time.monotonic()
         self._latest_progress = (0, 0)
-        self._progress_when_idle: tuple[int, int] | None = None  # when the last fault was over
         self._job_ended_at: float | None = None
-        self._drained_at: float | None = None
 
     def run_to_end(self) -> str:
         """Start the job and wait for its end; return why it failed, or nothing."""
@@ -363,20 +337,18 @@ class _ExperimentRun:
         nodes = self._experiment.nodes
         logger.info("%s %s", format_count(nodes, "node"), choose_verb(nodes, "starts", "start"))
         self._cluster.start(script, *args)
-        next_event_poll = 0.0
+        next_check_at = 0.0
         while not self.injector.is_over:
             self.injector.poll()
             now = time.monotonic()
-            if now >= next_event_poll:
-                next_event_poll = now + EVENT_POLL_S
-                self._log_new_events()
-                stall = self._stall_message(now)
+            if now >= next_check_at:
+                next_check_at = now + CHECK_INTERVAL_S
+                stall = self._check_progress(now)
                 if stall:
                     return stall
-                self._finish_faults()
+                self._end_fault_window()
                 self._kill_late_nodes(now)
             time.sleep(POLL_S)
-        self._log_new_events()
         return self._failure_message()
 
     def result(self, failure: str) -> ExperimentResult:
@@ -388,18 +360,15 @@ class _ExperimentRun:
         run_report = summary.build_run_report(found.events, checkpoint_entries=found.checkpoints)
         if not failure and run_report.history.last_step is None:
             failure = "no rank finished a step: does the script call er.resume() and run.step()?"
-        outcomes = tuple(self.injector.outcomes)
-        return ExperimentResult(failure, tuple(self._exit_codes()), outcomes, run_report, self._drained_at)
+        return ExperimentResult(failure, tuple(self.injector.outcomes), run_report)
 
-    def _log_new_events(self) -> None:
-        for tail in self._event_tails:
-            for message in tail.read_new_messages():
-                logger.info("%s", message)
-
-    def _stall_message(self, now: float) -> str:
+    def _check_progress(self, now: float) -> str:
+        """Log a new generation; return a message if the job stalls."""
         furthest = max(
             ((line.generation, line.step) for _, line in self._cluster.rank_progress()), default=(0, 0)
         )
+        if furthest[0] > self._latest_progress[0]:
+            logger.info("generation %d continues after step %d", *furthest)
         if furthest != self._latest_progress:
             self._latest_progress, self._last_progress_at = furthest, now
         if now < self._last_progress_at + self._experiment.stall_timeout_s:
@@ -409,31 +378,10 @@ class _ExperimentRun:
             f"(generation {furthest[0]}, step {furthest[1]}).\n{self._cluster.output_tails()}"
         )
 
-    def _finish_faults(self) -> None:
-        for_s = self._experiment.fault_window_s
-        if for_s is None or self.injector.elapsed_s < for_s:
-            return
-        self.injector.cancel_pending("the time of --for was over")
-        if not self._experiment.drain or self._drained_at is not None:
-            return
-        if not self.injector.is_idle:
-            self._progress_when_idle = None
-        elif self._progress_when_idle is None:
-            self._progress_when_idle = self._latest_progress
-        elif self._has_progressed_past(*self._progress_when_idle):
-            self._drained_at = time.time()
-            self.injector.disable_restarts()
-            logger.info("all faults are over: draining the job")
-            for index in range(self._experiment.nodes):
-                self._cluster.kill_agent(index, signal.SIGTERM)
-
-    def _has_progressed_past(self, generation: int, step: int) -> bool:
-        """Whether all living ranks have finished a step since then."""
-        least = (generation, step + STEPS_FOR_ALL_RANKS)  # or any step of a later generation
-        return any(
-            line.step > line.first_step and (line.generation, line.step) >= least
-            for _, line in self._cluster.rank_progress()
-        )
+    def _end_fault_window(self) -> None:
+        window_s = self._experiment.fault_window_s
+        if window_s is not None and self.injector.elapsed_s >= window_s:
+            self.injector.cancel_pending("the time of --for was over")
 
     def _kill_late_nodes(self, now: float) -> None:
         """Kill nodes that were restarting when the job ended: they would wait for members for ever."""
@@ -454,9 +402,8 @@ class _ExperimentRun:
     def _failure_message(self) -> str:
         """Describe why this end is wrong; empty if it is right."""
         codes = self._exit_codes()
-        drained = self._drained_at is not None
         wrong = {constants.EXIT_JOB_ERROR, constants.EXIT_USAGE} & {*codes}
-        if (constants.EXIT_SUCCESS in codes or drained) and not wrong:
+        if constants.EXIT_SUCCESS in codes and not wrong:
             return ""
         ends = self._cluster.events("agent-end")
         messages = [
@@ -468,166 +415,18 @@ class _ExperimentRun:
         return f"the job did not get to its end: {reason} (exit codes {listed}).\n{tails}"
 
 
-class _EventTail:
-    """Reads the new lines of a node's event log, each once.
-
-    Neither time nor position alone identifies a line: clocks jump, and a disk may be wiped.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._offset = path, 0
-        self._logged_lines: set[bytes] = set()
-
-    def read_new_messages(self) -> Iterator[str]:
-        """Return the messages of the lines that are new since the last call."""
-        try:
-            with open(self._path, "rb") as file:
-                if file.seek(0, 2) < self._offset:
-                    self._offset = 0
-                file.seek(self._offset)
-                data = file.read(MAX_TAIL_BYTES)
-        except OSError:  # the disk fails or is wiped; the file may come back shorter
-            self._offset = 0
-            return
-        whole = data.rfind(b"\n") + 1
-        self._offset += whole
-        for line in data[:whole].splitlines():
-            event = parse_line(line)
-            message = _format_event(event) if event is not None else ""
-            if message and line not in self._logged_lines:
-                self._logged_lines.add(line)
-                yield message
-
-
-def _format_event(event: Event) -> str:
-    """Format an event for the terminal; empty for most kinds."""
-    kind, node = event.get("event"), event.get("node")
-    if kind == "resume":
-        receivers = event.get("receiving_nodes") or []
-        sent = f", sent by {event.get('source_node')} to {', '.join(receivers)}" if receivers else ""
-        lost = event.get("recomputed_steps")
-        again = f"; {format_count(lost, 'step')} {choose_verb(lost, 'is', 'are')} recomputed" if lost else ""
-        step = int(event.get("step", 0)) + 1
-        size = int(event.get("world_size") or 0)
-        ranks = f"{format_count(size, 'rank')} {choose_verb(size, 'trains', 'train')}"
-        return f"generation {event.get('generation')}: {ranks} from step {step} on{sent}{again}"
-    if kind == "hang":
-        suspects = _format_suspects(event.get("suspects"))
-        return f"{node}: a hang at step {event.get('step')}, suspected: {suspects}"
-    if kind == "commit-failed":
-        return f"{node}: {event.get('error')}"
-    if kind == "replicas-differ":
-        diverged = ", ".join(event.get("diverged_nodes") or ["?"])
-        return f"replicas differ at step {event.get('step')}: wrong on {diverged}"
-    if kind == "quarantine":
-        return f"{node}: {event.get('path')} is set aside: {event.get('reason')}"
-    if kind == "agent-end":
-        return f"{node} has ended: {event.get('message') or event.get('outcome')}"
-    return ""
-
-
-def _format_suspects(suspects: Sequence[object] | None) -> str:
-    found = [str(one.get("rank")) for one in suspects or () if isinstance(one, dict)]
-    return f"rank {', '.join(found)}" if found else "no rank of this node"
-
-
 # ---- the result ----------------------------------------------------------------------------------------
 
 
 def format_result(experiment: Experiment, result: ExperimentResult) -> str:
-    """Format the report's table, the outcome of each fault, and the conclusion."""
-    lines = [summary.format_text(result.run_report).rstrip(), "", *_fault_table(result), ""]
+    """Format the report, the faults that were not injected, and the conclusion."""
+    lines = [summary.format_text(result.run_report).rstrip(), ""]
+    for missed in result.missed_faults:
+        lines += wrap_text(f"not injected: fault {missed.number}, {missed.fault}: {missed.reason}")
     lines += wrap_text(_summarize(experiment, result))
-    why, *tails = result.failure.splitlines() or [""]
-    del why
-    lines += tails
+    lines += result.failure.splitlines()[1:]  # the ends of the nodes' output
     again = f"To repeat the same faults: {PROG} --seed {experiment.plan.seed} with the same flags and plan."
     return "\n".join([*lines, *wrap_text(f"{again} Logs and checkpoints are in {experiment.directory}.")])
-
-
-def _fault_table(result: ExperimentResult) -> list[str]:
-    followed = _consequences(result)
-    rows = [("", "(no fault)", "-", followed[None])] if None in followed else []
-    last = max(
-        (fate for fate in result.fault_outcomes if fate.injected_at is not None),
-        key=_injection_time,
-        default=None,
-    )
-    for fate in result.fault_outcomes:
-        if fate.state == DONE:
-            ended_wrong = result.failure and fate is last
-            otherwise = (
-                "see below" if ended_wrong else result.run_report.describe_after_fault(_injection_time(fate))
-            )
-            then = followed.get(fate.number, otherwise)
-        elif fate.is_random:
-            continue  # random faults are planned beyond the end of any job
-        else:
-            then = f"not injected: {fate.reason}"
-        what = f"{fate.fault.what} {truncate(fate.target or fate.fault.target_text, TARGET_WIDTH)}"
-        rows.append((str(fate.number), what, _format_injection_time(result, fate), then))
-    return (
-        format_table(("no", "fault", "at", "what followed"), rows, right_aligned=(0, 2), shrinkable=3)
-        if rows
-        else []
-    )
-
-
-def _format_injection_time(result: ExperimentResult, fault_outcome: FaultOutcome) -> str:
-    if fault_outcome.injected_at is None or result.run_report.start_t is None:
-        return "-"
-    return format_seconds(max(0.0, fault_outcome.injected_at - result.run_report.start_t))
-
-
-def _consequences(result: ExperimentResult) -> dict[int | None, str]:
-    """Map each fault to what followed from it; None holds what followed from no fault."""
-    done = sorted(
-        (fate for fate in result.fault_outcomes if fate.injected_at is not None), key=_injection_time
-    )
-    rows = result.run_report.history.generations
-    found: dict[int | None, list[str]] = {}
-    spoilt = [fate for fate in done if fate.fault.what in summary.CORRUPTING_FAULTS]
-    for row in rows:
-        for copy in row.rejected:
-            by = [one for one in spoilt if copy.node in one.nodes and _injection_time(one) <= row.start_t]
-            what = f"a copy of {copy.node} was set aside: {copy.text}"
-            found.setdefault(by[-1].number if by else None, []).append(what)
-    rest = [row for row in rows if _is_incident(row, result)]
-    done = [fate for fate in done if fate not in spoilt]  # a damaged copy ends nothing
-    ends = summary.attribute_ends([_injection_time(fate) for fate in done], rows)
-    for fate, of_it in zip(done, ends, strict=True):
-        for row in [one for one in of_it if one in rest]:
-            rest.remove(row)
-            found.setdefault(fate.number, []).append(_format_incident(row))
-    for row in rest:
-        found.setdefault(None, []).append(_format_incident(row))
-    for fate in done:
-        if fate.fault.what == "preemption":  # all nodes left, which is not a failure
-            found.setdefault(fate.number, []).extend(
-                map(_format_incident, _generations_stopped_at(_injection_time(fate), rows))
-            )
-    return {number: "; ".join(texts) for number, texts in found.items() if texts}
-
-
-def _generations_stopped_at(time_s: float, rows: Sequence[Generation]) -> list[Generation]:
-    """Return the generation that ran then, if all its workers were stopped and another one followed."""
-    return [
-        row
-        for row, following in itertools.pairwise(rows)
-        if row.start_t <= time_s < following.start_t and row.end.kind == "stopped"
-    ]
-
-
-def _injection_time(outcome: FaultOutcome) -> float:
-    return outcome.injected_at or 0.0
-
-
-def _is_incident(generation: Generation, result: ExperimentResult) -> bool:
-    """Whether a failure ended the generation, rather than the end of the experiment."""
-    drained = math.inf if result.drained_at is None else result.drained_at
-    return generation.end.is_failure and (
-        generation.detected_t is None or generation.detected_t < drained - summary.CLOCK_SLACK_S
-    )
 
 
 def _has_no_random_fault(experiment: Experiment, result: ExperimentResult) -> bool:
@@ -636,29 +435,22 @@ def _has_no_random_fault(experiment: Experiment, result: ExperimentResult) -> bo
     return experiment.plan.every is not None and not happened
 
 
-def _format_incident(generation: Generation) -> str:
-    lost = f", {generation.recomputed_steps} recomputed" if generation.recomputed_steps else ""
-    back = f", back in {format_seconds(generation.recovery_s)}" if generation.recovery_s is not None else ""
-    return f"{generation.end.text.rstrip('.')}{back}{lost}"
-
-
 def _summarize(experiment: Experiment, result: ExperimentResult) -> str:
-    report = result.run_report.history
-    came = sum(fate.state == DONE for fate in result.fault_outcomes)
-    incidents = sum(_is_incident(row, result) for row in report.generations)
+    history = result.run_report.history
+    injected = sum(outcome.state == DONE for outcome in result.fault_outcomes)
     cost = (
-        f"{format_count(came, 'fault')} injected, {format_count(incidents, 'incident')} followed, "
-        f"{format_count(report.recomputed_steps, 'step')} recomputed"
+        f"{format_count(injected, 'fault')} injected, {format_count(history.num_incidents, 'incident')} "
+        f"followed, {format_count(history.recomputed_steps, 'step')} recomputed"
     )
     if result.failure:
         return f"WRONG: {result.failure.splitlines()[0]} ({cost})"
-    how = "was drained" if experiment.drain and experiment.fault_window_s is not None else "finished"
     left = len(result.missed_faults)
-    verb = choose_verb(left, "was", "were")
-    never = f"; {format_count(left, 'planned fault')} {verb} not injected" if left else ""
-    if not left and _has_no_random_fault(experiment, result):
-        never = "; no fault was injected: train for longer, or give a shorter --mtbf"
-    return f"The job {how}, at step {report.last_step}: {cost}{never}."
+    never = f"; {format_count(left, 'planned fault')} {choose_verb(left, 'was', 'were')} not injected"
+    if not left:
+        never = ""
+        if _has_no_random_fault(experiment, result):
+            never = "; no fault was injected: train for longer, or give a shorter --mtbf"
+    return f"The job finished, at step {history.last_step}: {cost}{never}."
 
 
 def _describe_nodes(experiment: Experiment) -> str:

@@ -35,16 +35,17 @@ from elastic_resume.testing import fork_server
 from elastic_resume.testing.backends import Hosts, LoopbackBackend, make_backend
 from elastic_resume.testing.triggers import (
     FailpointController,
+    PlannedActions,
     RankProgress,
     StepCondition,
     TriggerError,
-    TriggerWatcher,
 )
 from elastic_resume.testing.virtual_network import VirtualNetwork
 
 T = TypeVar("T")
 
 POLL_S = 0.02
+ACTION_POLL_S = 0.002  # while an action is planned: a step of a small model takes a few milliseconds
 OUTPUT_TAIL_CHARS = 4000  # characters of each node's output in an error
 
 
@@ -151,29 +152,15 @@ class Cluster:
         self.workers_per_node = workers_per_node
         self._backend = make_backend(hosts, nodes, disk_bytes)
         self._start_fresh = fresh
-        self._triggers = TriggerWatcher(self.rank_progress)
+        self._planned_actions = PlannedActions()
         self.failpoints = FailpointController(self.directory / "armed")
         self._disk_failpoint_ids: dict[tuple[int, str], str] = {}  # (node index, action) -> failpoint id
         self.nodes = [self._build_node(index, shared_disk=shared_disk) for index in range(nodes)]
         low, high = min_nodes or nodes, max_nodes or nodes
         self._nnodes = f"{low}:{high}" if low != high else str(high)
         self._flags = list(flags)
-        self.env = {  # environment of every node; a change takes effect at later starts
-            **{
-                name: text
-                for name, text in os.environ.items()
-                # On a slow machine the user may allow all nodes more time.
-                if not name.startswith(("TORCHELASTIC_", constants.ENV_PREFIX))
-                or name == constants.ENV_NODE_TIMEOUT
-            },
-            "GLOO_SOCKET_IFNAME": self._backend.interface,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",
-            "TMPDIR": self._backend.temporary_dir(self.directory / "tmp"),
-            constants.ENV_STEP_MARK_S: "0.1",
-            **self.failpoints.env,
-            **(env or {}),
-        }
+        self.env = {**self._default_env(), **(env or {})}
+        """Environment of every node; a change takes effect at later starts."""
         self.endpoints = [
             f"{node.address}:{self._backend.port(index)}"
             for index, node in enumerate(self.nodes[:candidates])
@@ -217,7 +204,6 @@ class Cluster:
 
     def stop(self) -> None:
         """Kill all nodes and close the backend. A second call does nothing."""
-        self._triggers.close()
         self.kill_nodes(range(len(self.nodes)))
         if self._backend.has_disks:
             self._copy_from_disks()
@@ -231,8 +217,7 @@ class Cluster:
     ) -> None:
         try:
             if kind is None:
-                self._triggers.raise_error()
-                self._triggers.require_all_done()
+                self._planned_actions.require_all_done()
         finally:
             self.stop()
 
@@ -353,14 +338,14 @@ class Cluster:
         deadline = time.monotonic() + timeout_s
         while True:
             idle = not any(one.alive for one in self.nodes)
-            self._triggers.raise_error()
+            self._planned_actions.run_due(self.rank_progress())
             found = condition()
             if found:
                 return found
             if idle or time.monotonic() > deadline:
                 why = "no node runs any more" if idle else f"{timeout_s:.0f} s went by"
                 raise ClusterTimeoutError(f"{description}: {why}.\n{self.output_tails()}")
-            time.sleep(POLL_S)
+            self._sleep()
 
     def _event_condition(
         self, step: int | None, generation: int | None, commit: int | None, node: int | None
@@ -406,20 +391,19 @@ class Cluster:
             chosen = [self.nodes[index] for index in only]
         deadline = time.monotonic() + timeout_s
         while running := [one for one in chosen if one.alive]:
-            self._triggers.raise_error()
+            self._planned_actions.run_due(self.rank_progress())
             if time.monotonic() > deadline:
                 names = ", ".join(one.name for one in running)
                 raise ClusterTimeoutError(
                     f"{names}: not ended within {timeout_s:.0f} s.\n{self.output_tails()}"
                 )
-            time.sleep(POLL_S)
+            self._sleep()
         ended = [one for one in chosen if one.agent is not None and (only is not None or not one.killed)]
         codes = [one.agent.wait() for one in ended if one.agent is not None]
         for one in ended:
             one.exit_collected = True
-        self._triggers.raise_error()
         if not any(one.alive for one in self.nodes) and not any(codes):
-            self._triggers.require_all_done()
+            self._planned_actions.require_all_done()
         return codes
 
     # ---- processes -----------------------------------------------------------------------------------
@@ -475,7 +459,7 @@ class Cluster:
 
     @property
     def network(self) -> VirtualNetwork:
-        """Return the virtual network, whose links can be cut, lossy or slow."""
+        """Return the virtual network, whose links can be cut."""
         return self._backend.network
 
     # ---- disks ---------------------------------------------------------------------------------------
@@ -551,15 +535,20 @@ class Cluster:
     def at(self, *, step: int, rank: int | None = None, node: int | None = None) -> Trigger:
         """Return a trigger for a finished step: ``cluster.at(step=20, rank=1).kill()``.
 
+        It acts while the test is in `wait` or `wait_exit`.
+
         Args:
             step: this step or a later one, if the later one is seen first. The delay is a few milliseconds.
             rank: of this rank; default: of any.
             node: of a rank on this node; default: on any.
 
         """
-        return Trigger(self, self._triggers, StepCondition(step, rank, node))
+        return Trigger(self, self._planned_actions, StepCondition(step, rank, node))
 
     # ---- internals -----------------------------------------------------------------------------------
+
+    def _sleep(self) -> None:
+        time.sleep(ACTION_POLL_S if self._planned_actions else POLL_S)
 
     def _newest_checkpoint(self, index: int) -> CatalogEntry:
         found = self.checkpoints(index)
@@ -580,6 +569,23 @@ class Cluster:
     def _preemption_notice_path(self, index: int) -> Path:
         """Return the path of the file that is a node's preemption notice."""
         return self.directory / "notices" / self.nodes[index].name
+
+    def _default_env(self) -> dict[str, str]:
+        return {
+            **{
+                name: text
+                for name, text in os.environ.items()
+                # On a slow machine the user may allow all nodes more time.
+                if not name.startswith(("TORCHELASTIC_", constants.ENV_PREFIX))
+                or name == constants.ENV_NODE_TIMEOUT
+            },
+            "GLOO_SOCKET_IFNAME": self._backend.interface,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "TMPDIR": self._backend.temporary_dir(self.directory / "tmp"),
+            constants.ENV_STEP_MARK_S: "0.1",
+            **self.failpoints.env,
+        }
 
     def _build_node(self, index: int, *, shared_disk: bool) -> Node:
         name = f"n{index}"
@@ -610,23 +616,23 @@ class Cluster:
 class Trigger:
     """A step of a job at which actions happen. Each method plans one action and returns at once."""
 
-    def __init__(self, cluster: Cluster, watcher: TriggerWatcher, condition: StepCondition) -> None:
+    def __init__(self, cluster: Cluster, actions: PlannedActions, condition: StepCondition) -> None:
         """See `Cluster.at`."""
-        self._cluster, self._watcher, self._condition = cluster, watcher, condition
+        self._cluster, self._actions, self._condition = cluster, actions, condition
 
     def do(self, action: Callable[..., object], *args: object) -> None:
-        """Call ``action(*args)`` in a thread: a method of the cluster or any other function."""
+        """Call ``action(*args)``: a method of the cluster or any other function."""
 
         def call(_: object) -> None:
             action(*args)
 
-        self._watcher.schedule(getattr(action, "__name__", str(action)), self._condition, call)
+        self._actions.schedule(getattr(action, "__name__", str(action)), self._condition, call)
 
     def kill(self, sig: signal.Signals = signal.SIGKILL) -> None:
         """Kill the worker of ``rank=`` by this signal, or the whole node of ``node=``."""
         if self._condition.rank is not None:
             signal_worker = partial(self._signal_worker, sig)
-            self._watcher.schedule(sig.name, self._condition, signal_worker)
+            self._actions.schedule(sig.name, self._condition, signal_worker)
         elif self._condition.node is not None and sig == signal.SIGKILL:
             self.do(self._cluster.kill_node, self._condition.node)
         else:

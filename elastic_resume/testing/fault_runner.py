@@ -29,12 +29,12 @@ from elastic_resume.events import EventLog
 from elastic_resume.testing import virtual_network
 from elastic_resume.testing.cluster import Cluster
 from elastic_resume.testing.faults import (
+    DURATION_FIELDS,
     NODES,
     WORKER,
     WORKER_FAILPOINTS,
     Fault,
     format_duration,
-    format_fields,
     plan_key,
 )
 from elastic_resume.testing.triggers import RankProgress
@@ -155,9 +155,13 @@ def failpoint_entry(fault: Fault) -> str:
 
 
 def describe_settings(fault: Fault) -> str:
-    """Describe the settings of a fault in the words of a plan: "for 6s, percent 5"."""
-    keys = {plan_key(name): name for name in fault.kind.settings if name != "back_after_s"}
-    return ", ".join(f"{key} {value}" for key, value in format_fields(fault, keys).items())
+    """Describe the settings of a fault in the words of a plan: "delay 0.2s, for 5s"."""
+    values = {name: getattr(fault, name) for name in fault.kind.settings if name != "back_after_s"}
+    return ", ".join(
+        f"{plan_key(name)} {format_duration(value) if name in DURATION_FIELDS else value}"
+        for name, value in values.items()
+        if value is not None
+    )
 
 
 # ---- targets ----------------------------------------------------------------------------------------------
@@ -268,14 +272,6 @@ _LASTING_FAULTS: Mapping[
         lambda cluster, node, _: cluster.kill_agent(node, signal.SIGSTOP),
         lambda cluster, node: cluster.kill_agent(node, signal.SIGCONT),
     ),
-    "packet-loss": (
-        lambda cluster, node, fault: cluster.network.lose_packets(node, fault.percent or 0),
-        lambda cluster, node: cluster.network.lose_packets(node, 0),
-    ),
-    "slow-link": (
-        lambda cluster, node, fault: cluster.network.limit_rate(node, fault.bytes_per_s or 0),
-        lambda cluster, node: cluster.network.limit_rate(node, 0),
-    ),
     "slow-disk": (
         lambda cluster, node, fault: cluster.slow_disk(node, fault.delay_s or 0),
         lambda cluster, node: cluster.slow_disk(node, 0),
@@ -384,10 +380,6 @@ class FaultInjector:
         for outcome in self.pending:
             self._disarm(outcome)
             outcome.state, outcome.reason = FAILED, outcome.reason or reason
-
-    def disable_restarts(self) -> None:
-        """Restart no node from now on."""
-        self._restart_count = MAX_RESTARTS
 
     def undo_lasting_faults(self) -> None:
         """Undo the faults that last. Nodes that are down are still restarted."""

@@ -83,10 +83,6 @@ def _build_kinds() -> dict[str, FaultKind]:
         "cut-out": FaultKind(NODE, "what the node sends is lost", {"for_s": 6.0}, NAMESPACES, 1),
         "cut-in": FaultKind(NODE, "what is sent to the node is lost", {"for_s": 6.0}, NAMESPACES, 1),
         "partition": FaultKind(NODES, "groups that cannot reach each other", {"for_s": 6.0}, NAMESPACES, 1),
-        "packet-loss": FaultKind(NODE, "packets are lost", {"percent": 5.0, "for_s": 5.0}, NAMESPACES, 1),
-        "slow-link": FaultKind(
-            NODE, "the link carries less", {"bytes_per_s": 1_000_000, "for_s": 5.0}, NAMESPACES, 1
-        ),
         # Disks.
         "disk-full": FaultKind(NODE, "no byte is left (ENOSPC)", {"for_s": 5.0}, NAMESPACES, 1),
         "disk-error": FaultKind(NODE, "the disk fails (EIO)", {"for_s": 5.0}, weight=1),
@@ -167,8 +163,6 @@ class Fault:
         code: for exit: the exit code.
         delay_s: for slow-rank: per step; for slow-disk: per request.
         limit_bytes: for out-of-memory, where the kernel sets no limit.
-        percent: for packet-loss.
-        bytes_per_s: for slow-link.
 
     """
 
@@ -187,8 +181,6 @@ class Fault:
     code: int | None = None
     delay_s: float | None = None
     limit_bytes: int | None = None
-    percent: float | None = None
-    bytes_per_s: int | None = None
 
     def __post_init__(self) -> None:
         if self.what not in KINDS:
@@ -257,9 +249,8 @@ class Fault:
 
 
 def plan_key(name: str) -> str:
-    """Return the name of a field in a plan file: ``for``, ``back-after``, ``rate``."""
-    names = {"bytes_per_s": "rate", "limit_bytes": "limit"}
-    return names.get(name, name.removesuffix("_s").replace("_", "-"))
+    """Return the name of a field in a plan file: ``for``, ``back-after``, ``limit``."""
+    return name.removesuffix("_s").removesuffix("_bytes").replace("_", "-")
 
 
 PLAN_KEYS = {plan_key(field.name): field.name for field in fields(Fault)}
@@ -327,10 +318,7 @@ def _check_settings(fault: Fault) -> None:
         require(name, (getattr(fault, name) or 0) > 0, "a time above 0, as 5s")
     for name in ("at_s", "back_after_s"):
         require(name, (getattr(fault, name) or 0) >= 0, "a time, as 2s")
-    for name in ("bytes_per_s", "limit_bytes"):
-        require(name, (getattr(fault, name) or 0) > 0, "a size, as 1MB")
-    is_number = isinstance(fault.percent, (int, float))
-    require("percent", is_number and 0 < (fault.percent or 0) <= 100, "a share above 0 and up to 100")
+    require("limit_bytes", (fault.limit_bytes or 0) > 0, "a size, as 1MB")
     require("code", type(fault.code) is int and 0 < fault.code < 256, "an exit code, 1 to 255")
     require("signal", fault.signal in signal.Signals.__members__, "a signal's name, as SIGSEGV")
     require(
@@ -490,8 +478,7 @@ def _require_possible(fault: Fault, shape: JobShape, where: str) -> None:
 
 # ---- plan files ----------------------------------------------------------------------------------------
 
-_DURATION_FIELDS = ("at_s", "for_s", "back_after_s", "delay_s", "mtbf_s")
-_SIZE_FIELDS = ("bytes_per_s", "limit_bytes")
+DURATION_FIELDS = ("at_s", "for_s", "back_after_s", "delay_s", "mtbf_s")
 _RANDOM_FAULTS_KEYS = {plan_key(field.name): field.name for field in fields(RandomFaults)}
 _EXAMPLE = "{what: kill-worker, rank: 1, step: 20}"
 
@@ -537,16 +524,6 @@ def parse_plan(text: str, source_name: str = "plan") -> FaultPlan:
         return FaultPlan(tuple(listed), every, values.get("seed", 0))
 
 
-def format_plan(plan: FaultPlan) -> str:
-    """Format a plan as YAML; `parse_plan` returns an equal plan."""
-    content: dict[str, Any] = {"seed": plan.seed}
-    if plan.faults:
-        content["faults"] = [format_fields(fault, PLAN_KEYS) for fault in plan.faults]
-    if plan.every is not None:
-        content["every"] = format_fields(plan.every, _RANDOM_FAULTS_KEYS)
-    return yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=100)
-
-
 def _read_mapping(content: object, known: Mapping[str, str | None]) -> dict[str, Any]:
     """Return the values of a mapping by field name; a known key without a field stands for itself."""
     if not isinstance(content, dict):
@@ -563,10 +540,10 @@ def _read_mapping(content: object, known: Mapping[str, str | None]) -> dict[str,
 
 
 def _parse_value(name: str, key: str, value: Any) -> Any:
-    if name in _DURATION_FIELDS:
+    if name in DURATION_FIELDS:
         return parse_duration(key, value)
-    if name in _SIZE_FIELDS:
-        return parse_size(key, str(value).removesuffix("/s"))
+    if name == "limit_bytes":
+        return parse_size(key, value)
     if name == "kinds":
         if not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
             raise ConfigError("kinds is a list of faults, as [kill-worker, raise].")
@@ -574,21 +551,6 @@ def _parse_value(name: str, key: str, value: Any) -> Any:
     if isinstance(value, (list, dict)) and name not in {"groups", "faults", "every"}:
         raise ConfigError(f"{key} must be one value.")
     return value
-
-
-def format_fields(given: Fault | RandomFaults, keys: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields that are set, as a plan file has them, by key."""
-    return {
-        key: _format_value(name, getattr(given, name))
-        for key, name in keys.items()
-        if getattr(given, name) not in (None, "", ())
-    }
-
-
-def _format_value(name: str, value: Any) -> Any:
-    if name in _DURATION_FIELDS:
-        return format_duration(value)
-    return [list(one) if name == "groups" else one for one in value] if isinstance(value, tuple) else value
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Schedule test actions, such as faults, for a step or condition, and arm failpoints in running processes.
 
-`TriggerWatcher` runs the actions of `Cluster.at` in a thread, milliseconds after a step. An action that
-fails, or whose step never comes, is an error of the test (`raise_error`, `require_all_done`).
+`PlannedActions` runs the actions of `Cluster.at` while the test waits, milliseconds after a step. An action
+that fails, or whose step never comes, is an error of the test.
 
 `FailpointController` writes a directory that all processes of a job see. The list of armed failpoints is
 replaced atomically. Files record which failpoint has fired and which process waits at one. A failpoint fires
@@ -11,19 +11,15 @@ once, in the first process that reaches it, unless it has ``once=""``.
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from elastic_resume import constants, failpoints
-from elastic_resume.background import BackgroundThread
 from elastic_resume.failpoints import ARMED_FILE, DONE_SUFFIX, FIRED_SUFFIX, REACHED_SUFFIX
 from elastic_resume.slots.progress_page import ProgressRecord
 
-POLL_S = 0.002  # a step of a small model takes a few milliseconds
-IDLE_POLL_S = 0.01
 RankProgress = tuple[int, ProgressRecord]
 """The index of a node, and the progress of one of its ranks."""
 
@@ -66,37 +62,40 @@ class ScheduledAction:
     action: Callable[[RankProgress], object]
 
 
-class TriggerWatcher:
-    """Runs the actions that a test has planned for one cluster, in a thread. Any thread may plan one."""
+class PlannedActions:
+    """The actions that a test has planned for one cluster."""
 
-    def __init__(self, read_progress: Callable[[], Iterable[RankProgress]]) -> None:
-        """Prepare the watcher; ``read_progress`` returns each rank's node and progress."""
-        self._read_progress = read_progress
+    def __init__(self) -> None:
         self._actions: list[ScheduledAction] = []
-        self._lock = threading.Lock()
-        self._error: Exception | None = None
-        self._thread: BackgroundThread | None = None
+
+    def __len__(self) -> int:
+        return len(self._actions)
 
     def schedule(
         self, description: str, condition: StepCondition, action: Callable[[RankProgress], object]
     ) -> None:
-        """Add an action and start the thread."""
-        with self._lock:
-            self._actions.append(ScheduledAction(f"{description} at {condition}", condition, action))
-        if self._thread is None:
-            self._thread = BackgroundThread("triggers", self._poll, retry_s=POLL_S, on_error=self._keep_error)
-            self._thread.start()
+        """Plan an action."""
+        self._actions.append(ScheduledAction(f"{description} at {condition}", condition, action))
 
-    def raise_error(self) -> None:
-        """Raise the error of a failed action, once.
+    def run_due(self, progress: Iterable[RankProgress]) -> None:
+        """Run each action that is due, and remove it.
 
         Raises:
-            TriggerError: an action failed.
+            TriggerError: an action failed; those behind it run the next time.
 
         """
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        records = list(progress) if self._actions else []
+        for planned in list(self._actions):
+            match = planned.condition(records)
+            if match is None:
+                continue
+            try:
+                is_done = planned.action(match) is not False
+            except Exception as error:
+                self._actions.remove(planned)
+                raise TriggerError(f"{planned.description}: {error}") from error
+            if is_done:
+                self._actions.remove(planned)
 
     def require_all_done(self) -> None:
         """Raise unless all planned actions have run.
@@ -105,48 +104,11 @@ class TriggerWatcher:
             TriggerError: it names the actions that have not run.
 
         """
-        left = ", ".join(action.description for action in self._clear())
+        left, self._actions = ", ".join(planned.description for planned in self._actions), []
         if left:
             raise TriggerError(
                 f"{left}: never came. Plan it earlier, train longer, or wait for it (wait_exit)."
             )
-
-    def close(self) -> None:
-        """Discard the remaining actions and end the thread. A second call does nothing."""
-        self._clear()
-        if self._thread is not None:
-            self._thread.close()
-
-    def _clear(self) -> list[ScheduledAction]:
-        with self._lock:
-            removed, self._actions = self._actions, []
-        return removed
-
-    def _poll(self) -> float:
-        """Run each action that is due, and remove it. If one fails, those behind it run the next time."""
-        with self._lock:
-            actions = list(self._actions)
-        progress = list(self._read_progress()) if actions else []
-        for scheduled in actions:
-            match = scheduled.condition(progress)
-            if match is None:
-                continue
-            try:
-                is_done = scheduled.action(match) is not False
-            except Exception as error:
-                self._remove(scheduled)
-                raise TriggerError(f"{scheduled.description}: {error}") from error
-            if is_done:
-                self._remove(scheduled)
-        return POLL_S if actions else IDLE_POLL_S
-
-    def _remove(self, action: ScheduledAction) -> None:
-        with self._lock:
-            if action in self._actions:
-                self._actions.remove(action)
-
-    def _keep_error(self, error: Exception) -> None:
-        self._error = error
 
 
 class FailpointController:

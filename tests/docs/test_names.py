@@ -25,11 +25,11 @@ TEXTS = [README, *PAGES, *DEPLOY]
 # Flags in the documents that belong to Slurm, kubectl, docker, Apptainer, our benchmarks and example scripts.
 FOREIGN = {
     "--array", "--bind", "--container-image", "--container-mounts", "--container-workdir", "--cpus-per-gpu",
-    "--cpus-per-task", "--dry-run", "--epochs", "--export", "--follow", "--from-literal", "--full",
+    "--cpus-per-task", "--dry-run", "--epochs", "--export", "--follow", "--force", "--from-literal", "--full",
     "--gpus-per-node", "--grace-period", "--ipc", "--job-name", "--kill-on-bad-exit", "--kills",
     "--kustomize", "--newest", "--no-kill", "--no-requeue", "--nodelist", "--ntasks-per-node", "--nv",
-    "--oldest", "--open-mode", "--output", "--prefix", "--privileged", "--pwd", "--requeue", "--selector",
-    "--signal", "--step-delay", "--time", "--wait",
+    "--oldest", "--only", "--open-mode", "--output", "--prefix", "--privileged", "--pwd", "--requeue",
+    "--selector", "--signal", "--step-delay", "--time", "--wait",
 }  # fmt: skip
 # Settings of the tests in the Makefile and in docs/benchmarks.md, and the word for any key.
 FOREIGN_VARIABLES = {

@@ -218,7 +218,7 @@ EXPECTED = {
     "register_for_checkpointing": "UsageError: accelerator.register_for_checkpointing() was called after",
     "plain backward": "UsageError: the optimizer's first step came without accelerator.backward(loss)",
     "backward without accumulate": "UsageError: accelerator.backward() was called outside of",
-    "folders of another job": "ConfigError: ",
+    "automatic_checkpoint_naming": "ConfigError: automatic_checkpoint_naming=True counts the folders",
 }
 
 
@@ -246,6 +246,7 @@ def make_accelerator(**attributes: Any) -> Any:
         "ddp_handler": None,
         "gradient_accumulation_steps": 1,
         "_dataloaders": [],
+        "project_configuration": SimpleNamespace(automatic_checkpoint_naming=False),
     }
     return SimpleNamespace(**{**kinds, **attributes})
 

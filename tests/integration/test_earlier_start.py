@@ -107,7 +107,10 @@ def test_restart_logs_no_notice_and_next_start_does(tmp_path: Path) -> None:
             run_dir = node.directory.parent
             moved = scan_run(run_dir.with_name(f"{run_dir.name}.old-1"), None)[node.name]
             assert [entry.version for entry in moved] == [entry.version for entry in entries]
-            assert set(find_node_dirs(run_dir.parent).run_ids) == {run_dir.name, f"{run_dir.name}.old-1"}
+            assert {found.run_id for found in find_node_dirs(run_dir.parent).node_dirs} == {
+                run_dir.name,
+                f"{run_dir.name}.old-1",
+            }
         report = summary.build_run_report(load_run([cluster.run_dir]).events)
     assert [generation.resume_kind for generation in report.history.generations] == ["cold", "resumed"]
     assert " 1 failure, " in report.verdict.text, "those of the earlier run do not count"

@@ -16,7 +16,7 @@ from elastic_resume.events import EventLog
 from elastic_resume.report.loader import load_run
 from elastic_resume.slots.progress_page import ProgressRecord, WorkerProcess
 from elastic_resume.testing import Cluster, TriggerError
-from elastic_resume.testing.triggers import RankProgress, StepCondition, TriggerWatcher
+from elastic_resume.testing.triggers import PlannedActions, RankProgress, StepCondition
 from tests.support.machine_cluster import MachineCluster
 from tests.support.paths import SCRIPTS
 
@@ -38,10 +38,10 @@ def make_record(step: int, *, rank: int = 0, generation: int = 1) -> ProgressRec
     return ProgressRecord(0, generation, step, 2, False, worker, 0, 0, 0, 0)
 
 
-def test_trigger_watcher_runs_each_action_once_and_raises_errors() -> None:
+def test_planned_actions_run_once_and_their_errors_are_raised() -> None:
     """The newer of two records of a rank counts; an action that returns False runs again."""
     records = [(0, make_record(9, rank=1)), (1, make_record(4, rank=1, generation=2)), (2, make_record(30))]
-    watcher, done = TriggerWatcher(lambda: list(records)), Counter[tuple[str, int, int]]()
+    planned, done = PlannedActions(), Counter[tuple[str, int, int]]()
 
     def plan(what: str, step: int, rank: int | None = None, node: int | None = None) -> None:
         def act(match: RankProgress) -> bool:
@@ -51,36 +51,21 @@ def test_trigger_watcher_runs_each_action_once_and_raises_errors() -> None:
                 raise UsageError("there is none")
             return done[what, index, found.step] == 2  # not yet, the first time
 
-        watcher.schedule(what, StepCondition(step, rank, node), act)
+        planned.schedule(what, StepCondition(step, rank, node), act)
 
     plan("any", 20)
+    plan("breaks", 30, node=2)
     plan("rank", 4, rank=1)
     plan("node", 9, node=0)
-    plan("never", 31)
-    plan("breaks", 30, node=2)
+    plan("late", 31)
     with pytest.raises(TriggerError, match="breaks at step 30 on n2: there is none"):
-        while True:
-            watcher.raise_error()
-            time.sleep(0.001)
-    while done["any", 2, 30] < 2:
-        time.sleep(0.001)
-    records.append((3, make_record(40, generation=3)))
-    plan("last", 40)
-    while done["last", 3, 40] < 2:
-        time.sleep(0.001)
-    assert done == {
-        ("any", 2, 30): 2,
-        ("rank", 1, 4): 2,
-        ("node", 0, 9): 2,
-        ("breaks", 2, 30): 1,
-        ("never", 3, 40): 2,
-        ("last", 3, 40): 2,
-    }
-    watcher.raise_error()
-    plan("late", 41)
-    with pytest.raises(TriggerError, match="late at step 41: never came"):
-        watcher.require_all_done()
-    watcher.close()
+        planned.run_due(records)
+    for _ in range(3):
+        planned.run_due(records)
+    assert done == {("any", 2, 30): 2, ("breaks", 2, 30): 1, ("rank", 1, 4): 2, ("node", 0, 9): 2}
+    with pytest.raises(TriggerError, match="late at step 31: never came"):
+        planned.require_all_done()
+    planned.require_all_done()
 
 
 def test_cluster_keeps_events_of_wiped_node(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def environ(directory: Path, nodes: int) -> dict[str, str]:
         "SLURM_JOB_ID": "77",
         "SLURM_JOB_NUM_NODES": str(nodes),
         "SLURM_STEP_ID": "0",
-        constants.ENV_SHARED_DIR: "off",
+        constants.ENV_TOKEN: "a secret of 22 letters",
     }
 
 

@@ -217,7 +217,6 @@ class MachineCluster(Cluster):
 
     def stop(self) -> None:
         """Repair the disks, so that their content can be kept, and end everything."""
-        self._triggers.close()
         self.kill_nodes(range(len(self.nodes)))
         for index in range(len(self.nodes)):
             with contextlib.suppress(UsageError):  # stopped before

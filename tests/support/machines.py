@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from elastic_resume.errors import MachineError, UsageError
-from elastic_resume.testing import fork_server
+from elastic_resume.testing import fork_server, virtual_network
 from elastic_resume.testing.virtual_network import VirtualNetwork
 from tests.support import namespaces
 from tests.support.closing import ClosedAtExit
@@ -136,7 +136,7 @@ class Machines(ClosedAtExit):
                 raise UsageError(f"{self.name(index)} is up: crash it or switch it off before it boots.")
             self._reap_machine(index)
             if new_address:
-                self.network.change_address(index)
+                change_address(self.network, index)
             self.network.restore_link(index)
             started.append((index, self._process_thread.submit(self._start_init, index, memory_bytes)))
         for index, future in started:
@@ -325,3 +325,20 @@ def _interpreter_dirs(disks: Mapping[str, int]) -> dict[str, str]:
     """Return the directories of Python and this package that the machine's own disks would hide."""
     folders = (sys.prefix, sys.base_prefix, str(ROOT))
     return {each: each for each in folders if any(Path(each).is_relative_to(disk) for disk in disks)}
+
+
+def change_address(network: VirtualNetwork, index: int) -> None:
+    """Give a node of the network an address that no node had before; the former one no longer answers."""
+    former = network.address(index)
+    network._host_numbers[index] += len(network)
+    device, others = virtual_network.INTERFACE, [each for each in range(len(network)) if each != index]
+    # With its last address an interface forgets its neighbours.
+    lines = [f"addr del {former}/24 dev {device}", f"addr add {network.address(index)}/24 dev {device}"]
+    lost = network._applied_silent_pairs
+    lines += [network._neighbor_command(other, lost=(index, other) in lost) for other in others]
+    virtual_network._run_ip(network._namespaces[index], lines)
+    unused = virtual_network._UNUSED_HARDWARE_ADDRESS
+    for other in others:
+        forget = f"neigh replace {former} lladdr {unused} nud permanent dev {device}"
+        reach = network._neighbor_command(index, lost=(other, index) in lost)
+        virtual_network._run_ip(network._namespaces[other], [forget, reach])

@@ -11,7 +11,6 @@ import pytest
 
 from elastic_resume import console
 from elastic_resume.errors import ConfigError
-from tests.support import terminal
 from tests.support.processes import wait_for
 
 LOGGER = logging.getLogger("elastic_resume.training.run")
@@ -160,33 +159,3 @@ def test_short_operation_shows_nothing(
     with show_progress(monkeypatch, 600.0) as progress:
         list(progress.track([memoryview(bytes(10))]))
     assert capsys.readouterr().err == ""
-
-
-BAR = """
-import sys, time
-from elastic_resume import console
-console.LONG_OPERATION_S, console.BAR_INTERVAL_S = 0.0, 0.01
-console.show_log("elastic_resume: ", {})
-done = 0
-with console.ByteProgress("reading step 8", 10**9, lambda: done):
-    while console._bar is None:
-        time.sleep(0.01)
-    for done in (10**8, 5 * 10**8):
-        while console._bar.n != done:
-            time.sleep(0.01)
-        console.logger.info("a line at %d", done)
-console.logger.info("the next line")
-"""
-
-
-def test_bar_leaves_whole_lines_on_terminal() -> None:
-    """Lines that are logged meanwhile stand above the bar, and nothing of it remains."""
-    text = terminal.run([sys.executable, "-c", BAR])
-    assert "reading step 8:  50%" in text
-    assert "500M/1.00G [" in text
-    assert terminal.render(text) == [
-        "elastic_resume: a line at 100000000",
-        "elastic_resume: a line at 500000000",
-        "elastic_resume: the next line",
-        "",
-    ]

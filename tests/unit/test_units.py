@@ -220,17 +220,3 @@ def test_resume_line_counts_recomputed_steps(lost: int, said: str) -> None:
     plan = ResumePlan("resumed", 2, 5, "n0", recomputed_steps=lost)
     resumed = ResumeResult(plan, None, FlatState((), {}), ("n0",), 0.1)
     assert said in announce.format_start(resumed, Position(0, 5, 5, 5), 1)
-
-
-@pytest.mark.parametrize(
-    ("lost", "size", "said"),
-    [
-        (0, 1, "generation 2: 1 rank trains from step 6 on"),
-        (1, 2, "generation 2: 2 ranks train from step 6 on; 1 step is recomputed"),
-        (3, 2, "generation 2: 2 ranks train from step 6 on; 3 steps are recomputed"),
-    ],
-)
-def test_chaos_line_counts_ranks_and_steps(lost: int, size: int, said: str) -> None:
-    """Chaos prints it for each generation."""
-    event = {"event": "resume", "generation": 2, "step": 5, "world_size": size, "recomputed_steps": lost}
-    assert chaos._format_event(event) == said

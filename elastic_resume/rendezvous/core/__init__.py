@@ -6,7 +6,7 @@ one `node.RendezvousNode`, a pure state machine: an event and the time in, effec
 sockets, a disk and a clock. `tests/support/rendezvous_sim` plays the state machine through random faults.
 
 Roles. A node has one role at a time; each role is a module. A table in it leads from the class of a message
-to its handler (`role.Role.dispatch`), and a role ends by setting `state.NodeState.next_role`::
+to its handler (`state.Role.dispatch`), and a role ends by setting `state.NodeState.next_role`::
 
                     no node of higher priority answers
            ┌───────────────────────────────────────────────┐

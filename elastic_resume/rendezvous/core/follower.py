@@ -11,21 +11,19 @@ from typing import ClassVar
 from elastic_resume.policy.reasons import (
     CandidatesMissing,
     DepartureReason,
-    LeaderIdle,
     LeaderWaits,
-    LeaseExpired,
     Loss,
     NodeLost,
     TooFewNodes,
     ViewEnd,
+    ViewEndOf,
     ViewEndReason,
     VotesMissing,
     WaitReason,
 )
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.peers import NEVER, Link
-from elastic_resume.rendezvous.core.role import Handlers, Role
-from elastic_resume.rendezvous.core.state import NodeState, Search
+from elastic_resume.rendezvous.core.state import Handlers, NodeState, Role, Search
 from elastic_resume.rendezvous.core.world import Ballot, JobEnd, Proposal, View
 
 FIRST_REDIAL_PAUSE_S = 0.005
@@ -98,7 +96,7 @@ class Follower(Role):
         patient_until = self.idle_since + PATIENT_NODE_TIMEOUTS * state.settings.node_timeout_s
         is_better = announcement.active_generation or state.now >= patient_until
         if is_better and not own_runs and other != self.leader:
-            self._end_following(LeaderIdle(self.leader.node, other.node), other.address)
+            self._end_following(ViewEndOf(ViewEnd.LEADER_IDLE, (self.leader.node, other.node)), other.address)
         else:
             state.send(link, messages.Redirect(self.leader.address))
 
@@ -250,7 +248,7 @@ class Follower(Role):
         """Check the own lease first; then vote, send heartbeats, and watch the leader."""
         state = self.state
         if state.running_view and state.now >= state.lease_until:
-            state.stop_workers(LeaseExpired(self.leader.node), immediately=True)
+            state.stop_workers(ViewEndOf(ViewEnd.LEASE_EXPIRED, (self.leader.node,)), immediately=True)
         lacks_nodes = isinstance(self.wait_reason, (TooFewNodes, VotesMissing, CandidatesMissing))
         if state.running_view or self.link.generation or not lacks_nodes:
             self.idle_since = state.now

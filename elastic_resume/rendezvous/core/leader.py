@@ -14,15 +14,13 @@ from elastic_resume.policy.digests import DivergenceVerdict
 from elastic_resume.policy.failure_classification import DIVERGENCE, Failure
 from elastic_resume.policy.reasons import (
     DepartureReason,
-    EndedMeanwhile,
-    LaterViewDecided,
     Loss,
     NameTaken,
     NodeLost,
     NodesUnreachable,
-    OtherLeads,
     SettingDiffers,
     ViewEnd,
+    ViewEndOf,
     ViewEndReason,
     WaitReason,
     WorkersStopped,
@@ -33,8 +31,7 @@ from elastic_resume.policy.slow_ranks import SlowRank, find_slow_rank
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.leader_announcer import LeaderAnnouncer
 from elastic_resume.rendezvous.core.peers import Link, Peer, PeerTable
-from elastic_resume.rendezvous.core.role import Handlers, Role
-from elastic_resume.rendezvous.core.state import NodeState, Search
+from elastic_resume.rendezvous.core.state import Handlers, NodeState, Role, Search
 from elastic_resume.rendezvous.core.view_change import MANY_FOLLOWERS, ViewChange
 from elastic_resume.rendezvous.core.world import Ballot, Incarnation, JobEnd, View, Vote
 from elastic_resume.rendezvous.replica_comparison import ReplicaComparison
@@ -276,7 +273,7 @@ class Leader(Role):
             self._send_welcome(link, hello)
         newest = self.state.view.generation
         if self.running_view and newest > self.running_view.generation:
-            self.end_view(LaterViewDecided(newest))
+            self.end_view(ViewEndOf(ViewEnd.LATER_VIEW_DECIDED, (str(newest),)))
 
     def _send_welcome(self, link: Link, hello: messages.Hello) -> None:
         """Welcome a node; its first reply makes it a follower and proves that the link works both ways.
@@ -339,7 +336,7 @@ class Leader(Role):
             return
         former_generation, peer.running_generation = peer.running_generation, hello.running_generation
         if hello.running_generation:
-            reason = EndedMeanwhile(hello.running_generation)
+            reason = ViewEndOf(ViewEnd.ENDED_MEANWHILE, (str(hello.running_generation),))
             self._send(peer, messages.EndView(hello.running_generation, reason))
         # Neither running nor finished: its workers failed, or it never received StartView.
         is_idle = not hello.finished_generation and (
@@ -436,7 +433,7 @@ class Leader(Role):
         """Check the own lease first; then look for losses, the end of the job, and the next view."""
         state = self.state
         if self.new_leader_address:
-            self._step_down(OtherLeads(self.new_leader_address))
+            self._step_down(ViewEndOf(ViewEnd.OTHER_LEADS, (self.new_leader_address,)))
             return
         if self.running_view is None and state.voter.is_disk_stalled:
             self._step_down(ViewEnd.DISK_STUCK)
@@ -670,7 +667,7 @@ class Leader(Role):
         )
         self.view_change.reevaluate()
 
-    def _step_down(self, reason: OtherLeads | ViewEnd) -> None:
+    def _step_down(self, reason: ViewEndOf | ViewEnd) -> None:
         state = self.state
         state.end_role(Search(self.new_leader_address))
         self.end_view(reason, immediately=True)

@@ -26,9 +26,8 @@ from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.follower import Follower
 from elastic_resume.rendezvous.core.leader import Leader
 from elastic_resume.rendezvous.core.peers import Link
-from elastic_resume.rendezvous.core.role import Left, Role
 from elastic_resume.rendezvous.core.searcher import Searcher
-from elastic_resume.rendezvous.core.state import Lead, NextRole, NodeState, Search
+from elastic_resume.rendezvous.core.state import Lead, Left, NextRole, NodeState, Role, Search
 from elastic_resume.rendezvous.core.world import Incarnation, JobEnd, View
 
 LEAVE_TIMEOUT_S = 2.0

@@ -22,8 +22,7 @@ from elastic_resume.policy.reasons import (
 from elastic_resume.rendezvous.core import messages
 from elastic_resume.rendezvous.core.interface import EndMembership, Leave
 from elastic_resume.rendezvous.core.peers import Link
-from elastic_resume.rendezvous.core.role import Handlers, Role
-from elastic_resume.rendezvous.core.state import Follow, Lead, NodeState
+from elastic_resume.rendezvous.core.state import Follow, Handlers, Lead, NodeState, Role
 from elastic_resume.rendezvous.core.world import JobEnd
 
 ROUND_PAUSE_S = 0.3

@@ -1,19 +1,23 @@
-"""Hold the state of a node that outlives its role: its promises, links, workers and leases.
+"""Hold the state of a node that outlives its role, and what the roles share.
 
-The roles read and change it, and it collects their effects.
+`NodeState` has the node's promises, links, workers and leases. The roles read and change it, and it collects
+their effects. `Role` dispatches messages. `Left` is the role of a node that has left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from elastic_resume.policy.failure_classification import FailureLog, bound_failures, make_node_failure
 from elastic_resume.policy.reasons import (
     AbsentCandidates,
     DepartureReason,
-    LaterViewDecided,
+    JoinObstacle,
     NodeLost,
+    ViewEnd,
+    ViewEndOf,
 )
 from elastic_resume.policy.restart import JobFailure
 from elastic_resume.policy.slow_ranks import SlowRank
@@ -127,7 +131,7 @@ class NodeState:
         """Learn that a view is decided, from `source` if that is the leader that this node follows."""
         if view.generation > self.view.generation:
             if self.running_view:
-                self.stop_workers(LaterViewDecided(view.generation))
+                self.stop_workers(ViewEndOf(ViewEnd.LATER_VIEW_DECIDED, (str(view.generation),)))
             self.voter.adopt_view(view, source)
             self.unreachable = {member for member in self.unreachable if view.rank(member) is not None}
             self.terms_without_quorum = 0
@@ -250,3 +254,74 @@ class NodeState:
     def emit_event(self, kind: str, reason: interface.EventReason | None = None, generation: int = 0) -> None:
         """Add an event to the event log."""
         self.effects.append(interface.EmitEvent(kind, reason, generation))
+
+
+Handlers = Mapping[type[Any], Callable[[Any, Any, Any], object]]
+"""By the class of a message: a function of the role, the sender and the message."""
+
+
+class Role:
+    """One part in the rendezvous; it ends when it has set `NodeState.next_role`."""
+
+    _OWN_HANDLERS: ClassVar[Handlers] = {}
+    """For events of this node's agent; the sender is None."""
+
+    def __init__(self, state: NodeState) -> None:
+        self.state = state
+
+    def dispatch(self, handlers: Handlers, sender: object, message: object) -> bool:
+        """Handle a message if the table has its class; return whether it has."""
+        handler = handlers.get(type(message))
+        if handler:
+            handler(self, sender, message)
+        return handler is not None
+
+    def handle_message(self, link: Link, message: messages.Message) -> None:
+        """Handle one message."""
+
+    def handle_connected(self, link: Link) -> None:
+        """Handle a call that was answered."""
+
+    def handle_disconnected(self, link: Link) -> None:
+        """Handle a broken link or a failed call."""
+
+    def handle_own(self, event: interface.Event) -> None:
+        """Handle an event of this node's agent."""
+        self.dispatch(self._OWN_HANDLERS, None, event)
+
+    def advance(self) -> None:
+        """Do what is due."""
+
+    def next_deadline(self) -> float:
+        """Return when to advance next."""
+        return float("inf")
+
+    def explain_wait(self) -> JoinObstacle | None:
+        """Return what this node waits for."""
+        return None
+
+    def hand_over(self, departure: DepartureReason) -> bool:
+        """Prepare to leave; return whether others may decide a view without this node."""
+        del departure
+        return True
+
+    def leave(self, departure: DepartureReason) -> None:
+        """Send the nodes that follow, or the leader, a leave notice."""
+
+    def close(self) -> None:
+        """End the calls that the next role does not need."""
+
+
+class Left(Role):
+    """The role of a node that has left; it answers each searcher and each leader with the end of the job."""
+
+    def __init__(self, state: NodeState, reason: interface.StopReason, end: JobEnd | None) -> None:
+        super().__init__(state)
+        self.reason = reason
+        self.end = end
+
+    def handle_message(self, link: Link, message: messages.Message) -> None:
+        """Answer, and close the connection."""
+        if self.end and isinstance(message, (messages.Hello, messages.LeaderAnnouncement)):
+            self.state.send(link, self.end)
+        self.state.disconnect(link)

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -86,14 +85,10 @@ class Job:
 
     def __init__(self, directory: Path, options: set[str]) -> None:
         self.options, self.directory = options, directory
-        project = ProjectConfiguration(
-            project_dir=str(directory / "project"), automatic_checkpoint_naming=True, total_limit=2
-        )
         self.accelerator = Accelerator(
             cpu=True,
             mixed_precision="bf16" if "bf16" in options else "no",
             gradient_accumulation_steps=3 if "accumulate" in options else 1,
-            project_config=project,
         )
         torch.manual_seed(1 + self.accelerator.process_index)  # the job takes rank 0's weights
         names = ["a", "b"] if "pair" in options else ["a"]
@@ -181,7 +176,7 @@ class Job:
         if number % EVALUATE_EVERY == 0:
             self.evaluate("evaluation")
         if number % SAVE_EVERY == 0:
-            self.accelerator.save_state()
+            self.accelerator.save_state(str(self.directory / "project" / f"step-{number}"))
             self.record("saved", folders=self.list_saved())
         rates = [scheduler.get_last_lr() for scheduler in self.schedulers.values()]
         self.record("step", losses=losses, read=read, rates=rates)
@@ -191,7 +186,7 @@ class Job:
 
     def list_saved(self) -> list[str]:
         """Return the names of the folders of save_state()."""
-        return sorted(path.name for path in (self.directory / "project" / "checkpoints").iterdir())
+        return sorted(path.name for path in (self.directory / "project").iterdir())
 
     @torch.no_grad()
     def evaluate(self, kind: str) -> None:
@@ -222,7 +217,7 @@ class Job:
         digests = {**state_dict.digest_leaves(flat.leaves), "": json.dumps(flat.structure)}
         self.accelerator.unwrap_model(self.models["a"]).load_state_dict(self.stopper.weights)
         self.evaluate("end")
-        self.accelerator.save_state()
+        self.accelerator.save_state(str(self.directory / "project" / "end"))
         end = {"step": self.run.position.step, "digests": digests, "saved": self.list_saved()}
         (self.directory / f"end-{self.run.rank}.json").write_text(json.dumps(end))
 

@@ -24,7 +24,6 @@ from elastic_resume.checkpoint.layout import (
     header_size,
 )
 from elastic_resume.errors import CheckpointError, CorruptError, TornError
-from tests.support.checkpoint_samples import SPECS
 
 # torch's names; it has no name for the others.
 DTYPES = {
@@ -121,15 +120,6 @@ def test_item_sizes_descend_and_ties_keep_their_order() -> None:
     """Then alignment needs no gap, which safetensors would refuse."""
     order = [TensorSpec(n, d, (3,)) for n, d in [("a", "U8"), ("z", "F32"), ("b", "F64"), ("y", "F32")]]
     assert list(Layout.build(order).extents) == ["b", "z", "y", "a"]
-
-
-def test_tensors_in_range_lists_overlapping_tensors() -> None:
-    """Only tensors with a byte in the range."""
-    layout = Layout.build(SPECS)
-    weight, step = layout.extents["model.weight"], layout.extents["optimizer.step"]
-    assert layout.tensors_in_range(step.start, step.stop) == ["optimizer.step"]
-    assert layout.tensors_in_range(step.stop - 1, weight.start + 1) == ["optimizer.step", "model.weight"]
-    assert layout.tensors_in_range(0, len(layout.header)) == []
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.unit.schedulers.test_environment import POD, STEP
 
 @pytest.fixture
 def _bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ELASTIC_RESUME_TOKEN", "ELASTIC_RESUME_CKPT_DIR", "ELASTIC_RESUME_SHARED_DIR"):
+    for name in ("ELASTIC_RESUME_TOKEN", "ELASTIC_RESUME_CKPT_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(doctor, "_TORCH_PROBE", "print('2.9.9+cu1 8')")  # the import takes seconds
     monkeypatch.setenv("PATH", "")  # a squeue without its controller takes four seconds to say so
@@ -42,7 +42,6 @@ def test_findings_have_sources_and_no_secret(
         **STEP,
         "SLURM_STEP_NODELIST": "localhost,nobody[2-9]",
         "ELASTIC_RESUME_TOKEN": "do not show this",
-        "ELASTIC_RESUME_PREEMPTION_NOTICE": "command:/bin/true -H 'do not show this'",
         "ELASTIC_RESUME_MAX_NO_PROGRESS": "7",
         "ELASTIC_RESUME_CKPT_DIR": "/proc/stat",  # the flag beats it
     }

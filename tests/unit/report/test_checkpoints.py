@@ -101,12 +101,6 @@ def test_quarantined_checkpoints_are_listed_with_reason(root: Path) -> None:
     )
 
 
-def test_unfinished_write_is_mentioned(root: Path) -> None:
-    """A temporary directory is no checkpoint and no error."""
-    (root / RUN / "node-b" / ".tmp-g000001-s0000000011-1-00000000").mkdir()
-    assert "1 unfinished write:" in checkpoints.format_checkpoints(checkpoints.find_node_dirs(root), NOW)
-
-
 def test_deep_check_finds_flipped_bit_that_quick_check_misses(root: Path) -> None:
     """A flipped bit keeps every size."""
     node = root / RUN / "node-b"

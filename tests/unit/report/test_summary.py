@@ -165,38 +165,27 @@ def test_injected_faults_do_not_change_the_history() -> None:
     assert summary.build_run_report(without).history == report.history
 
 
-# ---- saved states --------------------------------------------------------------------------------------
+# ---- checkpoints ---------------------------------------------------------------------------------------
 
 
-def test_saved_state_records_follow_each_checkpoint() -> None:
-    """Each was pruned, quarantined, loaded, or lost without an event."""
-    job = Job()
-    job.agents(90, "n0", "n1")
-    job.begin(100, 0, "n0", "n1", kind="cold")
-    for step in (10, 20, 30, 40):
-        path = f"/d/g000001-s{step:010}"
-        job.add(100 + step, "commit", "n0", generation=1, step=step, bytes=5, seconds=0.1, path=path)
-    job.add(131, "prune", "n0", path="/d/g000001-s0000000010")
-    job.add(132, "quarantine", "n0", path="/d/quarantine/g000001-s0000000020.1", reason="torn")
-    source = {"source_node": "n0", "source_generation": 1}
-    job.begin(150, 30, "n0", "n1", source_tier="disk", **source)
-    job.begin(160, 35, "n0", "n1", source_tier="memory", **source)
-    here = CheckpointEntry(Path("/d"), "r", "n0", "valid", generation=1, step=30)
-    found = {
-        (item.step, item.tier): item
-        for item in summary.build_run_report(job.events, checkpoint_entries=[here]).saved_states
-    }
-    states = {key: (item.state, item.verified, item.loaded_by) for key, item in found.items()}
-    assert states == {
-        (10, "disk"): ("pruned", False, ()),
-        (20, "disk"): ("quarantined", False, ()),
-        (30, "disk"): ("valid", True, (2,)),
-        (35, "memory"): ("used", True, (3,)),
-        (40, "disk"): ("lost", False, ()),
-    }
-    assert {item.state for item in summary.build_run_report(job.events).saved_states if item.step == 40} == {
-        "committed"
-    }
+def test_checkpoints_on_disk_are_counted_by_state() -> None:
+    """The newest valid one counts by generation first. Commits mark the timeline."""
+    job = Job().begun()
+    job.add(105, "commit", "n0", generation=1, step=5, bytes=5, seconds=0.1, path="/d/g000001-s0000000005")
+    here = [
+        CheckpointEntry(Path("/d"), "r", node, state, generation=generation, step=step)
+        for node, state, generation, step in (
+            ("n0", "valid", 1, 30), ("n1", "valid", 2, 20), ("n1", "bad", 2, 40), ("n0", "quarantined", 1, 9)
+        )
+    ]  # fmt: skip
+    report = summary.build_run_report(job.events, checkpoint_entries=here)
+    assert report.newest_checkpoint_step == 20
+    assert "2 checkpoints on n0 n1, newest: step 20, 1 bad, 1 in quarantine" in summary.format_text(report)
+    listed = json.loads(summary.format_json(report))["checkpoints"]
+    assert [(entry["path"], entry["state"]) for entry in listed] == [("/d", entry.state) for entry in here]
+    marks = [mark.text for lane in html.build_lanes(report) for mark in lane.marks]
+    assert marks == ["checkpoint of step 5"]
+    assert summary.build_run_report(job.events).newest_checkpoint_step is None
 
 
 # ---- lanes ---------------------------------------------------------------------------------------------

@@ -182,7 +182,6 @@ def start(
         rdzv_endpoint="",
         local_addr=None,
         rdzv_conf="",
-        shared_dir=None,
     )
     vars(args).update(values)
     return args, options.fill_from_scheduler(args, {*given, *values}, here)
@@ -299,7 +298,7 @@ def test_shared_dir_that_is_not_shared_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no .*/elsewhere on this one"):
         SharedDir(tmp_path / "elsewhere", "slurm-1")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="ELASTIC_RESUME_SHARED_DIR"):
+    with pytest.raises(ConfigError, match="ELASTIC_RESUME_TOKEN"):
         SharedDir(tmp_path / "file", "slurm-1")
 
 

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from elastic_resume.errors import ConfigError
 from elastic_resume.testing import faults
 from elastic_resume.testing.faults import (
     KINDS,
-    NODES,
     PHASES,
     PLAN_KEYS,
     ROLES,
     SETTING_NAMES,
-    WORKER,
     Fault,
     FaultPlan,
     JobShape,
@@ -53,7 +48,7 @@ def test_parse_plan_reads_all_settings() -> None:
     plan = faults.parse_plan("""
 seed: 3
 faults:
-  - {what: slow-link, node: 1, at: 1m, for: 2.5s, rate: 64kB/s}
+  - {what: slow-disk, node: 1, at: 1m, for: 2.5s, delay: 300ms}
   - {what: out-of-memory, rank: 0, step: 9, limit: 300MB}
   - {what: kill-agent, role: leader, at: 2s, back-after: 90m}
   - {what: kill-node, node: 2, step: 4, back_after: 250ms}
@@ -63,7 +58,7 @@ faults:
 every: {mtbf: 15s, kinds: [cut, kill-node], count: 40}
 """)
     slow, memory, agent, node, parts = plan.faults
-    assert (slow.bytes_per_s, slow.for_s, slow.at_s) == (64_000, 2.5, 60)
+    assert (slow.delay_s, slow.for_s, slow.at_s) == (0.3, 2.5, 60)
     assert (memory.limit_bytes, agent.back_after_s, agent.role) == (300_000_000, 5400, "leader")
     assert node.back_after_s == 0.25
     assert (parts.groups, parts.for_s) == (((0,), (1, 2)), KINDS["partition"].settings["for_s"])
@@ -85,7 +80,7 @@ every: {mtbf: 15s, kinds: [cut, kill-node], count: 40}
         ("faults: [{what: cut, rank: 1, at: 20s}]", ["hits a node"]),
         ("faults: [{what: cut, role: boss, at: 20s}]", ["no role 'boss'", "leader"]),
         ("faults: [{what: kill-worker, rank: 1, node: 1, at: 20s}]", ["one of node, rank and role"]),
-        ("faults: [{what: exit, percent: 3, step: 2}]", ["exit has no percent", "It has: code"]),
+        ("faults: [{what: exit, delay: 3s, step: 2}]", ["exit has no delay", "It has: code"]),
         ("faults: [{what: exit, code: 0, step: 2}]", ["code is 0", "1 to 255"]),
         ("faults: [{what: kill-worker, signal: SIGFOO, step: 2}]", ["signal is 'SIGFOO'", "as SIGSEGV"]),
         ("faults: [{what: raise, error: FooError, step: 2}]", ["error is 'FooError'", "as ValueError"]),
@@ -93,8 +88,6 @@ every: {mtbf: 15s, kinds: [cut, kill-node], count: 40}
         ("faults: [{what: raise, error: UnicodeDecodeError, step: 2}]", ["error is", "as ValueError"]),
         ("faults: [{what: kill-worker, role: leader, step: 2}]", ["the leader is an agent", "give a rank"]),
         ("faults: [{what: cut, for: 0s, step: 2}]", ["for is 0", "above 0"]),
-        ("faults: [{what: packet-loss, percent: 101, step: 2}]", ["percent is 101"]),
-        ("faults: [{what: packet-loss, percent: few, step: 2}]", ["percent is 'few'"]),
         ("faults: [{what: slow-rank, phase: in copy}]", ["slow-rank has no phase"]),
         ("faults: [{what: exit, phase: in comit}]", ["no phase 'in comit'", "Did you mean in commit"]),
         ("faults: [{what: exit, phase: in commit}]", ["in a worker", "in the agent"]),
@@ -202,43 +195,13 @@ def test_random_faults_follow_kinds_mean_gap_and_bounds() -> None:
         FaultPlan(every=every).schedule(JobShape(4))
 
 
-def any_fault() -> st.SearchStrategy[Fault]:
-    """Draw any valid fault for three nodes with two workers each."""
-    times = st.integers(1, 10**7).map(lambda ms: ms / 1000)
-    whens: st.SearchStrategy[dict[str, Any]] = st.one_of(
-        st.builds(lambda step: {"step": step}, st.integers(1, 10**6)),
-        st.builds(lambda at_s: {"at_s": at_s}, times),
-    )
-
-    def of(what: str) -> st.SearchStrategy[Fault]:
-        hits = KINDS[what].target
-        wheres: dict[str, st.SearchStrategy[dict[str, Any]]] = {
-            WORKER: st.sampled_from([{}, {"rank": 5}, {"node": 1}, {"role": "rank-0"}]),
-            NODES: st.sampled_from([{}, {"groups": ((0,), (1, 2))}, {"groups": ((2, 0), (1,))}]),
-        }
-        where = wheres.get(hits, st.sampled_from([{}, {"node": 2}, {"role": "leader"}, {"role": "all"}]))
-        ends = st.one_of(st.none(), times) if "for_s" in KINDS[what].settings else st.none()
-        return st.builds(
-            lambda where, when, for_s: Fault(what, **where, **when, for_s=for_s), where, whens, ends
-        )
-
-    return st.sampled_from(sorted(KINDS)).flatmap(of)
-
-
-@given(st.lists(any_fault(), max_size=6), st.integers(0, 2**63 - 1), st.booleans())
-def test_plan_survives_yaml_and_seed_fixes_schedule(listed: list[Fault], seed: int, with_drawn: bool) -> None:
-    """YAML and back is the same plan; the same seed gives the same schedule without open targets."""
-    plan = FaultPlan(tuple(listed), RandomFaults(3.5, ("cut",), count=5) if with_drawn else None, seed)
-    assert faults.parse_plan(faults.format_plan(plan)) == plan
-    plan.validate(NAMESPACES)
+def test_seed_fixes_schedule() -> None:
+    """The same seed gives the same schedule on each machine, without open targets."""
+    plan = FaultPlan((Fault("exit", step=3), Fault("partition", at_s=2)), RandomFaults(3.5, count=5), seed=4)
     schedule = plan.schedule(NAMESPACES)
     assert schedule == plan.schedule(NAMESPACES)
-    assert len(schedule) == len(listed) + 5 * with_drawn
+    assert len(schedule) == 7
     assert not any(fault.has_random_target for fault in schedule)
-    again = faults.parse_plan(faults.format_plan(FaultPlan(schedule, seed=seed)))
-    assert again.schedule(JobShape(3, 2)) == schedule
-    for fault in listed:
-        assert any(same.what == fault.what and same.time_text == fault.time_text for same in schedule)
 
 
 def test_different_seeds_give_different_schedules() -> None:
