@@ -41,12 +41,11 @@ from elastic_resume.restore import transfer
 from elastic_resume.restore.streaming import LocalWatermark, StreamingBuffer
 from elastic_resume.restore.transfer import BlockSender, BlockServer, BlockTable
 from elastic_resume.slots import slot_memory
-from elastic_resume.testing.virtual_network import INTERFACE, VirtualNetwork
+from elastic_resume.testing.virtual_network import VirtualNetwork
 
 BLOCK_BYTES = 16 << 20
 LINK_BYTES_PER_S = 1.25e9
 LIMIT_LINK = "tc qdisc add dev lo root tbf rate 10gbit burst 4mb latency 100ms"
-LIMIT_NODE = "tc qdisc add dev {device} root tbf rate {bits}bit burst 4mb latency 100ms"
 IN_NAMESPACE = "--in-namespace"
 CLONE_NEWNET = 0x40000000
 FORK = multiprocessing.get_context("fork")
@@ -213,8 +212,7 @@ def measure_chain(options: argparse.Namespace) -> Result:
         with VirtualNetwork(1 + options.receivers) as network:
             indices = range(len(network))
             for index in indices:
-                limit = LIMIT_NODE.format(device=INTERFACE, bits=round(link * 8))
-                subprocess.run(network.wrap_command(index, limit.split()), check=True)
+                network.limit_rate(index, link)
             hosts = [network.address(index) for index in indices]
             results.append(measure_transfer(size, hosts, [network.namespace_path(i) for i in indices]))
     print(

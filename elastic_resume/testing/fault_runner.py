@@ -155,7 +155,7 @@ def failpoint_entry(fault: Fault) -> str:
 
 
 def describe_settings(fault: Fault) -> str:
-    """Describe the settings of a fault in the words of a plan: "delay 0.2s, for 5s"."""
+    """Describe the settings of a fault in the words of a plan: "for 6s, percent 5"."""
     values = {name: getattr(fault, name) for name in fault.kind.settings if name != "back_after_s"}
     return ", ".join(
         f"{plan_key(name)} {format_duration(value) if name in DURATION_FIELDS else value}"
@@ -271,6 +271,14 @@ _LASTING_FAULTS: Mapping[
     "stop-agent": (
         lambda cluster, node, _: cluster.kill_agent(node, signal.SIGSTOP),
         lambda cluster, node: cluster.kill_agent(node, signal.SIGCONT),
+    ),
+    "packet-loss": (
+        lambda cluster, node, fault: cluster.network.lose_packets(node, fault.percent or 0),
+        lambda cluster, node: cluster.network.lose_packets(node, 0),
+    ),
+    "slow-link": (
+        lambda cluster, node, fault: cluster.network.limit_rate(node, fault.bytes_per_s or 0),
+        lambda cluster, node: cluster.network.limit_rate(node, 0),
     ),
     "slow-disk": (
         lambda cluster, node, fault: cluster.slow_disk(node, fault.delay_s or 0),

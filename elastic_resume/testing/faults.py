@@ -83,6 +83,10 @@ def _build_kinds() -> dict[str, FaultKind]:
         "cut-out": FaultKind(NODE, "what the node sends is lost", {"for_s": 6.0}, NAMESPACES, 1),
         "cut-in": FaultKind(NODE, "what is sent to the node is lost", {"for_s": 6.0}, NAMESPACES, 1),
         "partition": FaultKind(NODES, "groups that cannot reach each other", {"for_s": 6.0}, NAMESPACES, 1),
+        "packet-loss": FaultKind(NODE, "packets are lost", {"percent": 5.0, "for_s": 5.0}, NAMESPACES, 1),
+        "slow-link": FaultKind(
+            NODE, "the link carries less", {"bytes_per_s": 1_000_000, "for_s": 5.0}, NAMESPACES, 1
+        ),
         # Disks.
         "disk-full": FaultKind(NODE, "no byte is left (ENOSPC)", {"for_s": 5.0}, NAMESPACES, 1),
         "disk-error": FaultKind(NODE, "the disk fails (EIO)", {"for_s": 5.0}, weight=1),
@@ -163,6 +167,8 @@ class Fault:
         code: for exit: the exit code.
         delay_s: for slow-rank: per step; for slow-disk: per request.
         limit_bytes: for out-of-memory, where the kernel sets no limit.
+        percent: for packet-loss.
+        bytes_per_s: for slow-link.
 
     """
 
@@ -181,6 +187,8 @@ class Fault:
     code: int | None = None
     delay_s: float | None = None
     limit_bytes: int | None = None
+    percent: float | None = None
+    bytes_per_s: int | None = None
 
     def __post_init__(self) -> None:
         if self.what not in KINDS:
@@ -249,8 +257,9 @@ class Fault:
 
 
 def plan_key(name: str) -> str:
-    """Return the name of a field in a plan file: ``for``, ``back-after``, ``limit``."""
-    return name.removesuffix("_s").removesuffix("_bytes").replace("_", "-")
+    """Return the name of a field in a plan file: ``for``, ``back-after``, ``rate``."""
+    names = {"bytes_per_s": "rate", "limit_bytes": "limit"}
+    return names.get(name, name.removesuffix("_s").replace("_", "-"))
 
 
 PLAN_KEYS = {plan_key(field.name): field.name for field in fields(Fault)}
@@ -318,7 +327,10 @@ def _check_settings(fault: Fault) -> None:
         require(name, (getattr(fault, name) or 0) > 0, "a time above 0, as 5s")
     for name in ("at_s", "back_after_s"):
         require(name, (getattr(fault, name) or 0) >= 0, "a time, as 2s")
-    require("limit_bytes", (fault.limit_bytes or 0) > 0, "a size, as 1MB")
+    for name in ("bytes_per_s", "limit_bytes"):
+        require(name, (getattr(fault, name) or 0) > 0, "a size, as 1MB")
+    is_number = isinstance(fault.percent, (int, float))
+    require("percent", is_number and 0 < (fault.percent or 0) <= 100, "a share above 0 and up to 100")
     require("code", type(fault.code) is int and 0 < fault.code < 256, "an exit code, 1 to 255")
     require("signal", fault.signal in signal.Signals.__members__, "a signal's name, as SIGSEGV")
     require(
@@ -479,6 +491,7 @@ def _require_possible(fault: Fault, shape: JobShape, where: str) -> None:
 # ---- plan files ----------------------------------------------------------------------------------------
 
 DURATION_FIELDS = ("at_s", "for_s", "back_after_s", "delay_s", "mtbf_s")
+_SIZE_FIELDS = ("bytes_per_s", "limit_bytes")
 _RANDOM_FAULTS_KEYS = {plan_key(field.name): field.name for field in fields(RandomFaults)}
 _EXAMPLE = "{what: kill-worker, rank: 1, step: 20}"
 
@@ -542,8 +555,8 @@ def _read_mapping(content: object, known: Mapping[str, str | None]) -> dict[str,
 def _parse_value(name: str, key: str, value: Any) -> Any:
     if name in DURATION_FIELDS:
         return parse_duration(key, value)
-    if name == "limit_bytes":
-        return parse_size(key, value)
+    if name in _SIZE_FIELDS:
+        return parse_size(key, str(value).removesuffix("/s"))
     if name == "kinds":
         if not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
             raise ConfigError("kinds is a list of faults, as [kill-worker, raise].")

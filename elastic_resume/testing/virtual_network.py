@@ -7,6 +7,9 @@ answers, nothing is refused, no interface goes down, and a connection continues 
 (With a bridge port down, new connections fail with EHOSTUNREACH after 3 s. With an interface down, they fail
 with ENETUNREACH at once.)
 
+Packet loss and rate limits are applied on the bridge with nft and tc, as a switch would. A sender whose own
+machine dropped packets would get EPERM.
+
 Nothing is named, mounted or configured on the host. Open descriptors of the creating process keep the
 namespaces alive, so the kernel removes them when it ends. Any number of networks exist side by side. The
 network carries IPv4 between nodes; it has no route out, and a process on the host cannot reach a node.
@@ -22,7 +25,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -31,6 +34,11 @@ import psutil
 from elastic_resume.errors import MachineError, UsageError
 
 NodePair = tuple[int, int]  # sender and receiver
+
+_LOSS_RESOLUTION = 100_000
+_BURST_S = 0.02
+_MIN_BURST_BYTES = 3200  # two packets of Ethernet
+_MAX_QUEUE_MS = 400  # packets that would wait longer are dropped
 
 
 def links_of(node: int, nodes: int) -> frozenset[NodePair]:
@@ -55,11 +63,37 @@ def links_between(groups: Sequence[Collection[int]], nodes: int) -> frozenset[No
     )
 
 
+def nft_rules(losses: Mapping[str, float]) -> Iterator[str]:
+    """Format the lost fraction of each bridge port as an `nft` script that replaces all rules atomically."""
+    yield "table bridge losses"  # the next line can delete the table only if it exists
+    yield "delete table bridge losses"
+    yield "table bridge losses {"
+    yield "chain forward {"
+    yield "type filter hook forward priority 0;"
+    for port, fraction in losses.items():
+        parts = round(fraction * _LOSS_RESOLUTION)
+        for side in ("oifname", "iifname") if parts else ():
+            yield f'{side} "{port}" numgen random mod {_LOSS_RESOLUTION} <= {parts - 1} drop'
+    yield "}"
+    yield "}"
+
+
+def tc_command(device: str, bytes_per_s: float) -> str:
+    """Format a rate limit for `tc`; 0 removes the limit."""
+    if not bytes_per_s:
+        return f"qdisc replace dev {device} root noqueue"
+    burst = max(_MIN_BURST_BYTES, round(bytes_per_s * _BURST_S))
+    rate = f"rate {round(bytes_per_s * 8)}bit burst {burst}b latency {_MAX_QUEUE_MS}ms"
+    return f"qdisc replace dev {device} root tbf {rate}"
+
+
 INTERFACE = "net0"  # not eth0: /sys shows the host's interfaces too
 MAX_NODES = 250
 _MAX_KILL_ROUNDS, _KILL_INTERVAL_S = 1000, 0.01  # a process may sleep in the kernel for longer
 _UNUSED_HARDWARE_ADDRESS = "02:65:72:ff:ff:ff"
 _REQUIRED_TOOLS = {"ip": "iproute2", "nsenter": "util-linux", "unshare": "util-linux"}
+_TOOL_PACKAGES = {**_REQUIRED_TOOLS, "nft": "nftables", "tc": "iproute2"}  # nft, tc: loss and rates
+_STDIN_FLAGS = {"nft": ["-f", "-"]}
 _PROBE_COMMANDS = [
     "link add hub type bridge",
     "link add n0 type veth peer name net0",
@@ -106,6 +140,8 @@ class VirtualNetwork:
         # What silences links, and which; a link works when nothing names it.
         self._silences: dict[Hashable, frozenset[NodePair]] = {}
         self._applied_silent_pairs: set[NodePair] = set()
+        self._packet_losses: dict[int, float] = {}
+        self._rate_limited: set[int] = set()
         try:
             self._namespaces.extend(_make_namespace() for _ in range(nodes))
             self._connect_nodes()
@@ -151,6 +187,35 @@ class VirtualNetwork:
         self._silences["node", index] = links_of(index, len(self))
         self._apply_silence()
 
+    def lose_packets(self, index: int, percent: float) -> None:
+        """Drop 0 to 100 percent of the packets to and from a node at random.
+
+        Raises:
+            MachineError: nft is not installed.
+
+        """
+        self._require_open(index)
+        if not 0 <= percent <= 100:
+            raise UsageError(f"a link loses 0 to 100 percent of its packets; got {percent}.")
+        self._packet_losses[index] = percent / 100
+        self._apply_losses()
+
+    def limit_rate(self, index: int, bytes_per_s: float) -> None:
+        """Limit a node's link to so many bytes per second each way; 0 removes the limit.
+
+        Raises:
+            MachineError: tc is not installed.
+
+        """
+        self._require_open(index)
+        if bytes_per_s < 0:
+            raise UsageError(
+                f"a link carries more than 0 bytes a second, or 0 for no limit; got {bytes_per_s}."
+            )
+        _run_tool("tc", self._namespaces[-1], [tc_command(f"n{index}", bytes_per_s)])
+        _run_tool("tc", self._namespaces[index], [tc_command(INTERFACE, bytes_per_s)])
+        self._rate_limited.add(index)
+
     def silence_links(self, pairs: Iterable[NodePair]) -> Callable[[], None]:
         """Drop packets between these pairs until the returned function is called.
 
@@ -169,11 +234,12 @@ class VirtualNetwork:
         return restore
 
     def restore_link(self, index: int) -> None:
-        """Undo `cut` and `cut_link` of a node. A partition and `silence_links` stay."""
+        """Undo `cut`, `cut_link`, loss and rate of a node. A partition and `silence_links` stay."""
         self._require_open(index)
         for key in [("node", index), *((link,) for link in links_of(index, len(self)))]:
             self._silences.pop(key, None)
         self._apply_silence()
+        self._clear_loss_and_rate([index])
 
     def cut_link(self, sender: int, receiver: int, *, one_way: bool = False) -> None:
         """Drop what one node sends to another and, unless ``one_way``, what that one sends back."""
@@ -193,9 +259,10 @@ class VirtualNetwork:
         self._apply_silence()
 
     def heal(self) -> None:
-        """Undo every cut and partition."""
+        """Undo every cut, partition, loss and rate limit."""
         self._silences.clear()
         self._apply_silence()
+        self._clear_loss_and_rate(range(len(self)))
 
     def close(self) -> None:
         """Kill all processes on the nodes and remove the network. A second call does nothing."""
@@ -254,6 +321,21 @@ class VirtualNetwork:
             )
         self._applied_silent_pairs = wanted
 
+    def _apply_losses(self) -> None:
+        losses = {f"n{index}": loss for index, loss in self._packet_losses.items()}
+        _run_tool("nft", self._namespaces[-1], nft_rules(losses))
+
+    def _clear_loss_and_rate(self, indices: Iterable[int]) -> None:
+        """Remove loss and rate limits of these nodes."""
+        for index in self._rate_limited.intersection(indices):
+            self.limit_rate(index, 0)
+        self._rate_limited.difference_update(indices)
+        lossy = self._packet_losses.keys() & set(indices)
+        for index in lossy:
+            del self._packet_losses[index]
+        if lossy:
+            self._apply_losses()
+
     def _require_open(self, *indices: int) -> None:
         if not self._namespaces:
             raise UsageError("these simulated hosts are closed.")
@@ -279,8 +361,18 @@ def _make_namespace() -> int:
 
 def _run_ip(namespace: int, lines: Iterable[str]) -> None:
     """Run lines of `ip` in a namespace, up to the first that fails."""
-    enter = [str(_find_tool("nsenter")), f"--net={_descriptor_path(namespace)}"]
-    done = _run_with_input([*enter, str(_find_tool("ip")), "-batch", "-"], lines)
+    _run_tool("ip", namespace, lines)
+
+
+def _run_tool(tool: str, namespace: int, lines: Iterable[str]) -> None:
+    """Run a tool in a namespace with lines as its input."""
+    found = _find_tool(tool)
+    if found is None:
+        raise MachineError(f"no {tool} on this machine: apt-get install {_TOOL_PACKAGES[tool]}.")
+    command = [found, *_STDIN_FLAGS.get(tool, ["-batch", "-"])]
+    done = _run_with_input(
+        [str(_find_tool("nsenter")), f"--net={_descriptor_path(namespace)}", *command], lines
+    )
     if done.returncode:
         raise MachineError(f"the network of the simulated hosts cannot be changed: {done.stderr.strip()}.")
 

@@ -78,6 +78,8 @@ OF_PROCESSES = [
 
 OF_MACHINES = [
     case("out-of-memory", r"rank 1 on node n1.*SIGKILL", rank=1),
+    case("packet-loss", node=2, percent=15.0, for_s=UNTIL_SEEN_S),
+    case("slow-link", node=1, bytes_per_s=1e4, for_s=UNTIL_SEEN_S),
     case(
         "disk-full",
         alert=r"n0: the checkpoint could not be written: .*No space left",

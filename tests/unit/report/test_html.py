@@ -60,17 +60,17 @@ def test_state_agrees_with_verdict(died: bool, now: float, word: str) -> None:
 def test_fault_is_listed_with_its_generation() -> None:
     """The row of the generation has the fault too, beside why it ended."""
     job = Job().begun()
-    slow = {"number": 1, "what": "slow-disk", "where": "n2", "when": "", "rank": None}
-    job.add(104, "fault", "n2", **slow, message="slow-disk n2 (for 5s)")
+    slow = {"number": 1, "what": "slow-link", "where": "n2", "when": "", "rank": None}
+    job.add(104, "fault", "n2", **slow, message="slow-link n2 (for 5s)")
     kill = {**slow, "number": 2, "what": "kill-worker", "where": "n1"}
     job.add(110.1, "fault", "n1", **kill, message="kill-worker n1")
     job.exit(110.2, 1, signal="SIGKILL")
     told = html.render_page(summary.build_run_report(job.events))
     rows = told[told.index("Injected faults") :].split("<tr>")[2:4]
-    listed = ["<td>1</td><td>slow-disk n2 (for 5s)", "<td>1</td><td>kill-worker n1"]
+    listed = ["<td>1</td><td>slow-link n2 (for 5s)", "<td>1</td><td>kill-worker n1"]
     assert [words in row for words, row in zip(listed, rows, strict=True)] == [True] * 2
     assert "<small>injected: kill-worker n1</small>" in told
-    assert "slow-disk n2: slow-disk" not in told
+    assert "slow-link n2: slow-link" not in told
 
 
 def test_terminal_cuts_long_exception_message() -> None:

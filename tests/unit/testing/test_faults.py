@@ -48,7 +48,7 @@ def test_parse_plan_reads_all_settings() -> None:
     plan = faults.parse_plan("""
 seed: 3
 faults:
-  - {what: slow-disk, node: 1, at: 1m, for: 2.5s, delay: 300ms}
+  - {what: slow-link, node: 1, at: 1m, for: 2.5s, rate: 64kB/s}
   - {what: out-of-memory, rank: 0, step: 9, limit: 300MB}
   - {what: kill-agent, role: leader, at: 2s, back-after: 90m}
   - {what: kill-node, node: 2, step: 4, back_after: 250ms}
@@ -58,7 +58,7 @@ faults:
 every: {mtbf: 15s, kinds: [cut, kill-node], count: 40}
 """)
     slow, memory, agent, node, parts = plan.faults
-    assert (slow.delay_s, slow.for_s, slow.at_s) == (0.3, 2.5, 60)
+    assert (slow.bytes_per_s, slow.for_s, slow.at_s) == (64_000, 2.5, 60)
     assert (memory.limit_bytes, agent.back_after_s, agent.role) == (300_000_000, 5400, "leader")
     assert node.back_after_s == 0.25
     assert (parts.groups, parts.for_s) == (((0,), (1, 2)), KINDS["partition"].settings["for_s"])
@@ -80,7 +80,7 @@ every: {mtbf: 15s, kinds: [cut, kill-node], count: 40}
         ("faults: [{what: cut, rank: 1, at: 20s}]", ["hits a node"]),
         ("faults: [{what: cut, role: boss, at: 20s}]", ["no role 'boss'", "leader"]),
         ("faults: [{what: kill-worker, rank: 1, node: 1, at: 20s}]", ["one of node, rank and role"]),
-        ("faults: [{what: exit, delay: 3s, step: 2}]", ["exit has no delay", "It has: code"]),
+        ("faults: [{what: exit, percent: 3, step: 2}]", ["exit has no percent", "It has: code"]),
         ("faults: [{what: exit, code: 0, step: 2}]", ["code is 0", "1 to 255"]),
         ("faults: [{what: kill-worker, signal: SIGFOO, step: 2}]", ["signal is 'SIGFOO'", "as SIGSEGV"]),
         ("faults: [{what: raise, error: FooError, step: 2}]", ["error is 'FooError'", "as ValueError"]),
@@ -88,6 +88,8 @@ every: {mtbf: 15s, kinds: [cut, kill-node], count: 40}
         ("faults: [{what: raise, error: UnicodeDecodeError, step: 2}]", ["error is", "as ValueError"]),
         ("faults: [{what: kill-worker, role: leader, step: 2}]", ["the leader is an agent", "give a rank"]),
         ("faults: [{what: cut, for: 0s, step: 2}]", ["for is 0", "above 0"]),
+        ("faults: [{what: packet-loss, percent: 101, step: 2}]", ["percent is 101"]),
+        ("faults: [{what: packet-loss, percent: few, step: 2}]", ["percent is 'few'"]),
         ("faults: [{what: slow-rank, phase: in copy}]", ["slow-rank has no phase"]),
         ("faults: [{what: exit, phase: in comit}]", ["no phase 'in comit'", "Did you mean in commit"]),
         ("faults: [{what: exit, phase: in commit}]", ["in a worker", "in the agent"]),
