@@ -1,7 +1,7 @@
-"""Run the subcommands that read a run's directories: report, ls, verify and diff.
+"""Run the subcommands that read a run's directories: report, ls, verify, export and diff.
 
-Each is a function from parsed arguments to an exit code. Only ``diff`` imports torch. Its exit codes are
-those of diff(1): 0 the same, 1 different, 2 a checkpoint could not be read.
+Each is a function from parsed arguments to an exit code. Only ``export`` and ``diff`` import torch. The
+exit codes of ``diff`` are those of diff(1): 0 the same, 1 different, 2 a checkpoint could not be read.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_resume import constants, events
 from elastic_resume.config import DEFAULT_CKPT_DIR
-from elastic_resume.errors import ElasticResumeError, UsageError
+from elastic_resume.errors import CheckpointError, ElasticResumeError, UsageError
 from elastic_resume.report import checkpoints, summary
 from elastic_resume.report.checkpoints import CheckpointEntry
 from elastic_resume.report.formatting import (
     format_bytes,
     format_count,
+    format_seconds,
     replace_unprintable,
     wrap_text,
     write_stdout,
@@ -31,6 +33,7 @@ from elastic_resume.report.formatting import (
 from elastic_resume.report.loader import load_run
 
 if TYPE_CHECKING:
+    from elastic_resume.checkpoint.manifest import Manifest
     from elastic_resume.state.diff import ComparedCheckpoint, Comparison, Difference
 
 
@@ -66,6 +69,33 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, node, run or CKPT_DIR")
     parser.add_argument("--deep", action="store_true", help="read all data and check every digest")
     parser.set_defaults(function=verify)
+
+    parser = subparsers.add_parser("export", help="write one object's tensors to a plain file")
+    parser.add_argument(
+        "path", type=Path, metavar="SOURCE", help="a checkpoint, or a directory for its newest"
+    )
+    parser.add_argument("target", type=Path, metavar="TARGET", help="the file to write; a directory for dcp")
+    selection = parser.add_mutually_exclusive_group()
+    selection.add_argument(
+        "--object", "--only", default="model", metavar="NAME", help="the tracked object (default model)"
+    )
+    selection.add_argument(
+        "--all", action="store_true", help="all objects, epoch and step (torch and dcp only)"
+    )
+    parser.add_argument(
+        "--format",
+        choices=("safetensors", "torch", "dcp"),
+        help="default: torch for .pt .pth .bin .ckpt, else safetensors; dcp makes a directory",
+    )
+    parser.add_argument(
+        "--for",
+        dest="wrapped",
+        choices=("plain", "dp", "ddp"),
+        default="plain",
+        help="names as a bare model has them (default), or with 'module.' for DataParallel or DDP",
+    )
+    parser.add_argument("--force", action="store_true", help="replace TARGET if it exists")
+    parser.set_defaults(function=export)
 
 
 def default_ckpt_dir() -> Path:
@@ -142,6 +172,66 @@ def _verify_line(entry: CheckpointEntry, base: Path) -> str:
     if entry.state == "valid":
         return f"ok   {name}  {format_bytes(entry.bytes)}"
     return f"{'BAD ' if entry.state == 'bad' else 'aside'} {name}: {entry.reason}"
+
+
+# ---- export --------------------------------------------------------------------------------------------
+
+
+def export(args: argparse.Namespace) -> int:
+    """Write the tensors of one object, or everything, to a plain file."""
+    found = checkpoints.find_node_dirs(args.path)
+    from elastic_resume.state import export as exporting  # noqa: PLC0415  imports torch, seconds
+
+    file_format = args.format or exporting.guess_format(args.target)
+    for path, manifest in _export_sources(found):
+        try:
+            exported = exporting.export(
+                path,
+                manifest,
+                args.target,
+                name=None if args.all else args.object,
+                file_format=file_format,
+                wrapped=args.wrapped,
+                force=args.force,
+            )
+        except CheckpointError as error:
+            if found.level == "checkpoint":
+                raise
+            print(f"not used: {error}", file=sys.stderr)
+            continue
+        age_text = format_seconds(max(0.0, time.time() - manifest.written_at))
+        selected = "all" if args.all else args.object
+        write_stdout(
+            f"{selected} of {path} (generation {manifest.generation}, step {manifest.step}, {age_text} old)\n"
+        )
+        size = f"{format_count(exported.tensor_count, 'tensor')}, {format_bytes(exported.byte_count)}"
+        write_stdout(f"-> {args.target}: {size}, {file_format}\n")
+        if exported.skipped:
+            more = f" and {len(exported.skipped) - 5} more" if len(exported.skipped) > 5 else ""
+            write_stdout(
+                "\n".join(wrap_text(f"left out, not tensors: {', '.join(exported.skipped[:5])}{more}")) + "\n"
+            )
+        return EXIT_OK
+    raise UsageError(f"{args.path}: holds no valid checkpoint; `elastic-resume ls` shows why.")
+
+
+def _export_sources(found: checkpoints.FoundPath) -> Iterator[tuple[Path, Manifest]]:
+    """Yield the named checkpoint, or those of the nodes, newest first."""
+    from elastic_resume.checkpoint.reader import quick_check  # noqa: PLC0415
+
+    if found.level == "checkpoint":
+        yield found.path, quick_check(found.path, None)
+        return
+    if len(found.run_ids) > 1:
+        raise UsageError(
+            f"{found.path}: holds {len(found.run_ids)} runs; give one: {', '.join(found.run_ids[:20])}."
+        )
+    valid = [entry for entry in checkpoints.list_checkpoints(found) if entry.state == "valid"]
+    for entry in sorted(valid, key=lambda entry: (entry.generation or 0, entry.step or 0), reverse=True):
+        try:
+            yield entry.path, quick_check(entry.path, None)
+        except CheckpointError as error:  # a running job pruned it
+            print(f"not used: {error}", file=sys.stderr)
 
 
 # ---- diff --------------------------------------------------------------------------------------------

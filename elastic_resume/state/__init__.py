@@ -1,1 +1,1 @@
-"""Convert tracked objects to named tensors and back; read and compare checkpoints."""
+"""Convert tracked objects to named tensors and back; compare and export checkpoints."""

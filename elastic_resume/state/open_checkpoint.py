@@ -1,4 +1,4 @@
-"""Read checkpoints outside of a run: ``er.load``, and what ``diff`` compares.
+"""Read checkpoints outside of a run: ``er.load``, and the readers that ``diff`` and ``export`` share.
 
 Invariant: every byte is verified before any of it is returned.
 """
@@ -126,7 +126,11 @@ def _decode_state(manifest: Manifest, layout: Layout) -> dict[str, Any]:
 
 def _open_directory(path: Path) -> OpenCheckpoint:
     manifest = reader.quick_check(path, None)
-    memory = reader.map_image(path, manifest)
+    return open_image(path, manifest, reader.map_image(path, manifest))
+
+
+def open_image(path: Path, manifest: Manifest, memory: memoryview) -> OpenCheckpoint:
+    """Open the checkpoint at ``path`` whose verified data file is in ``memory``."""
     with translate_read_errors(path):
         buffer = TensorBuffer(Layout.parse(memory, manifest.file_bytes), memory)
         return OpenCheckpoint(path, manifest, buffer, _decode_state(manifest, buffer.layout))

@@ -25,7 +25,7 @@ TEXTS = [README, *PAGES, *DEPLOY]
 # Flags in the documents that belong to Slurm, kubectl, docker, Apptainer, our benchmarks and example scripts.
 FOREIGN = {
     "--array", "--bind", "--container-image", "--container-mounts", "--container-workdir", "--cpus-per-gpu",
-    "--cpus-per-task", "--dry-run", "--epochs", "--export", "--follow", "--force", "--from-literal", "--full",
+    "--cpus-per-task", "--dry-run", "--epochs", "--export", "--follow", "--from-literal", "--full",
     "--gpus-per-node", "--grace-period", "--ipc", "--job-name", "--kill-on-bad-exit", "--kills",
     "--kustomize", "--newest", "--no-kill", "--no-requeue", "--nodelist", "--ntasks-per-node", "--nv",
     "--oldest", "--only", "--open-mode", "--output", "--prefix", "--privileged", "--pwd", "--requeue",

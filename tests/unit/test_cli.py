@@ -188,7 +188,7 @@ def test_build_parser_has_all_commands_with_their_flags() -> None:
 
 def test_run_help_prints_on_ascii_terminal(capsys: Any) -> None:
     """A missing character once aborted the whole help text."""
-    commands = "run chaos report ls verify diff doctor status"
+    commands = "run chaos report ls verify export diff doctor status"
     for words in ([], *([command] for command in commands.split())):
         with contextlib.suppress(SystemExit):
             cli.main([*words, "--help"])
