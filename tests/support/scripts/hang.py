@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import elastic_resume as er
+from elastic_resume.agent.workers import run_main
 
 RANK = 1
 STEPS = 6
@@ -134,3 +135,4 @@ def main(plan: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    run_main.exit_without_freeing(0)  # freeing torch takes 0.4 s of processor time
