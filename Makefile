@@ -94,7 +94,8 @@ simulate: $(READY)
 	$(BIN)/python -m tests.support.rendezvous_sim --seeds $(SEEDS) --first $(FIRST)
 
 nightly: simulate
-	ELASTIC_RESUME_FUZZ_CASES=20000 $(BIN)/python -m pytest -q tests/unit/rendezvous/net/test_protocol_fuzz.py --timeout 3600
+	ELASTIC_RESUME_FUZZ_CASES=20000 $(BIN)/python -m pytest -q tests/unit/rendezvous/net/test_protocol_fuzz.py \
+		tests/unit/report/test_generations.py --timeout 3600
 	$(MAKE) --no-print-directory oldest newest
 
 # Several gigabytes each where the index has torch with CUDA only; TORCH_INDEX names another one.
