@@ -109,7 +109,8 @@ oldest newest: pyproject.toml constraints.txt
 	.venv-$@/bin/python -m pytest -q $(PARALLEL) $(patsubst %,tests/integration/test_%.py,run_command restore training warm_start)
 
 # Files with tests marked soak, and files whose tests do more there.
-SOAK_TESTS := tests/docs/test_examples.py tests/docs/test_ports.py tests/system/disk/test_power_loss.py $(patsubst %,tests/integration/test_%.py, \
+SOAK_TESTS := tests/docs/test_examples.py tests/docs/test_ports.py tests/system/disk/test_power_loss.py \
+	tests/system/kubernetes/test_pods.py $(patsubst %,tests/integration/test_%.py, \
 	accelerate chaos every_fault forkserver lightning lost_nodes no_step_lost pytest_plugin streams transformers)
 SOAK_KILLS ?= 100
 CHAOS_S ?= 600
