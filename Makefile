@@ -25,10 +25,12 @@ help:
 	@echo "make soak     a hundred kills in one job, two thousand power cuts, ten minutes of mixed faults, and what make test leaves out"
 	@echo "make bench    speed, as ratios measured side by side"
 
+# Compiled are the modules that many processes import, and not all 14,000, which takes pip a minute.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("elastic-resume needs Python 3.10 or newer; this is " + sys.version.split()[0] + ". Set PYTHON=python3.11, say." if sys.version_info < (3, 10) else 0)'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -c 'import hypothesis, pytest, torch._dynamo, torch.distributed.checkpoint'
 	touch $@
 
 demo: $(READY)
@@ -94,7 +96,8 @@ simulate: $(READY)
 	$(BIN)/python -m tests.support.rendezvous_sim --seeds $(SEEDS) --first $(FIRST)
 
 nightly: simulate
-	ELASTIC_RESUME_FUZZ_CASES=20000 $(BIN)/python -m pytest -q tests/unit/rendezvous/net/test_protocol_fuzz.py --timeout 3600
+	ELASTIC_RESUME_FUZZ_CASES=20000 $(BIN)/python -m pytest -q tests/unit/rendezvous/net/test_protocol_fuzz.py \
+		tests/unit/report/test_generations.py --timeout 3600
 	$(MAKE) --no-print-directory oldest newest
 
 # Several gigabytes each where the index has torch with CUDA only; TORCH_INDEX names another one.
@@ -108,7 +111,8 @@ oldest newest: pyproject.toml constraints.txt
 	.venv-$@/bin/python -m pytest -q $(PARALLEL) $(patsubst %,tests/integration/test_%.py,run_command restore training warm_start)
 
 # Files with tests marked soak, and files whose tests do more there.
-SOAK_TESTS := tests/docs/test_examples.py tests/docs/test_ports.py tests/system/disk/test_power_loss.py $(patsubst %,tests/integration/test_%.py, \
+SOAK_TESTS := tests/docs/test_examples.py tests/docs/test_ports.py tests/system/disk/test_power_loss.py \
+	tests/system/kubernetes/test_pods.py $(patsubst %,tests/integration/test_%.py, \
 	accelerate chaos every_fault forkserver lightning lost_nodes no_step_lost pytest_plugin streams transformers)
 SOAK_KILLS ?= 100
 CHAOS_S ?= 600

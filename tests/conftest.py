@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 from collections.abc import Callable, Generator, Iterator
@@ -33,6 +34,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # An import of Lightning sets it, and fork servers that were started before would refuse all later workers.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+
+# Imports and thousands of tests are no garbage: looking for it takes a third of the collection.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage from now on, but not among what is there already."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

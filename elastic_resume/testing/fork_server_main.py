@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import gc
 import importlib
 import json
@@ -22,6 +21,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
@@ -92,10 +92,8 @@ def main() -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    # All forks share this memory. Otherwise each agent's fork server would move a copy of its own.
-    for chunk in forkserver.list_huge_page_chunks():
-        if forkserver.move_into_huge_pages(*chunk) in {errno.ENOMEM, errno.EBUSY}:
-            break  # memory is short
+    # All forks share this memory. In huge pages each agent would cause copies of them, which takes longer.
+    forkserver.HUGE_PAGE_SIZE_FILE = Path(os.devnull)
     imported = {k: v for k, v in forkserver.read_environment().items() if before.get(k) != v}
     become = _serve(connection, imported)
     gc.enable()

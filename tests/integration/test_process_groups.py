@@ -68,6 +68,32 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+def start_ranks(script: Path, *words: str) -> list[subprocess.Popen[str]]:
+    """Start two ranks as an agent's workers, whose interpreters end as usual."""
+    port, fork_server = find_free_port(""), launch_ranks.start_fork_server()
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        launcher_shim.__file__,
+        "0",
+        sys.executable,
+        "-u",
+        str(script),
+        *words,
+    ]
+    return [
+        subprocess.Popen(
+            command,
+            env=launch_ranks.rank_environment(rank, 2, port) | {constants.ENV_FORK_SERVER: fork_server},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
 @pytest.mark.parametrize(
     ("how", "left"),
     [
@@ -81,22 +107,18 @@ def test_exit_joins_gloo_threads_before_interpreter_ends(
     how: list[str], left: int, script: Path, tmp_path: Path
 ) -> None:
     """A gloo thread that frees a tensor later aborts the process."""
-    for done in launch_ranks.run_ranks(2, script, str(tmp_path / "kept"), str(left), *how):
-        assert done.returncode == 0, done.stderr
+    for rank in start_ranks(script, str(tmp_path / "kept"), str(left), *how):
+        stdout, stderr = rank.communicate(timeout=120)
+        assert rank.returncode == 0, stderr
         counts = {0, left} if "destroyed" in how else {left}
-        assert done.stdout.splitlines()[-1] in {f"threads {n} our group None" for n in counts}, done.stderr
+        assert stdout.splitlines()[-1] in {f"threads {n} our group None" for n in counts}, stderr
 
 
 @pytest.mark.parametrize("how", [["ours"], ["own", "pending"]])
 def test_exit_does_not_wait_for_stopped_peer(how: list[str], script: Path, tmp_path: Path) -> None:
     """Gloo itself would wait half an hour for a pending collective."""
-    port, fork_server = find_free_port(""), launch_ranks.start_fork_server()
-    command = [sys.executable, "-I", "-S", launcher_shim.__file__, "0", sys.executable, "-u"]
-    command += [str(script), str(tmp_path / "kept"), "99", "stop", *how]
-    stopping, peers = tmp_path / "stopping", []
-    for rank in range(2):
-        env = launch_ranks.rank_environment(rank, 2, port) | {constants.ENV_FORK_SERVER: fork_server}
-        peers.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+    stopping = tmp_path / "stopping"
+    peers = start_ranks(script, str(tmp_path / "kept"), "99", "stop", *how)
     try:
         # The fork server may have to import torch first, which takes long on a loaded machine.
         wait_for(stopping.exists, "rank 1 to be about to stop", timeout_s=120)
@@ -107,5 +129,5 @@ def test_exit_does_not_wait_for_stopped_peer(how: list[str], script: Path, tmp_p
     finally:
         for peer in peers:
             peer.kill()
-            peer.wait()
+            peer.communicate()
             peer.stderr.close() if peer.stderr else None

@@ -1,7 +1,6 @@
 """Start the ranks of a world as N nodes without any agent.
 
-They are forked from a fork server, like an agent's workers (tests/integration/test_forkserver.py), which
-saves the import of torch.
+They are forked from the process that forks the agents of simulated nodes, which saves the import of torch.
 """
 
 from __future__ import annotations
@@ -11,12 +10,13 @@ import functools
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from elastic_resume import constants
-from elastic_resume.agent.workers import launcher_shim
 from elastic_resume.agent.workers.forkserver_manager import ForkServerManager
+from elastic_resume.testing import fork_server
 from elastic_resume.testing.backends import find_free_port
 
 THREAD_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # only a new process reads it, so the fork server needs it too
@@ -24,7 +24,7 @@ THREAD_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # only a new process reads it, so
 
 @functools.cache
 def start_fork_server() -> str:
-    """Start the fork server of this process; return its name."""
+    """Start a fork server as an agent has it, and that of this process; return its name."""
     before = dict(os.environ)
     os.environ.update(THREAD_ENVIRONMENT)
     manager = ForkServerManager([sys.executable, "-u", "x.py"])
@@ -58,35 +58,40 @@ def run_ranks(
     script: Path | str,
     *args: str,
     env: Sequence[Mapping[str, str]] = (),
-    stderr: Mapping[int, int] | None = None,
     timeout_s: float = 120,
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run ``script`` on every rank to its end; return the output of each.
 
-    ``env``: further variables of each rank. ``stderr``: descriptors that replace a rank's stderr.
+    ``env``: further variables of each rank.
     """
     port = find_free_port("")  # rank 0's store listens at all addresses
-    shim = [sys.executable, "-I", "-S", launcher_shim.__file__, "0"]
-    started = [
-        subprocess.Popen(
-            [*shim, sys.executable, "-u", str(script), *args],
-            env={
-                **rank_environment(rank, world_size, port, **(env[rank] if env else {})),
-                constants.ENV_FORK_SERVER: start_fork_server(),
-            },
-            stdout=subprocess.PIPE,
-            stderr=(stderr or {}).get(rank, subprocess.PIPE),
-            text=True,
-        )
-        for rank in range(world_size)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
+        started = [
+            _start_rank(
+                Path(directory, str(rank)),
+                [str(script), *args],
+                rank_environment(rank, world_size, port, **(env[rank] if env else {})),
+            )
+            for rank in range(world_size)
+        ]
+        try:
+            codes = [process.wait(timeout_s) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        texts = [
+            [Path(directory, f"{rank}.{end}").read_text() for end in ("out", "err")]
+            for rank in range(world_size)
+        ]
+    return [
+        subprocess.CompletedProcess([str(script), *args], code, *text)
+        for code, text in zip(codes, texts, strict=True)
     ]
-    done = []
-    try:
-        for process in started:
-            out, err = process.communicate(timeout=timeout_s)
-            done.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    return done
+
+
+def _start_rank(output: Path, words: list[str], env: Mapping[str, str]) -> fork_server.AgentProcess:
+    """Start one rank, which writes to ``output`` with the suffixes ``.out`` and ``.err``."""
+    command = [sys.executable, str(Path(__file__).with_name("rank_process.py")), f"{output}.err", *words]
+    with open(f"{output}.out", "wb") as file:
+        return fork_server.start(command, env, file) or subprocess.Popen(command, env=env, stdout=file)

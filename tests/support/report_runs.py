@@ -90,8 +90,9 @@ class Job:
 
     def write_verdicts(self, t: float, next_nodes: Sequence[str] = ()) -> None:
         """Judge the generation as its agents do; without ``next_nodes`` they give up."""
+        members = set(self.nodes)
         judges = [
-            node for node in next_nodes or self.nodes if node in self.nodes and node not in self.restarted
+            node for node in next_nodes or self.nodes if node in members and node not in self.restarted
         ]
         own = [
             event
@@ -104,20 +105,18 @@ class Job:
             if node not in {failure.node for failure in self.lost}
         ]
         verdict = separate_root_causes([*self.lost, *(failure for found in reported for failure in found)])
+        fields = {
+            "generation": self.generation,
+            "next_generation": self.generation + 1 if next_nodes else None,
+            "reason": None,
+            "joined": [name for name in next_nodes if name not in members],
+            "lost": [failure.node for failure in self.lost],
+            "root_causes": [record_failure(failure) for failure in verdict.root_causes],
+            "secondary_failures": [record_failure(failure) for failure in verdict.secondary_failures],
+            "decision": {"kind": "continue" if next_nodes else "give-up"},
+        }
         for node in judges if self.generation else ():
-            self.add(
-                t,
-                "verdict",
-                node,
-                generation=self.generation,
-                next_generation=self.generation + 1 if next_nodes else None,
-                reason=None,
-                joined=[name for name in next_nodes if name not in self.nodes],
-                lost=[failure.node for failure in self.lost],
-                root_causes=[record_failure(failure) for failure in verdict.root_causes],
-                secondary_failures=[record_failure(failure) for failure in verdict.secondary_failures],
-                decision={"kind": "continue" if next_nodes else "give-up"},
-            )
+            self.add(t, "verdict", node, **fields)
 
     def lose(self, t: float, node: str) -> None:
         """Let the leader notice that a node died."""

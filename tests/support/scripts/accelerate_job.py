@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_resume as er
 from elastic_resume import failpoints
+from elastic_resume.agent.workers import run_main
 from elastic_resume.integrations.accelerate import prepare
 from elastic_resume.state import state_dict
 
@@ -232,3 +233,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    run_main.exit_without_freeing(0)  # freeing torch takes 0.4 s of processor time

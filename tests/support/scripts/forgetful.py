@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import elastic_resume as er
+from elastic_resume.agent.workers import run_main
 
 
 def main(mistake: str) -> None:
@@ -33,3 +34,4 @@ def main(mistake: str) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    run_main.exit_without_freeing(0)  # freeing torch takes 0.4 s of processor time

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics.classification import MulticlassAccuracy
 
 import elastic_resume as er
+from elastic_resume.agent.workers import run_main
 from elastic_resume.state import state_dict
 from tests.support.scripts.job_log import RANK, JobLog, Points, digest, parse_arguments
 
@@ -320,3 +321,4 @@ def _make_plain_loader(case: Case) -> Callable[[Dataset[Any]], Any]:
 
 if __name__ == "__main__":
     main()
+    run_main.exit_without_freeing(0)  # freeing torch takes 0.4 s of processor time

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import elastic_resume as er
 from elastic_resume import constants, failpoints
+from elastic_resume.agent.workers import run_main
 from elastic_resume.state import state_dict
 
 MOMENTS = ("forward", "backward", "optimizer", "stepped", "copying", "copied", "marked", "told", "committing")
@@ -100,3 +101,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    run_main.exit_without_freeing(0)  # freeing torch takes 0.4 s of processor time

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import elastic_resume as er
+from elastic_resume.agent.workers import run_main
 
 SIZES = [3 + 7 * number % 13 for number in range(36)]
 EPOCHS, WHOLE_WORLD = 2, 4
@@ -64,3 +65,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    run_main.exit_without_freeing(0)  # freeing torch takes 0.4 s of processor time

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import elastic_resume as er
+from elastic_resume.agent.workers import run_main
 from elastic_resume.state import state_dict
 
 SAMPLES = 240
@@ -107,3 +108,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    run_main.exit_without_freeing(0)  # freeing torch takes 0.4 s of processor time

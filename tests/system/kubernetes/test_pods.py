@@ -169,6 +169,8 @@ def test_job_loses_no_step_by_late_dns_deleted_pods_and_a_lost_node(tmp_path: Pa
 
         pods.remove(2)
         step = pods.wait_world(2, step)
+        if "ELASTIC_RESUME_SOAK_KILLS" not in os.environ:  # each start of an agent imports torch, for 5 s
+            return
         pods.start(2)
         pods.wait_world(3, step)
 

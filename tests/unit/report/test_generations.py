@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -363,7 +364,7 @@ _EVENTS = st.fixed_dictionaries(
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=int(os.environ.get("ELASTIC_RESUME_FUZZ_CASES", "60")), deadline=None)
 @given(st.lists(_EVENTS, max_size=25))
 def test_any_list_of_events_gives_a_report(events: list[Event]) -> None:
     """Nothing raises, no number is negative, no line is too wide, and the JSON is valid."""

@@ -1,0 +1,19 @@
+"""Run a script as a rank without an agent, in a process that may have been forked: see `launch_ranks`.
+
+``rank_process.py STDERR SCRIPT [ARGUMENT ...]``. The rank writes its errors to the file STDERR.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+from elastic_resume.agent.workers import forkserver, run_main
+from elastic_resume.training import worker_exit
+
+assert worker_exit.__name__ == forkserver.EXIT_MODULE
+os.dup2(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT, 0o600), 2)
+request: Any = SimpleNamespace(command=[sys.executable, "-u", *sys.argv[2:]])
+run_main.run(forkserver.become_worker(request))
