@@ -4,8 +4,8 @@ The own time is from the end of `run.step` to the first gradient of the next bac
 gradient before that one. It includes what the script does between two steps, the wait for data and the
 forward pass. It leaves out DDP's broadcast of buffers before the forward pass, which waits for other ranks.
 
-A step with another collective within this time is not measured, nor is one without that gradient. On a GPU
-two events are recorded per step and read a step later, so nothing waits for the GPU.
+Every other step is measured, unless it has another collective within this time, or has no such gradient. On a
+GPU events are recorded and read at least a step later, so nothing waits for the GPU.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 WINDOW_STEPS = 100
-MIN_MEASURED_STEPS = WINDOW_STEPS // 2
-STEPS_PER_UPDATE = 10
+STEPS_PER_SAMPLE = 2  # to halve the cost
+WINDOW_SAMPLES = WINDOW_STEPS // STEPS_PER_SAMPLE
+MIN_MEASURED_SAMPLES = WINDOW_SAMPLES // 2
+SAMPLES_PER_UPDATE = 5
 MAX_POINTS = 64  # of one step; an evaluation may broadcast buffers often
 
 
@@ -72,7 +74,7 @@ class OwnTime:
     """The own times of this rank's newest steps, in one generation.
 
     While a step trains, points are noted: the start, each broadcast's start and end, and the end. They are
-    read after `STEPS_PER_UPDATE` steps.
+    read after `SAMPLES_PER_UPDATE` such steps.
     """
 
     def __init__(self, record: Callable[[int], None], count_collectives: Callable[[], int]) -> None:
@@ -85,8 +87,9 @@ class OwnTime:
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._hooks: dict[int, RemovableHandle] = {}
         self._points: list[Point] = []  # of the step that trains; empty after its end
-        self._unread_steps: list[list[Point]] = []
-        self._times_us: deque[float | None] = deque(maxlen=WINDOW_STEPS)
+        self._unread_samples: list[list[Point]] = []
+        self._times_us: deque[float | None] = deque(maxlen=WINDOW_SAMPLES)
+        self._steps = 0
 
     def watch(self, ddp: DistributedDataParallel) -> None:
         """Measure steps that train ``ddp``. A second call for it does nothing, nor one for another device."""
@@ -103,17 +106,19 @@ class OwnTime:
         # Copies of the wrapper get a method of their own, and pickle stores its name alone.
         ddp._sync_buffers = types.MethodType(self._sync_buffers, ddp)  # type: ignore[method-assign]  # noqa: SLF001
         for parameter in parameters:
-            hook = parameter.register_post_accumulate_grad_hook(self._end)
-            self._hooks[id(parameter)] = hook
+            if id(parameter) not in self._hooks:  # it may be in two wrappers
+                self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._end)
 
     def end_step(self) -> None:
         """Begin the own time of the next step."""
-        if self._device is None:
+        self._points = []
+        self._steps += 1
+        if self._device is None or self._steps % STEPS_PER_SAMPLE:
             return
-        if len(self._unread_steps) > STEPS_PER_UPDATE:
+        if len(self._unread_samples) > SAMPLES_PER_UPDATE:
             self._update()
         self._points = [(self._mark(), self._count_collectives())]
-        self._unread_steps.append(self._points)
+        self._unread_samples.append(self._points)
 
     def close(self) -> None:
         """Measure no more."""
@@ -144,16 +149,16 @@ class OwnTime:
             self._hooks = {id(parameter): kept}
 
     def _update(self) -> None:
-        """Read all steps but the last, which a GPU may not have reached, and record the median."""
-        *read, last = self._unread_steps
-        self._unread_steps = [last]
-        self._times_us.extend(map(self._read, read))
-        if len(self._times_us) == WINDOW_STEPS:
+        """Read all samples but the last, which a GPU may not have reached, and record the median."""
+        *samples, last = self._unread_samples
+        self._unread_samples = [last]
+        self._times_us.extend(map(self._read, samples))
+        if len(self._times_us) == WINDOW_SAMPLES:
             times = sorted(time_us for time_us in self._times_us if time_us is not None)
-            self._record(int(times[len(times) // 2]) if len(times) >= MIN_MEASURED_STEPS else 0)
+            self._record(int(times[len(times) // 2]) if len(times) >= MIN_MEASURED_SAMPLES else 0)
 
     def _read(self, points: list[Point]) -> float | None:
-        """Return a step's own time; None without an end, or if it may have waited for other ranks."""
+        """Return the own time of a step; None without an end, or if it may have waited for other ranks."""
         if len(points) % 2 or len(points) > MAX_POINTS:
             return None
         total_us = 0.0
