@@ -30,7 +30,7 @@ class Job(Scenario):
         known: dict[str, SlowRank | None] = {
             name: node.agent.state.slow_rank for name, node in self.nodes.items() if node.agent
         }
-        return {name: slow and (slow.node, slow.own_us) for name, slow in known.items()}
+        return {name: (slow.node, slow.own_us) if slow else None for name, slow in known.items()}
 
 
 @pytest.fixture

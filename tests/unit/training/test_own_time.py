@@ -22,7 +22,9 @@ from elastic_resume.training.own_time import WINDOW_STEPS, CudaClock, OwnTime
 @pytest.fixture(scope="module", autouse=True)
 def process_group() -> Iterator[None]:
     """A group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", store=dist.TCPStore("127.0.0.1", 0, 1, is_master=True), rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
 
@@ -138,7 +140,7 @@ class FakeCuda:
     def Event(self, *, enable_timing: bool) -> Any:  # noqa: N802 - torch's name
         """Make an event that is not reached yet."""
         assert enable_timing
-        event = SimpleNamespace(time_ms=None, query=lambda: event.time_ms is not None)
+        event: Any = SimpleNamespace(time_ms=None, query=lambda: event.time_ms is not None)
         event.record = lambda stream: self.events.append((event, stream))
         event.elapsed_time = lambda end: end.time_ms - event.time_ms
         return event
