@@ -4,8 +4,8 @@ The own time is from the end of `run.step` to the first gradient of the next bac
 gradient before that one. It includes what the script does between two steps, the wait for data and the
 forward pass. It leaves out DDP's broadcast of buffers before the forward pass, which waits for other ranks.
 
-A step with another collective within this time is not measured, nor is one without that gradient. On a GPU
-two events are recorded per step and read a step later, so nothing waits for the GPU.
+Every other step is measured, unless it has another collective within this time, or has no such gradient. On a
+GPU events are recorded and read at least a step later, so nothing waits for the GPU.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from torch.utils.hooks import RemovableHandle
 from elastic_resume.state import state_dict
 
 WINDOW_STEPS = 100
-MIN_MEASURED_STEPS = WINDOW_STEPS // 2
-STEPS_PER_UPDATE = 10
+STEPS_PER_SAMPLE = 2  # to halve the cost
+WINDOW_SAMPLES = WINDOW_STEPS // STEPS_PER_SAMPLE
+MIN_MEASURED_SAMPLES = WINDOW_SAMPLES // 2
+SAMPLES_PER_UPDATE = 5
 MAX_POINTS = 64  # of one step; an evaluation may broadcast buffers often
 
 
@@ -73,69 +75,75 @@ Point = tuple[Any, int]
 class OwnTime:
     """The own times of this rank's newest steps, in one generation.
 
-    While a step trains, only points are noted: the start, a pause's start and end for each broadcast, and the
-    end. So their number is odd until the end. They are read after `STEPS_PER_UPDATE` steps.
+    While a step trains, points are noted: the start, each broadcast's start and end, and the end. They are
+    read after `SAMPLES_PER_UPDATE` such steps.
     """
 
     def __init__(self, record: Callable[[int], None], count_collectives: Callable[[], int]) -> None:
         """``record`` takes the median of the newest steps in microseconds; 0: too few were measured."""
         self._record = record
         self._count_collectives = count_collectives
-        self._clock: CpuClock | CudaClock | None = None
-        self._devices: set[torch.device] = set()
+        self._device: torch.device | None = None
+        self._mark: Callable[[], Any] = time.perf_counter_ns
+        self._measure_us: Callable[[Any, Any], float | None] = CpuClock.measure_us
+        self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._hooks: dict[int, RemovableHandle] = {}
-        self._points: list[Point] = []
-        self._unread_steps: list[list[Point]] = []
-        self._times_us: deque[float | None] = deque(maxlen=WINDOW_STEPS)
+        self._points: list[Point] = []  # of the step that trains; empty after its end
+        self._unread_samples: list[list[Point]] = []
+        self._times_us: deque[float | None] = deque(maxlen=WINDOW_SAMPLES)
+        self._steps = 0
 
     def watch(self, ddp: DistributedDataParallel) -> None:
         """Measure steps that train ``ddp``. A second call for it does nothing, nor one for another device."""
         parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
-        devices = {parameter.device for parameter in parameters}
-        if _own_times.get(ddp) is self or len(devices | self._devices) != 1:
+        devices = {parameter.device for parameter in parameters} | ({self._device} if self._device else set())
+        if ddp in self._watched or len(devices) != 1:
             return
-        (device,) = self._devices = devices
+        (device,) = devices
         if device.type not in {"cpu", "cuda"}:
             return
-        self._clock = self._clock or (CpuClock() if device.type == "cpu" else CudaClock(device))
-        _own_times[ddp] = self
-        ddp._sync_buffers = types.MethodType(_sync_buffers, ddp)  # type: ignore[method-assign]  # noqa: SLF001
+        clock = CpuClock() if device.type == "cpu" else CudaClock(device)
+        self._device, self._mark, self._measure_us = device, clock.mark, clock.measure_us
+        self._watched.add(ddp)
+        # Copies of the wrapper get a method of their own, and pickle stores its name alone.
+        ddp._sync_buffers = types.MethodType(self._sync_buffers, ddp)  # type: ignore[method-assign]  # noqa: SLF001
         for parameter in parameters:
-            hook = parameter.register_post_accumulate_grad_hook(self._end)
-            self._hooks[id(parameter)] = hook
+            if id(parameter) not in self._hooks:  # it may be in two wrappers
+                self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._end)
 
     def end_step(self) -> None:
         """Begin the own time of the next step."""
-        if self._clock is None:
+        self._points = []
+        self._steps += 1
+        if self._device is None or self._steps % STEPS_PER_SAMPLE:
             return
-        if len(self._unread_steps) > STEPS_PER_UPDATE:
+        if len(self._unread_samples) > SAMPLES_PER_UPDATE:
             self._update()
-        self._points = [(self._clock.mark(), self._count_collectives())]
-        self._unread_steps.append(self._points)
-
-    def pause(self) -> bool:
-        """Leave out the time until `resume`, in which ranks wait; return whether `resume` is due."""
-        is_due = len(self._points) % 2 == 1 and len(self._points) < MAX_POINTS
-        if is_due:
-            self.resume()
-        return is_due
-
-    def resume(self) -> None:
-        """Go on after a pause."""
-        if self._clock is not None:
-            self._points.append((self._clock.mark(), self._count_collectives()))
+        self._points = [(self._mark(), self._count_collectives())]
+        self._unread_samples.append(self._points)
 
     def close(self) -> None:
         """Measure no more."""
-        self._clock, self._points = None, []
+        self._device, self._points = None, []
         for hook in self._hooks.values():
             hook.remove()
 
+    def _sync_buffers(self, ddp: DistributedDataParallel) -> None:
+        """Run DDP's broadcast of buffers outside the own time, in place of DDP's method of this name."""
+        points = self._points
+        if not points or len(points) > MAX_POINTS:
+            DistributedDataParallel._sync_buffers(ddp)  # noqa: SLF001
+            return
+        points.append((self._mark(), self._count_collectives()))
+        DistributedDataParallel._sync_buffers(ddp)  # noqa: SLF001
+        points.append((self._mark(), self._count_collectives()))
+
     def _end(self, parameter: Tensor) -> None:
         """End the own time at the first gradient; from then on, only its parameter keeps the hook."""
-        if self._clock is None or len(self._points) % 2 == 0:
+        if not self._points:
             return
-        self._points.append((self._clock.mark(), self._count_collectives()))
+        self._points.append((self._mark(), self._count_collectives()))
+        self._points = []
         if len(self._hooks) > 1:
             kept = self._hooks.pop(id(parameter))
             for hook in self._hooks.values():
@@ -143,41 +151,25 @@ class OwnTime:
             self._hooks = {id(parameter): kept}
 
     def _update(self) -> None:
-        """Read all steps but the last, which a GPU may not have reached, and record the median."""
-        *read, last = self._unread_steps
-        self._unread_steps = [last]
-        self._times_us.extend(map(self._measure_us, read))
-        if len(self._times_us) == WINDOW_STEPS:
+        """Read all samples but the last, which a GPU may not have reached, and record the median."""
+        *samples, last = self._unread_samples
+        self._unread_samples = [last]
+        self._times_us.extend(map(self._read, samples))
+        if len(self._times_us) == WINDOW_SAMPLES:
             times = sorted(time_us for time_us in self._times_us if time_us is not None)
-            self._record(int(times[len(times) // 2]) if len(times) >= MIN_MEASURED_STEPS else 0)
+            self._record(int(times[len(times) // 2]) if len(times) >= MIN_MEASURED_SAMPLES else 0)
 
-    def _measure_us(self, points: list[Point]) -> float | None:
-        """Return a step's own time; None without an end, or if it may have waited for other ranks."""
-        if self._clock is None or len(points) % 2 or len(points) >= MAX_POINTS:
+    def _read(self, points: list[Point]) -> float | None:
+        """Return the own time of a step; None without an end, or if it may have waited for other ranks."""
+        if len(points) % 2 or len(points) > MAX_POINTS:
             return None
         total_us = 0.0
         for (start, collectives), (end, collectives_then) in zip(points[::2], points[1::2], strict=True):
-            part_us = self._clock.measure_us(start, end)
+            part_us = self._measure_us(start, end)
             if part_us is None or collectives != collectives_then:
                 return None
             total_us += part_us
         return total_us
-
-
-_own_times: weakref.WeakKeyDictionary[nn.Module, OwnTime] = weakref.WeakKeyDictionary()
-
-
-def _sync_buffers(ddp: DistributedDataParallel) -> None:
-    """Run DDP's broadcast of buffers outside the own time.
-
-    It replaces the method of this name in one wrapper. So copies of the wrapper get one of their own, and
-    pickle stores the name alone.
-    """
-    own_time = _own_times.get(ddp)
-    is_paused = own_time is not None and own_time.pause()
-    DistributedDataParallel._sync_buffers(ddp)  # noqa: SLF001
-    if own_time is not None and is_paused:
-        own_time.resume()
 
 
 def find_gpu(tracked: Mapping[str, Any]) -> str | None:

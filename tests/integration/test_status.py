@@ -44,7 +44,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     flags += ["--rdzv-conf", "last_call_timeout=60"]
     env = {constants.ENV_TOKEN: TOKEN, constants.ENV_LOG_LEVEL: "DEBUG"}
     with Cluster(directory, nodes=3, min_nodes=2, flags=flags, env=env) as made:
-        made.start(SCRIPT, "--step-log", str(directory), "--epochs", "10000", "--step-delay", "0.02")
+        made.start(SCRIPT, "--step-log", str(directory), "--epochs", "20000", "--step-delay", "0.01")
         made.wait(step=10)
         yield made
 
@@ -151,7 +151,7 @@ def test_metrics_of_leader_cover_the_job_too(cluster: Cluster) -> None:
 def test_slow_rank_is_named_by_event_status_and_metrics(cluster: Cluster) -> None:
     """Nobody is, before. The model has buffers, for which rank 1 waits too."""
     cluster.wait(lambda: all(record.own_time_us for _, record in cluster.rank_progress()), "own times")
-    injector = FaultInjector(cluster, [Fault("slow-rank", rank=2, at_s=0.0, delay_s=0.03, for_s=600)])
+    injector = FaultInjector(cluster, [Fault("slow-rank", rank=2, at_s=0.0, delay_s=0.02, for_s=600)])
 
     def named() -> list[dict[str, Any]]:
         injector.poll()
@@ -159,7 +159,7 @@ def test_slow_rank_is_named_by_event_status_and_metrics(cluster: Cluster) -> Non
 
     (event,) = cluster.wait(named, "a rank to be named")
     assert (event["node"], event["rank"], event["generation"]) == ("n2", 2, 1)
-    assert event["own_s"] >= event["others_s"] + 0.02
+    assert event["own_s"] >= event["others_s"] + 0.01
     line = "rank 2 is slow, and all others wait for it: it takes"
     assert line in cluster.output(2)
     assert f"node n2: {line}" in asked(cluster, 0, lambda told: "is slow" in told.stdout).stdout
@@ -168,8 +168,9 @@ def test_slow_rank_is_named_by_event_status_and_metrics(cluster: Cluster) -> Non
     cluster.wait(lambda: cluster.events("slow-rank-ended"), "the end of its slowness")
     injector.close()
     alerts = summary.build_run_report(load_run([cluster.run_dir]).events).alerts
-    assert [(alert.node, alert.kind) for alert in alerts] == [("n2", "slow-rank"), ("n2", "slow-rank-ended")]
-    assert line in alerts[0].text
+    begin, end = (alert for alert in alerts if alert.kind.startswith("slow-rank"))
+    assert (begin.node, begin.kind, end.node, end.kind) == ("n2", "slow-rank", "n2", "slow-rank-ended")
+    assert line in begin.text
 
 
 def test_the_leader_dies_while_status_looks_on(cluster: Cluster) -> None:
