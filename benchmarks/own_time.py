@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic_resume.training.heartbeat import get_collective_counter
+from elastic_resume.training.heartbeat import count_collectives
 from elastic_resume.training.own_time import STEPS_PER_SAMPLE, OwnTime
 
 TARGET_US = 20.0
@@ -43,7 +43,7 @@ def measure(layer: nn.Module) -> str:
     with_it: list[float] = []
     for _ in range(BLOCKS):
         without += block(model, lambda: None)
-        own_time = OwnTime(lambda _: None, get_collective_counter())
+        own_time = OwnTime(lambda _: None, count_collectives)
         own_time.watch(model)
         with_it += block(model, own_time.end_step)
         own_time.close()
@@ -56,7 +56,7 @@ def measure(layer: nn.Module) -> str:
 
 def main() -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     print(f"target: at most {TARGET_US:.0f} us per step")
     print(f"a model without buffers: {measure(nn.LayerNorm(4))}")

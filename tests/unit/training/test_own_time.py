@@ -22,9 +22,8 @@ from elastic_resume.training.own_time import WINDOW_STEPS, CudaClock, OwnTime
 @pytest.fixture(scope="module", autouse=True)
 def process_group() -> Iterator[None]:
     """A group of this process alone."""
-    dist.init_process_group(
-        "gloo", store=dist.TCPStore("127.0.0.1", 0, 1, is_master=True), rank=0, world_size=1
-    )
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
