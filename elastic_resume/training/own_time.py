@@ -5,25 +5,22 @@ gradient before that one. It includes what the script does between two steps, th
 forward pass. It leaves out DDP's broadcast of buffers before the forward pass, which waits for other ranks.
 
 A step with another collective within this time is not measured, nor is one without that gradient. On a GPU
-two events are recorded per step and read a step later, so nothing waits for the GPU.
+events are recorded and read some steps later, so nothing waits for the GPU.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
-
-from elastic_resume.state import state_dict
 
 WINDOW_STEPS = 100
 MIN_MEASURED_STEPS = WINDOW_STEPS // 2
@@ -67,14 +64,14 @@ class CudaClock:
 
 
 Point = tuple[Any, int]
-"""A mark of the clock, and the number of collectives until then."""
+"""A mark of the clock, and the number of collectives that this rank had started."""
 
 
 class OwnTime:
     """The own times of this rank's newest steps, in one generation.
 
-    While a step trains, only points are noted: the start, a pause's start and end for each broadcast, and the
-    end. So their number is odd until the end. They are read after `STEPS_PER_UPDATE` steps.
+    A step only notes points: the start, the start and end of each pause, and the end. So their number is odd
+    while the time runs. They are read after `STEPS_PER_UPDATE` steps.
     """
 
     def __init__(self, record: Callable[[int], None], count_collectives: Callable[[], int]) -> None:
@@ -105,7 +102,7 @@ class OwnTime:
             self._hooks[id(parameter)] = hook
 
     def end_step(self) -> None:
-        """Begin the own time of the next step."""
+        """Begin the own time of the next step; read the times of earlier ones when an update is due."""
         if self._clock is None:
             return
         if len(self._unread_steps) > STEPS_PER_UPDATE:
@@ -178,11 +175,3 @@ def _sync_buffers(ddp: DistributedDataParallel) -> None:
     DistributedDataParallel._sync_buffers(ddp)  # noqa: SLF001
     if own_time is not None and is_paused:
         own_time.resume()
-
-
-def find_gpu(tracked: Mapping[str, Any]) -> str | None:
-    """Return the UUID of the tracked model's GPU, as nvidia-smi prints it; None without one."""
-    for index in sorted(state_dict.find_gpus(tracked)):
-        with contextlib.suppress(AttributeError):  # builds for other vendors have no uuid
-            return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
-    return None
