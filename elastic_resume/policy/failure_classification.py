@@ -102,7 +102,7 @@ class Failure:
     type: str = ""
     """The exception's class."""
     message: str = ""
-    """The first line of its message, and what it says of a GPU."""
+    """The first line of its message; before it the cause that NCCL names further below."""
     frame: str = ""
     """Where in the user's code it was raised."""
     step: int | None = None
@@ -161,7 +161,7 @@ class FailureVerdict:
 
     @property
     def is_certain(self) -> bool:
-        """Whether a worker's failure stands first that is not the effect of a lost peer.
+        """Whether the first root cause is known not to be the effect of a lost peer.
 
         An abort is the effect of another failure only if it is not the first.
         """

@@ -47,7 +47,7 @@ class Collective:
 
     @property
     def sequence(self) -> tuple[str, str, str, bool]:
-        """Return what its number counts within."""
+        """Return the key of the sequence in which its number counts."""
         return self.backend, self.group, self.ranks, self.is_p2p
 
     @property
