@@ -1,4 +1,4 @@
-"""Parse durations and sizes as people write them, and format bytes and counts for messages.
+"""Parse durations and sizes as people write them, and format bytes, counts and foreign texts for messages.
 
 Every flag, variable, file and fault plan uses these parsers. A bare number is seconds or bytes.
 """
@@ -10,6 +10,7 @@ import re
 
 from elastic_resume.errors import ConfigError
 
+MAX_TEXT_CHARS = 500
 MAX_DURATION_S = 1e9  # about thirty years; a longer one is surely a typo
 _DURATION = re.compile(r"((?:[0-9]{1,18}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?)(ms|s|m|h|d)?")
 _UNIT_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -116,3 +117,9 @@ def format_count(count: int, noun: str, plural: str = "") -> str:
 def choose_verb(count: int, singular: str, plural: str) -> str:
     """Return the form of a verb that follows `format_count`."""
     return singular if count == 1 else plural
+
+
+def to_printable(text: str, limit: int = MAX_TEXT_CHARS) -> str:
+    """Return one line of printable text with at most ``limit`` characters."""
+    text = "".join(char if char.isprintable() else " " for char in text[: limit + 1])
+    return text if len(text) <= limit else text[: limit - 1] + "…"

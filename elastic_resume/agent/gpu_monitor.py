@@ -42,7 +42,7 @@ class GpuMonitor:
         self._is_listed.wait(gpus.CALL_LIMIT_S)  # the first call loads the driver's library
         with_xid = [fault for fault in self._reported if fault.xid is not None]
         known = {fault.index for fault in with_xid}
-        return [*with_xid, *(fault for fault in self._list_unusable() if fault.index not in known)]
+        return [*with_xid, *(fault for fault in self._list_broken() if fault.index not in known)]
 
     def _list_gpus(self, limit_s: float = gpus.CALL_LIMIT_S) -> list[tuple[int | None, Gpu]]:
         """List the GPUs of the workers, each with its local rank unless workers share GPUs."""
@@ -50,7 +50,7 @@ class GpuMonitor:
         is_shared = len(found) < self._local_world_size
         return [(None if is_shared else rank, gpu) for rank, gpu in enumerate(found)]
 
-    def _list_unusable(self) -> list[GpuFault]:
+    def _list_broken(self) -> list[GpuFault]:
         """Return the faults of GPUs that need a recovery now."""
         return [_make_fault(rank, gpu) for rank, gpu in self._list_gpus() if gpu.recovery_action]
 
@@ -65,13 +65,13 @@ class GpuMonitor:
                 self._local_world_size,
                 num_gpus,
             )
-        self._report(self._list_unusable())
+        self._report(self._list_broken())
         for xid_event in gpus.watch_xids([gpu for _, gpu in self._first_listing], EVENT_WAIT_S):
             if self._thread.is_closing:
                 return
             if xid_event is not None:
                 self._report(self._find_xid_faults(*xid_event))
-        self._report(self._list_unusable())  # NVML fails when a GPU is lost
+        self._report(self._list_broken())  # NVML fails when a GPU is lost
 
     def _find_xid_faults(self, uuid: str, xid: int) -> list[GpuFault]:
         if xid in gpus.APPLICATION_XIDS:

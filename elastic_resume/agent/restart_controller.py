@@ -57,7 +57,7 @@ class RestartController:
     ) -> None:
         self.on_workers_dead: Callable[[], object] = lambda: None  # called when a generation's workers ended
         self.list_unreachable_nodes: Callable[[], tuple[str, ...]] = tuple  # names members it cannot reach
-        self.find_gpu_faults: Callable[[], Sequence[GpuFault]] = tuple  # lists those of this node
+        self.find_gpu_faults: Callable[[], Sequence[GpuFault]] = tuple  # of this node's GPUs
         self.is_spare = False  # a view runs without this node
         self.job_failure: GaveUp | None = None  # why this node ends the job for all nodes
         self.log = RestartLog(node, evidence)
@@ -143,7 +143,9 @@ class RestartController:
         self._history = (*self._history, result)
         self._view_end, self._last_verdict = view_end, result.verdict
         root_cause = result.verdict.root_cause
-        decision: restart.RestartDecision = restart.decide_alone(result, self._node, self.find_gpu_faults())
+        decision: restart.RestartDecision = restart.decide_own_exclusion(
+            self._node, result.failures, self.find_gpu_faults()
+        )
         if isinstance(decision, Continue) and root_cause is not None and root_cause.is_deterministic:
             decision = restart.decide_restart(self._history, self._limits)
         if not isinstance(decision, Continue):
@@ -168,11 +170,10 @@ class RestartController:
         former, self._view, self.is_spare = self._view, view, False
         if former is None:
             self.log.end_wait()
-            # Later ones are known before this node joins; the first view waits for no driver.
         else:
             self._judge_generation(former, view, membership_changed=membership_changed)
-        nothing_failed = GenerationResult(failed=False)
-        self._carry_out(restart.decide_alone(nothing_failed, self._node, self.find_gpu_faults()))
+        # Nothing has asked before the first start, so that this node joins without waiting for a driver.
+        self._carry_out(restart.decide_own_exclusion(self._node, (), self.find_gpu_faults()))
         self._log_offset = file_size(self._events_path)
         self._evidence.clear()
         if self._memory_monitor is not None:

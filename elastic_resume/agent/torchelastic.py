@@ -55,7 +55,7 @@ from elastic_resume.errors import (
     NodeExcludedError,
     RendezvousLostError,
 )
-from elastic_resume.policy.failure_classification import EXIT, SIGNAL, Failure, WorkerEnd, to_printable
+from elastic_resume.policy.failure_classification import EXIT, SIGNAL, Failure, WorkerEnd
 from elastic_resume.policy.reasons import Departure, DepartureReason, ErrorRaised, JobFinished, Signalled
 from elastic_resume.policy.restart import GenerationReport
 from elastic_resume.policy.wording import describe
@@ -68,6 +68,7 @@ from elastic_resume.rendezvous.net.protocol import derive_status_key
 from elastic_resume.rendezvous.rendezvous_config import RendezvousConfig
 from elastic_resume.schedulers.environment import SchedulerContext
 from elastic_resume.schedulers.slurm import SharedDir
+from elastic_resume.units import to_printable
 
 logger = logging.getLogger(__name__)
 

@@ -28,6 +28,7 @@ from elastic_resume.policy.gpu_faults import (
 )
 from elastic_resume.policy.hangs import Activity, Stall
 from elastic_resume.policy.reasons import NodeLost, NodesUnreachable, Signalled, from_json, name_nodes
+from elastic_resume.units import to_printable
 
 EXCEPTION, EXIT, SIGNAL, OOM = "exception", "exit", "signal", "oom"
 HANG, DIVERGENCE, DISK, GPU, STUCK = "hang", "divergence", "disk", "gpu", "stuck"
@@ -38,7 +39,6 @@ FAILURE_KINDS = (
 NODE_FAILURE_KINDS = frozenset({NODE_LOST, PREEMPTED, NETWORK})
 """Kinds that say nothing about a worker: the node came or went, or two nodes cannot reach each other."""
 
-MAX_TEXT_CHARS = 500
 """Characters of each text: a failure travels to every node."""
 _SECONDARY_PATTERN = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|closed by peer|remote worker|remote process|"
@@ -102,7 +102,7 @@ class Failure:
     type: str = ""
     """The exception's class."""
     message: str = ""
-    """The first line of its message, and what it says of a GPU."""
+    """The first line of its message; before it the cause that NCCL names further below."""
     frame: str = ""
     """Where in the user's code it was raised."""
     step: int | None = None
@@ -161,7 +161,7 @@ class FailureVerdict:
 
     @property
     def is_certain(self) -> bool:
-        """Whether a worker's failure stands first that is not the effect of a lost peer.
+        """Whether the first root cause is known not to be the effect of a lost peer.
 
         An abort is the effect of another failure only if it is not the first.
         """
@@ -207,12 +207,6 @@ def truncate_failure(failure: Failure) -> Failure:
         message=to_printable(failure.message),
         frame=to_printable(failure.frame),
     )
-
-
-def to_printable(text: str, limit: int = MAX_TEXT_CHARS) -> str:
-    """Return one line of printable text with at most ``limit`` characters."""
-    text = "".join(char if char.isprintable() else " " for char in text[: limit + 1])
-    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 MAX_FAILURES = 8

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+from elastic_resume.units import to_printable
+
 MAX_COLLECTIVES = 16  # limit of one rank's pending collectives, oldest first, and of its last ones
 MAX_TEXT_CHARS = 100
 _STARTED, _COMPLETED, _RETIRED = "started", "completed", "retired"
@@ -45,7 +47,7 @@ class Collective:
 
     @property
     def sequence(self) -> tuple[str, str, str, bool]:
-        """Return what its number counts within."""
+        """Return the key of the sequence in which its number counts."""
         return self.backend, self.group, self.ranks, self.is_p2p
 
     @property
@@ -128,9 +130,7 @@ def _parse_entry(entry: Mapping[str, Any], groups: Mapping[str, Any]) -> Collect
         # gloo's stay "scheduled" when they are retired
         _RETIRED if entry["retired"] and entry["state"] != _COMPLETED else entry["state"],
     )
-    cut = (str(text)[:MAX_TEXT_CHARS] for text in texts)
-    clean = ("".join(char if char.isprintable() else " " for char in text) for text in cut)
-    name, group, backend, ranks, sizes, state = clean
+    name, group, backend, ranks, sizes, state = (to_printable(str(text), MAX_TEXT_CHARS) for text in texts)
     is_p2p = bool(entry.get("is_p2p"))
     number, called_at_ns = entry["p2p_seq_id" if is_p2p else "collective_seq_id"], entry["time_created_ns"]
     return Collective(int(number), name, group, backend, ranks, sizes, is_p2p, state, int(called_at_ns))

@@ -273,14 +273,14 @@ def merge_reported_failures(
     )
 
 
-def decide_alone(
-    result: GenerationResult, node: str, gpu_faults: Iterable[GpuFault] = ()
+def decide_own_exclusion(
+    node: str, failures: Iterable[Failure], gpu_faults: Iterable[GpuFault]
 ) -> Continue | Exclude:
-    """Decide by what ``node`` itself knows whether it can train at all.
+    """Decide whether ``node`` can start workers at all, by what its agent alone knows.
 
-    ``result`` is of the generation that ended; ``gpu_faults`` are those that the driver reports.
+    ``failures`` are those of its workers; ``gpu_faults`` are those that the driver reports.
     """
-    for failure in result.failures:
+    for failure in failures:
         if failure.kind == failure_classification.STUCK:
             return Exclude(node, WorkerStuck(failure))
         if failure.kind == failure_classification.GPU:

@@ -20,13 +20,12 @@ from elastic_resume.policy.failure_classification import (
     FailureVerdict,
     MemoryPressure,
     WorkerEnd,
-    to_printable,
 )
 from elastic_resume.policy.flight_recorder import Collective
 from elastic_resume.policy.gpu_faults import GpuError, GpuFault
 from elastic_resume.policy.hangs import Activity, HangDiagnosis, RankFinding, Stall
 from elastic_resume.policy.reasons import MAX_NODES_NAMED, Departure, Loss, NodeLost, ViewEnd
-from elastic_resume.units import format_bytes
+from elastic_resume.units import format_bytes, to_printable
 
 MAX_NAMED = 4
 """Failures, nodes of a group and groups that one line lists."""

@@ -279,6 +279,14 @@ def find_gpus(tracked: Mapping[str, Any]) -> set[int]:
     return {p.device.index for model in models for p in model.parameters() if p.is_cuda}
 
 
+def find_gpu_uuid(tracked: Mapping[str, Any]) -> str | None:
+    """Return the UUID of the first of these GPUs, as nvidia-smi prints it; None without one."""
+    for index in sorted(find_gpus(tracked)):
+        uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)  # older ROCm builds have none
+        return f"GPU-{uuid}" if uuid else None
+    return None
+
+
 def _list_wrappers(item: Any) -> list[Any]:
     """List ``item`` and what it wraps, innermost last."""
     layers = [item]

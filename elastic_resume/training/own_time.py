@@ -10,20 +10,17 @@ GPU events are recorded and read at least a step later, so nothing waits for the
 
 from __future__ import annotations
 
-import contextlib
 import time
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
-
-from elastic_resume.state import state_dict
 
 WINDOW_STEPS = 100
 STEPS_PER_SAMPLE = 2  # to halve the cost
@@ -69,7 +66,7 @@ class CudaClock:
 
 
 Point = tuple[Any, int]
-"""A mark of the clock, and the number of collectives until then."""
+"""A mark of the clock, and the number of collectives that this rank had started."""
 
 
 class OwnTime:

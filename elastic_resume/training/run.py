@@ -40,7 +40,7 @@ from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import UntrackedOptimizerCheck
 from elastic_resume.training import announce, worker_exit
 from elastic_resume.training.heartbeat import count_collectives
-from elastic_resume.training.own_time import OwnTime, find_gpu
+from elastic_resume.training.own_time import OwnTime
 from elastic_resume.training.progress import RunOptions
 from elastic_resume.training.rank0_buffers import Rank0Buffers
 from elastic_resume.training.run_parts import RunParts, restore_parts
@@ -430,7 +430,7 @@ class Run:
             **self._position_fields(),
             local_rank=self._context.local_rank,
             world_size=self.world_size,
-            gpu=find_gpu(self._tracked),
+            gpu=state_dict.find_gpu_uuid(self._tracked),
         )
         self._random_numbers.start_at(self.position.step)
         if self.rank == 0:

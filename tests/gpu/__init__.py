@@ -6,7 +6,7 @@ Those in test_cuda_job.py are skipped without a GPU. "real" marks them.
 | branch | test |
 |---|---|
 | policy/devices.py `choose_gpu` | unit/policy/test_devices.py |
-| state/state_dict.py `find_gpus` | `test_gpu_of_model_is_found_and_given_to_ddp` |
+| state/state_dict.py `find_gpus`, `find_gpu_uuid` | `test_gpu_of_model_is_found_and_given_to_ddp` |
 | ranks/collectives.py `_create_default_group` | unit/ranks; real: `test_launcher_shows_rank_its_own_gpu` |
 | ranks/collectives.py `broadcast_tensors` | `test_buffers_on_gpu_travel_over_the_default_group` |
 | | real: `test_launcher_shows_rank_its_own_gpu`, over NCCL |
@@ -31,7 +31,6 @@ Those in test_cuda_job.py are skipped without a GPU. "real" marks them.
 | integrations/transformers.py, fork_rng | test_trainer.py |
 | agent/workers/forkserver.py, CUDA in a preload | integration/test_forkserver.py, with a stub |
 | training/own_time.py `CudaClock` | unit/training/test_own_time.py, with a stub |
-| training/own_time.py `find_gpu` | `test_gpu_of_model_is_found_and_given_to_ddp` |
 | gpus.py, agent/gpu_monitor.py | unit/test_gpus.py and unit/agent/test_gpu_monitor.py, with a fake NVML; |
 | | real: test_nvml.py |
 | commands/doctor.py, number of GPUs | unit/commands/test_doctor.py, with a stub |

@@ -17,7 +17,7 @@ from elastic_resume.data import rng
 from elastic_resume.errors import UsageError
 from elastic_resume.ranks.collectives import Collectives
 from elastic_resume.state import state_dict
-from elastic_resume.training import own_time, rank0_buffers
+from elastic_resume.training import rank0_buffers
 from elastic_resume.training import run as run_module
 from elastic_resume.training.run import Run
 from tests.gpu.real_gpu import RealGpu
@@ -197,7 +197,7 @@ def test_gpu_of_model_is_found_and_given_to_ddp(
     """DDP then moves the inputs there."""
     objects, given = build(gpu), []
     assert state_dict.find_gpus({**objects, "other": nn.Linear(1, 1)}) == {0}
-    assert str(own_time.find_gpu(objects)).startswith("GPU-")
+    assert str(state_dict.find_gpu_uuid(objects)).startswith("GPU-")
     run = begin(**objects)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(run_module, "DistributedDataParallel", lambda _, **kwargs: given.append(kwargs))

@@ -127,8 +127,8 @@ class Leader(Role):
         self.replicas = ReplicaComparison(state.settings.node_timeout_s)
         self.own_times: dict[str, messages.OwnTimes] = {}
         """The newest of each node, by its name."""
-        self.suspect: SlowRank | None = None
-        """The result of the last comparison of own times."""
+        self.last_comparison: SlowRank | None = None
+        """The rank that was slow in the last comparison of own times; perhaps not named yet."""
         self.heartbeat = messages.Heartbeat()  # shared, so that it is encoded once
         self.admission = Admission(state, self.peers, self._remove_peer)
         self.request: messages.RequestVote | None = None
@@ -485,8 +485,9 @@ class Leader(Role):
             if (known := self.own_times.get(member.node)) and known.generation == generation
         }
         is_complete = len(times_us) == len(members)
-        self.suspect = find_slow_rank(generation, times_us, self.suspect) if is_complete else None
-        state.slow_rank = self.suspect if self.suspect and self.suspect.is_named else None
+        slow = find_slow_rank(generation, times_us, self.last_comparison) if is_complete else None
+        self.last_comparison = slow
+        state.slow_rank = slow if slow and slow.is_named else None
         self.heartbeat = messages.Heartbeat(slow_rank=state.slow_rank)
 
     def _report_divergence(self, view: View, verdict: DivergenceVerdict) -> None:

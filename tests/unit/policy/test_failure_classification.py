@@ -18,7 +18,6 @@ from elastic_resume.policy.failure_classification import (
     GPU,
     HANG,
     MAX_FAILURES,
-    MAX_TEXT_CHARS,
     NODE_LOST,
     OOM,
     PREEMPTED,
@@ -39,6 +38,7 @@ from elastic_resume.policy.gpu_faults import GpuFault
 from elastic_resume.policy.hangs import Activity, Stall
 from elastic_resume.policy.reasons import Loss, NodeLost, Signalled, to_json
 from elastic_resume.policy.wording import describe_failure
+from elastic_resume.units import MAX_TEXT_CHARS
 
 Events = list[dict[str, Any]]
 NO_STRAIN = MemoryPressure()

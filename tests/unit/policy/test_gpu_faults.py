@@ -21,7 +21,7 @@ from elastic_resume.policy.restart import (
     RestartDecision,
     RestartLimits,
     WorldSummary,
-    decide_alone,
+    decide_own_exclusion,
     decide_restart,
     summarize_generation,
 )
@@ -48,7 +48,7 @@ def events_of(row: ErrorText) -> list[dict[str, Any]]:
 def decide(row: ErrorText, *, newest_step: int = 0) -> RestartDecision:
     """Return what node b decides after that failure, in a world of three."""
     result = summarize_generation(events_of(row), node="b", num_nodes=3)
-    alone = decide_alone(result, "b")
+    alone = decide_own_exclusion("b", result.failures, ())
     if not isinstance(alone, Continue):
         return alone
     return decide_restart([result], RestartLimits(), WorldSummary(("a", "b", "c"), newest_step))
