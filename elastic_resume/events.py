@@ -69,7 +69,8 @@ Kinds, their writers and their own fields::
     quarantine            worker     path, reason
     progress-page-ignored worker     reason; the page was damaged and is cleared
     failure               worker     generation, rank, step, type, message (its first line), detail (the
-                                     others), frame, deterministic, traceback; an exception ended the worker
+                                     others), cause and cause_type (the exception of a GPU that led to
+                                     it), frame, deterministic, traceback; an exception ended the worker
     fault                 (none)     number, what, where, when, node, rank, message; injected, in
                                      faults.jsonl
     run-end               worker     generation, rank, step, epoch, stalled_s; the script's epochs are done

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +25,8 @@ CALL_LIMIT_S = 2.0
 START_LIMIT_S = 60.0  # of the first call, which may initialize every GPU of the machine
 # A program is to blame for these Xids: NVIDIA's k8s-device-plugin also leaves the GPU in use after them.
 APPLICATION_XIDS = frozenset({13, 31, 43, 45, 68, 109})
+HARMLESS_XIDS = frozenset({63, 92, 94})
+"""Memory errors after which the GPU works on: a row is to be remapped, corrected, or one program ends."""
 ACTION_CHANGED_XID = 154  # the recovery action has changed, perhaps to none
 # Numbers of NVML. Drivers before r570 have no recovery actions, later ones have more.
 _RECOVERY_ACTION_FIELD, _XID_EVENT, _SM_CLOCK, _GPU_SENSOR = 230, 8, 1, 0
@@ -52,6 +56,11 @@ class Gpu:
     uuid: str
     name: str
     recovery_action: str = ""
+
+
+def is_installed() -> bool:
+    """Return whether there is a module pynvml."""
+    return sys.modules.get("pynvml", ...) is not None and importlib.util.find_spec("pynvml") is not None
 
 
 def list_gpus(

@@ -21,6 +21,8 @@ from elastic_resume.policy.wording import describe
 
 logger = logging.getLogger(__name__)
 EVENT_WAIT_S = 1.0
+START_WAIT_S = 0.2  # of a start of workers for the first answer of NVML
+RETRY_S = 30.0
 
 
 class GpuMonitor:
@@ -38,9 +40,10 @@ class GpuMonitor:
         self.start, self.close = self._thread.start, self._thread.request_close
 
     def find_faults(self) -> list[GpuFault]:
-        """Return Xids since the start, and GPUs that need a recovery now."""
-        self._is_listed.wait(gpus.CALL_LIMIT_S)  # the first call loads the driver's library
-        with_xid = [fault for fault in self._reported if fault.xid is not None]
+        """Return Xids since the start, and GPUs that need a recovery now; none while NVML starts slowly."""
+        if not self._is_listed.wait(START_WAIT_S):
+            return []
+        with_xid = [fault for fault in self._reported if fault.xid not in {None, gpus.ACTION_CHANGED_XID}]
         known = {fault.index for fault in with_xid}
         return [*with_xid, *(fault for fault in self._list_broken() if fault.index not in known)]
 
@@ -54,11 +57,14 @@ class GpuMonitor:
         """Return the faults of GPUs that need a recovery now."""
         return [_make_fault(rank, gpu) for rank, gpu in self._list_gpus() if gpu.recovery_action]
 
-    def _watch(self) -> None:
+    def _watch(self) -> float | None:
+        """Watch until NVML fails; return the seconds until the next attempt, or None without NVML."""
+        if not gpus.is_installed():
+            return None
         self._first_listing = self._list_gpus(gpus.START_LIMIT_S)
+        num_gpus, is_first = len(self._first_listing), not self._is_listed.is_set()
         self._is_listed.set()
-        num_gpus = len(self._first_listing)
-        if 0 < num_gpus < self._local_world_size:
+        if is_first and 0 < num_gpus < self._local_world_size:
             logger.warning(
                 "this node has %d workers and %d GPUs: a worker without a GPU of its own fails, unless "
                 "the script shares them. Check --nproc-per-node and CUDA_VISIBLE_DEVICES.",
@@ -68,14 +74,17 @@ class GpuMonitor:
         self._report(self._list_broken())
         for xid_event in gpus.watch_xids([gpu for _, gpu in self._first_listing], EVENT_WAIT_S):
             if self._thread.is_closing:
-                return
+                return None
             if xid_event is not None:
                 self._report(self._find_xid_faults(*xid_event))
         self._report(self._list_broken())  # NVML fails when a GPU is lost
+        return RETRY_S
 
     def _find_xid_faults(self, uuid: str, xid: int) -> list[GpuFault]:
-        if xid in gpus.APPLICATION_XIDS:
+        if xid in gpus.APPLICATION_XIDS | gpus.HARMLESS_XIDS:
             return []
+        if xid != gpus.ACTION_CHANGED_XID and any((f.uuid, f.xid) == (uuid, xid) for f in self._reported):
+            return []  # the driver may repeat an Xid many times
         hit = [
             _make_fault(rank, gpu, xid)
             for rank, gpu in self._list_gpus() or self._first_listing
@@ -86,11 +95,11 @@ class GpuMonitor:
         return hit or [GpuFault(xid=xid)]  # it is unknown which one has failed
 
     def _report(self, faults: list[GpuFault]) -> None:
-        """Log and emit the faults that are new; the driver may repeat an Xid many times."""
+        """Log and emit the faults that are new."""
         for fault in faults:
             if fault not in self._reported:
                 self._reported.append(fault)
-                logger.warning("%s; once its worker fails, this node leaves the job.", describe(fault))
+                logger.warning("%s; this node starts no more workers.", describe(fault))
                 self._emit("gpu-fault", **asdict(fault))
 
 

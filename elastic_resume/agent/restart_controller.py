@@ -282,9 +282,16 @@ class RestartController:
     # ---- the end of the job ----------------------------------------------------------------------------
 
     def fail_after_last_restart(self, failure: Failure) -> GaveUp:
-        """Return why this node ends the job: torchelastic has given up after its worker's ``failure``."""
+        """Return why this node ends the job: torchelastic has given up after its worker's ``failure``.
+
+        Raises:
+            NodeExcludedError: a GPU of this node is broken, so only this node leaves.
+
+        """
         if self.job_failure is None:
             verdict = self._observe(failed=True).verdict
+            if verdict.root_cause is not None and verdict.root_cause.kind == failure_classification.GPU:
+                self._carry_out(Exclude(self._node, restart.GpuBroken(verdict.root_cause)))
             self._last_verdict = verdict if verdict.root_cause else FailureVerdict((failure,))
             self.job_failure = GaveUp(self._node, restart.RestartsExhausted(verdict.root_cause or failure))
         return self.job_failure

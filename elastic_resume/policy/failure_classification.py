@@ -111,6 +111,8 @@ class Failure:
     """The worker reported that a restart would meet the same error."""
     nodes: int = 1
     """The number of nodes with a like failure."""
+    gpu_error: GpuError | None = None
+    """What its exception reports of a GPU."""
 
     @property
     def is_secondary(self) -> bool:
@@ -128,13 +130,6 @@ class Failure:
     def is_abort(self) -> bool:
         """Whether the process ended itself by SIGABRT."""
         return self.kind == SIGNAL and self._signal == "SIGABRT"
-
-    @property
-    def gpu_error(self) -> GpuError | None:
-        """What kind of a GPU's error it is; None for any other failure."""
-        if self.kind == GPU:
-            return GpuError.HARDWARE
-        return find_gpu_error(self.message) if self.kind in {EXCEPTION, EXIT} else None
 
     @property
     def signature(self) -> tuple[str, str, str, str]:
@@ -324,11 +319,14 @@ def _find_broken_gpus(
         faults = [pair for pair in faults if pair not in own]
         if own or failure.gpu_error is GpuError.HARDWARE:
             fault = own[0][1] if own else GpuFault(local_rank, uuid=_read_name(start.get("gpu")))
-            failure = replace(failure, kind=GPU, cause=fault)  # noqa: PLW2901 - the same, better known
+            failure = replace(  # noqa: PLW2901 - the same, better known
+                failure, kind=GPU, cause=fault, gpu_error=GpuError.HARDWARE
+            )
         judged.append((t, failure))
     unseen = {fault.local_rank: (t, fault) for t, fault in reversed(faults)}
     return judged + [
-        (t, Failure(GPU, node, ranks.get(fault.local_rank), fault)) for t, fault in unseen.values()
+        (t, Failure(GPU, node, ranks.get(fault.local_rank), fault, gpu_error=GpuError.HARDWARE))
+        for t, fault in unseen.values()
     ]
 
 
@@ -354,30 +352,39 @@ def _classify_exit(
         return Failure(STUCK, node, rank)
     if report:
         return _classify_exception(report, exit_event, node, memory_pressure)
-    end, message = _read_worker_end(exit_event), summarize_error_text(str(exit_event.get("message") or ""))
+    end, text = _read_worker_end(exit_event), str(exit_event.get("message") or "").strip()
+    message = text.partition("\n")[0]
     if (end.signal == "SIGKILL" or end.exit_code == _SIGKILL_EXIT_CODE) and memory_pressure.is_short:
         return Failure(OOM, node, rank, replace(end, memory=memory_pressure), message=message)
-    kind, name = (SIGNAL if end.signal else EXIT), ""
-    typed = _EXCEPTION_PATTERN.fullmatch(message) if not end.signal else None
-    if typed:
-        kind, name, message = EXCEPTION, typed[1].rpartition(".")[2], typed[2]
-    return _refine_kind(Failure(kind, node, rank, end, name, message), memory_pressure)
+    typed = _EXCEPTION_PATTERN.fullmatch(text) if not end.signal else None
+    if typed is None:
+        return Failure(SIGNAL if end.signal else EXIT, node, rank, end, message=message)
+    name, text = typed[1].rpartition(".")[2], typed[2]
+    failure = Failure(EXCEPTION, node, rank, end, name, summarize_error_text(text))
+    return _refine_kind(replace(failure, gpu_error=find_gpu_error(name, text)), memory_pressure)
 
 
 def _classify_exception(
     report: Mapping[str, Any], exit_event: Mapping[str, Any], node: str, memory_pressure: MemoryPressure
 ) -> Failure:
-    rank = _count_or_none(report.get("rank"))
+    rank, exception_type = _count_or_none(report.get("rank")), str(report.get("type") or "")
+    text = "\n".join(str(report.get(name) or "") for name in ("message", "detail"))
+    message, gpu_error = summarize_error_text(text), find_gpu_error(exception_type, text)
+    if gpu_error is None and report.get("cause"):
+        cause = str(report["cause"])
+        gpu_error = find_gpu_error(str(report.get("cause_type") or ""), cause)
+        message = f"{message[:200]} (from: {summarize_error_text(cause)})" if gpu_error else message
     failure = Failure(
         EXCEPTION,
         node,
         _count_or_none(exit_event.get("rank")) if rank is None else rank,
         _read_worker_end(exit_event),
-        str(report.get("type") or ""),
-        summarize_error_text("\n".join(str(report.get(name) or "") for name in ("message", "detail"))),
+        exception_type,
+        message,
         str(report.get("frame") or ""),
         _count_or_none(report.get("step")),
         bool(report.get("deterministic")),
+        gpu_error=gpu_error,
     )
     return _refine_kind(failure, memory_pressure)
 

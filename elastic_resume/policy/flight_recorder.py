@@ -16,13 +16,14 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import itemgetter
 from typing import Any
 
 from elastic_resume.units import to_printable
 
 MAX_COLLECTIVES = 16  # limit of one rank's pending collectives, oldest first, and of its last ones
 MAX_TEXT_CHARS = 100
+MAX_NUMBER = 1 << 53
 _STARTED, _COMPLETED, _RETIRED = "started", "completed", "retired"
 _SIZES_DIFFER = ("scatter", "all_to_all")  # calls whose ranks may give tensors of different sizes
 
@@ -43,7 +44,6 @@ class Collective:
     sizes: str = ""
     is_p2p: bool = False
     state: str = ""
-    called_at_ns: int = 0
 
     @property
     def sequence(self) -> tuple[str, str, str, bool]:
@@ -93,31 +93,34 @@ def find_missing(
 def parse_dumps(dumps: object) -> RecordedCollectives | None:
     """Parse one rank's dumps, one for each recorder; None if no recorder has an entry."""
     found = [item for dump in dumps.values() for item in _parse_dump(dump)] if isinstance(dumps, dict) else []
-    found.sort(key=attrgetter("called_at_ns"))
-    pending: dict[tuple[str, str, str, bool], list[Collective]] = {}
+    found.sort(key=itemgetter(0))
+    pending: dict[tuple[str, str, str, bool], list[tuple[int, Collective]]] = {}
     last: dict[tuple[str, str, str, bool], Collective] = {}
-    for item in found:
+    for called_at_ns, item in found:
         last.pop(item.sequence, None)
         last[item.sequence] = item
         if item.state == _COMPLETED:
             # NCCL retires only the whole of a coalesced call, never its parts, which were recorded before.
             pending.pop(item.sequence, None)
         elif item.state != _RETIRED:
-            pending.setdefault(item.sequence, []).append(item)
-    oldest = sorted((item for items in pending.values() for item in items), key=attrgetter("called_at_ns"))
+            pending.setdefault(item.sequence, []).append((called_at_ns, item))
+    oldest = sorted((pair for pairs in pending.values() for pair in pairs), key=itemgetter(0))
     of_groups = [item for item in last.values() if not item.is_p2p]
-    recorded = RecordedCollectives(tuple(oldest[:MAX_COLLECTIVES]), tuple(of_groups[-MAX_COLLECTIVES:]))
+    recorded = RecordedCollectives(
+        tuple(item for _, item in oldest[:MAX_COLLECTIVES]), tuple(of_groups[-MAX_COLLECTIVES:])
+    )
     return recorded if found else None
 
 
-def _parse_dump(dump: object) -> Iterator[Collective]:
+def _parse_dump(dump: object) -> Iterator[tuple[int, Collective]]:
     entries, groups = (dump.get("entries"), dump.get("pg_config")) if isinstance(dump, dict) else (None, None)
     for entry in entries if isinstance(entries, list) else ():
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
             yield _parse_entry(entry, groups if isinstance(groups, dict) else {})
 
 
-def _parse_entry(entry: Mapping[str, Any], groups: Mapping[str, Any]) -> Collective:
+def _parse_entry(entry: Mapping[str, Any], groups: Mapping[str, Any]) -> tuple[int, Collective]:
+    """Return when the collective was called, in nanoseconds, and the collective."""
     backend, _, name = entry["profiling_name"].rpartition(":")
     group, description = entry["process_group"]
     config = groups.get(group) if description != "default_pg" else None
@@ -132,5 +135,9 @@ def _parse_entry(entry: Mapping[str, Any], groups: Mapping[str, Any]) -> Collect
     )
     name, group, backend, ranks, sizes, state = (to_printable(str(text), MAX_TEXT_CHARS) for text in texts)
     is_p2p = bool(entry.get("is_p2p"))
-    number, called_at_ns = entry["p2p_seq_id" if is_p2p else "collective_seq_id"], entry["time_created_ns"]
-    return Collective(int(number), name, group, backend, ranks, sizes, is_p2p, state, int(called_at_ns))
+    number = int(entry["p2p_seq_id" if is_p2p else "collective_seq_id"])
+    if not 0 <= number < MAX_NUMBER:
+        raise ValueError("a number that torch has not set")
+    return int(entry["time_created_ns"]), Collective(
+        number, name, group, backend, ranks, sizes, is_p2p, state
+    )

@@ -21,7 +21,7 @@ class GpuError(Enum):
     HARDWARE = "hardware"
     """The machine's: memory, bus or links of the GPU are broken, or its driver has lost it."""
     MISSING = "missing"
-    """No GPU is there. The machine's fault if the job has trained before, else perhaps its installation's."""
+    """No GPU can be used. The machine's fault if it recurs after the job has trained, else perhaps not."""
     ACCESS = "access"
     """A kernel did something illegal: the script's fault, or, if it recurs on one node, the machine's."""
     MEMORY = "memory"
@@ -44,6 +44,11 @@ class GpuFault:
     uuid: str = ""
     xid: int | None = None
     recovery_action: str = ""
+
+    @property
+    def is_reported(self) -> bool:
+        """Whether the driver reports it, and not only the text of an error."""
+        return self.xid is not None or bool(self.recovery_action)
 
 
 # The first error with a match counts, so what proves a broken GPU stands first.
@@ -78,16 +83,32 @@ _ERROR_PATTERNS = {
         ),
     }.items()
 }  # fmt: skip
+# Other texts quote an error, perhaps of another rank.
+_TYPES = frozenset({"RuntimeError", "AcceleratorError", "OutOfMemoryError", "DistBackendError"})
+_BEGINNING = re.compile(
+    r"(cuda|hip)( driver| unknown)? (error|failure)|nccl error in:|(cuda|hip) out of memory|triton error \[|"
+    r"no (cuda|hip) gpus are available|found no nvidia driver|the nvidia driver on your system|"
+    r"cuda driver initialization|(unexpected )?error from (cuda|hip)getdevicecount|cudnn( frontend)? error|"
+    r"miopenstatus|nvml_success ==",
+    re.IGNORECASE,
+)
+# torch raises so in the main thread what a thread of this process has raised.
+_OF_THREAD = re.compile(r"Caught \w+ in .*^(\w+): (.*)", re.DOTALL | re.MULTILINE)
 _NCCL_DETAIL = re.compile(r"^Last error:\s*(\S.*)", re.MULTILINE)
 
 
-def find_gpu_error(text: str) -> GpuError | None:
-    """Return which error of a GPU an exception's text reports; None if it reports none."""
+def find_gpu_error(exception_type: str, text: str) -> GpuError | None:
+    """Return which error of its own GPU an exception of a worker reports; None if it reports none."""
+    of_thread = _OF_THREAD.match(text)
+    if of_thread:
+        exception_type, text = of_thread[1], of_thread[2]
+    if exception_type.rpartition(".")[2] not in _TYPES or not _BEGINNING.match(text):
+        return None
     return next((error for error, pattern in _ERROR_PATTERNS.items() if pattern.search(text)), None)
 
 
 def summarize_error_text(text: str) -> str:
     """Return the first line of an exception's text; before it the cause that NCCL names further below."""
     first = text.strip().partition("\n")[0]
-    detail = _NCCL_DETAIL.search(text)
+    detail = _NCCL_DETAIL.search(text) if first.startswith("NCCL error in:") else None
     return f"{detail[1][:200]} ({first})" if detail else first

@@ -283,7 +283,7 @@ def decide_own_exclusion(
     for failure in failures:
         if failure.kind == failure_classification.STUCK:
             return Exclude(node, WorkerStuck(failure))
-        if failure.kind == failure_classification.GPU:
+        if isinstance(failure.cause, GpuFault) and failure.cause.is_reported:
             return Exclude(node, GpuBroken(failure))
     for fault in gpu_faults:
         return Exclude(node, GpuBroken(Failure(failure_classification.GPU, node, None, fault)))
@@ -309,12 +309,15 @@ def decide_restart(
     counted = [result for result in history if not result.failed or _has_cause_in_world(result, world)]
     stuck = count_failures_without_progress(counted)
     alone = _single_node_failures(history)
-    is_missing = bool(alone) and alone[0].gpu_error is GpuError.MISSING
-    if is_missing and world.newest_step and alone[0].node in world.nodes:
-        return Exclude(alone[0].node, GpuBroken(alone[0]))
+    broken = _find_broken_gpu(last, alone, world)
+    if broken is not None:
+        return Exclude(broken.node, GpuBroken(broken))
     can_exclude = bool(alone) and _has_enough_without(alone[0].node, limits, world)
-    accesses = [failure for failure in alone[:2] if failure.gpu_error is GpuError.ACCESS]
-    is_excluded_early = len(accesses) == 2 or 0 < limits.exclude_after <= len(alone)
+    # At one step, the sample or the script is at fault.
+    has_two_accesses = len({failure.step for failure in alone[:2]}) == 2 and all(
+        failure.gpu_error is GpuError.ACCESS for failure in alone[:2]
+    )
+    is_excluded_early = has_two_accesses or 0 < limits.exclude_after <= len(alone)
     if can_exclude and (is_excluded_early or limits.max_no_progress <= stuck <= len(alone)):
         return Exclude(alone[0].node, CausedAlone(alone[0], len(alone)))
     if stuck < limits.max_no_progress:
@@ -410,12 +413,27 @@ def _single_node_failures(history: Sequence[GenerationResult]) -> list[Failure]:
         if not result.failed:
             continue
         causes = result.verdict.root_causes
-        if len(causes) != 1 or causes[0].nodes > 1 or not result.verdict.is_certain:
+        if len(causes) != 1 or causes[0].nodes > 1 or causes[0].is_secondary:
             break
         if found and causes[0].node != found[0].node:
             break
         found.append(causes[0])
     return found
+
+
+def _find_broken_gpu(last: GenerationResult, alone: Sequence[Failure], world: WorldSummary) -> Failure | None:
+    """Return the failure of a member's GPU with which it cannot train on, as far as texts of errors tell.
+
+    If all nodes report one, they quote one text, or share what is broken.
+    """
+    if len(alone) >= 2 and world.newest_step and alone[0].node in world.nodes:
+        missing = [failure for failure in alone[:2] if failure.gpu_error is GpuError.MISSING]
+        if len(missing) == 2:
+            return missing[0]
+    causes = [failure for failure in last.verdict.root_causes if failure.kind == failure_classification.GPU]
+    if last.num_nodes > 1 and sum(failure.nodes for failure in causes) >= last.num_nodes:
+        return None
+    return next((failure for failure in causes if failure.node in world.nodes), None)
 
 
 def _has_cause_in_world(result: GenerationResult, world: WorldSummary) -> bool:

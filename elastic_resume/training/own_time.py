@@ -127,12 +127,12 @@ class OwnTime:
 
     def _sync_buffers(self, ddp: DistributedDataParallel) -> None:
         """Run DDP's broadcast of buffers outside the own time, in place of DDP's method of this name."""
-        points = self._points
-        if not points or len(points) > MAX_POINTS:
-            DistributedDataParallel._sync_buffers(ddp)  # noqa: SLF001
+        sync_buffers, points = type(ddp)._sync_buffers, self._points  # noqa: SLF001
+        if torch.compiler.is_compiling() or not points or len(points) > MAX_POINTS:
+            sync_buffers(ddp)  # type: ignore[no-untyped-call]
             return
         points.append((self._mark(), self._count_collectives()))
-        DistributedDataParallel._sync_buffers(ddp)  # noqa: SLF001
+        sync_buffers(ddp)  # type: ignore[no-untyped-call]
         points.append((self._mark(), self._count_collectives()))
 
     def _end(self, parameter: Tensor) -> None:
@@ -167,11 +167,3 @@ class OwnTime:
                 return None
             total_us += part_us
         return total_us
-
-
-def find_gpu(tracked: Mapping[str, Any]) -> str | None:
-    """Return the UUID of the tracked model's GPU, as nvidia-smi prints it; None without one."""
-    for index in sorted(state_dict.find_gpus(tracked)):
-        with contextlib.suppress(AttributeError):  # builds for other vendors have no uuid
-            return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
-    return None

@@ -21,8 +21,10 @@ from typing import Any, ClassVar
 from elastic_resume import constants
 from elastic_resume.errors import ElasticResumeError, UsageError
 from elastic_resume.events import EventLog
+from elastic_resume.policy.gpu_faults import find_gpu_error
 
 MAX_DETAIL_CHARS = 2000
+MAX_CAUSES = 20
 MAX_HEAD_CHARS, MAX_TAIL_CHARS = 2000, 6000
 """Characters kept of a traceback: JSON may need six bytes for each, and a line of events holds 64 KiB."""
 _PACKAGE_DIR = str(Path(__file__).parents[1])
@@ -118,13 +120,37 @@ def _describe_error(error: BaseException, trace: TracebackType | None) -> dict[s
         "step": _training_position["step"](),
         "type": type(error).__name__,
         "message": lines[0][:500] if lines else "",
-        "detail": "\n".join(lines[1:])[:MAX_DETAIL_CHARS],  # NCCL names the cause in its last line
+        "detail": _cut("\n".join(lines[1:])),  # NCCL names the cause in its last line
         "frame": place,
         "deterministic": isinstance(error, ElasticResumeError) and error.is_deterministic,
     }
+    cause = next(
+        (each for each in _list_causes(error) if find_gpu_error(type(each).__name__, str(each))), None
+    )
+    if cause is not None:
+        fields |= {"cause_type": type(cause).__name__, "cause": _cut(str(cause))}
     if not isinstance(error, ElasticResumeError):
         fields["traceback"] = _truncate("".join(traceback.format_exception(type(error), error, trace)))
     return fields
+
+
+def _list_causes(error: BaseException) -> list[BaseException]:
+    """List the exceptions that led to ``error`` and those in it, the nearest first."""
+    found: list[BaseException] = []
+    waiting = [error]
+    while waiting and len(found) < MAX_CAUSES:
+        each = waiting.pop(0)
+        members = getattr(each, "exceptions", ())  # of an ExceptionGroup
+        causes = [item for item in (each.__cause__, each.__context__, *members) if item is not None]
+        new = [item for item in dict.fromkeys(causes) if item not in found]
+        found, waiting = found + new, waiting + new
+    return found
+
+
+def _cut(text: str) -> str:
+    """Keep the ends of a text."""
+    half = MAX_DETAIL_CHARS // 2
+    return text if len(text) <= MAX_DETAIL_CHARS else f"{text[:half]}\n…\n{text[-half:]}"
 
 
 def _is_library_file(filename: str) -> bool:

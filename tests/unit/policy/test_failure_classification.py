@@ -34,7 +34,7 @@ from elastic_resume.policy.failure_classification import (
     separate_root_causes,
     truncate_failure,
 )
-from elastic_resume.policy.gpu_faults import GpuFault
+from elastic_resume.policy.gpu_faults import GpuError, GpuFault
 from elastic_resume.policy.hangs import Activity, Stall
 from elastic_resume.policy.reasons import Loss, NodeLost, Signalled, to_json
 from elastic_resume.policy.wording import describe_failure
@@ -238,9 +238,13 @@ def test_events_are_classified(
                 "Cuda failure 'uncorrectable ECC error encountered' "
                 "(NCCL error in: NCCLUtils.cpp:77, unhandled cuda error)",
                 step=7,
+                gpu_error=GpuError.HARDWARE,
             ),
         ),
-        ([*START, XID, ABORT], Failure(GPU, "a", 4, GpuFault(0, 7, "GPU-4", 79))),
+        (
+            [*START, XID, ABORT],
+            Failure(GPU, "a", 4, GpuFault(0, 7, "GPU-4", 79), gpu_error=GpuError.HARDWARE),
+        ),
         ([HUNG_ALL, killed(2, 0)], Failure(HANG, "a", 0, Stall(Activity.OTHER_NODE), step=7)),
         (
             [event("hang", 1, suspects=[{"rank": 1, "reason": {"kind": "?"}}], victims=[])],

@@ -28,6 +28,7 @@ from elastic_resume.policy.restart import (
 from elastic_resume.policy.wording import explain_verdict
 from tests.unit.policy.gpu_error_texts import ERROR_TEXTS, ErrorText
 
+ABORTED = [row for row in ERROR_TEXTS if row.kind == "signal"]
 RAISED = [row for row in ERROR_TEXTS if row.kind == "exception"]
 LOST_PEER = {"t": 1.0, "event": "failure", "rank": 9, "type": "RuntimeError", "message": "Connection closed"}
 
@@ -45,20 +46,29 @@ def events_of(row: ErrorText) -> list[dict[str, Any]]:
     ]
 
 
-def decide(row: ErrorText, *, newest_step: int = 0) -> RestartDecision:
-    """Return what node b decides after that failure, in a world of three."""
+def decide(row: ErrorText, *, newest_step: int = 0, times: int = 1) -> RestartDecision:
+    """Return what is decided after node b failed so, in a world of three."""
     result = summarize_generation(events_of(row), node="b", num_nodes=3)
     alone = decide_own_exclusion("b", result.failures, ())
     if not isinstance(alone, Continue):
         return alone
-    return decide_restart([result], RestartLimits(), WorldSummary(("a", "b", "c"), newest_step))
+    return decide_restart([result] * times, RestartLimits(), WorldSummary(("a", "b", "c"), newest_step))
 
 
-@pytest.mark.parametrize("row", ERROR_TEXTS, ids=lambda row: row.text[-40:])
-def test_text_names_class_of_error(row: ErrorText) -> None:
-    """Those that a worker writes before it aborts are classified alike, where somebody reads them."""
-    error = find_gpu_error(row.text)
-    assert (error.value if error else "") == row.gpu_error
+@pytest.mark.parametrize("row", ABORTED, ids=lambda row: row.text[-40:])
+def test_aborted_worker_is_a_root_cause_if_it_was_first(row: ErrorText) -> None:
+    """Nobody reads what it wrote to stderr. That its GPU is broken is known only from the driver."""
+    assert find_gpu_error("", row.text) is None
+    start = events_of(RAISED[0])[0]
+    abort = {"t": 3.0, "event": "worker-exit", "rank": 4, "exit_code": None, "signal": "SIGABRT"}
+    xid = {"t": 2.0, "event": "gpu-fault", "local_rank": 1, "uuid": "GPU-5f3a", "xid": 48}
+    (failure,) = classify_failures([start, abort], "b")
+    (known,) = classify_failures([start, xid, abort], "b")
+    (peer,) = classify_failures([LOST_PEER], "a")
+    assert separate_root_causes([failure, peer]).root_causes == (failure,)
+    assert separate_root_causes([peer, failure]).root_causes == (peer,)
+    assert separate_root_causes([peer, known]).root_causes == (known,)
+    assert known.kind == GPU
 
 
 @pytest.mark.parametrize("row", RAISED, ids=lambda row: row.text[-40:])
@@ -78,8 +88,8 @@ def test_error_is_judged_by_whose_fault_it_is(row: ErrorText) -> None:
 
 @pytest.mark.parametrize("row", [row for row in RAISED if row.fault_of == "machine" and row.gpu_error])
 def test_machine_at_fault_is_excluded_once_the_job_has_trained(row: ErrorText) -> None:
-    """A missing GPU too."""
-    decision = decide(row, newest_step=9)
+    """A missing GPU at the second time."""
+    decision = decide(row, newest_step=9, times=2)
     assert isinstance(decision, Exclude)
     assert isinstance(decision.reason, GpuBroken)
     failure: Failure = decision.reason.failure

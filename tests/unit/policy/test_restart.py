@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from elastic_resume.policy.failure_classification import (
     EXCEPTION,
     FAILURE_KINDS,
+    GPU,
     NODE_LOST,
     SIGNAL,
     Failure,
     WorkerEnd,
 )
+from elastic_resume.policy.gpu_faults import GpuFault, find_gpu_error
 from elastic_resume.policy.restart import (
     UNLIMITED,
     CannotStart,
@@ -244,8 +246,14 @@ def stepping(node: str, count: int) -> list[GenerationResult]:
 
 def gpu_error(node: str, message: str, step: int | None) -> GenerationResult:
     """A generation that ended with an error of a GPU of that node."""
-    failure = Failure(EXCEPTION, node, 1, WorkerEnd(1), "AcceleratorError", message, step=step)
+    error = find_gpu_error("RuntimeError", message)
+    failure = Failure(EXCEPTION, node, 1, WorkerEnd(1), "RuntimeError", message, step=step, gpu_error=error)
     return ended(failure, start=0, newest=step)
+
+
+def broken(node: str, nodes: int = 1, of: int = 3) -> GenerationResult:
+    """A generation that ended with an error that names broken hardware, on so many nodes."""
+    return ended(Failure(GPU, node, 1, GpuFault(0), nodes=nodes), start=0, newest=5, nodes=of)
 
 
 def aborted(node: str) -> GenerationResult:
@@ -278,10 +286,15 @@ ALONE: list[Row] = [
     ("of another node before", [gpu_error(n, ACCESS, 5) for n in "ab"], world(step=9), TWO_OF, None),
     ("twice", [gpu_error("b", ACCESS, step) for step in (5, 7)], world(step=9), TWO_OF, CausedAlone),
     ("twice, but it is needed", [gpu_error("b", ACCESS, s) for s in (5, 7)], world(step=9), THREE_OF, None),
-    ("no GPU is there", [gpu_error("b", MISSING, None)], world(step=9), THREE_OF, GpuBroken),
-    ("no GPU has ever been there", [gpu_error("b", MISSING, None)], world(), TWO_OF, None),
-    ("no GPU on a node that has left", [gpu_error("b", MISSING, None)], world("ac", step=9), TWO_OF, None),
-    ("aborts that came first", [aborted("b")] * 3, world(), TWO_OF, CausedAlone),
+    ("twice at one step", [gpu_error("b", ACCESS, 5)] * 2, world(step=9), TWO_OF, None),
+    ("no GPU is there, once", [gpu_error("b", MISSING, None)], world(step=9), THREE_OF, None),
+    ("no GPU is there", [gpu_error("b", MISSING, None)] * 2, world(step=9), THREE_OF, GpuBroken),
+    ("no GPU has ever been there", [gpu_error("b", MISSING, None)] * 2, world(), TWO_OF, None),
+    ("no GPU on a node that has left", [gpu_error("b", MISSING, None)] * 2, world("ac", 9), TWO_OF, None),
+    ("a broken GPU", [broken("b")], world(step=9), THREE_OF, GpuBroken),
+    ("a broken GPU, by all nodes' errors", [broken("b", nodes=3)], world(step=9), TWO_OF, None),
+    ("a broken GPU on the only node", [broken("b", of=1)], world("b", 9), RestartLimits(), GpuBroken),
+    ("aborts that came first", [aborted("b")] * 3, world(), TWO_OF, NoProgress),
     ("no node names", [killed("b")] * 3, WorldSummary(), DEFAULT, NoProgress),
 ]
 
@@ -405,13 +418,13 @@ generations = st.builds(
 def test_any_history_gives_sound_decision(
     history: list[GenerationResult], limits: RestartLimits, nodes: tuple[str, ...], step: int
 ) -> None:
-    """Success ends nothing, and a needed node is not excluded."""
+    """Success ends nothing, and a needed node is not excluded unless its GPU is broken."""
     decision = decide_restart(history, limits, WorldSummary(nodes, step))
     if not history[-1].failed:
         assert decision == Continue()
     if isinstance(decision, Exclude):
         assert decision.node in nodes
-        assert len(nodes) - 1 >= limits.min_nodes
+        assert len(nodes) - 1 >= limits.min_nodes or isinstance(decision.reason, GpuBroken)
     assert 0 <= restart_delay_s(history) <= 60
     lone = decide_restart(history, replace(limits, exclude_after=0), WorldSummary((), step))
     assert not isinstance(lone, Exclude)
