@@ -91,9 +91,7 @@ class Job:
     def write_verdicts(self, t: float, next_nodes: Sequence[str] = ()) -> None:
         """Judge the generation as its agents do; without ``next_nodes`` they give up."""
         members = set(self.nodes)
-        judges = [
-            node for node in next_nodes or self.nodes if node in members and node not in self.restarted
-        ]
+        judges = [node for node in next_nodes or self.nodes if node in members and node not in self.restarted]
         own = [
             event
             for event in self.events[-2000:]  # the long runs have a hundred thousand
