@@ -181,7 +181,7 @@ console.logger.info("the next line")
 
 def test_bar_leaves_whole_lines_on_terminal() -> None:
     """Lines that are logged meanwhile stand above the bar, and nothing of it remains."""
-    text = terminal.run([sys.executable, "-c", BAR])
+    text = terminal.run("-c", BAR)
     assert "reading step 8:  50%" in text
     assert "500M/1.00G [" in text
     assert terminal.render(text) == [
