@@ -25,7 +25,7 @@ help:
 	@echo "make soak     a hundred kills in one job, two thousand power cuts, ten minutes of mixed faults, and what make test leaves out"
 	@echo "make bench    speed, as ratios measured side by side"
 
-# Compiled are the modules that many processes import, and not all 14,000, which takes pip a minute.
+# pip would compile 14,000 modules in one thread, for a minute. Many processes import those of the second line at once.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("elastic-resume needs Python 3.10 or newer; this is " + sys.version.split()[0] + ". Set PYTHON=python3.11, say." if sys.version_info < (3, 10) else 0)'
 	$(PYTHON) -m venv .venv

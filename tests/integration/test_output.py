@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 from elastic_resume import constants
-from elastic_resume.agent.workers import launcher_shim
 from elastic_resume.testing import Cluster
-from tests.support import launch_ranks, terminal
+from tests.support import terminal
 from tests.support.paths import SCRIPTS
 
 pytestmark = pytest.mark.cluster
@@ -114,14 +112,7 @@ for epoch in run.epochs(1):
 def test_long_commit_shows_bar_on_terminal(tmp_path: Path, quiet: str) -> None:
     """The bar is gone before the next line; --quiet hides it."""
     (tmp_path / "train.py").write_text(SAVES)
-    env = {
-        constants.ENV_QUIET: quiet,
-        "COLUMNS": "100",
-        constants.ENV_FORK_SERVER: launch_ranks.start_fork_server(),
-        **launch_ranks.THREAD_ENVIRONMENT,
-    }
-    shim = [sys.executable, "-I", "-S", launcher_shim.__file__, "0"]
-    text = terminal.run([*shim, sys.executable, "-u", "train.py"], tmp_path, env)
+    text = terminal.run("train.py", directory=tmp_path, env={constants.ENV_QUIET: quiet, "COLUMNS": "100"})
     assert ("writing the checkpoint of step 1:" in text) == (quiet == "0")
     assert ("B/s]" in text) == (quiet == "0")
     lines = terminal.render(text)

@@ -71,20 +71,10 @@ def script(tmp_path: Path) -> Path:
 def start_ranks(script: Path, *words: str) -> list[subprocess.Popen[str]]:
     """Start two ranks as an agent's workers, whose interpreters end as usual."""
     port, fork_server = find_free_port(""), launch_ranks.start_fork_server()
-    command = [
-        sys.executable,
-        "-I",
-        "-S",
-        launcher_shim.__file__,
-        "0",
-        sys.executable,
-        "-u",
-        str(script),
-        *words,
-    ]
+    shim = [sys.executable, "-I", "-S", launcher_shim.__file__, "0"]
     return [
         subprocess.Popen(
-            command,
+            [*shim, sys.executable, "-u", str(script), *words],
             env=launch_ranks.rank_environment(rank, 2, port) | {constants.ENV_FORK_SERVER: fork_server},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -130,4 +120,3 @@ def test_exit_does_not_wait_for_stopped_peer(how: list[str], script: Path, tmp_p
         for peer in peers:
             peer.kill()
             peer.communicate()
-            peer.stderr.close() if peer.stderr else None

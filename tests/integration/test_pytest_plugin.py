@@ -137,10 +137,13 @@ def test_page_ten_lines_equal_example() -> None:
 @pytest.mark.parametrize(
     ("files", "count"), [("test_page*.py", 2), pytest.param("test_my*.py", 2, marks=pytest.mark.soak)]
 )
-def test_example_and_page_pass(tmp_path: Path, files: str, count: int) -> None:
-    """In one process with one fork server. test_equivalence.py has the scripts that must fail.
+def test_example_and_page_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: str, count: int
+) -> None:
+    """In this process, so that its nodes fork without importing torch again.
 
-    The README has a shorter form of the example, and test_blocks.py runs that.
+    The README has a shorter form of the example, and test_blocks.py runs that. test_equivalence.py has the
+    scripts that must fail.
     """
     for name in ("digits.py", "train.py"):
         (tmp_path / name).write_text((EXAMPLES / "digits.py").read_text())
@@ -149,9 +152,16 @@ def test_example_and_page_pass(tmp_path: Path, files: str, count: int) -> None:
         # Fewer epochs, but long enough for the node to return.
         shorter = block.replace('"--epochs", "30"', '"--epochs", "6", "--step-delay", "0.05"')
         (tmp_path / f"test_page{number}.py").write_text(shorter)
-    ends, text = run_pytest(
-        tmp_path,
-        *("-p", "no:xdist", "--durations=9", *sorted(path.name for path in tmp_path.glob(files))),
-        env={"PYTHONPATH": write_fake_sklearn(tmp_path)},
-    )
-    assert [*ends.values()] == ["PASSED"] * count, text
+    write_fake_sklearn(tmp_path)  # beside the script
+    monkeypatch.chdir(tmp_path)
+    passed: list[str] = []
+
+    class Recorder:
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            passed.extend([report.nodeid] if report.when == "call" and report.passed else [])
+
+    off = [f"-pno:{plugin}" for plugin in ("cacheprovider", "faulthandler", "timeout", "xdist")]
+    base = ["--import-mode", "importlib", "--basetemp", str(tmp_path / "base")]
+    paths = sorted(path.name for path in tmp_path.glob(files))
+    assert pytest.main(["-q", *off, *base, *paths], [Recorder()]) == 0
+    assert len(passed) == count

@@ -24,9 +24,9 @@ def train_test_split(images, labels, test_size, **_):
 
 
 def write_fake_sklearn(directory: Path) -> str:
-    """Write it below ``directory``; return the value of PYTHONPATH."""
-    package = directory / "stand-in" / "sklearn"
+    """Write it into ``directory``, beside a script or for PYTHONPATH; return that path."""
+    package = directory / "sklearn"
     package.mkdir(parents=True)
     for name, text in FILES.items():
         (package / name).write_text(text)
-    return str(package.parent)
+    return str(directory)

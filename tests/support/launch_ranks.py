@@ -19,6 +19,7 @@ from elastic_resume.agent.workers.forkserver_manager import ForkServerManager
 from elastic_resume.testing import fork_server
 from elastic_resume.testing.backends import find_free_port
 
+RANK_PROGRAM = Path(__file__).with_name("rank_process.py")
 THREAD_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # only a new process reads it, so the fork server needs it too
 
 
@@ -66,32 +67,25 @@ def run_ranks(
     """
     port = find_free_port("")  # rank 0's store listens at all addresses
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
-        started = [
-            _start_rank(
-                Path(directory, str(rank)),
-                [str(script), *args],
-                rank_environment(rank, world_size, port, **(env[rank] if env else {})),
-            )
+        environs = [
+            rank_environment(rank, world_size, port, **(env[rank] if env else {}))
             for rank in range(world_size)
         ]
+        outputs = [Path(directory, str(rank)) for rank in range(world_size)]
+        words = [str(script), *args]
+        started = [_start_rank(*each, words) for each in zip(outputs, environs, strict=True)]
         try:
             codes = [process.wait(timeout_s) for process in started]
         finally:
             for process in started:
                 process.kill()
                 process.wait()
-        texts = [
-            [Path(directory, f"{rank}.{end}").read_text() for end in ("out", "err")]
-            for rank in range(world_size)
-        ]
-    return [
-        subprocess.CompletedProcess([str(script), *args], code, *text)
-        for code, text in zip(codes, texts, strict=True)
-    ]
+        texts = [[output.with_suffix(end).read_text() for end in (".out", ".err")] for output in outputs]
+    return [subprocess.CompletedProcess(words, code, *text) for code, text in zip(codes, texts, strict=True)]
 
 
-def _start_rank(output: Path, words: list[str], env: Mapping[str, str]) -> fork_server.AgentProcess:
+def _start_rank(output: Path, env: Mapping[str, str], words: list[str]) -> fork_server.AgentProcess:
     """Start one rank, which writes to ``output`` with the suffixes ``.out`` and ``.err``."""
-    command = [sys.executable, str(Path(__file__).with_name("rank_process.py")), f"{output}.err", *words]
-    with open(f"{output}.out", "wb") as file:
+    command = [sys.executable, str(RANK_PROGRAM), str(output.with_suffix(".err")), *words]
+    with output.with_suffix(".out").open("wb") as file:
         return fork_server.start(command, env, file) or subprocess.Popen(command, env=env, stdout=file)

@@ -7,21 +7,24 @@ import os
 import pty
 import struct
 import subprocess
+import sys
 import termios
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
+from elastic_resume.testing import fork_server
 
-def run(command: Sequence[str], directory: Path | None = None, env: Mapping[str, str] | None = None) -> str:
-    """Run a command in a terminal of 120 columns; return all that it has written."""
+
+def run(*words: str, directory: Path | None = None, env: Mapping[str, str] | None = None) -> str:
+    """Run Python in a terminal of 120 columns, a script in a fork; return all that it has written."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 40, 120, 0, 0))
-    with subprocess.Popen(
-        command, cwd=directory, env={**os.environ, **(env or {})}, stdout=theirs, stderr=theirs
-    ) as process:
-        os.close(theirs)
-        text = _read(ours)
-    assert process.returncode == 0, text
+    command, environ = [sys.executable, *words], {**os.environ, **(env or {})}
+    with open(theirs, "wb", buffering=0) as end:
+        forked = None if words[0] == "-c" else fork_server.start(command, environ, end, cwd=directory)
+        process = forked or subprocess.Popen(command, cwd=directory, env=environ, stdout=end, stderr=end)
+    text = _read(ours)
+    assert process.wait() == 0, text
     return text
 
 
