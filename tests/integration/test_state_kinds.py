@@ -44,7 +44,7 @@ def test_every_kind_of_model_resumes_bit_for_bit(tmp_path: Path) -> None:
     for done in launch_ranks.run_ranks(3, JOB, str(tmp_path)):
         assert done.returncode == 0, done.stderr
         results.append(json.loads(done.stdout.splitlines()[-1]))
-    assert len(results[0]) == 28
+    assert len(results[0]) == 29
     for kind in results[0]:
         for rank, result in enumerate(ranks[kind] for ranks in results):
             assert "error" not in result, f"{kind}, rank {rank}: {result['error']}"
