@@ -109,13 +109,10 @@ for epoch in run.epochs(1):
 
 
 @pytest.mark.parametrize("quiet", ["0", "1"])
-def test_long_commit_shows_bar_on_terminal(tmp_path: Path, quiet: str) -> None:
-    """The bar is gone before the next line; --quiet hides it."""
+def test_long_commit_logs_its_progress(tmp_path: Path, quiet: str) -> None:
+    """--quiet hides it."""
     (tmp_path / "train.py").write_text(SAVES)
-    text = terminal.run("train.py", directory=tmp_path, env={constants.ENV_QUIET: quiet, "COLUMNS": "100"})
-    assert ("writing the checkpoint of step 1:" in text) == (quiet == "0")
-    assert ("B/s]" in text) == (quiet == "0")
-    lines = terminal.render(text)
-    assert lines.count("saved") == 1
-    assert not any("writing" in line for line in lines)
-    assert bool([line for line in lines if "generation 1: no checkpoint found" in line]) == (quiet == "0")
+    text = terminal.run("train.py", directory=tmp_path, env={constants.ENV_QUIET: quiet})
+    assert ("writing the checkpoint of step 1: ended, 4.01 MB of 4.01 MB" in text) == (quiet == "0")
+    assert text.count("saved") == 1
+    assert ("generation 1: no checkpoint found" in text) == (quiet == "0")
