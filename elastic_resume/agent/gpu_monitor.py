@@ -60,6 +60,7 @@ class GpuMonitor:
     def _watch(self) -> float | None:
         """Watch until NVML fails; return the seconds until the next attempt, or None without NVML."""
         if not gpus.is_installed():
+            self._is_listed.set()
             return None
         self._first_listing = self._list_gpus(gpus.START_LIMIT_S)
         num_gpus, is_first = len(self._first_listing), not self._is_listed.is_set()

@@ -8,6 +8,7 @@ do; here too if it is too long for the event.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -124,11 +125,11 @@ def _describe_error(error: BaseException, trace: TracebackType | None) -> dict[s
         "frame": place,
         "deterministic": isinstance(error, ElasticResumeError) and error.is_deterministic,
     }
-    cause = next(
-        (each for each in _list_causes(error) if find_gpu_error(type(each).__name__, str(each))), None
-    )
-    if cause is not None:
-        fields |= {"cause_type": type(cause).__name__, "cause": _cut(str(cause))}
+    for cause in _list_causes(error):
+        with contextlib.suppress(Exception):  # its text is the script's own code
+            if find_gpu_error(type(cause).__name__, str(cause)):
+                fields |= {"cause_type": type(cause).__name__, "cause": _cut(str(cause))}
+                break
     if not isinstance(error, ElasticResumeError):
         fields["traceback"] = _truncate("".join(traceback.format_exception(type(error), error, trace)))
     return fields
@@ -136,15 +137,16 @@ def _describe_error(error: BaseException, trace: TracebackType | None) -> dict[s
 
 def _list_causes(error: BaseException) -> list[BaseException]:
     """List the exceptions that led to ``error`` and those in it, the nearest first."""
-    found: list[BaseException] = []
+    found: dict[int, BaseException] = {}  # by identity, since a script's exceptions may have no hash
     waiting = [error]
     while waiting and len(found) < MAX_CAUSES:
         each = waiting.pop(0)
         members = getattr(each, "exceptions", ())  # of an ExceptionGroup
-        causes = [item for item in (each.__cause__, each.__context__, *members) if item is not None]
-        new = [item for item in dict.fromkeys(causes) if item not in found]
-        found, waiting = found + new, waiting + new
-    return found
+        for item in (each.__cause__, each.__context__, *(members if isinstance(members, tuple) else ())):
+            if isinstance(item, BaseException) and id(item) not in found:
+                found[id(item)] = item
+                waiting.append(item)
+    return list(found.values())
 
 
 def _cut(text: str) -> str:

@@ -121,4 +121,5 @@ def test_machine_without_nvml_has_no_faults(monkeypatch: pytest.MonkeyPatch) -> 
     with watch(workers=1) as (monitor, found):
         assert monitor.find_faults() == []
         monitor._thread._thread.join()
+        assert monitor._is_listed.is_set()  # else each start of workers would wait
         assert found.empty()
