@@ -94,3 +94,25 @@ def test_machine_at_fault_is_excluded_once_the_job_has_trained(row: ErrorText) -
     assert isinstance(decision.reason, GpuBroken)
     failure: Failure = decision.reason.failure
     assert (failure.kind == GPU) is (row.gpu_error == "hardware")
+
+
+ECC = "CUDA error: uncorrectable ECC error encountered"
+THREAD = (
+    "Caught RuntimeError in pin memory thread for device 0.\nOriginal Traceback (most recent call last):\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("exception_type", "text", "is_own"),
+    [
+        ("RuntimeError", ECC, True),
+        ("RuntimeError", f'{THREAD}  File "pin_memory.py", line 37\nRuntimeError: {ECC}\nmore', True),
+        ("RuntimeError", f"rank 1 failed: {ECC}", False),
+        ("RuntimeError", f"On WorkerInfo(id=1, name=worker1):\nRuntimeError('{ECC}')", False),
+        ("CheckpointException", f"CheckpointException ranks:dict_keys([1])\n{ECC}", False),
+        ("ValueError", ECC, False),
+    ],
+)
+def test_only_an_error_of_this_process_counts(exception_type: str, text: str, is_own: bool) -> None:
+    """Every rank may raise a text that quotes another rank's error, and then all nodes would leave."""
+    assert (find_gpu_error(exception_type, text) is not None) is is_own

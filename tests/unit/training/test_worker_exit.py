@@ -1,0 +1,39 @@
+"""What the report of an exception says about the exceptions that led to it."""
+
+from __future__ import annotations
+
+from elastic_resume.policy.failure_classification import GPU, classify_failures
+from elastic_resume.training import worker_exit
+
+ECC = "CUDA error: uncorrectable ECC error encountered"
+
+
+class Odd(Exception):  # noqa: N818 - a script's own
+    """One that has no hash and no text."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        """Be equal to everything."""
+        return True
+
+    def __str__(self) -> str:
+        """Fail."""
+        raise ValueError("no text")
+
+
+def test_gpu_error_that_led_to_another_one_is_reported() -> None:
+    """Also through an exception of the script's that cannot be compared or printed."""
+    odd, last = Odd(), KeyError("x")
+    odd.__cause__, last.__context__ = RuntimeError(f"{ECC}\nCompile with `TORCH_USE_CUDA_DSA`"), odd
+    fields = worker_exit._describe_error(last, None)
+    (failure,) = classify_failures([{"t": 1.0, "event": "failure", "rank": 0, **fields}], "a")
+    assert (failure.kind, failure.type) == (GPU, "KeyError")
+    assert failure.message == f"'x' (from: {ECC})"
+
+
+def test_error_that_is_only_quoted_is_not_reported() -> None:
+    """It may be another rank's."""
+    fields = worker_exit._describe_error(ValueError(f"rank 3 failed: {ECC}"), None)
+    (failure,) = classify_failures([{"t": 1.0, "event": "failure", "rank": 0, **fields}], "a")
+    assert (failure.kind, failure.gpu_error) == ("exception", None)
