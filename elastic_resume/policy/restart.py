@@ -9,7 +9,7 @@ membership never counts against it. The job gives up on a failure that a restart
 - `RestartLimits.max_no_progress` failed generations in a row without progress.
 
 If one node alone caused these failures and the others are enough, that node is excluded instead. A node with
-a broken GPU is excluded at once, even if the others are too few: they wait for another node.
+a broken GPU is excluded at the first time, even if the others are too few: they wait for another node.
 
 Every node decides for itself, from the failures that the leader has given to all and from its own steps.
 These rarely differ; the first node that gives up ends the job for all. A node that joined later knows less
