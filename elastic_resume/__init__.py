@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from elastic_resume.data.sharded_stream import ShardedStream as ShardedStream
     from elastic_resume.policy.resume_plan import ResumePlan as ResumePlan
     from elastic_resume.state.open_checkpoint import load as load
+    from elastic_resume.training.resume import resume as resume
     from elastic_resume.training.run import Run as Run
-    from elastic_resume.training.run import resume as resume
 
 __version__ = "0.1.0"
 
@@ -46,7 +46,7 @@ _MODULE_BY_NAME = {
     "ShardedStream": "elastic_resume.data.sharded_stream",
     "WorldChange": "elastic_resume.data.batch_size",
     "load": "elastic_resume.state.open_checkpoint",
-    "resume": "elastic_resume.training.run",
+    "resume": "elastic_resume.training.resume",
     "seeded": "elastic_resume.data.rng",
 }
 

@@ -24,6 +24,7 @@
      ├─ NodeExcludedError       this node leaves, the others continue           exit 75
      ├─ OtherRankFailedError    another rank cannot continue, so none can       exit 1
      └─ DivergenceError         replicas that must be equal are not             exit 1
+    WorldChanged               leaves a `run.restartable` function; a BaseException, and never an error
 
 The exit codes are those of the command line. ``chaos`` and ``diff`` exit 2 for all of these errors.
 
@@ -55,6 +56,7 @@ __all__ = [
     "UnreadableError",
     "UntrackableError",
     "UsageError",
+    "WorldChanged",
     "WorldChangedError",
 ]
 
@@ -246,4 +248,12 @@ class DivergenceError(ElasticResumeError):
 
     Raised by `Run.assert_ranks_equal`, and by `er.resume` after loading. The text names the first tensor and
     the ranks. Look for a step that ranks take differently, or for a faulty GPU.
+    """
+
+
+class WorldChanged(BaseException):
+    """Leaves the function of `Run.restartable`, which is called again in the next generation.
+
+    Let it pass: ``except Exception`` does not catch it. After a bare ``except:`` or in ``finally`` raise it
+    again, or the process is restarted.
     """

@@ -66,6 +66,7 @@ logger = logging.getLogger(__name__)
 
 # Used for synchronous copies: the local leader may still evaluate before it ends the same step.
 LONG_PEER_TIMEOUT_S = 60.0
+LEAVING_PEER_TIMEOUT_S = 0.2
 NamedTensors = list[tuple[str, Tensor]]
 
 
@@ -231,6 +232,14 @@ class Snapshotter:
         """Wait for all shards of the newest snapshot. Return whether the snapshot is valid."""
         self.wait_for_copy()
         return self._slots.wait_until_complete(self.snapshot_id, timeout_s)
+
+    def stop_waiting_for_peers(self) -> None:
+        """Let the running copy fail unless the local leader has announced its slot, or does so now.
+
+        The step of the snapshot may have ended on this rank alone.
+        """
+        if self._job is not None:
+            self._job.peer_timeout_s = LEAVING_PEER_TIMEOUT_S
 
     def close(self) -> None:
         """Finish the running copy and remove the copy barrier."""

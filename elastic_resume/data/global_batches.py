@@ -106,7 +106,7 @@ class GlobalBatches(BatchSampler):
         self.shuffle = check_bool("shuffle", shuffle)
         self.drop_last = check_bool("drop_last", drop_last)
         self.micro_batch = None if micro_batch is None else check_integer("micro_batch", micro_batch, least=1)
-        self._rank, self._world_size = batch_size.read_rank_and_world_size()
+        self._bound: tuple[int, int] | None = None
         self._policy: str | None = None
         self._sizing = self._make_sizing(self._requested_global_batch)
         self._epoch, self._step = 0, 0
@@ -119,6 +119,15 @@ class GlobalBatches(BatchSampler):
         self.requesting_thread = 0  # that asked for the last of them
         self.loader_prefetch: int | None = None  # batches that the loader requests ahead, if it is known
         self._cached_permutation: tuple[int, Tensor] | None = None  # (epoch, its permutation)
+
+    @property
+    def _rank(self) -> int:
+        return (self._bound or batch_size.read_rank_and_world_size())[0]
+
+    @property
+    def _world_size(self) -> int:
+        # Read only where it matters: before er.resume() a standby has no world yet.
+        return (self._bound or batch_size.read_rank_and_world_size())[1]
 
     # ---- what the Run calls ------------------------------------------------------------------------
 
@@ -140,8 +149,7 @@ class GlobalBatches(BatchSampler):
         does not. The callback seeds the step's generators again, which removes that difference.
         """
         size = check_integer("world_size", world_size, least=1)
-        self._rank = check_integer("rank", rank, least=0, most=size - 1)
-        self._world_size = size
+        self._bound = check_integer("rank", rank, least=0, most=size - 1), size
         self._on_batch_request = on_batch_request
         self._policy = policy
         self._initial_global_batch = self._requested_global_batch

@@ -26,7 +26,8 @@ from elastic_resume.errors import ConfigError, UsageError
 from elastic_resume.integrations import require_methods, require_versions, set_known
 from elastic_resume.state import state_dict
 from elastic_resume.training import worker_exit
-from elastic_resume.training.run import Run, resume
+from elastic_resume.training.resume import resume
+from elastic_resume.training.run import Run
 from elastic_resume.units import format_count
 
 OLDEST, BELOW = "1.15", "1.20"

@@ -48,7 +48,8 @@ from elastic_resume.data.rng import seeded
 from elastic_resume.errors import ConfigError, UsageError
 from elastic_resume.integrations import LOADER_ARGUMENTS, require_methods, set_known
 from elastic_resume.integrations.lightning_metrics import CarriedMetrics
-from elastic_resume.training.run import Run, resume
+from elastic_resume.training.resume import resume
+from elastic_resume.training.run import Run
 
 _Base: Any = object  # DDPStrategy of one of the two libraries is the next base class
 

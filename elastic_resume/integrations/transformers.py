@@ -48,7 +48,8 @@ from elastic_resume.data.rank_values import RankValues
 from elastic_resume.data.rng import preserve_cpu_generators, seeded
 from elastic_resume.errors import UsageError
 from elastic_resume.integrations import LOADER_ARGUMENTS, require_methods, require_versions, set_known
-from elastic_resume.training.run import Run, resume
+from elastic_resume.training.resume import resume
+from elastic_resume.training.run import Run
 
 OLDEST, BELOW = "5.23", "5.30"
 require_versions("transformers", OLDEST, BELOW)

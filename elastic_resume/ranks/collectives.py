@@ -23,6 +23,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from elastic_resume.errors import CorruptError
 from elastic_resume.policy.devices import choose_gpu
+from elastic_resume.ranks.group_connections import GroupConnections
 from elastic_resume.state.state_dict import view_bytes
 
 # Most values fit, so that one collective suffices. On busy nodes each costs milliseconds, whatever its size.
@@ -42,28 +43,52 @@ class Collectives:
         self.rank = rank
         self.size = size
         self._group = group
+        self.connections = GroupConnections()
+        self.created_default_group = False
         self._created_groups = [] if group is None else [group]
-        self._created_default_group = False
         self._pid = os.getpid()
 
     @classmethod
-    def join(cls, model_gpus: Collection[int] = ()) -> Collectives:
+    def join(
+        cls, model_gpus: Collection[int] = (), connections: GroupConnections | None = None
+    ) -> Collectives:
         """Join the ranks: use the existing process group, or create it from torchrun's environment.
 
         Without both this process is the only rank. ``model_gpus`` are the GPUs of the script's models.
+        ``connections`` records the groups.
         """
         if not dist.is_available():
             return cls(0, 1, None)
         creates_default = not dist.is_initialized()
-        if creates_default:
-            if any(name not in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
-                return cls(0, 1, None)
-            _create_default_group(model_gpus)
-        group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT, group_desc="elastic_resume")
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        if creates_default and any(name not in os.environ for name in names):
+            return cls(0, 1, None)
+        connections = connections or GroupConnections()
+        with connections.record():
+            if creates_default:
+                _create_default_group(model_gpus)
+            group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT, group_desc="elastic_resume")
         collectives = cls(dist.get_rank(), dist.get_world_size(), group)
-        collectives._created_default_group = creates_default
+        collectives.connections = connections
+        connections.groups += [default, group] if (default := dist.group.WORLD) is not None else [group]
+        collectives.created_default_group = creates_default
         atexit.register(collectives._destroy_groups)
         return collectives
+
+    def new_group(self, *args: Any, **kwargs: Any) -> Any:
+        """Make a group with the arguments of ``dist.new_group``; it ends with the generation."""
+        with self.connections.record():
+            group = dist.new_group(*args, **kwargs)
+        if isinstance(group, dist.ProcessGroup):  # this rank is in it
+            self.connections.groups.append(group)
+        return group
+
+    def leave(self) -> None:
+        """Destroy the groups, so that this process can join others. Their connections must be cut."""
+        atexit.unregister(self._destroy_groups)
+        self.connections.groups.clear()
+        self._group = None
+        _destroy_process_groups(self._created_groups, self.created_default_group)
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's ``value`` (small, and JSON), in the order of ranks, on every rank.
@@ -138,7 +163,7 @@ class Collectives:
         self._group = None
         thread = threading.Thread(
             target=_destroy_process_groups,
-            args=(self._created_groups, self._created_default_group),
+            args=(self._created_groups, self.created_default_group),
             daemon=True,
         )
         with contextlib.suppress(RuntimeError):  # Python 3.12.0 starts no thread at exit

@@ -80,15 +80,19 @@ class BucketOrder:
             self.revision += 1
         if not self._hooks:
             return
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self.close()
         for name, seen in self._recorded_names.items():
             self._orders[name] = list(dict.fromkeys(seen))
             if len(seen) == len(self._orders[name]):
                 self._single_pass_models.add(name)
         self._recorded_names.clear()
         self.revision += 1
+
+    def close(self) -> None:
+        """Stop recording; a backward pass that is not finished leaves no order."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def _record(self, name: str, parameters: Mapping[str, nn.Parameter]) -> None:
         seen = self._recorded_names.setdefault(name, [])

@@ -1,7 +1,7 @@
-"""Provide `resume` and `Run`, the objects by which a training script restores, counts steps and saves.
+"""Provide `Run`, the object by which a training script counts steps, saves, and stays when the world changes.
 
-`resume` checks the script's arguments and creates one `Run` per rank and generation. `Run.step` is the commit
-point: a finished step may be copied to memory and saved to disk from there on.
+`Run.step` is the commit point: a finished step may be copied to memory and saved to disk from there on. A run
+belongs to one process. It has one generation after the other if the script uses `Run.restartable`.
 """
 
 from __future__ import annotations
@@ -9,41 +9,49 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import inspect
 import logging
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic_resume import console, constants, failpoints
+from elastic_resume import constants, failpoints
 from elastic_resume.checkpoint.manifest import Position
-from elastic_resume.config import Settings, suggest_similar
-from elastic_resume.data import batch_size, elastic_sampler, rng
 from elastic_resume.data.batch_size import WorldChange
-from elastic_resume.data.global_batches import GlobalBatches, MicroBatch
+from elastic_resume.data.global_batches import MicroBatch
 from elastic_resume.data.rank_values import exchange
-from elastic_resume.data.sharded_stream import ShardedStream
-from elastic_resume.errors import ConfigError, ElasticResumeError, MachineError, UsageError
+from elastic_resume.errors import MachineError, UsageError
 from elastic_resume.policy.resume_plan import ResumePlan
 from elastic_resume.ranks.collectives import Collectives
-from elastic_resume.ranks.rank_context import RankContext
-from elastic_resume.restore import coordinator, replica_check
+from elastic_resume.ranks.group_connections import GroupConnections
+from elastic_resume.restore import replica_check
 from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.state import state_dict
 from elastic_resume.state.state_dict import UntrackedOptimizerCheck
 from elastic_resume.training import announce, worker_exit
 from elastic_resume.training.heartbeat import count_collectives
 from elastic_resume.training.own_time import OwnTime
-from elastic_resume.training.progress import RunOptions
 from elastic_resume.training.rank0_buffers import Rank0Buffers
-from elastic_resume.training.run_parts import RunParts, restore_parts
+from elastic_resume.training.restartable import (
+    Interrupter,
+    RestartableCall,
+    ScriptState,
+    check_ddp_arguments,
+    check_groups,
+    check_wrapper,
+    release_wrapper,
+    require_saved_state,
+)
+from elastic_resume.training.run_parts import RunArguments, RunParts, join_ranks, restore_parts
+from elastic_resume.training.supervisor_link import SupervisorLink
 
 logger = logging.getLogger(__name__)
 
@@ -55,15 +63,49 @@ P = ParamSpec("P")
 
 MAX_FINAL_SAVE_ATTEMPTS = 3
 RETRY_S = 1.0
-# Node directories of this process's runs. A second run there would continue the first one.
-_resumed: set[Path] = set()
+
+
+def _uninterrupted(
+    method: Callable[Concatenate[Run, P], T],
+) -> Callable[Concatenate[Run, P], T]:
+    """Let a change of the world wait for the end of ``method``, which writes into shared memory."""
+
+    @functools.wraps(method)
+    def protected(self: Run, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._interrupter.protect():
+            return method(self, *args, **kwargs)
+
+    return protected
 
 
 class Run:
-    """One rank's handle on the job, in one generation. `er.resume` creates it."""
+    """One rank's handle on the job. `er.resume` creates it."""
 
-    def __init__(self, parts: RunParts) -> None:
-        """Start the generation of restored ``parts``."""
+    def __init__(
+        self, arguments: RunArguments, link: SupervisorLink | None, *, standby: bool = False
+    ) -> None:
+        """Restore the state and begin the process's first generation.
+
+        ``link`` leads to the worker supervisor. A ``standby`` may see several worlds end before one begins.
+        """
+        self._arguments = arguments
+        self._link = link
+        self._interrupter = Interrupter()
+        self._connections = GroupConnections()
+        self._collectives: Collectives | None = None
+        self._pid = os.getpid()
+        self._closed = True  # no generation is begun
+        self._is_restartable = False  # a restartable function runs
+        self._hooks: list[Callable[[], None]] = []  # of the script, for each generation
+        self._script_state: ScriptState | None = None
+        self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._wrappers_checked = True  # in this generation
+        if standby and link is not None:
+            self._make_call(link).run(self._enter_generation)
+        else:
+            self._enter_generation()
+
+    def _begin_generation(self, parts: RunParts) -> None:
         self._context = context = parts.context
         self._tracked = parts.tracked
         self._rank_values = parts.rank_values
@@ -73,6 +115,7 @@ class Run:
         self._committer_connection = parts.committer_connection
         self._bucket_order = parts.bucket_order
         self._random_numbers = parts.random_numbers
+        self._state_bytes = parts.state_bytes
         self._progress = parts.progress
         self._heartbeat = parts.heartbeat
         self._own_time = OwnTime(parts.heartbeat.set_own_time, count_collectives)
@@ -81,7 +124,6 @@ class Run:
         self._drain_request = parts.drain_request
         self._start_hooks: list[Callable[[], object]] | None = []  # None after the hooks have run
         self._closed = False
-        self._pid = os.getpid()
         self._step_event_interval_s = context.settings.step_mark_s
         self._next_step_event_s = 0.0
         self._recorded_step = self.position.step
@@ -155,11 +197,14 @@ class Run:
                 self._bucket_order.prepare(name, inner, wrapper)
                 self._own_time.watch(wrapper)
             return model
+        if self._is_restartable:
+            check_ddp_arguments(ddp_kwargs)
         kwargs: dict[str, Any] = {"init_sync": False} if name is not None else {}
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) == 1 and next(iter(devices)).type == "cuda":
             kwargs["device_ids"] = [next(iter(devices)).index]
         wrapped = DistributedDataParallel(model, **{**kwargs, **ddp_kwargs})
+        self._wrappers.add(wrapped)
         if name is not None:
             self._bucket_order.prepare(name, inner, wrapped)
             self._own_time.watch(wrapped)
@@ -201,6 +246,7 @@ class Run:
         self._random_numbers.start_at(self.position.step)
         return self._progress.start_epoch(from_start=from_start)
 
+    @_uninterrupted
     def end_epoch(self) -> None:
         """Count the epoch, when the work after its last step is done too. Save if a save is due.
 
@@ -230,9 +276,16 @@ class Run:
         if self._closed:
             raise UsageError("run.step() was called after run.close(); close the run when training is over.")
         self._run_start_hooks()
+        self._count_step()
+        failpoints.hit("between-steps", self.position.step)
+
+    @_uninterrupted
+    def _count_step(self) -> None:
         self._earlier_run_notice.log_once()
         self._earlier_run_notice.record_start()
         self._require_step_before_end()
+        if not self._wrappers_checked:
+            self._check_wrappers()
         position = self._progress.finish_step()
         exchange(self._rank_values, self._context.collectives)
         self._rank0_buffers.receive()
@@ -251,7 +304,6 @@ class Run:
         if is_drained:
             self._drain_request.terminate_process()
         self._own_time.end_step()
-        failpoints.hit("between-steps", position.step)
 
     def _require_step_before_end(self) -> None:
         """Refuse a step after the end of the training on other nodes."""
@@ -292,6 +344,57 @@ class Run:
 
         """
         return self._progress.upcoming_batches()
+
+    def restartable(self, function: Callable[P, T]) -> Callable[P, T]:
+        """Let this process outlive changes of the world: ``function`` is called again after each.
+
+        ::
+
+            run = er.resume(model=model, optimizer=optimizer, data=batches)
+
+            @run.restartable
+            def train():
+                ddp = run.ddp(model)
+                for epoch in run.epochs(EPOCHS):
+                    ...
+
+            train()
+
+        What stands above it runs once per process. The state is restored before each call; what the function
+        itself holds is lost. `WorldChanged` leaves the function. Under python and torchrun it is called once.
+
+        Raises:
+            UsageError: the script has made process groups or DDP modules that would outlive their world, or
+                the call is outside the main thread.
+
+        """
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            if self._is_restartable:  # called by the function itself
+                return function(*args, **kwargs)
+            self._check_restartable()
+            self._is_restartable = True
+            try:
+                self._begin_training()
+                if self._link is None:
+                    return function(*args, **kwargs)
+                restart = self._make_call(self._link)
+                result: T = restart.run(lambda: function(*args, **kwargs), enter=self._enter_generation)
+                return result
+            finally:
+                self._is_restartable = False
+
+        return call
+
+    def new_group(self, *args: Any, **kwargs: Any) -> Any:
+        """Make a process group in a restartable function; the arguments are those of ``dist.new_group()``.
+
+        It ends with the generation, and the function makes it again.
+        """
+        if self._collectives is None:
+            return dist.new_group(*args, **kwargs)
+        return self._collectives.new_group(*args, **kwargs)
 
     def take_signals(self) -> None:
         """Handle SIGTERM again, after a library has put its own handler in place.
@@ -360,8 +463,12 @@ class Run:
         that is registered later runs at once. If a hook raises, the exception reaches the script, and the
         hooks after it do not run.
         """
-        if self._plan.kind == "resumed":
-            self._add_start_hook(lambda: hook(self))
+
+        def add() -> None:
+            if self._plan.kind == "resumed":
+                self._add_start_hook(lambda: hook(self))
+
+        self._add_hook(add)
         return hook
 
     def on_world_change(self, hook: W) -> W:
@@ -377,8 +484,12 @@ class Run:
 
         Hooks of this kind and of `on_resume` run in one order, under the same rules.
         """
-        if (change := self.world_change) is not None:
-            self._add_start_hook(lambda: hook(change))
+
+        def add() -> None:
+            if (change := self.world_change) is not None:
+                self._add_start_hook(lambda: hook(change))
+
+        self._add_hook(add)
         return hook
 
     @contextlib.contextmanager
@@ -419,6 +530,92 @@ class Run:
         else:
             self._save_and_release()
 
+    # ---- generations of one process ------------------------------------------------------------------
+
+    @_uninterrupted
+    def _enter_generation(self) -> None:
+        """Join the ranks of this generation, restore the state, and begin."""
+        has_trained = self._script_state is not None
+        if self._script_state is not None:
+            self._script_state.reset()
+        self._collectives, self._connections = None, GroupConnections()
+        self._collectives, context = join_ranks(self._arguments, self._connections)
+        parts = restore_parts(context, self._arguments)
+        if has_trained:
+            require_saved_state(parts.result.plan.kind)
+        self._begin_generation(parts)
+        for add in self._hooks:
+            add()
+        if has_trained:
+            self._begin_training()
+
+    def _begin_training(self) -> None:
+        """Note what the script may change, and let the agent know that this process can stay."""
+        if self._script_state is None:
+            self._script_state = ScriptState(self._tracked)
+        self._wrappers_checked = False
+        self._context.events.emit(
+            "restartable",
+            generation=self.generation,
+            start_s=round(self._arguments.start_s, 3),
+            state_bytes=self._state_bytes,
+        )
+
+    def _leave_generation(self) -> bool:
+        """Release all that belongs to this generation; return whether the next one finds saved state."""
+        has_state = self._closed or self._has_saved_state()
+        self._release(is_over=False)
+        for wrapper in list(self._wrappers):
+            release_wrapper(wrapper)
+        self._wrappers.clear()
+        if self._collectives is not None:
+            self._collectives.leave()
+        return has_state
+
+    def _has_saved_state(self) -> bool:
+        """Return whether any node can hold a state of this job: this one does, or another one did."""
+        control = self._committer_connection.slot_client.control_block
+        return (
+            self._plan.kind == "resumed"
+            or any(slot.snapshot_id for slot in control.read_slots())
+            or bool(self._context.catalog.list_entries())
+        )
+
+    def _make_call(self, link: SupervisorLink) -> RestartableCall:
+        return RestartableCall(
+            link, self._interrupter, leave=self._leave_generation, get_connections=lambda: self._connections
+        )
+
+    def _check_restartable(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError("run.restartable: call the function in the main thread.")
+        if self._link is None or self._collectives is None:
+            return
+        if not self._collectives.created_default_group and self.world_size > 1:
+            raise UsageError(
+                "run.restartable: the script has called init_process_group(), so er.resume() cannot do it "
+                "again for the next world. Leave that call out."
+            )
+        for wrapper in self._wrappers:
+            raise UsageError(
+                f"run.restartable: the model was wrapped in {type(wrapper).__name__} before the function was "
+                "called: write `ddp = run.ddp(model)` in it."
+            )
+
+    def _check_wrappers(self) -> None:
+        """Refuse, at the first step, what the function has made and could not be made anew."""
+        self._wrappers_checked = True
+        if self._link is None:
+            return
+        check_groups(self._connections)
+        for wrapper in self._wrappers:
+            check_wrapper(wrapper)
+        if not self._wrappers and self.world_size > 1:
+            raise UsageError(
+                "run.restartable: no model was given to run.ddp() in the function. A DistributedDataParallel "
+                "that the script makes itself would keep the ranks of its world."
+            )
+
     # ---- internals -----------------------------------------------------------------------------------
 
     def _start_generation(self, result: ResumeResult) -> None:
@@ -445,6 +642,15 @@ class Run:
                 repeated_steps=self._progress.repeated_steps,
             )
         atexit.register(self._release)
+
+    def _add_hook(self, add: Callable[[], None]) -> None:
+        """Register a hook of the script: for this generation, and for later ones of this process.
+
+        A restartable function registers its hooks again in each.
+        """
+        if not self._is_restartable:
+            self._hooks.append(add)
+        add()
 
     def _add_start_hook(self, hook: Callable[[], object]) -> None:
         """Register a hook, or run it now if the generation has started training."""
@@ -499,15 +705,19 @@ class Run:
                     "the job again."
                 )
 
-    def _release(self) -> None:
+    def _release(self, *, is_over: bool = True) -> None:
         if self._closed or os.getpid() != self._pid:  # a forked child owns nothing here
             return
         self._closed = True
-        self._earlier_run_notice.log_once("the script has taken no step")
-        self._earlier_run_notice.record_start()
+        if is_over:
+            self._earlier_run_notice.log_once("the script has taken no step")
+            self._earlier_run_notice.record_start()
+        else:
+            self._snapshot_scheduler.snapshotter.stop_waiting_for_peers()
         atexit.unregister(self._release)  # the registration would keep this run and its slots alive
         self._own_time.close()
         self._heartbeat.close()
+        self._bucket_order.close()
         if self._untracked_check is not None:
             self._untracked_check.close()
         self._drain_request.restore_handler()
@@ -526,219 +736,3 @@ def _skip_next_reduction(wrapped: DistributedDataParallel) -> None:
 
     wrapped.require_backward_grad_sync = False
     hook = wrapped.register_forward_hook(restore_reduction)
-
-
-def _refuse_unknown_keywords(function: Callable[P, Run]) -> Callable[P, Run]:
-    """Let ``function`` raise a ConfigError for an unknown keyword. Type checkers see its own signature."""
-    known = list(inspect.signature(function).parameters)
-
-    @functools.wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> Run:
-        unknown = {name: value for name, value in kwargs.items() if name not in known}
-        if unknown:
-            worker_exit.install_startup_hook()
-            console.show_log("elastic_resume: ", os.environ)
-            raise ConfigError(" ".join(_explain_unknown(name, unknown[name], known) for name in unknown))
-        return function(*args, **kwargs)
-
-    return checked
-
-
-def _explain_unknown(name: str, value: Any, known: list[str]) -> str:
-    similar = suggest_similar(name, known).replace("-", "_")
-    try:
-        is_trackable = bool(state_dict.collect_objects({name: value}))
-    except Exception:  # noqa: BLE001 - the object's own code runs; the unknown name is the error to report
-        is_trackable = False
-    hint = f' Pass an object of your own as track={{"{name}": ...}}.' if is_trackable else ""
-    return f"resume() has no argument {name!r}.{similar}{hint}"
-
-
-@_refuse_unknown_keywords
-def resume(
-    *,
-    model: Any = None,
-    optimizer: Any = None,
-    scheduler: Any = None,
-    scaler: Any = None,
-    ema: Any = None,
-    data: Any = None,
-    track: Mapping[str, Any] | None = None,
-    ckpt_dir: str | os.PathLike[str] | None = None,
-    run_id: str | None = None,
-    node_name: str | None = None,
-    save_every: str | int | None = None,
-    snapshot_every: str | int | None = None,
-    keep: int | None = None,
-    resume: Literal["auto", "must", "never"] | None = None,
-    seed: int | None = None,
-    rng: Literal["derived", "off"] = "derived",
-    on_world_change: Literal["keep_global_batch", "keep_local_batch", "error"] | None = None,
-) -> Run:
-    """Restore the newest valid state that any node holds into the given objects, or start fresh.
-
-    A fresh start takes rank 0's values, including anything that the script loaded into them before.
-
-    Call it once on every rank, after the objects are built, before or after wrapping in DDP. It joins the
-    process group of torchrun's environment, unless the script has done so.
-
-    An argument beats a flag of ``elastic-resume run``, the flag beats the ``--config`` file, the file beats
-    the environment (``ELASTIC_RESUME_KEEP=5``), and the environment beats the default. There is one
-    exception: under ``elastic-resume run`` the agent decides ``ckpt_dir``, ``run_id`` and ``node_name``, and
-    the arguments of these names are ignored. The agent has locked that directory before the script starts.
-
-    Args:
-        model: a module, bare or wrapped; or a dict of several (``{"g": G, "d": D}``).
-        optimizer: an optimizer, or a dict of several.
-        scheduler: a learning rate scheduler, or a dict of several.
-        scaler: a GradScaler.
-        ema: an averaged model, any object with ``state_dict`` and ``load_state_dict``, or tensors: one, a
-            list, or a dict by name. Tensors are changed in place, or replaced in their container.
-        data: a `GlobalBatches` or the DataLoader around one, the DataLoader around an `ElasticSampler`, or a
-            `ShardedStream`, so that an interrupted epoch continues at its next sample.
-        track: further objects by name, ``track={"discriminator": d, "best": best}``. A value has the same
-            forms as ``ema``, and may be a dict of such objects. A number is a tensor without dimensions that
-            is changed in place. A checkpoint stores each under its name.
-        ckpt_dir: root of the checkpoints; default ``./checkpoints``. Ignored under ``elastic-resume run``, as
-            are the next two arguments.
-        run_id: the job's name; default from torchrun's ``--rdzv-id``, else the script's name.
-        node_name: this node's name; default from the scheduler, else the host name.
-        save_every: interval between checkpoints: a number of steps, a time ("30s"), or "auto".
-        snapshot_every: interval between snapshots in memory: the same forms, or "off".
-        keep: how many checkpoints each node keeps, at least 2.
-        resume: "auto", "must" or "never". "never" moves an earlier run of this name to ``RUN_ID.old-N``;
-            under ``elastic-resume run`` give it to the command.
-        seed: the seed from which random numbers are derived, with rank and step. The default is rank 0's
-            ``torch.manual_seed`` at the first start; it stays the same over restarts.
-        rng: "derived" seeds torch, `random` and numpy (global) at each step boundary, so that a resumed run
-            draws the same numbers as an uninterrupted one; "off" leaves random numbers alone. For
-            augmentation see `er.seeded`.
-        on_world_change: the policy if the number of ranks differs from the checkpoint's. "keep_global_batch"
-            keeps the batch of an optimizer step, the default with `GlobalBatches`. "keep_local_batch" keeps
-            each rank's share, the default with an `ElasticSampler`. "error" raises. The learning rate is
-            never changed: see `Run.on_world_change`.
-
-    Raises:
-        ConfigError: an argument is unknown or has a wrong value.
-        UsageError: the job had a run in this process before.
-        UntrackableError: an object cannot be stored, for example because it has no ``state_dict``.
-        ElasticResumeError: another subclass in `elastic_resume.errors`, on all ranks, before anything was
-            loaded.
-
-    """
-    try:
-        console.show_log("elastic_resume: ", os.environ)
-        _check_random_options(seed, rng)
-        _check_resume_mode(resume)
-        batches = elastic_sampler.find_batches(data)
-        _check_world_change_policy(data, batches, on_world_change)
-        settings = Settings.for_worker(
-            os.environ,
-            sys.argv[0],
-            ckpt_dir=ckpt_dir,
-            run_id=run_id,
-            node_name=node_name,
-            save_every=save_every,
-            snapshot_every=snapshot_every,
-            keep=keep,
-            resume=resume,
-        )
-        objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-        objects |= {"ema": ema, "data": data if batches is None else batches}
-        _check_track(track, objects)
-        tracked = state_dict.collect_objects({**objects, **(track or {})})
-        _check_single_data_order(tracked, batches)
-        node_dir = settings.ckpt_dir / settings.run_id / settings.node_name
-        _check_second_run(node_dir)
-    except ElasticResumeError:
-        worker_exit.install_startup_hook()  # the node's name is not known yet
-        raise
-    collectives = Collectives.join(model_gpus=state_dict.find_gpus(tracked))
-    events = worker_exit.open_event_log(
-        node_dir / constants.EVENTS_FILE, settings.node_name, collectives.rank
-    )
-    worker_exit.install_hook(events)
-    if batches is None:
-        elastic_sampler.check_no_per_rank_state(data, collectives.size)
-    context = RankContext(collectives, settings, events)
-    run = Run(restore_parts(context, tracked, batches, RunOptions(seed, rng, on_world_change)))
-    for wrapper in state_dict.find_ddp_models({"model": model, **(track or {})}):
-        run.ddp(wrapper)  # that the script has made; its bucket order is restored
-    _resumed.add(node_dir)
-    return run
-
-
-def _check_second_run(node_dir: Path) -> None:
-    """Raise UsageError if this process had a run in ``node_dir``. Without an agent only warn.
-
-    A test without an agent may simulate a restart in one process.
-    """
-    if node_dir not in _resumed:
-        return
-    if constants.ENV_AGENT_PID in os.environ:
-        raise UsageError(
-            f"er.resume() was called before in this process, for {node_dir}. A second training, such as the "
-            "next fold of a cross-validation, would continue the first one. Start it as a job of its own, "
-            "with another --rdzv-id."
-        )
-    if os.environ.get("RANK", "0") == "0":
-        logger.warning(
-            f"WARNING: er.resume() was called before in this process, for {node_dir}. A second training, "
-            "such as the next fold of a cross-validation, continues the first one. Give it another run_id=."
-        )
-
-
-def _check_track(track: object, objects: Mapping[str, Any]) -> None:
-    if track is not None and not isinstance(track, Mapping):
-        raise ConfigError(
-            f"track is {state_dict.type_name(track)}: pass a dict of objects by name, "
-            'track={"name": object}.'
-        )
-    for name in objects.keys() & (track or {}):
-        raise ConfigError(f"track has the name {name!r}, which is an argument: pass the object as {name}=.")
-
-
-def _check_resume_mode(resume: object) -> None:
-    """Refuse "never" if the agent has not moved the earlier run aside: its states would be resumed."""
-    if resume != "never" or constants.ENV_AGENT_PID not in os.environ:
-        return
-    if Settings.for_worker(os.environ, sys.argv[0]).resume != "never":
-        raise ConfigError(
-            "resume='never': under `elastic-resume run` the agent must move the earlier run aside before it "
-            "starts workers. Give `--resume never` to the command."
-        )
-
-
-def _check_random_options(seed: object, rng_mode: object) -> None:
-    if rng_mode not in rng.MODES:
-        raise ConfigError(f"rng is {rng_mode!r}: use 'derived' or 'off'.")
-    if seed is not None and (type(seed) is not int or not -(2**63) <= seed < 2**63):
-        raise ConfigError(f"seed is {seed!r}: use an integer of at most 64 bits.")
-
-
-def _check_world_change_policy(data: object, batches: GlobalBatches | None, policy: object) -> None:
-    if policy is not None and policy not in batch_size.POLICIES:
-        policies = ", ".join(map(repr, batch_size.POLICIES))
-        raise ConfigError(f"on_world_change is {policy!r}: use one of {policies}.")
-    if isinstance(data, ShardedStream):
-        if policy == batch_size.KEEP_GLOBAL:
-            raise ConfigError(
-                f"on_world_change is {policy!r}, but a ShardedStream reads batch_size samples on each rank, "
-                'so its global batch grows with the number of ranks: use "keep_local_batch".'
-            )
-    elif batches is None and policy not in {None, batch_size.ERROR}:
-        raise ConfigError(
-            f"on_world_change is {policy!r}, but without data= batches cannot be divided: pass a "
-            "GlobalBatches or a loader with an ElasticSampler as data=."
-        )
-
-
-def _check_single_data_order(tracked: Mapping[str, Any], batches: GlobalBatches | None) -> None:
-    """Refuse a second order of samples: it would get no position, and every rank would read all of it."""
-    for name, item in tracked.items():
-        is_order = isinstance(item, (GlobalBatches, elastic_sampler.ElasticSampler, ShardedStream))
-        if is_order and item is not batches and name != coordinator.DATA:
-            raise ConfigError(
-                f"{name}: a run keeps its place in one order of samples, data=, and this is another one. "
-                "Leave it out of resume(): read it with torch's DistributedSampler, or bind() and seek() it."
-            )

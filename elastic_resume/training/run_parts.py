@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,19 +12,40 @@ import torch
 from elastic_resume import constants
 from elastic_resume.capture.schedule import SnapshotScheduler
 from elastic_resume.checkpoint.node_dir import NodeDir
-from elastic_resume.data import rng
+from elastic_resume.config import Settings
+from elastic_resume.data import elastic_sampler, rng
 from elastic_resume.data.global_batches import GlobalBatches
 from elastic_resume.data.rank_values import RankState
 from elastic_resume.data.sharded_stream import ShardedStream
+from elastic_resume.ranks.collectives import Collectives
+from elastic_resume.ranks.group_connections import GroupConnections
 from elastic_resume.ranks.rank_context import CommitterConnection, RankContext, open_node_dir
 from elastic_resume.restore import coordinator
 from elastic_resume.restore.coordinator import ResumeResult
 from elastic_resume.slots.progress_page import ProgressPage
+from elastic_resume.state import state_dict
 from elastic_resume.state.bucket_order import BucketOrder
 from elastic_resume.state.state_dict import ParameterOrder
 from elastic_resume.training import worker_exit
 from elastic_resume.training.heartbeat import RankHeartbeat
 from elastic_resume.training.progress import RunOptions, TrainingProgress
+
+
+@dataclass(frozen=True)
+class RunArguments:
+    """What `er.resume` was called with, checked. It is the same in all generations of a process."""
+
+    objects: dict[str, Any]
+    batches: GlobalBatches | None
+    data: Any
+    options: RunOptions
+    settings: Settings
+    start_s: float  # the process's age when it called er.resume
+
+    @property
+    def node_dir(self) -> Path:
+        """The node's directory."""
+        return self.settings.ckpt_dir / self.settings.run_id / self.settings.node_name
 
 
 @dataclass(frozen=True)
@@ -42,12 +64,24 @@ class RunParts:
     snapshot_scheduler: SnapshotScheduler
     drain_request: worker_exit.DrainRequest
     result: ResumeResult
+    state_bytes: int
 
 
-def restore_parts(
-    context: RankContext, objects: dict[str, Any], batches: GlobalBatches | None, options: RunOptions
-) -> RunParts:
+def join_ranks(arguments: RunArguments, connections: GroupConnections) -> tuple[Collectives, RankContext]:
+    """Join the process groups of this generation; ``connections`` records them."""
+    collectives = Collectives.join(state_dict.find_gpus(arguments.objects), connections)
+    events = worker_exit.open_event_log(
+        arguments.node_dir / constants.EVENTS_FILE, arguments.settings.node_name, collectives.rank
+    )
+    worker_exit.install_hook(events)
+    if arguments.batches is None:
+        elastic_sampler.check_no_per_rank_state(arguments.data, collectives.size)
+    return collectives, RankContext(collectives, arguments.settings, events)
+
+
+def restore_parts(context: RankContext, arguments: RunArguments) -> RunParts:
     """Restore the state on all ranks, and build the parts of a run."""
+    objects, batches, options = arguments.objects, arguments.batches, arguments.options
     drain_request = worker_exit.DrainRequest()  # before the restore, which may take long
     collectives = context.collectives
 
@@ -91,7 +125,8 @@ def restore_parts(
         connection.slot_client,
         waiting_for_disk=heartbeat.busy,
     )
-    scheduler.reserve_memory(coordinator.estimate_state_bytes(result.flat_state, tracked))
+    state_bytes = coordinator.estimate_state_bytes(result.flat_state, tracked)
+    scheduler.reserve_memory(state_bytes)
     # Wait for all ranks: no rank may step before its local leader has scheduled snapshots.
     context.run_on_all_ranks(lambda: None)
     rank_values = [item for item in objects.values() if isinstance(item, RankState)]
@@ -108,6 +143,7 @@ def restore_parts(
         scheduler,
         drain_request,
         result,
+        state_bytes,
     )
 
 

@@ -125,7 +125,7 @@ def _describe_error(error: BaseException, trace: TracebackType | None) -> dict[s
         "frame": place,
         "deterministic": isinstance(error, ElasticResumeError) and error.is_deterministic,
     }
-    for cause in _list_causes(error):
+    for cause in list_causes(error):
         with contextlib.suppress(Exception):  # its text is the script's own code
             if find_gpu_error(type(cause).__name__, str(cause)):
                 fields |= {"cause_type": type(cause).__name__, "cause": _cut(str(cause))}
@@ -135,7 +135,7 @@ def _describe_error(error: BaseException, trace: TracebackType | None) -> dict[s
     return fields
 
 
-def _list_causes(error: BaseException) -> list[BaseException]:
+def list_causes(error: BaseException) -> list[BaseException]:
     """List the exceptions that led to ``error`` and those in it, the nearest first."""
     found: dict[int, BaseException] = {}  # by identity, since a script's exceptions may have no hash
     waiting = [error]

@@ -56,7 +56,7 @@ from elastic_resume.agent.workers import run_main, supervisor
 # Imports of every training script. DistributedDataParallel's constructor imports torch._dynamo, in 1.1 to
 # 1.8 s.
 TORCH_MODULES = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.utils.data")
-OWN_MODULES = ("elastic_resume.training.run",)
+OWN_MODULES = ("elastic_resume.training.resume",)
 EXIT_MODULE = "elastic_resume.training.worker_exit"  # reports errors of a script before it calls er.resume
 # The interpreter, the dynamic loader, a library or torch reads these once, when the process starts.
 PROCESS_START_ENV_PREFIXES = (

@@ -1,0 +1,303 @@
+"""Call a function again, in the same process, whenever the world has changed: the survivors' side.
+
+::
+
+    enter a generation ──▶ the function ──▶ returns
+       ▲                     │ WorldChanged, or a collective fails
+       └─── parked ◀── leave ┘
+
+The supervisor's request to park arrives in a thread (`supervisor_link`). It cuts the process groups'
+connections, which frees the main thread from a collective, and raises `WorldChanged` there by a signal.
+`Run` methods that write into shared memory are protected: the exception waits for their end.
+
+Invariants:
+
+- The state of the next generation is loaded from a snapshot or checkpoint. What an interrupted step has left
+  in parameters, optimizers, gradients and flags is overwritten or reset.
+- A process that cannot leave in two seconds, or has nothing to load, is restarted as without this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from elastic_resume.errors import ElasticResumeError, UsageError, WorldChanged
+from elastic_resume.ranks.group_connections import GroupConnections
+from elastic_resume.slots.progress_page import STACKS_SIGNAL
+from elastic_resume.training import worker_exit
+from elastic_resume.training.supervisor_link import SupervisorLink
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+INTERRUPT_SIGNAL = STACKS_SIGNAL + 1
+# A worker's death is known to its peers before the end of the generation is.
+WORLD_END_WAIT_S = 2.0
+SECOND_INTERRUPT_S = 1.0  # the script may have swallowed the first one
+GPU_CHECK_TIMEOUT_S = 1.0
+
+
+class Interrupter:
+    """Raises `WorldChanged` in the main thread while it is armed and not protected."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._is_armed = False
+        self._depth = 0
+        self._is_pending = False
+
+    def install(self) -> None:
+        """Handle the signal from now on. Call it in the main thread."""
+        signal.signal(INTERRUPT_SIGNAL, self._handle)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {INTERRUPT_SIGNAL})
+
+    def arm(self) -> None:
+        """Let a signal raise."""
+        self._is_pending = False
+        self._is_armed = True
+
+    def disarm(self) -> None:
+        """Ignore signals."""
+        self._is_armed = False
+
+    @contextlib.contextmanager
+    def protect(self) -> Iterator[None]:
+        """Put the exception off until the end of the block."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+        if self._is_pending and not self._depth and self._is_armed:
+            raise WorldChanged
+
+    def interrupt(self) -> None:
+        """Raise in the main thread, from another thread. The signal ends a blocking system call."""
+        if self._is_armed:
+            signal.pthread_kill(threading.main_thread().ident or 0, INTERRUPT_SIGNAL)
+
+    def _handle(self, number: int, frame: object) -> None:
+        del number, frame
+        if not self._is_armed or os.getpid() != self._pid:
+            return
+        if self._depth:
+            self._is_pending = True
+            return
+        raise WorldChanged
+
+
+class ScriptState:
+    """What a script may change in tracked objects and no checkpoint holds, as it is when training begins.
+
+    These are the train flags of modules, ``requires_grad``, and buffers that are not persistent.
+    """
+
+    def __init__(self, tracked: Mapping[str, Any]) -> None:
+        models = [item for item in tracked.values() if isinstance(item, nn.Module)]
+        modules = dict.fromkeys(module for model in models for module in model.modules())
+        self._tracked = tracked
+        self._training = [(module, module.training) for module in modules]
+        self._requires_grad = [(p, p.requires_grad) for model in models for p in model.parameters()]
+        self._buffers: list[tuple[Tensor, Tensor]] = [
+            (buffer, buffer.detach().clone())
+            for module in modules
+            for name, buffer in module._buffers.items()  # noqa: SLF001  named_buffers() has the others too
+            if buffer is not None and name in module._non_persistent_buffers_set  # noqa: SLF001
+        ]
+
+    def reset(self) -> None:
+        """Set all of it back, and drop gradients and what a GradScaler knows of an unfinished step."""
+        for module, is_training in self._training:
+            module.training = is_training
+        for parameter, requires_grad in self._requires_grad:
+            parameter.requires_grad_(requires_grad)
+            parameter.grad = None
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+        for item in self._tracked.values():
+            if isinstance(item, Optimizer):
+                item.zero_grad(set_to_none=True)
+            unfinished = getattr(item, "_per_optimizer_states", None)  # of a GradScaler; not public
+            if isinstance(unfinished, dict):
+                unfinished.clear()
+
+
+class RestartableCall:
+    """Calls a run's restartable function in one generation after the other."""
+
+    def __init__(
+        self,
+        link: SupervisorLink,
+        interrupter: Interrupter,
+        *,
+        leave: Callable[[], bool],
+        get_connections: Callable[[], GroupConnections],
+    ) -> None:
+        """``leave`` releases all that belongs to the last generation.
+
+        It returns whether there is state to load. ``get_connections`` returns those of the current one.
+        """
+        self._link = link
+        self._interrupter = interrupter
+        self._leave = leave
+        self._get_connections = get_connections
+        self._has_left = threading.Event()
+
+    def run(self, function: Callable[[], T], enter: Callable[[], None] = lambda: None) -> T:
+        """Call ``function`` until it returns, or raises an error of its own.
+
+        ``enter`` begins each generation but the first.
+        """
+        self._interrupter.install()
+        self._link.allow_parking(self._interrupt)
+        must_enter = False
+        try:
+            while True:
+                try:
+                    try:
+                        self._has_left.clear()
+                        self._interrupter.arm()
+                        if must_enter:
+                            enter()
+                        return function()
+                    finally:
+                        self._interrupter.disarm()
+                except WorldChanged:
+                    pass
+                except Exception as error:
+                    if not self._is_world_over(error):
+                        raise
+                # Here no exception is alive, whose frames would keep the old DDP module.
+                self._interrupter.disarm()
+                self._has_left.set()
+                self._leave_and_park()
+                must_enter = True
+        finally:
+            self._link.forbid_parking()
+
+    def _interrupt(self) -> None:
+        """Free the main thread; in a thread of its own."""
+        self._get_connections().cut()
+        self._interrupter.interrupt()
+        if not self._has_left.wait(SECOND_INTERRUPT_S):
+            self._get_connections().cut()
+            self._interrupter.interrupt()
+
+    def _is_world_over(self, error: Exception) -> bool:
+        """Return whether ``error`` follows from the end of the generation."""
+        drain = worker_exit.DrainRequest.current
+        if drain is not None and drain.requested:
+            return False
+        if self._link.is_world_over.is_set():
+            return True
+        causes = [error, *worker_exit.list_causes(error)]
+        return any(isinstance(each, RuntimeError) for each in causes) and self._link.await_world_end(
+            WORLD_END_WAIT_S
+        )
+
+    def _leave_and_park(self) -> None:
+        if not self._leave() or not is_gpu_alive():
+            self._await_kill()
+        self._link.park()
+
+    def _await_kill(self) -> NoReturn:
+        """Let the supervisor kill this process, and start a new one."""
+        self._link.forbid_parking()
+        while True:
+            time.sleep(1.0)
+
+
+def is_gpu_alive() -> bool:
+    """Return whether this process's GPU still works after groups were aborted on it; True without a GPU."""
+    if not torch.cuda.is_initialized():
+        return True
+    works = threading.Event()
+
+    def synchronize() -> None:
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.synchronize()
+            works.set()
+
+    device = torch.cuda.current_device()
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.set_device(device)
+            synchronize()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(GPU_CHECK_TIMEOUT_S)
+    return works.is_set()
+
+
+def release_wrapper(wrapper: DistributedDataParallel) -> None:
+    """Free what a DDP module holds of its world: gradient buckets, hooks on parameters, and the group.
+
+    A garbage collection would do it too, but may take seconds in a large process.
+    """
+    for name in ("logger", "reducer", "process_group"):  # the logger holds the reducer
+        if name in vars(wrapper):
+            setattr(wrapper, name, None)
+
+
+def check_groups(connections: GroupConnections) -> None:
+    """Raise UsageError for a process group that the script has made itself; torch has no public list."""
+    world = getattr(dist.distributed_c10d, "_world", None)
+    for group in getattr(world, "pg_map", {}):
+        if group not in connections.groups:
+            raise UsageError(
+                f"run.restartable: the process group {_describe_group(group)} was not made by er.resume() or "
+                "run.new_group(), so it would outlive its ranks. Let er.resume() call init_process_group(), "
+                "and write run.new_group(...) in the function, with the arguments of dist.new_group()."
+            )
+
+
+def _describe_group(group: dist.ProcessGroup) -> str:
+    with contextlib.suppress(AttributeError, RuntimeError):
+        return repr(group.group_desc if group.group_desc != "undefined" else group.group_name)
+    return "of another kind"
+
+
+def check_wrapper(wrapper: DistributedDataParallel) -> None:
+    """Raise UsageError for a communication hook, whose state would be of another world."""
+    hooks = getattr(wrapper, "_comm_hooks", [])
+    if hooks:
+        name = getattr(hooks[0][0], "__name__", str(hooks[0][0]))
+        raise UsageError(
+            f"run.restartable: the communication hook {name} keeps state of its world, which no checkpoint "
+            "holds. Train without it, or without run.restartable: then the process is restarted."
+        )
+
+
+def check_ddp_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise UsageError for an argument of DistributedDataParallel that cannot be built anew."""
+    for name in ("static_graph", "lazy_bucket_allocation", "require_manual_backward_finalization"):
+        if arguments.get(name):
+            raise UsageError(
+                f"run.ddp: {name}=True is not possible in a run.restartable function: leave it out, or train "
+                "without run.restartable."
+            )
+
+
+def require_saved_state(kind: str) -> None:
+    """Raise if this process has trained and the next generation would start fresh from its objects."""
+    if kind == "cold":
+        raise ElasticResumeError(
+            "no saved state is left that this process could go on from, so it has to start again."
+        )

@@ -1,0 +1,147 @@
+"""Talk with this process's worker supervisor: park between two generations, and go on in the next.
+
+A *parked* worker runs no step and holds no lease. Its supervisor keeps it while torchelastic ends one
+launcher shim and starts the next. Lines of text, over a socket that the supervisor has made::
+
+    worker --restartable, unrestartable--> supervisor   whether it can park
+    worker --waiting--> supervisor                      a collective has failed: is the generation over?
+    supervisor --park--> worker                         it is: park within two seconds, or be killed
+    worker --parked--> supervisor
+    supervisor --resume N, environment--> worker        the next generation; three streams come with it
+
+Under another launcher there is no supervisor, and no worker parks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+
+from elastic_resume import constants
+from elastic_resume.errors import ElasticResumeError
+
+MAX_ENVIRONMENT_BYTES = 16 << 20
+STREAMS = 3
+# What launchers tell a worker about its place in the world; the script may have set all other variables.
+LAUNCHER_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_",
+    constants.ENV_PREFIX,
+)  # fmt: skip
+
+
+class SupervisorLink:
+    """The connection to the supervisor, and a thread that reads from it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.is_world_over = threading.Event()
+        """Set from the request to park until the next generation."""
+        self._connection = connection
+        self._on_world_over: Callable[[], None] = lambda: None
+        self._next_environment: dict[str, str] | None = None
+        self._resumed = threading.Event()
+        self._pid = os.getpid()
+        thread = threading.Thread(target=self._read, name="elastic-resume-supervisor", daemon=True)
+        thread.start()
+
+    def allow_parking(self, on_world_over: Callable[[], None]) -> None:
+        """Let the supervisor request parking; ``on_world_over`` is called in the reading thread."""
+        self._on_world_over = on_world_over
+        self._send(b"restartable\n")
+
+    def forbid_parking(self) -> None:
+        """Let the supervisor kill this process, in place of a request to park."""
+        self._send(b"unrestartable\n")
+
+    def await_world_end(self, timeout_s: float) -> bool:
+        """Wait for the end of the generation, after a collective has failed; return whether it is over."""
+        self._send(b"waiting\n")
+        return self.is_world_over.wait(timeout_s)
+
+    def park(self) -> None:
+        """Wait for the next generation. Then the environment and the standard streams are those of it.
+
+        The environment changes in what launchers set, and keeps what the script has set.
+        """
+        self._resumed.clear()
+        self._send(b"parked\n")
+        while not self._resumed.wait(1.0):  # with a limit, so that signal handlers run
+            pass
+        environment, self._next_environment = self._next_environment or {}, None
+        for name in [name for name in os.environ if name.startswith(LAUNCHER_VARIABLES)]:
+            if name not in environment:
+                del os.environ[name]
+        os.environ.update({n: v for n, v in environment.items() if n.startswith(LAUNCHER_VARIABLES)})
+        self.is_world_over.clear()
+
+    def _send(self, line: bytes) -> None:
+        if os.getpid() == self._pid:  # a forked child is another process
+            with contextlib.suppress(OSError):  # without its supervisor the kernel kills this process
+                self._connection.sendall(line)
+
+    def _read(self) -> None:
+        unread, streams = b"", list[int]()
+        with contextlib.suppress(OSError, ValueError):
+            while True:
+                data, received, _, _ = socket.recv_fds(self._connection, 65536, STREAMS)
+                if not data:
+                    return
+                unread += data
+                streams += received
+                unread = self._handle(unread, streams)
+
+    def _handle(self, unread: bytes, streams: list[int]) -> bytes:
+        """Handle all complete messages; return the rest."""
+        while b"\n" in unread:
+            line, rest = unread.split(b"\n", 1)
+            word, *arguments = line.split()
+            if word == b"resume":
+                size = int(arguments[0])
+                if not 0 < size <= MAX_ENVIRONMENT_BYTES:
+                    raise ValueError(f"an environment of {size} bytes")
+                if len(rest) < size:
+                    return unread
+                self._take_environment(rest[:size], streams)
+                unread = rest[size:]
+            else:
+                self.is_world_over.set()
+                threading.Thread(target=self._on_world_over, daemon=True).start()
+                unread = rest
+        return unread
+
+    def _take_environment(self, encoded: bytes, streams: list[int]) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        for target, descriptor in enumerate(streams):
+            os.dup2(descriptor, target)
+            os.close(descriptor)
+        streams.clear()
+        # latin-1 maps each byte to a character: variables need not be valid text.
+        self._next_environment = {
+            os.fsdecode(name.encode("latin-1")): os.fsdecode(value.encode("latin-1"))
+            for name, value in json.loads(encoded).items()
+        }
+        self._resumed.set()
+
+
+_link: SupervisorLink | None = None
+
+
+def open_link() -> SupervisorLink | None:
+    """Return this process's link to its supervisor; None under another launcher."""
+    global _link  # noqa: PLW0603 - one socket per process
+    number = os.environ.pop(constants.ENV_SUPERVISOR_FD, "")
+    if _link is None and number.isdigit():
+        try:
+            _link = SupervisorLink(socket.socket(fileno=int(number)))
+        except OSError as error:
+            raise ElasticResumeError(
+                f"the script has closed the socket to its supervisor: {error}."
+            ) from None
+        os.set_inheritable(int(number), False)
+    return _link if _link is None or _link._pid == os.getpid() else None  # noqa: SLF001
