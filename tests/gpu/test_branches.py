@@ -200,7 +200,7 @@ def test_gpu_of_model_is_found_and_given_to_ddp(
     assert str(state_dict.find_gpu_uuid(objects)).startswith("GPU-")
     run = begin(**objects)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(run_module, "DistributedDataParallel", lambda _, **kwargs: given.append(kwargs))
+    monkeypatch.setattr(run_module, "DistributedDataParallel", lambda m, **kwargs: given.append(kwargs) or m)
     monkeypatch.setattr(run._bucket_order, "prepare", lambda *_: None)
     monkeypatch.setattr(run._own_time, "watch", lambda _: None)
     run.ddp(objects["model"])

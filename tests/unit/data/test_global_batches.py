@@ -226,7 +226,7 @@ def test_rank_and_world_are_known_before_resume(monkeypatch: pytest.MonkeyPatch)
     assert len(ElasticSampler(range(8))) == 2
     monkeypatch.setenv("RANK", "4")
     with pytest.raises(ConfigError, match="RANK is 4 and WORLD_SIZE 4"):
-        GlobalBatches(8, 8)
+        list(GlobalBatches(8, 8))
 
 
 class Shard(BatchSampler):
