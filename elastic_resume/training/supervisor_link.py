@@ -121,11 +121,7 @@ class SupervisorLink:
             os.dup2(descriptor, target)
             os.close(descriptor)
         streams.clear()
-        # latin-1 maps each byte to a character: variables need not be valid text.
-        self._next_environment = {
-            os.fsdecode(name.encode("latin-1")): os.fsdecode(value.encode("latin-1"))
-            for name, value in json.loads(encoded).items()
-        }
+        self._next_environment = json.loads(encoded)
         self._resumed.set()
 
 
