@@ -195,12 +195,17 @@ def test_gpu_of_model_is_found_and_given_to_ddp(
     gpu: Gpu, begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DDP then moves the inputs there."""
-    objects, given = build(gpu), []
+    objects, given = build(gpu), list[dict[str, Any]]()
     assert state_dict.find_gpus({**objects, "other": nn.Linear(1, 1)}) == {0}
     assert str(state_dict.find_gpu_uuid(objects)).startswith("GPU-")
     run = begin(**objects)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(run_module, "DistributedDataParallel", lambda m, **kwargs: given.append(kwargs) or m)
+
+    def wrap(model: nn.Module, **kwargs: Any) -> nn.Module:
+        given.append(kwargs)
+        return model
+
+    monkeypatch.setattr(run_module, "DistributedDataParallel", wrap)
     monkeypatch.setattr(run._bucket_order, "prepare", lambda *_: None)
     monkeypatch.setattr(run._own_time, "watch", lambda _: None)
     run.ddp(objects["model"])

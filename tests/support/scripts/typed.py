@@ -70,6 +70,14 @@ def train_as_a_library(run: er.Run, loader: DataLoader[tuple[Tensor, ...]]) -> f
     return weights
 
 
+def make_group(run: er.Run) -> object:
+    """Make a group of rank 0 alone, in a restartable function."""
+    try:
+        return run.new_group([0])
+    except er.errors.WorldChanged:
+        raise
+
+
 def read_again(directory: Path) -> bool:
     """Load the newest checkpoint without a process group."""
     try:
@@ -126,15 +134,17 @@ def main(directory: Path) -> None:
             group["lr"] *= change.factor
 
     assert read_lines([directory], count)
-    hooks = (log_resume, scale)
-    model = run.ddp(inner, gradient_as_bucket_view=True)
-    with run:
+    hooks = (log_resume, scale, make_group)
+
+    @run.restartable
+    def train() -> None:
+        model = run.ddp(inner, gradient_as_bucket_view=True)
         for epoch in run.epochs(2):
             batches_of_epoch: Iterator[tuple[Tensor, ...]] = run.micro_batches(loader)
             for inputs, targets in batches_of_epoch:
                 loss = mse_loss(model(inputs), targets) * run.loss_weight
                 loss.backward()
-                count += 1
+                count.add_(1)
                 if run.last_micro_batch:
                     optimizer.step()
                     optimizer.zero_grad()
@@ -143,6 +153,9 @@ def main(directory: Path) -> None:
             with run.busy("evaluation", limit_s=60.0):
                 best.loss = min(best.loss, evaluate(model, held_out))
             print(f"epoch {epoch}: best loss {best.loss:.3f}")
+
+    with run:
+        train()
         path: Path | None = run.save()
         run.assert_ranks_equal()
         run.verify_copies = run.verify_copies or run.world_change is not None
