@@ -13,6 +13,7 @@ EXIT_USAGE = 2  # wrong flags, settings or script name; argparse's own code for 
 EXIT_PLAN_INCOMPLETE = 3  # `chaos`: the job ended right, but some faults of the plan were not injected
 EXIT_MACHINE_ERROR = 74  # EX_IOERR: this machine's disk or directory prevented the start
 EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: run the same job again
+EXIT_PARKED = 76  # of a launcher shim only: its worker stays for the next generation
 EXIT_NO_STANDBY = 77  # of a launcher shim only: its worker cannot start before its generation is known
 EXIT_SIGNAL_BASE = 128  # plus the signal's number: 143 after SIGTERM
 
@@ -44,6 +45,8 @@ ENV_LEASE_PAGE = "ELASTIC_RESUME_LEASE_PAGE"  # path of the page with the lease,
 ENV_FORK_SERVER = "ELASTIC_RESUME_FORK_SERVER"  # abstract unix socket at which launcher shims request workers
 ENV_STANDBY = "ELASTIC_RESUME_STANDBY"  # 1: the worker starts before its generation is known
 ENV_STATE_BYTES = "ELASTIC_RESUME_STATE_BYTES"  # for a standby: size of the job's state; 0 if unknown
+ENV_PARKED = "ELASTIC_RESUME_PARKED"  # followed by -LOCAL_RANK: abstract unix socket of a parked worker
+ENV_SUPERVISOR_FD = "ELASTIC_RESUME_SUPERVISOR_FD"  # descriptor of a worker's socket to its supervisor
 ENV_LOCAL_RANK = "ELASTIC_RESUME_LOCAL_RANK"  # the true local rank: --virtual-local-rank sets LOCAL_RANK to 0
 ENV_COMMITTER = "ELASTIC_RESUME_COMMITTER"  # abstract unix socket of the agent's committer
 ENV_SLOTS = "ELASTIC_RESUME_SLOTS"  # path of the slots' control block, for worker supervisors

@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import logging
 import os
+import secrets
 import shlex
 import threading
 from collections.abc import Iterator
@@ -365,6 +366,7 @@ def _set_environment(
     os.environ[constants.ENV_EVENTS_PATH] = str(events_path)
     os.environ[constants.ENV_EVIDENCE] = evidence.path
     os.environ[constants.ENV_LEASE_PAGE] = lease_page.path
+    os.environ[constants.ENV_PARKED] = f"elastic_resume-{secrets.token_hex(16)}"
     os.environ[constants.ENV_DRAIN_SIGNALS] = ",".join(args.drain_signals)
     # Each generation sets these. A new name would move the C environment, which a thread of torch may read.
     for name in (

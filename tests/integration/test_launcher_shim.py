@@ -505,3 +505,118 @@ def test_worker_inherits_no_lease_page(start: Any) -> None:
     assert plain.startswith(b"False")
     process = start(*python(code), stdout=subprocess.PIPE)
     assert process.communicate(timeout=30)[0] == plain
+
+
+# ---- parking -------------------------------------------------------------------------------------------
+
+PARKING_WORKER = """
+import json, os, signal, socket, sys
+link = socket.socket(fileno=int(os.environ.pop("ELASTIC_RESUME_SUPERVISOR_FD")))
+unread, streams = b"", []
+
+def take(has_all):
+    global unread
+    while not has_all():
+        data, received, _, _ = socket.recv_fds(link, 65536, 3)
+        if not data:
+            sys.exit(1)
+        unread += data
+        streams.extend(received)
+
+def print_facts():
+    names = ("RANK", "ELASTIC_RESUME_GENERATION", "ELASTIC_RESUME_LEASE_PAGE")
+    print(os.getpid(), *map(os.environ.get, names), flush=True)
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
+link.sendall(b"restartable\\n")
+print_facts()
+while True:
+    take(lambda: b"\\n" in unread)
+    line, _, unread = unread.partition(b"\\n")
+    if line == b"park":
+        os.write(2, b"park\\n")
+        if "stops" in sys.argv:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif "ignores" not in sys.argv:
+            link.sendall(b"parked\\n")
+    else:
+        size = int(line.split()[1])
+        take(lambda: len(unread) >= size)
+        environ, unread = json.loads(unread[:size]), unread[size:]
+        os.environ.clear()
+        os.environ.update(environ)
+        for target, stream in enumerate(streams):
+            os.dup2(stream, target)
+            os.close(stream)
+        streams.clear()
+        print_facts()
+"""
+
+
+class ParkingNode:
+    """An agent's environment, and launcher shims of a worker that parks unless ``args`` say otherwise."""
+
+    def __init__(self, environ: dict[str, str], start: Any, lease_page: LeasePage, tmp_path: Path) -> None:
+        self.evidence = FailureEvents()
+        self.lease_page = lease_page
+        self.environ = environ
+        self._start = start
+        self._errors = tmp_path / "stderr"
+        environ[constants.ENV_PARKED] = f"test-{os.urandom(8).hex()}"
+        environ[constants.ENV_EVIDENCE] = self.evidence.path
+
+    def start(self, generation: int, *args: str) -> tuple[subprocess.Popen[bytes], int]:
+        """Start a launcher shim in ``generation``; return it with the worker that runs in it."""
+        self.lease_page.set(math.inf)
+        self.environ |= {"RANK": str(generation), constants.ENV_GENERATION: str(generation)}
+        with open(self._errors, "ab") as errors:
+            shim = self._start(*python(PARKING_WORKER), *args, stdout=subprocess.PIPE, stderr=errors)
+        with shim.stdout as output:
+            words = output.readline().split()
+        assert words[1:] == [b"%d" % generation, b"%d" % generation, b"None"]
+        return shim, int(words[0])
+
+    def park(self, shim: subprocess.Popen[bytes]) -> int:
+        """End the generation of ``shim`` as the agent and torchelastic do; return the shim's exit code."""
+        self.lease_page.set(-math.inf)
+        shim.terminate()
+        return shim.wait(30)
+
+    def list_events(self) -> list[tuple[str, int, int]]:
+        """List kind, generation and worker of the events that the agent has got."""
+        return [(event["event"], event["generation"], event["worker_pid"]) for event in self.evidence.read()]
+
+    def count_park_messages(self) -> int:
+        """Return how many times the agent's workers have been asked to park."""
+        return self._errors.read_text().count("park\n")
+
+
+@pytest.fixture
+def parking_node(
+    environ: dict[str, str], start: Any, lease_page: LeasePage, tmp_path: Path
+) -> Iterator[ParkingNode]:
+    """Return a node whose workers park."""
+    node = ParkingNode(environ, start, lease_page, tmp_path)
+    yield node
+    node.evidence.close()
+
+
+def test_parked_worker_resumes_for_next_shim(parking_node: ParkingNode, environ: Any, start: Any) -> None:
+    """It gets the new environment and streams, and its exit belongs to the new generation."""
+    shim, worker = parking_node.start(2)
+    assert parking_node.park(shim) == constants.EXIT_PARKED
+    assert is_alive(worker)
+    shim, same_worker = parking_node.start(3)
+    assert same_worker == worker
+    assert start("/bin/sh", "-c", "exit 3").wait(30) == 3  # another local rank fails in this generation
+    shim.terminate()
+    assert shim.wait(30) == constants.EXIT_PARKED
+    shim, same_worker = parking_node.start(4)
+    assert same_worker == worker
+    os.kill(worker, signal.SIGKILL)
+    assert shim.wait(30) == -signal.SIGKILL
+    (other,) = {pid for _, _, pid in parking_node.list_events()} - {worker}
+    kinds = [("forked", 2), ("parked", 2), ("forked", 3), ("parked", 3), ("forked", 4), ("exit", 4)]
+    assert [event for event in parking_node.list_events() if event[2] != other] == [
+        (f"worker-{kind}", generation, worker) for kind, generation in kinds
+    ]

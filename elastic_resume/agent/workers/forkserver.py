@@ -38,7 +38,6 @@ import resource
 import select
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -64,8 +63,6 @@ PROCESS_START_ENV_PREFIXES = (
     "TORCH_LOGS", "TORCH_SHOW", "TORCH_DISTRIBUTED_DEBUG", "TORCH_CPP_LOG_LEVEL", "PYTORCH_",
     "ELASTIC_RESUME_FAILPOINTS",
 )  # fmt: skip
-MAX_REQUEST_BYTES = 16 << 20
-REQUEST_TIMEOUT_S = 1.0  # a launcher shim sends its request at once; other shims wait for it
 FORK_TEST_TIMEOUT_S = 10.0
 # Starting workers need the processors for about as long. The first ones run imports of their own.
 FIRST_START_S, START_S = 2.0, 0.5
@@ -89,10 +86,6 @@ class WorkerRequest:
     nice: int
     connection: socket.socket
     streams: list[int]
-
-
-class RequestRefusedError(Exception):
-    """The fork server refuses a request; the text says why."""
 
 
 def main() -> None:
@@ -121,7 +114,7 @@ def run_preforked(listener: socket.socket, control: socket.socket, agent: int) -
     if not line:
         os._exit(0)  # the agent ended before it needed workers
     spec = json.loads(line)
-    replace_environment(spec["environ"])
+    supervisor.replace_environment(spec["environ"])
     run_main.adopt_path_entry()
     _serve(listener, control, spec)
     raise SystemExit
@@ -338,14 +331,6 @@ def read_environment() -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in os.environb.items()}
 
 
-def replace_environment(environ: dict[str, str]) -> None:
-    """Set the environment, in the form of `read_environment`."""
-    os.environ.clear()
-    for name, value in environ.items():
-        if name and "=" not in name:  # the kernel passes such names on, but putenv refuses them
-            os.environb[name.encode("latin-1")] = value.encode("latin-1")
-
-
 def _send_status(control: socket.socket, status: dict[str, Any]) -> None:
     control.sendall(json.dumps(status).encode() + b"\n")
 
@@ -380,7 +365,7 @@ def serve_requests(listener: socket.socket, control: socket.socket, work: Backgr
             # After any failure the launcher shim sees its connection close, and starts its worker cold.
             try:
                 request = receive_request(listener.accept()[0], work.environ)
-            except RequestRefusedError as error:
+            except supervisor.RequestRefusedError as error:
                 _send_status(control, {"refused": str(error)})
                 continue
             except (OSError, ValueError, TypeError):
@@ -444,26 +429,11 @@ def receive_request(connection: socket.socket, environ: dict[str, str]) -> Worke
     """
     streams: list[int] = []
     try:
-        _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if uid != os.getuid():
-            raise RequestRefusedError("the request is another user's")  # noqa: TRY301
-        limit = time.monotonic() + REQUEST_TIMEOUT_S
-        connection.settimeout(REQUEST_TIMEOUT_S)
-        header, streams, _, _ = socket.recv_fds(connection, 4, 3)
-        size = int.from_bytes(header, "big")
-        if len(header) < 4 or len(streams) != 3 or size > MAX_REQUEST_BYTES:
-            raise ValueError("no request")  # noqa: TRY301
-        data = bytearray()
-        while len(data) < size:
-            part = connection.recv(min(1 << 20, size - len(data)))
-            if not part or time.monotonic() > limit:
-                raise ValueError("incomplete request")  # noqa: TRY301
-            data += part
-        connection.settimeout(None)
-        request = WorkerRequest(**json.loads(data), connection=connection, streams=streams)
+        members, streams = supervisor.receive_request(connection)
+        request = WorkerRequest(**members, connection=connection, streams=streams)
         differing = list_differing_variables(environ, request.environ)
         if differing:
-            raise RequestRefusedError(  # noqa: TRY301
+            raise supervisor.RequestRefusedError(  # noqa: TRY301
                 "these variables differ from the fork server's and take effect only in a new process: "
                 + ", ".join(differing)
             )
@@ -495,11 +465,9 @@ def become_supervisor(request: WorkerRequest, changed_by_imports: dict[str, str]
     if signal.SIGINT not in request.ignored:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        replace_environment({**request.environ, **changed_by_imports})
+        supervisor.replace_environment({**request.environ, **changed_by_imports})
         run_main.set_process_name("er-supervisor")
-        for target, stream in enumerate(request.streams):
-            os.dup2(stream, target)
-            os.close(stream)
+        supervisor.replace_streams(request.streams)
         os.umask(request.umask)
         os.sched_setaffinity(0, request.cpus)
         for kind, limits in request.limits.items():

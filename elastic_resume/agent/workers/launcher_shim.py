@@ -3,12 +3,14 @@
 It obtains a worker, forwards signals to the worker's supervisor (`supervisor.py`), and exits with the
 worker's exit code or signal. It exits only after all processes that the worker left are dead. A warm worker
 comes from the agent's fork server (`forkserver.py`). If that refuses or is missing, the launcher shim forks a
-supervisor which starts the command cold::
+supervisor which starts the command cold. A worker that has parked is asked for first::
 
-    warm: launcher shim --request--> fork server --fork--> supervisor --fork--> worker
-    cold: launcher shim --fork--> supervisor --fork--> worker, which executes the command
+    parked: launcher shim --request--> supervisor, with the worker of an earlier generation
+    warm:   launcher shim --request--> fork server --fork--> supervisor --fork--> worker
+    cold:   launcher shim --fork--> supervisor --fork--> worker, which executes the command
 
 Invariant: when the agent dies, the kernel kills the launcher shim; then the supervisor kills the worker.
+When the worker parks, the launcher shim exits with EXIT_PARKED, and worker and supervisor stay.
 
 Run as ``python -I -S launcher_shim.py LOCAL_RANK COMMAND...``. It must start in 30 ms, so it cannot import
 this package or site-packages. Its literals repeat those of `constants.py`; a test compares them.
@@ -41,6 +43,7 @@ else:
 ENV_AGENT_PID = "ELASTIC_RESUME_AGENT_PID"
 ENV_LOCAL_RANK = supervisor.ENV_LOCAL_RANK
 ENV_FORK_SERVER = "ELASTIC_RESUME_FORK_SERVER"  # name of its abstract unix socket
+EXIT_PARKED = 76
 # Time for a supervisor to report the end of its worker beyond its own timeouts. A stopped supervisor never
 # does, and torchelastic waits for the launcher shim.
 REPORT_TIMEOUT_S = 5.0
@@ -68,27 +71,36 @@ def main(argv: list[str]) -> None:
         os._exit(1)  # the agent died before the kernel watched it
     os.environ[ENV_LOCAL_RANK] = local_rank
     socket_name = os.environ.pop(ENV_FORK_SERVER, None)
-    connection = start_warm(socket_name, command, mask) or start_cold(command, mask)
+    connection = start_parked_or_warm(socket_name, command, mask) or start_cold(command, mask)
     exit_like_worker(forward_until_exit(connection, forwarded, mask))
 
 
 # ---- starting a worker ---------------------------------------------------------------------------------
 
 
-def start_warm(
+def start_parked_or_warm(
     socket_name: "str | None", command: list[str], signal_mask: "set[int]"
 ) -> "_socket.socket | None":
-    """Request a worker from the fork server; return the socket to its supervisor, None if there is none."""
-    if socket_name is None:
-        return None
+    """Request a parked worker, or one from the fork server; return the socket to its supervisor.
+
+    Return None if there is neither.
+    """
     try:
-        working_directory = os.getcwdb()  # noqa: PTH109 - no pathlib here
         for number in range(3):
             os.fstat(number)
-    except OSError:
-        return None  # a removed directory has no name, and a closed standard stream cannot be sent
+    except OSError:  # a closed standard stream cannot be sent
+        os.environ.pop(supervisor.ENV_PARKED, None)
+        return None
+    names = [supervisor.parked_socket_name()] if supervisor.ENV_PARKED in os.environ else []
+    names += ["\0" + socket_name] if socket_name else []
+    if not names:
+        return None
     import resource  # noqa: PLC0415 - a cold start does not need it
 
+    try:
+        working_directory = os.getcwdb()  # noqa: PTH109 - no pathlib here
+    except OSError:
+        working_directory = b""  # it was removed: the fork server fails there, and the worker starts cold
     umask = os.umask(0o077)
     os.umask(umask)
     # latin-1 maps each byte to a character: arguments and variables need not be valid text.
@@ -111,7 +123,11 @@ def start_warm(
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
-        return _request_worker(socket_name, request)
+        for name in names:
+            connection = _request_worker(name, request)
+            if connection is not None:
+                return connection
+        return None
     finally:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
@@ -127,29 +143,20 @@ def encode_json(value: "str | int | dict[str, Any] | Iterable[Any]") -> str:
     return f"[{','.join(map(encode_json, value))}]"
 
 
-def _request_worker(socket_name: str, request: bytes) -> "_socket.socket | None":
+def _request_worker(address: str, request: bytes) -> "_socket.socket | None":
     connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
     try:
-        connection.connect("\0" + socket_name)
-        if not _is_same_user(connection):
+        connection.connect(address)
+        if not supervisor.is_same_user(connection):
             return None
-        streams = b"".join(number.to_bytes(4, sys.byteorder) for number in range(3))
-        connection.sendmsg(
-            [len(request).to_bytes(4, "big")], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, streams)]
-        )
+        connection.sendmsg([len(request).to_bytes(4, "big")], [supervisor.encode_streams()])
         connection.sendall(request)
-        if connection.recv(1) == b"y":  # the fork server has forked a supervisor
+        if connection.recv(1) == b"y":  # from the supervisor
             return connection
     except OSError:
         pass
     connection.close()
     return None
-
-
-def _is_same_user(connection: "_socket.socket") -> bool:
-    """Return whether the peer runs as our user: any user may bind an abstract socket name."""
-    peer = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 12)  # struct ucred: pid, uid, gid
-    return int.from_bytes(peer[4:8], sys.byteorder) == os.getuid()
 
 
 def _is_ignored(number: int) -> bool:
@@ -221,6 +228,8 @@ def forward_until_exit(connection: "_socket.socket", forwarded: "set[int]", sign
                 kind, argument, *rest = line.split()
                 if kind == b"started":
                     supervisor_pid = int(rest[0])
+                elif kind == b"parked":
+                    return EXIT_PARKED << 8
                 else:
                     return int(argument) if kind == b"ended" else int(signal.SIGKILL)
 

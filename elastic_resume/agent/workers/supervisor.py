@@ -1,35 +1,49 @@
-"""Supervise one worker as its parent process: stop it, kill what it leaves, and report its exit.
+"""Supervise one worker as its parent process: stop it, keep it parked, kill what it leaves, report its exit.
 
-It stops the worker when torchelastic asks for that, when the lease expires or when the launcher shim ends.
-Then it kills every process that the worker leaves behind. The fork server forks it for a warm worker, the
-launcher shim for a cold one. A socket connects it to the launcher shim, the process that torchelastic
-started::
+It stops the worker when torchelastic asks for that, when the lease ends or when the launcher shim ends. Then
+it kills every process that the worker leaves behind. The fork server forks it for a warm worker, the launcher
+shim for a cold one. Sockets connect it to the launcher shim, the process that torchelastic started, and to
+the worker::
 
     launcher shim --signal number, one byte--> supervisor    torchelastic stops the worker
-    supervisor --line of text--> launcher shim               started PID SUPERVISOR, stuck PID, ended STATUS
+    supervisor --line of text--> launcher shim               started PID SUPERVISOR, parked PID, stuck PID,
+                                                             ended STATUS
+    worker --line of text--> supervisor                      restartable    it can park from now on
+                                                             unrestartable  it cannot any more
+                                                             waiting        a collective has failed
+                                                             parked         it holds nothing of its generation
+    supervisor --line of text--> worker                      park           the generation is over
+                                                             resume N       N bytes of JSON follow: its new
+                                                                            environment; with its streams
 
 States::
 
-    running --signal, no worker of the generation has failed--> stopping --grace period over--> killing
-    running --signal, a worker of the generation has failed--> killing
-    running, stopping --socket closed, or lease expired--> killing
+    running --signal, generation not over--> stopping --grace period over--> killing
+    running --generation over, worker is restartable--> parking --worker has parked--> parked
+    running, stopping --generation over, worker is not restartable or has got SIGTERM--> killing
+    parking --PARK_TIMEOUT_S over, or end of the lease--> killing
+    parked --signal--> the launcher shim exits --the next one connects--> running, in its generation
+    parked --agent ended--> killing
+    any --socket of the launcher shim closed--> killing
     any --worker reaped--> kill leftovers, write worker-exit, report to the launcher shim
+
+A generation is over when the lease has ended, or when a signal arrives after a failure on this node. Any
+other signal means a drain. Then SIGTERM goes to the worker alone, because it may need its DataLoader workers
+and subprocesses to save. They are killed after the worker.
 
 Invariants:
 
-- A worker never outlives its launcher shim, nor its agent: the supervisor kills everything when the socket
-  closes.
-- A worker never outlives its lease, a word in shared memory (`lease_page.py`). The supervisor polls that
-  word, so no message has to arrive.
+- A running worker never outlives its launcher shim: the supervisor kills everything when the socket closes.
+- No worker outlives its agent. The supervisor of a parked worker polls the name of the agent's lease page.
+- No worker runs after its lease, a word in shared memory (`lease_page.py`). The supervisor polls that word,
+  so no message has to arrive. If the agent revokes it early, a restartable worker has until its former end to
+  park, at most PARK_TIMEOUT_S. A parked worker runs no step and needs no lease.
 - If the supervisor itself is killed, the kernel kills the worker. The supervisor's parent adopts the
-  leftovers and kills them.
+  leftovers and kills them. A cold worker that has parked once has no such parent.
 
-After a failure on this node, a signal means a restart: workers are killed at once. Otherwise it means a
-drain. Then SIGTERM goes to the worker alone, because it may need its DataLoader workers and subprocesses to
-save. They are killed after the worker.
-
-When a lease expires, the supervisor kills the worker but delays the report. It reports when torchelastic has
-sent a signal, or when the agent has renewed the lease. An earlier report would look like a script failure.
+When the lease ends, the supervisor delays the report until torchelastic has sent a signal, or until the agent
+has renewed the lease. An earlier report would look like a script failure. Once a parked worker's launcher
+shim has exited, the worker's end is reported to nobody: the next launcher shim starts a new worker.
 
 This module imports little and only the standard library: the launcher shim must start in 30 ms, and it
 imports this module without site-packages. Its literals repeat those of `constants.py`; a test compares them.
@@ -40,12 +54,13 @@ import ctypes
 import mmap
 import os
 import select
+import sys
 import time
 
 TYPE_CHECKING = False  # importing typing would cost a third of the start
 if TYPE_CHECKING:
     import signal
-    from typing import NoReturn
+    from typing import Any, NoReturn
 else:
     import _signal as signal  # the module `signal` makes enums of the numbers, which would cost 7 ms
 
@@ -55,6 +70,8 @@ ENV_NODE_NAME = "ELASTIC_RESUME_NODE_NAME"
 ENV_GRACE = "ELASTIC_RESUME_GRACE"
 ENV_LEASE_PAGE = "ELASTIC_RESUME_LEASE_PAGE"
 ENV_SLOTS = "ELASTIC_RESUME_SLOTS"
+ENV_PARKED = "ELASTIC_RESUME_PARKED"
+ENV_SUPERVISOR_FD = "ELASTIC_RESUME_SUPERVISOR_FD"
 ENV_EVENTS_PATH = "ELASTIC_RESUME_EVENTS_PATH"
 ENV_EVIDENCE = "ELASTIC_RESUME_EVIDENCE"
 ENV_DRAIN_SIGNALS = "ELASTIC_RESUME_DRAIN_SIGNALS"
@@ -68,6 +85,14 @@ MAX_LOCAL_RANKS = 1024
 # would be lost. 3 GB take 0.3 s.
 COPY_TIMEOUT_S = 2.0
 COPY_POLL_INTERVAL_S = 0.002
+
+# Time for a worker to leave its step, its collectives and its snapshot. A held GIL takes longer.
+PARK_TIMEOUT_S = 2.0
+# A worker whose collective has failed waits for the end of its generation, which is then near.
+WATCH_S = 2.0
+WATCH_POLL_INTERVAL_S = 0.002
+MAX_REQUEST_BYTES = 16 << 20
+REQUEST_TIMEOUT_S = 1.0  # a launcher shim sends its request at once; other shims wait for it
 
 DEFAULT_GRACE_S = 5.0
 # Children of a worker often end by themselves after it and clean up shared memory (multiprocessing's resource
@@ -110,7 +135,7 @@ def fork_supervised_worker(connection: "_socket.socket", signal_mask: "set[int]"
     libc = ctypes.CDLL(None)
     os.setsid()
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    lease, copy_monitor = open_lease(connection), SnapshotCopyMonitor()
+    lease, copy_monitor, link = open_lease(connection), SnapshotCopyMonitor(), WorkerLink()
     previous = {number: signal.signal(number, signal.SIG_IGN) for number in IGNORED_SIGNALS}
     previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, ignore_signal)
     wakeup_read, wakeup_write = os.pipe()
@@ -135,46 +160,61 @@ def fork_supervised_worker(connection: "_socket.socket", signal_mask: "set[int]"
         for descriptor in (wakeup_read, wakeup_write):
             os.close(descriptor)
         connection.close()
+        link.become_worker()
         return
-    send(connection, b"started %d %d\n" % (worker, supervisor))
-    write_worker_forked(worker)
-    WorkerSupervisor(worker, connection, wakeup_read, lease, copy_monitor).run()
+    link.become_supervisor()
+    WorkerSupervisor(
+        worker, wakeup_read, link, connection=connection, lease=lease, copy_monitor=copy_monitor
+    ).run()
     os._exit(0)
 
 
 class WorkerSupervisor:
-    """Supervise one worker until the worker and all its leftovers have ended."""
+    """Supervise one worker, in one generation or several, until it and all its leftovers have ended."""
 
     def __init__(
         self,
         worker: int,
-        connection: "_socket.socket",
         wakeup_read: int,
+        link: "WorkerLink",
+        *,
+        connection: "_socket.socket",
         lease: "LeaseView",
         copy_monitor: "SnapshotCopyMonitor",
     ) -> None:
         """Supervise the child process ``worker``. Signals write into the pipe ``wakeup_read``."""
         self._worker = worker
-        self._connection = connection
         self._wakeup_read = wakeup_read
+        self._link = link
+        self._listener: _socket.socket | None = None  # of a parked worker
+        self._killed_at = INFINITY
+        self._poll = select.poll()
+        self._poll.register(wakeup_read, select.POLLIN)
+        if link.socket is not None:
+            self._poll.register(link.socket, select.POLLIN)
+        self._begin_generation(connection, lease, copy_monitor)
+
+    def _begin_generation(
+        self, connection: "_socket.socket", lease: "LeaseView", copy_monitor: "SnapshotCopyMonitor"
+    ) -> None:
+        """Supervise the worker for the launcher shim at ``connection``."""
+        self._connection = connection
+        self._poll.register(connection, select.POLLIN)
         self._lease = lease
         self._copy_monitor = copy_monitor
-        self._stop_requested = False
+        self._last_expiry = INFINITY  # the newest end of the lease before it was revoked
         self._lease_expired = False
+        self._stop_requested = False
         self._stopped_at: float | None = None  # Unix time of the first of both
-        self._kill_at = INFINITY
+        self._kill_at = self._park_until = INFINITY
+        send(connection, b"started %d %d\n" % (self._worker, os.getpid()))
+        write_worker_mark("worker-forked", self._worker)
 
     def run(self) -> None:
         """Wait for the end of the worker, kill its leftovers, and report."""
         status = self._wait_for_worker()
         if status is None:
-            write_worker_exit(
-                self._worker,
-                int(signal.SIGKILL),
-                stopped_at=self._stopped_at,
-                lease_expired=self._lease_expired,
-                stuck=True,
-            )
+            self._write_exit(int(signal.SIGKILL), stuck=True)
             send(self._connection, b"stuck %d\n" % self._worker)
             while reap_children(self._worker) is None:
                 time.sleep(1.0)
@@ -182,61 +222,132 @@ class WorkerSupervisor:
         if status != 0 and self._stopped_at is None:
             self._lease.record_failure()
         kill_leftovers(self._lease, at_once=self._lease_expired or self._lease.has_no_grace())
-        write_worker_exit(
-            self._worker, status, stopped_at=self._stopped_at, lease_expired=self._lease_expired
-        )
+        self._write_exit(status)
         if self._lease_expired and not self._stop_requested and self._wait_for_agent():
             status = int(signal.SIGKILL)
         send(self._connection, b"ended %d\n" % status)
 
+    def _write_exit(self, status: int, *, stuck: bool = False) -> None:
+        """Write the worker's end into the events, unless it has parked and belongs to no generation."""
+        if self._connection.fileno() >= 0:
+            was_killed = self._park_until < INFINITY and self._killed_at < INFINITY
+            write_worker_exit(
+                self._worker,
+                status,
+                stopped_at=self._stopped_at,
+                lease_expired=self._lease_expired,
+                not_parked=was_killed and not self._link.is_parked,
+                stuck=stuck,
+            )
+
     def _wait_for_worker(self) -> "int | None":
         """Return the worker's wait status, or None if SIGKILL did not end it in time."""
-        poll = select.poll()
-        poll.register(self._connection, select.POLLIN)
-        poll.register(self._wakeup_read, select.POLLIN)
-        killed_at = last_expiry = INFINITY
         while True:
             status = reap_children(self._worker)
             if status is not None:
                 return status
-            expires_at, now = self._lease.expires_at(), now_s()
-            if expires_at > -INFINITY:
-                last_expiry = expires_at
-            self._lease_expired = self._lease_expired or self._lease.remaining_s() <= 0
-            if self._lease_expired and self._stopped_at is None:
-                self._stopped_at = time.time()
-            must_kill = self._lease_expired or (self._stop_requested and self._lease.has_no_grace())
-            awaits_copy = (
-                must_kill and now < self._kill_at and self._copy_monitor.should_wait(now, last_expiry)
-            )
-            if (must_kill and not awaits_copy) or now >= self._kill_at:
+            now = now_s()
+            timeout_s = self._check_generation(now) if self._listener is None else self._check_parked()
+            if timeout_s is None or now >= self._kill_at:
                 kill(self._worker)
-                killed_at = min(killed_at, now)
-                if now - killed_at > KILL_TIMEOUT_S:
+                timeout_s, self._killed_at = LEASE_POLL_INTERVAL_S, min(self._killed_at, now)
+                if now - self._killed_at > KILL_TIMEOUT_S:
                     return None
-            timeout_s = LEASE_POLL_INTERVAL_S
-            if awaits_copy:
-                timeout_s = COPY_POLL_INTERVAL_S
-            elif killed_at == INFINITY:
-                timeout_s = min(timeout_s, self._lease.remaining_s(), self._kill_at - now)
-            for descriptor, _ in poll.poll(max(0.0, timeout_s) * 1000):
+            for descriptor, _ in self._poll.poll(max(0.0, timeout_s) * 1000):
                 if descriptor == self._wakeup_read:
                     os.read(self._wakeup_read, 4096)
-                elif not self._handle_stop_request():
-                    poll.unregister(self._connection)
+                elif descriptor == self._connection.fileno():
+                    self._handle_stop_request()
+                elif self._listener is not None and descriptor == self._listener.fileno():
+                    self._handle_next_shim(self._listener)
+                elif not self._link.receive():
+                    self._poll.unregister(descriptor)
 
-    def _handle_stop_request(self) -> bool:
-        """Read a signal number from the launcher shim; return False if the connection has ended."""
+    # ---- in a generation -----------------------------------------------------------------------------
+
+    def _check_generation(self, now: float) -> "float | None":
+        """Return for how long to let the worker go on before the next check, or None to kill it."""
+        expires_at = self._lease.expires_at()
+        if expires_at > -INFINITY:
+            self._last_expiry = expires_at
+        if not self._is_over():
+            interval_s = WATCH_POLL_INTERVAL_S if now < self._link.watch_until else LEASE_POLL_INTERVAL_S
+            return min(interval_s, self._lease.remaining_s(), self._kill_at - now)
+        if self._stopped_at is None:
+            self._stopped_at = time.time()
+        is_copying = self._copy_monitor.should_wait(now, self._last_expiry)
+        if self._is_parking(now):
+            return LEASE_POLL_INTERVAL_S
+        return COPY_POLL_INTERVAL_S if is_copying else None
+
+    def _is_over(self) -> bool:
+        """Return whether the generation is over: its workers park or are killed, and get no SIGTERM."""
+        self._lease_expired = self._lease_expired or self._lease.remaining_s() <= 0
+        return self._lease_expired or (self._stop_requested and self._lease.has_no_grace())
+
+    def _is_parking(self, now: float) -> bool:
+        """Have a restartable worker park, within its lease; return whether it still may, or has."""
+        was_stopped = min(self._kill_at, self._killed_at) < INFINITY
+        if was_stopped or not self._link.is_restartable or now >= self._last_expiry:
+            return False
+        if self._park_until == INFINITY:
+            if self._lease.has_agent_ended():
+                return False
+            self._link.send(b"park\n")
+            self._park_until = now + PARK_TIMEOUT_S
+        if self._link.is_parked:
+            self._listener = self._link.listen()
+            return self._listener is not None
+        return now < self._park_until
+
+    def _handle_stop_request(self) -> None:
+        """Read a signal number from the launcher shim, or the end of the connection."""
         signal_number = receive(self._connection, 1)
         if not signal_number:
             self._kill_at = 0.0
-        elif not self._stop_requested and not self._lease.has_no_grace():
+            self._poll.unregister(self._connection)
+        elif not (self._stop_requested or self._lease.has_no_grace() or self._is_over()):
             send_signal(self._worker, signal.SIGTERM)
             self._kill_at = min(self._kill_at, now_s() + read_grace_s())
         self._stop_requested = True
         if self._stopped_at is None:
             self._stopped_at = time.time()
-        return bool(signal_number)
+
+    # ---- parked --------------------------------------------------------------------------------------
+
+    def _check_parked(self) -> "float | None":
+        """Let the launcher shim go once torchelastic stops it; return as `_check_generation`."""
+        if self._lease.has_agent_ended():
+            return None
+        if self._stop_requested and self._connection.fileno() >= 0 and self._listener is not None:
+            write_worker_mark("worker-parked", self._worker)
+            send(self._connection, b"parked %d\n" % self._worker)
+            self._poll.unregister(self._connection)
+            self._connection.close()
+            self._poll.register(self._listener, select.POLLIN)
+        return LEASE_POLL_INTERVAL_S
+
+    def _handle_next_shim(self, listener: "_socket.socket") -> None:
+        """Have the worker resume in the generation of the launcher shim that connects."""
+        if os.waitid(os.P_PID, self._worker, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            return  # the worker has just ended, so this launcher shim starts a new one
+        try:
+            connection = _socket.socket(fileno=listener._accept()[0])  # type: ignore[attr-defined]  # noqa: SLF001
+            request, streams = receive_request(connection)
+        except REQUEST_ERRORS:
+            return
+        self._poll.unregister(listener)
+        listener.close()
+        self._listener = None
+        replace_environment(request["environ"])
+        replace_streams(streams)
+        lease, copy_monitor = open_lease(connection), SnapshotCopyMonitor()
+        if self._link.resume():
+            send(connection, b"y")
+            self._begin_generation(connection, lease, copy_monitor)
+        else:  # this launcher shim starts a new worker
+            connection.close()
+            self._kill_at = 0.0
 
     def _wait_for_agent(self) -> bool:
         """Wait until the agent stops the dead worker; return True if the agent renewed the lease instead."""
@@ -251,6 +362,83 @@ class WorkerSupervisor:
             if now_s() - renewed_at > RENEWED_LEASE_WAIT_S:
                 return True
         return False
+
+
+class WorkerLink:
+    """The socket between supervisor and worker. Without an agent there is none, and no worker parks."""
+
+    def __init__(self) -> None:
+        self.socket: _socket.socket | None = None
+        self.is_restartable = self.is_parked = False
+        self.watch_until = 0.0
+        self._unread = b""
+        self._worker_end: _socket.socket | None = None
+        if ENV_PARKED in os.environ:
+            self.socket, self._worker_end = _socket.socketpair(
+                _socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC
+            )
+            self.socket.settimeout(REQUEST_TIMEOUT_S)
+
+    def become_worker(self) -> None:
+        """Keep the worker's end, also over exec, and name it in the environment."""
+        if self.socket is not None and self._worker_end is not None:
+            self.socket.close()
+            descriptor = self._worker_end.detach()
+            os.set_inheritable(descriptor, True)
+            os.environ[ENV_SUPERVISOR_FD] = str(descriptor)
+
+    def become_supervisor(self) -> None:
+        """Close the worker's end."""
+        if self._worker_end is not None:
+            self._worker_end.close()
+
+    def receive(self) -> bool:
+        """Read what the worker has sent; return False if its end is closed."""
+        data = b"" if self.socket is None else receive(self.socket, 4096)
+        *lines, unread = (self._unread + data).split(b"\n")
+        self._unread = unread[-4096:]
+        for line in lines:
+            if line in {b"restartable", b"unrestartable"}:
+                self.is_restartable = line == b"restartable"
+            elif line == b"waiting":
+                self.watch_until = now_s() + WATCH_S
+            elif line == b"parked":
+                self.is_parked = True
+        self.is_restartable = self.is_restartable and bool(data)
+        return bool(data)
+
+    def send(self, data: bytes) -> None:
+        """Send bytes to the worker."""
+        if self.socket is not None:
+            send(self.socket, data)
+
+    def listen(self) -> "_socket.socket | None":
+        """Return the socket at which the next launcher shim finds the worker; None if its name is taken."""
+        listener = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
+        try:
+            listener.bind(parked_socket_name())
+            listener.listen(16)
+        except OSError:
+            listener.close()
+            return None
+        return listener
+
+    def resume(self) -> bool:
+        """Send this process's environment and streams to the parked worker; return whether it got them."""
+        import json  # noqa: PLC0415 - see `write_worker_exit`
+
+        if self.socket is None:
+            return False
+        environ = json.dumps(dict(os.environ)).encode()
+        message = b"resume %d\n%b" % (len(environ), environ)
+        try:
+            sent = self.socket.sendmsg([message], [encode_streams()])
+            while sent < len(message):
+                sent += self.socket.send(message[sent:])
+        except OSError:
+            return False
+        self.is_parked = False
+        return True
 
 
 def ignore_signal(number: int, frame: object) -> None:
@@ -289,6 +477,96 @@ def read_grace_s() -> float:
         return DEFAULT_GRACE_S
 
 
+# ---- requests of launcher shims ------------------------------------------------------------------------
+
+
+class RequestRefusedError(Exception):
+    """A request of a launcher shim is refused; the text says why."""
+
+
+REQUEST_ERRORS = (OSError, ValueError, TypeError, RequestRefusedError)
+
+
+def parked_socket_name() -> str:
+    """Return the abstract address at which the supervisor of this local rank's parked worker listens."""
+    return f"\0{os.environ[ENV_PARKED]}-{os.environ[ENV_LOCAL_RANK]}"
+
+
+def receive_request(connection: "_socket.socket") -> "tuple[dict[str, Any], list[int]]":
+    """Receive the request of a launcher shim; return it with the shim's standard streams.
+
+    Raises:
+        RequestRefusedError: another user sent it.
+        OSError, ValueError, TypeError: it is incomplete, too long or malformed, or its sender has ended.
+
+    """
+    import json  # noqa: PLC0415 - see `write_worker_exit`
+
+    if not is_same_user(connection):
+        raise RequestRefusedError("the request is another user's")
+    connection.settimeout(REQUEST_TIMEOUT_S)
+    header, ancillary, _, _ = connection.recvmsg(4, _socket.CMSG_SPACE(len(encode_streams()[2])))
+    streams = [
+        int.from_bytes(data[at : at + 4], sys.byteorder)
+        for level, kind, data in ancillary
+        if (level, kind) == (_socket.SOL_SOCKET, _socket.SCM_RIGHTS)
+        for at in range(0, len(data) - 3, 4)
+    ]
+    try:
+        size = int.from_bytes(header, "big") if len(header) == 4 and len(streams) == 3 else 0
+        return json.loads(_receive_all(connection, size)), streams
+    except BaseException:
+        for stream in streams:
+            os.close(stream)
+        raise
+
+
+def _receive_all(connection: "_socket.socket", size: int) -> bytes:
+    """Receive the rest of a request, of which its sender must be alive at the end."""
+    if not 0 < size <= MAX_REQUEST_BYTES:
+        raise ValueError("no request")
+    limit = time.monotonic() + REQUEST_TIMEOUT_S
+    data = bytearray()
+    while len(data) < size:
+        part = connection.recv(min(1 << 20, size - len(data)))
+        if not part or time.monotonic() > limit:
+            raise ValueError("incomplete request")
+        data += part
+    connection.settimeout(None)
+    sender = select.poll()
+    sender.register(connection, 0)
+    if sender.poll(0):  # POLLHUP
+        raise ValueError("the sender has ended")
+    return bytes(data)
+
+
+def is_same_user(connection: "_socket.socket") -> bool:
+    """Return whether the peer runs as our user: any user may bind an abstract name, or connect to it."""
+    peer = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 12)  # struct ucred: pid, uid, gid
+    return int.from_bytes(peer[4:8], sys.byteorder) == os.getuid()
+
+
+def encode_streams() -> "tuple[int, int, bytes]":
+    """Return the ancillary data that sends this process's standard streams."""
+    numbers = b"".join(number.to_bytes(4, sys.byteorder) for number in range(3))
+    return _socket.SOL_SOCKET, _socket.SCM_RIGHTS, numbers
+
+
+def replace_streams(streams: "list[int]") -> None:
+    """Make these the standard streams of this process."""
+    for target, stream in enumerate(streams):
+        os.dup2(stream, target)
+        os.close(stream)
+
+
+def replace_environment(environ: "dict[str, str]") -> None:
+    """Set the environment. Each character stands for a byte, as in latin-1: it need not be valid text."""
+    os.environ.clear()
+    for name, value in environ.items():
+        if name and "=" not in name:  # the kernel passes such names on, but putenv refuses them
+            os.environb[name.encode("latin-1")] = value.encode("latin-1")
+
+
 # ---- shared memory of the agent ------------------------------------------------------------------------
 
 
@@ -300,9 +578,16 @@ def now_s() -> float:
 class LeaseView:
     """The lease page of the agent as a supervisor sees it; see `lease_page.py` for its words."""
 
-    def __init__(self, words: "memoryview[float] | None") -> None:
-        """Read and write ``words``. None stands for a lease without end, where there is no agent."""
+    def __init__(
+        self, words: "memoryview[float] | None", path: str = "", page: "os.stat_result | None" = None
+    ) -> None:
+        """Read and write ``words`` of the file ``page``, which has this path while the agent lives.
+
+        None stands for a lease without end, where there is no agent.
+        """
         self._words = words
+        self._path = path
+        self._page = page
 
     def expires_at(self) -> float:
         """Return when the lease expires; minus infinity if it is revoked."""
@@ -314,6 +599,14 @@ class LeaseView:
             return INFINITY
         remaining = self._words[0] - now_s()
         return remaining if remaining > 0 else 0.0
+
+    def has_agent_ended(self) -> bool:
+        """Return whether the agent has ended or has closed its lease page."""
+        try:
+            found = os.stat(self._path)  # noqa: PTH116 - see `send`
+        except OSError:
+            return True
+        return self._page is None or not os.path.samestat(found, self._page)
 
     def record_failure(self) -> None:
         """Record for all supervisors of this node that a worker of this generation has failed."""
@@ -337,7 +630,7 @@ def open_lease(connection: "_socket.socket") -> LeaseView:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         # read(2) would not do: the kernel may copy byte by byte and mix bytes of two values.
-        page = mmap.mmap(descriptor, mmap.PAGESIZE)
+        page, file = mmap.mmap(descriptor, mmap.PAGESIZE), os.fstat(descriptor)
         os.close(descriptor)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -347,7 +640,7 @@ def open_lease(connection: "_socket.socket") -> LeaseView:
             "the agent has ended, or /proc hides it: run workers as the agent's user, in its PID namespace, "
             "with /proc mounted.",
         )
-    return LeaseView(memoryview(page).cast("d"))
+    return LeaseView(memoryview(page).cast("d"), path, file)
 
 
 class SnapshotCopyMonitor:
@@ -445,13 +738,13 @@ def list_children() -> "list[int]":
 # ---- events --------------------------------------------------------------------------------------------
 
 
-def write_worker_forked(worker: int) -> None:
-    """Append a ``worker-forked`` event to the agent's memory: most scripts offer no progress page."""
+def write_worker_mark(event: str, worker: int) -> None:
+    """Append a ``worker-forked`` or ``worker-parked`` event to the agent's memory."""
     names = ("RANK", ENV_LOCAL_RANK, ENV_GENERATION)
     rank, local_rank, generation = (parse_int_or_none(os.environ.get(name)) for name in names)
     if rank is not None and local_rank is not None and generation is not None:  # else there is no agent
         line = (  # by hand: see `write_worker_exit`
-            f'{{"t":{time.time():.3f},"event":"worker-forked","pid":{os.getpid()},"worker_pid":{worker},'
+            f'{{"t":{time.time():.3f},"event":"{event}","pid":{os.getpid()},"worker_pid":{worker},'
             f'"rank":{rank},"local_rank":{local_rank},"generation":{generation}}}\n'
         )
         append_line(ENV_EVIDENCE, line.encode(), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
@@ -464,6 +757,7 @@ def write_worker_exit(
     stopped_at: "float | None",
     lease_expired: bool,
     message: str = "",
+    not_parked: bool = False,
     stuck: bool = False,
 ) -> None:
     """Append a ``worker-exit`` event to the agent's memory, which decides, and to the node's log on disk."""
@@ -488,6 +782,8 @@ def write_worker_exit(
         event["stopped_at"] = round(stopped_at, 3)
     if lease_expired:
         event["lease_expired"] = True
+    if not_parked:
+        event["not_parked"] = True
     if stuck:
         event["stuck"] = True
     if wait_status != 0 and stopped_at is None:
