@@ -55,6 +55,8 @@ Kinds, their writers and their own fields::
                                      generation, step, reason}], recomputed_steps, seconds
     worker-start          worker     generation, rank, local_rank, world_size, step, gpu (UUID of the model's
                                      device, or null); the state is loaded
+    restartable           worker     generation, rank, local_rank, start_s (from its start to er.resume),
+                                     state_bytes
     step                  worker     generation, rank, step, epoch, stalled_s (time that this rank has
                                      waited for snapshots in this generation); at a bounded rate, and
                                      always the first
@@ -97,7 +99,7 @@ MAX_COUNT_VALUE = 1 << 53
 MAX_TIME_S = 1e12  # Unix time of the year 33658
 # The agent uses these events to decide what follows a generation, so its memory keeps them too.
 FAILURE_EVIDENCE_KINDS = frozenset(
-    {"worker-start", "failure", "worker-exit", "hang", "hang-ended", "gpu-fault"}
+    {"worker-start", "failure", "worker-exit", "hang", "hang-ended", "gpu-fault", "restartable"}
 )
 MAX_PENDING_LINES = 1000  # each has a few hundred bytes
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")

@@ -258,8 +258,8 @@ class _Agent:
             ) as session:
                 client = session.client
                 if fork_server is not None:
-                    client.is_importing = True
-                    fork_server.call_when_ready(client.finish_imports)
+                    client.begin_preparation()
+                    fork_server.call_when_ready(client.finish_preparation)
                 self._serve_metrics(client.address)
                 snapshots.start_replica_comparison(client, self.event_log.emit)
                 try:

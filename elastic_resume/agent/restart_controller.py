@@ -34,6 +34,7 @@ from elastic_resume.policy.failure_classification import Failure, FailureVerdict
 from elastic_resume.policy.gpu_faults import GpuFault
 from elastic_resume.policy.reasons import to_json
 from elastic_resume.policy.restart import Continue, Exclude, GaveUp, GenerationResult, GiveUp
+from elastic_resume.policy.start_cost import StartCost, find_start_cost
 from elastic_resume.policy.wording import describe, format_node_names
 from elastic_resume.rendezvous.core.interface import EmitEvent, StartWorkers, StopReason
 from elastic_resume.slots.progress_page import MAX_LOCAL_RANKS, read_records
@@ -95,6 +96,10 @@ class RestartController:
         """Return the events of this generation by which this agent decides. From any thread."""
         return self._evidence.read()
 
+    def find_start_cost(self) -> StartCost | None:
+        """Return what the workers of this generation have needed to start, if they can keep their process."""
+        return find_start_cost(self.read_evidence())
+
     def has_resumed(self) -> bool:
         """Return whether a worker of this generation has come out of `er.resume`. From any thread."""
         return any(event["event"] == "worker-start" for event in self.read_evidence())
@@ -151,6 +156,7 @@ class RestartController:
         if not isinstance(decision, Continue):
             self._emit_verdict(self.generation, None, decision)
             self._carry_out(decision)
+        self.log.log_not_parked()
         if result.failed:
             delay_s = self._restart_delay_s(self._history)
             self.log.log_failure(root_cause, restarts=self._will_continue(self._history), delay_s=delay_s)
@@ -200,12 +206,12 @@ class RestartController:
             self._last_verdict = result.verdict
         nodes, former_nodes = _list_nodes(view), _list_nodes(former)
         joined = [node for node in nodes if node not in former_nodes]
-        lost = [node for node in former_nodes if node not in nodes]
+        lost = [node for node in former_nodes if node not in {*nodes, *view.preparing_nodes}]
         decision = restart.decide_restart(self._history, self._limits, self._world)
         ends_here = isinstance(decision, GiveUp) or self._leaves(decision)
         self._emit_verdict(former.generation, None if ends_here else view.generation, decision, joined, lost)
         if not isinstance(decision, GiveUp):
-            self.log.log_restart(result.verdict, decision, joined, lost)
+            self.log.log_restart(result.verdict, decision, joined, lost, view.preparing_nodes)
         self._carry_out(decision)
         # The workers had their time, since all ranks resume.
         if view.rank == 0 and not self._has_ever_resumed() and (view.failures or lost):

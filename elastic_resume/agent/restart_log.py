@@ -23,6 +23,7 @@ from elastic_resume.policy.wording import (
     describe_arguments,
     describe_event,
     describe_failure,
+    describe_not_parked,
     explain_verdict,
     format_node_names,
 )
@@ -132,19 +133,33 @@ class RestartLog:
             self._is_end_logged = True
             logger.warning(self._end_text)
 
+    def log_not_parked(self) -> None:
+        """Log which workers of the last generation were killed because they did not park."""
+        events = self._evidence.read()
+        ranks = sorted({event["rank"] for event in events if event.get("not_parked") and "rank" in event})
+        if ranks:
+            logger.warning(describe_not_parked(ranks))
+
     def log_restart(
         self,
         verdict: FailureVerdict,
         decision: RestartDecision,
         joined: Sequence[str],
         lost: Sequence[str],
+        preparing: Sequence[str] = (),
     ) -> None:
-        """Log why the last generation ended, unless this node has logged its own failure as the cause."""
+        """Log why the last generation ended, unless this node has logged its own failure as the cause.
+
+        Nodes that are ``preparing`` were in it, and join again when their workers stand at `er.resume`.
+        """
         was_wait_logged = self._wait_log.end()
         root_cause = verdict.root_cause
         if root_cause is not None and root_cause.node != self._node:
             cause = describe_failure(root_cause, with_node=True)
-            logger.warning("%s%s; restarting.", cause, _describe_also_lost(root_cause, lost))
+            without = (
+                f" without {format_node_names(preparing)}, whose workers start first" if preparing else ""
+            )
+            logger.warning("%s%s; restarting%s.", cause, _describe_also_lost(root_cause, lost), without)
         elif not self._is_end_logged and not was_wait_logged:
             joins = root_cause is None and joined
             logger.info(f"joined: {format_node_names(joined)}; restarting." if joins else self._end_text)

@@ -46,6 +46,7 @@ from elastic_resume.agent.peer_probe import PeerProbe
 from elastic_resume.agent.restart_controller import RestartController
 from elastic_resume.agent.status_reporter import StatusReporter
 from elastic_resume.agent.workers.lease_page import LeasePage
+from elastic_resume.agent.workers.standby import StandbyWorkers
 from elastic_resume.agent.workers.supervisor import read_drain_signals
 from elastic_resume.checkpoint.node_dir import NodeDir
 from elastic_resume.errors import (
@@ -98,6 +99,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         client: RendezvousClient,
         controller: RestartController,
         peer_probe: PeerProbe,
+        standby: StandbyWorkers,
         *,
         host: str,
         local_world_size: int,
@@ -112,6 +114,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         self._client = client
         self._controller = controller
         self._peer_probe = peer_probe
+        self._standby = standby
         self._host = host
         self._local_world_size = local_world_size
         self._node_order = node_order
@@ -157,7 +160,9 @@ class ElasticRendezvousHandler(RendezvousHandler):
         """Judge the last generation, join the next view, and judge again with all nodes' failures."""
         self._client.raise_if_over()
         last_world, view_end = self._world, self._client.view_end
-        newest_step = 0
+        newest_step, start_cost = 0, self._controller.find_start_cost()
+        if start_cost is not None:
+            self._client.send_start_cost(start_cost)
         if last_world is not None:
             summary = self._report_failure(last_world)
             newest_step = summary.newest_step
@@ -174,13 +179,14 @@ class ElasticRendezvousHandler(RendezvousHandler):
             script=self._script,
             arguments=self._arguments,
         )
+        self._standby.start_missing(start_cost or self._client.start_cost)
         try:
-            world = self._client.join(join_spec)
+            world = self._client.join(join_spec, lambda: self._standby.start_missing(self._client.start_cost))
         except JobCompleted:
             raise SystemExit(0) from None
         if world.rank != 0:
             self._store_server = None  # only the store of rank 0 is used
-        changed = last_world is None or set(last_world.members) != set(world.members)
+        changed = last_world is None or not _has_same_members(last_world, world)
         self._controller.start_generation(world, membership_changed=changed)
         self._world, self._logged_start = world, False  # an excluded node reports nothing about this view
         return world
@@ -245,6 +251,12 @@ class _GenerationStore:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+
+def _has_same_members(last: StartWorkers, world: StartWorkers) -> bool:
+    """Return whether no node was lost or has joined; one that prepares is not lost."""
+    staying = {member for member in last.members if member.node not in world.preparing_nodes}
+    return staying == set(world.members)
 
 
 def _create_rank_store(workers_per_node: tuple[int, ...]) -> Store:
@@ -505,6 +517,7 @@ def run_workers(spec: LaunchSpec, controller: RestartController, session: Rendez
     report = session.client.report_unreachable_peers
     peer_probe = PeerProbe(spec.rendezvous_config.settings.node_timeout_s, report, controller.has_resumed)
     controller.list_unreachable_nodes = peer_probe.list_unreachable_nodes
+    standby = _create_standby_workers(spec, session.client)
 
     def create_handler(_: RendezvousParameters) -> RendezvousHandler:
         # torchelastic handles these once the first workers start, but a rendezvous can last minutes.
@@ -514,6 +527,7 @@ def run_workers(spec: LaunchSpec, controller: RestartController, session: Rendez
             session.client,
             controller,
             peer_probe,
+            standby,
             host=session.host,
             local_world_size=config.nproc_per_node,
             node_order=session.node_order,
@@ -538,12 +552,26 @@ def run_workers(spec: LaunchSpec, controller: RestartController, session: Rendez
         session.client.fail_job(job_failure)
         raise JobFailedError(describe(job_failure), reason=job_failure) from error
     finally:
+        standby.close()
         peer_probe.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
     job_end = session.client.job_end
     if job_end is not None and not isinstance(job_end.reason, JobFinished):
         raise JobFailedError(describe(job_end.reason), reason=job_end.reason)
+
+
+def _create_standby_workers(spec: LaunchSpec, client: RendezvousClient) -> StandbyWorkers:
+    config = spec.config
+    # Other nodes never train without a single node. torchelastic gives a worker its GPU or its processors.
+    is_placed = getattr(config, "virtual_local_rank", False) or getattr(config, "numa_options", None)
+    return StandbyWorkers(
+        [str(spec.entrypoint), *spec.args],
+        config.nproc_per_node,
+        on_begin=client.begin_preparation,
+        on_end=client.finish_preparation,
+        is_possible=spec.worker_command is not None and config.max_nodes > 1 and not is_placed,
+    )
 
 
 def _make_failure(node: str, error: ChildFailedError) -> Failure:

@@ -81,7 +81,7 @@ def format_screen(status: Mapping[str, Any], max_nodes: int = MAX_NODES) -> list
         *_format_headline(status),
         "",
         *_format_nodes(status, max_nodes),
-        *_format_spares(status["spares"]),
+        *_format_spares(status["spares"], status["preparing"]),
         "",
         *_format_incidents(status),
     ]
@@ -111,9 +111,10 @@ def _format_headline(status: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _format_spares(names: Sequence[str]) -> list[str]:
+def _format_spares(names: Sequence[str], preparing: Sequence[str]) -> list[str]:
     more = f" and {len(names) - MAX_SPARES} more" if len(names) > MAX_SPARES else ""
-    return ["", *wrap_text(f"spares: {', '.join(names[:MAX_SPARES])}{more}")] if names else []
+    shown = [f"{name} (its workers start)" if name in preparing else name for name in names[:MAX_SPARES]]
+    return ["", *wrap_text(f"spares: {', '.join(shown)}{more}")] if names else []
 
 
 def _format_nodes(status: Mapping[str, Any], max_nodes: int) -> list[str]:
@@ -291,6 +292,7 @@ def build_document(
         if world
         else None,
         "spares": [other.node for other in view.others] if world else [],
+        "preparing": list(view.preparing),
         "missing": list(view.missing),
         "waiting": view.waiting_reason,
         "end_reason": view.end_reason,

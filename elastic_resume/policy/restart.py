@@ -336,7 +336,8 @@ def count_failures_without_progress(history: Sequence[GenerationResult]) -> int:
     """Count the failed generations since the last progress.
 
     A generation that starts at an earlier step than its predecessor has lost saved states. Training then
-    recomputes steps, and the steps reached before no longer count.
+    recomputes steps, and the steps reached before no longer count. If it starts at a later step than this
+    node has reached, other nodes trained without it; that is no progress of a node that fails.
     """
     best: int | None = None
     started: int | None = None
@@ -345,6 +346,8 @@ def count_failures_without_progress(history: Sequence[GenerationResult]) -> int:
         if result.start_step is not None:
             if started is not None and result.start_step < started:
                 best = result.start_step
+            elif best is not None:
+                best = max(best, result.start_step)
             started = result.start_step
         base = best if best is not None else result.start_step
         if result.newest_step is not None and (base is None or result.newest_step > base):

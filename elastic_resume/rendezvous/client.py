@@ -25,6 +25,7 @@ from elastic_resume.policy.failure_classification import Failure
 from elastic_resume.policy.reasons import DepartureReason, JobFinished, NodeRefused, OwnObstacle
 from elastic_resume.policy.restart import JobFailure
 from elastic_resume.policy.slow_ranks import SlowRank
+from elastic_resume.policy.start_cost import StartCost
 from elastic_resume.policy.wording import describe
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.node import LEAVE_TIMEOUT_S, RendezvousNode
@@ -85,8 +86,9 @@ class RendezvousClient:
         self.slow_rank: SlowRank | None = None
         """The slow rank that the leader has named last; written by the rendezvous thread."""
         self._condition = threading.Condition()
-        self.is_importing = False
-        """This node's new workers would wait for imports. Set it before `join`; see `finish_imports`."""
+        self.start_cost: StartCost | None = None
+        """That of the job's workers, as far as known; written by the rendezvous thread."""
+        self._preparations = 0  # how many have begun and not ended
         self._view: interface.StartWorkers | None = None
         self.view_end: interface.StopReason | None = None
         """Why other nodes ended the last view; None if this node's workers did."""
@@ -131,11 +133,14 @@ class RendezvousClient:
 
     # ---- the torchelastic thread ---------------------------------------------------------------------
 
-    def join(self, request: messages.JoinSpec) -> interface.StartWorkers:
+    def join(
+        self, request: messages.JoinSpec, on_start_cost: Callable[[], None] = lambda: None
+    ) -> interface.StartWorkers:
         """Wait for a view with this node in it. Its workers must be dead.
 
         The view may have ended already: see `restart_requested`. Its failures have to be judged all the same.
-        While `is_importing`, a view that runs without this node does not end for it.
+        While this node prepares, a view that runs without it does not end for it. ``on_start_cost`` is called
+        whenever `start_cost` has changed meanwhile.
 
         Raises:
             JobFailedError: a node ended the job for all.
@@ -146,21 +151,31 @@ class RendezvousClient:
         """
         with self._condition:
             self._view, self.view_end = None, None
-            self._server.submit(messages.JoinRequest(replace(request, is_importing=self.is_importing)))
-            return self._wait_for_view()
-
-    def finish_imports(self) -> None:
-        """Note that new workers need not wait for imports; from any thread."""
-        with self._condition:
-            self.is_importing = False
-            self._server.submit(messages.ImportsFinished())
-
-    def _wait_for_view(self) -> interface.StartWorkers:
+            request = replace(request, is_preparing=self._preparations > 0)
+            self._server.submit(messages.JoinRequest(request))
+            known_cost = self.start_cost
         while True:
-            self.raise_if_over()
-            if self._view is not None:
-                return self._view
-            self._wait_for_change()
+            with self._condition:
+                while self._view is None and self._outcome is None and self.start_cost == known_cost:
+                    self._wait_for_change()
+                self.raise_if_over()
+                if self._view is not None:
+                    return self._view
+                known_cost = self.start_cost
+            on_start_cost()  # without the lock, since it may take long
+
+    def begin_preparation(self) -> None:
+        """Note that this node's new workers would take long to start; from any thread."""
+        self._count_preparation(1)
+
+    def finish_preparation(self) -> None:
+        """Note the end of one preparation. After the last one, the node may join a view at once."""
+        self._count_preparation(-1)
+
+    def _count_preparation(self, change: int) -> None:
+        with self._condition:
+            self._preparations += change
+            self._server.submit(messages.Preparation(self._preparations > 0))
 
     @property
     def restart_requested(self) -> bool:
@@ -261,6 +276,11 @@ class RendezvousClient:
         """Send the median own times of this node's ranks; the leader names a rank that is slow."""
         self._server.submit(messages.OwnTimes(generation, times_us))
 
+    def send_start_cost(self, cost: StartCost) -> None:
+        """Send what this node's workers have needed to start; a leader passes it on to all nodes."""
+        if cost != self.start_cost:
+            self._server.submit(cost)
+
     # ---- the rendezvous thread -----------------------------------------------------------------------
 
     def _update_lease(self, node: RendezvousNode) -> None:
@@ -271,6 +291,10 @@ class RendezvousClient:
             self._lease.set(-math.inf)
         else:
             self._lease.set(math.inf if self._single_node and node.is_leader else node.lease_until)
+        if node.state.start_cost != self.start_cost:
+            with self._condition:
+                self.start_cost = node.state.start_cost
+                self._condition.notify_all()
 
     def _handle_effect(self, effect: interface.Effect) -> None:
         if isinstance(effect, (interface.EmitEvent, messages.ReplicasDiverged)):

@@ -31,7 +31,7 @@ Messages. A node follows a leader when it has been welcomed and has sent its fir
 
     candidate → any node    Hello                   reply: Welcome | Redirect | Refused | JobEnd
     follower  → leader      Heartbeat JoinRequest Vote ProposalAck NodeFinished FailureReport FailJob
-                            UnreachablePeers ImportsFinished LeaveNotice
+                            UnreachablePeers Preparation LeaveNotice
     leader    → follower    Heartbeat RequestVote Propose StartView Decided EndView Waiting
                             ReplicasDiverged JobEnd Redirect Refused LeaveNotice
     leader    → any node    LeaderAnnouncement      reply: LeaderAnnouncement | Redirect
@@ -51,8 +51,10 @@ acknowledged. So workers on a side without a quorum end by themselves.
 Nodes of one job run one script. A node whose `JoinSpec.script` is not the leader's is refused. Nodes whose
 workers have finished are named in `StartView`, so that a later view takes no step beyond theirs.
 
-A newcomer that still imports joins with `is_importing`. A running view ends for it only after its
-`ImportsFinished`. Survivors that are enough form the next view without it.
+A node whose new workers take long to start joins with `is_preparing`, or sends a `Preparation` later. Others
+that are enough form the next view without it, if a member of the last view is among them. A running view
+ends for it only after the `Preparation` that says that it is ready. How long workers take to start is in the
+leader's heartbeats (`StartCost`), so a spare or a newcomer can prepare before it is needed.
 
 Two followers may be unable to reach each other. Then a node reports `UnreachablePeers`, the view ends, and
 the next one leaves out one of the two. It remains a follower, and joins once it reports that it reaches all.

@@ -128,6 +128,7 @@ class Follower(Role):
 
     def _handle_heartbeat(self, _: Link, message: messages.Heartbeat) -> None:
         self.state.slow_rank = message.slow_rank
+        self.state.start_cost = message.start_cost or self.state.start_cost
 
     def _handle_waiting(self, _: Link, message: messages.Waiting) -> None:
         self.wait_reason = message.reason
@@ -354,7 +355,7 @@ class Follower(Role):
     }
     _OWN_HANDLERS: ClassVar[Handlers] = {
         messages.JoinRequest: lambda self, _, request: self._send(request),
-        messages.ImportsFinished: lambda self, _, message: self._send(message),
+        messages.Preparation: lambda self, _, message: self._send(message),
         messages.FailureReport: lambda self, *_: self.send_reports(),
         messages.UnreachablePeers: lambda self, *_: self.send_reports(),
         messages.FailJob: lambda self, *_: self.send_reports(),

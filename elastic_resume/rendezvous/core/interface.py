@@ -22,14 +22,15 @@ from elastic_resume.policy.reasons import (
     WaitReason,
 )
 from elastic_resume.policy.restart import JobFailure
+from elastic_resume.policy.start_cost import StartCost
 from elastic_resume.rendezvous.core.messages import (
     FailJob,
     FailureReport,
     Header,
-    ImportsFinished,
     JoinRequest,
     Message,
     OwnTimes,
+    Preparation,
     ReplicasDiverged,
     StateDigest,
     UnreachablePeers,
@@ -168,13 +169,14 @@ Event = (
     | MessageReceived
     | Tick
     | JoinRequest
-    | ImportsFinished
+    | Preparation
     | WorkersFinished
     | FailureReport
     | UnreachablePeers
     | FailJob
     | StateDigest
     | OwnTimes
+    | StartCost
     | Leave
     | Persisted
 )
@@ -249,6 +251,7 @@ class StartWorkers:
     failures: tuple[Failure, ...] = ()
     arguments: tuple[NodeArguments, ...] = ()
     finished_nodes: tuple[str, ...] = ()
+    preparing_nodes: tuple[str, ...] = ()
 
 
 MembershipEnd = JoinTimeout | NodeRefused | OwnObstacle

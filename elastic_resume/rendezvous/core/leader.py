@@ -28,6 +28,7 @@ from elastic_resume.policy.reasons import (
 )
 from elastic_resume.policy.restart import ReplicasDiffer
 from elastic_resume.policy.slow_ranks import SlowRank, find_slow_rank
+from elastic_resume.policy.start_cost import StartCost
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.leader_announcer import LeaderAnnouncer
 from elastic_resume.rendezvous.core.peers import Link, Peer, PeerTable
@@ -129,7 +130,7 @@ class Leader(Role):
         """The newest of each node, by its name."""
         self.last_comparison: SlowRank | None = None
         """The rank that was slow in the last comparison of own times; perhaps not named yet."""
-        self.heartbeat = messages.Heartbeat()  # shared, so that it is encoded once
+        self.heartbeat = self._make_heartbeat()
         self.admission = Admission(state, self.peers, self._remove_peer)
         self.request: messages.RequestVote | None = None
         """What the voters have been asked last."""
@@ -157,6 +158,10 @@ class Leader(Role):
             state.voter.electorate.count((state.incarnation, *self.peers.by_incarnation)),
             len(view.members) if rank is None else rank,
         )
+
+    def _make_heartbeat(self) -> messages.Heartbeat:
+        """Return the heartbeat for all followers. It is shared, so that it is encoded once."""
+        return messages.Heartbeat(slow_rank=self.state.slow_rank, start_cost=self.state.start_cost)
 
     def _send(self, peer: Peer, message: messages.Message) -> None:
         state = self.state
@@ -208,10 +213,11 @@ class Leader(Role):
         self._remove_peer(peer, Loss.REFUSED)
         return True
 
-    def _handle_imports_finished(self, peer: Peer, _: messages.ImportsFinished) -> None:
+    def _handle_preparation(self, peer: Peer, message: messages.Preparation) -> None:
         if peer.join:
-            peer.join = replace(peer.join, is_importing=False)
-            self.view_change.schedule_scale_up(peer.incarnation, self.running_view)
+            peer.join = replace(peer.join, is_preparing=message.is_running)
+            if not message.is_running:
+                self.view_change.schedule_scale_up(peer.incarnation, self.running_view)
 
     def _handle_vote(self, peer: Peer, vote: Vote) -> None:
         self.view_change.decision.add_vote(peer.incarnation, vote)
@@ -243,7 +249,7 @@ class Leader(Role):
             self.end_view(NodesUnreachable(reporter.node, name_nodes(nodes)))
         view_change.schedule_scale_up(reporter, self.running_view)
         for peer in self.peers:
-            if peer.incarnation.node in reached and peer.join and not peer.join.is_importing:
+            if peer.incarnation.node in reached and peer.join and not peer.join.is_preparing:
                 view_change.schedule_scale_up(peer.incarnation, self.running_view)
         view_change.reevaluate()
 
@@ -488,7 +494,10 @@ class Leader(Role):
         slow = find_slow_rank(generation, times_us, self.last_comparison) if is_complete else None
         self.last_comparison = slow
         state.slow_rank = slow if slow and slow.is_named else None
-        self.heartbeat = messages.Heartbeat(slow_rank=state.slow_rank)
+        self.heartbeat = self._make_heartbeat()
+
+    def _handle_own_start_cost(self, *_: object) -> None:
+        self.heartbeat = self._make_heartbeat()
 
     def _report_divergence(self, view: View, verdict: DivergenceVerdict) -> None:
         """Report to every member that replicas differ, and end the job."""
@@ -693,8 +702,9 @@ class Leader(Role):
             self._refuse_other_script(peer)
         self.view_change.handle_join(own, request.join, self.running_view)
 
-    def _handle_own_imports(self, *_: object) -> None:
-        self.view_change.schedule_scale_up(self.state.incarnation, self.running_view)
+    def _handle_own_preparation(self, _: None, message: messages.Preparation) -> None:
+        if not message.is_running:
+            self.view_change.schedule_scale_up(self.state.incarnation, self.running_view)
 
     def hand_over(self, departure: DepartureReason) -> bool:
         """Step down for the lowest ranked follower that stays; return whether one is here or may be back."""
@@ -742,7 +752,7 @@ class Leader(Role):
     _FOLLOWER_HANDLERS: ClassVar[Handlers] = {
         messages.Heartbeat: _handle_heartbeat,
         messages.JoinRequest: _handle_join,
-        messages.ImportsFinished: _handle_imports_finished,
+        messages.Preparation: _handle_preparation,
         messages.NodeFinished: _handle_finished,
         messages.FailJob: _handle_fail_job,
         messages.LeaveNotice: _handle_leave_notice,
@@ -757,8 +767,9 @@ class Leader(Role):
     }
     _OWN_HANDLERS: ClassVar[Handlers] = {
         messages.JoinRequest: _handle_own_join,
-        messages.ImportsFinished: _handle_own_imports,
+        messages.Preparation: _handle_own_preparation,
         messages.OwnTimes: _compare_own_times,
+        StartCost: _handle_own_start_cost,
         messages.UnreachablePeers: lambda self, _, report: self._note_unreachable(
             self.state.incarnation, report
         ),

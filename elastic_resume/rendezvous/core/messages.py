@@ -12,6 +12,7 @@ from elastic_resume.policy.failure_classification import Failure
 from elastic_resume.policy.reasons import DepartureReason, NodeArguments, Refusal, ViewEndReason, WaitReason
 from elastic_resume.policy.restart import JobFailure
 from elastic_resume.policy.slow_ranks import SlowRank
+from elastic_resume.policy.start_cost import StartCost
 from elastic_resume.rendezvous.core.world import Ballot, Incarnation, JobEnd, Proposal, View, Vote
 
 
@@ -40,8 +41,8 @@ class JoinSpec:
     """Place in the scheduler's order of nodes."""
     newest_step: int = 0
     """The newest step that workers of this node have finished since its agent started."""
-    is_importing: bool = False
-    """The node still imports modules for its workers. Others that could train do not wait for it."""
+    is_preparing: bool = False
+    """New workers of the node take long to start. Others that could train do not wait for it."""
     script: str = ""
     """The training script's name and digest at the start of the agent; all nodes must have the same.
 
@@ -138,11 +139,12 @@ class OwnTimes:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Renew leases by the header. A follower adds a digest and own times, the leader names a slow rank."""
+    """Renew leases by the header. A follower adds the first two fields, the leader the others."""
 
     state_digest: StateDigest | None = None
     own_times: OwnTimes | None = None
     slow_rank: SlowRank | None = None
+    start_cost: StartCost | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,8 @@ class StartView:
     """The script's arguments of rank 0's node, and of some others that differ; empty if all are equal."""
     finished_nodes: tuple[str, ...] = ()
     """Nodes whose workers have succeeded; then this view may recompute steps, and take no further one."""
+    preparing_nodes: tuple[str, ...] = ()
+    """Members of the last view that are not in this one, because their workers take long to start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +245,10 @@ class NodeFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class ImportsFinished:
-    """Report that the sender, which has joined, imports nothing any more."""
+class Preparation:
+    """Report whether the sender, which has joined, prepares its workers."""
+
+    is_running: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +298,7 @@ Message = (
     | Redirect
     | Refused
     | JoinRequest
-    | ImportsFinished
+    | Preparation
     | Heartbeat
     | ReplicasDiverged
     | RequestVote

@@ -22,6 +22,7 @@ from elastic_resume.policy.reasons import (
     ViewEnd,
     WorkersStopped,
 )
+from elastic_resume.policy.start_cost import StartCost
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.follower import Follower
 from elastic_resume.rendezvous.core.leader import Leader
@@ -123,9 +124,9 @@ class RendezvousNode:
         self.state.script = event.join.script
         self.role.handle_own(event)
 
-    def _handle_imports_finished(self, event: messages.ImportsFinished) -> None:
-        if self.state.join and self.state.join.is_importing:
-            self.state.join = replace(self.state.join, is_importing=False)
+    def _handle_preparation(self, event: messages.Preparation) -> None:
+        if self.state.join:
+            self.state.join = replace(self.state.join, is_preparing=event.is_running)
             self.role.handle_own(event)
 
     def _handle_workers_finished(self, event: interface.WorkersFinished) -> None:
@@ -158,6 +159,10 @@ class RendezvousNode:
 
     def _handle_own_times(self, event: messages.OwnTimes) -> None:
         self.state.own_times = event
+        self.role.handle_own(event)
+
+    def _handle_start_cost(self, event: StartCost) -> None:
+        self.state.start_cost = event
         self.role.handle_own(event)
 
     def _handle_leave(self, event: interface.Leave) -> None:
@@ -278,12 +283,13 @@ class RendezvousNode:
     }
     _HANDLERS = _HANDLERS_AFTER_END | {
         messages.JoinRequest: _handle_join_request,
-        messages.ImportsFinished: _handle_imports_finished,
+        messages.Preparation: _handle_preparation,
         messages.FailureReport: _handle_failure_report,
         messages.UnreachablePeers: _handle_unreachable_peers,
         messages.FailJob: _handle_fail_job,
         messages.StateDigest: _handle_digest,
         messages.OwnTimes: _handle_own_times,
+        StartCost: _handle_start_cost,
         interface.WorkersFinished: _handle_workers_finished,
         interface.Leave: _handle_leave,
     }

@@ -21,6 +21,7 @@ from elastic_resume.policy.reasons import (
 )
 from elastic_resume.policy.restart import JobFailure
 from elastic_resume.policy.slow_ranks import SlowRank
+from elastic_resume.policy.start_cost import StartCost
 from elastic_resume.rendezvous.core import interface, messages
 from elastic_resume.rendezvous.core.peers import NEVER, Link
 from elastic_resume.rendezvous.core.voter import Voter
@@ -110,6 +111,8 @@ class NodeState:
         """Those of this node's ranks, to be sent."""
         self.slow_rank: SlowRank | None = None
         """The slow rank of the running view, as the leader has named it."""
+        self.start_cost: StartCost | None = None
+        """That of the job's workers, as this node or its leader has measured it last."""
         self.lease_until = NEVER
         self.unreachable: set[Incarnation] = set()
         self.terms_without_quorum = 0
@@ -214,6 +217,7 @@ class NodeState:
                 bound_failures(message.failures),
                 message.arguments,
                 message.finished_nodes,
+                message.preparing_nodes,
             )
         )
 

@@ -131,7 +131,7 @@ class ViewChange:
         """Note that a node has joined; another newcomer may follow it."""
         if self.state.view.rank(incarnation) is None:
             self.last_arrival_at = self.state.now
-        if not join.is_importing:
+        if not join.is_preparing:
             self.schedule_scale_up(incarnation, running_view)
         self.reevaluate()
 
@@ -244,8 +244,9 @@ class ViewChange:
         """
         is_repeated = self.decision.is_repeated
         failures = self.state.failure_log.get_failures(self.state.failed_generation)
+        before = self.state.view
         if self.joins:
-            self._note_left_out(self.state.view)
+            self._note_left_out(before)
         proposal = self.decision.finish_slot()
         view, joins = proposal.view, self.joins
         self.joins, self.awaiting, self.reported_reason, self.wait_reason = {}, set(), None, None
@@ -258,10 +259,17 @@ class ViewChange:
         store_address = joins[view.members[0]].store_address
         arguments = compare_arguments(view, joins)
         finished = name_nodes(self._list_finished_nodes())
+        preparing = tuple(
+            node.node
+            for node in before.members
+            if view.rank(node) is None and (join := self._find_join(node)) and join.is_preparing
+        )
         return (
             view,
             None,
-            StartView(view.generation, store_address, workers, newest_step, failures, arguments, finished),
+            StartView(
+                view.generation, store_address, workers, newest_step, failures, arguments, finished, preparing
+            ),
         )
 
     # Waiting.
@@ -316,7 +324,7 @@ class ViewChange:
         until = self._compute_wait_deadline(present, full=len(joins) >= settings.max_nodes)
         if state.now < until:
             return self._wait(self._find_absent(joins, present), until)
-        return self._leave_out_importing(joins)
+        return self._leave_out_preparing(joins)
 
     def _list_finished_nodes(self) -> list[str]:
         """Return the nodes here whose workers have succeeded. Fewer than the minimum may then end, too."""
@@ -325,6 +333,10 @@ class ViewChange:
         if state.join is None and state.finished_generation > 0 and not state.leaving:
             finished.append(state.incarnation.node)
         return finished
+
+    def _find_join(self, node: Incarnation) -> JoinSpec | None:
+        peer = self.peers.by_incarnation.get(node)
+        return self.state.join if node == self.state.incarnation else peer.join if peer else None
 
     def _list_joins(self) -> dict[Incarnation, JoinSpec]:
         """Return the nodes that have joined, without those that have to wait, if the others are enough."""
@@ -383,13 +395,11 @@ class ViewChange:
         names = tuple(member.node for member in missing[:MAX_NODES_NAMED])  # in rank order
         return VotesMissing(state.view.generation, len(counted), needed, names, len(missing))
 
-    def _leave_out_importing(self, joins: dict[Incarnation, JoinSpec]) -> dict[Incarnation, JoinSpec]:
-        """Leave out newcomers that still import, while survivors of the last view can do without them."""
-        survivors = {member for member in joins if self.state.view.rank(member) is not None}
-        ready = {
-            member: join for member, join in joins.items() if not join.is_importing or member in survivors
-        }
-        return ready if survivors and len(ready) >= self.state.settings.min_nodes else joins
+    def _leave_out_preparing(self, joins: dict[Incarnation, JoinSpec]) -> dict[Incarnation, JoinSpec]:
+        """Leave out nodes that prepare, if the others are enough, with a member of the last view."""
+        ready = {node: join for node, join in joins.items() if not join.is_preparing}
+        has_survivor = any(self.state.view.rank(node) is not None for node in ready)
+        return ready if has_survivor and len(ready) >= self.state.settings.min_nodes else joins
 
     def _find_absent(self, joins: dict[Incarnation, JoinSpec], present: set[Incarnation]) -> WaitReason:
         absent = self.state.voter.find_absent_members(present)
@@ -425,7 +435,7 @@ class ViewChange:
         return [
             node
             for node, join in [*joins, (self.state.incarnation, self.state.join)]
-            if join and not join.is_importing and view.rank(node) is None and not self.is_cut_off(node, view)
+            if join and not join.is_preparing and view.rank(node) is None and not self.is_cut_off(node, view)
         ]
 
     def handle_view_started(self, view: View) -> None:

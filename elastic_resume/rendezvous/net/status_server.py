@@ -54,6 +54,8 @@ class RendezvousStatus:
     """Why no view is running."""
     end_reason: str = ""
     """Why this agent has left the job."""
+    preparing: tuple[str, ...] = ()
+    """Those of `others` whose workers take long to start, known to a leader."""
 
 
 def build_status(node: RendezvousNode) -> RendezvousStatus:
@@ -62,6 +64,7 @@ def build_status(node: RendezvousNode) -> RendezvousStatus:
     if isinstance(role, Leader):
         members = role.running_view.members if role.running_view else ()
         present = {state.incarnation, *role.peers.by_incarnation}
+        joins = {peer.incarnation: peer.join for peer in role.peers} | {state.incarnation: state.join}
         absent = () if role.running_view else set(state.view.members) - present
         return RendezvousStatus(
             state.incarnation,
@@ -70,6 +73,7 @@ def build_status(node: RendezvousNode) -> RendezvousStatus:
             view=role.running_view,
             generation=state.view.generation,
             others=tuple(sorted(present - set(members), key=lambda other: other.node)),
+            preparing=tuple(sorted(node.node for node, join in joins.items() if join and join.is_preparing)),
             missing=tuple(sorted(member.node for member in absent)),
             waiting_reason="" if role.running_view else _describe(role.explain_wait()),
             end_reason=_describe(node.end_reason),

@@ -61,7 +61,7 @@ class InvariantChecker:
         self.violations: list[Violation] = []
         self.views: dict[int, tuple[Incarnation, ...]] = {}
         """The members of each generation; of two views that share one, those of the first."""
-        self.start_info: dict[int, tuple[int, tuple[Failure, ...]]] = {}
+        self.start_info: dict[int, tuple[int, tuple[Failure, ...], tuple[str, ...]]] = {}
         self.last_generation: dict[str, int] = {}
         self.running: dict[str, StartWorkers] = {}
         """What runs on each machine, by its address."""
@@ -94,7 +94,7 @@ class InvariantChecker:
                 at_s,
                 f"generation {generation} is {format_members(known)} and {format_members(members)}",
             )
-        causes = (start.newest_step, start.failures)
+        causes = (start.newest_step, start.failures, start.preparing_nodes)
         if causes != self.start_info.setdefault(generation, causes) or len(start.failures) > MAX_FAILURES:
             self.add_violation(
                 SAME_FAILURES, at_s, f"{node} gets {causes} and another node {self.start_info[generation]}"

@@ -247,12 +247,13 @@ def draw_restart(rng: random.Random, family: str) -> tuple[JobSpec, tuple[Fault,
 
 
 def draw_newcomers(rng: random.Random, family: str) -> tuple[JobSpec, tuple[Fault, ...]]:
-    """Let late nodes import for long, or crash again and again."""
+    """Let late nodes prepare for long, or crash again and again."""
     job = draw_job(rng, family, rng.choice((3, 4, 5, 6)))
     late = rng.sample(job.nodes, rng.choice((1, 1, 2)))
-    start_s, imports_s = rng.uniform(5.0, 9.0), rng.choice((0.0, 0.0, 3.0, 20.0))
+    start_s, preparation_s = rng.uniform(5.0, 9.0), rng.choice((0.0, 0.0, 3.0, 20.0))
     nodes = tuple(
-        replace(node, start_s=start_s, imports_s=imports_s) if node in late else node for node in job.nodes
+        replace(node, start_s=start_s, preparation_s=preparation_s) if node in late else node
+        for node in job.nodes
     )
     faults, at = [], 9.0
     pause_s = rng.choice((1.0, 3.0, 5.0))

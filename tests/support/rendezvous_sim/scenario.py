@@ -74,6 +74,7 @@ class Scenario:
             members = " ".join(map(str, item.members))
             text = f"starts generation {item.generation} as rank {item.rank} of {members}"
             text += f"; store {item.store_address}{format_causes(item.failures)}"
+            text += f"; preparing: {' '.join(item.preparing_nodes)}" if item.preparing_nodes else ""
         elif isinstance(item, StopWorkers):
             verb = "kills" if item.immediately else "stops"
             text = f"{verb} generation {item.generation}: {wording.describe(item.reason)}"
@@ -156,8 +157,8 @@ class Scenario:
             "resume": node.resume,
             "finish": node.finish,
             "leave": node.leave,
-            "begin-imports": lambda: setattr(node, "is_importing", True),
-            "finish-imports": node.finish_imports,
+            "begin-preparation": node.begin_preparation,
+            "finish-preparation": node.finish_preparation,
         }
         commands[verb]()
 

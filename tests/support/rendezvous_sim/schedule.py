@@ -42,7 +42,7 @@ PARTIAL_PARTITIONS = "partial partitions"
 CROWDS = "crowds"
 """Hundreds of nodes, of which many restart or lose power at once."""
 NEWCOMERS = "newcomers"
-"""Late nodes that crash in a loop or import for long."""
+"""Late nodes that crash in a loop or prepare for long."""
 RESTARTS = "restarts"
 """Some nodes are gone, and all others start again at once, in the first run of the job or in a second one."""
 WRONG_SETUPS = "wrong setups"
@@ -72,8 +72,8 @@ class NodeSpec:
     order: int = 0
     clock_origin_s: float = 0.0
     clock_rate: float = 1.0
-    imports_s: float = 0.0
-    """How long it imports after each start, before it can take part in a view."""
+    preparation_s: float = 0.0
+    """How long its new workers take to start: after its own start, and after the failure of one."""
     candidates: tuple[str, ...] = ()
     """Its own list of candidates, by mistake; empty: as all others."""
     same_name_as: str = ""
@@ -83,7 +83,7 @@ class NodeSpec:
         """Describe the node in one line."""
         start = "never starts" if self.start_s == float("inf") else f"starts at {self.start_s:.2f} s"
         words = [f"{self.name} {start}, order {self.order}, clock {self.clock_rate:.4f}"]
-        words += [f"imports for {self.imports_s:.1f} s"] if self.imports_s else []
+        words += [f"prepares for {self.preparation_s:.1f} s"] if self.preparation_s else []
         words += [f"candidates {' '.join(self.candidates)}"] if self.candidates else []
         words += [f"named {self.same_name_as}"] if self.same_name_as else []
         return ", ".join(words)

@@ -48,7 +48,7 @@ class SimulatedNode(Host):
         self.clock_rate = 1.0
         self.clock_origin_s = 0.0
         self.order = 0
-        self.is_importing, self.imports_s = False, 0.0
+        self.is_preparing, self.preparation_s = False, 0.0
         self.saved_state: interface.PersistentState | None = None
         self.max_write_s = 0.01
         self.max_stop_s = 0.02
@@ -120,9 +120,7 @@ class SimulatedNode(Host):
         self.agent = RendezvousNode(self.settings, incarnation, self.saved_state, self.local_time())
         self.ends, self.queued_events, self._timer_due_s = {}, [], float("inf")
         self._handle_event(interface.Tick())
-        if self.imports_s:
-            self.is_importing = True
-            self.clock.call_at(self.clock.now + self.imports_s, self.finish_imports, self.incarnation_id)
+        self._prepare_for_a_while()
         self._join_soon(0.3)
 
     @property
@@ -257,6 +255,7 @@ class SimulatedNode(Host):
             rank = self.agent.state.last_view.rank(self.agent.state.incarnation)
             failure = Failure(SIGNAL, self.name, rank, WorkerEnd(signal=signal))
             self._handle_event(messages.FailureReport(self.agent.state.last_view.generation, failure))
+        self._prepare_for_a_while()
         self.request_join(self.incarnation_id)
 
     def probe_members(self, incarnation_id: int, generation: int) -> None:
@@ -299,15 +298,27 @@ class SimulatedNode(Host):
         """Stop the workers and request the next view, as torchelastic does."""
         if incarnation_id == self.incarnation_id and self.agent and not self.has_failed_job:
             self.checkers.on_stop(self.name)
-            join = messages.JoinSpec(f"{self.name}:store", 1, self.order, is_importing=self.is_importing)
+            join = messages.JoinSpec(f"{self.name}:store", 1, self.order, is_preparing=self.is_preparing)
             self._handle_event(messages.JoinRequest(join))
 
-    def finish_imports(self, incarnation_id: int = 0) -> None:
-        """Let the fork server have imported everything."""
+    def _prepare_for_a_while(self) -> None:
+        if self.preparation_s:
+            self.begin_preparation()
+            end_s = self.clock.now + self.preparation_s
+            self.clock.call_at(end_s, self.finish_preparation, self.incarnation_id)
+
+    def begin_preparation(self) -> None:
+        """Let new workers take long to start from now on."""
+        self.is_preparing = True
+        if self.agent:
+            self._handle_event(messages.Preparation(is_running=True))
+
+    def finish_preparation(self, incarnation_id: int = 0) -> None:
+        """Let new workers start at once from now on."""
         if incarnation_id in (0, self.incarnation_id):
-            self.is_importing = False
-        if self.agent and not self.is_importing:
-            self._handle_event(messages.ImportsFinished())
+            self.is_preparing = False
+        if self.agent and not self.is_preparing:
+            self._handle_event(messages.Preparation(is_running=False))
 
     def _join_soon(self, within_s: float) -> None:
         self.clock.call_at(

@@ -95,7 +95,7 @@ class Simulation:
             node = self.nodes[spec.name]
             node.node_name = spec.same_name_as or spec.name
             node.settings = replace(self.settings, candidates=spec.candidates or self.settings.candidates)
-            node.order, node.imports_s = spec.order, spec.imports_s
+            node.order, node.preparation_s = spec.order, spec.preparation_s
             node.clock_origin_s, node.clock_rate = spec.clock_origin_s, spec.clock_rate
             node.linger_s = job.linger_s
             node.max_stop_s = self.rng.choice(MAX_STOP_S)
@@ -284,9 +284,9 @@ class Simulation:
         for spec in self.schedule.job.nodes:
             node = self.nodes[spec.name]
             node.max_write_s, node.planned_crash, node.stays_ended = 0.01, "", True
-            node.imports_s = 0.0
+            node.preparation_s = 0.0
             node.resume()
-            node.finish_imports()
+            node.finish_preparation()
             if spec.candidates:
                 node.die()
                 node.settings = self.settings

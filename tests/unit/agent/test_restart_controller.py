@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -258,19 +259,38 @@ def test_starts_of_nodes_that_cannot_reach_each_other_never_count(
             "node f is unreachable; also lost: b, c and 2 more; restarting.",
         ),
         (KILLED, "ad", "rank 1 on node b was killed by SIGKILL; also lost: b, c; restarting."),
+        (
+            replace(KILLED, node="p"),
+            "abcd",
+            "rank 1 on node p was killed by SIGKILL; restarting without p, whose workers start first.",
+        ),
     ],
 )
 def test_restart_names_all_lost_nodes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, cause: Failure, nodes: str, line: str
 ) -> None:
-    """The root cause is one of them; the others are missing in the new view too."""
+    """The root cause is one of them; the others are missing in the new view too, but one that prepares."""
     caplog.set_level("INFO", "elastic_resume")
+    preparing = ("p",) if cause.node == "p" else ()
     with open_controller(tmp_path) as (controller, log):
-        controller.start_generation(world(1, nodes="abcdef" if cause.node == "f" else "abcd"))
+        controller.start_generation(
+            world(1, nodes="abcdef" if cause.node == "f" else "".join(["abcd", *preparing]))
+        )
         log.emit("worker-start", step=0, rank=0)
         controller.end_generation(ViewEnd.PAUSED)
-        controller.start_generation(world(2, cause, nodes=nodes), membership_changed=True)
+        view = replace(world(2, cause, nodes=nodes), preparing_nodes=preparing)
+        controller.start_generation(view, membership_changed=True)
     assert caplog.messages == [line]
+
+
+def test_worker_that_did_not_park_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its process was killed, and the user can change the script."""
+    with open_controller(tmp_path) as (controller, log):
+        controller.start_generation(world(1))
+        for rank, not_parked in ((0, True), (1, False), (2, True)):
+            log.emit("worker-exit", rank=rank, signal="SIGKILL", stopped=True, not_parked=not_parked)
+        controller.end_generation(ViewEnd.PAUSED)
+    assert "ranks 0, 2 did not leave the restartable function within 2 s" in caplog.text
 
 
 @pytest.mark.parametrize(

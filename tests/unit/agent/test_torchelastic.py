@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock, PropertyMock
 
@@ -13,6 +14,7 @@ from elastic_resume import config, constants
 from elastic_resume.agent import torchelastic
 from elastic_resume.errors import NodeFileError
 from elastic_resume.policy.restart import GaveUp, GenerationReport, RestartsExhausted
+from elastic_resume.policy.start_cost import StartCost
 from elastic_resume.rendezvous.core.interface import StartWorkers
 from elastic_resume.rendezvous.core.messages import FailJob, Header
 from elastic_resume.rendezvous.core.world import Incarnation
@@ -127,28 +129,68 @@ def test_rdzv_conf_of_flag_keeps_other_keys_of_file(tmp_path: Path) -> None:
     assert spec.rendezvous_config.token == b"y" * 20
 
 
-def test_view_that_ended_before_its_workers_start_is_judged_all_the_same() -> None:
-    """Its failures may be why another node has left, and no later view carries them."""
-    members = tuple(Incarnation(name, name, 1, f"{name}:1") for name in ("n0", "n1"))
-    first = StartWorkers(3, 0, members, "n0:1", (1, 1))
-    client, controller = Mock(view_end=None), Mock()
-    client.join.side_effect = [first, StartWorkers(4, 0, members[:1], "n0:1", (1,))]
-    type(client).restart_requested = PropertyMock(side_effect=[True, False])
+def make_handler(client: Mock, controller: Mock, standby: Mock) -> torchelastic.ElasticRendezvousHandler:
+    """Return the handler of a node with one worker."""
     controller.report_generation.return_value = GenerationReport()
     controller.mtbf_s, controller.limit_last_step.return_value = 60.0, ""
-    handler = torchelastic.ElasticRendezvousHandler(
+    return torchelastic.ElasticRendezvousHandler(
         client,
         controller,
         Mock(),
+        standby,
         host="127.0.0.1",
         local_world_size=1,
         node_order=0,
         script="train.py",
         arguments="",
     )
+
+
+def test_view_that_ended_before_its_workers_start_is_judged_all_the_same() -> None:
+    """Its failures may be why another node has left, and no later view carries them."""
+    members = tuple(Incarnation(name, name, 1, f"{name}:1") for name in ("n0", "n1"))
+    first = StartWorkers(3, 0, members, "n0:1", (1, 1))
+    client, controller = Mock(view_end=None), Mock(**{"find_start_cost.return_value": None})
+    client.join.side_effect = [first, StartWorkers(4, 0, members[:1], "n0:1", (1,))]
+    type(client).restart_requested = PropertyMock(side_effect=[True, False])
+    handler = make_handler(client, controller, Mock())
     assert handler.next_rendezvous().world_size == 1
     judged = [call.args[0].generation for call in controller.start_generation.call_args_list]
     assert judged == [3, 4]
+
+
+@pytest.mark.parametrize(("preparing", "is_change"), [(("n1",), False), ((), True)])
+def test_node_that_prepares_is_no_change_of_membership(
+    preparing: tuple[str, ...], *, is_change: bool
+) -> None:
+    """A failure of its worker counts, as it does where all nodes wait for it."""
+    members = tuple(Incarnation(name, name, 1, f"{name}:1") for name in ("n0", "n1"))
+    last = StartWorkers(4, 0, members[:1], "n0:1", (1,), preparing_nodes=preparing)
+    client, controller = Mock(view_end=None), Mock(**{"find_start_cost.return_value": None})
+    client.join.side_effect = [StartWorkers(3, 0, members, "n0:1", (1, 1)), last]
+    type(client).restart_requested = PropertyMock(side_effect=[True, False])
+    make_handler(client, controller, Mock()).next_rendezvous()
+    assert controller.start_generation.call_args.kwargs == {"membership_changed": is_change}
+
+
+def test_standby_begins_before_the_node_joins_and_when_it_learns_the_cost() -> None:
+    """Its own workers, or the leader, have measured how long a start takes."""
+    own, leaders = StartCost(20.0), StartCost(30.0)
+    calls = Mock()
+    calls.client.view_end, calls.client.start_cost, calls.client.restart_requested = None, leaders, False
+    calls.controller.find_start_cost.return_value = own
+    member = Incarnation("n0", "n0", 1, "n0:1")
+
+    def join(_: object, on_start_cost: Callable[[], None]) -> StartWorkers:
+        on_start_cost()
+        return StartWorkers(3, 0, (member,), "n0:1", (1,))
+
+    calls.client.join.side_effect = join
+    make_handler(calls.client, calls.controller, calls.standby).next_rendezvous()
+    calls.client.send_start_cost.assert_called_once_with(own)
+    begun = [c for c in calls.mock_calls if c[0] in {"client.join", "standby.start_missing"}]
+    assert [c[0] for c in begun] == ["standby.start_missing", "client.join", "standby.start_missing"]
+    assert [c.args for c in calls.standby.start_missing.mock_calls] == [(own,), (leaders,)]
 
 
 @pytest.mark.parametrize(("code", "signal"), [(-9, "SIGKILL"), (3, "")])

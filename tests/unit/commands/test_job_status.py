@@ -111,6 +111,14 @@ def test_screen_shows_view_steps_and_incidents() -> None:
         assert words in text
 
 
+def test_screen_shows_which_spares_are_not_ready() -> None:
+    """Their workers start; the others go on meanwhile."""
+    view = RendezvousStatus(A, True, A, View(3, (A,), A), 3, (B,), preparing=("b",))
+    document = make_document(view=view)
+    assert (document["spares"], document["preparing"]) == (["b"], ["b"])
+    assert "spares: b (its workers start)" in "\n".join(format_screen(document))
+
+
 def test_screen_without_world_names_what_is_missing() -> None:
     """It names the missing nodes too."""
     view = RendezvousStatus(A, True, A, None, 3, (), ("c",), "2 of 3 nodes are here")

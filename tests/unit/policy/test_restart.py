@@ -106,6 +106,13 @@ def test_no_progress_counts_failures_since_newest_step() -> None:
     assert count_failures_without_progress([failed(0, 5), failed(5, 5), left(5, 5), failed(5, 5)]) == 2
 
 
+def test_steps_of_other_nodes_are_no_progress_of_a_node_that_fails() -> None:
+    """They train while its workers start, so each generation with it begins further on."""
+    history = [failed(0, 5), failed(40, 40), failed(90, 90), failed(130, 130)]
+    assert count_failures_without_progress(history) == 3
+    assert count_failures_without_progress([*history, failed(170, 171)]) == 0
+
+
 def event(kind: str, t: float, **fields: Any) -> dict[str, Any]:
     """One event of node a."""
     return {"t": t, "event": kind, "node": "a", "pid": 1} | fields

@@ -227,7 +227,7 @@ def test_crowd_goes_on_when_its_lowest_ranks_lose_power() -> None:
 def test_followers_killed_twice_stop_nobody() -> None:
     """Their second processes have introduced themselves and not joined when they die too."""
     scenario = start_job(options="nnodes=1:3")
-    scenario.play("begin-imports b c; kill b c; start b c; run 0.1; kill b c; run 10")
+    scenario.play("begin-preparation b c; kill b c; start b c; run 0.1; kill b c; run 10")
     ((_, members),) = scenario.checkers.find_whole_views()
     assert len(members) == 1
 

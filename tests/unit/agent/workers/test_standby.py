@@ -1,0 +1,149 @@
+"""Standbys with a shell in place of the launcher shim: it says how the shim ends, and shows what it gets."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_resume import constants
+from elastic_resume.agent.workers import standby
+from elastic_resume.agent.workers.standby import StandbyWorkers
+from elastic_resume.policy.start_cost import StartCost
+from tests.support.processes import wait_for
+
+COST = StartCost(20.0, 1 << 30)
+
+
+class Node:
+    """The standbys of a node with three local ranks, and what they have called."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.begun = 0
+        self.has_ended = threading.Event()
+
+    def open(self, exit_status: str) -> StandbyWorkers:
+        """Return standbys whose shims write their process id and environment, and end once told so."""
+        # As with torchelastic's macros, two dollar signs stand for one.
+        script = f"cd {self.directory}; env > env-$1; echo $$$$ > $1; read line < gate; "
+        command = ["sh", "-c", script + exit_status, "shim", "${local_rank}"]
+        return StandbyWorkers(command, 3, on_begin=self.begin, on_end=self.has_ended.set)
+
+    def begin(self) -> None:
+        """Count the starts."""
+        self.begun += 1
+
+    def wait_for_shims(self, *local_ranks: str) -> None:
+        """Wait until these shims, and no others, wait at the gate."""
+
+        def list_waiting() -> set[str]:
+            return {path.name for path in self.directory.glob("[0-9]") if path.read_text()}
+
+        wait_for(lambda: list_waiting() == {*local_ranks}, f"the shims of {local_ranks}")
+
+    def let_shims_end(self, count: int) -> None:
+        """Open the gate for as many shims."""
+        with (self.directory / "gate").open("w") as gate:
+            gate.write("\n" * count)
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
+    """Have the environment of an agent whose last view was of generation 7."""
+    os.mkfifo(tmp_path / "gate")
+    monkeypatch.setenv(constants.ENV_PARKED, f"elastic_resume-{secrets.token_hex(8)}")
+    monkeypatch.setenv(constants.ENV_RUN_ID, "job")
+    for name in standby.REMOVED_VARIABLES:
+        monkeypatch.setenv(name, "7")
+    return Node(tmp_path)
+
+
+@pytest.fixture
+def park() -> Iterator[Callable[[int], None]]:
+    """Listen in place of the supervisor of a parked worker."""
+    listeners = []
+
+    def listen(local_rank: int) -> None:
+        listeners.append(listener := socket.socket(socket.AF_UNIX))
+        listener.bind(f"\0{os.environ[constants.ENV_PARKED]}-{local_rank}")
+        listener.listen()
+
+    yield listen
+    for listener in listeners:
+        listener.close()
+
+
+def test_node_joins_when_all_missing_workers_have_parked(
+    node: Node, park: Callable[[int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only workers without a process start, once, and none of them knows a generation."""
+    caplog.set_level("INFO")
+    workers = node.open(f"exit {constants.EXIT_PARKED}")
+    park(1)
+    workers.start_missing(COST)
+    workers.start_missing(COST)  # its heartbeat has changed the cost while they start
+    node.wait_for_shims("0", "2")
+    environ = dict(line.partition("=")[::2] for line in (node.directory / "env-2").read_text().splitlines())
+    assert environ.keys().isdisjoint(standby.REMOVED_VARIABLES)
+    expected = {constants.ENV_STANDBY: "1", constants.ENV_STATE_BYTES: str(1 << 30)}
+    expected |= {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3", "TORCHELASTIC_RUN_ID": "job"}
+    assert environ == environ | expected
+    assert (node.begun, node.has_ended.is_set()) == (1, False)
+    node.let_shims_end(2)
+    assert node.has_ended.wait(30)
+    assert caplog.messages[0] == (
+        "local rank 1 keeps the process; local ranks 0, 2 start before this node joins, in 20 s as measured. "
+        "Other nodes that are enough train meanwhile."
+    )
+    assert caplog.messages[1].startswith("all workers of this node stand at er.resume() after ")
+    park(0)
+    park(2)
+    workers.start_missing(COST)
+    assert node.begun == 1
+
+
+@pytest.mark.parametrize(
+    ("exit_status", "why"),
+    [
+        (f"exit {constants.EXIT_NO_STANDBY}", "no worker can start ahead, as its own line above says"),
+        ("exit 1", "it ended with exit code 1"),
+        ("kill -9 $$$$", "it was killed by signal 9"),
+    ],
+)
+def test_agent_whose_standby_failed_starts_no_other(
+    node: Node, park: Callable[[int], None], caplog: pytest.LogCaptureFixture, exit_status: str, why: str
+) -> None:
+    """It joins at once, and the start in its view shows whether the script is at fault."""
+    workers = node.open(exit_status)
+    park(0)
+    park(1)
+    workers.start_missing(COST)
+    node.wait_for_shims("2")
+    node.let_shims_end(1)
+    assert node.has_ended.wait(30)
+    assert f"local rank 2 did not reach er.resume() before this node joined: {why}." in caplog.text
+    workers.start_missing(COST)
+    assert node.begun == 1
+
+
+def test_standbys_end_with_the_agents_part_in_the_job(
+    node: Node, park: Callable[[int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A drain, a signal or the job's end may come while they run; that is no failure of theirs."""
+    workers = node.open(f"exit {constants.EXIT_PARKED}")
+    park(0)
+    workers.start_missing(COST)
+    node.wait_for_shims("1", "2")
+    workers.close()
+    assert node.has_ended.wait(30)
+    for rank in "12":
+        pid = int((node.directory / rank).read_text())
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert not caplog.messages
