@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 
 @dataclass
 class Worker:
-    """One worker process. ``marks`` are the times of its marks; of its steps only the first."""
+    """One worker process, in one world if it outlives several. ``marks`` are the times of its marks."""
 
     pid: int
     node: str
@@ -20,7 +20,7 @@ class Worker:
     world: str = ""  # the same on all ranks of one world; empty before they have met
     start_step: int = 0  # what it resumed from
     last_step: int = 0
-    steps: int = 0
+    steps: list[float] = field(default_factory=list)  # when it finished each
 
     def add(self, line: dict[str, Any]) -> None:
         """Record one mark."""
@@ -29,7 +29,7 @@ class Worker:
             self.world, self.start_step = line["world"], line["step"]
         elif line["mark"] == "step":
             self.last_step = line["step"]
-            self.steps += 1
+            self.steps.append(line["t"])
 
 
 class Marks:
@@ -69,6 +69,6 @@ class Marks:
         whole = [
             world
             for world in worlds.values()
-            if len(world) == world[0].world_size and all(worker.steps >= steps for worker in world)
+            if len(world) == world[0].world_size and all(len(worker.steps) >= steps for worker in world)
         ]
         return max(whole, key=lambda world: min(worker.marks["born"] for worker in world), default=[])
