@@ -298,10 +298,10 @@ def summary(row: str, system: str, incidents: list[Incident]) -> dict[str, Any]:
         values = [value for value in values if not math.isnan(value)] or [math.nan]
         result[name] = {"median": statistics.median(values), "best": min(values), "worst": max(values)}
     recovered = [incident for incident in incidents if not incident.never]
-    drawn = [incident.timeline for incident in sorted(recovered, key=lambda each: each.step)]
-    result["timeline"] = drawn[len(drawn) // 2] if drawn else []
+    by_step = sorted((each for each in recovered if each.timeline), key=lambda incident: incident.step)
     for incident in incidents:
-        incident.timeline = []
+        if by_step and incident is not by_step[len(by_step) // 2]:
+            incident.timeline = []
     result["recovered"] = len(recovered)
     result["recomputed_steps"] = max((incident.lost_steps or 0 for incident in recovered), default=None)
     result["phases"] = {
@@ -337,7 +337,7 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
     for row in rows:
         if row["system"] == "in-process":
             kept = [incident["kept_processes"] for incident in row["incidents"] if not incident["never"]]
-            yield f"in-process, {ROWS[row['killed']]} killed, workers that kept their process each time: {kept}"
+            yield f"in-process, {ROWS[row['killed']]} killed: workers that kept their process: {kept}"
         notes = [incident["never"] for incident in row["incidents"]]
         notes += [incident["after"] and f"later {incident['after']}" for incident in row["incidents"]]
         for note, count in collections.Counter(filter(None, notes)).items():
