@@ -60,15 +60,18 @@ class Marks:
         """List all workers that have started, dead ones too."""
         return list(self._workers.values())
 
-    def world(self, born_after: float, steps: int = 1) -> list[Worker]:
-        """Return the newest world after ``since`` in which every rank has finished ``steps`` steps, or []."""
+    def world(self, after: float, steps: int = 1) -> list[Worker]:
+        """Return the newest world since ``after`` in which every rank has finished ``steps`` steps, or [].
+
+        A worker may have been born long before its world, if it starts ahead.
+        """
         worlds: dict[str, list[Worker]] = {}
         for worker in self._workers.values():
-            if worker.world and worker.marks["born"] > born_after:
+            if worker.world and worker.marks["resumed"] > after:
                 worlds.setdefault(worker.world, []).append(worker)
         whole = [
             world
             for world in worlds.values()
             if len(world) == world[0].world_size and all(len(worker.steps) >= steps for worker in world)
         ]
-        return max(whole, key=lambda world: min(worker.marks["born"] for worker in world), default=[])
+        return max(whole, key=lambda world: world[0].marks["resumed"], default=[])
