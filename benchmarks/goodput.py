@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from jobs.agents import NODES, Job, Work, kill_processes, make_job
+from jobs.agents import NODES, OURS, Job, Work, kill_processes, make_job
 from jobs.marks import Marks
 from recovery import SYSTEMS, NotTrainingError, choice, log, machine, no_process_left, wait_steady
 
@@ -205,7 +205,7 @@ def run(system: str, every_s: float, options: argparse.Namespace, directory: Pat
         times.append(times[0] + 60 * options.baseline_minutes)
         time.sleep(times[1] - times[0])
         times.append(time.monotonic() + 60 * options.minutes)
-        done = inject_kills(job, marks, kills, times[2], spare_host=system != "ours")
+        done = inject_kills(job, marks, kills, times[2], spare_host=system not in OURS)
     finally:
         job.stop()
     steps = read_steps(directory / "marks")

@@ -7,7 +7,8 @@ node that does not host the rendezvous, with its agent and all descendants at on
 it, or leads. A killed node is started again when the others continue. The next kill comes at a random moment
 while three nodes train.
 
-    ours       `elastic-resume run`, defaults
+    in-process `elastic-resume run`, defaults, and the script uses `@run.restartable`: survivors stay
+    ours       the same without it: every worker starts again
     torchrun   c10d, defaults, but --max-restarts, because its default of 0 survives no loss at all
     tuned      torchrun with shorter timeouts (TUNED_CONF of jobs/agents.py), and a store of each round's own
     torchft    torchft-nightly's Manager and DDP on gloo, its defaults; n0 hosts the lighthouse. Needs
@@ -15,9 +16,14 @@ while three nodes train.
 
 Seconds are counted from the first signal until the last surviving worker of the old world is gone
 (detection), until the first process of the new world starts (world), and until its first step is finished on
-all ranks (step). "never" means that no step followed within --give-up seconds (60 for stock's host), or that
-all agents ended. Lost steps are recomputed. torchft's survivors keep their process:
-its detection is not shown, and its world begins with the last step before the new quorum.
+all ranks (step). If the killed worker's successor was not in that world, it enters a later one: the longest
+time between two steps of a survivor around that, less a usual step, is the cost (entry). "never" means that
+no step followed within --give-up seconds (60 for stock's host), or that all agents ended. Lost steps are
+recomputed. torchft's survivors keep their process: its detection is not shown, and its world begins with the
+last step before the new quorum. In-process, detection ends when the last survivor has left its function, and
+the world begins with the first call of it.
+
+With `--setup 20` each process sleeps for 20 s before it resumes, as a script that starts slowly does.
 
 torchrun's rounds share one store. Workers of a new round read addresses of the dead round, fail, and try
 again in another round until one succeeds by chance (pytorch#135712; torch 2.13). With its defaults, five
@@ -48,14 +54,28 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from jobs.agents import MIN_NODES, NODES, TUNED_CONF, Job, is_gone, kill_processes, make_job, reap_processes
+from jobs.agents import (
+    MIN_NODES,
+    NODES,
+    OURS,
+    TUNED_CONF,
+    Job,
+    Work,
+    is_gone,
+    kill_processes,
+    make_job,
+    occupy_core,
+    reap_processes,
+)
 from jobs.marks import Marks, Worker
 
 ROWS = {"worker": "a worker", "node": "a node", "host": "the host"}
-SYSTEMS = ("ours", "torchrun", "tuned", "torchft")
+SYSTEMS = (*OURS, "torchrun", "tuned", "torchft")
+FIGURES = ("detection", "world", "step", "entry")
 STOCK_HOST_GIVE_UP_S = 60.0  # its agents end within seconds unless one hangs
 STEADY_STEPS = 10  # of each rank, before the next kill
-STEADY_S = 120.0  # then a new job is started
+STEADY_S = 120.0  # and ten set-ups; then a new job is started
+TIMELINE_BEFORE_S = 3.0  # the first kill
 MARKS = ("born", "imported", "built", "resumed", "wrapped", "step")
 PHASES = ("detect", "rendezvous", "import", "build", "resume", "wrap", "step")
 PR_SET_CHILD_SUBREAPER = 36
@@ -81,17 +101,21 @@ class Incident:
     detection: float = math.inf
     world: float = math.inf
     step: float = math.inf
+    entry: float = math.nan  # nan if the missing node was in the world that took the first step
     lost_steps: int | None = None
     world_size: int | None = None
+    kept_processes: int = 0  # of the workers in the new world
     never: str = ""
     after: str = ""  # why the job was replaced after it had recovered
     phases: dict[str, float] = field(default_factory=dict)
+    timeline: list[dict[str, Any]] = field(default_factory=list)  # each worker's marks
 
 
 def wait_steady(job: Job, marks: Marks) -> list[Worker]:
     """Wait until a world of all nodes trains, and return its workers."""
     began = time.monotonic()
-    while time.monotonic() < began + STEADY_S and job.codes().count(None) == NODES:
+    limit_s = STEADY_S + 10 * job.work.setup_s
+    while time.monotonic() < began + limit_s and job.codes().count(None) == NODES:
         marks.look()
         world = marks.world(0.0, STEADY_STEPS)
         if len(world) == NODES and all(psutil.pid_exists(worker.pid) for worker in world):
@@ -158,11 +182,39 @@ def measure(incident: Incident, old: list[Worker], new: list[Worker]) -> None:
     incident.step = ends["step"]
     incident.lost_steps = max(worker.last_step for worker in old) - new[0].start_step
     incident.world_size = len(new)
+    incident.kept_processes = len({worker.pid for worker in old} & {worker.pid for worker in new})
+    left = [worker.marks["left"] for worker in old if "left" in worker.marks]
+    if left:
+        incident.detection = max(left) - incident.at
     done = [incident.detection, *(ends[mark] for mark in MARKS)]
     starts = [0.0, *done[:-1]]
     if math.isnan(incident.detection):
-        return  # survivors kept their process
+        return  # survivors kept their process, and recorded nothing of it
     incident.phases = {name: end - start for name, start, end in zip(PHASES, starts, done, strict=True)}
+
+
+def measure_entry(incident: Incident, marks: Marks, whole: list[Worker]) -> None:
+    """Measure how long the survivors stood still when the missing node came into the ``whole`` world."""
+    gaps = []
+    for survivor in (worker for worker in whole if worker.node != incident.killed):
+        begun = survivor.steps[0]
+        lives = [worker.steps for worker in marks.workers() if worker.node == survivor.node and worker.steps]
+        before = max(steps[-1] for steps in lives if steps[-1] < begun)
+        usual = statistics.median(b - a for a, b in itertools.pairwise(survivor.steps))
+        around = itertools.pairwise([before, *survivor.steps[:STEADY_STEPS]])
+        gaps.append(max(b - a for a, b in around) - usual)
+    incident.entry = max(gaps)
+
+
+def timeline(marks: Marks, incident: Incident) -> list[dict[str, Any]]:
+    """List the marks of each worker since shortly before the kill, in seconds since the kill."""
+    lives = [worker for worker in marks.workers() if worker.steps]
+    return [
+        {"node": worker.node, "pid": worker.pid}
+        | {mark: round(t - incident.at, 3) for mark, t in {**worker.marks, "end": worker.steps[-1]}.items()}
+        for worker in lives
+        if worker.steps[-1] > incident.at - TIMELINE_BEFORE_S
+    ]
 
 
 # ---- many kills ------------------------------------------------------------------------------------------
@@ -177,12 +229,14 @@ def run_row(row: str, system: str, options: argparse.Namespace, directory: Path)
     """
     rng = random.Random(f"{options.seed} {row}")
     give_up_s = options.give_up
-    if row == "host" and system != "ours":
+    if row == "host" and system not in OURS:
         give_up_s = min(give_up_s, STOCK_HOST_GIVE_UP_S)
     incidents: list[Incident] = []
     while len(incidents) < options.kills:
         before = len(incidents)
-        job = make_job(system, directory / f"{row}-{system}-{before}", options.node_timeout, options.imports)
+        work = Work(setup_s=options.setup)
+        path = directory / f"{row}-{system}-{before}"
+        job = make_job(system, path, options.node_timeout, options.imports, work)
         try:
             for incident in kills(job, row, rng, give_up_s):
                 incidents.append(incident)
@@ -207,29 +261,47 @@ def kills(job: Job, row: str, rng: random.Random, give_up_s: float) -> Iterator[
     marks = Marks(job.directory / "marks")
     while True:
         incident = kill(job, marks, row, rng, give_up_s)
-        yield incident
         if incident.never:
+            yield incident
             return
         if row != "worker":
             job.start(int(incident.killed.removeprefix("n")))
+        try:
+            whole = wait_steady(job, marks)
+        except NotTrainingError as error:
+            incident.after = str(error)
+            yield incident
+            return
+        if incident.world_size != NODES:
+            measure_entry(incident, marks, whole)
+        incident.timeline = timeline(marks, incident)
+        yield incident
 
 
 def describe(incident: Incident) -> str:
     if incident.never:
         return f"never: {incident.never}"
     parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in incident.phases.items())
-    return f"{incident.step:.2f} s to the next step ({parts}), {incident.lost_steps} steps lost"
+    text = f"{incident.step:.2f} s to the next step ({parts}), {incident.lost_steps} steps lost"
+    text += "" if math.isnan(incident.entry) else f", {incident.entry:.2f} s at the entry"
+    return text + (incident.after and f"; then {incident.after}")
 
 
 def summary(row: str, system: str, incidents: list[Incident]) -> dict[str, Any]:
-    """Summarize one row of the table. A median or p95 that was never reached is infinite."""
+    """Summarize one row of the table. A median that was never reached is infinite.
+
+    The timeline of the kill with the median step is kept.
+    """
     result: dict[str, Any] = {"killed": row, "system": system, "kills": len(incidents)}
-    for name in ("detection", "world", "step"):
-        seconds = [getattr(incident, name) for incident in incidents]
-        nearest_rank = math.ceil(0.95 * len(seconds)) - 1  # the worst of fewer than 20
-        p95 = sorted(seconds)[nearest_rank]
-        result[name] = {"median": statistics.median(seconds), "p95": p95, "worst": max(seconds)}
+    for name in FIGURES:
+        values = [getattr(incident, name) for incident in incidents]
+        values = [value for value in values if not math.isnan(value)] or [math.nan]
+        result[name] = {"median": statistics.median(values), "best": min(values), "worst": max(values)}
     recovered = [incident for incident in incidents if not incident.never]
+    by_step = sorted((each for each in recovered if each.timeline), key=lambda incident: incident.step)
+    for incident in incidents:
+        if by_step and incident is not by_step[len(by_step) // 2]:
+            incident.timeline = []
     result["recovered"] = len(recovered)
     result["recomputed_steps"] = max((incident.lost_steps or 0 for incident in recovered), default=None)
     result["phases"] = {
@@ -243,25 +315,29 @@ def summary(row: str, system: str, incidents: list[Incident]) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the lines: the figures, their ratios, where the time goes, and what never recovered."""
     ours = {row["killed"]: row["step"]["median"] for row in rows if row["system"] == "ours"}
-    names = ("detection", "world", "step")
-    pair = f"{'median':>9}{'p95':>7}"
-    yield f"{'':26}" + "".join(f"{name:>16}" for name in (*names, "step")) + f"{'lost':>7}"
-    yield f"{'killed':10}{'system':10}{'kills':>6}{pair * len(names)}{'x ours':>16}{'steps':>7}"
+    pair = f"{'median':>8}{'range':>14}"
+    yield f"{'':28}" + "".join(f"{name:>22}" for name in FIGURES) + f"{'step':>8}{'lost':>7}"
+    yield f"{'killed':10}{'system':12}{'kills':>6}{pair * len(FIGURES)}{'x ours':>8}{'steps':>7}"
     for row in rows:
-        line = f"{ROWS[row['killed']]:10}{row['system']:10}{row['kills']:6}"
-        for name in names:
-            line += f"{seconds(row[name]['median']):>9}{seconds(row[name]['p95']):>7}"
+        line = f"{ROWS[row['killed']]:10}{row['system']:12}{row['kills']:6}"
+        for name in FIGURES:
+            figure = {key: seconds(value) for key, value in row[name].items()}
+            extremes = f"{figure['best']}-{figure['worst']}" if figure["best"] else ""
+            line += f"{figure['median']:>8}{extremes:>14}"
         ratio = row["step"]["median"] / ours.get(row["killed"], math.nan)
         lost = "" if row["recomputed_steps"] is None else str(row["recomputed_steps"])
-        yield line + f"{seconds(ratio, 1):>16}{lost:>7}"
+        yield line + f"{seconds(ratio, 1):>8}{lost:>7}"
     yield "\nWhere the time goes; a phase ends when the last rank is through (medians; they need not add up):"
-    yield f"{'killed':10}{'system':10}" + "".join(f"{name:>11}" for name in PHASES)
+    yield f"{'killed':10}{'system':12}" + "".join(f"{name:>11}" for name in PHASES)
     for row in rows:
         if row["phases"]:
             parts = "".join(f"{value:11.2f}" for value in row["phases"].values())
-            yield f"{ROWS[row['killed']]:10}{row['system']:10}{parts}"
+            yield f"{ROWS[row['killed']]:10}{row['system']:12}{parts}"
     yield ""
     for row in rows:
+        if row["system"] == "in-process":
+            kept = [incident["kept_processes"] for incident in row["incidents"] if not incident["never"]]
+            yield f"in-process, {ROWS[row['killed']]} killed: workers that kept their process: {kept}"
         notes = [incident["never"] for incident in row["incidents"]]
         notes += [incident["after"] and f"later {incident['after']}" for incident in row["incidents"]]
         for note, count in collections.Counter(filter(None, notes)).items():
@@ -327,9 +403,11 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=5, help="of each kind, for each system")
-    parser.add_argument("--only", type=choice(SYSTEMS), default=SYSTEMS[:3], help=",".join(SYSTEMS))
+    parser.add_argument("--only", type=choice(SYSTEMS), default=SYSTEMS[:-1], help=",".join(SYSTEMS))
     parser.add_argument("--rows", type=choice(ROWS), default=tuple(ROWS), help=",".join(ROWS))
     parser.add_argument("--give-up", type=float, default=200.0, metavar="S", help="until it is called never")
+    parser.add_argument("--setup", type=float, default=0.0, metavar="S", help="of each process, at its start")
+    parser.add_argument("--busy-core", action="store_true", help="let another process take core 0")
     parser.add_argument("--node-timeout", type=float, metavar="S", help="ours, instead of its default")
     parser.add_argument(
         "--imports",
@@ -346,6 +424,8 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         base = options.dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="recovery-")))
         stack.enter_context(no_process_left())
+        if options.busy_core:
+            occupy_core()
         for row, system in itertools.product(options.rows, options.only):
             try:
                 rows.append(summary(row, system, run_row(row, system, options, base.absolute())))
@@ -356,7 +436,8 @@ def main() -> int:
     facts = machine()
     print(f"\n{facts['cores']} cores, torch {facts['torch']}, {NODES} nodes, --nnodes {MIN_NODES}:{NODES}")
     if options.json:
-        result = {"machine": facts, "tuned_conf": TUNED_CONF, "rows": without_infinity(rows)}
+        used = {"setup_s": options.setup, "busy_core": options.busy_core, "tuned_conf": TUNED_CONF}
+        result = {"machine": facts, **used, "rows": without_infinity(rows)}
         options.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
     return int(not whole)
 

@@ -23,6 +23,7 @@ from elastic_resume.testing import fork_server
 from elastic_resume.testing.cluster import Cluster
 
 SCRIPT = Path(__file__).with_name("steps.py")
+OURS = ("in-process", "ours")
 NODES, MIN_NODES = 3, 2
 # With 2 attempts a killed node is never let in again (waited for 300 s, torch 2.13).
 TUNED_CONF = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
@@ -32,21 +33,19 @@ LIBC = ctypes.CDLL(None)
 
 @dataclass(frozen=True)
 class Work:
-    """The nodes' work: sleep per step, width of the model, when to save, and the fewest nodes."""
+    """The nodes' work: sleep per step, width of the model, when to save, the fewest nodes, and the set-up."""
 
     sleep_s: float = 0.02
     width: int = 64
     stock_saves_every: int = 1
     flags: tuple[str, ...] = ("--save-every", "1")  # of ours
     min_nodes: int = MIN_NODES
+    setup_s: float = 0.0  # of each process, before it resumes
 
     @property
     def arguments(self) -> list[str]:
         """Return the arguments of steps.py."""
-        return [repr(self.sleep_s), str(self.width), str(self.stock_saves_every)]
-
-
-RECOVERY = Work()
+        return [repr(self.sleep_s), str(self.width), str(self.stock_saves_every), repr(self.setup_s)]
 
 
 class Job(ABC):
@@ -54,8 +53,9 @@ class Job(ABC):
 
     survivors_keep_process = False
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, work: Work) -> None:
         self.directory = directory
+        self.work = work
 
     @abstractmethod
     def start(self, index: int) -> None:
@@ -87,10 +87,11 @@ class Job(ABC):
 
 
 class Ours(Job):
-    """`elastic-resume run` on simulated nodes."""
+    """`elastic-resume run` on simulated nodes; ``system`` is "ours" or "in-process"."""
 
-    def __init__(self, directory: Path, work: Work, flags: list[str]) -> None:
-        super().__init__(directory)
+    def __init__(self, directory: Path, work: Work, system: str, flags: list[str]) -> None:
+        super().__init__(directory, work)
+        self.survivors_keep_process = system == "in-process"
         flags = [*work.flags, *flags]
         self._cluster = Cluster(
             directory,
@@ -101,7 +102,7 @@ class Ours(Job):
             flags=flags,
             fresh=True,
         )
-        self._cluster.start(SCRIPT, "ours", str(directory), *work.arguments)
+        self._cluster.start(SCRIPT, system, str(directory), *work.arguments)
 
     def start(self, index: int) -> None:
         self._cluster.start_node(index)
@@ -121,8 +122,7 @@ class Stock(Job):
     """Torchrun with c10d. n0 hosts the store explicitly: on loopback every node could be the host."""
 
     def __init__(self, directory: Path, work: Work, conf: dict[str, int], env: dict[str, str]) -> None:
-        super().__init__(directory)
-        self._work = work
+        super().__init__(directory, work)
         self._conf = conf
         self._env = env
         self._network = f"127.{1 + secrets.randbelow(253)}.{secrets.randbelow(256)}"
@@ -136,12 +136,12 @@ class Stock(Job):
     def start(self, index: int) -> None:
         conf = {"is_host": int(index == 0), **self._conf}
         command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", f"{self._work.min_nodes}:{NODES}"),
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", f"{self.work.min_nodes}:{NODES}"),
             *("--nproc-per-node", "1", "--max-restarts", "1000000", "--rdzv-id", "bench"),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self._network}.1:{self._port}"),
             *("--rdzv-conf", ",".join(f"{key}={value}" for key, value in conf.items())),
             *("--local-addr", f"{self._network}.{index + 1}"),
-            *(str(SCRIPT), "stock", str(self.directory), *self._work.arguments),
+            *(str(SCRIPT), "stock", str(self.directory), *self.work.arguments),
         ]
         self._start_agent(index, command, self._env)
 
@@ -196,7 +196,7 @@ class TorchFT(Stock):
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "1"),
             *("--max-restarts", "1000000", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
-            *(str(SCRIPT), "torchft", str(self.directory), *self._work.arguments),
+            *(str(SCRIPT), "torchft", str(self.directory), *self.work.arguments),
         ]
         env = {
             "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{self._lighthouse_port}",
@@ -231,15 +231,22 @@ def _die_with_parent() -> None:
     LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
-def make_job(
-    system: str, directory: Path, node_timeout_s: float | None, imports: str, work: Work = RECOVERY
-) -> Job:
+def occupy_core() -> subprocess.Popen[bytes]:
+    """Start a process that takes core 0 until this process ends."""
+    code = "import os; os.sched_setaffinity(0, {0})\nwhile True: pass"
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        preexec_fn=_die_with_parent,  # noqa: PLW1509  one system call, in a process of one thread
+    )
+
+
+def make_job(system: str, directory: Path, node_timeout_s: float | None, imports: str, work: Work) -> Job:
     """Start all nodes of ``system``'s job. ``node_timeout_s`` applies to ours; None is its default."""
     directory.mkdir(parents=True)
     os.environ["BENCH_IMPORTS"] = imports
-    if system == "ours":
+    if system in OURS:
         flags = ["--node-timeout", str(node_timeout_s)] if node_timeout_s else []
-        return Ours(directory, work, [*flags, "--preload", imports] if imports else flags)
+        return Ours(directory, work, system, [*flags, "--preload", imports] if imports else flags)
     if system == "torchft":
         return TorchFT(directory, work)
     if system == "tuned":

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 
 @dataclass
 class Worker:
-    """One worker process. ``marks`` are the times of its marks; of its steps only the first."""
+    """One worker process, in one world if it outlives several. ``marks`` are the times of its marks."""
 
     pid: int
     node: str
@@ -20,7 +20,7 @@ class Worker:
     world: str = ""  # the same on all ranks of one world; empty before they have met
     start_step: int = 0  # what it resumed from
     last_step: int = 0
-    steps: int = 0
+    steps: list[float] = field(default_factory=list)  # when it finished each
 
     def add(self, line: dict[str, Any]) -> None:
         """Record one mark."""
@@ -29,7 +29,7 @@ class Worker:
             self.world, self.start_step = line["world"], line["step"]
         elif line["mark"] == "step":
             self.last_step = line["step"]
-            self.steps += 1
+            self.steps.append(line["t"])
 
 
 class Marks:
@@ -60,15 +60,18 @@ class Marks:
         """List all workers that have started, dead ones too."""
         return list(self._workers.values())
 
-    def world(self, born_after: float, steps: int = 1) -> list[Worker]:
-        """Return the newest world after ``since`` in which every rank has finished ``steps`` steps, or []."""
+    def world(self, after: float, steps: int = 1) -> list[Worker]:
+        """Return the newest world since ``after`` in which every rank has finished ``steps`` steps, or [].
+
+        A worker may have been born long before its world, if it starts ahead.
+        """
         worlds: dict[str, list[Worker]] = {}
         for worker in self._workers.values():
-            if worker.world and worker.marks["born"] > born_after:
+            if worker.world and worker.marks["resumed"] > after:
                 worlds.setdefault(worker.world, []).append(worker)
         whole = [
             world
             for world in worlds.values()
-            if len(world) == world[0].world_size and all(worker.steps >= steps for worker in world)
+            if len(world) == world[0].world_size and all(len(worker.steps) >= steps for worker in world)
         ]
-        return max(whole, key=lambda world: min(worker.marks["born"] for worker in world), default=[])
+        return max(whole, key=lambda world: world[0].marks["resumed"], default=[])

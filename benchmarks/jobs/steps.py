@@ -1,14 +1,17 @@
 """The worker of the benchmarks with kills: train a small model without end and record the time of each stage.
 
-    steps.py ours|stock|torchft DIRECTORY SLEEP_S WIDTH SAVE_EVERY
+    steps.py ours|in-process|stock|torchft DIRECTORY SLEEP_S WIDTH SAVE_EVERY SETUP_S
 
-A step trains layers of WIDTH and sleeps for SLEEP_S. The sleep stands for computing on cores that a node does
-not share with the other nodes. Each process appends one JSON line per mark to a file of its own in
+A step trains layers of WIDTH and sleeps for SLEEP_S. Before it builds its model, each process sleeps for
+SETUP_S, as for imports and an index of the data. The sleeps stand for computing on cores that a node does not
+share with the other nodes. Each process appends one JSON line per mark to a file of its own in
 DIRECTORY/marks, with the time of CLOCK_MONOTONIC, which all nodes of this machine share: born, imported,
 built (torch imports half of itself only for the first optimizer), resumed, wrapped, then a `step` after each
 optimizer step.
 
-`ours` saves as its flags say. `stock` is what a careful user of torchrun writes: at every SAVE_EVERY-th step
+`ours` saves as its flags say. `in-process` is the same script with `@run.restartable`: its survivors keep
+their process, so each call of the function is recorded as a worker. A worker's `left` is the time when an
+exception ended that call. `stock` is what a careful user of torchrun writes: at every SAVE_EVERY-th step
 every node saves with an atomic rename. At a start rank 0 reads the newest copy of any node, as if on a shared
 file system, and broadcasts it. (That favours torchrun: with local disks rank 0 may be the node that has just
 come back.) Nothing is fsynced, so a power loss could destroy it.
@@ -42,12 +45,15 @@ import json
 import secrets
 import signal
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from elastic_resume import Run
 
 for name in filter(None, os.environ.get("BENCH_IMPORTS", "").split(",")):
     importlib.import_module(name)
@@ -75,9 +81,12 @@ class Work:
 
     def __init__(self, words: list[str]) -> None:
         self.sleep_s, self.width, self.save_every = float(words[0]), int(words[1]), int(words[2])
+        self.setup_s = float(words[3])
 
 
-def small_parts(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make_parts(work: Work) -> tuple[nn.Module, torch.optim.Optimizer]:
+    time.sleep(work.setup_s)
+    width = work.width
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = nn.Sequential(
@@ -98,15 +107,47 @@ def train_ours(step_log: StepLog, work: Work) -> None:
     from elastic_resume import resume  # noqa: PLC0415  the other system does without
 
     step_log.mark("imported")
-    model, optimizer = small_parts(work.width)
+    model, optimizer = make_parts(work)
     step_log.mark("built")
     run = resume(model=model, optimizer=optimizer)
+    take_steps(run, model, optimizer, work, step_log)
+
+
+def train_in_process(directory: Path, work: Work, node: str) -> None:
+    from elastic_resume import resume  # noqa: PLC0415  the other system does without
+
+    imported = time.monotonic()
+    model, optimizer = make_parts(work)
+    starts = [BORN, imported, time.monotonic()]
+    run = resume(model=model, optimizer=optimizer)
+
+    @run.restartable
+    def train() -> None:
+        now = time.monotonic()
+        born, imported, built = starts or (now, now, now)
+        starts.clear()  # a later call runs in a process that is ready
+        step_log = StepLog(directory / "marks", node)
+        ranks = {"rank": run.rank, "world_size": run.world_size}
+        step_log.mark("born", born, pid=os.getpid(), node=node, **ranks)
+        step_log.mark("imported", imported)
+        step_log.mark("built", built)
+        try:
+            take_steps(run, model, optimizer, work, step_log)
+        finally:
+            step_log.mark("left")
+
+    train()
+
+
+def take_steps(
+    run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, work: Work, step_log: StepLog
+) -> None:
     step_log.mark("resumed", world=f"generation {run.generation}", step=run.position.step)
-    model = run.ddp(model)
+    wrapped = run.ddp(model)
     step_log.mark("wrapped")
     for _ in run.epochs(1):
         while True:
-            one_step(model, optimizer, work)
+            one_step(wrapped, optimizer, work)
             run.step()
             step_log.mark("step", step=run.position.step)
 
@@ -117,7 +158,7 @@ def train_stock(step_log: StepLog, work: Work, states: Path, node: str) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     step_log.mark("imported")
     states.mkdir(parents=True, exist_ok=True)
-    model, optimizer = small_parts(work.width)
+    model, optimizer = make_parts(work)
     step_log.mark("built")
     dist.init_process_group("gloo")
     step, world = load(model, optimizer, states)
@@ -136,7 +177,7 @@ def train_torchft(directory: Path, work: Work, node: str) -> None:
     import torchft  # noqa: PLC0415  the other systems do without
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    model, optimizer = small_parts(work.width)
+    model, optimizer = make_parts(work)
 
     def load_state(state: dict[str, Any]) -> None:
         model.load_state_dict(state["model"])
@@ -193,9 +234,12 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, path: Pa
 
 def main() -> None:
     system, directory, work = sys.argv[1], Path(sys.argv[2]), Work(sys.argv[3:])
-    node = os.environ["ELASTIC_RESUME_NODE_NAME" if system == "ours" else "BENCHMARK_NODE"]
+    is_ours = system in ("ours", "in-process")
+    node = os.environ["ELASTIC_RESUME_NODE_NAME" if is_ours else "BENCHMARK_NODE"]
     if system == "torchft":
         train_torchft(directory, work, node)
+    if system == "in-process":  # it may start before it has a rank
+        train_in_process(directory, work, node)
     step_log = StepLog(directory / "marks", node)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     step_log.mark("born", BORN, pid=os.getpid(), node=node, rank=rank, world_size=world_size)
