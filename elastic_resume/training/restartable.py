@@ -226,24 +226,15 @@ def is_gpu_alive() -> bool:
     """Return whether this process's GPU still works after groups were aborted on it; True without a GPU."""
     if not torch.cuda.is_initialized():
         return True
-    works = threading.Event()
+    device, works = torch.cuda.current_device(), threading.Event()
 
     def synchronize() -> None:
         with contextlib.suppress(RuntimeError):
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
             works.set()
 
-    device = torch.cuda.current_device()
-
-    def run() -> None:
-        with contextlib.suppress(RuntimeError):
-            torch.cuda.set_device(device)
-            synchronize()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(GPU_CHECK_TIMEOUT_S)
-    return works.is_set()
+    threading.Thread(target=synchronize, daemon=True).start()
+    return works.wait(GPU_CHECK_TIMEOUT_S)
 
 
 def release_wrapper(wrapper: DistributedDataParallel) -> None:

@@ -591,7 +591,7 @@ class Run:
             raise UsageError("run.restartable: call the function in the main thread.")
         if self._link is None or self._collectives is None:
             return
-        if not self._collectives.created_default_group and self.world_size > 1:
+        if not self._collectives.created_default_group and dist.is_initialized():
             raise UsageError(
                 "run.restartable: the script has called init_process_group(), so er.resume() cannot do it "
                 "again for the next world. Leave that call out."
