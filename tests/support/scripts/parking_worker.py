@@ -1,8 +1,8 @@
 """A worker without torch that parks when its supervisor asks for it, and resumes.
 
 At its start and whenever it resumes it prints its process, rank, generation and lease page. Its arguments:
-``stops`` and ``ignores`` say what it does instead of parking; ``waiting`` and ``unrestartable`` are sent at its
-start; with ``standby FILE`` it parks once the file exists.
+``stops`` and ``ignores`` say what it does instead of parking; it sends ``waiting`` and ``unrestartable`` at
+its start; with ``standby FILE`` it parks once the file exists.
 """
 
 from __future__ import annotations
