@@ -13,8 +13,8 @@ EXIT_USAGE = 2  # wrong flags, settings or script name; argparse's own code for 
 EXIT_PLAN_INCOMPLETE = 3  # `chaos`: the job ended right, but some faults of the plan were not injected
 EXIT_MACHINE_ERROR = 74  # EX_IOERR: this machine's disk or directory prevented the start
 EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: run the same job again
-EXIT_PARKED = 76  # of a launcher shim only: its worker stays for the next generation
 EXIT_NO_STANDBY = 77  # of a launcher shim only: its worker cannot start before its generation is known
+EXIT_PARKED = 76  # of a launcher shim only: its worker stays for the next generation
 EXIT_SIGNAL_BASE = 128  # plus the signal's number: 143 after SIGTERM
 
 # ---- environment, agent -> worker. A user may set the variables marked (user). ----------------------------

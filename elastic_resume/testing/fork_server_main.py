@@ -28,7 +28,7 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
     del sys.path[0]  # scripts must not import the modules of this directory
 
 from elastic_resume import failpoints
-from elastic_resume.agent.workers import forkserver, forkserver_manager, run_main, supervisor
+from elastic_resume.agent.workers import forkserver, forkserver_manager, run_main, worker_request
 
 PR_SET_PDEATHSIG = 1
 CLONE_NEWNET = 0x40000000
@@ -137,7 +137,7 @@ def _set_up_agent(
         os.dup2(stream, number)
     os.close(empty)
     os.close(output)
-    supervisor.replace_environment({**import_environment, **request["env"]})
+    worker_request.replace_environment({**import_environment, **request["env"]})
     tempfile.tempdir = None  # computed anew from the changed environment
     failpoints.arm()
     if request["network"]:

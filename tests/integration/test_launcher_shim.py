@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ import pytest
 
 from elastic_resume import constants, events
 from elastic_resume.agent.failure_evidence import FailureEvents
-from elastic_resume.agent.workers import launcher_shim, supervisor
+from elastic_resume.agent.workers import launcher_shim, supervisor, worker_request
 from elastic_resume.agent.workers.lease_page import LeasePage
 from tests.support.processes import is_alive, read_exit_event, wait_for, wait_for_pid
 
@@ -69,12 +70,14 @@ def lease_page(environ: dict[str, str]) -> Iterator[LeasePage]:
 
 
 @contextlib.contextmanager
-def changed_shim(change: str, environ: dict[str, str], *command: str) -> Iterator[subprocess.Popen[bytes]]:
+def changed_shim(
+    change: str, environ: dict[str, str], *command: str, **kwargs: Any
+) -> Iterator[subprocess.Popen[bytes]]:
     """Start a launcher shim whose clock or limits a line of Python changes; kill it at the end."""
     begin = "sys.path.insert(0, sys.argv[1]); import launcher_shim, supervisor"
     code = f"import os, sys, time; {begin}; {change}; launcher_shim.main(sys.argv[2:])"
     words = [sys.executable, "-I", "-S", "-c", code, str(Path(launcher_shim.__file__).parent), "0", *command]
-    process = subprocess.Popen(words, env=environ, start_new_session=True)
+    process = subprocess.Popen(words, env=environ, start_new_session=True, **kwargs)
     try:
         yield process
     finally:
@@ -95,11 +98,11 @@ def test_literals_equal_constants() -> None:
     """Launcher shim and supervisor cannot import the package, so they repeat its names."""
     names = [
         (module, name)
-        for module in (launcher_shim, supervisor)
+        for module in (launcher_shim, supervisor, worker_request)
         for name in vars(module)
-        if name.startswith("ENV_")
+        if name.startswith(("ENV_", "EXIT_"))
     ]
-    assert len(names) >= 7
+    assert len(names) >= 10
     for module, name in names:
         assert getattr(module, name) == getattr(constants, name)
 
@@ -509,114 +512,177 @@ def test_worker_inherits_no_lease_page(start: Any) -> None:
 
 # ---- parking -------------------------------------------------------------------------------------------
 
-PARKING_WORKER = """
-import json, os, signal, socket, sys
-link = socket.socket(fileno=int(os.environ.pop("ELASTIC_RESUME_SUPERVISOR_FD")))
-unread, streams = b"", []
-
-def take(has_all):
-    global unread
-    while not has_all():
-        data, received, _, _ = socket.recv_fds(link, 65536, 3)
-        if not data:
-            sys.exit(1)
-        unread += data
-        streams.extend(received)
-
-def print_facts():
-    names = ("RANK", "ELASTIC_RESUME_GENERATION", "ELASTIC_RESUME_LEASE_PAGE")
-    print(os.getpid(), *map(os.environ.get, names), flush=True)
-
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
-link.sendall(b"restartable\\n")
-print_facts()
-while True:
-    take(lambda: b"\\n" in unread)
-    line, _, unread = unread.partition(b"\\n")
-    if line == b"park":
-        os.write(2, b"park\\n")
-        if "stops" in sys.argv:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif "ignores" not in sys.argv:
-            link.sendall(b"parked\\n")
-    else:
-        size = int(line.split()[1])
-        take(lambda: len(unread) >= size)
-        environ, unread = json.loads(unread[:size]), unread[size:]
-        os.environ.clear()
-        os.environ.update(environ)
-        for target, stream in enumerate(streams):
-            os.dup2(stream, target)
-            os.close(stream)
-        streams.clear()
-        print_facts()
-"""
+PARKING_WORKER = str(Path(__file__).parents[1] / "support" / "scripts" / "parking_worker.py")
 
 
 class ParkingNode:
-    """An agent's environment, and launcher shims of a worker that parks unless ``args`` say otherwise."""
+    """The environment of an agent whose workers park, and their launcher shims."""
 
-    def __init__(self, environ: dict[str, str], start: Any, lease_page: LeasePage, tmp_path: Path) -> None:
-        self.evidence = FailureEvents()
-        self.lease_page = lease_page
+    def __init__(self, environ: dict[str, str], lease_page: LeasePage, tmp_path: Path) -> None:
         self.environ = environ
-        self._start = start
+        self.lease_page = lease_page
+        self.evidence = FailureEvents()
+        self.shims = contextlib.ExitStack()
         self._errors = tmp_path / "stderr"
         environ[constants.ENV_PARKED] = f"test-{os.urandom(8).hex()}"
         environ[constants.ENV_EVIDENCE] = self.evidence.path
 
-    def start(self, generation: int, *args: str) -> tuple[subprocess.Popen[bytes], int]:
+    def start(
+        self, generation: int, *args: str, park_timeout_s: float = 60
+    ) -> tuple[subprocess.Popen[bytes], int]:
         """Start a launcher shim in ``generation``; return it with the worker that runs in it."""
         self.lease_page.set(math.inf)
         self.environ |= {"RANK": str(generation), constants.ENV_GENERATION: str(generation)}
+        change = f"supervisor.PARK_TIMEOUT_S = {park_timeout_s}"
+        words = (sys.executable, PARKING_WORKER, *args)
         with open(self._errors, "ab") as errors:
-            shim = self._start(*python(PARKING_WORKER), *args, stdout=subprocess.PIPE, stderr=errors)
+            process = changed_shim(change, self.environ, *words, stdout=subprocess.PIPE, stderr=errors)
+            shim = self.shims.enter_context(process)
+        assert shim.stdout is not None
         with shim.stdout as output:
-            words = output.readline().split()
-        assert words[1:] == [b"%d" % generation, b"%d" % generation, b"None"]
-        return shim, int(words[0])
+            worker, *facts = output.readline().split()
+        assert facts == [b"%d" % generation, b"%d" % generation, b"None"]
+        return shim, int(worker)
 
-    def park(self, shim: subprocess.Popen[bytes]) -> int:
+    def stop(self, shim: subprocess.Popen[bytes]) -> int:
         """End the generation of ``shim`` as the agent and torchelastic do; return the shim's exit code."""
         self.lease_page.set(-math.inf)
         shim.terminate()
         return shim.wait(30)
 
-    def list_events(self) -> list[tuple[str, int, int]]:
-        """List kind, generation and worker of the events that the agent has got."""
-        return [(event["event"], event["generation"], event["worker_pid"]) for event in self.evidence.read()]
+    def park(self) -> tuple[int, int]:
+        """Start a worker and park it; return it and its supervisor."""
+        shim, worker = self.start(2)
+        parent = psutil.Process(worker).ppid()
+        assert self.stop(shim) == constants.EXIT_PARKED
+        assert is_alive(worker)
+        return worker, parent
+
+    def list_exits(self, worker: int) -> list[dict[str, Any]]:
+        """List the events of the worker's end; those of an earlier test's workers may arrive here too."""
+        events = self.evidence.read()
+        return [e for e in events if e["event"] == "worker-exit" and e["worker_pid"] == worker]
 
     def count_park_messages(self) -> int:
-        """Return how many times the agent's workers have been asked to park."""
+        """Return how many times workers have been asked to park."""
         return self._errors.read_text().count("park\n")
 
 
 @pytest.fixture
-def parking_node(
-    environ: dict[str, str], start: Any, lease_page: LeasePage, tmp_path: Path
-) -> Iterator[ParkingNode]:
+def node(environ: dict[str, str], lease_page: LeasePage, tmp_path: Path) -> Iterator[ParkingNode]:
     """Return a node whose workers park."""
-    node = ParkingNode(environ, start, lease_page, tmp_path)
-    yield node
-    node.evidence.close()
+    node = ParkingNode(environ, lease_page, tmp_path)
+    with node.shims, contextlib.closing(node.evidence):
+        yield node
 
 
-def test_parked_worker_resumes_for_next_shim(parking_node: ParkingNode, environ: Any, start: Any) -> None:
+def test_parked_worker_resumes_for_next_shim(node: ParkingNode, start: Any) -> None:
     """It gets the new environment and streams, and its exit belongs to the new generation."""
-    shim, worker = parking_node.start(2)
-    assert parking_node.park(shim) == constants.EXIT_PARKED
-    assert is_alive(worker)
-    shim, same_worker = parking_node.start(3)
+    worker, _ = node.park()
+    shim, same_worker = node.start(3)
     assert same_worker == worker
     assert start("/bin/sh", "-c", "exit 3").wait(30) == 3  # another local rank fails in this generation
     shim.terminate()
     assert shim.wait(30) == constants.EXIT_PARKED
-    shim, same_worker = parking_node.start(4)
+    shim, same_worker = node.start(4)
     assert same_worker == worker
     os.kill(worker, signal.SIGKILL)
     assert shim.wait(30) == -signal.SIGKILL
-    (other,) = {pid for _, _, pid in parking_node.list_events()} - {worker}
-    kinds = [("forked", 2), ("parked", 2), ("forked", 3), ("parked", 3), ("forked", 4), ("exit", 4)]
-    assert [event for event in parking_node.list_events() if event[2] != other] == [
-        (f"worker-{kind}", generation, worker) for kind, generation in kinds
-    ]
+    events = [(e["event"], e["generation"]) for e in node.evidence.read() if e["worker_pid"] == worker]
+    assert events == [*(("worker-forked", generation) for generation in (2, 3, 4)), ("worker-exit", 4)]
+
+
+@pytest.mark.parametrize("how", ["stops", "ignores"])
+def test_worker_that_does_not_park_in_time_is_killed(how: str, node: ParkingNode) -> None:
+    """The next launcher shim starts another. The event says why."""
+    shim, worker = node.start(2, how, park_timeout_s=0.3)
+    assert node.stop(shim) == -signal.SIGKILL
+    assert node.count_park_messages() == 1
+    (event,) = node.list_exits(worker)
+    assert (event["signal"], event["stopped"], event["not_parked"]) == ("SIGKILL", True, True)
+    assert node.start(3)[1] != worker
+
+
+@pytest.mark.parametrize("is_revoked", [False, True])
+def test_restartable_worker_does_not_outlive_its_lease(
+    is_revoked: bool, node: ParkingNode, tmp_path: Path
+) -> None:
+    """At the end of the lease it is killed at once. Time to park is part of the lease."""
+    shim, worker = node.start(2, "ignores")
+    node.lease_page.set(time.clock_gettime(time.CLOCK_BOOTTIME) + 0.5)
+    if is_revoked:
+        wait_for_lease_polls(shim)
+        node.lease_page.set(-math.inf)
+    wait_for(lambda: not is_alive(worker), "the worker to be killed")
+    assert lease_expired_event(tmp_path)["worker_pid"] == worker
+    assert node.count_park_messages() == is_revoked
+
+
+def test_drain_does_not_park(node: ParkingNode) -> None:
+    """A signal without the end of the generation is SIGTERM, which the worker handles."""
+    shim, _ = node.start(2)
+    shim.terminate()
+    assert shim.wait(30) == 9
+    assert node.count_park_messages() == 0
+
+
+@pytest.mark.parametrize("victim", ["worker", "supervisor", "stopped supervisor"])
+def test_end_of_parked_worker_is_no_failure(victim: str, node: ParkingNode) -> None:
+    """The next launcher shim starts another worker."""
+    worker, parent = node.park()
+    number = signal.SIGSTOP if "stopped" in victim else signal.SIGKILL
+    os.kill(worker if victim == "worker" else parent, number)
+    if number == signal.SIGKILL:
+        wait_for(lambda: not is_alive(parent), "the supervisor to end")
+    assert node.start(3)[1] != worker
+    assert not is_alive(worker)
+    assert not node.list_exits(worker)
+
+
+def test_malformed_requests_do_not_end_parked_worker(node: ParkingNode) -> None:
+    """Neither does another user's request, or a peer that sends nothing."""
+    worker, _ = node.park()
+    address = f"\0{node.environ[constants.ENV_PARKED]}-0"
+    with contextlib.ExitStack() as stack:
+        for data in (b"", b"\xff" * 4, (8).to_bytes(4, "big") + b"{}"):
+            client = stack.enter_context(socket.socket(socket.AF_UNIX))
+            client.connect(address)
+            client.sendall(data)
+            client.shutdown(socket.SHUT_WR)
+        stack.enter_context(socket.socket(socket.AF_UNIX)).connect(address)
+        if os.getuid() == 0:
+            code = f"""
+import contextlib, os, socket
+os.setuid(65534)
+client = socket.socket(socket.AF_UNIX)
+client.connect({address!r})
+with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+    socket.send_fds(client, [b"\\0\\0\\0\\2{{}}"], [0, 1, 2])
+    assert not client.recv(1)
+"""
+            subprocess.run(python(code), check=True)
+        assert node.start(3)[1] == worker
+
+
+def test_killed_agent_ends_parked_worker(node: ParkingNode) -> None:
+    """No launcher shim is left whose end the supervisor could see."""
+    code = f"""
+import math, os, subprocess, sys, time
+from elastic_resume.agent.workers.lease_page import LeasePage
+page = LeasePage()
+page.set(math.inf)
+os.environ |= {{{constants.ENV_LEASE_PAGE!r}: page.path, {constants.ENV_AGENT_PID!r}: str(os.getpid())}}
+shim = subprocess.Popen(sys.argv[1:], stdout=subprocess.PIPE)
+worker = shim.stdout.readline().split()[0]
+page.set(-math.inf)
+shim.terminate()
+print(int(worker), shim.wait(), flush=True)
+time.sleep(600)
+"""
+    command = [*python(code), *SHIM, sys.executable, PARKING_WORKER]
+    with subprocess.Popen(command, env=node.environ, stdout=subprocess.PIPE) as agent:
+        assert agent.stdout is not None
+        worker, exit_code = map(int, agent.stdout.readline().split())
+        assert (exit_code, is_alive(worker)) == (constants.EXIT_PARKED, True)
+        agent.kill()
+    wait_for(lambda: not is_alive(worker), "the worker to die")

@@ -50,7 +50,8 @@ from typing import Any, NoReturn
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
     del sys.path[0]  # scripts must not import the modules of this directory
 
-from elastic_resume.agent.workers import run_main, supervisor
+from elastic_resume.agent.workers import run_main, supervisor, worker_request
+from elastic_resume.constants import EXIT_NO_STANDBY
 
 # Imports of every training script. DistributedDataParallel's constructor imports torch._dynamo, in 1.1 to
 # 1.8 s.
@@ -68,6 +69,11 @@ FORK_TEST_TIMEOUT_S = 10.0
 FIRST_START_S, START_S = 2.0, 0.5
 MADV_COLLAPSE = 25  # from linux/mman.h, of Linux 6.1
 HUGE_PAGE_SIZE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+# torchelastic's variables that a standby lacks.
+VARIABLES_OF_A_GENERATION = frozenset(
+    b"RANK WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_NAME ROLE_WORLD_SIZE"
+    b" MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT".split()
+)
 OLD_TORCH_SEED = 67280421310721  # initial seed of each process in versions of torch that do not draw it
 
 
@@ -114,7 +120,7 @@ def run_preforked(listener: socket.socket, control: socket.socket, agent: int) -
     if not line:
         os._exit(0)  # the agent ended before it needed workers
     spec = json.loads(line)
-    supervisor.replace_environment(spec["environ"])
+    worker_request.replace_environment(spec["environ"])
     run_main.adopt_path_entry()
     _serve(listener, control, spec)
     raise SystemExit
@@ -365,7 +371,7 @@ def serve_requests(listener: socket.socket, control: socket.socket, work: Backgr
             # After any failure the launcher shim sees its connection close, and starts its worker cold.
             try:
                 request = receive_request(listener.accept()[0], work.environ)
-            except supervisor.RequestRefusedError as error:
+            except worker_request.RequestRefusedError as error:
                 _send_status(control, {"refused": str(error)})
                 continue
             except (OSError, ValueError, TypeError):
@@ -429,11 +435,11 @@ def receive_request(connection: socket.socket, environ: dict[str, str]) -> Worke
     """
     streams: list[int] = []
     try:
-        members, streams = supervisor.receive_request(connection)
+        members, streams = worker_request.receive(connection)
         request = WorkerRequest(**members, connection=connection, streams=streams)
         differing = list_differing_variables(environ, request.environ)
         if differing:
-            raise supervisor.RequestRefusedError(  # noqa: TRY301
+            raise worker_request.RequestRefusedError(  # noqa: TRY301
                 "these variables differ from the fork server's and take effect only in a new process: "
                 + ", ".join(differing)
             )
@@ -465,9 +471,9 @@ def become_supervisor(request: WorkerRequest, changed_by_imports: dict[str, str]
     if signal.SIGINT not in request.ignored:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        supervisor.replace_environment({**request.environ, **changed_by_imports})
+        worker_request.replace_environment({**request.environ, **changed_by_imports})
         run_main.set_process_name("er-supervisor")
-        supervisor.replace_streams(request.streams)
+        worker_request.replace_streams(request.streams)
         os.umask(request.umask)
         os.sched_setaffinity(0, request.cpus)
         for kind, limits in request.limits.items():
@@ -495,7 +501,29 @@ def become_worker(request: WorkerRequest) -> list[str]:
     if torch is not None and torch.initial_seed() != OLD_TORCH_SEED:
         torch.default_generator.seed()
     sys.modules[EXIT_MODULE].install_startup_hook()
+    if supervisor.ENV_STANDBY in os.environ:
+        variables: Any = os.environ
+        os.environb._data = variables._data = _StandbyVariables(variables._data)  # type: ignore[attr-defined]  # noqa: SLF001
     return command
+
+
+class _StandbyVariables(dict[bytes, bytes]):
+    """The environment of a standby, which ends when its script reads what only a generation decides."""
+
+    def __missing__(self, name: bytes) -> bytes:
+        # While the worker resumes, it replaces the environment by that of its generation.
+        if name in VARIABLES_OF_A_GENERATION and supervisor.ENV_STANDBY.encode() in self:
+            frame = sys._getframe(1)  # noqa: SLF001
+            while frame.f_back is not None and frame.f_globals.get("__name__") in {"os", "_collections_abc"}:
+                frame = frame.f_back
+            place, variable = f"{frame.f_code.co_filename}:{frame.f_lineno}", name.decode()
+            message = (
+                f"elastic_resume: {place} reads {variable} before er.resume(), so this worker cannot start "
+                f"before its node joins; the other nodes wait for it. Read {variable} after er.resume().\n"
+            )
+            os.write(2, message.encode())
+            os._exit(EXIT_NO_STANDBY)
+        raise KeyError(name)
 
 
 if __name__ == "__main__":

@@ -31,12 +31,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import Any
 
-    from elastic_resume.agent.workers import supervisor
+    from elastic_resume.agent.workers import supervisor, worker_request
 else:
     import _signal as signal
 
     sys.path.insert(0, os.path.dirname(__file__))  # noqa: PTH120 - pathlib would cost a third of the start
     import supervisor
+    import worker_request
 
     del sys.path[0]
 
@@ -70,30 +71,26 @@ def main(argv: list[str]) -> None:
     if os.getppid() != agent:
         os._exit(1)  # the agent died before the kernel watched it
     os.environ[ENV_LOCAL_RANK] = local_rank
-    socket_name = os.environ.pop(ENV_FORK_SERVER, None)
-    connection = start_parked_or_warm(socket_name, command, mask) or start_cold(command, mask)
+    connection = request_worker(os.environ.pop(ENV_FORK_SERVER, None), command, mask)
+    if connection is None:
+        if supervisor.ENV_STANDBY in os.environ:
+            os._exit(1)  # its node starts workers in the usual way
+        connection = start_cold(command, mask)
     exit_like_worker(forward_until_exit(connection, forwarded, mask))
 
 
 # ---- starting a worker ---------------------------------------------------------------------------------
 
 
-def start_parked_or_warm(
-    socket_name: "str | None", command: list[str], signal_mask: "set[int]"
+def request_worker(
+    fork_server: "str | None", command: list[str], signal_mask: "set[int]"
 ) -> "_socket.socket | None":
-    """Request a parked worker, or one from the fork server; return the socket to its supervisor.
-
-    Return None if there is neither.
-    """
+    """Request a parked worker, or one of the fork server; return the socket to its supervisor, if any."""
     try:
         for number in range(3):
             os.fstat(number)
     except OSError:  # a closed standard stream cannot be sent
-        os.environ.pop(supervisor.ENV_PARKED, None)
-        return None
-    names = [supervisor.parked_socket_name()] if supervisor.ENV_PARKED in os.environ else []
-    names += ["\0" + socket_name] if socket_name else []
-    if not names:
+        os.environ.pop(worker_request.ENV_PARKED, None)
         return None
     import resource  # noqa: PLC0415 - a cold start does not need it
 
@@ -123,11 +120,13 @@ def start_parked_or_warm(
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
-        for name in names:
-            connection = _request_worker(name, request)
-            if connection is not None:
-                return connection
-        return None
+        connection = None
+        if worker_request.ENV_PARKED in os.environ and supervisor.ENV_STANDBY not in os.environ:
+            parked = worker_request.parked_address(os.environ[ENV_LOCAL_RANK])
+            connection = worker_request.send(parked, request, kills_if_stopped=True)
+        if connection is None and fork_server is not None:
+            connection = worker_request.send("\0" + fork_server, request)
+        return connection
     finally:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
@@ -141,22 +140,6 @@ def encode_json(value: "str | int | dict[str, Any] | Iterable[Any]") -> str:
     if isinstance(value, dict):
         return f"{{{','.join(f'{encode_json(str(key))}:{encode_json(one)}' for key, one in value.items())}}}"
     return f"[{','.join(map(encode_json, value))}]"
-
-
-def _request_worker(address: str, request: bytes) -> "_socket.socket | None":
-    connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
-    try:
-        connection.connect(address)
-        if not supervisor.is_same_user(connection):
-            return None
-        connection.sendmsg([len(request).to_bytes(4, "big")], [supervisor.encode_streams()])
-        connection.sendall(request)
-        if connection.recv(1) == b"y":  # from the supervisor
-            return connection
-    except OSError:
-        pass
-    connection.close()
-    return None
 
 
 def _is_ignored(number: int) -> bool:

@@ -23,19 +23,17 @@ from collections.abc import Callable, Sequence
 from string import Template
 
 from elastic_resume import constants
+from elastic_resume.agent.workers import forkserver, worker_request
 from elastic_resume.policy.start_cost import StartCost, choose_standby_ranks
 from elastic_resume.policy.wording import describe_standby_failure, describe_standby_start
 
 logger = logging.getLogger(__name__)
 
-# torchelastic's variables, and ours, that only the next view decides.
-VARIABLES_OF_A_GENERATION = (
-    *("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE"),
-    *(constants.ENV_GENERATION, constants.ENV_LAST_STEP, constants.ENV_MTBF_S),
-    # What a standby does is no part of any generation.
+# What a standby does is no part of a generation, so it cannot write into the events either.
+REMOVED_VARIABLES = {name.decode() for name in forkserver.VARIABLES_OF_A_GENERATION} | {
+    *("TORCHELASTIC_ERROR_FILE", constants.ENV_GENERATION, constants.ENV_LAST_STEP, constants.ENV_MTBF_S),
     *(constants.ENV_EVIDENCE, constants.ENV_EVENTS_PATH),
-)
+}
 
 
 class StandbyWorkers:
@@ -91,7 +89,7 @@ class StandbyWorkers:
         return (process is not None and process.poll() is None) or is_parked(rank)
 
     def _spawn(self, rank: int, cost: StartCost) -> subprocess.Popen[bytes]:
-        environ = {k: v for k, v in os.environ.items() if k not in VARIABLES_OF_A_GENERATION}
+        environ = {k: v for k, v in os.environ.items() if k not in REMOVED_VARIABLES}
         environ |= {
             constants.ENV_STANDBY: "1",
             constants.ENV_STATE_BYTES: str(cost.state_bytes),
@@ -121,10 +119,9 @@ def is_parked(local_rank: int) -> bool:
 
     It listens on a name that no other process can bind meanwhile.
     """
-    name = f"\0{os.environ[constants.ENV_PARKED]}-{local_rank}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
-            probe.bind(name)
+            probe.bind(worker_request.parked_address(str(local_rank)))
         except OSError as error:
             return error.errno == errno.EADDRINUSE
     return False

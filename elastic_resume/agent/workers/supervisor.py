@@ -23,13 +23,18 @@ States::
     running, stopping --generation over, worker is not restartable or has got SIGTERM--> killing
     parking --PARK_TIMEOUT_S over, or end of the lease--> killing
     parked --signal--> the launcher shim exits --the next one connects--> running, in its generation
-    parked --agent ended--> killing
+    parked, standby --agent ended--> killing
+    standby --worker has parked--> the launcher shim exits, as above
+    standby --signal--> killing
     any --socket of the launcher shim closed--> killing
     any --worker reaped--> kill leftovers, write worker-exit, report to the launcher shim
 
 A generation is over when the lease has ended, or when a signal arrives after a failure on this node. Any
 other signal means a drain. Then SIGTERM goes to the worker alone, because it may need its DataLoader workers
 and subprocesses to save. They are killed after the worker.
+
+A standby runs the script up to `er.resume()` before its node joins a view. It belongs to no generation and
+writes no events. A launcher shim that connects early waits until the worker has parked.
 
 Invariants:
 
@@ -54,15 +59,19 @@ import ctypes
 import mmap
 import os
 import select
-import sys
 import time
 
 TYPE_CHECKING = False  # importing typing would cost a third of the start
 if TYPE_CHECKING:
     import signal
-    from typing import Any, NoReturn
+    from typing import NoReturn
 else:
     import _signal as signal  # the module `signal` makes enums of the numbers, which would cost 7 ms
+
+if TYPE_CHECKING or __package__:
+    from elastic_resume.agent.workers import worker_request
+else:
+    import worker_request  # the launcher shim imports both without the package
 
 ENV_GENERATION = "ELASTIC_RESUME_GENERATION"
 ENV_LOCAL_RANK = "ELASTIC_RESUME_LOCAL_RANK"
@@ -70,7 +79,7 @@ ENV_NODE_NAME = "ELASTIC_RESUME_NODE_NAME"
 ENV_GRACE = "ELASTIC_RESUME_GRACE"
 ENV_LEASE_PAGE = "ELASTIC_RESUME_LEASE_PAGE"
 ENV_SLOTS = "ELASTIC_RESUME_SLOTS"
-ENV_PARKED = "ELASTIC_RESUME_PARKED"
+ENV_STANDBY = "ELASTIC_RESUME_STANDBY"
 ENV_SUPERVISOR_FD = "ELASTIC_RESUME_SUPERVISOR_FD"
 ENV_EVENTS_PATH = "ELASTIC_RESUME_EVENTS_PATH"
 ENV_EVIDENCE = "ELASTIC_RESUME_EVIDENCE"
@@ -91,8 +100,7 @@ PARK_TIMEOUT_S = 2.0
 # A worker whose collective has failed waits for the end of its generation, which is then near.
 WATCH_S = 2.0
 WATCH_POLL_INTERVAL_S = 0.002
-MAX_REQUEST_BYTES = 16 << 20
-REQUEST_TIMEOUT_S = 1.0  # a launcher shim sends its request at once; other shims wait for it
+RESUME_TIMEOUT_S = 1.0  # for a parked worker to take a message that is larger than the socket's buffer
 
 DEFAULT_GRACE_S = 5.0
 # Children of a worker often end by themselves after it and clean up shared memory (multiprocessing's resource
@@ -186,13 +194,15 @@ class WorkerSupervisor:
         self._worker = worker
         self._wakeup_read = wakeup_read
         self._link = link
-        self._listener: _socket.socket | None = None  # of a parked worker
+        self._listener: _socket.socket | None = None  # of a worker without a generation
         self._killed_at = INFINITY
         self._poll = select.poll()
         self._poll.register(wakeup_read, select.POLLIN)
         if link.socket is not None:
             self._poll.register(link.socket, select.POLLIN)
         self._begin_generation(connection, lease, copy_monitor)
+        if ENV_STANDBY in os.environ:
+            self._listener = link.listen()
 
     def _begin_generation(
         self, connection: "_socket.socket", lease: "LeaseView", copy_monitor: "SnapshotCopyMonitor"
@@ -208,7 +218,7 @@ class WorkerSupervisor:
         self._stopped_at: float | None = None  # Unix time of the first of both
         self._kill_at = self._park_until = INFINITY
         send(connection, b"started %d %d\n" % (self._worker, os.getpid()))
-        write_worker_mark("worker-forked", self._worker)
+        write_worker_forked(self._worker)
 
     def run(self) -> None:
         """Wait for the end of the worker, kill its leftovers, and report."""
@@ -304,8 +314,9 @@ class WorkerSupervisor:
         """Read a signal number from the launcher shim, or the end of the connection."""
         signal_number = receive(self._connection, 1)
         if not signal_number:
-            self._kill_at = 0.0
             self._poll.unregister(self._connection)
+        if not signal_number or ENV_STANDBY in os.environ:
+            self._kill_at = 0.0
         elif not (self._stop_requested or self._lease.has_no_grace() or self._is_over()):
             send_signal(self._worker, signal.SIGTERM)
             self._kill_at = min(self._kill_at, now_s() + read_grace_s())
@@ -313,14 +324,14 @@ class WorkerSupervisor:
         if self._stopped_at is None:
             self._stopped_at = time.time()
 
-    # ---- parked --------------------------------------------------------------------------------------
+    # ---- parked, or a standby ------------------------------------------------------------------------
 
     def _check_parked(self) -> "float | None":
-        """Let the launcher shim go once torchelastic stops it; return as `_check_generation`."""
+        """Let the launcher shim go when nothing waits for it any more; return as `_check_generation`."""
         if self._lease.has_agent_ended():
             return None
-        if self._stop_requested and self._connection.fileno() >= 0 and self._listener is not None:
-            write_worker_mark("worker-parked", self._worker)
+        is_free = self._link.is_parked and (self._stop_requested or ENV_STANDBY in os.environ)
+        if is_free and self._connection.fileno() >= 0 and self._listener is not None:
             send(self._connection, b"parked %d\n" % self._worker)
             self._poll.unregister(self._connection)
             self._connection.close()
@@ -333,14 +344,14 @@ class WorkerSupervisor:
             return  # the worker has just ended, so this launcher shim starts a new one
         try:
             connection = _socket.socket(fileno=listener._accept()[0])  # type: ignore[attr-defined]  # noqa: SLF001
-            request, streams = receive_request(connection)
-        except REQUEST_ERRORS:
+            request, streams = worker_request.receive(connection)
+        except worker_request.ERRORS:
             return
         self._poll.unregister(listener)
         listener.close()
         self._listener = None
-        replace_environment(request["environ"])
-        replace_streams(streams)
+        worker_request.replace_environment(request["environ"])
+        worker_request.replace_streams(streams)
         lease, copy_monitor = open_lease(connection), SnapshotCopyMonitor()
         if self._link.resume():
             send(connection, b"y")
@@ -373,11 +384,11 @@ class WorkerLink:
         self.watch_until = 0.0
         self._unread = b""
         self._worker_end: _socket.socket | None = None
-        if ENV_PARKED in os.environ:
+        if worker_request.ENV_PARKED in os.environ:
             self.socket, self._worker_end = _socket.socketpair(
                 _socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC
             )
-            self.socket.settimeout(REQUEST_TIMEOUT_S)
+            self.socket.settimeout(RESUME_TIMEOUT_S)
 
     def become_worker(self) -> None:
         """Keep the worker's end, also over exec, and name it in the environment."""
@@ -416,7 +427,7 @@ class WorkerLink:
         """Return the socket at which the next launcher shim finds the worker; None if its name is taken."""
         listener = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
         try:
-            listener.bind(parked_socket_name())
+            listener.bind(worker_request.parked_address(os.environ[ENV_LOCAL_RANK]))
             listener.listen(16)
         except OSError:
             listener.close()
@@ -432,7 +443,7 @@ class WorkerLink:
         environ = json.dumps(dict(os.environ)).encode()
         message = b"resume %d\n%b" % (len(environ), environ)
         try:
-            sent = self.socket.sendmsg([message], [encode_streams()])
+            sent = self.socket.sendmsg([message], [worker_request.encode_streams()])
             while sent < len(message):
                 sent += self.socket.send(message[sent:])
         except OSError:
@@ -475,96 +486,6 @@ def read_grace_s() -> float:
         return max(0.0, float(os.environ[ENV_GRACE]))
     except (KeyError, ValueError):
         return DEFAULT_GRACE_S
-
-
-# ---- requests of launcher shims ------------------------------------------------------------------------
-
-
-class RequestRefusedError(Exception):
-    """A request of a launcher shim is refused; the text says why."""
-
-
-REQUEST_ERRORS = (OSError, ValueError, TypeError, RequestRefusedError)
-
-
-def parked_socket_name() -> str:
-    """Return the abstract address at which the supervisor of this local rank's parked worker listens."""
-    return f"\0{os.environ[ENV_PARKED]}-{os.environ[ENV_LOCAL_RANK]}"
-
-
-def receive_request(connection: "_socket.socket") -> "tuple[dict[str, Any], list[int]]":
-    """Receive the request of a launcher shim; return it with the shim's standard streams.
-
-    Raises:
-        RequestRefusedError: another user sent it.
-        OSError, ValueError, TypeError: it is incomplete, too long or malformed, or its sender has ended.
-
-    """
-    import json  # noqa: PLC0415 - see `write_worker_exit`
-
-    if not is_same_user(connection):
-        raise RequestRefusedError("the request is another user's")
-    connection.settimeout(REQUEST_TIMEOUT_S)
-    header, ancillary, _, _ = connection.recvmsg(4, _socket.CMSG_SPACE(len(encode_streams()[2])))
-    streams = [
-        int.from_bytes(data[at : at + 4], sys.byteorder)
-        for level, kind, data in ancillary
-        if (level, kind) == (_socket.SOL_SOCKET, _socket.SCM_RIGHTS)
-        for at in range(0, len(data) - 3, 4)
-    ]
-    try:
-        size = int.from_bytes(header, "big") if len(header) == 4 and len(streams) == 3 else 0
-        return json.loads(_receive_all(connection, size)), streams
-    except BaseException:
-        for stream in streams:
-            os.close(stream)
-        raise
-
-
-def _receive_all(connection: "_socket.socket", size: int) -> bytes:
-    """Receive the rest of a request, of which its sender must be alive at the end."""
-    if not 0 < size <= MAX_REQUEST_BYTES:
-        raise ValueError("no request")
-    limit = time.monotonic() + REQUEST_TIMEOUT_S
-    data = bytearray()
-    while len(data) < size:
-        part = connection.recv(min(1 << 20, size - len(data)))
-        if not part or time.monotonic() > limit:
-            raise ValueError("incomplete request")
-        data += part
-    connection.settimeout(None)
-    sender = select.poll()
-    sender.register(connection, 0)
-    if sender.poll(0):  # POLLHUP
-        raise ValueError("the sender has ended")
-    return bytes(data)
-
-
-def is_same_user(connection: "_socket.socket") -> bool:
-    """Return whether the peer runs as our user: any user may bind an abstract name, or connect to it."""
-    peer = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 12)  # struct ucred: pid, uid, gid
-    return int.from_bytes(peer[4:8], sys.byteorder) == os.getuid()
-
-
-def encode_streams() -> "tuple[int, int, bytes]":
-    """Return the ancillary data that sends this process's standard streams."""
-    numbers = b"".join(number.to_bytes(4, sys.byteorder) for number in range(3))
-    return _socket.SOL_SOCKET, _socket.SCM_RIGHTS, numbers
-
-
-def replace_streams(streams: "list[int]") -> None:
-    """Make these the standard streams of this process."""
-    for target, stream in enumerate(streams):
-        os.dup2(stream, target)
-        os.close(stream)
-
-
-def replace_environment(environ: "dict[str, str]") -> None:
-    """Set the environment. Each character stands for a byte, as in latin-1: it need not be valid text."""
-    os.environ.clear()
-    for name, value in environ.items():
-        if name and "=" not in name:  # the kernel passes such names on, but putenv refuses them
-            os.environb[name.encode("latin-1")] = value.encode("latin-1")
 
 
 # ---- shared memory of the agent ------------------------------------------------------------------------
@@ -738,13 +659,13 @@ def list_children() -> "list[int]":
 # ---- events --------------------------------------------------------------------------------------------
 
 
-def write_worker_mark(event: str, worker: int) -> None:
-    """Append a ``worker-forked`` or ``worker-parked`` event to the agent's memory."""
+def write_worker_forked(worker: int) -> None:
+    """Append a ``worker-forked`` event to the agent's memory: most scripts offer no progress page."""
     names = ("RANK", ENV_LOCAL_RANK, ENV_GENERATION)
     rank, local_rank, generation = (parse_int_or_none(os.environ.get(name)) for name in names)
     if rank is not None and local_rank is not None and generation is not None:  # else there is no agent
         line = (  # by hand: see `write_worker_exit`
-            f'{{"t":{time.time():.3f},"event":"{event}","pid":{os.getpid()},"worker_pid":{worker},'
+            f'{{"t":{time.time():.3f},"event":"worker-forked","pid":{os.getpid()},"worker_pid":{worker},'
             f'"rank":{rank},"local_rank":{local_rank},"generation":{generation}}}\n'
         )
         append_line(ENV_EVIDENCE, line.encode(), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)

@@ -59,7 +59,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
     os.mkfifo(tmp_path / "gate")
     monkeypatch.setenv(constants.ENV_PARKED, f"elastic_resume-{secrets.token_hex(8)}")
     monkeypatch.setenv(constants.ENV_RUN_ID, "job")
-    for name in standby.VARIABLES_OF_A_GENERATION:
+    for name in standby.REMOVED_VARIABLES:
         monkeypatch.setenv(name, "7")
     return Node(tmp_path)
 
@@ -90,7 +90,7 @@ def test_node_joins_when_all_missing_workers_have_parked(
     workers.start_missing(COST)  # its heartbeat has changed the cost while they start
     node.wait_for_shims("0", "2")
     environ = dict(line.partition("=")[::2] for line in (node.directory / "env-2").read_text().splitlines())
-    assert environ.keys().isdisjoint(standby.VARIABLES_OF_A_GENERATION)
+    assert environ.keys().isdisjoint(standby.REMOVED_VARIABLES)
     expected = {constants.ENV_STANDBY: "1", constants.ENV_STATE_BYTES: str(1 << 30)}
     expected |= {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3", "TORCHELASTIC_RUN_ID": "job"}
     assert environ == environ | expected

@@ -1,0 +1,151 @@
+"""Request a worker: what a launcher shim sends, and what the other side makes of it.
+
+The fork server answers with a new worker, the supervisor of a parked worker with that one::
+
+    launcher shim --length (4 bytes), JSON, three streams--> fork server, or supervisor of a parked worker
+    supervisor --y, then what `supervisor.py` says--> launcher shim
+
+A connection that closes without ``y`` is a refusal. Any user may bind an abstract socket name or connect to
+it, so both sides check the other's user.
+
+As `supervisor.py`, this module imports little and only the standard library.
+"""
+
+import _socket
+import os
+import select
+import sys
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+ENV_PARKED = "ELASTIC_RESUME_PARKED"
+MAX_REQUEST_BYTES = 16 << 20
+REQUEST_TIMEOUT_S = 1.0  # a launcher shim sends its request at once; other shims wait for it
+STOPPED_CHECK_S = 1.0
+
+
+class RequestRefusedError(Exception):
+    """A request of a launcher shim is refused; the text says why."""
+
+
+ERRORS = (OSError, ValueError, TypeError, RequestRefusedError)
+
+
+def parked_address(local_rank: str) -> str:
+    """Return the address at which the supervisor of this local rank's parked worker listens."""
+    return f"\0{os.environ[ENV_PARKED]}-{local_rank}"
+
+
+def send(address: str, request: bytes, *, kills_if_stopped: bool = False) -> "_socket.socket | None":
+    """Send a request; return the connection to the worker's supervisor, or None if there is no worker.
+
+    The supervisor of a standby answers late. If ``kills_if_stopped``, one that was stopped by a signal is
+    killed, and the kernel kills its worker.
+    """
+    connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
+    try:
+        connection.connect(address)
+        if is_same_user(connection):
+            connection.sendmsg([len(request).to_bytes(4, "big")], [encode_streams()])
+            connection.sendall(request)
+            answer = select.poll()
+            answer.register(connection, select.POLLIN)
+            while not answer.poll(STOPPED_CHECK_S * 1000):
+                if kills_if_stopped:
+                    _kill_if_stopped(connection)
+            if connection.recv(1) == b"y":
+                return connection
+    except OSError:
+        pass
+    connection.close()
+    return None
+
+
+def _kill_if_stopped(connection: "_socket.socket") -> None:
+    peer = _read_peer(connection)[0]
+    with open(f"/proc/{peer}/stat") as file:
+        if peer > 0 and file.read().rpartition(")")[2].split()[0] == "T":
+            os.kill(peer, 9)
+
+
+def receive(connection: "_socket.socket") -> "tuple[dict[str, Any], list[int]]":
+    """Receive the request of a launcher shim; return it with the shim's standard streams.
+
+    Raises:
+        RequestRefusedError: another user sent it.
+        OSError, ValueError, TypeError: it is incomplete, too long or malformed, or its sender has ended.
+
+    """
+    import json  # noqa: PLC0415 - takes 3 ms, which the start of a launcher shim must not pay
+
+    if not is_same_user(connection):
+        raise RequestRefusedError("the request is another user's")
+    connection.settimeout(REQUEST_TIMEOUT_S)
+    header, ancillary, _, _ = connection.recvmsg(4, _socket.CMSG_SPACE(len(encode_streams()[2])))
+    streams = [
+        int.from_bytes(data[at : at + 4], sys.byteorder)
+        for level, kind, data in ancillary
+        if (level, kind) == (_socket.SOL_SOCKET, _socket.SCM_RIGHTS)
+        for at in range(0, len(data) - 3, 4)
+    ]
+    try:
+        size = int.from_bytes(header, "big") if len(header) == 4 and len(streams) == 3 else 0
+        return json.loads(_receive_all(connection, size)), streams
+    except BaseException:
+        for stream in streams:
+            os.close(stream)
+        raise
+
+
+def _receive_all(connection: "_socket.socket", size: int) -> bytes:
+    """Receive the rest of a request, of which its sender must be alive at the end."""
+    if not 0 < size <= MAX_REQUEST_BYTES:
+        raise ValueError("no request")
+    limit = time.monotonic() + REQUEST_TIMEOUT_S
+    data = bytearray()
+    while len(data) < size:
+        part = connection.recv(min(1 << 20, size - len(data)))
+        if not part or time.monotonic() > limit:
+            raise ValueError("incomplete request")
+        data += part
+    connection.settimeout(None)
+    sender = select.poll()
+    sender.register(connection, 0)
+    if sender.poll(0):  # POLLHUP
+        raise ValueError("the sender has ended")
+    return bytes(data)
+
+
+def is_same_user(connection: "_socket.socket") -> bool:
+    """Return whether the other side runs as our user."""
+    return _read_peer(connection)[1] == os.getuid()
+
+
+def _read_peer(connection: "_socket.socket") -> "tuple[int, int]":
+    """Return process and user of the other side: of a listener, those that called listen(2)."""
+    peer = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 12)  # struct ucred: pid, uid, gid
+    return int.from_bytes(peer[:4], sys.byteorder), int.from_bytes(peer[4:8], sys.byteorder)
+
+
+def encode_streams() -> "tuple[int, int, bytes]":
+    """Return the ancillary data that sends this process's standard streams."""
+    numbers = b"".join(number.to_bytes(4, sys.byteorder) for number in range(3))
+    return _socket.SOL_SOCKET, _socket.SCM_RIGHTS, numbers
+
+
+def replace_streams(streams: "list[int]") -> None:
+    """Make these the standard streams of this process."""
+    for target, stream in enumerate(streams):
+        os.dup2(stream, target)
+        os.close(stream)
+
+
+def replace_environment(environ: "dict[str, str]") -> None:
+    """Set the environment. Each character stands for a byte, as in latin-1: it need not be valid text."""
+    os.environ.clear()
+    for name, value in environ.items():
+        if name and "=" not in name:  # the kernel passes such names on, but putenv refuses them
+            os.environb[name.encode("latin-1")] = value.encode("latin-1")
