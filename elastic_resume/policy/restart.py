@@ -336,8 +336,8 @@ def count_failures_without_progress(history: Sequence[GenerationResult]) -> int:
     """Count the failed generations since the last progress.
 
     A generation that starts at an earlier step than its predecessor has lost saved states. Training then
-    recomputes steps, and the steps reached before no longer count. If it starts at a later step than this node
-    has reached, other nodes trained without it; that is no progress of a node that fails.
+    recomputes steps, and the steps reached before no longer count. If it starts at a later step than this
+    node has reached, other nodes trained without it; that is no progress of a node that fails.
     """
     best: int | None = None
     started: int | None = None
