@@ -6,6 +6,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -106,6 +107,28 @@ def test_node_joins_when_all_missing_workers_have_parked(
     park(2)
     workers.start_missing(COST)
     assert node.begun == 1
+
+
+def test_view_that_needs_the_node_waits_for_the_supervisors_of_standbys(
+    node: Node, park: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for their end: torchelastic's launcher shims connect, and wait for that."""
+    workers = node.open(f"exit {constants.EXIT_PARKED}")
+    workers.start_missing(COST)
+    node.wait_for_shims("0", "1", "2")
+    to_listen, looks = [2, 0, 1], []
+
+    def look(_: float) -> None:
+        looks.append(1)
+        park(to_listen.pop())
+
+    monkeypatch.setattr(time, "sleep", look)
+    workers.wait_for_supervisors(lambda: False)
+    assert len(looks) == 3
+    to_listen.append(7)
+    workers.wait_for_supervisors(lambda: True)
+    assert len(looks) == 3
+    workers.close()
 
 
 @pytest.mark.parametrize(
