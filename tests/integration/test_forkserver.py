@@ -27,6 +27,7 @@ import pytest
 from elastic_resume import constants
 from elastic_resume.agent.workers import forkserver, forkserver_manager, launcher_shim
 from elastic_resume.agent.workers.forkserver_manager import ForkServerManager
+from elastic_resume.agent.workers.lease_page import LeasePage
 from tests.support.leak_reports import without_leaks
 from tests.support.processes import is_alive, read_exit_event, wait_for, wait_for_pid
 
@@ -382,6 +383,7 @@ def test_fork_server_dies_with_its_agent(tmp_path: Path) -> None:
     code = """
 import os, sys, time
 from elastic_resume.agent.workers.forkserver_manager import ForkServerManager
+from elastic_resume.agent.workers.lease_page import LeasePage
 manager = ForkServerManager([sys.executable, "-u", "x.py"])
 manager.start()
 open(sys.argv[1], "w").write(str(manager.pid))
@@ -580,3 +582,86 @@ def test_only_process_start_variables_are_compared() -> None:
     }
     assert forkserver.list_differing_variables(ours, theirs) == ["LD_PRELOAD", "OMP_NUM_THREADS"]
     assert forkserver.list_differing_variables(ours, {**ours, "RANK": "7", "LOCAL_RANK": "3"}) == []
+
+
+# ---- standbys ------------------------------------------------------------------------------------------
+
+PARKING_WORKER = str(Path(__file__).parents[1] / "support" / "scripts" / "parking_worker.py")
+
+
+@pytest.fixture
+def lease_page() -> Iterator[LeasePage]:
+    """Create a lease page that this process owns. At first no worker may run."""
+    with contextlib.closing(LeasePage()) as lease_page:
+        yield lease_page
+
+
+@pytest.fixture
+def standby_environ(
+    start_own: Callable[..., RunningForkServer], lease_page: LeasePage, tmp_path: Path
+) -> dict[str, str]:
+    """Return the environment of a standby."""
+    server = start_own()
+    server.wait_until_ready()
+    environment = environ(tmp_path, server.socket_name)
+    del environment["RANK"]
+    return environment | {
+        constants.ENV_LEASE_PAGE: lease_page.path,
+        constants.ENV_PARKED: f"test-{os.urandom(8).hex()}",
+        constants.ENV_STANDBY: "1",
+    }
+
+
+def test_standby_resumes_for_shim_that_came_early(standby_environ: dict[str, str], tmp_path: Path) -> None:
+    """The agent needs no lease meanwhile. Both launcher shims wait for `er.resume()`."""
+    ready = tmp_path / "ready"
+    standby = start(standby_environ, PARKING_WORKER, "standby", str(ready))
+    name = f"@{standby_environ[constants.ENV_PARKED]}-0"
+    wait_for(lambda: name in Path("/proc/net/unix").read_text(), "the standby's supervisor to listen")
+    del standby_environ[constants.ENV_STANDBY], standby_environ[constants.ENV_LEASE_PAGE]
+    environment = standby_environ | {"RANK": "1", constants.ENV_GENERATION: "2"}
+    facts = tmp_path / "facts"
+    with facts.open("wb") as output:
+        ended, waiting = (start(environment, PARKING_WORKER, stdout=output) for _ in range(2))
+    wait_for(lambda: is_connected(ended.pid) and is_connected(waiting.pid), "the requests of both shims")
+    ended.terminate()  # the view has ended
+    assert ended.wait(30) == -signal.SIGTERM
+    assert standby.poll() is None
+    ready.touch()
+    assert standby.wait(30) == constants.EXIT_PARKED
+    worker, *words = wait_for(facts.read_text, "the worker to resume").split()
+    assert words == ["1", "2", "None"]
+    assert psutil.Process(int(worker)).name() == "er-worker"
+    os.kill(int(worker), signal.SIGKILL)
+    assert waiting.wait(30) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("end", ["signal", "agent"])
+def test_standby_ends_with_shim_and_agent(
+    end: str, standby_environ: dict[str, str], lease_page: LeasePage, tmp_path: Path
+) -> None:
+    """It may have to start for minutes until it could park."""
+    process = start(standby_environ, sleeper(tmp_path))
+    pids = [wait_for_pid(tmp_path / name) for name in ("worker", "child")]
+    if end == "signal":
+        process.terminate()
+    else:
+        lease_page.close()
+    assert process.wait(30) == -signal.SIGKILL
+    assert not any(map(is_alive, pids))
+
+
+def test_script_that_reads_its_rank_is_no_standby(standby_environ: dict[str, str], tmp_path: Path) -> None:
+    """The message names line and variable. A default would be a wrong rank."""
+    reads = {
+        "RANK": ("os.environ['RANK']", "os.environ.get('RANK', '0')", "int(os.getenv('RANK', 0))"),
+        "WORLD_SIZE": ("os.environb.get(b'WORLD_SIZE')", "'WORLD_SIZE' in os.environ"),
+        "MASTER_ADDR": ("os.environ.setdefault('MASTER_ADDR', 'localhost')",),
+    }
+    script = tmp_path / "script.py"
+    for variable, expressions in reads.items():
+        for expression in expressions:
+            script.write_text(f"import os\nassert os.environ.get('OTHER') is None\n{expression}\n")
+            process = start(standby_environ, str(script), stderr=subprocess.PIPE)
+            assert f"{script}:3 reads {variable} before er.resume()" in process.communicate(timeout=60)[1]
+            assert process.returncode == constants.EXIT_NO_STANDBY, expression

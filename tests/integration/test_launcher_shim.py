@@ -370,6 +370,13 @@ def test_shim_without_agent_starts_nothing(environ: Any, start: Any, tmp_path: P
     assert not (tmp_path / "started").exists()
 
 
+def test_standby_does_not_start_cold(environ: Any, start: Any, tmp_path: Path) -> None:
+    """Its node starts the worker when it has joined."""
+    environ[constants.ENV_STANDBY] = "1"
+    assert start("/bin/sh", "-c", f"touch {tmp_path / 'started'}").wait(30) == 1
+    assert not (tmp_path / "started").exists()
+
+
 # ---- leases --------------------------------------------------------------------------------------------
 
 

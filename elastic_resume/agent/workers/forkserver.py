@@ -514,7 +514,7 @@ class _StandbyVariables(dict[bytes, bytes]):
         # While the worker resumes, it replaces the environment by that of its generation.
         if name in VARIABLES_OF_A_GENERATION and supervisor.ENV_STANDBY.encode() in self:
             frame = sys._getframe(1)  # noqa: SLF001
-            while frame.f_back is not None and frame.f_globals.get("__name__") in {"os", "_collections_abc"}:
+            while frame.f_back is not None and frame.f_globals.get("__name__") in {"os", "collections.abc"}:
                 frame = frame.f_back
             place, variable = f"{frame.f_code.co_filename}:{frame.f_lineno}", name.decode()
             message = (
