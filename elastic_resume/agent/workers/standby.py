@@ -12,13 +12,14 @@ A worker that is needed earlier is not started twice: torchelastic's launcher sh
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from string import Template
 
 from elastic_resume import constants
@@ -29,8 +30,6 @@ from elastic_resume.policy.wording import describe_standby_failure, describe_sta
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.005
-UNIX_SOCKETS_FILE = Path("/proc/net/unix")
-LISTENING = "00010000"  # flags of a listening socket there
 # What a standby does is no part of a generation, so it cannot write into the events either.
 REMOVED_VARIABLES = {name.decode() for name in forkserver.VARIABLES_OF_A_GENERATION} | {
     *("TORCHELASTIC_ERROR_FILE", constants.ENV_GENERATION, constants.ENV_LAST_STEP, constants.ENV_MTBF_S),
@@ -125,7 +124,10 @@ class StandbyWorkers:
 
 
 def is_kept(local_rank: int) -> bool:
-    """Return whether a supervisor of this agent listens for the next launcher shim of the local rank."""
-    name = worker_request.parked_address(str(local_rank)).replace("\0", "@")
-    sockets = [line.split() for line in UNIX_SOCKETS_FILE.read_text().splitlines()]
-    return any(words[-1] == name and words[3] == LISTENING for words in sockets)
+    """Return whether a supervisor of this agent waits for the next launcher shim of the local rank.
+
+    It ignores a connection that brings no request.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(worker_request.parked_address(str(local_rank))) in {0, errno.EAGAIN}
