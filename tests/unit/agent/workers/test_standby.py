@@ -99,8 +99,8 @@ def test_node_joins_when_all_missing_workers_have_parked(
     node.let_shims_end(2)
     assert node.has_ended.wait(30)
     assert caplog.messages[0] == (
-        "local rank 1 keeps the process; local ranks 0, 2 start before this node joins, in 20 s as measured. "
-        "Other nodes that are enough train meanwhile."
+        "local rank 1 keeps its process; local ranks 0, 2 start before this node joins, which takes about "
+        "20 s. Other nodes that are enough train meanwhile."
     )
     assert caplog.messages[1].startswith("all workers of this node stand at er.resume() after ")
     park(0)
